@@ -1,0 +1,32 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint docs bench clean
+
+demo: .venv/ready
+	$(BIN)/python -m tilestack demo
+
+test: lint
+	$(BIN)/python -m pytest tests -n auto
+
+lint: .venv/ready
+	$(BIN)/ruff check tilestack tests
+	$(BIN)/ruff format --check tilestack tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: .venv/ready
+	$(BIN)/python -m tilestack report --tables
+
+bench: .venv/ready
+	$(BIN)/python -m tilestack bench --save
+
+clean:
+	rm -rf .venv runs
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "tilestack needs Python 3.11 or newer; set PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

@@ -1,0 +1,5 @@
+"""How operators run fast. Importing this package registers every kernel; `tilestack.ops` does so when first asked."""
+
+from tilestack.kernels import aten, elementwise, matmul, norm, softmax
+
+__all__ = ["aten", "elementwise", "matmul", "norm", "softmax"]

@@ -1,0 +1,29 @@
+"""PyTorch's own fused function for an operator, where it has one, as the backend `aten`: the first peer to beat.
+
+`auto` takes it wherever it measured faster than our kernels, so nobody is slower than PyTorch by using tilestack.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from tilestack import ops
+from tilestack.ops import AUTOGRAD, implements
+
+
+def shares_dtype(x, weight):
+    return weight is None or x.dtype == weight.dtype or "PyTorch's own function wants x and weight in one dtype"
+
+
+implements(ops.add, backend="aten", backward=AUTOGRAD)(torch.add)
+implements(ops.axpy, backend="aten", backward=AUTOGRAD)(lambda x, y, alpha: torch.add(y, x, alpha=alpha))
+implements(ops.relu, backend="aten", backward=AUTOGRAD)(torch.relu)
+implements(ops.silu, backend="aten", backward=AUTOGRAD)(F.silu)
+implements(ops.gelu, backend="aten", backward=AUTOGRAD)(lambda x, approximate: F.gelu(x, approximate=approximate))
+implements(ops.softmax, backend="aten", backward=AUTOGRAD)(lambda x, dim: torch.softmax(x, dim))
+implements(ops.linear, backend="aten", backward=AUTOGRAD)(F.linear)
+implements(ops.rms_norm, backend="aten", backward=AUTOGRAD, when=shares_dtype)(
+    lambda x, weight, eps: F.rms_norm(x, x.shape[-1:], weight, eps)
+)
+implements(ops.layer_norm, backend="aten", backward=AUTOGRAD, when=shares_dtype)(
+    lambda x, weight, bias, eps: F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+)

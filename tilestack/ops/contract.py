@@ -1,0 +1,320 @@
+"""The operator contract: what an operator is, and what an implementation of it promises.
+
+An operator is declared once, by its definition in plain PyTorch:
+
+    @operator(cost=lambda x: Cost(flops=4 * x.numel()), cases=rows)
+    def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor: ...
+
+and an implementation replaces it for a backend:
+
+    @implements(rms_norm, backend="triton", backward=rms_norm_backward, when=lambda x: x.shape[-1] <= 65536 or "rows ...")
+    def rms_norm(x, weight, eps): ...
+
+Functions around an operator name what they look at, and get just that: a `cost`, a `check` or a `when` names some of
+the arguments; a gradient or a `backward` names `grad` (what arrives from above; `grad_<output>` where there are
+several outputs), any arguments, `out` (the output) and `needs` (which tensor arguments want a gradient). Only what the
+operator's gradient names is kept alive between forward and backward, and only that may a `backward` or `when` name.
+"""
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilestack.ops import registry
+from tilestack.ops.backends import BackendError, entered, usable
+from tilestack.ops.cases import Case
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Reason = bool | str  # True, or why not
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+AUTOGRAD = "autograd"  # the `backward` of an implementation that PyTorch differentiates by itself
+PLANS_KEPT = (
+    1 << 16
+)  # signatures an operator remembers before it starts over, so that ever-changing shapes stay bounded
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The work an operator cannot avoid. Bytes default to each tensor argument read once and each output written once."""
+
+    flops: float = 0
+    backward_flops: float | None = None  # twice the forward's when silent
+    read: Sequence[Tensor] | None = None
+    write: Sequence[Tensor] | None = None
+
+
+def parameters_of(function: Callable) -> list[str]:
+    return [name for name, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
+
+
+def call_named(function: Callable, available: dict[str, Any]) -> Any:
+    """Call a function with those of the available values that it names."""
+    return function(**{name: available[name] for name in parameters_of(function)})
+
+
+@dataclass
+class Implementation:
+    """One way to run an operator: a forward, a backward (a function, AUTOGRAD or none) and the limits of both."""
+
+    operator: "Operator"
+    backend: str
+    forward: Callable
+    backward: Callable | str | None
+    when: Callable[..., Reason] | None
+    dtypes: tuple[torch.dtype, ...]
+
+    def refuses(self, arguments: dict[str, Any], device: torch.device, with_gradient: bool = False) -> str:
+        """Why this implementation cannot run the call; empty when it can. Arguments may lack what a gradient drops."""
+        if (reason := usable(self.backend, device)) is not True:
+            return str(reason)
+        for name in self.operator.tensors:
+            value = arguments.get(name)
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in self.dtypes:
+                return f"{name} is {str(value.dtype).removeprefix('torch.')}, it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}"
+        if with_gradient and self.backward is None:
+            return "it has no backward; call it under torch.no_grad()"
+        if self.when is not None and (reason := call_named(self.when, arguments)) is not True:
+            return str(reason) if reason else "its `when` refuses these arguments"
+        return ""
+
+    @property
+    def own_backward(self) -> Callable:
+        assert callable(self.backward), f"{self.operator.name} on {self.backend} has no backward function"
+        return self.backward
+
+    @property
+    def differentiates_itself(self) -> bool:
+        return self.backward == AUTOGRAD
+
+
+class Operator(Generic[P, R]):
+    """A public operator: call it like its definition; the rest of the stack reads its contract from the attributes."""
+
+    def __init__(
+        self,
+        definition: Callable[P, R],
+        cases: Sequence[Case],
+        cost: Callable[..., Cost] | None,
+        check: Callable[..., Reason] | None,
+        gradient: Callable | None,
+        outputs: Sequence[str],
+    ):
+        self.definition = definition
+        self.name = definition.__name__
+        self.family = definition.__module__.rpartition(".")[2]
+        self.signature = inspect.signature(definition)
+        self.parameters = list(self.signature.parameters)
+        annotations = typing.get_type_hints(definition)
+        self.tensors = [name for name in self.parameters if annotations[name] in (Tensor, Tensor | None)]
+        self.optional = [name for name in self.tensors if annotations[name] == Tensor | None]
+        self.outputs = list(outputs)
+        self.cases = list(cases)
+        self.describe_cost = cost
+        self.check = check
+        self.gradient = gradient
+        self.grads = ["grad"] if len(self.outputs) == 1 else [f"grad_{name}" for name in self.outputs]
+        kept = parameters_of(gradient) if gradient else self.parameters
+        self.saved = [name for name in kept if name not in (*self.grads, "needs")]
+        self.implementations: dict[str, Implementation] = {}
+        self.plans: dict[tuple, Callable] = {}
+        self.__name__, self.__doc__, self.__module__, self.__wrapped__ = (
+            self.name,
+            definition.__doc__,
+            definition.__module__,
+            definition,
+        )
+        self.__signature__ = self.signature
+
+    __call__: Callable[
+        P, R
+    ]  # generated per operator by `_calling`, so that a call binds arguments at the speed of Python
+
+    def __repr__(self) -> str:
+        return f"<operator {self.name}{self.signature}, backends {', '.join(self.implementations)}>"
+
+    def __reduce__(self):
+        return registry.operator_named, (self.name,)
+
+    def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def resolve(self, arguments: dict[str, Any], with_gradient: bool = False) -> Implementation:
+        """The implementation that runs a call with these arguments, or a BackendError that says why the chosen one cannot."""
+        return registry.resolve(self, arguments, self.device_of(arguments), with_gradient)
+
+    def device_of(self, arguments: dict[str, Any]) -> torch.device:
+        placed = {name: arguments[name].device for name in self.tensors if isinstance(arguments.get(name), Tensor)}
+        if len(set(placed.values())) > 1:
+            raise ValueError(
+                f"{self.name}: all tensors must be on one device, but "
+                + ", ".join(f"{name} is on {device}" for name, device in placed.items())
+            )
+        return next(iter(placed.values()))
+
+    def validate(self, arguments: dict[str, Any]) -> None:
+        """Raise an error for people when the arguments make no sense for the operator, whatever the backend."""
+        for name in self.tensors:
+            value = arguments[name]
+            if not isinstance(value, Tensor) and not (value is None and name in self.optional):
+                raise TypeError(
+                    f"{self.name}: {name} must be a tensor{' or None' if name in self.optional else ''}, not {type(value).__name__}"
+                )
+        self.device_of(arguments)
+        if self.check is not None and (reason := call_named(self.check, arguments)) is not True:
+            raise ValueError(f"{self.name}: {reason}")
+
+    def plan(self, key: tuple | None, values: tuple, with_gradient: bool) -> Callable:
+        """What runs calls of one signature: checked, resolved and, with a key, remembered."""
+        arguments = dict(zip(self.parameters, values, strict=True))
+        self.validate(arguments)
+        implementation = self.resolve(arguments, with_gradient)
+        if with_gradient and not implementation.differentiates_itself:
+            from tilestack.ops.autograd import differentiable
+
+            run = differentiable(implementation)
+        else:
+            run = implementation.forward
+        if key is not None:
+            if len(self.plans) >= PLANS_KEPT:
+                self.plans.clear()
+            self.plans[key] = run
+        return run
+
+    def cost(self, arguments: dict[str, Any], direction: str = "forward") -> tuple[float, float]:
+        """Unavoidable (flops, bytes) of a call; the backward reads what arrives and what is kept, and writes the gradients."""
+        declared = call_named(self.describe_cost, arguments) if self.describe_cost else Cost()
+        inputs = [arguments[name] for name in self.tensors if arguments[name] is not None]
+        meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
+        outputs = as_tuple(self.definition(**meta))  # type: ignore[call-arg, arg-type]
+        size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
+        if direction == "forward":
+            return declared.flops, size(inputs if declared.read is None else declared.read) + size(
+                outputs if declared.write is None else declared.write
+            )
+        kept = meta | dict(zip(self.outputs, outputs, strict=True))
+        read = [kept[name] for name in self.saved if isinstance(kept[name], Tensor)]
+        flops = 2 * declared.flops if declared.backward_flops is None else declared.backward_flops
+        return flops, size(outputs) + size(read) + size(t for t in inputs if t.is_floating_point())
+
+
+def as_tuple(value: Any) -> tuple:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def operator(
+    *,
+    cases: Iterable[Case],
+    cost: Callable[..., Cost] | None = None,
+    check: Callable[..., Reason] | None = None,
+    gradient: Callable | None = None,
+    outputs: Sequence[str] = ("out",),
+) -> Callable[[Callable[P, R]], Operator[P, R]]:
+    """Turn a definition in plain PyTorch into an operator. Its annotations are the operator's schema.
+
+    `check` answers True or what is wrong with the arguments, before any backend sees them. `gradient` is the gradient
+    in plain PyTorch, worth writing when it keeps less than all arguments; without it, it is derived from the definition.
+    """
+
+    def declare(definition: Callable[P, R]) -> Operator[P, R]:
+        from tilestack.ops.library import define
+
+        described = type("Operator", (Operator,), {})(definition, list(cases), cost, check, gradient, outputs)
+        registry.add_operator(described)
+        described.implementations["torch"] = Implementation(described, "torch", definition, AUTOGRAD, None, FLOATS)
+        type(described).__call__ = _calling(described, define(described))
+        return described
+
+    return declare
+
+
+def implements(
+    described: Operator,
+    *,
+    backend: str,
+    backward: Callable | str | None = None,
+    when: Callable[..., Reason] | None = None,
+    dtypes: Sequence[torch.dtype] = FLOATS,
+) -> Callable[[Callable], Callable]:
+    """Register a function as an operator's implementation on a backend, from inside or outside this package.
+
+    `backward` is a function (see the top of this file), AUTOGRAD when the forward is made of differentiable PyTorch
+    calls, or None when there is none. `when` answers True or the reason why not, looking only at metadata.
+    """
+
+    def register(forward: Callable) -> Callable:
+        if callable(backward):
+            options = [name for name in described.parameters if name not in described.tensors]
+            available = [*described.saved, *options, *described.grads, "needs"]
+            for role, function in (("backward", backward), ("when", when)):
+                if missing := [name for name in parameters_of(function) if name not in available] if function else []:
+                    raise TypeError(
+                        f"the {role} of {described.name} on {backend} names {', '.join(missing)}; a gradient of {described.name} has {', '.join(available)}"
+                    )
+        described.implementations[backend] = Implementation(described, backend, forward, backward, when, tuple(dtypes))
+        described.plans.clear()
+        return forward
+
+    return register
+
+
+def _calling(described: Operator, traced: Callable) -> Callable:
+    """The `__call__` of one operator, written out so that a call costs its signature and one dictionary look-up.
+
+    A signature is everything a choice of implementation may depend on: the chosen backend, whether a gradient is
+    wanted, each tensor's shape, strides, dtype and device, and each argument that is not a float.
+    """
+    annotations = typing.get_type_hints(described.definition)
+    parts, grads = [], []
+    for name in described.parameters:
+        described_tensor = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device"
+        if name in described.optional:
+            parts.append(f"None if {name} is None else ({described_tensor})")
+            grads.append(f"{name} is not None and {name}.requires_grad")
+        elif name in described.tensors:
+            parts.append(described_tensor)
+            grads.append(f"{name}.requires_grad")
+        elif annotations[name] is not float:
+            parts.append(name)
+    names = ", ".join(described.parameters)
+    declared = ", ".join(
+        name if p.default is p.empty else f"{name}={name}_default" for name, p in described.signature.parameters.items()
+    )
+    source = f"""
+def __call__(self, {declared}):
+    if compiling():
+        return traced({names})
+    try:
+        with_gradient = grad_enabled() and ({" or ".join(grads)})
+        key = (entered(), with_gradient, {", ".join(parts)})
+        run = plans.get(key)
+    except (AttributeError, TypeError):
+        key, run, with_gradient = None, None, False
+    if run is None:
+        run = plan(key, ({names},), with_gradient)
+    return run({names})
+"""
+    scope = {f"{name}_default": p.default for name, p in described.signature.parameters.items()}
+    scope |= dict(
+        compiling=torch.compiler.is_compiling,
+        traced=traced,
+        grad_enabled=torch.is_grad_enabled,
+        entered=entered,
+        plans=described.plans,
+        plan=described.plan,
+    )
+    exec(source, scope)
+    call: Callable = scope["__call__"]  # type: ignore[assignment]
+    call.__doc__ = described.definition.__doc__
+    return call
+
+
+__all__ = ["AUTOGRAD", "FLOATS", "BackendError", "Case", "Cost", "Implementation", "Operator", "implements", "operator"]

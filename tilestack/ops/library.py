@@ -1,0 +1,140 @@
+"""What torch.compile, export and opcheck see: every operator as `torch.ops.tilestack.<name>`, with its gradient.
+
+Under a compiler the backend is chosen while tracing. One made of PyTorch calls is traced through, so that the compiler
+can fuse it; any other becomes one opaque operator, whose fake kernel is the definition on fake tensors and whose
+gradient is the operator `<name>_backward`. The results of both are contiguous, as the fakes promise.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilestack.ops import registry
+from tilestack.ops.autograd import gradient_of_definition, per_parameter
+from tilestack.ops.contract import Operator, as_tuple, call_named
+
+LIBRARY = torch.library.Library("tilestack", "DEF")
+
+
+def define(described: Operator) -> Callable:
+    """Register an operator and its gradient with torch.library; returns what a compiler traces for a call."""
+
+    def run(*values: Any) -> Any:
+        with torch.no_grad():
+            return fresh(described(*values), values)
+
+    def fake(*values: Any) -> Any:
+        return fresh(described.definition(*values), values)
+
+    schema = torch.library.infer_schema(described.definition, mutates_args=())
+    register(described.name, schema, run, fake)
+    opaque = getattr(torch.ops.tilestack, described.name)
+    gradient = Gradient(described, schema)
+    torch.library.register_autograd(
+        f"tilestack::{described.name}", gradient.backward, setup_context=gradient.setup_context, lib=LIBRARY
+    )
+
+    def traced(*values: Any) -> Any:
+        arguments = dict(zip(described.parameters, values, strict=True))
+        described.validate(arguments)
+        implementation = described.resolve(arguments)
+        return implementation.forward(*values) if implementation.differentiates_itself else opaque(*values)
+
+    return torch.compiler.allow_in_graph(traced)
+
+
+class Gradient:
+    """The operator `<name>_backward(arriving gradients, what is kept, needs) -> a gradient per tensor argument`.
+
+    torch.library has no optional results, so a gradient nobody needs is an empty tensor on the way out.
+    """
+
+    def __init__(self, described: Operator, schema: str):
+        self.described = described
+        self.kept = [name for name in described.parameters if name in described.saved or name not in described.tensors]
+        self.kept_outputs = [name for name in described.outputs if name in described.saved]
+        self.names = [*described.grads, *self.kept, *self.kept_outputs, "needs"]
+        declared = declarations(schema)
+        arguments = [
+            *(f"Tensor {name}" for name in described.grads),
+            *(declared[name] for name in self.kept),
+            *(f"Tensor {name}" for name in self.kept_outputs),
+            "bool[] needs",
+        ]
+        returns = ", ".join("Tensor" for _ in described.tensors)
+        register(
+            f"{described.name}_backward",
+            f"({', '.join(arguments)}) -> " + (f"({returns})" if len(described.tensors) > 1 else returns),
+            self.run,
+            self.fake,
+        )
+        self.op = getattr(torch.ops.tilestack, f"{described.name}_backward")
+
+    def run(self, *values: Any) -> Any:
+        available = dict(zip(self.names, values, strict=True))
+        device = available[self.described.grads[0]].device
+        implementation = registry.resolve_backward(self.described, available, device)
+        with torch.no_grad():
+            if implementation is None:
+                found = gradient_of_definition(self.described, available)
+            else:
+                found = as_tuple(call_named(implementation.own_backward, available))
+        return self.results(found, available, values)
+
+    def fake(self, *values: Any) -> Any:
+        available = dict(zip(self.names, values, strict=True))
+        if self.described.gradient is not None:
+            found = as_tuple(call_named(self.described.gradient, available))
+        else:
+            found = tuple(
+                None
+                if available[name] is None
+                else torch.empty_like(available[name], memory_format=torch.contiguous_format)
+                for name in self.described.tensors
+            )
+        return self.results(found, available, values)
+
+    def results(self, found: tuple, available: dict[str, Any], inputs: tuple) -> Any:
+        taken: list[Tensor] = []
+        for gradient, needed in zip(found, available["needs"], strict=True):
+            wanted = gradient if needed and gradient is not None else available[self.described.grads[0]].new_empty(0)
+            taken.append(fresh(wanted, (*inputs, *taken)))
+        return tuple(taken) if len(taken) > 1 else taken[0]
+
+    def setup_context(self, ctx: Any, inputs: tuple, output: Any) -> None:
+        available = dict(zip(self.described.parameters, inputs, strict=True)) | dict(
+            zip(self.described.outputs, as_tuple(output), strict=True)
+        )
+        kept = {name: available[name] for name in (*self.kept, *self.kept_outputs)}
+        ctx.tensors = [name for name, value in kept.items() if isinstance(value, Tensor)]
+        ctx.save_for_backward(*(kept[name] for name in ctx.tensors))
+        ctx.values = {name: value for name, value in kept.items() if name not in ctx.tensors}
+
+    def backward(self, ctx: Any, *arriving: Tensor) -> tuple:
+        needs = [ctx.needs_input_grad[self.described.parameters.index(name)] for name in self.described.tensors]
+        kept = dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)) | ctx.values
+        found = self.op(*arriving, *(kept[name] for name in (*self.kept, *self.kept_outputs)), needs)
+        return per_parameter(self.described, as_tuple(found), needs)
+
+
+def register(name: str, schema: str, run: Callable, fake: Callable) -> None:
+    LIBRARY.define(name + schema)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilestack::{name}", fake, lib=LIBRARY)
+
+
+def fresh(out: Any, others: tuple) -> Any:
+    """The results contiguous and sharing no memory with an input or one another, as torch.library demands."""
+    if isinstance(out, tuple):
+        return tuple(fresh(tensor, others) for tensor in out)
+    shared = out._is_view() or any(out is other for other in others)
+    return out.clone(memory_format=torch.contiguous_format) if shared else out.contiguous()
+
+
+def declarations(schema: str) -> dict[str, str]:
+    """Each argument's declaration without its default, by name, of a schema such as `(Tensor x, float eps=1e-6) -> Tensor`."""
+    inside = schema[schema.index("(") + 1 : schema.rindex(") ->")]
+    plain = [part.partition("=")[0].strip() for part in inside.split(", ")]
+    return {declaration.split()[-1]: declaration for declaration in plain}

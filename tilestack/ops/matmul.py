@@ -1,0 +1,51 @@
+"""The linear layer: the operator that most of a model's arithmetic goes through."""
+
+from torch import Tensor
+
+from tilestack.ops.cases import cases
+from tilestack.ops.contract import Cost, operator
+
+
+def linear_case(make, rows, columns, inner, bias="bias"):
+    # A weight of scale 1/sqrt(K) keeps outputs near one, as in a model at initialisation.
+    arguments = dict(x=make.normal(rows, inner), weight=make.normal(columns, inner, scale=max(inner, 1) ** -0.5))
+    return arguments | (dict(bias=make.normal(columns)) if bias == "bias" else {})
+
+
+def batched_case(make, *shape):
+    *leading, inner, columns = shape
+    return dict(x=make.normal(*leading, inner), weight=make.normal(columns, inner, scale=inner**-0.5))
+
+
+def shapes_agree(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool | str:
+    if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
+        return f"x ends in K and weight is [N, K], but x is {tuple(x.shape)} and weight is {tuple(weight.shape)}"
+    if not x.dtype == weight.dtype == (weight if bias is None else bias).dtype:
+        return f"x, weight and bias must have one dtype, but x is {x.dtype} and weight is {weight.dtype}" + (
+            "" if bias is None else f" and bias is {bias.dtype}"
+        )
+    return (
+        bias is None
+        or bias.shape == weight.shape[:1]
+        or f"bias must have shape {tuple(weight.shape[:1])}, not {tuple(bias.shape)}"
+    )
+
+
+def multiply_adds(x: Tensor, weight: Tensor) -> Cost:
+    return Cost(flops=2 * x.numel() * weight.shape[0])
+
+
+@operator(
+    cases=cases(
+        linear_case,
+        check=[(1, 1, 1), (5, 17, 33), (64, 64, 64), (70, 130, 40, "plain"), (0, 8, 8), (8, 0, 8), (8, 8, 0)],
+        bench=[(4096, 4096, 4096, "plain"), (8192, 8192, 1024, "plain"), (8192, 8192, 8192, "plain")],
+    )
+    + cases(batched_case, check=[(2, 3, 16, 20), (16, 20)]),
+    cost=multiply_adds,
+    check=shapes_agree,
+)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias; weight is [out, in], as torch.nn.Linear keeps it."""
+    product = x @ weight.T
+    return product if bias is None else product + bias
