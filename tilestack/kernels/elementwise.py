@@ -118,8 +118,9 @@ def slope(x, KIND: tl.constexpr):
     elif KIND == "gelu":
         d = 0.5 * (1 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     else:
-        s = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-        d = s + x * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+        u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        t = tl.exp(-tl.abs(u))  # s * (1 - s) = t / (1 + t)², without the cancellation in 1 - s
+        d = sigmoid(u) + x * t / ((1 + t) * (1 + t)) * 1.5957691216057308 * (1 + 0.134145 * x * x)
     return d
 
 

@@ -265,6 +265,7 @@ def norm_backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, weight and bias."""
     source, arriving = rows_of(x), rows_of(grad)
+    weight = None if weight is None else weight.contiguous()
     rows, columns = source.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     acc = accumulator(x.dtype)

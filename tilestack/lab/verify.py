@@ -1,0 +1,275 @@
+"""Proving implementations: every operator × backend × case × variant × dtype × direction in the registry.
+
+Outputs are filled with NaN before a kernel writes them, so an element it leaves out is seen. Forward and every gradient
+go through the public operator with the backend chosen, as a user would call it; both run twice and must give the same
+bits. In float64, gradcheck compares the backward with finite differences of the forward.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilestack.lab import oracle, variants
+from tilestack.ops.autograd import gradient_of_definition
+from tilestack.ops.backends import backend, usable
+from tilestack.ops.cases import Case, Make
+from tilestack.ops.contract import Implementation, Operator, as_tuple
+
+REDRAWS = 16  # more draws of small arguments, whose definition may be exact by luck
+SMALL = 4096
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One claim and what became of it: ok True or False, or None when it could not be tried, with the reason."""
+
+    op: str
+    backend: str
+    case: str
+    variant: str
+    dtype: str
+    direction: str
+    ok: bool | None
+    error: float = 0.0
+    bound: float = 0.0
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is to be proved: that an implementation is right on a case's arguments, in one variant, dtype and direction."""
+
+    operator: Operator
+    implementation: Implementation
+    case: Case
+    variant: str
+    dtype: torch.dtype
+    direction: str
+    device: torch.device
+
+    def proof(self, ok: bool | None, error: float = 0.0, bound: float = 0.0, message: str = "") -> Proof:
+        names = (
+            self.operator.name,
+            self.implementation.backend,
+            self.case.name,
+            self.variant,
+            str(self.dtype).removeprefix("torch."),
+            self.direction,
+        )
+        return Proof(*names, ok, error, bound, message)
+
+    def arguments(self, seed: int = 0) -> dict[str, Any]:
+        built = self.operator.bind(**self.case.build(Make(self.dtype, self.device, seed)))
+        return variants.vary(built, self.variant)
+
+
+def default_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """What can be tried on a device; Triton's interpreter computes bfloat16 wrongly, so it waits for a GPU."""
+    halves = (torch.float16, torch.bfloat16) if device.type == "cuda" else (torch.float16,)
+    return (*halves, torch.float32, torch.float64)
+
+
+def claims(
+    operators: Iterable[Operator],
+    device: torch.device,
+    *,
+    backends: Iterable[str] | None = None,
+    dtypes: Iterable[torch.dtype] | None = None,
+    kinds: Iterable[str] = ("check",),
+    every_variant: bool = True,
+) -> Iterator[Claim]:
+    """All that can be claimed of the operators' implementations. Empty arguments have no variants."""
+    for described in operators:
+        implementations = [i for name, i in described.implementations.items() if backends is None or name in backends]
+        for case in (c for c in described.cases if c.kind in kinds):
+            empty = any(isinstance(t, Tensor) and t.numel() == 0 for t in case.build(Make(device="meta")).values())
+            tried = variants.ALL if every_variant and not empty and case.kind == "check" else ["plain"]
+            for dtype in dtypes or default_dtypes(device):
+                for direction in ("forward", "backward", *(["gradcheck"] if dtype == torch.float64 else [])):
+                    for variant in tried if direction != "gradcheck" else ["plain"]:
+                        # Innermost, so that all implementations are judged by one evaluation of the definition.
+                        for implementation in implementations:
+                            yield Claim(described, implementation, case, variant, dtype, direction, device)
+
+
+def prove(claim: Claim) -> Proof:
+    """Try a claim; any exception of the kernel under test is a refutation, with its first line."""
+    implementation = claim.implementation
+    if implementation.backend == "torch" and not proves_formula(claim):
+        return claim.proof(None, message="the definition itself")
+    arguments = claim.arguments()
+    if reason := implementation.refuses(arguments, claim.device, claim.direction != "forward"):
+        return claim.proof(None, message=reason)
+    try:
+        if claim.direction == "gradcheck":
+            return check_gradient(claim, arguments)
+        return compare(claim, arguments)
+    except Exception as failure:
+        return claim.proof(
+            False, math.inf, message=f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
+        )
+
+
+def proves_formula(claim: Claim) -> bool:
+    """A declared gradient formula is itself a claim: in float64 it must be the derivative of the definition."""
+    return claim.direction == "backward" and claim.dtype == torch.float64 and claim.operator.gradient is not None
+
+
+def compare(claim: Claim, arguments: dict[str, Any]) -> Proof:
+    """Judge every output, or every gradient, against the oracle."""
+    # How arguments lie in memory changes nothing about their values, nor then about the definition's results.
+    values = claim.variant if claim.variant in variants.VALUES else "plain"
+    standards = standards_of(claim.operator, claim.case, values, claim.dtype, claim.direction, claim.device)
+    evaluate = evaluations[claim.direction]
+    with poisoned_memory():
+        results = evaluate(_call(claim), claim.operator, arguments)
+        again = evaluate(_call(claim), claim.operator, arguments) if claim.variant == "plain" else results
+    worst = oracle.Verdict(0.0, 0.0)
+    for name, result in results.items():
+        verdict = oracle.judge(result, *standards[name])
+        if not verdict.message and not torch.equal(result.nan_to_num(), again[name].nan_to_num()):
+            verdict = oracle.Verdict(verdict.error, verdict.bound, "two runs on the same arguments differ")
+        if verdict.message:
+            return claim.proof(False, verdict.error, verdict.bound, f"{name}: {verdict.message}")
+        if verdict.error * worst.bound >= worst.error * verdict.bound:
+            worst = verdict
+    return claim.proof(True, worst.error, worst.bound)
+
+
+@functools.lru_cache(maxsize=2)
+def standards_of(
+    described: Operator, case: Case, values: str, dtype: torch.dtype, direction: str, device: torch.device
+) -> dict[str, tuple]:
+    """By name of an output or gradient: the definition's result in the dtype, the truth, and the definition's own error.
+
+    The definition may be exact by luck, so its error is the worst of several draws where arguments are small, and of the
+    unvaried arguments too where these are varied.
+    """
+    evaluate = evaluations[direction]
+    declared = with_declared_gradient(described) if described.gradient is not None else described.definition
+
+    def draw(variant: str, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        arguments = variants.vary(described.bind(**case.build(Make(dtype, device, seed))), variant)
+        exact = {
+            name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in arguments.items()
+        }
+        return evaluate(declared, described, arguments), evaluate(described.definition, described, exact)
+
+    reference, truth = draw(values, 0)
+    own = {name: [oracle.own_error(reference[name], truth[name])] for name in reference}
+    small = sum(t.numel() for t in truth.values()) <= SMALL
+    for variant, seed in [
+        *((values, seed) for seed in range(1, 1 + REDRAWS * small)),
+        *([("plain", 0)] if values != "plain" else []),
+    ]:
+        another, another_truth = draw(variant, seed)
+        for name in own:
+            own[name].append(oracle.own_error(another[name], another_truth[name]))
+    return {name: (reference[name], truth[name], tuple(map(max, zip(*own[name], strict=True)))) for name in reference}
+
+
+def check_gradient(claim: Claim, arguments: dict[str, Any]) -> Proof:
+    """Finite differences of the forward against the backward, in float64 on small arguments."""
+    leaves = {
+        name: t.detach().requires_grad_()
+        for name, t in arguments.items()
+        if isinstance(t, Tensor) and t.is_floating_point()
+    }
+    if not 0 < sum(t.numel() for t in leaves.values()) <= SMALL:
+        return claim.proof(None, message="gradcheck wants small arguments")
+    function = _call(claim)
+    torch.autograd.gradcheck(
+        lambda *tensors: function(**arguments | dict(zip(leaves, tensors, strict=True))),
+        tuple(leaves.values()),
+        fast_mode=True,
+        nondet_tol=0.0,
+    )
+    return claim.proof(True)
+
+
+def forward_of(function: Callable, described: Operator, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return dict(zip(described.outputs, as_tuple(function(**arguments)), strict=True))
+
+
+def gradients_of(function: Callable, described: Operator, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """The gradient of every floating tensor argument, for a fixed random gradient arriving at each output."""
+    leaves = {
+        name: t.detach().requires_grad_()
+        for name, t in arguments.items()
+        if isinstance(t, Tensor) and t.is_floating_point()
+    }
+    out = [t for t in as_tuple(function(**arguments | leaves)) if t.is_floating_point()]
+    make = Make(torch.float16, out[0].device, seed=1)  # values that every dtype holds exactly
+    arriving = [make.normal(*t.shape).to(t.dtype) for t in out]
+    found = torch.autograd.grad(out, list(leaves.values()), arriving, allow_unused=True)
+    return {
+        f"gradient of {name}": torch.zeros_like(leaf) if g is None else g
+        for (name, leaf), g in zip(leaves.items(), found, strict=True)
+    }
+
+
+evaluations = dict(forward=forward_of, backward=gradients_of)
+
+
+def with_declared_gradient(described: Operator) -> Callable:
+    return lambda **arguments: DeclaredGradient.apply(described, *arguments.values())
+
+
+def _call(claim: Claim) -> Callable:
+    """The operator on the claimed backend; for the definition, whose forward is the oracle, its gradient formula."""
+    described, name = claim.operator, claim.implementation.backend
+    if name == "torch":
+        return with_declared_gradient(described)
+
+    def call(**arguments: Any) -> Any:
+        with backend("", **{described.name: name}):
+            return described(**arguments)
+
+    return call
+
+
+class DeclaredGradient(torch.autograd.Function):
+    """The definition with its declared gradient formula in place of the derived one."""
+
+    @staticmethod
+    def forward(ctx, described, *values):
+        out = described.definition(*values)
+        ctx.described, ctx.values, ctx.out = described, values, out
+        return out
+
+    @staticmethod
+    def backward(ctx, *arriving):
+        described = ctx.described
+        available = dict(zip(described.parameters, ctx.values, strict=True)) | dict(
+            zip(described.outputs, as_tuple(ctx.out), strict=True)
+        )
+        available |= dict(zip(described.grads, arriving, strict=True)) | {"needs": (True,) * len(described.tensors)}
+        found = dict(zip(described.tensors, gradient_of_definition(described, available), strict=True))
+        return None, *(found.get(name) for name in described.parameters)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Inside, new uninitialised tensors hold NaN, or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def unusable_backends(operators: Iterable[Operator], device: torch.device) -> dict[str, str]:
+    """Backends that no claim can be tried on here, with the reason."""
+    names = {name for described in operators for name in described.implementations}
+    return {name: str(reason) for name in sorted(names) if (reason := usable(name, device)) is not True}
