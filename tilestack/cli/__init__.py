@@ -1,0 +1,55 @@
+"""The `tilestack` command. Each command is a thin shell over a function of the layers below.
+
+Bad input ends in one clear line and exit code 1; `tilestack --debug …` shows the traceback.
+"""
+
+import sys
+from typing import Annotated
+
+import click
+import typer
+from rich.console import Console
+
+import tilestack
+from tilestack.cli import lab
+
+app = typer.Typer(
+    name="tilestack",
+    help=tilestack.__doc__,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+lab.add_to(app)
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(tilestack.__version__)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; the process ends with its exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    error = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        sys.exit(app(arguments, standalone_mode=False) or 0)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as problem:
+        problem.show()
+        sys.exit(1)
+    except Exception as problem:
+        if "--debug" in arguments:
+            raise
+        error.print("[red]error:[/red] ", str(problem).strip() or type(problem).__name__, sep="", markup=True)
+        sys.exit(1)

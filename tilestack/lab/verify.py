@@ -8,17 +8,21 @@ bits. In float64, gradcheck compares the backward with finite differences of the
 import functools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
 from torch import Tensor
 
 from tilestack.lab import oracle, variants
 from tilestack.ops.autograd import gradient_of_definition
-from tilestack.ops.backends import backend, usable
+from tilestack.ops.backends import AUTO, backend, chosen
 from tilestack.ops.cases import Case, Make
 from tilestack.ops.contract import Implementation, Operator, as_tuple
 
@@ -89,10 +93,11 @@ def claims(
     for described in operators:
         implementations = [i for name, i in described.implementations.items() if backends is None or name in backends]
         for case in (c for c in described.cases if c.kind in kinds):
-            empty = any(isinstance(t, Tensor) and t.numel() == 0 for t in case.build(Make(device="meta")).values())
-            tried = variants.ALL if every_variant and not empty and case.kind == "check" else ["plain"]
+            sizes = [t.numel() for t in case.build(Make(device="meta")).values() if isinstance(t, Tensor)]
+            tried = variants.ALL if every_variant and 0 not in sizes and case.kind == "check" else ["plain"]
             for dtype in dtypes or default_dtypes(device):
-                for direction in ("forward", "backward", *(["gradcheck"] if dtype == torch.float64 else [])):
+                small = dtype == torch.float64 and 0 not in sizes and sum(sizes) <= SMALL
+                for direction in ("forward", "backward", *(["gradcheck"] if small else [])):
                     for variant in tried if direction != "gradcheck" else ["plain"]:
                         # Innermost, so that all implementations are judged by one evaluation of the definition.
                         for implementation in implementations:
@@ -182,8 +187,6 @@ def check_gradient(claim: Claim, arguments: dict[str, Any]) -> Proof:
         for name, t in arguments.items()
         if isinstance(t, Tensor) and t.is_floating_point()
     }
-    if not 0 < sum(t.numel() for t in leaves.values()) <= SMALL:
-        return claim.proof(None, message="gradcheck wants small arguments")
     function = _call(claim)
     torch.autograd.gradcheck(
         lambda *tensors: function(**arguments | dict(zip(leaves, tensors, strict=True))),
@@ -269,7 +272,44 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def unusable_backends(operators: Iterable[Operator], device: torch.device) -> dict[str, str]:
-    """Backends that no claim can be tried on here, with the reason."""
-    names = {name for described in operators for name in described.implementations}
-    return {name: str(reason) for name in sorted(names) if (reason := usable(name, device)) is not True}
+def chosen_backends(operators: Iterable[Operator], device: torch.device, name: str | None) -> list[str] | None:
+    """The backends to prove, None for all: one that is named, or chosen by the environment, must exist and run here."""
+    for described in operators:
+        asked = name or (chosen(described.name) if chosen(described.name) != AUTO else None)
+        if asked is None:
+            continue
+        with backend("", **{described.name: asked}):
+            described.resolve(described.bind(**described.cases[0].build(Make(torch.float32, device))))
+        name = asked
+    return None if name is None else [name]
+
+
+def render(proofs: list[Proof], device: torch.device) -> Group:
+    """A line per operator and backend, then every refutation by name, then what could not be tried and why."""
+    table = Table(
+        "operator", "backend", "proved", "wrong", "not tried", "worst error / bound", title=f"Verification on {device}"
+    )
+    pairs = list(dict.fromkeys((p.op, p.backend) for p in proofs))
+    for op, name in pairs:
+        mine = [p for p in proofs if (p.op, p.backend) == (op, name)]
+        wrong = sum(p.ok is False for p in mine)
+        worst = max((p.error / p.bound for p in mine if p.ok and p.bound), default=0.0)
+        table.add_row(
+            op,
+            name,
+            str(sum(p.ok is True for p in mine)),
+            f"[red]{wrong}[/red]" if wrong else "0",
+            str(sum(p.ok is None for p in mine)),
+            f"{worst:.2f}",
+        )
+    refuted = [
+        f"[red]WRONG[/red] {p.op} {p.backend} {p.case} {p.variant} {p.dtype} {p.direction}: {escape(p.message)}"
+        for p in proofs
+        if p.ok is False
+    ]
+    reasons = Counter((p.op, p.backend, p.message) for p in proofs if p.ok is None and p.backend != "torch")
+    untried = [
+        f"[dim]not tried: {op} {name}, {count}×: {escape(message)}[/dim]"
+        for (op, name, message), count in reasons.items()
+    ]
+    return Group(table, *refuted, *untried)
