@@ -1,0 +1,20 @@
+"""What torch.autocast does to the arguments of PyTorch's own functions, for operators it does not know."""
+
+import torch
+from torch import Tensor
+
+
+def lowered(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The arguments of a linear layer: under autocast in its dtype, so that they agree, otherwise as they are."""
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def raised(x: Tensor) -> Tensor:
+    """The argument of a norm or softmax: under autocast on CUDA at least float32, otherwise as it is."""
+    if x.is_cuda and torch.is_autocast_enabled("cuda"):
+        return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x
