@@ -1,0 +1,43 @@
+import copy
+
+import pytest
+import torch
+
+import tilestack
+from tilestack import nn
+from tilestack.lab.oracle import judge, own_error
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+
+MODULES = [
+    ("Linear", (64, 48)),
+    ("RMSNorm", (64,)),
+    ("LayerNorm", (64,)),
+    ("Softmax", (-1,)),
+    ("GELU", ()),
+    ("SiLU", ()),
+]
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "arguments"), MODULES)
+def test_results_have_pytorchs_dtype_under_autocast(name, arguments, x_dtype):
+    x = torch.randn(5, 64, device="cuda", dtype=x_dtype)
+    with torch.autocast("cuda", torch.bfloat16):
+        expected = getattr(torch.nn, name)(*arguments).cuda()(x)
+        assert getattr(nn, name)(*arguments).cuda()(x).dtype == expected.dtype
+
+
+def test_a_patched_model_on_triton_is_as_good_as_pytorchs():
+    torch.manual_seed(0)
+    layers = [getattr(torch.nn, name)(*arguments) for name, arguments in MODULES[1:]]
+    theirs, x = torch.nn.Sequential(*layers, torch.nn.Linear(64, 48)).cuda(), torch.randn(5, 64, device="cuda")
+    ours, exact = copy.deepcopy(theirs), copy.deepcopy(theirs).double()
+    tilestack.patch(ours)
+    with tilestack.backend("triton"):
+        ours(x).square().sum().backward()
+    theirs(x).square().sum().backward()
+    exact(x.double()).square().sum().backward()
+    for parameters in zip(ours.parameters(), theirs.parameters(), exact.parameters(), strict=True):
+        found, reference, truth = (parameter.grad for parameter in parameters)
+        assert not (message := judge(found, reference, truth, own_error(reference, truth)).message), message
