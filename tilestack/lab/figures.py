@@ -167,7 +167,7 @@ def roofline(results: list[Result]) -> Drawing:
     gpus = [result for result in results if result.slug != "cpu" and result.bandwidth and result.rates]
     measured = max(gpus, key=lambda result: result.machine.get("date", "")) if gpus else None
     bandwidth = measured.bandwidth if measured else 1.0
-    rates = {name: r for name, r in sorted(measured.rates.items(), key=lambda pair: -pair[1])} if measured else {"matmul": 300.0}  # fmt: skip
+    rates = dict(measured.rates) if measured else {"matmul": 300.0}
     left, right, top, bottom = 92, 780, 70, 368
     x_low, x_high = -1.0, 4.0
     y_high = math.ceil(math.log10(max(rates.values())) * 2) / 2 + 0.15
@@ -191,12 +191,15 @@ def roofline(results: list[Result]) -> Drawing:
     along = lambda x: start[1] + (corner[1] - start[1]) * (x - start[0]) / (corner[0] - start[0])
     words_at = along(left + 300) - 6
     draw.text(left + 18, words_at, slope, "small", "a", anchor="start")
-    draw.line((left + 90, words_at + 11), (left + 90, along(left + 90) - 4), ink="a", width=1, dashed=True)
-    for name, rate in rates.items():
+    labels: dict[float, list[str]] = {}  # by height; ceilings too close for two lines of text share one
+    for name, rate in sorted(rates.items(), key=lambda pair: -pair[1]):
         first = at(rate / bandwidth, rate)
         draw.line(first, at(10**x_high, rate), ink="c", width=2.5 if rate == best else 1.5)
-        label = f"{name} {rate:.0f} TFLOP/s" if measured else "matmul rate of the dtype"
-        draw.text(right, first[1] - 11, label, "small", "c", anchor="end")
+        height = next((y for y in labels if abs(y - first[1]) < 18), first[1])
+        labels.setdefault(height, []).append(f"{name} {rate:.0f}")
+    for height, names in labels.items():
+        label = ", ".join(names) + " TFLOP/s" if measured else "matmul rate of the dtype"
+        draw.text(right, height - 11, label, "small", "c", anchor="end")
     draw.line(corner, (corner[0], bottom), ink="muted", width=1, dashed=True)
     ridge = f"ridge: {best / bandwidth:.0f} flops a byte" if measured else "ridge"
     draw.text(corner[0] + 8, bottom - 14, ridge, "small", "muted", anchor="start")

@@ -14,7 +14,7 @@ from typing import Any
 
 from tilestack.ops import operators
 
-OURS = ("triton", "gluon", "cuda")  # backends whose kernels are written here
+PEERS = ("aten", "compile", "liger")  # whose best time a ratio is taken against
 DEFINITION = "torch"  # the definition run eagerly: shown, but no peer to be proud of beating
 
 Row = dict[str, Any]
@@ -64,12 +64,12 @@ class Contest:
     @property
     def ours(self) -> Row | None:
         """The fastest of our backends, where one was timed."""
-        return next((row for row in self.timed if row["backend"] in OURS), None)
+        return next((row for row in self.timed if row["backend"] not in (*PEERS, DEFINITION)), None)
 
     @property
     def peer(self) -> Row | None:
-        """The fastest candidate that is neither ours nor the definition."""
-        return next((row for row in self.timed if row["backend"] not in (*OURS, DEFINITION)), None)
+        """The fastest of the peers that were timed."""
+        return next((row for row in self.timed if row["backend"] in PEERS), None)
 
     @property
     def shown(self) -> Row | None:
@@ -87,7 +87,7 @@ class Contest:
 
     def compute_bound(self, row: Row) -> bool:
         """Whether arithmetic rather than memory sets this row's roof."""
-        rate, bandwidth = self.run.rates.get(self.dtype), self.run.bandwidth
+        rate, bandwidth = self.run.rates.get(self.dtype) or self.run.rates.get("float32"), self.run.bandwidth
         if not (rate and bandwidth and row.get("tb_per_s")):
             return False
         return (row.get("tflops") or 0) / row["tb_per_s"] > rate / bandwidth

@@ -1,0 +1,285 @@
+"""The report: one html file that shows what was proved and what was measured, losses as large as wins."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tilestack.lab.measured import Contest, Result, contests, family_of, mean_ratio, microseconds, percent, rate, times
+from tilestack.lab.page import SERIES, Section, cards, colour, empty, plot, table, text, write_page
+
+BENCH = "tilestack bench --save"
+VERIFY = "tilestack verify"
+FACTS = {
+    "gpu": "GPU", "cpu": "CPU", "driver": "driver", "torch": "torch", "triton": "Triton", "python": "Python",
+    "commit": "commit", "date": "date",
+}  # fmt: skip
+
+
+def write_report(
+    path: Path | str, results: Sequence[Result], proofs: Sequence[dict[str, Any]], machine: dict[str, Any],
+    sections: Sequence[Section] = (),
+) -> Path:  # fmt: skip
+    """Write the page for some runs and proofs, seen from a machine; further sections follow the measurements."""
+    slugs = sorted({run.slug for run in results}, key=lambda slug: (slug == "cpu", slug))
+    measured = {slug: contests(run for run in results if run.slug == slug) for slug in slugs}
+    parts = [proof_section(proofs)]
+    for slug in slugs:
+        runs = [run for run in results if run.slug == slug]
+        parts += measured_sections(measured[slug], runs, f" on {slug}" if len(slugs) > 1 else "")
+    if not [slug for slug in slugs if slug != "cpu"]:
+        parts.append(Section("On a GPU", "Kernels are measured where they are meant to run.", empty("No GPU results here. On a machine with one, run", BENCH)))  # fmt: skip
+    foremost = next(iter(measured.values()), [])
+    facts = [(label, machine[key]) for key, label in FACTS.items() if machine.get(key)]
+    subtitle = "Each operator is a definition in plain PyTorch and kernels that replace it: proved against float64, held against the machine's measured roofs and against the fastest peer in the same run."
+    return write_page(
+        Path(path), "Proved right, measured honestly", subtitle, facts, glance(proofs, foremost), [*parts, *sections]
+    )
+
+
+def glance(proofs: Sequence[dict[str, Any]], found: Sequence[Contest]) -> str:
+    """The few figures that come before everything else."""
+    facts = []
+    if tried := [proof for proof in proofs if proof["ok"] is not None]:
+        failed = sum(not proof["ok"] for proof in tried)
+        facts.append(
+            (f"{failed:,}", f"of {len(tried):,} proofs fail", "bad") if failed else (f"{len(tried):,}", "proofs, none fails", "good")
+        )  # fmt: skip
+    if ratios := [contest.ratio for contest in found if contest.ratio is not None]:
+        lost = sum(ratio < 1 for ratio in ratios)
+        facts.append((times(mean_ratio(ratios)), "the fastest peer's speed, geometric mean", "good" if mean_ratio(ratios) >= 1 else "bad"))  # fmt: skip
+        facts.append((f"{len(ratios) - lost} of {len(ratios)}", f"cases won, {lost} lost", "bad" if lost else "good"))
+    if roofs := [row["roof_fraction"] for contest in found if (row := contest.ours) and row.get("roof_fraction")]:
+        facts.append((percent(median(roofs)), "of the machine's roof, median", ""))
+    return cards(facts) if facts else ""
+
+
+def proof_section(proofs: Sequence[dict[str, Any]]) -> Section:
+    lede = "An implementation's error may be at most twice that of the definition in the same dtype, plus one unit in the last place; the truth is the definition in float64."
+    tried = [proof for proof in proofs if proof["ok"] is not None]
+    if not tried:
+        return Section("Proofs", lede, empty("No proofs here. Run", VERIFY))
+    failures = [proof for proof in tried if not proof["ok"]]
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for proof in sorted(tried, key=lambda proof: bool(proof["ok"])):
+        groups.setdefault(tuple(proof[key] for key in ("op", "backend", "dtype", "direction")), []).append(proof)
+    rows = []
+    for (op, backend, dtype, direction), members in groups.items():
+        wrong = sum(not proof["ok"] for proof in members)
+        worst = max(map(share_of_bound, members))
+        meter = f'<span class="meter"><i{" class=bad" if worst > 1 else ""} style="width:{100 * min(worst, 1):.0f}%"></i></span>'
+        outcome = f'<b class="bad">{wrong} of {len(members)} fail</b>' if wrong else '<b class="good">holds</b>'
+        used = "infinite" if math.isinf(worst) else percent(worst)
+        rows.append([text(op), text(backend), text(dtype), text(direction), (outcome, -wrong), (len(members), len(members)), (used + meter, min(worst, 1e9))])  # fmt: skip
+    listed = "".join(
+        f"<li><b>{text(p['op'])}</b> on {text(p['backend'])}, {text(p['case'])} {text(p['variant'])}, {text(p['dtype'])} {text(p['direction'])}: {text(p['message'] or 'error beyond its bound')}</li>"
+        for p in failures
+    )
+    heading = f"{len(failures)} of {len(tried)} proofs fail"
+    before = f'<div class="failures"><h3>{heading}</h3><ul>{listed}</ul></div>' if failures else ""
+    untried = len(proofs) - len(tried)
+    aside = f" {untried:,} combinations were not tried, because the backend does not take them." if untried else ""
+    header = ["operator", "backend", "dtype", "direction", "outcome", "proofs", "largest error, of what is allowed"]
+    return Section("Proofs", lede + aside, before + table(header, rows, left=5, filtered=True))
+
+
+def share_of_bound(proof: dict[str, Any]) -> float:
+    """The error as a part of what was allowed; more than one fails."""
+    error, bound = proof["error"] or 0.0, proof["bound"] or 0.0
+    if not math.isfinite(error) or (error and not bound):
+        return math.inf
+    return error / bound if bound else 0.0
+
+
+def measured_sections(found: Sequence[Contest], runs: Sequence[Result], where: str) -> list[Section]:
+    machine = max(runs, key=lambda run: run.machine.get("date", ""))
+    return [
+        roofline_section(found, machine, where),
+        peer_section(found, where),
+        roof_section(found, where),
+        host_section(found, machine, where),
+        table_section(found, where),
+    ]
+
+
+def hover(contest: Contest, row: dict[str, Any]) -> str:
+    lines = [
+        f"<b>{contest.name}</b>",
+        f"{contest.case} {contest.dtype}, {row['backend']}",
+        f"{microseconds(row['time_us'])}, {rate(contest, row)}, {percent(row.get('roof_fraction'))} of the roof",
+    ]
+    if row is contest.ours and contest.peer:
+        lines.append(f"{times(contest.ratio)} {contest.peer['backend']} ({microseconds(contest.peer['time_us'])})")
+    return "<br>".join(map(str, lines))
+
+
+def roofline_section(found: Sequence[Contest], run: Result, where: str) -> Section:
+    lede = "Each point is an operator on one set of arguments. No kernel can rise above the lines, which were measured in the same run; how close it comes is what counts."
+    title = "Roofline" + where
+    shown = [(contest, row) for contest in found if (row := contest.shown) and row.get("tb_per_s")]
+    placed = [(contest, row, row["tflops"] / row["tb_per_s"]) for contest, row in shown if row.get("tflops")]
+    if not placed or not run.bandwidth or not run.rates:
+        return Section(title, lede, empty("No measurements here. Run", BENCH))
+    if missing := len(shown) - len(placed):
+        lede += f" {missing} measurements do no arithmetic at all and have no place here."
+    low = min(0.1, *(x / 2 for _, _, x in placed))
+    high = max(run.rates.values()) / run.bandwidth * 10
+    high = max(high, *(x * 2 for _, _, x in placed))
+    data: list[dict[str, Any]] = []
+    for dtype, ceiling in sorted(run.rates.items(), key=lambda pair: -pair[1]):
+        ridge = ceiling / run.bandwidth
+        best = ceiling == max(run.rates.values())
+        xs, ys = (
+            ([low, ridge, high], [low * run.bandwidth, ceiling, ceiling]) if best else ([ridge, high], [ceiling] * 2)
+        )
+        name = f"{dtype} matmul {ceiling:.3g} TFLOP/s" + (f", copy {run.bandwidth:.3g} TB/s" if best else "")
+        data.append(dict(type="scatter", mode="lines", x=xs, y=ys, name=name, hoverinfo="name", line=dict(color=colour("muted"), width=2, dash="solid" if best else "dot")))  # fmt: skip
+    families = list(dict.fromkeys(family_of(contest.op) for contest, _, _ in placed))
+    for index, family in enumerate(families):
+        members = [entry for entry in placed if family_of(entry[0].op) == family]
+        data.append(
+            dict(
+                type="scatter", mode="markers", name=family, x=[x for _, _, x in members], y=[row["tflops"] for _, row, _ in members],
+                hovertext=[hover(contest, row) for contest, row, _ in members], hoverinfo="text",
+                marker=dict(
+                    size=10, opacity=0.85, color=colour(SERIES[index % len(SERIES)]), line=dict(width=1, color=colour("card")),
+                    symbol=["circle" if contest.direction == "forward" else "diamond" for contest, _, _ in members],
+                ),
+            )
+        )  # fmt: skip
+    layout = dict(
+        xaxis=dict(type="log", title=dict(text="flops per byte"), dtick=1),
+        yaxis=dict(type="log", title=dict(text="TFLOP/s"), dtick=1),
+    )
+    return Section(title, lede + " Circles are forward, diamonds backward.", plot(data, layout, 520, "roofline"))
+
+
+def bars(
+    found: Sequence[Contest], value: Callable[[Contest], float | None], base: float,
+    tone: Callable[[float], str], shown: Callable[[float | None], str], axis: dict[str, Any], label: str,
+) -> str:  # fmt: skip
+    """A bar per operator, dtype and direction at the mean of its cases, and a point for each case, so none can hide."""
+    groups: dict[str, list[tuple[float, Contest]]] = {}
+    several = len({contest.dtype for contest in found}) > 1
+    for contest in found:
+        if (number := value(contest)) is not None and number > 0:
+            name = f"{contest.name}, {contest.dtype}" if several else contest.name
+            groups.setdefault(name, []).append((number, contest))
+    if not groups:
+        return ""
+    means = {name: mean_ratio([number for number, _ in members]) for name, members in groups.items()}
+    names = sorted(means, key=lambda name: (means[name], name))
+    points = [(name, number, contest) for name in names for number, contest in groups[name]]
+    data: list[dict[str, Any]] = [
+        dict(
+            type="bar", orientation="h", y=names, x=[means[name] - base for name in names], base=base, width=0.62,
+            marker=dict(color=[colour(tone(means[name])) for name in names], opacity=0.32), hoverinfo="skip", showlegend=False,
+        ),
+        dict(
+            type="scatter", mode="markers", y=[name for name, _, _ in points], x=[number for _, number, _ in points],
+            marker=dict(color=[colour(tone(number)) for _, number, _ in points], size=8, line=dict(width=1, color=colour("card"))),
+            hovertext=[hover(contest, contest.ours) for _, _, contest in points if contest.ours], hoverinfo="text", showlegend=False,
+        ),
+    ]  # fmt: skip
+    notes = [
+        dict(
+            x=1, xref="paper", y=name, text=f"<b>{shown(means[name])}</b>", showarrow=False, xanchor="left", xshift=8,
+            font=dict(color=colour(tone(means[name]))),
+        )
+        for name in names
+    ]  # fmt: skip
+    layout = dict(
+        xaxis=axis | dict(side="top"), yaxis=dict(gridcolor="rgba(0,0,0,0)", dtick=1), annotations=notes,
+        margin=dict(l=8, r=64, t=36, b=8), bargap=0.3,
+        shapes=[dict(type="line", x0=1, x1=1, y0=0, y1=1, yref="paper", line=dict(color=colour("ink"), width=1.5))],
+    )  # fmt: skip
+    return plot(data, layout, 60 + 30 * len(names), label)
+
+
+def peer_section(found: Sequence[Contest], where: str) -> Section:
+    lede = "How many times faster our fastest backend is than the fastest peer timed beside it (PyTorch's own operators, torch.compile, Liger). Left of 1 we lose. Bars are means over the cases, points the cases."
+    drawn = bars(
+        found, lambda contest: contest.ratio, 1.0, lambda ratio: "good" if ratio >= 1 else "bad", times,
+        dict(type="linear", ticksuffix="×", rangemode="tozero"), "ratio to the fastest peer",
+    )  # fmt: skip
+    return Section("Against the fastest peer" + where, lede, drawn or empty("No kernel of ours was timed here: they need a GPU. On a machine with one, run", BENCH))  # fmt: skip
+
+
+def roof_section(found: Sequence[Contest], where: str) -> Section:
+    lede = "The least time the machine would need, for the bytes or the arithmetic that cannot be avoided, as a part of the time our fastest backend took."
+    drawn = bars(
+        found, lambda contest: contest.ours.get("roof_fraction") if contest.ours else None, 0.0, lambda _: "blue", percent,
+        dict(tickformat=".0%", rangemode="tozero"), "part of the roof",
+    )  # fmt: skip
+    return Section("How close to the roof" + where, lede, drawn or empty("No kernel of ours was timed here: they need a GPU. On a machine with one, run", BENCH))  # fmt: skip
+
+
+def host_section(found: Sequence[Contest], run: Result, where: str) -> Section:
+    lede = "What a call costs the host against what its kernels cost the GPU. Below the diagonal the GPU is kept busy; above it the host is the limit, unless a CUDA graph replays the call."
+    title = "Host and kernel time" + where
+    timed = [
+        (contest, row) for contest in found for row in contest.timed if row.get("host_us") and row.get("how") != "cpu"
+    ]
+    if not timed:
+        words = "On the CPU a call's host time is its time." if found else "No measurements here."
+        return Section(title, lede, empty(f"{words} On a machine with a GPU, run", BENCH))
+    backends = list(dict.fromkeys(row["backend"] for _, row in timed))
+    every = [row[key] for _, row in timed for key in ("time_us", "host_us")]
+    ends = [min(every) / 1.5, max(every) * 1.5]
+    data: list[dict[str, Any]] = [
+        dict(type="scatter", mode="lines", x=ends, y=ends, name="host = kernel", hoverinfo="skip", line=dict(color=colour("muted"), dash="dot", width=1.5))
+    ]  # fmt: skip
+    if floor := run.roofs.get("host_floor_us"):
+        data.append(dict(type="scatter", mode="lines", x=ends, y=[floor] * 2, name=f"least of a PyTorch call, {microseconds(floor)}", hoverinfo="skip", line=dict(color=colour("muted"), width=1.5)))  # fmt: skip
+    for index, backend in enumerate(backends):
+        members = [(contest, row) for contest, row in timed if row["backend"] == backend]
+        data.append(
+            dict(
+                type="scatter", mode="markers", name=backend, x=[row["time_us"] for _, row in members], y=[row["host_us"] for _, row in members],
+                hovertext=[f"{hover(contest, row)}<br>host {microseconds(row['host_us'])}" for contest, row in members], hoverinfo="text",
+                marker=dict(size=8, opacity=0.8, color=colour(SERIES[index % len(SERIES)]), line=dict(width=1, color=colour("card"))),
+            )
+        )  # fmt: skip
+    layout = dict(
+        xaxis=dict(type="log", title=dict(text="kernel µs"), dtick=1), yaxis=dict(type="log", title=dict(text="host µs a call"), dtick=1)
+    )  # fmt: skip
+    return Section(title, lede, plot(data, layout, 460, "host against kernel time"))
+
+
+def table_section(found: Sequence[Contest], where: str) -> Section:
+    lede = "Medians, with the interquartile range as spread. Click a header to sort; type words to filter."
+    title = "Every measurement" + where
+    rows = []
+    for contest in found:
+        for row in sorted(contest.rows, key=lambda row: (row.get("time_us") is None, row.get("time_us"))):
+            number = lambda key, shown: (
+                (shown(row[key]), row[key]) if row.get(key) is not None else '<span class="muted">–</span>'
+            )  # noqa: E731
+            plain = lambda digits: lambda value: f"{value:,.{digits}f}"
+            against: Any = number("ratio_to_best_peer", times)
+            if row is contest.ours and contest.ratio is not None:
+                against = (f'<b class="{"good" if contest.ratio >= 1 else "bad"}">{times(contest.ratio)}</b>', contest.ratio)  # fmt: skip
+            rows.append([
+                text(contest.op), text(contest.case), text(contest.dtype), text(contest.direction), text(row["backend"]),
+                number("time_us", microseconds), number("spread", lambda value: f"{100 * value:.1f}%"), number("host_us", microseconds),
+                number("tb_per_s", plain(2)), number("tflops", plain(1)), number("roof_fraction", percent), against,
+                number("peak_mib", plain(0)), f'<span class="muted">{text(row.get("note") or "")}</span>',
+            ])  # fmt: skip
+    header = [
+        "operator",
+        "case",
+        "dtype",
+        "direction",
+        "backend",
+        "time",
+        "spread",
+        "host",
+        "TB/s",
+        "TFLOP/s",
+        "of roof",
+        "× best peer",
+        "peak MiB",
+        "note",
+    ]
+    return Section(title, lede, table(header, rows, left=5, filtered=True) if rows else empty("No measurements here. Run", BENCH))  # fmt: skip
