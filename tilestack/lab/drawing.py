@@ -7,6 +7,7 @@ Colours are plain rules and not CSS variables, because SVG renderers outside bro
 
 from collections.abc import Callable
 from html import escape
+from typing import Any
 
 SANS = "Inter, ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
@@ -64,7 +65,7 @@ class Drawing:
         self.heads: set[str] = set()
         self.rect(0.5, 0.5, width - 1, height - 1, "card", radius=10)
 
-    def add(self, element: str, content: str | None = None, **attributes: object) -> None:
+    def add(self, element: str, content: str | None = None, **attributes: Any) -> None:
         written = "".join(
             f' {name.rstrip("_").replace("_", "-")}="{number(v) if isinstance(v, int | float) else escape(str(v))}"'
             for name, v in attributes.items()
@@ -101,7 +102,7 @@ class Drawing:
 
     def line(self, *points: tuple[float, float], ink: str = "muted", head: bool = False, dashed: bool = False, width: float = 1.5) -> None:  # fmt: skip
         path = "M" + " L".join(f"{number(x)} {number(y)}" for x, y in points)
-        more: dict[str, object] = dict(marker_end=f"url(#head-{ink})") if head else {}
+        more: dict[str, Any] = dict(marker_end=f"url(#head-{ink})") if head else {}
         if head:
             self.heads.add(ink)
         if dashed:

@@ -166,7 +166,7 @@ def roofline(results: list[Result]) -> Drawing:
     )  # fmt: skip
     gpus = [result for result in results if result.slug != "cpu" and result.bandwidth and result.rates]
     measured = max(gpus, key=lambda result: result.machine.get("date", "")) if gpus else None
-    bandwidth = measured.bandwidth if measured else 1.0
+    bandwidth = (measured.bandwidth if measured else None) or 1.0
     rates = dict(measured.rates) if measured else {"matmul": 300.0}
     left, right, top, bottom = 92, 780, 70, 368
     x_low, x_high = -1.0, 4.0

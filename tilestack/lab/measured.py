@@ -97,11 +97,11 @@ def contests(results: Iterable[Result]) -> list[Contest]:
     """Every contest of the runs by operator, case, dtype and direction; of runs that repeat one, the later date's."""
     found: dict[tuple[str, ...], Contest] = {}
     for run in sorted(results, key=lambda run: run.machine.get("date", "")):
-        groups: dict[tuple[str, ...], list[Row]] = {}
+        groups: dict[tuple[str, str, str, str], list[Row]] = {}
         for row in run.rows:
             groups.setdefault((row["op"], row["case"], row["dtype"], row["direction"]), []).append(row)
         for key, rows in groups.items():
-            found[run.slug, *key] = Contest(*key, rows=rows, run=run)
+            found[run.slug, *key] = Contest(*key, rows, run)
     order = {"forward": 0, "backward": 1}
     names = [described.name for described in operators()]
     place = lambda op: (names.index(op) if op in names else len(names), op)

@@ -110,8 +110,6 @@ def cards(facts: Sequence[tuple[str, str, str]]) -> str:
 
 def write_page(path: Path, title: str, subtitle: str, facts: Sequence[tuple[str, str]], top: str, sections: Sequence[Section]) -> Path:  # fmt: skip
     """Write the page. `facts` are the label and value pairs under the title, `top` is html before the first section."""
-    from plotly.offline import get_plotlyjs
-
     variables = [
         "".join(f"--{name}:{pair[dark]};" for name, pair in COLOURS.items()) for dark in (0, 1)
     ]  # fmt: skip
@@ -129,7 +127,7 @@ def write_page(path: Path, title: str, subtitle: str, facts: Sequence[tuple[str,
         palette=json.dumps(dict(COLOURS.values())),
         top=top,
         content=content,
-        plotly=get_plotlyjs() if 'class="plot"' in content else "",
+        plotly=_plotly().offline.get_plotlyjs() if 'class="plot"' in content else "",
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
@@ -139,6 +137,7 @@ def write_page(path: Path, title: str, subtitle: str, facts: Sequence[tuple[str,
 def _plotly() -> Any:
     try:
         import plotly.graph_objects
+        import plotly.offline
     except ImportError as missing:
         raise MissingExtra("the report needs plotly: pip install 'tilestack[report]'") from missing
     return plotly

@@ -13,7 +13,7 @@ BENCH = "tilestack bench --save"
 VERIFY = "tilestack verify"
 FACTS = {
     "gpu": "GPU", "cpu": "CPU", "driver": "driver", "torch": "torch", "triton": "Triton", "python": "Python",
-    "commit": "commit", "date": "date",
+    "commit": "commit", "date": "date, UTC",
 }  # fmt: skip
 
 
@@ -29,9 +29,10 @@ def write_report(
         runs = [run for run in results if run.slug == slug]
         parts += measured_sections(measured[slug], runs, f" on {slug}" if len(slugs) > 1 else "")
     if not [slug for slug in slugs if slug != "cpu"]:
-        parts.append(Section("On a GPU", "Kernels are measured where they are meant to run.", empty("No GPU results here. On a machine with one, run", BENCH)))  # fmt: skip
+        parts.append(Section("On a GPU", "Against the fastest peer, how close to the roof, host and kernel time: kernels are measured where they are meant to run.", empty("No GPU results here. On a machine with one, run", BENCH)))  # fmt: skip
     foremost = next(iter(measured.values()), [])
-    facts = [(label, machine[key]) for key, label in FACTS.items() if machine.get(key)]
+    stamp = machine | {"date": str(machine.get("date", ""))[:16].replace("T", " ")}
+    facts = [(label, stamp[key]) for key, label in FACTS.items() if stamp.get(key)]
     subtitle = "Each operator is a definition in plain PyTorch and kernels that replace it: proved against float64, held against the machine's measured roofs and against the fastest peer in the same run."
     return write_page(
         Path(path), "Proved right, measured honestly", subtitle, facts, glance(proofs, foremost), [*parts, *sections]
@@ -49,7 +50,13 @@ def glance(proofs: Sequence[dict[str, Any]], found: Sequence[Contest]) -> str:
     if ratios := [contest.ratio for contest in found if contest.ratio is not None]:
         lost = sum(ratio < 1 for ratio in ratios)
         facts.append((times(mean_ratio(ratios)), "the fastest peer's speed, geometric mean", "good" if mean_ratio(ratios) >= 1 else "bad"))  # fmt: skip
-        facts.append((f"{len(ratios) - lost} of {len(ratios)}", f"cases won, {lost} lost", "bad" if lost else "good"))
+        facts.append(
+            (
+                f"{len(ratios) - lost} of {len(ratios)}",
+                f"cases won, {lost} lost",
+                "bad" if 2 * lost > len(ratios) else "",
+            )
+        )
     if roofs := [row["roof_fraction"] for contest in found if (row := contest.ours) and row.get("roof_fraction")]:
         facts.append((percent(median(roofs)), "of the machine's roof, median", ""))
     return cards(facts) if facts else ""
@@ -79,7 +86,7 @@ def proof_section(proofs: Sequence[dict[str, Any]]) -> Section:
     heading = f"{len(failures)} of {len(tried)} proofs fail"
     before = f'<div class="failures"><h3>{heading}</h3><ul>{listed}</ul></div>' if failures else ""
     untried = len(proofs) - len(tried)
-    aside = f" {untried:,} combinations were not tried, because the backend does not take them." if untried else ""
+    aside = f" Not tried, being the definition itself or nothing the backend takes: {untried:,}." if untried else ""
     header = ["operator", "backend", "dtype", "direction", "outcome", "proofs", "largest error, of what is allowed"]
     return Section("Proofs", lede + aside, before + table(header, rows, left=5, filtered=True))
 
@@ -93,14 +100,11 @@ def share_of_bound(proof: dict[str, Any]) -> float:
 
 
 def measured_sections(found: Sequence[Contest], runs: Sequence[Result], where: str) -> list[Section]:
-    machine = max(runs, key=lambda run: run.machine.get("date", ""))
-    return [
-        roofline_section(found, machine, where),
-        peer_section(found, where),
-        roof_section(found, where),
-        host_section(found, machine, where),
-        table_section(found, where),
-    ]
+    """The plots of one machine; those about our kernels only where some were timed."""
+    newest = max(runs, key=lambda run: run.machine.get("date", ""))
+    ours = [contest for contest in found if contest.ours]
+    about_ours = [peer_section(ours, where), roof_section(ours, where), host_section(found, newest, where)]
+    return [roofline_section(found, newest, where), *(about_ours if ours else []), table_section(found, where)]
 
 
 def hover(contest: Contest, row: dict[str, Any]) -> str:
@@ -126,15 +130,23 @@ def roofline_section(found: Sequence[Contest], run: Result, where: str) -> Secti
     low = min(0.1, *(x / 2 for _, _, x in placed))
     high = max(run.rates.values()) / run.bandwidth * 10
     high = max(high, *(x * 2 for _, _, x in placed))
-    data: list[dict[str, Any]] = []
-    for dtype, ceiling in sorted(run.rates.items(), key=lambda pair: -pair[1]):
-        ridge = ceiling / run.bandwidth
-        best = ceiling == max(run.rates.values())
-        xs, ys = (
-            ([low, ridge, high], [low * run.bandwidth, ceiling, ceiling]) if best else ([ridge, high], [ceiling] * 2)
+    best = max(run.rates.values())
+    lines = [([low, best / run.bandwidth], [low * run.bandwidth, best])]
+    lines += [([ceiling / run.bandwidth, high], [ceiling] * 2) for ceiling in run.rates.values()]
+    data: list[dict[str, Any]] = [
+        dict(type="scatter", mode="lines", x=xs, y=ys, hoverinfo="skip", showlegend=False, line=dict(color=colour("muted"), width=2))
+        for xs, ys in lines
+    ]  # fmt: skip
+    labels = [(math.sqrt(low * best / run.bandwidth), f"copy {run.bandwidth:.3g} TB/s", "right", 0.0)]
+    for names, ceiling in ceilings(run.rates):
+        labels.append((high, f"{names} TFLOP/s", "right", ceiling))
+    notes = [
+        dict(
+            x=math.log10(x), y=math.log10(y or x * run.bandwidth), text=words, showarrow=False, xanchor=side, yanchor="bottom",
+            xshift=0 if y else -8, font=dict(color=colour("muted"), size=12),
         )
-        name = f"{dtype} matmul {ceiling:.3g} TFLOP/s" + (f", copy {run.bandwidth:.3g} TB/s" if best else "")
-        data.append(dict(type="scatter", mode="lines", x=xs, y=ys, name=name, hoverinfo="name", line=dict(color=colour("muted"), width=2, dash="solid" if best else "dot")))  # fmt: skip
+        for x, words, side, y in labels
+    ]  # fmt: skip
     families = list(dict.fromkeys(family_of(contest.op) for contest, _, _ in placed))
     for index, family in enumerate(families):
         members = [entry for entry in placed if family_of(entry[0].op) == family]
@@ -151,8 +163,21 @@ def roofline_section(found: Sequence[Contest], run: Result, where: str) -> Secti
     layout = dict(
         xaxis=dict(type="log", title=dict(text="flops per byte"), dtick=1),
         yaxis=dict(type="log", title=dict(text="TFLOP/s"), dtick=1),
+        annotations=notes,
     )
     return Section(title, lede + " Circles are forward, diamonds backward.", plot(data, layout, 520, "roofline"))
+
+
+def ceilings(rates: dict[str, float]) -> list[tuple[str, float]]:
+    """Matmul rates from the highest, as (names with their figures, height); those too close to tell apart share a label."""
+    grouped: list[tuple[str, float]] = []
+    for dtype, ceiling in sorted(rates.items(), key=lambda pair: -pair[1]):
+        words = f"{dtype} {ceiling:.3g}"
+        if grouped and ceiling > 0.6 * grouped[-1][1]:
+            grouped[-1] = (f"{grouped[-1][0]}, {words}", grouped[-1][1])
+        else:
+            grouped.append((words, ceiling))
+    return grouped
 
 
 def bars(
@@ -198,21 +223,25 @@ def bars(
 
 
 def peer_section(found: Sequence[Contest], where: str) -> Section:
+    title = "Against the fastest peer" + where
     lede = "How many times faster our fastest backend is than the fastest peer timed beside it (PyTorch's own operators, torch.compile, Liger). Left of 1 we lose. Bars are means over the cases, points the cases."
-    drawn = bars(
-        found, lambda contest: contest.ratio, 1.0, lambda ratio: "good" if ratio >= 1 else "bad", times,
-        dict(type="linear", ticksuffix="×", rangemode="tozero"), "ratio to the fastest peer",
-    )  # fmt: skip
-    return Section("Against the fastest peer" + where, lede, drawn or empty("No kernel of ours was timed here: they need a GPU. On a machine with one, run", BENCH))  # fmt: skip
+    ratios = [contest.ratio for contest in found if contest.ratio]
+    if not ratios:
+        return Section(title, lede, empty("No peer was timed beside our kernels. Run", BENCH))
+    reach = 1.08 * max(0.2, *(abs(math.log10(ratio)) for ratio in ratios))  # as far to the left of 1 as to the right
+    ticks = [0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10]
+    axis = dict(type="log", range=[-reach, reach], tickvals=ticks, ticktext=[f"{tick:g}×" for tick in ticks])
+    tone = lambda ratio: "good" if ratio >= 1 else "bad"
+    return Section(title, lede, bars(found, lambda contest: contest.ratio, 1.0, tone, times, axis, title))
 
 
 def roof_section(found: Sequence[Contest], where: str) -> Section:
+    title = "How close to the roof" + where
     lede = "The least time the machine would need, for the bytes or the arithmetic that cannot be avoided, as a part of the time our fastest backend took."
-    drawn = bars(
-        found, lambda contest: contest.ours.get("roof_fraction") if contest.ours else None, 0.0, lambda _: "blue", percent,
-        dict(tickformat=".0%", rangemode="tozero"), "part of the roof",
-    )  # fmt: skip
-    return Section("How close to the roof" + where, lede, drawn or empty("No kernel of ours was timed here: they need a GPU. On a machine with one, run", BENCH))  # fmt: skip
+    fraction = lambda contest: contest.ours["roof_fraction"]
+    axis = dict(tickformat=".0%", rangemode="tozero")
+    drawn = bars(found, fraction, 0.0, lambda _: "blue", percent, axis, title)
+    return Section(title, lede, drawn or empty("No roof was measured with these kernels. Run", BENCH))
 
 
 def host_section(found: Sequence[Contest], run: Result, where: str) -> Section:
@@ -222,13 +251,13 @@ def host_section(found: Sequence[Contest], run: Result, where: str) -> Section:
         (contest, row) for contest in found for row in contest.timed if row.get("host_us") and row.get("how") != "cpu"
     ]
     if not timed:
-        words = "On the CPU a call's host time is its time." if found else "No measurements here."
-        return Section(title, lede, empty(f"{words} On a machine with a GPU, run", BENCH))
+        return Section(title, lede, empty("No host times here. On a machine with a GPU, run", BENCH))
     backends = list(dict.fromkeys(row["backend"] for _, row in timed))
-    every = [row[key] for _, row in timed for key in ("time_us", "host_us")]
-    ends = [min(every) / 1.5, max(every) * 1.5]
+    kernel, host = ([row[key] for _, row in timed] for key in ("time_us", "host_us"))
+    ends = [min(kernel) / 1.5, max(kernel) * 1.5]
+    diagonal = [ends[0], max(min(ends[1], max(host) * 2), ends[0])]  # not beyond what the points need
     data: list[dict[str, Any]] = [
-        dict(type="scatter", mode="lines", x=ends, y=ends, name="host = kernel", hoverinfo="skip", line=dict(color=colour("muted"), dash="dot", width=1.5))
+        dict(type="scatter", mode="lines", x=diagonal, y=diagonal, name="host = kernel", hoverinfo="skip", line=dict(color=colour("muted"), dash="dot", width=1.5))
     ]  # fmt: skip
     if floor := run.roofs.get("host_floor_us"):
         data.append(dict(type="scatter", mode="lines", x=ends, y=[floor] * 2, name=f"least of a PyTorch call, {microseconds(floor)}", hoverinfo="skip", line=dict(color=colour("muted"), width=1.5)))  # fmt: skip
@@ -255,16 +284,16 @@ def table_section(found: Sequence[Contest], where: str) -> Section:
         for row in sorted(contest.rows, key=lambda row: (row.get("time_us") is None, row.get("time_us"))):
             number = lambda key, shown: (
                 (shown(row[key]), row[key]) if row.get(key) is not None else '<span class="muted">–</span>'
-            )  # noqa: E731
-            plain = lambda digits: lambda value: f"{value:,.{digits}f}"
+            )
+            digits = "{:.3g}".format
             against: Any = number("ratio_to_best_peer", times)
             if row is contest.ours and contest.ratio is not None:
                 against = (f'<b class="{"good" if contest.ratio >= 1 else "bad"}">{times(contest.ratio)}</b>', contest.ratio)  # fmt: skip
             rows.append([
                 text(contest.op), text(contest.case), text(contest.dtype), text(contest.direction), text(row["backend"]),
                 number("time_us", microseconds), number("spread", lambda value: f"{100 * value:.1f}%"), number("host_us", microseconds),
-                number("tb_per_s", plain(2)), number("tflops", plain(1)), number("roof_fraction", percent), against,
-                number("peak_mib", plain(0)), f'<span class="muted">{text(row.get("note") or "")}</span>',
+                number("tb_per_s", digits), number("tflops", digits), number("roof_fraction", percent), against,
+                number("peak_mib", "{:,.0f}".format), f'<span class="muted">{text(row.get("note") or "")}</span>',
             ])  # fmt: skip
     header = [
         "operator",
