@@ -45,7 +45,7 @@ def _rules(dark: bool) -> str:
 
 STYLE = (
     "".join(f".{role}{{{font}}}" for role, font in ROLES.items())
-    + ".masked{stroke-dasharray:3 3}.area{fill-opacity:.08}.faint{opacity:.55}"
+    + ".masked{stroke-dasharray:3 3}.area{fill-opacity:.08}"
     + _rules(dark=False)
     + f"@media (prefers-color-scheme:dark){{{_rules(dark=True)}}}"
 )

@@ -189,8 +189,8 @@ def roofline(results: list[Result]) -> Drawing:
     draw.line(start, corner, ink="a", width=2.5)
     slope = f"copy bandwidth {bandwidth:.2f} TB/s" if measured else "bandwidth: bytes per second, measured by a copy"
     along = lambda x: start[1] + (corner[1] - start[1]) * (x - start[0]) / (corner[0] - start[0])
-    words_at = along(left + 300) - 6
-    draw.text(left + 18, words_at, slope, "small", "a", anchor="start")
+    middle = left + 0.45 * (right - left)
+    draw.text(middle - 14, along(middle) - 6, slope, "small", "a", anchor="end")
     labels: dict[float, list[str]] = {}  # by height; ceilings too close for two lines of text share one
     for name, rate in sorted(rates.items(), key=lambda pair: -pair[1]):
         first = at(rate / bandwidth, rate)
@@ -202,7 +202,7 @@ def roofline(results: list[Result]) -> Drawing:
         draw.text(right, height - 11, label, "small", "c", anchor="end")
     draw.line(corner, (corner[0], bottom), ink="muted", width=1, dashed=True)
     ridge = f"ridge: {best / bandwidth:.0f} flops a byte" if measured else "ridge"
-    draw.text(corner[0] + 8, bottom - 14, ridge, "small", "muted", anchor="start")
+    draw.text(corner[0] + 8, (corner[1] + bottom) / 2, ridge, "small", "muted", anchor="start")
     for name, intensity in (("norms, softmax, activations", 1.2), ("matmul, attention", 2300)):
         x, _ = at(intensity, 1)
         draw.text(x, bottom - 14, name, "small", "ink")

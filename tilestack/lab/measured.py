@@ -43,7 +43,8 @@ class Result:
 
 def results_under(folder: Path) -> list[Result]:
     """Every run stored as <folder>/<gpu>/<name>.json, in the order of their paths."""
-    return [Result(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*/*.json"))]
+    stored = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/*.json"))]
+    return [Result(run["machine"], run["roofs"], run["rows"]) for run in stored]
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ USES = "`headline GPU` and `operator GPU NAME,NAME`"
 
 def table(name: str, root: Path, where: str = "") -> str:
     """The table a marker names, from the results under root."""
-    kind, *words = name.split()
+    kind, *words = name.split() or [""]
     place = f"{where}: " if where else ""
     if kind not in TABLES or len(words) != (2 if kind == "operator" else 1):
         raise TableError(f"{place}no table is named {name!r}; there are {USES}")
