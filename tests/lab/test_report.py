@@ -125,6 +125,11 @@ def test_share_of_the_bound(error, bound, share):
     assert share_of_bound(proof("add", error=error, bound=bound)) == share
 
 
+def test_a_proof_without_a_bound_claims_no_share_of_it(tmp_path):
+    page = written(tmp_path, [], [proof("add", direction="gradcheck", error=0.0, bound=0.0)], MACHINE)
+    assert table_rows(section(page, "proofs"))[0][-1] == "–"
+
+
 def test_untried_claims_are_counted(tmp_path):
     page = written(tmp_path, [], [*many_proofs(), proof("add", ok=None)], MACHINE)
     assert "takes: 1." in section(page, "proofs")

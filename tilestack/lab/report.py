@@ -77,7 +77,8 @@ def proof_section(proofs: Sequence[dict[str, Any]]) -> Section:
         worst = max(map(share_of_bound, members))
         meter = f'<span class="meter"><i{" class=bad" if worst > 1 else ""} style="width:{100 * min(worst, 1):.0f}%"></i></span>'
         outcome = f'<b class="bad">{wrong} of {len(members)} fail</b>' if wrong else '<b class="good">holds</b>'
-        used = "infinite" if math.isinf(worst) else percent(worst)
+        bounded = worst > 0 or any(proof["bound"] for proof in members)  # gradcheck has no bound of ours
+        used = "infinite" if math.isinf(worst) else percent(worst if bounded else None)
         rows.append([text(op), text(backend), text(dtype), text(direction), (outcome, -wrong), (len(members), len(members)), (used + meter, min(worst, 1e9))])  # fmt: skip
     listed = "".join(
         f"<li><b>{text(p['op'])}</b> on {text(p['backend'])}, {text(p['case'])} {text(p['variant'])}, {text(p['dtype'])} {text(p['direction'])}: {text(p['message'] or 'error beyond its bound')}</li>"
