@@ -1,0 +1,209 @@
+"""The report shows what it was given: the numbers, the losses, the failures, and what to run when there is nothing."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made_up import MACHINE, large_result, many_proofs, proof, small_result
+
+from tilestack.lab.page import COLOURS, MissingExtra, Section, colour, plot, table
+from tilestack.lab.report import share_of_bound, write_report
+
+
+def words(page: str) -> str:
+    """The page without the inlined library."""
+    return re.sub(r"<script>/\*\*\n\* plotly.*?</script>", "", page, flags=re.DOTALL)
+
+
+def written(tmp_path: Path, *arguments, **others) -> str:
+    return words(write_report(tmp_path / "deep" / "report.html", *arguments, **others).read_text(encoding="utf-8"))
+
+
+def plots(page: str) -> dict[str, dict]:
+    found = re.findall(
+        r'aria-label="([^"]*)"[^>]*><div></div><script type="application/json">(.*?)</script>', page, re.S
+    )
+    return {label: json.loads(source) for label, source in found}
+
+
+def section(page: str, anchor: str) -> str:
+    return re.search(rf'<section id="{anchor}">(.*?)</section>', page, re.S)[1]
+
+
+def table_rows(html: str) -> list[list[str]]:
+    return [
+        [re.sub(r"<[^>]*>", "", cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", line)]
+        for line in re.findall(r"<tr>(<td.*?)</tr>", html)
+    ]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> str:
+    proofs = [proof("add"), proof("softmax", error=0.008), proof("softmax", ok=False, error=0.5, message="out: <tail> unwritten")]  # fmt: skip
+    return written(tmp_path_factory.mktemp("report"), [small_result()], proofs, MACHINE)
+
+
+def test_header_names_the_machine(page):
+    for value in ("Imaginary GPU 9000", "999.1", "2.99.0", "3.99.1", "abc1234", "2031-05-06 07:08"):
+        assert f"<dd>{value}</dd>" in page
+
+
+def test_every_row_is_in_the_table_with_its_numbers(page):
+    rows = table_rows(section(page, "every-measurement"))
+    assert len(rows) == len(small_result().rows)
+    ours = next(row for row in rows if row[:5] == ["softmax", "8192x4096x-1", "bfloat16", "forward", "triton"])
+    assert ours[5:12] == ["80.0 µs", "1.0%", "9.5 µs", "3.36", "6.25", "84%", "1.25×"]
+    failed = next(row for row in rows if row[4] == "liger")
+    assert failed[5:] == ["–"] * 8 + ["ran out of &lt;memory&gt;"]
+
+
+def test_a_loss_is_as_visible_as_a_win(page):
+    figure = plots(page)["Against the fastest peer"]
+    bars, points = figure["data"]
+    ends = dict(zip(bars["y"], (bars["base"] + length for length in bars["x"]), strict=True))
+    assert list(ends) == ["linear forward", "softmax forward"]  # sorted, the best on top
+    assert ends["linear forward"] == pytest.approx(220 / 400)
+    assert ends["softmax forward"] == pytest.approx(((100 / 80) * (24 / 32)) ** 0.5)
+    assert dict(zip(points["x"], points["marker"]["color"], strict=True)) == {
+        220 / 400: colour("bad"),
+        24 / 32: colour("bad"),
+        100 / 80: colour("good"),
+    }
+    low, high = figure["layout"]["xaxis"]["range"]
+    assert low == -high  # twice as slow lies as far from 1 as twice as fast
+    assert '<b class="bad">0.55×</b>' in page
+    assert "1 of 3</b><span>cases won, 2 lost" in page
+
+
+def test_roofline_places_rows_under_their_roofs(page):
+    figure = plots(page)["roofline"]
+    slope, *ceilings = [trace for trace in figure["data"] if trace["mode"] == "lines"]
+    assert slope["y"][0] / slope["x"][0] == pytest.approx(4.0)
+    assert sorted(trace["y"][0] for trace in ceilings) == [50.0, 690.0, 700.0]
+    points = {trace["name"]: trace for trace in figure["data"] if trace["mode"] == "markers"}
+    assert set(points) == {"matmul", "softmax"}
+    assert points["matmul"]["x"] == [pytest.approx(137_438_953_472 / 100_663_296)]
+    assert points["matmul"]["y"] == [pytest.approx(137_438_953_472 / 400 * 1e-6)]
+    assert "400 µs, 344 TFLOP/s, 49% of the roof" in points["matmul"]["hovertext"][0]
+    assert points["softmax"]["marker"]["symbol"].count("diamond") == 1
+
+
+def test_rows_without_arithmetic_are_counted_not_dropped_silently(tmp_path):
+    page = written(tmp_path, [large_result()], [], MACHINE)
+    assert "4 measurements do no arithmetic" in section(page, "roofline")
+
+
+def test_roof_bars_show_our_part_of_the_roof(page):
+    bars, points = plots(page)["How close to the roof"]["data"]
+    assert points["x"][bars["y"].index("softmax backward")] > 0
+    assert max(points["x"]) == pytest.approx(402_653_184 / 4 * 1e-6 / 110)
+
+
+def test_host_times_are_plotted_per_backend(page):
+    traces = {trace["name"]: trace for trace in plots(page)["host against kernel time"]["data"]}
+    assert sorted(traces["triton"]["x"]) == [32, 80, 110, 400]
+    assert traces["least of a PyTorch call, 3.0 µs"]["y"] == [3.0, 3.0]
+
+
+def test_failures_come_first_and_with_their_message(page):
+    proofs = section(page, "proofs")
+    assert "1 of 3 proofs fail" in proofs
+    assert "out: &lt;tail&gt; unwritten" in proofs
+    rows = table_rows(proofs)
+    assert rows[0] == ["softmax", "triton", "float32", "forward", "1 of 2 fail", "2", "5000%"]
+    assert rows[1] == ["add", "triton", "float32", "forward", "holds", "1", "40%"]
+
+
+@pytest.mark.parametrize(
+    ("error", "bound", "share"),
+    [(0.5, 1.0, 0.5), (0.0, 0.0, 0.0), (1.0, 0.0, float("inf")), (float("nan"), 1.0, float("inf")), (None, None, 0.0)],
+)
+def test_share_of_the_bound(error, bound, share):
+    assert share_of_bound(proof("add", error=error, bound=bound)) == share
+
+
+def test_a_proof_without_a_bound_claims_no_share_of_it(tmp_path):
+    page = written(tmp_path, [], [proof("add", direction="gradcheck", error=0.0, bound=0.0)], MACHINE)
+    assert table_rows(section(page, "proofs"))[0][-1] == "–"
+
+
+def test_untried_claims_are_counted(tmp_path):
+    page = written(tmp_path, [], [*many_proofs(), proof("add", ok=None)], MACHINE)
+    assert "takes: 1." in section(page, "proofs")
+    assert "<b class=good>180</b><span>proofs, none fails" in page
+
+
+def test_nothing_is_fetched_from_the_network(tmp_path):
+    whole = write_report(tmp_path / "report.html", [small_result()], many_proofs(), MACHINE).read_text(encoding="utf-8")
+    assert whole.count("* plotly.js v") == 1  # inlined, once
+    assert not re.search(r'src="(https?:)?//', whole)
+    assert not re.search(r"https?://|@import|url\(", words(whole))
+
+
+def test_empty_states_name_the_command(tmp_path):
+    page = written(tmp_path, [], [], {"cpu": "Imaginary CPU"})
+    assert "<code>tilestack verify</code>" in section(page, "proofs")
+    assert "<code>tilestack bench --save</code>" in section(page, "on-a-gpu")
+    assert "plotly" not in page
+
+
+def test_cpu_results_do_not_pretend_to_be_kernels(tmp_path):
+    result = small_result()
+    rows = [row | {"how": "cpu"} for row in result.rows if row["backend"] == "aten"]
+    page = written(tmp_path, [replace(result, machine=MACHINE | {"slug": "cpu"}, rows=rows)], [], MACHINE)
+    assert set(re.findall(r'<section id="([^"]*)"', page)) == {"proofs", "roofline", "every-measurement", "on-a-gpu"}
+
+
+def test_results_of_two_machines_are_kept_apart(tmp_path):
+    other = replace(small_result(), machine=MACHINE | {"slug": "other"})
+    page = written(tmp_path, [small_result(), other], [], MACHINE)
+    for slug in ("imaginary", "other"):
+        assert len(table_rows(section(page, f"every-measurement-on-{slug}"))) == len(small_result().rows)
+
+
+def test_of_two_runs_of_a_contest_the_later_counts(tmp_path):
+    later = replace(
+        small_result(),
+        machine=MACHINE | {"date": "2032-01-01"},
+        rows=[row | {"time_us": 77.0} for row in small_result().rows if row["op"] == "linear"],
+    )
+    rows = table_rows(section(written(tmp_path, [later, small_result()], [], MACHINE), "every-measurement"))
+    assert {row[5] for row in rows if row[0] == "linear"} == {"77.0 µs"}
+    assert len(rows) == len(small_result().rows)
+
+
+def test_sections_of_other_parts_are_added(tmp_path):
+    figure = plot([dict(type="scatter", x=[1, 2], y=[3, 2])], {}, 300, "loss")
+    page = written(tmp_path, [], [], MACHINE, sections=[Section("Training loss", "It falls.", figure)])
+    assert '<a href="#training-loss">Training loss</a>' in page
+    assert plots(page)["loss"]["data"][0]["y"] == [3, 2]
+
+
+def test_a_plot_rejects_what_plotly_does_not_know():
+    with pytest.raises(ValueError, match="mistake"):
+        plot([dict(type="scatter", mistake=1)], {}, 300, "wrong")
+
+
+def test_text_cannot_break_out_of_a_plot():
+    assert "</script><script>" not in plot([dict(type="scatter", name="</script><script>")], {}, 300, "quoted")
+
+
+def test_a_cell_sorts_by_its_number():
+    assert '<td class=n data-v="1500">1.5 ms</td>' in table(["name", "time"], [["a", ("1.5 ms", 1500)]])
+
+
+def test_colours_have_distinct_names_for_the_dark():
+    lights = [light for light, _ in COLOURS.values()]
+    assert len(set(lights)) == len(lights)  # the page maps a light colour to its dark one
+    assert not set(lights) & {dark for _, dark in COLOURS.values()}
+
+
+def test_without_plotly_one_line_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(MissingExtra, match=r"^the report needs plotly: pip install 'tilestack\[report\]'$"):
+        write_report(tmp_path / "report.html", [small_result()], [], MACHINE)

@@ -1,0 +1,134 @@
+"""Generated tables say what the result files say, and a page that says something else is noticed."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from made_up import MACHINE, contest, row, small_result
+
+from tilestack.lab.measured import Result, contests, results_under
+from tilestack.lab.tables import TableError, stale_tables, table, update_tables
+
+STAMP = "_Measured on Imaginary GPU 9000, torch 2.99.0, Triton 3.99.1, commit abc1234, 2031-05-06, kernel time by CUDA-graph replay with cold caches._"
+
+
+def save(root: Path, result: Result, name: str = "ops") -> None:
+    path = root / "results" / result.slug / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(result)))
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    save(tmp_path, small_result())
+    return tmp_path
+
+
+def cells(markdown: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines() if line[:1] == "|"]
+
+
+def test_headline_has_one_line_per_operator(root):
+    written = table("headline imaginary", root)
+    header, _, *rows = cells(written)
+    assert header[0] == "operator"
+    assert rows == [
+        ["`linear`", "4096x4096x4096xplain bfloat16 forward", "400 µs", "344 TFLOP/s", "49%", "0.55× (slower than aten)", "9.5 µs", "0 of 1"],
+        ["`softmax`", "8192x4096x-1 bfloat16 forward", "80.0 µs", "3.36 TB/s", "84%", "**1.25×** compile", "9.5 µs", "1 of 2"],
+    ]  # fmt: skip
+    assert written.endswith(STAMP)
+
+
+def test_operator_table_has_every_case_in_the_order_asked_for(root):
+    written = table("operator imaginary softmax,linear", root)
+    _, _, *rows = cells(written)
+    assert [(r[0], r[1], r[3], r[7]) for r in rows] == [
+        ("`softmax`", "8192x4096x-1", "forward", "**1.25×** compile"),
+        ("`softmax`", "8192x1024x-1", "forward", "0.75× (slower than aten)"),
+        ("`softmax`", "8192x4096x-1", "backward", "no peer"),
+        ("`linear`", "4096x4096x4096xplain", "forward", "0.55× (slower than aten)"),
+    ]
+    assert written.endswith(STAMP)
+
+
+def test_what_rounds_to_even_is_neither_bold_nor_a_loss(tmp_path):
+    save(tmp_path, replace(small_result(), rows=contest("softmax", "8x8x-1", 100.1, {"aten": 100.0})))
+    assert cells(table("headline imaginary", tmp_path))[2][5] == "1.00× aten"
+
+
+def test_runs_at_different_commits_are_all_named(root):
+    save(
+        root, Result(MACHINE | {"commit": "def5678"}, small_result().roofs, [row("gelu", "8x8", "triton", 5.0)]), "gelu"
+    )
+    assert table("headline imaginary", root).count("commit abc1234") == 1
+    assert table("headline imaginary", root).count("commit def5678") == 1
+    assert "def5678" not in table("operator imaginary softmax", root)
+
+
+def test_a_candidate_that_failed_is_not_a_peer(root):
+    found = contests(results_under(root / "results"))
+    first = next(c for c in found if (c.op, c.case) == ("softmax", "8192x4096x-1") and c.direction == "forward")
+    assert first.peer["backend"] == "compile"
+    assert first.ours["backend"] == "triton"
+    assert first.ratio == 100 / 80
+
+
+@pytest.mark.parametrize("name", ["headline h100", "operator imaginary relu", "operator h100 softmax"])
+def test_without_results_it_says_so(root, name):
+    assert table(name, root).startswith("_not measured yet: `tilestack bench --save`")
+
+
+@pytest.mark.parametrize("name", ["headlines imaginary", "headline", "operator imaginary", "headline a b", ""])
+def test_an_unknown_table_is_an_error_that_names_the_page(root, name):
+    (root / "README.md").write_text(f"<!-- table: {name} -->\n<!-- /table -->\n")
+    with pytest.raises(TableError, match=r"README\.md: no table is named .*`headline GPU`"):
+        update_tables(root)
+
+
+@pytest.mark.parametrize("tail", ["", "<!-- table: headline imaginary -->\n<!-- /table -->\n"])
+def test_an_unclosed_table_is_an_error(root, tail):
+    (root / "README.md").write_text("<!-- table: headline imaginary -->\ntext\n" + tail)
+    with pytest.raises(TableError, match=r"README\.md: the table 'headline imaginary' is not closed"):
+        stale_tables(root)
+
+
+PAGE = "before\n\n<!-- table: headline imaginary -->\n<!-- /table -->\n\nbetween\n\n<!-- table: operator imaginary linear -->\nlast year\n<!-- /table -->\nafter\n"
+
+
+def test_pages_are_rewritten_in_place_and_only_once(root):
+    nested = root / "docs" / "zh" / "norm.md"
+    nested.parent.mkdir(parents=True)
+    for path in (root / "README.md", root / "README.zh-CN.md", nested):
+        path.write_text(PAGE, encoding="utf-8")
+    (root / "docs" / "plain.md").write_text("no tables here\n")
+    assert update_tables(root) == [root / "README.md", root / "README.zh-CN.md", nested]
+    text = nested.read_text(encoding="utf-8")
+    assert text.startswith("before\n\n<!-- table: headline imaginary -->\n| operator |")
+    assert "_\n<!-- /table -->\n\nbetween\n\n<!-- table: operator" in text
+    assert text.endswith("<!-- /table -->\nafter\n")
+    assert "last year" not in text
+    assert update_tables(root) == []
+
+
+def test_staleness_is_seen_from_both_sides(root):
+    page = root / "README.md"
+    page.write_text(PAGE)
+    assert stale_tables(root) == [page]
+    update_tables(root)
+    assert stale_tables(root) == []
+    page.write_text(page.read_text(encoding="utf-8").replace("400 µs", "100 µs"), encoding="utf-8")  # an edited claim
+    assert stale_tables(root) == [page]
+    update_tables(root)
+    save(root, replace(small_result(), rows=contest("softmax", "8192x4096x-1", 70.0, {"aten": 120.0})))  # new results
+    assert stale_tables(root) == [page]
+
+
+def test_markers_shown_as_code_are_left_alone(root):
+    (root / "README.md").write_text("```\n<!-- table: headline NAME -->\n<!-- /table -->\n```\n")
+    assert stale_tables(root) == []
+
+
+def test_this_repository_is_fresh():
+    repository = Path(__file__).resolve().parents[2]
+    assert stale_tables(repository) == [], "run `make docs` and commit what it changes"

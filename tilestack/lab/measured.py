@@ -1,0 +1,154 @@
+"""What the result files say: runs, the contests in them, and the words and numbers that tables and reports share.
+
+A run is one file, results/<gpu>/<name>.json: the machine, the roofs measured with it, and a row per candidate. The
+candidates of one operator on one set of arguments form a contest: our fastest backend against the fastest peer.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from tilestack.ops import operators
+
+PEERS = ("aten", "compile", "liger")  # whose best time a ratio is taken against
+DEFINITION = "torch"  # the definition run eagerly: shown, but no peer to be proud of beating
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run: the machine's stamp, the roofs measured on it, and a row per candidate."""
+
+    machine: dict[str, Any]
+    roofs: dict[str, Any]
+    rows: list[Row]
+
+    @property
+    def slug(self) -> str:
+        return self.machine.get("slug") or "unknown"
+
+    @property
+    def bandwidth(self) -> float | None:
+        return self.roofs.get("copy_tb_per_s")
+
+    @property
+    def rates(self) -> dict[str, float]:
+        return {dtype: rate for dtype, rate in (self.roofs.get("matmul_tflops") or {}).items() if rate}
+
+
+def results_under(folder: Path) -> list[Result]:
+    """Every run stored as <folder>/<gpu>/<name>.json, in the order of their paths."""
+    stored = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/*.json"))]
+    return [Result(run["machine"], run["roofs"], run["rows"]) for run in stored]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """The candidates timed together on one operator, case, dtype and direction."""
+
+    op: str
+    case: str
+    dtype: str
+    direction: str
+    rows: Sequence[Row]
+    run: Result
+
+    @cached_property
+    def timed(self) -> list[Row]:
+        return sorted((row for row in self.rows if row.get("time_us")), key=lambda row: row["time_us"])
+
+    @property
+    def ours(self) -> Row | None:
+        """The fastest of our backends, where one was timed."""
+        return next((row for row in self.timed if row["backend"] not in (*PEERS, DEFINITION)), None)
+
+    @property
+    def peer(self) -> Row | None:
+        """The fastest of the peers that were timed."""
+        return next((row for row in self.timed if row["backend"] in PEERS), None)
+
+    @property
+    def shown(self) -> Row | None:
+        """What stands for the contest in a plot: ours, or the fastest there is where nothing of ours ran."""
+        return self.ours or next(iter(self.timed), None)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times faster than the fastest peer we are; below one is a loss."""
+        return self.ours.get("ratio_to_best_peer") if self.ours and self.peer else None
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.direction}"
+
+    def compute_bound(self, row: Row) -> bool:
+        """Whether arithmetic rather than memory sets this row's roof."""
+        rate, bandwidth = self.run.rates.get(self.dtype) or self.run.rates.get("float32"), self.run.bandwidth
+        if not (rate and bandwidth and row.get("tb_per_s")):
+            return False
+        return (row.get("tflops") or 0) / row["tb_per_s"] > rate / bandwidth
+
+
+def contests(results: Iterable[Result]) -> list[Contest]:
+    """Every contest of the runs by operator, case, dtype and direction; of runs that repeat one, the later date's."""
+    found: dict[tuple[str, ...], Contest] = {}
+    for run in sorted(results, key=lambda run: run.machine.get("date", "")):
+        groups: dict[tuple[str, str, str, str], list[Row]] = {}
+        for row in run.rows:
+            groups.setdefault((row["op"], row["case"], row["dtype"], row["direction"]), []).append(row)
+        for key, rows in groups.items():
+            found[run.slug, *key] = Contest(*key, rows, run)
+    order = {"forward": 0, "backward": 1}
+    names = [described.name for described in operators()]
+    place = lambda op: (names.index(op) if op in names else len(names), op)
+    # A case keeps the place its run gave it: sizes do not sort as text.
+    return sorted(found.values(), key=lambda c: (place(c.op), c.dtype, order.get(c.direction, 2)))
+
+
+def family_of(op: str) -> str:
+    """The file an operator is defined in, which is its family; results may outlive an operator's name."""
+    return next((described.family for described in operators() if described.name == op), "other")
+
+
+def mean_ratio(values: Sequence[float]) -> float:
+    """The mean of ratios that treats twice as fast and half as fast as opposites."""
+    return geometric_mean(values)
+
+
+def microseconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    if value >= 1e4:
+        return f"{value / 1e3:.3g} ms" if value < 1e6 else f"{value / 1e6:.3g} s"
+    return f"{value:.0f} µs" if value >= 100 else f"{value:.1f} µs"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f}%"
+
+
+def times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}×"
+
+
+def rate(contest: Contest, row: Row) -> str:
+    """A row's rate in the unit of its roof: TFLOP/s where arithmetic is the limit, else TB/s."""
+    if contest.compute_bound(row):
+        return f"{row['tflops']:.0f} TFLOP/s" if row["tflops"] >= 10 else f"{row['tflops']:.2f} TFLOP/s"
+    return f"{row['tb_per_s']:.2f} TB/s" if row.get("tb_per_s") is not None else "–"
+
+
+def method(rows: Iterable[Row]) -> str:
+    """How rows were timed, in words."""
+    words = {
+        "graph": "kernel time by CUDA-graph replay with cold caches",
+        "events": "kernel time by CUDA events",
+        "cpu": "wall time on the CPU",
+    }
+    used = dict.fromkeys(row.get("how") for row in rows)
+    return " and ".join(words.get(how, str(how)) for how in sorted(filter(None, used))) or "method not recorded"

@@ -1,0 +1,143 @@
+"""One self-contained page: sections in order, plots drawn by an inlined plotly.js, tables that sort and filter.
+
+A part of the project that wants to be in the report builds a Section from `plot`, `table` and `empty` and hands it
+over; nothing here knows what it shows. Colours are named in COLOURS with their counterpart for dark readers.
+"""
+
+import html
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import Any
+
+COLOURS = {  # name: (light, dark)
+    "ink": ("#1d2330", "#e9ebf1"),
+    "muted": ("#626a7c", "#9ba3b5"),
+    "rule": ("#e1e4eb", "#2b303c"),
+    "card": ("#fefeff", "#181b22"),
+    "good": ("#2a8f6d", "#4cc3a0"),
+    "bad": ("#d1483c", "#f07a70"),
+    "blue": ("#3f74d8", "#6f9df1"),
+    "amber": ("#c97d12", "#eaaa45"),
+    "violet": ("#7d5bd1", "#ab90f1"),
+    "teal": ("#17899c", "#4fbfd1"),
+    "rose": ("#c2437f", "#ec83b3"),
+    "olive": ("#7c8a1c", "#b9c750"),
+}
+SERIES = ("blue", "amber", "violet", "teal", "rose", "olive", "muted")  # for things without a colour of their own
+
+
+class MissingExtra(ImportError):
+    """A part of the package that is installed separately; the message is the command."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A titled part of the page: one sentence that says what to see, and html."""
+
+    title: str
+    lede: str
+    body: str
+
+    @property
+    def anchor(self) -> str:
+        return re.sub(r"\W+", "-", self.title.lower()).strip("-")
+
+
+def colour(name: str) -> str:
+    return COLOURS[name][0]
+
+
+def text(value: object) -> str:
+    return html.escape(str(value))
+
+
+def empty(words: str, command: str = "") -> str:
+    """What stands in for a figure that has nothing to show, and the command that would fill it."""
+    return f'<p class="empty">{text(words)}' + (f" <code>{text(command)}</code>" if command else "") + "</p>"
+
+
+def plot(data: Sequence[dict[str, Any]], layout: dict[str, Any], height: int, label: str) -> str:
+    """A plotly figure from its traces and layout, in the page's look; misspelt properties raise."""
+    objects = _plotly().graph_objects
+    axis = dict(
+        gridcolor=colour("rule"), zerolinecolor=colour("rule"), linecolor=colour("rule"), automargin=True, ticks=""
+    )  # fmt: skip
+    shared: dict[str, Any] = dict(
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font=dict(family="Inter, system-ui, sans-serif", size=13, color=colour("ink")),
+        margin=dict(l=8, r=16, t=8, b=8),
+        hoverlabel=dict(bgcolor=colour("card"), bordercolor=colour("rule"), font=dict(color=colour("ink"))),
+        legend=dict(orientation="h", x=0, y=1.02, yanchor="bottom"),
+        height=height,
+    )
+    axes = {name: axis | layout.get(name, {}) for name in ("xaxis", "yaxis")}
+    figure = objects.Figure(data=list(data), layout=shared | layout | axes | {"template": None})
+    written = json.dumps(figure.to_plotly_json(), ensure_ascii=False).replace("</", "<\\/")
+    return (
+        f'<figure class="plot" role="img" aria-label="{text(label)}" style="min-height:{height}px"><div></div>'
+        f'<script type="application/json">{written}</script></figure>'
+    )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]], *, left: int = 1, filtered: bool = False) -> str:
+    """A table that sorts by its headers. A cell is what is shown, or a pair of that and the number it sorts by;
+    html in a cell is html. The first `left` columns are words."""
+    head = "".join(f"<th{'' if i < left else ' class=n'} tabindex=0>{text(name)}</th>" for i, name in enumerate(header))
+    body = []
+    for row in rows:
+        cells = []
+        for index, cell in enumerate(row):
+            shown, key = cell if isinstance(cell, tuple) else (cell, None)
+            sorts = "" if key is None else f' data-v="{key:.6g}"'
+            cells.append(f"<td{'' if index < left else ' class=n'}{sorts}>{shown}</td>")
+        body.append("<tr>" + "".join(cells) + "</tr>")
+    box = '<input type="search" placeholder="filter: softmax backward triton" aria-label="filter the table">' if filtered else ""  # fmt: skip
+    return f'<div class="table">{box}<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div></div>'  # fmt: skip
+
+
+def cards(facts: Sequence[tuple[str, str, str]]) -> str:
+    """Large figures in a row: (figure, what it is, tone), the tone being a colour's name or empty."""
+    return '<div class="cards">' + "".join(
+        f'<div class="card"><b{f" class={tone}" if tone else ""}>{text(figure)}</b><span>{text(words)}</span></div>'
+        for figure, words, tone in facts
+    ) + "</div>"  # fmt: skip
+
+
+def write_page(path: Path, title: str, subtitle: str, facts: Sequence[tuple[str, str]], top: str, sections: Sequence[Section]) -> Path:  # fmt: skip
+    """Write the page. `facts` are the label and value pairs under the title, `top` is html before the first section."""
+    variables = [
+        "".join(f"--{name}:{pair[dark]};" for name, pair in COLOURS.items()) for dark in (0, 1)
+    ]  # fmt: skip
+    content = "\n".join(
+        f'<section id="{s.anchor}"><h2>{text(s.title)}</h2><p class="lede">{text(s.lede)}</p>{s.body}</section>'
+        for s in sections
+    )
+    page = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8")).substitute(
+        title=text(title),
+        subtitle=text(subtitle),
+        facts="".join(f"<div><dt>{text(label)}</dt><dd>{text(value)}</dd></div>" for label, value in facts),
+        navigation="".join(f'<a href="#{s.anchor}">{text(s.title)}</a>' for s in sections),
+        light=variables[0],
+        dark=variables[1],
+        palette=json.dumps(dict(COLOURS.values())),
+        top=top,
+        content=content,
+        plotly=_plotly().offline.get_plotlyjs() if 'class="plot"' in content else "",
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _plotly() -> Any:
+    try:
+        import plotly.graph_objects
+        import plotly.offline
+    except ImportError as missing:
+        raise MissingExtra("the report needs plotly: pip install 'tilestack[report]'") from missing
+    return plotly

@@ -1,0 +1,146 @@
+"""The report: one html file that shows what was proved and what was measured, losses as large as wins."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tilestack.lab.measured import Contest, Result, contests, mean_ratio, microseconds, percent, times
+from tilestack.lab.page import Section, cards, empty, table, text, write_page
+from tilestack.lab.plots import BENCH, host_section, peer_section, roof_section, roofline_section
+
+VERIFY = "tilestack verify"
+FACTS = {
+    "gpu": "GPU", "cpu": "CPU", "driver": "driver", "torch": "torch", "triton": "Triton", "python": "Python",
+    "commit": "commit", "date": "date, UTC",
+}  # fmt: skip
+
+
+def write_report(
+    path: Path | str, results: Sequence[Result], proofs: Sequence[dict[str, Any]], machine: dict[str, Any],
+    sections: Sequence[Section] = (),
+) -> Path:  # fmt: skip
+    """Write the page for some runs and proofs, seen from a machine; further sections follow the measurements."""
+    slugs = sorted({run.slug for run in results}, key=lambda slug: (slug == "cpu", slug))
+    measured = {slug: contests(run for run in results if run.slug == slug) for slug in slugs}
+    parts = [proof_section(proofs)]
+    for slug in slugs:
+        runs = [run for run in results if run.slug == slug]
+        parts += measured_sections(measured[slug], runs, f" on {slug}" if len(slugs) > 1 else "")
+    if not [slug for slug in slugs if slug != "cpu"]:
+        parts.append(Section("On a GPU", "Against the fastest peer, how close to the roof, host and kernel time: kernels are measured where they are meant to run.", empty("No GPU results here. On a machine with one, run", BENCH)))  # fmt: skip
+    foremost = next(iter(measured.values()), [])
+    stamp = machine | {"date": str(machine.get("date", ""))[:16].replace("T", " ")}
+    facts = [(label, stamp[key]) for key, label in FACTS.items() if stamp.get(key)]
+    subtitle = "Each operator is a definition in plain PyTorch and kernels that replace it: proved against float64, held against the machine's measured roofs and against the fastest peer in the same run."
+    return write_page(
+        Path(path), "Proved right, measured honestly", subtitle, facts, glance(proofs, foremost), [*parts, *sections]
+    )
+
+
+def glance(proofs: Sequence[dict[str, Any]], found: Sequence[Contest]) -> str:
+    """The few figures that come before everything else."""
+    facts = []
+    if tried := [proof for proof in proofs if proof["ok"] is not None]:
+        failed = sum(not proof["ok"] for proof in tried)
+        facts.append(
+            (f"{failed:,}", f"of {len(tried):,} proofs fail", "bad") if failed else (f"{len(tried):,}", "proofs, none fails", "good")
+        )  # fmt: skip
+    if ratios := [contest.ratio for contest in found if contest.ratio is not None]:
+        lost = sum(ratio < 1 for ratio in ratios)
+        facts.append((times(mean_ratio(ratios)), "the fastest peer's speed, geometric mean", "good" if mean_ratio(ratios) >= 1 else "bad"))  # fmt: skip
+        facts.append(
+            (
+                f"{len(ratios) - lost} of {len(ratios)}",
+                f"cases won, {lost} lost",
+                "bad" if 2 * lost > len(ratios) else "",
+            )
+        )
+    if roofs := [row["roof_fraction"] for contest in found if (row := contest.ours) and row.get("roof_fraction")]:
+        facts.append((percent(median(roofs)), "of the machine's roof, median", ""))
+    return cards(facts) if facts else ""
+
+
+def proof_section(proofs: Sequence[dict[str, Any]]) -> Section:
+    lede = "An implementation's error may be at most twice that of the definition in the same dtype, plus one unit in the last place; the truth is the definition in float64."
+    tried = [proof for proof in proofs if proof["ok"] is not None]
+    if not tried:
+        return Section("Proofs", lede, empty("No proofs here. Run", VERIFY))
+    failures = [proof for proof in tried if not proof["ok"]]
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for proof in sorted(tried, key=lambda proof: bool(proof["ok"])):
+        groups.setdefault(tuple(proof[key] for key in ("op", "backend", "dtype", "direction")), []).append(proof)
+    rows = []
+    for (op, backend, dtype, direction), members in groups.items():
+        wrong = sum(not proof["ok"] for proof in members)
+        worst = max(map(share_of_bound, members))
+        meter = f'<span class="meter"><i{" class=bad" if worst > 1 else ""} style="width:{100 * min(worst, 1):.0f}%"></i></span>'
+        outcome = f'<b class="bad">{wrong} of {len(members)} fail</b>' if wrong else '<b class="good">holds</b>'
+        bounded = worst > 0 or any(proof["bound"] for proof in members)  # gradcheck has no bound of ours
+        used = "infinite" if math.isinf(worst) else percent(worst if bounded else None)
+        rows.append([text(op), text(backend), text(dtype), text(direction), (outcome, -wrong), (len(members), len(members)), (used + meter, min(worst, 1e9))])  # fmt: skip
+    listed = "".join(
+        f"<li><b>{text(p['op'])}</b> on {text(p['backend'])}, {text(p['case'])} {text(p['variant'])}, {text(p['dtype'])} {text(p['direction'])}: {text(p['message'] or 'error beyond its bound')}</li>"
+        for p in failures
+    )
+    heading = f"{len(failures)} of {len(tried)} proofs fail"
+    before = f'<div class="failures"><h3>{heading}</h3><ul>{listed}</ul></div>' if failures else ""
+    untried = len(proofs) - len(tried)
+    aside = f" Not tried, being the definition itself or nothing the backend takes: {untried:,}." if untried else ""
+    header = ["operator", "backend", "dtype", "direction", "outcome", "proofs", "largest error, of what is allowed"]
+    return Section("Proofs", lede + aside, before + table(header, rows, left=5, filtered=True))
+
+
+def share_of_bound(proof: dict[str, Any]) -> float:
+    """The error as a part of what was allowed; more than one fails."""
+    error, bound = proof["error"] or 0.0, proof["bound"] or 0.0
+    if not math.isfinite(error) or (error and not bound):
+        return math.inf
+    return error / bound if bound else 0.0
+
+
+def measured_sections(found: Sequence[Contest], runs: Sequence[Result], where: str) -> list[Section]:
+    """The plots of one machine; those about our kernels only where some were timed."""
+    newest = max(runs, key=lambda run: run.machine.get("date", ""))
+    ours = [contest for contest in found if contest.ours]
+    about_ours = [peer_section(ours, where), roof_section(ours, where), host_section(found, newest, where)]
+    return [roofline_section(found, newest, where), *(about_ours if ours else []), table_section(found, where)]
+
+
+def table_section(found: Sequence[Contest], where: str) -> Section:
+    lede = "Medians, with the interquartile range as spread. Click a header to sort; type words to filter."
+    title = "Every measurement" + where
+    rows = []
+    for contest in found:
+        for row in sorted(contest.rows, key=lambda row: (row.get("time_us") is None, row.get("time_us"))):
+            number = lambda key, shown: (
+                (shown(row[key]), row[key]) if row.get(key) is not None else '<span class="muted">–</span>'
+            )
+            digits = "{:.3g}".format
+            against: Any = number("ratio_to_best_peer", times)
+            if row is contest.ours and contest.ratio is not None:
+                against = (f'<b class="{"good" if contest.ratio >= 1 else "bad"}">{times(contest.ratio)}</b>', contest.ratio)  # fmt: skip
+            rows.append([
+                text(contest.op), text(contest.case), text(contest.dtype), text(contest.direction), text(row["backend"]),
+                number("time_us", microseconds), number("spread", lambda value: f"{100 * value:.1f}%"), number("host_us", microseconds),
+                number("tb_per_s", digits), number("tflops", digits), number("roof_fraction", percent), against,
+                number("peak_mib", "{:,.0f}".format), f'<span class="muted">{text(row.get("note") or "")}</span>',
+            ])  # fmt: skip
+    header = [
+        "operator",
+        "case",
+        "dtype",
+        "direction",
+        "backend",
+        "time",
+        "spread",
+        "host",
+        "TB/s",
+        "TFLOP/s",
+        "of roof",
+        "× best peer",
+        "peak MiB",
+        "note",
+    ]
+    return Section(title, lede, table(header, rows, left=5, filtered=True) if rows else empty("No measurements here. Run", BENCH))  # fmt: skip
