@@ -1,7 +1,7 @@
 """Measured results on disk: `results/<gpu>/<name>.json` = {"machine": stamp, "roofs": {…}, "rows": […]}.
 
 Every published figure comes from these files. A run is merged into its file row by row: what was measured again replaces
-what was there, and the machine's stamp is that of the last run. A file is replaced in one step, so a crash leaves the old
+what was there. The machine's stamp is that of the last run; each row says its own commit and date. A file is replaced in one step, so a crash leaves the old
 one or the new one, never half of one.
 """
 
@@ -62,7 +62,8 @@ def merge(path: Path, machine: dict[str, Any], roofs: dict[str, Any], rows: Iter
     """Add a run's rows to a file, new or old: rows of the same identity are replaced where they stand."""
     identity = lambda row: tuple(row[name] for name in IDENTITY)
     before = load(path)["rows"] if path.exists() else []
-    merged = {identity(row): row for row in before} | {identity(row): row for row in rows}
+    when = {name: machine[name] for name in ("commit", "date")}
+    merged = {identity(row): row for row in before} | {identity(row): row | when for row in rows}
     results = {"machine": machine, "roofs": roofs, "rows": list(merged.values())}
     save(path, results)
     return results

@@ -86,9 +86,9 @@ def make_table(rows: list[dict[str, Any]]) -> dict[str, Entry]:
             times[row["op"], row["dtype"], row["case"]][row["backend"]][row["direction"]] = row["time_us"]
 
     slowdowns: dict[tuple, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for (op, dtype, name), by_backend in times.items():
+    for (op, dtype, case_name), by_backend in times.items():
         described = registry.operator_named(op)
-        case = next((case for case in described.cases if case.name == name), None)
+        case = next((case for case in described.cases if case.name == case_name), None)
         if case is None:
             continue  # measured before the operator's cases changed
         directions = {direction for found in by_backend.values() for direction in found}
@@ -96,8 +96,10 @@ def make_table(rows: list[dict[str, Any]]) -> dict[str, Entry]:
         best = min(totals.values(), default=0.0)
         bucket = bucket_of(described, case.build(Make(getattr(torch, dtype), "meta")))
         for backend, total in totals.items():
-            for key in ((op, *bucket), (op, "default")):
-                slowdowns[key][backend].append(total / best if best else 1.0)
+            # A microsecond more for each, since a backward that only passes its gradient on takes none.
+            slowdown = (total + 1) / (best + 1)
+            slowdowns[op, *bucket][backend].append(slowdown)
+            slowdowns[op, "default"][backend].append(slowdown)
 
     table: dict[str, Entry] = defaultdict(dict)
     for (op, *where), found in slowdowns.items():
