@@ -13,6 +13,7 @@ from tilestack.lab import peers, results
 from tilestack.lab.bench import Row, bench
 from tilestack.lab.machine import stamp
 from tilestack.lab.roofs import Roofs
+from tilestack.ops.cases import Make
 
 ROOFS = Roofs(copy_tb_per_s=0.01, matmul_tflops={"float32": 0.05}, host_floor_us=2.0)
 
@@ -91,16 +92,27 @@ def test_a_failing_backend_is_a_note_beside_the_figures_of_the_others(failing_ba
 
 
 def test_a_backend_asked_for_by_name_says_why_it_cannot_be_timed():
-    rows = bench([ops.softmax], cases="3x33x-1", directions=["forward"], backends=["triton", "nonsense"], device="cpu")
-    triton, nonsense = rows
+    rows = bench(
+        [ops.softmax], cases="3x33x-1", directions=["forward"], backends=["triton", "liger", "nonsense"], device="cpu"
+    )
+    triton, liger, nonsense = rows
     assert triton.time_us is None
     assert "interpret" in triton.note.lower()
+    assert liger.note == "liger needs a GPU"
     assert nonsense.note == "softmax has no backend or peer nonsense here"
 
 
-def test_an_unknown_direction_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"sideways; there are forward, backward, both"):
-        bench([ops.softmax], directions=["sideways"], device="cpu")
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        (dict(directions=["sideways"]), "sideways; there are forward, backward, both"),
+        (dict(dtypes=["bf16"]), "no dtype is called bf16"),
+        (dict(cases="7x7"), "softmax has no case '7x7'"),
+    ],
+)
+def test_what_cannot_be_measured_is_an_error_for_people(asked, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        bench([ops.softmax], device="cpu", **asked)
 
 
 def test_only_gradients_that_cost_something_are_timed():
@@ -116,7 +128,7 @@ def test_only_gradients_that_cost_something_are_timed():
 def test_on_a_cpu_each_operator_has_one_bearable_case():
     for described in ops.operators():
         (case,) = lab.cases_of(described, "bench", "float32", "cpu")
-        arguments = described.bind(**case.build(ops_make("float32")))
+        arguments = described.bind(**case.build(Make(torch.float32, "meta")))
         flops, moved = described.cost(arguments)
         assert flops <= lab.CPU_FLOPS
         assert moved <= lab.CPU_BYTES
@@ -173,11 +185,10 @@ def test_tables_say_cpu_and_show_losses_like_wins():
         Row("softmax", "8x8", "float32", "forward", "aten", time_us=5.0, ratio_to_best_peer=1.0, how="cpu"),
         Row("relu", "8", "float32", "forward", "triton", note="out of memory"),
     ]
-    console = Console(width=200, record=True, quiet=True)
+    console = Console(width=200)
     tables = lab.tables(rows, stamp("cpu"))
     assert [len(table.rows) for table in tables] == [2, 1]
     with console.capture() as shown:
-        console.quiet = False
         for table in tables:
             console.print(table)
     assert "CPU only" in shown.get()
@@ -197,12 +208,8 @@ def test_a_library_that_is_importable_becomes_a_peer(monkeypatch):
     twice = {"relu": lambda x: x * 2, "softmax": lambda x, dim: NotImplemented}
     monkeypatch.setitem(peers.LIBRARIES, "mine", ("json", twice))
     monkeypatch.setitem(peers.LIBRARIES, "absent", ("no_such_module", twice))
-    found = peers.peers_of(ops.relu, compiled=False)
-    assert list(found) == ["mine"]
+    found = peers.peers_of(ops.relu)
+    assert list(found) == ["compile", "mine"]
     assert found["mine"].run(torch.tensor(3)) == 6
     with pytest.raises(NotImplementedError, match="no softmax for these arguments"):
-        peers.peers_of(ops.softmax, compiled=False)["mine"].run(torch.ones(2), -1)
-
-
-def ops_make(dtype):
-    return ops.cases.Make(getattr(torch, dtype), "meta")
+        peers.peers_of(ops.softmax)["mine"].run(torch.ones(2), -1)

@@ -80,7 +80,7 @@ def test_candidates_take_turns():
     measure({"a": candidate("a"), "b": candidate("b")}, 0, "cpu", seconds=0)
     sampled = order[4:]  # two calls each to warm up
     assert sampled == ["a", "b"] * (len(sampled) // 2)
-    assert len(sampled) == 2 * timing.ROUNDS[0]
+    assert len(sampled) == 2 * timing.CPU_ROUNDS[0]
 
 
 def test_a_candidate_is_prepared_and_called_inside_its_scope():

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tilestack.lab import results
 from tilestack.lab.machine import stamp
-from tilestack.lab.peers import PEERS, Peer, peers_of
+from tilestack.lab.peers import LIBRARIES, PEERS, Peer, peers_of
 from tilestack.lab.roofs import Roofs, measured
 from tilestack.lab.timing import Call, Candidate, Timing, in_one_line, measure
 from tilestack.ops import Case, Operator, backend
@@ -94,23 +94,25 @@ def bench(
     if unknown := [direction for direction in directions if direction not in DIRECTIONS]:
         raise ValueError(f"no direction is called {', '.join(unknown)}; there are {', '.join(DIRECTIONS)}")
     dtypes = dtypes or (("bfloat16",) if device == "cuda" else ("float32",))
+    if unknown := [dtype for dtype in dtypes if not isinstance(getattr(torch, dtype, None), torch.dtype)]:
+        raise ValueError(f"no dtype is called {', '.join(unknown)}; write bfloat16, float16 or float32")
     subjects = [
         Subject(described, case, dtype)
         for described in operators
         for dtype in dtypes
         for case in cases_of(described, cases, dtype, device)
     ]
+    if not subjects:
+        named = ", ".join(described.name for described in operators) or "no operator"
+        raise ValueError(f"nothing to measure: {named} has no case {cases!r}; write bench, check or a case's name")
     machine, rows = stamp(device), []
     with progress_bar(console) as progress:
         task = progress.add_task("roofs", total=len(subjects) * len(directions))
         roofs = measured(device)
         for subject in subjects:
-            for direction, found in compare(subject, directions, backends, device, roofs):
-                progress.update(
-                    task,
-                    advance=1,
-                    description=f"{subject.operator.name} {subject.case.name} {subject.dtype} {direction}",
-                )
+            progress.update(task, description=f"{subject.operator.name} {subject.case.name} {subject.dtype}")
+            for found in compare(subject, directions, backends, device, roofs):
+                progress.advance(task)
                 rows += found
                 if save is not None:
                     results.merge(save, machine, roofs.as_dict(), [row.as_dict() for row in found])
@@ -132,24 +134,25 @@ def cases_of(described: Operator, wanted: str, dtype: str, device: str) -> list[
 
 def compare(
     subject: Subject, directions: Sequence[str], backends: Sequence[str] | None, device: str, roofs: Roofs
-) -> Iterator[tuple[str, list[Row]]]:
+) -> Iterator[list[Row]]:
     """The rows of one subject, direction by direction, so that a peer compiles once for all of them."""
     described = subject.operator
     blank = functools.partial(Row, described.name, subject.case.name, subject.dtype)
     try:
         arguments = described.bind(**subject.case.build(Make(getattr(torch, subject.dtype), device)))
     except Exception as error:
-        yield from ((direction, [blank(direction, "inputs", note=in_one_line(error))]) for direction in directions)
+        yield from ([blank(direction, "inputs", note=in_one_line(error))] for direction in directions)
         return
-    peers = peers_of(described, compiled=device == "cuda" or "compile" in (backends or ()))
+    peers = peers_of(described) if device == "cuda" or backends else {}
+    names = backends or [*described.implementations, *peers]
     for direction in directions:
         wanted = differentiable(described, arguments) if direction != "forward" else []
         if direction != "forward" and not wanted:
-            yield direction, []
+            yield []
             continue
         refused: dict[str, str] = {}
         candidates: dict[str, Candidate] = {}
-        for name in backends or [*described.implementations, *peers]:
+        for name in names:
             if reason := refusal(described, name, peers, arguments, direction):
                 refused |= {name: reason} if backends else {}
             else:
@@ -159,19 +162,22 @@ def compare(
         timings = measure(candidates, moved, device) | {name: Timing(note=text) for name, text in refused.items()}
         found = [figures(blank(direction, name), timings[name], flops, moved, roofs) for name in timings]
         set_ratios(found)
-        yield direction, found
+        yield found
         if device == "cuda":
             torch.cuda.empty_cache()
-    torch.compiler.reset()
+    if "compile" in names:
+        torch.compiler.reset()  # or every case would add to what the compiler keeps
 
 
 def refusal(described: Operator, name: str, peers: dict[str, Peer], arguments: dict[str, Any], direction: str) -> str:
     """Why a backend or peer cannot be timed on these arguments; empty when it can."""
+    device = described.device_of(arguments)
+    if name in LIBRARIES and device.type != "cuda":
+        return f"{name} needs a GPU"
     if name in peers:
         return ""
     if name not in described.implementations:
         return f"{described.name} has no backend or peer {name} here"
-    device = described.device_of(arguments)
     if name == "triton" and device.type == "cpu" and interpreting():
         return "Triton's interpreter is for proofs; its times mean nothing"
     return described.implementations[name].refuses(arguments, device, direction != "forward")

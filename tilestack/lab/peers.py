@@ -73,9 +73,9 @@ def importable(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def peers_of(described: Operator, compiled: bool = True) -> dict[str, Peer]:
-    """The peers of an operator beyond its registered backends, by name; a fresh compilation each time."""
-    found = {"compile": compiled_definition(described)} if compiled else {}
+def peers_of(described: Operator) -> dict[str, Peer]:
+    """The peers of an operator beyond its registered backends, by name; what is compiled is so afresh each time."""
+    found = {"compile": compiled_definition(described)}
     for name, (module, functions) in LIBRARIES.items():
         if described.name in functions and importable(module):
             found[name] = Peer(by_position(described, functions[described.name]))

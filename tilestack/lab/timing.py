@@ -26,6 +26,7 @@ Call = Callable[[], Any]
 
 SECONDS = 0.15  # of sampling per candidate
 ROUNDS = (5, 50)  # at least and at most
+CPU_ROUNDS = (3, 30)
 CALLS_PER_GRAPH = 10  # what a graph costs to start is spread over as many calls
 LONGEST_GRAPH = 0.02  # seconds, unless a single turn through the copies takes longer
 MOST_COPIES = 1024
@@ -110,7 +111,7 @@ class OnCpu:
         self.call()
         once = time.perf_counter() - began
         self.calls = max(1, int(1e-3 / max(once, 1e-9)))
-        self.rounds = within(ROUNDS, seconds / (once * self.calls))
+        self.rounds = within(CPU_ROUNDS, seconds / (once * self.calls))
         self.samples: list[float] = []
 
     def sample(self) -> None:
