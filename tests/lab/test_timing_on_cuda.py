@@ -2,6 +2,7 @@
 
 import time
 import warnings
+import weakref
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -78,23 +79,21 @@ def test_a_graph_is_captured_once_and_replayed_behind_a_spin(gpu):
     assert sampled == ["spin", "replay"] * timing.ROUNDS[1]
 
 
-def test_results_of_one_turn_never_share_memory(gpu):
-    where = []
+def test_a_result_lives_until_every_other_copy_had_its_turn(gpu):
+    """Memory freed earlier would be handed to the next call, which would then write to cached lines."""
+    made, alive = weakref.WeakSet(), []
 
-    def prepare(n):
-        def call():
-            made = torch.empty(MIB)
-            where.append(made.data_ptr())
-            return made
+    def call():
+        alive.append(len(made))
+        result = type("Result", (), {})()
+        made.add(result)
+        return result
 
-        return [call] * n
-
-    sampler = timing.OnCuda(Candidate(prepare), MIB, torch.device("cuda"), 0.0)
-    where.clear()
+    sampler = timing.OnCuda(Candidate(lambda n: [call] * n), MIB, torch.device("cuda"), 0.0)
+    assert sampler.copies == 3
+    alive.clear()
     sampler.call_all()
-    assert len(where) == len(sampler.calls)
-    for start in range(len(where) - sampler.copies + 1):
-        assert len(set(where[start : start + sampler.copies])) == sampler.copies
+    assert alive == [0, 1, 2] + [3] * (len(sampler.calls) - 3)
 
 
 def test_what_cannot_be_captured_is_timed_with_events_and_says_so(gpu):
