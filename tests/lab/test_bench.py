@@ -183,7 +183,7 @@ def test_tables_say_cpu_and_show_losses_like_wins():
     rows = [
         Row("softmax", "8x8", "float32", "forward", "triton", time_us=10.0, ratio_to_best_peer=0.5, how="cpu"),
         Row("softmax", "8x8", "float32", "forward", "aten", time_us=5.0, ratio_to_best_peer=1.0, how="cpu"),
-        Row("relu", "8", "float32", "forward", "triton", note="out of memory"),
+        Row("relu", "8", "float32", "forward", "triton", note="out of memory [/bytes]"),
     ]
     console = Console(width=200)
     tables = lab.tables(rows, stamp("cpu"))
@@ -193,7 +193,7 @@ def test_tables_say_cpu_and_show_losses_like_wins():
             console.print(table)
     assert "CPU only" in shown.get()
     assert "0.50" in shown.get()
-    assert "out of memory" in shown.get()
+    assert "out of memory [/bytes]" in shown.get()
 
 
 def test_peers_are_named_after_operators_and_take_their_arguments():

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
@@ -80,7 +81,7 @@ def bench(
     directions: Sequence[str] = ("forward", "backward"),
     backends: Sequence[str] | None = None,
     cases: str = "bench",
-    device: str | None = None,
+    device: torch.device | str | None = None,
     save: Path | None = None,
     console: Console | None = None,
 ) -> list[Row]:
@@ -90,7 +91,7 @@ def bench(
     come, so that nothing measured is lost; with a `console`, a progress bar is drawn on it.
     """
     load_kernels()
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     if unknown := [direction for direction in directions if direction not in DIRECTIONS]:
         raise ValueError(f"no direction is called {', '.join(unknown)}; there are {', '.join(DIRECTIONS)}")
     dtypes = dtypes or (("bfloat16",) if device == "cuda" else ("float32",))
@@ -320,7 +321,7 @@ def tables(rows: Sequence[Row], machine: dict[str, Any]) -> list[Table]:
             if last is not None and about != last:
                 table.add_section()
             shown = about if about != last else ("", "", "")
-            table.add_row(*shown, row.backend, *(cell(row) for cell in COLUMNS.values()), row.note)
+            table.add_row(*shown, row.backend, *(cell(row) for cell in COLUMNS.values()), escape(row.note))
             last = about
         found.append(table)
     return found

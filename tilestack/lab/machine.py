@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from tilestack.tuning.preferences import gpu_slug
@@ -231,5 +232,5 @@ def render(findings: Sequence[Finding]) -> Table:
     for heading in ("", "what", "found", "to fix it"):
         table.add_column(heading)
     for finding in findings:
-        table.add_row(MARKS[finding.status], finding.what, finding.text, finding.fix.replace("[", "\\["))
+        table.add_row(MARKS[finding.status], finding.what, escape(finding.text), escape(finding.fix))
     return table
