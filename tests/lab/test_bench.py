@@ -1,0 +1,215 @@
+"""The bench on a CPU, end to end: every field there and consistent, failures as notes, peers that exist."""
+
+import json
+from dataclasses import fields
+
+import pytest
+import torch
+from rich.console import Console
+
+from tilestack import ops
+from tilestack.lab import bench as lab
+from tilestack.lab import peers, results
+from tilestack.lab.bench import Row, bench
+from tilestack.lab.machine import stamp
+from tilestack.lab.roofs import Roofs
+from tilestack.ops.cases import Make
+
+ROOFS = Roofs(copy_tb_per_s=0.01, matmul_tflops={"float32": 0.05}, host_floor_us=2.0)
+
+
+@pytest.fixture(autouse=True)
+def _known_roofs(monkeypatch):
+    monkeypatch.setattr(lab, "measured", lambda device: ROOFS)
+
+
+@pytest.fixture
+def failing_backend():
+    def broken(x, dim):
+        raise RuntimeError("planted failure")
+
+    ops.operators()  # so that kernels are loaded before one is added
+    ops.implements(ops.softmax, backend="planted", backward=ops.AUTOGRAD)(broken)
+    yield "planted"
+    del ops.softmax.implementations["planted"]
+
+
+def test_a_row_has_exactly_the_published_fields():
+    published = "op case dtype direction backend time_us spread host_us tb_per_s tflops roof_fraction ratio_to_best_peer peak_mib how note"
+    assert [field.name for field in fields(Row)] == published.split()
+
+
+def test_the_figures_of_a_row_agree_with_one_another():
+    rows = bench([ops.rms_norm], cases="5x1000", device="cpu")
+    assert [(row.direction, row.backend) for row in rows] == [
+        (direction, backend) for direction in ("forward", "backward") for backend in ("torch", "aten")
+    ]
+    arguments = dict(x=torch.empty(5, 1000), weight=torch.empty(1000), eps=1e-6)
+    for row in rows:
+        flops, moved = ops.rms_norm.cost(arguments, row.direction)
+        assert row.note == ""
+        assert row.how == "cpu"
+        assert row.time_us == row.host_us
+        assert row.tb_per_s == pytest.approx(moved / 1e12 / (row.time_us / 1e6))
+        assert row.tflops == pytest.approx(flops / 1e12 / (row.time_us / 1e6))
+        assert row.roof_fraction == pytest.approx(ROOFS.floor_us(flops, moved, "float32") / row.time_us)
+    forward = {row.backend: row for row in rows if row.direction == "forward"}
+    assert forward["torch"].ratio_to_best_peer == pytest.approx(forward["aten"].time_us / forward["torch"].time_us)
+    assert forward["aten"].ratio_to_best_peer == 1.0
+
+
+def test_ratios_are_against_the_best_other_peer():
+    rows = [
+        Row("softmax", "c", "bfloat16", "forward", backend, time_us=time)
+        for backend, time in [("triton", 10.0), ("aten", 20.0), ("compile", 15.0), ("torch", 60.0), ("liger", None)]
+    ]
+    lab.set_ratios(rows)
+    assert {row.backend: row.ratio_to_best_peer for row in rows} == {
+        "triton": 1.5,
+        "aten": 0.75,
+        "compile": pytest.approx(20 / 15),
+        "torch": 0.25,
+        "liger": None,
+    }
+
+
+def test_nothing_to_divide_by_is_no_ratio():
+    alone = [Row("add", "c", "bfloat16", "forward", "triton", time_us=3.0)]
+    free = [Row("add", "c", "bfloat16", "backward", backend, time_us=0.0) for backend in ("triton", "aten")]
+    lab.set_ratios(alone)
+    lab.set_ratios(free)
+    assert alone[0].ratio_to_best_peer is None
+    assert [row.ratio_to_best_peer for row in free] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "both"])
+def test_a_failing_backend_is_a_note_beside_the_figures_of_the_others(failing_backend, direction):
+    rows = {row.backend: row for row in bench([ops.softmax], cases="3x33x-1", directions=[direction], device="cpu")}
+    assert rows["planted"].note == "RuntimeError: planted failure"
+    assert rows["planted"].time_us is None
+    assert rows["planted"].ratio_to_best_peer is None
+    assert rows["aten"].time_us > 0
+
+
+def test_a_backend_asked_for_by_name_says_why_it_cannot_be_timed():
+    rows = bench(
+        [ops.softmax], cases="3x33x-1", directions=["forward"], backends=["triton", "liger", "nonsense"], device="cpu"
+    )
+    triton, liger, nonsense = rows
+    assert triton.time_us is None
+    assert "interpret" in triton.note.lower()
+    assert liger.note == "liger needs a GPU"
+    assert nonsense.note == "softmax has no backend or peer nonsense here"
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        (dict(directions=["sideways"]), "sideways; there are forward, backward, both"),
+        (dict(dtypes=["bf16"]), "no dtype is called bf16"),
+        (dict(cases="7x7"), "softmax has no case '7x7'"),
+    ],
+)
+def test_what_cannot_be_measured_is_an_error_for_people(asked, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        bench([ops.softmax], device="cpu", **asked)
+
+
+def test_only_gradients_that_cost_something_are_timed():
+    of = lambda operator, **arguments: lab.differentiable(operator, operator.bind(**arguments))
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    assert of(ops.add, x=x, y=y) == [], "both gradients are the arriving one"
+    assert of(ops.axpy, x=x, y=y, alpha=2.0) == ["x", "y"]
+    assert of(ops.rms_norm, x=x) == ["x"]
+    assert of(ops.softmax, x=x) == ["x"]
+    assert bench([ops.add], cases="33", directions=["backward"], device="cpu") == []
+
+
+def test_on_a_cpu_each_operator_has_one_bearable_case():
+    for described in ops.operators():
+        (case,) = lab.cases_of(described, "bench", "float32", "cpu")
+        arguments = described.bind(**case.build(Make(torch.float32, "meta")))
+        flops, moved = described.cost(arguments)
+        assert flops <= lab.CPU_FLOPS
+        assert moved <= lab.CPU_BYTES
+    assert len(lab.cases_of(ops.softmax, "bench", "bfloat16", "cuda")) > 3
+
+
+def test_backward_does_the_work_again_at_every_call():
+    wanted = ["x", "weight"]
+    arguments = ops.rms_norm.bind(x=torch.randn(4, 32), weight=torch.randn(32))
+    peer = peers.Peer(ops.rms_norm)
+    candidate = lab.candidate_of(ops.rms_norm, peer, arguments, wanted, "backward")
+    with candidate.scope():
+        first, second = candidate.prepare(2)
+        once, again = first(), first()
+    assert [g.shape for g in once] == [(4, 32), (32,)]
+    assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(once, again, strict=True))
+    assert second()[0].shape == (4, 32)
+    assert arguments["x"].requires_grad is False, "a candidate works on copies"
+
+
+def test_forward_is_timed_without_gradients():
+    arguments = ops.softmax.bind(x=torch.randn(4, 32))
+    candidate = lab.candidate_of(ops.softmax, peers.Peer(ops.softmax), arguments, [], "forward")
+    with candidate.scope():
+        (call,) = candidate.prepare(1)
+        assert not call().requires_grad
+
+
+def test_rows_are_on_disk_before_the_next_comparison_starts(tmp_path, monkeypatch):
+    path = tmp_path / "cpu" / "bench.json"
+    seen = []
+
+    def stop_at_the_second(*arguments):
+        seen.append(path.exists() and len(results.load(path)["rows"]))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    original = lab.cost_of
+    monkeypatch.setattr(lab, "cost_of", stop_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        bench([ops.softmax], cases="3x33x-1", device="cpu", save=path)
+    assert seen == [False, 2]
+    saved = results.load(path)
+    assert {row["direction"] for row in saved["rows"]} == {"forward"}
+    assert saved["roofs"] == ROOFS.as_dict()
+    assert saved["machine"]["slug"] == "cpu"
+    json.dumps(saved, allow_nan=False)
+
+
+def test_tables_say_cpu_and_show_losses_like_wins():
+    rows = [
+        Row("softmax", "8x8", "float32", "forward", "triton", time_us=10.0, ratio_to_best_peer=0.5, how="cpu"),
+        Row("softmax", "8x8", "float32", "forward", "aten", time_us=5.0, ratio_to_best_peer=1.0, how="cpu"),
+        Row("relu", "8", "float32", "forward", "triton", note="out of memory [/bytes]"),
+    ]
+    console = Console(width=200)
+    tables = lab.tables(rows, stamp("cpu"))
+    assert [len(table.rows) for table in tables] == [2, 1]
+    with console.capture() as shown:
+        for table in tables:
+            console.print(table)
+    assert "CPU only" in shown.get()
+    assert "0.50" in shown.get()
+    assert "out of memory [/bytes]" in shown.get()
+
+
+def test_peers_are_named_after_operators_and_take_their_arguments():
+    operators = {described.name: described for described in ops.operators()}
+    for _, functions in peers.LIBRARIES.values():
+        for name, function in functions.items():
+            assert name in operators
+            assert set(peers.parameters_of(function)) <= set(operators[name].parameters)
+
+
+def test_a_library_that_is_importable_becomes_a_peer(monkeypatch):
+    twice = {"relu": lambda x: x * 2, "softmax": lambda x, dim: NotImplemented}
+    monkeypatch.setitem(peers.LIBRARIES, "mine", ("json", twice))
+    monkeypatch.setitem(peers.LIBRARIES, "absent", ("no_such_module", twice))
+    found = peers.peers_of(ops.relu)
+    assert list(found) == ["compile", "mine"]
+    assert found["mine"].run(torch.tensor(3)) == 6
+    with pytest.raises(NotImplementedError, match="no softmax for these arguments"):
+        peers.peers_of(ops.softmax)["mine"].run(torch.ones(2), -1)

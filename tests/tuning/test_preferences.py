@@ -1,0 +1,112 @@
+"""What `auto` takes: buckets of sizes, and tables made from measured rows."""
+
+import json
+
+import pytest
+import torch
+
+from tilestack import ops
+from tilestack.ops import registry
+from tilestack.tuning import preferences
+
+
+def arguments_of(*shape, dtype=torch.bfloat16):
+    return dict(x=torch.empty(shape, dtype=dtype, device="meta"), dim=-1)
+
+
+def row(backend, time_us, direction="forward", case="8192x4096x-1", op="softmax", dtype="bfloat16"):
+    return dict(op=op, case=case, dtype=dtype, direction=direction, backend=backend, time_us=time_us)
+
+
+@pytest.mark.parametrize(
+    ("shape", "bucket"),
+    [((8192, 4096), "25x12"), ((8192, 5120), "25x12"), ((4096, 4097), "24x12"), ((8192, 4095), "24x11"), ((), "0x0")],
+)
+def test_a_bucket_is_the_powers_of_two_of_elements_and_columns(shape, bucket):
+    assert preferences.bucket_of(ops.softmax, arguments_of(*shape)) == ("bfloat16", bucket)
+
+
+def test_empty_tensors_have_a_bucket():
+    assert preferences.bucket_of(ops.softmax, arguments_of(3, 0)) == ("bfloat16", "0x0")
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("Tesla V100-PCIE-16GB", "v100-pcie-16gb"),
+    ],
+)
+def test_a_gpu_is_named_for_its_files(name, slug):
+    assert preferences.gpu_slug(name) == slug
+
+
+def test_a_table_answers_by_bucket_and_otherwise_by_default():
+    table = {"softmax": {"default": ["triton"], "bfloat16": {"25x12": ["aten", "triton"]}}}
+    ask = lambda operator, arguments: preferences.look_up(table, operator, arguments)
+    assert ask(ops.softmax, arguments_of(8192, 4096)) == ["aten", "triton"]
+    assert ask(ops.softmax, arguments_of(8192, 8192)) == ["triton"]
+    assert ask(ops.softmax, arguments_of(8192, 4096, dtype=torch.float32)) == ["triton"]
+    assert ask(ops.softmax, {"dim": -1}) == ["triton"], "a backward may not have kept x"
+
+
+def test_without_a_table_only_linear_prefers_pytorch():
+    assert preferences.look_up({}, ops.softmax, arguments_of(8, 8)) == []
+    assert preferences.look_up({}, ops.linear, {}) == ["aten"]
+    assert preferences.table_of("no-such-gpu") == {}
+
+
+def test_symbolic_sizes_ask_for_the_default_only():
+    asked = []
+
+    def compiled(graph, inputs):
+        fake = next(node for node in graph.graph.nodes if node.op == "placeholder" and "example_value" in node.meta
+                    and isinstance(node.meta["example_value"], torch.Tensor))  # fmt: skip
+        asked.append(preferences.bucket_of(ops.softmax, {"x": fake.meta["example_value"]}))
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=compiled, dynamic=True)(torch.randn(8, 16))
+    assert asked == [("", "")]
+
+
+def test_the_table_ranks_by_forward_and_backward_together():
+    rows = [
+        row("triton", 10.0), row("triton", 50.0, "backward"),
+        row("aten", 20.0), row("aten", 30.0, "backward"),
+        row("torch", 15.0), row("torch", None, "backward"),
+        row("liger", 1.0), row("liger", 1.0, "backward"),
+        row("triton", 1.0, "both"),
+    ]  # fmt: skip
+    table = preferences.make_table(rows)
+    assert table == {"softmax": {"default": ["aten", "triton"], "bfloat16": {"25x12": ["aten", "triton"]}}}
+
+
+def test_the_default_weighs_every_case_alike_whatever_its_size():
+    rows = [
+        row("triton", 2000.0), row("aten", 1900.0),
+        row("triton", 10.0, case="8192x1024x-1"), row("aten", 30.0, case="8192x1024x-1"),
+    ]  # fmt: skip
+    entry = preferences.make_table(rows)["softmax"]
+    assert entry["bfloat16"] == {"25x12": ["aten", "triton"], "23x10": ["triton", "aten"]}
+    assert entry["default"] == ["triton", "aten"]
+
+
+def test_rows_of_a_case_that_is_gone_are_passed_over():
+    assert preferences.make_table([row("triton", 1.0, case="1x2x3x4")]) == {}
+
+
+def test_auto_follows_a_written_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(preferences, "TABLES", tmp_path)
+    results = {"machine": {"slug": "h200"}, "rows": [row("aten", 5.0), row("triton", 9.0)]}
+    path = preferences.write_table(results, tmp_path)
+    assert path.name == "h200.json"
+    assert json.loads(path.read_text())["softmax"]["default"] == ["aten", "triton"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    ops.operators()  # loads the kernels, which install the tables
+    candidates = registry.candidates(ops.softmax, arguments_of(8192, 4096), torch.device("cuda"))
+    assert [c.backend for c in candidates][:2] == ["aten", "triton"]
+    candidates = registry.candidates(ops.relu, dict(x=torch.empty(4, device="meta")), torch.device("cuda"))
+    assert [c.backend for c in candidates] == ["triton"]
+    preferences.table_of.cache_clear()

@@ -1,0 +1,236 @@
+"""The machine: the stamp that every result carries, and the doctor, who says what will run here and how to fix the rest."""
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from tilestack.tuning.preferences import gpu_slug
+
+COMMIT_VARIABLE = "TILESTACK_COMMIT"  # says which commit this is where there is no git to ask
+TESTED = {"torch": ((2, 11), (2, 13)), "triton": ((3, 6), (3, 7))}
+EXTRAS = {  # one telling module of each extra, and what it is for
+    "report": ("plotly", "the HTML report"),
+    "hf": ("transformers", "patching and comparing with Hugging Face models"),
+    "server": ("fastapi", "the HTTP server"),
+    "formats": ("gguf", "GGUF and compressed checkpoints"),
+    "data": ("datasets", "downloading data sets"),
+    "fleet": ("ray", "serving on several machines"),
+    "dev": ("pytest", "the tests"),
+}
+
+
+def stamp(device: str | None = None) -> dict[str, Any]:
+    """What a measurement was made on and with; `gpu` is empty where the CPU was measured."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    properties = torch.cuda.get_device_properties(0) if device == "cuda" else None
+    return {
+        "gpu": properties.name if properties else "",
+        "slug": gpu_slug(properties.name) if properties else "cpu",
+        "driver": driver_version() if properties else "",
+        "capability": f"{properties.major}.{properties.minor}" if properties else "",
+        "multiprocessors": properties.multi_processor_count if properties else 0,
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "python": platform.python_version(),
+        "cpu": cpu_name(),
+        "commit": commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+def version_of(package: str) -> str:
+    """The installed version of a package, empty when it is not there."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def output_of(*command: str, folder: Path | None = None) -> str:
+    """What a command prints, empty when it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+@functools.cache
+def driver_version() -> str:
+    if told := output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"):
+        return told.splitlines()[0].strip()
+    found = re.search(r"Kernel Module\D*([\d.]+)", text_of("/proc/driver/nvidia/version"))
+    return found[1] if found else ""
+
+
+@functools.cache
+def commit() -> str:
+    """The commit of this checkout, with -dirty when tracked files differ from it."""
+    if told := os.environ.get(COMMIT_VARIABLE):
+        return told
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return "unknown"
+    dirty = output_of("git", "status", "--porcelain", "--untracked-files=no", folder=root)
+    found = output_of("git", "rev-parse", "--short=12", "HEAD", folder=root)
+    return f"{found}{'-dirty' if dirty else ''}" if found else "unknown"
+
+
+def cpu_name() -> str:
+    named = re.search(r"^model name\s*:\s*(.+)$", text_of("/proc/cpuinfo"), re.MULTILINE)
+    return f"{named[1] if named else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing the doctor looked at. `limited` and `missing` come with a fix."""
+
+    what: str
+    status: str  # ok, limited or missing
+    text: str
+    fix: str = ""
+
+
+def doctor() -> list[Finding]:
+    """What is here, what will run and what will not, and what to do about it."""
+    found = [python(), tested("torch"), tested("triton"), gpu(), interpreter(), compiler(), disk(), memory()]
+    return [*found, *extras()]
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers a version begins with: 2.13.0+cpu is (2, 13, 0)."""
+    numbers = re.match(r"[\d.]*\d", version)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
+
+
+def dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
+
+
+def python() -> Finding:
+    here = platform.python_version()
+    if (3, 11) <= sys.version_info[:2] <= (3, 13):
+        return Finding("Python", "ok", here)
+    return Finding("Python", "limited", f"{here}, tested are 3.11 to 3.13", "make PYTHON=python3.12 test")
+
+
+def tested(package: str) -> Finding:
+    """A package against the range of versions that the tests run on."""
+    oldest, newest = TESTED[package]
+    here = version_of(package)
+    if not here:
+        only = "; only the definitions run" if package == "triton" else ""
+        return Finding(package, "missing", f"not installed{only}", f"pip install '{package}>={dotted(oldest)}'")
+    if oldest <= release(here)[:2] <= newest:
+        return Finding(package, "ok", here)
+    span = f"{here}, tested are {dotted(oldest)} to {dotted(newest)}"
+    return Finding(package, "limited", span, f"pip install '{package}~={dotted(newest)}.0'")
+
+
+def gpu() -> Finding:
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        text = (
+            f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+            f"{properties.multi_processor_count} multiprocessors, {properties.total_memory / 2**30:.0f} GiB, "
+            f"driver {driver_version() or 'unknown'}; kernels run"
+        )
+        if properties.major < 8:
+            return Finding("GPU", "limited", text, "kernels are tested from compute capability 8.0 (A100) on")
+        return Finding("GPU", "ok", text)
+    cpu_torch = torch.version.cuda is None
+    if driver := driver_version():
+        why = "this PyTorch is built without CUDA" if cpu_torch else "PyTorch cannot use it"
+        fix = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
+        return Finding("GPU", "limited", f"driver {driver}, but {why}", fix)
+    without = "none found: definitions run on the CPU, kernels in Triton's interpreter; nothing is measured on kernels"
+    return Finding("GPU", "limited", without, "run on a machine with an NVIDIA GPU for kernels and figures")
+
+
+def interpreter() -> Finding:
+    """Whether Triton's interpreter works here: Triton 3.6 cannot run loops with run-time bounds on numpy from 2.4 on."""
+    triton, numpy = version_of("triton"), version_of("numpy")
+    name = "interpreter"
+    if not triton:
+        return Finding(name, "missing", "needs Triton", "pip install triton")
+    if not numpy:
+        return Finding(name, "missing", "needs numpy", "pip install numpy")
+    if release(triton) < (3, 7) and release(numpy) >= (2, 4):
+        broken = f"Triton {triton} with numpy {numpy} breaks kernels whose loop bounds are known at run time only"
+        return Finding(name, "limited", broken, "pip install 'numpy<2.4'")
+    return Finding(name, "ok", "TRITON_INTERPRET=1 runs kernels on the CPU")
+
+
+def compiler() -> Finding:
+    """Triton builds its launcher, and torch.compile its CPU code, with a C compiler and Python's headers."""
+    name, wanted = "C compiler", os.environ.get("CC")
+    found = shutil.which(wanted) if wanted else next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
+    if not found:
+        lacking = f"CC={wanted} is not there" if wanted else "none found"
+        return Finding(name, "missing", f"{lacking}: no Triton launches on a GPU, no torch.compile", "apt install gcc")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        fix = f"apt install python{sys.version_info.major}.{sys.version_info.minor}-dev"
+        return Finding(name, "limited", f"{found}, but Python.h is missing: no Triton launches on a GPU", fix)
+    return Finding(name, "ok", found)
+
+
+def disk() -> Finding:
+    free = shutil.disk_usage(Path.home() if Path.home().exists() else Path("/")).free / 2**30
+    if free < 2:
+        return Finding("disk", "limited", f"{free:.1f} GiB free", "compiled kernels and checkpoints want a few GiB")
+    return Finding("disk", "ok", f"{free:.0f} GiB free")
+
+
+def memory() -> Finding:
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", text_of("/proc/meminfo"), re.MULTILINE)
+    if not found:
+        return Finding("memory", "ok", "amount unknown")
+    free = int(found[1]) / 2**20
+    if free < 4:
+        return Finding("memory", "limited", f"{free:.1f} GiB available", "the tests and the demo want 4 GiB")
+    return Finding("memory", "ok", f"{free:.0f} GiB available")
+
+
+def extras() -> Iterator[Finding]:
+    for extra, (module, purpose) in EXTRAS.items():
+        if importlib.util.find_spec(module):
+            yield Finding(f"extra {extra}", "ok", f"{module} {version_of(module)}, for {purpose}")
+        else:
+            yield Finding(
+                f"extra {extra}", "missing", f"no {module}, for {purpose}", f"pip install 'tilestack[{extra}]'"
+            )
+
+
+MARKS = {"ok": "[green]✓[/]", "limited": "[yellow]![/]", "missing": "[red]✗[/]"}
+
+
+def render(findings: Sequence[Finding]) -> Table:
+    table = Table(title="doctor", title_justify="left")
+    for heading in ("", "what", "found", "to fix it"):
+        table.add_column(heading)
+    for finding in findings:
+        table.add_row(MARKS[finding.status], finding.what, escape(finding.text), escape(finding.fix))
+    return table

@@ -1,0 +1,103 @@
+"""Who our kernels are measured against, found at run time.
+
+    aten      PyTorch's own function, where it has one (registered as a backend, see kernels/aten.py)
+    compile   torch.compile of the definition
+    liger     Liger-Kernel, when it is importable
+
+To add a library's function for an operator, add a line to that library's dictionary below: a function that names the
+operator's arguments it wants and returns the result, or NotImplemented for arguments the library does not take. Some
+libraries write gradients over their inputs; each peer has copies of its own, so that this disturbs no one else.
+
+A folder `peers/` at the top of the checkout, if there is one, is searched for libraries that are not installed.
+"""
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilestack.ops import Operator
+from tilestack.ops.contract import parameters_of
+
+FOLDER = Path(__file__).resolve().parents[2] / "peers"
+
+
+class Module:
+    """A module imported when an attribute of it is first wanted."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        found = getattr(importlib.import_module(self._name), attribute)
+        setattr(self, attribute, found)
+        return found
+
+
+liger = Module("liger_kernel.ops")
+
+# In place is Liger's default for the gradient of rms_norm; it moves the same bytes, but on the next call the arriving
+# gradient would be the last result, which soon fades to zeros.
+LIGER: dict[str, Callable] = {
+    "rms_norm": lambda x, weight, eps: liger.LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False),
+    "layer_norm": lambda x, weight, bias, eps: (
+        NotImplemented if bias is None else liger.LigerLayerNormFunction.apply(x, weight, bias, eps)
+    ),
+    "softmax": lambda x, dim: NotImplemented if dim not in (-1, x.ndim - 1) else liger.LigerSoftmaxFunction.apply(x),
+}
+
+LIBRARIES: dict[str, tuple[str, dict[str, Callable]]] = {"liger": ("liger_kernel", LIGER)}
+
+PEERS = ("aten", "compile", *LIBRARIES)  # whose best time a ratio is taken against
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another way to run an operator: `run` takes the operator's arguments by position, inside `scope()`."""
+
+    run: Callable
+    scope: Callable[[], AbstractContextManager] = nullcontext
+
+
+@functools.cache
+def importable(module: str) -> bool:
+    if FOLDER.is_dir() and str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    return importlib.util.find_spec(module) is not None
+
+
+def peers_of(described: Operator) -> dict[str, Peer]:
+    """The peers of an operator beyond its registered backends, by name; what is compiled is so afresh each time."""
+    found = {"compile": compiled_definition(described)}
+    for name, (module, functions) in LIBRARIES.items():
+        if described.name in functions and importable(module):
+            found[name] = Peer(by_position(described, functions[described.name]))
+    return found
+
+
+def compiled_definition(described: Operator) -> Peer:
+    import torch._functorch.config as functorch
+
+    # A donated buffer may be overwritten by the backward, which then could not be timed more than once.
+    keeping_buffers = lambda: functorch.patch(donated_buffer=False)
+    return Peer(torch.compile(described.definition, dynamic=False), keeping_buffers)
+
+
+def by_position(described: Operator, function: Callable) -> Callable:
+    """A function that names some of an operator's arguments, as one that takes them all by position."""
+    places = [described.parameters.index(name) for name in parameters_of(function)]
+
+    def run(*values: Any) -> Any:
+        out = function(*(values[place] for place in places))
+        if out is NotImplemented:
+            raise NotImplementedError(f"it has no {described.name} for these arguments")
+        return out
+
+    return run

@@ -1,0 +1,69 @@
+"""Measured results on disk: `results/<gpu>/<name>.json` = {"machine": stamp, "roofs": {…}, "rows": […]}.
+
+Every published figure comes from these files. A run is merged into its file row by row: what was measured again replaces
+what was there. The machine's stamp is that of the last run; each row says its own commit and date. A file is replaced in one step, so a crash leaves the old
+one or the new one, never half of one.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path("results")
+IDENTITY = ("op", "case", "dtype", "direction", "backend")  # rows that agree in these are measurements of one thing
+
+Results = dict[str, Any]
+
+
+def path_of(slug: str, name: str, folder: Path = FOLDER) -> Path:
+    return folder / slug / f"{name}.json"
+
+
+def load(path: Path) -> Results:
+    try:
+        found = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error}); restore it or delete it") from error
+    if missing := {"machine", "roofs", "rows"} - set(found):
+        raise ValueError(f"{path} is not a results file: it has no {', '.join(sorted(missing))}")
+    return found
+
+
+def load_all(folder: Path = FOLDER) -> dict[Path, Results]:
+    """Every results file below a folder, by path."""
+    return {path: load(path) for path in sorted(folder.glob("*/*.json"))}
+
+
+def latest(slug: str, folder: Path = FOLDER) -> Results | None:
+    """The results of a GPU whose run is the most recent, None when there are none."""
+    found = [load(path) for path in sorted((folder / slug).glob("*.json"))]
+    return max(found, key=lambda results: results["machine"]["date"], default=None)
+
+
+def save(path: Path, results: Results) -> None:
+    """Write a results file in one step: readers see the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(results, file, indent=1, allow_nan=False)
+            file.write("\n")
+        os.chmod(temporary, 0o644)  # mkstemp makes it private
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def merge(path: Path, machine: dict[str, Any], roofs: dict[str, Any], rows: Iterable[dict[str, Any]]) -> Results:
+    """Add a run's rows to a file, new or old: rows of the same identity are replaced where they stand."""
+    identity = lambda row: tuple(row[name] for name in IDENTITY)
+    before = load(path)["rows"] if path.exists() else []
+    when = {name: machine[name] for name in ("commit", "date")}
+    merged = {identity(row): row for row in before} | {identity(row): row | when for row in rows}
+    results = {"machine": machine, "roofs": roofs, "rows": list(merged.values())}
+    save(path, results)
+    return results
