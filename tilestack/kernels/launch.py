@@ -5,6 +5,7 @@ per signature, then calls the compiled kernel. A signature is all that Triton sp
 whether it starts on 16 bytes, the value of each integer, and the constants.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,32 +28,26 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         kernel[grid](*arguments, **constants)
         return
     device = first.get_device()
-    signature: list = [kernel, device, *constants.items()]
+    signature: list = [id(kernel), device, *constants.items()]
+    values: list = []  # addresses in place of tensors, which spares the driver looking them up
     for value in arguments:
         if isinstance(value, Tensor):
-            signature += value.dtype, value.data_ptr() & 15
+            address = value.data_ptr()
+            signature += value.dtype, address & 15
+            values.append(address)
         else:
             signature.append(float if type(value) is float else value)
+            values.append(value)
     key = tuple(signature)
-    if (ready := _compiled.get(key)) is None or device != torch.cuda.current_device():
+    ready = _compiled.get(key)
+    if ready is None or device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             _compile(key, kernel, grid, arguments, constants)
         return
     run, function, metadata, tail = ready
     width, height, depth = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-    run(
-        width,
-        height,
-        depth,
-        torch._C._cuda_getCurrentRawStream(device),
-        function,
-        metadata,
-        None,
-        None,
-        None,
-        *arguments,
-        *tail,
-    )
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    run(width, height, depth, stream, function, metadata, None, None, None, *values, *tail)
 
 
 def _compile(key: tuple, kernel: Any, grid: tuple[int, ...], arguments: Sequence, constants: dict[str, Any]) -> None:
@@ -64,15 +59,12 @@ def _compile(key: tuple, kernel: Any, grid: tuple[int, ...], arguments: Sequence
     _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, tail
 
 
-def programs_that_fit(x: Tensor) -> int:
-    """How many multiprocessors the tensor's GPU has; a few stand-ins where there is none."""
-    return (
-        torch.cuda.get_device_properties(x.device).multi_processor_count
-        if x.is_cuda
-        else 4
-        if x.device.type == "cpu"
-        else 132
-    )
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has; a plausible number where there is none, for the interpreter and compilation."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 4 if device.type == "cpu" else 132
 
 
 def as_matrix(x: Tensor) -> Tensor:
@@ -82,7 +74,7 @@ def as_matrix(x: Tensor) -> Tensor:
 
 def rows_of(x: Tensor) -> Tensor:
     """x as a matrix of rows, each contiguous; copied only if its strides demand it."""
-    rows = as_matrix(x)
+    rows = x if x.ndim == 2 else as_matrix(x)
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
@@ -91,11 +83,14 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def tile_of_rows(columns: int, elements: int = 2048, per_warp: int = 512, most_warps: int = 16) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a tile of whole rows: short rows share one until it holds enough elements to be worth a program."""
+@functools.cache
+def tile_of_rows(columns: int, elements: int = 2048, most_warps: int = 32) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a tile of whole rows: short rows share one until it holds enough to be worth a program."""
     width = triton.next_power_of_2(max(columns, 1))
     height = max(1, elements // width)
-    return height, width, min(max(height * width // per_warp, 1), most_warps)
+    size = height * width
+    warps = size // 512 if size <= 4096 else max(8, size // 1024)
+    return height, width, min(max(warps, 1), most_warps)
 
 
 @triton.jit

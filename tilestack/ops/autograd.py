@@ -14,46 +14,43 @@ from tilestack.ops.contract import Implementation, Operator, as_tuple, call_name
 
 
 def differentiable(implementation: Implementation) -> Callable:
-    """The implementation as a function that PyTorch's autograd can differentiate once."""
-    described, backward = implementation.operator, implementation.own_backward
-    forward, parameters, outputs, saved = (
-        implementation.forward,
-        described.parameters,
-        described.outputs,
-        described.saved,
-    )
-    kept_tensors = [name for name in saved if name in described.tensors or name in outputs]
-    kept_values = [name for name in parameters_of(backward) if name not in kept_tensors and name in parameters]
-    positions = {name: i for i, name in enumerate(parameters)}
-    tensor_positions = [positions[name] for name in described.tensors]
+    """The implementation as a function that PyTorch's autograd can differentiate once.
+
+    All that depends on names is worked out here, so that a call only picks positions.
+    """
+    described, forward, backward = implementation.operator, implementation.forward, implementation.own_backward
+    position = described.parameters.index
     named = parameters_of(backward)
+    tensor_positions = [position(name) for name in described.tensors]
+    kept_inputs = [name for name in described.saved if name in described.tensors]
+    kept_outputs = [name for name in described.outputs if name in described.saved]
+    options = [name for name in named if name in described.parameters and name not in described.tensors]
+    input_positions, option_positions = [position(name) for name in kept_inputs], [position(name) for name in options]
+    output_positions = [described.outputs.index(name) for name in kept_outputs]
+    available = [*described.grads, *kept_inputs, *kept_outputs, *options, "needs"]
+    picks = [available.index(name) for name in named]
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *values):
             out = forward(*values)
-            results = dict(zip(outputs, as_tuple(out), strict=True))
-            ctx.save_for_backward(
-                *(results[name] if name in results else values[positions[name]] for name in kept_tensors)
-            )
-            ctx.values = {name: values[positions[name]] for name in kept_values}
+            outputs = (out,) if isinstance(out, Tensor) else out
+            ctx.save_for_backward(*[values[i] for i in input_positions], *[outputs[i] for i in output_positions])
+            ctx.options = [values[i] for i in option_positions]
             return out
 
         @staticmethod
         def backward(ctx, *arriving):
-            available = (
-                dict(zip(kept_tensors, ctx.saved_tensors, strict=True))
-                | ctx.values
-                | dict(zip(described.grads, arriving, strict=True))
-            )
-            available["needs"] = tuple(ctx.needs_input_grad[i] for i in tensor_positions)
-            with torch.no_grad():
-                gradients = as_tuple(backward(**{name: available[name] for name in named}))
-            if torch.is_grad_enabled():
-                gradients = tuple(
-                    None if g is None else OnceOnly.apply(g, described.name, implementation.backend) for g in gradients
-                )
-            return per_parameter(described, gradients, available["needs"])
+            needs = [ctx.needs_input_grad[i] for i in tensor_positions]
+            values = (*arriving, *ctx.saved_tensors, *ctx.options, needs)
+            if not torch.is_grad_enabled():
+                gradients = as_tuple(backward(*[values[i] for i in picks]))
+            else:
+                with torch.no_grad():
+                    found = as_tuple(backward(*[values[i] for i in picks]))
+                about = described.name, implementation.backend
+                gradients = tuple(None if g is None else OnceOnly.apply(g, *about) for g in found)
+            return per_parameter(described, gradients, needs)
 
     Differentiable.__name__ = Differentiable.__qualname__ = f"{described.name}_{implementation.backend}"
     return Differentiable.apply
