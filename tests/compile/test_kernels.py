@@ -1,0 +1,41 @@
+"""Every kernel of the registry, forward and backward, compiles for GPUs that are not here and passes the gates."""
+
+import pytest
+from rich.console import Console
+
+from tilestack.lab.compile import KernelReport, gate
+from tilestack.lab.explain import render_explain
+
+WALK = """
+import json, sys
+from tilestack.lab.explain import explain
+reports = explain(capability=int(sys.argv[1]), every_bench=sys.argv[2] == "every")
+print(json.dumps([report.row() for report in reports]))
+"""
+
+# Kernels whose spills are known and not yet cured; every other gate holds for them too.
+SPILLS_OWED = {
+    "norm_bwd_kernel": "long and odd rows hold more values than a thread has registers",
+    "matmul_kernel": "ptxas spills a few bytes of the float32 tiles below the register limit",
+}
+
+
+def owed(report: KernelReport) -> bool:
+    return report.kernel in SPILLS_OWED and all(reason.startswith("spills") for reason in gate(report))
+
+
+@pytest.mark.parametrize(("capability", "cases"), [(80, "telling"), (90, "every"), (100, "telling")])
+def test_kernels_pass_the_gates(uninterpreted, capability, cases):
+    rows = uninterpreted("-c", WALK, str(capability), cases)
+    reports = [KernelReport(**{n: v for n, v in row.items() if n != "failures"}, ptx="") for row in rows]
+    assert {"forward", "backward"} == {report.direction for report in reports}
+    assert {"bfloat16", "float32"} == {report.dtype for report in reports}
+    failing = [report for report in reports if gate(report)]
+    unexpected = [report for report in failing if not owed(report)]
+    if unexpected:
+        console = Console(width=200)
+        with console.capture() as table:
+            console.print(render_explain(unexpected))
+        pytest.fail(table.get(), pytrace=False)
+    if failing:
+        pytest.xfail("; ".join(f"{kernel}: {SPILLS_OWED[kernel]}" for kernel in sorted({r.kernel for r in failing})))

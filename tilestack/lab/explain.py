@@ -1,0 +1,82 @@
+"""What the kernels of an operator cost on a GPU, from the compiler alone: a row per kernel, and a table of them."""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from tilestack.lab.compile import CAPABILITIES, INSTRUCTIONS, KernelReport, compiled_kernels, gate
+from tilestack.ops import Case, Operator, operator_named, operators
+from tilestack.ops.cases import Make
+
+DTYPES = (torch.bfloat16, torch.float32)
+VECTOR = 16  # a row length it divides lets Triton load whole vectors
+
+
+def explain(
+    names: Sequence[str] = (), capability: int = 90, dtypes: Sequence[torch.dtype] = DTYPES, every_bench: bool = True
+) -> list[KernelReport]:
+    """A report of each kernel that the named operators (all when none is named) launch, identical ones once.
+
+    The cases are every bench case or, for a quick look, a few; see `telling_cases`.
+    """
+    found: dict[str, KernelReport] = {}
+    for operator in [operator_named(name) for name in names] or operators():
+        backends = [name for name in operator.implementations if capability in CAPABILITIES.get(name, ())]
+        cases = telling_cases(operator, every_bench)
+        for backend, case, dtype, direction in product(backends, cases, dtypes, ("forward", "backward")):
+            implementation = operator.implementations[backend]
+            for report in compiled_kernels(operator, implementation, case, dtype, direction, capability):
+                found.setdefault(report.digest, report)
+    return list(found.values())
+
+
+def telling_cases(operator: Operator, every_bench: bool = False) -> list[Case]:
+    """The cases worth compiling: the largest of each set of options, the largest odd one, the largest of each kind."""
+    largest: dict[Any, Case] = {}
+    for case in sorted(operator.cases, key=elements):
+        arguments = operator.bind(**case.build(Make(device="meta")))
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        options = tuple((name, name in tensors or value) for name, value in arguments.items())
+        traits: list[Any] = [options, case.name if every_bench and case.kind == "bench" else case.kind]
+        if any(tensor.ndim and tensor.shape[-1] % VECTOR for tensor in tensors.values()):
+            traits.append("odd")
+        largest |= dict.fromkeys(traits, case)
+    return [case for case in operator.cases if case in largest.values()]
+
+
+def elements(case: Case) -> int:
+    """How many elements a case's tensors have together."""
+    return sum(value.numel() for value in case.build(Make(device="meta")).values() if isinstance(value, Tensor))
+
+
+def render_explain(reports: Sequence[KernelReport]) -> Table:
+    """Kernels as a table: what they are, what they use, and what is wrong with them."""
+    capabilities = ", ".join(f"sm_{capability}" for capability in sorted({report.capability for report in reports}))
+    table = Table(title=f"Kernels compiled for {capabilities}" if reports else "No kernels", title_justify="left")
+    for column in ("operator", "case", "dtype", "kernel", "constants"):
+        table.add_column(column, overflow="fold")
+    for column in ("warps", "registers", "spilled", "shared", "compile s"):
+        table.add_column(column, justify="right")
+    table.add_column("instructions")
+    table.add_column("verdict")
+    for report in reports:
+        failures = gate(report)
+        table.add_row(
+            f"{report.operator} {report.direction}",
+            report.case,
+            report.dtype,
+            report.kernel,
+            " ".join(f"{name}={value}" for name, value in report.constants.items()),
+            f"{report.num_warps}",
+            f"{report.registers}",
+            f"{report.spill_bytes:,}",
+            f"{report.shared_bytes:,}",
+            f"{report.seconds:.1f}" if report.seconds else "cached",
+            " ".join(f"{name}×{report.instructions[name]}" for name in INSTRUCTIONS if report.instructions[name]),
+            f"[red]{'; '.join(failures)}" if failures else "[green]ok",
+        )
+    return table
