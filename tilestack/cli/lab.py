@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 if TYPE_CHECKING:
     import torch
 
-    from tilestack.lab.verify import Proof
+    from tilestack.lab.verify import Claim, Proof
     from tilestack.ops.contract import Operator
 
 console = Console()
@@ -46,8 +46,13 @@ Load = Annotated[
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (operators_, verify_):
-        app.command(command.__name__.rstrip("_") if command is not operators_ else "ops")(command)
+    app.command("doctor")(doctor_command)
+    app.command("ops")(ops_command)
+    app.command("verify")(verify_command)
+    app.command("bench")(bench_command)
+    app.command("explain")(explain_command)
+    app.command("report")(report_command)
+    app.command("demo")(demo_command)
 
 
 def pick_device(name: str | None) -> "torch.device":
@@ -99,8 +104,12 @@ def write_json(target: Path | None, rows: Any) -> None:
     if str(target) == "-":
         print(text)
     else:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text + "\n")
+        write_text(target, text + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def progress_bar() -> Progress:
@@ -114,7 +123,7 @@ def progress_bar() -> Progress:
     )
 
 
-def operators_(
+def ops_command(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     device: Device = None,
 ) -> None:
@@ -128,7 +137,7 @@ def operators_(
         console.print(render(rows))
 
 
-def verify_(
+def verify_command(
     operators: Operators = None,
     device: Device = None,
     backend: Backend = None,
@@ -149,15 +158,165 @@ def verify_(
     chosen = pick_operators(operators)
     backends = verify.chosen_backends(chosen, place, backend)
     kinds = ("check", "bench") if large else ("check",)
-    claims = list(
-        verify.claims(chosen, place, backends=backends, dtypes=pick_dtypes(dtype), kinds=kinds, every_variant=not quick)
+    claims = verify.claims(
+        chosen, place, backends=backends, dtypes=pick_dtypes(dtype), kinds=kinds, every_variant=not quick
     )
-    proofs: list[Proof] = []
-    with progress_bar() as progress:
-        for claim in progress.track(claims, description="verifying"):
-            proofs.append(verify.prove(claim))
+    proofs = prove_all(claims)
     write_json(json_, [asdict(proof) for proof in proofs])
     if str(json_) != "-":
         console.print(verify.render(proofs, place))
     if any(proof.ok is False for proof in proofs):
         raise typer.Exit(1)
+
+
+def prove_all(claims: Iterable["Claim"]) -> list["Proof"]:
+    from tilestack.lab.verify import prove
+
+    listed = list(claims)
+    with progress_bar() as progress:
+        return [prove(claim) for claim in progress.track(listed, description="verifying")]
+
+
+def bench_command(
+    operators: Operators = None,
+    device: Device = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated backends and peers (aten, compile, liger); all that can run when left out.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Dtypes = None,
+    direction: Annotated[str, typer.Option(help="Comma-separated: forward, backward, both.")] = "forward,backward",
+    case: Annotated[str, typer.Option(help="bench, check, or the name of one case.")] = "bench",
+    save: Annotated[
+        bool,
+        typer.Option(
+            "--save",
+            help="Merge the rows into results/<machine>/kernels.json as they come; on a GPU, renew the table that auto reads.",
+        ),
+    ] = False,
+    json_: JsonFile = None,
+    load: Load = None,
+) -> None:
+    """Measure kernels against the machine's roofs and against the fastest peer, in one run.
+
+    Kernel time is CUDA-graph replay on cold caches; host time is the cost of a plain call. Without a GPU the definitions
+    are timed on the CPU, and the tables say so.
+    """
+    from tilestack.lab import bench, machine, results
+    from tilestack.tuning import preferences
+
+    place = pick_device(device)
+    load_files(load)
+    stamp = machine.stamp(place.type)
+    target = results.path_of(stamp["slug"], "kernels") if save else None
+    listed = lambda text: text.split(",") if text else None
+    rows = bench.bench(
+        pick_operators(operators),
+        listed(dtype),
+        direction.split(","),
+        listed(backend),
+        case,
+        place,
+        target,
+        Console(stderr=True),
+    )
+    write_json(json_, [row.as_dict() for row in rows])
+    if str(json_) != "-":
+        for table in bench.tables(rows, stamp):
+            console.print(table)
+    if target is not None:
+        console.print(f"saved in {target}")
+        if place.type == "cuda":
+            console.print(f"auto reads {preferences.write_table(results.load(target))}")
+
+
+def explain_command(
+    operators: Operators = None,
+    target: Annotated[
+        str, typer.Option(help="The GPU to compile for: sm_80, sm_90 or sm_100. It need not be here.")
+    ] = "sm_90",
+    dtype: Dtypes = "bfloat16",
+    quick: Annotated[bool, typer.Option(help="A few telling cases instead of every bench case.")] = False,
+    ptx: Annotated[
+        Path | None, typer.Option(help="Write each kernel's PTX into this folder.", show_default=False)
+    ] = None,
+    json_: JsonFile = None,
+) -> None:
+    """Show what the compiler makes of each kernel: registers, spills, shared memory, instructions. Needs no GPU."""
+    from tilestack.lab.explain import explain, render_explain
+
+    if target not in ("sm_80", "sm_90", "sm_100"):
+        raise ValueError(f"target must be sm_80, sm_90 or sm_100, not {target!r}")
+    reports = explain(operators or (), int(target.removeprefix("sm_")), pick_dtypes(dtype) or (), every_bench=not quick)
+    write_json(json_, [report.row() for report in reports])
+    for number, report in enumerate(reports if ptx else ()):
+        assert ptx is not None
+        write_text(ptx / f"{number:02d}_{report.kernel}.ptx", report.ptx)
+    if str(json_) != "-":
+        console.print(render_explain(reports))
+
+
+def report_command(
+    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/report.html"),
+    proofs: Annotated[Path | None, typer.Option(help="Proofs saved by `verify --json`.", show_default=False)] = None,
+    tables: Annotated[
+        bool, typer.Option("--tables", help="Instead, renew the tables and figures in README and docs from results/.")
+    ] = False,
+) -> None:
+    """Write one self-contained page: roofline, peers, proofs and the machine, from results/."""
+    from tilestack.lab import figures, machine, measured, report
+    from tilestack.lab.tables import update_tables
+
+    root = Path.cwd()
+    if tables:
+        changed = [*update_tables(root), *figures.update_figures(root)]
+        console.print("\n".join(f"renewed {path}" for path in changed) or "tables and figures are up to date")
+        return
+    found = json.loads(proofs.read_text()) if proofs else []
+    path = report.write_report(output, measured.results_under(root / "results"), found, machine.stamp())
+    console.print(f"wrote {path}")
+
+
+def demo_command(
+    output: Annotated[Path, typer.Option(help="Where to put what the demo makes.")] = Path("runs/demo"),
+) -> None:
+    """Show the whole stack on this machine in a few minutes: doctor, proofs, measurements, and a report to look at."""
+    from tilestack.lab import bench, machine, measured, report, results, verify
+
+    place = pick_device(None)
+    operators = pick_operators(None)
+    console.rule("1. What is here")
+    console.print(machine.render(machine.doctor()))
+    console.rule("2. Are the kernels right?")
+    proofs = prove_all(verify.claims(operators, place, backends=["triton"], every_variant=False))
+    console.print(verify.render(proofs, place))
+    console.rule("3. How fast is this machine, and what runs on it?")
+    stamp = machine.stamp(place.type)
+    target = results.path_of(stamp["slug"], "kernels", output / "results")
+    peers = None if place.type == "cpu" else ["triton", "aten"]
+    rows = bench.bench(operators, backends=peers, device=place, save=target, console=Console(stderr=True))
+    for table in bench.tables(rows, stamp):
+        console.print(table)
+    console.rule("4. The report")
+    page = report.write_report(
+        output / "report.html", measured.results_under(output / "results"), [asdict(p) for p in proofs], stamp
+    )
+    console.print(f"open [bold]{page}[/bold] in a browser")
+    if any(proof.ok is False for proof in proofs):
+        raise typer.Exit(1)
+
+
+def doctor_command(
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Look at this machine: what will run, what will not, and how to fix it."""
+    from tilestack.lab import machine
+
+    findings = machine.doctor()
+    if json_:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        console.print(machine.render(findings))

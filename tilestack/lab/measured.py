@@ -4,7 +4,6 @@ A run is one file, results/<gpu>/<name>.json: the machine, the roofs measured wi
 candidates of one operator on one set of arguments form a contest: our fastest backend against the fastest peer.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,9 +11,10 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from tilestack.lab.peers import PEERS
+from tilestack.lab.results import load_all
 from tilestack.ops import operators
 
-PEERS = ("aten", "compile", "liger")  # whose best time a ratio is taken against
 DEFINITION = "torch"  # the definition run eagerly: shown, but no peer to be proud of beating
 
 Row = dict[str, Any]
@@ -43,8 +43,7 @@ class Result:
 
 def results_under(folder: Path) -> list[Result]:
     """Every run stored as <folder>/<gpu>/<name>.json, in the order of their paths."""
-    stored = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/*.json"))]
-    return [Result(run["machine"], run["roofs"], run["rows"]) for run in stored]
+    return [Result(run["machine"], run["roofs"], run["rows"]) for run in load_all(folder).values()]
 
 
 @dataclass(frozen=True)

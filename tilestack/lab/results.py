@@ -1,8 +1,8 @@
 """Measured results on disk: `results/<gpu>/<name>.json` = {"machine": stamp, "roofs": {…}, "rows": […]}.
 
 Every published figure comes from these files. A run is merged into its file row by row: what was measured again replaces
-what was there. The machine's stamp is that of the last run; each row says its own commit and date. A file is replaced in one step, so a crash leaves the old
-one or the new one, never half of one.
+what was there. The machine's stamp is that of the last run; each row says its own commit and date. A file is replaced
+in one step, so a crash leaves the old one or the new one, never half of one.
 """
 
 import json
