@@ -14,14 +14,6 @@ def shares_dtype(x, weight):
     return weight is None or x.dtype == weight.dtype or "PyTorch's own function wants x and weight in one dtype"
 
 
-def centres_well(x, weight):
-    return (
-        shares_dtype(x, weight)
-        if x.shape[-1] > 1
-        else "PyTorch's own LayerNorm loses its digits on rows of one element"
-    )
-
-
 implements(ops.add, backend="aten", backward=AUTOGRAD)(torch.add)
 implements(ops.axpy, backend="aten", backward=AUTOGRAD)(lambda x, y, alpha: torch.add(y, x, alpha=alpha))
 implements(ops.relu, backend="aten", backward=AUTOGRAD)(torch.relu)
@@ -32,6 +24,6 @@ implements(ops.linear, backend="aten", backward=AUTOGRAD)(F.linear)
 implements(ops.rms_norm, backend="aten", backward=AUTOGRAD, when=shares_dtype)(
     lambda x, weight, eps: F.rms_norm(x, x.shape[-1:], weight, eps)
 )
-implements(ops.layer_norm, backend="aten", backward=AUTOGRAD, when=centres_well)(
+implements(ops.layer_norm, backend="aten", backward=AUTOGRAD, when=shares_dtype)(
     lambda x, weight, bias, eps: F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 )

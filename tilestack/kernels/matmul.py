@@ -49,7 +49,7 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     (M, K), N = a.shape, b.shape[1]
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)
     bias = None if bias is None else bias.contiguous()
-    block = (128, 128, 64, 8) if a.element_size() == 2 else (64, 64, 32, 4)
+    block = (128, 128, 64, 8) if a.element_size() == 2 else (64, 64, 16, 4)
     if block[0] > M or block[1] > N:
         block = (32, 32, 32, 4)
     launch(

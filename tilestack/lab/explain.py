@@ -57,9 +57,9 @@ def render_explain(reports: Sequence[KernelReport]) -> Table:
     """Kernels as a table: what they are, what they use, and what is wrong with them."""
     capabilities = ", ".join(f"sm_{capability}" for capability in sorted({report.capability for report in reports}))
     table = Table(title=f"Kernels compiled for {capabilities}" if reports else "No kernels", title_justify="left")
-    for column in ("operator", "case", "dtype", "kernel", "constants"):
+    for column in ("operator", "case", "kernel"):
         table.add_column(column, overflow="fold")
-    for column in ("warps", "registers", "spilled", "shared", "compile s"):
+    for column in ("warps", "registers", "spilled", "shared"):
         table.add_column(column, justify="right")
     table.add_column("instructions")
     table.add_column("verdict")
@@ -67,15 +67,12 @@ def render_explain(reports: Sequence[KernelReport]) -> Table:
         failures = gate(report)
         table.add_row(
             f"{report.operator} {report.direction}",
-            report.case,
-            report.dtype,
+            f"{report.case} {report.dtype}",
             report.kernel,
-            " ".join(f"{name}={value}" for name, value in report.constants.items()),
             f"{report.num_warps}",
             f"{report.registers}",
             f"{report.spill_bytes:,}",
             f"{report.shared_bytes:,}",
-            f"{report.seconds:.1f}" if report.seconds else "cached",
             " ".join(f"{name}×{report.instructions[name]}" for name in INSTRUCTIONS if report.instructions[name]),
             f"[red]{'; '.join(failures)}" if failures else "[green]ok",
         )

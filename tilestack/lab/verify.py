@@ -27,7 +27,8 @@ from tilestack.ops.cases import Case, Make
 from tilestack.ops.contract import Implementation, Operator, as_tuple
 
 REDRAWS = 16  # more draws of small arguments, whose definition may be exact by luck
-SMALL = 4096
+SMALL = 1 << 14
+GRADCHECKED = 1 << 12  # elements beyond which gradcheck would take too long
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def claims(
             sizes = [t.numel() for t in case.build(Make(device="meta")).values() if isinstance(t, Tensor)]
             tried = variants.ALL if every_variant and 0 not in sizes and case.kind == "check" else ["plain"]
             for dtype in dtypes or default_dtypes(device):
-                small = dtype == torch.float64 and 0 not in sizes and sum(sizes) <= SMALL
+                small = dtype == torch.float64 and 0 not in sizes and sum(sizes) <= GRADCHECKED
                 for direction in ("forward", "backward", *(["gradcheck"] if small else [])):
                     for variant in tried if direction != "gradcheck" else ["plain"]:
                         # Innermost, so that all implementations are judged by one evaluation of the definition.

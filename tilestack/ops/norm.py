@@ -8,6 +8,10 @@ from tilestack.ops.contract import Cost, operator
 from tilestack.ops.numerics import wide
 
 
+# A row of one element is its own mean: its gradient is rounding around zero, which nothing can be held against.
+CENTRED_CHECKS = [shape for shape in ROW_CHECKS if shape[-1] != 1] + [(1, 2)]
+
+
 def rms_case(make, *size):
     return dict(x=make.normal(*size, scale=3, mean=0.5), weight=make.normal(size[-1], mean=1))
 
@@ -51,7 +55,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 
 
 @operator(
-    cases=cases(layer_case, check=ROW_CHECKS, bench=ROW_BENCHES)
+    cases=cases(layer_case, check=CENTRED_CHECKS, bench=ROW_BENCHES)
     + cases(rms_case, check=[(3, 65)])
     + cases(plain_case, check=[(3, 64)]),
     cost=lambda x: Cost(flops=7 * x.numel(), backward_flops=12 * x.numel()),
