@@ -51,7 +51,7 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     bias = None if bias is None else bias.contiguous()
     block = (128, 128, 64, 8) if a.element_size() == 2 else (64, 64, 16, 4)
     if block[0] > M or block[1] > N:
-        block = (32, 32, 32, 4)
+        block = (32, 32, min(32, block[2]), 4)
     launch(
         matmul_kernel, (triton.cdiv(M, block[0]), triton.cdiv(N, block[1])), a, b, bias, c, M, N, K, *a.stride(), *b.stride(), c.stride(0),
         HAS_BIAS=bias is not None, ACC=accumulator(a.dtype), BLOCK_M=block[0], BLOCK_N=block[1], BLOCK_K=block[2], num_warps=block[3], num_stages=3,
