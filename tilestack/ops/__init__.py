@@ -6,7 +6,7 @@ from tilestack.ops.elementwise import add, axpy, gelu, relu, silu
 from tilestack.ops.matmul import linear
 from tilestack.ops.norm import layer_norm, rms_norm
 from tilestack.ops.registry import operator_named, operators
-from tilestack.ops.softmax import softmax
+from tilestack.ops.softmax import log_softmax, logsumexp, softmax
 
 __all__ = [
     "AUTOGRAD",
@@ -23,6 +23,8 @@ __all__ = [
     "implements",
     "layer_norm",
     "linear",
+    "log_softmax",
+    "logsumexp",
     "operator",
     "operator_named",
     "operators",
