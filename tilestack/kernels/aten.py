@@ -20,6 +20,11 @@ implements(ops.relu, backend="aten", backward=AUTOGRAD)(torch.relu)
 implements(ops.silu, backend="aten", backward=AUTOGRAD)(F.silu)
 implements(ops.gelu, backend="aten", backward=AUTOGRAD)(lambda x, approximate: F.gelu(x, approximate=approximate))
 implements(ops.softmax, backend="aten", backward=AUTOGRAD)(lambda x, dim: torch.softmax(x, dim))
+implements(ops.log_softmax, backend="aten", backward=AUTOGRAD)(lambda x, dim: torch.log_softmax(x, dim))
+# In half precision its gradient is made from the rounded result.
+implements(ops.logsumexp, backend="aten", backward=AUTOGRAD, dtypes=(torch.float32, torch.float64))(
+    lambda x, dim: torch.logsumexp(x, dim)
+)
 implements(ops.linear, backend="aten", backward=AUTOGRAD)(F.linear)
 implements(ops.rms_norm, backend="aten", backward=AUTOGRAD, when=shares_dtype)(
     lambda x, weight, eps: F.rms_norm(x, x.shape[-1:], weight, eps)

@@ -1,4 +1,4 @@
-"""Softmax kernels. Short rows share a program, rows up to 32 k live in registers, longer ones are walked twice.
+"""Softmax, log-softmax and logsumexp kernels. Short rows share a program, rows up to 32 k live in registers, longer ones are walked twice.
 
 columns ->
 +-----------------+   a tile of ROWS x COLS: COLS is the row's length rounded up to a power of two
@@ -6,6 +6,9 @@ columns ->
 +-----------------+   one read, one write: max, exp, sum and division happen in registers
 | program 1       |
 +-----------------+   longer: pass one keeps a running max and a sum rescaled to it, pass two writes
+
+Log-softmax is the same walk with another ending, and so is the gradient of logsumexp: softmax times what arrives at the
+row. Logsumexp itself ends after the first pass, with one number a row.
 """
 
 import torch
@@ -22,22 +25,33 @@ CHUNK = 8192  # columns per step of the long-row kernels
 
 
 @triton.jit
-def softmax_fwd_kernel(x_ptr, out_ptr, rows, columns, x_stride, out_stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+def finite(top):
+    """What to subtract in place of a row's maximum, so that rows of infinities come out as they should: zero for those."""
+    return tl.where(tl.abs(top) == float("inf"), 0.0, top)
+
+
+@triton.jit
+def softmax_fwd_kernel(
+    x_ptr, scale_ptr, out_ptr,  # [rows, columns], [rows], [rows, columns]
+    rows, columns, x_stride,
+    LOG: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLS)[None, :]
     inside = (row < rows) & (column < columns)
     x = wide(tl.load(x_ptr + row * x_stride + column, mask=inside, other=-float("inf")))
     x = x - tl.max(x, 1, keep_dims=True)
     numerator = tl.exp(x)
-    out = numerator / tl.sum(numerator, 1, keep_dims=True)
-    tl.store(out_ptr + row * out_stride + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+    total = tl.sum(numerator, 1, keep_dims=True)
+    out = x - tl.log(total) if LOG else numerator / total
+    if SCALED:
+        out = out * tl.load(scale_ptr + row, mask=row < rows, other=0)
+    tl.store(out_ptr + row * columns + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def softmax_long_fwd_kernel(x_ptr, out_ptr, columns, x_stride, out_stride, ACC: tl.constexpr, CHUNK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * x_stride
-    out_ptr += row * out_stride
+def long_normaliser(x_ptr, columns, ACC: tl.constexpr, CHUNK: tl.constexpr):
+    """(max, sum of exp(x - finite(max))) of one row read in chunks."""
     lane = tl.arange(0, CHUNK)
     # Each lane keeps its own running max and sum, so the loop needs no reduction; they are merged once at the end.
     largest = tl.full([CHUNK], -float("inf"), ACC)
@@ -45,51 +59,92 @@ def softmax_long_fwd_kernel(x_ptr, out_ptr, columns, x_stride, out_stride, ACC: 
     for start in range(0, columns, CHUNK):
         x = tl.load(x_ptr + start + lane, mask=start + lane < columns, other=-float("inf")).to(ACC)
         new = tl.maximum(largest, x)
-        reference = tl.where(new == -float("inf"), 0.0, new)
-        total = total * tl.exp(largest - reference) + tl.exp(x - reference)
+        total = total * tl.exp(largest - finite(new)) + tl.exp(x - finite(new))
         largest = new
     top = tl.max(largest, 0)
-    total = tl.sum(total * tl.exp(largest - top), 0)
+    return top, tl.sum(total * tl.exp(largest - finite(top)), 0)
+
+
+@triton.jit
+def softmax_long_fwd_kernel(
+    x_ptr, scale_ptr, out_ptr,
+    columns, x_stride,
+    LOG: tl.constexpr, SCALED: tl.constexpr, ACC: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    out_ptr += row * columns
+    lane = tl.arange(0, CHUNK)
+    top, total = long_normaliser(x_ptr, columns, ACC, CHUNK)
+    total = tl.where(top == float("inf"), float("nan"), total)  # no distribution over infinite scores
     for start in range(0, columns, CHUNK):
         inside = start + lane < columns
-        x = tl.load(x_ptr + start + lane, mask=inside, other=-float("inf")).to(ACC)
-        tl.store(out_ptr + start + lane, (tl.exp(x - top) / total).to(out_ptr.dtype.element_ty), mask=inside)
+        x = tl.load(x_ptr + start + lane, mask=inside, other=-float("inf")).to(ACC) - top
+        out = x - tl.log(total) if LOG else tl.exp(x) / total
+        if SCALED:
+            out = out * tl.load(scale_ptr + row)
+        tl.store(out_ptr + start + lane, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def softmax_bwd_kernel(
-
-    grad_ptr, y_ptr, out_ptr, rows, columns, grad_stride, y_stride, out_stride, ROWS: tl.constexpr, COLS: tl.constexpr,
+    grad_ptr, y_ptr, out_ptr,
+    rows, columns, grad_stride, y_stride,
+    LOG: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLS)[None, :]
     inside = (row < rows) & (column < columns)
     grad = wide(tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0))
     y = wide(tl.load(y_ptr + row * y_stride + column, mask=inside, other=0))
-    inner = tl.sum(grad * y, 1, keep_dims=True)
-    tl.store(out_ptr + row * out_stride + column, (y * (grad - inner)).to(out_ptr.dtype.element_ty), mask=inside)
+    if LOG:
+        out = grad - tl.exp(y) * tl.sum(grad, 1, keep_dims=True)
+    else:
+        out = y * (grad - tl.sum(grad * y, 1, keep_dims=True))
+    tl.store(out_ptr + row * columns + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def softmax_long_bwd_kernel(
-    grad_ptr, y_ptr, out_ptr, columns, grad_stride, y_stride, out_stride, ACC: tl.constexpr, CHUNK: tl.constexpr,
+    grad_ptr, y_ptr, out_ptr,
+    columns, grad_stride, y_stride,
+    LOG: tl.constexpr, ACC: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     grad_ptr += row * grad_stride
     y_ptr += row * y_stride
-    out_ptr += row * out_stride
+    out_ptr += row * columns
     lane = tl.arange(0, CHUNK)
     inner = tl.zeros([CHUNK], ACC)
     for start in range(0, columns, CHUNK):
         inside = start + lane < columns
         grad = tl.load(grad_ptr + start + lane, mask=inside, other=0).to(ACC)
-        inner += grad * tl.load(y_ptr + start + lane, mask=inside, other=0).to(ACC)
+        inner += grad if LOG else grad * tl.load(y_ptr + start + lane, mask=inside, other=0).to(ACC)
     total = tl.sum(inner, 0)
     for start in range(0, columns, CHUNK):
         inside = start + lane < columns
         grad = tl.load(grad_ptr + start + lane, mask=inside, other=0).to(ACC)
         y = tl.load(y_ptr + start + lane, mask=inside, other=0).to(ACC)
-        tl.store(out_ptr + start + lane, (y * (grad - total)).to(out_ptr.dtype.element_ty), mask=inside)
+        out = grad - tl.exp(y) * total if LOG else y * (grad - total)
+        tl.store(out_ptr + start + lane, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def logsumexp_fwd_kernel(x_ptr, out_ptr, rows, columns, x_stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLS)[None, :]
+    inside = (row[:, None] < rows) & (column < columns)
+    x = wide(tl.load(x_ptr + row[:, None] * x_stride + column, mask=inside, other=-float("inf")))
+    top = finite(tl.max(x, 1))
+    out = top + tl.log(tl.sum(tl.exp(x - top[:, None]), 1))
+    tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit
+def logsumexp_long_fwd_kernel(x_ptr, out_ptr, columns, x_stride, ACC: tl.constexpr, CHUNK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    top, total = long_normaliser(x_ptr + row * x_stride, columns, ACC, CHUNK)
+    tl.store(out_ptr + row, (finite(top) + tl.log(total)).to(out_ptr.dtype.element_ty))
 
 
 def last_and_back(x: Tensor, dim: int) -> Tensor:
@@ -97,7 +152,28 @@ def last_and_back(x: Tensor, dim: int) -> Tensor:
     return x if dim in (-1, x.ndim - 1) else x.transpose(dim, -1)
 
 
-def softmax_backward(grad: Tensor, out: Tensor, dim: int) -> Tensor:
+def distribution(x: Tensor, dim: int, log: bool = False, scale: Tensor | None = None) -> Tensor:
+    """softmax(x), its logarithm, or softmax times a scale for each row."""
+    moved = last_and_back(x, dim)
+    source = rows_of(moved)
+    rows, columns = source.shape
+    out = torch.empty_like(source, memory_format=torch.contiguous_format)
+    tensors, flags = (source, scale, out), dict(LOG=log, SCALED=scale is not None)
+    if columns <= WIDEST:
+        height, width, warps = tile_of_rows(columns)
+        launch(
+            softmax_fwd_kernel, (triton.cdiv(rows, height),), *tensors, rows, columns, source.stride(0),
+            **flags, ROWS=height, COLS=width, num_warps=warps,
+        )  # fmt: skip
+    else:
+        launch(
+            softmax_long_fwd_kernel, (rows,), *tensors, columns, source.stride(0),
+            **flags, ACC=accumulator(x.dtype), CHUNK=CHUNK, num_warps=16,
+        )  # fmt: skip
+    return last_and_back(out.view(moved.shape), dim) if x.ndim != 2 or moved is not x else out
+
+
+def distribution_backward(grad: Tensor, out: Tensor, dim: int, log: bool) -> Tensor:
     moved = last_and_back(out, dim)
     y, grad = rows_of(moved), rows_of(last_and_back(grad, dim))
     rows, columns = y.shape
@@ -105,70 +181,50 @@ def softmax_backward(grad: Tensor, out: Tensor, dim: int) -> Tensor:
     if columns <= WIDEST:
         height, width, warps = tile_of_rows(columns)
         launch(
-            softmax_bwd_kernel,
-            (triton.cdiv(rows, height),),
-            grad,
-            y,
-            dx,
-            rows,
-            columns,
-            grad.stride(0),
-            y.stride(0),
-            dx.stride(0),
-            ROWS=height,
-            COLS=width,
-            num_warps=warps,
-        )
+            softmax_bwd_kernel, (triton.cdiv(rows, height),), grad, y, dx, rows, columns, grad.stride(0), y.stride(0),
+            LOG=log, ROWS=height, COLS=width, num_warps=warps,
+        )  # fmt: skip
     else:
         launch(
-            softmax_long_bwd_kernel,
-            (rows,),
-            grad,
-            y,
-            dx,
-            columns,
-            grad.stride(0),
-            y.stride(0),
-            dx.stride(0),
-            ACC=accumulator(out.dtype),
-            CHUNK=CHUNK,
-            num_warps=16,
-        )
+            softmax_long_bwd_kernel, (rows,), grad, y, dx, columns, grad.stride(0), y.stride(0),
+            LOG=log, ACC=accumulator(out.dtype), CHUNK=CHUNK, num_warps=16,
+        )  # fmt: skip
     return last_and_back(dx.view(moved.shape), dim) if out.ndim != 2 or moved is not out else dx
 
 
-@implements(ops.softmax, backend="triton", backward=softmax_backward)
+@implements(ops.softmax, backend="triton", backward=lambda grad, out, dim: distribution_backward(grad, out, dim, False))
 def softmax(x: Tensor, dim: int) -> Tensor:
+    return distribution(x, dim)
+
+
+@implements(
+    ops.log_softmax, backend="triton", backward=lambda grad, out, dim: distribution_backward(grad, out, dim, True)
+)
+def log_softmax(x: Tensor, dim: int) -> Tensor:
+    return distribution(x, dim, log=True)
+
+
+def logsumexp_backward(grad: Tensor, x: Tensor, dim: int) -> Tensor:
+    # Rows are numbered with the dimension moved last, so what arrives at them is put in that order too.
+    arriving = last_and_back(grad.unsqueeze(dim), dim).contiguous()
+    return distribution(x, dim, scale=arriving)
+
+
+@implements(ops.logsumexp, backend="triton", backward=logsumexp_backward)
+def logsumexp(x: Tensor, dim: int) -> Tensor:
     moved = last_and_back(x, dim)
     source = rows_of(moved)
     rows, columns = source.shape
-    out = torch.empty_like(source, memory_format=torch.contiguous_format)
+    out = torch.empty(moved.shape[:-1], dtype=x.dtype, device=x.device)
     if columns <= WIDEST:
         height, width, warps = tile_of_rows(columns)
         launch(
-            softmax_fwd_kernel,
-            (triton.cdiv(rows, height),),
-            source,
-            out,
-            rows,
-            columns,
-            source.stride(0),
-            out.stride(0),
-            ROWS=height,
-            COLS=width,
-            num_warps=warps,
-        )
+            logsumexp_fwd_kernel, (triton.cdiv(rows, height),), source, out, rows, columns, source.stride(0),
+            ROWS=height, COLS=width, num_warps=warps,
+        )  # fmt: skip
     else:
         launch(
-            softmax_long_fwd_kernel,
-            (rows,),
-            source,
-            out,
-            columns,
-            source.stride(0),
-            out.stride(0),
-            ACC=accumulator(out.dtype),
-            CHUNK=CHUNK,
-            num_warps=16,
-        )
-    return last_and_back(out.view(moved.shape), dim) if x.ndim != 2 or moved is not x else out
+            logsumexp_long_fwd_kernel, (rows,), source, out, columns, source.stride(0),
+            ACC=accumulator(x.dtype), CHUNK=CHUNK, num_warps=16,
+        )  # fmt: skip
+    return last_and_back(out.unsqueeze(-1), dim).squeeze(dim).contiguous()

@@ -1,15 +1,17 @@
 """What each operator is. Call them as functions; choose their backend with `tilestack.backend`."""
 
 from tilestack.ops.backends import BackendError, backend, configure_backend, register_backend
-from tilestack.ops.contract import AUTOGRAD, Case, Cost, Implementation, Operator, implements, operator
+from tilestack.ops.contract import AUTOGRAD, Ahead, Case, Cost, Implementation, Operator, implements, operator
 from tilestack.ops.elementwise import add, axpy, gelu, relu, silu
+from tilestack.ops.loss import cross_entropy, linear_cross_entropy
 from tilestack.ops.matmul import linear
 from tilestack.ops.norm import layer_norm, rms_norm
 from tilestack.ops.registry import operator_named, operators
-from tilestack.ops.softmax import softmax
+from tilestack.ops.softmax import log_softmax, logsumexp, softmax
 
 __all__ = [
     "AUTOGRAD",
+    "Ahead",
     "BackendError",
     "Case",
     "Cost",
@@ -19,10 +21,14 @@ __all__ = [
     "axpy",
     "backend",
     "configure_backend",
+    "cross_entropy",
     "gelu",
     "implements",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
+    "log_softmax",
+    "logsumexp",
     "operator",
     "operator_named",
     "operators",

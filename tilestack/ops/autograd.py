@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilestack.ops.contract import Implementation, Operator, as_tuple, call_named, parameters_of
+from tilestack.ops.contract import Ahead, Implementation, Operator, as_tuple, call_named, parameters_of
 
 
 def differentiable(implementation: Implementation) -> Callable:
@@ -48,12 +48,48 @@ def differentiable(implementation: Implementation) -> Callable:
             else:
                 with torch.no_grad():
                     found = as_tuple(backward(*[values[i] for i in picks]))
-                about = described.name, implementation.backend
-                gradients = tuple(None if g is None else OnceOnly.apply(g, *about) for g in found)
+                gradients = once_only(implementation, found)
             return per_parameter(described, gradients, needs)
 
     Differentiable.__name__ = Differentiable.__qualname__ = f"{described.name}_{implementation.backend}"
     return Differentiable.apply
+
+
+def differentiable_ahead(implementation: Implementation, ahead: Ahead) -> Callable:
+    """The same where the forward makes the gradients and the backward scales them by the scalar that arrives."""
+    described = implementation.operator
+    tensor_positions = [described.parameters.index(name) for name in described.tensors]
+
+    class DifferentiableAhead(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *values):
+            ctx.needs = tuple(ctx.needs_input_grad[i] for i in tensor_positions)
+            out, gradients = ahead.forward(*values, needs=ctx.needs)
+            ctx.save_for_backward(*gradients)
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):
+            # A graph that is kept may be walked again, so its gradients stay as they are and copies are scaled.
+            kept = torch._C._autograd._get_current_graph_task_keep_graph()
+            with torch.no_grad():
+                gradients = tuple(
+                    None if made is None else ahead.scale(made.clone() if kept else made, grad)
+                    for made in ctx.saved_tensors
+                )
+            if torch.is_grad_enabled():
+                gradients = once_only(implementation, gradients)
+            return per_parameter(described, gradients, ctx.needs)
+
+    DifferentiableAhead.__name__ = DifferentiableAhead.__qualname__ = f"{described.name}_{implementation.backend}_ahead"
+    return DifferentiableAhead.apply
+
+
+def once_only(implementation: Implementation, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients that refuse to be differentiated again."""
+    about = implementation.operator.name, implementation.backend
+    # What a kernel wrote has no history; it is given one, so that whoever differentiates it comes by here.
+    return tuple(None if g is None else OnceOnly.apply(g.detach().requires_grad_(), *about) for g in gradients)
 
 
 class OnceOnly(torch.autograd.Function):

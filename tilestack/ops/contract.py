@@ -59,6 +59,20 @@ def call_named(function: Callable, available: dict[str, Any]) -> Any:
     return function(**{name: available[name] for name in parameters_of(function)})
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """Gradients made in the forward: for a scalar result, whose gradients are fixed tensors times the scalar that arrives.
+
+    `forward(*arguments, needs=...)` answers the result and those tensors, one or None per tensor argument; nothing else
+    is kept. `scale(gradient, grad)` multiplies one of them by what arrives, in place.
+    """
+
+    forward: Callable
+    scale: Callable[[Tensor, Tensor], Tensor]
+    when: Callable[..., bool]  # names arguments, as that of `implements`; where False, the backward does its own work
+    traced: bool  # whether also under a compiler, which scales into a new tensor
+
+
 @dataclass
 class Implementation:
     """One way to run an operator: a forward, a backward (a function, AUTOGRAD or none) and the limits of both."""
@@ -69,6 +83,7 @@ class Implementation:
     backward: Callable | str | None
     when: Callable[..., Reason] | None
     dtypes: tuple[torch.dtype, ...]
+    ahead: Ahead | None = None
 
     def refuses(self, arguments: dict[str, Any], device: torch.device, with_gradient: bool = False) -> str:
         """Why this implementation cannot run the call; empty when it can. Arguments may lack what a gradient drops."""
@@ -83,6 +98,10 @@ class Implementation:
         if self.when is not None and (reason := call_named(self.when, arguments)) is not True:
             return str(reason) if reason else "its `when` refuses these arguments"
         return ""
+
+    def ahead_of(self, arguments: dict[str, Any]) -> Ahead | None:
+        """How a call that wants gradients has them made in the forward, None where its backward makes them."""
+        return self.ahead if self.ahead is not None and call_named(self.ahead.when, arguments) else None
 
     @property
     def own_backward(self) -> Callable:
@@ -178,9 +197,10 @@ class Operator(Generic[P, R]):
         self.validate(arguments)
         implementation = self.resolve(arguments, with_gradient)
         if with_gradient and not implementation.differentiates_itself:
-            from tilestack.ops.autograd import differentiable
+            from tilestack.ops.autograd import differentiable, differentiable_ahead
 
-            run = differentiable(implementation)
+            ahead = implementation.ahead_of(arguments)
+            run = differentiable_ahead(implementation, ahead) if ahead else differentiable(implementation)
         else:
             run = implementation.forward
         if key is not None:
@@ -243,11 +263,13 @@ def implements(
     backward: Callable | str | None = None,
     when: Callable[..., Reason] | None = None,
     dtypes: Sequence[torch.dtype] = FLOATS,
+    ahead: Ahead | None = None,
 ) -> Callable[[Callable], Callable]:
     """Register a function as an operator's implementation on a backend, from inside or outside this package.
 
     `backward` is a function (see the top of this file), AUTOGRAD when the forward is made of differentiable PyTorch
-    calls, or None when there is none. `when` answers True or the reason why not, looking only at metadata.
+    calls, or None when there is none. `when` answers True or the reason why not, looking only at metadata. `ahead` is
+    the way of a loss: where it applies, the gradients are made in the forward and the backward only scales them.
     """
 
     def register(forward: Callable) -> Callable:
@@ -259,7 +281,9 @@ def implements(
                     raise TypeError(
                         f"the {role} of {described.name} on {backend} names {', '.join(missing)}; a gradient of {described.name} has {', '.join(available)}"
                     )
-        described.implementations[backend] = Implementation(described, backend, forward, backward, when, tuple(dtypes))
+        described.implementations[backend] = Implementation(
+            described, backend, forward, backward, when, tuple(dtypes), ahead
+        )
         described.plans.clear()
         return forward
 
@@ -317,4 +341,15 @@ def __call__(self, {declared}):
     return call
 
 
-__all__ = ["AUTOGRAD", "FLOATS", "BackendError", "Case", "Cost", "Implementation", "Operator", "implements", "operator"]
+__all__ = [
+    "AUTOGRAD",
+    "FLOATS",
+    "Ahead",
+    "BackendError",
+    "Case",
+    "Cost",
+    "Implementation",
+    "Operator",
+    "implements",
+    "operator",
+]

@@ -2,10 +2,12 @@
 
 Under a compiler the backend is chosen while tracing. One made of PyTorch calls is traced through, so that the compiler
 can fuse it; any other becomes one opaque operator, whose fake kernel is the definition on fake tensors and whose
-gradient is the operator `<name>_backward`. The results of both are contiguous, as the fakes promise.
+gradient is the operator `<name>_backward`. The results of both are contiguous, as the fakes promise. Where gradients
+are made in the forward, the opaque operator is `<name>_<backend>_ahead`, which returns them beside the result.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +42,14 @@ def define(described: Operator) -> Callable:
         arguments = dict(zip(described.parameters, values, strict=True))
         described.validate(arguments)
         implementation = described.resolve(arguments)
-        return implementation.forward(*values) if implementation.differentiates_itself else opaque(*values)
+        if implementation.differentiates_itself:
+            return implementation.forward(*values)
+        tensors = [arguments[name] for name in described.tensors]
+        needs = [torch.is_grad_enabled() and value is not None and value.requires_grad for value in tensors]
+        ahead = implementation.ahead_of(arguments) if any(needs) else None
+        if ahead is not None and ahead.traced:
+            return define_ahead(described, implementation.backend)(*values, needs)[0]
+        return opaque(*values)
 
     return torch.compiler.allow_in_graph(traced)
 
@@ -117,6 +126,45 @@ class Gradient:
         kept = dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)) | ctx.values
         found = self.op(*arriving, *(kept[name] for name in (*self.kept, *self.kept_outputs)), needs)
         return per_parameter(self.described, as_tuple(found), needs)
+
+
+@functools.cache
+def define_ahead(described: Operator, backend: str) -> Callable:
+    """The operator `<name>_<backend>_ahead(arguments, needs) -> (result, a gradient per tensor argument)`."""
+    name = f"{described.name}_{backend}_ahead"
+
+    def results(out: Tensor, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        return out, *(out.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+    def run(*values: Any) -> tuple[Tensor, ...]:
+        *arguments, needs = values
+        ahead = described.implementations[backend].ahead
+        assert ahead is not None
+        with torch.no_grad():
+            return results(*ahead.forward(*arguments, needs=needs))
+
+    def fake(*values: Any) -> tuple[Tensor, ...]:
+        *arguments, needs = values
+        tensors = [
+            value for name, value in zip(described.parameters, arguments, strict=True) if name in described.tensors
+        ]
+        like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+        made = [like(tensor) if needed else None for tensor, needed in zip(tensors, needs, strict=True)]
+        return results(described.definition(*arguments), made)
+
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.needs = inputs[-1]
+        ctx.save_for_backward(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple:
+        return *per_parameter(described, tuple(made * grad for made in ctx.saved_tensors), ctx.needs), None
+
+    arguments = declarations(torch.library.infer_schema(described.definition, mutates_args=())).values()
+    returns = ", ".join(["Tensor"] * (1 + len(described.tensors)))
+    register(name, f"({', '.join(arguments)}, bool[] needs) -> ({returns})", run, fake)
+    torch.library.register_autograd(f"tilestack::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+    return getattr(torch.ops.tilestack, name)
 
 
 def register(name: str, schema: str, run: Callable, fake: Callable) -> None:

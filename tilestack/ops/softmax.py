@@ -1,4 +1,4 @@
-"""Softmax: each row of scores becomes a distribution."""
+"""Softmax and its kin: a row of scores becomes a distribution, its logarithm, or the logarithm of its normaliser."""
 
 import torch
 from torch import Tensor
@@ -31,13 +31,17 @@ def softmax_gradient(grad: Tensor, out: Tensor, dim: int) -> Tensor:
     return (wide(out) * (wide(grad) - inner)).to(out.dtype)
 
 
+score_cases = cases(
+    softmax_case,
+    check=[*((*shape, -1) for shape in ROW_CHECKS), (4, 5, 6, 1), (33, 2, 0)],
+    bench=[(*shape, -1) for shape in ROW_BENCHES],
+)
+masked_cases = cases(masked_case, check=[(8, 40)])
+larger_masked_cases = cases(masked_case, check=[(65, 65)])  # for results of -inf, which have no finite differences
+
+
 @operator(
-    cases=cases(
-        softmax_case,
-        check=[*((*shape, -1) for shape in ROW_CHECKS), (4, 5, 6, 1), (33, 2, 0)],
-        bench=[(*shape, -1) for shape in ROW_BENCHES],
-    )
-    + cases(masked_case, check=[(8, 40)]),
+    cases=score_cases + masked_cases,
     cost=lambda x: Cost(flops=5 * x.numel(), backward_flops=4 * x.numel()),
     check=dim_exists,
     gradient=softmax_gradient,
@@ -46,3 +50,28 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     """exp(x - max) / sum(exp(x - max)) along a dimension; its gradient needs only the output."""
     shifted = torch.exp(wide(x) - wide(x).amax(dim, keepdim=True)) if x.numel() else wide(x)
     return (shifted / shifted.sum(dim, keepdim=True)).to(x.dtype)
+
+
+def log_softmax_gradient(grad: Tensor, out: Tensor, dim: int) -> Tensor:
+    return (wide(grad) - torch.exp(wide(out)) * wide(grad).sum(dim, keepdim=True)).to(out.dtype)
+
+
+@operator(
+    cases=score_cases + larger_masked_cases,
+    cost=lambda x: Cost(flops=5 * x.numel(), backward_flops=4 * x.numel()),
+    check=dim_exists,
+    gradient=log_softmax_gradient,
+)
+def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """x - logsumexp(x) along a dimension; its gradient needs only the output."""
+    return torch.log_softmax(wide(x), dim).to(x.dtype)
+
+
+@operator(
+    cases=score_cases + masked_cases,
+    cost=lambda x: Cost(flops=4 * x.numel(), backward_flops=5 * x.numel()),
+    check=dim_exists,
+)
+def logsumexp(x: Tensor, dim: int = -1) -> Tensor:
+    """log(sum(exp(x))) along a dimension, which it drops; -inf where every score is -inf or there are none."""
+    return torch.logsumexp(wide(x), dim).to(x.dtype)

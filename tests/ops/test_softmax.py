@@ -1,0 +1,49 @@
+"""Rows too long for registers, which the registry's small cases never reach, and rows of infinities."""
+
+import pytest
+import torch
+
+from tilestack import ops
+from tilestack.kernels import softmax as kernels
+from tilestack.ops.backends import usable
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [
+    pytest.mark.skipif(usable("triton", DEVICE) is not True, reason=str(usable("triton", DEVICE))),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, for arithmetic with infinities
+]
+
+
+def awkward_rows():
+    x = 4 * torch.randn(6, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x[1, :70] = -torch.inf
+    x[2, 5:] = -torch.inf  # lanes of the long kernels that see nothing but -inf
+    x[2] -= 1000
+    x[3] = -torch.inf
+    x[4, 3] = torch.nan
+    x[5, 7] = torch.inf
+    return x.to(DEVICE)
+
+
+@pytest.fixture(params=["in registers", "long"])
+def rows_kept(request, monkeypatch):
+    if request.param == "long":
+        monkeypatch.setattr(kernels, "WIDEST", 16)
+        monkeypatch.setattr(kernels, "CHUNK", 32)
+
+
+@pytest.mark.usefixtures("rows_kept")
+@pytest.mark.parametrize(
+    "described", [ops.softmax, ops.log_softmax, ops.logsumexp], ids=lambda described: described.name
+)
+def test_infinite_scores_are_as_the_definition_has_them(described):
+    x = awkward_rows()
+    with ops.backend("triton"):
+        torch.testing.assert_close(described(x), described.definition(x), equal_nan=True)
+    x = x[:5].requires_grad_()  # an infinite logsumexp has a gradient in no sense worth agreeing on
+    with ops.backend("triton"):
+        out = described(x)
+    arriving = torch.ones_like(out)
+    torch.testing.assert_close(
+        torch.autograd.grad(out, x, arriving), torch.autograd.grad(described.definition(x), x, arriving), equal_nan=True
+    )

@@ -1,0 +1,107 @@
+"""The head of a language model and its loss without the logits: rows in chunks, three cuBLAS products around one kernel.
+
+         H             V                        for each chunk of rows, in one buffer of logits
+      +-----+   +-------------+
+    R |  x  |   |   logits    |    logits  = x @ weight.T
+      +-----+   +-------------+    losses, and dlogits written over the logits       (kernels/cross_entropy.py)
+      |     |   |  (reused)   |    dx      = dlogits @ weight
+      +-----+   +-------------+    dweight += dlogits.T @ x
+
+What would be rows x V logits, their softmax and its gradient is one chunk. What arrives from above at a mean or a sum is
+a scalar, so all of it happens in the forward, and the backward multiplies dx and dweight by that scalar. Otherwise (no
+reduction, or float16, see `one_scalar_arrives`) the backward makes the logits again.
+
+The products add up in float32; between chunks dweight is rounded to the weight's dtype. A buffer of CHUNK_BYTES holds so
+many rows that this is a dozen roundings where row chunks of a few dozen make hundreds; a float32 sum would double or
+triple the memory the operator is there to save.
+"""
+
+import torch
+from torch import Tensor
+
+from tilestack import ops
+from tilestack.kernels.cross_entropy import Options, losses_and_gradients, one_scalar_arrives, scale_in_place
+from tilestack.kernels.launch import as_matrix
+from tilestack.ops import implements
+from tilestack.ops.contract import Ahead
+
+CHUNK_BYTES = 192 << 20  # of logits at a time
+ROW_MULTIPLE = 128  # rows of a chunk, for whole tiles in the products
+
+
+def rows_per_chunk(x: Tensor, weight: Tensor) -> int:
+    rows = CHUNK_BYTES // (weight.shape[0] * x.element_size())
+    return max(rows // ROW_MULTIPLE * ROW_MULTIPLE, ROW_MULTIPLE)
+
+
+def chunked(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    scale: Tensor | None,
+    losses: Tensor | None,
+    needs: tuple[bool, ...],
+    options: Options,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Fill the losses, where wanted, and answer the gradients of x and weight that are needed, given each row's scale."""
+    rows, labels = as_matrix(x).contiguous(), labels.reshape(-1)
+    losses = None if losses is None else losses.view(-1)
+    dx = torch.empty_like(rows) if needs[0] else None
+    dweight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device) if needs[1] else None
+    chunk = min(rows_per_chunk(x, weight), rows.shape[0])
+    buffer = torch.empty((chunk, weight.shape[0]), dtype=x.dtype, device=x.device)
+    for start in range(0, rows.shape[0], chunk or 1):
+        part = slice(start, start + chunk)
+        logits = torch.mm(rows[part], weight.T, out=buffer[: len(rows[part])])
+        dlogits = logits if needs[0] or needs[1] else None
+        of_part = scale if scale is None or scale.ndim == 0 else scale[part]
+        losses_and_gradients(logits, labels[part], of_part, None if losses is None else losses[part], dlogits, options)
+        if dx is not None:
+            torch.mm(logits, weight, out=dx[part])
+        if dweight is not None:
+            dweight.addmm_(logits.T, rows[part])
+    return None if dx is None else dx.view(x.shape), dweight
+
+
+def linear_cross_entropy_ahead(
+    x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
+    reduction: str, needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, None]]:  # fmt: skip
+    """The loss and its gradients, from logits that are made once."""
+    options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+    labels = labels.contiguous()
+    losses = options.losses_for(labels, x.dtype)
+    dx, dweight = chunked(x, weight, labels, options.row_scale(losses.new_ones(()), labels), losses, needs, options)
+    return options.reduce(losses, labels), (dx, dweight, None)
+
+
+def linear_cross_entropy_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
+    softcap: float, reduction: str, needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, None]:  # fmt: skip
+    options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+    labels = labels.contiguous()
+    dx, dweight = chunked(x, weight, labels, options.row_scale(grad, labels), None, needs, options)
+    return dx, dweight, None
+
+
+@implements(
+    ops.linear_cross_entropy,
+    backend="triton",
+    backward=linear_cross_entropy_backward,
+    ahead=Ahead(
+        linear_cross_entropy_ahead,
+        scale_in_place,
+        when=lambda x, reduction: one_scalar_arrives(reduction, x.dtype),
+        traced=True,  # a product saved is worth far more than a pass over dweight
+    ),
+)
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
+    reduction: str,
+) -> Tensor:  # fmt: skip
+    options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+    labels = labels.contiguous()
+    losses = options.losses_for(labels, x.dtype)
+    chunked(x, weight, labels, None, losses, (False, False), options)
+    return options.reduce(losses, labels)
