@@ -172,10 +172,12 @@ class Operator(Generic[P, R]):
         if self.check is not None and (reason := call_named(self.check, arguments)) is not True:
             raise ValueError(f"{self.name}: {reason}")
 
-    def plan(self, key: tuple | None, values: tuple, with_gradient: bool) -> Callable:
+    def plan(self, key: tuple | None, values: tuple) -> Callable:
         """What runs calls of one signature: checked, resolved and, with a key, remembered."""
         arguments = dict(zip(self.parameters, values, strict=True))
         self.validate(arguments)
+        given = [arguments[name] for name in self.tensors if arguments[name] is not None]
+        with_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         implementation = self.resolve(arguments, with_gradient)
         if with_gradient and not implementation.differentiates_itself:
             from tilestack.ops.autograd import differentiable
@@ -288,28 +290,28 @@ def _calling(described: Operator, traced: Callable) -> Callable:
     declared = ", ".join(
         name if p.default is p.empty else f"{name}={name}_default" for name, p in described.signature.parameters.items()
     )
+    # Underscores keep these names apart from the operator's arguments, which may well be called `key` or `plan`.
     source = f"""
 def __call__(self, {declared}):
-    if compiling():
-        return traced({names})
+    if _compiling():
+        return _traced({names})
     try:
-        with_gradient = grad_enabled() and ({" or ".join(grads)})
-        key = (entered(), with_gradient, {", ".join(parts)})
-        run = plans.get(key)
-    except (AttributeError, TypeError):
-        key, run, with_gradient = None, None, False
-    if run is None:
-        run = plan(key, ({names},), with_gradient)
-    return run({names})
+        _key = (_entered(), _grad_enabled() and ({" or ".join(grads)}), {", ".join(parts)})
+        _run = _plans.get(_key)
+    except (AttributeError, TypeError):  # no tensor where one belongs, or an argument without a hash, such as a list
+        _key = _run = None
+    if _run is None:
+        _run = _plan(_key, ({names},))
+    return _run({names})
 """
     scope = {f"{name}_default": p.default for name, p in described.signature.parameters.items()}
     scope |= dict(
-        compiling=torch.compiler.is_compiling,
-        traced=traced,
-        grad_enabled=torch.is_grad_enabled,
-        entered=entered,
-        plans=described.plans,
-        plan=described.plan,
+        _compiling=torch.compiler.is_compiling,
+        _traced=traced,
+        _grad_enabled=torch.is_grad_enabled,
+        _entered=entered,
+        _plans=described.plans,
+        _plan=described.plan,
     )
     exec(source, scope)
     call: Callable = scope["__call__"]  # type: ignore[assignment]
