@@ -9,6 +9,7 @@ from typing import Annotated
 import click
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 import tilestack
 from tilestack.cli import lab
@@ -51,5 +52,5 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as problem:
         if "--debug" in arguments:
             raise
-        error.print("[red]error:[/red] ", str(problem).strip() or type(problem).__name__, sep="", markup=True)
+        error.print(f"[red]error:[/red] {escape(str(problem).strip() or type(problem).__name__)}")
         sys.exit(1)
