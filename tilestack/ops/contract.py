@@ -277,7 +277,7 @@ def implements(
 
     def register(forward: Callable) -> Callable:
         options = [name for name in described.parameters if name not in described.tensors]
-        kept = [*described.saved, *options, *described.grads, "needs"]
+        kept = list(dict.fromkeys([*described.grads, *described.saved, *options, "needs"]))
         refuse_unknown(f"the backward of {described.name} on {backend}", backward if callable(backward) else None, kept)
         # With a backward of its own, `when` is asked again where only what the gradient keeps is at hand.
         refuse_unknown(
