@@ -7,8 +7,6 @@ import tilestack
 from tilestack import nn
 from tilestack.lab.oracle import judge, own_error
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-
 MODULES = [
     ("Linear", (64, 48)),
     ("RMSNorm", (64,)),

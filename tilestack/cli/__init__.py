@@ -6,9 +6,9 @@ Bad input ends in one clear line and exit code 1; `tilestack --debug …` shows 
 import sys
 from typing import Annotated
 
-import click
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 import tilestack
 from tilestack.cli import lab
@@ -16,7 +16,6 @@ from tilestack.cli import lab
 app = typer.Typer(
     name="tilestack",
     help=tilestack.__doc__,
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -42,14 +41,11 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     error = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        sys.exit(app(arguments, standalone_mode=False) or 0)
-    except click.exceptions.Abort:
+        sys.exit(app(arguments or ["--help"], standalone_mode=False) or 0)
+    except typer.Abort:
         sys.exit(130)
-    except click.ClickException as problem:
-        problem.show()
-        sys.exit(1)
     except Exception as problem:
         if "--debug" in arguments:
             raise
-        error.print("[red]error:[/red] ", str(problem).strip() or type(problem).__name__, sep="", markup=True)
+        error.print(f"[red]error:[/red] {escape(str(problem).strip() or type(problem).__name__)}")
         sys.exit(1)

@@ -156,11 +156,9 @@ def verify_command(
     place = pick_device(device)
     load_files(load)
     chosen = pick_operators(operators)
-    backends = verify.chosen_backends(chosen, place, backend)
+    only = verify.chosen_backends(chosen, place, backend)
     kinds = ("check", "bench") if large else ("check",)
-    claims = verify.claims(
-        chosen, place, backends=backends, dtypes=pick_dtypes(dtype), kinds=kinds, every_variant=not quick
-    )
+    claims = verify.claims(chosen, place, only=only, dtypes=pick_dtypes(dtype), kinds=kinds, every_variant=not quick)
     proofs = prove_all(claims)
     write_json(json_, [asdict(proof) for proof in proofs])
     if str(json_) != "-":
@@ -291,7 +289,8 @@ def demo_command(
     console.rule("1. What is here")
     console.print(machine.render(machine.doctor()))
     console.rule("2. Are the kernels right?")
-    proofs = prove_all(verify.claims(operators, place, backends=["triton"], every_variant=False))
+    only = {described.name: "triton" for described in operators}
+    proofs = prove_all(verify.claims(operators, place, only=only, every_variant=False))
     console.print(verify.render(proofs, place))
     console.rule("3. How fast is this machine, and what runs on it?")
     stamp = machine.stamp(place.type)

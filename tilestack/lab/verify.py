@@ -9,7 +9,7 @@ import functools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -85,14 +85,18 @@ def claims(
     operators: Iterable[Operator],
     device: torch.device,
     *,
-    backends: Iterable[str] | None = None,
+    only: Mapping[str, str] | None = None,
     dtypes: Iterable[torch.dtype] | None = None,
     kinds: Iterable[str] = ("check",),
     every_variant: bool = True,
 ) -> Iterator[Claim]:
-    """All that can be claimed of the operators' implementations. Empty arguments have no variants."""
+    """All that can be claimed of the operators' implementations. Empty arguments have no variants.
+
+    `only` narrows an operator, by name, to one backend.
+    """
     for described in operators:
-        implementations = [i for name, i in described.implementations.items() if backends is None or name in backends]
+        asked = (only or {}).get(described.name)
+        implementations = [i for name, i in described.implementations.items() if asked in (None, name)]
         for case in (c for c in described.cases if c.kind in kinds):
             sizes = [t.numel() for t in case.build(Make(device="meta")).values() if isinstance(t, Tensor)]
             tried = variants.ALL if every_variant and 0 not in sizes and case.kind == "check" else ["plain"]
@@ -273,16 +277,14 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def chosen_backends(operators: Iterable[Operator], device: torch.device, name: str | None) -> list[str] | None:
-    """The backends to prove, None for all: one that is named, or chosen by the environment, must exist and run here."""
-    for described in operators:
-        asked = name or (chosen(described.name) if chosen(described.name) != AUTO else None)
-        if asked is None:
-            continue
-        with backend("", **{described.name: asked}):
+def chosen_backends(operators: Iterable[Operator], device: torch.device, name: str | None) -> dict[str, str]:
+    """By operator, the only backend to prove: the named one, or the environment's choice. It must exist and run here."""
+    asked = {described: name or chosen(described.name) for described in operators}
+    explicit = {described: choice for described, choice in asked.items() if choice != AUTO}
+    for described, choice in explicit.items():
+        with backend("", **{described.name: choice}):
             described.resolve(described.bind(**described.cases[0].build(Make(torch.float32, device))))
-        name = asked
-    return None if name is None else [name]
+    return {described.name: choice for described, choice in explicit.items()}
 
 
 def render(proofs: list[Proof], device: torch.device) -> Group:

@@ -47,6 +47,14 @@ class Choice:
             return self
         return Choice(outer.default, tuple((dict(outer.exceptions) | dict(self.exceptions)).items()))
 
+    def checked(self) -> "Choice":
+        """The choice itself, or an error when an exception is for an operator that does not exist."""
+        from tilestack.ops.registry import refuse_unknown_operator
+
+        for operator, _ in self.exceptions:
+            refuse_unknown_operator(operator)
+        return self
+
     def of(self, operator: str) -> str | None:
         return dict(self.exceptions).get(operator, self.default)
 
@@ -58,7 +66,7 @@ _configured = Choice()
 
 @functools.cache
 def _environment() -> Choice:
-    return Choice.parse(os.environ.get(ENVIRONMENT_VARIABLE, ""))
+    return Choice.parse(os.environ.get(ENVIRONMENT_VARIABLE, "")).checked()
 
 
 def chosen(operator: str) -> str:
@@ -76,8 +84,8 @@ def backend(choice: str = "", **exceptions: str) -> Iterator[None]:
     A compiled function keeps the backend that was chosen when torch.compile traced it.
     """
     parsed = Choice.parse(choice)
-    laid = Choice(parsed.default, (*parsed.exceptions, *exceptions.items())).over(entered() or Choice())
-    token = _entered.set(laid)
+    given = Choice(parsed.default, (*parsed.exceptions, *exceptions.items())).checked()
+    token = _entered.set(given.over(entered() or Choice()))
     try:
         yield
     finally:
@@ -89,7 +97,7 @@ def configure_backend(choice: str) -> None:
     from tilestack.ops.registry import forget_plans
 
     global _configured
-    _configured = Choice.parse(choice)
+    _configured = Choice.parse(choice).checked()
     forget_plans()
 
 
@@ -98,7 +106,10 @@ _needs: dict[str, Callable[[torch.device], bool | str]] = {}
 
 def register_backend(name: str, needs: Callable[[torch.device], bool | str]) -> None:
     """Say what a backend needs of a device: `needs(device)` answers True, or the reason why it cannot run there."""
+    from tilestack.ops.registry import forget_plans
+
     _needs[name] = needs
+    forget_plans()
 
 
 def usable(name: str, device: torch.device) -> bool | str:

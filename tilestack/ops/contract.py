@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tilestack.ops import registry
-from tilestack.ops.backends import BackendError, entered, usable
+from tilestack.ops.backends import AUTO, BackendError, entered, usable
 from tilestack.ops.cases import Case
 
 P = ParamSpec("P")
@@ -57,6 +57,12 @@ def parameters_of(function: Callable) -> list[str]:
 def call_named(function: Callable, available: dict[str, Any]) -> Any:
     """Call a function with those of the available values that it names."""
     return function(**{name: available[name] for name in parameters_of(function)})
+
+
+def refuse_unknown(role: str, function: Callable | None, available: Sequence[str]) -> None:
+    """Raise when a function that is part of a contract names what it cannot be given."""
+    if missing := [name for name in parameters_of(function) if name not in available] if function else []:
+        raise TypeError(f"{role} names {', '.join(missing)}; it has {', '.join(available)}")
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,9 @@ class Implementation:
             return str(reason)
         for name in self.operator.tensors:
             value = arguments.get(name)
-            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in self.dtypes:
+            if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+                continue
+            if value.dtype not in self.dtypes:
                 return f"{name} is {str(value.dtype).removeprefix('torch.')}, it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}"
         if with_gradient and self.backward is None:
             return "it has no backward; call it under torch.no_grad()"
@@ -131,6 +139,9 @@ class Operator(Generic[P, R]):
         self.signature = inspect.signature(definition)
         self.parameters = list(self.signature.parameters)
         annotations = typing.get_type_hints(definition)
+        if unannotated := [name for name in self.parameters if name not in annotations]:
+            raise TypeError(f"{self.name}: annotate {', '.join(unannotated)}; annotations are an operator's schema")
+        self.schema = torch.library.infer_schema(definition, mutates_args=())
         self.tensors = [name for name in self.parameters if annotations[name] in (Tensor, Tensor | None)]
         self.optional = [name for name in self.tensors if annotations[name] == Tensor | None]
         self.outputs = list(outputs)
@@ -141,8 +152,14 @@ class Operator(Generic[P, R]):
         self.grads = ["grad"] if len(self.outputs) == 1 else [f"grad_{name}" for name in self.outputs]
         kept = parameters_of(gradient) if gradient else self.parameters
         self.saved = [name for name in kept if name not in (*self.grads, "needs")]
+        refuse_unknown(f"the cost of {self.name}", cost, self.parameters)
+        refuse_unknown(f"the check of {self.name}", check, self.parameters)
+        refuse_unknown(
+            f"the gradient of {self.name}", gradient, [*self.grads, *self.parameters, *self.outputs, "needs"]
+        )
         self.implementations: dict[str, Implementation] = {}
         self.plans: dict[tuple, Callable] = {}
+        self.traced: Callable = definition  # until the operator is known to torch.library
         self.__name__, self.__doc__, self.__module__, self.__wrapped__ = (
             self.name,
             definition.__doc__,
@@ -191,12 +208,16 @@ class Operator(Generic[P, R]):
         if self.check is not None and (reason := call_named(self.check, arguments)) is not True:
             raise ValueError(f"{self.name}: {reason}")
 
-    def plan(self, key: tuple | None, values: tuple, with_gradient: bool) -> Callable:
+    def plan(self, key: tuple | None, values: tuple) -> Callable:
         """What runs calls of one signature: checked, resolved and, with a key, remembered."""
         arguments = dict(zip(self.parameters, values, strict=True))
         self.validate(arguments)
+        given = [arguments[name] for name in self.tensors if arguments[name] is not None]
+        with_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         implementation = self.resolve(arguments, with_gradient)
-        if with_gradient and not implementation.differentiates_itself:
+        if any(type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in given):
+            run = self.traced  # fake tensors and others that are not memory: they have their own way with an operator
+        elif with_gradient and not implementation.differentiates_itself:
             from tilestack.ops.autograd import differentiable, differentiable_ahead
 
             ahead = implementation.ahead_of(arguments)
@@ -250,7 +271,8 @@ def operator(
         described = type("Operator", (Operator,), {})(definition, list(cases), cost, check, gradient, outputs)
         registry.add_operator(described)
         described.implementations["torch"] = Implementation(described, "torch", definition, AUTOGRAD, None, FLOATS)
-        type(described).__call__ = _calling(described, define(described))
+        described.traced = define(described)
+        type(described).__call__ = _calling(described)
         return described
 
     return declare
@@ -272,15 +294,17 @@ def implements(
     the way of a loss: where it applies, the gradients are made in the forward and the backward only scales them.
     """
 
+    if backend in (AUTO, "torch") or not backend.isidentifier():
+        raise ValueError(f"a backend of your own needs a name of its own, not {backend!r}")
+
     def register(forward: Callable) -> Callable:
-        if callable(backward):
-            options = [name for name in described.parameters if name not in described.tensors]
-            available = [*described.saved, *options, *described.grads, "needs"]
-            for role, function in (("backward", backward), ("when", when)):
-                if missing := [name for name in parameters_of(function) if name not in available] if function else []:
-                    raise TypeError(
-                        f"the {role} of {described.name} on {backend} names {', '.join(missing)}; a gradient of {described.name} has {', '.join(available)}"
-                    )
+        options = [name for name in described.parameters if name not in described.tensors]
+        kept = list(dict.fromkeys([*described.grads, *described.saved, *options, "needs"]))
+        refuse_unknown(f"the backward of {described.name} on {backend}", backward if callable(backward) else None, kept)
+        # With a backward of its own, `when` is asked again where only what the gradient keeps is at hand.
+        refuse_unknown(
+            f"the when of {described.name} on {backend}", when, kept if callable(backward) else described.parameters
+        )
         described.implementations[backend] = Implementation(
             described, backend, forward, backward, when, tuple(dtypes), ahead
         )
@@ -290,16 +314,16 @@ def implements(
     return register
 
 
-def _calling(described: Operator, traced: Callable) -> Callable:
+def _calling(described: Operator) -> Callable:
     """The `__call__` of one operator, written out so that a call costs its signature and one dictionary look-up.
 
     A signature is everything a choice of implementation may depend on: the chosen backend, whether a gradient is
-    wanted, each tensor's shape, strides, dtype and device, and each argument that is not a float.
+    wanted, each tensor's class, shape, strides, dtype and device, and each argument that is not a float.
     """
     annotations = typing.get_type_hints(described.definition)
     parts, grads = [], []
     for name in described.parameters:
-        described_tensor = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device"
+        described_tensor = f"{name}.__class__, {name}.shape, {name}.stride(), {name}.dtype, {name}.device"
         if name in described.optional:
             parts.append(f"None if {name} is None else ({described_tensor})")
             grads.append(f"{name} is not None and {name}.requires_grad")
@@ -312,28 +336,28 @@ def _calling(described: Operator, traced: Callable) -> Callable:
     declared = ", ".join(
         name if p.default is p.empty else f"{name}={name}_default" for name, p in described.signature.parameters.items()
     )
+    # Underscores keep these names apart from the operator's arguments, which may well be called `key` or `plan`.
     source = f"""
 def __call__(self, {declared}):
-    if compiling():
-        return traced({names})
+    if _compiling():
+        return _traced({names})
     try:
-        with_gradient = grad_enabled() and ({" or ".join(grads)})
-        key = (entered(), with_gradient, {", ".join(parts)})
-        run = plans.get(key)
-    except (AttributeError, TypeError):
-        key, run, with_gradient = None, None, False
-    if run is None:
-        run = plan(key, ({names},), with_gradient)
-    return run({names})
+        _key = (_entered(), _grad_enabled() and ({" or ".join(grads)}), {", ".join(parts)})
+        _run = _plans.get(_key)
+    except (AttributeError, TypeError):  # no tensor where one belongs, or an argument without a hash, such as a list
+        _key = _run = None
+    if _run is None:
+        _run = _plan(_key, ({names},))
+    return _run({names})
 """
     scope = {f"{name}_default": p.default for name, p in described.signature.parameters.items()}
     scope |= dict(
-        compiling=torch.compiler.is_compiling,
-        traced=traced,
-        grad_enabled=torch.is_grad_enabled,
-        entered=entered,
-        plans=described.plans,
-        plan=described.plan,
+        _compiling=torch.compiler.is_compiling,
+        _traced=described.traced,
+        _grad_enabled=torch.is_grad_enabled,
+        _entered=entered,
+        _plans=described.plans,
+        _plan=described.plan,
     )
     exec(source, scope)
     call: Callable = scope["__call__"]  # type: ignore[assignment]

@@ -30,10 +30,9 @@ def define(described: Operator) -> Callable:
     def fake(*values: Any) -> Any:
         return fresh(described.definition(*values), values)
 
-    schema = torch.library.infer_schema(described.definition, mutates_args=())
-    register(described.name, schema, run, fake)
+    register(described.name, described.schema, run, fake)
     opaque = getattr(torch.ops.tilestack, described.name)
-    gradient = Gradient(described, schema)
+    gradient = Gradient(described)
     torch.library.register_autograd(
         f"tilestack::{described.name}", gradient.backward, setup_context=gradient.setup_context, lib=LIBRARY
     )
@@ -60,12 +59,12 @@ class Gradient:
     torch.library has no optional results, so a gradient nobody needs is an empty tensor on the way out.
     """
 
-    def __init__(self, described: Operator, schema: str):
+    def __init__(self, described: Operator):
         self.described = described
         self.kept = [name for name in described.parameters if name in described.saved or name not in described.tensors]
         self.kept_outputs = [name for name in described.outputs if name in described.saved]
         self.names = [*described.grads, *self.kept, *self.kept_outputs, "needs"]
-        declared = declarations(schema)
+        declared = declarations(described.schema)
         arguments = [
             *(f"Tensor {name}" for name in described.grads),
             *(declared[name] for name in self.kept),

@@ -39,13 +39,17 @@ def operators() -> list["Operator"]:
 
 def operator_named(name: str) -> "Operator":
     load_kernels()
+    refuse_unknown_operator(name)
+    return _operators[name]
+
+
+def refuse_unknown_operator(name: str) -> None:
     if name not in _operators:
         close = difflib.get_close_matches(name, _operators, n=1)
         raise BackendError(
             f"no operator is named {name!r}"
             + (f"; did you mean {close[0]}?" if close else f"; there are {', '.join(sorted(_operators))}")
         )
-    return _operators[name]
 
 
 @functools.cache

@@ -1,0 +1,106 @@
+"""The command line as people run it: exit codes, one line for bad input, and files written."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+NINE = {"add", "axpy", "relu", "gelu", "silu", "softmax", "rms_norm", "layer_norm", "linear"}
+PLANTED = """
+import torch
+from tilestack import ops
+
+@ops.implements(ops.add, backend="planted", backward=lambda grad: (grad, grad))
+def add(x, y):
+    return torch.where(torch.arange(x.numel()).view(x.shape) < x.numel() - 1, x + y, 0)
+"""
+
+
+def tilestack(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "tilestack", *arguments],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_ops_lists_the_operators_with_their_backends():
+    done = tilestack("ops", "--json", "--device", "cpu")
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert done.returncode == 0
+    assert rows.keys() >= NINE
+    assert all({"torch", "triton"} <= set(row["backends"]) for row in rows.values())
+    assert all(row["auto"] == "torch" and row["summary"] for row in rows.values())
+
+
+def test_verify_proves_and_writes_its_proofs(tmp_path):
+    done = tilestack("verify", "add", "--device", "cpu", "--quick", "--json", str(tmp_path / "new" / "proofs.json"))
+    assert done.returncode == 0, done.stderr
+    proofs = json.loads((tmp_path / "new" / "proofs.json").read_text())
+    assert {p["backend"] for p in proofs if p["ok"]} >= {"triton", "aten"}
+    assert not [p for p in proofs if p["ok"] is False]
+
+
+def test_verify_names_the_case_that_a_planted_backend_gets_wrong(tmp_path):
+    (tmp_path / "planted.py").write_text(PLANTED)
+    done = tilestack("verify", "add", "--device", "cpu", "--backend", "planted", "--load", str(tmp_path / "planted.py"))
+    assert done.returncode == 1
+    wrong = " ".join(done.stdout.split())  # as a narrow terminal wraps it
+    assert "WRONG add planted 33 plain float32 forward: out: 1 of 33 elements are out of bound, worst at [32]" in wrong
+
+
+def test_json_to_standard_output_is_only_json():
+    done = tilestack("verify", "relu", "--device", "cpu", "--quick", "--dtype", "float32", "--json", "-")
+    assert done.returncode == 0
+    assert {p["dtype"] for p in json.loads(done.stdout)} == {"float32"}
+
+
+def test_the_environment_narrows_each_operator_by_itself():
+    arguments = ("verify", "relu", "add", "--device", "cpu", "--quick", "--dtype", "float32", "--json", "-")
+    proofs = json.loads(tilestack(*arguments, TILESTACK_BACKEND="relu=aten").stdout)
+    backends = {name: {p["backend"] for p in proofs if p["op"] == name} for name in ("relu", "add")}
+    assert backends == {"relu": {"aten"}, "add": {"torch", "aten", "triton"}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "line"),
+    [
+        (["verify", "softmax", "--device", "cpu"], {"TILESTACK_BACKEND": "cuda"}, "softmax has no cuda backend (CUDA C++ kernels need a CUDA tensor, not one on cpu); it has torch, aten, triton"),
+        (["verify", "sofmax"], {}, "no operator is named 'sofmax'; did you mean softmax?"),
+        (["verify", "--dtype", "float12"], {}, "no dtype float12; choose from float16, bfloat16, float32, float64"),
+        (["verify", "--device", "tpu"], {}, "device must be cuda or cpu, not 'tpu'"),
+        (["verify", "--load", "no-such-file.py"], {}, "no file no-such-file.py to load"),
+        (["verify", "--no-such-option"], {}, "No such option: --no-such-option"),
+        (["no-such-command"], {}, "No such command 'no-such-command'."),
+        (["verify"], {"TILESTACK_BACKEND": "a,b"}, "cannot read the backend choice 'a,b': write `triton` or `triton,softmax=torch`"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_bad_input_is_one_line_and_exit_code_one(arguments, environment, line):
+    done = tilestack(*arguments, **environment)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {line}\n"
+    assert done.stdout == ""
+
+
+def test_a_traceback_only_with_debug():
+    done = tilestack("--debug", "verify", "sofmax")
+    assert done.returncode == 1
+    assert "Traceback (most recent call last)" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("no operator is named 'sofmax'; did you mean softmax?")
+
+
+def test_brackets_in_an_error_are_shown(tmp_path):
+    (tmp_path / "needy.py").write_text("raise ImportError('pip install tilestack[report]')")
+    assert tilestack("verify", "--load", str(tmp_path / "needy.py")).stderr == "error: pip install tilestack[report]\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_is_no_error(arguments):
+    done = tilestack(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "verify" in done.stdout

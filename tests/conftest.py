@@ -1,0 +1,41 @@
+"""What every test stands on: Triton's interpreter where there is no GPU, one thread each, and registries left as found."""
+
+import os
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, so before any test is
+torch.set_num_threads(1)  # pytest-xdist has a process for every core already
+
+from tilestack import ops
+from tilestack.ops import backends, registry
+
+needs_gpu = pytest.mark.skip(reason="there is no CUDA GPU here")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if not GPU and "gpu" in item.path.relative_to(item.config.rootpath / "tests").parts[:-1]:
+            item.add_marker(needs_gpu)
+
+
+@pytest.fixture
+def outside():
+    """Undoes what a test registers or configures: operators, implementations, backends' needs, and choices."""
+    ops.operators()
+    before = dict(registry._operators), dict(backends._needs), backends._configured
+    implementations = {name: dict(described.implementations) for name, described in before[0].items()}
+    yield
+    registry._operators.clear()
+    registry._operators.update(before[0])
+    backends._needs.clear()
+    backends._needs.update(before[1])
+    backends._configured = before[2]
+    backends._environment.cache_clear()
+    for name, described in registry._operators.items():
+        described.implementations.clear()
+        described.implementations.update(implementations[name])
+    registry.forget_plans()

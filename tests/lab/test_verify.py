@@ -1,0 +1,209 @@
+"""The proof harness: everything registered is proved here, and the harness catches what is planted wrong."""
+
+import itertools
+import re
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tilestack import ops
+from tilestack.kernels.launch import launch
+from tilestack.lab.verify import chosen_backends, claims, prove
+
+CPU = torch.device("cpu")
+PAIRS = [(described.name, name) for described in ops.operators() for name in described.implementations]
+
+
+def proofs_of(described, name, cases=None):
+    found = claims([described], CPU, only={described.name: name})
+    return [prove(claim) for claim in found if cases is None or claim.case.name in cases]
+
+
+def wrong(proofs):
+    return [p for p in proofs if p.ok is False]
+
+
+@pytest.mark.parametrize(("operator", "backend"), PAIRS)
+def test_every_implementation_is_proved(operator, backend):
+    described = ops.operator_named(operator)
+    proofs = proofs_of(described, backend)
+    assert not wrong(proofs)
+    proved = {(p.direction, p.dtype) for p in proofs if p.ok}
+    if backend == "torch":
+        assert proved == ({("backward", "float64")} if described.gradient else set())
+    else:
+        dtypes = ("float16", "float32", "float64")
+        assert proved == {("gradcheck", "float64"), *itertools.product(("forward", "backward"), dtypes)}
+
+
+@triton.jit
+def planted_axpy_kernel(x_ptr, y_ptr, out_ptr, n, alpha, FAULT: tl.constexpr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if FAULT == "off-by-one mask":
+        inside = offsets < n - 1
+    elif FAULT == "unwritten tail":
+        inside = (tl.program_id(0) + 1) * BLOCK <= n
+    else:
+        inside = offsets < n
+    x = tl.load(x_ptr + offsets, mask=offsets < n, other=0)
+    y = tl.load(y_ptr + offsets, mask=offsets < n, other=0)
+    if FAULT == "dropped scale":
+        out = x + y
+    elif FAULT == "swallowed NaN":
+        out = alpha * tl.where(x == x, x, 0.0) + y
+    else:
+        out = alpha * x + y
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def axpy_with(fault="none", backward=lambda grad, alpha: (grad * alpha, grad), before=lambda *tensors: tensors):
+    """A Triton axpy as someone outside would write it, with a fault."""
+
+    def forward(x, y, alpha):
+        x, y = before(x.contiguous(), y.contiguous())
+        out = torch.empty_like(x)
+        launch(
+            planted_axpy_kernel, (triton.cdiv(x.numel(), 1024),), x, y, out, x.numel(), alpha, FAULT=fault, BLOCK=1024
+        )
+        return out
+
+    return ops.axpy, forward, backward
+
+
+@triton.jit
+def planted_row_sums_kernel(x_ptr, out_ptr, columns, NARROW: tl.constexpr, BLOCK: tl.constexpr):
+    x_ptr += tl.program_id(0) * columns
+    total = tl.zeros([BLOCK], x_ptr.dtype.element_ty if NARROW else tl.float64)
+    for start in range(0, columns, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + offsets, mask=offsets < columns, other=0).to(total.dtype)
+        total += x * x
+    tl.store(out_ptr + tl.program_id(0), tl.sum(total, 0))
+
+
+def rms_norm_with(narrow):
+    """RMSNorm on a Triton sum of squares, in the dtype of x or wide enough."""
+
+    def forward(x, weight, eps):
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        squares = torch.empty(rows.shape[0], dtype=torch.float64)
+        launch(planted_row_sums_kernel, (rows.shape[0],), rows, squares, rows.shape[1], NARROW=narrow, BLOCK=64)
+        scale = torch.rsqrt(squares / max(rows.shape[1], 1) + eps).to(torch.promote_types(x.dtype, torch.float32))
+        out = (x * scale.view(*x.shape[:-1], 1)).to(x.dtype)
+        return out if weight is None else out * weight
+
+    return ops.rms_norm, forward, None
+
+
+def softmax_with(fault="none"):
+    def forward(x, dim):
+        wide = x.double() if x.dtype == torch.float64 else x.float()
+        if fault == "overflow":
+            return (wide.exp() / wide.exp().sum(dim, keepdim=True)).to(x.dtype)
+        if fault == "non-contiguous":
+            flat = torch.as_strided(x, x.shape, torch.empty(x.shape).stride())
+            return torch.softmax(flat, dim)
+        out = torch.softmax(wide, dim).to(x.dtype)
+        return {
+            "wrong dtype": lambda: out.float() if x.dtype == torch.float16 else out,
+            "wrong shape": lambda: out.squeeze(0),
+            "exception": lambda: 1 / 0,
+            "random": lambda: out * (1 + torch.rand_like(out) * torch.finfo(out.dtype).eps),
+        }.get(fault, lambda: out)()
+
+    def backward(grad, out, dim):
+        inner = 0 if fault == "missing term" else (grad * out).sum(dim, keepdim=True)
+        return out * (grad - inner)
+
+    return ops.softmax, forward, backward
+
+
+def linear_losing_a_row(grad, x, weight, bias, needs):
+    rows = grad.reshape(-1, weight.shape[0])
+    dweight = rows.T @ x.reshape(-1, weight.shape[1])
+    dweight[-1:] = 0
+    return grad @ weight, dweight, None if bias is None else rows.sum(0)
+
+
+def unaligned_off_by_one(x, y):
+    return (x, y) if x.data_ptr() % 16 == 0 else (x.roll(1), y)
+
+
+WRONG = {
+    # fault: (operator, forward, backward), where the harness must see it
+    "off-by-one mask": (axpy_with("off-by-one mask"), dict(direction="forward", variant="plain", case="33")),
+    "dropped scale": (axpy_with("dropped scale"), dict(direction="forward", variant="plain", case="33")),
+    "unwritten tail": (axpy_with("unwritten tail"), dict(direction="forward", variant="plain", case="4x1025")),
+    "swallowed NaN": (axpy_with("swallowed NaN"), dict(direction="forward", variant="nan", case="33")),
+    "unaligned": (axpy_with(before=unaligned_off_by_one), dict(direction="forward", variant="offset", case="33")),
+    "unscaled gradient": (
+        axpy_with(backward=lambda grad: (grad, grad)),
+        dict(direction="backward", variant="plain", case="33"),
+    ),
+    "narrow sum": (rms_norm_with(narrow=True), dict(direction="forward", dtype="float16", case="5x1000")),
+    "missing term": (softmax_with("missing term"), dict(direction="gradcheck", variant="plain", case="3x33x-1")),
+    "overflow": (softmax_with("overflow"), dict(direction="forward", variant="large", case="3x33x-1")),
+    "non-contiguous": (softmax_with("non-contiguous"), dict(direction="forward", variant="transposed", case="3x33x-1")),
+    "wrong dtype": (softmax_with("wrong dtype"), dict(direction="forward", dtype="float16", case="3x33x-1")),
+    "wrong shape": (softmax_with("wrong shape"), dict(direction="forward", case="1x1x-1")),
+    "exception": (softmax_with("exception"), dict(direction="forward", case="3x33x-1")),
+    "random": (softmax_with("random"), dict(direction="forward", variant="plain", dtype="float32", case="5x1000x-1")),
+    "lost row": ((ops.linear, torch.nn.functional.linear, linear_losing_a_row), dict(direction="backward", case="5x17x33")),
+}  # fmt: skip
+MESSAGES = {
+    "unwritten tail": "elements are NaN in one of kernel and definition only",
+    "swallowed NaN": "elements are NaN in one of kernel and definition only",
+    "overflow": "elements are NaN in one of kernel and definition only",
+    "lost row": "gradient of weight: ",
+    "unscaled gradient": "gradient of x: ",
+    "wrong dtype": "dtype torch.float32 instead of torch.float16",
+    "wrong shape": r"shape \(1,\) instead of \(1, 1\)",
+    "exception": "ZeroDivisionError: division by zero",
+    "random": "two runs on the same arguments differ",
+}
+# Faults that show themselves only where they should: the rest of the proofs stands.
+ELSEWHERE_RIGHT = {
+    "swallowed NaN": lambda p: p.variant == "nan",
+    "unaligned": lambda p: p.variant == "offset",
+    "unscaled gradient": lambda p: p.direction != "forward",
+    "narrow sum": lambda p: p.dtype == "float16",
+    "missing term": lambda p: p.direction != "forward",
+    "overflow": lambda p: p.variant == "large",
+    "non-contiguous": lambda p: p.variant in ("transposed", "strided", "nan"),
+    "wrong dtype": lambda p: p.dtype == "float16",
+    "wrong shape": lambda p: p.case.startswith("1x1"),
+    "lost row": lambda p: p.direction != "forward",
+}
+
+
+A_FEW_CASES = ("33", "0", "3x33", "5x1000", "3x33x-1", "0x16x-1")
+
+
+def plant(fault_or_right):
+    described, forward, backward = fault_or_right
+    ops.implements(described, backend="planted", backward=backward)(forward)
+    return described
+
+
+@pytest.mark.usefixtures("outside")
+@pytest.mark.parametrize("fault", WRONG)
+def test_the_harness_catches(fault, recwarn):
+    planted, where = WRONG[fault]
+    refuted = wrong(proofs_of(plant(planted), "planted", {where["case"], *A_FEW_CASES}))
+    seen = [p for p in refuted if all(getattr(p, field) == value for field, value in where.items())]
+    assert seen, f"caught only {refuted[:3]}"
+    assert all(p.message for p in refuted)
+    if fault in MESSAGES:
+        assert any(re.search(MESSAGES[fault], p.message) for p in seen), seen
+    if fault in ELSEWHERE_RIGHT:
+        assert not [p for p in refuted if not ELSEWHERE_RIGHT[fault](p)]
+
+
+@pytest.mark.usefixtures("outside")
+@pytest.mark.parametrize("right", [axpy_with(), rms_norm_with(narrow=False), softmax_with()], ids=lambda r: r[0].name)
+def test_the_harness_accepts_a_right_kernel_from_outside(right):
+    proofs = proofs_of(plant(right), "planted", A_FEW_CASES)
+    assert not wrong(proofs)
+    assert {"forward", "backward"} <= {p.direction for p in proofs if p.ok} or right[2] is None
