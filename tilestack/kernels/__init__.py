@@ -1,8 +1,8 @@
 """How operators run fast. Importing this package registers every kernel; `tilestack.ops` does so when first asked."""
 
-from tilestack.kernels import aten, elementwise, matmul, norm, softmax
+from tilestack.kernels import aten, elementwise, matmul, memory, norm, reduce, rows, softmax
 from tilestack.tuning import preferences
 
-__all__ = ["aten", "elementwise", "matmul", "norm", "softmax"]
+__all__ = ["aten", "elementwise", "matmul", "memory", "norm", "reduce", "rows", "softmax"]
 
 preferences.install()

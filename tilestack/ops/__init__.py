@@ -4,6 +4,7 @@ from tilestack.ops.backends import BackendError, backend, configure_backend, reg
 from tilestack.ops.contract import AUTOGRAD, Case, Cost, Implementation, Operator, implements, operator
 from tilestack.ops.elementwise import add, axpy, gelu, relu, silu
 from tilestack.ops.matmul import linear
+from tilestack.ops.memory import copy, gather_rows, permute, reduce_sum, scatter_rows, strided_copy, transpose
 from tilestack.ops.norm import layer_norm, rms_norm
 from tilestack.ops.registry import operator_named, operators
 from tilestack.ops.softmax import softmax
@@ -19,6 +20,8 @@ __all__ = [
     "axpy",
     "backend",
     "configure_backend",
+    "copy",
+    "gather_rows",
     "gelu",
     "implements",
     "layer_norm",
@@ -26,9 +29,14 @@ __all__ = [
     "operator",
     "operator_named",
     "operators",
+    "permute",
+    "reduce_sum",
     "register_backend",
     "relu",
     "rms_norm",
+    "scatter_rows",
     "silu",
     "softmax",
+    "strided_copy",
+    "transpose",
 ]
