@@ -180,11 +180,12 @@ def tiled(sizes: list[int], strides: list[int], itemsize: int) -> Walk | None:
         return None
     dense_strides = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
     outer = [d for d in range(last) if d != row]
-    pad = [1] * (MOST_DIMENSIONS - 2 - len(outer))
+    absent = MOST_DIMENSIONS - 2 - len(outer)
+    ones, zeros = [1] * absent, [0] * absent  # zero strides keep the pointers as aligned as they are
     batch = math.prod(sizes[d] for d in outer)
     numbers = (
         sizes[row], sizes[last], strides[row], strides[last], dense_strides[row],
-        *(pad + [sizes[d] for d in outer])[1:], *pad, *(strides[d] for d in outer), *pad, *(dense_strides[d] for d in outer),
+        *(ones + [sizes[d] for d in outer])[1:], *zeros, *(strides[d] for d in outer), *zeros, *(dense_strides[d] for d in outer),
     )  # fmt: skip
     grid = (batch * triton.cdiv(sizes[row], rows) * triton.cdiv(sizes[last], columns),)
     return Walk(copy_tiles_kernel, grid, numbers, dict(TURNED=turned, ROWS=rows, COLS=columns, num_warps=4))
