@@ -122,7 +122,7 @@ def inverse(dims: Sequence[int]) -> list[int]:
 )  # fmt: skip
 def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
     """x with its dimensions in another order, contiguous in that order."""
-    return x.permute(dims).clone(memory_format=torch.contiguous_format)
+    return x.permute(tuple(dims)).clone(memory_format=torch.contiguous_format)
 
 
 def indexed(make, *size):
