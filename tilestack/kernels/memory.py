@@ -188,7 +188,7 @@ def tiled(sizes: list[int], strides: list[int], itemsize: int) -> Walk | None:
         *(ones + [sizes[d] for d in outer])[1:], *zeros, *(strides[d] for d in outer), *zeros, *(dense_strides[d] for d in outer),
     )  # fmt: skip
     grid = (batch * triton.cdiv(sizes[row], rows) * triton.cdiv(sizes[last], columns),)
-    return Walk(copy_tiles_kernel, grid, numbers, dict(TURNED=turned, ROWS=rows, COLS=columns, num_warps=4))
+    return Walk(copy_tiles_kernel, grid, numbers, dict(TURNED=turned, ROWS=rows, COLS=columns, num_warps=8))
 
 
 def decoded(sizes: list[int], strides: list[int], n: int) -> Walk:
@@ -250,7 +250,7 @@ def strided_copy_backward(grad: Tensor, x: Tensor, step: int) -> Tensor:
     tiles = triton.cdiv(source.shape[0], height) * triton.cdiv(columns, width)
     launch(
         spread_kernel, (tiles,), source, out, source.shape[0], columns, source.stride(0), step,
-        ROWS=height, COLS=width, num_warps=4,
+        ROWS=height, COLS=width, num_warps=8,
     )  # fmt: skip
     return out
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels.launch import accumulator, launch, programs_that_fit, rows_of
+from tilestack.kernels.launch import accumulator, launch, multiprocessors, rows_of
 from tilestack.ops import implements
 
 TILE = 4096  # elements of a tile
@@ -71,18 +71,12 @@ def sum_columns_kernel(
     tl.store(out_ptr + column, tl.sum(total, 1).to(out_ptr.dtype.element_ty), mask=column < columns)
 
 
-def parts_of(length: int, programs: int, elements: int, x: Tensor) -> tuple[int, int]:
-    """(parts, length of one) for sums that `programs` programs of `elements` elements each would do in one piece."""
-    wanted = triton.cdiv(WAVES * programs_that_fit(x), max(programs, 1))
-    parts = max(1, min(wanted, elements // SHORTEST_PART, length))
-    part = triton.cdiv(max(length, 1), parts)
+def parts_of(length: int, step: int, programs: int, elements: int, x: Tensor) -> tuple[int, int]:
+    """(parts, length of one, in whole steps) for sums that `programs` programs of `elements` each would do in one piece."""
+    wanted = triton.cdiv(WAVES * multiprocessors(x.device), max(programs, 1))
+    parts = max(1, min(wanted, elements // SHORTEST_PART))
+    part = triton.cdiv(triton.cdiv(max(length, 1), parts), step) * step
     return triton.cdiv(max(length, 1), part), part
-
-
-def into_parts(x: Tensor, shape: tuple[int, ...], parts: int) -> Tensor:
-    """Where a first launch writes: the result itself, or the sums of the parts in the accumulator's precision."""
-    wide = x.dtype if parts == 1 else torch.float64 if x.dtype == torch.float64 else torch.float32
-    return torch.empty((parts, *shape), dtype=wide, device=x.device)
 
 
 def sum_rows(x: Tensor) -> Tensor:
@@ -91,28 +85,40 @@ def sum_rows(x: Tensor) -> Tensor:
     width = min(triton.next_power_of_2(max(columns, 1)), TILE)
     height = TILE // width
     programs = triton.cdiv(rows, height)
-    parts, part = parts_of(columns, programs, height * columns, x)
-    sums = into_parts(x, (rows,), parts)
+    parts, part = parts_of(columns, width, programs, height * columns, x)
+    sums = torch.empty((parts, rows), dtype=x.dtype if parts == 1 else widened(x.dtype), device=x.device)
     launch(
         sum_rows_kernel, (programs, parts), x, sums, rows, columns, x.stride(0), part,
         ACC=accumulator(x.dtype), ROWS=height, COLS=width, num_warps=4,
     )  # fmt: skip
-    return sums[0] if parts == 1 else sum_columns(sums[None]).to(x.dtype)[0]
+    return sums if parts == 1 else sum_columns(sums[None], x.dtype)
 
 
-def sum_columns(x: Tensor) -> Tensor:
-    """Sums down the lines of a contiguous [batch, lines, columns]."""
+def sum_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums down the lines of a contiguous [batch, lines, columns], in a dtype."""
     batch, lines, columns = x.shape
+    if columns and lines * columns >= SHORTEST_PART and (fold := folds(lines, columns)) > 1:
+        folded = sum_columns(x.view(batch, lines // fold, fold * columns), widened(dtype))
+        return sum_columns(folded.view(batch, fold, columns), dtype)
     width = min(triton.next_power_of_2(max(columns, 1)), COLUMNS)
     height = min(TILE // width, triton.next_power_of_2(max(lines, 1)))
     programs = batch * triton.cdiv(columns, width)
-    parts, part = parts_of(lines, programs, lines * min(columns, width), x)
-    sums = into_parts(x, (batch, columns), parts)
+    parts, part = parts_of(lines, height, programs, lines * min(columns, width), x)
+    sums = torch.empty((parts, batch, columns), dtype=dtype if parts == 1 else widened(dtype), device=x.device)
     launch(
         sum_columns_kernel, (programs, parts), x, sums, lines, columns, part,
         ACC=accumulator(x.dtype), LINES=height, COLS=width, num_warps=4,
     )  # fmt: skip
-    return sums[0] if parts == 1 else sum_columns(sums.view(1, parts, -1)).view(batch, columns).to(x.dtype)
+    return sums if parts == 1 else sum_columns(sums.view(1, parts, batch * columns), dtype)
+
+
+def folds(lines: int, columns: int) -> int:
+    """How many short lines to read as one long one, first: as many as fill a tile's width and divide the lines."""
+    return math.gcd(lines, 1 << max((COLUMNS // columns).bit_length() - 1, 0))
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def reduce_sum_backward(grad: Tensor, x: Tensor, dim: int) -> Tensor:
@@ -127,5 +133,5 @@ def reduce_sum(x: Tensor, dim: int) -> Tensor:
     if math.prod(inner) == 1 or last.stride(-1) == 1:
         sums = sum_rows(rows_of(last))
     else:
-        sums = sum_columns(x.contiguous().view(math.prod(outer), x.shape[dim], math.prod(inner)))
+        sums = sum_columns(x.contiguous().view(math.prod(outer), x.shape[dim], math.prod(inner)), x.dtype)
     return sums.view(outer + inner)

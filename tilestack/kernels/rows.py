@@ -20,7 +20,7 @@ from tilestack.kernels.launch import accumulator, launch
 from tilestack.ops import implements
 
 TILE = 4096  # elements of a gathering program
-WIDEST = 2048  # columns of a program
+WIDEST = 1024  # columns of a program
 TOGETHER = 8  # inputs of one place added at once, after the first
 
 
