@@ -28,7 +28,9 @@ def views(draw, most: int = 5, longest: int = 5) -> torch.Tensor:
     x = x[tuple(slice(None, None, draw(st.integers(1, 2))) for _ in sizes)]
     if draw(st.booleans()) and x.ndim < most:
         x = x.unsqueeze(draw(st.integers(0, x.ndim)))
-        x = x.expand([3 if stride == 0 or size == 1 else size for size, stride in zip(x.shape, x.stride(), strict=True)])
+        x = x.expand(
+            [3 if stride == 0 or size == 1 else size for size, stride in zip(x.shape, x.stride(), strict=True)]
+        )
     return x
 
 
