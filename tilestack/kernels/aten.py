@@ -14,6 +14,10 @@ def shares_dtype(x, weight):
     return weight is None or x.dtype == weight.dtype or "PyTorch's own function wants x and weight in one dtype"
 
 
+def dense(x):
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 implements(ops.add, backend="aten", backward=AUTOGRAD)(torch.add)
 implements(ops.axpy, backend="aten", backward=AUTOGRAD)(lambda x, y, alpha: torch.add(y, x, alpha=alpha))
 implements(ops.relu, backend="aten", backward=AUTOGRAD)(torch.relu)
@@ -32,3 +36,9 @@ implements(ops.rms_norm, backend="aten", backward=AUTOGRAD, when=shares_dtype)(
 implements(ops.layer_norm, backend="aten", backward=AUTOGRAD, when=shares_dtype)(
     lambda x, weight, bias, eps: F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 )
+implements(ops.copy, backend="aten", backward=AUTOGRAD)(dense)
+implements(ops.strided_copy, backend="aten", backward=AUTOGRAD)(lambda x, step: dense(x[..., ::step]))
+implements(ops.transpose, backend="aten", backward=AUTOGRAD)(lambda x: dense(x.mT))
+implements(ops.permute, backend="aten", backward=AUTOGRAD)(lambda x, dims: dense(x.permute(dims)))
+implements(ops.gather_rows, backend="aten", backward=AUTOGRAD)(lambda x, index: x.index_select(0, index))
+implements(ops.reduce_sum, backend="aten", backward=AUTOGRAD)(lambda x, dim: x.sum(dim))

@@ -4,6 +4,7 @@ A table stands between two markers and is rewritten in place by `make docs`:
 
     <!-- table: headline h200 -->                     one line per operator, its best case
     <!-- table: operator h200 softmax,rms_norm -->    every case of some operators, both directions
+    <!-- table: memory h200 stride -->                one sweep of `tilestack bench memory`, a line per setting
     <!-- /table -->
 
 A loss is written like a win, in words. A table without results says "not measured yet".
@@ -13,6 +14,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from tilestack.lab import memory
 from tilestack.lab.measured import Contest, contests, method, microseconds, percent, rate, results_under, times
 
 OPENING = re.compile(r"^<!-- table: (?P<name>[^\n]*?) -->$", re.MULTILINE)
@@ -92,14 +94,43 @@ def operator(found: list[Contest], names: str) -> str:
     return markdown(header, rows, left=4) + "\n\n" + stamps(used)
 
 
+def sweep(folder: Path, slug: str, name: str) -> str:
+    """One sweep over access patterns: the bandwidth of each candidate, and ours as a part of the copy roof."""
+    if (run := memory.load(folder, slug)) is None:
+        return ""
+    points = [point for point in memory.points_of(run) if point.sweep == name and point.tb_per_s is not None]
+    backends = list(dict.fromkeys(point.backend for point in points))
+    found = {(point.setting, point.backend): point.tb_per_s for point in points}
+    roof = run["roofs"].get("copy_tb_per_s")
+    rows = []
+    for setting in dict.fromkeys(point.setting for point in points):
+        rates = [found.get((setting, backend)) for backend in backends]
+        share = rates[0] / roof if rates[0] and roof else None
+        rows.append([str(setting), *map(memory.rate, rates), percent(share)])
+    if not rows:
+        return ""
+    machine = run["machine"]
+    versions = ", ".join(f"{key} {machine[key]}" for key in ("torch", "triton", "commit"))
+    how = method([{"how": point.how} for point in points])
+    header = [memory.named(name).axis, *backends, f"{backends[0]}, of the roof"]
+    stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, {versions}, {machine['date'][:10]}, {how}._"
+    return markdown(header, rows, left=0) + "\n\n" + stamp
+
+
 TABLES: dict[str, Callable[..., str]] = {"headline": headline, "operator": operator}
-USES = "`headline GPU` and `operator GPU NAME,NAME`"
+USES = "`headline GPU`, `operator GPU NAME,NAME` and `memory GPU SWEEP`"
 
 
 def table(name: str, root: Path, where: str = "") -> str:
     """The table a marker names, from the results under root."""
     kind, *words = name.split() or [""]
     place = f"{where}: " if where else ""
+    if kind == "memory" and len(words) >= 2 and " ".join(words[1:]) in {sweep.name for sweep in memory.SWEEPS}:
+        written = sweep(root / "results", words[0], " ".join(words[1:]))
+        return (
+            written
+            or f"_not measured yet: `{memory.COMMAND}` on a machine with the GPU `{words[0]}` fills this table._"
+        )
     if kind not in TABLES or len(words) != (2 if kind == "operator" else 1):
         raise TableError(f"{place}no table is named {name!r}; there are {USES}")
     slug, *names = words

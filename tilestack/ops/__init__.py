@@ -5,6 +5,7 @@ from tilestack.ops.contract import AUTOGRAD, Ahead, Case, Cost, Implementation, 
 from tilestack.ops.elementwise import add, axpy, gelu, relu, silu
 from tilestack.ops.loss import cross_entropy, linear_cross_entropy
 from tilestack.ops.matmul import linear
+from tilestack.ops.memory import copy, gather_rows, permute, reduce_sum, scatter_rows, strided_copy, transpose
 from tilestack.ops.norm import layer_norm, rms_norm
 from tilestack.ops.registry import operator_named, operators
 from tilestack.ops.softmax import log_softmax, logsumexp, softmax
@@ -21,7 +22,9 @@ __all__ = [
     "axpy",
     "backend",
     "configure_backend",
+    "copy",
     "cross_entropy",
+    "gather_rows",
     "gelu",
     "implements",
     "layer_norm",
@@ -32,9 +35,14 @@ __all__ = [
     "operator",
     "operator_named",
     "operators",
+    "permute",
+    "reduce_sum",
     "register_backend",
     "relu",
     "rms_norm",
+    "scatter_rows",
     "silu",
     "softmax",
+    "strided_copy",
+    "transpose",
 ]

@@ -48,6 +48,7 @@ class Cost:
     backward_flops: float | None = None  # twice the forward's when silent
     read: Sequence[Tensor] | None = None
     write: Sequence[Tensor] | None = None
+    backward_read: Sequence[Tensor] | None = None  # besides what arrives; all that is kept when silent
 
 
 def parameters_of(function: Callable) -> list[str]:
@@ -242,7 +243,9 @@ class Operator(Generic[P, R]):
                 outputs if declared.write is None else declared.write
             )
         kept = meta | dict(zip(self.outputs, outputs, strict=True))
-        read = [kept[name] for name in self.saved if isinstance(kept[name], Tensor)]
+        read = declared.backward_read
+        if read is None:
+            read = [kept[name] for name in self.saved if isinstance(kept[name], Tensor)]
         flops = 2 * declared.flops if declared.backward_flops is None else declared.backward_flops
         return flops, size(outputs) + size(read) + size(t for t in inputs if t.is_floating_point())
 
@@ -330,6 +333,8 @@ def _calling(described: Operator) -> Callable:
         elif name in described.tensors:
             parts.append(described_tensor)
             grads.append(f"{name}.requires_grad")
+        elif typing.get_origin(annotations[name]) in (list, Sequence):
+            parts.append(f"tuple({name})")
         elif annotations[name] is not float:
             parts.append(name)
     names = ", ".join(described.parameters)

@@ -1,0 +1,262 @@
+"""Copy, strided copy, transpose and permute: four operators, one job, which is to write a strided view densely.
+
+The output is written in order, so a view is known by its sizes and the input's strides. Neighbouring dimensions that lie
+as one in the input are merged first; what is left decides how memory is walked:
+
+    flat      one dimension of stride 1: blocks of a vector, every access 16 bytes wide
+    tiled     rows × columns of the output, columns being its last dimension and so dense in the output; rows are
+              either another long dimension, or, where the columns are not dense in the input, the one that is:
+
+                  input (rows dense)      shared memory         output (columns dense)
+                  +--+--+--+--+           +--+--+--+--+         +--+--+--+--+
+                  | >>>>>>>>> | read  →   | turned    |   →     | >>>>>>>>> | written
+                  | >>>>>>>>> | densely   | by trans  |         | >>>>>>>>> | densely
+                  +--+--+--+--+           +--+--+--+--+         +--+--+--+--+
+
+              the other dimensions are an outer batch, taken apart from the program's number
+    decoded   neither fills a tile (strided vectors, tiny dimensions): each output element finds its input by division
+
+A tile has TILE_BYTES. The compiler stages it through shared memory in a swizzled order, free of bank conflicts.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilestack import ops
+from tilestack.kernels.elementwise import block_of, load, store
+from tilestack.kernels.launch import launch, rows_of
+from tilestack.ops import implements
+from tilestack.ops.contract import FLOATS
+from tilestack.ops.memory import inverse
+
+FLAT_BYTES = 8192  # of a vector per program
+TILE_BYTES = 16384
+TILE_SIDE = 128  # bytes of a dense run on either side of a turned tile, where the view has so many
+SMALLEST_TILE = 256  # elements below which decoding beats a tile
+DECODED = 1024  # elements of a decoding program
+MOST_DIMENSIONS = 6  # after merging; what has more is cut into slices
+MOVED = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)
+WORDS = {  # what elements that Triton has no pointers for, or not on every GPU, are moved as
+    torch.bool: torch.uint8, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8, torch.complex64: torch.int64,
+}  # fmt: skip
+
+
+@triton.jit
+def copy_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offsets, whole = block_of(n, BLOCK)
+    store(out_ptr, offsets, load(x_ptr, offsets, whole, n), whole, n)
+
+
+@triton.jit
+def copy_tiles_kernel(
+    x_ptr, out_ptr,
+    rows, columns, x_row, x_column, out_row, size1, size2, size3, x0, x1, x2, x3, out0, out1, out2, out3,
+    TURNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """out[batch, row, column] = x[batch, row, column] by tiles; batch stands for up to four dimensions."""
+    column_tiles = tl.cdiv(columns, COLS)
+    tile = tl.program_id(0) // column_tiles
+    batch = (tile // tl.cdiv(rows, ROWS)).to(tl.int64)
+    row = (tile % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % column_tiles).to(tl.int64) * COLS + tl.arange(0, COLS)
+    x_ptr += batch % size3 * x3
+    out_ptr += batch % size3 * out3
+    batch = batch // size3
+    x_ptr += batch % size2 * x2
+    out_ptr += batch % size2 * out2
+    batch = batch // size2
+    x_ptr += batch % size1 * x1 + batch // size1 * x0
+    out_ptr += batch % size1 * out1 + batch // size1 * out0
+    if TURNED:
+        inside = (column < columns)[:, None] & (row < rows)[None, :]
+        x = tl.trans(tl.load(x_ptr + column[:, None] * x_column + row[None, :] * x_row, mask=inside))
+    else:
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        x = tl.load(x_ptr + row[:, None] * x_row + column[None, :] * x_column, mask=inside)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(out_ptr + row[:, None] * out_row + column[None, :], x, mask=inside)
+
+
+@triton.jit
+def copy_decoded_kernel(
+    x_ptr, out_ptr,
+    n, size1, size2, size3, size4, size5, x0, x1, x2, x3, x4, x5,
+    INDEX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[i] = x[where i is in the view], i in INDEX, 32 bits where they do: division in 64 is many times slower."""
+    offsets, _ = block_of(n, BLOCK)
+    place = offsets.to(INDEX)
+    source = (place % size5).to(tl.int64) * x5
+    place = place // size5
+    source += (place % size4).to(tl.int64) * x4
+    place = place // size4
+    source += (place % size3).to(tl.int64) * x3
+    place = place // size3
+    source += (place % size2).to(tl.int64) * x2
+    place = place // size2
+    source += (place % size1).to(tl.int64) * x1 + (place // size1).to(tl.int64) * x0
+    tl.store(out_ptr + offsets, tl.load(x_ptr + source, mask=offsets < n), mask=offsets < n)
+
+
+@triton.jit
+def spread_kernel(
+    grad_ptr, out_ptr,
+    rows, columns, grad_stride, step,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """out[row, step · i] = grad[row, i] and zero between, in one dense pass over out."""
+    column_tiles = tl.cdiv(columns, COLS)
+    row = (tl.program_id(0) // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(0) % column_tiles * COLS + tl.arange(0, COLS)[None, :]
+    inside = (row < rows) & (column < columns)
+    grad = tl.load(grad_ptr + row * grad_stride + column // step, mask=inside & (column % step == 0), other=0)
+    tl.store(out_ptr + row * columns + column, grad, mask=inside)
+
+
+def merged(sizes: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The fewest dimensions, in the same order, that describe a view: without ones, neighbours merged that lie as one."""
+    fewer: list[tuple[int, int]] = []
+    for size, stride in zip(sizes, strides, strict=True):
+        if size == 1:
+            continue
+        if fewer and fewer[-1][1] == size * stride:
+            fewer[-1] = fewer[-1][0] * size, stride
+        else:
+            fewer.append((size, stride))
+    fewer = fewer or [(1, 1)]
+    return [size for size, _ in fewer], [stride for _, stride in fewer]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How a view is written densely: a launch, less its two tensors."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+def power_of_two_up_to(most: int, size: int) -> int:
+    return min(triton.next_power_of_2(size), most)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def walk_of(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Walk | None:
+    """The walk over a view that is not empty; None when it has too many dimensions for one launch."""
+    sizes_left, strides_left = merged(sizes, strides)
+    n = math.prod(sizes_left)
+    if strides_left == [1]:
+        block = FLAT_BYTES // itemsize
+        return Walk(copy_kernel, (triton.cdiv(n, block),), (n,), dict(BLOCK=block, num_warps=4))
+    if len(sizes_left) > MOST_DIMENSIONS:
+        return None
+    return tiled(sizes_left, strides_left, itemsize) or decoded(sizes_left, strides_left, n)
+
+
+def tiled(sizes: list[int], strides: list[int], itemsize: int) -> Walk | None:
+    """The walk by tiles, where two of the dimensions fill one."""
+    last = len(sizes) - 1
+    if last == 0:
+        return None
+    elements = TILE_BYTES // itemsize
+    dense = min((d for d in range(last) if strides[d]), key=lambda d: strides[d], default=last)
+    turned = 0 < strides[dense] < strides[last]
+    columns = power_of_two_up_to(TILE_SIDE // itemsize * (1 if turned else 4), sizes[last])
+    row = dense if turned else max(range(last), key=lambda d: (min(sizes[d], elements // columns), d))
+    rows = power_of_two_up_to(elements // columns, sizes[row])
+    if turned:  # a short side of the view leaves its part of the tile to the other
+        columns = power_of_two_up_to(elements // rows, sizes[last])
+        rows = power_of_two_up_to(max(elements // columns, 1), sizes[row])
+    if min(sizes[row], rows) * min(sizes[last], columns) < SMALLEST_TILE:
+        return None
+    dense_strides = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
+    outer = [d for d in range(last) if d != row]
+    absent = MOST_DIMENSIONS - 2 - len(outer)
+    ones, zeros = [1] * absent, [0] * absent  # zero strides keep the pointers as aligned as they are
+    batch = math.prod(sizes[d] for d in outer)
+    numbers = (
+        sizes[row], sizes[last], strides[row], strides[last], dense_strides[row],
+        *(ones + [sizes[d] for d in outer])[1:], *zeros, *(strides[d] for d in outer), *zeros, *(dense_strides[d] for d in outer),
+    )  # fmt: skip
+    grid = (batch * triton.cdiv(sizes[row], rows) * triton.cdiv(sizes[last], columns),)
+    return Walk(copy_tiles_kernel, grid, numbers, dict(TURNED=turned, ROWS=rows, COLS=columns, num_warps=8))
+
+
+def decoded(sizes: list[int], strides: list[int], n: int) -> Walk:
+    pad = [1] * (MOST_DIMENSIONS - len(sizes))
+    index = tl.int32 if n + DECODED < 2**31 else tl.int64
+    numbers = (n, *(pad + sizes)[1:], *pad, *strides)
+    return Walk(copy_decoded_kernel, (triton.cdiv(n, DECODED),), numbers, dict(INDEX=index, BLOCK=DECODED, num_warps=4))
+
+
+def written_densely(x: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """The view of x that starts where x does and has these sizes and strides, in fresh and contiguous memory."""
+    out = torch.empty(sizes, dtype=x.dtype, device=x.device)
+    if out.numel():
+        word = WORDS.get(x.dtype)
+        source, target = (x, out) if word is None else (x.view(word), out.view(word))
+        fill(target, source, tuple(sizes), tuple(strides))
+    return out
+
+
+def fill(out: Tensor, x: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    walk = walk_of(sizes, strides, x.itemsize)
+    if walk is not None:
+        launch(walk.kernel, walk.grid, x, out, *walk.numbers, **walk.constants)
+        return
+    view = x.as_strided(sizes, strides)
+    for part, source in zip(out.unbind(), view.unbind(), strict=True):
+        fill(part, source, sizes[1:], strides[1:])
+
+
+@implements(ops.copy, backend="triton", backward=lambda grad: grad, dtypes=MOVED)
+def copy(x: Tensor) -> Tensor:
+    return written_densely(x, x.shape, x.stride())
+
+
+def transpose_backward(grad: Tensor) -> Tensor:
+    return transpose(grad)
+
+
+@implements(ops.transpose, backend="triton", backward=transpose_backward, dtypes=MOVED)
+def transpose(x: Tensor) -> Tensor:
+    *sizes, rows, columns = x.shape
+    *strides, row, column = x.stride()
+    return written_densely(x, (*sizes, columns, rows), (*strides, column, row))
+
+
+@implements(ops.permute, backend="triton", backward=lambda grad, dims: permute(grad, inverse(dims)), dtypes=MOVED)
+def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
+    sizes, strides = x.shape, x.stride()
+    return written_densely(x, [sizes[d] for d in dims], [strides[d] for d in dims])
+
+
+def strided_copy_backward(grad: Tensor, x: Tensor, step: int) -> Tensor:
+    out = torch.empty(x.shape, dtype=grad.dtype, device=grad.device)
+    if not out.numel():
+        return out
+    source, columns = rows_of(grad), x.shape[-1]
+    width = power_of_two_up_to(TILE_BYTES // grad.itemsize, columns)
+    height = TILE_BYTES // grad.itemsize // width
+    tiles = triton.cdiv(source.shape[0], height) * triton.cdiv(columns, width)
+    launch(
+        spread_kernel, (tiles,), source, out, source.shape[0], columns, source.stride(0), step,
+        ROWS=height, COLS=width, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+@implements(ops.strided_copy, backend="triton", backward=strided_copy_backward, dtypes=MOVED)
+def strided_copy(x: Tensor, step: int) -> Tensor:
+    *sizes, columns = x.shape
+    *strides, stride = x.stride()
+    return written_densely(x, (*sizes, triton.cdiv(columns, step)), (*strides, stride * step))

@@ -1,0 +1,137 @@
+"""The sum over one dimension: along dense rows, or down dense columns, in one order whatever the run.
+
+    rows      +---------------+ → Σ       columns   +---------------+
+              | ROWS × COLS → |                     | LINES × COLS  |   a tile moves along what is summed and adds
+              +---------------+                     |       ↓       |   up in place; one reduction at the end
+                                                    +---------------+ → Σ
+
+Few long sums would leave most of the GPU idle. They are split into parts, each summed by a program of its own,
+
+    x  [======part 0======|======part 1======|======part 2======]  →  partial [parts, outputs]  →  out
+
+and the parts are summed by the columns kernel: two launches, no atomics.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilestack import ops
+from tilestack.kernels.launch import accumulator, launch, multiprocessors, rows_of
+from tilestack.ops import implements
+
+TILE = 4096  # elements of a tile
+WAVES = 4  # programs per multiprocessor that keep memory busy
+SHORTEST_PART = 4 * TILE  # elements that are worth a program of their own
+COLUMNS = 256  # of a tile that moves down
+
+
+@triton.jit
+def sum_rows_kernel(
+    x_ptr, out_ptr,
+    rows, columns, x_stride, part,
+    ACC: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """out[p, row] = sum of x[row, p · part … (p + 1) · part - 1], p being the second grid axis."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    start = tl.program_id(1).to(tl.int64) * part
+    end = tl.minimum(start + part, columns)
+    total = tl.zeros([ROWS, COLS], ACC)
+    for first in range(start, end, COLS):
+        column = first + tl.arange(0, COLS)[None, :]
+        inside = (row < rows)[:, None] & (column < end)
+        total += tl.load(x_ptr + row[:, None] * x_stride + column, mask=inside, other=0).to(ACC)
+    target = out_ptr + tl.program_id(1).to(tl.int64) * rows + row
+    tl.store(target, tl.sum(total, 1).to(out_ptr.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit
+def sum_columns_kernel(
+    x_ptr, out_ptr,
+    lines, columns, part,
+    ACC: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """out[p, b, column] = sum of x[b, p · part … (p + 1) · part - 1, column]; b and p are among the grid's axes."""
+    column_tiles = tl.cdiv(columns, COLS)
+    batch = (tl.program_id(0) // column_tiles).to(tl.int64)
+    column = tl.program_id(0) % column_tiles * COLS + tl.arange(0, COLS)
+    x_ptr += batch * lines * columns
+    start = tl.program_id(1).to(tl.int64) * part
+    end = tl.minimum(start + part, lines)
+    total = tl.zeros([COLS, LINES], ACC)
+    for first in range(start, end, LINES):
+        line = first + tl.arange(0, LINES)[None, :]
+        inside = (column < columns)[:, None] & (line < end)
+        total += tl.load(x_ptr + line * columns + column[:, None], mask=inside, other=0).to(ACC)
+    batches = tl.num_programs(0) // column_tiles
+    out_ptr += (tl.program_id(1).to(tl.int64) * batches + batch) * columns
+    tl.store(out_ptr + column, tl.sum(total, 1).to(out_ptr.dtype.element_ty), mask=column < columns)
+
+
+def parts_of(length: int, step: int, programs: int, elements: int, x: Tensor) -> tuple[int, int]:
+    """(parts, length of one, in whole steps) for sums that `programs` programs of `elements` each would do in one piece."""
+    wanted = triton.cdiv(WAVES * multiprocessors(x.device), max(programs, 1))
+    parts = max(1, min(wanted, elements // SHORTEST_PART))
+    part = triton.cdiv(triton.cdiv(max(length, 1), parts), step) * step
+    return triton.cdiv(max(length, 1), part), part
+
+
+def sum_rows(x: Tensor) -> Tensor:
+    """Sums of the rows of a matrix, each row dense."""
+    rows, columns = x.shape
+    width = min(triton.next_power_of_2(max(columns, 1)), TILE)
+    height = TILE // width
+    programs = triton.cdiv(rows, height)
+    parts, part = parts_of(columns, width, programs, height * columns, x)
+    sums = torch.empty((parts, rows), dtype=x.dtype if parts == 1 else widened(x.dtype), device=x.device)
+    launch(
+        sum_rows_kernel, (programs, parts), x, sums, rows, columns, x.stride(0), part,
+        ACC=accumulator(x.dtype), ROWS=height, COLS=width, num_warps=4,
+    )  # fmt: skip
+    return sums if parts == 1 else sum_columns(sums[None], x.dtype)
+
+
+def sum_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums down the lines of a contiguous [batch, lines, columns], in a dtype."""
+    batch, lines, columns = x.shape
+    if columns and lines * columns >= SHORTEST_PART and (fold := folds(lines, columns)) > 1:
+        folded = sum_columns(x.view(batch, lines // fold, fold * columns), widened(dtype))
+        return sum_columns(folded.view(batch, fold, columns), dtype)
+    width = min(triton.next_power_of_2(max(columns, 1)), COLUMNS)
+    height = min(TILE // width, triton.next_power_of_2(max(lines, 1)))
+    programs = batch * triton.cdiv(columns, width)
+    parts, part = parts_of(lines, height, programs, lines * min(columns, width), x)
+    sums = torch.empty((parts, batch, columns), dtype=dtype if parts == 1 else widened(dtype), device=x.device)
+    launch(
+        sum_columns_kernel, (programs, parts), x, sums, lines, columns, part,
+        ACC=accumulator(x.dtype), LINES=height, COLS=width, num_warps=4,
+    )  # fmt: skip
+    return sums if parts == 1 else sum_columns(sums.view(1, parts, batch * columns), dtype)
+
+
+def folds(lines: int, columns: int) -> int:
+    """How many short lines to read as one long one, first: as many as fill a tile's width and divide the lines."""
+    return math.gcd(lines, 1 << max((COLUMNS // columns).bit_length() - 1, 0))
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def reduce_sum_backward(grad: Tensor, x: Tensor, dim: int) -> Tensor:
+    return grad.unsqueeze(dim).expand(x.shape)
+
+
+@implements(ops.reduce_sum, backend="triton", backward=reduce_sum_backward)
+def reduce_sum(x: Tensor, dim: int) -> Tensor:
+    dim %= x.ndim
+    outer, inner = x.shape[:dim], x.shape[dim + 1 :]
+    last = x.movedim(dim, -1)
+    if math.prod(inner) == 1 or last.stride(-1) == 1:
+        sums = sum_rows(rows_of(last))
+    else:
+        sums = sum_columns(x.contiguous().view(math.prod(outer), x.shape[dim], math.prod(inner)), x.dtype)
+    return sums.view(outer + inner)
