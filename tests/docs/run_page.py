@@ -42,7 +42,9 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    return [Block(m["about"].strip(), m["text"], page.count("\n", 0, m.start("text")) + 1) for m in BLOCK.finditer(page)]
+    return [
+        Block(m["about"].strip(), m["text"], page.count("\n", 0, m.start("text")) + 1) for m in BLOCK.finditer(page)
+    ]
 
 
 def run(path: Path) -> int:

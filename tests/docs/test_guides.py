@@ -61,7 +61,9 @@ def without_code(text: str) -> str:
 
 def anchors_of(page: Path) -> set[str]:
     """What a heading is called in an address, as GitHub does it."""
-    headings = HEADING.findall(re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL))
+    headings = HEADING.findall(
+        re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}  # fmt: skip
 
 
