@@ -26,7 +26,7 @@ def test_what_a_page_shows_happens(page):
     environment = {name: value for name, value in os.environ.items() if name != "TILESTACK_BACKEND"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("run_page.py")), str(page)],
-        env=environment | {"TRITON_INTERPRET": "1"},
+        env=environment | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},  # the same everywhere
         capture_output=True,
         text=True,
     )
