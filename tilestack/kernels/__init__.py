@@ -1,8 +1,5 @@
 """How operators run fast. Importing this package registers every kernel; `tilestack.ops` does so when first asked."""
 
-from tilestack.kernels import aten, elementwise, matmul, norm, softmax
-from tilestack.tuning import preferences
+from tilestack.kernels import aten, elementwise, matmul, norm, random, softmax
 
-__all__ = ["aten", "elementwise", "matmul", "norm", "softmax"]
-
-preferences.install()
+__all__ = ["aten", "elementwise", "matmul", "norm", "random", "softmax"]

@@ -5,6 +5,7 @@ from tilestack.ops.contract import AUTOGRAD, Case, Cost, Implementation, Operato
 from tilestack.ops.elementwise import add, axpy, gelu, relu, silu
 from tilestack.ops.matmul import linear
 from tilestack.ops.norm import layer_norm, rms_norm
+from tilestack.ops.random import dropout
 from tilestack.ops.registry import operator_named, operators
 from tilestack.ops.softmax import softmax
 
@@ -19,6 +20,7 @@ __all__ = [
     "axpy",
     "backend",
     "configure_backend",
+    "dropout",
     "gelu",
     "implements",
     "layer_norm",
