@@ -9,6 +9,7 @@ from tilestack.ops.norm import layer_norm, rms_norm
 from tilestack.ops.random import dropout
 from tilestack.ops.registry import operator_named, operators
 from tilestack.ops.rope import qk_norm_rope, rope
+from tilestack.ops.sampling import argmax, sample, topk
 from tilestack.ops.softmax import softmax
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Implementation",
     "Operator",
     "add",
+    "argmax",
     "axpy",
     "backend",
     "configure_backend",
@@ -36,6 +38,8 @@ __all__ = [
     "relu",
     "rms_norm",
     "rope",
+    "sample",
     "silu",
     "softmax",
+    "topk",
 ]
