@@ -20,6 +20,7 @@ from tilestack.kernels.launch import accumulator, launch
 from tilestack.ops import implements
 
 TILE = 32  # sorted tokens summed together
+LINES = 4  # of them loaded together
 WIDEST = 1024  # columns of a program
 TOKENS = 8  # rows of a gathering program
 
@@ -39,25 +40,31 @@ def embedding_fwd_kernel(
 
 
 @triton.jit
-def sum_tokens(grad_ptr, order_ptr, start, end, column, width, grad_stride, ACC: tl.constexpr, TILE: tl.constexpr):
-    """Sum of the gradients of the sorted tokens start … end - 1, at most TILE."""
-    place = start + tl.arange(0, TILE)[:, None]
-    token = tl.load(order_ptr + place, mask=place < end, other=0)
-    inside = (place < end) & (column < width)
-    return tl.sum(tl.load(grad_ptr + token * grad_stride + column, mask=inside, other=0).to(ACC), 0, keep_dims=True)
+def sum_tokens(
+    grad_ptr, order_ptr, start, end, column, width, grad_stride,
+    ACC: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Sum of the gradients of the sorted tokens start … end - 1."""
+    total = tl.zeros([LINES, COLS], ACC)
+    for line in range(start, end, LINES):
+        place = line + tl.arange(0, LINES)[:, None]
+        token = tl.load(order_ptr + place, mask=place < end, other=0)
+        inside = (place < end) & (column < width)
+        total += tl.load(grad_ptr + token * grad_stride + column, mask=inside, other=0).to(ACC)
+    return tl.sum(total, 0, keep_dims=True)
 
 
 @triton.jit
 def embedding_tiles_kernel(
     grad_ptr, sorted_ptr, order_ptr, sums_ptr,
     width, grad_stride,
-    ACC: tl.constexpr, TILE: tl.constexpr, COLS: tl.constexpr,
+    ACC: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """sums[tile] of the whole tiles that lie within one run; the other lines stay unwritten and unread."""
     start = tl.program_id(0).to(tl.int64) * TILE
     column = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
     if tl.load(sorted_ptr + start) == tl.load(sorted_ptr + start + TILE - 1):
-        total = sum_tokens(grad_ptr, order_ptr, start, start + TILE, column, width, grad_stride, ACC, TILE)
+        total = sum_tokens(grad_ptr, order_ptr, start, start + TILE, column, width, grad_stride, ACC, LINES, COLS)
         tl.store(sums_ptr + tl.program_id(0).to(tl.int64) * width + column, total, mask=column < width)
 
 
@@ -65,28 +72,24 @@ def embedding_tiles_kernel(
 def embedding_bwd_kernel(
     grad_ptr, bounds_ptr, order_ptr, sums_ptr, dweight_ptr,
     width, grad_stride, padding,
-    ACC: tl.constexpr, TILE: tl.constexpr, COLS: tl.constexpr,
+    ACC: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
     start = tl.load(bounds_ptr + row)
     end = tl.where(row == padding, start, tl.load(bounds_ptr + row + 1))
-    total = tl.zeros([1, COLS], ACC)
-    if start < end:
-        first = tl.cdiv(start, TILE)  # whole tiles of this run: first … last - 1
-        last = end // TILE
-        if first >= last:
-            total += sum_tokens(
-                grad_ptr, order_ptr, start, tl.minimum(end, start + TILE), column, width, grad_stride, ACC, TILE
-            )
-            total += sum_tokens(grad_ptr, order_ptr, start + TILE, end, column, width, grad_stride, ACC, TILE)
-        else:
-            total += sum_tokens(grad_ptr, order_ptr, start, first * TILE, column, width, grad_stride, ACC, TILE)
-            for tile in range(first, last, TILE):
-                line = tile + tl.arange(0, TILE)[:, None]
-                inside = (line < last) & (column < width)
-                total += tl.sum(tl.load(sums_ptr + line * width + column, mask=inside, other=0), 0, keep_dims=True)
-            total += sum_tokens(grad_ptr, order_ptr, last * TILE, end, column, width, grad_stride, ACC, TILE)
+    # Whole tiles of this run, first … last - 1; without any, all of the run is before them.
+    first = tl.cdiv(start, TILE)
+    last = tl.maximum(end // TILE, first)
+    before = tl.where(first < last, first * TILE, end)
+    total = sum_tokens(grad_ptr, order_ptr, start, before, column, width, grad_stride, ACC, LINES, COLS)
+    if first < last:
+        sums = tl.zeros([LINES, COLS], ACC)
+        for tile in range(first, last, LINES):
+            line = tile + tl.arange(0, LINES)[:, None]
+            sums += tl.load(sums_ptr + line * width + column, mask=(line < last) & (column < width), other=0)
+        total += tl.sum(sums, 0, keep_dims=True)
+        total += sum_tokens(grad_ptr, order_ptr, last * TILE, end, column, width, grad_stride, ACC, LINES, COLS)
     tl.store(dweight_ptr + row * width + column, total.to(dweight_ptr.dtype.element_ty), mask=column < width)
 
 
@@ -108,7 +111,7 @@ def embedding_backward(grad: Tensor, ids: Tensor, weight: Tensor, padding_idx: i
     scratch = torch.float64 if weight.dtype == torch.float64 else torch.float32
     sums = torch.empty((tiles, width), dtype=scratch, device=grad.device)
     dweight = torch.empty((vocabulary, width), dtype=weight.dtype, device=grad.device)
-    constants = dict(ACC=acc, TILE=TILE, COLS=columns, num_warps=4)
+    constants = dict(ACC=acc, TILE=TILE, LINES=LINES, COLS=columns, num_warps=4)
     launch(
         embedding_tiles_kernel, (tiles, across), arriving, ordered, order, sums, width, arriving.stride(0), **constants
     )

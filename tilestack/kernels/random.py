@@ -25,9 +25,10 @@ def random_words(seed, counter):
 
 
 @triton.jit
-def drop(x_ptr, out_ptr, word, offsets, n, below):
+def drop(x_ptr, out_ptr, word, start, n, below, SLAB: tl.constexpr):
     """One slab: keep what its word does not drop. The scale is exact: words that keep are counted, not estimated."""
-    whole = tl.max(offsets, 0) < n
+    offsets = start + tl.arange(0, SLAB)
+    whole = start + SLAB <= n
     x = wide(load(x_ptr, offsets, whole, n))
     scale = 4294967296.0 / (4294967296 - tl.cast(below, tl.int64)).to(x.dtype)
     kept = tl.where(word >= tl.cast(below, tl.uint32), x * scale, 0.0)
@@ -36,14 +37,10 @@ def drop(x_ptr, out_ptr, word, offsets, n, below):
 
 @triton.jit
 def dropout_kernel(x_ptr, out_ptr, seed_ptr, n, below, SLAB: tl.constexpr):
-    slabs = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, SLAB)
-    first, second, third, fourth = random_words(tl.load(seed_ptr), slabs * SLAB + lane)
-    offsets = slabs * (4 * SLAB) + lane
-    drop(x_ptr, out_ptr, first, offsets, n, below)
-    drop(x_ptr, out_ptr, second, offsets + SLAB, n, below)
-    drop(x_ptr, out_ptr, third, offsets + 2 * SLAB, n, below)
-    drop(x_ptr, out_ptr, fourth, offsets + 3 * SLAB, n, below)
+    program = tl.program_id(0).to(tl.int64)
+    words = random_words(tl.load(seed_ptr), program * SLAB + tl.arange(0, SLAB))
+    for slab in tl.static_range(4):
+        drop(x_ptr, out_ptr, words[slab], (program * 4 + slab) * SLAB, n, below, SLAB)
 
 
 def dropout_backward(grad: Tensor, seed: Tensor, p: float) -> tuple[Tensor, None]:

@@ -43,7 +43,9 @@ def key_of(x, SHIFT: tl.constexpr):
 @triton.jit
 def load_span(logits_ptr, row, span, vocabulary, stride, SPAN: tl.constexpr):
     token = span * SPAN + tl.arange(0, SPAN)
-    return token, tl.load(logits_ptr + row * stride + token, mask=token < vocabulary, other=-float("inf")).to(tl.float32)
+    return token, tl.load(logits_ptr + row * stride + token, mask=token < vocabulary, other=-float("inf")).to(
+        tl.float32
+    )
 
 
 @triton.jit
@@ -100,11 +102,11 @@ def survey_kernel(
 
 @triton.jit
 def bound_kernel(
-    maxima_ptr, sums_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, low_ptr, stats_ptr,
+    maxima_ptr, sums_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, keys_ptr, stats_ptr,
     vocabulary, spans,
     SHIFT: tl.constexpr, GROUPS: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """low [rows]: the key that a token needs; stats [rows, 2]: the largest logit, Σ exp((x - it) / temperature)."""
+    """keys [rows, 2]: what a token needs, and the highest; stats [rows, 2]: the largest logit, Σ exp((x - it) / temperature)."""
     row = tl.program_id(0).to(tl.int64)
     span = tl.arange(0, SPANS)
     tops = tl.load(sums_ptr + (row * spans + span) * 2, mask=span < spans, other=-float("inf"))
@@ -115,7 +117,9 @@ def bound_kernel(
     tl.store(stats_ptr + row * 2 + 1, tl.sum(sums * tl.exp(likelihood_of(tops, top, temperature)), 0))
 
     group = tl.arange(0, SPANS * GROUPS)
-    maxima = tl.load(maxima_ptr + row * spans * GROUPS + group, mask=group < spans * GROUPS, other=-2147483648).to(tl.int64)
+    maxima = tl.load(maxima_ptr + row * spans * GROUPS + group, mask=group < spans * GROUPS, other=-2147483648).to(
+        tl.int64
+    )
     highest = tl.max(maxima, 0)
     low = tl.full([], -2147483648, tl.int64)
     if (k > 0) & (k <= spans * GROUPS):
@@ -131,7 +135,8 @@ def bound_kernel(
     if share > 0:
         low = tl.maximum(low, key_of(top + temperature * (tl.log(tl.minimum(share, 1.0)) - 0.001), SHIFT))
     low = tl.where(temperature <= 0, highest, low)
-    tl.store(low_ptr + row, tl.minimum(low, highest))
+    tl.store(keys_ptr + row * 2, tl.minimum(low, highest))
+    tl.store(keys_ptr + row * 2 + 1, highest)
 
 
 @triton.jit
@@ -142,17 +147,28 @@ def better(score, token, best, winner):
 
 
 @triton.jit
-def slab_winner(x, token, word, top, temperature, min_p, best, winner):
-    scaled = likelihood_of(x, top, temperature)
-    kept = (tl.exp(scaled) >= min_p) | (x == top)
-    score = tl.where(kept, scaled - tl.log(exponential(word)), -float("inf"))
-    highest, at = tl.max(score, 0, return_indices=True)
-    return better(highest, token + at, best, winner)
+def span_winner(
+    row_ptr, seed, span, vocabulary, top, temperature, min_p, SLAB: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """The best score of a span and its token where min_p is the only filter."""
+    lane = tl.arange(0, SLAB)
+    words = random_words(seed, span.to(tl.int64) * SLAB + lane)
+    best = tl.full([], -float("inf"), tl.float32)
+    winner = span * SPAN
+    for slab in tl.static_range(4):
+        token = span * SPAN + slab * SLAB + lane
+        x = tl.load(row_ptr + token, mask=token < vocabulary, other=-float("inf")).to(tl.float32)
+        scaled = likelihood_of(x, top, temperature)
+        kept = (tl.exp(scaled) >= min_p) | (x == top)
+        score = tl.where(kept, scaled - tl.log(exponential(words[slab])), -float("inf"))
+        highest, at = tl.max(score, 0, return_indices=True)
+        best, winner = better(highest, span * SPAN + slab * SLAB + at, best, winner)
+    return best, winner
 
 
 @triton.jit
 def gather_kernel(
-    logits_ptr, seeds_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, low_ptr, stats_ptr,
+    logits_ptr, seeds_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, keys_ptr, stats_ptr,
     values_ptr, tokens_ptr, counts_ptr, scores_ptr,
     vocabulary, stride,
     SHIFT: tl.constexpr, SLAB: tl.constexpr, SPAN: tl.constexpr,
@@ -166,22 +182,16 @@ def gather_kernel(
     temperature, k, p = settings_of(temperature_ptr, top_k_ptr, top_p_ptr, row, vocabulary)
     if (k > 0) | (p < 1) | (temperature <= 0):
         token, x = load_span(logits_ptr, row, span, vocabulary, stride, SPAN)
-        found = (key_of(x, SHIFT) >= tl.load(low_ptr + row)) & (token < vocabulary)
+        found = (key_of(x, SHIFT) >= tl.load(keys_ptr + row * 2)) & (token < vocabulary)
         slot = tl.cumsum(found.to(tl.int32), 0) - 1
         tl.store(values_ptr + slot, x, mask=found)
         tl.store(tokens_ptr + slot, token, mask=found)
         tl.store(counts_ptr + place, tl.sum(found.to(tl.int32), 0))
     else:
-        top = tl.load(stats_ptr + row * 2)
-        min_p = tl.load(min_p_ptr + row).to(tl.float32)
-        lane = tl.arange(0, SLAB)
-        words = random_words(tl.load(seeds_ptr + row), span.to(tl.int64) * SLAB + lane)
-        best = -float("inf")
-        winner = span * SPAN
-        for slab in tl.static_range(4):
-            token = span * SPAN + slab * SLAB
-            x = tl.load(logits_ptr + row * stride + token + lane, mask=token + lane < vocabulary, other=-float("inf"))
-            best, winner = slab_winner(x.to(tl.float32), token, words[slab], top, temperature, min_p, best, winner)
+        best, winner = span_winner(
+            logits_ptr + row * stride, tl.load(seeds_ptr + row), span, vocabulary, tl.load(stats_ptr + row * 2),
+            temperature, tl.load(min_p_ptr + row).to(tl.float32), SLAB, SPAN,
+        )  # fmt: skip
         tl.store(tokens_ptr, winner)
         tl.store(scores_ptr + place, best)
 
@@ -198,7 +208,7 @@ def pack_row(
         lane = start + tl.arange(0, TILE)
         source = tl.zeros([TILE], tl.int32)
         end = 0
-        for each in range(0, spans):
+        for each in range(spans):
             count = tl.load(counts_ptr + row * spans + each)
             source = tl.where((lane >= end) & (lane < end + count), each * SPAN + lane - end, source)
             end += count
@@ -210,30 +220,25 @@ def pack_row(
 
 
 @triton.jit
-def load_candidates(values_ptr, start, total, TILE: tl.constexpr):
-    lane = start + tl.arange(0, TILE)
-    return lane, lane < total, tl.load(values_ptr + lane, mask=lane < total, other=-float("inf"))
-
-
-@triton.jit
 def count_above(values_ptr, total, key, SHIFT: tl.constexpr, TILE: tl.constexpr):
     """How many candidates have at least this key."""
-    count = tl.zeros([], tl.int32)
+    count = tl.zeros([TILE], tl.int32)
     for start in range(0, total, TILE):
-        _, inside, x = load_candidates(values_ptr, start, total, TILE)
-        count += tl.sum((inside & (key_of(x, SHIFT) >= key)).to(tl.int32), 0)
-    return count
+        lane = start + tl.arange(0, TILE)
+        x = tl.load(values_ptr + lane, mask=lane < total, other=-float("inf"))
+        count += ((lane < total) & (key_of(x, SHIFT) >= key)).to(tl.int32)
+    return tl.sum(count, 0)
 
 
 @triton.jit
 def mass_above(values_ptr, total, key, top, temperature, SHIFT: tl.constexpr, TILE: tl.constexpr):
     """Σ exp((x - top) / temperature) of the candidates with at least this key."""
-    mass = tl.zeros([], tl.float32)
+    mass = tl.zeros([TILE], tl.float32)
     for start in range(0, total, TILE):
-        _, inside, x = load_candidates(values_ptr, start, total, TILE)
-        likely = tl.exp(likelihood_of(x, top, temperature))
-        mass += tl.sum(tl.where(inside & (key_of(x, SHIFT) >= key), likely, 0.0), 0)
-    return mass
+        lane = start + tl.arange(0, TILE)
+        x = tl.load(values_ptr + lane, mask=lane < total, other=-float("inf"))
+        mass += tl.where(key_of(x, SHIFT) >= key, tl.exp((x - top) / temperature), 0.0)
+    return tl.sum(mass, 0)
 
 
 @triton.jit
@@ -250,7 +255,7 @@ def kth_key(values_ptr, total, k, low, high, SHIFT: tl.constexpr, TILE: tl.const
 
 @triton.jit
 def decide_kernel(
-    seeds_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, low_ptr, stats_ptr,
+    seeds_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, keys_ptr, stats_ptr,
     values_ptr, tokens_ptr, counts_ptr, scores_ptr, packed_values_ptr, packed_tokens_ptr, out_ptr,
     vocabulary, spans,
     SHIFT: tl.constexpr, SLAB: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, SPANS: tl.constexpr,
@@ -266,13 +271,14 @@ def decide_kernel(
             )
             packed_values_ptr += row * spans * SPAN
             packed_tokens_ptr += row * spans * SPAN
-            least = tl.load(low_ptr + row)
+            least = tl.load(keys_ptr + row * 2)
+            highest = tl.load(keys_ptr + row * 2 + 1)
             mass = tl.load(stats_ptr + row * 2 + 1)
             if (k > 0) & (temperature > 0):
-                least = kth_key(packed_values_ptr, total, k, least, key_of(top, SHIFT), SHIFT, TILE)
+                least = kth_key(packed_values_ptr, total, k, least, highest, SHIFT, TILE)
                 mass = mass_above(packed_values_ptr, total, least, top, temperature, SHIFT, TILE)
             if (p < 1) & (temperature > 0):
-                high = key_of(top, SHIFT)
+                high = highest
                 while least < high:  # the smallest key with less than p of the mass strictly above it
                     middle = (least + high) >> 1
                     if mass_above(packed_values_ptr, total, middle + 1, top, temperature, SHIFT, TILE) < p * mass:
@@ -282,14 +288,16 @@ def decide_kernel(
             min_p = tl.load(min_p_ptr + row).to(tl.float32)
             best = tl.full([], -float("inf"), tl.float32)
             for start in range(0, total, TILE):
-                lane, inside, x = load_candidates(packed_values_ptr, start, total, TILE)
+                lane = start + tl.arange(0, TILE)
+                inside = lane < total
+                x = tl.load(packed_values_ptr + lane, mask=inside, other=-float("inf"))
                 token = tl.load(packed_tokens_ptr + lane, mask=inside, other=0)
                 scaled = likelihood_of(x, top, temperature)
                 kept = inside & (key_of(x, SHIFT) >= least) & ((tl.exp(scaled) >= min_p) | (x == top))
                 score = scaled - tl.log(exponential(word_of(tl.load(seeds_ptr + row), token.to(tl.int64), SLAB)))
                 score = tl.where(kept, tl.where(temperature > 0, score, 0.0), -float("inf"))
-                highest, at = tl.max(score, 0, return_indices=True)
-                best, winner = better(highest, tl.load(packed_tokens_ptr + start + at), best, winner)
+                largest, at = tl.max(score, 0, return_indices=True)
+                best, winner = better(largest, tl.load(packed_tokens_ptr + start + at), best, winner)
         else:
             span = tl.arange(0, SPANS)
             scores = tl.load(scores_ptr + row * spans + span, mask=span < spans, other=-float("inf"))
@@ -300,7 +308,7 @@ def decide_kernel(
 
 @triton.jit
 def largest_kernel(
-    low_ptr, values_ptr, tokens_ptr, counts_ptr, packed_values_ptr, packed_tokens_ptr, chosen_ptr,
+    keys_ptr, values_ptr, tokens_ptr, counts_ptr, packed_values_ptr, packed_tokens_ptr, chosen_ptr,
     out_values_ptr, out_indices_ptr,
     k, spans,
     SHIFT: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, SPANS: tl.constexpr, K: tl.constexpr,
@@ -313,11 +321,15 @@ def largest_kernel(
     packed_values_ptr += row * spans * SPAN
     packed_tokens_ptr += row * spans * SPAN
     chosen_ptr += row * k
-    kth = kth_key(packed_values_ptr, total, k, tl.load(low_ptr + row), tl.full([], 2147483647 >> SHIFT, tl.int64), SHIFT, TILE)
+    kth = kth_key(
+        packed_values_ptr, total, k, tl.load(keys_ptr + row * 2), tl.load(keys_ptr + row * 2 + 1), SHIFT, TILE
+    )
     above = tl.zeros([], tl.int32)
     equal = count_above(packed_values_ptr, total, kth + 1, SHIFT, TILE)
     for start in range(0, total, TILE):
-        lane, inside, x = load_candidates(packed_values_ptr, start, total, TILE)
+        lane = start + tl.arange(0, TILE)
+        inside = lane < total
+        x = tl.load(packed_values_ptr + lane, mask=inside, other=-float("inf"))
         key = key_of(x, SHIFT)
         higher = (inside & (key > kth)).to(tl.int32)
         same = (inside & (key == kth)).to(tl.int32)
@@ -382,7 +394,7 @@ class Candidates:
         self.constants = constants | dict(TILE=TILE, SPANS=power)
         new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=logits.device)
         maxima, sums = new(rows, self.spans * GROUPS, dtype=torch.int32), new(rows, self.spans, 2)
-        self.low, self.stats = new(rows, dtype=torch.int64), new(rows, 2)
+        self.keys, self.stats = new(rows, 2, dtype=torch.int64), new(rows, 2)
         self.counts, self.scores = new(rows, self.spans, dtype=torch.int32), new(rows, self.spans)
         self.values, self.packed_values = new(2, rows, self.spans * SPAN)
         self.tokens, self.packed_tokens = new(2, rows, self.spans * SPAN, dtype=torch.int32)
@@ -391,11 +403,11 @@ class Candidates:
             **constants, GROUPS=GROUPS, num_warps=4,
         )  # fmt: skip
         launch(
-            bound_kernel, (rows,), maxima, sums, *settings, self.low, self.stats, vocabulary, self.spans,
+            bound_kernel, (rows,), maxima, sums, *settings, self.keys, self.stats, vocabulary, self.spans,
             SHIFT=constants["SHIFT"], GROUPS=GROUPS, SPANS=power, num_warps=4,
         )  # fmt: skip
         launch(
-            gather_kernel, (rows, self.spans), logits, seeds, *settings, self.low, self.stats,
+            gather_kernel, (rows, self.spans), logits, seeds, *settings, self.keys, self.stats,
             self.values, self.tokens, self.counts, self.scores, vocabulary, logits.stride(0),
             **constants, SLAB=SLAB, num_warps=4,
         )  # fmt: skip
@@ -411,7 +423,7 @@ def topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values = torch.empty(shape, dtype=logits.dtype, device=logits.device)
     indices = torch.empty(shape, dtype=torch.int64, device=logits.device)
     launch(
-        largest_kernel, (rows,), found.low, found.values, found.tokens, found.counts, found.packed_values,
+        largest_kernel, (rows,), found.keys, found.values, found.tokens, found.counts, found.packed_values,
         found.packed_tokens, torch.empty_like(indices), values, indices, k, found.spans,
         **found.constants, K=triton.next_power_of_2(k), num_warps=8,
     )  # fmt: skip
@@ -426,7 +438,7 @@ def sample(logits: Tensor, seeds: Tensor, temperature: Tensor, top_k: Tensor, to
     found = Candidates(source, seeds, *settings)
     out = torch.empty((rows,), dtype=torch.int64, device=logits.device)
     launch(
-        decide_kernel, (rows,), seeds, *settings, found.low, found.stats, found.values, found.tokens, found.counts,
+        decide_kernel, (rows,), seeds, *settings, found.keys, found.stats, found.values, found.tokens, found.counts,
         found.scores, found.packed_values, found.packed_tokens, out, vocabulary, found.spans,
         **found.constants, SLAB=SLAB, num_warps=8,
     )  # fmt: skip

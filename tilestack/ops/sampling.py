@@ -49,7 +49,7 @@ def topk_takes(logits: Tensor, k: int) -> bool | str:
 @operator(
     cases=cases(
         lambda make, *size: dict(logits=make.normal(*size[:-1], scale=3), k=size[-1]),
-        check=[(1, 1, 1), (3, 33, 4), (2, 128, 128), (2, 3, 1000, 7), (2, 9000, 200), (0, 16, 2)],
+        check=[(1, 1, 1), (2, 33, 4), (1, 128, 128), (2, 1, 1000, 7), (1, 5000, 40), (0, 16, 2)],
         bench=[(*size, 50) for size in BENCHES],
     ),
     check=topk_takes,
@@ -111,9 +111,9 @@ def sample_takes(
     cases=cases(
         sample_case,
         check=[
-            *((3, 40, kind) for kind in ("none", "all", "greedy", "topk", "topp", "minp")),
-            (4, 5000, "mixed"),
-            (3, 9000, "none"),
+            *((2, 40, kind) for kind in ("none", "all", "greedy", "topk", "topp", "minp")),
+            (2, 5000, "mixed"),
+            (2, 9000, "none"),
             (1, 1, "all"),
             (0, 16, "all"),
         ],
@@ -122,9 +122,7 @@ def sample_takes(
     cost=lambda logits: Cost(flops=4 * logits.numel()),
     check=sample_takes,
 )
-def sample(
-    logits: Tensor, seeds: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> Tensor:
+def sample(logits: Tensor, seeds: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """One token per row, drawn from softmax(logits / temperature) after the row's filters; temperature 0 is argmax.
 
     top_k keeps the k largest logits (0 for all); top_p the most likely of those until their share of the kept mass
@@ -132,7 +130,7 @@ def sample(
     or go together, and the likeliest always stays. A row whose largest logit is not finite gives -1.
     """
     x = wide(logits)
-    rows, vocabulary = x.shape
+    vocabulary = x.shape[1]
     setting = lambda value: value.to(x.dtype)[:, None]
     top = torch.where(x.isnan(), math.inf, x).amax(1, keepdim=True)
     greedy = setting(temperature) <= 0
