@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels.launch import accumulator, launch, programs_that_fit
-from tilestack.kernels.norm import column_sum_kernel
+from tilestack.kernels.columns import sum_columns
+from tilestack.kernels.launch import accumulator, launch, multiprocessors
 from tilestack.ops import implements
 
 ELEMENTS = 2048  # of a block of heads
@@ -331,7 +331,9 @@ def qk_norm_rope_backward(
     positions, positions_stride = positions_of(positions)
     dq, dk = fresh(q, k)
     constants = block_of_heads(q, k, pairs, interleaved)
-    programs = min(max(tokens * triton.cdiv(max(q_heads, k_heads), constants["HEADS"]), 1), programs_that_fit(q) * 4)
+    programs = min(
+        max(tokens * triton.cdiv(max(q_heads, k_heads), constants["HEADS"]), 1), multiprocessors(q.device) * 4
+    )
     scratch = torch.float64 if q.dtype == torch.float64 else torch.float32
     partial = torch.empty((2, programs, head_dim), dtype=scratch, device=q.device)
     launch(
@@ -341,11 +343,7 @@ def qk_norm_rope_backward(
         *q_grad.stride()[:3], *k_grad.stride()[:3], *q.stride()[:3], *k.stride()[:3], float(eps),
         HAS_POSITIONS=positions is not None, **constants, num_warps=4,
     )  # fmt: skip
-    summed = torch.empty((2, head_dim), dtype=q_weight.dtype, device=q.device)
-    launch(
-        column_sum_kernel, (triton.cdiv(head_dim, 32), 2), partial, summed, programs, head_dim,
-        LINES=32, COLS=32, num_warps=4,
-    )  # fmt: skip
+    summed = sum_columns(partial, q_weight.dtype)
     return dq, dk, summed[0], summed[1], None, None, None
 
 
