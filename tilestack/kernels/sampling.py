@@ -121,7 +121,7 @@ def bound_kernel(
         tl.int64
     )
     highest = tl.max(maxima, 0)
-    low = tl.full([], -2147483648, tl.int64)
+    low = tl.full([], -2147483648 >> SHIFT, tl.int64)
     if (k > 0) & (k <= spans * GROUPS):
         high = highest
         while low < high:
