@@ -10,6 +10,7 @@ The reference is off from the truth by what the dtype costs. A result may be off
 last place of its row's largest element: |result - truth| ≤ 2 · max|reference - truth| + ulp(row), and the same for the
 root mean square, so that a kernel that is a little wrong everywhere is caught as surely as one that is very wrong
 somewhere. In float64 the definition is its own truth, and a result must have half of the digits right.
+Integers are right when they equal the reference.
 """
 
 import math
@@ -51,6 +52,11 @@ def judge(result: Tensor, reference: Tensor, truth: Tensor, own: tuple[float, fl
         return Verdict(math.inf, 0.0, f"shape {tuple(result.shape)} instead of {tuple(reference.shape)}")
     if result.dtype != reference.dtype:
         return Verdict(math.inf, 0.0, f"dtype {result.dtype} instead of {reference.dtype}")
+    if not result.is_floating_point():
+        wrong = result != reference
+        if not bool(wrong.any()):
+            return Verdict(0.0, 0.0)
+        return Verdict(math.inf, 0.0, f"{int(wrong.sum())} of {wrong.numel()} differ, first at {_first(wrong)}")
     for kind, test in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
         wrong = test(result) != test(reference)
         if bool(wrong.any()):

@@ -3,46 +3,15 @@
 from tilestack.ops.backends import BackendError, backend, configure_backend, register_backend
 from tilestack.ops.contract import AUTOGRAD, Ahead, Case, Cost, Implementation, Operator, implements, operator
 from tilestack.ops.elementwise import add, axpy, gelu, relu, silu
+from tilestack.ops.lookup import embedding
 from tilestack.ops.loss import cross_entropy, linear_cross_entropy
 from tilestack.ops.matmul import linear
 from tilestack.ops.memory import copy, gather_rows, permute, reduce_sum, scatter_rows, strided_copy, transpose
 from tilestack.ops.norm import layer_norm, rms_norm
+from tilestack.ops.random import dropout
 from tilestack.ops.registry import operator_named, operators
+from tilestack.ops.rope import qk_norm_rope, rope
+from tilestack.ops.sampling import argmax, sample, topk
 from tilestack.ops.softmax import log_softmax, logsumexp, softmax
 
-__all__ = [
-    "AUTOGRAD",
-    "Ahead",
-    "BackendError",
-    "Case",
-    "Cost",
-    "Implementation",
-    "Operator",
-    "add",
-    "axpy",
-    "backend",
-    "configure_backend",
-    "copy",
-    "cross_entropy",
-    "gather_rows",
-    "gelu",
-    "implements",
-    "layer_norm",
-    "linear",
-    "linear_cross_entropy",
-    "log_softmax",
-    "logsumexp",
-    "operator",
-    "operator_named",
-    "operators",
-    "permute",
-    "reduce_sum",
-    "register_backend",
-    "relu",
-    "rms_norm",
-    "scatter_rows",
-    "silu",
-    "softmax",
-    "strided_copy",
-    "transpose",
-]
+__all__ = ["AUTOGRAD", "Ahead", "BackendError", "Case", "Cost", "Implementation", "Operator", "add", "argmax", "axpy", "backend", "configure_backend", "copy", "cross_entropy", "dropout", "embedding", "gather_rows", "gelu", "implements", "layer_norm", "linear", "linear_cross_entropy", "log_softmax", "logsumexp", "operator", "operator_named", "operators", "permute", "qk_norm_rope", "reduce_sum", "register_backend", "relu", "rms_norm", "rope", "sample", "scatter_rows", "silu", "softmax", "strided_copy", "topk", "transpose"]

@@ -1,0 +1,113 @@
+"""Rotary embedding against transformers: the frequencies of every scaling, and the rotation itself."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+
+from tilestack import ops
+from tilestack.kernels.rope import rope_
+from tilestack.ops.rope import frequencies, tables
+
+transformers = pytest.importorskip("transformers", reason="parity with transformers needs tilestack[hf]")
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
+
+HEAD_DIM, BASE, TRAINED = 64, 500000.0, 2048
+SCALINGS = {
+    "linear": dict(rope_type="linear", factor=4.0),
+    "dynamic": dict(rope_type="dynamic", factor=2.0),
+    "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=TRAINED),
+    "yarn with its own ramp": dict(
+        rope_type="yarn", factor=8.0, original_max_position_embeddings=TRAINED, beta_fast=16, beta_slow=2, mscale=0.7,
+        mscale_all_dim=1.2, truncate=False,
+    ),
+    "llama3": dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=TRAINED,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [None, 3 * TRAINED])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_frequencies_are_transformers(name, length):
+    config = transformers.LlamaConfig(
+        hidden_size=4 * HEAD_DIM,
+        num_attention_heads=4,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=TRAINED,
+        rope_parameters=SCALINGS[name] | dict(rope_theta=BASE),
+    )
+    theirs, their_scale = ROPE_INIT_FUNCTIONS[SCALINGS[name]["rope_type"]](config, torch.device("cpu"), seq_len=length)
+    scaling = SCALINGS[name] | dict(max_position_embeddings=TRAINED)
+    ours, scale = frequencies(HEAD_DIM, BASE, scaling, sequence_length=length)
+    # A handful of float32 operations on each side, in another order.
+    torch.testing.assert_close(ours, theirs, rtol=8 * torch.finfo(torch.float32).eps, atol=0)
+    assert scale == pytest.approx(their_scale, rel=1e-12)
+
+
+def test_unknown_scaling_is_named():
+    with pytest.raises(ValueError, match="not 'cubic'"):
+        frequencies(64, scaling=dict(rope_type="cubic"))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_rotation_is_transformers(backend):
+    q, k = torch.randn(2, 7, 4, 16, dtype=torch.float64), torch.randn(2, 7, 2, 16, dtype=torch.float64)
+    positions = torch.randint(20, (2, 7))
+    cos, sin = tables(frequencies(16)[0], 20, dtype=torch.float64)
+    doubled = [torch.cat((table[positions],) * 2, -1) for table in (cos, sin)]
+    theirs = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *doubled)
+    with ops.backend(backend):
+        ours = ops.rope(q, k, cos, sin, positions)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other.transpose(1, 2), rtol=0, atol=8 * torch.finfo(torch.float64).eps)
+
+
+def arguments(interleaved):
+    fused = torch.randn(2, 5, 6, 12)
+    cos, sin = tables(frequencies(8)[0], 9)
+    return fused[:, :, :4], fused[:, :, 4:], cos, sin, torch.randint(9, (2, 5)), interleaved
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_in_place_writes_what_the_operator_returns(backend, interleaved):
+    q, k, *rest = arguments(interleaved)
+    with ops.backend(backend):
+        expected = ops.rope(q, k, *rest)
+        places = q.data_ptr(), k.data_ptr()
+        turned = rope_(q, k, *rest)
+    assert (turned[0].data_ptr(), turned[1].data_ptr()) == places
+    assert torch.equal(q, expected[0])
+    assert torch.equal(k, expected[1])
+
+
+def test_in_place_has_no_gradient():
+    q, k, *rest = arguments(False)
+    with pytest.raises(ValueError, match="no gradient"):
+        rope_(q.clone().requires_grad_(), k, *rest)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_position_outside_the_tables_gives_nan(backend):
+    q, k, cos, sin, positions, _ = arguments(False)
+    positions[0, 2], positions[1, 3] = 9, -1
+    with ops.backend(backend):
+        turned, _ = ops.rope(q, k, cos, sin, positions)
+    outside = (positions < 0) | (positions > 8)
+    assert torch.equal(turned[..., :8].isnan().all(-1).all(-1), outside)
+    assert torch.equal(turned[..., 8:], q[..., 8:])
+
+
+def test_wrong_shapes_are_explained():
+    q, k, cos, sin, positions, _ = arguments(False)
+    with pytest.raises(ValueError, match="differing in heads alone"):
+        ops.rope(q, k[:, :3], cos, sin, positions)
+    with pytest.raises(ValueError, match="at most 6 pairs"):
+        ops.rope(q, k, *tables(frequencies(16)[0], 9), positions)
+    with pytest.raises(ValueError, match="too few for a sequence of 5"):
+        ops.rope(q, k, cos[:3], sin[:3])

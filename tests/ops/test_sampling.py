@@ -1,0 +1,131 @@
+"""Sampling as a distribution: the right frequencies, only allowed tokens, and a row's token whatever its neighbours."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+
+from tilestack import ops
+from tilestack.ops.sampling import exponential
+
+
+def settings(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
+    each = lambda value, dtype=torch.float32: torch.full((rows,), value, dtype=dtype)
+    return dict(
+        seeds=torch.arange(rows) + seed,
+        temperature=each(temperature),
+        top_k=each(top_k, torch.int32),
+        top_p=each(top_p),
+        min_p=each(min_p),
+    )
+
+
+def chi_square_fits(ids, probabilities):
+    """Pearson's statistic of a right sampler has mean m and variance about 2m: five deviations are never seen."""
+    expected = probabilities * len(ids)
+    assert expected[probabilities > 0].min() > 5
+    counts = torch.bincount(ids, minlength=len(probabilities)).double()
+    assert counts[probabilities == 0].sum() == 0
+    seen = probabilities > 0
+    statistic = ((counts - expected)[seen].square() / expected[seen]).sum()
+    freedom = int(seen.sum()) - 1
+    assert statistic <= freedom + 5 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_tokens_come_as_often_as_softmax_says(temperature):
+    logits = torch.randn(30, generator=torch.Generator().manual_seed(0))
+    ids = ops.sample(logits.expand(10000, 30), **settings(10000, temperature))
+    chi_square_fits(ids, torch.softmax(logits.double() / temperature, 0))
+
+
+def test_filters_keep_their_tokens_and_the_proportions_among_them():
+    likely = torch.tensor([0.4, 0.2, 0.15, 0.1, 0.1, 0.05])
+    for filters, kept in (
+        (dict(top_k=3), 3),
+        (dict(top_p=0.7), 3),
+        (dict(min_p=0.3), 3),
+        (dict(top_k=4), 5),  # the fourth and fifth are equal
+        (dict(top_k=3, top_p=0.75), 2),  # two are 0.6 of all, but 0.8 of what top_k left
+        (dict(top_p=0.0), 1),
+    ):
+        probabilities = torch.where(torch.arange(6) < kept, likely, 0).double()
+        ids = ops.sample(likely.log().expand(2000, 6), **settings(2000, **filters))
+        chi_square_fits(ids, probabilities / probabilities.sum())
+
+
+def test_noise_is_fine_where_the_race_is_won():
+    """Tokens win with small exponentials: there words that float32 tells apart give others, right to a few units in the last place."""
+    words = torch.tensor([0, 1, 2, 1000, 10**6, 42949600, 42949900, 2**30])
+    drawn = exponential(words, torch.float32)
+    truth = -torch.log1p(-(words.double() + 0.5) * 2.0**-32)
+    unit = torch.finfo(torch.float32).eps
+    # 1 - u is rounded to half a unit of 1, which counts 1 / E times where the series ends at E = 0.01.
+    torch.testing.assert_close(drawn.double(), truth, rtol=unit / 2 / 0.01 + 4 * unit, atol=0)
+    assert (drawn.diff() > 0).all()
+    assert exponential(torch.tensor([2**32 - 1]), torch.float32).isfinite()
+
+
+@pytest.mark.parametrize("filters", [{}, dict(top_k=7), dict(top_p=0.8), dict(top_k=7, top_p=0.8, min_p=0.05)])
+def test_a_row_gives_its_token_whatever_the_batch(filters):
+    logits, chosen = torch.randn(3, 4500) * 3, settings(3, 0.9, **filters)
+    with ops.backend("triton"):
+        together = ops.sample(logits, **chosen)
+        alone = [ops.sample(logits[i : i + 1], **{name: v[i : i + 1] for name, v in chosen.items()}) for i in range(3)]
+    assert torch.equal(together, torch.cat(alone))
+    assert torch.equal(together, ops.sample.definition(logits, **chosen))
+
+
+@pytest.mark.parametrize("filters", [dict(top_k=5), dict(top_p=0.5), dict(top_k=5000, top_p=0.999), dict(top_k=3000)])
+def test_logits_that_defeat_the_bound(filters):
+    """All equal, or so nearly that thousands are candidates: more than a tile of them."""
+    for logits in (torch.zeros(1, 5000), torch.arange(5000)[None] * 1e-4):
+        with ops.backend("triton"):
+            assert torch.equal(
+                ops.sample(logits, **settings(1, **filters)), ops.sample.definition(logits, **settings(1, **filters))
+            )
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_rows_without_a_finite_largest_give_minus_one(backend):
+    logits = torch.randn(4, 10)
+    logits[0, 3], logits[1, 4], logits[2] = torch.nan, torch.inf, -torch.inf
+    for filters in ({}, dict(top_k=2), dict(temperature=0.0)):
+        with ops.backend(backend):
+            ids = ops.sample(logits, **settings(4, **filters))
+        assert ids[:3].tolist() == [-1, -1, -1]
+        assert 0 <= ids[3] < 10
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_masked_tokens_are_never_drawn(backend):
+    logits = torch.full((8, 40), -torch.inf)
+    logits[:, 11] = logits[:, 35] = 0
+    with ops.backend(backend):
+        ids = ops.sample(logits, **settings(8))
+    assert set(ids.tolist()) <= {11, 35}
+
+
+def test_first_of_equals_and_nan_largest():
+    logits = torch.tensor([[1.0, 5, 5, 2], [-0.0, 0, -1, -2], [3, torch.nan, torch.inf, 1]])
+    with ops.backend("triton"):
+        assert ops.argmax(logits).tolist() == [1, 0, 1]
+        values, indices = ops.topk(logits, 3)
+    assert indices.tolist() == [[1, 2, 3], [0, 1, 2], [1, 2, 0]]
+    assert torch.equal(values.nan_to_num(9), logits.gather(1, indices).nan_to_num(9))
+
+
+def test_topk_of_equals_beyond_a_tile():
+    with ops.backend("triton"):
+        assert ops.topk(torch.zeros(1, 4200), 5)[1].tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_gradients_are_refused_and_mistakes_explained():
+    with ops.backend("triton"), pytest.raises(ops.BackendError, match="no backward"):
+        ops.topk(torch.randn(2, 9, requires_grad=True), 2)
+    with pytest.raises(ValueError, match="between 1 and 9"):
+        ops.topk(torch.randn(2, 9), 10)
+    with pytest.raises(ValueError, match="one value per row"):
+        ops.sample(torch.randn(3, 9), **settings(2))

@@ -1,0 +1,64 @@
+"""Rows of a table by number: the embedding, and how every look-up treats a number that the table does not have."""
+
+import torch
+from torch import Tensor
+
+from tilestack.ops.cases import cases
+from tilestack.ops.contract import Cost, operator
+
+
+def rows_or_nan(table: Tensor, ids: Tensor) -> Tensor:
+    """table[ids], with a row of NaN for a number outside the table: seen in the result, with no read out of bounds."""
+    if table.shape[0] == 0:
+        return table.new_full((*ids.shape, *table.shape[1:]), torch.nan)
+    known = (ids >= 0) & (ids < table.shape[0])
+    return torch.where(known[..., None], table[torch.where(known, ids, 0)], torch.nan)
+
+
+def embedding_takes(ids: Tensor, weight: Tensor, padding_idx: int | None) -> bool | str:
+    if ids.dtype not in (torch.int32, torch.int64):
+        return f"ids must be int32 or int64, not {ids.dtype}"
+    if weight.ndim != 2:
+        return f"weight must be [vocabulary, width], not {tuple(weight.shape)}"
+    return (
+        padding_idx is None
+        or 0 <= padding_idx < weight.shape[0]
+        or f"padding_idx must be a row of weight, 0 to {weight.shape[0] - 1}, not {padding_idx}"
+    )
+
+
+def embedding_case(make, *size):
+    *shape, vocabulary, width, high = size
+    return dict(ids=make.integers(*shape, high=high), weight=make.normal(vocabulary, width))
+
+
+def awkward_case(make, *size):
+    """Ids from outside the vocabulary on both sides, and a padding row; too large for finite differences of its row."""
+    *shape, vocabulary, width = size
+    return dict(
+        ids=make.integers(*shape, low=-2, high=vocabulary + 2), weight=make.normal(vocabulary, width), padding_idx=3
+    )
+
+
+def looked_up(ids: Tensor, weight: Tensor) -> Cost:
+    rows = torch.empty(*ids.shape, weight.shape[1], dtype=weight.dtype, device="meta")
+    return Cost(read=[ids, rows], write=[rows], backward_flops=rows.numel())
+
+
+@operator(
+    cases=cases(
+        embedding_case,
+        check=[(1, 1, 1, 1), (7, 5, 33, 5), (2, 40, 9, 20, 9), (300, 17, 8, 2), (0, 4, 8, 4), (5, 4, 0, 4)],
+        bench=[(8192, 151936, 1024, 151936), (8192, 128256, 4096, 128256), (8192, 151936, 1024, 8)],
+    )
+    + cases(awkward_case, check=[(30, 50, 100)]),
+    cost=looked_up,
+    check=embedding_takes,
+)
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """The rows of weight that ids name, [*ids.shape, width].
+
+    The row `padding_idx` gets no gradient. An id outside the vocabulary gives a row of NaN and adds to no gradient.
+    """
+    rows = rows_or_nan(weight, ids)
+    return rows if padding_idx is None else torch.where((ids == padding_idx)[..., None], rows.detach(), rows)

@@ -1,0 +1,155 @@
+"""The next token from the logits: argmax, the k largest, and sampling with temperature, top-k, top-p and min-p.
+
+Sampling is Gumbel-max: add to each scaled logit a noise of its own, take the largest. The noise of a token depends on
+its row's seed and the token's number alone, so a row gives the same token whatever the batch, and filtering a token
+out changes nothing about the others.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilestack.ops.cases import cases
+from tilestack.ops.contract import Cost, operator
+from tilestack.ops.numerics import wide
+from tilestack.ops.random import random_words
+
+MOST = 256  # of top-k
+SIZES = [(1, 1), (3, 33), (2, 128), (2, 1000), (3, 4097), (2, 9000), (0, 16)]
+BENCHES = [(64, 151936), (256, 151936), (64, 262144)]
+
+
+def has_vocabulary(logits: Tensor) -> bool | str:
+    return (
+        logits.ndim > 0 and logits.shape[-1] > 0
+    ) or f"logits must have a vocabulary as last dimension, not shape {tuple(logits.shape)}"
+
+
+@operator(
+    cases=cases(
+        lambda make, *size: dict(logits=make.normal(*size, scale=3)),
+        check=[*SIZES, (2, 3, 40)],
+        bench=[(1, 151936), *BENCHES],
+    ),
+    check=has_vocabulary,
+)
+def argmax(logits: Tensor) -> Tensor:
+    """The number of each row's largest logit, the first of equals; a NaN counts as largest."""
+    return torch.argmax(logits, -1)
+
+
+def topk_takes(logits: Tensor, k: int) -> bool | str:
+    if (reason := has_vocabulary(logits)) is not True:
+        return reason
+    most = min(MOST, logits.shape[-1])
+    return 0 < k <= most or f"k must lie between 1 and {most} for {logits.shape[-1]} logits, not {k}"
+
+
+@operator(
+    cases=cases(
+        lambda make, *size: dict(logits=make.normal(*size[:-1], scale=3), k=size[-1]),
+        check=[(1, 1, 1), (2, 33, 4), (1, 128, 128), (2, 1, 1000, 7), (1, 5000, 40), (0, 16, 2)],
+        bench=[(*size, 50) for size in BENCHES],
+    ),
+    check=topk_takes,
+    outputs=("values", "indices"),
+)
+def topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest logits of each row, largest first and the first of equals before the others, and their numbers."""
+    values, indices = torch.sort(logits, dim=-1, descending=True, stable=True)
+    return values[..., :k].contiguous(), indices[..., :k].contiguous()
+
+
+def exponential(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Exponentially distributed numbers from uniform words, exact to the digits that dtype has also where they are small.
+
+    -log(1 - u) would round 1 - u to 24 bits just where the race between tokens is won, so a series takes over there.
+    """
+    u = (words.to(dtype) + 0.5) * 2.0**-32
+    series = u * (1 + u * (0.5 + u * (1 / 3 + u * 0.25)))
+    return torch.where(u < 0.01, series, -torch.log((1 - u).clamp_min(2.0**-33)))
+
+
+def sample_case(make, rows, vocabulary, filters):
+    """Rows that differ in everything; `filters` says which of the filters are used."""
+    kinds = dict(none="", all="tkpm", greedy="g", topk="tk", topp="tp", minp="tm", mixed="tkpmg")[filters]
+
+    def drawn(kind, low, high, off):
+        used = make.uniform(rows, low=low, high=high, dtype=torch.float32)
+        return used if kind in kinds else torch.full_like(used, off)
+
+    k = make.integers(rows, low=1, high=min(vocabulary, 60) + 1, dtype=torch.int32)
+    temperature = drawn("t", 0.5, 1.5, 1.0)
+    if "g" in kinds:
+        temperature = temperature * (torch.arange(rows, device=temperature.device) % 2)
+    return dict(
+        logits=make.normal(rows, vocabulary, scale=3),
+        seeds=make.integers(rows, low=-(2**62), high=2**62),
+        temperature=temperature,
+        top_k=k if "k" in kinds else torch.zeros_like(k),
+        top_p=drawn("p", 0.3, 0.95, 1.0),
+        min_p=drawn("m", 0.01, 0.1, 0.0),
+    )
+
+
+def sample_takes(
+    logits: Tensor, seeds: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> bool | str:
+    if logits.ndim != 2 or logits.shape[1] == 0:
+        return f"logits must be [rows, vocabulary], not {tuple(logits.shape)}"
+    settings = dict(seeds=seeds, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    for name, value in settings.items():
+        if value.shape != logits.shape[:1]:
+            return f"{name} must have one value per row, shape ({logits.shape[0]},), not {tuple(value.shape)}"
+        if value.is_floating_point() == (name in ("seeds", "top_k")):
+            return f"{name} must be {'integers' if name in ('seeds', 'top_k') else 'floating'}, not {value.dtype}"
+    return seeds.dtype == torch.int64 or f"seeds must be int64, not {seeds.dtype}"
+
+
+@operator(
+    cases=cases(
+        sample_case,
+        check=[
+            *((2, 40, kind) for kind in ("none", "all", "greedy", "topk", "topp", "minp")),
+            (2, 5000, "mixed"),
+            (2, 9000, "none"),
+            (1, 1, "all"),
+            (0, 16, "all"),
+        ],
+        bench=[(64, 151936, "none"), (64, 151936, "topk"), (64, 151936, "all"), (256, 151936, "all")],
+    ),
+    cost=lambda logits: Cost(flops=4 * logits.numel()),
+    check=sample_takes,
+)
+def sample(logits: Tensor, seeds: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """One token per row, drawn from softmax(logits / temperature) after the row's filters; temperature 0 is argmax.
+
+    top_k keeps the k largest logits (0 for all); top_p the most likely of those until their share of the kept mass
+    reaches p (1 for all); min_p those at least that fraction as likely as the likeliest (0 for all). Equal logits stay
+    or go together, and the likeliest always stays. A row whose largest logit is not finite gives -1.
+    """
+    x = wide(logits)
+    vocabulary = x.shape[1]
+    setting = lambda value: value.to(x.dtype)[:, None]
+    top = torch.where(x.isnan(), math.inf, x).amax(1, keepdim=True)
+    greedy = setting(temperature) <= 0
+    scaled = (x - top) / torch.where(greedy, 1.0, setting(temperature))
+    likelihood = torch.exp(scaled)
+
+    order = torch.sort(x, dim=1, descending=True, stable=True)[1]
+    descending, mass = x.gather(1, order), likelihood.gather(1, order)
+    limit = torch.where(top_k > 0, top_k, vocabulary).clamp_max(vocabulary).long()[:, None]
+    in_top_k = descending >= descending.gather(1, limit - 1)
+    mass = torch.where(in_top_k, mass, 0)
+    above = mass.cumsum(1) - mass
+    # Equal logits share the mass above the first of them.
+    new_value = torch.cat((torch.ones_like(in_top_k[:, :1]), descending[:, 1:] != descending[:, :-1]), 1)
+    above = torch.where(new_value, above, -math.inf).cummax(1)[0]
+    in_top_p = (setting(top_p) >= 1) | (above < setting(top_p) * mass.sum(1, keepdim=True))
+    kept = torch.zeros_like(in_top_k).scatter(1, order, in_top_k & in_top_p) & (likelihood >= setting(min_p))
+    kept = torch.where(greedy, x == top, kept | (x == top))
+
+    noise = -torch.log(exponential(random_words(seeds, vocabulary), x.dtype))
+    score = torch.where(kept, torch.where(greedy, 0.0, scaled + noise), -math.inf)
+    return torch.where(top[:, 0].isfinite(), score.argmax(1), -1)
