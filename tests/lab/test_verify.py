@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tilestack import ops
 from tilestack.kernels.launch import launch
-from tilestack.lab.verify import chosen_backends, claims, prove
+from tilestack.lab.verify import claims, prove
 
 CPU = torch.device("cpu")
 PAIRS = [(described.name, name) for described in ops.operators() for name in described.implementations]

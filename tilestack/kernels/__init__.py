@@ -1,8 +1,38 @@
 """How operators run fast. Importing this package registers every kernel; `tilestack.ops` does so when first asked."""
 
-from tilestack.kernels import aten, cross_entropy, elementwise, linear_cross_entropy, lookup, matmul, memory, norm, random, reduce, rope, rows, sampling, softmax
+from tilestack.kernels import (
+    aten,
+    cross_entropy,
+    elementwise,
+    linear_cross_entropy,
+    lookup,
+    matmul,
+    memory,
+    norm,
+    random,
+    reduce,
+    rope,
+    rows,
+    sampling,
+    softmax,
+)
 from tilestack.tuning import preferences
 
-__all__ = ["aten", "cross_entropy", "elementwise", "linear_cross_entropy", "lookup", "matmul", "memory", "norm", "random", "reduce", "rope", "rows", "sampling", "softmax"]
+__all__ = [
+    "aten",
+    "cross_entropy",
+    "elementwise",
+    "linear_cross_entropy",
+    "lookup",
+    "matmul",
+    "memory",
+    "norm",
+    "random",
+    "reduce",
+    "rope",
+    "rows",
+    "sampling",
+    "softmax",
+]
 
 preferences.install()
