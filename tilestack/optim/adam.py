@@ -1,0 +1,127 @@
+"""Adam and AdamW: torch's, with the step in one launch for all tensors of a group.
+
+Parameters in half precision lose small updates when they are rounded to nearest. Two ways out:
+`master_weights=True` keeps a float32 copy of each, and its moments in float32; `stochastic_rounding=True` (bfloat16)
+keeps everything in bfloat16 and rounds parameters and moments up or down at random, right on average.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilestack.optim.definitions import adam_step, random_words
+from tilestack.optim.multi_tensor import MultiTensor, gradient, walkable
+
+
+class AdamStep(MultiTensor):
+    """The step of Adam, for the classes below."""
+
+    options = ("clip_norm", "stochastic_rounding", "master_weights", "seed")
+
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        stochastic_rounding: bool = False,
+        master_weights: bool = False,
+        seed: int = 0,
+        **kwargs: Any,
+    ):
+        if stochastic_rounding and master_weights:
+            raise ValueError(
+                "stochastic_rounding and master_weights exclude each other: a master copy is never rounded"
+            )
+        super().__init__(params, *args, **kwargs)
+        self.stochastic_rounding, self.master_weights, self.seed = stochastic_rounding, master_weights, seed
+
+    def _has_master(self, param: Tensor) -> bool:
+        return self.master_weights and param.dtype in (torch.float16, torch.bfloat16)
+
+    def _rounds_stochastically(self, param: Tensor) -> bool:
+        return self.stochastic_rounding and param.dtype == torch.bfloat16
+
+    def _state_dtype(self, param: Tensor, name: str) -> torch.dtype:
+        return torch.float32 if self._has_master(param) else param.dtype
+
+    def _state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+        state = self.state[param]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]:
+            if name not in state:
+                self._start(state, param, name)
+        if "master_param" not in state and self._has_master(param):
+            state["master_param"] = torch.empty_like(param, dtype=torch.float32).copy_(param)
+        return state
+
+    def _start(self, state: dict[str, Any], param: Tensor, name: str) -> None:
+        state[name] = torch.zeros_like(param, dtype=self._state_dtype(param, name))
+
+    def _draw(self, param: Tensor, ordinal: int) -> Tensor | None:
+        if not self._rounds_stochastically(param):
+            return None
+        return random_words(self.seed, int(self.state[param]["step"]) + 1, ordinal, param)
+
+    def _define(self, group: dict[str, Any], param: Tensor, ordinal: int, factor: float) -> None:
+        state = self._state(group, param)
+        assert param.grad is not None
+        adam_step(group, param, param.grad, state, factor, self._draw(param, ordinal))
+
+    def _columns(self, group: dict[str, Any], params: list[Tensor]) -> list[list[Tensor]]:
+        """The rows of the kernel's table: step, param, grad and every state it reads."""
+        states = [self._state(group, param) for param in params]
+        walked = [walkable(param) for param in params]
+        grads = [gradient(param, walk) for param, walk in zip(params, walked, strict=True)]
+        names = [name for name in self._rows() if name in states[0]]
+        return [
+            [state["step"] for state in states],
+            walked,
+            grads,
+            *([state[name] for state in states] for name in names),
+        ]
+
+    def _rows(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
+
+    def _launch(
+        self,
+        group: dict[str, Any],
+        key: tuple,
+        params: list[Tensor],
+        scale: Tensor | None,
+        clip: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        from tilestack.kernels import optim as kernels
+
+        columns = self._columns(group, params)
+        table = self._table(key, params, columns, kernels.BLOCK, kernels.ADAM_RECORD.value)
+        kernels.prepare_adam(table, group, scale, clip, found_inf)
+        first = params[0]
+        kernels.step_adam(
+            table, (first.dtype, columns[2][0].dtype, columns[3][0].dtype), found_inf, self.seed,
+            decoupled=group["decoupled_weight_decay"], amsgrad=group["amsgrad"], master=self._has_master(first),
+            stochastic=self._rounds_stochastically(first),
+        )  # fmt: skip
+        write_back(params, columns[1])
+
+
+def write_back(params: list[Tensor], walked: list[Tensor]) -> None:
+    for param, walk in zip(params, walked, strict=True):
+        if walk is not param:
+            param.copy_(walk)
+
+
+class Adam(AdamStep, torch.optim.Adam):
+    """torch.optim.Adam with its arguments and checkpoints, plus `clip_norm`, `stochastic_rounding`, `master_weights`,
+    `seed` (of the rounding). `foreach`, `fused` and `capturable` are accepted and change nothing: a step is always one
+    launch per group and dtype, and always capturable."""
+
+    name = "adam"
+
+
+class AdamW(AdamStep, torch.optim.AdamW):
+    """torch.optim.AdamW with its arguments and checkpoints, plus those of `tilestack.optim.Adam`."""
+
+    name = "adamw"

@@ -1,0 +1,200 @@
+"""What the optimizers share: which backend steps, the tables of the multi-tensor launches, loss scaling, clipping, states.
+
+Each optimizer derives from torch's of the same name, so that arguments, parameter groups, schedulers and checkpoints are
+torch's own; only the step is ours. It looks at nothing on the device: step counts, a loss scale, a found infinity and
+the clipping coefficient stay there, and a tensor learning rate does too. A CUDA graph may capture it after one step.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilestack.ops import BackendError
+from tilestack.ops.backends import AUTO, chosen, usable
+
+
+def takes_kernels(optimizer: str, device: torch.device) -> bool:
+    """Whether kernels run the step there: what was chosen, and under `auto` on CUDA. Raises where a choice cannot run."""
+    choice = chosen(optimizer)
+    if choice == AUTO:
+        return device.type == "cuda"
+    if choice not in ("torch", "triton"):
+        raise BackendError(f"{optimizer} has no {choice} backend; it has torch, triton")
+    if choice == "triton" and (reason := usable("triton", device)) is not True:
+        raise BackendError(f"{optimizer} cannot run on triton: {reason}; torch can")
+    return choice == "triton"
+
+
+def walkable(x: Tensor) -> Tensor:
+    """x, or a copy of it where its elements do not fill their memory without gaps."""
+    if x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride():
+        return x
+    return torch.empty_like(x).copy_(x)
+
+
+def gradient(param: Tensor, walked: Tensor) -> Tensor:
+    """The gradient of a parameter, or a copy of it where its elements lie in another order than those walked with it."""
+    grad = param.grad
+    assert grad is not None
+    if (grad.is_contiguous() and walked.is_contiguous()) or grad.stride() == walked.stride():
+        return grad
+    return torch.empty_like(walked, dtype=grad.dtype).copy_(grad)
+
+
+class MultiTensor(torch.optim.Optimizer):
+    """An optimizer that steps all tensors of a group at once. `clip_norm` clips by the global norm inside the step,
+    without touching the gradients; the norm is then `grad_norm`."""
+
+    name: str  # by which a backend is chosen: backend(adamw="torch")
+    options: tuple[str, ...] = ("clip_norm",)  # attributes of ours that a copy keeps
+    _step_supports_amp_scaling = True  # GradScaler leaves grad_scale and found_inf to the step, and never waits
+
+    def __init__(self, params: Any, *args: Any, clip_norm: float | None = None, **kwargs: Any):
+        if kwargs.get("differentiable"):
+            raise ValueError(f"{type(self).__name__} cannot be differentiated through; use torch.optim's for that")
+        if clip_norm is not None and clip_norm <= 0:
+            raise ValueError(f"clip_norm must be positive or None, not {clip_norm}")
+        super().__init__(params, *args, **kwargs)
+        self.clip_norm = clip_norm
+        self.grad_norm: Tensor | None = None
+        self._forget()
+        self._captured: list = []
+
+    def _forget(self) -> None:
+        self._tables: dict[tuple, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {name: getattr(self, name) for name in self.options}  # type: ignore[misc]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.grad_norm = None
+        self._forget()
+        self.__dict__.setdefault("_captured", [])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient; a closure is evaluated first, and what it returns is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        buckets = [self._buckets(group) for group in self.param_groups]
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        clip = None
+        if self.clip_norm is not None:
+            self.grad_norm, clip = self._clipping(
+                list(chain.from_iterable(chain(*(b.values() for b in buckets)))), scale
+            )
+        for number, group in enumerate(self.param_groups):
+            for key, params in buckets[number].items():
+                device = key[0]
+                scalars = [None if x is None else x.to(device, non_blocking=True) for x in (scale, clip, found_inf)]
+                if takes_kernels(self.name, device):
+                    self._launch(group, (number, *key), params, *scalars)
+                elif found_inf is None or not found_inf.item():
+                    factor = (-1 if group["maximize"] else 1) * (1 if clip is None else float(clip)) / float(scale or 1)
+                    for ordinal, param in enumerate(params):
+                        self._define(group, param, ordinal, factor)
+        return loss
+
+    def _buckets(self, group: dict[str, Any]) -> dict[tuple, list[Tensor]]:
+        """The parameters with gradients, by what one launch must share."""
+        buckets = defaultdict(list)
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"{type(self).__name__} takes dense gradients only, and one is {grad.layout}; use torch.optim.SparseAdam or torch.optim.SGD, or a dense embedding gradient"
+                )
+            if not param.is_floating_point():
+                raise TypeError(f"{type(self).__name__} takes real floating-point parameters, and one is {param.dtype}")
+            buckets[(param.device, param.dtype, grad.dtype, *self._kind(param))].append(param)
+        return buckets
+
+    def _kind(self, param: Tensor) -> tuple:
+        """What else parallel parameters must share."""
+        return ()
+
+    def _define(self, group: dict[str, Any], param: Tensor, ordinal: int, factor: float) -> None:
+        """Step one parameter in plain PyTorch."""
+        raise NotImplementedError
+
+    def _launch(
+        self,
+        group: dict[str, Any],
+        key: tuple,
+        params: list[Tensor],
+        scale: Tensor | None,
+        clip: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Step some parameters with kernels."""
+        raise NotImplementedError
+
+    def _table(self, key: tuple, params: list[Tensor], columns: list[list[Tensor]], block: int, record: int = 0) -> Any:
+        """The table of these tensors, kept from step to step; a graph under capture gets one of its own."""
+        from tilestack.kernels.multi_tensor import Table
+
+        capturing = params[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        lengths = [param.numel() for param in params]
+        table = self._tables.get(key)
+        if table is None or table.lengths != lengths or len(table.addresses) != len(columns) + 1:
+            if capturing:
+                raise RuntimeError(
+                    f"{type(self).__name__}: run one step with the same gradients before capturing one in a CUDA graph"
+                )
+            table = self._tables[key] = Table(lengths, len(columns), block, params[0].device, record)
+        if capturing:
+            table = table.for_capture()
+            self._captured.append(table)
+        table.point(*columns)
+        return table
+
+    def _clipping(self, params: list[Tensor], scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """(norm of the gradients, what to multiply them by), both on the device."""
+        from tilestack.optim.clip import coefficient_of, total_norm
+
+        assert self.clip_norm is not None
+        grads = [param.grad for param in params if param.grad is not None]
+        if not grads:
+            return None, None
+        if len({grad.device for grad in grads}) > 1 or not takes_kernels(self.name, grads[0].device):
+            norm = total_norm(grads) / (1 if scale is None else scale)
+            return norm, coefficient_of(norm, self.clip_norm)
+        from tilestack.kernels.grad_norm import BLOCK, gradient_norm
+
+        by_dtype = defaultdict(list)
+        for grad in grads:
+            by_dtype[grad.dtype].append(walkable(grad))
+        tables = [(self._table(("clip", dtype), group, [group], BLOCK), dtype) for dtype, group in by_dtype.items()]
+        return gradient_norm(tables, self.clip_norm, scale)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this optimizer or of torch's of the same name."""
+        super().load_state_dict(state_dict)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        ours = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, param in zip(saved, ours, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor):
+                    # torch has cast every state to the parameter's dtype; what had another is taken from the source
+                    source = self.state[param][name] if value.dtype == param.dtype else value
+                    self.state[param][name] = self._adopt(param, name, source)
+
+    def _adopt(self, param: Tensor, name: str, value: Tensor) -> Tensor:
+        """A loaded state in the device, dtype and memory order the kernels expect."""
+        if name == "step":
+            return value.to(param.device, torch.float32, copy=True)
+        if value.shape != param.shape:
+            return value.to(param.device, copy=True)
+        return torch.empty_like(param, dtype=self._state_dtype(param, name)).copy_(value)
+
+    def _state_dtype(self, param: Tensor, name: str) -> torch.dtype:
+        return param.dtype
