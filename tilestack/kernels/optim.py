@@ -24,7 +24,6 @@ from tilestack.kernels.launch import accumulator, launch
 from tilestack.kernels.multi_tensor import Table, address, fetch, place, put, triton_dtype
 from tilestack.kernels.rounding import random_bits, round_stochastically
 
-BLOCK = 2048
 WARPS = 8
 LANES = 128  # tensors per program of the preparing kernels
 
@@ -284,6 +283,11 @@ def sgd_kernel(
         )  # fmt: skip
 
 
+def block_for(*dtypes: torch.dtype) -> int:
+    """Elements per program: a thread holds 16 bytes of the widest tensor, which keeps enough programs resident."""
+    return WARPS * 32 * 16 // max(dtype.itemsize for dtype in dtypes)
+
+
 def rate_of(lr: float | Tensor, device: torch.device) -> tuple[float, Tensor | None]:
     """A learning rate as the preparing kernels take it: a number, or a tensor on the device that overrules it."""
     if isinstance(lr, Tensor) and lr.device == device:
@@ -321,7 +325,7 @@ def step_adam(
         adam_kernel, (table.programs,), table.entries, table.blocks, table.records, found_inf, seed, table.tensors,
         table.programs, PARAM_TYPE=triton_dtype(param), GRAD_TYPE=triton_dtype(grad), STATE_TYPE=triton_dtype(state),
         ACC=accumulator(param), DECOUPLED=decoupled, AMSGRAD=amsgrad, MASTER=master, STOCHASTIC=stochastic,
-        BLOCK=BLOCK, num_warps=WARPS,
+        BLOCK=table.block, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -341,5 +345,5 @@ def step_sgd(
     launch(
         sgd_kernel, (table.programs,), table.entries, table.blocks, table.records, found_inf, table.tensors,
         table.programs, PARAM_TYPE=triton_dtype(param), GRAD_TYPE=triton_dtype(grad), ACC=accumulator(param),
-        MOMENTUM=momentum != 0, NESTEROV=group["nesterov"], BLOCK=BLOCK, num_warps=WARPS,
+        MOMENTUM=momentum != 0, NESTEROV=group["nesterov"], BLOCK=table.block, num_warps=WARPS,
     )  # fmt: skip

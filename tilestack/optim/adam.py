@@ -17,7 +17,7 @@ from tilestack.optim.multi_tensor import MultiTensor, gradient, walkable
 class AdamStep(MultiTensor):
     """The step of Adam, for the classes below."""
 
-    options = ("clip_norm", "stochastic_rounding", "master_weights", "seed")
+    options: tuple[str, ...] = ("clip_norm", "stochastic_rounding", "master_weights", "seed")
 
     def __init__(
         self,
@@ -96,11 +96,12 @@ class AdamStep(MultiTensor):
         from tilestack.kernels import optim as kernels
 
         columns = self._columns(group, params)
-        table = self._table(key, params, columns, kernels.BLOCK, kernels.ADAM_RECORD.value)
-        kernels.prepare_adam(table, group, scale, clip, found_inf)
         first = params[0]
+        dtypes = first.dtype, columns[2][0].dtype, columns[3][0].dtype
+        table = self._table(key, params, columns, kernels.block_for(*dtypes), kernels.ADAM_RECORD.value)
+        kernels.prepare_adam(table, group, scale, clip, found_inf)
         kernels.step_adam(
-            table, (first.dtype, columns[2][0].dtype, columns[3][0].dtype), found_inf, self.seed,
+            table, dtypes, found_inf, self.seed,
             decoupled=group["decoupled_weight_decay"], amsgrad=group["amsgrad"], master=self._has_master(first),
             stochastic=self._rounds_stochastically(first),
         )  # fmt: skip

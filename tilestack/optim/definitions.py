@@ -34,7 +34,7 @@ def adam_step(
     results = {"param": p, "exp_avg": m, "exp_avg_sq": v} | ({"max_exp_avg_sq": second} if group["amsgrad"] else {})
     for word, (name, value) in enumerate(results.items()):
         target = param if name == "param" else state[name]
-        target.copy_(value if draw is None else round_stochastically(value, draw[word]))
+        target.copy_(value if draw is None or word >= len(draw) else round_stochastically(value, draw[word]))
 
 
 def sgd_step(

@@ -56,6 +56,7 @@ class SGD(MultiTensor, torch.optim.SGD):
         else:
             buffers = [self._buffer(param) for param in params]
             columns = [[self._empty[param] for param in params], walked, grads, buffers]
-        table = self._table(key, params, columns, kernels.BLOCK, kernels.SGD_RECORD.value)
-        kernels.step_sgd(table, (params[0].dtype, grads[0].dtype), group, scale, clip, found_inf)
+        dtypes = params[0].dtype, grads[0].dtype
+        table = self._table(key, params, columns, kernels.block_for(*dtypes), kernels.SGD_RECORD.value)
+        kernels.step_sgd(table, dtypes, group, scale, clip, found_inf)
         write_back(params, walked)

@@ -1,0 +1,101 @@
+"""AdamW with its moments in 8 bits: a code per element and a float32 scale per block of 256 (see dynamic_map.py)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilestack.optim.adam import AdamW, write_back
+from tilestack.optim.definitions import adam_step
+from tilestack.optim.dynamic_map import BLOCK, decode, encode
+
+CODES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}  # states in codes, and where their scales are
+
+
+class AdamW8bit(AdamW):
+    """AdamW with 8-bit moments, for every parameter of at least `min_8bit_size` elements; smaller ones, which are mostly
+    norms and biases, keep theirs as AdamW does. Blocks are runs of 256 elements as they lie in memory."""
+
+    name = "adamw8bit"
+    options = (*AdamW.options, "min_8bit_size")
+
+    def __init__(self, params: Any, *args: Any, min_8bit_size: int = 4096, **kwargs: Any):
+        super().__init__(params, *args, **kwargs)
+        if self.defaults["amsgrad"]:
+            raise ValueError("AdamW8bit has no amsgrad: a running maximum of quantised values would only ever grow")
+        self.min_8bit_size = min_8bit_size
+
+    def _quantised(self, param: Tensor) -> bool:
+        return param.numel() >= self.min_8bit_size and param.dtype != torch.float64
+
+    def _kind(self, param: Tensor) -> tuple:
+        return (self._quantised(param),)
+
+    def _state_dtype(self, param: Tensor, name: str) -> torch.dtype:
+        return torch.uint8 if self._quantised(param) and name in CODES else super()._state_dtype(param, name)
+
+    def _start(self, state: dict[str, Any], param: Tensor, name: str) -> None:
+        super()._start(state, param, name)
+        if self._quantised(param):
+            state[CODES[name]] = torch.zeros(-(-param.numel() // BLOCK), dtype=torch.float32, device=param.device)
+
+    def _adopt(self, param: Tensor, name: str, value: Tensor) -> Tensor:
+        if name in CODES and self._quantised(param) and value.dtype != torch.uint8:
+            codes, self.state[param][CODES[name]] = encode(
+                in_memory_order(value.to(param.device, torch.float32), param), name == "exp_avg"
+            )
+            value = torch.empty_like(param, dtype=torch.uint8)
+            value.as_strided((param.numel(),), (1,)).copy_(codes)
+        return super()._adopt(param, name, value)
+
+    def _define(self, group: dict[str, Any], param: Tensor, ordinal: int, factor: float) -> None:
+        if not self._quantised(param):
+            return super()._define(group, param, ordinal, factor)
+        assert param.grad is not None
+        state = self._state(group, param)
+        words = self._draw(param, ordinal)
+        unpacked = dict(state)
+        for name, scales in CODES.items():
+            codes = state[name].as_strided((param.numel(),), (1,))
+            unpacked[name] = torch.empty_like(param, dtype=torch.float32)
+            unpacked[name].as_strided((param.numel(),), (1,)).copy_(decode(codes, state[scales], name == "exp_avg"))
+        adam_step(group, param, param.grad, unpacked, factor, None if words is None else words[:1])
+        for name, scales in CODES.items():
+            flat = unpacked[name].as_strided((param.numel(),), (1,))
+            codes, state[scales] = encode(flat, name == "exp_avg")
+            state[name].as_strided((param.numel(),), (1,)).copy_(codes)
+
+    def _rows(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", *CODES.values(), "master_param")
+
+    def _launch(
+        self,
+        group: dict[str, Any],
+        key: tuple,
+        params: list[Tensor],
+        scale: Tensor | None,
+        clip: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        if not self._quantised(params[0]):
+            return super()._launch(group, key, params, scale, clip, found_inf)
+        from tilestack.kernels import optim, optim_8bit
+
+        columns = self._columns(group, params)
+        table = self._table(key, params, columns, optim_8bit.BLOCK, optim.ADAM_RECORD.value)
+        optim.prepare_adam(table, group, scale, clip, found_inf)
+        first = params[0]
+        optim_8bit.step_adam8(
+            table,
+            (first.dtype, columns[2][0].dtype),
+            found_inf,
+            self.seed,
+            self._has_master(first),
+            self._rounds_stochastically(first),
+        )
+        write_back(params, columns[1])
+
+
+def in_memory_order(x: Tensor, model: Tensor) -> Tensor:
+    """The elements of x as a flat tensor, in the order in which those of the model lie in memory."""
+    return torch.empty_like(model, dtype=x.dtype).copy_(x).as_strided((x.numel(),), (1,))
