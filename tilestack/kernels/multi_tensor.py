@@ -62,6 +62,10 @@ class Table:
     def programs(self) -> int:
         return self.blocks.shape[1]
 
+    def names(self, *lists: Sequence[Tensor]) -> bool:
+        """Whether the rows after the lengths hold just these tensors' addresses."""
+        return self.addresses[LENGTHS + 1 :] == [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
+
     def point(self, *lists: Sequence[Tensor]) -> None:
         """Let the rows after the lengths name the tensors of these lists; a row that already does is not copied."""
         for row, tensors in enumerate(lists, LENGTHS + 1):

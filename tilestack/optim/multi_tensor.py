@@ -62,7 +62,7 @@ class MultiTensor(torch.optim.Optimizer):
         self.clip_norm = clip_norm
         self.grad_norm: Tensor | None = None
         self._forget()
-        self._captured: list = []
+        self._captured: dict[tuple, list] = defaultdict(list)
 
     def _forget(self) -> None:
         self._tables: dict[tuple, Any] = {}
@@ -74,7 +74,7 @@ class MultiTensor(torch.optim.Optimizer):
         super().__setstate__(state)
         self.grad_norm = None
         self._forget()
-        self.__dict__.setdefault("_captured", [])
+        self.__dict__.setdefault("_captured", defaultdict(list))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -142,18 +142,22 @@ class MultiTensor(torch.optim.Optimizer):
         """The table of these tensors, kept from step to step; a graph under capture gets one of its own."""
         from tilestack.kernels.multi_tensor import Table
 
-        capturing = params[0].is_cuda and torch.cuda.is_current_stream_capturing()
         lengths = [param.numel() for param in params]
-        table = self._tables.get(key)
-        if table is None or table.lengths != lengths or len(table.addresses) != len(columns) + 1:
-            if capturing:
+        table: Any = self._tables.get(key)
+        fits = table is not None and table.lengths == lengths and len(table.addresses) == len(columns) + 1
+        if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            for captured in self._captured[key]:
+                if captured.names(*columns):
+                    return captured
+            if not fits:
                 raise RuntimeError(
                     f"{type(self).__name__}: run one step with the same gradients before capturing one in a CUDA graph"
                 )
+            # What a graph reads must never change: it takes the table over, or gets a copy that names its own tensors.
+            table = self._tables.pop(key) if table.names(*columns) else table.for_capture()
+            self._captured[key].append(table)
+        elif not fits:
             table = self._tables[key] = Table(lengths, len(columns), block, params[0].device, record)
-        if capturing:
-            table = table.for_capture()
-            self._captured.append(table)
         table.point(*columns)
         return table
 

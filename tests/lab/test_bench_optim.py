@@ -1,0 +1,33 @@
+import pytest
+import torch
+
+from tilestack.lab import bench_optim
+
+
+def test_the_shapes_are_those_of_qwen3():
+    shapes = bench_optim.qwen3_shapes()
+    assert len(shapes) == 310
+    assert sum(torch.Size(shape).numel() for shape in shapes) == 596_049_920
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "per_element"),
+    [("adamw", torch.float32, 28), ("adamw_clipped", torch.float32, 32), ("adamw_stochastic", torch.bfloat16, 14),
+     ("adamw_master", torch.bfloat16, 28), ("adamw8bit", torch.float32, 16), ("adamw8bit", torch.bfloat16, 10),
+     ("sgd", torch.float32, 20)],
+)  # fmt: skip
+def test_bytes_per_element(name, dtype, per_element):
+    moved = {}
+    bench_optim.calls(bench_optim.CONTESTS[name]["triton"], [(256, 256)], dtype, "cpu", moved, "x", 1)
+    assert moved["x"] / 256**2 == pytest.approx(per_element, abs=0.07)
+
+
+def test_rows_are_complete_and_consistent():
+    rows = bench_optim.bench_optim(["adamw"], ["tiny"], ["float32"], "cpu", {"tiny": [(64, 64), (64,)]})
+    assert [row["backend"] for row in rows] == ["torch", "fused", "foreach"]
+    best = min(row["time_us"] for row in rows[1:])
+    for row in rows:
+        assert row["tb_per_s"] == pytest.approx((28 * 4160 + 2 * 2 * 4) / row["time_us"] * 1e-6, rel=1e-3)
+        assert row["roof_fraction"] > 0
+        assert row["host_us"] > 0
+    assert rows[0]["ratio_to_best_peer"] == pytest.approx(best / rows[0]["time_us"])

@@ -1,0 +1,151 @@
+"""The step of each optimizer against torch's, fused and foreach: 262 M parameters in 100 tensors, and the tensors of a model.
+
+A step is timed like any operator: CUDA graphs of whole steps, candidates taking turns (timing.py). Bytes are those a
+step cannot avoid: parameters, gradients and states read once, parameters and states written once.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilestack import optim
+from tilestack.lab.bench import Row
+from tilestack.lab.roofs import Roofs, measured
+from tilestack.lab.timing import Call, Candidate, measure
+from tilestack.ops import backend
+
+Shape = tuple[int, ...]
+OURS = "triton"
+
+
+def qwen3_shapes(layers: int = 28, hidden: int = 1024, inner: int = 3072, vocabulary: int = 151936) -> list[Shape]:
+    """The 310 tensors of Qwen3-0.6B: tied embedding, 16 query and 8 key-value heads of 128 with their norms."""
+    heads, kv_heads, head = 16, 8, 128
+    attention = [(heads * head, hidden), (kv_heads * head, hidden), (kv_heads * head, hidden), (hidden, heads * head)]
+    norms: list[Shape] = [(head,), (head,), (hidden,), (hidden,)]
+    layer = [*attention, *norms, (inner, hidden), (inner, hidden), (hidden, inner)]
+    return [(vocabulary, hidden), *(layer * layers), (hidden,)]
+
+
+CASES: dict[str, Callable[[], list[Shape]]] = {
+    "100x2560x1024": lambda: [(2560, 1024)] * 100,
+    "qwen3-0.6b": qwen3_shapes,
+}
+
+Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+def torch_adamw(params: list[Tensor], **way: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, capturable=params[0].is_cuda, **way)
+
+
+# What is timed per optimizer: ours, then torch's own ways. 8-bit AdamW has none in torch and is held against AdamW's.
+CONTESTS: dict[str, dict[str, Maker]] = {
+    "adamw": {
+        OURS: optim.AdamW,
+        "fused": functools.partial(torch_adamw, fused=True),
+        "foreach": functools.partial(torch_adamw, foreach=True),
+    },
+    "adamw_clipped": {OURS: functools.partial(optim.AdamW, clip_norm=1.0)},
+    "adamw_stochastic": {OURS: functools.partial(optim.AdamW, stochastic_rounding=True)},
+    "adamw_master": {OURS: functools.partial(optim.AdamW, master_weights=True)},
+    "adamw8bit": {OURS: optim.AdamW8bit, "fused": functools.partial(torch_adamw, fused=True)},
+    "sgd": {
+        OURS: functools.partial(optim.SGD, momentum=0.9),
+        "fused": functools.partial(torch.optim.SGD, momentum=0.9, fused=True),
+        "foreach": functools.partial(torch.optim.SGD, momentum=0.9, foreach=True),
+    },
+}
+HALF_ONLY = ("adamw_stochastic", "adamw_master")
+
+
+def bytes_of_a_step(params: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> int:
+    """Gradients are read, twice where they are clipped; parameters and states are read and written, but a master copy is
+    read in the parameter's stead."""
+    size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
+    states = [state for param in params for state in optimizer.state[param].values() if isinstance(state, Tensor)]
+    has_master = any("master_param" in optimizer.state[param] for param in params)
+    clipping = getattr(optimizer, "clip_norm", None) is not None
+    written = size(params) + size(states)
+    read = (
+        written
+        - (size(params) if has_master else 0)
+        + size(p.grad for p in params if p.grad is not None) * (2 if clipping else 1)
+    )
+    return read + written
+
+
+def calls(
+    make: Maker, shapes: list[Shape], dtype: torch.dtype, device: str, moved: dict[str, int], name: str, n: int
+) -> list[Call]:
+    """n optimizers on parameters of their own, each after the first step that makes its states."""
+    made: list[Call] = []
+    for _ in range(n):
+        params = [torch.nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
+        for param in params:
+            param.grad = torch.randn_like(param) * 1e-2
+        optimizer = make(params)
+        optimizer.step()
+        moved[name] = bytes_of_a_step(params, optimizer)
+        made.append(optimizer.step)
+    return made
+
+
+def bench_optim(
+    optimizers: Sequence[str] = tuple(CONTESTS),
+    cases: Sequence[str] = tuple(CASES),
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    device: str | None = None,
+    shapes: dict[str, list[Shape]] | None = None,
+) -> list[dict[str, Any]]:
+    """Rows of every optimizer on every case; `shapes` replaces the cases' own, for a smaller machine."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    roofs = measured(device)
+    rows = []
+    for name in optimizers:
+        for case in cases:
+            for dtype in dtypes:
+                if name not in HALF_ONLY or dtype == "bfloat16":
+                    tensors = shapes[case] if shapes else CASES[case]()
+                    rows += contest(name, case, tensors, getattr(torch, dtype), device, roofs)
+    return [row.as_dict() for row in rows]
+
+
+def contest(name: str, case: str, shapes: list[Shape], dtype: torch.dtype, device: str, roofs: Roofs) -> list[Row]:
+    """The rows of one optimizer on one case, ours and torch's side by side."""
+    moved: dict[str, int] = {}
+    candidates = {
+        label: Candidate(
+            functools.partial(calls, make, shapes, dtype, device, moved, label),
+            functools.partial(backend, OURS if device == "cuda" else "torch"),
+        )
+        for label, make in CONTESTS[name].items()
+    }
+    elements = sum(torch.Size(shape).numel() for shape in shapes)
+    timings = measure(candidates, 4 * elements * dtype.itemsize, device)
+    dtype_name = str(dtype).removeprefix("torch.")
+    rows = []
+    for label, timing in timings.items():
+        row = Row(
+            name,
+            case,
+            dtype_name,
+            "step",
+            label if label != OURS or device == "cuda" else "torch",
+            how=timing.how,
+            note=timing.note,
+        )
+        rows.append(row)
+        if not timing.time_us:
+            continue
+        row.time_us, row.spread, row.host_us = timing.time_us, timing.spread, timing.host_us
+        row.peak_mib = timing.peak_mib
+        row.tb_per_s = moved[label] / timing.time_us * 1e-6
+        row.tflops = 0.0
+        row.roof_fraction = roofs.floor_us(0, moved[label], dtype_name) / timing.time_us
+        others = [t.time_us for other, t in timings.items() if other not in (label, OURS) and t.time_us]
+        row.ratio_to_best_peer = min(others) / timing.time_us if others else 1.0 if label != OURS else None
+    return rows
