@@ -105,7 +105,7 @@ def test_nothing_waits_for_the_device():
     scale, found = torch.tensor(2.0, device="cuda"), torch.tensor(0.0, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for step in range(3):
+        for _ in range(3):
             for param in params:
                 param.grad = torch.ones_like(param)
             optimizer.grad_scale, optimizer.found_inf = scale, found

@@ -35,10 +35,10 @@ CASES: dict[str, Callable[[], list[Shape]]] = {
     "qwen3-0.6b": qwen3_shapes,
 }
 
-Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
+Maker = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
-def torch_adamw(params: list[Tensor], **way: bool) -> torch.optim.Optimizer:
+def torch_adamw(params: list[torch.nn.Parameter], **way: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, capturable=params[0].is_cuda, **way)
 
 
