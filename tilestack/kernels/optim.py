@@ -29,7 +29,7 @@ LANES = 128  # tensors per program of the preparing kernels
 
 # Rows of the table. LAST and the one after it hold max_exp_avg_sq and the master copy, in that order, where there are any.
 STEP, PARAM, GRAD, FIRST, SECOND, LAST = (tl.constexpr(row) for row in range(1, 7))
-ADAM_RECORD = tl.constexpr(9)  # factor, decay, 1 - β1, β2, 1 - β2, step size, √(1 - β2ᵗ), ε, step
+ADAM_RECORD = tl.constexpr(9)  # factor, decay, 1 - β1, β2, 1 - β2, step size, 1 / √(1 - β2ᵗ), ε, step
 SGD_RECORD = tl.constexpr(6)  # factor, decay, lr, share of the momentum kept, share of the gradient added, momentum
 
 
@@ -90,7 +90,7 @@ def adam_prepare_kernel(
     tl.store(record + 3, one * beta2, mask=inside)
     tl.store(record + 4, one - beta2, mask=inside)
     tl.store(record + 5, rate / one_minus_power(log_beta1, step), mask=inside)
-    tl.store(record + 6, tl.sqrt(one_minus_power(log_beta2, step)), mask=inside)
+    tl.store(record + 6, 1 / tl.sqrt(one_minus_power(log_beta2, step)), mask=inside)
     tl.store(record + 7, one * eps, mask=inside)
     tl.store(record + 8, step, mask=inside)
 
@@ -158,7 +158,7 @@ def adam_block(
         second = largest
     else:
         second = v
-    p = p - ratio(item(record, 5, ACC) * m, ratio(root(second), item(record, 6, ACC)) + item(record, 7, ACC))
+    p = p - ratio(item(record, 5, ACC) * m, root(second) * item(record, 6, ACC) + item(record, 7, ACC))
     if MASTER:
         put(master_at, start, lane, length, p, STATE_TYPE, WHOLE)
     if STOCHASTIC:

@@ -119,7 +119,7 @@ def adam8_block(
     m = tl.where(m_code == 128, 1.0, decoded(m_code & 127, 6) * tl.where(m_code > 128, -1.0, 1.0)) * m_scale
     v = tl.where(v_code == 1, 1.0, decoded(v_code, 7)) * v_scale
     p, m, v = moments(record, p, g, m, v, True, tl.float32)
-    root = tl.sqrt(v) / item(record, 6, tl.float32)
+    root = tl.sqrt(v) * item(record, 6, tl.float32)
     p = p - item(record, 5, tl.float32) * m / (root + item(record, 7, tl.float32))
 
     if MASTER:
