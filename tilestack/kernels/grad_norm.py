@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilestack.kernels.launch import accumulator, launch, programs_that_fit
+from tilestack.kernels.launch import accumulator, launch, multiprocessors
 from tilestack.kernels.multi_tensor import Table, address, fetch, place, put, triton_dtype
 
 BLOCK = 4096
@@ -80,7 +80,7 @@ def gradient_norm(
 ) -> tuple[Tensor, Tensor]:
     """(norm, clipping coefficient) of the gradients in some tables, one per dtype, all on one device."""
     like = tables[0][0].entries
-    most = programs_that_fit(like) * PROGRAMS_PER_MULTIPROCESSOR
+    most = multiprocessors(like.device) * PROGRAMS_PER_MULTIPROCESSOR
     programs = [min(table.programs, most) for table, _ in tables]
     partial = torch.empty(sum(programs), dtype=torch.float64, device=like.device)
     for (table, dtype), own in zip(tables, partial.split(programs), strict=True):
