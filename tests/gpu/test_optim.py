@@ -17,15 +17,17 @@ PAIRS = [
 ]
 
 
-def parameters(dtype=torch.float32):
+def parameters(dtype=torch.float32, drawn=torch.float64):
     g = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(s, dtype=torch.float64, generator=g).to("cuda", dtype)) for s in SHAPES]
+    return [
+        torch.nn.Parameter(torch.randn(s, dtype=torch.float64, generator=g).to(drawn).to("cuda", dtype)) for s in SHAPES
+    ]
 
 
-def give_gradients(params, step, keep=False):
+def give_gradients(params, step, keep=False, drawn=torch.float32):
     g = torch.Generator("cuda").manual_seed(step)
     for param in params:
-        grad = torch.randn(param.shape, device="cuda", generator=g).to(param.dtype)
+        grad = torch.randn(param.shape, device="cuda", generator=g).to(drawn).to(param.dtype)
         if keep and param.grad is not None:
             param.grad.copy_(grad)
         else:
@@ -39,10 +41,10 @@ def test_errs_no_more_than_torch(name, options, dtype):
         options = options | dict(eps=1e-3)  # torch's own 1e-8 is zero in float16, and its step NaN
     runs = []
     for home, kind in ((optim, dtype), (torch.optim, dtype), (torch.optim, torch.float64)):
-        params = parameters(kind)
+        params = parameters(kind, dtype)
         optimizer = getattr(home, name)(params, **options)
         for step in range(20):
-            give_gradients(params, step)
+            give_gradients(params, step, drawn=dtype)
             optimizer.step()
         runs.append([param.detach().double() for param in params])
     for ours, theirs, truth in zip(*runs, strict=True):

@@ -26,16 +26,16 @@ def draw(shape, dtype, generator):
 def awkward():
     """Parameters that are empty, single, odd, longer than a block, transposed, strided, off 16 bytes."""
 
-    def make(dtype):
+    def make(dtype, drawn=None):
         g = torch.Generator().manual_seed(0)
         tensors = [
-            draw((1100,), dtype, g),
-            draw((0, 3), dtype, g),
-            draw((), dtype, g),
-            draw((7, 13), dtype, g),
-            draw((8, 6), dtype, g).t(),
-            draw((10, 9), dtype, g)[::2, ::3],
-            draw((601,), dtype, g)[1:],
+            draw((1100,), drawn or dtype, g).to(dtype),
+            draw((0, 3), drawn or dtype, g).to(dtype),
+            draw((), drawn or dtype, g).to(dtype),
+            draw((7, 13), drawn or dtype, g).to(dtype),
+            draw((8, 6), drawn or dtype, g).to(dtype).t(),
+            draw((10, 9), drawn or dtype, g).to(dtype)[::2, ::3],
+            draw((601,), drawn or dtype, g).to(dtype)[1:],
         ]
         return [torch.nn.Parameter(tensor) for tensor in tensors]
 
@@ -45,15 +45,16 @@ def awkward():
 @pytest.fixture
 def run(awkward):
     """Builds an optimizer on awkward parameters (or two small ones, which the interpreter walks in bearable time) and
-    takes some steps with fixed gradients; answers both."""
+    takes some steps with fixed gradients; answers both. Values are `drawn` in another dtype where this is the truth for
+    it, so that both start from the same numbers."""
 
-    def steps(make, dtype=torch.float32, count=3, small=False):
-        params = awkward(dtype)[2:4] if small else awkward(dtype)
+    def steps(make, dtype=torch.float32, count=3, small=False, drawn=None):
+        params = awkward(dtype, drawn)[2:4] if small else awkward(dtype, drawn)
         optimizer = make(params)
         g = torch.Generator().manual_seed(1)
         for _ in range(count):
             for param in params:
-                param.grad = draw(param.shape, torch.float32, g).to(dtype)
+                param.grad = draw(param.shape, torch.float32, g).to(drawn or dtype).to(dtype)
             optimizer.step()
         return params, optimizer
 

@@ -68,13 +68,14 @@ def test_other_dtypes_err_no_more_than_torch(path, run, as_good_as, name, option
     if name != "SGD" and dtype == torch.float16:
         options = options | dict(eps=1e-3)  # torch's own 1e-8 is zero in float16, and its step NaN
     mine, theirs = makers(name, options)
-    as_good_as(run(mine, dtype)[0], run(theirs, dtype)[0], run(theirs, torch.float64)[0])
+    as_good_as(run(mine, dtype)[0], run(theirs, dtype)[0], run(theirs, torch.float64, drawn=dtype)[0])
 
 
 def test_float32_keeps_its_bound_over_100_steps(path, run, as_good_as):
     mine, theirs = makers("AdamW", dict(lr=1e-2))
     dtypes = torch.float32, torch.float32, torch.float64
-    as_good_as(*(run(m, d, 100, path == "triton")[0] for m, d in zip((mine, theirs, theirs), dtypes, strict=True)))
+    runs = zip((mine, theirs, theirs), dtypes, strict=True)
+    as_good_as(*(run(make, dtype, 100, path == "triton", drawn=torch.float32)[0] for make, dtype in runs))
 
 
 def test_mixed_dtypes_groups_and_missing_gradients(path):
