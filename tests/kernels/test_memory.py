@@ -144,7 +144,6 @@ def test_permute_moves_every_element_of_any_view(x, data):
         torch.int64,
         torch.bfloat16,
         torch.float8_e4m3fn,
-        torch.complex64,
     ],
 )
 def test_any_dtype_is_moved_bit_for_bit(dtype):
