@@ -144,7 +144,6 @@ def test_permute_moves_every_element_of_any_view(x, data):
         torch.int64,
         torch.bfloat16,
         torch.float8_e4m3fn,
-        torch.complex64,
     ],
 )
 def test_any_dtype_is_moved_bit_for_bit(dtype):
@@ -161,6 +160,25 @@ def test_any_dtype_is_moved_bit_for_bit(dtype):
         ):
             assert ours.dtype == dtype
             assert torch.equal(bits(ours), bits(theirs))
+
+
+@on_triton
+@pytest.mark.parametrize(
+    ("sizes", "dims"),
+    [
+        ((2, 3, 2, 40, 33), (2, 0, 4, 1, 3)),
+        ((2, 3, 2, 40, 33), (4, 2, 1, 0, 3)),
+        ((2, 3, 40, 2, 33), (3, 1, 0, 2, 4)),
+        ((2, 3, 4, 2, 20, 16), (3, 5, 1, 2, 0, 4)),
+        ((2, 3, 4, 2, 20, 16), (3, 2, 4, 1, 0, 5)),
+        ((2, 20, 3, 2, 4, 16), (5, 3, 2, 0, 4, 1)),
+    ],
+)
+def test_the_batch_of_a_tile_is_taken_apart(sizes, dims):
+    x = torch.arange(math.prod(sizes), device=DEVICE).view(sizes)
+    assert walk(x.permute(dims)).kernel is memory.copy_tiles_kernel
+    with ops.backend("triton"):
+        assert torch.equal(ops.permute(x, dims), x.permute(dims))
 
 
 @on_triton

@@ -43,10 +43,9 @@ TILE_SIDE = 128  # bytes of a dense run on either side of a turned tile, where t
 SMALLEST_TILE = 256  # elements below which decoding beats a tile
 DECODED = 1024  # elements of a decoding program
 MOST_DIMENSIONS = 6  # after merging; what has more is cut into slices
-MOVED = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)
-WORDS = {  # what elements that Triton has no pointers for, or not on every GPU, are moved as
-    torch.bool: torch.uint8, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8, torch.complex64: torch.int64,
-}  # fmt: skip
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+MOVED = (*FLOATS, *FP8)
+BYTES = (torch.bool, *FP8)  # moved as uint8, which every GPU has
 
 
 @triton.jit
@@ -202,8 +201,7 @@ def written_densely(x: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> 
     """The view of x that starts where x does and has these sizes and strides, in fresh and contiguous memory."""
     out = torch.empty(sizes, dtype=x.dtype, device=x.device)
     if out.numel():
-        word = WORDS.get(x.dtype)
-        source, target = (x, out) if word is None else (x.view(word), out.view(word))
+        source, target = (x.view(torch.uint8), out.view(torch.uint8)) if x.dtype in BYTES else (x, out)
         fill(target, source, tuple(sizes), tuple(strides))
     return out
 
