@@ -31,9 +31,9 @@ from tilestack.ops import implements
 from tilestack.ops.contract import Ahead
 
 DEPTH = 4
-SHORT_WIDTH = 2048
-LONG = 65536  # classes from which a program has a multiprocessor to itself, so that few rows compete for the caches
-LONG_WIDTH = 8192
+SHORT_WIDTH = 1024
+LONG = 65536  # classes from which a row that is read twice gets more warps, so that few rows compete for the caches
+LONG_WIDTH, LONG_DEPTH = 4096, 2
 SCALE_BLOCK = 8192
 
 
@@ -175,9 +175,11 @@ def losses_and_gradients(
     rows, columns = logits.shape
     smoothing, z_loss, softcap = map(float, options[1:4])
     visits_twice = dlogits is not None and columns >= LONG
-    width = min(triton.next_power_of_2(columns), LONG_WIDTH if visits_twice else SHORT_WIDTH)
+    most_width, most_depth = (LONG_WIDTH, LONG_DEPTH) if visits_twice else (SHORT_WIDTH, DEPTH)
+    width = min(triton.next_power_of_2(columns), most_width)
     # A third sum or a tanh takes registers, of which the warps of a long row have few each.
-    depth = min(triton.next_power_of_2(triton.cdiv(columns, width)), DEPTH // 2 if smoothing or softcap else DEPTH)
+    deepest = most_depth // 2 if smoothing or softcap else most_depth
+    depth = min(triton.next_power_of_2(triton.cdiv(columns, width)), deepest)
     scale_stride = scale.stride(0) if scale is not None and scale.ndim else 0
     launch(
         cross_entropy_kernel, (rows,), logits, labels, scale, losses, dlogits,

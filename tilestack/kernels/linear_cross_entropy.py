@@ -16,6 +16,8 @@ many rows that this is a dozen roundings where row chunks of a few dozen make hu
 triple the memory the operator is there to save.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,33 @@ from tilestack.ops.contract import Ahead
 
 CHUNK_BYTES = 192 << 20  # of logits at a time
 ROW_MULTIPLE = 128  # rows of a chunk, for whole tiles in the products
+
+
+class Aside:
+    """A second stream for a product that shares the GPU with the next one; on a CPU, nothing at all."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = side_stream(device) if device.type == "cuda" else None
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.before = torch.cuda.current_stream(self.device)
+            self.stream.wait_stream(self.before)
+            torch.cuda.set_stream(self.stream)
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            torch.cuda.set_stream(self.before)
+
+    def join(self) -> None:
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def rows_per_chunk(x: Tensor, weight: Tensor) -> int:
@@ -50,6 +79,7 @@ def chunked(
     dweight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device) if needs[1] else None
     chunk = min(rows_per_chunk(x, weight), rows.shape[0])
     buffer = torch.empty((chunk, weight.shape[0]), dtype=x.dtype, device=x.device)
+    aside = Aside(x.device)
     for start in range(0, rows.shape[0], chunk or 1):
         part = slice(start, start + chunk)
         logits = torch.mm(rows[part], weight.T, out=buffer[: len(rows[part])])
@@ -57,9 +87,11 @@ def chunked(
         of_part = scale if scale is None or scale.ndim == 0 else scale[part]
         losses_and_gradients(logits, labels[part], of_part, None if losses is None else losses[part], dlogits, options)
         if dx is not None:
-            torch.mm(logits, weight, out=dx[part])
+            with aside:  # few tiles and a very long sum: alone, it would leave most of the GPU idle
+                torch.mm(logits, weight, out=dx[part])
         if dweight is not None:
             dweight.addmm_(logits.T, rows[part])
+        aside.join()
     return None if dx is None else dx.view(x.shape), dweight
 
 
