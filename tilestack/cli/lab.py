@@ -201,7 +201,7 @@ def bench_command(
     """Measure kernels against the machine's roofs and against the fastest peer, in one run.
 
     Kernel time is CUDA-graph replay on cold caches; host time is the cost of a plain call. Without a GPU the definitions
-    are timed on the CPU, and the tables say so.
+    are timed on the CPU, and the tables say so. `bench memory` sweeps access patterns, `bench optim` times optimizers.
     """
     from tilestack.lab import bench, machine, results
     from tilestack.tuning import preferences
@@ -209,6 +209,12 @@ def bench_command(
     place = pick_device(device)
     load_files(load)
     stamp = machine.stamp(place.type)
+    if operators == ["memory"]:
+        bench_memory_patterns(place, save)
+        return
+    if operators == ["optim"]:
+        bench_optimizers(place, save, json_)
+        return
     target = results.path_of(stamp["slug"], "kernels") if save else None
     listed = lambda text: text.split(",") if text else None
     rows = bench.bench(
@@ -229,6 +235,36 @@ def bench_command(
         console.print(f"saved in {target}")
         if place.type == "cuda":
             console.print(f"auto reads {preferences.write_table(results.load(target))}")
+
+
+def bench_memory_patterns(place: "torch.device", save: bool) -> None:
+    """Bandwidth against stride, row length, alignment and gathered rows, as tables and a page of plots."""
+    from tilestack.lab import memory, results
+
+    page = Path("runs/memory.html")
+    points = memory.bench_memory(place.type, results.FOLDER if save else None, page, Console(stderr=True))
+    for table in memory.tables(points):
+        console.print(table)
+    console.print(f"plots in {page}")
+
+
+def bench_optimizers(place: "torch.device", save: bool, json_: Path | None) -> None:
+    """The step of each optimizer beside torch's; on a CPU, over a few small tensors."""
+    from tilestack.lab import bench, machine, results
+    from tilestack.lab.bench_optim import CASES, bench_optim
+    from tilestack.lab.roofs import measured
+
+    few: list[tuple[int, ...]] = [(256, 64)] * 8
+    small = None if place.type == "cuda" else dict.fromkeys(CASES, few)
+    rows = bench_optim(device=place.type, shapes=small)
+    stamp = machine.stamp(place.type)
+    write_json(json_, rows)
+    for table in bench.tables([bench.Row.from_dict(row) for row in rows], stamp):
+        console.print(table)
+    if save:
+        target = results.path_of(stamp["slug"], "optimizers")
+        results.merge(target, stamp, measured(place.type).as_dict(), rows)
+        console.print(f"saved in {target}")
 
 
 def explain_command(

@@ -112,12 +112,18 @@ def bench(
         roofs = measured(device)
         for subject in subjects:
             progress.update(task, description=f"{subject.operator.name} {subject.case.name} {subject.dtype}")
-            for found in compare(subject, directions, backends, device, roofs):
+            for found in compare(subject, directions_of(subject.operator, directions), backends, device, roofs):
                 progress.advance(task)
                 rows += found
                 if save is not None:
                     results.merge(save, machine, roofs.as_dict(), [row.as_dict() for row in found])
     return rows
+
+
+def directions_of(described: Operator, wanted: Sequence[str]) -> list[str]:
+    """Where gradients are made in the forward, a backward alone says nothing: both are timed together."""
+    ahead = any(implementation.ahead for implementation in described.implementations.values())
+    return list(dict.fromkeys("both" if ahead and direction == "backward" else direction for direction in wanted))
 
 
 def cases_of(described: Operator, wanted: str, dtype: str, device: str) -> list[Case]:
@@ -233,7 +239,8 @@ def candidate_of(
             return functools.partial(run, *values)
         inputs = [copied[name] for name in wanted]
         outputs = differentiable_outputs(run(*values))
-        arriving = [torch.randn_like(output) for output in outputs]
+        # At a loss a one arrives, as `loss.backward()` sends it.
+        arriving = [torch.randn_like(output) if output.ndim else torch.ones_like(output) for output in outputs]
         if direction == "backward":
             return functools.partial(
                 torch.autograd.grad, outputs, inputs, arriving, retain_graph=True, allow_unused=True

@@ -1,6 +1,7 @@
 """Who our kernels are measured against, found at run time.
 
     aten      PyTorch's own function, where it has one (registered as a backend, see kernels/aten.py)
+    eager     what people write in PyTorch where it has no such function
     compile   torch.compile of the definition
     liger     Liger-Kernel, when it is importable
 
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from tilestack.ops import Operator
 from tilestack.ops.contract import parameters_of
@@ -51,11 +53,78 @@ LIGER: dict[str, Callable] = {
         NotImplemented if bias is None else liger.LigerLayerNormFunction.apply(x, weight, bias, eps)
     ),
     "softmax": lambda x, dim: NotImplemented if dim not in (-1, x.ndim - 1) else liger.LigerSoftmaxFunction.apply(x),
+    "cross_entropy": lambda logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction: (
+        liger.LigerCrossEntropyFunction.apply(
+            logits.flatten(0, -2),
+            labels.flatten(),
+            None,
+            ignore_index,
+            z_loss,
+            label_smoothing,
+            reduction,
+            softcap or None,
+        )[0]
+    ),
+    "linear_cross_entropy": lambda x, weight, labels, ignore_index, label_smoothing, z_loss, softcap, reduction: (
+        liger.LigerFusedLinearCrossEntropyFunction.apply(
+            x.flatten(0, -2),
+            weight,
+            labels.flatten(),
+            None,
+            None,
+            ignore_index,
+            z_loss,
+            label_smoothing,
+            reduction,
+            softcap or None,
+        )[0]
+    ),
+    "rope": lambda q, k, cos, sin, positions, interleaved: (
+        NotImplemented
+        if interleaved or positions is None or 2 * cos.shape[1] != q.shape[3]
+        else tuple(
+            t.transpose(1, 2)
+            for t in liger.LigerRopeFunction.apply(
+                q.transpose(1, 2), k.transpose(1, 2), *(torch.cat((t[positions],) * 2, -1) for t in (cos, sin))
+            )
+        )
+    ),
 }
 
-LIBRARIES: dict[str, tuple[str, dict[str, Callable]]] = {"liger": ("liger_kernel", LIGER)}
+# PyTorch's own way to write what has no single function with our options, so no backend: eager, as people write it.
+EAGER: dict[str, Callable] = {
+    "cross_entropy": lambda logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction: (
+        NotImplemented
+        if z_loss or softcap
+        else F.cross_entropy(
+            logits.flatten(0, -2),
+            labels.flatten(),
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+        )
+    ),
+    "linear_cross_entropy": lambda x, weight, labels, ignore_index, label_smoothing, z_loss, softcap, reduction: (
+        NotImplemented
+        if z_loss or softcap
+        else F.cross_entropy(
+            F.linear(x, weight).flatten(0, -2),
+            labels.flatten(),
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+        )
+    ),
+    "dropout": lambda x, p: F.dropout(x, p),
+    "embedding": lambda ids, weight: F.embedding(ids, weight),
+    "argmax": lambda logits: logits.argmax(-1),
+    "topk": lambda logits, k: torch.topk(logits, k),
+}
 
-PEERS = ("aten", "compile", *LIBRARIES)  # whose best time a ratio is taken against
+LIBRARIES: dict[str, tuple[str, dict[str, Callable]]] = {"eager": ("torch", EAGER), "liger": ("liger_kernel", LIGER)}
+
+# Whose best time a ratio is taken against; the last two are torch.optim's ways to step.
+PEERS = ("aten", "compile", *LIBRARIES, "fused", "foreach")
 
 
 @dataclass(frozen=True)

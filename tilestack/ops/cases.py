@@ -44,7 +44,7 @@ def cases(build: Callable[..., dict[str, Any]], *, check: Iterable[tuple], bench
     """A case for each size: `build(make, *size)` makes the arguments, and the size is the name (`3x1000`, `4x33xtanh`)."""
 
     def case(size: tuple, kind: str) -> Case:
-        return Case("x".join(map(str, size)), lambda make: build(make, *size), kind)
+        return Case("x".join(map(str, size)) or "scalar", lambda make: build(make, *size), kind)
 
     return [*(case(size, "check") for size in check), *(case(size, "bench") for size in bench)]
 

@@ -49,6 +49,7 @@ class Cost:
     read: Sequence[Tensor] | None = None
     write: Sequence[Tensor] | None = None
     backward_read: Sequence[Tensor] | None = None  # besides what arrives; all that is kept when silent
+    backward_write: Sequence[Tensor] | None = None  # a gradient per floating argument when silent
 
 
 def parameters_of(function: Callable) -> list[str]:
@@ -247,7 +248,10 @@ class Operator(Generic[P, R]):
         if read is None:
             read = [kept[name] for name in self.saved if isinstance(kept[name], Tensor)]
         flops = 2 * declared.flops if declared.backward_flops is None else declared.backward_flops
-        return flops, size(outputs) + size(read) + size(t for t in inputs if t.is_floating_point())
+        write = (
+            [t for t in inputs if t.is_floating_point()] if declared.backward_write is None else declared.backward_write
+        )
+        return flops, size(outputs) + size(read) + size(write)
 
 
 def as_tuple(value: Any) -> tuple:

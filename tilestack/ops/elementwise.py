@@ -48,7 +48,7 @@ def axpy_gradient(grad: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     cases=cases(
         lambda make, *shape: dict(x=make.normal(*shape), y=make.normal(*shape), alpha=-1.7), check=SHAPES, bench=BENCHES
     ),
-    cost=lambda x: Cost(flops=2 * x.numel(), backward_flops=x.numel()),
+    cost=lambda x: Cost(flops=2 * x.numel(), backward_flops=x.numel(), backward_write=[x]),
     check=same_shape_and_dtype,
     gradient=axpy_gradient,
 )
