@@ -1,6 +1,7 @@
 """How operators run fast. Importing this package registers every kernel; `tilestack.ops` does so when first asked."""
 
 from tilestack.kernels import (
+    activation,
     aten,
     cross_entropy,
     elementwise,
@@ -19,6 +20,7 @@ from tilestack.kernels import (
 from tilestack.tuning import preferences
 
 __all__ = [
+    "activation",
     "aten",
     "cross_entropy",
     "elementwise",

@@ -1,8 +1,9 @@
 """What each operator is. Call them as functions; choose their backend with `tilestack.backend`."""
 
+from tilestack.ops.activation import gelu, relu, sigmoid, silu, softcap, squared_relu, tanh
 from tilestack.ops.backends import BackendError, backend, configure_backend, register_backend
 from tilestack.ops.contract import AUTOGRAD, Ahead, Case, Cost, Implementation, Operator, implements, operator
-from tilestack.ops.elementwise import add, axpy, gelu, relu, silu
+from tilestack.ops.elementwise import add, axpy
 from tilestack.ops.lookup import embedding
 from tilestack.ops.loss import cross_entropy, linear_cross_entropy
 from tilestack.ops.matmul import linear
@@ -51,9 +52,13 @@ __all__ = [
     "rope",
     "sample",
     "scatter_rows",
+    "sigmoid",
     "silu",
+    "softcap",
     "softmax",
+    "squared_relu",
     "strided_copy",
+    "tanh",
     "topk",
     "transpose",
 ]
