@@ -4,6 +4,7 @@ from tilestack.ops.activation import gelu, relu, sigmoid, silu, softcap, squared
 from tilestack.ops.backends import BackendError, backend, configure_backend, register_backend
 from tilestack.ops.contract import AUTOGRAD, Ahead, Case, Cost, Implementation, Operator, implements, operator
 from tilestack.ops.elementwise import add, axpy
+from tilestack.ops.gated import geglu, gelu_mul, silu_mul, swiglu
 from tilestack.ops.lookup import embedding
 from tilestack.ops.loss import cross_entropy, linear_cross_entropy
 from tilestack.ops.matmul import linear
@@ -33,7 +34,9 @@ __all__ = [
     "dropout",
     "embedding",
     "gather_rows",
+    "geglu",
     "gelu",
+    "gelu_mul",
     "implements",
     "layer_norm",
     "linear",
@@ -54,10 +57,12 @@ __all__ = [
     "scatter_rows",
     "sigmoid",
     "silu",
+    "silu_mul",
     "softcap",
     "softmax",
     "squared_relu",
     "strided_copy",
+    "swiglu",
     "tanh",
     "topk",
     "transpose",
