@@ -7,6 +7,7 @@ from tilestack.ops.elementwise import add, axpy
 from tilestack.ops.gated import geglu, gelu_mul, silu_mul, swiglu
 from tilestack.ops.lookup import embedding
 from tilestack.ops.loss import cross_entropy, linear_cross_entropy
+from tilestack.ops.masked_softmax import causal_softmax, masked_softmax
 from tilestack.ops.matmul import linear
 from tilestack.ops.memory import copy, gather_rows, permute, reduce_sum, scatter_rows, strided_copy, transpose
 from tilestack.ops.norm import layer_norm, rms_norm
@@ -28,6 +29,7 @@ __all__ = [
     "argmax",
     "axpy",
     "backend",
+    "causal_softmax",
     "configure_backend",
     "copy",
     "cross_entropy",
@@ -43,6 +45,7 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "logsumexp",
+    "masked_softmax",
     "operator",
     "operator_named",
     "operators",
