@@ -19,10 +19,8 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.kernels.launch import accumulator, launch, rows_of, tile_of_rows, wide
+from tilestack.kernels.softmax import CHUNK, WIDEST
 from tilestack.ops import implements
-
-WIDEST = 32768  # columns that one program keeps in registers
-CHUNK = 8192  # columns per step of the long-row kernels
 
 
 @triton.jit
@@ -51,8 +49,8 @@ def load_scores(
 
 
 @triton.jit
-def finite(top):
-    """What to subtract in place of a row's maximum: zero where the row has no score."""
+def reference(top):
+    """What to subtract from the scores of a row with this maximum: zero where it has none."""
     return tl.where(top == -float("inf"), 0.0, top)
 
 
@@ -74,7 +72,7 @@ def masked_softmax_fwd_kernel(
         x_ptr, mask_ptr, row, column, inside, columns, x_stride, scale, middle, height, outer_stride, middle_stride,
         mask_stride, CAUSAL,
     )  # fmt: skip
-    numerator = tl.exp(x - finite(tl.max(x, 1, keep_dims=True)))
+    numerator = tl.exp(x - reference(tl.max(x, 1, keep_dims=True)))
     out = share(numerator, tl.sum(numerator, 1, keep_dims=True), counts)
     tl.store(out_ptr + row * columns + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -98,9 +96,9 @@ def masked_softmax_long_fwd_kernel(
             outer_stride, middle_stride, mask_stride, CAUSAL,
         )  # fmt: skip
         new = tl.maximum(largest, x.to(ACC))
-        total = total * tl.exp(largest - finite(new)) + tl.exp(x - finite(new))
+        total = total * tl.exp(largest - reference(new)) + tl.exp(x - reference(new))
         largest = new
-    top = finite(tl.max(largest, 0))
+    top = reference(tl.max(largest, 0))
     whole = tl.sum(total * tl.exp(largest - top), 0)
     for start in range(0, columns, CHUNK):
         x, counts = load_scores(
