@@ -2,6 +2,7 @@
 
 from tilestack.kernels import (
     activation,
+    activation_dropout,
     aten,
     cross_entropy,
     elementwise,
@@ -23,6 +24,7 @@ from tilestack.tuning import preferences
 
 __all__ = [
     "activation",
+    "activation_dropout",
     "aten",
     "cross_entropy",
     "elementwise",

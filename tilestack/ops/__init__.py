@@ -1,6 +1,7 @@
 """What each operator is. Call them as functions; choose their backend with `tilestack.backend`."""
 
 from tilestack.ops.activation import gelu, relu, sigmoid, silu, softcap, squared_relu, tanh
+from tilestack.ops.activation_dropout import activation_dropout, gated_dropout
 from tilestack.ops.backends import BackendError, backend, configure_backend, register_backend
 from tilestack.ops.contract import AUTOGRAD, Ahead, Case, Cost, Implementation, Operator, implements, operator
 from tilestack.ops.elementwise import add, axpy
@@ -25,6 +26,7 @@ __all__ = [
     "Cost",
     "Implementation",
     "Operator",
+    "activation_dropout",
     "add",
     "argmax",
     "axpy",
@@ -35,6 +37,7 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "embedding",
+    "gated_dropout",
     "gather_rows",
     "geglu",
     "gelu",
