@@ -6,6 +6,7 @@ from tilestack.ops.backends import BackendError, backend, configure_backend, reg
 from tilestack.ops.contract import AUTOGRAD, Ahead, Case, Cost, Implementation, Operator, implements, operator
 from tilestack.ops.elementwise import add, axpy
 from tilestack.ops.gated import geglu, gelu_mul, silu_mul, swiglu
+from tilestack.ops.gated_quantised import silu_mul_fp8, silu_mul_int8
 from tilestack.ops.lookup import embedding
 from tilestack.ops.loss import cross_entropy, linear_cross_entropy
 from tilestack.ops.masked_softmax import causal_softmax, masked_softmax
@@ -64,6 +65,8 @@ __all__ = [
     "sigmoid",
     "silu",
     "silu_mul",
+    "silu_mul_fp8",
+    "silu_mul_int8",
     "softcap",
     "softmax",
     "squared_relu",
