@@ -6,7 +6,7 @@ import torch
 
 from tilestack import nn
 
-NAMES = ["GELU", "LayerNorm", "Linear", "RMSNorm", "ReLU", "SiLU", "Softmax"]
+NAMES = ["GELU", "LayerNorm", "Linear", "RMSNorm", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh"]
 CASES = [
     ("Linear", dict(in_features=24, out_features=17), (2, 3, 24)),
     ("Linear", dict(in_features=24, out_features=17, bias=False), (24,)),
@@ -28,6 +28,8 @@ CASES = [
     ("GELU", dict(approximate="tanh"), (5, 24)),
     ("SiLU", dict(), (5, 24)),
     ("SiLU", dict(inplace=True), (5, 24)),
+    ("Tanh", dict(), (5, 24)),
+    ("Sigmoid", dict(), (5, 24)),
 ]
 each_case = pytest.mark.parametrize(
     ("name", "options", "shape"), CASES, ids=[f"{name}-{options}-{shape}" for name, options, shape in CASES]

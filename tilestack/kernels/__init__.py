@@ -1,11 +1,16 @@
 """How operators run fast. Importing this package registers every kernel; `tilestack.ops` does so when first asked."""
 
 from tilestack.kernels import (
+    activation,
+    activation_dropout,
     aten,
     cross_entropy,
     elementwise,
+    gated,
+    gated_quantised,
     linear_cross_entropy,
     lookup,
+    masked_softmax,
     matmul,
     memory,
     norm,
@@ -19,11 +24,16 @@ from tilestack.kernels import (
 from tilestack.tuning import preferences
 
 __all__ = [
+    "activation",
+    "activation_dropout",
     "aten",
     "cross_entropy",
     "elementwise",
+    "gated",
+    "gated_quantised",
     "linear_cross_entropy",
     "lookup",
+    "masked_softmax",
     "matmul",
     "memory",
     "norm",

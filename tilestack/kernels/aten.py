@@ -21,6 +21,8 @@ def dense(x):
 implements(ops.add, backend="aten", backward=AUTOGRAD)(torch.add)
 implements(ops.axpy, backend="aten", backward=AUTOGRAD)(lambda x, y, alpha: torch.add(y, x, alpha=alpha))
 implements(ops.relu, backend="aten", backward=AUTOGRAD)(torch.relu)
+implements(ops.sigmoid, backend="aten", backward=AUTOGRAD)(torch.sigmoid)
+implements(ops.tanh, backend="aten", backward=AUTOGRAD)(torch.tanh)
 implements(ops.silu, backend="aten", backward=AUTOGRAD)(F.silu)
 implements(ops.gelu, backend="aten", backward=AUTOGRAD)(lambda x, approximate: F.gelu(x, approximate=approximate))
 implements(ops.softmax, backend="aten", backward=AUTOGRAD)(lambda x, dim: torch.softmax(x, dim))

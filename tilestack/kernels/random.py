@@ -25,13 +25,18 @@ def random_words(seed, counter):
 
 
 @triton.jit
+def keep(x, word, below):
+    """x scaled where its word does not drop it, else zero. The scale is exact: words that keep are counted."""
+    scale = 4294967296.0 / (4294967296 - tl.cast(below, tl.int64)).to(x.dtype)
+    return tl.where(word >= tl.cast(below, tl.uint32), x * scale, 0.0)
+
+
+@triton.jit
 def drop(x_ptr, out_ptr, word, start, n, below, SLAB: tl.constexpr):
-    """One slab: keep what its word does not drop. The scale is exact: words that keep are counted, not estimated."""
+    """One slab."""
     offsets = start + tl.arange(0, SLAB)
     whole = start + SLAB <= n
-    x = wide(load(x_ptr, offsets, whole, n))
-    scale = 4294967296.0 / (4294967296 - tl.cast(below, tl.int64)).to(x.dtype)
-    kept = tl.where(word >= tl.cast(below, tl.uint32), x * scale, 0.0)
+    kept = keep(wide(load(x_ptr, offsets, whole, n)), word, below)
     store(out_ptr, offsets, kept.to(out_ptr.dtype.element_ty), whole, n)
 
 

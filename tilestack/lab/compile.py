@@ -104,11 +104,11 @@ def compiled_kernels(
     tensors = {name: arguments[name] for name in operator.tensors if arguments[name] is not None}
     if any(t.is_floating_point() and t.dtype not in implementation.dtypes for t in tensors.values()):
         return []
-    if implementation.when is not None and call_named(implementation.when, arguments) is not True:
-        return []
     if direction == "backward" and not callable(implementation.backward):
         return []
     with AbsentGpu(capability) as gpu, torch.no_grad():
+        if implementation.when is not None and call_named(implementation.when, arguments) is not True:
+            return []
         outputs = as_tuple(implementation.forward(*arguments.values()))
         if direction == "backward":
             gpu.launched.clear()

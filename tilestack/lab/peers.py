@@ -52,6 +52,11 @@ LIGER: dict[str, Callable] = {
     "layer_norm": lambda x, weight, bias, eps: (
         NotImplemented if bias is None else liger.LigerLayerNormFunction.apply(x, weight, bias, eps)
     ),
+    "silu_mul": lambda gate, up: liger.LigerSiLUMulFunction.apply(gate, up),
+    "gelu_mul": lambda gate, up, approximate: (
+        NotImplemented if approximate != "tanh" else liger.LigerGELUMulFunction.apply(gate, up)
+    ),
+    "swiglu": lambda x, interleaved: NotImplemented if interleaved else liger.LigerFusedGateUpSiLUMulFunction.apply(x),
     "softmax": lambda x, dim: NotImplemented if dim not in (-1, x.ndim - 1) else liger.LigerSoftmaxFunction.apply(x),
     "cross_entropy": lambda logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction: (
         liger.LigerCrossEntropyFunction.apply(

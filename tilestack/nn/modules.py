@@ -57,6 +57,16 @@ class SiLU(torch.nn.SiLU):
         return input.copy_(ops.silu(input.clone())) if self.inplace else ops.silu(input)
 
 
+class Tanh(torch.nn.Tanh):
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.tanh(input)
+
+
+class Sigmoid(torch.nn.Sigmoid):
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.sigmoid(input)
+
+
 def normalized(
     norm: Callable[..., Tensor], x: Tensor, normalized_shape: tuple[int, ...], *parameters: Tensor | None, eps: float
 ) -> Tensor:

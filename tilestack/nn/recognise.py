@@ -78,6 +78,8 @@ OPERATORS: dict[type, str] = {
     nn.ReLU: "relu",
     nn.GELU: "gelu",
     nn.SiLU: "silu",
+    nn.Tanh: "tanh",
+    nn.Sigmoid: "sigmoid",
     RootMeanSquareNorm: "rms_norm",
     RootMeanSquareNormLikeInput: "rms_norm",
     RootMeanSquareNormLikeWeight: "rms_norm",

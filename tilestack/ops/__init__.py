@@ -1,10 +1,15 @@
 """What each operator is. Call them as functions; choose their backend with `tilestack.backend`."""
 
+from tilestack.ops.activation import gelu, relu, sigmoid, silu, softcap, squared_relu, tanh
+from tilestack.ops.activation_dropout import activation_dropout, gated_dropout
 from tilestack.ops.backends import BackendError, backend, configure_backend, register_backend
 from tilestack.ops.contract import AUTOGRAD, Ahead, Case, Cost, Implementation, Operator, implements, operator
-from tilestack.ops.elementwise import add, axpy, gelu, relu, silu
+from tilestack.ops.elementwise import add, axpy
+from tilestack.ops.gated import geglu, gelu_mul, silu_mul, swiglu
+from tilestack.ops.gated_quantised import silu_mul_fp8, silu_mul_int8
 from tilestack.ops.lookup import embedding
 from tilestack.ops.loss import cross_entropy, linear_cross_entropy
+from tilestack.ops.masked_softmax import causal_softmax, masked_softmax
 from tilestack.ops.matmul import linear
 from tilestack.ops.memory import copy, gather_rows, permute, reduce_sum, scatter_rows, strided_copy, transpose
 from tilestack.ops.norm import layer_norm, rms_norm
@@ -22,23 +27,29 @@ __all__ = [
     "Cost",
     "Implementation",
     "Operator",
+    "activation_dropout",
     "add",
     "argmax",
     "axpy",
     "backend",
+    "causal_softmax",
     "configure_backend",
     "copy",
     "cross_entropy",
     "dropout",
     "embedding",
+    "gated_dropout",
     "gather_rows",
+    "geglu",
     "gelu",
+    "gelu_mul",
     "implements",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
     "log_softmax",
     "logsumexp",
+    "masked_softmax",
     "operator",
     "operator_named",
     "operators",
@@ -51,9 +62,17 @@ __all__ = [
     "rope",
     "sample",
     "scatter_rows",
+    "sigmoid",
     "silu",
+    "silu_mul",
+    "silu_mul_fp8",
+    "silu_mul_int8",
+    "softcap",
     "softmax",
+    "squared_relu",
     "strided_copy",
+    "swiglu",
+    "tanh",
     "topk",
     "transpose",
 ]

@@ -143,6 +143,4 @@ def _cuda_needs(device: torch.device) -> bool | str:
     return device.type == "cuda" or f"CUDA C++ kernels need a CUDA tensor, not one on {device.type}"
 
 
-register_backend("triton", _triton_needs)
-register_backend("gluon", _gluon_needs)
-register_backend("cuda", _cuda_needs)
+_needs.update(triton=_triton_needs, gluon=_gluon_needs, cuda=_cuda_needs)

@@ -1,0 +1,189 @@
+"""Activation kernels: one forward and one backward for all of them, told apart by a constant.
+
+    forward   out = activate(x)           read x, write out
+    backward  dx = grad · slope(kept)     read grad and what the operator keeps, write dx
+
+What is kept is x, or the output where the derivative can be had from it: relu, sigmoid, tanh. The blocks lie as in
+`elementwise`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilestack import ops
+from tilestack.kernels.elementwise import BLOCK, block_of, flat, grid_over, load, store
+from tilestack.kernels.launch import launch, wide
+from tilestack.ops import implements
+
+
+@triton.jit
+def activation_fwd_kernel(x_ptr, out_ptr, n, cap, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    offsets, whole = block_of(n, BLOCK)
+    x = wide(load(x_ptr, offsets, whole, n))
+    HALF: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    if KIND == "softcap":
+        y = cap * tanh_of(x / cap)
+    else:
+        y = activate(x, KIND, HALF)
+    store(out_ptr, offsets, y.to(out_ptr.dtype.element_ty), whole, n)
+
+
+@triton.jit
+def activation_bwd_kernel(grad_ptr, kept_ptr, out_ptr, n, cap, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    offsets, whole = block_of(n, BLOCK)
+    grad = wide(load(grad_ptr, offsets, whole, n))
+    kept = wide(load(kept_ptr, offsets, whole, n))
+    HALF: tl.constexpr = kept_ptr.dtype.element_ty.primitive_bitwidth == 16
+    if KIND == "softcap":
+        d = 4 * sigmoid_slope(2 * kept / cap)  # 1 - tanh²(u) without the cancellation
+    else:
+        d = slope(kept, KIND, HALF)
+    store(out_ptr, offsets, (grad * d).to(out_ptr.dtype.element_ty), whole, n)
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr, HALF: tl.constexpr):
+    if KIND == "relu":
+        y = relu_of(x)
+    elif KIND == "squared_relu":
+        y = relu_of(x) * relu_of(x)
+    elif KIND == "sigmoid":
+        y = sigmoid_of(x)
+    elif KIND == "tanh":
+        y = tanh_of(x)
+    elif KIND == "silu":
+        y = x * sigmoid_of(x)
+    elif KIND == "gelu":
+        y = x * normal_cdf(x, tl.exp(-0.5 * x * x), HALF)
+    else:  # gelu_tanh, as x * sigmoid(2u): 1 + tanh(u) without cancellation
+        y = x * sigmoid_of(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return y
+
+
+@triton.jit
+def slope(x, KIND: tl.constexpr, HALF: tl.constexpr):
+    """The derivative at x; for relu, sigmoid and tanh, x is the output."""
+    if KIND == "relu":
+        d = tl.where(x <= 0, 0.0, 1.0)
+    elif KIND == "squared_relu":
+        d = 2 * relu_of(x)
+    elif KIND == "sigmoid":
+        d = x * (1 - x)
+    elif KIND == "tanh":
+        d = (1 - x) * (1 + x)
+    elif KIND == "silu":
+        s = sigmoid_of(x)
+        d = s * (1 + x * (1 - s))
+    elif KIND == "gelu":
+        bell = tl.exp(-0.5 * x * x)
+        d = normal_cdf(x, bell, HALF) + x * 0.3989422804014327 * bell
+    else:
+        u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        d = sigmoid_of(u) + x * sigmoid_slope(u) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+    return d
+
+
+@triton.jit
+def relu_of(x):
+    return tl.where(x < 0, 0.0, x)  # this way round a NaN stays one
+
+
+@triton.jit
+def sigmoid_of(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def sigmoid_slope(x):
+    """s · (1 - s) for s = sigmoid(x), without the cancellation in 1 - s."""
+    t = tl.exp(-tl.abs(x))
+    return t / ((1 + t) * (1 + t))
+
+
+@triton.jit
+def tanh_of(x):
+    """±(1 - t) / (1 + t) with t = exp(-2|x|), and near zero, where 1 - t cancels, Lambert's fraction cut after 7.
+
+    There x (105 + 10x²) / (105 + 45x² + x⁴) is right to x⁸ / 10⁵, a hundredth of a float32's last digit.
+    """
+    t = tl.exp(-2 * tl.abs(x))
+    square = x * x
+    near = tl.abs(x) < 0.3
+    above = tl.where(near, x * (105 + 10 * square), tl.where(x < 0, t - 1, 1 - t))
+    return above / tl.where(near, 105 + square * (45 + square), 1 + t)
+
+
+@triton.jit
+def normal_cdf(x, bell, HALF: tl.constexpr):
+    """Φ(x), given exp(-x²/2). Half precisions take the rational form 7.1.26 of Abramowitz and Stegun, right to 1e-7.
+
+    The exact erf costs more arithmetic than the memory can hide.
+    """
+    if HALF:
+        t = 1 / (1 + 0.23164190 * tl.abs(x))
+        tail = (
+            t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))) * bell
+        )
+        phi = tl.where(x >= 0, 1 - tail, tail)
+    else:
+        phi = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+    return phi
+
+
+def activation(x: Tensor, kind: str, cap: float = 1.0) -> Tensor:
+    (x,) = flat(x)
+    out = torch.empty_like(x)
+    launch(activation_fwd_kernel, grid_over(x), x, out, x.numel(), float(cap), KIND=kind, BLOCK=BLOCK)
+    return out
+
+
+def activation_backward(grad: Tensor, kept: Tensor, kind: str, cap: float = 1.0) -> Tensor:
+    grad, kept = flat(grad, kept)
+    out = torch.empty_like(grad)
+    launch(activation_bwd_kernel, grid_over(grad), grad, kept, out, grad.numel(), float(cap), KIND=kind, BLOCK=BLOCK)
+    return out
+
+
+def gelu_name(approximate: str) -> str:
+    return "gelu" if approximate == "none" else "gelu_tanh"
+
+
+@implements(ops.relu, backend="triton", backward=lambda grad, out: activation_backward(grad, out, "relu"))
+def relu(x: Tensor) -> Tensor:
+    return activation(x, "relu")
+
+
+@implements(ops.squared_relu, backend="triton", backward=lambda grad, x: activation_backward(grad, x, "squared_relu"))
+def squared_relu(x: Tensor) -> Tensor:
+    return activation(x, "squared_relu")
+
+
+@implements(ops.sigmoid, backend="triton", backward=lambda grad, out: activation_backward(grad, out, "sigmoid"))
+def sigmoid(x: Tensor) -> Tensor:
+    return activation(x, "sigmoid")
+
+
+@implements(ops.tanh, backend="triton", backward=lambda grad, out: activation_backward(grad, out, "tanh"))
+def tanh(x: Tensor) -> Tensor:
+    return activation(x, "tanh")
+
+
+@implements(ops.softcap, backend="triton", backward=lambda grad, x, cap: activation_backward(grad, x, "softcap", cap))
+def softcap(x: Tensor, cap: float) -> Tensor:
+    return activation(x, "softcap", cap)
+
+
+@implements(ops.silu, backend="triton", backward=lambda grad, x: activation_backward(grad, x, "silu"))
+def silu(x: Tensor) -> Tensor:
+    return activation(x, "silu")
+
+
+@implements(
+    ops.gelu,
+    backend="triton",
+    backward=lambda grad, x, approximate: activation_backward(grad, x, gelu_name(approximate)),
+)
+def gelu(x: Tensor, approximate: str) -> Tensor:
+    return activation(x, gelu_name(approximate))

@@ -1,0 +1,107 @@
+"""Activations and gated pairs with dropout: what `activation` and `gated` compute, kept or dropped before it is written.
+
+A program takes four slabs of 1024 elements, which share their random words as in `random`. The backward finds the words
+again from the seed, so nothing is kept for it but the inputs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilestack import ops
+from tilestack.kernels.activation import activate, slope
+from tilestack.kernels.elementwise import load, store
+from tilestack.kernels.launch import launch, wide
+from tilestack.kernels.random import keep, random_words
+from tilestack.ops import implements
+from tilestack.ops.random import SLAB, dropped_below
+
+
+@triton.jit
+def activation_dropout_fwd_kernel(
+    x_ptr, up_ptr, out_ptr, seed_ptr,
+    n, below,
+    KIND: tl.constexpr, GATED: tl.constexpr, SLAB: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    words = random_words(tl.load(seed_ptr), program * SLAB + tl.arange(0, SLAB))
+    HALF: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    for slab in tl.static_range(4):
+        start = (program * 4 + slab) * SLAB
+        offsets, whole = start + tl.arange(0, SLAB), start + SLAB <= n
+        y = activate(wide(load(x_ptr, offsets, whole, n)), KIND, HALF)
+        if GATED:
+            y *= wide(load(up_ptr, offsets, whole, n))
+        store(out_ptr, offsets, keep(y, words[slab], below).to(out_ptr.dtype.element_ty), whole, n)
+
+
+@triton.jit
+def activation_dropout_bwd_kernel(
+    grad_ptr, x_ptr, up_ptr, dx_ptr, dup_ptr, seed_ptr,
+    n, below,
+    KIND: tl.constexpr, GATED: tl.constexpr, SLAB: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    words = random_words(tl.load(seed_ptr), program * SLAB + tl.arange(0, SLAB))
+    HALF: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    for slab in tl.static_range(4):
+        start = (program * 4 + slab) * SLAB
+        offsets, whole = start + tl.arange(0, SLAB), start + SLAB <= n
+        x = wide(load(x_ptr, offsets, whole, n))
+        grad = keep(wide(load(grad_ptr, offsets, whole, n)), words[slab], below)
+        dx = grad * slope(x, KIND, HALF)
+        if GATED:
+            dx *= wide(load(up_ptr, offsets, whole, n))
+            dup = grad * activate(x, KIND, HALF)
+            store(dup_ptr, offsets, dup.to(dup_ptr.dtype.element_ty), whole, n)
+        store(dx_ptr, offsets, dx.to(dx_ptr.dtype.element_ty), whole, n)
+
+
+def forward(x: Tensor, up: Tensor | None, seed: Tensor, p: float, kind: str) -> Tensor:
+    x, up = x.contiguous(), None if up is None else up.contiguous()
+    below, n = dropped_below(p), x.numel()
+    if below == 2**32:
+        return torch.zeros_like(x)
+    out = torch.empty_like(x)
+    launch(
+        activation_dropout_fwd_kernel, (triton.cdiv(n, 4 * SLAB),), x, up, out, seed, n, below,
+        KIND=kind, GATED=up is not None, SLAB=SLAB,
+    )  # fmt: skip
+    return out
+
+
+def backward(
+    grad: Tensor, x: Tensor, up: Tensor | None, seed: Tensor, p: float, kind: str
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and up."""
+    grad, x, up = grad.contiguous(), x.contiguous(), None if up is None else up.contiguous()
+    below, n = dropped_below(p), x.numel()
+    make = torch.zeros_like if below == 2**32 else torch.empty_like
+    dx, dup = make(x), None if up is None else make(x)
+    if below < 2**32:
+        launch(
+            activation_dropout_bwd_kernel, (triton.cdiv(n, 4 * SLAB),), grad, x, up, dx, dup, seed, n, below,
+            KIND=kind, GATED=up is not None, SLAB=SLAB,
+        )  # fmt: skip
+    return dx, dup
+
+
+def activation_dropout_backward(grad: Tensor, x: Tensor, seed: Tensor, p: float, kind: str) -> tuple[Tensor, None]:
+    return backward(grad, x, None, seed, p, kind)[0], None
+
+
+@implements(ops.activation_dropout, backend="triton", backward=activation_dropout_backward)
+def activation_dropout(x: Tensor, seed: Tensor, p: float, kind: str) -> Tensor:
+    return forward(x, None, seed, p, kind)
+
+
+def gated_dropout_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, seed: Tensor, p: float, kind: str
+) -> tuple[Tensor | None, ...]:
+    return *backward(grad, gate, up, seed, p, kind), None
+
+
+@implements(ops.gated_dropout, backend="triton", backward=gated_dropout_backward)
+def gated_dropout(gate: Tensor, up: Tensor, seed: Tensor, p: float, kind: str) -> Tensor:
+    return forward(gate, up, seed, p, kind)

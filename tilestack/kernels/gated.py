@@ -1,0 +1,212 @@
+"""Gated activation kernels: out = activate(gate) · up, and both gradients in one pass.
+
+    dgate = grad · up · slope(gate)        dup = grad · activate(gate)
+
+Gate and up are matrices whose rows may lie apart, so that the halves of one tensor are read where they are:
+
+    [gate | up]          two tiles, half a row apart               gate up gate up …    one tile, twice as wide,
+    |--- COLS ---| … |--- COLS ---|                               |---- 2 COLS ----|    split in registers
+
+The backward writes its two results the same way, into one tensor. Tensors that are dense are taken as one long row.
+A tile is masked only where it reaches past the end, for the reason told in `elementwise`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilestack import ops
+from tilestack.kernels.activation import activate, gelu_name, slope
+from tilestack.kernels.launch import launch, rows_of, wide
+from tilestack.ops import implements
+from tilestack.ops.gated import halves
+
+TILE = 2048  # elements of gate that a program takes
+
+
+@triton.jit
+def tile_of(rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """This program's (row, first column, whether the tile lies wholly inside); tiles are counted along rows."""
+    across = tl.cdiv(columns, COLS)
+    row = (tl.program_id(0) // across).to(tl.int64) * ROWS
+    start = (tl.program_id(0) % across).to(tl.int64) * COLS
+    return row + tl.arange(0, ROWS)[:, None], start, (row + ROWS <= rows) & (start + COLS <= columns)
+
+
+@triton.jit
+def load_tile(pointer, row, start, whole, rows, columns, stride, COLS: tl.constexpr):
+    column = start + tl.arange(0, COLS)[None, :]
+    if whole:
+        x = tl.load(pointer + row * stride + column)
+    else:
+        x = tl.load(pointer + row * stride + column, mask=(row < rows) & (column < columns), other=0)
+    return wide(x)
+
+
+@triton.jit
+def store_tile(pointer, value, row, start, whole, rows, columns, stride, COLS: tl.constexpr):
+    column = start + tl.arange(0, COLS)[None, :]
+    value = value.to(pointer.dtype.element_ty)
+    if whole:
+        tl.store(pointer + row * stride + column, value)
+    else:
+        tl.store(pointer + row * stride + column, value, mask=(row < rows) & (column < columns))
+
+
+@triton.jit
+def load_halves(
+    gate_ptr, up_ptr, row, start, whole, rows, columns, gate_stride, up_stride,
+    INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    if INTERLEAVED:
+        both = load_tile(gate_ptr, row, 2 * start, whole, rows, 2 * columns, gate_stride, 2 * COLS)
+        gate, up = tl.split(tl.reshape(both, [ROWS, COLS, 2]))
+    else:
+        gate = load_tile(gate_ptr, row, start, whole, rows, columns, gate_stride, COLS)
+        up = load_tile(up_ptr, row, start, whole, rows, columns, up_stride, COLS)
+    return gate, up
+
+
+@triton.jit
+def gated_fwd_kernel(
+    gate_ptr, up_ptr, out_ptr,  # [rows, columns] each; interleaved, gate is [rows, 2 · columns] and up unused
+    rows, columns, gate_stride, up_stride, out_stride,
+    KIND: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row, start, whole = tile_of(rows, columns, ROWS, COLS)
+    gate, up = load_halves(
+        gate_ptr, up_ptr, row, start, whole, rows, columns, gate_stride, up_stride, INTERLEAVED, ROWS, COLS
+    )
+    HALF: tl.constexpr = gate_ptr.dtype.element_ty.primitive_bitwidth == 16
+    store_tile(out_ptr, activate(gate, KIND, HALF) * up, row, start, whole, rows, columns, out_stride, COLS)
+
+
+@triton.jit
+def gated_bwd_kernel(
+    grad_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,
+    rows, columns, grad_stride, gate_stride, up_stride, d_stride,
+    KIND: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row, start, whole = tile_of(rows, columns, ROWS, COLS)
+    grad = load_tile(grad_ptr, row, start, whole, rows, columns, grad_stride, COLS)
+    gate, up = load_halves(
+        gate_ptr, up_ptr, row, start, whole, rows, columns, gate_stride, up_stride, INTERLEAVED, ROWS, COLS
+    )
+    HALF: tl.constexpr = gate_ptr.dtype.element_ty.primitive_bitwidth == 16
+    dgate = grad * up * slope(gate, KIND, HALF)
+    dup = grad * activate(gate, KIND, HALF)
+    if INTERLEAVED:
+        both = tl.reshape(tl.join(dgate, dup), [ROWS, 2 * COLS])
+        store_tile(dgate_ptr, both, row, 2 * start, whole, rows, 2 * columns, d_stride, 2 * COLS)
+    else:
+        store_tile(dgate_ptr, dgate, row, start, whole, rows, columns, d_stride, COLS)
+        store_tile(dup_ptr, dup, row, start, whole, rows, columns, d_stride, COLS)
+
+
+def laid_out(*tensors: Tensor) -> list[Tensor]:
+    """The tensors as matrices of one shape: one long row where all are dense, otherwise the rows they have."""
+    if all(t.is_contiguous() for t in tensors):
+        return [t.view(1, -1) for t in tensors]
+    return [rows_of(t) for t in tensors]
+
+
+def row_stride(x: Tensor) -> int:
+    """How far apart rows lie; zero for a single row, so that the compiler knows it to start on 16 bytes."""
+    return x.stride(0) if x.shape[0] > 1 else 0
+
+
+def tiles_over(rows: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
+    """(grid, tile) that cover a matrix: a width that divides the rows without rest where a good one does."""
+    even = columns & -columns
+    width = min(even if even >= 512 else triton.next_power_of_2(max(columns, 1)), TILE)
+    height = TILE // width if rows > 1 else 1
+    return (triton.cdiv(rows, height) * triton.cdiv(columns, width),), dict(ROWS=height, COLS=width)
+
+
+def gated(gate: Tensor, up: Tensor, out: Tensor, kind: str, interleaved: bool = False) -> None:
+    """Write activate(gate) · up into a matrix; interleaved, gate holds both."""
+    grid, tile = tiles_over(*out.shape)
+    launch(
+        gated_fwd_kernel, grid, gate, up, out, *out.shape, row_stride(gate), row_stride(up), row_stride(out),
+        KIND=kind, INTERLEAVED=interleaved, **tile,
+    )  # fmt: skip
+
+
+def gated_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, kind: str, interleaved: bool = False
+) -> None:
+    """Write both gradients into matrices of one stride; interleaved, dgate takes both."""
+    grid, tile = tiles_over(*grad.shape)
+    strides = row_stride(grad), row_stride(gate), row_stride(up), row_stride(dgate)
+    launch(
+        gated_bwd_kernel, grid, grad, gate, up, dgate, dup, *grad.shape, *strides,
+        KIND=kind, INTERLEAVED=interleaved, **tile,
+    )  # fmt: skip
+
+
+def two_tensors(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    gate, up = laid_out(gate, up)
+    gated(gate, up, out.view(gate.shape), kind)
+    return out
+
+
+def two_tensors_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    dgate, dup = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
+    grad, gate, up = laid_out(grad, gate, up)
+    gated_backward(grad, gate, up, dgate.view(gate.shape), dup.view(gate.shape), kind)
+    return dgate, dup
+
+
+def one_tensor(x: Tensor, kind: str, interleaved: bool) -> Tensor:
+    out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+    source = rows_of(x)
+    gate, up = (source, source) if interleaved else halves(source, interleaved)
+    gated(gate, up, rows_of(out), kind, interleaved)
+    return out
+
+
+def one_tensor_backward(grad: Tensor, x: Tensor, kind: str, interleaved: bool) -> Tensor:
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    source, target = rows_of(x), rows_of(dx)
+    gate, up = (source, source) if interleaved else halves(source, interleaved)
+    dgate, dup = (target, target) if interleaved else halves(target, interleaved)
+    gated_backward(rows_of(grad), gate, up, dgate, dup, kind, interleaved)
+    return dx
+
+
+@implements(
+    ops.silu_mul, backend="triton", backward=lambda grad, gate, up: two_tensors_backward(grad, gate, up, "silu")
+)
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return two_tensors(gate, up, "silu")
+
+
+@implements(
+    ops.gelu_mul,
+    backend="triton",
+    backward=lambda grad, gate, up, approximate: two_tensors_backward(grad, gate, up, gelu_name(approximate)),
+)
+def gelu_mul(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
+    return two_tensors(gate, up, gelu_name(approximate))
+
+
+@implements(
+    ops.swiglu,
+    backend="triton",
+    backward=lambda grad, x, interleaved: one_tensor_backward(grad, x, "silu", interleaved),
+)
+def swiglu(x: Tensor, interleaved: bool) -> Tensor:
+    return one_tensor(x, "silu", interleaved)
+
+
+@implements(
+    ops.geglu,
+    backend="triton",
+    backward=lambda grad, x, approximate, interleaved: one_tensor_backward(
+        grad, x, gelu_name(approximate), interleaved
+    ),
+)
+def geglu(x: Tensor, approximate: str, interleaved: bool) -> Tensor:
+    return one_tensor(x, gelu_name(approximate), interleaved)
