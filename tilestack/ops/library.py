@@ -121,7 +121,9 @@ class Gradient:
         ctx.values = {name: value for name, value in kept.items() if name not in ctx.tensors}
 
     def backward(self, ctx: Any, *arriving: Tensor) -> tuple:
-        needs = [ctx.needs_input_grad[self.described.parameters.index(name)] for name in self.described.tensors]
+        # The dispatcher leaves out trailing arguments that equal their defaults, and those need no gradient.
+        given = dict(zip(self.described.parameters, ctx.needs_input_grad, strict=False))
+        needs = [given.get(name, False) for name in self.described.tensors]
         kept = dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)) | ctx.values
         found = self.op(*arriving, *(kept[name] for name in (*self.kept, *self.kept_outputs)), needs)
         return per_parameter(self.described, as_tuple(found), needs)
