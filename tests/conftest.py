@@ -10,8 +10,8 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, so before any test is
 torch.set_num_threads(1)  # pytest-xdist has a process for every core already
 
-from tilestack import ops
-from tilestack.ops import backends, registry
+from tilestack import ops  # noqa: E402
+from tilestack.ops import backends, registry  # noqa: E402
 
 needs_gpu = pytest.mark.skip(reason="there is no CUDA GPU here")
 

@@ -128,7 +128,7 @@ def test_bad_input_is_one_line_and_exit_code_one(tilestack, arguments, environme
 
 
 def test_the_exception_itself_only_with_debug():
-    with pytest.raises(BackendError, match="no operator is named 'sofmax'; did you mean softmax?"):
+    with pytest.raises(BackendError, match=r"no operator is named 'sofmax'; did you mean softmax\?"):
         main(["--debug", "verify", "sofmax"])
 
 

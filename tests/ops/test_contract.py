@@ -209,7 +209,7 @@ def test_a_contract_that_cannot_be_kept_is_refused_and_leaves_no_trace(options, 
 
 
 def test_a_name_is_given_once():
-    with pytest.raises(ValueError, match="an operator named softmax exists already, defined in tilestack.ops.softmax"):
+    with pytest.raises(ValueError, match=r"an operator named softmax exists already, defined in tilestack.ops.softmax"):
         declare("softmax")
 
 
