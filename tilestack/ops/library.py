@@ -177,8 +177,12 @@ def register(name: str, schema: str, run: Callable, fake: Callable) -> None:
 def fresh(out: Any, others: tuple) -> Any:
     """The results contiguous and sharing no memory with an input or one another, as torch.library demands."""
     if isinstance(out, tuple):
-        return tuple(fresh(tensor, others) for tensor in out)
-    shared = out._is_view() or any(out is other for other in others)
+        taken: list[Tensor] = []
+        for tensor in out:
+            taken.append(fresh(tensor, (*others, *taken)))
+        return tuple(taken)
+    # Asked of the memory, for below autograd PyTorch does not note what is a view of what.
+    shared = any(isinstance(other, Tensor) and torch._C._is_alias_of(out, other) for other in others)
     return out.clone(memory_format=torch.contiguous_format) if shared else out.contiguous()
 
 
