@@ -39,49 +39,76 @@ def results(function, arguments):
 
 @each_backend
 @each_operator
-def test_opcheck_accepts_every_operator_and_its_gradient(name, chosen):
-    described = ops.operator_named(name)
+def test_opcheck_accepts_every_operator(name, chosen):
     with backend(chosen):
         for case in check_cases(name):
             for with_gradient in (False, True):
                 arguments = arguments_of(name, case, with_gradient)
                 torch.library.opcheck(getattr(torch.ops.tilestack, name).default, tuple(arguments.values()))
-        out = as_tuple(described.definition(**arguments))
-        available = arguments | dict(zip(described.outputs, out, strict=True)) | dict(grad=torch.ones_like(out[0]))
-        needs = [isinstance(arguments[tensor], torch.Tensor) for tensor in described.tensors]
-        gradient = getattr(torch.ops.tilestack, f"{name}_backward").default
-        wanted = [argument.name for argument in gradient._schema.arguments]
-        values = [needs if key == "needs" else available[key] for key in wanted]
-        torch.library.opcheck(gradient, [v.detach() if isinstance(v, torch.Tensor) else v for v in values])
-        found = gradient(*values)
-    expected = gradient_of_definition(described, available | dict(needs=needs))
-    for ours, theirs, needed in zip(as_tuple(found), expected, needs, strict=True):
-        assert ours.shape == (theirs.shape if needed else (0,))
 
 
-@each_backend
 @each_operator
-def test_compiled_results_and_gradients_are_those_of_eager_mode(name, chosen):
+def test_opcheck_accepts_every_gradient(name):
+    described = ops.operator_named(name)
+    arguments = arguments_of(name, check_cases(name)[1], with_gradient=False)
+    out = as_tuple(described.definition(**arguments))
+    needs = [isinstance(arguments[tensor], torch.Tensor) for tensor in described.tensors]
+    available = (
+        arguments | dict(zip(described.outputs, out, strict=True)) | dict(grad=torch.ones_like(out[0]), needs=needs)
+    )
+    gradient = getattr(torch.ops.tilestack, f"{name}_backward").default
+    values = tuple(available[argument.name] for argument in gradient._schema.arguments)
+    with backend("triton"):
+        torch.library.opcheck(gradient, values)
+        found = as_tuple(gradient(*values))
+    expected = gradient_of_definition(described, available)
+    assert [g.shape for g in found] == [
+        theirs.shape if needed else (0,) for theirs, needed in zip(expected, needs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("chosen", "dynamic"), [("torch", True), ("triton", False), ("triton", True)])
+@each_operator
+def test_compiled_results_and_gradients_are_those_of_eager_mode(name, chosen, dynamic):
     described = ops.operator_named(name)
     torch.compiler.reset()
-    compiled = torch.compile(
-        lambda *values: described(*values), fullgraph=True, dynamic=chosen == "triton", backend="aot_eager"
-    )
     with backend(chosen):
         for case in check_cases(name)[1:]:
             arguments = arguments_of(name, case, with_gradient=True)
-            for found, expected in zip(results(compiled, arguments), results(described, arguments), strict=True):
+            options = {key: value for key, value in arguments.items() if not isinstance(value, torch.Tensor)}
+            tensors = {key: value for key, value in arguments.items() if key not in options}
+            call = lambda *values: described(**dict(zip(tensors, values, strict=True)), **options)
+            compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+            for found, expected in zip(results(compiled, tensors), results(call, tensors), strict=True):
                 assert torch.equal(found, expected)
 
 
-def test_compiled_operators_keep_the_backend_they_were_compiled_with():
-    compiled = torch.compile(lambda x: ops.softmax(x), fullgraph=True, backend="aot_eager")
-    x = torch.randn(3, 33)
+@pytest.mark.usefixtures("outside")
+def test_limits_hold_for_symbolic_shapes():
+    narrow = lambda x: x.shape[-1] <= 64 or "rows of at most 64"
+    ops.implements(ops.silu, backend="mine", backward=lambda grad, x: grad, when=narrow)(torch.nn.functional.silu)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: ops.silu(x), fullgraph=True, dynamic=True, backend="aot_eager")
+    with backend("mine"):
+        x = torch.randn(3, 33)
+        assert torch.equal(compiled(x), torch.nn.functional.silu(x))
+        with pytest.raises(Exception, match="silu cannot run on mine: rows of at most 64"):
+            compiled(torch.randn(3, 65))
+
+
+@pytest.mark.usefixtures("outside")
+def test_a_compiled_kernel_is_chosen_again_when_it_runs():
+    ran = []
+    mine = lambda x: ran.append("mine") or torch.relu(x)
+    ops.implements(ops.relu, backend="mine", backward=lambda grad, out: grad * (out > 0))(mine)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: ops.relu(x), fullgraph=True, backend="aot_eager")
     with backend("triton"):
-        expected = compiled(x)
-    with backend("torch"):
-        assert not torch.equal(ops.softmax(x), expected) or torch.equal(compiled(x), expected)
-        assert torch.equal(compiled(x), expected)
+        compiled(torch.randn(3))
+    assert not ran
+    with backend("mine"):
+        compiled(torch.randn(3))
+    assert ran == ["mine"]
 
 
 @each_backend
