@@ -30,11 +30,13 @@ def arguments_of(name, case, with_gradient):
 
 
 def results(function, arguments):
-    """Outputs and gradients, for a fixed arriving gradient."""
+    """Outputs and gradients, for fixed arriving gradients."""
     leaves = [value for value in arguments.values() if isinstance(value, torch.Tensor) and value.requires_grad]
-    out = function(*arguments.values())
-    arriving = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
-    return [out.detach(), *torch.autograd.grad(out, leaves, arriving)]
+    outputs = as_tuple(function(*arguments.values()))
+    differentiable = [out for out in outputs if out.requires_grad]
+    arriving = [torch.randn(out.shape, generator=torch.Generator().manual_seed(0)) for out in differentiable]
+    found = torch.autograd.grad(differentiable, leaves, arriving, allow_unused=True) if differentiable else ()
+    return [*(out.detach() for out in outputs), *(gradient for gradient in found if gradient is not None)]
 
 
 @each_backend

@@ -182,8 +182,12 @@ def fresh(out: Any, others: tuple) -> Any:
             taken.append(fresh(tensor, (*others, *taken)))
         return tuple(taken)
     # Asked of the memory, for below autograd PyTorch does not note what is a view of what.
-    shared = any(isinstance(other, Tensor) and torch._C._is_alias_of(out, other) for other in others)
+    shared = any(isinstance(other, Tensor) and memory_of(out) == memory_of(other) for other in others)
     return out.clone(memory_format=torch.contiguous_format) if shared else out.contiguous()
+
+
+def memory_of(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
 
 
 def declarations(schema: str) -> dict[str, str]:
