@@ -10,8 +10,9 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, so before any test is
 torch.set_num_threads(1)  # pytest-xdist has a process for every core already
 
-from tilestack import ops
-from tilestack.ops import backends, registry
+from tilestack import ops  # noqa: E402
+from tilestack.lab.oracle import judge, own_error  # noqa: E402
+from tilestack.ops import backends, registry  # noqa: E402
 
 needs_gpu = pytest.mark.skip(reason="there is no CUDA GPU here")
 
@@ -39,3 +40,14 @@ def outside():
         described.implementations.clear()
         described.implementations.update(implementations[name])
     registry.forget_plans()
+
+
+@pytest.fixture
+def as_good_as():
+    """Checks that our result is as good as PyTorch's, given the truth: PyTorch's modules take the definition's part."""
+
+    def check(*results):
+        ours, theirs, truth = (result.detach() for result in results)
+        assert not (message := judge(ours, theirs, truth, own_error(theirs, truth)).message), message
+
+    return check

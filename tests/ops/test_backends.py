@@ -80,8 +80,7 @@ def test_contexts_nest_and_end_even_by_an_exception():
         with backend(relu="aten"):
             assert [chosen(name) for name in ("softmax", "relu", "gelu")] == ["torch", "aten", "triton"]
         with pytest.raises(ZeroDivisionError), backend("aten"):
-            assert [chosen(name) for name in ("softmax", "relu", "gelu")] == ["aten"] * 3
-            raise ZeroDivisionError
+            1 / [chosen(name) for name in ("softmax", "relu", "gelu")].count("triton")
         assert [chosen(name) for name in ("softmax", "relu", "gelu")] == ["torch", "triton", "triton"]
     assert chosen("softmax") == "auto"
 
@@ -140,7 +139,7 @@ def test_the_environment_chooses_in_a_fresh_process():
     "choose", [lambda: backend(sofmax="torch").__enter__(), lambda: configure_backend("sofmax=torch")]
 )
 def test_a_misspelt_operator_is_an_error_with_a_suggestion(choose):
-    with pytest.raises(BackendError, match="no operator is named 'sofmax'; did you mean softmax?"):
+    with pytest.raises(BackendError, match=r"no operator is named 'sofmax'; did you mean softmax\?"):
         choose()
     assert chosen("softmax") == "auto"
 

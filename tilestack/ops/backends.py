@@ -81,7 +81,8 @@ def chosen(operator: str) -> str:
 def backend(choice: str = "", **exceptions: str) -> Iterator[None]:
     """Run the operators inside on a backend: `with backend("triton")`, `with backend("triton", softmax="torch")`.
 
-    A compiled function keeps the backend that was chosen when torch.compile traced it.
+    Where torch.compile traced a function on a backend made of PyTorch calls, these stay; kernels are chosen again when
+    the compiled function runs.
     """
     parsed = Choice.parse(choice)
     given = Choice(parsed.default, (*parsed.exceptions, *exceptions.items())).checked()

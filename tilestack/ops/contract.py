@@ -61,6 +61,12 @@ def call_named(function: Callable, available: dict[str, Any]) -> Any:
     return function(**{name: available[name] for name in parameters_of(function)})
 
 
+def answer_of(function: Callable[..., Reason], available: dict[str, Any]) -> Reason:
+    """What a `check` or `when` answers. Under a compiler it may be symbolic: then it becomes a guard of the trace."""
+    answer = call_named(function, available)
+    return bool(answer) if isinstance(answer, torch.SymBool) else answer
+
+
 def refuse_unknown(role: str, function: Callable | None, available: Sequence[str]) -> None:
     """Raise when a function that is part of a contract names what it cannot be given."""
     if missing := [name for name in parameters_of(function) if name not in available] if function else []:
@@ -105,7 +111,7 @@ class Implementation:
                 return f"{name} is {str(value.dtype).removeprefix('torch.')}, it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}"
         if with_gradient and self.backward is None:
             return "it has no backward; call it under torch.no_grad()"
-        if self.when is not None and (reason := call_named(self.when, arguments)) is not True:
+        if self.when is not None and (reason := answer_of(self.when, arguments)) is not True:
             return str(reason) if reason else "its `when` refuses these arguments"
         return ""
 
@@ -207,7 +213,7 @@ class Operator(Generic[P, R]):
                     f"{self.name}: {name} must be a tensor{' or None' if name in self.optional else ''}, not {type(value).__name__}"
                 )
         self.device_of(arguments)
-        if self.check is not None and (reason := call_named(self.check, arguments)) is not True:
+        if self.check is not None and (reason := answer_of(self.check, arguments)) is not True:
             raise ValueError(f"{self.name}: {reason}")
 
     def plan(self, key: tuple | None, values: tuple) -> Callable:

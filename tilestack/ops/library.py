@@ -121,7 +121,9 @@ class Gradient:
         ctx.values = {name: value for name, value in kept.items() if name not in ctx.tensors}
 
     def backward(self, ctx: Any, *arriving: Tensor) -> tuple:
-        needs = [ctx.needs_input_grad[self.described.parameters.index(name)] for name in self.described.tensors]
+        # The dispatcher leaves out trailing arguments that equal their defaults, and those need no gradient.
+        given = dict(zip(self.described.parameters, ctx.needs_input_grad, strict=False))
+        needs = [given.get(name, False) for name in self.described.tensors]
         kept = dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)) | ctx.values
         found = self.op(*arriving, *(kept[name] for name in (*self.kept, *self.kept_outputs)), needs)
         return per_parameter(self.described, as_tuple(found), needs)
@@ -175,9 +177,17 @@ def register(name: str, schema: str, run: Callable, fake: Callable) -> None:
 def fresh(out: Any, others: tuple) -> Any:
     """The results contiguous and sharing no memory with an input or one another, as torch.library demands."""
     if isinstance(out, tuple):
-        return tuple(fresh(tensor, others) for tensor in out)
-    shared = out._is_view() or any(out is other for other in others)
+        taken: list[Tensor] = []
+        for tensor in out:
+            taken.append(fresh(tensor, (*others, *taken)))
+        return tuple(taken)
+    # Asked of the memory, for below autograd PyTorch does not note what is a view of what.
+    shared = any(isinstance(other, Tensor) and memory_of(out) == memory_of(other) for other in others)
     return out.clone(memory_format=torch.contiguous_format) if shared else out.contiguous()
+
+
+def memory_of(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
 
 
 def declarations(schema: str) -> dict[str, str]:
