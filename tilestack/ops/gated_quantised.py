@@ -1,5 +1,7 @@
 """silu(gate) * up whose rows come out as codes and a scale, for the quantised down projection. No gradients."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ def rows_alike(gate: Tensor, up: Tensor) -> bool | str:
     return alike(gate, up)
 
 
-contract = dict(
+contract: dict[str, Any] = dict(
     cases=cases(two_halves, check=[size for size in ROW_CHECKS if size[-1]], bench=BENCHES),
     cost=lambda gate: Cost(flops=8 * gate.numel()),
     check=rows_alike,
