@@ -112,3 +112,17 @@ def test_quantised_rows_are_the_product_to_half_a_step():
 def test_wrong_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_dropped_elements_have_no_gradient_whatever_they_are(backend, p):
+    seed = torch.tensor(7, device=DEVICE)
+    gate, up = (torch.full((64,), torch.nan, device=DEVICE, requires_grad=True) for _ in range(2))
+    with ops.backend(backend):
+        out = ops.gated_dropout(gate, up, seed, p, "silu")
+        dropped = ops.dropout(torch.ones_like(gate), seed, p) == 0
+    dgate, dup = torch.autograd.grad(out, (gate, up), torch.ones_like(out))
+    assert bool(dropped.any())
+    for result in (out, dgate, dup):
+        assert torch.equal(result.isnan(), ~dropped)

@@ -49,13 +49,13 @@ def activation_dropout_bwd_kernel(
         start = (program * 4 + slab) * SLAB
         offsets, whole = start + tl.arange(0, SLAB), start + SLAB <= n
         x = wide(load(x_ptr, offsets, whole, n))
-        grad = keep(wide(load(grad_ptr, offsets, whole, n)), words[slab], below)
+        grad = wide(load(grad_ptr, offsets, whole, n))
         dx = grad * slope(x, KIND, HALF)
         if GATED:
             dx *= wide(load(up_ptr, offsets, whole, n))
-            dup = grad * activate(x, KIND, HALF)
+            dup = keep(grad * activate(x, KIND, HALF), words[slab], below)
             store(dup_ptr, offsets, dup.to(dup_ptr.dtype.element_ty), whole, n)
-        store(dx_ptr, offsets, dx.to(dx_ptr.dtype.element_ty), whole, n)
+        store(dx_ptr, offsets, keep(dx, words[slab], below).to(dx_ptr.dtype.element_ty), whole, n)
 
 
 def forward(x: Tensor, up: Tensor | None, seed: Tensor, p: float, kind: str) -> Tensor:

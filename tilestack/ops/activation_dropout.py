@@ -1,10 +1,12 @@
 """An activation, or a gated pair, and dropout of its result in one pass, as the feed-forward layers of training have them.
 
-The dropped elements are those that `dropout` would drop of the same result with the same seed.
+The dropped elements are those that `dropout` would drop of the same result with the same seed. Whatever is there, also
+NaN, their results and gradients are zero, which is why the definitions hide them from the activation.
 """
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from tilestack.ops import activation
@@ -13,7 +15,7 @@ from tilestack.ops.contract import Cost, operator
 from tilestack.ops.elementwise import BENCHES
 from tilestack.ops.gated import alike, two_halves
 from tilestack.ops.numerics import wide
-from tilestack.ops.random import dropped, one_seed
+from tilestack.ops.random import dropped, kept, one_seed
 
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": activation.relu.definition,
@@ -46,7 +48,8 @@ def check_kind(seed: Tensor, kind: str) -> bool | str:
 )
 def activation_dropout(x: Tensor, seed: Tensor, p: float, kind: str) -> Tensor:
     """dropout(activation(x), seed, p), rounded once; kind: relu, squared_relu, silu, gelu or gelu_tanh."""
-    return dropped(KINDS[kind](wide(x)), seed, p).to(x.dtype)
+    seen = torch.where(kept(x, seed, p), wide(x), 0)
+    return dropped(KINDS[kind](seen), seed, p).to(x.dtype)
 
 
 @operator(
@@ -60,4 +63,5 @@ def activation_dropout(x: Tensor, seed: Tensor, p: float, kind: str) -> Tensor:
 )
 def gated_dropout(gate: Tensor, up: Tensor, seed: Tensor, p: float, kind: str) -> Tensor:
     """dropout(activation(gate) * up, seed, p), rounded once; kind as for activation_dropout."""
-    return dropped(KINDS[kind](wide(gate)) * wide(up), seed, p).to(gate.dtype)
+    seen = torch.where(kept(gate, seed, p), wide(gate), 0)
+    return dropped(KINDS[kind](seen) * wide(up), seed, p).to(gate.dtype)

@@ -74,10 +74,14 @@ def dropout_gradient(grad: Tensor, seed: Tensor, p: float) -> tuple[Tensor, None
     return dropped(grad, seed, p), None
 
 
+def kept(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    """Which elements of x are not dropped."""
+    return random_words(seed.reshape(()), x.numel()).view(x.shape) >= dropped_below(p)
+
+
 def dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    below = dropped_below(p)
-    kept = random_words(seed.reshape(()), x.numel()).view(x.shape) >= below
-    return torch.where(kept, wide(x) * (2**32 / max(2**32 - below, 1)), 0).to(x.dtype)
+    scale = 2**32 / max(2**32 - dropped_below(p), 1)
+    return torch.where(kept(x, seed, p), wide(x) * scale, 0).to(x.dtype)
 
 
 @operator(
