@@ -12,7 +12,8 @@ from tilestack.ops.loss import cross_entropy, linear_cross_entropy
 from tilestack.ops.masked_softmax import causal_softmax, masked_softmax
 from tilestack.ops.matmul import linear
 from tilestack.ops.memory import copy, gather_rows, permute, reduce_sum, scatter_rows, strided_copy, transpose
-from tilestack.ops.norm import layer_norm, rms_norm
+from tilestack.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from tilestack.ops.quantised_norm import add_rms_norm_fp8, add_rms_norm_int8, rms_norm_fp8, rms_norm_int8
 from tilestack.ops.random import dropout
 from tilestack.ops.registry import operator_named, operators
 from tilestack.ops.rope import qk_norm_rope, rope
@@ -29,6 +30,10 @@ __all__ = [
     "Operator",
     "activation_dropout",
     "add",
+    "add_layer_norm",
+    "add_rms_norm",
+    "add_rms_norm_fp8",
+    "add_rms_norm_int8",
     "argmax",
     "axpy",
     "backend",
@@ -59,6 +64,8 @@ __all__ = [
     "register_backend",
     "relu",
     "rms_norm",
+    "rms_norm_fp8",
+    "rms_norm_int8",
     "rope",
     "sample",
     "scatter_rows",
