@@ -15,6 +15,8 @@ which a second kernel sums down: no atomics, so the result is the same in every 
 `norm_long`.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +33,7 @@ from tilestack.ops.quantised import LARGEST_CODE
 WIDEST = 32768  # columns the forward keeps in registers
 WIDEST_BACKWARD = 16384  # the backward also holds the running sum of dweight
 WIDEST_TWO_SUMS = 8192  # and up to here that of dbias; beyond, dbias is summed from grad on its own
+WIDEST_PIPELINED = 8192  # and up to here it loads rows ahead
 
 
 @triton.jit
@@ -176,9 +179,11 @@ def norm_backward(
         narrow = height * width <= 4096
         programs = min(triton.cdiv(rows, height), multiprocessors(x.device) * (2 if narrow else 1))
         partial = torch.empty((has_weight + both_sums, programs, columns), dtype=scratch(x), device=x.device)
+        stage = height * width * x.element_size() * (2 if grad_sum is None else 3)
+        stages = min(3, shared_memory(x.device) // (2 * stage if narrow else stage)) if width <= WIDEST_PIPELINED else 1
         launch(
             norm_bwd_kernel, (programs,), *tensors, dx, partial, rows, columns, *strides, float(eps),
-            **flags, HAS_BIAS=both_sums, ROWS=height, COLS=width, STAGES=3 if width <= 8192 else 1, num_warps=4 if narrow else 8,
+            **flags, HAS_BIAS=both_sums, ROWS=height, COLS=width, STAGES=max(stages, 1), num_warps=4 if narrow else 8,
         )  # fmt: skip
     if weight is None:
         return dx, None, None
@@ -186,6 +191,19 @@ def norm_backward(
     if not has_bias:
         return dx, summed[0], None
     return dx, summed[0], summed[1] if both_sums else sum_columns(arriving[None], weight.dtype)[0]
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes in which a multiprocessor may keep rows loaded ahead."""
+    if device.type == "cuda":
+        return shared_memory_of_gpu(device)
+    hopper = device.type == "cpu" or triton.runtime.driver.active.get_current_target().arch in (90, 100)
+    return 232_448 if hopper else 101_376
+
+
+@functools.cache
+def shared_memory_of_gpu(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 def scratch(x: Tensor) -> torch.dtype:

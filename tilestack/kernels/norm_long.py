@@ -158,7 +158,9 @@ def norm_long_bwd_kernel(
         tl.store(partial_ptr + program * columns + column, dweight, mask=inside)
 
 
-def forward(tensors: tuple[Tensor | None, ...], columns: int, strides: tuple[int, int], eps: float, flags: dict) -> None:
+def forward(
+    tensors: tuple[Tensor | None, ...], columns: int, strides: tuple[int, int], eps: float, flags: dict
+) -> None:
     """`tensors` are those of the kernel."""
     x = tensors[0]
     assert x is not None

@@ -115,8 +115,8 @@ def judge_codes(result: Tensor, reference: Tensor, truth: Tensor, own: tuple[flo
     error, bound = max(float(off[worst]), 0.0), float(allowed[worst])
     if error > bound:
         where = torch.nonzero(truth.isfinite())[worst].tolist()
-        wrong = f"{int((off > allowed).sum())} of {off.numel()} codes are not the nearest"
-        return Verdict(error, bound, f"{wrong}, worst at {where}: {error:.3g} beyond half a step, allowed {bound:.3g}")
+        count = f"{int((off > allowed).sum())} of {off.numel()} codes are not the nearest"
+        return Verdict(error, bound, f"{count}, worst at {where}: {error:.3g} beyond half a step, allowed {bound:.3g}")
     return Verdict(error, bound)
 
 

@@ -141,9 +141,7 @@ def add_layer_norm_gradient(grad_out, grad_residual_out, weight, eps, residual_o
     gradient=add_rms_norm_gradient,
     outputs=("out", "residual_out"),
 )
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual): a layer's norm and the residual it hands on."""
     summed = x + residual
     return rms_norm.definition(summed, weight, eps), summed
