@@ -278,7 +278,8 @@ class DeclaredGradient(torch.autograd.Function):
         available = dict(zip(described.parameters, ctx.values, strict=True)) | dict(
             zip(described.outputs, as_tuple(ctx.out), strict=True)
         )
-        available |= dict(zip(described.grads, arriving, strict=True)) | {"needs": (True,) * len(described.tensors)}
+        available |= dict(zip(described.grads, arriving, strict=True))
+        available["needs"] = tuple(available[name] is not None for name in described.tensors)
         found = dict(zip(described.tensors, gradient_of_definition(described, available), strict=True))
         return None, *(found.get(name) for name in described.parameters)
 
