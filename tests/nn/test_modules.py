@@ -6,7 +6,7 @@ import torch
 
 from tilestack import nn
 
-NAMES = ["GELU", "LayerNorm", "Linear", "RMSNorm", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh"]
+NAMES = ["GELU", "GroupNorm", "LayerNorm", "Linear", "RMSNorm", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh"]
 CASES = [
     ("Linear", dict(in_features=24, out_features=17), (2, 3, 24)),
     ("Linear", dict(in_features=24, out_features=17, bias=False), (24,)),
@@ -17,6 +17,9 @@ CASES = [
     ("LayerNorm", dict(normalized_shape=(3, 8), eps=1e-3), (5, 3, 8)),
     ("LayerNorm", dict(normalized_shape=24, bias=False), (2, 5, 24)),
     ("LayerNorm", dict(normalized_shape=(3, 8), elementwise_affine=False), (3, 8)),
+    ("GroupNorm", dict(num_groups=3, num_channels=6), (5, 6, 4, 7)),
+    ("GroupNorm", dict(num_groups=2, num_channels=24, eps=1e-3), (5, 24)),
+    ("GroupNorm", dict(num_groups=1, num_channels=6, affine=False), (2, 6, 9)),
     ("Softmax", dict(dim=-1), (5, 24)),
     ("Softmax", dict(dim=1), (2, 5, 3)),
     ("Softmax", dict(), (24,)),

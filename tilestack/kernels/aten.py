@@ -18,6 +18,16 @@ def dense(x):
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def groups_well(x, groups, weight):
+    if x.shape[1:].numel() // groups <= 2:
+        return (
+            "PyTorch's own GroupNorm loses its digits on groups of one or two elements, and has NaN gradients of none"
+        )
+    if x.device.type == "cpu" and x.shape[2:].numel() > 512:
+        return "on the CPU, PyTorch's own GroupNorm loses digits in the weight gradients of channels this large"
+    return shares_dtype(x, weight)
+
+
 implements(ops.add, backend="aten", backward=AUTOGRAD)(torch.add)
 implements(ops.axpy, backend="aten", backward=AUTOGRAD)(lambda x, y, alpha: torch.add(y, x, alpha=alpha))
 implements(ops.relu, backend="aten", backward=AUTOGRAD)(torch.relu)
@@ -44,3 +54,13 @@ implements(ops.transpose, backend="aten", backward=AUTOGRAD)(lambda x: dense(x.m
 implements(ops.permute, backend="aten", backward=AUTOGRAD)(lambda x, dims: dense(x.permute(dims)))
 implements(ops.gather_rows, backend="aten", backward=AUTOGRAD)(lambda x, index: x.index_select(0, index))
 implements(ops.reduce_sum, backend="aten", backward=AUTOGRAD)(lambda x, dim: x.sum(dim))
+implements(ops.add_rms_norm, backend="aten", backward=AUTOGRAD, when=shares_dtype)(
+    lambda x, residual, weight, eps: (F.rms_norm(summed := x + residual, x.shape[-1:], weight, eps), summed)
+)
+implements(ops.add_layer_norm, backend="aten", backward=AUTOGRAD, when=shares_dtype)(
+    lambda x, residual, weight, bias, eps: (
+        F.layer_norm(summed := x + residual, x.shape[-1:], weight, bias, eps),
+        summed,
+    )
+)
+implements(ops.group_norm, backend="aten", backward=AUTOGRAD, when=groups_well)(F.group_norm)

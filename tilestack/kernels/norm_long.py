@@ -1,7 +1,7 @@
 """Norms of rows too long for one program's registers; the mathematics is that of `norm`.
 
-The forward walks a row in chunks twice: statistics, then output (the second read comes from L2). The backward first
-finds each row's statistics and averages, then covers the matrix with column chunks,
+The forward walks a row in chunks twice: statistics, then output (the second read comes from L2); a sum with a residual is
+written on the way before, and the scale of quantised rows takes one more walk. The backward first finds each row's statistics and averages, then covers the matrix with column chunks,
 
     +-------+-------+-------+
     | (0,p) | (1,p) | (2,p) |   program (c, p) owns chunk c of rows p, p + P, …: it writes their dx
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack.kernels.launch import accumulator, launch, multiprocessors
+from tilestack.kernels.quantised import codes_of, magnitudes, scale_of
 
 CHUNK = 16384  # columns per step of a walk along a row
 STRIP = 4096  # columns per program of the backward
@@ -41,24 +42,58 @@ def long_statistics(x_ptr, columns, eps, CENTRED: tl.constexpr, ACC: tl.constexp
 
 
 @triton.jit
+def normal_chunk(
+    x_ptr, weight_ptr, bias_ptr, column, inside, mean, rstd,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    y = (tl.load(x_ptr + column, mask=inside, other=0).to(ACC) - mean) * rstd
+    if HAS_WEIGHT:
+        y = y * tl.load(weight_ptr + column, mask=inside, other=0)
+    if HAS_BIAS:
+        y = y + tl.load(bias_ptr + column, mask=inside, other=0)
+    return y
+
+
+@triton.jit
 def norm_long_fwd_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr,
-    columns, x_stride, eps,
-    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ACC: tl.constexpr,
-    CHUNK: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, scale_ptr,
+    columns, x_stride, residual_stride, eps,
+    CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    LARGEST_CODE: tl.constexpr, ACC: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
+    out_ptr += row * columns
     lane = tl.arange(0, CHUNK)
+    if HAS_RESIDUAL:
+        residual_ptr += row * residual_stride
+        sum_ptr += row * columns
+        for start in range(0, columns, CHUNK):
+            inside = start + lane < columns
+            summed = tl.load(x_ptr + start + lane, mask=inside, other=0).to(ACC)
+            summed += tl.load(residual_ptr + start + lane, mask=inside, other=0).to(ACC)
+            tl.store(sum_ptr + start + lane, summed.to(sum_ptr.dtype.element_ty), mask=inside)
+        tl.debug_barrier()  # a thread may read below what another has written
+        x_ptr = sum_ptr
     mean, rstd = long_statistics(x_ptr, columns, eps, CENTRED, ACC, CHUNK)
+    if LARGEST_CODE:
+        largest = tl.zeros([CHUNK], ACC)
+        for start in range(0, columns, CHUNK):
+            column = start + lane
+            y = normal_chunk(
+                x_ptr, weight_ptr, bias_ptr, column, column < columns, mean, rstd, HAS_WEIGHT, HAS_BIAS, ACC
+            )
+            largest = tl.maximum(largest, tl.where(column < columns, magnitudes(y), 0.0))
+        scale = scale_of(tl.max(largest, 0), LARGEST_CODE)
+        tl.store(scale_ptr + row, scale)
     for start in range(0, columns, CHUNK):
-        inside = start + lane < columns
-        y = (tl.load(x_ptr + start + lane, mask=inside, other=0).to(ACC) - mean) * rstd
-        if HAS_WEIGHT:
-            y = y * tl.load(weight_ptr + start + lane, mask=inside, other=0)
-        if HAS_BIAS:
-            y = y + tl.load(bias_ptr + start + lane, mask=inside, other=0)
-        tl.store(out_ptr + row * columns + start + lane, y.to(out_ptr.dtype.element_ty), mask=inside)
+        column = start + lane
+        inside = column < columns
+        y = normal_chunk(x_ptr, weight_ptr, bias_ptr, column, inside, mean, rstd, HAS_WEIGHT, HAS_BIAS, ACC)
+        if LARGEST_CODE:
+            tl.store(out_ptr + column, codes_of(y, scale, out_ptr.dtype.element_ty), mask=inside)
+        else:
+            tl.store(out_ptr + column, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -91,10 +126,9 @@ def norm_long_averages_kernel(
 
 @triton.jit
 def norm_long_bwd_kernel(
-    grad_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr, partial_ptr,
-    rows, columns, grad_stride, x_stride,
-    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, ACC: tl.constexpr,
-    CHUNK: tl.constexpr,
+    grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr, partial_ptr,
+    rows, columns, grad_stride, grad_sum_stride, x_stride,
+    CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ACC: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Grid (column chunks, P): program p of a chunk takes rows p, p + P, …"""
     column = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -116,32 +150,47 @@ def norm_long_bwd_kernel(
         dx = g - x * tl.load(stats_ptr + row * 4 + 2)
         if CENTRED:
             dx = dx - tl.load(stats_ptr + row * 4 + 3)
-        tl.store(dx_ptr + row * columns + column, (dx * rstd).to(dx_ptr.dtype.element_ty), mask=inside)
+        dx = dx * rstd
+        if HAS_RESIDUAL:
+            dx += tl.load(grad_sum_ptr + row * grad_sum_stride + column, mask=inside, other=0).to(ACC)
+        tl.store(dx_ptr + row * columns + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     if HAS_WEIGHT:
         tl.store(partial_ptr + program * columns + column, dweight, mask=inside)
 
 
-def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, flags: dict) -> None:
-    rows, columns = x.shape
+def forward(
+    tensors: tuple[Tensor | None, ...], columns: int, strides: tuple[int, int], eps: float, flags: dict
+) -> None:
+    """`tensors` are those of the kernel."""
+    x = tensors[0]
+    assert x is not None
     launch(
-        norm_long_fwd_kernel, (rows,), x, weight, bias, out, columns, x.stride(0), eps,
+        norm_long_fwd_kernel, (x.shape[0],), *tensors, columns, *strides, eps,
         **flags, ACC=accumulator(x.dtype), CHUNK=CHUNK, num_warps=32,
     )  # fmt: skip
 
 
-def backward(grad: Tensor, x: Tensor, weight: Tensor | None, dx: Tensor, eps: float, flags: dict) -> Tensor:
+def backward(
+    tensors: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
+    dx: Tensor,
+    strides: tuple[int, int, int],
+    eps: float,
+    flags: dict,
+) -> Tensor:
     """Writes dx; returns dweight in shares still to be summed, [1, P, columns] ([0, P, columns] without a weight)."""
+    grad, _, x, weight = tensors
     rows, columns = x.shape
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     programs = min(rows, max(1, 4 * multiprocessors(x.device) // triton.cdiv(columns, STRIP)))
     stats = torch.empty((rows, 4), dtype=wide, device=x.device)
     partial = torch.empty((int(weight is not None), programs, columns), dtype=wide, device=x.device)
+    averaged = {name: value for name, value in flags.items() if name != "HAS_RESIDUAL"}
     launch(
-        norm_long_averages_kernel, (rows,), grad, x, weight, stats, columns, grad.stride(0), x.stride(0), eps,
-        **flags, CHUNK=CHUNK, num_warps=32,
+        norm_long_averages_kernel, (rows,), grad, x, weight, stats, columns, strides[0], strides[2], eps,
+        **averaged, CHUNK=CHUNK, num_warps=32,
     )  # fmt: skip
     launch(
-        norm_long_bwd_kernel, (triton.cdiv(columns, STRIP), programs), grad, x, weight, stats, dx, partial, rows, columns, grad.stride(0), x.stride(0),
+        norm_long_bwd_kernel, (triton.cdiv(columns, STRIP), programs), *tensors, stats, dx, partial, rows, columns, *strides,
         **flags, CHUNK=STRIP, num_warps=8,
     )  # fmt: skip
     return partial

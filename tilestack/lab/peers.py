@@ -57,6 +57,12 @@ LIGER: dict[str, Callable] = {
         NotImplemented if approximate != "tanh" else liger.LigerGELUMulFunction.apply(gate, up)
     ),
     "swiglu": lambda x, interleaved: NotImplemented if interleaved else liger.LigerFusedGateUpSiLUMulFunction.apply(x),
+    "add_rms_norm": lambda x, residual, weight, eps: (
+        NotImplemented if weight is None else liger.LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps)
+    ),
+    "group_norm": lambda x, groups, weight, bias, eps: (
+        NotImplemented if bias is None else liger.LigerGroupNormFunction.apply(x, weight, bias, x.shape[1], groups, eps)
+    ),
     "softmax": lambda x, dim: NotImplemented if dim not in (-1, x.ndim - 1) else liger.LigerSoftmaxFunction.apply(x),
     "cross_entropy": lambda logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction: (
         liger.LigerCrossEntropyFunction.apply(

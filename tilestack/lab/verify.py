@@ -144,13 +144,17 @@ def compare(claim: Claim, arguments: dict[str, Any]) -> Proof:
     worst = oracle.Verdict(0.0, 0.0)
     for name, result in results.items():
         verdict = oracle.judge(result, *standards[name])
-        if not verdict.message and not torch.equal(result.nan_to_num(), again[name].nan_to_num()):
+        if not verdict.message and not same_bits(result, again[name]):
             verdict = oracle.Verdict(verdict.error, verdict.bound, "two runs on the same arguments differ")
         if verdict.message:
             return claim.proof(False, verdict.error, verdict.bound, f"{name}: {verdict.message}")
         if verdict.error * worst.bound >= worst.error * verdict.bound:
             worst = verdict
     return claim.proof(True, worst.error, worst.bound)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
 @functools.lru_cache(maxsize=2)
@@ -274,7 +278,8 @@ class DeclaredGradient(torch.autograd.Function):
         available = dict(zip(described.parameters, ctx.values, strict=True)) | dict(
             zip(described.outputs, as_tuple(ctx.out), strict=True)
         )
-        available |= dict(zip(described.grads, arriving, strict=True)) | {"needs": (True,) * len(described.tensors)}
+        available |= dict(zip(described.grads, arriving, strict=True))
+        available["needs"] = tuple(available[name] is not None for name in described.tensors)
         found = dict(zip(described.tensors, gradient_of_definition(described, available), strict=True))
         return None, *(found.get(name) for name in described.parameters)
 

@@ -1,5 +1,5 @@
 """Modules on our operators, under PyTorch's names. `tilestack.patch` puts them into a model that is already there."""
 
-from tilestack.nn.modules import GELU, LayerNorm, Linear, ReLU, RMSNorm, Sigmoid, SiLU, Softmax, Tanh
+from tilestack.nn.modules import GELU, GroupNorm, LayerNorm, Linear, ReLU, RMSNorm, Sigmoid, SiLU, Softmax, Tanh
 
-__all__ = ["GELU", "LayerNorm", "Linear", "RMSNorm", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh"]
+__all__ = ["GELU", "GroupNorm", "LayerNorm", "Linear", "RMSNorm", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh"]

@@ -32,6 +32,12 @@ class LayerNorm(torch.nn.LayerNorm):
         return normalized(ops.layer_norm, raised(input), self.normalized_shape, self.weight, self.bias, eps=self.eps)
 
 
+class GroupNorm(torch.nn.GroupNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        x = raised(input)
+        return ops.group_norm(x, self.num_groups, self.weight, self.bias, self.eps).to(x.dtype)
+
+
 class Softmax(torch.nn.Softmax):
     """Without a dim, the one PyTorch falls back to: the first of vectors and of three dimensions, else the second."""
 

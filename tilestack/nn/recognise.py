@@ -74,6 +74,7 @@ OPERATORS: dict[type, str] = {
     nn.Linear: "linear",
     nn.RMSNorm: "rms_norm",
     nn.LayerNorm: "layer_norm",
+    nn.GroupNorm: "group_norm",
     nn.Softmax: "softmax",
     nn.ReLU: "relu",
     nn.GELU: "gelu",

@@ -4,15 +4,17 @@ from tilestack.ops.activation import gelu, relu, sigmoid, silu, softcap, squared
 from tilestack.ops.activation_dropout import activation_dropout, gated_dropout
 from tilestack.ops.backends import BackendError, backend, configure_backend, register_backend
 from tilestack.ops.contract import AUTOGRAD, Ahead, Case, Cost, Implementation, Operator, implements, operator
-from tilestack.ops.elementwise import add, axpy
+from tilestack.ops.elementwise import add, axpy, gelu, relu, silu
 from tilestack.ops.gated import geglu, gelu_mul, silu_mul, swiglu
 from tilestack.ops.gated_quantised import silu_mul_fp8, silu_mul_int8
+from tilestack.ops.group_norm import group_norm
 from tilestack.ops.lookup import embedding
 from tilestack.ops.loss import cross_entropy, linear_cross_entropy
 from tilestack.ops.masked_softmax import causal_softmax, masked_softmax
 from tilestack.ops.matmul import linear
 from tilestack.ops.memory import copy, gather_rows, permute, reduce_sum, scatter_rows, strided_copy, transpose
-from tilestack.ops.norm import layer_norm, rms_norm
+from tilestack.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from tilestack.ops.quantised_norm import add_rms_norm_fp8, add_rms_norm_int8, rms_norm_fp8, rms_norm_int8
 from tilestack.ops.random import dropout
 from tilestack.ops.registry import operator_named, operators
 from tilestack.ops.rope import qk_norm_rope, rope
@@ -29,6 +31,10 @@ __all__ = [
     "Operator",
     "activation_dropout",
     "add",
+    "add_layer_norm",
+    "add_rms_norm",
+    "add_rms_norm_fp8",
+    "add_rms_norm_int8",
     "argmax",
     "axpy",
     "backend",
@@ -43,6 +49,7 @@ __all__ = [
     "geglu",
     "gelu",
     "gelu_mul",
+    "group_norm",
     "implements",
     "layer_norm",
     "linear",
@@ -59,6 +66,8 @@ __all__ = [
     "register_backend",
     "relu",
     "rms_norm",
+    "rms_norm_fp8",
+    "rms_norm_int8",
     "rope",
     "sample",
     "scatter_rows",

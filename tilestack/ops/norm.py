@@ -1,14 +1,15 @@
-"""Normalisation over the last dimension: RMSNorm and LayerNorm."""
+"""Normalisation over the last dimension: RMSNorm and LayerNorm, alone or of a residual sum."""
 
 import torch
 from torch import Tensor
 
-from tilestack.ops.cases import ROW_BENCHES, ROW_CHECKS, cases
+from tilestack.ops.cases import ROW_BENCHES, ROW_CHECKS, Case, cases
 from tilestack.ops.contract import Cost, operator
 from tilestack.ops.numerics import wide
 
 # A row of one element is its own mean: its gradient is rounding around zero, which nothing can be held against.
 CENTRED_CHECKS = [shape for shape in ROW_CHECKS if shape[-1] != 1] + [(1, 2)]
+LONG_CHECK = (2, 33000)  # longer than a kernel holds in registers
 
 
 def rms_case(make, *size):
@@ -23,6 +24,30 @@ def layer_case(make, *size):
     return rms_case(make, *size) | dict(bias=make.normal(size[-1]))
 
 
+def mixed(build):
+    """The same case with its parameters in float32 where x is narrower."""
+
+    def build_mixed(make, *size):
+        arguments = build(make, *size)
+        return arguments | {name: wide(arguments[name]) for name in ("weight", "bias") if name in arguments}
+
+    return build_mixed
+
+
+def with_residual(build):
+    return lambda make, *size: build(make, *size) | dict(residual=make.normal(*size, scale=2))
+
+
+def row_cases(build, checks=ROW_CHECKS) -> list[Case]:
+    """Rows of every awkward length, without a weight, in mixed dtypes, and at sizes worth measuring."""
+    bare = lambda make, *size: {name: t for name, t in build(make, *size).items() if name in ("x", "residual")}
+    return [
+        *cases(build, check=[*checks, LONG_CHECK], bench=ROW_BENCHES),
+        *cases(mixed(build), check=[(3, 66)]),
+        *cases(bare, check=[(3, 64)]),
+    ]
+
+
 def fits_rows(x: Tensor, weight: Tensor | None) -> bool | str:
     if x.ndim == 0:
         return "x needs at least one dimension"
@@ -33,16 +58,26 @@ def fits_rows(x: Tensor, weight: Tensor | None) -> bool | str:
     )
 
 
-def fits_rows_with_bias(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool | str:
+def like_weight(weight: Tensor | None, bias: Tensor | None) -> bool | str:
     if bias is not None and weight is None:
         return "a bias needs a weight"
     if bias is not None and weight is not None and (bias.shape != weight.shape or bias.dtype != weight.dtype):
         return f"bias must be like weight, {weight.dtype} {tuple(weight.shape)}, not {bias.dtype} {tuple(bias.shape)}"
-    return fits_rows(x, weight)
+    return True
+
+
+def like_x(x: Tensor, residual: Tensor) -> bool | str:
+    return (residual.shape == x.shape and residual.dtype == x.dtype) or (
+        f"residual must be like x, {x.dtype} {tuple(x.shape)}, not {residual.dtype} {tuple(residual.shape)}"
+    )
+
+
+def first_objection(*answers: bool | str) -> bool | str:
+    return next((answer for answer in answers if answer is not True), True)
 
 
 @operator(
-    cases=cases(rms_case, check=ROW_CHECKS, bench=ROW_BENCHES) + cases(plain_case, check=[(3, 65)]),
+    cases=row_cases(rms_case),
     cost=lambda x: Cost(flops=4 * x.numel(), backward_flops=9 * x.numel()),
     check=fits_rows,
 )
@@ -54,11 +89,9 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 
 
 @operator(
-    cases=cases(layer_case, check=CENTRED_CHECKS, bench=ROW_BENCHES)
-    + cases(rms_case, check=[(3, 65)])
-    + cases(plain_case, check=[(3, 64)]),
+    cases=row_cases(layer_case, CENTRED_CHECKS) + cases(rms_case, check=[(3, 65)]),
     cost=lambda x: Cost(flops=7 * x.numel(), backward_flops=12 * x.numel()),
-    check=fits_rows_with_bias,
+    check=lambda x, weight, bias: first_objection(like_weight(weight, bias), fits_rows(x, weight)),
 )
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """(x - mean) / std * weight + bias over the last dimension, statistics in float32 and one rounding at the end."""
@@ -69,3 +102,63 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         return normal.to(x.dtype)
     scaled = normal * wide(weight)
     return (scaled if bias is None else scaled + wide(bias)).to(torch.promote_types(x.dtype, weight.dtype))
+
+
+def gradient_of_sum(
+    grad: Tensor, grad_residual: Tensor, summed: Tensor, weight: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(of the sum, of weight, of bias) for a norm of `summed`, which is also handed on and has a gradient as such."""
+    x, wide_grad = wide(summed), wide(grad)
+    if centred:
+        x = x - x.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    normal = x * rstd
+    g = wide_grad if weight is None else wide_grad * wide(weight)
+    dx = g - normal * (g * normal).mean(-1, keepdim=True)
+    if centred:
+        dx = dx - g.mean(-1, keepdim=True)
+    dsum = (dx * rstd + wide(grad_residual)).to(summed.dtype)
+    if weight is None:
+        return dsum, None, None
+    over_rows = lambda t: t.sum_to_size(weight.shape).to(weight.dtype)
+    return dsum, over_rows(wide_grad * normal), over_rows(wide_grad)
+
+
+def add_rms_norm_gradient(grad_out, grad_residual_out, weight, eps, residual_out):
+    dsum, dweight, _ = gradient_of_sum(grad_out, grad_residual_out, residual_out, weight, eps, centred=False)
+    return dsum, dsum, dweight
+
+
+def add_layer_norm_gradient(grad_out, grad_residual_out, weight, eps, residual_out, needs):
+    dsum, dweight, dbias = gradient_of_sum(grad_out, grad_residual_out, residual_out, weight, eps, centred=True)
+    return dsum, dsum, dweight, dbias if needs[3] else None
+
+
+@operator(
+    cases=row_cases(with_residual(rms_case)),
+    cost=lambda x: Cost(flops=5 * x.numel(), backward_flops=10 * x.numel()),
+    check=lambda x, residual, weight: first_objection(like_x(x, residual), fits_rows(x, weight)),
+    gradient=add_rms_norm_gradient,
+    outputs=("out", "residual_out"),
+)
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual): a layer's norm and the residual it hands on."""
+    summed = x + residual
+    return rms_norm.definition(summed, weight, eps), summed
+
+
+@operator(
+    cases=row_cases(with_residual(layer_case), CENTRED_CHECKS) + cases(with_residual(rms_case), check=[(3, 65)]),
+    cost=lambda x: Cost(flops=8 * x.numel(), backward_flops=13 * x.numel()),
+    check=lambda x, residual, weight, bias: first_objection(
+        like_x(x, residual), like_weight(weight, bias), fits_rows(x, weight)
+    ),
+    gradient=add_layer_norm_gradient,
+    outputs=("out", "residual_out"),
+)
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(x + residual), x + residual): a layer's norm and the residual it hands on."""
+    summed = x + residual
+    return layer_norm.definition(summed, weight, bias, eps), summed
