@@ -32,7 +32,7 @@ from tilestack.ops.quantised import LARGEST_CODE
 
 WIDEST = 32768  # columns the forward keeps in registers
 WIDEST_BACKWARD = 16384  # the backward also holds the running sum of dweight
-WIDEST_TWO_SUMS = 8192  # and up to here that of dbias; beyond, dbias is summed from grad on its own
+WIDEST_CENTRED_BACKWARD = 8192  # and for LayerNorm that of dbias
 WIDEST_PIPELINED = 8192  # and up to here it loads rows ahead
 
 
@@ -168,29 +168,36 @@ def norm_backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     tensors = arriving, arriving_too, source, weight
     strides = arriving.stride(0), 0 if arriving_too is None else arriving_too.stride(0), source.stride(0)
-    has_weight, both_sums = weight is not None, has_bias and columns <= WIDEST_TWO_SUMS
     flags = dict(
-        CENTRED=centred, HAS_RESIDUAL=grad_sum is not None, HAS_WEIGHT=has_weight, ACC=accumulator(x.dtype)
+        CENTRED=centred, HAS_RESIDUAL=grad_sum is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=has_bias,
+        ACC=accumulator(x.dtype),
     )  # fmt: skip
-    if columns > WIDEST_BACKWARD:
+    if columns > (WIDEST_CENTRED_BACKWARD if centred else WIDEST_BACKWARD):
         partial = norm_long.backward(tensors, dx, strides, float(eps), flags)
     else:
         height, width, _ = tile_of_rows(columns, elements=4096)
         narrow = height * width <= 4096
         programs = min(triton.cdiv(rows, height), multiprocessors(x.device) * (2 if narrow else 1))
-        partial = torch.empty((has_weight + both_sums, programs, columns), dtype=scratch(x), device=x.device)
+        partial = torch.empty((flags["HAS_WEIGHT"] + has_bias, programs, columns), dtype=scratch(x), device=x.device)
         stage = height * width * x.element_size() * (2 if grad_sum is None else 3)
         stages = min(3, shared_memory(x.device) // (2 * stage if narrow else stage)) if width <= WIDEST_PIPELINED else 1
         launch(
             norm_bwd_kernel, (programs,), *tensors, dx, partial, rows, columns, *strides, float(eps),
-            **flags, HAS_BIAS=both_sums, ROWS=height, COLS=width, STAGES=max(stages, 1), num_warps=4 if narrow else 8,
+            **flags, ROWS=height, COLS=width, STAGES=max(stages, 1), num_warps=backward_warps(height, width, centred),
         )  # fmt: skip
     if weight is None:
         return dx, None, None
     summed = sum_columns(partial, weight.dtype)
-    if not has_bias:
-        return dx, summed[0], None
-    return dx, summed[0], summed[1] if both_sums else sum_columns(arriving[None], weight.dtype)[0]
+    return dx, summed[0], summed[1] if has_bias else None
+
+
+def backward_warps(height: int, width: int, centred: bool) -> int:
+    """As few as hold a tile and its running sums in registers: fewer warps, longer runs of loads each."""
+    if width > WIDEST_PIPELINED:
+        return 32
+    if height * width > 4096:
+        return 16 if centred else 8
+    return 8 if centred and height > 1 else 4
 
 
 def shared_memory(device: torch.device) -> int:

@@ -17,6 +17,7 @@ from tilestack.kernels.launch import accumulator, launch, multiprocessors
 from tilestack.kernels.quantised import codes_of, magnitudes, scale_of
 
 CHUNK = 16384  # columns per step of a walk along a row
+CHUNK_BYTES = 32768  # and at most so many bytes where sums are kept per column
 STRIP = 4096  # columns per program of the backward
 
 
@@ -128,7 +129,8 @@ def norm_long_averages_kernel(
 def norm_long_bwd_kernel(
     grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr, partial_ptr,
     rows, columns, grad_stride, grad_sum_stride, x_stride,
-    CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ACC: tl.constexpr, CHUNK: tl.constexpr,
+    CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACC: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Grid (column chunks, P): program p of a chunk takes rows p, p + P, …"""
     column = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -137,6 +139,7 @@ def norm_long_bwd_kernel(
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + column, mask=inside, other=0).to(ACC)
     dweight = tl.zeros([CHUNK], ACC)
+    dbias = tl.zeros([CHUNK], ACC)
     for row in range(program, rows, tl.num_programs(1)):
         mean = tl.load(stats_ptr + row * 4)
         rstd = tl.load(stats_ptr + row * 4 + 1)
@@ -147,6 +150,8 @@ def norm_long_bwd_kernel(
             g = grad * weight
         else:
             g = grad
+        if HAS_BIAS:
+            dbias += grad
         dx = g - x * tl.load(stats_ptr + row * 4 + 2)
         if CENTRED:
             dx = dx - tl.load(stats_ptr + row * 4 + 3)
@@ -156,6 +161,8 @@ def norm_long_bwd_kernel(
         tl.store(dx_ptr + row * columns + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     if HAS_WEIGHT:
         tl.store(partial_ptr + program * columns + column, dweight, mask=inside)
+    if HAS_BIAS:
+        tl.store(partial_ptr + (tl.num_programs(1) + program) * columns + column, dbias, mask=inside)
 
 
 def forward(
@@ -177,17 +184,18 @@ def backward(
     eps: float,
     flags: dict,
 ) -> Tensor:
-    """Writes dx; returns dweight in shares still to be summed, [1, P, columns] ([0, P, columns] without a weight)."""
+    """Writes dx; returns dweight and dbias, as far as there are any, in shares still to be summed: [0 to 2, P, columns]."""
     grad, _, x, weight = tensors
     rows, columns = x.shape
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     programs = min(rows, max(1, 4 * multiprocessors(x.device) // triton.cdiv(columns, STRIP)))
     stats = torch.empty((rows, 4), dtype=wide, device=x.device)
-    partial = torch.empty((int(weight is not None), programs, columns), dtype=wide, device=x.device)
-    averaged = {name: value for name, value in flags.items() if name != "HAS_RESIDUAL"}
+    sums = flags["HAS_WEIGHT"] + flags["HAS_BIAS"]
+    partial = torch.empty((sums, programs, columns), dtype=wide, device=x.device)
+    averaged = {name: flags[name] for name in ("CENTRED", "HAS_WEIGHT", "ACC")}
     launch(
         norm_long_averages_kernel, (rows,), grad, x, weight, stats, columns, strides[0], strides[2], eps,
-        **averaged, CHUNK=CHUNK, num_warps=32,
+        **averaged, CHUNK=min(CHUNK, CHUNK_BYTES // x.element_size()), num_warps=32,
     )  # fmt: skip
     launch(
         norm_long_bwd_kernel, (triton.cdiv(columns, STRIP), programs), *tensors, stats, dx, partial, rows, columns, *strides,

@@ -119,6 +119,7 @@ class Gradient:
         ctx.tensors = [name for name, value in kept.items() if isinstance(value, Tensor)]
         ctx.save_for_backward(*(kept[name] for name in ctx.tensors))
         ctx.values = {name: value for name, value in kept.items() if name not in ctx.tensors}
+        ctx.shapes = [None if available[name] is None else available[name].shape for name in self.described.tensors]
 
     def backward(self, ctx: Any, *arriving: Tensor) -> tuple:
         # The dispatcher leaves out trailing arguments that equal their defaults, and those need no gradient.
@@ -126,7 +127,9 @@ class Gradient:
         needs = [given.get(name, False) for name in self.described.tensors]
         kept = dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)) | ctx.values
         found = self.op(*arriving, *(kept[name] for name in (*self.kept, *self.kept_outputs)), needs)
-        return per_parameter(self.described, as_tuple(found), needs)
+        # An empty tensor stands in for a gradient that the formula leaves out.
+        gradients = tuple(g if g.shape == shape else None for g, shape in zip(as_tuple(found), ctx.shapes, strict=True))
+        return per_parameter(self.described, gradients, needs)
 
 
 @functools.cache
