@@ -130,9 +130,8 @@ def test_the_environment_chooses_in_a_fresh_process():
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith(
-        "relu has no gluon backend (Gluon kernels need a CUDA tensor, not one on cpu); it has torch, aten, triton"
-    )
+    reason = "relu has no gluon backend (Gluon kernels need a CUDA tensor, not one on cpu); it has torch, "
+    assert reason in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +145,7 @@ def test_a_misspelt_operator_is_an_error_with_a_suggestion(choose):
 
 def test_a_misspelt_operator_in_the_environment_is_told_at_the_first_call(environment):
     environment("triton,quicksort=torch")
-    with pytest.raises(BackendError, match="no operator is named 'quicksort'; there are add, axpy, "):
+    with pytest.raises(BackendError, match=r"no operator is named 'quicksort'; there are .*add, .*softmax"):
         ops.softmax(X)
 
 
