@@ -44,7 +44,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         with torch.cuda.device(device):
             _compile(key, kernel, grid, arguments, constants)
         return
-    run, function, metadata, tail = ready
+    run, function, metadata, tail, _ = ready
     width, height, depth = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
     stream = torch._C._cuda_getCurrentRawStream(device)
     run(width, height, depth, stream, function, metadata, None, None, None, *values, *tail)
@@ -56,7 +56,8 @@ def _compile(key: tuple, kernel: Any, grid: tuple[int, ...], arguments: Sequence
     if len(_compiled) >= LAUNCHES_KEPT:
         _compiled.clear()
     tail = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-    _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, tail
+    # With the kernel itself, since its id is in the key and must not be given to another.
+    _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, tail, kernel
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from tilestack.kernels.launch import accumulator, launch, multiprocessors
 from tilestack.kernels.quantised import codes_of, magnitudes, scale_of
 
 CHUNK = 16384  # columns per step of a walk along a row
-CHUNK_BYTES = 32768  # and at most so many bytes where sums are kept per column
+CHUNK_BYTES = 16384  # and at most so many bytes where sums are kept per column
 STRIP = 4096  # columns per program of the backward
 
 

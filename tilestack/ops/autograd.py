@@ -48,7 +48,7 @@ def differentiable(implementation: Implementation) -> Callable:
             else:
                 with torch.no_grad():
                     found = as_tuple(backward(*[values[i] for i in picks]))
-                gradients = once_only(implementation, found)
+                gradients = once_only(implementation, found, (*arriving, *ctx.saved_tensors))
             return per_parameter(described, gradients, needs)
 
     Differentiable.__name__ = Differentiable.__qualname__ = f"{described.name}_{implementation.backend}"
@@ -78,25 +78,28 @@ def differentiable_ahead(implementation: Implementation, ahead: Ahead) -> Callab
                     for made in ctx.saved_tensors
                 )
             if torch.is_grad_enabled():
-                gradients = once_only(implementation, gradients)
+                gradients = once_only(implementation, gradients, (grad,))
             return per_parameter(described, gradients, ctx.needs)
 
     DifferentiableAhead.__name__ = DifferentiableAhead.__qualname__ = f"{described.name}_{implementation.backend}_ahead"
     return DifferentiableAhead.apply
 
 
-def once_only(implementation: Implementation, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Gradients that refuse to be differentiated again."""
+def once_only(
+    implementation: Implementation, gradients: tuple[Tensor | None, ...], sources: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Gradients that refuse to be differentiated again, by what they were made from or on the way to anything else."""
     about = implementation.operator.name, implementation.backend
-    # What a kernel wrote has no history; it is given one, so that whoever differentiates it comes by here.
-    return tuple(None if g is None else OnceOnly.apply(g.detach().requires_grad_(), *about) for g in gradients)
+    return tuple(
+        None if g is None else OnceOnly.apply(*about, g.detach().requires_grad_(), *sources) for g in gradients
+    )
 
 
 class OnceOnly(torch.autograd.Function):
     """Passes a first derivative on and refuses to differentiate it again."""
 
     @staticmethod
-    def forward(ctx, gradient, operator, backend):
+    def forward(ctx, operator, backend, gradient, *sources):
         ctx.about = operator, backend
         return gradient.view_as(gradient)
 
