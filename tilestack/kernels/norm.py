@@ -32,8 +32,7 @@ from tilestack.ops.quantised import LARGEST_CODE
 
 WIDEST = 32768  # columns the forward keeps in registers
 WIDEST_BACKWARD = 16384  # the backward also holds the running sum of dweight
-WIDEST_CENTRED_BACKWARD = 8192  # and for LayerNorm that of dbias
-WIDEST_PIPELINED = 8192  # and up to here it loads rows ahead
+WIDEST_TWO_SUMS = 8192  # and up to here that of dbias; in between, dbias is summed from grad on its own
 
 
 @triton.jit
@@ -168,36 +167,40 @@ def norm_backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     tensors = arriving, arriving_too, source, weight
     strides = arriving.stride(0), 0 if arriving_too is None else arriving_too.stride(0), source.stride(0)
+    bias_too = has_bias and not WIDEST_TWO_SUMS < columns <= WIDEST_BACKWARD
     flags = dict(
-        CENTRED=centred, HAS_RESIDUAL=grad_sum is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=has_bias,
+        CENTRED=centred, HAS_RESIDUAL=grad_sum is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias_too,
         ACC=accumulator(x.dtype),
     )  # fmt: skip
-    if columns > (WIDEST_CENTRED_BACKWARD if centred else WIDEST_BACKWARD):
+    if columns > WIDEST_BACKWARD:
         partial = norm_long.backward(tensors, dx, strides, float(eps), flags)
     else:
         height, width, _ = tile_of_rows(columns, elements=4096)
         narrow = height * width <= 4096
         programs = min(triton.cdiv(rows, height), multiprocessors(x.device) * (2 if narrow else 1))
-        partial = torch.empty((flags["HAS_WEIGHT"] + has_bias, programs, columns), dtype=scratch(x), device=x.device)
+        partial = torch.empty((flags["HAS_WEIGHT"] + bias_too, programs, columns), dtype=scratch(x), device=x.device)
+        warps, ahead = backward_shape(height, width, centred)
         stage = height * width * x.element_size() * (2 if grad_sum is None else 3)
-        stages = min(3, shared_memory(x.device) // (2 * stage if narrow else stage)) if width <= WIDEST_PIPELINED else 1
+        stages = min(ahead, shared_memory(x.device) // (2 * stage if narrow else stage))
         launch(
             norm_bwd_kernel, (programs,), *tensors, dx, partial, rows, columns, *strides, float(eps),
-            **flags, ROWS=height, COLS=width, STAGES=max(stages, 1), num_warps=backward_warps(height, width, centred),
+            **flags, ROWS=height, COLS=width, STAGES=max(stages, 1), num_warps=warps,
         )  # fmt: skip
     if weight is None:
         return dx, None, None
     summed = sum_columns(partial, weight.dtype)
-    return dx, summed[0], summed[1] if has_bias else None
+    if not has_bias:
+        return dx, summed[0], None
+    return dx, summed[0], summed[1] if bias_too else sum_columns(arriving[None], weight.dtype)[0]
 
 
-def backward_warps(height: int, width: int, centred: bool) -> int:
-    """As few as hold a tile and its running sums in registers: fewer warps, longer runs of loads each."""
-    if width > WIDEST_PIPELINED:
-        return 32
+def backward_shape(height: int, width: int, centred: bool) -> tuple[int, int]:
+    """(warps, tiles loaded ahead) that measured fastest: as few warps as hold a tile and its running sums."""
+    if width > WIDEST_TWO_SUMS:
+        return (8, 3) if centred else (32, 1)
     if height * width > 4096:
-        return 16 if centred else 8
-    return 8 if centred and height > 1 else 4
+        return 8, 3
+    return (8, 3) if centred and height > 1 else (4, 3)
 
 
 def shared_memory(device: torch.device) -> int:

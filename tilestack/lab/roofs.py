@@ -29,7 +29,7 @@ class Roofs:
 def measured(device_type: str) -> Roofs:
     """The roofs of this process's GPU or CPU, measured the first time they are asked for."""
     on_cuda = device_type == "cuda"
-    elements, side = (2**29, 8192) if on_cuda else (2**24, 1024)
+    elements, side = (2**27, 8192) if on_cuda else (2**24, 1024)
     dtypes = (torch.bfloat16, torch.float16, torch.float32) if on_cuda else (torch.float32,)
 
     def timed(prepare: Callable[[int], list[Call]], touched: float) -> tuple[float, float]:

@@ -146,6 +146,7 @@ class OnCuda:
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
+            torch.cuda.empty_cache()  # what the failed capture had set aside
             self.how, self.note = "events", f"no graph ({in_one_line(error)}), so host gaps count"
             self.replay = self.call_all
         self.replay()
