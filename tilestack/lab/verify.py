@@ -154,7 +154,8 @@ def compare(claim: Claim, arguments: dict[str, Any]) -> Proof:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+    dense = (t.clone(memory_format=torch.contiguous_format).view(-1) for t in (a, b))
+    return torch.equal(*(t.view(torch.uint8) for t in dense))
 
 
 @functools.lru_cache(maxsize=2)
