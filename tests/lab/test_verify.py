@@ -39,7 +39,7 @@ def test_every_implementation_is_proved(operator):
         if name == "torch":
             assert proved <= {("backward", "float64")}
             assert bool(proved) >= bool(described.gradient)
-        elif not all("needs a GPU" in p.message for p in mine):
+        elif not any("needs a GPU" in p.message for p in mine):
             dtypes = [str(d).removeprefix("torch.") for d in default_dtypes(CPU) if d in implementation.dtypes]
             directions = ["forward", *(["backward"] if implementation.backward is not None else [])]
             assert proved >= set(itertools.product(directions, dtypes))

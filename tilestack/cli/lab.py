@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 console = Console()
 
+# One of each kind, so that the demo takes minutes even where Triton is interpreted; `verify` and `bench` take them all.
+DEMONSTRATED = ["add", "gelu", "softmax", "rms_norm", "layer_norm", "linear", "transpose", "cross_entropy"]
+
 Operators = Annotated[
     list[str] | None, typer.Argument(help="Operators by name; all of them when left out.", show_default=False)
 ]
@@ -321,7 +324,7 @@ def demo_command(
     from tilestack.lab import bench, machine, measured, report, results, verify
 
     place = pick_device(None)
-    operators = pick_operators(None)
+    operators = pick_operators(DEMONSTRATED)
     console.rule("1. What is here")
     console.print(machine.render(machine.doctor()))
     console.rule("2. Are the kernels right?")

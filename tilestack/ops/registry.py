@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 _operators: dict[str, "Operator"] = {}
 
+# No operators, but their steps run on kernels too, and a backend can be chosen for them: by name, since they lie above.
+OPTIMIZERS = ("sgd", "adam", "adamw", "adamw8bit", "clip_grad_norm")
+
 # Asked by `auto` on CUDA for the fastest backends of a call, best first; the tuning tables answer once kernels load.
 Preference = Callable[["Operator", dict[str, Any], torch.device], list[str]]
 _preference: Preference | None = None
@@ -40,12 +43,14 @@ def operators() -> list["Operator"]:
 def operator_named(name: str) -> "Operator":
     load_kernels()
     refuse_unknown_operator(name)
+    if name in OPTIMIZERS:
+        raise BackendError(f"{name} is an optimizer, not an operator; `tilestack bench optim` measures those")
     return _operators[name]
 
 
 def refuse_unknown_operator(name: str) -> None:
-    if name not in _operators:
-        close = difflib.get_close_matches(name, _operators, n=1)
+    if name not in _operators and name not in OPTIMIZERS:
+        close = difflib.get_close_matches(name, [*_operators, *OPTIMIZERS], n=1)
         raise BackendError(
             f"no operator is named {name!r}"
             + (f"; did you mean {close[0]}?" if close else f"; there are {', '.join(sorted(_operators))}")
