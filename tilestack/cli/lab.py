@@ -59,7 +59,8 @@ def add_to(app: typer.Typer) -> None:
 
 
 def pick_device(name: str | None) -> "torch.device":
-    """The device to work on; without a GPU, set up Triton's interpreter before anything imports Triton."""
+    """The device to work on. Called before the laboratory is imported: on a CPU it sets up Triton's interpreter, which
+    must happen before anything imports Triton."""
     import torch
 
     if name is None:
@@ -154,9 +155,9 @@ def verify_command(
 
     Every backend, case, memory layout, dtype and direction is tried. TILESTACK_BACKEND narrows it to one backend.
     """
+    place = pick_device(device)
     from tilestack.lab import verify
 
-    place = pick_device(device)
     load_files(load)
     chosen = pick_operators(operators)
     only = verify.chosen_backends(chosen, place, backend)
@@ -206,10 +207,10 @@ def bench_command(
     Kernel time is CUDA-graph replay on cold caches; host time is the cost of a plain call. Without a GPU the definitions
     are timed on the CPU, and the tables say so. `bench memory` sweeps access patterns, `bench optim` times optimizers.
     """
+    place = pick_device(device)
     from tilestack.lab import bench, machine, results
     from tilestack.tuning import preferences
 
-    place = pick_device(device)
     load_files(load)
     stamp = machine.stamp(place.type)
     if operators == ["memory"]:
@@ -321,9 +322,9 @@ def demo_command(
     output: Annotated[Path, typer.Option(help="Where to put what the demo makes.")] = Path("runs/demo"),
 ) -> None:
     """Show the whole stack on this machine in a few minutes: doctor, proofs, measurements, and a report to look at."""
+    place = pick_device(None)
     from tilestack.lab import bench, machine, measured, report, results, verify
 
-    place = pick_device(None)
     operators = pick_operators(DEMONSTRATED)
     console.rule("1. What is here")
     console.print(machine.render(machine.doctor()))

@@ -292,12 +292,15 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "time µs": lambda row: number(row.time_us, ".1f"),
     "±": lambda row: number(row.spread, ".0%"),
     "host µs": lambda row: number(row.host_us, ".1f"),
-    "TB/s": lambda row: number(row.tb_per_s, ".3g"),
-    "TFLOP/s": lambda row: number(row.tflops, ".3g"),
+    "TB/s": lambda row: number(row.tb_per_s, ".2f"),
+    "TFLOP/s": lambda row: number(row.tflops, ".0f"),
     "of roof": lambda row: number(row.roof_fraction, ".0%"),
     "× best peer": lambda row: ratio(row),
     "peak MiB": lambda row: number(row.peak_mib, ".0f"),
 }
+
+
+EMPTY = ("–", "0", "0.00")
 
 
 def number(value: float | None, form: str) -> str:
@@ -316,19 +319,27 @@ def tables(rows: Sequence[Row], machine: dict[str, Any]) -> list[Table]:
     where = machine["gpu"] or f"CPU only ({machine['cpu']}): definitions, not kernels"
     found = []
     for op in dict.fromkeys(row.op for row in rows):
-        table = Table(title=f"{op} on {where}", title_justify="left")
-        for heading in ("case", "dtype", "direction", "backend"):
-            table.add_column(heading)
-        for heading in COLUMNS:
+        mine = [row for row in rows if row.op == op]
+        dtypes = ", ".join(dict.fromkeys(row.dtype for row in mine))
+        table = Table(title=f"{op} in {dtypes} on {where}", title_justify="left")
+        # What is the same or nothing in every row says nothing, and a terminal is narrow.
+        several, noted = "," in dtypes, any(row.note for row in mine)
+        columns = [heading for heading, cell in COLUMNS.items() if any(cell(row) not in EMPTY for row in mine)]
+        for heading in ("case", "direction", "backend"):
+            table.add_column(heading, overflow="fold")
+        for heading in columns:
             table.add_column(heading, justify="right")
-        table.add_column("note")
+        if noted:
+            table.add_column("note")
         last = None
-        for row in (row for row in rows if row.op == op):
-            about = row.case, row.dtype, row.direction
+        for row in mine:
+            about = f"{row.case} {row.dtype}" if several else row.case, row.direction
             if last is not None and about != last:
                 table.add_section()
-            shown = about if about != last else ("", "", "")
-            table.add_row(*shown, row.backend, *(cell(row) for cell in COLUMNS.values()), escape(row.note))
+            cells = [COLUMNS[heading](row) for heading in columns]
+            table.add_row(
+                *(about if about != last else ("", "")), row.backend, *cells, *([escape(row.note)] if noted else [])
+            )
             last = about
         found.append(table)
     return found
