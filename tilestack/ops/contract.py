@@ -176,9 +176,8 @@ class Operator(Generic[P, R]):
         )
         self.__signature__ = self.signature
 
-    __call__: Callable[
-        P, R
-    ]  # generated per operator by `_calling`, so that a call binds arguments at the speed of Python
+    # Generated per operator by `_calling`, so that a call binds its arguments at the speed of Python.
+    __call__: Callable[P, R]
 
     def __repr__(self) -> str:
         return f"<operator {self.name}{self.signature}, backends {', '.join(self.implementations)}>"
