@@ -7,27 +7,50 @@ import torch
 
 from tilestack import ops
 from tilestack.kernels import launch as launcher
-from tilestack.lab.verify import claims, prove
+from tilestack.lab.verify import claims, prove, same_bits
 from tilestack.ops import backend
 from tilestack.ops.cases import Make
+from tilestack.ops.contract import as_tuple
 
-NAMES = [described.name for described in ops.operators()]
+DIRECTIONS = [
+    (described.name, direction)
+    for described in ops.operators()
+    for direction in ("forward", "backward")
+    if direction == "forward" or described.implementations["triton"].backward is not None
+]
+NAMES = [name for name, direction in DIRECTIONS if direction == "forward"]
 each_operator = pytest.mark.parametrize("name", NAMES)
+each_direction = pytest.mark.parametrize(("name", "direction"), DIRECTIONS)
 
 
-def arguments_of(described, device="cuda", with_gradient=False):
-    """The largest case that is checked, in bfloat16."""
+def arguments_of(described, direction="forward"):
+    """The largest case that is checked and has no empty tensor, in bfloat16."""
     sizes = {}
     for case in (case for case in described.cases if case.kind == "check"):
-        sizes[case] = sum(t.numel() for t in case.build(Make(device="meta")).values() if isinstance(t, torch.Tensor))
-    arguments = described.bind(**max(sizes, key=sizes.__getitem__).build(Make(torch.bfloat16, device)))
+        lengths = [t.numel() for t in case.build(Make(device="meta")).values() if isinstance(t, torch.Tensor)]
+        sizes[case] = sum(lengths) * (0 not in lengths)
+    arguments = described.bind(**max(sizes, key=sizes.__getitem__).build(Make(torch.bfloat16, "cuda")))
     for tensor in tensors_of(arguments):
-        tensor.requires_grad_(with_gradient)
+        tensor.requires_grad_(direction == "backward")
     return arguments
 
 
 def tensors_of(arguments):
     return [t for t in arguments.values() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+
+def results(function, arguments, direction):
+    """Outputs or, for gradients of one that arrive, the gradients of those arguments that have one."""
+    outputs = as_tuple(function())
+    if direction == "forward":
+        return outputs
+    arriving = [torch.ones_like(out) for out in outputs]
+    found = torch.autograd.grad(outputs, tensors_of(arguments), arriving, allow_unused=True)
+    return tuple(gradient for gradient in found if gradient is not None)
+
+
+def same(found, expected):
+    return [same_bits(ours, theirs) for ours, theirs in zip(found, expected, strict=True)] == [True] * len(expected)
 
 
 @pytest.mark.parametrize("kind", ["check", "bench"])
@@ -39,19 +62,11 @@ def test_every_implementation_is_proved(name, kind):
     assert [p for p in proofs if p.ok and p.backend == "triton"]
 
 
-@pytest.mark.parametrize("with_gradient", [False, True], ids=["forward", "backward"])
-@each_operator
-def test_a_cuda_graph_replays_an_operator_on_new_values(name, with_gradient):
+@each_direction
+def test_a_cuda_graph_replays_an_operator_on_new_values(name, direction):
     described = ops.operator_named(name)
-    arguments = arguments_of(described, with_gradient=with_gradient)
-    inputs = tensors_of(arguments)
-
-    def step():
-        out = described(**arguments)
-        if not with_gradient:
-            return [out]
-        return torch.autograd.grad(out, inputs, torch.ones_like(out))
-
+    arguments = arguments_of(described, direction)
+    step = lambda: results(lambda: described(**arguments), arguments, direction)
     with backend("triton"):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -62,27 +77,29 @@ def test_a_cuda_graph_replays_an_operator_on_new_values(name, with_gradient):
         with torch.cuda.graph(graph):
             captured = step()
         with torch.no_grad():
-            for tensor in inputs:
-                tensor.copy_(torch.randn_like(tensor))
+            for tensor in tensors_of(arguments):
+                tensor.copy_(torch.rand_like(tensor))  # positive, since a temperature may not be negative
         graph.replay()
         expected = step()
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(captured, expected, strict=True))
+    assert expected
+    assert same(captured, expected)
 
 
-@each_operator
-def test_inductor_gives_the_results_and_gradients_of_eager_mode(name):
+@each_direction
+def test_inductor_gives_the_results_of_eager_mode(name, direction):
     described = ops.operator_named(name)
-    arguments = arguments_of(described, with_gradient=True)
+    arguments = arguments_of(described, direction)
     tensors = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
     options = {key: value for key, value in arguments.items() if key not in tensors}
     call = lambda *values: described(**dict(zip(tensors, values, strict=True)), **options)
     torch.compiler.reset()
-    found = []
     with backend("triton"):
-        for function in (call, torch.compile(call, fullgraph=True)):
-            out = function(*tensors.values())
-            found.append([out, *torch.autograd.grad(out, tensors_of(arguments), torch.ones_like(out))])
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+        compiled = torch.compile(call, fullgraph=True)
+        found, expected = (
+            results(lambda: function(*tensors.values()), arguments, direction) for function in (compiled, call)
+        )
+    assert expected
+    assert same(found, expected)
 
 
 @each_operator
@@ -90,12 +107,12 @@ def test_the_remembered_launch_gives_the_bits_of_the_first(name):
     described, arguments = ops.operator_named(name), arguments_of(ops.operator_named(name))
     launcher._compiled.clear()
     with backend("triton"):
-        first = described(**arguments)
+        first = as_tuple(described(**arguments))
         remembered = len(launcher._compiled)
-        again = described(**arguments)
+        again = as_tuple(described(**arguments))
     assert remembered > 0
     assert len(launcher._compiled) == remembered
-    assert torch.equal(first, again)
+    assert same(again, first)
 
 
 @pytest.mark.parametrize("shift", [1, 2, 8])

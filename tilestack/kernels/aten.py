@@ -52,7 +52,8 @@ implements(ops.copy, backend="aten", backward=AUTOGRAD)(dense)
 implements(ops.strided_copy, backend="aten", backward=AUTOGRAD)(lambda x, step: dense(x[..., ::step]))
 implements(ops.transpose, backend="aten", backward=AUTOGRAD)(lambda x: dense(x.mT))
 implements(ops.permute, backend="aten", backward=AUTOGRAD)(lambda x, dims: dense(x.permute(dims)))
-implements(ops.gather_rows, backend="aten", backward=AUTOGRAD)(lambda x, index: x.index_select(0, index))
+# Forward only: the gradient of index_select adds with atomics, so that two runs of it differ.
+implements(ops.gather_rows, backend="aten")(lambda x, index: x.index_select(0, index))
 implements(ops.reduce_sum, backend="aten", backward=AUTOGRAD)(lambda x, dim: x.sum(dim))
 implements(ops.add_rms_norm, backend="aten", backward=AUTOGRAD, when=shares_dtype)(
     lambda x, residual, weight, eps: (F.rms_norm(summed := x + residual, x.shape[-1:], weight, eps), summed)

@@ -26,8 +26,8 @@ from tilestack.ops.backends import AUTO, backend, chosen
 from tilestack.ops.cases import Case, Make
 from tilestack.ops.contract import Implementation, Operator, as_tuple
 
-REDRAWS = 16  # more draws of small arguments, whose definition may be exact by luck
-SMALL = 1 << 14
+REDRAWS = 16  # more draws of arguments with a small result, which the definition may get exact by luck
+SMALL, LARGE = 1 << 14, 1 << 17  # elements of the smallest result, and of all, up to which to draw again
 GRADCHECKED = 1 << 12  # elements beyond which gradcheck would take too long
 
 
@@ -164,7 +164,7 @@ def standards_of(
 ) -> dict[str, tuple]:
     """By name of an output or gradient: the definition's result in the dtype, the truth, and the definition's own error.
 
-    The definition may be exact by luck, so its error is the worst of several draws where arguments are small, and of the
+    The definition may be exact by luck, so its error is the worst of several draws where a result is small, and of the
     unvaried arguments too where these are varied.
     """
     evaluate = evaluations[direction]
@@ -179,8 +179,8 @@ def standards_of(
 
     reference, truth = draw(values, 0)
     own = {name: [oracle.own_error(reference[name], truth[name])] for name in reference}
-    rounded = [t for t in truth.values() if t.is_floating_point()]
-    small = bool(rounded) and sum(t.numel() for t in rounded) <= SMALL
+    sizes = [t.numel() for t in truth.values() if t.is_floating_point()]
+    small = min(sizes, default=LARGE) <= SMALL and sum(sizes) <= LARGE
     for variant, seed in [
         *((values, seed) for seed in range(1, 1 + REDRAWS * small)),
         *([("plain", 0)] if values != "plain" else []),

@@ -1,5 +1,7 @@
 """What torch.autocast does to the arguments of PyTorch's own functions, for operators it does not know."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,14 @@ def lowered(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Ten
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def raised(x: Tensor) -> Tensor:
-    """The argument of a norm or softmax: under autocast on CUDA at least float32, otherwise as it is."""
-    if x.is_cuda and torch.is_autocast_enabled("cuda"):
+@functools.cache
+def knows(function: str) -> bool:
+    """Whether this PyTorch's autocast has a rule for a function of its own; the list grows with its versions."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{function}", "AutocastCUDA")
+
+
+def raised(x: Tensor, function: str) -> Tensor:
+    """The argument of a norm or softmax: at least float32 where autocast on CUDA does that to PyTorch's, else as it is."""
+    if x.is_cuda and torch.is_autocast_enabled("cuda") and knows(function):
         return x.to(torch.promote_types(x.dtype, torch.float32))
     return x

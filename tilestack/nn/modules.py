@@ -24,17 +24,19 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
-        return normalized(ops.rms_norm, raised(x), self.normalized_shape, self.weight, eps=eps)
+        return normalized(ops.rms_norm, raised(x, "rms_norm"), self.normalized_shape, self.weight, eps=eps)
 
 
 class LayerNorm(torch.nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
-        return normalized(ops.layer_norm, raised(input), self.normalized_shape, self.weight, self.bias, eps=self.eps)
+        return normalized(
+            ops.layer_norm, raised(input, "layer_norm"), self.normalized_shape, self.weight, self.bias, eps=self.eps
+        )
 
 
 class GroupNorm(torch.nn.GroupNorm):
     def forward(self, input: Tensor) -> Tensor:
-        x = raised(input)
+        x = raised(input, "group_norm")
         return ops.group_norm(x, self.num_groups, self.weight, self.bias, self.eps).to(x.dtype)
 
 
@@ -43,7 +45,7 @@ class Softmax(torch.nn.Softmax):
 
     def forward(self, input: Tensor) -> Tensor:
         dim = (0 if input.ndim in (1, 3) else 1) if self.dim is None else self.dim
-        return ops.softmax(raised(input), dim)
+        return ops.softmax(raised(input, "softmax.int"), dim)
 
 
 class ReLU(torch.nn.ReLU):
