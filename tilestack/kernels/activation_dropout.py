@@ -12,7 +12,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels.activation import activate, slope
 from tilestack.kernels.elementwise import load, store
-from tilestack.kernels.launch import launch, wide
+from tilestack.kernels.launch import cdiv, launch, wide
 from tilestack.kernels.random import keep, random_words
 from tilestack.ops import implements
 from tilestack.ops.random import SLAB, dropped_below
@@ -65,7 +65,7 @@ def forward(x: Tensor, up: Tensor | None, seed: Tensor, p: float, kind: str) -> 
         return torch.zeros_like(x)
     out = torch.empty_like(x)
     launch(
-        activation_dropout_fwd_kernel, (triton.cdiv(n, 4 * SLAB),), x, up, out, seed, n, below,
+        activation_dropout_fwd_kernel, (cdiv(n, 4 * SLAB),), x, up, out, seed, n, below,
         KIND=kind, GATED=up is not None, SLAB=SLAB,
     )  # fmt: skip
     return out
@@ -81,7 +81,7 @@ def backward(
     dx, dup = make(x), None if up is None else make(x)
     if below < 2**32:
         launch(
-            activation_dropout_bwd_kernel, (triton.cdiv(n, 4 * SLAB),), grad, x, up, dx, dup, seed, n, below,
+            activation_dropout_bwd_kernel, (cdiv(n, 4 * SLAB),), grad, x, up, dx, dup, seed, n, below,
             KIND=kind, GATED=up is not None, SLAB=SLAB,
         )  # fmt: skip
     return dx, dup

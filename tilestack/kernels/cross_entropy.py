@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels.launch import accumulator, launch, multiprocessors, rows_of
+from tilestack.kernels.launch import accumulator, cdiv, launch, multiprocessors, next_power, rows_of
 from tilestack.ops import implements
 from tilestack.ops.contract import Ahead
 
@@ -132,7 +132,7 @@ def scale_in_place_kernel(x_ptr, factor_ptr, n, BLOCK: tl.constexpr):
 
 def scale_in_place(x: Tensor, factor: Tensor) -> Tensor:
     """x * factor, a scalar on the device, written over x, which is contiguous."""
-    programs = min(triton.cdiv(x.numel(), SCALE_BLOCK), 4 * multiprocessors(x.device))
+    programs = min(cdiv(x.numel(), SCALE_BLOCK), 4 * multiprocessors(x.device))
     launch(scale_in_place_kernel, (programs,), x, factor, x.numel(), BLOCK=SCALE_BLOCK, num_warps=8)
     return x
 
@@ -176,10 +176,10 @@ def losses_and_gradients(
     smoothing, z_loss, softcap = map(float, options[1:4])
     visits_twice = dlogits is not None and columns >= LONG
     most_width, most_depth = (LONG_WIDTH, LONG_DEPTH) if visits_twice else (SHORT_WIDTH, DEPTH)
-    width = min(triton.next_power_of_2(columns), most_width)
+    width = min(next_power(columns), most_width)
     # A third sum or a tanh takes registers, of which the warps of a long row have few each.
     deepest = most_depth // 2 if smoothing or softcap else most_depth
-    depth = min(triton.next_power_of_2(triton.cdiv(columns, width)), deepest)
+    depth = min(next_power(cdiv(columns, width)), deepest)
     scale_stride = scale.stride(0) if scale is not None and scale.ndim else 0
     launch(
         cross_entropy_kernel, (rows,), logits, labels, scale, losses, dlogits,

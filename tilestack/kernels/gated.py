@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.kernels.activation import activate, gelu_name, slope
-from tilestack.kernels.launch import launch, rows_of, wide
+from tilestack.kernels.launch import cdiv, launch, next_power, rows_of, wide
 from tilestack.ops import implements
 from tilestack.ops.gated import halves
 
@@ -119,9 +119,9 @@ def row_stride(x: Tensor) -> int:
 def tiles_over(rows: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
     """(grid, tile) that cover a matrix: a width that divides the rows without rest where a good one does."""
     even = columns & -columns
-    width = min(even if even >= 512 else triton.next_power_of_2(max(columns, 1)), TILE)
+    width = min(even if even >= 512 else next_power(max(columns, 1)), TILE)
     height = TILE // width if rows > 1 else 1
-    return (triton.cdiv(rows, height) * triton.cdiv(columns, width),), dict(ROWS=height, COLS=width)
+    return (cdiv(rows, height) * cdiv(columns, width),), dict(ROWS=height, COLS=width)
 
 
 def gated(gate: Tensor, up: Tensor, out: Tensor, kind: str, interleaved: bool = False) -> None:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels.launch import accumulator, launch
+from tilestack.kernels.launch import accumulator, cdiv, launch, next_power
 from tilestack.ops import implements
 
 TILE = 32  # sorted tokens summed together
@@ -95,8 +95,8 @@ def embedding_bwd_kernel(
 
 def columns_of(width: int) -> tuple[int, int]:
     """(columns of a program, programs that cover a row)."""
-    columns = min(triton.next_power_of_2(max(width, 1)), WIDEST)
-    return columns, triton.cdiv(width, columns)
+    columns = min(next_power(max(width, 1)), WIDEST)
+    return columns, cdiv(width, columns)
 
 
 def embedding_backward(grad: Tensor, ids: Tensor, weight: Tensor, padding_idx: int | None) -> tuple[None, Tensor]:
@@ -129,7 +129,7 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     out = torch.empty((*ids.shape, width), dtype=weight.dtype, device=weight.device)
     columns, across = columns_of(width)
     launch(
-        embedding_fwd_kernel, (triton.cdiv(ids.numel(), TOKENS), across), ids.contiguous(), weight, out,
+        embedding_fwd_kernel, (cdiv(ids.numel(), TOKENS), across), ids.contiguous(), weight, out,
         ids.numel(), vocabulary, width, weight.stride(0), TOKENS=TOKENS, COLS=columns, num_warps=4,
     )  # fmt: skip
     return out

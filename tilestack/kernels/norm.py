@@ -25,7 +25,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels import norm_long
 from tilestack.kernels.columns import sum_columns
-from tilestack.kernels.launch import accumulator, launch, multiprocessors, rows_of, tile_of_rows, wide
+from tilestack.kernels.launch import accumulator, cdiv, launch, multiprocessors, rows_of, tile_of_rows, wide
 from tilestack.kernels.quantised import HALVES_AND_SINGLE, codes_of, magnitudes, scale_of, writes_fp8
 from tilestack.ops import implements
 from tilestack.ops.quantised import LARGEST_CODE
@@ -144,7 +144,7 @@ def norm_forward(
     else:
         height, width, warps = tile_of_rows(columns)
         launch(
-            norm_fwd_kernel, (triton.cdiv(rows, height),), *tensors, rows, columns, *strides, float(eps),
+            norm_fwd_kernel, (cdiv(rows, height),), *tensors, rows, columns, *strides, float(eps),
             **flags, ROWS=height, COLS=width, num_warps=warps,
         )  # fmt: skip
     return tuple(result for result in (out, scale, summed) if result is not None)
@@ -177,7 +177,7 @@ def norm_backward(
     else:
         height, width, _ = tile_of_rows(columns, elements=4096)
         narrow = height * width <= 4096
-        programs = min(triton.cdiv(rows, height), multiprocessors(x.device) * (2 if narrow else 1))
+        programs = min(cdiv(rows, height), multiprocessors(x.device) * (2 if narrow else 1))
         partial = torch.empty((flags["HAS_WEIGHT"] + bias_too, programs, columns), dtype=scratch(x), device=x.device)
         warps, ahead = backward_shape(height, width, centred)
         stage = height * width * x.element_size() * (2 if grad_sum is None else 3)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.kernels.elementwise import load, store
-from tilestack.kernels.launch import launch, wide
+from tilestack.kernels.launch import cdiv, launch, wide
 from tilestack.ops import implements
 from tilestack.ops.random import SLAB, dropped_below
 
@@ -60,5 +60,5 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
         return torch.zeros_like(x)
     out = torch.empty_like(x)
     n = x.numel()
-    launch(dropout_kernel, (triton.cdiv(n, 4 * SLAB),), x, out, seed, n, below, SLAB=SLAB, num_warps=4)
+    launch(dropout_kernel, (cdiv(n, 4 * SLAB),), x, out, seed, n, below, SLAB=SLAB, num_warps=4)
     return out
