@@ -91,7 +91,8 @@ def chunked(
                 torch.mm(logits, weight, out=dx[part])
         if dweight is not None:
             dweight.addmm_(logits.T, rows[part])
-        aside.join()
+        if dx is not None:
+            aside.join()
     return None if dx is None else dx.view(x.shape), dweight
 
 
