@@ -201,10 +201,28 @@ def rope(
     return rotated(q, *turn).to(q.dtype), rotated(k, *turn).to(k.dtype)
 
 
+def qk_norm_rope_gradient(
+    grad_turned_q: Tensor, grad_turned_k: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
+    cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, eps: float,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    turn_back = angles_at(cos, positions, q), -angles_at(sin, positions, q), interleaved
+
+    def of_norm(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        wide_x, arriving = wide(x), rotated(grad, *turn_back)
+        scale = torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
+        normal, g = wide_x * scale, arriving * wide(weight)
+        dx = (g - normal * (g * normal).mean(-1, keepdim=True)) * scale
+        return dx.to(x.dtype), (arriving * normal).sum_to_size(weight.shape).to(weight.dtype)
+
+    (dq, dq_weight), (dk, dk_weight) = of_norm(grad_turned_q, q, q_weight), of_norm(grad_turned_k, k, k_weight)
+    return dq, dk, dq_weight, dk_weight, None, None, None
+
+
 @operator(
     cases=cases(norm_rope_case, check=CHECKS, bench=BENCHES[:2]),
     cost=lambda q, k: Cost(flops=7 * (q.numel() + k.numel()), backward_flops=12 * (q.numel() + k.numel())),
     check=norm_rope_takes,
+    gradient=qk_norm_rope_gradient,
     outputs=("turned_q", "turned_k"),
 )
 def qk_norm_rope(
