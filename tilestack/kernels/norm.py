@@ -127,12 +127,12 @@ def norm_forward(
     """The norm, its scales if it is wanted as codes, and the sum if there is a residual."""
     source, added = rows_of(x), None if residual is None else rows_of(residual)
     rows, columns = source.shape
-    dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    out = torch.empty(x.shape, dtype=codes or dtype, device=x.device)
+    dtype = codes or (x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype))
+    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     scale = None if codes is None else torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    summed = None if added is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    summed = None if added is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     tensors = source, added, weight, bias, out, summed, scale
     strides = source.stride(0), 0 if added is None else added.stride(0)
     flags = dict(

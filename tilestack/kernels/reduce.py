@@ -24,7 +24,7 @@ from tilestack.kernels.launch import accumulator, cdiv, launch, multiprocessors,
 from tilestack.ops import implements
 
 TILE = 4096  # elements of a tile
-WAVES = 4  # programs per multiprocessor that keep memory busy
+WAVES = 16  # programs per multiprocessor: twice what fits at once keeps memory busy to the end
 SHORTEST_PART = 4 * TILE  # elements that are worth a program of their own
 COLUMNS = 256  # of a tile that moves down
 
