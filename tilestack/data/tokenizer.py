@@ -79,6 +79,8 @@ class Tokenizer:
         config = _read_json(file.with_name("tokenizer_config.json"))
         config = _read_json(file.with_name("special_tokens_map.json")) | config
         names = {name: _token_text(config.get(f"{name}_token")) for name in ("bos", "eos", "pad")}
+        if names["pad"] and backend.token_to_id(names["pad"]) is None:
+            names["pad"] = None  # often named for tools that insist on one, and no part of the vocabulary
         jinja = file.with_name("chat_template.jinja")
         template = jinja.read_text(encoding="utf-8") if jinja.is_file() else _default_template(config)
         return cls(backend, **names, template=template)
@@ -97,7 +99,10 @@ class Tokenizer:
         normalizer, pre_tokenizer = byte_level(pre)
         vocabulary = {token: number for number, token in enumerate(tokens)}
         whole_words = pre == "llama-bpe"  # Llama 3 takes a word that is a token as it is, whatever the merges say
-        backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=whole_words))
+        try:
+            backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=whole_words))
+        except Exception as problem:  # tokenizers raises bare Exception
+            raise DataError(f"the GGUF file's tokenizer is malformed: {problem}") from problem
         backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
         backend.decoder = decoders.ByteLevel()
         kinds = list(metadata.get("tokenizer.ggml.token_type", ()))
@@ -182,6 +187,12 @@ class Tokenizer:
         return tuple(dict.fromkeys(token for token in (self.eos, *turns) if token is not None))
 
     @cached_property
+    def token_bytes(self) -> list[int]:
+        """How many bytes of text each id stands for, 0 for special tokens: by them a loss becomes bits per byte."""
+        special = {number for number, token in self.backend.get_added_tokens_decoder().items() if token.special}
+        return [0 if number in special else self._bytes_in(number) for number in range(self.vocabulary)]
+
+    @cached_property
     def fingerprint(self) -> str:
         """The same for tokenizers that give the same ids: of the vocabulary, the end token, and a probing text's ids."""
         vocabulary = sorted(self.backend.get_vocab(with_added_tokens=True).items(), key=lambda entry: entry[1])
@@ -202,6 +213,12 @@ class Tokenizer:
         if token is not None and number is None:
             raise DataError(f"the tokenizer's special token {token!r} is not in its vocabulary")
         return number
+
+    def _bytes_in(self, number: int) -> int:
+        token = self.backend.id_to_token(number)
+        if isinstance(self.backend.decoder, decoders.ByteLevel):
+            return len(token or "")  # its alphabet has a character for each byte
+        return len(self.backend.decode([number]).encode())
 
     def _named(self) -> dict[str, str | None]:
         ids = {"bos": self.bos, "eos": self.eos, "pad": self.pad}
@@ -226,6 +243,8 @@ def _begin_with(backend: tokenizers.Tokenizer, token: str) -> processors.PostPro
 
 
 def _at(tokens: list[str], number: int | None) -> str | None:
+    if number is not None and not 0 <= number < len(tokens):
+        raise DataError(f"the GGUF file names token {number}, but has only {len(tokens)}")
     return None if number is None else tokens[int(number)]
 
 
@@ -237,8 +256,7 @@ def _token_text(token: Any) -> str | None:
 def _default_template(config: dict[str, Any]) -> str | None:
     template = config.get("chat_template")
     if isinstance(template, list):  # several by name
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
     return template
 
 
