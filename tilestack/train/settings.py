@@ -32,11 +32,6 @@ def setting(
     return dataclasses.field(default=default, metadata=dict(low=low, above=above, high=high, choices=tuple(choices)))
 
 
-def section(kind: type) -> Any:
-    """A field that is a table of its own, with all its defaults."""
-    return dataclasses.field(default_factory=kind)
-
-
 def read(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
     """A settings dataclass from a table, as tomllib makes it; `where` is the key of that table."""
     hints = typing.get_type_hints(kind)
@@ -94,7 +89,8 @@ def refuse_out_of_range(value: Any, accepted: Mapping[str, Any], key: str) -> No
     if (choices := accepted.get("choices")) and value not in choices:
         close = difflib.get_close_matches(str(value), choices, 1)
         raise RecipeError(
-            f"{key} must be one of {', '.join(choices)}, not {value!r}" + (f"; did you mean {close[0]}?" if close else "")
+            f"{key} must be one of {', '.join(choices)}, not {value!r}"
+            + (f"; did you mean {close[0]}?" if close else "")
         )
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
