@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tilestack import optim
+from tilestack.optim.clip import total_norm
 from tilestack.optim.multi_tensor import MultiTensor
 from tilestack.train import checkpoint, execution, metrics, schedules
 from tilestack.train.ema import Ema
@@ -90,7 +91,7 @@ class Trainer:
             self.clock, self.tokens = time.perf_counter(), 0
             try:
                 while self.step < self.recipe.run.steps and not self.interrupted:
-                    self._train_step()
+                    self.train_step()
                     self._look_around()
             finally:
                 self.log.close()
@@ -103,7 +104,8 @@ class Trainer:
     def finished(self) -> bool:
         return self.step >= self.recipe.run.steps
 
-    def _train_step(self) -> None:
+    def train_step(self) -> None:
+        """One step: its micro-batches, their gradients, an update. Nothing is waited for."""
         rate = schedules.share(self.recipe.schedule, self.step, self.recipe.run.steps)
         set_rates(self.optimizer, rate)
         accumulate = self.recipe.data.accumulate
@@ -123,10 +125,16 @@ class Trainer:
         figures = {name: value / count.clamp(min=1) for name, value in sums.items()}
         if accumulate > 1:
             torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], count.clamp(min=1))
-        figures["grad_norm"] = optim.clip_grad_norm_(self.parameters, self.recipe.optimizer.clip or math.inf)
+        figures["grad_norm"] = self._clip()
         self._update(figures)
         self.pending.append(Pending(self.step + 1, figures, rate * self.recipe.optimizer.lr, batches))
         self.step += 1
+
+    def _clip(self) -> Tensor:
+        """The norm of the gradients, which are scaled down where the recipe bounds it."""
+        if self.recipe.optimizer.clip:
+            return optim.clip_grad_norm_(self.parameters, self.recipe.optimizer.clip)
+        return total_norm([param.grad for param in self.parameters if param.grad is not None])
 
     def _update(self, figures: dict[str, Tensor]) -> None:
         """Step the optimizer, unless this step or one before it has a figure that is not finite."""

@@ -52,7 +52,7 @@ class Data:
 
     corpus: str = setting("python", choices=("python", "files"))
     files: tuple[str, ...] = ()
-    documents: int = setting(0, low=0)  # take only so many; 0 takes all
+    most_bytes: int = setting(0, low=0)  # of text to take; 0 takes all
     validation: float = setting(0.02, low=0, high=0.5)  # share of the documents that is held out
     tokenizer: str = ""  # a folder or file; empty trains one on the corpus
     vocabulary: int = setting(4096, low=257)  # of the tokenizer to train
