@@ -23,6 +23,7 @@ from tilestack import optim
 from tilestack.optim.clip import total_norm
 from tilestack.optim.multi_tensor import MultiTensor
 from tilestack.train import checkpoint, execution, metrics, schedules
+from tilestack.train.balancing import Balancing
 from tilestack.train.ema import Ema
 from tilestack.train.objective import Objective
 from tilestack.train.optimizers import make_optimizer, set_rates
@@ -67,9 +68,11 @@ class Trainer:
         self.runner = execution.prepare(model, recipe, self.device)
         self.parameters = [param for param in model.parameters() if param.requires_grad]
         self.optimizer = make_optimizer(model, recipe.optimizer, recipe.precision, recipe.run.seed)
+        self.balancing = Balancing(model, recipe.model)
         self.average = Ema(model, recipe.ema.decay) if recipe.ema.decay else None
         self.progress = progress or Progress(recipe)
         self.step = 0  # steps done
+        self.clock, self.tokens = time.perf_counter(), 0  # since the speed was last told
         self.pending: list[Pending] = []
         self.broken = torch.zeros((), device=self.device)  # 1 from the first bad step on
         self.interrupted = False
@@ -116,7 +119,7 @@ class Trainer:
             with execution.autocast(self.recipe.precision, self.device):
                 loss = self.objective.loss(self.runner, batch)
             valid = loss.count if isinstance(loss.count, Tensor) else count.new_full((), loss.count)
-            total = loss.total + self._routing_loss() * valid
+            total = loss.total + self.balancing.loss() * valid
             (total / valid.clamp(min=1) if accumulate == 1 else total).backward()
             count += valid
             self.tokens += loss.tokens
@@ -126,6 +129,7 @@ class Trainer:
         if accumulate > 1:
             torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], count.clamp(min=1))
         figures["grad_norm"] = self._clip()
+        figures |= self.balancing.finish_step()
         self._update(figures)
         self.pending.append(Pending(self.step + 1, figures, rate * self.recipe.optimizer.lr, batches))
         self.step += 1
@@ -148,12 +152,6 @@ class Trainer:
         self.optimizer.zero_grad()
         if self.average:
             self.average.update(self.step)
-
-    def _routing_loss(self) -> Tensor | float:
-        """The losses that keep a mixture of experts balanced, for one token."""
-        balances: list[Any] = getattr(self.model, "balances", list)()
-        weights = self.recipe.model
-        return sum(weights.auxiliary_loss * b.auxiliary_loss + weights.z_loss * b.z_loss for b in balances)
 
     def _look_around(self) -> None:
         """After a step: log, evaluate, sample and save what is due."""
@@ -224,6 +222,8 @@ class Trainer:
         states, values = checkpoint.pack_optimizer(self.optimizer.state_dict())
         random_tensors, random_values = checkpoint.random_state()
         tensors = {"weights": self.model.state_dict(), "optimizer": states, "rng": random_tensors}
+        if loads := self.balancing.state_dict():
+            tensors["loads"] = loads
         if self.average:
             tensors["average"] = self.average.state_dict()
         state = {
@@ -239,6 +239,7 @@ class Trainer:
         self.optimizer.load_state_dict(
             checkpoint.unpack_optimizer(saved.tensors.get("optimizer", {}), saved.state["optimizer"])
         )
+        self.balancing.load_state_dict(saved.tensors.get("loads", {}))
         if self.average:
             checkpoint.refuse_other_shapes(saved, "average", self.average.state_dict())
             self.average.load_state_dict(saved.tensors["average"])

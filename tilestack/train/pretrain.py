@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from tilestack import configure_backend, data, models, ops
 from tilestack.nn.autocast import lowered
-from tilestack.train import checkpoint, corpus, execution, flops, plot, provenance
+from tilestack.train import checkpoint, corpus, execution, flops, plot
 from tilestack.train.loop import Trainer
 from tilestack.train.objective import Loss
 from tilestack.train.progress import Progress
+from tilestack.train.provenance import refuse_another
 from tilestack.train.recipe import Recipe
 from tilestack.train.settings import RecipeError
 
@@ -99,12 +100,12 @@ def build_model(recipe: Recipe, tokenizer: data.Tokenizer) -> Any:
 
 
 def pretrain(
-    recipe: Recipe, folder: Path, *, provenance_: Mapping[str, Any] | None = None, console: Console | None = None
+    recipe: Recipe, folder: Path, *, provenance: Mapping[str, Any] | None = None, console: Console | None = None
 ) -> dict[str, float]:
     """Follow a recipe in a folder, from where it stands to the end, and leave the model in `folder/model`."""
     console = console or Console(stderr=True)
     if checkpoint.Checkpoints(folder / "checkpoints", 1).steps():
-        provenance.refuse_another(folder, recipe)
+        refuse_another(folder, recipe)
     if recipe.run.backend:
         configure_backend(recipe.run.backend)
     device = execution.pick_device(recipe.run.device)
@@ -113,7 +114,7 @@ def pretrain(
     objective = Pretraining(recipe, tokenizer, tokens, device)
     work = flops.per_token(model, recipe.data.sequence), flops.peak(device, recipe.precision)
     progress = Progress(recipe, console, *work)
-    trainer = Trainer(recipe, model, objective, folder, provenance=provenance_, progress=progress)
+    trainer = Trainer(recipe, model, objective, folder, provenance=provenance, progress=progress)
     figures = trainer.run()
     plot.plot_run(folder, recipe.run.name)
     if trainer.finished:

@@ -38,6 +38,7 @@ class Model:
     config: dict[str, Any] = field(default_factory=dict)
     auxiliary_loss: float = setting(0.01, low=0)  # weights of a mixture of experts' losses
     z_loss: float = setting(0.001, low=0)
+    bias_rate: float = setting(0.001, low=0)  # how fast routers that balance by a bias move it
 
     def __post_init__(self) -> None:
         if self.path and self.config:
