@@ -45,7 +45,13 @@ def test_a_longer_list_begins_with_the_shorter_and_seeds_differ():
         assert list(make(30, 1))[:10] == list(make(10, 1))
         assert list(make(10, 1)) != list(make(10, 2))
     with pytest.raises(ValueError, match="difficulty must be"):
-        list(corpora.arithmetic(1, difficulty=4))
+        corpora.arithmetic(1, difficulty=4)
+
+
+def test_kinds_of_tasks_can_be_chosen():
+    assert {task.kind for task in corpora.arithmetic(40, kinds=["sum", "larger"])} == {"sum", "larger"}
+    with pytest.raises(ValueError, match="no kind of task calculus; there are sum, "):
+        corpora.arithmetic(1, kinds=["sum", "calculus"])
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,11 @@ def test_a_document_never_spans_rows():
     assert {0, 8, 16, 24} <= boundaries
 
 
+def test_rows_come_in_the_order_of_the_sequences():
+    batches = pack([([size] * size, [size] * size) for size in (5, 7, 4, 6, 8)], 8, 1)
+    assert [batch.ids[0, 0].item() for batch in batches] == [5, 7, 4, 6, 8]
+
+
 def test_sequences_that_ask_for_nothing_are_left_out():
     assert pack([([1, 2, 3], [NO_LABEL] * 3)], 8, 2) == []
     assert pack([(list(range(10)), [NO_LABEL] * 8 + [9, NO_LABEL])], 8, 2) == []  # what it asks for is cut away

@@ -28,6 +28,14 @@ def test_text_comes_back_to_the_byte(tokenizer, text):
     assert sum(tokenizer.token_bytes[token] for token in ids) == len(text.encode())
 
 
+def test_the_bytes_of_tokens_are_known_in_sentencepiece_vocabularies_too():
+    backend = Backend(models.BPE({"▁": 0, "▁Hi": 1, "<0xC3>": 2, "ü": 3}, []))
+    backend.decoder = decoders.Metaspace()
+    backend.add_tokens(["  x"])
+    backend.add_special_tokens(["<s>"])
+    assert Tokenizer(backend).token_bytes == [1, 3, 1, 2, 3, 0]
+
+
 def test_a_document_begins_and_ends_and_cannot_end_itself(tokenizer):
     (ids,) = tokenizer.encode_documents(["a <|endoftext|> b"])
     assert ids.count(tokenizer.eos) == 2

@@ -9,7 +9,7 @@ import random
 import re
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -79,13 +79,19 @@ def _sample(root: Path, paths: list[Path], most_bytes: int) -> list[Path]:
     return kept
 
 
-def arithmetic(count: int, seed: int = 0, difficulty: int = 1) -> Iterator[Task]:
-    """Tasks of one or two steps; difficulty 1 to 3 is how many digits the numbers have."""
+def arithmetic(count: int, seed: int = 0, difficulty: int = 1, kinds: Sequence[str] = ()) -> Iterator[Task]:
+    """Tasks of one or two steps, of these kinds or of all; difficulty 1 to 3 is how many digits the numbers have."""
     if difficulty not in (1, 2, 3):
         raise ValueError(f"difficulty must be 1, 2 or 3, not {difficulty}")
+    if unknown := [kind for kind in kinds if kind not in ARITHMETIC]:
+        raise ValueError(f"no kind of task {', '.join(unknown)}; there are {', '.join(ARITHMETIC)}")
+    return _arithmetic(count, seed, difficulty, list(kinds or ARITHMETIC))
+
+
+def _arithmetic(count: int, seed: int, difficulty: int, kinds: list[str]) -> Iterator[Task]:
     for number in range(count):
         draw = random.Random(f"arithmetic {seed} {difficulty} {number}")
-        kind = draw.choice(list(ARITHMETIC))
+        kind = draw.choice(kinds)
         prompt, answer = ARITHMETIC[kind](draw, 10**difficulty - 1)
         yield Task(prompt, str(answer), kind)
 

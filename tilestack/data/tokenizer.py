@@ -6,6 +6,7 @@ chat template, and a fingerprint by which token files and checkpoints know their
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -189,8 +190,12 @@ class Tokenizer:
     @cached_property
     def token_bytes(self) -> list[int]:
         """How many bytes of text each id stands for, 0 for special tokens: by them a loss becomes bits per byte."""
-        special = {number for number, token in self.backend.get_added_tokens_decoder().items() if token.special}
-        return [0 if number in special else self._bytes_in(number) for number in range(self.vocabulary)]
+        added = self.backend.get_added_tokens_decoder()
+        byte_level = "ByteLevel" in repr(self.backend.decoder)
+        return [
+            _bytes_of(self.backend.id_to_token(number), added.get(number), byte_level)
+            for number in range(self.vocabulary)
+        ]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -214,12 +219,6 @@ class Tokenizer:
             raise DataError(f"the tokenizer's special token {token!r} is not in its vocabulary")
         return number
 
-    def _bytes_in(self, number: int) -> int:
-        token = self.backend.id_to_token(number)
-        if isinstance(self.backend.decoder, decoders.ByteLevel):
-            return len(token or "")  # its alphabet has a character for each byte
-        return len(self.backend.decode([number]).encode())
-
     def _named(self) -> dict[str, str | None]:
         ids = {"bos": self.bos, "eos": self.eos, "pad": self.pad}
         return {name: None if number is None else self.backend.id_to_token(number) for name, number in ids.items()}
@@ -240,6 +239,16 @@ def _begin_with(backend: tokenizers.Tokenizer, token: str) -> processors.PostPro
     return processors.TemplateProcessing(
         single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, number)]
     )
+
+
+def _bytes_of(token: str | None, added: AddedToken | None, byte_level: bool) -> int:
+    if token is None or (added and added.special):
+        return 0
+    if byte_level and not added:
+        return len(token)  # in its alphabet a character is a byte
+    if re.fullmatch("<0x[0-9A-F]{2}>", token):
+        return 1  # how SentencePiece writes a byte
+    return len(token.replace("▁", " ").encode())
 
 
 def _at(tokens: list[str], number: int | None) -> str | None:
