@@ -295,7 +295,6 @@ def training_works(
     """What `bench train` does: the models of some recipes, at some micro-batches."""
     from tilestack.cli.train import find_recipe
     from tilestack.lab.bench_train import Work
-    from tilestack.lab.page import Section
     from tilestack.train import Recipe
 
     if not all(size.strip().isdigit() and int(size) > 0 for size in micro_batches):
