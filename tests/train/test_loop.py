@@ -133,16 +133,6 @@ def test_a_frozen_model_cannot_be_trained(tmp_path):
         Trainer(recipe(), seeded().requires_grad_(False), Counting(), tmp_path)
 
 
-def test_activation_checkpointing_changes_nothing_but_memory(tmp_path):
-    ends = []
-    for wanted in (False, True):
-        torch.manual_seed(0)
-        model = seeded()
-        Trainer(recipe(run={"activation_checkpointing": wanted}), model, Counting(), tmp_path / str(wanted)).run()
-        ends.append(model.head.weight)
-    assert torch.equal(*ends)
-
-
 def test_bfloat16_under_autocast_learns_too(tmp_path):
     settings = recipe(run={"steps": 100}, optimizer={"lr": 0.03}, precision={"compute": "bfloat16"})
     assert Trainer(settings, seeded(), Counting(), tmp_path).run()["loss"] < 1

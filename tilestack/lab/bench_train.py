@@ -1,4 +1,5 @@
-"""Training steps of one model: ours, eager and compiled, beside transformers eager, compiled, and with Liger's kernels.
+"""Training steps of one model: ours, eager and compiled, beside a loop in plain PyTorch, and transformers eager, compiled,
+and with Liger's kernels.
 
 Each candidate runs in a process of its own, so that its peak memory is its own and nothing is patched for the others. All
 do the same work: the same configuration, micro-batch and length, random tokens, full causal attention, parameters and
@@ -26,7 +27,7 @@ from torch import Tensor
 from tilestack.lab.bench import Row
 
 OURS = ("tilestack", "tilestack-compile")
-PEERS = ("transformers", "transformers-compile", "transformers-liger")
+PEERS = ("plain", "plain-compile", "transformers", "transformers-compile", "transformers-liger")
 CANDIDATES = (*OURS, *PEERS)
 
 
@@ -131,10 +132,32 @@ def theirs(work: Work, way: str) -> Callable[[], Any]:
     return step
 
 
+def plain(work: Work, compiled: bool) -> Callable[[], Any]:
+    """A training step in plain PyTorch."""
+    from tilestack.lab.plain_model import PlainDecoder
+
+    torch.manual_seed(0)
+    model = PlainDecoder(work.config).to(work.device, getattr(torch, work.dtype))
+    run = torch.compile(model) if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    ids = work.ids()
+
+    def step() -> None:
+        logits = run(ids)[:, :-1]
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def measure(candidate: str, work: Work) -> dict[str, Any]:
     """Time the steps of a candidate in this process, after some that are not timed."""
     framework, _, way = candidate.partition("-")
-    step = ours(work, way == "compile") if framework == "tilestack" else theirs(work, way)
+    if framework == "transformers":
+        step = theirs(work, way)
+    else:
+        step = (ours if framework == "tilestack" else plain)(work, way == "compile")
     cuda = work.device == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
     for _ in range(work.warmup):
@@ -164,8 +187,12 @@ def available(candidates: Sequence[str] | None) -> list[str]:
         raise ValueError(f"no candidate {', '.join(unknown)}; there are {', '.join(CANDIDATES)}")
     if candidates:
         return list(candidates)
-    needs = {"tilestack": "torch", "transformers": "transformers", "transformers-liger": "liger_kernel"}
-    module_of = lambda name: needs.get(name) or needs[name.partition("-")[0]]
+    needs = {
+        "transformers": "transformers",
+        "transformers-compile": "transformers",
+        "transformers-liger": "liger_kernel",
+    }
+    module_of = lambda name: needs.get(name, "torch")
     return [name for name in CANDIDATES if importlib.util.find_spec(module_of(name))]
 
 

@@ -1,7 +1,8 @@
 """How much arithmetic a token takes, and how much a GPU can do: their ratio with the speed is the MFU."""
 
+from typing import Any
+
 import torch
-from torch import nn
 
 from tilestack.train.recipe import Precision
 
@@ -9,7 +10,7 @@ from tilestack.train.recipe import Precision
 PEAKS = {"B200": 2250, "GB200": 2500, "H200": 989, "H100": 989, "H20": 148, "A100": 312, "L40S": 362, "L4": 121, "4090": 165}  # fmt: skip
 
 
-def per_token(model: nn.Module, sequence: int) -> float:
+def per_token(model: Any, sequence: int) -> float:
     """Floating-point operations of a token in training: two for each weight it is multiplied with, three times (forward,
     and both gradients), and attention to half the sequence on average. Recomputed activations do not count."""
     config = model.config
@@ -24,8 +25,11 @@ def per_token(model: nn.Module, sequence: int) -> float:
     return 6 * weights + 6 * attention_width(config) * sequence
 
 
-def attention_width(config) -> float:
-    return config.layers * config.heads * config.head_dim
+def attention_width(config: Any) -> float:
+    """Elements a token multiplies with each token it sees, over all layers: halfway between queries' and values'."""
+    query = config.nope_dim + config.rope_dim if config.kv_rank else config.head_dim
+    value = config.value_dim if config.kv_rank else config.head_dim
+    return config.layers * config.heads * (query + value) / 2
 
 
 def peak(device: torch.device, precision: Precision) -> float:

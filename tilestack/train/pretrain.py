@@ -90,7 +90,9 @@ def build_model(recipe: Recipe, tokenizer: data.Tokenizer) -> Any:
         model = models.load(recipe.model.path)
     elif recipe.model.config:
         torch.manual_seed(recipe.run.seed)
-        model = models.Decoder(models.ModelConfig.from_hf({"vocab_size": tokenizer.vocabulary, **recipe.model.config}))
+        ends = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
+        about = {"vocab_size": tokenizer.vocabulary, **ends, **recipe.model.config}
+        model = models.Decoder(models.ModelConfig.from_hf(about))
     else:
         raise RecipeError(
             "the recipe has no model: set model.path to start from one, or describe one in [model.config]"
