@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilestack
-from tilestack.cli import generate, lab
+from tilestack.cli import generate, lab, train
 
 app = typer.Typer(
     name="tilestack",
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 lab.add_to(app)
 generate.add_to(app)
+train.add_to(app)
 
 
 @app.callback()

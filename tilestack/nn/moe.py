@@ -87,8 +87,9 @@ class MoE(torch.nn.Module):
         out = self.experts(ops.gather_rows(tokens, token), offsets)
         weighted = out * weights.flatten()[order, None].to(out.dtype)
         combined = ops.scatter_rows(weighted, token, tokens.shape[0])
+        balance = self.router.balance(offsets.diff(prepend=offsets.new_zeros(1)), scores, logits)
         if not recomputing():
-            self.balance = self.router.balance(offsets.diff(prepend=offsets.new_zeros(1)), scores, logits)
+            self.balance = balance
         if self.shared is not None:
             shared = self.shared(tokens)
             combined = combined + (
@@ -126,8 +127,8 @@ def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def recomputing() -> bool:
-    """Whether this forward runs inside a backward: activation checkpointing repeats it, and nobody waits for its balance.
+    """Whether this forward runs inside a backward, where activation checkpointing repeats it.
 
-    Keeping that would keep alive the activations that checkpointing lets go.
+    Nobody waits for the balance of a repetition, and keeping it would keep the activations that are to be let go.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -227,8 +227,9 @@ class Operator(Generic[P, R]):
         given = [arguments[name] for name in self.tensors if arguments[name] is not None]
         with_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         implementation = self.resolve(arguments, with_gradient)
-        if any(type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in given):
-            run = self.traced  # fake tensors and others that are not memory: they have their own way with an operator
+        not_memory = any(type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in given)
+        if not_memory or (self.reads_values and given[0].is_meta):
+            run = self.traced  # fake tensors and others without memory have their own way with an operator
         elif with_gradient and not implementation.differentiates_itself:
             from tilestack.ops.autograd import differentiable, differentiable_ahead
 
