@@ -36,6 +36,15 @@ def test_the_bytes_of_tokens_are_known_in_sentencepiece_vocabularies_too():
     assert Tokenizer(backend).token_bytes == [1, 3, 1, 2, 3, 0]
 
 
+def test_a_tokenizer_without_turns_cannot_chat(tmp_path):
+    plain = Tokenizer(Backend(models.BPE({"a": 0, "b": 1}, [])))
+    plain.save(tmp_path)
+    assert Tokenizer.load(tmp_path).template is None
+    with pytest.raises(DataError, match="no chat template"):
+        plain.chat_ids([{"role": "user", "content": "a"}])
+    assert plain.stops == ()
+
+
 def test_a_document_begins_and_ends_and_cannot_end_itself(tokenizer):
     (ids,) = tokenizer.encode_documents(["a <|endoftext|> b"])
     assert ids.count(tokenizer.eos) == 2
