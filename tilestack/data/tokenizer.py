@@ -27,7 +27,11 @@ PROBE = "The 1234 rows' sum isn't 5.67e-8:\n\n\t\tif x_y == 'naïve':  # 漢字 
 
 
 class Tokenizer:
-    """Text to token ids and back. `bos`, `eos` and `pad` are ids, or None where the tokenizer has no such token."""
+    """Text to token ids and back. `bos`, `eos` and `pad` are ids, or None where the tokenizer has no such token.
+
+    `template` is the chat template of a model that was taught one; None says that it was not. Conversations are then
+    written in ChatML, which a model learns from by SFT: set `template = CHATML` on the tokenizer saved with it.
+    """
 
     def __init__(
         self,
@@ -40,9 +44,7 @@ class Tokenizer:
     ):
         backend.no_padding()
         backend.no_truncation()
-        self.backend = backend
-        has_turns = None not in (backend.token_to_id(TURN_START), backend.token_to_id(TURN_END))
-        self.template = template or (CHATML if has_turns else None)
+        self.backend, self.template = backend, template
         self.bos, self.eos, self.pad = (self._id_of(token) for token in (bos, eos, pad))
 
     @classmethod
@@ -75,8 +77,11 @@ class Tokenizer:
         config |= {f"{name}_token": token for name, token in self._named().items() if token is not None}
         self.backend.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if self.template is not None:
-            (folder / "chat_template.jinja").write_text(self.template, encoding="utf-8")
+        jinja = folder / "chat_template.jinja"
+        if self.template is None:
+            jinja.unlink(missing_ok=True)
+        else:
+            jinja.write_text(self.template, encoding="utf-8")
 
     def encode(self, text: str, *, bare: bool = False) -> list[int]:
         """Ids of a text, with what the tokenizer puts around it (a begin token) unless `bare`. Special tokens written in
@@ -153,12 +158,14 @@ class Tokenizer:
         return {name: None if number is None else self.backend.id_to_token(number) for name, number in ids.items()}
 
     def _template(self) -> str:
-        if self.template is None:
+        if self.template is not None:
+            return self.template
+        if None in (self.backend.token_to_id(TURN_START), self.backend.token_to_id(TURN_END)):
             raise DataError(
                 f"the tokenizer has no chat template, and ChatML, the usual one, needs {TURN_START} and {TURN_END} in the "
                 "vocabulary: this is not a chat model"
             )
-        return self.template
+        return CHATML
 
     def _template_tokens(self) -> dict[str, str]:
         return {f"{name}_token": token or "" for name, token in self._named().items()}
