@@ -1,7 +1,7 @@
 """Chat templates: a conversation as the text a model was taught to read, rendered by jinja2 in a sandbox.
 
 A template comes with a model and is a program, so it runs where it can reach nothing: no attributes of Python objects, no
-mutation, ranges of at most 100,000, strings and results of at most LIMIT characters.
+mutation, ranges of at most 100,000, no repeated string and no result of more than LIMIT characters.
 """
 
 import json
@@ -25,16 +25,19 @@ def render(template: str, messages: Sequence[Message], **variables: Any) -> str:
     """The conversation as text. `variables` are what templates read besides messages: bos_token, tools, and so on."""
     jinja2 = needs("jinja2", "a chat template")
     check_messages(messages)
+    given = {"tools": None, "documents": None, "add_generation_prompt": False} | variables
     pieces, length = [], 0
     try:
-        for piece in _compile(template).generate(messages=list(messages), **variables):
+        for piece in _compile(template).generate(messages=list(messages), **given):
             length += len(piece)
             if length > LIMIT:
                 raise DataError(f"the chat template made more than {LIMIT:,} characters; it is not usable")
             pieces.append(piece)
     except jinja2.TemplateError as problem:
         raise DataError(f"the chat template refused: {problem}") from problem
-    except (TypeError, KeyError, AttributeError, ArithmeticError) as problem:
+    except DataError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as problem:
         raise DataError(f"the chat template failed on these messages: {problem}") from problem
     return "".join(pieces)
 
@@ -106,7 +109,7 @@ def _environment() -> Any:
             for value, times in ((left, right), (right, left)):
                 if isinstance(value, str | list | tuple) and isinstance(times, int) and len(value) * times > LIMIT:
                     raise SecurityError("a string or list is repeated too often")
-            if operator == "**" and not (isinstance(right, int | float) and abs(right) <= 64):
+            if operator == "**" and not (abs(left) <= 1024 and abs(right) <= 64):
                 raise SecurityError("a power is too large")
             return super().call_binop(context, operator, left, right)
 
