@@ -40,6 +40,10 @@ def test_headline_has_one_line_per_operator(root):
     assert written.endswith(STAMP)
 
 
+def test_headline_of_some_operators_has_only_those(root):
+    assert [row[0] for row in cells(table("headline imaginary softmax,relu", root))[2:]] == ["`softmax`"]
+
+
 def test_operator_table_has_every_case_in_the_order_asked_for(root):
     written = table("operator imaginary softmax,linear", root)
     _, _, *rows = cells(written)
@@ -79,7 +83,7 @@ def test_without_results_it_says_so(root, name):
     assert table(name, root).startswith("_not measured yet: `tilestack bench --save`")
 
 
-@pytest.mark.parametrize("name", ["headlines imaginary", "headline", "operator imaginary", "headline a b", ""])
+@pytest.mark.parametrize("name", ["headlines imaginary", "headline", "operator imaginary", "headline a b c", ""])
 def test_an_unknown_table_is_an_error_that_names_the_page(root, name):
     (root / "README.md").write_text(f"<!-- table: {name} -->\n<!-- /table -->\n")
     with pytest.raises(TableError, match=r"README\.md: no table is named .*`headline GPU`"):

@@ -2,7 +2,7 @@
 
 A table stands between two markers and is rewritten in place by `make docs`:
 
-    <!-- table: headline h200 -->                     one line per operator, its best case
+    <!-- table: headline h200 -->                     one line per operator, its best case; of some with their names
     <!-- table: operator h200 softmax,rms_norm -->    every case of some operators, both directions
     <!-- table: memory h200 stride -->                one sweep of `tilestack bench memory`, a line per setting
     <!-- /table -->
@@ -58,10 +58,11 @@ def stamps(chosen: list[Contest]) -> str:
     return "_Measured on " + "; ".join(sorted(lines)) + "._"
 
 
-def headline(found: list[Contest]) -> str:
-    """One line per operator: the case closest to its roof, forward where it was timed, and how many cases are won."""
+def headline(found: list[Contest], names: str = "") -> str:
+    """One line per operator, or per named one: the case closest to its roof, forward where it was timed, and how many
+    cases are won."""
     rows, used = [], []
-    for op in dict.fromkeys(contest.op for contest in found):
+    for op in names.split(",") if names else dict.fromkeys(contest.op for contest in found):
         ours = [contest for contest in found if contest.op == op and contest.ours]
         if not ours:
             continue
@@ -118,7 +119,7 @@ def sweep(folder: Path, slug: str, name: str) -> str:
 
 
 TABLES: dict[str, Callable[..., str]] = {"headline": headline, "operator": operator}
-USES = "`headline GPU`, `operator GPU NAME,NAME` and `memory GPU SWEEP`"
+USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME` and `memory GPU SWEEP`"
 
 
 def table(name: str, root: Path, where: str = "") -> str:
@@ -131,7 +132,7 @@ def table(name: str, root: Path, where: str = "") -> str:
             written
             or f"_not measured yet: `{memory.COMMAND}` on a machine with the GPU `{words[0]}` fills this table._"
         )
-    if kind not in TABLES or len(words) != (2 if kind == "operator" else 1):
+    if kind not in TABLES or len(words) not in ((2,) if kind == "operator" else (1, 2)):
         raise TableError(f"{place}no table is named {name!r}; there are {USES}")
     slug, *names = words
     runs = [run for run in results_under(root / "results") if run.slug == slug]
