@@ -82,7 +82,10 @@ def slope(x, KIND: tl.constexpr, HALF: tl.constexpr):
         d = normal_cdf(x, bell, HALF) + x * 0.3989422804014327 * bell
     else:
         u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-        d = sigmoid_of(u) + x * sigmoid_slope(u) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+        s = sigmoid_of(u)
+        # In half precision what 1 - s cancels is out of sight, and the function and its slope can share one exponential.
+        bend = s * (1 - s) if HALF else sigmoid_slope(u)
+        d = s + x * bend * 1.5957691216057308 * (1 + 0.134145 * x * x)
     return d
 
 

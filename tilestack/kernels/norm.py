@@ -143,6 +143,8 @@ def norm_forward(
         norm_long.forward(tensors, columns, strides, float(eps), flags)
     else:
         height, width, warps = tile_of_rows(columns)
+        if odd(columns):
+            warps = min(2 * warps, 32)
         launch(
             norm_fwd_kernel, (cdiv(rows, height),), *tensors, rows, columns, *strides, float(eps),
             **flags, ROWS=height, COLS=width, num_warps=warps,
@@ -180,6 +182,8 @@ def norm_backward(
         programs = min(cdiv(rows, height), multiprocessors(x.device) * (2 if narrow else 1))
         partial = torch.empty((flags["HAS_WEIGHT"] + bias_too, programs, columns), dtype=scratch(x), device=x.device)
         warps, ahead = backward_shape(height, width, centred)
+        if odd(columns) and not narrow:  # no copies ahead of single elements, nor registers for many in a thread
+            warps, ahead = width // 512, 1
         stage = height * width * x.element_size() * (2 if grad_sum is None else 3)
         stages = min(ahead, shared_memory(x.device) // (2 * stage if narrow else stage))
         launch(
@@ -192,6 +196,11 @@ def norm_backward(
     if not has_bias:
         return dx, summed[0], None
     return dx, summed[0], summed[1] if bias_too else sum_columns(arriving[None], weight.dtype)[0]
+
+
+def odd(columns: int) -> bool:
+    """Whether rows start off 16 bytes, so that elements are loaded one by one: more threads then, with fewer of them each."""
+    return columns % 8 != 0
 
 
 def backward_shape(height: int, width: int, centred: bool) -> tuple[int, int]:
