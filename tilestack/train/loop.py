@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from tilestack import optim
-from tilestack.optim.clip import total_norm
 from tilestack.optim.multi_tensor import MultiTensor
 from tilestack.train import checkpoint, execution, metrics, schedules
 from tilestack.train.balancing import Balancing
@@ -61,7 +60,6 @@ class Trainer:
     ):
         self.recipe, self.model, self.objective, self.folder = recipe, model, objective, Path(folder)
         self.device = execution.pick_device(recipe.run.device)
-        execution.be_deterministic(recipe.run.deterministic)
         torch.manual_seed(recipe.run.seed)
         self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", recipe.checkpoint.keep)
         begin(self.folder, recipe, bool(self.checkpoints.steps()), provenance or {})
@@ -80,7 +78,8 @@ class Trainer:
 
     def run(self) -> dict[str, float]:
         """Train to the end, or until interrupted; the last figures by name."""
-        with self._only_one(), self._interruptible(), self.progress:
+        careful = execution.deterministic(self.recipe.run.deterministic)
+        with self._only_one(), self._interruptible(), careful, self.progress:
             self.log = metrics.Log(self.folder / metrics.METRICS)
             self.speed = metrics.Log(self.folder / metrics.SPEED)
             self.checkpoints.clean()
@@ -138,7 +137,8 @@ class Trainer:
         """The norm of the gradients, which are scaled down where the recipe bounds it."""
         if self.recipe.optimizer.clip:
             return optim.clip_grad_norm_(self.parameters, self.recipe.optimizer.clip)
-        return total_norm([param.grad for param in self.parameters if param.grad is not None])
+        grads = [param.grad for param in self.parameters if param.grad is not None]
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
 
     def _update(self, figures: dict[str, Tensor]) -> None:
         """Step the optimizer, unless this step or one before it has a figure that is not finite."""
