@@ -27,16 +27,16 @@ def pick_device(name: str) -> torch.device:
 def deterministic(wanted: bool) -> Iterator[None]:
     """Inside, PyTorch takes deterministic algorithms only; where it has none, it warns and goes on."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filling = torch.utils.deterministic.fill_uninitialized_memory
+    filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filling
+        torch.utils.deterministic.fill_uninitialized_memory = filling  # type: ignore[attr-defined]
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
