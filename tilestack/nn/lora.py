@@ -116,5 +116,5 @@ def merge_lora(model: torch.nn.Module) -> None:
         layer.weight.copy_(layer.weight + layer.delta())
         for name in ("lora_A", "lora_B", "alpha", "dropout", "active"):
             delattr(layer, name)
-        layer.__class__ = Linear
+        layer.__class__ = Linear  # type: ignore[assignment]
     model.requires_grad_(True)
