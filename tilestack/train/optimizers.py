@@ -1,0 +1,119 @@
+"""The optimizer of a recipe, and which parameter goes where.
+
+Matrices inside the network are decayed, and Muon may step them. Embeddings, the output head, norms, biases and routers
+are not decayed and belong to AdamW: an embedding's rows are looked up rather than multiplied through, and a router's
+few rows must not be made equally loud.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilestack import optim
+from tilestack.train.recipe import Optimizer, Precision
+
+OUTSIDE = ("embed", "head", "router")  # parts of the names of parameters that are no hidden matrices
+
+
+def is_hidden_matrix(name: str, param: Tensor) -> bool:
+    return param.ndim >= 2 and not any(word in part for part in name.split(".") for word in OUTSIDE)
+
+
+def make_optimizer(model: nn.Module, settings: Optimizer, precision: Precision, seed: int) -> Any:
+    """One optimizer for every parameter that learns. Each group keeps its highest rate as `initial_lr`."""
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    if not named:
+        raise ValueError("no parameter of the model requires a gradient; there is nothing to train")
+    hidden = [param for name, param in named if is_hidden_matrix(name, param)]
+    others = [param for name, param in named if not is_hidden_matrix(name, param)]
+    decay = settings.weight_decay
+    if settings.name == "muon":
+        # torch's Muon takes matrices only: experts, stacked in three dimensions, stay with AdamW.
+        matrices = [param for param in hidden if param.ndim == 2]
+        stacked = [param for param in hidden if param.ndim > 2]
+        muon = torch.optim.Muon(
+            matrices, lr=settings.muon_lr, momentum=settings.muon_momentum, weight_decay=decay
+        ) if matrices else None  # fmt: skip
+        rest = adamw(groups(stacked, others, decay), settings, precision, seed)
+        made: Any = Routed([muon, rest] if muon else [rest])
+    elif settings.name == "sgd":
+        made = optim.SGD(groups(hidden, others, decay), lr=settings.lr, momentum=settings.momentum)
+    else:
+        made = adamw(groups(hidden, others, decay), settings, precision, seed)
+    for group in made.param_groups:
+        group["initial_lr"] = group["lr"]
+    return made
+
+
+def groups(decayed: list[Tensor], others: list[Tensor], decay: float) -> list[dict[str, Any]]:
+    return [
+        dict(params=params, weight_decay=weight)
+        for params, weight in ((decayed, decay), (others, 0.0))
+        if params
+    ]  # fmt: skip
+
+
+def adamw(params: list[dict[str, Any]], settings: Optimizer, precision: Precision, seed: int) -> optim.AdamW:
+    kind = optim.AdamW8bit if settings.name == "adamw8bit" else optim.AdamW
+    half = precision.parameters == "bfloat16"
+    return kind(
+        params,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        stochastic_rounding=half and precision.updates == "stochastic",
+        master_weights=half and precision.updates == "master",
+        seed=seed,
+    )
+
+
+def set_rates(optimizer: Any, share: float) -> None:
+    """Set every group's learning rate to a share of its highest."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * share
+
+
+class Routed:
+    """Several optimizers, each for parameters of its own, that act and are saved as one."""
+
+    def __init__(self, parts: Iterable[torch.optim.Optimizer]):
+        self.parts = list(parts)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dicts in one: parameters are numbered on from part to part."""
+        state, param_groups, first = {}, [], 0
+        for part in self.parts:
+            own = part.state_dict()
+            state.update({first + number: values for number, values in own["state"].items()})
+            param_groups += [group | {"params": [first + n for n in group["params"]]} for group in own["param_groups"]]
+            first += sum(len(group["params"]) for group in own["param_groups"])
+        return {"state": state, "param_groups": param_groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        waiting, first = list(state_dict["param_groups"]), 0
+        if len(waiting) != len(self.param_groups):
+            raise ValueError(f"the saved optimizer has {len(waiting)} groups, this one {len(self.param_groups)}")
+        for part in self.parts:
+            own, waiting = waiting[: len(part.param_groups)], waiting[len(part.param_groups) :]
+            numbers = [number for group in own for number in group["params"]]
+            part.load_state_dict(
+                {
+                    "state": {n - first: state_dict["state"][n] for n in numbers if n in state_dict["state"]},
+                    "param_groups": [group | {"params": [n - first for n in group["params"]]} for group in own],
+                }
+            )
+            first += len(numbers)
