@@ -41,7 +41,9 @@ class Model:
 
     def __post_init__(self) -> None:
         if self.path and self.config:
-            raise RecipeError("model.path and model.config exclude each other: start from a model, or describe a new one")
+            raise RecipeError(
+                "model.path and model.config exclude each other: start from a model, or describe a new one"
+            )
 
 
 @dataclass(frozen=True)

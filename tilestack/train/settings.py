@@ -94,7 +94,8 @@ def refuse_out_of_range(value: Any, accepted: Mapping[str, Any], key: str) -> No
     if (choices := accepted.get("choices")) and value not in choices:
         close = difflib.get_close_matches(str(value), choices, 1)
         raise RecipeError(
-            f"{key} must be one of {', '.join(choices)}, not {value!r}" + (f"; did you mean {close[0]}?" if close else "")
+            f"{key} must be one of {', '.join(choices)}, not {value!r}"
+            + (f"; did you mean {close[0]}?" if close else "")
         )
     if not isinstance(value, int | float) or isinstance(value, bool):
         return

@@ -1,0 +1,137 @@
+"""Supervised fine-tuning: conversations in which only the assistant's answers are learned.
+
+Conversations are packed into rows side by side and kept apart: attention stays within each, positions restart, and no
+label crosses from one to the next. They are packed anew in every round, in an order that follows from seed and round.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilestack import ops
+from tilestack.data import NO_LABEL, Batch, Tokenizer, answer_labels, corpora, pack
+from tilestack.data.chat import Message
+from tilestack.train import examples
+from tilestack.train.answers import answers, prompt_ids, shown_answers
+from tilestack.train.objective import Loss
+from tilestack.train.recipe import Data, Recipe
+from tilestack.train.settings import RecipeError, section, setting
+
+
+@dataclass(frozen=True)
+class ConversationData(Data):
+    """Conversations: built-in ones, solved arithmetic, or files with {"messages": […]} in each row."""
+
+    corpus: str = setting("conversations", choices=("conversations", "arithmetic", "files"))
+    documents: int = setting(5000, low=0)  # conversations; 0 takes all there are in files
+    difficulty: int = setting(1, low=1, high=3)  # of arithmetic: digits of its numbers
+    kinds: tuple[str, ...] = ()  # of arithmetic; empty is all
+
+
+@dataclass(frozen=True)
+class SFTRecipe(Recipe):
+    data: ConversationData = section(ConversationData)
+
+
+def conversations(settings: ConversationData, seed: int) -> tuple[list[list[Message]], list[list[Message]]]:
+    """Conversations to learn from and conversations held out."""
+    if settings.corpus == "files":
+        found = examples.from_files(settings.files, examples.conversation, settings.documents)
+    elif settings.corpus == "arithmetic":
+        tasks = examples.arithmetic(settings.documents, seed, settings.difficulty, settings.kinds)
+        found = [examples.solved(task) for task in tasks]
+    else:
+        found = list(corpora.conversations(settings.documents, seed))
+    return examples.split(found, lambda messages: messages[:-1], settings.validation, seed)
+
+
+class SFT:
+    """Answers as an objective; see `tilestack.train.objective`."""
+
+    def __init__(self, recipe: SFTRecipe, tokenizer: Tokenizer, device: torch.device):
+        self.recipe, self.tokenizer, self.device = recipe, tokenizer, device
+        learned, self.held = conversations(recipe.data, recipe.run.seed)
+        self.sequences = self.tokenised(learned)
+        if not self.sequences:
+            raise RecipeError(f"none of {len(learned)} conversations fits into data.sequence = {recipe.data.sequence}")
+        self.round, self.taken = 0, 0
+        self.batches = self.packed()
+
+    def tokenised(self, found: Sequence[list[Message]]) -> list[tuple[list[int], list[int]]]:
+        """Ids and labels of those conversations that fit into a row: one cut short would teach to stop anywhere."""
+        pairs = (self.tokenizer.chat_ids(messages) for messages in found)
+        return [(ids, answer_labels(ids, mask)) for ids, mask in pairs if len(ids) <= self.recipe.data.sequence]
+
+    def packed(self) -> list[Batch]:
+        """This round's batches. Packing puts long conversations first, so the batches are shuffled once more."""
+        random = np.random.default_rng([self.recipe.run.seed, self.round])
+        shuffled = [self.sequences[number] for number in random.permutation(len(self.sequences))]
+        batches = pack(shuffled, self.recipe.data.sequence, self.recipe.data.batch)
+        return [batches[number] for number in random.permutation(len(batches))]
+
+    def next_batch(self) -> Batch:
+        batch = self.batches[self.taken]
+        self.taken += 1
+        if self.taken == len(self.batches):
+            self.round, self.taken = self.round + 1, 0
+            self.batches = self.packed()
+        return batch.to(self.device)
+
+    def loss(self, model: Any, batch: Batch) -> Loss:
+        return Loss(answer_loss(model, batch), batch.valid, tokens=batch.ids.numel())
+
+    def evaluate(self, model: Any) -> dict[str, float]:
+        """Loss per answer token on conversations held out, and how many last answers are right to the letter."""
+        settings, limit = self.recipe.data, self.recipe.evaluation.batches * self.recipe.data.batch
+        if not self.held:
+            return {}
+        batches = pack(self.tokenised(self.held), settings.sequence, settings.batch)[: self.recipe.evaluation.batches]
+        nats = sum(float(answer_loss(model, batch.to(self.device))) for batch in batches)
+        loss = nats / max(sum(batch.valid for batch in batches), 1)
+        asked = [messages for messages in self.held[:limit] if messages[-1]["role"] == "assistant"]
+        return {
+            "validation_loss": loss,
+            "validation_perplexity": math.exp(min(loss, 700)),
+            "exact_answers": self.share_exact(model, asked),
+        }
+
+    def share_exact(self, model: Any, asked: Sequence[list[Message]]) -> float:
+        prompts = [prompt_ids(self.tokenizer, messages[:-1]) for messages in asked]
+        found = answers(
+            model,
+            prompts,
+            max_new_tokens=self.recipe.evaluation.sample_tokens,
+            stop=self.tokenizer.stops,
+            device=self.device,
+        )
+        texts = (self.tokenizer.decode(answer).strip() for answer in found)
+        exact = [text == messages[-1]["content"].strip() for text, messages in zip(texts, asked, strict=True)]
+        return sum(exact) / max(len(exact), 1)
+
+    def sample(self, model: Any) -> list[str]:
+        prompts = [prompt_ids(self.tokenizer, messages[:-1]) for messages in self.held[:3]]
+        return shown_answers(model, self.tokenizer, prompts, self.recipe.evaluation, self.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"round": self.round, "taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.round, self.taken = state["round"], state["taken"]
+        self.batches = self.packed()
+        if self.taken >= len(self.batches):
+            raise ValueError(
+                f"the saved place {self.taken} is not among {len(self.batches)} batches: the data has changed"
+            )
+
+
+def answer_loss(model: Any, batch: Batch) -> Tensor:
+    """The sum of −log p over the batch's labels."""
+    hidden = model.hidden(batch.ids, positions=batch.positions, cu_seqlens=batch.cu_seqlens)
+    return ops.linear_cross_entropy(
+        hidden, model.head_weight.to(hidden.dtype), batch.labels, ignore_index=NO_LABEL, reduction="sum"
+    )
