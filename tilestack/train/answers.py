@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from tilestack.data import Tokenizer
-from tilestack.data.chat import Message
+from tilestack.data import Message, Tokenizer
 from tilestack.models import generate
 from tilestack.train.recipe import Evaluation
 

@@ -6,7 +6,7 @@ held.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tilestack.train.losses import PREFERENCE_LOSSES, Preferences, preference_lo
 from tilestack.train.objective import Loss
 from tilestack.train.recipe import Data, Recipe
 from tilestack.train.reference import reference_log_probs
-from tilestack.train.settings import RecipeError, section, setting
+from tilestack.train.settings import RecipeError, setting
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class DPOSettings:
 
 @dataclass(frozen=True)
 class DPORecipe(Recipe):
-    data: PreferenceData = section(PreferenceData)
-    dpo: DPOSettings = section(DPOSettings)
+    data: PreferenceData = field(default_factory=PreferenceData)
+    dpo: DPOSettings = field(default_factory=DPOSettings)
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,12 @@ class DPO:
         policy, reference = log_probs(model, batch.rows).sum(-1), batch.reference
         if self.settings.loss == "ipo":  # as its authors use it: long answers would dominate otherwise
             policy, reference = policy / batch.rows.tokens, reference / batch.rows.tokens
+        (chosen, rejected), (reference_chosen, reference_rejected) = policy.chunk(2), reference.chunk(2)
         return preference_losses(
-            *policy.chunk(2),
-            *reference.chunk(2),
+            chosen,
+            rejected,
+            reference_chosen,
+            reference_rejected,
             beta=self.settings.beta,
             kind=self.settings.loss,
             label_smoothing=self.settings.label_smoothing,

@@ -13,9 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tilestack.data import DataError, corpora
-from tilestack.data.chat import Message
-from tilestack.data.readers import located
+from tilestack.data import DataError, Message, corpora, located
 
 T = TypeVar("T")
 

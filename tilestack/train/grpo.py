@@ -13,7 +13,7 @@ differs later, the policy has moved and not the arithmetic.
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from tilestack.train.log_probs import IGNORED, Rows, Scored, in_rows, log_probs
 from tilestack.train.losses import group_advantages, k3, policy_losses
 from tilestack.train.objective import Loss
 from tilestack.train.recipe import Data, Recipe
-from tilestack.train.settings import RecipeError, section, setting
+from tilestack.train.settings import RecipeError, setting
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class GRPOSettings:
 
 @dataclass(frozen=True)
 class GRPORecipe(Recipe):
-    data: TaskData = section(TaskData)
-    grpo: GRPOSettings = section(GRPOSettings)
+    data: TaskData = field(default_factory=TaskData)
+    grpo: GRPOSettings = field(default_factory=GRPOSettings)
 
 
 REWARDS: dict[str, Callable[[corpora.Task, str], float]] = {

@@ -5,7 +5,7 @@ are not decayed and belong to AdamW: an embedding's rows are looked up rather th
 few rows must not be made equally loud.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def make_optimizer(model: nn.Module, settings: Optimizer, precision: Precision, 
     return made
 
 
-def groups(decayed: list[Tensor], others: list[Tensor], decay: float) -> list[dict[str, Any]]:
+def groups(decayed: Sequence[Tensor], others: Sequence[Tensor], decay: float) -> list[dict[str, Any]]:
     return [
         dict(params=params, weight_decay=weight)
         for params, weight in ((decayed, decay), (others, 0.0))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tilestack.train.settings import RecipeError, as_table, load_table, override, read, section, setting
+from tilestack.train.settings import RecipeError, as_table, load_table, override, read, setting
 
 R = TypeVar("R", bound="Recipe")
 
@@ -139,15 +139,15 @@ class Ema:
 class Recipe:
     """A pretraining run. Other kinds of run derive from it and add sections of their own."""
 
-    run: Run = section(Run)
-    model: Model = section(Model)
-    data: Data = section(Data)
-    optimizer: Optimizer = section(Optimizer)
-    schedule: Schedule = section(Schedule)
-    precision: Precision = section(Precision)
-    evaluation: Evaluation = section(Evaluation)
-    checkpoint: Checkpoint = section(Checkpoint)
-    ema: Ema = section(Ema)
+    run: Run = field(default_factory=Run)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    precision: Precision = field(default_factory=Precision)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    ema: Ema = field(default_factory=Ema)
 
     def __post_init__(self) -> None:
         if self.schedule.warmup >= self.run.steps:

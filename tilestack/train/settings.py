@@ -32,11 +32,6 @@ def setting(
     return dataclasses.field(default=default, metadata=dict(low=low, above=above, high=high, choices=tuple(choices)))
 
 
-def section(kind: type) -> Any:
-    """A field that is a table of its own, with all its defaults."""
-    return dataclasses.field(default_factory=kind)
-
-
 def read(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
     """A settings dataclass from a table, as tomllib makes it; `where` is the key of that table."""
     hints = typing.get_type_hints(kind)

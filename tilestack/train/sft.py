@@ -6,7 +6,7 @@ label crosses from one to the next. They are packed anew in every round, in an o
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.data import NO_LABEL, Batch, Tokenizer, answer_labels, corpora, pack
-from tilestack.data.chat import Message
+from tilestack.data import NO_LABEL, Batch, Message, Tokenizer, answer_labels, corpora, pack
 from tilestack.train import examples
 from tilestack.train.answers import answers, prompt_ids, shown_answers
 from tilestack.train.objective import Loss
 from tilestack.train.recipe import Data, Recipe
-from tilestack.train.settings import RecipeError, section, setting
+from tilestack.train.settings import RecipeError, setting
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class ConversationData(Data):
 
 @dataclass(frozen=True)
 class SFTRecipe(Recipe):
-    data: ConversationData = section(ConversationData)
+    data: ConversationData = field(default_factory=ConversationData)
 
 
 def conversations(settings: ConversationData, seed: int) -> tuple[list[list[Message]], list[list[Message]]]:

@@ -1,0 +1,27 @@
+"""Data: tokenizers, token files, packed batches, chat templates and corpora that need no download; see docs/data.md."""
+
+from tilestack.data import corpora
+from tilestack.data.chat import Message
+from tilestack.data.errors import DataError
+from tilestack.data.packing import NO_LABEL, Batch, answer_labels, pack
+from tilestack.data.readers import located, read, texts
+from tilestack.data.stream import Packed
+from tilestack.data.tokenizer import Tokenizer
+from tilestack.data.tokens import TokenFile, write_tokens
+
+__all__ = [
+    "NO_LABEL",
+    "Batch",
+    "DataError",
+    "Message",
+    "Packed",
+    "TokenFile",
+    "Tokenizer",
+    "answer_labels",
+    "corpora",
+    "located",
+    "pack",
+    "read",
+    "texts",
+    "write_tokens",
+]

@@ -1,0 +1,191 @@
+"""Corpora that need no download: Python's own sources, and tasks, conversations and preferences made by code.
+
+Everything made is determined by its seed: the first hundred of a thousand are the hundred one gets by asking for those.
+"""
+
+import hashlib
+import random
+import re
+import sysconfig
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+
+from tilestack.data.chat import Message
+
+TABLES = {"encodings", "pydoc_data"}  # generated from data; nobody wrote them
+NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
+NAMES = ("Ada", "Alan", "Barbara", "Donald", "Edsger", "Grace", "Ken", "Margaret")
+THINGS = ("apples", "books", "coins", "marbles", "pencils", "tickets")
+WORDS = ("tile", "kernel", "warp", "block", "stack", "tensor", "cache", "token", "layer", "batch", "epoch", "grid")
+
+
+@dataclass(frozen=True)
+class Document:
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """A question whose answer can be checked."""
+
+    prompt: str
+    answer: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A conversation that awaits an answer, a good one, and a worse one."""
+
+    messages: list[Message]
+    chosen: str
+    rejected: str
+
+
+def python_sources(most_bytes: int | None = None) -> Iterator[Document]:
+    """The standard library of the running interpreter, without its tests and tables, file by file in order of name.
+    `most_bytes` keeps a sample of about that size, spread over the whole library."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = (path for path in root.rglob("*.py") if not NOT_THE_LIBRARY.intersection(path.relative_to(root).parts))
+    paths = [path for path in found if path.relative_to(root).parts[0] not in TABLES]
+    if most_bytes is not None:
+        paths = _sample(root, paths, most_bytes)
+    for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
+        try:
+            with tokenize.open(path) as file:  # heeds the encoding the file declares
+                text = file.read()
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        if text.strip():
+            yield Document(path.relative_to(root).as_posix(), text)
+
+
+def _sample(root: Path, paths: list[Path], most_bytes: int) -> list[Path]:
+    by_hash = lambda path: hashlib.blake2b(path.relative_to(root).as_posix().encode()).digest()
+    kept = []
+    for path in sorted(paths, key=by_hash):
+        size = path.stat().st_size
+        if size <= most_bytes:
+            kept.append(path)
+            most_bytes -= size
+    return kept
+
+
+def arithmetic(count: int, seed: int = 0, difficulty: int = 1) -> Iterator[Task]:
+    """Tasks of one or two steps; difficulty 1 to 3 is how many digits the numbers have."""
+    if difficulty not in (1, 2, 3):
+        raise ValueError(f"difficulty must be 1, 2 or 3, not {difficulty}")
+    for number in range(count):
+        draw = random.Random(f"arithmetic {seed} {difficulty} {number}")
+        kind = draw.choice(list(ARITHMETIC))
+        prompt, answer = ARITHMETIC[kind](draw, 10**difficulty - 1)
+        yield Task(prompt, str(answer), kind)
+
+
+def reward(task: Task, text: str) -> float:
+    """1 if the last number in the text is the answer, else 0. Thinking aloud before it costs nothing."""
+    numbers = NUMBER.findall(text)
+    try:
+        return float(bool(numbers) and Decimal(numbers[-1].replace(",", "")) == Decimal(task.answer))
+    except InvalidOperation:
+        return 0.0
+
+
+def _sum(draw: random.Random, top: int) -> tuple[str, int]:
+    a, b = draw.randint(0, top), draw.randint(0, top)
+    return f"What is {a} + {b}?", a + b
+
+
+def _difference(draw: random.Random, top: int) -> tuple[str, int]:
+    a, b = draw.randint(0, top), draw.randint(0, top)
+    return f"What is {a} - {b}?", a - b
+
+
+def _product(draw: random.Random, top: int) -> tuple[str, int]:
+    a, b = draw.randint(0, top), draw.randint(0, 9)
+    return f"What is {a} * {b}?", a * b
+
+
+def _remainder(draw: random.Random, top: int) -> tuple[str, int]:
+    a, b = draw.randint(0, top), draw.randint(2, 9)
+    return f"What is the remainder of {a} divided by {b}?", a % b
+
+
+def _larger(draw: random.Random, top: int) -> tuple[str, int]:
+    a, b = draw.sample(range(top + 1), 2)
+    return f"Which is larger, {a} or {b}?", max(a, b)
+
+
+def _two_steps(draw: random.Random, top: int) -> tuple[str, int]:
+    a, b, c = draw.randint(0, top), draw.randint(0, top), draw.randint(1, 9)
+    return f"What is ({a} + {b}) * {c}?", (a + b) * c
+
+
+def _story(draw: random.Random, top: int) -> tuple[str, int]:
+    name, thing = draw.choice(NAMES), draw.choice(THINGS)
+    a, b = draw.randint(1, top), draw.randint(1, top)
+    c = draw.randint(0, a + b)
+    return f"{name} has {a} {thing}, gets {b} more and gives {c} away. How many {thing} are left?", a + b - c
+
+
+ARITHMETIC: dict[str, Callable[[random.Random, int], tuple[str, int]]] = {
+    "sum": _sum,
+    "difference": _difference,
+    "product": _product,
+    "remainder": _remainder,
+    "larger": _larger,
+    "two steps": _two_steps,
+    "story": _story,
+}
+
+
+def conversations(count: int, seed: int = 0) -> Iterator[list[Message]]:
+    """Conversations of one to three turns about numbers, lists and words, for SFT."""
+    for number in range(count):
+        draw = random.Random(f"conversation {seed} {number}")
+        messages: list[Message] = []
+        if draw.random() < 0.25:
+            messages.append({"role": "system", "content": "Answer briefly and exactly."})
+        for _ in range(draw.randint(1, 3)):
+            question, answer = draw.choice([_numbers_turn, _sorting_turn, _word_turn])(draw)
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        yield messages
+
+
+def _numbers_turn(draw: random.Random) -> tuple[str, str]:
+    question, answer = ARITHMETIC[draw.choice(list(ARITHMETIC))](draw, 99)
+    return question, f"The answer is {answer}."
+
+
+def _sorting_turn(draw: random.Random) -> tuple[str, str]:
+    words = draw.sample(WORDS, draw.randint(3, 5))
+    return f"Sort these words: {', '.join(words)}", ", ".join(sorted(words))
+
+
+def _word_turn(draw: random.Random) -> tuple[str, str]:
+    word = draw.choice(WORDS)
+    return draw.choice(
+        [
+            (f"Spell the word {word!r} backwards.", word[::-1]),
+            (f"How many letters has the word {word!r}?", str(len(word))),
+            (f"Write {word!r} in capitals.", word.upper()),
+            (f"What is the last letter of {word!r}?", word[-1]),
+        ]
+    )
+
+
+def preferences(count: int, seed: int = 0) -> Iterator[Preference]:
+    """Pairs under one rule: a right answer is better than a wrong one, and of two right ones the one without padding."""
+    for number, task in enumerate(arithmetic(count, seed, difficulty=2)):
+        draw = random.Random(f"preference {seed} {number}")
+        right = f"The answer is {task.answer}."
+        if draw.random() < 0.5:
+            worse = f"The answer is {int(task.answer) + draw.choice([-10, -2, -1, 1, 2, 10])}."
+        else:
+            worse = f"That is a very good question! Let me think about it. You asked: {task.prompt} {right}"
+        yield Preference([{"role": "user", "content": task.prompt}], right, worse)

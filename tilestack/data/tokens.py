@@ -1,0 +1,186 @@
+"""Token files: a corpus as ids on disk, mapped into memory, with an index of its documents.
+
+    folder/
+    ├── tokens.bin      every document's ids one after another, uint16 or uint32
+    ├── documents.bin   per document three uint64: where its tokens end, its bytes of text, a hash of its text
+    └── meta.json       counts, and the fingerprint of the tokenizer
+
+A folder is written under another name and renamed when it is complete, so one that exists is whole.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from tilestack.data.errors import DataError
+from tilestack.data.tokenizer import Tokenizer
+
+FORMAT = 1
+CHARACTERS_AT_ONCE = 1 << 22  # texts handed to the tokenizer's threads together
+
+
+class TokenFile:
+    """A corpus of token ids. `file[i]` is document i, as a view of the mapped file."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.meta = _read_meta(self.folder)
+        documents, tokens = self.meta["documents"], self.meta["tokens"]
+        self.tokens = _map(self.folder / "tokens.bin", np.dtype(self.meta["dtype"]), tokens)
+        self.index = _map(self.folder / "documents.bin", np.dtype("<u8"), 3 * documents).reshape(documents, 3)
+        if documents and int(self.index[-1, 0]) != tokens:
+            raise DataError(
+                f"{self.folder} is damaged: its documents end at {self.index[-1, 0]}, its tokens at {tokens}"
+            )
+        self.ends, self.bytes, self.hashes = (self.index[:, column] for column in range(3))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, document: int) -> np.ndarray:
+        start, end = self.span(range(len(self))[document])
+        return self.tokens[start:end]
+
+    def span(self, document: int) -> tuple[int, int]:
+        """Where the document's tokens begin and end."""
+        return int(self.ends[document - 1]) if document else 0, int(self.ends[document])
+
+    def documents(self, split: str = "all", validation: float = 0.0) -> np.ndarray:
+        """The documents of a split. Which it belongs to follows from a document's text alone, so copies stay together
+        and a corpus that grows moves none of its documents."""
+        if split not in ("all", "train", "validation"):
+            raise ValueError(f"split must be all, train or validation, not {split!r}")
+        if not 0 <= validation < 1:
+            raise ValueError(f"validation must be a share of at least 0 and below 1, not {validation}")
+        if split == "all":
+            return np.arange(len(self))
+        held_out = self.hashes < np.uint64(validation * 2**64)
+        return np.flatnonzero(held_out if split == "validation" else ~held_out)
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """Refuse a tokenizer other than the one these tokens were made with."""
+        if tokenizer.fingerprint != self.meta["tokenizer"]:
+            raise DataError(
+                f"the tokens in {self.folder} were made with another tokenizer (fingerprint {self.meta['tokenizer'][:8]}, "
+                f"this one has {tokenizer.fingerprint[:8]}); write them again, or use the tokenizer they were made with"
+            )
+
+
+def write_tokens(
+    folder: str | Path,
+    documents: Iterable[str],
+    tokenizer: Tokenizer,
+    *,
+    source: str = "",
+    console: Console | None = None,
+) -> TokenFile:
+    """Tokenise documents on all cores into a new token file. `source` is kept in meta.json for whoever reads it later;
+    `console` shows progress. What a killed run left half-written is swept away by the next."""
+    folder = Path(folder)
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists already; remove it or choose another folder")
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        meta = _write(partial, documents, tokenizer, console or Console(quiet=True))
+        content = json.dumps(meta | {"source": source}, indent=2) + "\n"
+        (partial / "meta.json").write_text(content, encoding="utf-8")
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return TokenFile(folder)
+
+
+def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console: Console) -> dict[str, Any]:
+    dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
+    count, written, text_bytes = 0, 0, 0
+    columns = (TextColumn("tokenising"), TextColumn("{task.fields[said]}"), TimeElapsedColumn())
+    with (
+        open(folder / "tokens.bin", "wb") as tokens,
+        open(folder / "documents.bin", "wb") as index,
+        Progress(*columns, console=console, transient=True) as progress,
+    ):
+        task = progress.add_task("tokenising", total=None, said="")
+        for texts in _batches(documents):
+            raw = [text.encode() for text in texts]
+            encoded = [np.array(ids, dtype=dtype) for ids in tokenizer.encode_documents(texts)]
+            ends = written + np.cumsum([len(ids) for ids in encoded])
+            rows = np.array([ends, [len(text) for text in raw], [_hash(text) for text in raw]], dtype="<u8")
+            tokens.write(np.concatenate(encoded).tobytes())
+            index.write(np.ascontiguousarray(rows.T).tobytes())
+            count, written, text_bytes = count + len(texts), int(ends[-1]), text_bytes + sum(map(len, raw))
+            progress.update(task, said=f"{count:,} documents, {text_bytes / 1e6:,.1f} MB, {written:,} tokens")
+        _flush(tokens)
+        _flush(index)
+    if not count:
+        raise DataError("there is no document to tokenise")
+    return {
+        "format": FORMAT,
+        "dtype": dtype.name,
+        "documents": count,
+        "tokens": written,
+        "bytes": text_bytes,
+        "vocabulary": tokenizer.vocabulary,
+        "tokenizer": tokenizer.fingerprint,
+    }
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Texts in lists of some megabytes; empty documents are left out."""
+    texts: list[str] = []
+    size = 0
+    for text in documents:
+        if not isinstance(text, str):
+            raise TypeError(f"a document is a str, not a {type(text).__name__}")
+        if not text:
+            continue
+        texts.append(text)
+        size += len(text)
+        if size >= CHARACTERS_AT_ONCE:
+            yield texts
+            texts, size = [], 0
+    if texts:
+        yield texts
+
+
+def _hash(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    path = folder / "meta.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"no token file at {folder}: it has no meta.json")
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        known = {"dtype": str, "documents": int, "tokens": int, "bytes": int, "tokenizer": str}
+        wrong = [key for key, kind in known.items() if not isinstance(meta[key], kind)]
+    except (ValueError, KeyError, TypeError) as problem:
+        raise DataError(f"{path} is damaged: {problem}") from problem
+    if wrong or meta["dtype"] not in ("uint16", "uint32") or meta.get("format") != FORMAT:
+        raise DataError(f"{path} does not describe a token file of format {FORMAT}; write the tokens again")
+    return meta
+
+
+def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing; write the tokens again")
+    size, expected = path.stat().st_size, count * dtype.itemsize
+    if size != expected:
+        raise DataError(f"{path} has {size:,} bytes where meta.json promises {expected:,}; write the tokens again")
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype)

@@ -1,0 +1,192 @@
+"""Checkpoints that are whole or not there: safetensors and JSON in a folder that appears under its name in one step.
+
+A checkpoint is written into a hidden folder, every file is synced, and the folder renamed; a crash, a kill or a full disk
+before that leaves a hidden folder, which the next start removes, and the checkpoints before it as they were. The latest
+is found by looking, not by a link that could point to nothing.
+
+    checkpoints/
+      step-000200/
+        weights.safetensors      parameters and buffers
+        optimizer.safetensors    its states, <parameter's number>.<state's name>
+        average.safetensors      the moving average, where the recipe asks for one
+        rng.safetensors          the random states of PyTorch
+        state.json               all that is not a tensor, and the size of every file; written last
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+NAME = re.compile(r"step-(\d{6,})")
+STATE = "state.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or does not fit; the message says what is still good."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint as read: tensors by file and name, and everything else."""
+
+    folder: Path
+    tensors: dict[str, dict[str, Tensor]]
+    state: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, keep: int):
+        self.folder, self.keep = folder, keep
+
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, oldest first."""
+        found = [NAME.fullmatch(path.name) for path in self.folder.glob("step-*")]
+        return sorted(int(match[1]) for match in found if match and complete(self.folder / match[0]))
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
+
+    def clean(self) -> None:
+        """Remove what a killed process left half-written."""
+        for path in self.folder.glob(".*"):
+            shutil.rmtree(path)
+
+    def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
+        """Write the checkpoint of a step and forget the oldest ones. The tensors of each name become a file."""
+        target = self.path(step)
+        files: dict[str, Callable[[Path], None]] = {
+            f"{name}.safetensors": lambda path, group=group: save_file(  # type: ignore[misc]
+                {key: tensor.detach().contiguous() for key, tensor in group.items()}, path
+            )
+            for name, group in tensors.items()
+        }
+        try:
+            write_folder(target, files, state)
+        except (OSError, SafetensorError) as problem:
+            good = f"; the checkpoint of step {self.steps()[-1]} is intact" if self.steps() else ""
+            raise CheckpointError(
+                f"cannot save the checkpoint of step {step} in {self.folder}: {problem}{good}. "
+                "Make room and run the same command to continue"
+            ) from problem
+        for old in self.steps()[: -self.keep]:
+            # Renamed first, so that a kill while files are removed leaves nothing that looks like a checkpoint.
+            hidden = self.folder / f".old-{old:06d}"
+            self.path(old).rename(hidden)
+            shutil.rmtree(hidden)
+        return target
+
+    def load(self, step: int) -> Saved:
+        folder = self.path(step)
+        try:
+            state = json.loads((folder / STATE).read_text())
+            tensors = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+        except (OSError, ValueError, SafetensorError) as problem:
+            raise CheckpointError(f"cannot read the checkpoint {folder}: {problem}") from problem
+        return Saved(folder, tensors, state)
+
+
+def complete(folder: Path) -> bool:
+    """Whether a folder holds everything its state says it should."""
+    try:
+        sizes = json.loads((folder / STATE).read_text())["files"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def write_folder(target: Path, files: Mapping[str, Callable[[Path], None]], state: Mapping[str, Any]) -> None:
+    """Make a folder of files in one step: under its name it is whole, or not there."""
+    hidden = target.with_name(f".{target.name}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    try:
+        hidden.mkdir(parents=True)
+        for name, write in files.items():
+            write(hidden / name)
+        sizes = {name: (hidden / name).stat().st_size for name in files}
+        (hidden / STATE).write_text(json.dumps({**state, "files": sizes}))
+        for name in (*files, STATE):
+            sync(hidden / name)
+        sync(hidden)
+        if target.exists():
+            shutil.rmtree(target)
+        hidden.rename(target)
+        sync(target.parent)
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The random states of this process: PyTorch's as tensors, Python's and numpy's for JSON."""
+    tensors = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    version, words, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return tensors, {"python": [version, list(words), gauss], "numpy": [name, np.asarray(keys).tolist(), *rest]}
+
+
+def restore_random_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(tensors["torch"])
+    if torch.cuda.is_available() and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
+
+
+def pack_optimizer(state_dict: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimizer's state dict as tensors and JSON."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for number, state in state_dict["state"].items():
+        for name, value in state.items():
+            (tensors if isinstance(value, Tensor) else values)[f"{number}.{name}"] = value
+    return tensors, {"param_groups": state_dict["param_groups"], "values": values}
+
+
+def unpack_optimizer(tensors: Mapping[str, Tensor], packed: Mapping[str, Any]) -> dict[str, Any]:
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in {**tensors, **packed["values"]}.items():
+        number, _, name = key.partition(".")
+        state.setdefault(int(number), {})[name] = value
+    return {"state": state, "param_groups": packed["param_groups"]}
+
+
+def refuse_other_shapes(saved: Saved, group: str, here: Mapping[str, Tensor]) -> None:
+    """An error that says in one line how a checkpoint's tensors differ from those that are to take them."""
+    there = saved.tensors.get(group, {})
+    wrong = [f"{name} is missing" for name in here if name not in there]
+    wrong += [f"{name} is not in this model" for name in there if name not in here]
+    wrong += [
+        f"{name} is {list(there[name].shape)} there and {list(here[name].shape)} here"
+        for name in here
+        if name in there and there[name].shape != here[name].shape
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 1} more differences" if len(wrong) > 1 else ""
+        raise CheckpointError(f"{saved.folder} is the checkpoint of another model: {wrong[0]}{more}")

@@ -1,0 +1,80 @@
+"""How a step is executed: where, in which precision, compiled or not, remembering activations or computing them again."""
+
+import functools
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tilestack.train.recipe import Precision, Recipe
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def pick_device(name: str) -> torch.device:
+    """The device a recipe names; `auto` is the GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("run.device is cuda, and no CUDA GPU is visible here; use --set run.device=cpu")
+    return torch.device(name)
+
+
+def be_deterministic(wanted: bool) -> None:
+    """Let PyTorch take deterministic algorithms only; where it has none, it warns and goes on."""
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    torch.use_deterministic_algorithms(wanted, warn_only=True)
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+    """Where a step computes in another precision than its parameters have."""
+    if precision.compute == precision.parameters:
+        return nullcontext()
+    return torch.autocast(device.type, DTYPES[precision.compute])
+
+
+def prepare(model: nn.Module, recipe: Recipe, device: torch.device) -> Any:
+    """The model as the steps run it: on its device, in its dtype, with what the recipe asks for around it."""
+    model.to(device, DTYPES[recipe.precision.parameters])
+    if recipe.precision.fp8:
+        from tilestack.train.fp8 import use_fp8
+
+        use_fp8(model, device)
+    if recipe.run.activation_checkpointing:
+        forget_activations(model)
+    return model if recipe.run.compile == "off" else Compiled(model, recipe.run.compile)
+
+
+def forget_activations(model: nn.Module) -> None:
+    """Keep only what enters each layer, and compute the rest again in the backward."""
+    for layer in layers_of(model):
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(f"{type(model).__name__} has no list of layers, which activation checkpointing and fp8 need")
+    return layers
+
+
+class Compiled:
+    """A model for training steps whose forward is compiled for fixed shapes; everything else is the model's own.
+
+    Evaluation and sampling, whose shapes change, take the model itself."""
+
+    def __init__(self, model: nn.Module, mode: str):
+        self.model = model
+        compiled = functools.partial(torch.compile, mode=None if mode == "default" else mode, dynamic=False)
+        self.forward: Any = compiled(model)
+        self.hidden: Any = compiled(model.hidden) if hasattr(model, "hidden") else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
