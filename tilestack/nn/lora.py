@@ -96,6 +96,13 @@ def lora_layers(model: torch.nn.Module) -> dict[str, LoRALinear]:
     return {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
+def lora_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The adapters' parameters, named as the model names them."""
+    for path, layer in lora_layers(model).items():
+        for name in ("lora_A", "lora_B"):
+            yield f"{path}.{name}" if path else name, getattr(layer, name)
+
+
 @contextmanager
 def without_lora(model: torch.nn.Module) -> Iterator[None]:
     """Within it, the adapters add nothing."""
