@@ -1,6 +1,7 @@
 """Data: tokenizers, token files, packed batches, chat templates and corpora that need no download; see docs/data.md."""
 
 from tilestack.data import corpora
+from tilestack.data.baseline import Baselines, baselines
 from tilestack.data.chat import Message
 from tilestack.data.errors import DataError
 from tilestack.data.packing import NO_LABEL, Batch, answer_labels, pack
@@ -11,6 +12,7 @@ from tilestack.data.tokens import TokenFile, write_tokens
 
 __all__ = [
     "NO_LABEL",
+    "Baselines",
     "Batch",
     "DataError",
     "Message",
@@ -18,6 +20,7 @@ __all__ = [
     "TokenFile",
     "Tokenizer",
     "answer_labels",
+    "baselines",
     "corpora",
     "located",
     "pack",

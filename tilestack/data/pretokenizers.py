@@ -16,9 +16,9 @@ WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 DIGITS = {"qwen2": "", "llama-bpe": "{1,3}"}  # how many digits may share a token
-ONE_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell")
-PLAIN = ("gpt-2", "default", "olmo", "phi-2", "jais")
-ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2", "gpt2": "gpt-2"}
+ONE_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
+PLAIN = ("gpt-2", "olmo", "phi-2")
+ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 
 
 def byte_level(name: str) -> tuple[Any, Any]:

@@ -65,6 +65,11 @@ class TokenFile:
         held_out = self.hashes < np.uint64(validation * 2**64)
         return np.flatnonzero(held_out if split == "validation" else ~held_out)
 
+    def texts(self, tokenizer: Tokenizer, split: str = "all", validation: float = 0.0) -> Iterator[str]:
+        """The documents of a split as text again."""
+        self.check(tokenizer)
+        return (tokenizer.decode(self[document].tolist()) for document in self.documents(split, validation))
+
     def check(self, tokenizer: Tokenizer) -> None:
         """Refuse a tokenizer other than the one these tokens were made with."""
         if tokenizer.fingerprint != self.meta["tokenizer"]:

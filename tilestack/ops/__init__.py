@@ -8,6 +8,7 @@ from tilestack.ops.elementwise import add, axpy
 from tilestack.ops.gated import geglu, gelu_mul, silu_mul, swiglu
 from tilestack.ops.gated_quantised import silu_mul_fp8, silu_mul_int8
 from tilestack.ops.group_norm import group_norm
+from tilestack.ops.grouped import grouped_linear
 from tilestack.ops.lookup import embedding
 from tilestack.ops.loss import cross_entropy, linear_cross_entropy
 from tilestack.ops.masked_softmax import causal_softmax, masked_softmax
@@ -50,6 +51,7 @@ __all__ = [
     "gelu",
     "gelu_mul",
     "group_norm",
+    "grouped_linear",
     "implements",
     "layer_norm",
     "linear",

@@ -140,6 +140,7 @@ class Operator(Generic[P, R]):
         check: Callable[..., Reason] | None,
         gradient: Callable | None,
         outputs: Sequence[str],
+        fake: Callable | None,
     ):
         self.definition = definition
         self.name = definition.__name__
@@ -157,6 +158,8 @@ class Operator(Generic[P, R]):
         self.describe_cost = cost
         self.check = check
         self.gradient = gradient
+        self.reads_values = fake is not None
+        self.fake: Callable = fake or definition
         self.grads = ["grad"] if len(self.outputs) == 1 else [f"grad_{name}" for name in self.outputs]
         kept = parameters_of(gradient) if gradient else self.parameters
         self.saved = [name for name in kept if name not in (*self.grads, "needs")]
@@ -242,7 +245,7 @@ class Operator(Generic[P, R]):
         declared = call_named(self.describe_cost, arguments) if self.describe_cost else Cost()
         inputs = [arguments[name] for name in self.tensors if arguments[name] is not None]
         meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
-        outputs = as_tuple(self.definition(**meta))  # type: ignore[call-arg, arg-type]
+        outputs = as_tuple(self.fake(**meta))
         size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
         if direction == "forward":
             return declared.flops, size(inputs if declared.read is None else declared.read) + size(
@@ -270,17 +273,20 @@ def operator(
     check: Callable[..., Reason] | None = None,
     gradient: Callable | None = None,
     outputs: Sequence[str] = ("out",),
+    fake: Callable | None = None,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Turn a definition in plain PyTorch into an operator. Its annotations are the operator's schema.
 
     `check` answers True or what is wrong with the arguments, before any backend sees them. `gradient` is the gradient
     in plain PyTorch, worth writing when it keeps less than all arguments; without it, it is derived from the definition.
+    `fake` makes results of the right shape where the definition cannot: it reads values of its arguments, and fake
+    tensors have none. A compiler does not trace such a definition.
     """
 
     def declare(definition: Callable[P, R]) -> Operator[P, R]:
         from tilestack.ops.library import define
 
-        described = type("Operator", (Operator,), {})(definition, list(cases), cost, check, gradient, outputs)
+        described = type("Operator", (Operator,), {})(definition, list(cases), cost, check, gradient, outputs, fake)
         registry.add_operator(described)
         described.implementations["torch"] = Implementation(described, "torch", definition, AUTOGRAD, None, FLOATS)
         described.traced = define(described)

@@ -1,8 +1,8 @@
 """What torch.compile, export and opcheck see: every operator as `torch.ops.tilestack.<name>`, with its gradient.
 
 Under a compiler the backend is chosen while tracing. One made of PyTorch calls is traced through, so that the compiler
-can fuse it; any other becomes one opaque operator, whose fake kernel is the definition on fake tensors and whose
-gradient is the operator `<name>_backward`. The results of both are contiguous, as the fakes promise. Where gradients
+can fuse it, unless it reads values; any other becomes one opaque operator, whose fake kernel is the definition on fake
+tensors (or the `fake` that was declared) and whose gradient is the operator `<name>_backward`. The results of both are contiguous, as the fakes promise. Where gradients
 are made in the forward, the opaque operator is `<name>_<backend>_ahead`, which returns them beside the result.
 """
 
@@ -28,7 +28,7 @@ def define(described: Operator) -> Callable:
             return fresh(described(*values), values)
 
     def fake(*values: Any) -> Any:
-        return fresh(described.definition(*values), values)
+        return fresh(described.fake(*values), values)
 
     register(described.name, described.schema, run, fake)
     opaque = getattr(torch.ops.tilestack, described.name)
@@ -41,7 +41,8 @@ def define(described: Operator) -> Callable:
         arguments = dict(zip(described.parameters, values, strict=True))
         described.validate(arguments)
         implementation = described.resolve(arguments)
-        if implementation.differentiates_itself:
+        untraceable = described.reads_values and implementation.forward is described.definition
+        if implementation.differentiates_itself and not untraceable:
             return implementation.forward(*values)
         tensors = [arguments[name] for name in described.tensors]
         needs = [torch.is_grad_enabled() and value is not None and value.requires_grad for value in tensors]
@@ -154,7 +155,7 @@ def define_ahead(described: Operator, backend: str) -> Callable:
         ]
         like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
         made = [like(tensor) if needed else None for tensor, needed in zip(tensors, needs, strict=True)]
-        return results(described.definition(*arguments), made)
+        return results(described.fake(*arguments), made)
 
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.needs = inputs[-1]

@@ -1,0 +1,75 @@
+"""The grouped linear layer: rows sorted by group, each group with a weight of its own, as the experts of an MoE have."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from tilestack.ops.cases import cases
+from tilestack.ops.contract import Cost, operator
+
+
+def grouped_case(make, rows, groups, inner, columns, spread="uneven"):
+    weight = make.normal(groups, columns, inner, scale=max(inner, 1) ** -0.5)
+    return dict(x=make.normal(rows, inner), weight=weight, offsets=ends(make, rows, groups, spread))
+
+
+def ends(make, rows, groups, spread):
+    """Where groups end: drawn at random, all alike, or all rows in the last but one of them."""
+    if spread == "even":
+        return (torch.arange(1, groups + 1, device=make.device) * rows // groups).int()
+    if spread == "one":
+        return (torch.arange(groups, device=make.device) >= groups - 2).int() * rows
+    drawn = make.integers(groups - 1, high=rows + 1, dtype=torch.int32).sort().values
+    return torch.cat([drawn, drawn.new_full((1,), rows)])
+
+
+def groups_agree(x: Tensor, weight: Tensor, offsets: Tensor) -> bool | str:
+    if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[2]:
+        return f"x is [rows, K] and weight [groups, N, K], but x is {tuple(x.shape)} and weight {tuple(weight.shape)}"
+    if x.dtype != weight.dtype:
+        return f"x and weight must have one dtype, but x is {x.dtype} and weight is {weight.dtype}"
+    if offsets.dtype != torch.int32 or offsets.ndim != 1:
+        return f"offsets must be a vector of int32, not {offsets.dtype} {tuple(offsets.shape)}"
+    return offsets.shape[0] == weight.shape[0] or (
+        f"offsets must say where each of the {weight.shape[0]} groups ends, not {offsets.shape[0]}"
+    )
+
+
+def sizes_of(offsets: Tensor, rows: int) -> list[int]:
+    """How many rows each group has."""
+    ends = [0, *offsets.tolist()]
+    if ends[-1] != rows or ends != sorted(ends):
+        raise ValueError(f"grouped_linear: offsets must rise to the number of rows, {rows}, but are {ends[1:]}")
+    return [end - start for start, end in itertools.pairwise(ends)]
+
+
+def a_product_each(x: Tensor, weight: Tensor) -> Cost:
+    return Cost(flops=2 * x.numel() * weight.shape[1])
+
+
+@operator(
+    cases=cases(
+        grouped_case,
+        check=[
+            (1, 1, 1, 1), (40, 3, 17, 33), (70, 4, 40, 24, "one"), (33, 9, 16, 24),
+            (0, 3, 8, 8), (8, 3, 0, 8), (8, 3, 8, 0),
+        ],
+        bench=[
+            (16384, 8, 4096, 14336, "even"),  # Mixtral 8x7B, 8192 tokens
+            (16384, 8, 4096, 14336),
+            (65536, 128, 2048, 1536),  # Qwen3-30B-A3B, 8192 tokens
+        ],
+    ),
+    cost=a_product_each,
+    check=groups_agree,
+    fake=lambda x, weight, offsets: x.new_empty(x.shape[0], weight.shape[1]),
+)  # fmt: skip
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """x[rows of group g] @ weight[g].T for every group; weight is [groups, out, in].
+
+    Group g has the rows offsets[g - 1] up to offsets[g], so offsets are where groups end: rising, the last of them the
+    number of rows. A kernel cannot raise an error where they are not; its rows of no group are then left undefined.
+    """
+    rows = x.split(sizes_of(offsets, x.shape[0]))
+    return torch.cat([mine @ matrix.T for mine, matrix in zip(rows, weight.unbind(), strict=True)])
