@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.data import NO_LABEL, Batch, Message, Tokenizer, answer_labels, corpora, pack
+from tilestack.data.packing import best_fit, collate
 from tilestack.train import examples
 from tilestack.train.answers import answers, prompt_ids, shown_answers
 from tilestack.train.objective import Loss
@@ -58,28 +59,35 @@ class SFT:
         self.sequences = self.tokenised(learned)
         if not self.sequences:
             raise RecipeError(f"none of {len(learned)} conversations fits into data.sequence = {recipe.data.sequence}")
+        self.most = max(recipe.data.sequence // 16, 1)  # conversations in a row; short ones are common here
         self.round, self.taken = 0, 0
-        self.batches = self.packed()
+        self.rows = self.packed()
 
     def tokenised(self, found: Sequence[list[Message]]) -> list[tuple[list[int], list[int]]]:
         """Ids and labels of those conversations that fit into a row: one cut short would teach to stop anywhere."""
         pairs = (self.tokenizer.chat_ids(messages) for messages in found)
         return [(ids, answer_labels(ids, mask)) for ids, mask in pairs if len(ids) <= self.recipe.data.sequence]
 
-    def packed(self) -> list[Batch]:
-        """This round's batches. Packing puts long conversations first, so the batches are shuffled once more."""
+    def packed(self) -> list[list[int]]:
+        """This round's rows, as numbers of sequences. Packing puts the long ones first, so rows are shuffled after it."""
         random = np.random.default_rng([self.recipe.run.seed, self.round])
-        shuffled = [self.sequences[number] for number in random.permutation(len(self.sequences))]
-        batches = pack(shuffled, self.recipe.data.sequence, self.recipe.data.batch)
-        return [batches[number] for number in random.permutation(len(batches))]
+        order = random.permutation(len(self.sequences))
+        sizes = [len(self.sequences[number][0]) for number in order]
+        rows = best_fit(sizes, self.recipe.data.sequence, self.most)
+        return [[int(order[place]) for place in rows[number]] for number in random.permutation(len(rows))]
 
     def next_batch(self) -> Batch:
-        batch = self.batches[self.taken]
-        self.taken += 1
-        if self.taken == len(self.batches):
-            self.round, self.taken = self.round + 1, 0
-            self.batches = self.packed()
-        return batch.to(self.device)
+        rows: list[list[int]] = []
+        while len(rows) < self.recipe.data.batch:
+            rows.append(self.rows[self.taken])
+            self.taken += 1
+            if self.taken == len(self.rows):
+                self.round, self.taken = self.round + 1, 0
+                self.rows = self.packed()
+        return self.collated([[self.sequences[number] for number in row] for row in rows])
+
+    def collated(self, rows: Sequence[Sequence[tuple[list[int], list[int]]]]) -> Batch:
+        return collate(rows, self.recipe.data.sequence, self.most).to(self.device)
 
     def loss(self, model: Any, batch: Batch) -> Loss:
         return Loss(answer_loss(model, batch), batch.valid, tokens=batch.ids.numel())
@@ -89,7 +97,8 @@ class SFT:
         settings, limit = self.recipe.data, self.recipe.evaluation.batches * self.recipe.data.batch
         if not self.held:
             return {}
-        batches = pack(self.tokenised(self.held), settings.sequence, settings.batch)[: self.recipe.evaluation.batches]
+        batches = pack(self.tokenised(self.held), settings.sequence, settings.batch, most=self.most)
+        batches = batches[: self.recipe.evaluation.batches]
         nats = sum(float(answer_loss(model, batch.to(self.device))) for batch in batches)
         loss = nats / max(sum(batch.valid for batch in batches), 1)
         asked = [messages for messages in self.held[:limit] if messages[-1]["role"] == "assistant"]
@@ -121,11 +130,9 @@ class SFT:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.round, self.taken = state["round"], state["taken"]
-        self.batches = self.packed()
-        if self.taken >= len(self.batches):
-            raise ValueError(
-                f"the saved place {self.taken} is not among {len(self.batches)} batches: the data has changed"
-            )
+        self.rows = self.packed()
+        if self.taken >= len(self.rows):
+            raise ValueError(f"the saved place {self.taken} is not among {len(self.rows)} rows: the data has changed")
 
 
 def answer_loss(model: Any, batch: Batch) -> Tensor:
