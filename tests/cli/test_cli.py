@@ -62,7 +62,7 @@ def test_ops_lists_the_operators_with_their_backends(tilestack):
     rows = {row["name"]: row for row in json.loads(done.stdout)}
     assert done.returncode == 0
     assert rows.keys() >= NINE
-    assert all({"torch", "triton"} <= set(row["backends"]) for row in rows.values())
+    assert all("torch" in row["backends"] and len(row["backends"]) > 1 for row in rows.values())
     assert all(row["auto"] == "torch" and row["summary"] for row in rows.values())
 
 

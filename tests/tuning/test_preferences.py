@@ -52,9 +52,10 @@ def test_a_table_answers_by_bucket_and_otherwise_by_default():
     assert ask(ops.softmax, {"dim": -1}) == ["triton"], "a backward may not have kept x"
 
 
-def test_without_a_table_only_linear_prefers_pytorch():
+def test_without_a_table_pytorch_is_preferred_for_what_its_libraries_do_best():
     assert preferences.look_up({}, ops.softmax, arguments_of(8, 8)) == []
     assert preferences.look_up({}, ops.linear, {}) == ["aten"]
+    assert preferences.look_up({}, ops.attention, {}) == ["aten"]
     assert preferences.table_of("no-such-gpu") == {}
 
 

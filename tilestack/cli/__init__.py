@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilestack
-from tilestack.cli import lab
+from tilestack.cli import lab, train
 
 app = typer.Typer(
     name="tilestack",
@@ -21,6 +21,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 lab.add_to(app)
+train.add_to(app)
 
 
 @app.callback()

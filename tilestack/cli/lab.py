@@ -18,6 +18,8 @@ from tilestack.ops.backends import interpreting
 if TYPE_CHECKING:
     import torch
 
+    from tilestack.lab.bench_train import Work
+    from tilestack.lab.page import Section
     from tilestack.lab.verify import Claim, Proof
     from tilestack.ops.contract import Operator
 
@@ -205,11 +207,19 @@ def bench_command(
     ] = False,
     json_: JsonFile = None,
     load: Load = None,
+    recipe: Annotated[
+        str, typer.Option(help="bench train: comma-separated recipes whose models to train, by name or path.")
+    ] = "qwen3-0.6b",
+    micro_batch: Annotated[
+        str, typer.Option(help="bench train: comma-separated numbers of sequences in a step.")
+    ] = "8,16,32",
+    sequence: Annotated[int, typer.Option(help="bench train: tokens of a sequence.", min=2)] = 2048,
 ) -> None:
     """Measure kernels against the machine's roofs and against the fastest peer, in one run.
 
     Kernel time is CUDA-graph replay on cold caches; host time is the cost of a plain call. Without a GPU the definitions
-    are timed on the CPU, and the tables say so. `bench memory` sweeps access patterns, `bench optim` times optimizers.
+    are timed on the CPU, and the tables say so. `bench memory` sweeps access patterns, `bench optim` times optimizers, `bench train` whole
+    training steps beside transformers and Liger.
     """
     place = pick_device(device)
     from tilestack.lab import bench, machine, results
@@ -222,6 +232,10 @@ def bench_command(
         return
     if operators == ["optim"]:
         bench_optimizers(place, save, json_)
+        return
+    if operators == ["train"]:
+        works = training_works(place, recipe.split(","), micro_batch.split(","), sequence, dtype)
+        bench_training(works, backend.split(",") if backend else None, stamp, save, json_)
         return
     target = results.path_of(stamp["slug"], "kernels") if save else None
     listed = lambda text: text.split(",") if text else None
@@ -275,6 +289,46 @@ def bench_optimizers(place: "torch.device", save: bool, json_: Path | None) -> N
         console.print(f"saved in {target}")
 
 
+def training_works(
+    place: "torch.device", recipes: list[str], micro_batches: list[str], sequence: int, dtype: str | None
+) -> list["Work"]:
+    """What `bench train` does: the models of some recipes, at some micro-batches."""
+    from tilestack.cli.train import find_recipe
+    from tilestack.lab.bench_train import Work
+    from tilestack.train import Recipe
+
+    if not all(size.strip().isdigit() and int(size) > 0 for size in micro_batches):
+        raise ValueError(f"micro-batches are positive numbers separated by commas, not {','.join(micro_batches)!r}")
+    kind = dtype or ("bfloat16" if place.type == "cuda" else "float32")
+    works = []
+    for name in recipes:
+        read = Recipe.load(find_recipe(Path(name)))
+        config = {"vocab_size": read.data.vocabulary, **read.model.config}
+        works += [Work(read.run.name, config, int(size), sequence, kind, place.type) for size in micro_batches]
+    return works
+
+
+def bench_training(
+    works: list["Work"], candidates: list[str] | None, stamp: dict[str, Any], save: bool, json_: Path | None
+) -> None:
+    """Whole training steps, each candidate in a process of its own."""
+    from tilestack.lab import bench_train, results
+    from tilestack.lab.roofs import measured
+
+    rows = []
+    target = results.path_of(stamp["slug"], "train")
+    for work in works:
+        found = bench_train.bench_train(work, candidates, Console(stderr=True).print)
+        rows += found
+        if save:
+            results.merge(target, stamp, measured(work.device).as_dict(), found)
+    write_json(json_, rows)
+    if str(json_) != "-":
+        console.print(bench_train.render(rows))
+    if save:
+        console.print(f"saved in {target}")
+
+
 def explain_command(
     operators: Operators = None,
     target: Annotated[
@@ -325,7 +379,7 @@ def report_command(
 def demo_command(
     output: Annotated[Path, typer.Option(help="Where to put what the demo makes.")] = Path("runs/demo"),
 ) -> None:
-    """Show the whole stack on this machine in a few minutes: doctor, proofs, measurements, and a report to look at."""
+    """Show the whole stack on this machine in a few minutes: doctor, proofs, measurements, a model trained, a report."""
     place = pick_device(None)
     from tilestack.lab import bench, machine, measured, report, results, verify
 
@@ -343,13 +397,42 @@ def demo_command(
     rows = bench.bench(operators, backends=peers, device=place, save=target, console=Console(stderr=True))
     for table in bench.tables(rows, stamp):
         console.print(table)
-    console.rule("4. The report")
+    console.rule("4. A model, trained here")
+    section = train_demonstration(output, place)
+    console.rule("5. The report")
     page = report.write_report(
-        output / "report.html", measured.results_under(output / "results"), [asdict(p) for p in proofs], stamp
+        output / "report.html",
+        measured.results_under(output / "results"),
+        [asdict(p) for p in proofs],
+        stamp,
+        [section],
     )
     console.print(f"open [bold]{page}[/bold] in a browser")
     if any(proof.ok is False for proof in proofs):
         raise typer.Exit(1)
+
+
+def train_demonstration(output: Path, place: "torch.device") -> "Section":
+    """Train a small model of Python code, hold it against compressors and counts, and let it write."""
+    from tilestack.cli.train import find_recipe
+    from tilestack.lab import machine, training
+    from tilestack.train import Recipe, metrics
+    from tilestack.train.pretrain import pretrain
+
+    recipe = Recipe.load(find_recipe(Path("demo-gpu" if place.type == "cuda" else "demo")))
+    folder = output / "model"
+    figures = pretrain(recipe, folder, provenance=machine.stamp(place.type), console=Console(stderr=True))
+    others = training.measure_baselines(recipe, folder)
+    console.print(
+        f"bits a byte of held-out text: [bold]{figures['bits_per_byte']:.3f}[/bold] this model, "
+        f"{others.five_gram:.3f} 5-gram counts, {others.zlib:.3f} zlib, {others.lzma:.3f} lzma",
+        highlight=False,
+    )
+    samples = [row["sample"] for row in metrics.rows(folder) if row.get("step") == recipe.run.steps and "sample" in row]
+    for sample in samples:
+        console.print(sample, highlight=False, markup=False)
+    console.print(f"go on with: tilestack generate --model {folder / 'model'} 'def main('", highlight=False)
+    return training.training_section(folder, figures, others, samples)
 
 
 def doctor_command(

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from tilestack.lab.bench_train import PEERS as training_peers
 from tilestack.lab.peers import PEERS
 from tilestack.lab.results import load_all
 from tilestack.ops import operators
@@ -41,6 +42,11 @@ class Result:
         return {dtype: rate for dtype, rate in (self.roofs.get("matmul_tflops") or {}).items() if rate}
 
 
+def is_peer(row: Row) -> bool:
+    """Whether a row is another's: a peer of operators, or of whole training steps."""
+    return row["backend"] in (*PEERS, *training_peers)
+
+
 def results_under(folder: Path) -> list[Result]:
     """Every run stored as <folder>/<gpu>/<name>.json, in the order of their paths."""
     return [Result(run["machine"], run["roofs"], run["rows"]) for run in load_all(folder).values()]
@@ -64,12 +70,12 @@ class Contest:
     @property
     def ours(self) -> Row | None:
         """The fastest of our backends, where one was timed."""
-        return next((row for row in self.timed if row["backend"] not in (*PEERS, DEFINITION)), None)
+        return next((row for row in self.timed if not is_peer(row) and row["backend"] != DEFINITION), None)
 
     @property
     def peer(self) -> Row | None:
         """The fastest of the peers that were timed."""
-        return next((row for row in self.timed if row["backend"] in PEERS), None)
+        return next((row for row in self.timed if is_peer(row)), None)
 
     @property
     def shown(self) -> Row | None:

@@ -2,5 +2,23 @@
 
 from tilestack.nn.mlp import MLP
 from tilestack.nn.modules import GELU, GroupNorm, LayerNorm, Linear, ReLU, RMSNorm, Sigmoid, SiLU, Softmax, Tanh
+from tilestack.nn.moe import MoE
+from tilestack.nn.router import Balance, LoadWindow, Router
 
-__all__ = ["GELU", "MLP", "GroupNorm", "LayerNorm", "Linear", "RMSNorm", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh"]
+__all__ = [
+    "GELU",
+    "MLP",
+    "Balance",
+    "GroupNorm",
+    "LayerNorm",
+    "Linear",
+    "LoadWindow",
+    "MoE",
+    "RMSNorm",
+    "ReLU",
+    "Router",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
+    "Tanh",
+]

@@ -1,6 +1,7 @@
 """What torch.autocast does to the arguments of PyTorch's own functions, for operators it does not know."""
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -13,6 +14,11 @@ def lowered(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Ten
         return x, weight, bias
     dtype = torch.get_autocast_dtype(device)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def full_precision(device: str) -> AbstractContextManager:
+    """Inside, autocast leaves dtypes alone."""
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 @functools.cache

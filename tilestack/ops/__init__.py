@@ -2,6 +2,7 @@
 
 from tilestack.ops.activation import gelu, relu, sigmoid, silu, softcap, squared_relu, tanh
 from tilestack.ops.activation_dropout import activation_dropout, gated_dropout
+from tilestack.ops.attention import attention
 from tilestack.ops.backends import BackendError, backend, configure_backend, register_backend
 from tilestack.ops.contract import AUTOGRAD, Ahead, Case, Cost, Implementation, Operator, implements, operator
 from tilestack.ops.elementwise import add, axpy
@@ -37,6 +38,7 @@ __all__ = [
     "add_rms_norm_fp8",
     "add_rms_norm_int8",
     "argmax",
+    "attention",
     "axpy",
     "backend",
     "causal_softmax",

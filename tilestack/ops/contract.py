@@ -140,6 +140,7 @@ class Operator(Generic[P, R]):
         check: Callable[..., Reason] | None,
         gradient: Callable | None,
         outputs: Sequence[str],
+        spreads_nan: bool,
         fake: Callable | None,
     ):
         self.definition = definition
@@ -158,6 +159,7 @@ class Operator(Generic[P, R]):
         self.describe_cost = cost
         self.check = check
         self.gradient = gradient
+        self.spreads_nan = spreads_nan
         self.reads_values = fake is not None
         self.fake: Callable = fake or definition
         self.grads = ["grad"] if len(self.outputs) == 1 else [f"grad_{name}" for name in self.outputs]
@@ -225,8 +227,9 @@ class Operator(Generic[P, R]):
         given = [arguments[name] for name in self.tensors if arguments[name] is not None]
         with_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         implementation = self.resolve(arguments, with_gradient)
-        if any(type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in given):
-            run = self.traced  # fake tensors and others that are not memory: they have their own way with an operator
+        not_memory = any(type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in given)
+        if not_memory or (self.reads_values and given[0].is_meta):
+            run = self.traced  # fake tensors and others without memory have their own way with an operator
         elif with_gradient and not implementation.differentiates_itself:
             from tilestack.ops.autograd import differentiable, differentiable_ahead
 
@@ -273,12 +276,15 @@ def operator(
     check: Callable[..., Reason] | None = None,
     gradient: Callable | None = None,
     outputs: Sequence[str] = ("out",),
+    spreads_nan: bool = True,
     fake: Callable | None = None,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Turn a definition in plain PyTorch into an operator. Its annotations are the operator's schema.
 
     `check` answers True or what is wrong with the arguments, before any backend sees them. `gradient` is the gradient
     in plain PyTorch, worth writing when it keeps less than all arguments; without it, it is derived from the definition.
+    `spreads_nan` is False where gradients are sums over much that counts for nothing: which zeros an implementation
+    multiplies with a NaN, and which it skips, is then its own affair.
     `fake` makes results of the right shape where the definition cannot: it reads values of its arguments, and fake
     tensors have none. A compiler does not trace such a definition.
     """
@@ -286,7 +292,9 @@ def operator(
     def declare(definition: Callable[P, R]) -> Operator[P, R]:
         from tilestack.ops.library import define
 
-        described = type("Operator", (Operator,), {})(definition, list(cases), cost, check, gradient, outputs, fake)
+        described = type("Operator", (Operator,), {})(
+            definition, list(cases), cost, check, gradient, outputs, spreads_nan, fake
+        )
         registry.add_operator(described)
         described.implementations["torch"] = Implementation(described, "torch", definition, AUTOGRAD, None, FLOATS)
         described.traced = define(described)

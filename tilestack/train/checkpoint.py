@@ -9,6 +9,7 @@ is found by looking, not by a link that could point to nothing.
         weights.safetensors      parameters and buffers
         optimizer.safetensors    its states, <parameter's number>.<state's name>
         average.safetensors      the moving average, where the recipe asks for one
+        loads.safetensors        of experts in the last steps, where the model is a mixture
         rng.safetensors          the random states of PyTorch
         state.json               all that is not a tensor, and the size of every file; written last
 """

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tilestack.train.recipe import Precision, Recipe
 
@@ -45,20 +44,14 @@ def prepare(model: nn.Module, recipe: Recipe, device: torch.device) -> Any:
 
         use_fp8(model, device)
     if recipe.run.activation_checkpointing:
-        forget_activations(model)
+        model.checkpointing = True  # type: ignore[assignment]
     return model if recipe.run.compile == "off" else Compiled(model, recipe.run.compile)
-
-
-def forget_activations(model: nn.Module) -> None:
-    """Keep only what enters each layer, and compute the rest again in the backward."""
-    for layer in layers_of(model):
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
-        raise ValueError(f"{type(model).__name__} has no list of layers, which activation checkpointing and fp8 need")
+        raise ValueError(f"{type(model).__name__} has no list of layers, whose linear layers fp8 could take")
     return layers
 
 

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from tilestack import optim
 from tilestack.nn.lora import lora_parameters
+from tilestack.optim.clip import total_norm
 from tilestack.optim.multi_tensor import MultiTensor
 from tilestack.train import checkpoint, execution, metrics, schedules
+from tilestack.train.balancing import Balancing
 from tilestack.train.ema import Ema
 from tilestack.train.objective import Objective
 from tilestack.train.optimizers import make_optimizer, set_rates
@@ -67,9 +69,11 @@ class Trainer:
         self.runner = execution.prepare(model, recipe, self.device)
         self.parameters = [param for param in model.parameters() if param.requires_grad]
         self.optimizer = make_optimizer(model, recipe.optimizer, recipe.precision, recipe.run.seed)
+        self.balancing = Balancing(model, recipe.model)
         self.average = Ema(model, recipe.ema.decay) if recipe.ema.decay else None
         self.progress = progress or Progress(recipe)
         self.step = 0  # steps done
+        self.clock, self.tokens = time.perf_counter(), 0  # since the speed was last told
         self.pending: list[Pending] = []
         self.broken = torch.zeros((), device=self.device)  # 1 from the first bad step on
         self.interrupted = False
@@ -91,7 +95,7 @@ class Trainer:
             self.clock, self.tokens = time.perf_counter(), 0
             try:
                 while self.step < self.recipe.run.steps and not self.interrupted:
-                    self._train_step()
+                    self.train_step()
                     self._look_around()
             finally:
                 self.log.close()
@@ -104,7 +108,8 @@ class Trainer:
     def finished(self) -> bool:
         return self.step >= self.recipe.run.steps
 
-    def _train_step(self) -> None:
+    def train_step(self) -> None:
+        """One step: its micro-batches, their gradients, an update. Nothing is waited for."""
         rate = schedules.share(self.recipe.schedule, self.step, self.recipe.run.steps)
         set_rates(self.optimizer, rate)
         accumulate = self.recipe.data.accumulate
@@ -115,7 +120,7 @@ class Trainer:
             with execution.autocast(self.recipe.precision, self.device):
                 loss = self.objective.loss(self.runner, batch)
             valid = loss.count if isinstance(loss.count, Tensor) else count.new_full((), loss.count)
-            total = loss.total + self._routing_loss() * valid
+            total = loss.total + self.balancing.loss() * valid
             (total / valid.clamp(min=1) if accumulate == 1 else total).backward()
             count += valid
             self.tokens += loss.tokens
@@ -124,10 +129,17 @@ class Trainer:
         figures = {name: value / count.clamp(min=1) for name, value in sums.items()}
         if accumulate > 1:
             torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], count.clamp(min=1))
-        figures["grad_norm"] = optim.clip_grad_norm_(self.parameters, self.recipe.optimizer.clip or math.inf)
+        figures["grad_norm"] = self._clip()
+        figures |= self.balancing.finish_step()
         self._update(figures)
         self.pending.append(Pending(self.step + 1, figures, rate * self.recipe.optimizer.lr, batches))
         self.step += 1
+
+    def _clip(self) -> Tensor:
+        """The norm of the gradients, which are scaled down where the recipe bounds it."""
+        if self.recipe.optimizer.clip:
+            return optim.clip_grad_norm_(self.parameters, self.recipe.optimizer.clip)
+        return total_norm([param.grad for param in self.parameters if param.grad is not None])
 
     def _update(self, figures: dict[str, Tensor]) -> None:
         """Step the optimizer, unless this step or one before it has a figure that is not finite."""
@@ -141,12 +153,6 @@ class Trainer:
         self.optimizer.zero_grad()
         if self.average:
             self.average.update(self.step)
-
-    def _routing_loss(self) -> Tensor | float:
-        """The losses that keep a mixture of experts balanced, for one token."""
-        balances: list[Any] = getattr(self.model, "balances", list)()
-        weights = self.recipe.model
-        return sum(weights.auxiliary_loss * b.auxiliary_loss + weights.z_loss * b.z_loss for b in balances)
 
     def _look_around(self) -> None:
         """After a step: log, evaluate, sample and save what is due."""
@@ -217,6 +223,8 @@ class Trainer:
         states, values = checkpoint.pack_optimizer(self.optimizer.state_dict())
         random_tensors, random_values = checkpoint.random_state()
         tensors = {"weights": learned_state(self.model), "optimizer": states, "rng": random_tensors}
+        if loads := self.balancing.state_dict():
+            tensors["loads"] = loads
         if self.average:
             tensors["average"] = self.average.state_dict()
         state = {
@@ -231,6 +239,7 @@ class Trainer:
         self.optimizer.load_state_dict(
             checkpoint.unpack_optimizer(saved.tensors.get("optimizer", {}), saved.state["optimizer"])
         )
+        self.balancing.load_state_dict(saved.tensors.get("loads", {}))
         if self.average:
             checkpoint.refuse_other_shapes(saved, "average", self.average.state_dict())
             self.average.load_state_dict(saved.tensors["average"])

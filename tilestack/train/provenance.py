@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tomllib
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,9 +20,8 @@ RECIPE, ABOUT = "recipe.toml", "run.json"
 def begin(folder: Path, recipe: Recipe, resumes: bool, provenance: Mapping[str, Any]) -> None:
     """Write the papers of a new run; for one that resumes, check that the recipe is the one it began with."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = as_toml(recipe.table())
-    if resumes and (folder / RECIPE).exists():
-        refuse_another(folder, text)
+    if resumes:
+        refuse_another(folder, recipe)
     about = {
         "command": " ".join(sys.argv), "tilestack": tilestack.__version__, "torch": torch.__version__,
         "threads": torch.get_num_threads(), **provenance,
@@ -30,13 +30,12 @@ def begin(folder: Path, recipe: Recipe, resumes: bool, provenance: Mapping[str, 
     earlier = json.loads((folder / ABOUT).read_text()) if resumes and (folder / ABOUT).exists() else []
     replace(folder / ABOUT, json.dumps([*earlier, entry], indent=1) + "\n")
     if not resumes:
-        replace(folder / RECIPE, text)
+        replace(folder / RECIPE, as_toml(recipe.table()))
 
 
-def refuse_another(folder: Path, text: str) -> None:
-    import tomllib
-
-    if changed := differences(tomllib.loads(text), load_table(folder / RECIPE)):
+def refuse_another(folder: Path, recipe: Recipe) -> None:
+    """Refuse a recipe other than the one a run began with, naming what differs."""
+    if changed := differences(tomllib.loads(as_toml(recipe.table())), load_table(folder / RECIPE)):
         raise RecipeError(
             f"{folder} holds a run of another recipe: {', '.join(changed)} differ{'s' if len(changed) == 1 else ''}. "
             "Train in another folder (--folder), or start this one over (--fresh)"

@@ -38,6 +38,7 @@ class Model:
     config: dict[str, Any] = field(default_factory=dict)
     auxiliary_loss: float = setting(0.01, low=0)  # weights of a mixture of experts' losses
     z_loss: float = setting(0.001, low=0)
+    bias_rate: float = setting(0.001, low=0)  # how fast routers that balance by a bias move it
 
     def __post_init__(self) -> None:
         if self.path and self.config:
@@ -52,7 +53,7 @@ class Data:
 
     corpus: str = setting("python", choices=("python", "files"))
     files: tuple[str, ...] = ()
-    documents: int = setting(0, low=0)  # take only so many; 0 takes all
+    most_bytes: int = setting(0, low=0)  # of text to take; 0 takes all
     validation: float = setting(0.02, low=0, high=0.5)  # share of the documents that is held out
     tokenizer: str = ""  # a folder or file; empty trains one on the corpus
     vocabulary: int = setting(4096, low=257)  # of the tokenizer to train

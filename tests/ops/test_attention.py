@@ -1,0 +1,111 @@
+"""Attention: what each query sees, against one query at a time; packed documents against separate ones; compiled."""
+
+import itertools
+
+import pytest
+import torch
+
+from tilestack import ops
+from tilestack.ops import backend
+from tilestack.ops.attention import pairs_seen
+
+each_backend = pytest.mark.parametrize("chosen", ["torch", "aten"])
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def one_at_a_time(q, k, v, sees, scale):
+    """Each query of each head by itself, over the keys that sees(row, query, key) shows it."""
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
+    group = q.shape[2] // k.shape[2]
+    for row, query, head in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
+        keys = [key for key in range(k.shape[1]) if sees(row, query, key)]
+        weights = torch.softmax(k[row, keys, head // group] @ q[row, query, head] * scale, 0)
+        out[row, query, head] = weights @ v[row, keys, head // group]
+    return out
+
+
+@each_backend
+@pytest.mark.parametrize(
+    ("queries", "keys", "options", "sees"),
+    [
+        (5, 5, {}, lambda row, i, j: j <= i),
+        (3, 7, {}, lambda row, i, j: j <= i + 4),
+        (1, 7, dict(window=3), lambda row, i, j: j >= 4),
+        (6, 6, dict(window=2), lambda row, i, j: i - 2 < j <= i),
+        (6, 6, dict(window=2, causal=False), lambda row, i, j: abs(i - j) < 2),
+        (4, 9, dict(causal=False), lambda row, i, j: True),
+    ],
+)
+def test_a_query_sees_what_the_rules_show_it(queries, keys, options, sees, chosen):
+    q, k, v = draw(2, queries, 4, 8), draw(2, keys, 2, 8, seed=1), draw(2, keys, 2, 6, seed=2)
+    with backend(chosen):
+        found = ops.attention(q, k, v, scale=0.5, **options)
+    torch.testing.assert_close(found, one_at_a_time(q, k, v, sees, 0.5))
+
+
+@each_backend
+@pytest.mark.parametrize("options", [{}, dict(window=3), dict(causal=False)])
+def test_packed_documents_are_as_if_alone(options, chosen):
+    ends = [0, 2, 9, 10, 10, 16, 20, 20, 20]  # two rows of ten; empty documents within and at the end
+    q, k, v = draw(2, 10, 4, 8), draw(2, 10, 2, 8, seed=1), draw(2, 10, 2, 8, seed=2)
+    with backend(chosen):
+        packed = ops.attention(q, k, v, torch.tensor(ends, dtype=torch.int32), **options).flatten(0, 1)
+        for start, end in itertools.pairwise(ends):
+            alone = ops.attention(*(x.flatten(0, 1)[None, start:end] for x in (q, k, v)), **options)
+            torch.testing.assert_close(packed[None, start:end], alone)
+
+
+def test_softcap_bounds_the_scores():
+    q, k, v = draw(1, 3, 1, 4) * 100, draw(1, 3, 1, 4, seed=1), draw(1, 3, 1, 4, seed=2)
+    scores = 5 * torch.tanh((q[0, :, 0] @ k[0, :, 0].T) / 2 / 5)
+    expected = torch.softmax(scores.masked_fill(torch.ones(3, 3).triu(1).bool(), -torch.inf), -1) @ v[0, :, 0]
+    torch.testing.assert_close(ops.attention(q, k, v, softcap=5.0)[0, :, 0], expected)
+    with backend("aten"), pytest.raises(ops.BackendError, match="no softcap"):
+        ops.attention(q, k, v, softcap=5.0)
+
+
+@each_backend
+def test_it_compiles_whole_with_documents_and_gradients(chosen):
+    ends = torch.tensor([0, 3, 8, 13, 16, 16], dtype=torch.int32)
+    leaves = [draw(2, 8, heads, 8, seed=heads).float().requires_grad_() for heads in (4, 2, 2)]
+    call = lambda q, k, v, ends: ops.attention(q, k, v, ends, window=4)
+    torch.compiler.reset()
+    results = []
+    with backend(chosen):
+        for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+            out = function(*leaves, ends)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+    with backend(chosen):
+        torch.library.opcheck(torch.ops.tilestack.attention.default, (*leaves, ends))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        (((1, 2, 3, 8), (1, 2, 2, 8), (1, 2, 2, 8)), {}, "multiple"),
+        (((1, 3, 2, 8), (1, 2, 2, 8), (1, 2, 2, 8)), {}, "a key for every query"),
+        (((1, 2, 2, 8), (1, 2, 2, 4), (1, 2, 2, 8)), {}, "agree in batch and dim"),
+        (((1, 2, 2, 8), (1, 2, 2, 8), (1, 3, 2, 8)), {}, "k and v"),
+        (((1, 2, 2, 8), (1, 2, 2, 8), (1, 2, 2, 8)), dict(window=0), "1 or more"),
+        (((1, 2, 2, 8), (1, 3, 2, 8), (1, 3, 2, 8)), dict(cu_seqlens=torch.tensor([0, 2])), "as many keys"),
+        (((1, 2, 2, 8), (1, 2, 2, 8), (1, 2, 2, 8)), dict(cu_seqlens=torch.tensor([0.0, 2.0])), "int32 or int64"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(shapes, options, message):
+    with pytest.raises(ValueError, match=f"attention: .*{message}"):
+        ops.attention(*(torch.zeros(shape) for shape in shapes), **options)
+
+
+def test_the_cost_counts_the_pairs_that_are_seen():
+    q = torch.empty(2, 10, 1, 4)
+    count = lambda **rules: pairs_seen(q, q, **dict(cu_seqlens=None, causal=True, window=None) | rules)
+    assert count() == 2 * 55
+    assert count(causal=False) == 200
+    assert count(window=3) == 2 * (1 + 2 + 3 * 8)
+    assert count(cu_seqlens=torch.tensor([0, 4, 10, 20, 20])) == 10 + 21 + 55
+    assert pairs_seen(q[:, :2], q, None, True, None) == 2 * 19

@@ -1,0 +1,186 @@
+"""The loop: what a step is, and what it does when a step goes wrong."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import Counting, TinyModel, recipe
+from torch import nn
+
+from tilestack import optim
+from tilestack.train import Loss, Trainer, fp8, metrics, plot
+from tilestack.train.ema import Ema
+from tilestack.train.loop import TrainingError
+from tilestack.train.optimizers import Routed, is_hidden_matrix, make_optimizer
+from tilestack.train.progress import Progress
+from tilestack.train.provenance import ABOUT
+
+
+def seeded(seed=0, **sizes):
+    torch.manual_seed(seed)
+    return TinyModel(**sizes)
+
+
+class Rows(Counting):
+    """Counting over given rows, some at a time; rows have different numbers of labels."""
+
+    def __init__(self, rows, at_once):
+        super().__init__()
+        self.rows, self.at_once = rows, at_once
+
+    def next_batch(self):
+        start, self.drawn = self.drawn, self.drawn + self.at_once
+        ids, labels = (x[start : start + self.at_once] for x in self.rows)
+        return {"ids": ids, "labels": labels, "factor": torch.tensor(1.0)}
+
+
+def test_accumulation_equals_a_larger_batch(tmp_path):
+    ids = torch.randint(16, (24, 6))
+    labels = torch.where(torch.rand(24, 6) < torch.linspace(0.05, 0.95, 24)[:, None], -100, (ids + 1) % 16)
+    ends = []
+    for accumulate, at_once in ((1, 8), (4, 2)):
+        model = seeded()
+        settings = recipe(run={"steps": 3}, data={"accumulate": accumulate})
+        Trainer(settings, model, Rows((ids, labels), at_once), tmp_path / str(accumulate)).run()
+        ends.append((model, [row["loss"] for row in metrics.rows(tmp_path / str(accumulate)) if "loss" in row]))
+    assert ends[0][1] == pytest.approx(ends[1][1], rel=1e-6)
+    for one, other in zip(ends[0][0].parameters(), ends[1][0].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_loss_falls_and_every_step_is_written(tmp_path):
+    settings = recipe(run={"steps": 150}, optimizer={"lr": 0.03}, evaluation={"every": 75}, checkpoint={"every": 0})
+    figures = Trainer(settings, seeded(), Counting(), tmp_path).run()
+    steps, losses = metrics.curve(tmp_path, "loss")
+    assert steps == list(range(1, 151))
+    assert losses[-1] < 0.5 < 2.5 < losses[0]
+    assert figures["validation_loss"] == metrics.curve(tmp_path, "validation_loss")[1][-1] < 0.5
+    assert [row["sample"] for row in metrics.rows(tmp_path) if "sample" in row] == ["4"]  # after 3
+    (entry,) = json.loads((tmp_path / ABOUT).read_text())
+    assert {"command", "started", "torch", "tilestack"} <= set(entry)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_that_is_not_finite_stops_the_run_and_is_saved(tmp_path, optimizer):
+    settings = recipe(run={"steps": 20, "log_every": 8}, optimizer={"name": optimizer}, checkpoint={"every": 0})
+    with pytest.raises(TrainingError, match=r"^step 11 has a loss of nan; stopped.*broken-step-000011"):
+        Trainer(settings, seeded(), Counting(spoil=11), tmp_path).run()
+    folder = tmp_path / "broken-step-000011"
+    batch, weights = load_file(folder / "batch.safetensors"), load_file(folder / "weights.safetensors")
+    assert batch["0.batch.factor"].isnan()
+    assert json.loads((folder / "state.json").read_text())["figures"]["loss"] == "nan"
+
+    # What a run of ten steps ends with is what step 11 began with.
+    before = Trainer(settings, seeded(), Counting(), tmp_path / "ten")
+    while before.step < 10:
+        before.train_step()
+    for name, value in before.model.state_dict().items():
+        assert torch.equal(weights[name], value)
+
+
+def test_metrics_are_means_over_the_same_count(tmp_path):
+    class Constant(Counting):
+        def loss(self, model, batch):
+            found = super().loss(model, batch)
+            return Loss(found.total, 10, {"twice": torch.tensor(20.0)}, 6)
+
+    Trainer(recipe(run={"steps": 2}, data={"accumulate": 3}), seeded(), Constant(), tmp_path).run()
+    assert metrics.curve(tmp_path, "twice")[1] == [2.0, 2.0]
+
+
+def test_the_average_follows_and_is_what_is_judged():
+    model = seeded()
+    average = Ema(model, 0.9)
+    start = model.head.weight.detach().clone()
+    with torch.no_grad():
+        model.head.weight += 1
+    average.update(10**6)
+    with average.applied():
+        torch.testing.assert_close(model.head.weight, start + 0.1)
+    torch.testing.assert_close(model.head.weight, start + 1)
+    average.update(0)  # early steps count for more
+    torch.testing.assert_close(average.averages["head.weight"], start + 1 - 0.9 * 0.1)
+
+
+def test_parameters_go_to_the_optimizer_that_suits_them():
+    settings = recipe(optimizer={"name": "muon", "muon_lr": 0.5, "lr": 0.25, "weight_decay": 0.3})
+    model = seeded()
+    made = make_optimizer(model, settings.optimizer, settings.precision, 0)
+    named = {id(param): name for name, param in model.named_parameters()}
+    where = [
+        ({named[id(p)] for p in group["params"]}, group["lr"], group["weight_decay"]) for group in made.param_groups
+    ]
+    matrices = {"layers.0.weight", "layers.1.weight"}
+    assert where[0] == (matrices, 0.5, 0.3)
+    assert where[1] == (set(named.values()) - matrices, 0.25, 0.0)
+    assert isinstance(made, Routed)
+    router, experts = torch.empty(4, 8), torch.empty(4, 8, 8)
+    assert not is_hidden_matrix("layers.0.mlp.router.weight", router)
+    assert is_hidden_matrix("layers.0.mlp.gate_up", experts)
+
+
+def test_decay_spares_what_is_no_matrix():
+    settings = recipe()
+    made = make_optimizer(seeded(), settings.optimizer, settings.precision, 0)
+    assert isinstance(made, optim.AdamW)
+    assert [(len(group["params"]), group["weight_decay"]) for group in made.param_groups] == [(2, 0.1), (4, 0.0)]
+
+
+def test_a_frozen_model_cannot_be_trained(tmp_path):
+    with pytest.raises(ValueError, match="nothing to train"):
+        Trainer(recipe(), seeded().requires_grad_(False), Counting(), tmp_path)
+
+
+def test_bfloat16_under_autocast_learns_too(tmp_path):
+    settings = recipe(run={"steps": 100}, optimizer={"lr": 0.03}, precision={"compute": "bfloat16"})
+    assert Trainer(settings, seeded(), Counting(), tmp_path).run()["loss"] < 1
+    assert seeded().head.weight.dtype == torch.float32
+
+
+def test_fp8_products_are_as_close_as_the_format_allows():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 32), torch.randn(5, 7, 64, requires_grad=True)
+    exact = layer(x)
+    grad = torch.randn_like(exact)
+    wanted = torch.autograd.grad(exact, [x, layer.weight, layer.bias], grad)
+    made = fp8.linear(layer, x)
+    found = torch.autograd.grad(made, [x, layer.weight, layer.bias], grad.to(made.dtype))
+    apart = lambda a, b: ((a - b).norm() / b.norm()).item()
+    assert apart(made, exact) < 2**-4  # e4m3 has 3 bits after the point, and errors average out
+    assert max(apart(a, b) for a, b in zip(found, wanted, strict=True)) < 2**-3
+    with pytest.raises(ValueError, match=r"precision\.fp8 needs a GPU of compute capability 8\.9"):
+        fp8.use_fp8(seeded(), torch.device("cpu"))
+
+
+def test_the_plot_is_one_page_with_both_curves(tmp_path):
+    settings = recipe(run={"steps": 60}, evaluation={"every": 20}, checkpoint={"every": 0})
+    Trainer(settings, seeded(), Counting(), tmp_path).run()
+    page = plot.plot_run(tmp_path, "counting").read_text(encoding="utf-8")
+    assert "held out" in page
+    assert "plotly.js v" in page
+    assert plot.smooth([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
+
+
+def test_a_log_that_is_being_written_can_be_read(tmp_path):
+    (tmp_path / metrics.METRICS).write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert metrics.curve(tmp_path, "loss") == ([1], [2.0])
+    log = metrics.Log(tmp_path / "x.jsonl")
+    log.write(step=1, loss=math.inf)
+    assert log.flush() == len('{"step": 1, "loss": "inf"}\n')
+
+
+def test_progress_is_lines_where_nobody_watches(tmp_path, capsys):
+    Progress(recipe()).console.print("x")
+    Trainer(recipe(), seeded(), Counting(), tmp_path).run()
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("step 12/12  loss ") and "tokens/s" in line for line in lines)
+
+
+def test_tensorboard_missing_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    with pytest.raises(
+        ImportError, match=r"^run\.tensorboard needs tensorboard: pip install 'tilestack\[tensorboard\]'$"
+    ):
+        Trainer(recipe(run={"tensorboard": True}), seeded(), Counting(), tmp_path).run()

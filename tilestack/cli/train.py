@@ -1,0 +1,133 @@
+"""The commands that train: a recipe in, a run folder out; and the proof that backends train alike."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from tilestack.cli.lab import JsonFile, console, pick_device, write_json
+
+if TYPE_CHECKING:
+    from tilestack.train.parity import Parity
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+RecipeFile = Annotated[
+    Path,
+    typer.Argument(help="A recipe: a TOML file, or the name of one in recipes/, such as demo.", show_default=False),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Change the recipe: section.key=value, as often as needed.", show_default=False),
+]
+Folder = Annotated[
+    Path | None, typer.Option(help="The run's folder; runs/<run.name> when left out.", show_default=False)
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Forget the run that is in the folder and start over.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("train")(train_command)
+    app.command("parity")(parity_command)
+
+
+def find_recipe(path: Path) -> Path:
+    """The file, or the one of that name among the recipes that come with a checkout."""
+    shipped = RECIPES / f"{path}.toml"
+    return shipped if not path.exists() and path.suffix == "" and shipped.is_file() else path
+
+
+def train_command(recipe: RecipeFile, set_: Set = None, folder: Folder = None, fresh: Fresh = False) -> None:
+    """Pretrain a model as a recipe says, and leave it in <folder>/model as transformers opens it.
+
+    Killed or interrupted, the same command continues to the bit from the last checkpoint. The folder holds the recipe in
+    full, run.json (how it was made), metrics.jsonl, speed.jsonl, loss.html, checkpoints and, at the end, the model.
+    """
+    from tilestack.lab import machine
+    from tilestack.train import Recipe
+    from tilestack.train.loop import start_over
+    from tilestack.train.pretrain import pretrain
+
+    read = Recipe.load(find_recipe(recipe), set_ or ())
+    place = folder or Path("runs") / read.run.name
+    if fresh:
+        start_over(place)
+    figures = pretrain(read, place, provenance=machine.stamp(), console=Console(stderr=True))
+    shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items() if isinstance(value, float))
+    console.print(f"{place}: {shown}", highlight=False)
+
+
+def parity_command(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(help="A recipe; parity on a CPU and pretrain-100m on a GPU when left out.", show_default=False),
+    ] = None,
+    set_: Set = None,
+    steps: Annotated[int | None, typer.Option(help="Steps to train; 100 on a GPU, 5 on a CPU.", min=1, show_default=False)] = None,
+    backend: Annotated[str, typer.Option(help="The backend held against the definitions.")] = "triton",
+    swap: Annotated[
+        list[str] | None,
+        typer.Option(help="Swap this operator alone; all that the backend has when left out.", show_default=False),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="The page with the curves.")] = Path("runs/parity.html"),
+    device: Annotated[str | None, typer.Option(help="cuda or cpu, where kernels are interpreted.", show_default=False)] = None,
+    json_: JsonFile = None,
+) -> None:  # fmt: skip
+    """Train on the definitions and on a backend, and see whether the losses agree; exit 1 if not, naming the step.
+
+    The bound comes from the definitions themselves: how far their curve moves when each weight starts one unit in the last
+    place off.
+    """
+    place = pick_device(device)
+    import tempfile
+
+    from tilestack.train import Recipe, corpus
+    from tilestack.train.parity import new_model, parity
+    from tilestack.train.pretrain import Pretraining
+
+    on_gpu = place.type == "cuda"
+    name = recipe or Path("pretrain-100m" if on_gpu else "parity")
+    settings = [f"run.device={place.type}", "run.compile=off", *(set_ or ())]
+    read = Recipe.load(find_recipe(name), settings)
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer, tokens = corpus.prepare(read, Path(scratch))
+        objective = Pretraining(read, tokenizer, tokens, place)
+        found = parity(
+            read,
+            lambda: new_model(read, tokenizer.vocabulary),
+            objective,
+            steps or (100 if on_gpu else 5),
+            backend,
+            swap or (),
+            lambda words: Console(stderr=True).print(f"training on {words}", highlight=False),
+        )
+    write_json(json_, found.as_dict())
+    page = write_parity_page(output, found, str(name))
+    if str(json_) != "-":
+        verdict = f"[green]agrees[/green] over {len(found.reference)} steps" if found.broken_at is None else f"[red]parts at step {found.broken_at}[/red]"  # fmt: skip
+        console.print(f"{found.name}: {verdict}; largest difference {max(found.differences):.3g}, {found.worst:.0%} of what is allowed; curves in {page}", highlight=False)  # fmt: skip
+    if found.broken_at is not None:
+        raise typer.Exit(1)
+
+
+def write_parity_page(path: Path, found: "Parity", model: str) -> Path:
+    """The two curves, and their difference under its bound."""
+    from tilestack.lab import machine
+    from tilestack.lab.page import Section, colour, plot, write_page
+
+    steps = list(range(1, len(found.reference) + 1))
+    line = lambda name, ys, shade, **how: dict(
+        type="scatter", mode="lines", name=name, x=steps, y=ys, line=dict(color=colour(shade), **how)
+    )
+    curves = [line("definitions", found.reference, "muted", width=5), line(found.name, found.candidate, "blue")]
+    apart = [line("difference", found.differences, "blue"), line("bound", found.bound, "bad", dash="dash")]
+    axes = lambda title, kind: dict(xaxis=dict(title="step"), yaxis=dict(title=title, type=kind))
+    sections = [
+        Section("Loss", "Both curves; where they agree, one covers the other.", plot(curves, axes("loss", "linear"), 380, "loss")),
+        Section("Difference", "What two equally right runs may differ by, and what these do.", plot(apart, axes("difference of losses", "log"), 380, "difference")),
+    ]  # fmt: skip
+    verdict = "The curves agree" if found.broken_at is None else f"The curves part at step {found.broken_at}"
+    stamp = machine.stamp()
+    facts = [("model", model), ("steps", str(len(steps))), ("torch", stamp["torch"]), ("commit", stamp["commit"])]
+    return write_page(path, verdict, f"{found.name} against the definitions", facts, "", sections)

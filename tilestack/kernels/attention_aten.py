@@ -1,0 +1,104 @@
+"""PyTorch's own attention as the backend `aten`.
+
+Whole rows go to `scaled_dot_product_attention`, which runs cuDNN or FlashAttention on CUDA. Documents, windows and
+queries at the end of longer keys have their flash kernel too, the one for sequences of varying length, which takes
+half precision on CUDA; elsewhere they become a mask. On the CPU, PyTorch's fused kernel loses a NaN on its way and
+digits of the gradients where scores are large, so there it is told to take the plain one.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tilestack import ops
+from tilestack.ops import AUTOGRAD, implements
+from tilestack.ops.attention import attention_mask
+
+
+@functools.cache
+def varying_lengths() -> tuple[Callable, dict[str, bool]] | None:
+    """PyTorch's attention over sequences of varying length, and what it wants said to take grouped heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    named = inspect.signature(varlen_attn).parameters
+    return (varlen_attn, dict(enable_gqa=True) if "enable_gqa" in named else {}) if "window_size" in named else None
+
+
+def has_flash(q: Tensor, v: Tensor) -> bool:
+    """Whether FlashAttention takes these heads, as far as PyTorch brings it."""
+    return (
+        q.device.type == "cuda"
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[3] == v.shape[3] <= 256
+        and q.shape[3] % 8 == 0
+        and q.numel() > 0
+    )
+
+
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, window: int | None, scale: float | None
+) -> Tensor:
+    batch, queries, keys = *q.shape[:2], k.shape[1]
+    ends = lambda length: torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
+    of_queries = ends(queries) if cu_seqlens is None else cu_seqlens.int()
+    of_keys = ends(keys) if cu_seqlens is None else of_queries
+    reach = -1 if window is None else window - 1
+    function, grouping = varying_lengths() or (None, {})
+    assert function is not None
+    out = function(
+        *(x.flatten(0, 1) for x in (q, k, v)),
+        of_queries,
+        of_keys,
+        queries,
+        keys,
+        scale=scale,
+        window_size=(reach, 0 if causal else reach),
+        **grouping,
+    )
+    return out.unflatten(0, (batch, queries))
+
+
+def trusted_kernels(device: torch.device) -> AbstractContextManager:
+    return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
+
+
+@implements(
+    ops.attention,
+    backend="aten",
+    backward=AUTOGRAD,
+    when=lambda softcap: softcap is None or "PyTorch's own attention has no softcap",
+)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+) -> Tensor:
+    queries, keys = q.shape[1], k.shape[1]
+    in_one_piece = cu_seqlens is None and window is None and (not causal or queries in (1, keys))
+    if not in_one_piece and has_flash(q, v) and varying_lengths():
+        return flash(q, k, v, cu_seqlens, causal, window, scale)
+    mask = None if in_one_piece else attention_mask(q, k, cu_seqlens, causal, window)
+    with trusted_kernels(q.device):
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=None if mask is None else mask[:, None],
+            is_causal=causal and in_one_piece and queries > 1,
+            scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+    return out.transpose(1, 2)

@@ -1,0 +1,81 @@
+"""The same decoder as people write it in plain PyTorch, without tilestack: what a training step here is held against.
+
+Llama's shape, with Qwen3's norms of queries and keys where the configuration is Qwen3's: PyTorch's own linear layers,
+rms_norm, scaled_dot_product_attention and cross_entropy.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class PlainAttention(nn.Module):
+    def __init__(self, config: dict[str, Any]):
+        super().__init__()
+        hidden, self.heads = config["hidden_size"], config["num_attention_heads"]
+        self.kv_heads = config.get("num_key_value_heads", self.heads)
+        self.dim = config.get("head_dim", hidden // self.heads)
+        self.q = nn.Linear(hidden, self.heads * self.dim, bias=False)
+        self.k = nn.Linear(hidden, self.kv_heads * self.dim, bias=False)
+        self.v = nn.Linear(hidden, self.kv_heads * self.dim, bias=False)
+        self.out = nn.Linear(self.heads * self.dim, hidden, bias=False)
+        normed = config["model_type"] == "qwen3"
+        self.q_norm, self.k_norm = (nn.RMSNorm(self.dim, 1e-6) if normed else nn.Identity() for _ in range(2))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        split = lambda y, heads: y.unflatten(-1, (heads, self.dim)).transpose(1, 2)  # [B, heads, T, dim]
+        q = rotate(self.q_norm(split(self.q(x), self.heads)), cos, sin)
+        k = rotate(self.k_norm(split(self.k(x), self.kv_heads)), cos, sin)
+        v = split(self.v(x), self.kv_heads)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+class PlainLayer(nn.Module):
+    def __init__(self, config: dict[str, Any]):
+        super().__init__()
+        hidden, inner = config["hidden_size"], config["intermediate_size"]
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden, 1e-6), nn.RMSNorm(hidden, 1e-6)
+        self.attention = PlainAttention(config)
+        self.gate, self.up = nn.Linear(hidden, inner, bias=False), nn.Linear(hidden, inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class PlainDecoder(nn.Module):
+    """Token ids to logits, for configurations in Hugging Face's words."""
+
+    def __init__(self, config: dict[str, Any]):
+        super().__init__()
+        hidden = config["hidden_size"]
+        self.embedding = nn.Embedding(config["vocab_size"], hidden)
+        self.layers = nn.ModuleList([PlainLayer(config) for _ in range(config["num_hidden_layers"])])
+        self.norm = nn.RMSNorm(hidden, 1e-6)
+        self.head = nn.Linear(hidden, config["vocab_size"], bias=False)
+        if config.get("tie_word_embeddings"):
+            self.head.weight = self.embedding.weight
+        for param in self.parameters():
+            if param.ndim == 2:
+                nn.init.normal_(param, std=0.02)
+        dim = self.layers[0].attention.dim  # type: ignore[union-attr]
+        self.frequencies = config.get("rope_theta", 10000.0) ** (-torch.arange(0, dim, 2) / dim)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        angles = torch.arange(ids.shape[1], device=ids.device)[:, None] * self.frequencies.to(ids.device)
+        angles = torch.cat([angles, angles], -1)
+        x = self.embedding(ids)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.head(self.norm(x))

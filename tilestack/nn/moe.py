@@ -1,0 +1,134 @@
+"""A mixture of experts: many feed-forward layers, of which each token goes through a few.
+
+Tokens are sorted by expert, so that an expert's tokens are neighbours and all experts together are one grouped product
+per projection: no capacity, no padding, no token dropped, and no waiting to learn how many tokens an expert has.
+
+    tokens [T, H]    chosen [T, K]          sorted by expert [T * K, H]     back to tokens, weighted
+       t0             e2  e0                 e0: t0 t3                       t0 = w e2(t0) + w e0(t0)
+       t1             e1  e2        →        e1: t1                   →      ...
+       ...                                   e2: t0 t1 ...
+
+Shapes: T tokens, H hidden, I intermediate, E experts, K experts of each token.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilestack import ops
+from tilestack.nn.autocast import lowered
+from tilestack.nn.mlp import MLP
+from tilestack.nn.modules import Linear
+from tilestack.nn.router import Balance, Router
+
+
+class MoE(torch.nn.Module):
+    """A drop-in for MLP: [..., hidden] to [..., hidden], through the top_k of `experts` feed-forward layers.
+
+    See Router for scoring, normalise, scale, groups and top_groups. With `shared_intermediate` an MLP of that width is
+    added that every token goes through, times the sigmoid of a projection of the token with `shared_gate`. With
+    `bias_balancing` the router has a bias, which `update_bias` moves after each step. After a forward, `balance` holds
+    its loads and losses.
+    """
+
+    balance: Balance | None
+    shared: MLP | None
+    shared_gate: Linear | None
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        experts: int,
+        top_k: int,
+        *,
+        scoring: str = "softmax",
+        normalise: bool = True,
+        scale: float = 1.0,
+        groups: int = 1,
+        top_groups: int = 1,
+        shared_intermediate: int = 0,
+        shared_gate: bool = False,
+        bias_balancing: bool = False,
+    ):
+        super().__init__()
+        if shared_gate and not shared_intermediate:
+            raise ValueError("shared_gate needs shared experts to gate; give shared_intermediate too")
+        self.router = Router(
+            hidden,
+            experts,
+            top_k,
+            scoring=scoring,
+            normalise=normalise,
+            scale=scale,
+            groups=groups,
+            top_groups=top_groups,
+            bias=bias_balancing,
+        )
+        self.gate_up = torch.nn.Parameter(torch.empty(experts, 2 * intermediate, hidden))
+        self.down = torch.nn.Parameter(torch.empty(experts, hidden, intermediate))
+        self.shared = MLP(hidden, shared_intermediate) if shared_intermediate else None
+        self.shared_gate = Linear(hidden, 1, bias=False) if shared_gate else None
+        self.balance = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As torch.nn.Linear does for each expert."""
+        for weight in (self.gate_up, self.down):
+            bound = 1 / math.sqrt(max(weight.shape[2], 1))
+            torch.nn.init.uniform_(weight, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        chosen, weights, scores, logits = self.router(tokens)
+        order, offsets = sort_by_expert(chosen, self.router.experts)
+        token = order // self.router.top_k
+        out = self.experts(ops.gather_rows(tokens, token), offsets)
+        weighted = out * weights.flatten()[order, None].to(out.dtype)
+        combined = ops.scatter_rows(weighted, token, tokens.shape[0])
+        balance = self.router.balance(offsets.diff(prepend=offsets.new_zeros(1)), scores, logits)
+        if not recomputing():
+            self.balance = balance
+        if self.shared is not None:
+            shared = self.shared(tokens)
+            combined = combined + (
+                shared if self.shared_gate is None else ops.sigmoid(self.shared_gate(tokens)) * shared
+            )
+        return combined.view(x.shape)
+
+    def experts(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """The experts on rows sorted by expert."""
+        rows, gate_up, _ = lowered(rows, self.gate_up, None)
+        hidden = ops.swiglu(ops.grouped_linear(rows, gate_up, offsets))
+        hidden, down, _ = lowered(hidden, self.down, None)
+        return ops.grouped_linear(hidden, down, offsets)
+
+    def update_bias(self, rate: float, tokens_per_expert: Tensor | None = None) -> None:
+        """Move the router's bias by one step, from the loads given or else those of the last forward.
+
+        A step that is made of several forwards, or of several processes, gives their sum.
+        """
+        if tokens_per_expert is None:
+            if self.balance is None:
+                raise ValueError("there is no load to balance by yet; run a forward first, or give tokens_per_expert")
+            tokens_per_expert = self.balance.tokens_per_expert
+        self.router.update_bias(tokens_per_expert, rate)
+
+    def extra_repr(self) -> str:
+        return f"{self.gate_up.shape[0]} experts of {self.gate_up.shape[2]}x{self.down.shape[2]}"
+
+
+def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """(places in the flattened choice [T * K], sorted by expert and then token; where each expert's end [E])."""
+    by_expert, order = chosen.flatten().sort(stable=True)
+    every = torch.arange(experts, device=chosen.device)
+    return order, torch.searchsorted(by_expert, every, right=True, out_int32=True)
+
+
+def recomputing() -> bool:
+    """Whether this forward runs inside a backward, where activation checkpointing repeats it.
+
+    Nobody waits for the balance of a repetition, and keeping it would keep the activations that are to be let go.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

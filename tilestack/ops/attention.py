@@ -1,0 +1,186 @@
+"""Scaled dot-product attention: every query's mean of the values, weighted by how well it matches their keys.
+
+Heads of queries share heads of keys and values in groups (GQA). What a query may look at is the intersection of three
+rules: causal (nothing after itself), a sliding window (nothing too far away), and documents (nothing of another text
+that was packed into the same row).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilestack.ops.cases import cases
+from tilestack.ops.contract import Cost, operator
+from tilestack.ops.numerics import wide
+
+
+def visible(queries: int, keys: int, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
+    """[queries, keys]: whether a query sees a key by their places in the row, whose ends are aligned; None when all do."""
+    one_sees_all = queries == 1 and (window is None or window >= keys)
+    if one_sees_all or not (causal or window is not None):
+        return None
+    ahead = torch.arange(keys, device=device) - torch.arange(keys - queries, keys, device=device)[:, None]
+    reach = window or keys
+    return (ahead <= 0 if causal else ahead < reach) & (ahead > -reach)
+
+
+def same_document(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
+    """[batch, length, length]: whether two tokens of a row belong to one document."""
+    tokens = torch.arange(batch * length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens, tokens, right=True).view(batch, length)
+    return document[:, :, None] == document[:, None, :]
+
+
+def attention_mask(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, causal: bool, window: int | None) -> Tensor | None:
+    """[batch or 1, queries, keys]: what each query sees; None when that is everything."""
+    batch, queries, keys = *q.shape[:2], k.shape[1]
+    seen = visible(queries, keys, causal, window, q.device)
+    seen = None if seen is None else seen[None]
+    if cu_seqlens is None:
+        return seen
+    together = same_document(cu_seqlens, batch, queries)
+    return together if seen is None else together & seen
+
+
+def attention_takes(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, window: int | None, softcap: float | None
+) -> bool | str:
+    if not (q.ndim == k.ndim == v.ndim == 4) or k.shape[:3] != v.shape[:3]:
+        return (
+            "q must be [batch, queries, heads, dim], k and v [batch, keys, kv_heads, dim], "
+            f"but they are {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        return f"q and k must agree in batch and dim, but they are {tuple(q.shape)} and {tuple(k.shape)}"
+    if not (q.dtype == k.dtype == v.dtype):
+        return f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}"
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        return f"the heads of q, {q.shape[2]}, must be a multiple of those of k and v, {k.shape[2]}"
+    if causal and q.shape[1] > k.shape[1]:
+        return f"causal attention needs a key for every query, but there are {q.shape[1]} queries and {k.shape[1]} keys"
+    if window is not None and window < 1:
+        return f"a window holds at least the token itself, so it must be 1 or more, not {window}"
+    if softcap is not None and softcap <= 0:
+        return f"softcap must be positive, or None, not {softcap}"
+    if cu_seqlens is None:
+        return True
+    if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        return f"cu_seqlens must be a vector of int32 or int64, not {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+    return q.shape[1] == k.shape[1] or (
+        f"documents need as many keys as queries, but there are {q.shape[1]} queries and {k.shape[1]} keys"
+    )
+
+
+def pairs_seen(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, causal: bool, window: int | None) -> int:
+    """How many (query, key) pairs of one head matter, over the batch; documents are counted where their ends are known."""
+
+    def pairs(queries: int, keys: int) -> int:
+        if queries == keys and causal:
+            reach = min(window or keys, keys)
+            return reach * (reach + 1) // 2 + (keys - reach) * reach
+        seen = visible(queries, keys, causal, window, torch.device("cpu"))
+        return queries * keys if seen is None else int(seen.sum())
+
+    if cu_seqlens is None or cu_seqlens.is_meta:
+        return q.shape[0] * pairs(q.shape[1], k.shape[1])
+    return sum(pairs(length, length) for length in cu_seqlens.diff().tolist())
+
+
+def attention_cost(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, window: int | None
+) -> Cost:
+    pairs = q.shape[2] * pairs_seen(q, k, cu_seqlens, causal, window)
+    dim, value_dim = q.shape[3], v.shape[3]
+    # The backward computes the scores again, and two products for each of the forward's.
+    return Cost(flops=2 * pairs * (dim + value_dim), backward_flops=2 * pairs * (3 * dim + 2 * value_dim))
+
+
+RULES: dict[str, dict[str, Any]] = dict(
+    causal={},
+    full=dict(causal=False),
+    window=dict(window=3),
+    wide=dict(window=1024),
+    scaled=dict(scale=0.3),
+    capped=dict(softcap=2.0),
+    documents={},
+    documents_window=dict(window=2),
+    documents_around=dict(window=3, causal=False),
+)
+
+
+def attention_case(make, batch, queries, keys, heads, kv_heads, dim, value_dim, rule):
+    arguments = dict(
+        q=make.normal(batch, queries, heads, dim),
+        k=make.normal(batch, keys, kv_heads, dim),
+        v=make.normal(batch, keys, kv_heads, value_dim),
+    )
+    if "documents" in rule:
+        # In each row a short and a long document and two of one length; then empty ones, as padding leaves them.
+        parts = (0, queries // 5, queries // 2, 3 * queries // 4)
+        ends = [row * queries + part for row in range(batch) for part in parts] + 3 * [batch * queries]
+        arguments["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=make.device)
+    return arguments | RULES[rule]
+
+
+@operator(
+    cases=cases(
+        attention_case,
+        check=[  # batch, queries, keys, heads, kv_heads, dim, dim of v, what is seen
+            (1, 1, 1, 1, 1, 8, 8, "causal"),
+            (2, 9, 9, 4, 2, 16, 16, "causal"),
+            (1, 33, 33, 3, 1, 8, 8, "full"),
+            (2, 1, 13, 4, 2, 16, 16, "causal"),
+            (1, 3, 12, 2, 2, 16, 16, "causal"),
+            (1, 12, 12, 2, 1, 24, 16, "scaled"),
+            (1, 2, 9, 2, 1, 16, 16, "window"),
+            (1, 6, 6, 2, 2, 16, 16, "capped"),
+            (2, 10, 10, 4, 2, 16, 16, "documents"),
+            (1, 17, 17, 2, 1, 8, 8, "documents_window"),
+            (2, 8, 8, 2, 2, 8, 8, "documents_around"),
+            (0, 4, 4, 2, 1, 8, 8, "causal"),
+        ],
+        bench=[
+            (8, 2048, 2048, 16, 8, 128, 128, "causal"),  # Qwen3-0.6B
+            (8, 2048, 2048, 16, 8, 128, 128, "documents"),
+            (2, 4096, 4096, 32, 8, 128, 128, "causal"),  # Llama-3-8B
+            (2, 4096, 4096, 32, 8, 128, 128, "wide"),
+            (64, 1, 4096, 32, 8, 128, 128, "causal"),  # one step of decoding
+            (2, 4096, 4096, 16, 16, 192, 128, "causal"),  # DeepSeek-V2-Lite
+        ],
+    ),
+    cost=attention_cost,
+    check=attention_takes,
+    spreads_nan=False,
+)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """softmax(scale · q kᵀ) v over the keys each query sees, in float32; [batch, queries, heads, dim of v].
+
+    q is [batch, queries, heads, dim], k and v are [batch, keys, kv_heads, dim], heads a multiple of kv_heads. Rows are
+    aligned at their ends: the last query stands at the last key, as in decoding with a cache. `causal` hides the keys
+    after a query; `window` those `window` or more places away from it. `cu_seqlens` are the offsets of documents in
+    the batch · queries tokens, from 0 to their number, the start of every row among them; equal offsets are empty
+    documents. `scale` is 1 / √dim if not given; `softcap` c bounds scores as c · tanh(score / c).
+    """
+    batch, queries, heads, dim = q.shape
+    keys, kv_heads = k.shape[1:3]
+    grouped = (
+        wide(q).unflatten(2, (kv_heads, heads // kv_heads)).permute(0, 2, 3, 1, 4)
+    )  # [batch, kv, group, queries, dim]
+    scores = grouped.flatten(2, 3) @ wide(k).permute(0, 2, 3, 1) * (dim**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.view(batch, kv_heads, heads // kv_heads, queries, keys)
+    if (seen := attention_mask(q, k, cu_seqlens, causal, window)) is not None:
+        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+    out = torch.softmax(scores, -1).flatten(2, 3) @ wide(v).transpose(1, 2)  # [batch, kv, group · queries, dim]
+    return out.unflatten(2, (heads // kv_heads, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)

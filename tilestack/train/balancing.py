@@ -1,0 +1,58 @@
+"""Mixtures of experts in training: the losses that even out their load, the biases that do so without a loss, and the
+figures that show whether it works.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilestack.nn.moe import MoE
+from tilestack.nn.router import LoadWindow, imbalance
+from tilestack.train.recipe import Model
+
+
+class Balancing:
+    """Watches every mixture of experts in a model over the micro-batches of each step."""
+
+    def __init__(self, model: nn.Module, settings: Model):
+        self.settings = settings
+        self.mixtures: list[Any] = [module for module in model.modules() if isinstance(module, MoE)]
+        self.windows = [LoadWindow() for _ in self.mixtures]
+        self.loads: list[Tensor] | None = None  # of the step so far, per mixture
+
+    def loss(self) -> Tensor | float:
+        """What the last forward's imbalance costs, for one token."""
+        if not self.mixtures:
+            return 0.0
+        balances = [mixture.balance for mixture in self.mixtures]
+        loads = [balance.tokens_per_expert for balance in balances]
+        before = self.loads or [torch.zeros_like(load) for load in loads]
+        self.loads = [earlier + load for earlier, load in zip(before, loads, strict=True)]
+        weights = self.settings
+        return sum(weights.auxiliary_loss * b.auxiliary_loss + weights.z_loss * b.z_loss for b in balances)
+
+    def finish_step(self) -> dict[str, Tensor]:
+        """Move the biases of routers that have one; the load of the busiest expert over the mean, in the worst layer, and
+        how many experts of all layers had no token for a hundred steps."""
+        if not self.loads:
+            return {}
+        for mixture, window, load in zip(self.mixtures, self.windows, self.loads, strict=True):
+            window.add(load)
+            if mixture.router.bias is not None:
+                mixture.update_bias(self.settings.bias_rate, load)
+        figures = {
+            "imbalance": torch.stack([imbalance(load) for load in self.loads]).max(),
+            "dead_experts": torch.stack([window.dead() for window in self.windows]).sum(),
+        }
+        self.loads = None
+        return figures
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The windows of loads, so that a resumed run counts the same dead experts."""
+        return {f"{i}": torch.stack(tuple(window.loads)) for i, window in enumerate(self.windows) if window.loads}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for number, loads in state.items():
+            for load in loads:
+                self.windows[int(number)].add(load.to(self.mixtures[int(number)].gate_up.device))

@@ -1,0 +1,135 @@
+"""Pretraining: predict every next token of packed documents, and leave a folder that transformers can open."""
+
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from tilestack import configure_backend, data, models, ops
+from tilestack.nn.autocast import lowered
+from tilestack.train import checkpoint, corpus, execution, flops, plot
+from tilestack.train.loop import Trainer
+from tilestack.train.objective import Loss
+from tilestack.train.progress import Progress
+from tilestack.train.provenance import refuse_another
+from tilestack.train.recipe import Recipe
+from tilestack.train.settings import RecipeError
+
+
+def next_token_loss(model: Any, batch: data.Batch) -> Tensor:
+    """The sum of -log p over the labels of a batch; the logits are never in memory where a kernel spares them."""
+    hidden = model.hidden(batch.ids, batch.positions, batch.cu_seqlens)
+    hidden, weight, _ = lowered(hidden, model.head_weight, None)
+    return ops.linear_cross_entropy(hidden, weight, batch.labels, reduction="sum")
+
+
+class Pretraining:
+    """The objective of a language model on a token file, part of which is held out."""
+
+    def __init__(self, recipe: Recipe, tokenizer: data.Tokenizer, tokens: data.TokenFile, device: torch.device):
+        self.recipe, self.tokenizer, self.tokens, self.device = recipe, tokenizer, tokens, device
+        self.stream = self._stream("train" if recipe.data.validation else "all")
+
+    def _stream(self, split: str) -> data.Packed:
+        settings = self.recipe.data
+        return data.Packed(
+            self.tokens, settings.sequence, settings.batch, self.recipe.run.seed, split=split, validation=settings.validation
+        )  # fmt: skip
+
+    def next_batch(self) -> data.Batch:
+        return next(self.stream).to(self.device)
+
+    def loss(self, model: nn.Module, batch: data.Batch) -> Loss:
+        return Loss(next_token_loss(model, batch), batch.valid, tokens=batch.ids.numel())
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """The loss on the same held-out batches every time, in nats a token and in bits a byte of text."""
+        if not self.recipe.data.validation:
+            return {}
+        stream = self._stream("validation")
+        total, count = torch.zeros((), device=self.device), 0
+        for _ in range(self.recipe.evaluation.batches):
+            batch = next(stream).to(self.device)
+            total += next_token_loss(model, batch)
+            count += batch.valid
+        held_out = self.tokens.documents("validation", self.recipe.data.validation)
+        spans = [self.tokens.span(int(document)) for document in held_out]
+        tokens_per_byte = sum(end - start for start, end in spans) / int(self.tokens.bytes[held_out].sum())
+        loss = float(total) / count
+        return {"validation_loss": loss, "bits_per_byte": loss / math.log(2) * tokens_per_byte}
+
+    def sample(self, model: Any) -> list[str]:
+        settings = self.recipe.evaluation
+        return [self.continuation(model, prompt, settings.sample_tokens) for prompt in settings.prompts]
+
+    def continuation(self, model: Any, prompt: str, tokens: int) -> str:
+        """A prompt and what the model makes of it."""
+        settings = self.recipe.evaluation
+        ids = torch.tensor([self.tokenizer.encode(prompt)], device=self.device)
+        made = models.generate(
+            model, ids, max_new_tokens=tokens, temperature=settings.temperature, top_k=settings.top_k,
+            seed=self.recipe.run.seed, stop=self.tokenizer.stops,
+        )  # fmt: skip
+        return prompt + self.tokenizer.decode([int(step[0]) for step in made])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.stream.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state)
+
+
+def build_model(recipe: Recipe, tokenizer: data.Tokenizer) -> Any:
+    """The model a recipe starts from: loaded, or new with weights drawn from the run's seed."""
+    if recipe.model.path:
+        model = models.load(recipe.model.path)
+    elif recipe.model.config:
+        torch.manual_seed(recipe.run.seed)
+        ends = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
+        about = {"vocab_size": tokenizer.vocabulary, **ends, **recipe.model.config}
+        model = models.Decoder(models.ModelConfig.from_hf(about))
+    else:
+        raise RecipeError(
+            "the recipe has no model: set model.path to start from one, or describe one in [model.config]"
+        )
+    tokenizer.check_against(model.config.vocabulary)
+    return model
+
+
+def pretrain(
+    recipe: Recipe, folder: Path, *, provenance: Mapping[str, Any] | None = None, console: Console | None = None
+) -> dict[str, float]:
+    """Follow a recipe in a folder, from where it stands to the end, and leave the model in `folder/model`."""
+    console = console or Console(stderr=True)
+    if checkpoint.Checkpoints(folder / "checkpoints", 1).steps():
+        refuse_another(folder, recipe)
+    if recipe.run.backend:
+        configure_backend(recipe.run.backend)
+    device = execution.pick_device(recipe.run.device)
+    tokenizer, tokens = corpus.prepare(recipe, folder, console)
+    model = build_model(recipe, tokenizer)
+    objective = Pretraining(recipe, tokenizer, tokens, device)
+    work = flops.per_token(model, recipe.data.sequence), flops.peak(device, recipe.precision)
+    progress = Progress(recipe, console, *work)
+    trainer = Trainer(recipe, model, objective, folder, provenance=provenance, progress=progress)
+    figures = trainer.run()
+    plot.plot_run(folder, recipe.run.name)
+    if trainer.finished:
+        with trainer.as_evaluated():
+            export(model, tokenizer, folder / "model")
+    return figures
+
+
+def export(model: Any, tokenizer: data.Tokenizer, folder: Path) -> None:
+    """Write a model and its tokenizer as a Hugging Face folder, which appears when it is complete."""
+    hidden = folder.with_name(f".{folder.name}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    models.save(model, hidden)
+    tokenizer.save(hidden)
+    shutil.rmtree(folder, ignore_errors=True)
+    hidden.rename(folder)
