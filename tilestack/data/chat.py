@@ -1,7 +1,7 @@
 """Chat templates: a conversation as the text a model was taught to read, rendered by jinja2 in a sandbox.
 
 A template comes with a model and is a program, so it runs where it can reach nothing: no attributes of Python objects, no
-mutation, ranges of at most 100,000, strings and results of at most LIMIT characters.
+mutation, ranges of at most 100,000, no repeated string and no result of more than LIMIT characters.
 """
 
 import json
@@ -106,7 +106,7 @@ def _environment() -> Any:
             for value, times in ((left, right), (right, left)):
                 if isinstance(value, str | list | tuple) and isinstance(times, int) and len(value) * times > LIMIT:
                     raise SecurityError("a string or list is repeated too often")
-            if operator == "**" and not (isinstance(right, int | float) and abs(right) <= 64):
+            if operator == "**" and not (abs(left) <= 1024 and abs(right) <= 64):
                 raise SecurityError("a power is too large")
             return super().call_binop(context, operator, left, right)
 

@@ -4,19 +4,20 @@ Everything made is determined by its seed: the first hundred of a thousand are t
 """
 
 import hashlib
+import os
 import random
 import re
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 from tilestack.data.chat import Message
 
-TABLES = {"encodings", "pydoc_data"}  # generated from data; nobody wrote them
-NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# Installed packages, tests, and modules generated from tables of data.
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 NAMES = ("Ada", "Alan", "Barbara", "Donald", "Edsger", "Grace", "Ken", "Margaret")
 THINGS = ("apples", "books", "coins", "marbles", "pencils", "tickets")
@@ -51,8 +52,10 @@ def python_sources(most_bytes: int | None = None) -> Iterator[Document]:
     """The standard library of the running interpreter, without its tests and tables, file by file in order of name.
     `most_bytes` keeps a sample of about that size, spread over the whole library."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = (path for path in root.rglob("*.py") if not NOT_THE_LIBRARY.intersection(path.relative_to(root).parts))
-    paths = [path for path in found if path.relative_to(root).parts[0] not in TABLES]
+    paths = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in LEFT_OUT]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
     if most_bytes is not None:
         paths = _sample(root, paths, most_bytes)
     for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
@@ -76,13 +79,19 @@ def _sample(root: Path, paths: list[Path], most_bytes: int) -> list[Path]:
     return kept
 
 
-def arithmetic(count: int, seed: int = 0, difficulty: int = 1) -> Iterator[Task]:
-    """Tasks of one or two steps; difficulty 1 to 3 is how many digits the numbers have."""
+def arithmetic(count: int, seed: int = 0, difficulty: int = 1, kinds: Sequence[str] = ()) -> Iterator[Task]:
+    """Tasks of one or two steps, of these kinds or of all; difficulty 1 to 3 is how many digits the numbers have."""
     if difficulty not in (1, 2, 3):
         raise ValueError(f"difficulty must be 1, 2 or 3, not {difficulty}")
+    if unknown := [kind for kind in kinds if kind not in ARITHMETIC]:
+        raise ValueError(f"no kind of task {', '.join(unknown)}; there are {', '.join(ARITHMETIC)}")
+    return _arithmetic(count, seed, difficulty, list(kinds or ARITHMETIC))
+
+
+def _arithmetic(count: int, seed: int, difficulty: int, kinds: list[str]) -> Iterator[Task]:
     for number in range(count):
         draw = random.Random(f"arithmetic {seed} {difficulty} {number}")
-        kind = draw.choice(list(ARITHMETIC))
+        kind = draw.choice(kinds)
         prompt, answer = ARITHMETIC[kind](draw, 10**difficulty - 1)
         yield Task(prompt, str(answer), kind)
 
@@ -129,7 +138,7 @@ def _two_steps(draw: random.Random, top: int) -> tuple[str, int]:
 def _story(draw: random.Random, top: int) -> tuple[str, int]:
     name, thing = draw.choice(NAMES), draw.choice(THINGS)
     a, b = draw.randint(1, top), draw.randint(1, top)
-    c = draw.randint(0, a + b)
+    c = draw.randint(0, min(a + b, top))
     return f"{name} has {a} {thing}, gets {b} more and gives {c} away. How many {thing} are left?", a + b - c
 
 

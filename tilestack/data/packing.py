@@ -93,13 +93,14 @@ def collate(rows: Sequence[Sequences], length: int, most: int, padding: int = 0)
 
 
 def pack(sequences: Sequences, length: int, batch: int, *, padding: int = 0, most: int | None = None) -> list[Batch]:
-    """Batches of all sequences, best fit. A sequence is ids and labels in the convention of `Batch` (`answer_labels`
-    makes them); one longer than `length` is cut, and one without a label is left out. The last batch may have empty
-    rows."""
+    """Batches of all sequences, best fit, in the order of the first sequence in each row. A sequence is ids and labels in
+    the convention of `Batch` (`answer_labels` makes them); one longer than `length` is cut, and one without a label is
+    left out. The last batch may have empty rows."""
     most = most or most_documents(length)
     kept = [(ids[:length], labels[:length]) for ids, labels in sequences]
     kept = [(ids, labels) for ids, labels in kept if any(label != NO_LABEL for label in labels)]
-    rows = [[kept[item] for item in row] for row in best_fit([len(ids) for ids, _ in kept], length, most)]
+    placed = sorted(best_fit([len(ids) for ids, _ in kept], length, most), key=min)
+    rows = [[kept[item] for item in row] for row in placed]
     rows += [[]] * (-len(rows) % batch)
     return [collate(rows[start : start + batch], length, most, padding) for start in range(0, len(rows), batch)]
 

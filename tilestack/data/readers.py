@@ -13,6 +13,7 @@ No file is ever read whole, and an error names the file and the line.
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -62,8 +63,8 @@ def _read_file(path: Path) -> Iterator[Located]:
         raise DataError(f"{path} has no suffix that can be read; known are {_known()}")
     try:
         yield from reader(path)
-    except (EOFError, gzip.BadGzipFile) as problem:
-        raise DataError(f"{path} is damaged: {problem}") from problem
+    except (EOFError, OSError, zlib.error) as problem:
+        raise DataError(f"{path} cannot be read: {problem}") from problem
 
 
 def _reader(path: Path) -> Callable[[Path], Iterator[Located]] | None:
@@ -94,9 +95,11 @@ def _read_jsonl(path: Path) -> Iterator[Located]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(_decode(line, path, number))
+                record = json.loads(_decode(line.rstrip(b"\r\n"), path, number))
             except json.JSONDecodeError as problem:
                 raise DataError(f"{path}:{number}: not JSON: {problem.msg} at column {problem.colno}") from problem
+            except RecursionError as problem:
+                raise DataError(f"{path}:{number}: nested too deeply") from problem
             if not isinstance(record, dict):
                 raise DataError(f"{path}:{number}: expected an object, found a {type(record).__name__}")
             yield f"{path}:{number}", record

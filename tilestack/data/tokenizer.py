@@ -6,6 +6,7 @@ chat template, and a fingerprint by which token files and checkpoints know their
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -79,6 +80,8 @@ class Tokenizer:
         config = _read_json(file.with_name("tokenizer_config.json"))
         config = _read_json(file.with_name("special_tokens_map.json")) | config
         names = {name: _token_text(config.get(f"{name}_token")) for name in ("bos", "eos", "pad")}
+        if names["pad"] and backend.token_to_id(names["pad"]) is None:
+            names["pad"] = None  # often named for tools that insist on one, and no part of the vocabulary
         jinja = file.with_name("chat_template.jinja")
         template = jinja.read_text(encoding="utf-8") if jinja.is_file() else _default_template(config)
         return cls(backend, **names, template=template)
@@ -97,7 +100,10 @@ class Tokenizer:
         normalizer, pre_tokenizer = byte_level(pre)
         vocabulary = {token: number for number, token in enumerate(tokens)}
         whole_words = pre == "llama-bpe"  # Llama 3 takes a word that is a token as it is, whatever the merges say
-        backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=whole_words))
+        try:
+            backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=whole_words))
+        except Exception as problem:  # tokenizers raises bare Exception
+            raise DataError(f"the GGUF file's tokenizer is malformed: {problem}") from problem
         backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
         backend.decoder = decoders.ByteLevel()
         kinds = list(metadata.get("tokenizer.ggml.token_type", ()))
@@ -182,6 +188,16 @@ class Tokenizer:
         return tuple(dict.fromkeys(token for token in (self.eos, *turns) if token is not None))
 
     @cached_property
+    def token_bytes(self) -> list[int]:
+        """How many bytes of text each id stands for, 0 for special tokens: by them a loss becomes bits per byte."""
+        added = self.backend.get_added_tokens_decoder()
+        byte_level = "ByteLevel" in repr(self.backend.decoder)
+        return [
+            _bytes_of(self.backend.id_to_token(number), added.get(number), byte_level)
+            for number in range(self.vocabulary)
+        ]
+
+    @cached_property
     def fingerprint(self) -> str:
         """The same for tokenizers that give the same ids: of the vocabulary, the end token, and a probing text's ids."""
         vocabulary = sorted(self.backend.get_vocab(with_added_tokens=True).items(), key=lambda entry: entry[1])
@@ -225,7 +241,19 @@ def _begin_with(backend: tokenizers.Tokenizer, token: str) -> processors.PostPro
     )
 
 
+def _bytes_of(token: str | None, added: AddedToken | None, byte_level: bool) -> int:
+    if token is None or (added and added.special):
+        return 0
+    if byte_level and not added:
+        return len(token)  # in its alphabet a character is a byte
+    if re.fullmatch("<0x[0-9A-F]{2}>", token):
+        return 1  # how SentencePiece writes a byte
+    return len(token.replace("▁", " ").encode())
+
+
 def _at(tokens: list[str], number: int | None) -> str | None:
+    if number is not None and not 0 <= number < len(tokens):
+        raise DataError(f"the GGUF file names token {number}, but has only {len(tokens)}")
     return None if number is None else tokens[int(number)]
 
 
@@ -237,8 +265,7 @@ def _token_text(token: Any) -> str | None:
 def _default_template(config: dict[str, Any]) -> str | None:
     template = config.get("chat_template")
     if isinstance(template, list):  # several by name
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
     return template
 
 

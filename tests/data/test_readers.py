@@ -1,0 +1,132 @@
+"""Readers: every format gives the same records, a piece at a time, and what is wrong is named by file and line."""
+
+import gzip
+import json
+import tracemalloc
+
+import pytest
+
+from tilestack.data import DataError, read, readers, texts
+
+RECORDS = [{"text": f"document {number}\nü 🙂", "number": number} for number in range(5)]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS)
+
+
+def write_parquet(path, records=RECORDS):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=2)
+
+
+def write_zst(path, content):
+    import pyarrow
+
+    with pyarrow.output_stream(str(path), compression="zstd") as file:
+        file.write(content)
+
+
+def test_all_formats_give_the_same_records(tmp_path):
+    (tmp_path / "a.jsonl").write_text(LINES.replace("\n", "\n\n"), encoding="utf-8")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(LINES.encode()))
+    write_zst(tmp_path / "c.jsonl.zst", LINES.encode())
+    write_parquet(tmp_path / "d.parquet")
+    (tmp_path / ".hidden.jsonl").write_text("not JSON")
+    (tmp_path / "notes.bin").write_text("not data")
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet"):
+        assert list(read(tmp_path / name)) == RECORDS
+    assert list(read(tmp_path)) == RECORDS * 4
+    assert list(texts(str(tmp_path / "d.parquet"))) == [record["text"] for record in RECORDS]
+
+
+def test_a_long_text_comes_in_parts_cut_at_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "PART", 1000)
+    content = "".join(f"line {number} ü\n" for number in range(500)) + "no newline at the end"
+    (tmp_path / "long.txt").write_text(content, encoding="utf-8")
+    parts = list(texts(tmp_path / "long.txt"))
+    assert "".join(parts) == content
+    assert len(parts) > 5
+    assert all(part.endswith("\n") for part in parts[:-1])
+
+
+def test_a_file_is_never_read_whole(tmp_path):
+    line = json.dumps({"text": "x" * 1000}) + "\n"
+    (tmp_path / "big.jsonl").write_text(line * 20_000)
+    tracemalloc.start()
+    assert sum(1 for _ in read(tmp_path / "big.jsonl")) == 20_000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"text": "a"}\n{"text": \n', r"bad\.jsonl:2: not JSON: Expecting value at column 1\d"),
+        ('{"text": "a"}\n\n[1]\n', r"bad\.jsonl:3: expected an object, found a list"),
+        (b'{"text": "a"}\n{"text": "\xff"}\n', r"bad\.jsonl:2: not UTF-8: byte 0xff"),
+        (
+            '{"text": "a"}\n{"content": "b", "n": 1}\n',
+            r"bad\.jsonl:2: expected a string under 'text'.*content \(str\), n",
+        ),
+        ('{"text": "a"}\n{"text": 3}\n', r"bad\.jsonl:2: expected a string under 'text'"),
+        ('{"text": ' + "[" * 200_000 + "\n", r"bad\.jsonl:1: "),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, content, said):
+    (tmp_path / "bad.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=said):
+        list(texts(tmp_path / "bad.jsonl"))
+
+
+def test_text_that_is_not_utf8_is_named_by_its_line(tmp_path):
+    (tmp_path / "bad.txt").write_bytes(b"one\ntwo\nthr\xe9e\n")
+    with pytest.raises(DataError, match=r"bad\.txt:3: not UTF-8: byte 0xe9"):
+        list(read(tmp_path / "bad.txt"))
+
+
+def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "LONGEST_LINE", 1 << 20)
+    (tmp_path / "bad.jsonl").write_text('{"a": 1}\n"' + "x" * (1 << 21))
+    with pytest.raises(DataError, match=r"bad\.jsonl:2: a line of more than 1 MiB"):
+        list(read(tmp_path / "bad.jsonl"))
+
+
+def test_damaged_files_are_named(tmp_path):
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(LINES.encode() * 100)[:-20])
+    (tmp_path / "no.jsonl.gz").write_text("not gzip")
+    (tmp_path / "no.jsonl.zst").write_text("not zstandard")
+    (tmp_path / "no.parquet").write_text("not parquet")
+    write_parquet(tmp_path / "cut.parquet")
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "cut.parquet").read_bytes()[:-100])
+    for name in ("cut.jsonl.gz", "no.jsonl.gz", "no.jsonl.zst", "no.parquet", "cut.parquet"):
+        with pytest.raises(DataError, match=name):
+            list(read(tmp_path / name))
+
+
+def test_what_is_not_there_or_not_known_is_said_at_once(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no data at .*nowhere"):
+        read(tmp_path / "nowhere.jsonl")
+    with pytest.raises(DataError, match=r"holds no file that can be read; known are \.txt"):
+        read(tmp_path)
+    (tmp_path / "a.csv").write_text("a,b")
+    with pytest.raises(DataError, match="no suffix that can be read"):
+        list(read(tmp_path / "a.csv"))
+
+
+def test_a_dataset_of_the_hub_is_streamed(monkeypatch):
+    import sys
+    from types import SimpleNamespace
+
+    asked = []
+
+    def load_dataset(*arguments, **options):
+        asked.append((arguments, options))
+        return iter(RECORDS)
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert list(read("hf:org/name:small@test")) == RECORDS
+    assert asked == [(("org/name", "small"), {"split": "test", "streaming": True})]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'tilestack\[data\]'"):
+        list(read("hf:org/name"))

@@ -1,0 +1,174 @@
+"""Tokenizers: exact round trips, the same ids in transformers, and errors that name what does not fit."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from tilestack.data import DataError, Tokenizer
+from tilestack.data.pretokenizers import byte_level
+
+AWKWARD = [
+    "def f(x):\n    return [1234, 'it''s'] # naïve cafe\u0301\r\n\t\tpass   \n\n\n",
+    "漢字 кот 🙂 \u200d ﷽",
+    " 3.14e-10  ",
+    "<|im_start|>user\nHi<|im_end|>",
+    "",
+]
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=st.text())
+def test_text_comes_back_to_the_byte(tokenizer, text):
+    (ids,) = tokenizer.encode_documents([text])
+    assert tokenizer.decode(ids) == text
+    assert sum(tokenizer.token_bytes[token] for token in ids) == len(text.encode())
+
+
+def test_the_bytes_of_tokens_are_known_in_sentencepiece_vocabularies_too():
+    backend = Backend(models.BPE({"▁": 0, "▁Hi": 1, "<0xC3>": 2, "ü": 3}, []))
+    backend.decoder = decoders.Metaspace()
+    backend.add_tokens(["  x"])
+    backend.add_special_tokens(["<s>"])
+    assert Tokenizer(backend).token_bytes == [1, 3, 1, 2, 3, 0]
+
+
+def test_a_document_begins_and_ends_and_cannot_end_itself(tokenizer):
+    (ids,) = tokenizer.encode_documents(["a <|endoftext|> b"])
+    assert ids.count(tokenizer.eos) == 2
+    assert ids[0] == ids[-1] == tokenizer.bos == tokenizer.eos
+    assert tokenizer.encode("a <|endoftext|> b", bare=True).count(tokenizer.eos) == 1
+
+
+def test_what_is_saved_loads_as_the_same_tokenizer(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.fingerprint == tokenizer.fingerprint
+    assert (loaded.bos, loaded.eos, loaded.pad) == (tokenizer.bos, tokenizer.eos, tokenizer.pad)
+    assert Tokenizer.load(tmp_path / "tokenizer.json").fingerprint == tokenizer.fingerprint
+
+
+@pytest.mark.parametrize("model_type", [None, "llama", "qwen3"])
+def test_transformers_gives_the_same_ids(tokenizer, sources, messages, tmp_path, model_type):
+    transformers = pytest.importorskip("transformers")
+    tokenizer.save(tmp_path)
+    if model_type:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in [*AWKWARD, sources[0]]:
+        ids = tokenizer.encode(text)
+        assert theirs(text)["input_ids"] == ids
+        assert theirs.decode(ids) == tokenizer.decode(ids, special=True)
+    assert theirs.apply_chat_template(messages, tokenize=False) == tokenizer.chat(messages)
+    assert theirs.apply_chat_template(messages)["input_ids"] == tokenizer.chat_ids(messages)[0]
+    assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (
+        tokenizer.bos,
+        tokenizer.eos,
+        tokenizer.vocabulary,
+    )
+
+
+def test_the_special_tokens_may_be_objects_and_templates_a_list(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    config = {
+        "eos_token": {"content": "<|im_end|>", "lstrip": False},
+        "pad_token": "<nowhere>",
+        "chat_template": [{"name": "tool", "template": "no"}, {"name": "default", "template": "{{ eos_token }}!"}],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.eos == tokenizer.backend.token_to_id("<|im_end|>")
+    assert loaded.pad is None
+    assert loaded.chat([{"role": "user", "content": "Hi"}]) == "<|im_end|>!"
+
+
+def gguf_metadata(sources, pre):
+    """A small byte-level BPE in the words of a GGUF file, and the tokenizer that it should become."""
+    from tokenizers import trainers
+
+    backend = Backend(models.BPE())
+    backend.normalizer, backend.pre_tokenizer = byte_level(pre)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    backend.train_from_iterator(
+        sources,
+        trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
+    parts = json.loads(backend.to_str())
+    vocabulary = sorted(parts["model"]["vocab"], key=parts["model"]["vocab"].get)
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": vocabulary,
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in parts["model"]["merges"]],
+        "tokenizer.ggml.token_type": [3 if token in special else 1 for token in vocabulary],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": "{{ messages[0]['content'] }}",
+    }
+    return metadata, backend
+
+
+@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "qwen2", "llama-bpe"])
+def test_a_gguf_file_holds_the_same_tokenizer(sources, pre):
+    metadata, backend = gguf_metadata(sources[:3], pre)
+    tokenizer = Tokenizer.from_gguf(metadata)
+    for text in [*AWKWARD, sources[-1][:4000]]:
+        assert tokenizer.encode(text) == backend.encode(text).ids
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.stops) == (1, 2, None, (2,))
+    assert tokenizer.chat([{"role": "user", "content": "Hi"}]) == "Hi"
+    begun = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.add_bos_token": True})
+    assert begun.encode("Hi") == [1, *tokenizer.encode("Hi")]
+
+
+def test_pre_tokenizers_cut_numbers_and_indentation_as_their_models_do():
+    cut = lambda name, text: [piece for piece, _ in byte_level(name)[1].pre_tokenize_str(text)]
+    assert cut("smollm", "x 123") == ["x", "Ġ", "1", "2", "3"]
+    assert cut("gpt-2", "x 123") == ["x", "Ġ123"]
+    assert cut("qwen2", "x 1234") == ["x", "Ġ", "1", "2", "3", "4"]
+    assert cut("llama-bpe", "x 1234") == ["x", "Ġ", "123", "4"]
+    assert cut("llama-bpe", "    x\n\n  y") == ["ĠĠĠ", "Ġx", "ĊĊ", "Ġ", "Ġy"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tokenizer.ggml.model": "llama"}, "kind 'llama'"),
+        ({"tokenizer.ggml.pre": "unheard-of"}, "no pre-tokenizer named 'unheard-of'"),
+        ({"tokenizer.ggml.eos_token_id": 10**6}, "names token 1000000"),
+        ({"tokenizer.ggml.merges": ["Q§ ¤x"]}, "malformed"),
+    ],
+)
+def test_a_gguf_tokenizer_that_cannot_be_read_says_why(sources, change, said):
+    metadata, _ = gguf_metadata(sources[:1], "gpt-2")
+    with pytest.raises(DataError, match=said):
+        Tokenizer.from_gguf(metadata | change)
+
+
+def test_a_tokenizer_that_does_not_match_is_refused(tokenizer):
+    tokenizer.check_against(600)
+    with pytest.raises(DataError, match=r"ids go up to 599, the model knows 512 tokens.*vocab_size ≥ 600"):
+        tokenizer.check_against(512)
+
+
+def test_files_that_are_no_tokenizers_are_named(tokenizer, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer at .*: expected a tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer"):
+        Tokenizer.load(tmp_path)
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<gone>"}')
+    with pytest.raises(DataError, match="'<gone>' is not in its vocabulary"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is not JSON"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(DataError, match="a vocabulary of 100 is too small; 259"):
+        Tokenizer.train(["text"], 100)
