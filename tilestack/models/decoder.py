@@ -1,0 +1,142 @@
+"""The decoder: embedding, layers of attention and feed-forward, norm, head. Llama, Qwen, Mixtral and DeepSeek by config.
+
+A layer's norm and the residual sum before it are one operator, so layers hand on two tensors: what the last block
+added (`x`) and the sum up to it (`residual`).
+
+Shapes: B batch, T tokens, H hidden, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tilestack import ops
+from tilestack.models.attention import Attention, Context
+from tilestack.models.cache import KVCache
+from tilestack.models.config import ModelConfig
+from tilestack.models.mla import LatentAttention
+from tilestack.models.rotary import Rotary
+from tilestack.nn import MLP, Balance, Linear, MoE, RMSNorm
+from tilestack.nn.autocast import lowered
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden, eps=config.norm_eps)
+        self.attention = LatentAttention(config, layer) if config.kv_rank else Attention(config, layer)
+        self.mlp_norm = RMSNorm(config.hidden, eps=config.norm_eps)
+        self.mlp = experts(config) if config.sparse(layer) else MLP(config.hidden, config.intermediate, config.mlp_bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+        normal, residual = add_norm(x, residual, self.attention_norm)  # [B, T, H] each
+        x = self.attention(normal, context)
+        normal, residual = add_norm(x, residual, self.mlp_norm)
+        return self.mlp(normal), residual
+
+
+class Decoder(torch.nn.Module):
+    """Token ids to logits. With `checkpointing`, layers keep only what enters them and compute the rest again."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.checkpointing = False
+        self.embedding = torch.nn.Embedding(config.vocabulary, config.hidden)
+        self.layers = torch.nn.ModuleList(Layer(config, layer) for layer in range(config.layers))
+        self.norm = RMSNorm(config.hidden, eps=config.norm_eps)
+        self.head = None if config.tied else Linear(config.hidden, config.vocabulary, bias=False)
+        self.rotary = Rotary(config)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Normal weights; those that write into the residual stream smaller, as 2 · layers of them add up in it."""
+        std = self.config.initial_std
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                writes = name.endswith(("output.weight", "down.weight", "mlp.down"))
+                parameter.normal_(0.0, std / (2 * self.config.layers) ** 0.5 if writes else std)
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Logits [B, T, V] of the token after each of ids [B, T]; see `hidden` for the rest."""
+        return self.logits(self.hidden(ids, positions, cu_seqlens, cache))
+
+    def hidden(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """The normed hidden states [B, T, H] that the head reads.
+
+        `positions`, [B, T] or [T], are each token's place in its text; without them texts begin with the cache or the
+        row. `cu_seqlens` are the offsets of documents packed into the rows, as `ops.attention` takes them. A `cache`
+        holds the tokens before these, and these too from now on.
+        """
+        batch, tokens = ids.shape
+        before = 0
+        if cache is not None:
+            if cu_seqlens is not None:
+                raise ValueError("a cache continues one text per row; it cannot be combined with cu_seqlens")
+            cache.check(batch, tokens)
+            before = cache.length
+        if positions is None and before:
+            positions = torch.arange(before, before + tokens, device=ids.device)
+        cos, sin = self.rotary(before + tokens)
+        context = Context(cos, sin, positions, cu_seqlens, cache)
+        x, residual = ops.embedding(ids, self.embedding.weight), None
+        for layer in self.layers:
+            if self.checkpointing and torch.is_grad_enabled():
+                x, residual = checkpoint(layer, x, residual, context, use_reentrant=False)
+            else:
+                x, residual = layer(x, residual, context)
+        if cache is not None:
+            cache.advance(tokens)
+        return add_norm(x, residual, self.norm)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head's scores [..., V] of hidden states [..., H]."""
+        return ops.linear(*lowered(hidden, self.head_weight, None))
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, H]: the head's weight, the embedding's where they are tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def balances(self) -> list[Balance]:
+        """How the last forward loaded the experts of each mixture, first layer first."""
+        found = (layer.mlp.balance for layer in self.layers if isinstance(layer.mlp, MoE))
+        return [balance for balance in found if balance is not None]
+
+
+def add_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """(the norm of x + residual, x + residual); the residual stream keeps its dtype under autocast."""
+    if residual is None:
+        return norm(x), x
+    return ops.add_rms_norm(x.to(residual.dtype), residual, norm.weight, norm.eps or 0.0)
+
+
+def experts(config: ModelConfig) -> MoE:
+    return MoE(
+        config.hidden,
+        config.expert_intermediate,
+        config.experts,
+        config.top_k,
+        normalise=config.normalise,
+        scale=config.expert_scale,
+        groups=config.groups,
+        top_groups=config.top_groups,
+        shared_intermediate=config.shared_intermediate,
+    )

@@ -1,0 +1,221 @@
+"""The families of decoders, as Hugging Face names them: what their config.json calls each field, and what it implies.
+
+A family is added by a line of `FAMILIES` and, where its tensors have names of their own, one in `weights.layout`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilestack.models.config import ModelConfig
+
+Fields = dict[str, Any]
+
+
+class ConfigError(ValueError):
+    """A configuration that no decoder can be built from; the message names the key."""
+
+
+REQUIRED = ("vocabulary", "hidden", "intermediate", "layers", "heads")
+KEYS = dict(
+    vocabulary="vocab_size",
+    hidden="hidden_size",
+    intermediate="intermediate_size",
+    layers="num_hidden_layers",
+    heads="num_attention_heads",
+    kv_heads="num_key_value_heads",
+    head_dim="head_dim",
+    positions="max_position_embeddings",
+    norm_eps="rms_norm_eps",
+    tied="tie_word_embeddings",
+    initial_std="initializer_range",
+    bos="bos_token_id",
+    pad="pad_token_id",
+)
+COMMON_KEYS = {
+    "model_type", "architectures", "hidden_act", "eos_token_id", "rope_theta", "rope_scaling", "rope_parameters",
+    "partial_rotary_factor", "dtype", "torch_dtype", "use_cache", "attention_dropout", "pretraining_tp",
+    "transformers_version", "output_router_logits", "router_aux_loss_coef",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model_type: `keys` by field, defaults of its own, and `read`/`write` for what is not one key for one field."""
+
+    architecture: str
+    keys: Mapping[str, str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    read: Callable[[Mapping[str, Any], Fields], Fields] = lambda given, fields: {}
+    write: Callable[["ModelConfig"], dict[str, Any]] = lambda config: {}
+    other_keys: frozenset[str] = frozenset()
+
+
+def read_llama(given: Mapping[str, Any], fields: Fields) -> Fields:
+    bias = bool(given.get("attention_bias", False))
+    return dict(qkv_bias=bias, output_bias=bias)
+
+
+def write_llama(config: "ModelConfig") -> dict[str, Any]:
+    return dict(attention_bias=config.qkv_bias)
+
+
+def read_mistral(given: Mapping[str, Any], fields: Fields) -> Fields:
+    window = given.get("sliding_window", 4096)
+    return dict(windows=(window,) * fields["layers"] if window else ())
+
+
+def write_mistral(config: "ModelConfig") -> dict[str, Any]:
+    return dict(sliding_window=config.window(0))
+
+
+def read_qwen(given: Mapping[str, Any], fields: Fields) -> Fields:
+    """From a layer on (`max_window_layers`), or in those that `layer_types` names, Qwen's layers have a window."""
+    layers, window = fields["layers"], given.get("sliding_window", 4096) if given.get("use_sliding_window") else None
+    slides = [layer >= given.get("max_window_layers", 28) for layer in range(layers)]
+    if given.get("layer_types"):
+        slides = [kind == "sliding_attention" for kind in given["layer_types"]]
+    windows = tuple(window if slide else None for slide in slides)
+    return dict(windows=windows if any(windows) else (), qkv_bias=True)
+
+
+def write_qwen(config: "ModelConfig") -> dict[str, Any]:
+    window = next(filter(None, config.windows), None)
+    kinds = ["sliding_attention" if config.window(layer) else "full_attention" for layer in range(config.layers)]
+    first = kinds.index("sliding_attention") if window else config.layers
+    return dict(use_sliding_window=bool(window), sliding_window=window, max_window_layers=first, layer_types=kinds)
+
+
+def read_qwen3(given: Mapping[str, Any], fields: Fields) -> Fields:
+    return read_qwen(given, fields) | read_llama(given, fields)
+
+
+def write_qwen3(config: "ModelConfig") -> dict[str, Any]:
+    return write_qwen(config) | write_llama(config)
+
+
+def read_qwen3_moe(given: Mapping[str, Any], fields: Fields) -> Fields:
+    """All layers share a window, and those that `decoder_sparse_step` and `mlp_only_layers` leave out are dense."""
+    window = given.get("sliding_window", 4096) if given.get("use_sliding_window") else None
+    step, dense = given.get("decoder_sparse_step", 1), given.get("mlp_only_layers") or []
+    return read_llama(given, fields) | dict(
+        windows=(window,) * fields["layers"] if window else (),
+        dense_layers=tuple(layer for layer in range(fields["layers"]) if layer in dense or (layer + 1) % step),
+        experts=given.get("num_experts", given.get("num_local_experts", 128)),
+    )
+
+
+def write_qwen3_moe(config: "ModelConfig") -> dict[str, Any]:
+    return write_llama(config) | dict(
+        use_sliding_window=bool(config.window(0)),
+        sliding_window=config.window(0),
+        decoder_sparse_step=1,
+        mlp_only_layers=list(config.dense_layers),
+        num_experts=config.experts,
+    )
+
+
+def read_mixtral(given: Mapping[str, Any], fields: Fields) -> Fields:
+    return read_mistral({"sliding_window": None, **given}, fields) | dict(
+        expert_intermediate=fields["intermediate"], normalise=True
+    )
+
+
+def read_deepseek(given: Mapping[str, Any], fields: Fields) -> Fields:
+    if given.get("attention_bias"):
+        raise ConfigError("attention_bias must be false: DeepSeek's projections into latents have none here")
+    if given.get("num_key_value_heads") not in (None, fields["heads"]):
+        raise ConfigError(
+            "num_key_value_heads must equal num_attention_heads: every head has keys and values of its own"
+        )
+    if given.get("norm_topk_prob"):
+        raise ConfigError("norm_topk_prob must be false for DeepSeek-V2: transformers does not normalise there either")
+    method = given.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ConfigError(f"topk_method must be greedy or group_limited_greedy, not {method!r}")
+    grouped = method == "group_limited_greedy"
+    return dict(
+        kv_heads=fields["heads"],
+        head_dim=fields["nope_dim"] + fields["rope_dim"],
+        dense_layers=tuple(range(given.get("first_k_dense_replace", 0))),
+        shared_intermediate=fields["expert_intermediate"] * given.get("n_shared_experts", 2),
+        groups=given["n_group"] if grouped else 1,
+        top_groups=given["topk_group"] if grouped else 1,
+        q_rank=given.get("q_lora_rank", 1536) or 0,
+        normalise=False,
+    )
+
+
+def write_deepseek(config: "ModelConfig") -> dict[str, Any]:
+    return dict(
+        num_key_value_heads=config.heads,
+        head_dim=config.rope_dim,
+        attention_bias=False,
+        norm_topk_prob=False,
+        first_k_dense_replace=len(config.dense_layers),
+        n_shared_experts=config.shared_intermediate // config.expert_intermediate,
+        q_lora_rank=config.q_rank or None,
+        topk_method="group_limited_greedy" if config.groups > 1 else "greedy",
+        n_group=config.groups if config.groups > 1 else None,
+        topk_group=config.top_groups if config.groups > 1 else None,
+    )
+
+
+ATTENTION = frozenset({"attention_bias"})
+WINDOW = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
+EXPERTS = dict(top_k="num_experts_per_tok")
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM", KEYS | {"mlp_bias": "mlp_bias"}, {}, read_llama, write_llama, other_keys=ATTENTION
+    ),
+    "mistral": Family(
+        "MistralForCausalLM", KEYS, dict(positions=131072), read_mistral, write_mistral, other_keys=WINDOW
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", KEYS, dict(positions=32768), read_qwen, write_qwen, other_keys=WINDOW),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        KEYS,
+        dict(positions=32768, head_dim=128, qk_norm=True),
+        read_qwen3,
+        write_qwen3,
+        other_keys=ATTENTION | WINDOW,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        KEYS | EXPERTS | {"expert_intermediate": "moe_intermediate_size", "normalise": "norm_topk_prob"},
+        dict(positions=32768, qk_norm=True, normalise=False, top_k=8, expert_intermediate=768),
+        read_qwen3_moe,
+        write_qwen3_moe,
+        other_keys=ATTENTION | WINDOW | {"num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        KEYS | EXPERTS | {"experts": "num_local_experts"},
+        dict(positions=131072, norm_eps=1e-5, rope_base=1e6, experts=8, top_k=2),
+        read_mixtral,
+        write_mistral,
+        other_keys=WINDOW | {"router_jitter_noise"},
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        KEYS
+        | EXPERTS
+        | {
+            "experts": "n_routed_experts",
+            "expert_intermediate": "moe_intermediate_size",
+            "expert_scale": "routed_scaling_factor",
+            "kv_rank": "kv_lora_rank",
+            "nope_dim": "qk_nope_head_dim",
+            "rope_dim": "qk_rope_head_dim",
+            "value_dim": "v_head_dim",
+        },
+        dict(experts=64, top_k=6, expert_intermediate=1407, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+        read_deepseek,
+        write_deepseek,
+        other_keys=ATTENTION
+        | {"q_lora_rank", "topk_method", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"}
+        | {"norm_topk_prob", "qk_head_dim", "moe_layer_freq", "scoring_func", "aux_loss_alpha", "seq_aux"},
+    ),
+}

@@ -1,0 +1,182 @@
+"""Weights in and out: between the tensors of a Hugging Face checkpoint and a decoder's fused parameters.
+
+Every parameter of ours, seen as rows, is some of theirs one below the other: qkv is q, k and v; gate_up is gate and up;
+all experts' gate_up is gate and up of expert 0, of expert 1, and so on. `layout` lists the pieces of each parameter, and
+both ways follow it.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tilestack.models.config import ModelConfig
+from tilestack.models.decoder import Decoder
+
+FEW = 5  # tensors that an error names before it counts the others
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that does not hold the model its configuration describes, or cannot be read at all."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of a checkpoint and how many rows of a parameter it is."""
+
+    name: str
+    rows: int
+
+
+class Source(Protocol):
+    """Where tensors come from, by their Hugging Face names."""
+
+    def names(self) -> Iterable[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def read(self, name: str) -> Tensor: ...
+
+
+def layout(config: ModelConfig) -> dict[str, list[Piece]]:
+    """The pieces of every parameter, by its name in the decoder; in the order of a Hugging Face model."""
+    found = {"embedding.weight": [Piece("model.embed_tokens.weight", config.vocabulary)]}
+    for layer in range(config.layers):
+        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+        attention = latent_attention_layout(config) if config.kv_rank else attention_layout(config)
+        block = "block_sparse_moe" if config.family == "mixtral" else "mlp"
+        mlp = experts_layout(config) if config.sparse(layer) else mlp_layout(config.intermediate, config, "")
+        for name, pieces in attention.items():
+            found[f"{ours}.attention.{name}"] = [Piece(f"{theirs}.self_attn.{p.name}", p.rows) for p in pieces]
+        for name, pieces in mlp.items():
+            found[f"{ours}.mlp.{name}"] = [Piece(f"{theirs}.{block}.{p.name}", p.rows) for p in pieces]
+        found[f"{ours}.attention_norm.weight"] = [Piece(f"{theirs}.input_layernorm.weight", config.hidden)]
+        found[f"{ours}.mlp_norm.weight"] = [Piece(f"{theirs}.post_attention_layernorm.weight", config.hidden)]
+    found["norm.weight"] = [Piece("model.norm.weight", config.hidden)]
+    if not config.tied:
+        found["head.weight"] = [Piece("lm_head.weight", config.vocabulary)]
+    return found
+
+
+def attention_layout(config: ModelConfig) -> dict[str, list[Piece]]:
+    rows = [("q_proj", config.heads), ("k_proj", config.kv_heads), ("v_proj", config.kv_heads)]
+    found = {
+        f"qkv.{kind}": [Piece(f"{name}.{kind}", heads * config.head_dim) for name, heads in rows]
+        for kind in ("weight", *(["bias"] if config.qkv_bias else []))
+    }
+    for kind in ("weight", *(["bias"] if config.output_bias else [])):
+        found[f"output.{kind}"] = [Piece(f"o_proj.{kind}", config.hidden)]
+    for name in ("q_norm.weight", "k_norm.weight") if config.qk_norm else ():
+        found[name] = [Piece(name, config.head_dim)]
+    return found
+
+
+def latent_attention_layout(config: ModelConfig) -> dict[str, list[Piece]]:
+    queries = config.heads * config.head_dim
+    down = Piece("q_a_proj.weight", config.q_rank) if config.q_rank else Piece("q_proj.weight", queries)
+    found = {
+        "qkv.weight": [down, Piece("kv_a_proj_with_mqa.weight", config.kv_rank + config.rope_dim)],
+        "kv_norm.weight": [Piece("kv_a_layernorm.weight", config.kv_rank)],
+        "kv_up.weight": [Piece("kv_b_proj.weight", config.heads * (config.nope_dim + config.value_dim))],
+        "output.weight": [Piece("o_proj.weight", config.hidden)],
+    }
+    if config.q_rank:
+        found["q_norm.weight"] = [Piece("q_a_layernorm.weight", config.q_rank)]
+        found["q_up.weight"] = [Piece("q_b_proj.weight", queries)]
+    return found
+
+
+def mlp_layout(intermediate: int, config: ModelConfig, prefix: str) -> dict[str, list[Piece]]:
+    found = {}
+    for kind in ("weight", *(["bias"] if config.mlp_bias else [])):
+        found[f"gate_up.{kind}"] = [Piece(f"{prefix}{name}_proj.{kind}", intermediate) for name in ("gate", "up")]
+        found[f"down.{kind}"] = [Piece(f"{prefix}down_proj.{kind}", config.hidden)]
+    return found
+
+
+def experts_layout(config: ModelConfig) -> dict[str, list[Piece]]:
+    names = ("w1", "w3", "w2") if config.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = (lambda expert, name=name: f"experts.{expert}.{name}.weight" for name in names)
+    width, every = config.expert_intermediate, range(config.experts)
+    found = {
+        "router.weight": [Piece("gate.weight", config.experts)],
+        "gate_up": [Piece(name(expert), width) for expert in every for name in (gate, up)],
+        "down": [Piece(down(expert), config.hidden) for expert in every],
+    }
+    if config.shared_intermediate:
+        shared = mlp_layout(config.shared_intermediate, config, "shared_experts.")
+        found |= {f"shared.{name}": pieces for name, pieces in shared.items()}
+    return found
+
+
+def fill(decoder: Decoder, source: Source, dtype: torch.dtype | None, device: torch.device | str) -> None:
+    """Give a decoder that lies on `meta` its parameters, one piece at a time, in the source's dtype or the one given."""
+    parameters, pieces = dict(decoder.named_parameters()), layout(decoder.config)
+    refuse_mismatch(parameters, pieces, source, decoder.config)
+    for name, parameter in parameters.items():
+        made = torch.empty(0)
+        row = 0
+        for piece in pieces[name]:
+            tensor = source.read(piece.name)
+            if not tensor.is_floating_point() or tensor.element_size() < 2:
+                raise CheckpointError(f"{piece.name} is {tensor.dtype}: quantised weights are not read here")
+            if row == 0:
+                made = torch.empty(parameter.shape, dtype=dtype or tensor.dtype, device=device)
+            as_rows(made)[row : row + piece.rows].copy_(tensor)
+            row += piece.rows
+        module, _, attribute = name.rpartition(".")
+        setattr(decoder.get_submodule(module), attribute, torch.nn.Parameter(made, parameter.requires_grad))
+    decoder.rotary.build(decoder.rotary.cos.shape[0], torch.device(device))
+
+
+def as_rows(parameter: Tensor) -> Tensor:
+    return parameter.flatten(0, -2) if parameter.ndim > 2 else parameter
+
+
+def refuse_mismatch(
+    parameters: Mapping[str, Tensor], pieces: Mapping[str, list[Piece]], source: Source, config: ModelConfig
+) -> None:
+    """One error for all that is missing, too much, or of another shape."""
+    shapes = {p.name: (p.rows, *parameters[name].shape[1:][-1:]) for name in pieces for p in pieces[name]}
+    given = set(source.names())
+    spare = {name for name in given - shapes.keys() if name.endswith("rotary_emb.inv_freq")}
+    spare |= {"lm_head.weight"} if config.tied else set()
+    wrong = [
+        f"{name} is {source.shape(name)} instead of {shape}"
+        for name, shape in shapes.items()
+        if name in given and source.shape(name) != shape
+    ]
+    problems = {
+        "missing": [name for name in shapes if name not in given],
+        "unexpected": sorted(given - shapes.keys() - spare),
+        "of the wrong shape": wrong,
+    }
+    if said := [f"{len(names)} {kind}: {shortened(names)}" for kind, names in problems.items() if names]:
+        raise CheckpointError("the tensors do not fit the configuration; " + "; ".join(said))
+
+
+def shortened(names: list[str]) -> str:
+    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+
+
+def unfused(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The decoder's weights under their Hugging Face names; views of its parameters, no copies."""
+    parameters = dict(decoder.named_parameters())
+    for name, pieces in layout(decoder.config).items():
+        rows = as_rows(parameters[name].detach()).split([piece.rows for piece in pieces])
+        yield from ((piece.name, part) for piece, part in zip(pieces, rows, strict=True))
+
+
+def sharded(tensors: Iterable[tuple[str, Tensor]], most: int) -> list[dict[str, Tensor]]:
+    """Tensors in files of at most `most` bytes, in their order; one that is larger has a file of its own."""
+    files: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors:
+        size = math.prod(tensor.shape) * tensor.element_size()
+        if files[-1] and filled + size > most:
+            files.append({})
+            filled = 0
+        files[-1][name] = tensor
+        filled += size
+    return files
