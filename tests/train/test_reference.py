@@ -33,12 +33,11 @@ def test_another_model_or_other_data_is_asked_itself(tmp_path):
 
 
 def test_a_damaged_file_is_made_again(tmp_path):
-    model, said = Bigrams(), []
+    model = Bigrams()
     first = reference_log_probs(model, SEQUENCES, "cpu", tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:20])
-    assert torch.equal(reference_log_probs(model, SEQUENCES, "cpu", tmp_path, said.append), first)
-    assert "cannot be read" in said[0]
+    assert torch.equal(reference_log_probs(model, SEQUENCES, "cpu", tmp_path), first)
     assert torch.equal(reference_log_probs(model, SEQUENCES, "cpu", tmp_path), first)
 
 

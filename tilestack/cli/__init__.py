@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilestack
-from tilestack.cli import lab, train
+from tilestack.cli import align, lab, train
 
 app = typer.Typer(
     name="tilestack",
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 lab.add_to(app)
 train.add_to(app)
+align.add_to(app)
 
 
 @app.callback()

@@ -5,7 +5,7 @@ does not change, so it is asked once, before the first step, and only the policy
 held.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,16 @@ from tilestack.train.deck import Deck
 from tilestack.train.log_probs import Rows, Scored, in_rows, log_probs
 from tilestack.train.losses import PREFERENCE_LOSSES, Preferences, preference_losses
 from tilestack.train.objective import Loss
-from tilestack.train.recipe import Data, Recipe
+from tilestack.train.recipe import Recipe
 from tilestack.train.reference import reference_log_probs
 from tilestack.train.settings import RecipeError, setting
 
 
 @dataclass(frozen=True)
-class PreferenceData(Data):
-    """Pairs of answers: a file has {"prompt": text or messages, "chosen": text, "rejected": text} in each row."""
+class PreferenceData(examples.ExampleData):
+    """Pairs of answers: built-in ones, or files with {"prompt": …, "chosen": …, "rejected": …} in each row."""
 
     corpus: str = setting("preferences", choices=("preferences", "files"))
-    documents: int = setting(2000, low=0)  # pairs; 0 takes all there are in files
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,6 @@ class DPO:
         tokenizer: Tokenizer,
         device: torch.device,
         cache: Path | None = None,
-        say: Callable[[str], None] = lambda text: None,
     ):
         self.recipe, self.settings, self.tokenizer, self.device = recipe, recipe.dpo, tokenizer, device
         learned, held = preferences(recipe.data, recipe.run.seed)
@@ -87,7 +85,7 @@ class DPO:
                 f"none of {len(learned)} pairs of answers fits into data.sequence = {recipe.data.sequence}"
             )
         sequences = [sequence for pair in self.pairs + self.held for sequence in (pair.chosen, pair.rejected)]
-        asked = reference_log_probs(model, sequences, device, cache, say).view(-1, 2)
+        asked = reference_log_probs(model, sequences, device, cache).view(-1, 2)
         self.reference, self.held_reference = asked[: len(self.pairs)], asked[len(self.pairs) :]
         self.deck = Deck(len(self.pairs), recipe.run.seed)
 
@@ -166,7 +164,14 @@ def pair_of(tokenizer: Tokenizer, preference: corpora.Preference) -> Pair:
 def preferences(settings: PreferenceData, seed: int) -> tuple[list[corpora.Preference], list[corpora.Preference]]:
     """Preferences to learn from and preferences held out."""
     if settings.corpus == "files":
-        found = examples.from_files(settings.files, examples.preference, settings.documents)
+        found = examples.from_files(settings.files, examples.preference, settings.examples)
     else:
-        found = list(corpora.preferences(settings.documents, seed))
+        found = list(corpora.preferences(settings.examples, seed))
     return examples.split(found, lambda preference: preference.messages, settings.validation, seed)
+
+
+def texts(recipe: DPORecipe) -> Iterator[str]:
+    """What a new tokenizer is trained on."""
+    for preference in preferences(recipe.data, recipe.run.seed)[0]:
+        yield from (message["content"] for message in preference.messages)
+        yield from (preference.chosen, preference.rejected)

@@ -8,14 +8,44 @@ One row each, in any file that `data.read` reads. What is wrong with a row is sa
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from tilestack.data import DataError, Message, corpora, located
+from tilestack.train.recipe import Data
+from tilestack.train.settings import RecipeError, setting
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ExampleData(Data):
+    """Examples rather than running text: how many of them, made or read."""
+
+    examples: int = setting(5000, low=0)  # 0 takes all that files hold
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.most_bytes:
+            raise RecipeError("data.most_bytes is for running text; data.examples says how many examples to take")
+        if not self.examples and self.corpus != "files":
+            raise RecipeError(f'data.examples must be at least 1 where data.corpus is "{self.corpus}"')
+
+
+@dataclass(frozen=True)
+class ArithmeticData(ExampleData):
+    """Examples that may be made of arithmetic."""
+
+    difficulty: int = setting(1, low=1, high=3)  # digits of its numbers
+    kinds: tuple[str, ...] = ()  # empty is all
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if unknown := [kind for kind in self.kinds if kind not in corpora.ARITHMETIC]:
+            raise RecipeError(f"data.kinds has no {', '.join(unknown)}; there are {', '.join(corpora.ARITHMETIC)}")
 
 
 def from_files(files: Sequence[str], read: Callable[[dict[str, Any]], T], most: int) -> list[T]:
@@ -75,13 +105,12 @@ def messages_under(key: str, row: dict[str, Any]) -> list[Message]:
     return messages
 
 
-def arithmetic(count: int, seed: int, difficulty: int, kinds: Sequence[str]) -> Iterator[corpora.Task]:
-    """So many built-in tasks of the given kinds; of all kinds when none is given."""
-    if unknown := [kind for kind in kinds if kind not in corpora.ARITHMETIC]:
-        raise DataError(f"no kind of task {', '.join(unknown)}; there are {', '.join(corpora.ARITHMETIC)}")
-    enough = count * len(corpora.ARITHMETIC) * 4  # of each kind drawn alike
-    made = corpora.arithmetic(enough if kinds else count, seed, difficulty)
-    return itertools.islice((task for task in made if not kinds or task.kind in kinds), count)
+def arithmetic(settings: ArithmeticData, seed: int) -> list[corpora.Task]:
+    """Built-in tasks of the kinds that the settings name; of all kinds when they name none."""
+    kinds = settings.kinds or tuple(corpora.ARITHMETIC)
+    enough = settings.examples * len(corpora.ARITHMETIC) * 4  # every kind is drawn alike
+    made = corpora.arithmetic(enough, seed, settings.difficulty)
+    return list(itertools.islice((task for task in made if task.kind in kinds), settings.examples))
 
 
 def split(items: Iterable[T], prompt: Callable[[T], Any], share: float, seed: int) -> tuple[list[T], list[T]]:

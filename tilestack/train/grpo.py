@@ -11,7 +11,7 @@ differs later, the policy has moved and not the arithmetic.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,18 +27,15 @@ from tilestack.train.deck import Deck
 from tilestack.train.log_probs import IGNORED, Rows, Scored, in_rows, log_probs
 from tilestack.train.losses import group_advantages, k3, policy_losses
 from tilestack.train.objective import Loss
-from tilestack.train.recipe import Data, Recipe
+from tilestack.train.recipe import Recipe
 from tilestack.train.settings import RecipeError, setting
 
 
 @dataclass(frozen=True)
-class TaskData(Data):
+class TaskData(examples.ArithmeticData):
     """Tasks with answers that can be checked: arithmetic, or files with {"prompt": …, "answer": …} in each row."""
 
     corpus: str = setting("arithmetic", choices=("arithmetic", "files"))
-    documents: int = setting(5000, low=0)  # tasks; 0 takes all there are in files
-    difficulty: int = setting(1, low=1, high=3)  # of arithmetic: digits of its numbers
-    kinds: tuple[str, ...] = ()  # of arithmetic; empty is all
     batch: int = setting(8, low=1)  # prompts in a micro-batch, each answered by a group
 
 
@@ -89,7 +86,7 @@ class GRPO:
         self.reward = REWARDS[recipe.grpo.reward]
         self.tasks, self.held = tasks(recipe.data, recipe.run.seed)
         if not self.tasks:
-            raise RecipeError("no task is left to train on; set data.validation lower or data.documents higher")
+            raise RecipeError("no task is left to train on; set data.validation lower or data.examples higher")
         self.reference: Any = None
         if recipe.grpo.beta:
             # With adapters, the reference is the model without them; else a copy, made before the first step.
@@ -227,7 +224,13 @@ def saved(rollout: Rollout) -> dict[str, Any]:
 def tasks(settings: TaskData, seed: int) -> tuple[list[corpora.Task], list[corpora.Task]]:
     """Tasks to learn from and tasks held out."""
     if settings.corpus == "files":
-        found = examples.from_files(settings.files, examples.task, settings.documents)
+        found = examples.from_files(settings.files, examples.task, settings.examples)
     else:
-        found = list(examples.arithmetic(settings.documents, seed, settings.difficulty, settings.kinds))
+        found = examples.arithmetic(settings, seed)
     return examples.split(found, lambda task: task.prompt, settings.validation, seed)
+
+
+def texts(recipe: GRPORecipe) -> Iterator[str]:
+    """What a new tokenizer is trained on."""
+    for task in tasks(recipe.data, recipe.run.seed)[0]:
+        yield from (task.prompt, task.answer)

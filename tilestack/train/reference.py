@@ -1,7 +1,7 @@
 """What a frozen reference says of given answers, computed once and kept on disk under a fingerprint of model and data."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,15 +29,14 @@ def reference_log_probs(
     sequences: Sequence[Scored],
     device: torch.device | str,
     folder: Path | None,
-    say: Callable[[str], None] = lambda text: None,
 ) -> Tensor:
     """log p of each sequence's scored tokens under the model as it is now, [sequences] in float64 on the CPU."""
     path = None if folder is None else folder / f"reference-{fingerprint(model, sequences)}.safetensors"
     if path is not None and path.is_file():
         try:
             return load_file(path)["log_probs"]
-        except (SafetensorError, KeyError):  # half-written or not ours: made again
-            say(f"{path} cannot be read; the reference is asked again")
+        except (SafetensorError, KeyError):
+            path.unlink()  # damaged: the reference is asked again
     was_training = model.training
     model.eval()
     found = torch.tensor([scored.log_prob for scored in score(model, sequences, device)], dtype=torch.float64)

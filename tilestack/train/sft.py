@@ -5,32 +5,28 @@ label crosses from one to the next. They are packed anew in every round, in an o
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from tilestack import ops
-from tilestack.data import NO_LABEL, Batch, Message, Tokenizer, answer_labels, corpora, pack
+from tilestack.data import Batch, Message, Tokenizer, answer_labels, corpora, pack
 from tilestack.data.packing import best_fit, collate
 from tilestack.train import examples
 from tilestack.train.answers import answers, prompt_ids, shown_answers
 from tilestack.train.objective import Loss
-from tilestack.train.recipe import Data, Recipe
+from tilestack.train.pretrain import next_token_loss
+from tilestack.train.recipe import Recipe
 from tilestack.train.settings import RecipeError, setting
 
 
 @dataclass(frozen=True)
-class ConversationData(Data):
+class ConversationData(examples.ArithmeticData):
     """Conversations: built-in ones, solved arithmetic, or files with {"messages": […]} in each row."""
 
     corpus: str = setting("conversations", choices=("conversations", "arithmetic", "files"))
-    documents: int = setting(5000, low=0)  # conversations; 0 takes all there are in files
-    difficulty: int = setting(1, low=1, high=3)  # of arithmetic: digits of its numbers
-    kinds: tuple[str, ...] = ()  # of arithmetic; empty is all
 
 
 @dataclass(frozen=True)
@@ -41,13 +37,18 @@ class SFTRecipe(Recipe):
 def conversations(settings: ConversationData, seed: int) -> tuple[list[list[Message]], list[list[Message]]]:
     """Conversations to learn from and conversations held out."""
     if settings.corpus == "files":
-        found = examples.from_files(settings.files, examples.conversation, settings.documents)
+        found = examples.from_files(settings.files, examples.conversation, settings.examples)
     elif settings.corpus == "arithmetic":
-        tasks = examples.arithmetic(settings.documents, seed, settings.difficulty, settings.kinds)
-        found = [examples.solved(task) for task in tasks]
+        found = [examples.solved(task) for task in examples.arithmetic(settings, seed)]
     else:
-        found = list(corpora.conversations(settings.documents, seed))
+        found = list(corpora.conversations(settings.examples, seed))
     return examples.split(found, lambda messages: messages[:-1], settings.validation, seed)
+
+
+def texts(recipe: SFTRecipe) -> Iterator[str]:
+    """What a new tokenizer is trained on."""
+    for messages in conversations(recipe.data, recipe.run.seed)[0]:
+        yield from (message["content"] for message in messages)
 
 
 class SFT:
@@ -90,7 +91,7 @@ class SFT:
         return collate(rows, self.recipe.data.sequence, self.most).to(self.device)
 
     def loss(self, model: Any, batch: Batch) -> Loss:
-        return Loss(answer_loss(model, batch), batch.valid, tokens=batch.ids.numel())
+        return Loss(next_token_loss(model, batch), batch.valid, tokens=batch.ids.numel())
 
     def evaluate(self, model: Any) -> dict[str, float]:
         """Loss per answer token on conversations held out, and how many last answers are right to the letter."""
@@ -99,7 +100,7 @@ class SFT:
             return {}
         batches = pack(self.tokenised(self.held), settings.sequence, settings.batch, most=self.most)
         batches = batches[: self.recipe.evaluation.batches]
-        nats = sum(float(answer_loss(model, batch.to(self.device))) for batch in batches)
+        nats = sum(float(next_token_loss(model, batch.to(self.device))) for batch in batches)
         loss = nats / max(sum(batch.valid for batch in batches), 1)
         asked = [messages for messages in self.held[:limit] if messages[-1]["role"] == "assistant"]
         return {
@@ -133,11 +134,3 @@ class SFT:
         self.rows = self.packed()
         if self.taken >= len(self.rows):
             raise ValueError(f"the saved place {self.taken} is not among {len(self.rows)} rows: the data has changed")
-
-
-def answer_loss(model: Any, batch: Batch) -> Tensor:
-    """The sum of −log p over the batch's labels."""
-    hidden = model.hidden(batch.ids, positions=batch.positions, cu_seqlens=batch.cu_seqlens)
-    return ops.linear_cross_entropy(
-        hidden, model.head_weight.to(hidden.dtype), batch.labels, ignore_index=NO_LABEL, reduction="sum"
-    )
