@@ -74,7 +74,7 @@ def test_a_template_that_rewrites_history_is_refused(messages):
 def test_transformers_renders_the_same(template, messages):
     utilities = pytest.importorskip("transformers.utils.chat_template_utils")
     tools = [{"name": "add", "note": "a < b & 'c' – ü"}]
-    template += "{% if tools %}{{ tools | tojson }}{{ tools | tojson(indent=2) }}{% endif %}{% generation %}x{% endgeneration %}"
+    template += "{% if documents is not none %}never{% endif %}{% if tools %}{{ tools | tojson }}{{ tools | tojson(indent=2) }}{% endif %}{% generation %}x{% endgeneration %}"
     (theirs,), _ = utilities.render_jinja_template([messages], tools=tools, chat_template=template)
     assert render(template, messages, tools=tools) == theirs
 
@@ -91,6 +91,7 @@ def test_transformers_renders_the_same(template, messages):
         ("{% for i in range(100000) %}{{ 'a' * 1000 }}{% endfor %}", "more than 16,777,216 characters"),
         ("{% for i in range(999999999) %}{% endfor %}", "failed|refused"),
         ("{{ messages[0]['content'] + 1 }}", "failed on these messages"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "failed on these messages"),
     ],
 )
 def test_bad_templates_end_in_one_line(template, said, messages):

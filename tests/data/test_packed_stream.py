@@ -107,6 +107,13 @@ def test_a_cursor_of_another_stream_is_refused(file):
         Packed(file, **OPTIONS).load_state_dict({})
 
 
+def test_a_cursor_of_another_corpus_is_refused(file, tokenizer, tmp_path):
+    texts = list(file.texts(tokenizer))
+    swapped = write_tokens(tmp_path / "swapped", [texts[1], texts[0], *texts[2:]], tokenizer)
+    with pytest.raises(DataError, match=r"another stream's: file was \w+, is \w+$"):
+        Packed(swapped, **OPTIONS).load_state_dict(Packed(file, **OPTIONS).state_dict())
+
+
 def test_what_makes_no_sense_is_refused(file):
     for name, value in (("length", 0), ("batch", 0), ("window", 0), ("seed", -1), ("rank", 1)):
         with pytest.raises(ValueError, match=f"{name} must"):

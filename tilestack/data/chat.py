@@ -25,16 +25,19 @@ def render(template: str, messages: Sequence[Message], **variables: Any) -> str:
     """The conversation as text. `variables` are what templates read besides messages: bos_token, tools, and so on."""
     jinja2 = needs("jinja2", "a chat template")
     check_messages(messages)
+    given = {"tools": None, "documents": None, "add_generation_prompt": False} | variables
     pieces, length = [], 0
     try:
-        for piece in _compile(template).generate(messages=list(messages), **variables):
+        for piece in _compile(template).generate(messages=list(messages), **given):
             length += len(piece)
             if length > LIMIT:
                 raise DataError(f"the chat template made more than {LIMIT:,} characters; it is not usable")
             pieces.append(piece)
     except jinja2.TemplateError as problem:
         raise DataError(f"the chat template refused: {problem}") from problem
-    except (TypeError, KeyError, AttributeError, ArithmeticError) as problem:
+    except DataError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as problem:
         raise DataError(f"the chat template failed on these messages: {problem}") from problem
     return "".join(pieces)
 

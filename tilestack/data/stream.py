@@ -58,8 +58,7 @@ class Packed:
         if not len(self._documents):
             raise DataError(f"{file.folder} has no document in its {split} split (validation share {validation})")
         self._made_with = {
-            "tokens": file.meta["tokens"],
-            "tokenizer": file.meta["tokenizer"],
+            "file": file.meta["digest"],
             "length": length,
             "seed": seed,
             "split": split,

@@ -3,7 +3,7 @@
     folder/
     ├── tokens.bin      every document's ids one after another, uint16 or uint32
     ├── documents.bin   per document three uint64: where its tokens end, its bytes of text, a hash of its text
-    └── meta.json       counts, and the fingerprint of the tokenizer
+    └── meta.json       counts, the fingerprint of the tokenizer, and a digest of both it and the documents
 
 A folder is written under another name and renamed when it is complete, so one that exists is whole.
 """
@@ -109,6 +109,7 @@ def write_tokens(
 def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console: Console) -> dict[str, Any]:
     dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
     count, written, text_bytes = 0, 0, 0
+    digest = hashlib.blake2b(tokenizer.fingerprint.encode(), digest_size=16)
     columns = (TextColumn("tokenising"), TextColumn("{task.fields[said]}"), TimeElapsedColumn())
     with (
         open(folder / "tokens.bin", "wb") as tokens,
@@ -121,8 +122,10 @@ def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console
             encoded = [np.array(ids, dtype=dtype) for ids in tokenizer.encode_documents(texts)]
             ends = written + np.cumsum([len(ids) for ids in encoded])
             rows = np.array([ends, [len(text) for text in raw], [_hash(text) for text in raw]], dtype="<u8")
+            entries = np.ascontiguousarray(rows.T).tobytes()
             tokens.write(np.concatenate(encoded).tobytes())
-            index.write(np.ascontiguousarray(rows.T).tobytes())
+            index.write(entries)
+            digest.update(entries)
             count, written, text_bytes = count + len(texts), int(ends[-1]), text_bytes + sum(map(len, raw))
             progress.update(task, said=f"{count:,} documents, {text_bytes / 1e6:,.1f} MB, {written:,} tokens")
         _flush(tokens)
@@ -137,6 +140,7 @@ def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console
         "bytes": text_bytes,
         "vocabulary": tokenizer.vocabulary,
         "tokenizer": tokenizer.fingerprint,
+        "digest": digest.hexdigest(),
     }
 
 
@@ -173,7 +177,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"no token file at {folder}: it has no meta.json")
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        known = {"dtype": str, "documents": int, "tokens": int, "bytes": int, "tokenizer": str}
+        known = {"dtype": str, "documents": int, "tokens": int, "bytes": int, "tokenizer": str, "digest": str}
         wrong = [key for key, kind in known.items() if not isinstance(meta[key], kind)]
     except (ValueError, KeyError, TypeError) as problem:
         raise DataError(f"{path} is damaged: {problem}") from problem

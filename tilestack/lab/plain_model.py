@@ -68,7 +68,7 @@ class PlainDecoder(nn.Module):
         for param in self.parameters():
             if param.ndim == 2:
                 nn.init.normal_(param, std=0.02)
-        dim = self.layers[0].attention.dim  # type: ignore[union-attr]
+        dim = config.get("head_dim", hidden // config["num_attention_heads"])
         self.frequencies = config.get("rope_theta", 10000.0) ** (-torch.arange(0, dim, 2) / dim)
 
     def forward(self, ids: Tensor) -> Tensor:
