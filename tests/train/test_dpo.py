@@ -115,9 +115,9 @@ def test_bad_input_is_named(tmp_path):
         DataError, match=r'pairs.jsonl:2: expected a text under "rejected"; this row has prompt, chosen'
     ):
         dpo(decoder(), data={"corpus": "files", "files": [str(path)]})
-    with pytest.raises(RecipeError, match="none of .* pairs of answers fits into data.sequence = 4"):
+    with pytest.raises(RecipeError, match=r"none of .* pairs of answers fits into data.sequence = 4"):
         dpo(decoder(), data={"sequence": 4})
-    with pytest.raises(RecipeError, match='dpo.label_smoothing has no meaning where dpo.loss is "ipo"'):
+    with pytest.raises(RecipeError, match=r'dpo.label_smoothing has no meaning where dpo.loss is "ipo"'):
         recipe(DPORecipe, dpo={"loss": "ipo", "label_smoothing": 0.1})
-    with pytest.raises(RecipeError, match="dpo.loss must be one of sigmoid, ipo, not 'ippo'; did you mean ipo"):
+    with pytest.raises(RecipeError, match=r"dpo.loss must be one of sigmoid, ipo, not 'ippo'; did you mean ipo"):
         recipe(DPORecipe, dpo={"loss": "ippo"})

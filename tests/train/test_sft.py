@@ -1,6 +1,7 @@
 """SFT: only answers count, conversations stay apart, and the order goes on from where it stood."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_every_conversation_comes_once_a_round_and_rounds_differ():
     for _ in first:
         batch = objective.next_batch()
         ends = batch.cu_seqlens.unique().tolist()
-        seen += [tuple(batch.ids.flatten()[a:b].tolist()) for a, b in zip(ends, ends[1:], strict=False)]
+        seen += [tuple(batch.ids.flatten()[a:b].tolist()) for a, b in pairwise(ends)]
     texts = sorted(tuple(ids) for ids, _ in objective.sequences)
     assert sorted(text for text in seen if any(text)) == texts
     assert objective.packed() != first
@@ -87,7 +88,7 @@ def test_evaluation_counts_answers_that_are_right_to_the_letter():
 
 
 def test_too_long_for_a_row_is_an_error_that_names_the_setting():
-    with pytest.raises(RecipeError, match="none of .* conversations fits into data.sequence = 4"):
+    with pytest.raises(RecipeError, match=r"none of .* conversations fits into data.sequence = 4"):
         sft(data={"sequence": 4})
 
 
