@@ -158,7 +158,9 @@ def test_a_tokenizer_that_does_not_match_is_refused(tokenizer):
 
 
 def test_files_that_are_no_tokenizers_are_named(tokenizer, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer at .*: expected a tokenizer\.json"):
+    with pytest.raises(FileNotFoundError, match=r"no model at .*nowhere.*one of smollm2"):
+        Tokenizer.load(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer in .*: it has no tokenizer\.json"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer"):

@@ -106,6 +106,18 @@ def test_a_recomputed_forward_leaves_its_balance_alone():
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(recomputed, kept, strict=True))
 
 
+def test_a_recomputed_forward_compiles():
+    moe, x = mixture(**VARIANTS["softmax"]), tokens(9).requires_grad_()
+    total = lambda out: out.sum() + moe.balance.auxiliary_loss
+    expected = torch.autograd.grad(total(moe(x)), list(moe.parameters()))
+    torch.compiler.reset()
+    recomputed = torch.compile(lambda x: checkpoint(moe, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        found = torch.autograd.grad(total(recomputed(x)), list(moe.parameters()))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_the_order_of_tokens_changes_nothing():
     moe, x = mixture(**VARIANTS["groups"]), tokens(20)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(2))

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
 
+from tilestack import models
 from tilestack.data.chat import CHATML, Message, answer_spans, render
 from tilestack.data.errors import DataError
 from tilestack.data.pretokenizers import byte_level
@@ -52,7 +54,7 @@ class Tokenizer:
             raise DataError(
                 f"a vocabulary of {vocabulary} is too small; {smallest} are needed for bytes and special tokens"
             )
-        backend = tokenizers.Tokenizer(models.BPE())
+        backend = tokenizers.Tokenizer(BPE())
         backend.normalizer, backend.pre_tokenizer = byte_level("qwen2")
         backend.normalizer = None  # what is decoded is what was encoded, to the byte
         backend.decoder = decoders.ByteLevel()
@@ -68,11 +70,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """From a Hugging Face folder or its tokenizer.json; a .gguf file has `from_gguf`."""
-        file = Path(path)
+        """From a Hugging Face folder or its tokenizer.json, a .gguf file, or the name of a model that `models.load` knows."""
+        file = Path(path) if Path(path).exists() else models.locate(path)
+        if file.suffix == ".gguf":
+            return cls.from_gguf(models.gguf.GGUF(file).metadata)
         file = file / "tokenizer.json" if file.is_dir() else file
         if not file.is_file():
-            raise FileNotFoundError(f"no tokenizer at {path}: expected a tokenizer.json or a folder that has one")
+            raise FileNotFoundError(f"no tokenizer in {path}: it has no tokenizer.json")
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as problem:  # tokenizers raises bare Exception
@@ -101,7 +105,7 @@ class Tokenizer:
         vocabulary = {token: number for number, token in enumerate(tokens)}
         whole_words = pre == "llama-bpe"  # Llama 3 takes a word that is a token as it is, whatever the merges say
         try:
-            backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=whole_words))
+            backend = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=whole_words))
         except Exception as problem:  # tokenizers raises bare Exception
             raise DataError(f"the GGUF file's tokenizer is malformed: {problem}") from problem
         backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer

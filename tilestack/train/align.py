@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from tilestack import data, models
+from tilestack import data
 from tilestack.train import checkpoint, dpo, grpo, sft
 from tilestack.train.dpo import DPO, DPORecipe
 from tilestack.train.grpo import GRPO, GRPORecipe
@@ -56,19 +56,11 @@ def align(
 
 def find_tokenizer(kind: Kind, recipe: Recipe, folder: Path) -> data.Tokenizer:
     """The tokenizer that the recipe names, else the model's; for a new model, one trained on the recipe's texts."""
-    if recipe.data.tokenizer:
-        return data.Tokenizer.load(recipe.data.tokenizer)
-    if recipe.model.path:
-        return load_tokenizer(recipe.model.path)
+    if named := recipe.data.tokenizer or recipe.model.path:
+        return data.Tokenizer.load(named)
     kept = folder / "tokenizer"
     if checkpoint.Checkpoints(folder / "checkpoints", 1).steps() and kept.is_dir():
         return data.Tokenizer.load(kept)
     tokenizer = data.Tokenizer.train(kind.texts(recipe), recipe.data.vocabulary)
     tokenizer.save(kept)
     return tokenizer
-
-
-def load_tokenizer(model: str | Path) -> data.Tokenizer:
-    """The tokenizer that comes with a model: in its folder, or in the metadata of its .gguf file."""
-    path = models.locate(model)
-    return data.Tokenizer.load(path) if path.is_dir() else data.Tokenizer.from_gguf(models.gguf.GGUF(path).metadata)
