@@ -10,7 +10,7 @@ from tilestack.ops.autograd import gradient_of_definition
 from tilestack.ops.cases import Make
 from tilestack.ops.contract import as_tuple
 
-NAMES = ["add", "axpy", "relu", "silu", "gelu", "softmax", "rms_norm", "layer_norm", "linear"]
+NAMES = ["add", "axpy", "relu", "silu", "gelu", "softmax", "rms_norm", "layer_norm", "linear", "grouped_linear"]
 each_operator = pytest.mark.parametrize("name", NAMES)
 each_backend = pytest.mark.parametrize("chosen", ["torch", "triton"])
 
@@ -54,7 +54,8 @@ def test_opcheck_accepts_every_gradient(name):
     described = ops.operator_named(name)
     arguments = arguments_of(name, check_cases(name)[1], with_gradient=False)
     out = as_tuple(described.definition(**arguments))
-    needs = [isinstance(arguments[tensor], torch.Tensor) for tensor in described.tensors]
+    tensors = [arguments[tensor] for tensor in described.tensors]
+    needs = [isinstance(tensor, torch.Tensor) and tensor.is_floating_point() for tensor in tensors]
     available = (
         arguments | dict(zip(described.outputs, out, strict=True)) | dict(grad=torch.ones_like(out[0]), needs=needs)
     )

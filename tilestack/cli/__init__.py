@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilestack
-from tilestack.cli import lab, train
+from tilestack.cli import align, evaluate, generate, lab, train
 
 app = typer.Typer(
     name="tilestack",
@@ -21,7 +21,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 lab.add_to(app)
+generate.add_to(app)
 train.add_to(app)
+align.add_to(app)
+evaluate.add_to(app)
 
 
 @app.callback()

@@ -38,24 +38,25 @@ def grouped_linear_fwd_kernel(
     tile = tl.program_id(0)
     done = tiles_so_far <= tile  # the groups that end before this tile
     group = tl.sum(done.to(tl.int32), 0)
-    if group < groups:
-        first_row = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
-        first_row += (tile - tl.sum(tl.where(done, tiles, 0), 0)) * BLOCK_M
-        end = tl.load(ends_ptr + group)
-        m = first_row.to(tl.int64) + tl.arange(0, BLOCK_M)[:, None]
-        n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        k = tl.arange(0, BLOCK_K)
-        a_ptr += m * a_stride_m + k[None, :] * a_stride_k
-        b_ptr += group.to(tl.int64) * b_stride_g + k[:, None] * b_stride_k + n * b_stride_n
-        total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
-        for first in range(0, K, BLOCK_K):
-            left = K - first
-            a = tl.load(a_ptr, mask=(m < end) & (k[None, :] < left), other=0)
-            b = tl.load(b_ptr, mask=(k[:, None] < left) & (n < N), other=0)
-            total = tl.dot(a, b, total, input_precision="ieee", out_dtype=ACC)
-            a_ptr += BLOCK_K * a_stride_k
-            b_ptr += BLOCK_K * b_stride_k
-        tl.store(c_ptr + m * N + n, total.to(c_ptr.dtype.element_ty), mask=(m < end) & (n < N))
+    if group >= groups:
+        return
+    first_row = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
+    first_row += (tile - tl.sum(tl.where(done, tiles, 0), 0)) * BLOCK_M
+    end = tl.load(ends_ptr + group)
+    m = first_row.to(tl.int64) + tl.arange(0, BLOCK_M)[:, None]
+    n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    k = tl.arange(0, BLOCK_K)
+    a_ptr += m * a_stride_m + k[None, :] * a_stride_k
+    b_ptr += group.to(tl.int64) * b_stride_g + k[:, None] * b_stride_k + n * b_stride_n
+    total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    for first in range(0, K, BLOCK_K):
+        left = K - first
+        a = tl.load(a_ptr, mask=(m < end) & (k[None, :] < left), other=0)
+        b = tl.load(b_ptr, mask=(k[:, None] < left) & (n < N), other=0)
+        total = tl.dot(a, b, total, input_precision="ieee", out_dtype=ACC)
+        a_ptr += BLOCK_K * a_stride_k
+        b_ptr += BLOCK_K * b_stride_k
+    tl.store(c_ptr + m * N + n, total.to(c_ptr.dtype.element_ty), mask=(m < end) & (n < N))
 
 
 @triton.jit

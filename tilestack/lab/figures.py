@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tilestack.lab.drawing import Drawing
+from tilestack.lab.expert_figure import sorted_by_expert
 from tilestack.lab.measured import Result, results_under
 
 PROGRAMS = "abcd"
@@ -311,6 +312,7 @@ def figures(root: Path) -> dict[str, str]:
         "roofline": lambda: roofline(results),
         "the_stack": lambda: the_stack(root / "tilestack"),
         "proof": proof,
+        "sorted_by_expert": sorted_by_expert,
     }
     return {f"{name}.svg": draw().svg() for name, draw in drawn.items()}
 

@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,15 +39,12 @@ class GGUF:
 
     def __init__(self, path: str | Path):
         try:
-            from gguf import GGUFReader
+            self.reader = reader_of(Path(path))
         except ImportError as missing:
             raise ImportError(
                 "reading GGUF files needs the package gguf: pip install 'tilestack[formats]'"
             ) from missing
-        self.path = Path(path)
-        try:
-            self.reader = GGUFReader(self.path)
-        except (ValueError, OSError, IndexError, KeyError) as problem:
+        except (ValueError, OSError, LookupError, OverflowError) as problem:
             raise CheckpointError(f"{path} cannot be read as GGUF: {problem}") from problem
         self.stored = {tensor.name: tensor for tensor in self.reader.tensors}
 
@@ -76,6 +74,23 @@ class GGUF:
         tensor = self.tensors[self.by_hf_name[name]]
         heads = {"q_proj": self.config.heads, "k_proj": self.config.kv_heads}.get(name.split(".")[-2])
         return halves(tensor, heads) if heads and self.metadata["general.architecture"] == "llama" else tensor
+
+
+def reader_of(path: Path) -> Any:
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):
+        """Reads the file through a plain array: slices of a memmap took three quarters of the time to open one."""
+
+        @property
+        def data(self):
+            return self.plain
+
+        @data.setter
+        def data(self, mapped):
+            self.plain = np.asarray(mapped)
+
+    return Reader(path)
 
 
 class Dequantised(Mapping[str, Tensor]):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tilestack import optim
+from tilestack.nn.lora import lora_parameters
 from tilestack.optim.multi_tensor import MultiTensor
 from tilestack.train import checkpoint, execution, metrics, schedules
 from tilestack.train.balancing import Balancing
@@ -221,7 +222,7 @@ class Trainer:
     def _save(self) -> None:
         states, values = checkpoint.pack_optimizer(self.optimizer.state_dict())
         random_tensors, random_values = checkpoint.random_state()
-        tensors = {"weights": self.model.state_dict(), "optimizer": states, "rng": random_tensors}
+        tensors = {"weights": learned_state(self.model), "optimizer": states, "rng": random_tensors}
         if loads := self.balancing.state_dict():
             tensors["loads"] = loads
         if self.average:
@@ -233,9 +234,8 @@ class Trainer:
         self.checkpoints.save(self.step, tensors, state)
 
     def _resume(self, saved: checkpoint.Saved) -> None:
-        weights = self.model.state_dict()
-        checkpoint.refuse_other_shapes(saved, "weights", weights)
-        self.model.load_state_dict(saved.tensors["weights"])
+        checkpoint.refuse_other_shapes(saved, "weights", learned_state(self.model))
+        self.model.load_state_dict(saved.tensors["weights"], strict=False)
         self.optimizer.load_state_dict(
             checkpoint.unpack_optimizer(saved.tensors.get("optimizer", {}), saved.state["optimizer"])
         )
@@ -295,6 +295,12 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def learned_state(model: nn.Module) -> dict[str, Tensor]:
+    """What of a model a run changes and has to save: all of it, or the adapters alone where there are some."""
+    state = model.state_dict()
+    return {name: state[name] for name, _ in lora_parameters(model)} or state
 
 
 def contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,88 @@
+"""The grouped product against one product per row, what it refuses, and PyTorch's own kernel as we call it."""
+
+import pytest
+import torch
+
+from tilestack import ops
+from tilestack.kernels import aten
+from tilestack.ops import backend
+from tilestack.tuning.preferences import look_up
+
+
+def row_by_row(x, weight, offsets):
+    group = torch.searchsorted(offsets, torch.arange(len(x), dtype=torch.int32), right=True)
+    return torch.einsum("mk,mnk->mn", x, weight[group])
+
+
+def arguments(ends, inner=16, columns=24, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ends[-1], inner, generator=generator).to(dtype)
+    weight = torch.randn(len(ends), columns, inner, generator=generator).to(dtype)
+    return x.requires_grad_(), weight.requires_grad_(), torch.tensor(ends, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("chosen", ["torch", "triton"])
+@pytest.mark.parametrize("ends", [[7], [3, 7, 11], [0, 5, 5, 40, 40], [0, 0, 0, 9]])
+def test_each_row_meets_the_weight_of_its_group(ends, chosen):
+    x, weight, offsets = arguments(ends)
+    with backend(chosen):
+        out = ops.grouped_linear(x, weight, offsets)
+    expected = row_by_row(x, weight, offsets)
+    torch.testing.assert_close(out, expected)
+    arriving = torch.randn(out.shape, dtype=out.dtype)
+    for found, truth in zip(
+        torch.autograd.grad(out, (x, weight), arriving),
+        torch.autograd.grad(expected, (x, weight), arriving),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.parametrize("ends", [[3, 7, 11], [0, 5, 5, 40, 40]])
+def test_pytorchs_kernel_as_we_call_it(ends, as_good_as):
+    """On the CPU, where torch._grouped_mm is slow and takes the same arguments."""
+    x, weight, offsets = arguments(ends, dtype=torch.bfloat16)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    arriving = torch.randn(ends[-1], 1).bfloat16().expand(-1, 24)  # of strides that the kernel does not take
+    with torch.no_grad():
+        found = [
+            aten.grouped_linear(x, weight, offsets),
+            *aten.grouped_linear_backward(arriving, x, weight, offsets, (True, True, False))[:2],
+        ]
+    theirs, truth = (row_by_row(*pair, offsets) for pair in ((x, weight), exact))
+    as_good_as(found[0], theirs, truth)
+    for ours, definition, exactly in zip(
+        found[1:],
+        torch.autograd.grad(theirs, (x, weight), arriving),
+        torch.autograd.grad(truth, exact, arriving.double()),
+        strict=True,
+    ):
+        as_good_as(ours, definition, exactly)
+
+
+def test_pytorchs_kernel_says_what_it_wants():
+    x, weight, offsets = arguments([3, 7], dtype=torch.bfloat16)
+    with pytest.raises(ops.BackendError, match="right for empty groups only on Hopper; torch"), backend("aten"):
+        ops.grouped_linear(x, weight, offsets)
+    assert look_up({}, ops.grouped_linear, dict(x=x, weight=weight, offsets=offsets)) == ["aten"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, w, o: (x[:, :8], w, o), r"x is \[rows, K\] and weight \[groups, N, K\]"),
+        (lambda x, w, o: (x.float(), w, o), "must have one dtype"),
+        (lambda x, w, o: (x, w, o.long()), "must be a vector of int32"),
+        (lambda x, w, o: (x, w, o[1:]), "where each of the 2 groups ends, not 1"),
+        (lambda x, w, o: (x, w, o - 1), r"rise to the number of rows, 7, but are \[2, 6\]"),
+        (lambda x, w, o: (x, w, torch.tensor([9, 7], dtype=torch.int32)), r"but are \[9, 7\]"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        ops.grouped_linear(*change(*arguments([3, 7])))
+
+
+def test_a_meta_tensor_has_the_shape_of_a_result():
+    x, weight, offsets = (t.detach().to("meta") for t in arguments([3, 7]))
+    assert ops.grouped_linear(x, weight, offsets).shape == (7, 24)
