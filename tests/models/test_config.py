@@ -50,3 +50,13 @@ def test_what_no_config_can_say_is_not_written():
     config = models.ModelConfig(97, 64, 80, layers=2, heads=4, kv_heads=2, head_dim=16, qkv_bias=True, qk_norm=True)
     with pytest.raises(models.ConfigError, match="a llama model has no words for this: qk_norm, output_bias"):
         config.to_hf()
+
+
+def test_a_configuration_written_by_hand_has_no_foreign_keys():
+    given = tiny.config_of("llama2") | {"_name_or_path": "somewhere"}
+    models.ModelConfig.from_hf(given)
+    with pytest.raises(models.ConfigError, match="the config has '_name_or_path'; it may have"):
+        models.ModelConfig.from_hf(given, strict=True)
+    del given["_name_or_path"], given["num_key_value_heads"]
+    with pytest.raises(models.ConfigError, match="'kv_heads'; did you mean 'num_key_value_heads'"):
+        models.ModelConfig.from_hf(given | {"kv_heads": 2}, strict=True)

@@ -102,16 +102,20 @@ class ModelConfig:
 
     def spelt(self, name: str) -> str:
         """A field as config.json spells it, for messages."""
-        return families.FAMILIES[self.family].keys.get(name, name) if self.family in families.FAMILIES else name
+        return families.FAMILIES[self.family].keys.get(name, name)
 
     @classmethod
-    def from_hf(cls, given: Mapping[str, Any]) -> "ModelConfig":
-        """From the contents of a Hugging Face config.json; without a model_type it is a Llama."""
+    def from_hf(cls, given: Mapping[str, Any], *, strict: bool = False) -> "ModelConfig":
+        """From the contents of a Hugging Face config.json; without a model_type it is a Llama.
+
+        Files carry much that a decoder does not need, which is passed over; `strict` refuses it, for a configuration
+        written by hand.
+        """
         name = given.get("model_type", "llama")
         family = families.FAMILIES.get(name)
         if family is None:
             raise ConfigError(f"model_type {name!r} is not read; there are {', '.join(families.FAMILIES)}")
-        refuse_misspelt(given, family)
+        refuse_misspelt(given, family, strict)
         refuse_unsupported(given)
         found = {field: given[key] for field, key in family.keys.items() if given.get(key) is not None}
         if missing := [family.keys[field] for field in families.REQUIRED if field not in found]:
@@ -173,13 +177,14 @@ def rope_of(given: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, An
     return {"rope_scaling": scaling} | ({} if base is None else {"rope_base": float(base)})
 
 
-def refuse_misspelt(given: Mapping[str, Any], family: families.Family) -> None:
-    """Configs carry much that a decoder does not need; a key that is almost one it does need is a mistake."""
+def refuse_misspelt(given: Mapping[str, Any], family: families.Family, strict: bool) -> None:
+    """A key that is almost one that a decoder needs is a mistake, and with `strict` every other that it does not."""
     known = {*family.keys.values(), *family.other_keys, *families.COMMON_KEYS}
-    for key in given:
-        close = difflib.get_close_matches(key, known - given.keys(), n=1, cutoff=0.9) if key not in known else []
-        if close:
-            raise ConfigError(f"the config has {key!r}; did you mean {close[0]!r}?")
+    for key in (key for key in given if key not in known):
+        close = difflib.get_close_matches(key, known - given.keys(), n=1, cutoff=0.5 if strict else 0.9)
+        if close or strict:
+            hint = f"; did you mean {close[0]!r}?" if close else f"; it may have {', '.join(sorted(known))}"
+            raise ConfigError(f"the config has {key!r}{hint}")
 
 
 def refuse_unsupported(given: Mapping[str, Any]) -> None:
