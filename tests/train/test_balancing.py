@@ -1,0 +1,59 @@
+"""Mixtures of experts under the trainer: they learn, their loads even out, and several micro-batches count as one step."""
+
+import pytest
+import torch
+from tiny import Counting, TinyModel, recipe
+from torch import nn
+
+from tilestack.nn import MoE
+from tilestack.train import Trainer, metrics
+
+EXPERTS = 8
+
+
+def mixtures(**options):
+    """The tiny model with mixtures for layers, whose routers all but ignore most of their experts."""
+    torch.manual_seed(0)
+    model = TinyModel()
+    model.layers = nn.ModuleList([MoE(8, 16, EXPERTS, 2, **options) for _ in range(2)])
+    with torch.no_grad():
+        model.embedding.weight += 0.5
+        for layer in model.layers:
+            layer.router.weight *= 0.3
+            layer.router.weight[:2] += 0.2
+    return model
+
+
+def run(model, folder, **settings):
+    steps = recipe(run={"steps": 80, "log_every": 40}, optimizer={"lr": 0.01}, checkpoint={"every": 0}, model=settings)
+    Trainer(steps, model, Counting(batch=16), folder).run()
+    return {name: metrics.curve(folder, name)[1] for name in ("loss", "imbalance", "dead_experts")}
+
+
+BALANCED = {
+    "auxiliary loss": (dict(), dict(auxiliary_loss=0.1)),
+    "bias": (dict(scoring="sigmoid", bias_balancing=True), dict(auxiliary_loss=0.0, bias_rate=0.01)),
+}
+
+
+@pytest.mark.parametrize(("options", "settings"), BALANCED.values(), ids=BALANCED.keys())
+def test_a_skewed_model_learns_and_balances(options, settings, tmp_path):
+    left_alone = run(mixtures(**options), tmp_path / "alone", **settings | dict(auxiliary_loss=0.0, bias_rate=0.0))
+    balanced = run(mixtures(**options), tmp_path / "balanced", **settings)
+    settled = lambda curve: sum(curve[-20:]) / 20
+    assert balanced["imbalance"][0] > 2
+    assert balanced["loss"][-1] < 0.3 * balanced["loss"][0]
+    assert settled(balanced["imbalance"]) < 0.75 * settled(left_alone["imbalance"])
+    assert balanced["dead_experts"][-1] == 0
+
+
+def test_micro_batches_move_a_bias_once_by_all_their_loads(tmp_path):
+    model = mixtures(bias_balancing=True)
+    loads = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda layer, *_: loads.append(layer.balance.tokens_per_expert))
+    settings = recipe(run={"steps": 1}, data={"accumulate": 3}, model={"bias_rate": 0.5}, checkpoint={"every": 0})
+    Trainer(settings, model, Counting(), tmp_path).train_step()
+    for number, layer in enumerate(model.layers):
+        load = sum(loads[number::2]).float()
+        assert torch.equal(layer.router.bias, 0.5 * torch.sign(load.mean() - load))
