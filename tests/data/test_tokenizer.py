@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from tilestack.data import DataError, Tokenizer
+from tilestack.data import CHATML, DataError, Tokenizer
 from tilestack.data.pretokenizers import byte_level
 
 AWKWARD = [
@@ -36,6 +36,15 @@ def test_the_bytes_of_tokens_are_known_in_sentencepiece_vocabularies_too():
     assert Tokenizer(backend).token_bytes == [1, 3, 1, 2, 3, 0]
 
 
+def test_a_tokenizer_without_turns_cannot_chat(tmp_path):
+    plain = Tokenizer(Backend(models.BPE({"a": 0, "b": 1}, [])))
+    plain.save(tmp_path)
+    assert Tokenizer.load(tmp_path).template is None
+    with pytest.raises(DataError, match="no chat template"):
+        plain.chat_ids([{"role": "user", "content": "a"}])
+    assert plain.stops == ()
+
+
 def test_a_document_begins_and_ends_and_cannot_end_itself(tokenizer):
     (ids,) = tokenizer.encode_documents(["a <|endoftext|> b"])
     assert ids.count(tokenizer.eos) == 2
@@ -47,6 +56,7 @@ def test_what_is_saved_loads_as_the_same_tokenizer(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     loaded = Tokenizer.load(tmp_path)
     assert loaded.fingerprint == tokenizer.fingerprint
+    assert loaded.template is None  # nobody taught it to chat
     assert (loaded.bos, loaded.eos, loaded.pad) == (tokenizer.bos, tokenizer.eos, tokenizer.pad)
     assert Tokenizer.load(tmp_path / "tokenizer.json").fingerprint == tokenizer.fingerprint
 
@@ -54,7 +64,8 @@ def test_what_is_saved_loads_as_the_same_tokenizer(tokenizer, tmp_path):
 @pytest.mark.parametrize("model_type", [None, "llama", "qwen3"])
 def test_transformers_gives_the_same_ids(tokenizer, sources, messages, tmp_path, model_type):
     transformers = pytest.importorskip("transformers")
-    tokenizer.save(tmp_path)
+    taught = Tokenizer(tokenizer.backend, bos="<|endoftext|>", eos="<|endoftext|>", template=CHATML)
+    taught.save(tmp_path)
     if model_type:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -73,7 +84,6 @@ def test_transformers_gives_the_same_ids(tokenizer, sources, messages, tmp_path,
 
 def test_the_special_tokens_may_be_objects_and_templates_a_list(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
-    (tmp_path / "chat_template.jinja").unlink()
     config = {
         "eos_token": {"content": "<|im_end|>", "lstrip": False},
         "pad_token": "<nowhere>",

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from tilestack import models
+
 SIZES = dict(
     vocab_size=97,
     hidden_size=64,
@@ -81,3 +83,14 @@ def theirs(family: str) -> torch.nn.Module:
 
 def ids(batch: int = 2, tokens: int = 24) -> torch.Tensor:
     return torch.randint(97, (batch, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def ours(family: str, **changes: Any) -> models.Decoder:
+    """Our model of a family, with weights large enough to matter."""
+    torch.manual_seed(0)
+    decoder = models.Decoder(models.ModelConfig.from_hf(config_of(family) | changes)).eval()
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+    return decoder

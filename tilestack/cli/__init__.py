@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilestack
-from tilestack.cli import generate, lab, train
+from tilestack.cli import align, evaluate, generate, lab, train
 
 app = typer.Typer(
     name="tilestack",
@@ -23,6 +23,8 @@ app = typer.Typer(
 lab.add_to(app)
 generate.add_to(app)
 train.add_to(app)
+align.add_to(app)
+evaluate.add_to(app)
 
 
 @app.callback()

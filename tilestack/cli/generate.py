@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,13 +47,13 @@ def generate_command(
     """Let a model answer a prompt, or continue it with --raw."""
     import torch
 
-    from tilestack import models
+    from tilestack import data, models
 
     if max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1, not {max_tokens}")
     place = pick_device(device)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    decoder, tokenizer = models.load(model, dtype=dtype, device=place), tokenizer_of(model)
+    decoder, tokenizer = models.load(model, dtype=dtype, device=place), data.Tokenizer.load(model)
     tokenizer.check_against(decoder.config.vocabulary)
     given = sys.stdin.read() if prompt == "-" else prompt
     chat = tokenizer.template is not None and not raw
@@ -106,15 +105,6 @@ def pick_device(name: str | None) -> "torch.device":
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA GPU is visible here; use --device cpu")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def tokenizer_of(model: str | Path) -> "Tokenizer":
-    from tilestack import data, models
-
-    path = models.locate(model)
-    if path.is_dir():
-        return data.Tokenizer.load(path)
-    return data.Tokenizer.from_gguf(models.gguf.GGUF(path).metadata)
 
 
 def decoded(tokens: Iterable[int], tokenizer: "Tokenizer") -> Iterator[str]:

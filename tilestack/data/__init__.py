@@ -2,7 +2,7 @@
 
 from tilestack.data import corpora
 from tilestack.data.baseline import Baselines, baselines
-from tilestack.data.chat import Message
+from tilestack.data.chat import CHATML, Message
 from tilestack.data.errors import DataError
 from tilestack.data.packing import NO_LABEL, Batch, answer_labels, pack
 from tilestack.data.readers import located, read, texts
@@ -11,6 +11,7 @@ from tilestack.data.tokenizer import Tokenizer
 from tilestack.data.tokens import TokenFile, write_tokens
 
 __all__ = [
+    "CHATML",
     "NO_LABEL",
     "Baselines",
     "Batch",

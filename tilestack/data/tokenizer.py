@@ -13,22 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, pre_tokenizers, processors, trainers
-from tokenizers.models import BPE
+from tokenizers import AddedToken
 
 from tilestack import models
+from tilestack.data import tokenizer_sources
 from tilestack.data.chat import CHATML, Message, answer_spans, render
 from tilestack.data.errors import DataError
-from tilestack.data.pretokenizers import byte_level
+from tilestack.data.tokenizer_sources import TURN_END, TURN_START
 
-END_OF_TEXT, TURN_START, TURN_END = SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ENDS_OF_TURN = (TURN_END, "<|eot_id|>", "<|end|>", "<end_of_turn>")
 # Words, numbers, scripts, white space and a symbol of four bytes: what pre-tokenizers disagree about.
 PROBE = "The 1234 rows' sum isn't 5.67e-8:\n\n\t\tif x_y == 'naïve':  # 漢字 кот 🙂\r\n        return [None]*10   \n"
 
 
 class Tokenizer:
-    """Text to token ids and back. `bos`, `eos` and `pad` are ids, or None where the tokenizer has no such token."""
+    """Text to token ids and back. `bos`, `eos` and `pad` are ids, or None where the tokenizer has no such token.
+
+    `template` is the chat template of a model that was taught one; None says that it was not. Conversations are then
+    written in ChatML, which a model learns from by SFT: set `template = CHATML` on the tokenizer saved with it.
+    """
 
     def __init__(
         self,
@@ -44,29 +47,10 @@ class Tokenizer:
         self.backend, self.template = backend, template
         self.bos, self.eos, self.pad = (self._id_of(token) for token in (bos, eos, pad))
 
-    # Where tokenizers come from and go to
-
     @classmethod
     def train(cls, texts: Iterable[str], vocabulary: int) -> "Tokenizer":
         """Byte-level BPE learned from texts. Every text begins with <|endoftext|>, the token that also ends documents."""
-        smallest = 256 + len(SPECIAL)
-        if vocabulary < smallest:
-            raise DataError(
-                f"a vocabulary of {vocabulary} is too small; {smallest} are needed for bytes and special tokens"
-            )
-        backend = tokenizers.Tokenizer(BPE())
-        backend.normalizer, backend.pre_tokenizer = byte_level("qwen2")
-        backend.normalizer = None  # what is decoded is what was encoded, to the byte
-        backend.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocabulary,
-            special_tokens=list(SPECIAL),
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        )
-        backend.train_from_iterator(texts, trainer)
-        backend.post_processor = _begin_with(backend, END_OF_TEXT)
-        return cls(backend, bos=END_OF_TEXT, eos=END_OF_TEXT, pad=END_OF_TEXT)
+        return cls(**vars(tokenizer_sources.trained(texts, vocabulary)))
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -74,58 +58,12 @@ class Tokenizer:
         file = Path(path) if Path(path).exists() else models.locate(path)
         if file.suffix == ".gguf":
             return cls.from_gguf(models.gguf.GGUF(file).metadata)
-        file = file / "tokenizer.json" if file.is_dir() else file
-        if not file.is_file():
-            raise FileNotFoundError(f"no tokenizer in {path}: it has no tokenizer.json")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as problem:  # tokenizers raises bare Exception
-            raise DataError(f"{file} is not a tokenizer: {problem}") from problem
-        config = _read_json(file.with_name("tokenizer_config.json"))
-        config = _read_json(file.with_name("special_tokens_map.json")) | config
-        names = {name: _token_text(config.get(f"{name}_token")) for name in ("bos", "eos", "pad")}
-        if names["pad"] and backend.token_to_id(names["pad"]) is None:
-            names["pad"] = None  # often named for tools that insist on one, and no part of the vocabulary
-        jinja = file.with_name("chat_template.jinja")
-        template = jinja.read_text(encoding="utf-8") if jinja.is_file() else _default_template(config)
-        return cls(backend, **names, template=template)
+        return cls(**vars(tokenizer_sources.from_folder(file)))
 
     @classmethod
     def from_gguf(cls, metadata: dict[str, Any]) -> "Tokenizer":
         """From a GGUF file's metadata (`tokenizer.*`): byte-level BPE, as Llama 3, Qwen, GPT-2 and SmolLM have it."""
-        tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
-        kind = metadata.get("tokenizer.ggml.model")
-        if kind != "gpt2" or tokens is None or merges is None:
-            raise DataError(
-                f"the GGUF file holds a tokenizer of the kind {kind!r}; only byte-level BPE ('gpt2') is read"
-            )
-        tokens, merges = list(tokens), [tuple(merge.split(" ", 1)) for merge in merges]
-        pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
-        normalizer, pre_tokenizer = byte_level(pre)
-        vocabulary = {token: number for number, token in enumerate(tokens)}
-        whole_words = pre == "llama-bpe"  # Llama 3 takes a word that is a token as it is, whatever the merges say
-        try:
-            backend = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=whole_words))
-        except Exception as problem:  # tokenizers raises bare Exception
-            raise DataError(f"the GGUF file's tokenizer is malformed: {problem}") from problem
-        backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
-        backend.decoder = decoders.ByteLevel()
-        kinds = list(metadata.get("tokenizer.ggml.token_type", ()))
-        control, user_defined = 3, 4  # GGUF's numbers
-        backend.add_tokens(
-            [
-                AddedToken(token, special=kind == control, normalized=False)
-                for token, kind in zip(tokens, kinds, strict=False)
-                if kind in (control, user_defined)
-            ]
-        )
-        named = lambda name: _at(tokens, metadata.get(f"tokenizer.ggml.{name}_token_id"))
-        bos = named("bos")
-        if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
-            backend.post_processor = _begin_with(backend, bos)
-        return cls(
-            backend, bos=bos, eos=named("eos"), pad=named("padding"), template=metadata.get("tokenizer.chat_template")
-        )
+        return cls(**vars(tokenizer_sources.from_gguf(metadata)))
 
     def save(self, folder: str | Path) -> None:
         """Write what `load` and `transformers.AutoTokenizer` open."""
@@ -139,9 +77,11 @@ class Tokenizer:
         config |= {f"{name}_token": token for name, token in self._named().items() if token is not None}
         self.backend.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (folder / "chat_template.jinja").write_text(self.template or CHATML, encoding="utf-8")
-
-    # Text and ids
+        jinja = folder / "chat_template.jinja"
+        if self.template is None:
+            jinja.unlink(missing_ok=True)
+        else:
+            jinja.write_text(self.template, encoding="utf-8")
 
     def encode(self, text: str, *, bare: bool = False) -> list[int]:
         """Ids of a text, with what the tokenizer puts around it (a begin token) unless `bare`. Special tokens written in
@@ -158,27 +98,17 @@ class Tokenizer:
         """The text of ids; special tokens are left out unless asked for."""
         return self.backend.decode(list(ids), skip_special_tokens=not special)
 
-    # Conversations
-
     def chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: Any) -> str:
         """A conversation as the model reads it; `variables` go to the template."""
-        return render(
-            self.template or CHATML,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            **self._template_tokens(),
-            **variables,
-        )
+        given = self._template_tokens() | variables
+        return render(self._template(), messages, add_generation_prompt=add_generation_prompt, **given)
 
     def chat_ids(self, messages: Sequence[Message], **variables: Any) -> tuple[list[int], list[int]]:
         """The ids of a conversation, and a mask that is 1 on the assistant's answers, their end token included."""
-        template = self.template or CHATML
-        text, spans = answer_spans(template, messages, **self._template_tokens(), **variables)
+        text, spans = answer_spans(self._template(), messages, **self._template_tokens() | variables)
         encoded = self.backend.encode(text, add_special_tokens=False)
         starts = [start for start, _ in encoded.offsets]
         return encoded.ids, [int(any(first <= start < end for first, end in spans)) for start in starts]
-
-    # What it is
 
     @property
     def vocabulary(self) -> int:
@@ -227,6 +157,16 @@ class Tokenizer:
         ids = {"bos": self.bos, "eos": self.eos, "pad": self.pad}
         return {name: None if number is None else self.backend.id_to_token(number) for name, number in ids.items()}
 
+    def _template(self) -> str:
+        if self.template is not None:
+            return self.template
+        if None in (self.backend.token_to_id(TURN_START), self.backend.token_to_id(TURN_END)):
+            raise DataError(
+                f"the tokenizer has no chat template, and ChatML, the usual one, needs {TURN_START} and {TURN_END} in the "
+                "vocabulary: this is not a chat model"
+            )
+        return CHATML
+
     def _template_tokens(self) -> dict[str, str]:
         return {f"{name}_token": token or "" for name, token in self._named().items()}
 
@@ -238,13 +178,6 @@ class Tokenizer:
         return literal
 
 
-def _begin_with(backend: tokenizers.Tokenizer, token: str) -> processors.PostProcessor:
-    number = backend.token_to_id(token)
-    return processors.TemplateProcessing(
-        single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, number)]
-    )
-
-
 def _bytes_of(token: str | None, added: AddedToken | None, byte_level: bool) -> int:
     if token is None or (added and added.special):
         return 0
@@ -253,33 +186,3 @@ def _bytes_of(token: str | None, added: AddedToken | None, byte_level: bool) -> 
     if re.fullmatch("<0x[0-9A-F]{2}>", token):
         return 1  # how SentencePiece writes a byte
     return len(token.replace("▁", " ").encode())
-
-
-def _at(tokens: list[str], number: int | None) -> str | None:
-    if number is not None and not 0 <= number < len(tokens):
-        raise DataError(f"the GGUF file names token {number}, but has only {len(tokens)}")
-    return None if number is None else tokens[int(number)]
-
-
-def _token_text(token: Any) -> str | None:
-    """A special token in tokenizer_config.json is its text, or an object that has it."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _default_template(config: dict[str, Any]) -> str | None:
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several by name
-        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
-    return template
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise DataError(f"{path} is not JSON: {problem}") from problem
-    if not isinstance(content, dict):
-        raise DataError(f"{path} must hold an object, not a {type(content).__name__}")
-    return content

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tilestack import optim
-from tilestack.optim.clip import total_norm
+from tilestack.nn.lora import lora_parameters
 from tilestack.optim.multi_tensor import MultiTensor
 from tilestack.train import checkpoint, execution, metrics, schedules
 from tilestack.train.balancing import Balancing
@@ -61,7 +61,6 @@ class Trainer:
     ):
         self.recipe, self.model, self.objective, self.folder = recipe, model, objective, Path(folder)
         self.device = execution.pick_device(recipe.run.device)
-        execution.be_deterministic(recipe.run.deterministic)
         torch.manual_seed(recipe.run.seed)
         self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", recipe.checkpoint.keep)
         begin(self.folder, recipe, bool(self.checkpoints.steps()), provenance or {})
@@ -80,7 +79,8 @@ class Trainer:
 
     def run(self) -> dict[str, float]:
         """Train to the end, or until interrupted; the last figures by name."""
-        with self._only_one(), self._interruptible(), self.progress:
+        careful = execution.deterministic(self.recipe.run.deterministic)
+        with self._only_one(), self._interruptible(), careful, self.progress:
             self.log = metrics.Log(self.folder / metrics.METRICS)
             self.speed = metrics.Log(self.folder / metrics.SPEED)
             self.checkpoints.clean()
@@ -138,7 +138,8 @@ class Trainer:
         """The norm of the gradients, which are scaled down where the recipe bounds it."""
         if self.recipe.optimizer.clip:
             return optim.clip_grad_norm_(self.parameters, self.recipe.optimizer.clip)
-        return total_norm([param.grad for param in self.parameters if param.grad is not None])
+        grads = [param.grad for param in self.parameters if param.grad is not None]
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
 
     def _update(self, figures: dict[str, Tensor]) -> None:
         """Step the optimizer, unless this step or one before it has a figure that is not finite."""
@@ -221,7 +222,7 @@ class Trainer:
     def _save(self) -> None:
         states, values = checkpoint.pack_optimizer(self.optimizer.state_dict())
         random_tensors, random_values = checkpoint.random_state()
-        tensors = {"weights": self.model.state_dict(), "optimizer": states, "rng": random_tensors}
+        tensors = {"weights": learned_state(self.model), "optimizer": states, "rng": random_tensors}
         if loads := self.balancing.state_dict():
             tensors["loads"] = loads
         if self.average:
@@ -233,9 +234,8 @@ class Trainer:
         self.checkpoints.save(self.step, tensors, state)
 
     def _resume(self, saved: checkpoint.Saved) -> None:
-        weights = self.model.state_dict()
-        checkpoint.refuse_other_shapes(saved, "weights", weights)
-        self.model.load_state_dict(saved.tensors["weights"])
+        checkpoint.refuse_other_shapes(saved, "weights", learned_state(self.model))
+        self.model.load_state_dict(saved.tensors["weights"], strict=False)
         self.optimizer.load_state_dict(
             checkpoint.unpack_optimizer(saved.tensors.get("optimizer", {}), saved.state["optimizer"])
         )
@@ -295,6 +295,12 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def learned_state(model: nn.Module) -> dict[str, Tensor]:
+    """What of a model a run changes and has to save: all of it, or the adapters alone where there are some."""
+    state = model.state_dict()
+    return {name: state[name] for name, _ in lora_parameters(model)} or state
 
 
 def contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

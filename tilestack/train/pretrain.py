@@ -1,7 +1,6 @@
 """Pretraining: predict every next token of packed documents, and leave a folder that transformers can open."""
 
 import math
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,12 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from tilestack import configure_backend, data, models, ops
+from tilestack import data, models, ops
 from tilestack.nn.autocast import lowered
-from tilestack.train import checkpoint, corpus, execution, flops, plot
-from tilestack.train.loop import Trainer
+from tilestack.train import corpus
 from tilestack.train.objective import Loss
-from tilestack.train.progress import Progress
-from tilestack.train.provenance import refuse_another
 from tilestack.train.recipe import Recipe
-from tilestack.train.settings import RecipeError
+from tilestack.train.run import MakeObjective, follow
 
 
 def next_token_loss(model: Any, batch: data.Batch) -> Tensor:
@@ -84,52 +80,13 @@ class Pretraining:
         self.stream.load_state_dict(state)
 
 
-def build_model(recipe: Recipe, tokenizer: data.Tokenizer) -> Any:
-    """The model a recipe starts from: loaded, or new with weights drawn from the run's seed."""
-    if recipe.model.path:
-        model = models.load(recipe.model.path)
-    elif recipe.model.config:
-        torch.manual_seed(recipe.run.seed)
-        ends = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
-        about = {"vocab_size": tokenizer.vocabulary, **ends, **recipe.model.config}
-        model = models.Decoder(models.ModelConfig.from_hf(about))
-    else:
-        raise RecipeError(
-            "the recipe has no model: set model.path to start from one, or describe one in [model.config]"
-        )
-    tokenizer.check_against(model.config.vocabulary)
-    return model
-
-
 def pretrain(
     recipe: Recipe, folder: Path, *, provenance: Mapping[str, Any] | None = None, console: Console | None = None
 ) -> dict[str, float]:
-    """Follow a recipe in a folder, from where it stands to the end, and leave the model in `folder/model`."""
-    console = console or Console(stderr=True)
-    if checkpoint.Checkpoints(folder / "checkpoints", 1).steps():
-        refuse_another(folder, recipe)
-    if recipe.run.backend:
-        configure_backend(recipe.run.backend)
-    device = execution.pick_device(recipe.run.device)
-    tokenizer, tokens = corpus.prepare(recipe, folder, console)
-    model = build_model(recipe, tokenizer)
-    objective = Pretraining(recipe, tokenizer, tokens, device)
-    work = flops.per_token(model, recipe.data.sequence), flops.peak(device, recipe.precision)
-    progress = Progress(recipe, console, *work)
-    trainer = Trainer(recipe, model, objective, folder, provenance=provenance, progress=progress)
-    figures = trainer.run()
-    plot.plot_run(folder, recipe.run.name)
-    if trainer.finished:
-        with trainer.as_evaluated():
-            export(model, tokenizer, folder / "model")
-    return figures
+    """Follow a pretraining recipe in a folder, and leave the model in `folder/model`."""
 
+    def prepare(console: Console) -> tuple[data.Tokenizer, MakeObjective]:
+        tokenizer, tokens = corpus.prepare(recipe, folder, console)
+        return tokenizer, lambda model, device: Pretraining(recipe, tokenizer, tokens, device)
 
-def export(model: Any, tokenizer: data.Tokenizer, folder: Path) -> None:
-    """Write a model and its tokenizer as a Hugging Face folder, which appears when it is complete."""
-    hidden = folder.with_name(f".{folder.name}")
-    shutil.rmtree(hidden, ignore_errors=True)
-    models.save(model, hidden)
-    tokenizer.save(hidden)
-    shutil.rmtree(folder, ignore_errors=True)
-    hidden.rename(folder)
+    return follow(recipe, folder, prepare, provenance=provenance, console=console)

@@ -137,6 +137,16 @@ class Ema:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """Adapters trained in place of the model, which stays as it is; see `tilestack.nn.lora`."""
+
+    rank: int = setting(0, low=0)  # 0 trains the model itself
+    alpha: float = setting(16.0, above=0)
+    dropout: float = setting(0.0, low=0, high=0.9)
+    targets: tuple[str, ...] = ("layers.*",)  # patterns of the linear layers that get one
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A pretraining run. Other kinds of run derive from it and add sections of their own."""
 
@@ -149,6 +159,7 @@ class Recipe:
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     ema: Ema = field(default_factory=Ema)
+    lora: Lora = field(default_factory=Lora)
 
     def __post_init__(self) -> None:
         if self.schedule.warmup >= self.run.steps:

@@ -1,0 +1,140 @@
+"""Pretraining from a recipe to a folder that transformers opens, through the command line as people use it."""
+
+import json
+
+import pytest
+import torch
+
+from tilestack import models
+from tilestack.cli import main
+from tilestack.data import Tokenizer
+from tilestack.train import metrics
+
+RECIPE = """
+[run]
+name = "small"
+steps = 4
+device = "cpu"
+log_every = 2
+{run}
+[model.config]
+model_type = "qwen3"
+hidden_size = 32
+intermediate_size = 48
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 1
+head_dim = 16
+max_position_embeddings = 64
+tie_word_embeddings = true
+[data]
+corpus = "files"
+files = ["{folder}/text.jsonl"]
+vocabulary = 300
+validation = 0.2
+sequence = 24
+batch = 2
+[evaluation]
+every = 2
+batches = 2
+prompts = ["def "]
+sample_tokens = 4
+[checkpoint]
+every = 2
+"""
+
+
+@pytest.fixture
+def tilestack(capsys, outside):
+    """Runs the command in this process: (exit code, what it said on standard error)."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        return ended.value.code, capsys.readouterr().err
+
+    return run
+
+
+@pytest.fixture
+def small(tmp_path):
+    lines = [json.dumps({"text": f"def add_{n}(x):\n    return x + {n}\n" * (1 + n % 5)}) for n in range(60)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+
+    def write(run=""):
+        (tmp_path / "small.toml").write_text(RECIPE.format(folder=tmp_path, run=run))
+        return str(tmp_path / "small.toml")
+
+    return write
+
+
+def test_a_finished_run_is_a_folder_that_transformers_opens(tilestack, small, tmp_path):
+    folder = tmp_path / "run"
+    code, said = tilestack("train", small(), "--folder", str(folder))
+    assert (code, "step 4/4" in said) == (0, True), said
+    assert {"recipe.toml", "run.json", "metrics.jsonl", "speed.jsonl", "loss.html", "checkpoints", "model", "data"} <= {
+        path.name for path in folder.iterdir()
+    }
+    rows = list(metrics.rows(folder))
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows if "bits_per_byte" in row] == [2, 4]
+    assert [row["sample"].startswith("def ") for row in rows if "sample" in row] == [True]
+    assert "commit" in json.loads((folder / "run.json").read_text())[0]
+
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    names = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    text = "def add_7(x):\n    return x"
+    ids = names(text, return_tensors="pt").input_ids
+    assert ids[0].tolist() == Tokenizer.load(folder / "model").encode(text)
+    ours = models.load(folder / "model")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=1e-5)
+
+    before = (folder / "metrics.jsonl").read_bytes()
+    assert tilestack("train", small(), "--folder", str(folder))[0] == 0  # finished: nothing is done again
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    code, said = tilestack("train", small(), "--folder", str(folder), "--set", "optimizer.lr=0.5")
+    assert code == 1
+    assert "another recipe: optimizer.lr differs" in said
+    code, _ = tilestack("train", small(), "--folder", str(folder), "--set", "optimizer.lr=0.5", "--fresh")
+    assert (code, (folder / "metrics.jsonl").read_bytes() != before) == (0, True)
+
+
+def test_activation_checkpointing_and_mixtures_of_experts(tilestack, small, tmp_path):
+    experts = [
+        "model.config.model_type=qwen3_moe", "model.config.num_experts=4", "model.config.num_experts_per_tok=2",
+        "model.config.moe_intermediate_size=16", "run.steps=2", "evaluation.every=0",
+    ]  # fmt: skip
+    curves = []
+    for again in ("false", "true"):
+        folder = tmp_path / again
+        changes = [*experts, f"run.activation_checkpointing={again}"]
+        code, said = tilestack("train", small(), "--folder", str(folder), *(f"--set={change}" for change in changes))
+        assert code == 0, said
+        curves.append([row for row in metrics.rows(folder) if "loss" in row])
+    assert curves[0] == curves[1]
+    assert all(row["imbalance"] >= 1 and row["dead_experts"] >= 0 for row in curves[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("data.files=['gone.jsonl']", "no data at gone.jsonl"),
+        ("data.files=['bad.jsonl']", "bad.jsonl:2"),
+        ("optimizer.lrr=1", "no setting optimizer.lrr; did you mean optimizer.lr?"),
+        ("model.config.vocab_size=200", "the tokenizer does not match the model: its ids go up to "),
+        ("model.config.model_type=lama", "model_type 'lama' is not read; there are llama"),
+        ("run.backend=cuda", "cuda"),
+        ("precision.fp8=true", "precision.fp8 needs a GPU"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing_half_made(tilestack, small, tmp_path, monkeypatch, change, line):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": broken\n')
+    code, said = tilestack("train", small(), "--set", change)
+    assert code == 1
+    assert said.splitlines()[-1].startswith("error: ")
+    assert line in said
+    assert not list(tmp_path.glob("runs/small/checkpoints/*"))
+    assert not list(tmp_path.glob("runs/small/.data"))

@@ -1,0 +1,132 @@
+"""Where tokenizers come from: trained on texts, a Hugging Face folder, or the metadata of a GGUF file.
+
+Each gives the parts of a `Tokenizer`: a backend of the package `tokenizers`, the names of its special tokens, and a chat
+template if there is one.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
+
+from tilestack.data.errors import DataError
+from tilestack.data.pretokenizers import byte_level
+
+END_OF_TEXT, TURN_START, TURN_END = SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CONTROL, USER_DEFINED = 3, 4  # kinds of tokens, as GGUF numbers them
+
+
+@dataclass(frozen=True)
+class Parts:
+    backend: tokenizers.Tokenizer
+    bos: str | None = None
+    eos: str | None = None
+    pad: str | None = None
+    template: str | None = None
+
+
+def trained(texts: Iterable[str], vocabulary: int) -> Parts:
+    smallest = 256 + len(SPECIAL)
+    if vocabulary < smallest:
+        raise DataError(
+            f"a vocabulary of {vocabulary} is too small; {smallest} are needed for bytes and special tokens"
+        )
+    backend = tokenizers.Tokenizer(BPE())
+    _, backend.pre_tokenizer = byte_level("qwen2")  # unnormalised: what is decoded is what was encoded, to the byte
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    backend.post_processor = _begin_with(backend, END_OF_TEXT)
+    return Parts(backend, bos=END_OF_TEXT, eos=END_OF_TEXT, pad=END_OF_TEXT)
+
+
+def from_folder(path: Path) -> Parts:
+    """From a folder with a tokenizer.json, or that file."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"no tokenizer in {path}: it has no tokenizer.json")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as problem:  # tokenizers raises bare Exception
+        raise DataError(f"{file} is not a tokenizer: {problem}") from problem
+    config = _read_json(file.with_name("special_tokens_map.json")) | _read_json(file.with_name("tokenizer_config.json"))
+    bos, eos, pad = (_token_text(config.get(f"{name}_token")) for name in ("bos", "eos", "pad"))
+    if pad is not None and backend.token_to_id(pad) is None:
+        pad = None  # often named for tools that insist on one, and no part of the vocabulary
+    jinja = file.with_name("chat_template.jinja")
+    template = jinja.read_text(encoding="utf-8") if jinja.is_file() else _default_template(config)
+    return Parts(backend, bos, eos, pad, template)
+
+
+def from_gguf(metadata: dict[str, Any]) -> Parts:
+    def of(key: str, default: Any = None) -> Any:
+        return metadata.get(f"tokenizer.ggml.{key}", default)
+
+    tokens, merges, pre = of("tokens"), of("merges"), of("pre", "gpt-2")
+    if of("model") != "gpt2" or tokens is None or merges is None:
+        raise DataError(
+            f"the GGUF file holds a tokenizer of the kind {of('model')!r}; only byte-level BPE ('gpt2') is read"
+        )
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    whole_words = pre == "llama-bpe"  # Llama 3 takes a word that is a token as it is, whatever the merges say
+    try:
+        pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+        backend = tokenizers.Tokenizer(BPE(vocabulary, pairs, ignore_merges=whole_words))
+    except Exception as problem:  # tokenizers raises bare Exception
+        raise DataError(f"the GGUF file's tokenizer is malformed: {problem}") from problem
+    backend.normalizer, backend.pre_tokenizer = byte_level(pre)
+    backend.decoder = decoders.ByteLevel()
+    kinds = zip(tokens, of("token_type", ()), strict=False)
+    whole = [(token, kind) for token, kind in kinds if kind in (CONTROL, USER_DEFINED)]
+    backend.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in whole])
+    bos, eos, pad = (_at(tokens, of(f"{name}_token_id")) for name in ("bos", "eos", "padding"))
+    if bos is not None and of("add_bos_token", pre == "llama-bpe"):
+        backend.post_processor = _begin_with(backend, bos)
+    return Parts(backend, bos, eos, pad, metadata.get("tokenizer.chat_template"))
+
+
+def _begin_with(backend: tokenizers.Tokenizer, token: str) -> processors.PostProcessor:
+    number = backend.token_to_id(token)
+    return processors.TemplateProcessing(
+        single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, number)]
+    )
+
+
+def _at(tokens: list[str], number: int | None) -> str | None:
+    if number is not None and not 0 <= number < len(tokens):
+        raise DataError(f"the GGUF file names token {number}, but has only {len(tokens)}")
+    return None if number is None else tokens[int(number)]
+
+
+def _token_text(token: Any) -> str | None:
+    """A special token in tokenizer_config.json is its text, or an object that has it."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _default_template(config: dict[str, Any]) -> str | None:
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several by name
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+    return template
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise DataError(f"{path} is not JSON: {problem}") from problem
+    if not isinstance(content, dict):
+        raise DataError(f"{path} must hold an object, not a {type(content).__name__}")
+    return content

@@ -1,0 +1,76 @@
+"""Log-probabilities of given tokens: what DPO, GRPO and evaluation ask of a model.
+
+Sequences lie one to a row, filled up on the right. Causal attention looks only to the left, so what fills a row changes
+nothing before it and no mask is needed:
+
+    ids      p p p a a a . .        prompt, answer, filling
+    labels   - - a a a - - -        what follows each id, where it is scored; - is IGNORED
+
+The head and the loss are one operator, so float32 logits of the whole vocabulary are never kept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilestack import ops
+
+IGNORED = -100
+MULTIPLE = 16  # rows are filled to a multiple of this, so that few different shapes occur
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A sequence of token ids of which those marked are scored; the first never is, as nothing precedes it."""
+
+    ids: list[int]
+    mask: list[int]
+
+    @classmethod
+    def answer(cls, prompt: Sequence[int], answer: Sequence[int]) -> "Scored":
+        return cls([*prompt, *answer], [0] * len(prompt) + [1] * len(answer))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sequences one to a row: ids [rows, length], labels [rows, length]."""
+
+    ids: Tensor
+    labels: Tensor
+
+    @property
+    def tokens(self) -> Tensor:
+        """How many tokens of each row are scored, [rows]."""
+        return (self.labels != IGNORED).sum(-1)
+
+    def to(self, device: torch.device | str) -> "Rows":
+        return Rows(self.ids.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
+
+
+def in_rows(sequences: Sequence[Scored], multiple: int = MULTIPLE) -> Rows:
+    """Sequences as rows, filled on the right to the longest of them, rounded up."""
+    longest = max(len(sequence.ids) for sequence in sequences)
+    length = -(-longest // multiple) * multiple
+    ids = torch.zeros(len(sequences), length, dtype=torch.long)
+    labels = torch.full_like(ids, IGNORED)
+    for row, sequence in enumerate(sequences):
+        tokens = torch.tensor(sequence.ids)
+        ids[row, : len(tokens)] = tokens
+        labels[row, : len(tokens) - 1] = torch.where(torch.tensor(sequence.mask[1:]) > 0, tokens[1:], IGNORED)
+    return Rows(ids, labels)
+
+
+def log_probs(model: Any, rows: Rows, temperature: float = 1.0) -> Tensor:
+    """log p(label | the row so far) in float32, [rows, length]; 0 where there is no label.
+
+    At another temperature than 1, of the distribution that sampling at that temperature draws from.
+    """
+    hidden = model.hidden(rows.ids)
+    if temperature != 1.0:
+        hidden = hidden / temperature  # the head is linear: logits / temperature
+    return -ops.linear_cross_entropy(
+        hidden, model.head_weight.to(hidden.dtype), rows.labels, ignore_index=IGNORED, reduction="none"
+    )
