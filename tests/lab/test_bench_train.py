@@ -90,3 +90,8 @@ def test_the_command_reads_its_work_from_recipes(monkeypatch, tmp_path, capsys, 
     with pytest.raises(SystemExit):
         main([*arguments[:-1], "tilestak"])
     assert "no candidate tilestak; there are tilestack" in capsys.readouterr().err
+
+
+def test_the_plain_model_does_not_pretend_to_be_a_mixture():
+    with pytest.raises(ValueError, match="there is no qwen3_moe in plain PyTorch here"):
+        measure("plain", Work("tiny", TINY | {"model_type": "qwen3_moe"}))

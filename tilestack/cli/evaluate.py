@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,6 @@ from tilestack.cli.lab import JsonFile, console, write_json
 
 if TYPE_CHECKING:
     from tilestack.data import Tokenizer
-    from tilestack.train.evaluate import Estimate
 
 
 def add_to(app: typer.Typer) -> None:

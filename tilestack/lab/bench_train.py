@@ -139,6 +139,8 @@ def plain(work: Work, compiled: bool) -> Callable[[], Any]:
     """A training step in plain PyTorch."""
     from tilestack.lab.plain_model import PlainDecoder
 
+    if work.config["model_type"] not in ("llama", "qwen3"):
+        raise ValueError(f"there is no {work.config['model_type']} in plain PyTorch here")
     torch.manual_seed(0)
     model = PlainDecoder(work.config).to(work.device, getattr(torch, work.dtype))
     run = torch.compile(model) if compiled else model

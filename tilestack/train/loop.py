@@ -10,7 +10,7 @@ import math
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,7 @@ class Trainer:
         *,
         provenance: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
+        after_evaluation: Callable[[], Any] = lambda: None,
     ):
         self.recipe, self.model, self.objective, self.folder = recipe, model, objective, Path(folder)
         self.device = execution.pick_device(recipe.run.device)
@@ -69,7 +70,7 @@ class Trainer:
         self.optimizer = make_optimizer(model, recipe.optimizer, recipe.precision, recipe.run.seed)
         self.balancing = Balancing(model, recipe.model)
         self.average = Ema(model, recipe.ema.decay) if recipe.ema.decay else None
-        self.progress = progress or Progress(recipe)
+        self.progress, self.after_evaluation = progress or Progress(recipe), after_evaluation
         self.step = 0  # steps done
         self.clock, self.tokens = time.perf_counter(), 0  # since the speed was last told
         self.pending: list[Pending] = []
@@ -169,6 +170,8 @@ class Trainer:
                 for text in self.objective.sample(self.model) if samples else ():
                     self.log.write(step=self.step, sample=text)
                     self.progress.show_sample(self.step, text)
+            self.log.flush()
+            self.after_evaluation()
         if saves:
             self._save()
         if evaluates or samples or saves:
