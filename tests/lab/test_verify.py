@@ -10,6 +10,7 @@ import triton.language as tl
 
 from tilestack import ops
 from tilestack.kernels.launch import launch
+from tilestack.lab import variants
 from tilestack.lab.verify import claims, default_dtypes, prove
 
 CPU = torch.device("cpu")
@@ -27,9 +28,12 @@ def wrong(proofs):
 
 @pytest.mark.parametrize("operator", NAMES)
 def test_every_implementation_is_proved(operator):
-    """In every layout in float32, and plainly in the other dtypes; `tilestack verify` tries everything in everything."""
+    """In float32 plainly and each variant in every third case, plainly in the other dtypes; `tilestack verify` tries
+    everything in everything."""
     described = ops.operator_named(operator)
-    thorough = claims([described], CPU, dtypes=[torch.float32])
+    places = {case: place for place, case in enumerate(described.cases)}
+    due = lambda claim: claim.variant == "plain" or (places[claim.case] + variants.ALL.index(claim.variant)) % 3 == 0
+    thorough = filter(due, claims([described], CPU, dtypes=[torch.float32]))
     plain = claims([described], CPU, dtypes=[torch.float16, torch.float64], every_variant=False)
     proofs = [prove(claim) for claim in itertools.chain(thorough, plain)]
     assert not wrong(proofs)

@@ -171,6 +171,7 @@ def chunks_of(rows, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(head, "CHUNK_BYTES", rows * 65 * 4)
         patch.setattr(head, "ROW_MULTIPLE", 1)
+        patch.setattr(head, "CHUNKS", 64)
         yield
 
 

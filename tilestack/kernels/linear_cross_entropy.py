@@ -28,6 +28,7 @@ from tilestack.ops import implements
 from tilestack.ops.contract import Ahead
 
 CHUNK_BYTES = 192 << 20  # of logits at a time
+CHUNKS = 13  # about as many as that makes of 8192 rows and 150 thousand words; more rows get larger ones
 ROW_MULTIPLE = 128  # rows of a chunk, for whole tiles in the products
 
 
@@ -58,9 +59,10 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def rows_per_chunk(x: Tensor, weight: Tensor) -> int:
-    rows = CHUNK_BYTES // (weight.shape[0] * x.element_size())
-    return max(rows // ROW_MULTIPLE * ROW_MULTIPLE, ROW_MULTIPLE)
+def rows_per_chunk(rows: int, weight: Tensor) -> int:
+    """A chunk's rows: what CHUNK_BYTES hold, and more where that would be many chunks, since each reads and writes dweight."""
+    fitting = CHUNK_BYTES // (weight.shape[0] * weight.element_size()) // ROW_MULTIPLE
+    return ROW_MULTIPLE * max(fitting, rows // (CHUNKS * ROW_MULTIPLE), 1)
 
 
 def chunked(
@@ -77,7 +79,7 @@ def chunked(
     losses = None if losses is None else losses.view(-1)
     dx = torch.empty_like(rows) if needs[0] else None
     dweight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device) if needs[1] else None
-    chunk = min(rows_per_chunk(x, weight), rows.shape[0])
+    chunk = min(rows_per_chunk(rows.shape[0], weight), rows.shape[0])
     buffer = torch.empty((chunk, weight.shape[0]), dtype=x.dtype, device=x.device)
     aside = Aside(x.device)
     for start in range(0, rows.shape[0], chunk or 1):
