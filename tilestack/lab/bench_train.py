@@ -64,7 +64,8 @@ def ours(work: Work, compiled: bool) -> Callable[[], Any]:
 
     configure_backend(work.backend)
     torch.manual_seed(0)
-    model = models.Decoder(models.ModelConfig.from_hf(work.config))
+    with torch.device(work.device):
+        model = models.Decoder(models.ModelConfig.from_hf(work.config))
     ids = work.ids()
     labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
 
@@ -120,7 +121,8 @@ def theirs(work: Work, way: str) -> Callable[[], Any]:
     settings = {name: value for name, value in work.config.items() if name != "model_type"}
     config = transformers.AutoConfig.for_model(kind, **settings)
     dtype = getattr(torch, work.dtype)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    with torch.device(work.device):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
     model.to(work.device).train()
     model.config.use_cache = False
     run = torch.compile(model) if way == "compile" else model
