@@ -35,7 +35,7 @@ def train(folder: Path, dies_at: int | None) -> None:
         die_while_saving(dies_at)
     torch.manual_seed(7)
     settings = recipe(
-        run={"steps": 60, "log_every": 7}, checkpoint={"every": 9}, ema={"decay": 0.9},
-        evaluation={"every": 10}, data={"accumulate": 2},
+        run={"steps": 24, "log_every": 7}, checkpoint={"every": 4}, ema={"decay": 0.9},
+        evaluation={"every": 9}, data={"accumulate": 2},
     )  # fmt: skip
     Trainer(settings, TinyModel(), Slow(), folder).run()

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -208,12 +208,22 @@ def bench_command(
     json_: JsonFile = None,
     load: Load = None,
     recipe: Annotated[
-        str, typer.Option(help="bench train: comma-separated recipes whose models to train, by name or path.")
-    ] = "qwen3-0.6b",
+        str | None,
+        typer.Option(
+            help="bench train: comma-separated recipes whose models to train; qwen3-0.6b, or demo on a CPU, when left out.",
+            show_default=False,
+        ),
+    ] = None,
     micro_batch: Annotated[
-        str, typer.Option(help="bench train: comma-separated numbers of sequences in a step.")
-    ] = "8,16,32",
-    sequence: Annotated[int, typer.Option(help="bench train: tokens of a sequence.", min=2)] = 2048,
+        str | None,
+        typer.Option(
+            help="bench train: comma-separated numbers of sequences; the recipe's when left out.", show_default=False
+        ),
+    ] = None,
+    sequence: Annotated[
+        int | None,
+        typer.Option(help="bench train: tokens of a sequence; the recipe's when left out.", min=2, show_default=False),
+    ] = None,
 ) -> None:
     """Measure kernels against the machine's roofs and against the fastest peer, in one run.
 
@@ -234,7 +244,7 @@ def bench_command(
         bench_optimizers(place, save, json_)
         return
     if operators == ["train"]:
-        works = training_works(place, recipe.split(","), micro_batch.split(","), sequence, dtype)
+        works = training_works(place, recipe, micro_batch, sequence, dtype)
         bench_training(works, backend.split(",") if backend else None, stamp, save, json_)
         return
     target = results.path_of(stamp["slug"], "kernels") if save else None
@@ -290,21 +300,30 @@ def bench_optimizers(place: "torch.device", save: bool, json_: Path | None) -> N
 
 
 def training_works(
-    place: "torch.device", recipes: list[str], micro_batches: list[str], sequence: int, dtype: str | None
+    place: "torch.device", recipes: str | None, micro_batches: str | None, sequence: int | None, dtype: str | None
 ) -> list["Work"]:
     """What `bench train` does: the models of some recipes, at some micro-batches."""
     from tilestack.cli.train import find_recipe
     from tilestack.lab.bench_train import Work
     from tilestack.train import Recipe
 
-    if not all(size.strip().isdigit() and int(size) > 0 for size in micro_batches):
-        raise ValueError(f"micro-batches are positive numbers separated by commas, not {','.join(micro_batches)!r}")
-    kind = dtype or ("bfloat16" if place.type == "cuda" else "float32")
+    sizes = micro_batches.split(",") if micro_batches else []
+    if not all(size.strip().isdigit() and int(size) > 0 for size in sizes):
+        raise ValueError(f"micro-batches are positive numbers separated by commas, not {micro_batches!r}")
+    on_gpu = place.type == "cuda"
     works = []
-    for name in recipes:
+    for name in (recipes or ("qwen3-0.6b" if on_gpu else "demo")).split(","):
         read = Recipe.load(find_recipe(Path(name)))
-        config = {"vocab_size": read.data.vocabulary, **read.model.config}
-        works += [Work(read.run.name, config, int(size), sequence, kind, place.type) for size in micro_batches]
+        work = Work(
+            read.run.name,
+            {"vocab_size": read.data.vocabulary, **read.model.config},
+            read.data.batch,
+            sequence or read.data.sequence,
+            dtype or ("bfloat16" if on_gpu else "float32"),
+            place.type,
+            read.run.backend,
+        )
+        works += [replace(work, batch=int(size)) for size in sizes] or [work]
     return works
 
 

@@ -9,7 +9,6 @@ through the very step that `tilestack train` takes.
     python -m tilestack.lab.bench_train '{"candidate": "tilestack", "config": {…}, …}'      one candidate, as JSON
 """
 
-import importlib.util
 import json
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tilestack.lab.bench import Row
+from tilestack.lab.peers import importable
 
 OURS = ("tilestack", "tilestack-compile")
 PEERS = ("plain", "plain-compile", "transformers", "transformers-compile", "transformers-liger")
@@ -41,6 +41,7 @@ class Work:
     sequence: int = 2048
     dtype: str = "bfloat16"
     device: str = "cuda"
+    backend: str = ""  # of our operators, as a recipe says it
     warmup: int = 4
     steps: int = 10
 
@@ -57,10 +58,11 @@ class Work:
 
 def ours(work: Work, compiled: bool) -> Callable[[], Any]:
     """The training step of `tilestack train`."""
-    from tilestack import models, ops
+    from tilestack import configure_backend, models, ops
     from tilestack.train import Loss, Recipe, Trainer
     from tilestack.train.settings import read
 
+    configure_backend(work.backend)
     torch.manual_seed(0)
     model = models.Decoder(models.ModelConfig.from_hf(work.config))
     ids = work.ids()
@@ -106,6 +108,7 @@ def ours(work: Work, compiled: bool) -> Callable[[], Any]:
 
 def theirs(work: Work, way: str) -> Callable[[], Any]:
     """A training step of transformers, as its users write it."""
+    importable("liger_kernel")  # finds what is installed beside the environment
     import transformers
 
     kind = work.config["model_type"]
@@ -136,6 +139,8 @@ def plain(work: Work, compiled: bool) -> Callable[[], Any]:
     """A training step in plain PyTorch."""
     from tilestack.lab.plain_model import PlainDecoder
 
+    if work.config["model_type"] not in ("llama", "qwen3"):
+        raise ValueError(f"there is no {work.config['model_type']} in plain PyTorch here")
     torch.manual_seed(0)
     model = PlainDecoder(work.config).to(work.device, getattr(torch, work.dtype))
     run = torch.compile(model) if compiled else model
@@ -193,7 +198,7 @@ def available(candidates: Sequence[str] | None) -> list[str]:
         "transformers-liger": "liger_kernel",
     }
     module_of = lambda name: needs.get(name, "torch")
-    return [name for name in CANDIDATES if importlib.util.find_spec(module_of(name))]
+    return [name for name in CANDIDATES if importable(module_of(name))]
 
 
 def bench_train(

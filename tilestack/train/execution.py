@@ -2,7 +2,8 @@
 
 import functools
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,11 +23,20 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def be_deterministic(wanted: bool) -> None:
-    """Let PyTorch take deterministic algorithms only; where it has none, it warns and goes on."""
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Inside, PyTorch takes deterministic algorithms only; where it has none, it warns and goes on."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    torch.use_deterministic_algorithms(wanted, warn_only=True)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filling  # type: ignore[attr-defined]
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:

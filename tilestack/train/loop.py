@@ -10,7 +10,7 @@ import math
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from tilestack import optim
 from tilestack.nn.lora import lora_parameters
-from tilestack.optim.clip import total_norm
 from tilestack.optim.multi_tensor import MultiTensor
 from tilestack.train import checkpoint, execution, metrics, schedules
 from tilestack.train.balancing import Balancing
@@ -59,10 +58,10 @@ class Trainer:
         *,
         provenance: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
+        after_evaluation: Callable[[], Any] = lambda: None,
     ):
         self.recipe, self.model, self.objective, self.folder = recipe, model, objective, Path(folder)
         self.device = execution.pick_device(recipe.run.device)
-        execution.be_deterministic(recipe.run.deterministic)
         torch.manual_seed(recipe.run.seed)
         self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", recipe.checkpoint.keep)
         begin(self.folder, recipe, bool(self.checkpoints.steps()), provenance or {})
@@ -71,7 +70,7 @@ class Trainer:
         self.optimizer = make_optimizer(model, recipe.optimizer, recipe.precision, recipe.run.seed)
         self.balancing = Balancing(model, recipe.model)
         self.average = Ema(model, recipe.ema.decay) if recipe.ema.decay else None
-        self.progress = progress or Progress(recipe)
+        self.progress, self.after_evaluation = progress or Progress(recipe), after_evaluation
         self.step = 0  # steps done
         self.clock, self.tokens = time.perf_counter(), 0  # since the speed was last told
         self.pending: list[Pending] = []
@@ -81,7 +80,8 @@ class Trainer:
 
     def run(self) -> dict[str, float]:
         """Train to the end, or until interrupted; the last figures by name."""
-        with self._only_one(), self._interruptible(), self.progress:
+        careful = execution.deterministic(self.recipe.run.deterministic)
+        with self._only_one(), self._interruptible(), careful, self.progress:
             self.log = metrics.Log(self.folder / metrics.METRICS)
             self.speed = metrics.Log(self.folder / metrics.SPEED)
             self.checkpoints.clean()
@@ -139,7 +139,8 @@ class Trainer:
         """The norm of the gradients, which are scaled down where the recipe bounds it."""
         if self.recipe.optimizer.clip:
             return optim.clip_grad_norm_(self.parameters, self.recipe.optimizer.clip)
-        return total_norm([param.grad for param in self.parameters if param.grad is not None])
+        grads = [param.grad for param in self.parameters if param.grad is not None]
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
 
     def _update(self, figures: dict[str, Tensor]) -> None:
         """Step the optimizer, unless this step or one before it has a figure that is not finite."""
@@ -169,6 +170,8 @@ class Trainer:
                 for text in self.objective.sample(self.model) if samples else ():
                     self.log.write(step=self.step, sample=text)
                     self.progress.show_sample(self.step, text)
+            self.log.flush()
+            self.after_evaluation()
         if saves:
             self._save()
         if evaluates or samples or saves:

@@ -49,9 +49,11 @@ def follow(
     objective = make_objective(model, device)
     work = flops.per_token(model, recipe.data.sequence), flops.peak(device, recipe.precision)
     progress = Progress(recipe, console, *work)
-    trainer = Trainer(recipe, model, objective, folder, provenance=provenance, progress=progress)
+    draw = lambda: plot.plot_run(folder, recipe.run.name)
+    trainer = Trainer(
+        recipe, model, objective, folder, provenance=provenance, progress=progress, after_evaluation=draw
+    )  # fmt: skip
     figures = trainer.run()
-    plot.plot_run(folder, recipe.run.name)
     if trainer.finished:
         with trainer.as_evaluated():
             if lora_layers(model):
