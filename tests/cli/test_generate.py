@@ -7,12 +7,14 @@ import torch
 
 from tilestack import cli, data, models
 from tilestack.cli.generate import up_to
+from tilestack.data.chat import CHATML
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("generate") / "model"
     tokenizer = data.Tokenizer.train(["the cat sat on the mat, and the dog sat too. " * 20], 300)
+    tokenizer.template = CHATML
     torch.manual_seed(0)
     config = models.ModelConfig(tokenizer.vocabulary, 32, 64, layers=1, heads=2, kv_heads=1, head_dim=16, positions=64)
     decoder = models.Decoder(config)

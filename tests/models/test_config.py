@@ -13,6 +13,9 @@ from tilestack import models
         ("llama2", dict(hidden_size=None), "lacks hidden_size"),
         ("llama2", dict(hidden_size=0), "hidden_size must be a positive whole number, not 0"),
         ("llama2", dict(num_hidden_layers="two"), "num_hidden_layers must be a positive whole number, not 'two'"),
+        ("mistral", dict(num_hidden_layers="two"), "num_hidden_layers must be a positive whole number, not 'two'"),
+        ("llama2", dict(num_attention_heads=0, head_dim=None), "num_attention_heads must be a positive whole number"),
+        ("deepseek_v2", dict(v_head_dim=0), "v_head_dim must be a positive whole number"),
         ("llama2", dict(num_key_value_heads=3), "num_attention_heads, 4, must be a multiple of num_key_value_heads, 3"),
         ("llama2", dict(head_dim=15), "head_dim must be even"),
         ("llama2", dict(num_kv_heads=2, num_key_value_head=2), "'num_key_value_head'; did you mean"),
@@ -24,6 +27,7 @@ from tilestack import models
         ("qwen3_moe", dict(num_experts_per_tok=9), "num_experts_per_tok is 9, more than the 8"),
         ("deepseek_v2", dict(attention_bias=True), "attention_bias must be false"),
         ("deepseek_v2", dict(topk_method="noaux_tc"), "topk_method must be greedy"),
+        ("deepseek_v2", dict(scoring_func="sigmoid"), "scoring_func must be softmax"),
         ("deepseek_v2", dict(num_key_value_heads=2), "num_key_value_heads must equal"),
     ],
 )
@@ -40,3 +44,19 @@ def test_old_and_new_ways_to_write_rope_are_read_alike():
     new = {key: value for key, value in old.items() if not key.startswith("rope")}
     new["rope_parameters"] = {"rope_theta": old["rope_theta"], **old["rope_scaling"]}
     assert models.ModelConfig.from_hf(new) == models.ModelConfig.from_hf(old)
+
+
+def test_what_no_config_can_say_is_not_written():
+    config = models.ModelConfig(97, 64, 80, layers=2, heads=4, kv_heads=2, head_dim=16, qkv_bias=True, qk_norm=True)
+    with pytest.raises(models.ConfigError, match="a llama model has no words for this: qk_norm, output_bias"):
+        config.to_hf()
+
+
+def test_a_configuration_written_by_hand_has_no_foreign_keys():
+    given = tiny.config_of("llama2") | {"_name_or_path": "somewhere"}
+    models.ModelConfig.from_hf(given)
+    with pytest.raises(models.ConfigError, match="the config has '_name_or_path'; it may have"):
+        models.ModelConfig.from_hf(given, strict=True)
+    del given["_name_or_path"], given["num_key_value_heads"]
+    with pytest.raises(models.ConfigError, match="'kv_heads'; did you mean 'num_key_value_heads'"):
+        models.ModelConfig.from_hf(given | {"kv_heads": 2}, strict=True)

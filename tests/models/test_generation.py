@@ -26,6 +26,7 @@ def test_sampling_is_reproducible_and_varied():
     decoder, ids = tiny.ours("smollm2"), tiny.ids(tokens=5)
     draw = lambda seed, **options: rows(decoder, ids, max_new_tokens=16, temperature=1.0, seed=seed, **options)
     assert torch.equal(draw(1), draw(1))
+    assert torch.equal(draw(1)[:1], rows(decoder, ids[:1], max_new_tokens=16, temperature=1.0, seed=1))
     assert not torch.equal(draw(1), draw(2))
     assert not torch.equal(draw(1)[:, :8], draw(1)[:, 8:])
     assert torch.equal(draw(1, top_k=1), rows(decoder, ids, max_new_tokens=16))

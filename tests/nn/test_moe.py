@@ -1,5 +1,6 @@
 """The mixture of experts: against one token at a time, against transformers' blocks, compiled, recomputed, balanced."""
 
+import copy
 import importlib
 import itertools
 
@@ -150,6 +151,15 @@ def test_the_bias_keeps_its_precision_when_the_model_loses_its_own():
     moe.to(torch.bfloat16)
     assert moe.gate_up.dtype == torch.bfloat16
     assert torch.equal(moe.router.bias, before)
+
+
+def test_a_copy_is_of_the_layer_and_not_of_its_last_forward():
+    moe, x = mixture(**VARIANTS["shared"]), tokens(5)
+    out = moe(x)
+    copied = copy.deepcopy(moe)
+    assert copied.balance is None
+    assert moe.balance is not None
+    assert torch.equal(copied(x), out)
 
 
 def transformers_block(family, block, **config):

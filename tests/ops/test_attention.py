@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from tilestack import ops
+from tilestack.kernels import attention_aten
 from tilestack.ops import backend
 from tilestack.ops.attention import pairs_seen
+from tilestack.ops.cases import Make
 
 each_backend = pytest.mark.parametrize("chosen", ["torch", "aten"])
 
@@ -82,6 +84,30 @@ def test_it_compiles_whole_with_documents_and_gradients(chosen):
         torch.testing.assert_close(found, expected)
     with backend(chosen):
         torch.library.opcheck(torch.ops.tilestack.attention.default, (*leaves, ends))
+
+
+def varying_lengths(q, k, v, of_q, of_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
+    """What PyTorch's flash attention over sequences of varying length computes, which runs on CUDA alone."""
+    assert enable_gqa
+    assert {of_q.dtype, of_k.dtype} == {torch.int32}
+    left, right = window_size
+    rules = dict(causal=right == 0, window=None if left < 0 else left + 1, scale=scale)
+    out = torch.full((*q.shape[:2], v.shape[2]), torch.nan, dtype=q.dtype)
+    for (first, last), (start, end) in zip(*map(itertools.pairwise, (of_q.tolist(), of_k.tolist())), strict=True):
+        assert last - first <= longest_q
+        assert end - start <= longest_k
+        out[first:last] = ops.attention(q[None, first:last], k[None, start:end], v[None, start:end], **rules)[0]
+    return out
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in ops.attention.cases if c.kind == "check" and "capped" not in c.name], ids=lambda c: c.name
+)
+def test_flash_attention_is_asked_for_the_same(case, monkeypatch):
+    monkeypatch.setattr(attention_aten, "varying_lengths", lambda: (varying_lengths, dict(enable_gqa=True)))
+    arguments = ops.attention.bind(**case.build(Make(torch.float32)))
+    del arguments["softcap"]
+    torch.testing.assert_close(attention_aten.flash(**arguments), ops.attention(**arguments))
 
 
 @pytest.mark.parametrize(

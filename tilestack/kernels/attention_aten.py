@@ -2,8 +2,9 @@
 
 Whole rows go to `scaled_dot_product_attention`, which runs cuDNN or FlashAttention on CUDA. Documents, windows and
 queries at the end of longer keys have their flash kernel too, the one for sequences of varying length, which takes
-half precision on CUDA; elsewhere they become a mask. On the CPU, PyTorch's fused kernel loses a NaN on its way and
-digits of the gradients where scores are large, so there it is told to take the plain one.
+half precision on CUDA; elsewhere they become a mask. Fused kernels make a gradient's weights from rounded sums: where
+scores are large, float32 loses half its digits that way, and the CPU's kernel also loses a NaN. So outside of half
+precision on CUDA, PyTorch is told to take its plain one.
 """
 
 import functools
@@ -19,6 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tilestack import ops
 from tilestack.ops import AUTOGRAD, implements
 from tilestack.ops.attention import attention_mask
+
+HALVES = (torch.float16, torch.bfloat16)
 
 
 @functools.cache
@@ -36,7 +39,7 @@ def has_flash(q: Tensor, v: Tensor) -> bool:
     """Whether FlashAttention takes these heads, as far as PyTorch brings it."""
     return (
         q.device.type == "cuda"
-        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.dtype in HALVES
         and q.shape[3] == v.shape[3] <= 256
         and q.shape[3] % 8 == 0
         and q.numel() > 0
@@ -66,8 +69,9 @@ def flash(
     return out.unflatten(0, (batch, queries))
 
 
-def trusted_kernels(device: torch.device) -> AbstractContextManager:
-    return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
+def trusted_kernels(q: Tensor) -> AbstractContextManager:
+    half_on_cuda = q.device.type == "cuda" and q.dtype in HALVES
+    return nullcontext() if half_on_cuda else sdpa_kernel(SDPBackend.MATH)
 
 
 @implements(
@@ -91,7 +95,7 @@ def attention(
     if not in_one_piece and has_flash(q, v) and varying_lengths():
         return flash(q, k, v, cu_seqlens, causal, window, scale)
     mask = None if in_one_piece else attention_mask(q, k, cu_seqlens, causal, window)
-    with trusted_kernels(q.device):
+    with trusted_kernels(q):
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),

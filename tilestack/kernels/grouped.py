@@ -7,8 +7,8 @@
     | group 1|              1 |  B 1  |
     |        |  ← 14          +-------+
 
-There is no waiting for the sizes: as many programs start as tiles could be needed at most (one more for each group than
-for its rows in one piece), each counts through the groups which tile is its own, and those left over return.
+There is no waiting for the sizes: as many programs start as tiles could be needed at most, each counts through the
+groups which tile is its own, and those left over return.
 
 The gradient of A is the same product with B transposed. That of B adds up over the rows of a group: one program per
 tile of each group's B, walking along its rows.
@@ -93,7 +93,8 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     (M, K), (groups, _, N) = a.shape, b.shape
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)
     block_m, block_n, block_k, warps = blocks(a.dtype, M // groups, N)
-    grid = triton.cdiv(M, block_m) + groups, triton.cdiv(N, block_n)
+    most_tiles = min(M, (M + groups * (block_m - 1)) // block_m)  # if each group ended with a tile of one row
+    grid = most_tiles, triton.cdiv(N, block_n)
     launch(
         grouped_linear_fwd_kernel, grid, a, b, offsets.contiguous(), c, N, K, *a.stride(), *b.stride(), groups,
         GROUPS=triton.next_power_of_2(groups), ACC=accumulator(a.dtype), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,

@@ -2,11 +2,15 @@
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from tilestack.models import families
 from tilestack.models.families import ConfigError
+
+SIZES = ("vocabulary", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "positions")
+EXPERT_SIZES = ("top_k", "expert_intermediate")
+LATENT_SIZES = ("nope_dim", "rope_dim", "value_dim")
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.family not in families.FAMILIES:
             raise ConfigError(f"model_type must be one of {', '.join(families.FAMILIES)}, not {self.family!r}")
-        sizes = ["vocabulary", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "positions"]
-        sizes += ["top_k", "expert_intermediate"] if self.experts else []
-        sizes += ["nope_dim", "rope_dim", "value_dim"] if self.kv_rank else []
+        sizes = SIZES + EXPERT_SIZES * bool(self.experts) + LATENT_SIZES * bool(self.kv_rank)
         for name in sizes:
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ConfigError(f"{self.spelt(name)} must be a positive whole number, not {getattr(self, name)!r}")
+            refuse_no_size(self.spelt(name), getattr(self, name))
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"{self.spelt('heads')}, {self.heads}, must be a multiple of {self.spelt('kv_heads')}, {self.kv_heads}"
@@ -101,30 +102,36 @@ class ModelConfig:
 
     def spelt(self, name: str) -> str:
         """A field as config.json spells it, for messages."""
-        return families.FAMILIES[self.family].keys.get(name, name) if self.family in families.FAMILIES else name
+        return families.FAMILIES[self.family].keys.get(name, name)
 
     @classmethod
-    def from_hf(cls, given: Mapping[str, Any]) -> "ModelConfig":
-        """From the contents of a Hugging Face config.json; without a model_type it is a Llama."""
+    def from_hf(cls, given: Mapping[str, Any], *, strict: bool = False) -> "ModelConfig":
+        """From the contents of a Hugging Face config.json; without a model_type it is a Llama.
+
+        Files carry much that a decoder does not need, which is passed over; `strict` refuses it, for a configuration
+        written by hand.
+        """
         name = given.get("model_type", "llama")
         family = families.FAMILIES.get(name)
         if family is None:
             raise ConfigError(f"model_type {name!r} is not read; there are {', '.join(families.FAMILIES)}")
-        refuse_misspelt(given, family)
+        refuse_misspelt(given, family, strict)
         refuse_unsupported(given)
-        fields = {field: given[key] for field, key in family.keys.items() if given.get(key) is not None}
-        if missing := [family.keys[field] for field in families.REQUIRED if field not in fields]:
+        found = {field: given[key] for field, key in family.keys.items() if given.get(key) is not None}
+        if missing := [family.keys[field] for field in families.REQUIRED if field not in found]:
             raise ConfigError(f"the config of a {name} model lacks {', '.join(missing)}")
-        fields = {**family.defaults, **fields}
-        fields.setdefault("kv_heads", fields["heads"])
-        fields.setdefault("head_dim", fields["hidden"] // fields["heads"])
-        fields |= rope_of(given, fields) | {"eos": listed(given.get("eos_token_id"))}
-        return cls(family=name, **fields | family.read(given, fields))
+        found = {**family.defaults, **found}
+        for field in found.keys() & {*SIZES, *EXPERT_SIZES, *LATENT_SIZES}:
+            refuse_no_size(family.keys.get(field, field), found[field])
+        found.setdefault("kv_heads", found["heads"])
+        found.setdefault("head_dim", found["hidden"] // found["heads"])
+        found |= rope_of(given, found) | {"eos": listed(given.get("eos_token_id"))}
+        return cls(family=name, **found | family.read(given, found))
 
     def to_hf(self) -> dict[str, Any]:
-        """The contents of a config.json that transformers and `from_hf` read as this."""
+        """The contents of a config.json that transformers and `from_hf` read as this, or an error where there is none."""
         family = families.FAMILIES[self.family]
-        return {
+        described = {
             "model_type": self.family,
             "architectures": [family.architecture],
             "hidden_act": "silu",
@@ -134,6 +141,15 @@ class ModelConfig:
             "eos_token_id": self.eos[0] if len(self.eos) == 1 else list(self.eos) or None,
             **family.write(self),
         }
+        read = ModelConfig.from_hf(described)
+        if lost := [field.name for field in fields(self) if getattr(read, field.name) != getattr(self, field.name)]:
+            raise ConfigError(f"the config.json of a {self.family} model has no words for this: {', '.join(lost)}")
+        return described
+
+
+def refuse_no_size(name: str, value: Any) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
 
 
 def listed(value: int | list[int] | None) -> tuple[int, ...]:
@@ -161,13 +177,14 @@ def rope_of(given: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, An
     return {"rope_scaling": scaling} | ({} if base is None else {"rope_base": float(base)})
 
 
-def refuse_misspelt(given: Mapping[str, Any], family: families.Family) -> None:
-    """Configs carry much that a decoder does not need; a key that is almost one it does need is a mistake."""
+def refuse_misspelt(given: Mapping[str, Any], family: families.Family, strict: bool) -> None:
+    """A key that is almost one that a decoder needs is a mistake, and with `strict` every other that it does not."""
     known = {*family.keys.values(), *family.other_keys, *families.COMMON_KEYS}
-    for key in given:
-        close = difflib.get_close_matches(key, known - given.keys(), n=1, cutoff=0.9) if key not in known else []
-        if close:
-            raise ConfigError(f"the config has {key!r}; did you mean {close[0]!r}?")
+    for key in (key for key in given if key not in known):
+        close = difflib.get_close_matches(key, known - given.keys(), n=1, cutoff=0.5 if strict else 0.9)
+        if close or strict:
+            hint = f"; did you mean {close[0]!r}?" if close else f"; it may have {', '.join(sorted(known))}"
+            raise ConfigError(f"the config has {key!r}{hint}")
 
 
 def refuse_unsupported(given: Mapping[str, Any]) -> None:

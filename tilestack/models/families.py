@@ -131,6 +131,9 @@ def read_deepseek(given: Mapping[str, Any], fields: Fields) -> Fields:
         )
     if given.get("norm_topk_prob"):
         raise ConfigError("norm_topk_prob must be false for DeepSeek-V2: transformers does not normalise there either")
+    for key, only in (("scoring_func", "softmax"), ("moe_layer_freq", 1)):
+        if given.get(key, only) != only:
+            raise ConfigError(f"{key} must be {only} for DeepSeek-V2, not {given[key]!r}")
     method = given.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(f"topk_method must be greedy or group_limited_greedy, not {method!r}")

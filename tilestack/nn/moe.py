@@ -12,6 +12,7 @@ Shapes: T tokens, H hidden, I intermediate, E experts, K experts of each token.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,6 +115,10 @@ class MoE(torch.nn.Module):
                 raise ValueError("there is no load to balance by yet; run a forward first, or give tokens_per_expert")
             tokens_per_expert = self.balance.tokens_per_expert
         self.router.update_bias(tokens_per_expert, rate)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles are of the layer, not of what its last forward did."""
+        return vars(self) | {"balance": None}
 
     def extra_repr(self) -> str:
         return f"{self.gate_up.shape[0]} experts of {self.gate_up.shape[2]}x{self.down.shape[2]}"

@@ -173,14 +173,14 @@ def attention(
     """
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
-    grouped = (
-        wide(q).unflatten(2, (kv_heads, heads // kv_heads)).permute(0, 2, 3, 1, 4)
-    )  # [batch, kv, group, queries, dim]
-    scores = grouped.flatten(2, 3) @ wide(k).permute(0, 2, 3, 1) * (dim**-0.5 if scale is None else scale)
+    group = heads // kv_heads
+    scaled = wide(q) * (dim**-0.5 if scale is None else scale)
+    grouped = scaled.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4)  # [batch, kv_heads, group, queries, dim]
+    scores = grouped.flatten(2, 3) @ wide(k).permute(0, 2, 3, 1)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.view(batch, kv_heads, heads // kv_heads, queries, keys)
+    scores = scores.view(batch, kv_heads, group, queries, keys)
     if (seen := attention_mask(q, k, cu_seqlens, causal, window)) is not None:
         scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-    out = torch.softmax(scores, -1).flatten(2, 3) @ wide(v).transpose(1, 2)  # [batch, kv, group · queries, dim]
-    return out.unflatten(2, (heads // kv_heads, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
+    out = torch.softmax(scores, -1).flatten(2, 3) @ wide(v).transpose(1, 2)  # [batch, kv_heads, group · queries, dim]
+    return out.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)

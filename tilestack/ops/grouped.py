@@ -52,7 +52,7 @@ def a_product_each(x: Tensor, weight: Tensor) -> Cost:
     cases=cases(
         grouped_case,
         check=[
-            (1, 1, 1, 1), (40, 3, 17, 33), (70, 4, 40, 24, "one"), (33, 9, 16, 24),
+            (1, 1, 1, 1), (20, 2, 17, 33), (40, 4, 24, 8, "one"), (12, 9, 16, 8),
             (0, 3, 8, 8), (8, 3, 0, 8), (8, 3, 8, 0),
         ],
         bench=[
