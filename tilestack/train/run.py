@@ -44,6 +44,7 @@ def follow(
     model = build_model(recipe, tokenizer).to(device, execution.DTYPES[recipe.precision.parameters])
     if recipe.lora.rank:
         lora = recipe.lora
+        torch.manual_seed(recipe.run.seed)  # what adapters begin with is the same when the run resumes
         add_lora(model, lora.targets, lora.rank, lora.alpha, lora.dropout)
     objective = make_objective(model, device)
     work = flops.per_token(model, recipe.data.sequence), flops.peak(device, recipe.precision)
