@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tiny import Counting, TinyModel, recipe
 from torch import nn
 
-from tilestack import optim
+from tilestack import backend, optim
 from tilestack.train import Loss, Trainer, fp8, metrics, plot
 from tilestack.train.ema import Ema
 from tilestack.train.loop import TrainingError
@@ -121,10 +121,18 @@ def test_parameters_go_to_the_optimizer_that_suits_them():
     assert is_hidden_matrix("layers.0.mlp.gate_up", experts)
 
 
+def test_adamw_is_ours_where_it_has_kernels_or_is_chosen():
+    settings = recipe()
+    make = lambda model: make_optimizer(model, settings.optimizer, settings.precision, 0)
+    assert isinstance(make(seeded().to("meta")), optim.AdamW)
+    assert not isinstance(make(seeded()), optim.AdamW)  # PyTorch's own is faster on a CPU
+    with backend("torch"):
+        assert isinstance(make(seeded()), optim.AdamW)
+
+
 def test_decay_spares_what_is_no_matrix():
     settings = recipe()
     made = make_optimizer(seeded(), settings.optimizer, settings.precision, 0)
-    assert isinstance(made, optim.AdamW)
     assert [(len(group["params"]), group["weight_decay"]) for group in made.param_groups] == [(2, 0.1), (4, 0.0)]
 
 

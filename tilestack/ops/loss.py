@@ -124,12 +124,13 @@ def cross_entropy(
     scores = wide(logits).masked_fill(~valid[..., None], 0)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    lse = torch.logsumexp(scores, -1)
+    log_p = torch.log_softmax(scores, -1)
     V = logits.shape[-1]
-    target = scores.gather(-1, labels.clamp(0, V - 1).long()[..., None]).squeeze(-1)
-    loss = lse - (1 - label_smoothing) * target + z_loss * lse.square()
+    loss = -(1 - label_smoothing) * log_p.gather(-1, labels.clamp(0, V - 1).long()[..., None]).squeeze(-1)
+    if z_loss:
+        loss = loss + z_loss * torch.logsumexp(scores, -1).square()
     if label_smoothing:
-        loss = loss - label_smoothing * scores.mean(-1)
+        loss = loss - label_smoothing * log_p.mean(-1)
     known = torch.where((labels >= 0) & (labels < V), 1.0, torch.nan).to(loss.dtype)
     loss = torch.where(valid, loss * known, 0)
     if reduction == "none":

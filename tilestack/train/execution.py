@@ -63,6 +63,11 @@ def prepare(model: nn.Module, recipe: Recipe, device: torch.device) -> Any:
     return model if recipe.run.compile == "off" else Compiled(model, recipe.run.compile)
 
 
+def uses_graphs(mode: str, device: torch.device) -> bool:
+    """Whether a compile mode replays CUDA graphs."""
+    return device.type == "cuda" and mode in ("reduce-overhead", "max-autotune")
+
+
 def layers_of(model: nn.Module) -> nn.ModuleList:
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleList):

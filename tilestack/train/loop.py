@@ -67,6 +67,9 @@ class Trainer:
         begin(self.folder, recipe, bool(self.checkpoints.steps()), provenance or {})
         self.runner = execution.prepare(model, recipe, self.device)
         self.parameters = [param for param in model.parameters() if param.requires_grad]
+        self.graphs = execution.uses_graphs(recipe.run.compile, self.device)
+        for param in self.parameters if self.graphs else ():
+            param.grad = torch.zeros_like(param)  # in memory of its own, which no replay of a graph writes over
         self.optimizer = make_optimizer(model, recipe.optimizer, recipe.precision, recipe.run.seed)
         self.balancing = Balancing(model, recipe.model)
         self.average = Ema(model, recipe.ema.decay) if recipe.ema.decay else None
@@ -117,6 +120,8 @@ class Trainer:
         for _ in range(accumulate):
             batch = self.objective.next_batch()
             batches.append(batch)
+            if self.graphs:
+                torch.compiler.cudagraph_mark_step_begin()
             with execution.autocast(self.recipe.precision, self.device):
                 loss = self.objective.loss(self.runner, batch)
             valid = loss.count if isinstance(loss.count, Tensor) else count.new_full((), loss.count)
@@ -151,7 +156,7 @@ class Trainer:
             self.optimizer.step()
         elif not self.broken.item():  # torch's own optimizers cannot skip on the device
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.graphs)
         if self.average:
             self.average.update(self.step)
 

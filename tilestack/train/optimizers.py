@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tilestack import optim
+from tilestack.ops.backends import AUTO, chosen
 from tilestack.train.recipe import Optimizer, Precision
 
 OUTSIDE = ("embed", "head", "router")  # parts of the names of parameters that are no hidden matrices
@@ -55,17 +56,19 @@ def groups(decayed: Sequence[Tensor], others: Sequence[Tensor], decay: float) ->
     ]  # fmt: skip
 
 
-def adamw(params: list[dict[str, Any]], settings: Optimizer, precision: Precision, seed: int) -> optim.AdamW:
-    kind = optim.AdamW8bit if settings.name == "adamw8bit" else optim.AdamW
+def adamw(params: list[dict[str, Any]], settings: Optimizer, precision: Precision, seed: int) -> torch.optim.AdamW:
+    shared: dict[str, Any] = dict(lr=settings.lr, betas=settings.betas, eps=settings.eps)
     half = precision.parameters == "bfloat16"
+    on_cpu = all(param.device.type == "cpu" for group in params for param in group["params"])
+    if settings.name != "adamw8bit" and on_cpu and not half and chosen("adamw") == AUTO:
+        return torch.optim.AdamW(params, fused=True, **shared)  # ours has no kernel there, PyTorch's has
+    kind = optim.AdamW8bit if settings.name == "adamw8bit" else optim.AdamW
     return kind(
         params,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
         stochastic_rounding=half and precision.updates == "stochastic",
         master_weights=half and precision.updates == "master",
         seed=seed,
+        **shared,
     )
 
 

@@ -136,4 +136,4 @@ def train(
 
 def new_model(recipe: Recipe, vocabulary: int) -> Any:
     torch.manual_seed(recipe.run.seed)
-    return models.Decoder(models.ModelConfig.from_hf({"vocab_size": vocabulary, **recipe.model.config}))
+    return models.Decoder(models.ModelConfig.from_hf({"vocab_size": vocabulary, **recipe.model.config}, strict=True))

@@ -71,7 +71,7 @@ def build_model(recipe: Recipe, tokenizer: data.Tokenizer) -> Any:
         torch.manual_seed(recipe.run.seed)
         ends = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
         about = {"vocab_size": tokenizer.vocabulary, **ends, **recipe.model.config}
-        model = models.Decoder(models.ModelConfig.from_hf(about))
+        model = models.Decoder(models.ModelConfig.from_hf(about, strict=True))
     else:
         raise RecipeError(
             "the recipe has no model: set model.path to start from one, or describe one in [model.config]"
