@@ -12,7 +12,7 @@ from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.models.weights import unfused
 from tilestack.nn.lora import merge_lora
-from tilestack.train.adapters import load_adapters
+from tilestack.train.adapters import WEIGHTS, load_adapters
 from tilestack.train.align import KINDS, align
 from tilestack.train.dpo import DPO
 from tilestack.train.grpo import GRPO
@@ -91,6 +91,13 @@ def test_adapters_alone_are_saved_and_the_model_left_is_merged(base, tmp_path):
         torch.testing.assert_close(found[name], tensor)
     changed = {name.split(".")[-2] for name, tensor in found.items() if not torch.equal(tensor, before[name])}
     assert changed == {"q_proj", "k_proj", "v_proj", "down_proj"}
+
+
+def test_adapters_stay_float32_beside_bfloat16_weights(base, tmp_path):
+    half = {"parameters": "bfloat16", "compute": "bfloat16"}
+    follow("sft", tmp_path, base, lora={"rank": 2}, precision=half, run={"steps": 1})
+    assert {tensor.dtype for tensor in load_file(tmp_path / "adapter" / WEIGHTS).values()} == {torch.float32}
+    assert {tensor.dtype for tensor in weights(tmp_path).values()} == {torch.bfloat16}
 
 
 def test_a_new_model_gets_a_tokenizer_of_its_own(tmp_path):

@@ -37,7 +37,7 @@ def test_the_loss_is_that_of_the_answers_of_conversations_read_one_by_one():
         expected += float(log_prob(model, ids, mask))
         count += sum(mask)
     assert sum(map(len, rows)) > objective.recipe.data.batch  # rows do hold several
-    assert float(loss.total) == pytest.approx(-expected, rel=1e-5)
+    assert loss.total.item() == pytest.approx(-expected, rel=1e-5)
     assert loss.count == count
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilestack.data import Tokenizer, corpora
-from tilestack.train import examples
+from tilestack.train import examples, execution
 from tilestack.train.answers import prompt_ids, shown_answers
 from tilestack.train.deck import Deck
 from tilestack.train.log_probs import Rows, Scored, in_rows, log_probs
@@ -85,7 +85,8 @@ class DPO:
                 f"none of {len(learned)} pairs of answers fits into data.sequence = {recipe.data.sequence}"
             )
         sequences = [sequence for pair in self.pairs + self.held for sequence in (pair.chosen, pair.rejected)]
-        asked = reference_log_probs(model, sequences, device, cache).view(-1, 2)
+        with execution.autocast(recipe.precision, device):  # as the policy will be asked
+            asked = reference_log_probs(model, sequences, device, cache).view(-1, 2)
         self.reference, self.held_reference = asked[: len(self.pairs)], asked[len(self.pairs) :]
         self.deck = Deck(len(self.pairs), recipe.run.seed)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilestack.nn.lora import lora_parameters
 from tilestack.train.recipe import Precision, Recipe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -49,6 +50,8 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 def prepare(model: nn.Module, recipe: Recipe, device: torch.device) -> Any:
     """The model as the steps run it: on its device, in its dtype, with what the recipe asks for around it."""
     model.to(device, DTYPES[recipe.precision.parameters])
+    for _, adapter in lora_parameters(model):
+        adapter.data = adapter.data.float()  # few and thin: kept wide, they need no master copy
     if recipe.precision.fp8:
         from tilestack.train.fp8 import use_fp8
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tilestack import ops
+from tilestack.nn.autocast import lowered
 
 IGNORED = -100
 MULTIPLE = 16  # rows are filled to a multiple of this, so that few different shapes occur
@@ -71,6 +72,5 @@ def log_probs(model: Any, rows: Rows, temperature: float = 1.0) -> Tensor:
     hidden = model.hidden(rows.ids)
     if temperature != 1.0:
         hidden = hidden / temperature  # the head is linear: logits / temperature
-    return -ops.linear_cross_entropy(
-        hidden, model.head_weight.to(hidden.dtype), rows.labels, ignore_index=IGNORED, reduction="none"
-    )
+    hidden, weight, _ = lowered(hidden, model.head_weight, None)
+    return -ops.linear_cross_entropy(hidden, weight, rows.labels, ignore_index=IGNORED, reduction="none")

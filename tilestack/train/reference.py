@@ -13,9 +13,11 @@ from tilestack.train.evaluate import score
 from tilestack.train.log_probs import Scored
 
 
-def fingerprint(model: torch.nn.Module, sequences: Sequence[Scored]) -> str:
-    """The same for models that compute the same, and sequences that ask the same."""
+def fingerprint(model: torch.nn.Module, sequences: Sequence[Scored], device: torch.device | str) -> str:
+    """The same for models that compute the same, in the same precision, and sequences that ask the same."""
     digest = hashlib.blake2b(digest_size=16)
+    kind = torch.device(device).type
+    digest.update(str(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None).encode())
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
@@ -31,7 +33,7 @@ def reference_log_probs(
     folder: Path | None,
 ) -> Tensor:
     """log p of each sequence's scored tokens under the model as it is now, [sequences] in float64 on the CPU."""
-    path = None if folder is None else folder / f"reference-{fingerprint(model, sequences)}.safetensors"
+    path = None if folder is None else folder / f"reference-{fingerprint(model, sequences, device)}.safetensors"
     if path is not None and path.is_file():
         try:
             return load_file(path)["log_probs"]
