@@ -10,13 +10,10 @@ from tilestack.ops.autograd import gradient_of_definition
 from tilestack.ops.cases import Make
 from tilestack.ops.contract import as_tuple
 
-NAMES = ["add", "axpy", "relu", "silu", "gelu", "softmax", "rms_norm", "layer_norm", "linear"]
-OTHERS = [described.name for described in ops.operators() if described.name not in NAMES]
-DERIVED = [
-    name
-    for name in OTHERS
-    if (triton := ops.operator_named(name).implementations.get("triton")) and callable(triton.backward)
-]
+NAMES = ["add", "axpy", "relu", "silu", "gelu", "softmax", "rms_norm", "layer_norm", "linear", "grouped_linear"]
+WITH_KERNELS = [described for described in ops.operators() if "triton" in described.implementations]
+OTHERS = [described.name for described in WITH_KERNELS if described.name not in NAMES]
+DERIVED = [name for name in OTHERS if callable(ops.operator_named(name).implementations["triton"].backward)]
 each_operator = pytest.mark.parametrize("name", NAMES)
 each_backend = pytest.mark.parametrize("chosen", ["torch", "triton"])
 
