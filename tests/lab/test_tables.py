@@ -40,6 +40,19 @@ def test_headline_has_one_line_per_operator(root):
     assert written.endswith(STAMP)
 
 
+def test_training_has_a_line_per_candidate_and_stays_out_of_the_headline(root):
+    steps = [
+        row("train", "tiny, 2x8", name, time, tokens_per_s=16e6 / time, ratio_to_best_peer=ratio, peak_mib=2048.0)
+        for name, time, ratio in (("transformers", 3000.0, None), ("tilestack", 2000.0, 1.5))
+    ]
+    save(root, replace(small_result(), rows=steps), "train")
+    assert cells(table("training imaginary", root))[2:] == [
+        ["tiny, 2x8", "**tilestack**", "8,000", "2.0 ms", "2.0 GiB", "1.50×"],
+        ["tiny, 2x8", "transformers", "5,333", "3.0 ms", "2.0 GiB", "–"],
+    ]
+    assert "train" not in table("headline imaginary", root)
+
+
 def test_headline_of_some_operators_has_only_those(root):
     assert [row[0] for row in cells(table("headline imaginary softmax,relu", root))[2:]] == ["`softmax`"]
 

@@ -4,6 +4,7 @@ A table stands between two markers and is rewritten in place by `make docs`:
 
     <!-- table: headline h200 -->                     one line per operator, its best case; of some with their names
     <!-- table: operator h200 softmax,rms_norm -->    every case of some operators, both directions
+    <!-- table: training h200 -->                     whole training steps, ours and every peer's
     <!-- table: memory h200 stride -->                one sweep of `tilestack bench memory`, a line per setting
     <!-- /table -->
 
@@ -19,6 +20,7 @@ from tilestack.lab.measured import Contest, contests, method, microseconds, perc
 
 OPENING = re.compile(r"^<!-- table: (?P<name>[^\n]*?) -->$", re.MULTILINE)
 CLOSING = "<!-- /table -->"
+TRAINING = "train"  # what rows of `tilestack bench train` have for an operator
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 
 
@@ -62,7 +64,7 @@ def headline(found: list[Contest], names: str = "") -> str:
     """One line per operator, or per named one: the case closest to its roof, forward where it was timed, and how many
     cases are won."""
     rows, used = [], []
-    for op in names.split(",") if names else dict.fromkeys(contest.op for contest in found):
+    for op in names.split(",") if names else dict.fromkeys(contest.op for contest in found if contest.op != TRAINING):
         ours = [contest for contest in found if contest.op == op and contest.ours]
         if not ours:
             continue
@@ -95,6 +97,20 @@ def operator(found: list[Contest], names: str) -> str:
     return markdown(header, rows, left=4) + "\n\n" + stamps(used)
 
 
+def training(found: list[Contest]) -> str:
+    """Whole training steps: a line per candidate, fastest first."""
+    rows, used = [], [contest for contest in found if contest.op == TRAINING]
+    for contest in used:
+        for row in sorted(contest.timed, key=lambda row: row["time_us"]):
+            name = f"**{row['backend']}**" if row is contest.ours else row["backend"]
+            ratio = "–" if row["ratio_to_best_peer"] is None else times(row["ratio_to_best_peer"])
+            rows.append([contest.case, name, f"{row['tokens_per_s']:,.0f}", f"{row['time_us'] / 1e3:.1f} ms", f"{row['peak_mib'] / 1024:.1f} GiB", ratio])  # fmt: skip
+    if not rows:
+        return ""
+    header = ["model, micro-batch", "trained by", "tokens/s", "step", "peak memory", "against the best peer"]
+    return markdown(header, rows, left=2) + "\n\n" + stamps(used)
+
+
 def sweep(folder: Path, slug: str, name: str) -> str:
     """One sweep over access patterns: the bandwidth of each candidate, and ours as a part of the copy roof."""
     if (run := memory.load(folder, slug)) is None:
@@ -118,8 +134,9 @@ def sweep(folder: Path, slug: str, name: str) -> str:
     return markdown(header, rows, left=0) + "\n\n" + stamp
 
 
-TABLES: dict[str, Callable[..., str]] = {"headline": headline, "operator": operator}
-USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME` and `memory GPU SWEEP`"
+TABLES: dict[str, Callable[..., str]] = {"headline": headline, "operator": operator, "training": training}
+WORDS = {"headline": (1, 2), "operator": (2,), "training": (1,)}  # how many follow the name
+USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `training GPU` and `memory GPU SWEEP`"
 
 
 def table(name: str, root: Path, where: str = "") -> str:
@@ -132,14 +149,13 @@ def table(name: str, root: Path, where: str = "") -> str:
             written
             or f"_not measured yet: `{memory.COMMAND}` on a machine with the GPU `{words[0]}` fills this table._"
         )
-    if kind not in TABLES or len(words) not in ((2,) if kind == "operator" else (1, 2)):
+    if kind not in TABLES or len(words) not in WORDS[kind]:
         raise TableError(f"{place}no table is named {name!r}; there are {USES}")
     slug, *names = words
     runs = [run for run in results_under(root / "results") if run.slug == slug]
     written = TABLES[kind](contests(runs), *names)
-    return (
-        written or f"_not measured yet: `tilestack bench --save` on a machine with the GPU `{slug}` fills this table._"
-    )
+    command = f"tilestack bench {'train ' if kind == 'training' else ''}--save"
+    return written or f"_not measured yet: `{command}` on a machine with the GPU `{slug}` fills this table._"
 
 
 def rewritten(text: str, root: Path, where: str) -> str:
