@@ -50,9 +50,11 @@ def stamps(chosen: list[Contest]) -> str:
     for run in {id(contest.run): contest.run for contest in chosen}.values():
         machine = run.machine
         rows = [row for contest in chosen if contest.run is run for row in contest.timed]
+        commits = dict.fromkeys(row.get("commit") or machine.get("commit") for row in rows)
         known = [
             machine.get("gpu") or machine.get("cpu") or run.slug,
-            *(f"{label} {machine[key]}" for label, key in (("torch", "torch"), ("Triton", "triton"), ("commit", "commit")) if machine.get(key)),
+            *(f"{label} {machine[key]}" for label, key in (("torch", "torch"), ("Triton", "triton")) if machine.get(key)),
+            *(f"commit {commit}" for commit in commits if commit),
             str(machine.get("date", ""))[:10],
             method(rows),
         ]  # fmt: skip
