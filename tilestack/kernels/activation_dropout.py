@@ -41,12 +41,14 @@ def activation_dropout_bwd_kernel(
     offsets, words, whole = slabs_of(seed_ptr, n, SLAB)
     HALF: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
     x = wide(load(x_ptr, offsets, whole, n))
-    grad = keep(wide(load(grad_ptr, offsets, whole, n)), words, below)
+    grad = wide(load(grad_ptr, offsets, whole, n))
     dx = grad * slope(x, KIND, HALF)
     if GATED:
         dx *= wide(load(up_ptr, offsets, whole, n))
-        store(dup_ptr, offsets, (grad * activate(x, KIND, HALF)).to(dup_ptr.dtype.element_ty), whole, n)
-    store(dx_ptr, offsets, dx.to(dx_ptr.dtype.element_ty), whole, n)
+        dup = keep(grad * activate(x, KIND, HALF), words, below)
+        store(dup_ptr, offsets, dup.to(dup_ptr.dtype.element_ty), whole, n)
+    # What is dropped is dropped last, so that a NaN there goes no further.
+    store(dx_ptr, offsets, keep(dx, words, below).to(dx_ptr.dtype.element_ty), whole, n)
 
 
 def forward(x: Tensor, up: Tensor | None, seed: Tensor, p: float, kind: str) -> Tensor:
