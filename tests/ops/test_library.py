@@ -11,6 +11,9 @@ from tilestack.ops.cases import Make
 from tilestack.ops.contract import as_tuple
 
 NAMES = ["add", "axpy", "relu", "silu", "gelu", "softmax", "rms_norm", "layer_norm", "linear", "grouped_linear"]
+WITH_KERNELS = [described for described in ops.operators() if "triton" in described.implementations]
+OTHERS = [described.name for described in WITH_KERNELS if described.name not in NAMES]
+DERIVED = [name for name in OTHERS if callable(ops.operator_named(name).implementations["triton"].backward)]
 each_operator = pytest.mark.parametrize("name", NAMES)
 each_backend = pytest.mark.parametrize("chosen", ["torch", "triton"])
 
@@ -68,6 +71,48 @@ def test_opcheck_accepts_every_gradient(name):
     assert [g.shape for g in found] == [
         theirs.shape if needed else (0,) for theirs, needed in zip(expected, needs, strict=True)
     ]
+
+
+def small_case(name):
+    """The smallest check that is not empty."""
+    described = ops.operator_named(name)
+
+    def elements(case):
+        arguments = described.bind(**case.build(Make(torch.float32)))
+        return min(t.numel() for t in arguments.values() if isinstance(t, torch.Tensor)), case
+
+    return min((e for c in described.cases if c.kind == "check" if (e := elements(c))[0]), key=lambda e: e[0])[1]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_operator_is_registered_as_it_behaves(name):
+    operator = getattr(torch.ops.tilestack, name).default
+    values = tuple(arguments_of(name, small_case(name), with_gradient=False).values())
+    with backend("torch"):
+        torch.library.opcheck(
+            operator, values, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+        )
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_every_other_gradient_is_imagined_as_it_is(name):
+    """What a compiler is told of a gradient, on fake tensors, is what the definition's and the kernel's turn out to be."""
+    described, gradient = ops.operator_named(name), getattr(torch.ops.tilestack, f"{name}_backward").default
+    arguments = arguments_of(name, small_case(name), with_gradient=False)
+    out = as_tuple(described.definition(**arguments))
+    tensors = [arguments[tensor] for tensor in described.tensors]
+    available = arguments | dict(zip(described.outputs, out, strict=True))
+    available |= {name: torch.ones_like(o) for name, o in zip(described.grads, out, strict=True)}
+    available["needs"] = [isinstance(t, torch.Tensor) and t.is_floating_point() for t in tensors]
+    values = [available[argument.name] for argument in gradient._schema.arguments]
+    found = []
+    for chosen in ("torch", "triton"):
+        with backend(chosen):
+            found.append(as_tuple(gradient(*values)))
+    with FakeTensorMode() as mode:
+        found.append(as_tuple(gradient(*(mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in values))))
+    seen = [[(g.shape, g.dtype, g.stride()) for g in gradients] for gradients in found]
+    assert seen[0] == seen[1] == seen[2]
 
 
 @pytest.mark.parametrize(("chosen", "dynamic"), [("torch", True), ("triton", False), ("triton", True)])

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tiny import Counting, TinyModel, recipe
 from torch import nn
 
-from tilestack import backend, optim
+from tilestack import backend, configure_backend, optim
 from tilestack.train import Loss, Trainer, fp8, metrics, plot
 from tilestack.train.ema import Ema
 from tilestack.train.loop import TrainingError
@@ -62,8 +62,9 @@ def test_the_loss_falls_and_every_step_is_written(tmp_path):
     assert {"command", "started", "torch", "tilestack"} <= set(entry)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_step_that_is_not_finite_stops_the_run_and_is_saved(tmp_path, optimizer):
+@pytest.mark.parametrize(("optimizer", "kernels"), [("adamw", "torch"), ("adamw", "triton"), ("muon", "torch")])
+def test_a_step_that_is_not_finite_stops_the_run_and_is_saved(tmp_path, optimizer, kernels, outside):
+    configure_backend(f"torch,adamw={kernels},clip_grad_norm={kernels}")
     settings = recipe(run={"steps": 20, "log_every": 8}, optimizer={"name": optimizer}, checkpoint={"every": 0})
     with pytest.raises(TrainingError, match=r"^step 11 has a loss of nan; stopped.*broken-step-000011"):
         Trainer(settings, seeded(), Counting(spoil=11), tmp_path).run()

@@ -1,6 +1,7 @@
 """Pretraining from a recipe to a folder that transformers opens, through the command line as people use it."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -99,6 +100,17 @@ def test_a_finished_run_is_a_folder_that_transformers_opens(tilestack, small, tm
     assert "another recipe: optimizer.lr differs" in said
     code, _ = tilestack("train", small(), "--folder", str(folder), "--set", "optimizer.lr=0.5", "--fresh")
     assert (code, (folder / "metrics.jsonl").read_bytes() != before) == (0, True)
+
+
+def test_a_run_thrown_back_to_a_checkpoint_ends_the_same(tilestack, small, tmp_path):
+    folder = tmp_path / "run"
+    result = lambda: [(folder / name).read_bytes() for name in ("metrics.jsonl", "model/model.safetensors")]
+    assert tilestack("train", small(), "--folder", str(folder))[0] == 0
+    before = result()
+    shutil.rmtree(folder / "checkpoints" / "step-000004")
+    code, said = tilestack("train", small(), "--folder", str(folder))
+    assert (code, "resuming after step 2" in said) == (0, True)
+    assert result() == before
 
 
 def test_activation_checkpointing_and_mixtures_of_experts(tilestack, small, tmp_path):

@@ -12,8 +12,8 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels.activation import activate, slope
 from tilestack.kernels.elementwise import load, store
-from tilestack.kernels.launch import launch, wide
-from tilestack.kernels.random import keep, random_words
+from tilestack.kernels.launch import cdiv, launch, wide
+from tilestack.kernels.random import keep, slabs_of
 from tilestack.ops import implements
 from tilestack.ops.random import SLAB, dropped_below
 
@@ -24,16 +24,12 @@ def activation_dropout_fwd_kernel(
     n, below,
     KIND: tl.constexpr, GATED: tl.constexpr, SLAB: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    words = random_words(tl.load(seed_ptr), program * SLAB + tl.arange(0, SLAB))
+    offsets, words, whole = slabs_of(seed_ptr, n, SLAB)
     HALF: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
-    for slab in tl.static_range(4):
-        start = (program * 4 + slab) * SLAB
-        offsets, whole = start + tl.arange(0, SLAB), start + SLAB <= n
-        y = activate(wide(load(x_ptr, offsets, whole, n)), KIND, HALF)
-        if GATED:
-            y *= wide(load(up_ptr, offsets, whole, n))
-        store(out_ptr, offsets, keep(y, words[slab], below).to(out_ptr.dtype.element_ty), whole, n)
+    y = activate(wide(load(x_ptr, offsets, whole, n)), KIND, HALF)
+    if GATED:
+        y *= wide(load(up_ptr, offsets, whole, n))
+    store(out_ptr, offsets, keep(y, words, below).to(out_ptr.dtype.element_ty), whole, n)
 
 
 @triton.jit
@@ -42,20 +38,15 @@ def activation_dropout_bwd_kernel(
     n, below,
     KIND: tl.constexpr, GATED: tl.constexpr, SLAB: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    words = random_words(tl.load(seed_ptr), program * SLAB + tl.arange(0, SLAB))
+    offsets, words, whole = slabs_of(seed_ptr, n, SLAB)
     HALF: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
-    for slab in tl.static_range(4):
-        start = (program * 4 + slab) * SLAB
-        offsets, whole = start + tl.arange(0, SLAB), start + SLAB <= n
-        x = wide(load(x_ptr, offsets, whole, n))
-        grad = wide(load(grad_ptr, offsets, whole, n))
-        dx = grad * slope(x, KIND, HALF)
-        if GATED:
-            dx *= wide(load(up_ptr, offsets, whole, n))
-            dup = keep(grad * activate(x, KIND, HALF), words[slab], below)
-            store(dup_ptr, offsets, dup.to(dup_ptr.dtype.element_ty), whole, n)
-        store(dx_ptr, offsets, keep(dx, words[slab], below).to(dx_ptr.dtype.element_ty), whole, n)
+    x = wide(load(x_ptr, offsets, whole, n))
+    grad = keep(wide(load(grad_ptr, offsets, whole, n)), words, below)
+    dx = grad * slope(x, KIND, HALF)
+    if GATED:
+        dx *= wide(load(up_ptr, offsets, whole, n))
+        store(dup_ptr, offsets, (grad * activate(x, KIND, HALF)).to(dup_ptr.dtype.element_ty), whole, n)
+    store(dx_ptr, offsets, dx.to(dx_ptr.dtype.element_ty), whole, n)
 
 
 def forward(x: Tensor, up: Tensor | None, seed: Tensor, p: float, kind: str) -> Tensor:
@@ -65,7 +56,7 @@ def forward(x: Tensor, up: Tensor | None, seed: Tensor, p: float, kind: str) -> 
         return torch.zeros_like(x)
     out = torch.empty_like(x)
     launch(
-        activation_dropout_fwd_kernel, (triton.cdiv(n, 4 * SLAB),), x, up, out, seed, n, below,
+        activation_dropout_fwd_kernel, (cdiv(n, 4 * SLAB),), x, up, out, seed, n, below,
         KIND=kind, GATED=up is not None, SLAB=SLAB,
     )  # fmt: skip
     return out
@@ -81,7 +72,7 @@ def backward(
     dx, dup = make(x), None if up is None else make(x)
     if below < 2**32:
         launch(
-            activation_dropout_bwd_kernel, (triton.cdiv(n, 4 * SLAB),), grad, x, up, dx, dup, seed, n, below,
+            activation_dropout_bwd_kernel, (cdiv(n, 4 * SLAB),), grad, x, up, dx, dup, seed, n, below,
             KIND=kind, GATED=up is not None, SLAB=SLAB,
         )  # fmt: skip
     return dx, dup

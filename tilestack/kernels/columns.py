@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilestack.kernels.launch import launch, multiprocessors
+from tilestack.kernels.launch import cdiv, launch, multiprocessors
 
 STRIP = 32  # columns a program owns when lines are few
 FEW_LINES = 1024
@@ -42,8 +42,8 @@ def sum_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     acc = tl.float64 if wide is torch.float64 else tl.float32
     if lines > FEW_LINES:
-        strips = triton.cdiv(columns, 256)
-        shares = min(triton.cdiv(lines, 16), max(1, 8 * multiprocessors(x.device) // strips))
+        strips = cdiv(columns, 256)
+        shares = min(cdiv(lines, 16), max(1, 8 * multiprocessors(x.device) // strips))
         partial = torch.empty((matrices, shares, columns), dtype=wide, device=x.device)
         launch(
             column_sum_kernel,
@@ -62,7 +62,7 @@ def sum_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty((matrices, columns), dtype=dtype, device=x.device)
     launch(
         column_sum_kernel,
-        (triton.cdiv(columns, STRIP), 1, matrices),
+        (cdiv(columns, STRIP), 1, matrices),
         x,
         out,
         lines,

@@ -26,7 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels.launch import accumulator, launch, multiprocessors, rows_of
+from tilestack.kernels.activation import softcap_of
+from tilestack.kernels.launch import accumulator, cdiv, launch, multiprocessors, next_power, rows_of
 from tilestack.ops import implements
 from tilestack.ops.contract import Ahead
 
@@ -38,20 +39,9 @@ SCALE_BLOCK = 8192
 
 
 @triton.jit
-def tanh(x):
-    """By its continued fraction near zero, where the form with exp would cancel."""
-    square = x * x
-    near = x * (135135 + square * (17325 + square * (378 + square)))
-    near = near / (135135 + square * (62370 + square * (3150 + square * 28)))
-    power = tl.exp(-2 * tl.abs(x))
-    far = (1 - power) / (1 + power)
-    return tl.where(square < 0.5, near, tl.where(x < 0, -far, far))
-
-
-@triton.jit
-def capped(x, softcap, SOFTCAP: tl.constexpr):
+def capped(x, softcap, SOFTCAP: tl.constexpr, HALF: tl.constexpr):
     if SOFTCAP:
-        x = softcap * tanh(x / softcap)
+        x = softcap_of(x, softcap, HALF)
     return x
 
 
@@ -63,6 +53,7 @@ def cross_entropy_kernel(
     DEPTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = DEPTH * WIDTH
+    HALF: tl.constexpr = logits_ptr.dtype.element_ty.primitive_bitwidth == 16
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     if GRADIENT:
@@ -79,13 +70,13 @@ def cross_entropy_kernel(
     else:
         known = (label >= 0) & (label < columns)
         # Read before any lane may write over it.
-        target = capped(tl.load(logits_ptr + label, mask=known, other=float("nan")).to(ACC), softcap, SOFTCAP)
+        target = capped(tl.load(logits_ptr + label, mask=known, other=float("nan")).to(ACC), softcap, SOFTCAP, HALF)
         largest = tl.full([WIDTH], -float("inf"), ACC)
         total = tl.zeros([WIDTH], ACC)
         plain = tl.zeros([WIDTH], ACC)
         for start in range(0, columns, TILE):
             inside = start + lane < columns
-            s = capped(tl.load(logits_ptr + start + lane, mask=inside, other=0).to(ACC), softcap, SOFTCAP)
+            s = capped(tl.load(logits_ptr + start + lane, mask=inside, other=0).to(ACC), softcap, SOFTCAP, HALF)
             if SMOOTHING:
                 plain += tl.sum(s, 0)  # softcap leaves the zeros outside what they are
             s = tl.where(inside, s, -float("inf"))
@@ -110,7 +101,7 @@ def cross_entropy_kernel(
                 column = last - back + lane
                 inside = column < columns
                 x = tl.load(logits_ptr + column, mask=inside, other=0, eviction_policy="evict_first").to(ACC)
-                s = capped(x, softcap, SOFTCAP)
+                s = capped(x, softcap, SOFTCAP, HALF)
                 d = tl.exp(s - top) * per_exp - tl.where(column == label, hit, 0.0)
                 if SMOOTHING:
                     d -= scale * smoothing / columns
@@ -132,7 +123,7 @@ def scale_in_place_kernel(x_ptr, factor_ptr, n, BLOCK: tl.constexpr):
 
 def scale_in_place(x: Tensor, factor: Tensor) -> Tensor:
     """x * factor, a scalar on the device, written over x, which is contiguous."""
-    programs = min(triton.cdiv(x.numel(), SCALE_BLOCK), 4 * multiprocessors(x.device))
+    programs = min(cdiv(x.numel(), SCALE_BLOCK), 4 * multiprocessors(x.device))
     launch(scale_in_place_kernel, (programs,), x, factor, x.numel(), BLOCK=SCALE_BLOCK, num_warps=8)
     return x
 
@@ -176,10 +167,10 @@ def losses_and_gradients(
     smoothing, z_loss, softcap = map(float, options[1:4])
     visits_twice = dlogits is not None and columns >= LONG
     most_width, most_depth = (LONG_WIDTH, LONG_DEPTH) if visits_twice else (SHORT_WIDTH, DEPTH)
-    width = min(triton.next_power_of_2(columns), most_width)
+    width = min(next_power(columns), most_width)
     # A third sum or a tanh takes registers, of which the warps of a long row have few each.
     deepest = most_depth // 2 if smoothing or softcap else most_depth
-    depth = min(triton.next_power_of_2(triton.cdiv(columns, width)), deepest)
+    depth = min(next_power(cdiv(columns, width)), deepest)
     scale_stride = scale.stride(0) if scale is not None and scale.ndim else 0
     launch(
         cross_entropy_kernel, (rows,), logits, labels, scale, losses, dlogits,

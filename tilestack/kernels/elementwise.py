@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels.launch import launch, wide
+from tilestack.kernels.launch import cdiv, launch, wide
 from tilestack.ops import implements
 
 BLOCK = 2048
@@ -32,7 +32,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def grid_over(x: Tensor) -> tuple[int]:
-    return (triton.cdiv(x.numel(), BLOCK),)
+    return (cdiv(x.numel(), BLOCK),)
 
 
 @triton.jit

@@ -11,6 +11,8 @@ The backward writes its two results the same way, into one tensor. Tensors that 
 A tile is masked only where it reaches past the end, for the reason told in `elementwise`.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.kernels.activation import activate, gelu_name, slope
-from tilestack.kernels.launch import launch, rows_of, wide
+from tilestack.kernels.launch import cdiv, launch, next_power, rows_of, wide
 from tilestack.ops import implements
 from tilestack.ops.gated import halves
 
@@ -71,7 +73,7 @@ def load_halves(
 @triton.jit
 def gated_fwd_kernel(
     gate_ptr, up_ptr, out_ptr,  # [rows, columns] each; interleaved, gate is [rows, 2 · columns] and up unused
-    rows, columns, gate_stride, up_stride, out_stride,
+    rows, columns, out_stride, gate_stride, up_stride,
     KIND: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row, start, whole = tile_of(rows, columns, ROWS, COLS)
@@ -104,58 +106,63 @@ def gated_bwd_kernel(
         store_tile(dup_ptr, dup, row, start, whole, rows, columns, d_stride, COLS)
 
 
-def laid_out(*tensors: Tensor) -> list[Tensor]:
-    """The tensors as matrices of one shape: one long row where all are dense, otherwise the rows they have."""
-    if all(t.is_contiguous() for t in tensors):
-        return [t.view(1, -1) for t in tensors]
-    return [rows_of(t) for t in tensors]
-
-
-def row_stride(x: Tensor) -> int:
-    """How far apart rows lie; zero for a single row, so that the compiler knows it to start on 16 bytes."""
-    return x.stride(0) if x.shape[0] > 1 else 0
-
-
+@functools.lru_cache(1 << 14)
 def tiles_over(rows: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
     """(grid, tile) that cover a matrix: a width that divides the rows without rest where a good one does."""
     even = columns & -columns
-    width = min(even if even >= 512 else triton.next_power_of_2(max(columns, 1)), TILE)
+    width = min(even if even >= 512 else next_power(max(columns, 1)), TILE)
     height = TILE // width if rows > 1 else 1
-    return (triton.cdiv(rows, height) * triton.cdiv(columns, width),), dict(ROWS=height, COLS=width)
+    return (cdiv(rows, height) * cdiv(columns, width),), dict(ROWS=height, COLS=width)
 
 
-def gated(gate: Tensor, up: Tensor, out: Tensor, kind: str, interleaved: bool = False) -> None:
-    """Write activate(gate) · up into a matrix; interleaved, gate holds both."""
-    grid, tile = tiles_over(*out.shape)
-    launch(
-        gated_fwd_kernel, grid, gate, up, out, *out.shape, row_stride(gate), row_stride(up), row_stride(out),
-        KIND=kind, INTERLEAVED=interleaved, **tile,
-    )  # fmt: skip
+def layout(*matrices: Tensor) -> tuple[int, ...]:
+    """(rows, columns) of the first of some matrices, and how far apart the rows of each lie; zero apart if there is one row.
+
+    So the compiler knows a single row to start on 16 bytes.
+    """
+    rows, columns = matrices[0].shape
+    return rows, columns, *(matrix.stride(0) if rows > 1 else 0 for matrix in matrices)
+
+
+def gated(gate: Tensor, up: Tensor, out: Tensor, layout: tuple[int, ...], kind: str, interleaved: bool = False) -> None:
+    """Write activate(gate) · up into out, all with (rows, columns, and the strides of out, gate and up); interleaved, gate holds both."""
+    grid, tile = tiles_over(layout[0], layout[1])
+    launch(gated_fwd_kernel, grid, gate, up, out, *layout, KIND=kind, INTERLEAVED=interleaved, **tile)
 
 
 def gated_backward(
-    grad: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, kind: str, interleaved: bool = False
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    dgate: Tensor,
+    dup: Tensor,
+    layout: tuple[int, ...],
+    kind: str,
+    interleaved: bool = False,
 ) -> None:
-    """Write both gradients into matrices of one stride; interleaved, dgate takes both."""
-    grid, tile = tiles_over(*grad.shape)
-    strides = row_stride(grad), row_stride(gate), row_stride(up), row_stride(dgate)
-    launch(
-        gated_bwd_kernel, grid, grad, gate, up, dgate, dup, *grad.shape, *strides,
-        KIND=kind, INTERLEAVED=interleaved, **tile,
-    )  # fmt: skip
+    """Write both gradients, with (rows, columns, and the strides of grad, gate, up and either result); interleaved, dgate takes both."""
+    grid, tile = tiles_over(layout[0], layout[1])
+    launch(gated_bwd_kernel, grid, grad, gate, up, dgate, dup, *layout, KIND=kind, INTERLEAVED=interleaved, **tile)
 
 
 def two_tensors(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    gate, up = laid_out(gate, up)
-    gated(gate, up, out.view(gate.shape), kind)
+    if gate.is_contiguous() and up.is_contiguous():
+        gated(gate, up, out, (1, gate.numel(), 0, 0, 0), kind)
+    else:
+        gate, up = rows_of(gate), rows_of(up)
+        gated(gate, up, out, layout(out.view(gate.shape), gate, up), kind)
     return out
 
 
 def two_tensors_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    dgate, dup = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
-    grad, gate, up = laid_out(grad, gate, up)
-    gated_backward(grad, gate, up, dgate.view(gate.shape), dup.view(gate.shape), kind)
+    dgate = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    dup = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    if grad.is_contiguous() and gate.is_contiguous() and up.is_contiguous():
+        gated_backward(grad, gate, up, dgate, dup, (1, gate.numel(), 0, 0, 0, 0), kind)
+    else:
+        grad, gate, up = rows_of(grad), rows_of(gate), rows_of(up)
+        gated_backward(grad, gate, up, dgate, dup, layout(grad, gate, up, dgate.view(gate.shape)), kind)
     return dgate, dup
 
 
@@ -163,16 +170,17 @@ def one_tensor(x: Tensor, kind: str, interleaved: bool) -> Tensor:
     out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
     source = rows_of(x)
     gate, up = (source, source) if interleaved else halves(source, interleaved)
-    gated(gate, up, rows_of(out), kind, interleaved)
+    target = rows_of(out)
+    gated(gate, up, target, layout(target, gate, up), kind, interleaved)
     return out
 
 
 def one_tensor_backward(grad: Tensor, x: Tensor, kind: str, interleaved: bool) -> Tensor:
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    source, target = rows_of(x), rows_of(dx)
+    grad, source, target = rows_of(grad), rows_of(x), rows_of(dx)
     gate, up = (source, source) if interleaved else halves(source, interleaved)
     dgate, dup = (target, target) if interleaved else halves(target, interleaved)
-    gated_backward(rows_of(grad), gate, up, dgate, dup, kind, interleaved)
+    gated_backward(grad, gate, up, dgate, dup, layout(grad, gate, up, dgate), kind, interleaved)
     return dx
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.kernels.activation import activate
-from tilestack.kernels.launch import launch, rows_of, tile_of_rows, wide
+from tilestack.kernels.launch import cdiv, launch, rows_of, tile_of_rows, wide
 from tilestack.kernels.quantised import HALVES_AND_SINGLE, codes_of, magnitudes, scale_of, writes_fp8
 from tilestack.ops import implements
 from tilestack.ops.quantised import LARGEST_CODE
@@ -50,7 +50,7 @@ def quantised(gate: Tensor, up: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     rows, columns = gate.shape
     height, width, warps = tile_of_rows(columns)
     launch(
-        gated_quantised_fwd_kernel, (triton.cdiv(rows, height),), gate, up, codes, scale, rows, columns, gate.stride(0), up.stride(0),
+        gated_quantised_fwd_kernel, (cdiv(rows, height),), gate, up, codes, scale, rows, columns, gate.stride(0), up.stride(0),
         KIND="silu", LARGEST_CODE=LARGEST_CODE[dtype], ROWS=height, COLS=width, num_warps=warps,
     )  # fmt: skip
     return codes, scale

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.kernels.columns import sum_columns
-from tilestack.kernels.launch import accumulator, launch
+from tilestack.kernels.launch import accumulator, launch, next_power
 from tilestack.ops import implements
 
 LARGEST_TILE = 8192  # elements that a program holds of each tensor
@@ -169,8 +169,8 @@ def tiling(x: Tensor, groups: int) -> tuple[tuple[int, int], tuple[int, int, int
     """(images, channels), (groups, channels of a group, size), and the constants of a launch."""
     images, all_channels = x.shape[:2]
     channels, size = all_channels // groups, x.numel() // max(images * all_channels, 1)
-    width = min(triton.next_power_of_2(size), LARGEST_TILE)
-    height = min(triton.next_power_of_2(channels), LARGEST_TILE // width)
+    width = min(next_power(size), LARGEST_TILE)
+    height = min(next_power(channels), LARGEST_TILE // width)
     constants = dict(
         WHOLE=channels <= height and size <= width, ACC=accumulator(x.dtype), CHANNELS=height, SIZE=width,
         num_warps=min(max(height * width // 1024, 1), 8),

@@ -6,7 +6,7 @@ whether it starts on 16 bytes, the value of each integer, and the constants.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,48 +16,107 @@ from torch import Tensor
 
 LAUNCHES_KEPT = 1 << 15  # compiled launches remembered before starting over, so that ever-changing sizes stay bounded
 
-_compiled: dict[tuple, tuple] = {}
+_launchers: dict[int, tuple[Callable, Any]] = {}  # by the kernel's id, for hashing a kernel itself takes a lock
+_compiled: dict[tuple, Callable] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Run a kernel over a grid: tensors and numbers by position, constants (and num_warps, num_stages) by name."""
+    """Run a kernel over a grid: tensors and numbers by position, constants (and num_warps, num_stages) by name.
+
+    The kernel's arguments that are tensors, or None in place of one, are those named `…_ptr`; the first is a tensor.
+    """
     if 0 in grid:
         return
-    first: Tensor = arguments[0]
-    if not first.is_cuda:  # Triton's interpreter, or a compilation for a GPU that is not here
+    if not arguments[0].is_cuda:  # Triton's interpreter, or a compilation for a GPU that is not here
         kernel[grid](*arguments, **constants)
         return
-    device = first.get_device()
-    signature: list = [id(kernel), device, *constants.items()]
-    values: list = []  # addresses in place of tensors, which spares the driver looking them up
-    for value in arguments:
-        if isinstance(value, Tensor):
-            address = value.data_ptr()
-            signature += value.dtype, address & 15
-            values.append(address)
-        else:
-            signature.append(float if type(value) is float else value)
-            values.append(value)
-    key = tuple(signature)
-    ready = _compiled.get(key)
-    if ready is None or device != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):
-            _compile(key, kernel, grid, arguments, constants)
-        return
-    run, function, metadata, tail, _ = ready
-    width, height, depth = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    run(width, height, depth, stream, function, metadata, None, None, None, *values, *tail)
+    found = _launchers.get(id(kernel))
+    if found is None:
+        found = _launchers[id(kernel)] = launcher_of(kernel), kernel  # kept alive: its id must not be given to another
+    found[0](grid, *arguments, **constants)
 
 
-def _compile(key: tuple, kernel: Any, grid: tuple[int, ...], arguments: Sequence, constants: dict[str, Any]) -> None:
+def launcher_of(kernel: Any) -> Callable:
+    """`launch` for one kernel, written out argument by argument, so that Python only runs what the signature needs."""
+    constants = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
+    names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
+    pointers = [name for name in names if name.endswith("_ptr")]
+    numbers = [name for name in names if name not in pointers]
+    address = lambda name: f"_{name}"
+    values = ", ".join(address(name) if name in pointers else name for name in names)
+    signature = [
+        *constants, "num_warps", "num_stages",
+        *(f"{name} is None or {name}.dtype" for name in pointers),
+        f"({' | '.join(map(address, pointers))}) & 15 and ({', '.join(f'{address(name)} & 15' for name in pointers)},)",
+        *(f"float if {name}.__class__ is float else {name}" for name in numbers),
+    ]  # fmt: skip
+    source = f"""
+def launcher(_grid, {", ".join(names)}, *, {"".join(f"{name}, " for name in constants)}num_warps=None, num_stages=None):
+    _device = {pointers[0]}.get_device()
+    {"; ".join(f"{address(name)} = 0 if {name} is None else {name}.data_ptr()" for name in pointers)}
+    _key = ({id(kernel)}, _device, {", ".join(signature)})
+    _run = _compiled.get(_key)
+    if _run is None or _device != _current_device():
+        _options = dict({", ".join(f"{name}={name}" for name in [*constants, "num_warps", "num_stages"])})
+        return _first_launch(_kernel, _grid, _device, _key, [{", ".join(names)}], _options)
+    _size = len(_grid)
+    _run(
+        _grid[0], _grid[1] if _size > 1 else 1, _grid[2] if _size > 2 else 1, _stream(_device),
+        {values},
+    )
+"""
+    scope: dict[str, Any] = dict(
+        _kernel=kernel,
+        _compiled=_compiled,
+        _first_launch=first_launch,
+        _current_device=torch._C._cuda_getDevice,
+        _stream=torch._C._cuda_getCurrentRawStream,
+    )
+    exec(source, scope)
+    return scope["launcher"]
+
+
+def first_launch(
+    kernel: Any, grid: tuple[int, ...], device: int, key: tuple, arguments: list, options: dict[str, Any]
+) -> None:
     """Launch the ordinary way, and remember what was compiled."""
-    compiled = kernel[grid](*arguments, **constants)
+    for value, parameter in zip(arguments, kernel.params, strict=False):
+        if isinstance(value, Tensor) and not parameter.name.endswith("_ptr"):
+            raise TypeError(f"{kernel.__name__} takes a tensor as {parameter.name}; name it {parameter.name}_ptr")
+    given = {name: value for name, value in options.items() if value is not None}
+    with torch.cuda.device(device):
+        compiled = kernel[grid](*arguments, **given)
     if len(_compiled) >= LAUNCHES_KEPT:
         _compiled.clear()
-    tail = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-    # With the kernel itself, since its id is in the key and must not be given to another.
-    _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, tail, kernel
+    _compiled[key] = ready_to_run(compiled, tuple(options[name] for name in kernel.arg_names[len(arguments) :]))
+
+
+def ready_to_run(compiled: Any, constants: tuple) -> Callable:
+    """A compiled kernel as a function of its grid, stream, addresses and numbers.
+
+    Past Triton's own wrapper, which prepares scratch memory and hooks on each call, where a kernel needs neither.
+    """
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    head: tuple
+    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
+        head = function, metadata, None, None, None
+        return lambda x, y, z, stream, *values: run(x, y, z, stream, *head, *values, *constants)
+    enqueue, ways = run.launch, (function, run.launch_cooperative_grid, run.launch_pdl)
+    if hasattr(run, "kernel_signature"):  # since Triton 3.7: the values in one tuple, told apart by annotations
+        head = *ways, metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature
+        return lambda x, y, z, stream, *values: enqueue(x, y, z, stream, *head, (*values, *constants))
+    head = *ways, None, None, metadata, None, None, None
+    return lambda x, y, z, stream, *values: enqueue(x, y, z, stream, *head, *values, *constants)
+
+
+def cdiv(number: int, size: int) -> int:
+    """How many pieces of a size cover a number. Triton's own costs 2 µs on the host."""
+    return -(-number // size)
+
+
+def next_power(number: int) -> int:
+    """The smallest power of two that is no smaller."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 @functools.cache
@@ -87,7 +146,7 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
 @functools.cache
 def tile_of_rows(columns: int, elements: int = 2048, most_warps: int = 32) -> tuple[int, int, int]:
     """(rows, columns, warps) of a tile of whole rows: short rows share one until it holds enough to be worth a program."""
-    width = triton.next_power_of_2(max(columns, 1))
+    width = next_power(max(columns, 1))
     height = max(1, elements // width)
     size = height * width
     warps = size // 512 if size <= 4096 else max(8, size // 1024)

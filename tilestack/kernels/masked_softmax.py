@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels.launch import accumulator, launch, rows_of, tile_of_rows, wide
+from tilestack.kernels.launch import accumulator, cdiv, launch, rows_of, tile_of_rows, wide
 from tilestack.kernels.softmax import CHUNK, WIDEST
 from tilestack.ops import implements
 
@@ -174,7 +174,7 @@ def forward(x: Tensor, mask: Tensor | None, scale: float, places: tuple[int, ...
     arguments = source, mask, out, rows, columns, source.stride(0), float(scale), *places
     if columns <= WIDEST:
         height, width, warps = tile_of_rows(columns)
-        grid = (triton.cdiv(rows, height),)
+        grid = (cdiv(rows, height),)
         launch(
             masked_softmax_fwd_kernel, grid, *arguments, CAUSAL=mask is None, ROWS=height, COLS=width, num_warps=warps
         )
@@ -194,7 +194,7 @@ def backward(grad: Tensor, out: Tensor, scale: float, causal: bool) -> Tensor:
     arguments = arriving, y, dx, rows, columns, arriving.stride(0), y.stride(0), float(scale), height_of_matrix
     if columns <= WIDEST:
         height, width, warps = tile_of_rows(columns)
-        grid = (triton.cdiv(rows, height),)
+        grid = (cdiv(rows, height),)
         launch(masked_softmax_bwd_kernel, grid, *arguments, CAUSAL=causal, ROWS=height, COLS=width, num_warps=warps)
     else:
         launch(

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels.launch import accumulator, as_matrix, launch
+from tilestack.kernels.launch import accumulator, as_matrix, cdiv, launch
 from tilestack.ops import implements
 
 
@@ -53,7 +53,7 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     if block[0] > M or block[1] > N:
         block = (32, 32, min(32, block[2]), 4)
     launch(
-        matmul_kernel, (triton.cdiv(M, block[0]), triton.cdiv(N, block[1])), a, b, bias, c, M, N, K, *a.stride(), *b.stride(), c.stride(0),
+        matmul_kernel, (cdiv(M, block[0]), cdiv(N, block[1])), a, b, bias, c, M, N, K, *a.stride(), *b.stride(), c.stride(0),
         HAS_BIAS=bias is not None, ACC=accumulator(a.dtype), BLOCK_M=block[0], BLOCK_N=block[1], BLOCK_K=block[2], num_warps=block[3], num_stages=3,
     )  # fmt: skip
     return c

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.kernels.elementwise import block_of, load, store
-from tilestack.kernels.launch import launch, rows_of
+from tilestack.kernels.launch import cdiv, launch, next_power, rows_of
 from tilestack.ops import implements
 from tilestack.ops.contract import FLOATS
 from tilestack.ops.memory import inverse
@@ -145,7 +145,7 @@ class Walk:
 
 
 def power_of_two_up_to(most: int, size: int) -> int:
-    return min(triton.next_power_of_2(size), most)
+    return min(next_power(size), most)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -155,7 +155,7 @@ def walk_of(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
     n = math.prod(sizes_left)
     if strides_left == [1]:
         block = FLAT_BYTES // itemsize
-        return Walk(copy_kernel, (triton.cdiv(n, block),), (n,), dict(BLOCK=block, num_warps=4))
+        return Walk(copy_kernel, (cdiv(n, block),), (n,), dict(BLOCK=block, num_warps=4))
     if len(sizes_left) > MOST_DIMENSIONS:
         return None
     return tiled(sizes_left, strides_left, itemsize) or decoded(sizes_left, strides_left, n)
@@ -186,7 +186,7 @@ def tiled(sizes: list[int], strides: list[int], itemsize: int) -> Walk | None:
         sizes[row], sizes[last], strides[row], strides[last], dense_strides[row],
         *(ones + [sizes[d] for d in outer])[1:], *zeros, *(strides[d] for d in outer), *zeros, *(dense_strides[d] for d in outer),
     )  # fmt: skip
-    grid = (batch * triton.cdiv(sizes[row], rows) * triton.cdiv(sizes[last], columns),)
+    grid = (batch * cdiv(sizes[row], rows) * cdiv(sizes[last], columns),)
     return Walk(copy_tiles_kernel, grid, numbers, dict(TURNED=turned, ROWS=rows, COLS=columns, num_warps=8))
 
 
@@ -194,7 +194,7 @@ def decoded(sizes: list[int], strides: list[int], n: int) -> Walk:
     pad = [1] * (MOST_DIMENSIONS - len(sizes))
     index = tl.int32 if n + DECODED < 2**31 else tl.int64
     numbers = (n, *(pad + sizes)[1:], *pad, *strides)
-    return Walk(copy_decoded_kernel, (triton.cdiv(n, DECODED),), numbers, dict(INDEX=index, BLOCK=DECODED, num_warps=4))
+    return Walk(copy_decoded_kernel, (cdiv(n, DECODED),), numbers, dict(INDEX=index, BLOCK=DECODED, num_warps=4))
 
 
 def written_densely(x: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
@@ -245,7 +245,7 @@ def strided_copy_backward(grad: Tensor, x: Tensor, step: int) -> Tensor:
     source, columns = rows_of(grad), x.shape[-1]
     width = power_of_two_up_to(TILE_BYTES // grad.itemsize, columns)
     height = TILE_BYTES // grad.itemsize // width
-    tiles = triton.cdiv(source.shape[0], height) * triton.cdiv(columns, width)
+    tiles = cdiv(source.shape[0], height) * cdiv(columns, width)
     launch(
         spread_kernel, (tiles,), source, out, source.shape[0], columns, source.stride(0), step,
         ROWS=height, COLS=width, num_warps=8,
@@ -257,4 +257,4 @@ def strided_copy_backward(grad: Tensor, x: Tensor, step: int) -> Tensor:
 def strided_copy(x: Tensor, step: int) -> Tensor:
     *sizes, columns = x.shape
     *strides, stride = x.stride()
-    return written_densely(x, (*sizes, triton.cdiv(columns, step)), (*strides, stride * step))
+    return written_densely(x, (*sizes, cdiv(columns, step)), (*strides, stride * step))

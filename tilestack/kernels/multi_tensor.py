@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilestack.kernels.launch import cdiv
+
 LENGTHS = 0  # the row of the table that holds how many elements each tensor has
 
 
@@ -29,7 +31,7 @@ class Table:
         self.addresses: list[list[int]] = [[] for _ in range(rows + 1)]
         self.entries = torch.empty((rows + 1, len(self.lengths)), dtype=torch.int64, device=device)
         self.records = torch.empty((len(self.lengths), record), dtype=torch.float64, device=device)
-        counts = torch.tensor([triton.cdiv(n, block) for n in self.lengths], dtype=torch.int64)
+        counts = torch.tensor([cdiv(n, block) for n in self.lengths], dtype=torch.int64)
         tensor = torch.repeat_interleave(torch.arange(len(self.lengths)), counts)
         first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
         self.blocks = _to(torch.stack([tensor, torch.arange(len(tensor)) - first]).int(), device)

@@ -25,7 +25,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels import norm_long
 from tilestack.kernels.columns import sum_columns
-from tilestack.kernels.launch import accumulator, launch, multiprocessors, rows_of, tile_of_rows, wide
+from tilestack.kernels.launch import accumulator, cdiv, launch, multiprocessors, rows_of, tile_of_rows, wide
 from tilestack.kernels.quantised import HALVES_AND_SINGLE, codes_of, magnitudes, scale_of, writes_fp8
 from tilestack.ops import implements
 from tilestack.ops.quantised import LARGEST_CODE
@@ -127,12 +127,12 @@ def norm_forward(
     """The norm, its scales if it is wanted as codes, and the sum if there is a residual."""
     source, added = rows_of(x), None if residual is None else rows_of(residual)
     rows, columns = source.shape
-    dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    out = torch.empty(x.shape, dtype=codes or dtype, device=x.device)
+    dtype = codes or (x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype))
+    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     scale = None if codes is None else torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    summed = None if added is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    summed = None if added is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     tensors = source, added, weight, bias, out, summed, scale
     strides = source.stride(0), 0 if added is None else added.stride(0)
     flags = dict(
@@ -143,8 +143,10 @@ def norm_forward(
         norm_long.forward(tensors, columns, strides, float(eps), flags)
     else:
         height, width, warps = tile_of_rows(columns)
+        if odd(columns):
+            warps = min(2 * warps, 32)
         launch(
-            norm_fwd_kernel, (triton.cdiv(rows, height),), *tensors, rows, columns, *strides, float(eps),
+            norm_fwd_kernel, (cdiv(rows, height),), *tensors, rows, columns, *strides, float(eps),
             **flags, ROWS=height, COLS=width, num_warps=warps,
         )  # fmt: skip
     return tuple(result for result in (out, scale, summed) if result is not None)
@@ -177,9 +179,11 @@ def norm_backward(
     else:
         height, width, _ = tile_of_rows(columns, elements=4096)
         narrow = height * width <= 4096
-        programs = min(triton.cdiv(rows, height), multiprocessors(x.device) * (2 if narrow else 1))
+        programs = min(cdiv(rows, height), multiprocessors(x.device) * (2 if narrow else 1))
         partial = torch.empty((flags["HAS_WEIGHT"] + bias_too, programs, columns), dtype=scratch(x), device=x.device)
         warps, ahead = backward_shape(height, width, centred)
+        if odd(columns) and not narrow:  # no copies ahead of single elements, nor registers for many in a thread
+            warps, ahead = width // 512, 1
         stage = height * width * x.element_size() * (2 if grad_sum is None else 3)
         stages = min(ahead, shared_memory(x.device) // (2 * stage if narrow else stage))
         launch(
@@ -192,6 +196,11 @@ def norm_backward(
     if not has_bias:
         return dx, summed[0], None
     return dx, summed[0], summed[1] if bias_too else sum_columns(arriving[None], weight.dtype)[0]
+
+
+def odd(columns: int) -> bool:
+    """Whether rows start off 16 bytes, so that elements are loaded one by one: more threads then, with fewer of them each."""
+    return columns % 8 != 0
 
 
 def backward_shape(height: int, width: int, centred: bool) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilestack.kernels.launch import accumulator, launch, multiprocessors
+from tilestack.kernels.launch import accumulator, cdiv, launch, multiprocessors
 from tilestack.kernels.quantised import codes_of, magnitudes, scale_of
 
 CHUNK = 16384  # columns per step of a walk along a row
@@ -188,7 +188,7 @@ def backward(
     grad, _, x, weight = tensors
     rows, columns = x.shape
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    programs = min(rows, max(1, 4 * multiprocessors(x.device) // triton.cdiv(columns, STRIP)))
+    programs = min(rows, max(1, 4 * multiprocessors(x.device) // cdiv(columns, STRIP)))
     stats = torch.empty((rows, 4), dtype=wide, device=x.device)
     sums = flags["HAS_WEIGHT"] + flags["HAS_BIAS"]
     partial = torch.empty((sums, programs, columns), dtype=wide, device=x.device)
@@ -198,7 +198,7 @@ def backward(
         **averaged, CHUNK=min(CHUNK, CHUNK_BYTES // x.element_size()), num_warps=32,
     )  # fmt: skip
     launch(
-        norm_long_bwd_kernel, (triton.cdiv(columns, STRIP), programs), *tensors, stats, dx, partial, rows, columns, *strides,
+        norm_long_bwd_kernel, (cdiv(columns, STRIP), programs), *tensors, stats, dx, partial, rows, columns, *strides,
         **flags, CHUNK=STRIP, num_warps=8,
     )  # fmt: skip
     return partial

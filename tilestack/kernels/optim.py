@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilestack.kernels.launch import accumulator, launch
+from tilestack.kernels.launch import accumulator, cdiv, launch
 from tilestack.kernels.multi_tensor import Table, address, fetch, place, put, triton_dtype
 from tilestack.kernels.rounding import random_bits, round_stochastically
 
@@ -307,7 +307,7 @@ def prepare_adam(
     lr, lr_tensor = rate_of(group["lr"], table.entries.device)
     beta1, beta2 = (float(beta) for beta in group["betas"])
     launch(
-        adam_prepare_kernel, (triton.cdiv(table.tensors, LANES),), table.entries, table.records, lr_tensor, scale, clip,
+        adam_prepare_kernel, (cdiv(table.tensors, LANES),), table.entries, table.records, lr_tensor, scale, clip,
         found_inf, table.tensors, lr, beta1, beta2, log(beta1), log(beta2), float(group["eps"]),
         float(group["weight_decay"]), MAXIMIZE=group["maximize"], DECOUPLED=group["decoupled_weight_decay"],
         LANES=LANES, num_warps=4,
@@ -337,7 +337,7 @@ def step_sgd(
     lr, lr_tensor = rate_of(group["lr"], table.entries.device)
     momentum = float(group["momentum"])
     launch(
-        sgd_prepare_kernel, (triton.cdiv(table.tensors, LANES),), table.entries, table.records, lr_tensor, scale, clip,
+        sgd_prepare_kernel, (cdiv(table.tensors, LANES),), table.entries, table.records, lr_tensor, scale, clip,
         found_inf, table.tensors, lr, momentum, float(group["dampening"]), float(group["weight_decay"]),
         MAXIMIZE=group["maximize"], MOMENTUM=momentum != 0, LANES=LANES, num_warps=4,
     )  # fmt: skip

@@ -20,11 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels.launch import accumulator, launch, multiprocessors, rows_of
+from tilestack.kernels.launch import accumulator, cdiv, launch, multiprocessors, next_power, rows_of
 from tilestack.ops import implements
 
 TILE = 4096  # elements of a tile
-WAVES = 4  # programs per multiprocessor that keep memory busy
+WAVES = 16  # programs per multiprocessor: twice what fits at once keeps memory busy to the end
 SHORTEST_PART = 4 * TILE  # elements that are worth a program of their own
 COLUMNS = 256  # of a tile that moves down
 
@@ -73,18 +73,18 @@ def sum_columns_kernel(
 
 def parts_of(length: int, step: int, programs: int, elements: int, x: Tensor) -> tuple[int, int]:
     """(parts, length of one, in whole steps) for sums that `programs` programs of `elements` each would do in one piece."""
-    wanted = triton.cdiv(WAVES * multiprocessors(x.device), max(programs, 1))
+    wanted = cdiv(WAVES * multiprocessors(x.device), max(programs, 1))
     parts = max(1, min(wanted, elements // SHORTEST_PART))
-    part = triton.cdiv(triton.cdiv(max(length, 1), parts), step) * step
-    return triton.cdiv(max(length, 1), part), part
+    part = cdiv(cdiv(max(length, 1), parts), step) * step
+    return cdiv(max(length, 1), part), part
 
 
 def sum_rows(x: Tensor) -> Tensor:
     """Sums of the rows of a matrix, each row dense."""
     rows, columns = x.shape
-    width = min(triton.next_power_of_2(max(columns, 1)), TILE)
+    width = min(next_power(max(columns, 1)), TILE)
     height = TILE // width
-    programs = triton.cdiv(rows, height)
+    programs = cdiv(rows, height)
     parts, part = parts_of(columns, width, programs, height * columns, x)
     sums = torch.empty((parts, rows), dtype=x.dtype if parts == 1 else widened(x.dtype), device=x.device)
     launch(
@@ -100,9 +100,9 @@ def sum_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
     if columns and lines * columns >= SHORTEST_PART and (fold := folds(lines, columns)) > 1:
         folded = sum_columns(x.view(batch, lines // fold, fold * columns), widened(dtype))
         return sum_columns(folded.view(batch, fold, columns), dtype)
-    width = min(triton.next_power_of_2(max(columns, 1)), COLUMNS)
-    height = min(TILE // width, triton.next_power_of_2(max(lines, 1)))
-    programs = batch * triton.cdiv(columns, width)
+    width = min(next_power(max(columns, 1)), COLUMNS)
+    height = min(TILE // width, next_power(max(lines, 1)))
+    programs = batch * cdiv(columns, width)
     parts, part = parts_of(lines, height, programs, lines * min(columns, width), x)
     sums = torch.empty((parts, batch, columns), dtype=dtype if parts == 1 else widened(dtype), device=x.device)
     launch(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.kernels.columns import sum_columns
-from tilestack.kernels.launch import accumulator, launch, multiprocessors
+from tilestack.kernels.launch import accumulator, cdiv, launch, multiprocessors, next_power
 from tilestack.ops import implements
 
 ELEMENTS = 2048  # of a block of heads
@@ -234,13 +234,13 @@ def positions_of(positions: Tensor | None) -> tuple[Tensor | None, int]:
 
 def block_of_heads(q: Tensor, k: Tensor, pairs: int, interleaved: bool) -> dict:
     head_dim = q.shape[3]
-    most = max(1, ELEMENTS // triton.next_power_of_2(head_dim))
+    most = max(1, ELEMENTS // next_power(head_dim))
     return dict(
         INTERLEAVED=interleaved,
         ACC=accumulator(q.dtype),
-        HEADS=min(triton.next_power_of_2(max(q.shape[2], k.shape[2], 1)), most),
-        PAIRS=triton.next_power_of_2(max(pairs, 1)),
-        REST=triton.next_power_of_2(max(head_dim - 2 * pairs, 1)),
+        HEADS=min(next_power(max(q.shape[2], k.shape[2], 1)), most),
+        PAIRS=next_power(max(pairs, 1)),
+        REST=next_power(max(head_dim - 2 * pairs, 1)),
     )
 
 
@@ -261,7 +261,7 @@ def turn(
     k_heads, (table, pairs) = k.shape[2], cos.shape
     positions, positions_stride = positions_of(positions)
     constants = block_of_heads(q, k, pairs, interleaved)
-    blocks = triton.cdiv(q_heads, constants["HEADS"]) + triton.cdiv(k_heads, constants["HEADS"])
+    blocks = cdiv(q_heads, constants["HEADS"]) + cdiv(k_heads, constants["HEADS"])
     launch(
         rope_kernel, (batch * sequence, blocks if head_dim else 0),
         q, k, *weights, cos.contiguous(), sin.contiguous(), positions, *out,
@@ -331,9 +331,7 @@ def qk_norm_rope_backward(
     positions, positions_stride = positions_of(positions)
     dq, dk = fresh(q, k)
     constants = block_of_heads(q, k, pairs, interleaved)
-    programs = min(
-        max(tokens * triton.cdiv(max(q_heads, k_heads), constants["HEADS"]), 1), multiprocessors(q.device) * 4
-    )
+    programs = min(max(tokens * cdiv(max(q_heads, k_heads), constants["HEADS"]), 1), multiprocessors(q.device) * 4)
     scratch = torch.float64 if q.dtype == torch.float64 else torch.float32
     partial = torch.empty((2, programs, head_dim), dtype=scratch, device=q.device)
     launch(

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels.launch import accumulator, launch
+from tilestack.kernels.launch import accumulator, cdiv, launch, next_power
 from tilestack.ops import implements
 
 TILE = 4096  # elements of a gathering program
@@ -73,9 +73,9 @@ def gathered(x: Tensor, index: Tensor) -> Tensor:
     source = as_rows(x)
     rows, columns = source.shape
     out = torch.empty((len(index), *x.shape[1:]), dtype=x.dtype, device=x.device)
-    width = min(triton.next_power_of_2(max(columns, 1)), WIDEST)
+    width = min(next_power(max(columns, 1)), WIDEST)
     height = TILE // width
-    grid = (triton.cdiv(len(index), height) * triton.cdiv(columns, width),)
+    grid = (cdiv(len(index), height) * cdiv(columns, width),)
     launch(
         gather_rows_kernel, grid, source, index.contiguous(), out, len(index), rows, columns, source.stride(0),
         ROWS=height, COLS=width, num_warps=4,
@@ -89,9 +89,9 @@ def scattered(x: Tensor, index: Tensor, rows: int) -> Tensor:
     out = torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
     ordered, order = torch.sort(index, stable=True)
     bounds = torch.searchsorted(ordered, torch.arange(rows + 1, dtype=index.dtype, device=index.device))
-    width = min(triton.next_power_of_2(max(columns, 1)), WIDEST)
+    width = min(next_power(max(columns, 1)), WIDEST)
     launch(
-        scatter_rows_kernel, (rows * triton.cdiv(columns, width),), source, order, bounds, out, columns, source.stride(0),
+        scatter_rows_kernel, (rows * cdiv(columns, width),), source, order, bounds, out, columns, source.stride(0),
         ACC=accumulator(x.dtype), TOGETHER=TOGETHER, COLS=width, num_warps=4,
     )  # fmt: skip
     return out

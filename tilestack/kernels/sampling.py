@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels.launch import launch, rows_of
+from tilestack.kernels.launch import cdiv, launch, next_power, rows_of
 from tilestack.kernels.random import random_words
 from tilestack.ops import implements
 from tilestack.ops.random import SLAB
@@ -367,7 +367,7 @@ def argmax_rows_kernel(best_ptr, out_ptr, spans, SPANS: tl.constexpr):
 
 
 def spans_of(logits: Tensor) -> tuple[int, dict]:
-    spans = triton.cdiv(logits.shape[1], SPAN)
+    spans = cdiv(logits.shape[1], SPAN)
     return spans, dict(SHIFT=SHIFTS[logits.dtype], SPAN=SPAN)
 
 
@@ -379,7 +379,7 @@ def argmax(logits: Tensor) -> Tensor:
     best = torch.empty((rows, spans), dtype=torch.int64, device=logits.device)
     out = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     launch(argmax_spans_kernel, (rows, spans), source, best, vocabulary, source.stride(0), **constants, num_warps=4)
-    launch(argmax_rows_kernel, (rows,), best, out, spans, SPANS=triton.next_power_of_2(spans), num_warps=1)
+    launch(argmax_rows_kernel, (rows,), best, out, spans, SPANS=next_power(spans), num_warps=1)
     return out
 
 
@@ -390,7 +390,7 @@ class Candidates:
         """`settings` are temperature, top_k, top_p and min_p, all contiguous, as the seeds are."""
         rows, vocabulary = logits.shape
         self.spans, constants = spans_of(logits)
-        power = triton.next_power_of_2(self.spans)
+        power = next_power(self.spans)
         self.constants = constants | dict(TILE=TILE, SPANS=power)
         new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=logits.device)
         maxima, sums = new(rows, self.spans * GROUPS, dtype=torch.int32), new(rows, self.spans, 2)
@@ -425,7 +425,7 @@ def topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     launch(
         largest_kernel, (rows,), found.keys, found.values, found.tokens, found.counts, found.packed_values,
         found.packed_tokens, torch.empty_like(indices), values, indices, k, found.spans,
-        **found.constants, K=triton.next_power_of_2(k), num_warps=8,
+        **found.constants, K=next_power(k), num_warps=8,
     )  # fmt: skip
     return values, indices
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels.launch import accumulator, launch, rows_of, tile_of_rows, wide
+from tilestack.kernels.launch import accumulator, cdiv, launch, rows_of, tile_of_rows, wide
 from tilestack.ops import implements
 
 WIDEST = 32768  # columns that one program keeps in registers
@@ -162,7 +162,7 @@ def distribution(x: Tensor, dim: int, log: bool = False, scale: Tensor | None = 
     if columns <= WIDEST:
         height, width, warps = tile_of_rows(columns)
         launch(
-            softmax_fwd_kernel, (triton.cdiv(rows, height),), *tensors, rows, columns, source.stride(0),
+            softmax_fwd_kernel, (cdiv(rows, height),), *tensors, rows, columns, source.stride(0),
             **flags, ROWS=height, COLS=width, num_warps=warps,
         )  # fmt: skip
     else:
@@ -181,7 +181,7 @@ def distribution_backward(grad: Tensor, out: Tensor, dim: int, log: bool) -> Ten
     if columns <= WIDEST:
         height, width, warps = tile_of_rows(columns)
         launch(
-            softmax_bwd_kernel, (triton.cdiv(rows, height),), grad, y, dx, rows, columns, grad.stride(0), y.stride(0),
+            softmax_bwd_kernel, (cdiv(rows, height),), grad, y, dx, rows, columns, grad.stride(0), y.stride(0),
             LOG=log, ROWS=height, COLS=width, num_warps=warps,
         )  # fmt: skip
     else:
@@ -219,7 +219,7 @@ def logsumexp(x: Tensor, dim: int) -> Tensor:
     if columns <= WIDEST:
         height, width, warps = tile_of_rows(columns)
         launch(
-            logsumexp_fwd_kernel, (triton.cdiv(rows, height),), source, out, rows, columns, source.stride(0),
+            logsumexp_fwd_kernel, (cdiv(rows, height),), source, out, rows, columns, source.stride(0),
             ROWS=height, COLS=width, num_warps=warps,
         )  # fmt: skip
     else:

@@ -31,6 +31,7 @@ EXTRAS = {  # one telling module of each extra, and what it is for
     "formats": ("gguf", "GGUF and compressed checkpoints"),
     "data": ("datasets", "downloading data sets"),
     "fleet": ("ray", "serving on several machines"),
+    "tensorboard": ("tensorboard", "the metrics of training in TensorBoard"),
     "dev": ("pytest", "the tests"),
 }
 

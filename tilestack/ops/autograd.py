@@ -29,27 +29,38 @@ def differentiable(implementation: Implementation) -> Callable:
     output_positions = [described.outputs.index(name) for name in kept_outputs]
     available = [*described.grads, *kept_inputs, *kept_outputs, *options, "needs"]
     picks = [available.index(name) for name in named]
+    nothing = [None] * len(described.parameters)
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *values):
             out = forward(*values)
-            outputs = (out,) if isinstance(out, Tensor) else out
-            ctx.save_for_backward(*[values[i] for i in input_positions], *[outputs[i] for i in output_positions])
+            kept = [values[i] for i in input_positions]
+            if output_positions:
+                outputs = (out,) if isinstance(out, Tensor) else out
+                kept += [outputs[i] for i in output_positions]
+            ctx.save_for_backward(*kept)
             ctx.options = [values[i] for i in option_positions]
             return out
 
         @staticmethod
         def backward(ctx, *arriving):
-            needs = [ctx.needs_input_grad[i] for i in tensor_positions]
-            values = (*arriving, *ctx.saved_tensors, *ctx.options, needs)
-            if not torch.is_grad_enabled():
-                gradients = as_tuple(backward(*[values[i] for i in picks]))
-            else:
+            wanted = ctx.needs_input_grad
+            kept = ctx.saved_tensors
+            values = (*arriving, *kept, *ctx.options, [wanted[i] for i in tensor_positions])
+            if torch.is_grad_enabled():
                 with torch.no_grad():
                     found = as_tuple(backward(*[values[i] for i in picks]))
-                gradients = once_only(implementation, found, (*arriving, *ctx.saved_tensors))
-            return per_parameter(described, gradients, needs)
+                found = once_only(implementation, found, (*arriving, *kept))
+            else:
+                found = backward(*[values[i] for i in picks])
+            gradients = nothing.copy()
+            for i, gradient in zip(
+                tensor_positions, found if isinstance(found, tuple) else as_tuple(found), strict=True
+            ):
+                if wanted[i]:
+                    gradients[i] = gradient
+            return tuple(gradients)
 
     Differentiable.__name__ = Differentiable.__qualname__ = f"{described.name}_{implementation.backend}"
     return Differentiable.apply

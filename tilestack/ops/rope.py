@@ -201,10 +201,38 @@ def rope(
     return rotated(q, *turn).to(q.dtype), rotated(k, *turn).to(k.dtype)
 
 
+def norm_rope_gradient(
+    grad_turned_q: Tensor,
+    grad_turned_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    eps: float,
+) -> tuple[Tensor | None, ...]:
+    turn = angles_at(cos, positions, q), -angles_at(sin, positions, q), interleaved
+
+    def through_norm(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        arriving, wide_x = rotated(grad, *turn), wide(x)
+        rstd = torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
+        normal, scaled = wide_x * rstd, arriving * wide(weight)
+        dx = rstd * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
+        return dx.to(x.dtype), (arriving * normal).sum((0, 1, 2)).to(weight.dtype)
+
+    dq, dq_weight = through_norm(grad_turned_q, q, q_weight)
+    dk, dk_weight = through_norm(grad_turned_k, k, k_weight)
+    return dq, dk, dq_weight, dk_weight, None, None, None
+
+
 @operator(
     cases=cases(norm_rope_case, check=CHECKS, bench=BENCHES[:2]),
     cost=lambda q, k: Cost(flops=7 * (q.numel() + k.numel()), backward_flops=12 * (q.numel() + k.numel())),
     check=norm_rope_takes,
+    gradient=norm_rope_gradient,
     outputs=("turned_q", "turned_k"),
 )
 def qk_norm_rope(
