@@ -62,13 +62,15 @@ def test_steps_raise_the_chosen_over_the_rejected():
     model = decoder()
     objective = dpo(model, data={"batch": 8})
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    before = objective.evaluate(model)
+    with torch.no_grad():
+        before = objective.evaluate(model)
     for _ in range(12):
         loss = objective.loss(model, objective.next_batch())
         optimizer.zero_grad()
         (loss.total / loss.count).backward()
         optimizer.step()
-    after = objective.evaluate(model)
+    with torch.no_grad():
+        after = objective.evaluate(model)
     assert after["validation_margin"] > before["validation_margin"] + 0.5
     assert after["validation_loss"] < before["validation_loss"]
     assert after["validation_accuracy"] > 0.5
