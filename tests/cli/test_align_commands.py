@@ -91,6 +91,7 @@ def test_eval_of_texts_questions_and_token_files(tilestack, model, tmp_path):
     assert 1 < found["tokens"]["perplexity"]["value"] < 1000
     assert found["tokens"]["bits_per_byte"]["error"] > 0
     assert found["questions.jsonl"]["chance"] == 0.5
+    assert found["questions.jsonl"]["accuracy"]["error"] is None  # of one question, and JSON has no NaN
     code, out, _ = tilestack(*arguments, "--limit", "2")
     assert code == 0
     assert "bits per byte" in out

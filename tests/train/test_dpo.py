@@ -43,7 +43,7 @@ def test_the_loss_is_that_of_pairs_read_one_by_one(kind, smoothing):
         else:
             expected -= (1 - smoothing) * math.log(sigmoid(0.3 * h)) + smoothing * math.log(sigmoid(-0.3 * h))
     loss = objective.loss(model, objective.next_batch())
-    assert float(loss.total) == pytest.approx(expected, rel=1e-4)
+    assert loss.total.item() == pytest.approx(expected, rel=1e-4)
     assert loss.count == 3
     assert float(loss.metrics["margin"]) == pytest.approx(sum(margins), rel=1e-3, abs=1e-5)
     assert int(loss.metrics["accuracy"]) == sum(margin > 0 for margin in margins)
@@ -54,7 +54,7 @@ def test_the_loss_is_that_of_pairs_read_one_by_one(kind, smoothing):
 def test_a_run_begins_where_policy_and_reference_agree():
     model = decoder()
     loss = dpo(model).loss(model, dpo(model).next_batch())
-    assert float(loss.total) / loss.count == pytest.approx(math.log(2), rel=1e-4)
+    assert loss.total.item() / loss.count == pytest.approx(math.log(2), rel=1e-4)
     assert abs(float(loss.metrics["margin"])) < 1e-3
 
 
@@ -62,13 +62,15 @@ def test_steps_raise_the_chosen_over_the_rejected():
     model = decoder()
     objective = dpo(model, data={"batch": 8})
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    before = objective.evaluate(model)
+    with torch.no_grad():
+        before = objective.evaluate(model)
     for _ in range(12):
         loss = objective.loss(model, objective.next_batch())
         optimizer.zero_grad()
         (loss.total / loss.count).backward()
         optimizer.step()
-    after = objective.evaluate(model)
+    with torch.no_grad():
+        after = objective.evaluate(model)
     assert after["validation_margin"] > before["validation_margin"] + 0.5
     assert after["validation_loss"] < before["validation_loss"]
     assert after["validation_accuracy"] > 0.5

@@ -159,6 +159,14 @@ def test_rewards_are_checked_by_a_program():
     assert [number.reward(task, text) for text in (" 4\n", "2 + 2 = 4.", "5")] == [1, 1, 0]
 
 
+def test_tasks_that_leave_no_room_for_an_answer_are_left_out():
+    everything, some = grpo(decoder()), grpo(decoder(), data={"sequence": 34})
+    assert 0 < len(some.tasks) < len(everything.tasks)
+    assert some.next_batch().rows.ids.shape[1] <= 48
+    with pytest.raises(RecipeError, match=r"none of .* tasks fits into data.sequence = 8 with an answer of"):
+        grpo(decoder(), data={"sequence": 8})
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

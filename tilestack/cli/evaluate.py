@@ -74,7 +74,7 @@ def eval_command(
         found[str(choices)] = asdict(evaluate_choices(decoder, tokenizer, questions, place))
     for name, figures in run_tasks(decoder, tokenizer, place, length, tasks, limit).items() if tasks else ():
         found[name] = figures
-    write_json(json_, {"model": model, "results": found})
+    write_json(json_, {"model": model, "results": without_nan(found)})
     if str(json_) != "-":
         console.print(table(model, found))
 
@@ -112,6 +112,13 @@ def run_tasks(
             if not name.endswith("_stderr")
         }
     return figures
+
+
+def without_nan(value: Any) -> Any:
+    """The same with None for what is not a number, as JSON has no NaN."""
+    if isinstance(value, dict):
+        return {name: without_nan(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(model: str, found: dict[str, dict[str, Any]]) -> Table:

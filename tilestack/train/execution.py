@@ -1,5 +1,6 @@
 """How a step is executed: where, in which precision, compiled or not, remembering activations or computing them again."""
 
+import ctypes
 import functools
 import os
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from torch import nn
 from tilestack.nn.lora import lora_parameters
 from tilestack.train.recipe import Precision, Recipe
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -50,6 +52,8 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 def prepare(model: nn.Module, recipe: Recipe, device: torch.device) -> Any:
     """The model as the steps run it: on its device, in its dtype, with what the recipe asks for around it."""
     model.to(device, DTYPES[recipe.precision.parameters])
+    if device.type == "cpu":
+        keep_freed_memory()
     for _, adapter in lora_parameters(model):
         adapter.data = adapter.data.float()  # few and thin: kept wide, they need no master copy
     if recipe.precision.fp8:
@@ -61,6 +65,17 @@ def prepare(model: nn.Module, recipe: Recipe, device: torch.device) -> Any:
         # A mixture of experts notes its balance in the forward, and its repetition shall not: then checkpoints compile.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     return model if recipe.run.compile == "off" else Compiled(model, recipe.run.compile)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what is freed. It gives large blocks back to the system, so that every step would have its
+    activations paged in anew; where it cannot be told (only glibc can), they are."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return
+    mallopt(M_MMAP_THRESHOLD, 1 << 30)
+    mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def uses_graphs(mode: str, device: torch.device) -> bool:

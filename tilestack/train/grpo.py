@@ -84,9 +84,13 @@ class GRPO:
         self.recipe, self.settings, self.tokenizer, self.device = recipe, recipe.grpo, tokenizer, device
         self.policy = model
         self.reward = REWARDS[recipe.grpo.reward]
-        self.tasks, self.held = tasks(recipe.data, recipe.run.seed)
+        learned, held = tasks(recipe.data, recipe.run.seed)
+        self.tasks, self.held = self.fitting(learned), self.fitting(held)
         if not self.tasks:
-            raise RecipeError("no task is left to train on; set data.validation lower or data.examples higher")
+            raise RecipeError(
+                f"none of {len(learned)} tasks fits into data.sequence = {recipe.data.sequence} "
+                f"with an answer of grpo.max_new_tokens = {recipe.grpo.max_new_tokens}"
+            )
         self.reference: Any = None
         if recipe.grpo.beta:
             # With adapters, the reference is the model without them; else a copy, made before the first step.
@@ -94,6 +98,10 @@ class GRPO:
         self.deck = Deck(len(self.tasks), recipe.run.seed)
         self.rollouts = 0  # made so far; the next one's seed follows from it
         self.pending: list[Rollout] = []
+
+    def fitting(self, found: list[corpora.Task]) -> list[corpora.Task]:
+        room = self.recipe.data.sequence - self.settings.max_new_tokens
+        return [task for task in found if len(self.prompt(task)) <= room]
 
     def next_batch(self) -> Rollout:
         if not self.pending:

@@ -24,6 +24,7 @@ from tilestack.nn.lora import lora_parameters
 from tilestack.optim.multi_tensor import MultiTensor
 from tilestack.train import checkpoint, execution, metrics, schedules
 from tilestack.train.balancing import Balancing
+from tilestack.train.broken import save_broken_step
 from tilestack.train.ema import Ema
 from tilestack.train.objective import Objective
 from tilestack.train.optimizers import make_optimizer, set_rates
@@ -206,21 +207,10 @@ class Trainer:
             self.board.write(row)
 
     def _stop_at(self, pending: Pending, row: dict[str, Any]) -> None:
-        """Save the step that broke: its batches, and the model and optimizer as they were before it."""
+        """Save the step that broke, with the model and optimizer as they were before it, and stop."""
         self.log.flush()
         folder = self.folder / f"broken-step-{pending.step:06d}"
-        batches = {f"{i}.{name}": x for i, batch in enumerate(pending.batches) for name, x in tensors_in(batch)}
-        states, values = checkpoint.pack_optimizer(self.optimizer.state_dict())
-        checkpoint.write_folder(
-            folder,
-            {
-                f"{name}.safetensors": lambda path, group=group: checkpoint.save_file(group, path)  # type: ignore[misc]
-                for name, group in (
-                    ("batch", batches), ("weights", contiguous(self.model.state_dict())), ("optimizer", states)
-                )
-            },
-            {"step": pending.step, "figures": {name: metrics.finite(value) for name, value in row.items()}, "optimizer": values},
-        )  # fmt: skip
+        save_broken_step(folder, pending.batches, self.model.state_dict(), self.optimizer.state_dict(), row)
         wrong = "loss" if not math.isfinite(row["loss"]) else "grad_norm"
         raise TrainingError(
             f"step {pending.step} has a {wrong.replace('_', ' ')} of {row[wrong]}; stopped. Its batch, and the weights "
@@ -309,24 +299,6 @@ def learned_state(model: nn.Module) -> dict[str, Tensor]:
     """What of a model a run changes and has to save: all of it, or the adapters alone where there are some."""
     state = model.state_dict()
     return {name: state[name] for name, _ in lora_parameters(model)} or state
-
-
-def contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-
-
-def tensors_in(value: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch, whatever it is made of, with names."""
-    if isinstance(value, Tensor):
-        yield name, value.detach().contiguous()
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{name}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from tensors_in(item, f"{name}.{index}")
-    elif hasattr(value, "__dataclass_fields__"):
-        yield from tensors_in({key: getattr(value, key) for key in value.__dataclass_fields__}, name)
 
 
 def start_over(folder: Path) -> None:

@@ -61,15 +61,15 @@ class Pretraining:
 
     def sample(self, model: Any) -> list[str]:
         settings = self.recipe.evaluation
-        return [self.continuation(model, prompt, settings.sample_tokens) for prompt in settings.prompts]
+        return [self.continuation(model, prompt, number) for number, prompt in enumerate(settings.prompts)]
 
-    def continuation(self, model: Any, prompt: str, tokens: int) -> str:
-        """A prompt and what the model makes of it."""
+    def continuation(self, model: Any, prompt: str, number: int) -> str:
+        """A prompt and what the model makes of it; each has chances of its own."""
         settings = self.recipe.evaluation
         ids = torch.tensor([self.tokenizer.encode(prompt)], device=self.device)
         made = models.generate(
-            model, ids, max_new_tokens=tokens, temperature=settings.temperature, top_k=settings.top_k,
-            seed=self.recipe.run.seed, stop=self.tokenizer.stops,
+            model, ids, max_new_tokens=settings.sample_tokens, temperature=settings.temperature, top_k=settings.top_k,
+            seed=self.recipe.run.seed + number, stop=self.tokenizer.stops,
         )  # fmt: skip
         return prompt + self.tokenizer.decode([int(step[0]) for step in made])
 
