@@ -82,15 +82,18 @@ def eval_command(
 def documents(source: str, tokenizer: "Tokenizer") -> Iterator[tuple[Sequence[int], int]]:
     """The documents of a token file, or of whatever `data.read` reads: their ids and how many bytes they are."""
     from tilestack import data
+    from tilestack.train.evaluate import beginning
 
+    start = beginning(tokenizer)  # so that a document's first token is predicted too, as its bytes are counted
+    begun = lambda ids: ids if ids[:1] == start else start + ids
     if (Path(source) / "tokens.bin").is_file():
         tokens = data.TokenFile(source)
         tokens.check(tokenizer)
         for number in range(len(tokens)):
-            yield tokens[number].tolist(), int(tokens.bytes[number])
+            yield begun(tokens[number].tolist()), int(tokens.bytes[number])
         return
     for text in data.texts(source):
-        yield tokenizer.encode_documents([text])[0], len(text.encode())
+        yield begun(tokenizer.encode_documents([text])[0]), len(text.encode())
 
 
 def run_tasks(
