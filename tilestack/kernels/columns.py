@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilestack.kernels.launch import cdiv, launch, multiprocessors
+from tilestack.kernels.launch import cdiv, launch, multiprocessors, next_power
 
-STRIP = 32  # columns a program owns when lines are few
+STRIP = 32  # columns a program owns when lines are few, or more where that would be
+PROGRAMS = 16  # programs for each multiprocessor
 FEW_LINES = 1024
 
 
@@ -60,9 +61,10 @@ def sum_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
         )
         x, lines = partial, shares
     out = torch.empty((matrices, columns), dtype=dtype, device=x.device)
+    strip = max(STRIP, next_power(cdiv(columns, PROGRAMS * multiprocessors(x.device))))
     launch(
         column_sum_kernel,
-        (cdiv(columns, STRIP), 1, matrices),
+        (cdiv(columns, strip), 1, matrices),
         x,
         out,
         lines,
@@ -70,7 +72,7 @@ def sum_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
         *x.stride()[:2],
         ACC=acc,
         LINES=32,
-        COLS=STRIP,
+        COLS=strip,
         num_warps=4,
     )
     return out
