@@ -115,7 +115,7 @@ def tanh_of(x, HALF: tl.constexpr):
     """
     square = x * x
     if HALF:
-        near = x - x * square * 0.3332
+        near = x * (1 - square * 0.3332)
         y = tl.where(tl.abs(x) < 0.08, near, 1 - 2 / (tl.exp(2 * x) + 1))
     else:
         t = tl.exp(-2 * tl.abs(x))
@@ -126,6 +126,7 @@ def tanh_of(x, HALF: tl.constexpr):
             series = -0.053852309 + square * (0.021302923 + square * (-0.0074094628 + square * 0.0015847073))
             near = x + x * square * (-0.33333297 + square * (0.13332221 + square * series))
         far = 1 - 2 * (t / (1 + t))
+        near = tl.where(x == 0, x, near)  # which keeps the sign of -0
         y = tl.where(tl.abs(x) < 0.8, near, tl.where(x < 0, -far, far))
     return y
 
