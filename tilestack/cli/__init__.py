@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilestack
-from tilestack.cli import align, evaluate, generate, lab, train
+from tilestack.cli import align, bench, demo, evaluate, generate, lab, train
 
 app = typer.Typer(
     name="tilestack",
@@ -20,11 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-lab.add_to(app)
-generate.add_to(app)
-train.add_to(app)
-align.add_to(app)
-evaluate.add_to(app)
+for part in (lab, bench, train, align, evaluate, generate, demo):
+    part.add_to(app)
 
 
 @app.callback()

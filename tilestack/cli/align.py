@@ -5,7 +5,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from tilestack.cli.lab import console
+from tilestack.cli.common import console
 from tilestack.cli.train import Folder, Fresh, RecipeFile, Set, find_recipe
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from tilestack.cli.common import JsonFile, console, write_json
 from tilestack.cli.generate import pick_device
-from tilestack.cli.lab import JsonFile, console, write_json
 
 if TYPE_CHECKING:
     from tilestack.data import Tokenizer

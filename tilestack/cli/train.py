@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tilestack.cli.lab import JsonFile, console, pick_device, write_json
+from tilestack.cli.common import JsonFile, console, pick_device, write_json
 
 if TYPE_CHECKING:
     from tilestack.train.parity import Parity

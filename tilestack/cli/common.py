@@ -1,0 +1,125 @@
+"""What the commands share: options, the choice of device, operators and dtypes, and where results are written."""
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tilestack.ops.backends import interpreting
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilestack.lab.verify import Claim, Proof
+    from tilestack.ops.contract import Operator
+
+console = Console()
+
+Operators = Annotated[
+    list[str] | None, typer.Argument(help="Operators by name; all of them when left out.", show_default=False)
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="cuda or cpu; the GPU when there is one. On cpu, Triton kernels run in its interpreter.",
+        show_default=False,
+    ),
+]
+Backend = Annotated[str | None, typer.Option(help="Only this backend.", show_default=False)]
+Dtypes = Annotated[
+    str | None,
+    typer.Option("--dtype", help="Comma-separated: float16, bfloat16, float32, float64.", show_default=False),
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", help="Also write the rows to this file; - for standard output.", show_default=False),
+]
+Load = Annotated[
+    list[Path] | None,
+    typer.Option(help="A Python file to run first, such as one that registers your own backend.", show_default=False),
+]
+
+
+def pick_device(name: str | None) -> "torch.device":
+    """The device to work on. On a CPU, Triton must know when it is imported that it interprets, and PyTorch has imported
+    it by now: where nobody said so, the command starts over, having said so."""
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.split(":")[0] not in ("cuda", "cpu"):
+        raise ValueError(f"device must be cuda or cpu, not {name!r}")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("no CUDA GPU is visible here; use --device cpu")
+    if name == "cpu" and not interpreting():
+        command = [sys.executable, "-m", "tilestack", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | {"TRITON_INTERPRET": "1"})
+    return torch.device(name)
+
+
+def pick_operators(names: list[str] | None) -> list["Operator"]:
+    from tilestack import ops
+
+    return [ops.operator_named(name) for name in names] if names else ops.operators()
+
+
+def pick_dtypes(text: str | None) -> list["torch.dtype"] | None:
+    import torch
+
+    known = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+    if text is None:
+        return None
+    if unknown := [name for name in text.split(",") if name not in known]:
+        raise ValueError(f"no dtype {', '.join(unknown)}; choose from {', '.join(known)}")
+    return [known[name] for name in text.split(",")]
+
+
+def load_files(paths: Iterable[Path] | None) -> None:
+    for path in paths or ():
+        if not path.is_file():
+            raise FileNotFoundError(f"no file {path} to load")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None:
+            raise ValueError(f"{path} is not a Python file")
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def write_json(target: Path | None, rows: Any) -> None:
+    if target is None:
+        return
+    text = json.dumps(rows, indent=1)
+    if str(target) == "-":
+        print(text)
+    else:
+        write_text(target, text + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def progress_bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def prove_all(claims: Iterable["Claim"]) -> list["Proof"]:
+    from tilestack.lab.verify import prove
+
+    listed = list(claims)
+    with progress_bar() as progress:
+        return [prove(claim) for claim in progress.track(listed, description="verifying")]
