@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.nn.modules import Linear
+from tilestack.nn.recompute import not_keeping
 
 
 class MLP(torch.nn.Module):
@@ -16,4 +17,7 @@ class MLP(torch.nn.Module):
         self.down = Linear(intermediate, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(ops.swiglu(self.gate_up(x)))
+        gate_up = self.gate_up(x)
+        gated = ops.swiglu(gate_up)
+        with not_keeping(gated, ops.swiglu, gate_up):
+            return self.down(gated)

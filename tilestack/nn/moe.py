@@ -21,6 +21,7 @@ from tilestack import ops
 from tilestack.nn.autocast import lowered
 from tilestack.nn.mlp import MLP
 from tilestack.nn.modules import Linear
+from tilestack.nn.recompute import not_keeping
 from tilestack.nn.router import Balance, Router
 
 
@@ -100,10 +101,12 @@ class MoE(torch.nn.Module):
 
     def experts(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """The experts on rows sorted by expert."""
-        rows, gate_up, _ = lowered(rows, self.gate_up, None)
-        hidden = ops.swiglu(ops.grouped_linear(rows, gate_up, offsets))
-        hidden, down, _ = lowered(hidden, self.down, None)
-        return ops.grouped_linear(hidden, down, offsets)
+        rows, weight, _ = lowered(rows, self.gate_up, None)
+        gate_up = ops.grouped_linear(rows, weight, offsets)
+        gated = ops.swiglu(gate_up)
+        with not_keeping(gated, ops.swiglu, gate_up):
+            gated, weight, _ = lowered(gated, self.down, None)
+            return ops.grouped_linear(gated, weight, offsets)
 
     def update_bias(self, rate: float, tokens_per_expert: Tensor | None = None) -> None:
         """Move the router's bias by one step, from the loads given or else those of the last forward.
