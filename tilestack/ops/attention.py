@@ -181,6 +181,6 @@ def attention(
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.view(batch, kv_heads, group, queries, keys)
     if (seen := attention_mask(q, k, cu_seqlens, causal, window)) is not None:
-        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+        scores = torch.where(seen[:, None, None], scores, -torch.inf)
     out = torch.softmax(scores, -1).flatten(2, 3) @ wide(v).transpose(1, 2)  # [batch, kv_heads, group · queries, dim]
     return out.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)

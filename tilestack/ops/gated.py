@@ -4,9 +4,10 @@ The halves are two tensors (silu_mul, gelu_mul) or lie in one, as a fused projec
 side, [gate | up], or interleaved, gate and up in turn.
 """
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from tilestack.ops.activation import gelu, gelu_kind, silu
+from tilestack.ops.activation import gelu, gelu_kind
 from tilestack.ops.cases import cases
 from tilestack.ops.contract import Cost, operator
 from tilestack.ops.elementwise import SHAPES
@@ -55,7 +56,7 @@ def halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 )
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, rounded once."""
-    return (silu.definition(wide(gate)) * wide(up)).to(gate.dtype)
+    return (F.silu(wide(gate)) * wide(up)).to(gate.dtype)
 
 
 @operator(

@@ -121,7 +121,7 @@ def cross_entropy(
     over the logits, which are then lost; it is taken up only where a gradient is wanted and made in the forward.
     """
     valid = labels != ignore_index
-    scores = wide(logits).masked_fill(~valid[..., None], 0)
+    scores = torch.where(valid[..., None], wide(logits), 0)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     log_p = torch.log_softmax(scores, -1)
