@@ -1,6 +1,7 @@
 """Pretraining from a recipe to a folder that transformers opens, through the command line as people use it."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 
 from tilestack import models
 from tilestack.cli import main
-from tilestack.data import Tokenizer
-from tilestack.train import metrics
+from tilestack.data import Packed, Tokenizer
+from tilestack.train import Recipe, corpus, metrics
+from tilestack.train.pretrain import Pretraining
 
 RECIPE = """
 [run]
@@ -67,6 +69,27 @@ def small(tmp_path):
         return str(tmp_path / "small.toml")
 
     return write
+
+
+def test_bits_per_byte_are_of_the_very_text_that_is_asked_for(small, tmp_path):
+    recipe = Recipe.load(small())
+    tokenizer, tokens = corpus.prepare(recipe, tmp_path / "run")
+
+    class Clueless:
+        """All tokens are equally likely."""
+
+        head_weight = torch.zeros(tokenizer.vocabulary, 4)
+
+        def hidden(self, ids, positions, cu_seqlens):
+            return torch.zeros(*ids.shape, 4)
+
+    held_out = Packed(tokens, 24, 2, recipe.run.seed, split="validation", validation=0.2)
+    labels = torch.cat([next(held_out).labels.flatten() for _ in range(recipe.evaluation.batches)])
+    asked = labels[labels >= 0].tolist()
+    found = Pretraining(recipe, tokenizer, tokens, torch.device("cpu")).evaluate(Clueless())
+    bits = math.log2(tokenizer.vocabulary)
+    assert found["validation_loss"] == pytest.approx(bits * math.log(2))
+    assert found["bits_per_byte"] == pytest.approx(len(asked) * bits / len(tokenizer.decode(asked).encode()))
 
 
 def test_a_finished_run_is_a_folder_that_transformers_opens(tilestack, small, tmp_path):

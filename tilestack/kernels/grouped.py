@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels.launch import accumulator, launch
+from tilestack.kernels.launch import accumulator, cdiv, launch, next_power
 from tilestack.ops import implements
 
 
@@ -94,10 +94,10 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)
     block_m, block_n, block_k, warps = blocks(a.dtype, M // groups, N)
     most_tiles = min(M, (M + groups * (block_m - 1)) // block_m)  # if each group ended with a tile of one row
-    grid = most_tiles, triton.cdiv(N, block_n)
+    grid = most_tiles, cdiv(N, block_n)
     launch(
         grouped_linear_fwd_kernel, grid, a, b, offsets.contiguous(), c, N, K, *a.stride(), *b.stride(), groups,
-        GROUPS=triton.next_power_of_2(groups), ACC=accumulator(a.dtype), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        GROUPS=next_power(groups), ACC=accumulator(a.dtype), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=warps, num_stages=3,
     )  # fmt: skip
     return c
@@ -108,7 +108,7 @@ def gradient_of_weight(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     N, K, groups = grad.shape[1], x.shape[1], offsets.shape[0]
     dweight = torch.empty((groups, N, K), dtype=x.dtype, device=x.device)
     block_n, block_k, block_m, warps = blocks(x.dtype, N, K)
-    grid = triton.cdiv(N, block_n), triton.cdiv(K, block_k), groups
+    grid = cdiv(N, block_n), cdiv(K, block_k), groups
     launch(
         grouped_linear_bwd_kernel, grid, grad, x, offsets.contiguous(), dweight, N, K, *grad.stride(), *x.stride(),
         ACC=accumulator(x.dtype), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=3,

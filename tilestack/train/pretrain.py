@@ -47,17 +47,14 @@ class Pretraining:
         """The loss on the same held-out batches every time, in nats a token and in bits a byte of text."""
         if not self.recipe.data.validation:
             return {}
-        stream = self._stream("validation")
-        total, count = torch.zeros((), device=self.device), 0
+        stream, bytes_of = self._stream("validation"), torch.tensor(self.tokenizer.token_bytes)
+        total, count, size = torch.zeros((), device=self.device), 0, 0
         for _ in range(self.recipe.evaluation.batches):
-            batch = next(stream).to(self.device)
-            total += next_token_loss(model, batch)
+            batch = next(stream)
+            total += next_token_loss(model, batch.to(self.device))
             count += batch.valid
-        held_out = self.tokens.documents("validation", self.recipe.data.validation)
-        spans = [self.tokens.span(int(document)) for document in held_out]
-        tokens_per_byte = sum(end - start for start, end in spans) / int(self.tokens.bytes[held_out].sum())
-        loss = float(total) / count
-        return {"validation_loss": loss, "bits_per_byte": loss / math.log(2) * tokens_per_byte}
+            size += int(bytes_of[batch.labels[batch.labels != data.NO_LABEL]].sum())
+        return {"validation_loss": float(total) / count, "bits_per_byte": float(total) / math.log(2) / size}
 
     def sample(self, model: Any) -> list[str]:
         settings = self.recipe.evaluation
