@@ -6,11 +6,10 @@ import pytest
 import torch
 from small import CPU, decoder, recipe, through_json, tokenizer
 
-from tilestack.data import corpora
+from tilestack.data import NO_LABEL, corpora
 from tilestack.nn.lora import add_lora
 from tilestack.train import RecipeError
 from tilestack.train.grpo import GRPO, GRPORecipe
-from tilestack.train.log_probs import IGNORED
 
 
 def grpo(model, **sections):
@@ -53,10 +52,10 @@ def test_answers_are_the_policys_and_advantages_their_groups():
     objective = grpo(model)
     batch = objective.next_batch()
     assert batch.rewards.shape == (3, 4)
-    labels = [row[row != IGNORED].tolist() for row in batch.rows.labels]
+    labels = [row[row != NO_LABEL].tolist() for row in batch.rows.labels]
     assert [even(None, tokenizer().decode(row)) for row in labels] == batch.rewards.flatten().tolist()
     assert len({tuple(row) for row in labels[:4]}) > 1  # one prompt, answers that differ
-    prompts = [ids[: (row != IGNORED).nonzero()[0, 0] + 1].tolist() for ids, row in zip(batch.rows.ids, batch.rows.labels, strict=True)]  # fmt: skip
+    prompts = [ids[: (row != NO_LABEL).nonzero()[0, 0] + 1].tolist() for ids, row in zip(batch.rows.ids, batch.rows.labels, strict=True)]  # fmt: skip
     assert prompts[0] == prompts[3] != prompts[4]
     torch.testing.assert_close(batch.advantages.view(3, 4).sum(-1), torch.zeros(3), atol=1e-5, rtol=0)
 
@@ -71,7 +70,7 @@ def test_the_gradient_on_new_answers_is_that_of_reinforce(average):
     twin = decoder()
     weighted, tokens = 0.0, 0
     for ids, labels, advantage in zip(batch.rows.ids, batch.rows.labels, batch.advantages, strict=True):
-        scored = labels != IGNORED
+        scored = labels != NO_LABEL
         scores = (twin(ids[None])[0] / 0.7).log_softmax(-1)[scored]
         own = scores.gather(-1, labels[scored][:, None]).sum() * advantage
         weighted = weighted + (own if average == "token" else own / scored.sum())

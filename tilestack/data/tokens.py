@@ -11,7 +11,6 @@ A folder is written under another name and renamed when it is complete, so one t
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +21,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from tilestack.data.errors import DataError
 from tilestack.data.tokenizer import Tokenizer
+from tilestack.data.whole import whole_folder
 
 FORMAT = 1
 CHARACTERS_AT_ONCE = 1 << 22  # texts handed to the tokenizer's threads together
@@ -92,17 +92,10 @@ def write_tokens(
     folder = Path(folder)
     if folder.exists():
         raise FileExistsError(f"{folder} exists already; remove it or choose another folder")
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        meta = _write(partial, documents, tokenizer, console or Console(quiet=True))
+    with whole_folder(folder) as hidden:
+        meta = _write(hidden, documents, tokenizer, console or Console(quiet=True))
         content = json.dumps(meta | {"source": source}, indent=2) + "\n"
-        (partial / "meta.json").write_text(content, encoding="utf-8")
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        (hidden / "meta.json").write_text(content, encoding="utf-8")
     return TokenFile(folder)
 
 

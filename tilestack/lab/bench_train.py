@@ -59,6 +59,7 @@ class Work:
 def ours(work: Work, compiled: bool) -> Callable[[], Any]:
     """The training step of `tilestack train`."""
     from tilestack import configure_backend, models, ops
+    from tilestack.data import NO_LABEL
     from tilestack.train import Loss, Recipe, Trainer
     from tilestack.train.settings import read
 
@@ -67,7 +68,7 @@ def ours(work: Work, compiled: bool) -> Callable[[], Any]:
     with torch.device(work.device):
         model = models.Decoder(models.ModelConfig.from_hf(work.config))
     ids = work.ids()
-    labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+    labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], NO_LABEL)], 1)
 
     class RandomTokens:
         """The same batch again and again."""

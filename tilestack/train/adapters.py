@@ -10,7 +10,6 @@ and where only some are adapted, the others' rows of B are zero.
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tilestack import models
+from tilestack.data.whole import whole_folder
 from tilestack.models.weights import Piece, layout
 from tilestack.nn.lora import add_lora, lora_layers
 
@@ -55,13 +55,9 @@ def save_adapters(model: models.Decoder, folder: Path, base: str = "") -> None:
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    hidden = folder.with_name(f".{folder.name}")
-    shutil.rmtree(hidden, ignore_errors=True)
-    hidden.mkdir(parents=True)
-    save_file(tensors, hidden / WEIGHTS, metadata={"format": "pt"})
-    (hidden / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    hidden.rename(folder)
+    with whole_folder(folder) as hidden:
+        save_file(tensors, hidden / WEIGHTS, metadata={"format": "pt"})
+        (hidden / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_adapters(model: models.Decoder, folder: Path | str) -> None:

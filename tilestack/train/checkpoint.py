@@ -30,6 +30,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tilestack.data.whole import whole_folder
+
 NAME = re.compile(r"step-(\d{6,})")
 STATE = "state.json"
 
@@ -111,10 +113,7 @@ def complete(folder: Path) -> bool:
 
 def write_folder(target: Path, files: Mapping[str, Callable[[Path], None]], state: Mapping[str, Any]) -> None:
     """Make a folder of files in one step: under its name it is whole, or not there."""
-    hidden = target.with_name(f".{target.name}")
-    shutil.rmtree(hidden, ignore_errors=True)
-    try:
-        hidden.mkdir(parents=True)
+    with whole_folder(target) as hidden:
         for name, write in files.items():
             write(hidden / name)
         sizes = {name: (hidden / name).stat().st_size for name in files}
@@ -122,13 +121,7 @@ def write_folder(target: Path, files: Mapping[str, Callable[[Path], None]], stat
         for name in (*files, STATE):
             sync(hidden / name)
         sync(hidden)
-        if target.exists():
-            shutil.rmtree(target)
-        hidden.rename(target)
-        sync(target.parent)
-    except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
+    sync(target.parent)
 
 
 def sync(path: Path) -> None:

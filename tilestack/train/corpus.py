@@ -7,13 +7,13 @@ data/
 """
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 
 from tilestack import data
+from tilestack.data.whole import whole_folder
 from tilestack.train.recipe import Recipe
 
 FOLDER, MADE_FROM = "data", "made_from.json"
@@ -42,10 +42,7 @@ def prepare(recipe: Recipe, folder: Path, console: Console | None = None) -> tup
     }  # fmt: skip
     target = folder / FOLDER
     if not is_made_from(target, made_from):
-        hidden = folder / f".{FOLDER}"
-        shutil.rmtree(hidden, ignore_errors=True)
-        hidden.mkdir(parents=True)
-        try:
+        with whole_folder(target) as hidden:
             if made_from["tokenizer"]:
                 tokenizer = data.Tokenizer.load(str(made_from["tokenizer"]))
             else:
@@ -55,11 +52,6 @@ def prepare(recipe: Recipe, folder: Path, console: Console | None = None) -> tup
                 hidden / "tokens", documents(settings), tokenizer, source=settings.corpus, console=console
             )
             (hidden / MADE_FROM).write_text(json.dumps(made_from))
-            shutil.rmtree(target, ignore_errors=True)
-            hidden.rename(target)
-        except BaseException:
-            shutil.rmtree(hidden, ignore_errors=True)
-            raise
     tokenizer, tokens = data.Tokenizer.load(target / "tokenizer"), data.TokenFile(target / "tokens")
     tokens.check(tokenizer)
     return tokenizer, tokens

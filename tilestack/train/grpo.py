@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilestack.data import Tokenizer, corpora
+from tilestack.data import NO_LABEL, Tokenizer, corpora
 from tilestack.nn.lora import lora_layers, without_lora
 from tilestack.train import examples, execution
 from tilestack.train.answers import answers, prompt_ids, shown_answers
 from tilestack.train.deck import Deck
-from tilestack.train.log_probs import IGNORED, Rows, Scored, in_rows, log_probs
+from tilestack.train.log_probs import Rows, Scored, in_rows, log_probs
 from tilestack.train.losses import group_advantages, k3, policy_losses
 from tilestack.train.objective import Loss
 from tilestack.train.recipe import Recipe
@@ -151,7 +151,7 @@ class GRPO:
         now = log_probs(model, batch.rows, self.settings.temperature)
         if batch.old is None:
             batch.old = now.detach()
-        mask = batch.rows.labels != IGNORED
+        mask = batch.rows.labels != NO_LABEL
         tokens, lengths = mask.sum(), mask.sum(-1)
         found = policy_losses(now, batch.old, batch.advantages, self.settings.clip_low, self.settings.clip_high)
         losses = found.losses * mask

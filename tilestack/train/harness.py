@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from tilestack import ops
+from tilestack.data import NO_LABEL
 from tilestack.train.answers import answers
 from tilestack.train.evaluate import BUDGET, batched_by_length, beginning, continuation, score, windows
-from tilestack.train.log_probs import IGNORED, Scored, in_rows
+from tilestack.train.log_probs import Scored, in_rows
 
 
 class Harness:
@@ -27,7 +28,7 @@ class Harness:
         found: list[tuple[float, bool]] = [(0.0, False)] * len(sequences)
         for numbers in batched_by_length([len(sequence.ids) for sequence in sequences], BUDGET):
             rows = in_rows([sequences[number] for number in numbers]).to(self.place)
-            scored = rows.labels != IGNORED
+            scored = rows.labels != NO_LABEL
             with torch.no_grad():
                 logits = ops.linear(self.model.hidden(rows.ids)[scored], self.model.head_weight)
             labels, each = rows.labels[scored], rows.tokens.tolist()

@@ -4,7 +4,7 @@ Sequences lie one to a row, filled up on the right. Causal attention looks only 
 nothing before it and no mask is needed:
 
     ids      p p p a a a . .        prompt, answer, filling
-    labels   - - a a a - - -        what follows each id, where it is scored; - is IGNORED
+    labels   - - a a a - - -        what follows each id, where it is scored; - is NO_LABEL
 
 The head and the loss are one operator, so float32 logits of the whole vocabulary are never kept.
 """
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from tilestack import ops
+from tilestack.data import NO_LABEL
 from tilestack.nn.autocast import lowered
 
-IGNORED = -100
 MULTIPLE = 16  # rows are filled to a multiple of this, so that few different shapes occur
 
 
@@ -45,7 +45,7 @@ class Rows:
     @property
     def tokens(self) -> Tensor:
         """How many tokens of each row are scored, [rows]."""
-        return (self.labels != IGNORED).sum(-1)
+        return (self.labels != NO_LABEL).sum(-1)
 
     def to(self, device: torch.device | str) -> "Rows":
         return Rows(self.ids.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
@@ -56,11 +56,11 @@ def in_rows(sequences: Sequence[Scored], multiple: int = MULTIPLE) -> Rows:
     longest = max(len(sequence.ids) for sequence in sequences)
     length = -(-longest // multiple) * multiple
     ids = torch.zeros(len(sequences), length, dtype=torch.long)
-    labels = torch.full_like(ids, IGNORED)
+    labels = torch.full_like(ids, NO_LABEL)
     for row, sequence in enumerate(sequences):
         tokens = torch.tensor(sequence.ids)
         ids[row, : len(tokens)] = tokens
-        labels[row, : len(tokens) - 1] = torch.where(torch.tensor(sequence.mask[1:]) > 0, tokens[1:], IGNORED)
+        labels[row, : len(tokens) - 1] = torch.where(torch.tensor(sequence.mask[1:]) > 0, tokens[1:], NO_LABEL)
     return Rows(ids, labels)
 
 
@@ -73,4 +73,4 @@ def log_probs(model: Any, rows: Rows, temperature: float = 1.0) -> Tensor:
     if temperature != 1.0:
         hidden = hidden / temperature  # the head is linear: logits / temperature
     hidden, weight, _ = lowered(hidden, model.head_weight, None)
-    return -ops.linear_cross_entropy(hidden, weight, rows.labels, ignore_index=IGNORED, reduction="none")
+    return -ops.linear_cross_entropy(hidden, weight, rows.labels, ignore_index=NO_LABEL, reduction="none")

@@ -1,6 +1,5 @@
 """A recipe followed from beginning to end, whatever its objective: the model made, trained, and left as others open it."""
 
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from rich.console import Console
 
 from tilestack import configure_backend, data, models
+from tilestack.data.whole import whole_folder
 from tilestack.nn.lora import add_lora, lora_layers, merge_lora
 from tilestack.train import checkpoint, execution, flops, plot
 from tilestack.train.adapters import save_adapters
@@ -82,9 +82,6 @@ def build_model(recipe: Recipe, tokenizer: data.Tokenizer) -> Any:
 
 def export(model: Any, tokenizer: data.Tokenizer, folder: Path) -> None:
     """Write a model and its tokenizer as a Hugging Face folder, which appears when it is complete."""
-    hidden = folder.with_name(f".{folder.name}")
-    shutil.rmtree(hidden, ignore_errors=True)
-    models.save(model, hidden)
-    tokenizer.save(hidden)
-    shutil.rmtree(folder, ignore_errors=True)
-    hidden.rename(folder)
+    with whole_folder(folder) as hidden:
+        models.save(model, hidden)
+        tokenizer.save(hidden)
