@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tilestack import nn, ops
-from tilestack.nn import mlp
+from tilestack.nn import moe
 from tilestack.nn.recompute import not_keeping
 
 
@@ -17,15 +17,14 @@ def keeping(block, x):
         return torch.autograd.grad(block(x).square().sum(), [x, *block.parameters()])
 
 
-def blocks():
+def mixture():
     torch.manual_seed(0)
-    return [nn.MLP(16, 24), nn.MLP(16, 24, bias=True), nn.MoE(16, 24, experts=4, top_k=2)]
+    return nn.MoE(16, 24, experts=4, top_k=2), torch.randn(3, 5, 16, requires_grad=True)
 
 
 @pytest.mark.parametrize("chosen", ["torch", "triton"])
-@pytest.mark.parametrize("block", blocks(), ids=["mlp", "biased", "moe"])
-def test_gradients_have_the_same_bits(block, chosen):
-    x = torch.randn(3, 5, 16, requires_grad=True)
+def test_gradients_have_the_same_bits(chosen):
+    block, x = mixture()
     with ops.backend(chosen):
         expected = keeping(block, x)
         out = block(x).square().sum()
@@ -40,12 +39,14 @@ def test_the_gated_pair_is_gone_after_the_forward(monkeypatch):
         made.append(weakref.ref(result := ops.swiglu(*arguments)))
         return result
 
-    monkeypatch.setattr(mlp, "ops", type("Ops", (), {"swiglu": staticmethod(noted)}))
-    monkeypatch.setattr(mlp, "not_keeping", lambda result, _, *arguments: not_keeping(result, ops.swiglu, *arguments))
-    block, x = nn.MLP(16, 24), torch.randn(2, 16, requires_grad=True)
-    out = block(x)
-    with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
-        kept = block(x)
+    others = {name: staticmethod(getattr(ops, name)) for name in ("gather_rows", "grouped_linear", "scatter_rows")}
+    monkeypatch.setattr(moe, "ops", type("Ops", (), {"swiglu": staticmethod(noted), **others}))
+    monkeypatch.setattr(moe, "not_keeping", lambda result, _, *arguments: not_keeping(result, ops.swiglu, *arguments))
+    block, x = mixture()
+    with ops.backend("triton"):  # the definition reads the pair expert by expert, and keeps these views of it
+        out = block(x)
+        with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+            kept = block(x)
     assert [pair() is None for pair in made] == [True, False]
     for result in (out, kept):
         result.sum().backward()
@@ -53,12 +54,6 @@ def test_the_gated_pair_is_gone_after_the_forward(monkeypatch):
 
 
 def test_activation_checkpointing_keeps_less_still():
-    block, x = nn.MLP(16, 24), torch.randn(2, 16, requires_grad=True)
+    block, x = mixture()
     found = torch.autograd.grad(checkpoint(block, x, use_reentrant=False).square().sum(), [x, *block.parameters()])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, keeping(block, x), strict=True))
-
-
-def test_it_compiles_whole():
-    block, x = nn.MLP(16, 24), torch.randn(2, 16, requires_grad=True)
-    found = torch.autograd.grad(torch.compile(block, fullgraph=True, backend="aot_eager")(x).square().sum(), x)
-    assert torch.equal(found[0], keeping(block, x)[0])

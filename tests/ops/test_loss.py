@@ -171,7 +171,7 @@ def chunks_of(rows, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(head, "CHUNK_BYTES", rows * 65 * 4)
         patch.setattr(head, "ROW_MULTIPLE", 1)
-        patch.setattr(head, "CHUNKS", 64)
+        patch.setattr(head, "MANY", 64)
         yield
 
 
@@ -196,6 +196,10 @@ class TestHead:
         with chunks_of(4, monkeypatch), ops.backend("triton"), Watched() as watched:
             ops.linear_cross_entropy(**arguments).backward()
         assert watched.largest == 65 * 8 * 4  # the weight's gradient; a chunk of logits is half as large
+
+    def test_many_rows_get_few_large_chunks(self):
+        weight = torch.empty(151936, 1024, dtype=torch.bfloat16, device="meta")
+        assert [head.rows_per_chunk(rows, weight) for rows in (1, 8192, 8448, 16384, 65536)] == [640, 640, 1152, 2048, 8192]
 
     @pytest.mark.parametrize(("wanted", "products"), [([], 1), (["x"], 2), (["weight"], 2), (["x", "weight"], 3)])
     def test_only_what_is_wanted_is_computed(self, wanted, products):

@@ -56,6 +56,15 @@ def test_filters_keep_their_tokens_and_the_proportions_among_them():
         chi_square_fits(ids, probabilities / probabilities.sum())
 
 
+def test_top_p_is_a_share_of_all_top_k_keeps_whatever_min_p_drops():
+    likely = torch.tensor([1.0, *3 * [0.95], *10 * [0.5], *10 * [0.01]])
+    filters = settings(16, top_k=14, top_p=0.2, min_p=0.9)
+    with ops.backend("triton"):
+        ids = ops.sample(likely.log().expand(16, -1), **filters)
+    assert torch.equal(ids, ops.sample.definition(likely.log().expand(16, -1), **filters))
+    assert set(ids.tolist()) == {0, 1, 2, 3}
+
+
 def test_noise_is_fine_where_the_race_is_won():
     """Tokens win with small exponentials: there words that float32 tells apart give others, right to a few units in the last place."""
     words = torch.tensor([0, 1, 2, 1000, 10**6, 42949600, 42949900, 2**30])

@@ -2,7 +2,8 @@
 
 Whole rows go to `scaled_dot_product_attention`, which runs cuDNN or FlashAttention on CUDA. Documents, windows and
 queries at the end of longer keys have their flash kernel too, the one for sequences of varying length, which takes
-half precision on CUDA; elsewhere they become a mask. Fused kernels make a gradient's weights from rounded sums: where
+half precision on CUDA; elsewhere they become a mask. These kernels read 16 bytes at a time and do not look where a tensor
+starts, so what lies crooked is copied first. Fused kernels make a gradient's weights from rounded sums: where
 scores are large, float32 loses half its digits that way, and the CPU's kernel also loses a NaN. So outside of half
 precision on CUDA, PyTorch is told to take its plain one.
 """
@@ -69,6 +70,26 @@ def flash(
     return out.unflatten(0, (batch, queries))
 
 
+def straight(x: Tensor) -> Tensor:
+    """x itself where its rows are dense and start on 16 bytes, else a copy."""
+    step = 16 // x.element_size()
+    places = (x.storage_offset(), *(stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1))
+    dense = x.stride(-1) == 1 and not any(place % step for place in places)
+    return x if dense or not x.is_cuda else x.clone(memory_format=torch.contiguous_format)
+
+
+class StraightGradient(torch.autograd.Function):
+    """Nothing to the result; the gradient that arrives at it goes on straight."""
+
+    @staticmethod
+    def forward(ctx, out):
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return straight(grad)
+
+
 def trusted_kernels(q: Tensor) -> AbstractContextManager:
     half_on_cuda = q.device.type == "cuda" and q.dtype in HALVES
     return nullcontext() if half_on_cuda else sdpa_kernel(SDPBackend.MATH)
@@ -91,18 +112,20 @@ def attention(
     softcap: float | None,
 ) -> Tensor:
     queries, keys = q.shape[1], k.shape[1]
+    q, k, v = straight(q), straight(k), straight(v)
     in_one_piece = cu_seqlens is None and window is None and (not causal or queries in (1, keys))
     if not in_one_piece and has_flash(q, v) and varying_lengths():
-        return flash(q, k, v, cu_seqlens, causal, window, scale)
-    mask = None if in_one_piece else attention_mask(q, k, cu_seqlens, causal, window)
-    with trusted_kernels(q):
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=None if mask is None else mask[:, None],
-            is_causal=causal and in_one_piece and queries > 1,
-            scale=scale,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
-    return out.transpose(1, 2)
+        out = flash(q, k, v, cu_seqlens, causal, window, scale)
+    else:
+        mask = None if in_one_piece else attention_mask(q, k, cu_seqlens, causal, window)
+        with trusted_kernels(q):
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                attn_mask=None if mask is None else mask[:, None],
+                is_causal=causal and in_one_piece and queries > 1,
+                scale=scale,
+                enable_gqa=q.shape[2] != k.shape[2],
+            ).transpose(1, 2)
+    return StraightGradient.apply(out) if out.is_cuda and out.requires_grad else out

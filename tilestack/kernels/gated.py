@@ -7,7 +7,8 @@ Gate and up are matrices whose rows may lie apart, so that the halves of one ten
     [gate | up]          two tiles, half a row apart               gate up gate up …    one tile, twice as wide,
     |--- COLS ---| … |--- COLS ---|                               |---- 2 COLS ----|    split in registers
 
-The backward writes its two results the same way, into one tensor. Tensors that are dense are taken as one long row.
+The backward writes its two results the same way, into one tensor, and on demand the forward's result once more, for
+which it has all at hand. Tensors that are dense are taken as one long row.
 A tile is masked only where it reaches past the end, for the reason told in `elementwise`.
 """
 
@@ -86,9 +87,9 @@ def gated_fwd_kernel(
 
 @triton.jit
 def gated_bwd_kernel(
-    grad_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,
+    grad_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, out_ptr,  # out, [rows, columns] and dense, may be None
     rows, columns, grad_stride, gate_stride, up_stride, d_stride,
-    KIND: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    KIND: tl.constexpr, INTERLEAVED: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row, start, whole = tile_of(rows, columns, ROWS, COLS)
     grad = load_tile(grad_ptr, row, start, whole, rows, columns, grad_stride, COLS)
@@ -96,8 +97,11 @@ def gated_bwd_kernel(
         gate_ptr, up_ptr, row, start, whole, rows, columns, gate_stride, up_stride, INTERLEAVED, ROWS, COLS
     )
     HALF: tl.constexpr = gate_ptr.dtype.element_ty.primitive_bitwidth == 16
+    active = activate(gate, KIND, HALF)
     dgate = grad * up * slope(gate, KIND, HALF)
-    dup = grad * activate(gate, KIND, HALF)
+    dup = grad * active
+    if OUT:
+        store_tile(out_ptr, active * up, row, start, whole, rows, columns, columns, COLS)
     if INTERLEAVED:
         both = tl.reshape(tl.join(dgate, dup), [ROWS, 2 * COLS])
         store_tile(dgate_ptr, both, row, 2 * start, whole, rows, 2 * columns, d_stride, 2 * COLS)
@@ -139,10 +143,17 @@ def gated_backward(
     layout: tuple[int, ...],
     kind: str,
     interleaved: bool = False,
+    out: Tensor | None = None,
 ) -> None:
-    """Write both gradients, with (rows, columns, and the strides of grad, gate, up and either result); interleaved, dgate takes both."""
+    """Write both gradients, with (rows, columns, and the strides of grad, gate, up and either result); interleaved, dgate takes both.
+
+    With `out` also what the forward wrote.
+    """
     grid, tile = tiles_over(layout[0], layout[1])
-    launch(gated_bwd_kernel, grid, grad, gate, up, dgate, dup, *layout, KIND=kind, INTERLEAVED=interleaved, **tile)
+    launch(
+        gated_bwd_kernel, grid, grad, gate, up, dgate, dup, out, *layout,
+        KIND=kind, INTERLEAVED=interleaved, OUT=out is not None, **tile,
+    )  # fmt: skip
 
 
 def two_tensors(gate: Tensor, up: Tensor, kind: str) -> Tensor:
@@ -175,12 +186,12 @@ def one_tensor(x: Tensor, kind: str, interleaved: bool) -> Tensor:
     return out
 
 
-def one_tensor_backward(grad: Tensor, x: Tensor, kind: str, interleaved: bool) -> Tensor:
+def one_tensor_backward(grad: Tensor, x: Tensor, kind: str, interleaved: bool, out: Tensor | None = None) -> Tensor:
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     grad, source, target = rows_of(grad), rows_of(x), rows_of(dx)
     gate, up = (source, source) if interleaved else halves(source, interleaved)
     dgate, dup = (target, target) if interleaved else halves(target, interleaved)
-    gated_backward(grad, gate, up, dgate, dup, layout(grad, gate, up, dgate), kind, interleaved)
+    gated_backward(grad, gate, up, dgate, dup, layout(grad, gate, up, dgate), kind, interleaved, out)
     return dx
 
 

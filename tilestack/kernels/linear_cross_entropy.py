@@ -12,7 +12,7 @@ a scalar, so all of it happens in the forward, and the backward multiplies dx an
 reduction, or float16, see `one_scalar_arrives`) the backward makes the logits again.
 
 The products add up in float32; between chunks dweight is rounded to the weight's dtype. A buffer of CHUNK_BYTES holds so
-many rows that this is a dozen roundings where row chunks of a few dozen make hundreds; a float32 sum would double or
+many rows that this is a dozen roundings at most where row chunks of a few dozen make hundreds; a float32 sum would double or
 triple the memory the operator is there to save.
 """
 
@@ -23,12 +23,13 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.kernels.cross_entropy import Options, losses_and_gradients, one_scalar_arrives, scale_in_place
-from tilestack.kernels.launch import as_matrix
+from tilestack.kernels.launch import as_matrix, cdiv
 from tilestack.ops import implements
 from tilestack.ops.contract import Ahead
 
 CHUNK_BYTES = 192 << 20  # of logits at a time
-CHUNKS = 13  # about as many as that makes of 8192 rows and 150 thousand words; more rows get larger ones
+MANY = 13  # chunks, as that makes of 8192 rows and 150 thousand words; where it would be more,
+FEW = 8  # larger chunks, beside what else a step of so many rows keeps
 ROW_MULTIPLE = 128  # rows of a chunk, for whole tiles in the products
 
 
@@ -61,8 +62,8 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 def rows_per_chunk(rows: int, weight: Tensor) -> int:
     """A chunk's rows: what CHUNK_BYTES hold, and more where that would be many chunks, since each reads and writes dweight."""
-    fitting = CHUNK_BYTES // (weight.shape[0] * weight.element_size()) // ROW_MULTIPLE
-    return ROW_MULTIPLE * max(fitting, rows // (CHUNKS * ROW_MULTIPLE), 1)
+    fitting = max(CHUNK_BYTES // (weight.shape[0] * weight.element_size()) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+    return fitting if rows <= MANY * fitting else cdiv(rows, FEW * ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def chunked(
@@ -78,7 +79,9 @@ def chunked(
     rows, labels = as_matrix(x).contiguous(), labels.reshape(-1)
     losses = None if losses is None else losses.view(-1)
     dx = torch.empty_like(rows) if needs[0] else None
-    dweight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device) if needs[1] else None
+    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needs[1] else None
+    if dweight is not None and not len(rows):
+        dweight.zero_()
     chunk = min(rows_per_chunk(rows.shape[0], weight), rows.shape[0])
     buffer = torch.empty((chunk, weight.shape[0]), dtype=x.dtype, device=x.device)
     aside = Aside(x.device)
@@ -92,7 +95,7 @@ def chunked(
             with aside:  # few tiles and a very long sum: alone, it would leave most of the GPU idle
                 torch.mm(logits, weight, out=dx[part])
         if dweight is not None:
-            dweight.addmm_(logits.T, rows[part])
+            torch.addmm(dweight, logits.T, rows[part], beta=0 if start == 0 else 1, out=dweight)
         if dx is not None:
             aside.join()
     return None if dx is None else dx.view(x.shape), dweight

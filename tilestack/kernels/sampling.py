@@ -9,7 +9,8 @@
 The k-th largest of the group maxima is at most the k-th largest logit, and nearly it: a group seldom holds two of the
 k. A token less likely than (1 - p) / vocabulary times the likeliest is outside every top-p set, whatever the rest. So
 the logits are read twice, the second time mostly from L2, and what follows touches hundreds of tokens, not hundreds of
-thousands. Logits that defeat the bound (all equal, say) make the last step slow, never wrong.
+thousands. Logits that defeat the bound (all equal, say), or a k above the number of groups beside a p, make the last step
+slow, never wrong.
 
 Logits are compared as integers in the order of their values, NaN last, shifted by the bits their dtype does not have.
 """
@@ -132,7 +133,8 @@ def bound_kernel(
                 high = middle - 1
     # A little lower than the filters themselves, which are applied to the last digit where tokens are decided.
     share = tl.maximum(tl.load(min_p_ptr + row).to(tl.float32), tl.where(p < 1, (1 - p) / vocabulary, 0.0))
-    if share > 0:
+    # With both k and p, all of the k count: their mass is what p is a share of.
+    if (share > 0) & ((k == 0) | (p >= 1)):
         low = tl.maximum(low, key_of(top + temperature * (tl.log(tl.minimum(share, 1.0)) - 0.001), SHIFT))
     low = tl.where(temperature <= 0, highest, low)
     tl.store(keys_ptr + row * 2, tl.minimum(low, highest))

@@ -6,7 +6,7 @@ from tilestack.ops.attention import attention
 from tilestack.ops.backends import BackendError, backend, configure_backend, register_backend
 from tilestack.ops.contract import AUTOGRAD, Ahead, Case, Cost, Implementation, Operator, implements, operator
 from tilestack.ops.elementwise import add, axpy
-from tilestack.ops.gated import geglu, gelu_mul, silu_mul, swiglu
+from tilestack.ops.gated import geglu, gelu_mul, silu_mul, swiglu, swiglu_linear
 from tilestack.ops.gated_quantised import silu_mul_fp8, silu_mul_int8
 from tilestack.ops.group_norm import group_norm
 from tilestack.ops.grouped import grouped_linear
@@ -85,6 +85,7 @@ __all__ = [
     "squared_relu",
     "strided_copy",
     "swiglu",
+    "swiglu_linear",
     "tanh",
     "topk",
     "transpose",

@@ -1,7 +1,7 @@
 """Gated pairs: an activation of one half times the other half, the middle of a gated feed-forward layer.
 
 The halves are two tensors (silu_mul, gelu_mul) or lie in one, as a fused projection leaves them (swiglu, geglu): side by
-side, [gate | up], or interleaved, gate and up in turn.
+side, [gate | up], or interleaved, gate and up in turn. swiglu_linear goes on through the projection that follows.
 """
 
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from tilestack.ops.activation import gelu, gelu_kind
 from tilestack.ops.cases import cases
 from tilestack.ops.contract import Cost, operator
 from tilestack.ops.elementwise import SHAPES
+from tilestack.ops.matmul import linear, shapes_agree
 from tilestack.ops.numerics import wide
 
 BENCHES = [(8192, 1024), (8192, 4096), (4096, 14336), (4096, 16384), (4096, 13824), (4096, 4097)]
@@ -99,3 +100,31 @@ def swiglu(x: Tensor, interleaved: bool = False) -> Tensor:
 def geglu(x: Tensor, approximate: str = "none", interleaved: bool = False) -> Tensor:
     """gelu(gate) * up for the two halves of the last dimension, which is halved."""
     return gelu_mul.definition(*halves(x, interleaved), approximate)
+
+
+def gated_linear_case(make, rows, columns, inner, bias="plain"):
+    arguments = dict(x=make.normal(rows, 2 * inner, scale=2), weight=make.normal(columns, inner, scale=max(inner, 1) ** -0.5))
+    return arguments | (dict(bias=make.normal(columns)) if bias == "bias" else {})
+
+
+def halves_meet_weight(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool | str:
+    reason = has_halves(x)
+    return shapes_agree(halves(x, False)[0], weight, bias) if reason is True else reason
+
+
+@operator(
+    cases=cases(
+        gated_linear_case,
+        check=[(1, 1, 1), (5, 17, 33), (64, 40, 64, "bias"), (0, 8, 8), (8, 0, 8), (8, 8, 0, "bias")],
+        bench=[(16384, 1024, 3072), (8192, 4096, 14336)],  # Qwen3-0.6B, Llama-3-8B
+    )
+    + cases(
+        lambda make, *shape: gated_linear_case(make, *shape[-3:]) | dict(x=make.normal(*shape[:-2], 2 * shape[-1])),
+        check=[(2, 3, 10, 16)],
+    ),
+    cost=lambda x, weight: Cost(flops=x.numel() * weight.shape[0]),
+    check=halves_meet_weight,
+)
+def swiglu_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """swiglu(x) @ weight.T + bias: a gated feed-forward layer from its gated pair on."""
+    return linear.definition(swiglu.definition(x), weight, bias)
