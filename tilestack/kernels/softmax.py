@@ -5,7 +5,8 @@ columns ->
 | program 0       |
 +-----------------+   one read, one write: max, exp, sum and division happen in registers
 | program 1       |
-+-----------------+   longer: pass one keeps a running max and a sum rescaled to it, pass two writes
++-----------------+   longer: pass one keeps a running max and a sum rescaled to it, pass two writes, walking back,
+                      since what was read last is still in the cache
 
 Log-softmax is the same walk with another ending, and so is the gradient of logsumexp: softmax times what arrives at the
 row. Logsumexp itself ends after the first pass, with one number a row.
@@ -22,6 +23,7 @@ from tilestack.ops import implements
 
 WIDEST = 32768  # columns that one program keeps in registers
 CHUNK = 8192  # columns per step of the long-row kernels
+STAGES = 3  # of which so many are on their way at a time
 
 
 @triton.jit
@@ -50,13 +52,13 @@ def softmax_fwd_kernel(
 
 
 @triton.jit
-def long_normaliser(x_ptr, columns, ACC: tl.constexpr, CHUNK: tl.constexpr):
+def long_normaliser(x_ptr, columns, ACC: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr):
     """(max, sum of exp(x - finite(max))) of one row read in chunks."""
     lane = tl.arange(0, CHUNK)
     # Each lane keeps its own running max and sum, so the loop needs no reduction; they are merged once at the end.
     largest = tl.full([CHUNK], -float("inf"), ACC)
     total = tl.zeros([CHUNK], ACC)
-    for start in range(0, columns, CHUNK):
+    for start in tl.range(0, columns, CHUNK, num_stages=STAGES):
         x = tl.load(x_ptr + start + lane, mask=start + lane < columns, other=-float("inf")).to(ACC)
         new = tl.maximum(largest, x)
         total = total * tl.exp(largest - finite(new)) + tl.exp(x - finite(new))
@@ -69,21 +71,23 @@ def long_normaliser(x_ptr, columns, ACC: tl.constexpr, CHUNK: tl.constexpr):
 def softmax_long_fwd_kernel(
     x_ptr, scale_ptr, out_ptr,
     columns, x_stride,
-    LOG: tl.constexpr, SCALED: tl.constexpr, ACC: tl.constexpr, CHUNK: tl.constexpr,
+    LOG: tl.constexpr, SCALED: tl.constexpr, ACC: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     out_ptr += row * columns
     lane = tl.arange(0, CHUNK)
-    top, total = long_normaliser(x_ptr, columns, ACC, CHUNK)
+    top, total = long_normaliser(x_ptr, columns, ACC, CHUNK, STAGES)
     total = tl.where(top == float("inf"), float("nan"), total)  # no distribution over infinite scores
-    for start in range(0, columns, CHUNK):
-        inside = start + lane < columns
-        x = tl.load(x_ptr + start + lane, mask=inside, other=-float("inf")).to(ACC) - top
+    last = (tl.cdiv(columns, CHUNK) - 1) * CHUNK
+    for back in tl.range(0, columns, CHUNK, num_stages=STAGES):
+        column = last - back + lane
+        inside = column < columns
+        x = tl.load(x_ptr + column, mask=inside, other=-float("inf")).to(ACC) - top
         out = x - tl.log(total) if LOG else tl.exp(x) / total
         if SCALED:
             out = out * tl.load(scale_ptr + row)
-        tl.store(out_ptr + start + lane, out.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -108,7 +112,7 @@ def softmax_bwd_kernel(
 def softmax_long_bwd_kernel(
     grad_ptr, y_ptr, out_ptr,
     columns, grad_stride, y_stride,
-    LOG: tl.constexpr, ACC: tl.constexpr, CHUNK: tl.constexpr,
+    LOG: tl.constexpr, ACC: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     grad_ptr += row * grad_stride
@@ -116,17 +120,19 @@ def softmax_long_bwd_kernel(
     out_ptr += row * columns
     lane = tl.arange(0, CHUNK)
     inner = tl.zeros([CHUNK], ACC)
-    for start in range(0, columns, CHUNK):
+    for start in tl.range(0, columns, CHUNK, num_stages=STAGES):
         inside = start + lane < columns
         grad = tl.load(grad_ptr + start + lane, mask=inside, other=0).to(ACC)
         inner += grad if LOG else grad * tl.load(y_ptr + start + lane, mask=inside, other=0).to(ACC)
     total = tl.sum(inner, 0)
-    for start in range(0, columns, CHUNK):
-        inside = start + lane < columns
-        grad = tl.load(grad_ptr + start + lane, mask=inside, other=0).to(ACC)
-        y = tl.load(y_ptr + start + lane, mask=inside, other=0).to(ACC)
+    last = (tl.cdiv(columns, CHUNK) - 1) * CHUNK
+    for back in tl.range(0, columns, CHUNK, num_stages=STAGES):
+        column = last - back + lane
+        inside = column < columns
+        grad = tl.load(grad_ptr + column, mask=inside, other=0).to(ACC)
+        y = tl.load(y_ptr + column, mask=inside, other=0).to(ACC)
         out = grad - tl.exp(y) * total if LOG else y * (grad - total)
-        tl.store(out_ptr + start + lane, out.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -141,9 +147,11 @@ def logsumexp_fwd_kernel(x_ptr, out_ptr, rows, columns, x_stride, ROWS: tl.const
 
 
 @triton.jit
-def logsumexp_long_fwd_kernel(x_ptr, out_ptr, columns, x_stride, ACC: tl.constexpr, CHUNK: tl.constexpr):
+def logsumexp_long_fwd_kernel(
+    x_ptr, out_ptr, columns, x_stride, ACC: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
-    top, total = long_normaliser(x_ptr + row * x_stride, columns, ACC, CHUNK)
+    top, total = long_normaliser(x_ptr + row * x_stride, columns, ACC, CHUNK, STAGES)
     tl.store(out_ptr + row, (finite(top) + tl.log(total)).to(out_ptr.dtype.element_ty))
 
 
@@ -168,7 +176,7 @@ def distribution(x: Tensor, dim: int, log: bool = False, scale: Tensor | None = 
     else:
         launch(
             softmax_long_fwd_kernel, (rows,), *tensors, columns, source.stride(0),
-            **flags, ACC=accumulator(x.dtype), CHUNK=CHUNK, num_warps=16,
+            **flags, ACC=accumulator(x.dtype), CHUNK=CHUNK, STAGES=STAGES, num_warps=16,
         )  # fmt: skip
     return last_and_back(out.view(moved.shape), dim) if x.ndim != 2 or moved is not x else out
 
@@ -187,7 +195,7 @@ def distribution_backward(grad: Tensor, out: Tensor, dim: int, log: bool) -> Ten
     else:
         launch(
             softmax_long_bwd_kernel, (rows,), grad, y, dx, columns, grad.stride(0), y.stride(0),
-            LOG=log, ACC=accumulator(out.dtype), CHUNK=CHUNK, num_warps=16,
+            LOG=log, ACC=accumulator(out.dtype), CHUNK=CHUNK, STAGES=STAGES, num_warps=16,
         )  # fmt: skip
     return last_and_back(dx.view(moved.shape), dim) if out.ndim != 2 or moved is not out else dx
 
@@ -225,6 +233,6 @@ def logsumexp(x: Tensor, dim: int) -> Tensor:
     else:
         launch(
             logsumexp_long_fwd_kernel, (rows,), source, out, columns, source.stride(0),
-            ACC=accumulator(x.dtype), CHUNK=CHUNK, num_warps=16,
+            ACC=accumulator(x.dtype), CHUNK=CHUNK, STAGES=STAGES, num_warps=16,
         )  # fmt: skip
     return last_and_back(out.unsqueeze(-1), dim).squeeze(dim).contiguous()
