@@ -12,7 +12,8 @@ the next, through q and then k:
 
 Turning back by the same angle is the gradient. With the norm, x̂ = x / rms(x) and g = (turned-back gradient) · weight,
 
-    dx = rstd · (g - x̂ · avg(g · x̂))        dweight = Σ_{tokens, heads} (turned-back gradient) · x̂
+    dx = rstd · (g - x̂ · avg(g · x̂)) = rstd · g - x · rstd² · avg(rstd · g · x)
+    dweight = Σ_{tokens, heads} (turned-back gradient) · x̂
 
 where, as in `kernels/norm.py`, a fixed set of programs strides over the tokens and adds up dweight in registers, first
 all of q, then all of k.
@@ -124,11 +125,11 @@ def load_angles(cos_ptr, sin_ptr, positions_ptr, batch, token, inside, positions
     else:
         place = positions_ptr + batch * positions_stride + token
         position = load(place, inside, token, WHOLE, 1, 1).to(tl.int64)
-        known = (position >= 0) & (position < table)
-        cos = load(cos_ptr + position * PAIRS + pair, known & inside, pair, False, PAIRS, WIDTH).to(ACC)
-        sin = load(sin_ptr + position * PAIRS + pair, known & inside, pair, False, PAIRS, WIDTH).to(ACC)
-        cos = tl.where(known, cos, float("nan"))
-        sin = tl.where(known, sin, float("nan"))
+        mask = (position >= 0) & (position < table)
+        if PAIRS != WIDTH:
+            mask = mask & (pair < PAIRS)
+        cos = tl.load(cos_ptr + position * PAIRS + pair, mask=mask, other=float("nan")).to(ACC)
+        sin = tl.load(sin_ptr + position * PAIRS + pair, mask=mask, other=float("nan")).to(ACC)
         if not WHOLE or PAIRS != WIDTH:
             cos = tl.where(inside & (pair < PAIRS), cos, 0)
             sin = tl.where(inside & (pair < PAIRS), sin, 0)
@@ -229,21 +230,21 @@ def norm_rope_bwd(grad_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, positions_ptr, 
             rstd = root(first, second, rest, eps, DIM, REST)
             if not WHOLE:
                 rstd = tl.where(inside, rstd, 0)  # without an eps it is infinite in rows that do not exist
-            first, second, rest = first * rstd, second * rstd, rest * rstd
-            g_first = turned * cos + other * sin
-            g_second = other * cos - turned * sin
+            g_first = (turned * cos + other * sin) * rstd
+            g_second = (other * cos - turned * sin) * rstd
             da += g_first * first
             db += g_second * second
             g_first, g_second = g_first * a, g_second * b
             along = tl.sum(g_first * first + g_second * second, 1, keep_dims=True)
             if REST:
+                g_rest = g_rest * rstd
                 dc += g_rest * rest
                 g_rest = g_rest * c
                 along += tl.sum(g_rest * rest, 1, keep_dims=True)
-            along = along / DIM
+            along = along / DIM * rstd * rstd
             store_heads(
-                dxs + here * dx_head_stride, (g_first - first * along) * rstd, (g_second - second * along) * rstd,
-                (g_rest - rest * along) * rstd, inside, WHOLE, INTERLEAVED, DIM, PAIRS, WIDTH, REST,
+                dxs + here * dx_head_stride, g_first - first * along, g_second - second * along, g_rest - rest * along,
+                inside, WHOLE, INTERLEAVED, DIM, PAIRS, WIDTH, REST,
             )  # fmt: skip
     store_heads(
         partial_ptr + tl.program_id(0) * DIM + tl.zeros([1, 1], tl.int32), tl.sum(da, 0, keep_dims=True),
