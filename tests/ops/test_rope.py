@@ -7,7 +7,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 
-from tilestack import ops
+from tilestack import kernels, ops
 from tilestack.kernels.rope import rope_
 from tilestack.ops.rope import frequencies, tables
 
@@ -111,3 +111,38 @@ def test_wrong_shapes_are_explained():
         ops.rope(q, k, *tables(frequencies(16)[0], 9), positions)
     with pytest.raises(ValueError, match="too few for a sequence of 5"):
         ops.rope(q, k, cos[:3], sin[:3])
+
+
+LAYOUTS = {
+    "dense": lambda *shape: torch.randn(shape, dtype=torch.float64),
+    "heads before tokens": lambda b, t, h, d: torch.randn(b, h, t, d, dtype=torch.float64).transpose(1, 2),
+    "tokens before batch": lambda b, t, h, d: torch.randn(t, b, h, d, dtype=torch.float64).transpose(0, 1),
+    "elements apart": lambda b, t, h, d: torch.randn(b, t, h, 2 * d, dtype=torch.float64)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("elements", [32, 128], ids=["a token a tile", "tokens share a tile"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tiles_of_any_size_over_any_layout(layout, elements, monkeypatch):
+    """With fewer programs than tiles, tokens that fill no tile, and no eps to make up for rows that do not exist."""
+    for module, name, value in (
+        (kernels.rope, "ELEMENTS", elements),
+        (kernels.qk_norm_rope, "BACK_ELEMENTS", elements),
+        (kernels.qk_norm_rope, "BACK_PROGRAMS", 1),
+    ):
+        monkeypatch.setattr(module, name, value)
+    q, k = (LAYOUTS[layout](2, 5, heads, 16).requires_grad_() for heads in (4, 2))
+    weights = [torch.randn(16, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    cos, sin = tables(frequencies(16)[0], 9, dtype=torch.float64)
+    for positions in (None, torch.arange(5, 10) % 9, torch.arange(10).view(2, 5) % 9):
+        found = []
+        for backend in ("triton", "torch"):
+            with ops.backend(backend):
+                turned = (
+                    *ops.rope(q, k, cos, sin, positions),
+                    *ops.qk_norm_rope(q, k, *weights, cos, sin, positions, eps=0.0),
+                )
+            loss = sum((x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in turned)
+            found.append([*turned, *torch.autograd.grad(loss, (q, k, *weights))])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e3 * torch.finfo(torch.float64).eps)

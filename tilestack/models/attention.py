@@ -12,6 +12,7 @@ from tilestack import ops
 from tilestack.models.cache import KVCache
 from tilestack.models.config import ModelConfig
 from tilestack.nn import Linear, RMSNorm
+from tilestack.nn.qkv import split_and_turn
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,9 @@ class Attention(torch.nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.config.head_dim))  # [B, T, heads of q, k and v, D]
-        q, k, v = heads.split(self.split, 2)
-        turn = context.cos, context.sin, context.positions
-        if self.q_norm is None or self.k_norm is None:
-            q, k = ops.rope(q, k, *turn)
-        else:
-            q, k = ops.qk_norm_rope(q, k, self.q_norm.weight, self.k_norm.weight, *turn, eps=self.config.norm_eps)
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        angles = context.cos, context.sin, context.positions
+        q, k, v = split_and_turn(heads, self.split, *angles, norms, self.config.norm_eps)
         if context.cache is not None:
             k, v = context.cache.add(self.layer, k, v)  # [B, S, kv_heads, D]
         out = ops.attention(q, k, v, context.cu_seqlens, window=self.window)  # [B, T, heads, D]
