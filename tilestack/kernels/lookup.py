@@ -92,7 +92,8 @@ def embedding_bwd_kernel(
     start = tl.program_id(0).to(tl.int64) * TILE
     column = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = column < width
-    rows, lines = (), ()
+    rows: tl.tuple = ()  # of the token before the tile, of those in it, of the one after
+    lines: tl.tuple = ()
     for i in tl.static_range(-1, TILE + 1):
         place = start + i
         exists = (place >= 0) & (place < tokens)

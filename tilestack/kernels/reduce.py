@@ -107,7 +107,7 @@ def sum_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
         folded = sum_columns(x.view(batch, lines // fold, fold * columns), widened(dtype))
         return sum_columns(folded.view(batch, fold, columns), dtype)
     width = min(next_power(max(columns, 1)), COLUMNS if lines * COLUMNS >= SHORTEST_PART else NARROW)
-    height = min(TILE // width, next_power(max(lines, 1)))
+    height = min(TILE // max(width, NARROW), next_power(max(lines, 1)))
     programs = batch * cdiv(columns, width)
     parts, part = parts_of(lines, height, programs, lines * min(columns, width), x)
     sums = torch.empty((parts, batch, columns), dtype=dtype if parts == 1 else widened(dtype), device=x.device)
