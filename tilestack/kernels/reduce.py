@@ -31,7 +31,7 @@ STAGES = 4  # a tile that is added, and those on their way
 WAVES = 16  # programs per multiprocessor: more than fit at once keep memory busy to the end
 SHORTEST_PART = 16384  # elements that are worth a program of their own
 COLUMNS = 256  # of a tile that moves down
-NARROW = 32  # of one that has little to add, lest too few programs do it
+NARROW = 32  # of one where wide ones would be too few to occupy the GPU
 
 
 @triton.jit
@@ -106,7 +106,8 @@ def sum_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
     if columns and lines * columns >= SHORTEST_PART and (fold := folds(lines, columns)) > 1:
         folded = sum_columns(x.view(batch, lines // fold, fold * columns), widened(dtype))
         return sum_columns(folded.view(batch, fold, columns), dtype)
-    width = min(next_power(max(columns, 1)), COLUMNS if lines * COLUMNS >= SHORTEST_PART else NARROW)
+    few = lines * COLUMNS < 2 * SHORTEST_PART and batch * cdiv(columns, COLUMNS) < multiprocessors(x.device)
+    width = min(next_power(max(columns, 1)), NARROW if few else COLUMNS)
     height = min(TILE // max(width, NARROW), next_power(max(lines, 1)))
     programs = batch * cdiv(columns, width)
     parts, part = parts_of(lines, height, programs, lines * min(columns, width), x)
