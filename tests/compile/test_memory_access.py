@@ -1,4 +1,4 @@
-"""Aligned copies and permutations reach memory 16 bytes at a time on both sides; only what is odd may do with less."""
+"""Aligned tensors are read and written 16 bytes at a time; only what is odd may do with less."""
 
 WALK = """
 import json
@@ -20,3 +20,29 @@ def test_every_access_is_16_bytes_wide(uninterpreted):
         needed = elements * ITEMSIZE[row["dtype"]] // (16 * 32 * row["num_warps"])
         needed *= 2 if row["kernel"] == "copy_kernel" else 1  # which has a second path, for the end of the vector
         assert (row["instructions"]["ld.v4"], row["instructions"]["st.v4"]) == (needed, needed), row
+
+
+SUMS = """
+import json
+from tilestack.lab.explain import explain
+reports = explain(["reduce_sum", "embedding"], 90, every_bench=True)
+print(json.dumps([report.row() for report in reports]))
+"""
+LONG_SUMS = ("16384x16384x-1", "16384x16384x0", "8192x151936x1024x151936")
+
+
+def test_sums_have_whole_tiles_on_their_way(uninterpreted):
+    seen = set()
+    for row in (row for row in uninterpreted("-c", SUMS) if row["case"] in LONG_SUMS):
+        constants = row["constants"]
+        if constants.get("STAGES", 1) > 1:  # before the loop all stages but one, and one in it
+            how, lines = "cp.async", constants["STAGES"] * constants.get("ROWS", constants.get("LINES"))
+        elif row["kernel"] == "embedding_bwd_kernel":
+            how, lines = "ld.v4", constants["TILE"]
+        else:
+            continue
+        needed = lines * constants["COLS"] * ITEMSIZE[row["dtype"]] // (16 * 32 * row["num_warps"])
+        assert row["instructions"][how] == needed, row
+        seen.add((row["kernel"], row["dtype"]))
+    kernels = ("sum_rows_kernel", "sum_columns_kernel", "embedding_bwd_kernel")
+    assert seen == {(kernel, dtype) for kernel in kernels for dtype in ITEMSIZE}

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from tilestack import ops
-from tilestack.kernels.lookup import TILE
+from tilestack.kernels import lookup
+from tilestack.kernels.lookup import OTHERS, TILE
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -33,6 +34,18 @@ def test_runs_of_any_length_and_start_are_summed_exactly(run, before):
         ops.embedding(ids, weight, padding_idx=4).backward(grad)
     (expected,) = torch.autograd.grad(F.embedding(ids, weight, padding_idx=4), weight, grad)
     assert torch.equal(weight.grad, expected)
+
+
+@pytest.mark.parametrize("counted", [lookup.COUNTED, 0], ids=["counted", "sorted"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_tokens_are_sorted_by_id_and_then_by_place(monkeypatch, counted, dtype):
+    monkeypatch.setattr(lookup, "COUNTED", counted)
+    ids = torch.randint(-3, 9, (2, OTHERS + 20), dtype=dtype)  # three blocks of others, the last not full
+    ordered, order, dweight = lookup.sorted_and_zeros(ids, torch.ones(6, 3))
+    expected = torch.sort(ids.flatten().clamp(-1, 6), stable=True)
+    assert torch.equal(ordered, expected.values.int())
+    assert torch.equal(order, expected.indices.to(order.dtype))
+    assert torch.equal(dweight, torch.zeros(6, 3))
 
 
 def test_wrong_arguments_are_explained():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilestack.optim.definitions import adam_step, random_words
-from tilestack.optim.multi_tensor import MultiTensor, gradient, walkable
+from tilestack.optim.multi_tensor import Factors, MultiTensor
 
 
 class AdamStep(MultiTensor):
@@ -68,50 +68,30 @@ class AdamStep(MultiTensor):
         assert param.grad is not None
         adam_step(group, param, param.grad, state, factor, self._draw(param, ordinal))
 
-    def _columns(self, group: dict[str, Any], params: list[Tensor]) -> list[list[Tensor]]:
+    def _columns(self, group: dict[str, Any], params: list[Tensor], walked: list[list[Tensor]]) -> list[list[Tensor]]:
         """The rows of the kernel's table: step, param, grad and every state it reads."""
         states = [self._state(group, param) for param in params]
-        walked = [walkable(param) for param in params]
-        grads = [gradient(param, walk) for param, walk in zip(params, walked, strict=True)]
-        names = [name for name in self._rows() if name in states[0]]
-        return [
-            [state["step"] for state in states],
-            walked,
-            grads,
-            *([state[name] for state in states] for name in names),
-        ]
+        column = lambda name: [state[name] for state in states]
+        return [column("step"), *walked, *(column(name) for name in self._rows() if name in states[0])]
 
     def _rows(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 
     def _launch(
-        self,
-        group: dict[str, Any],
-        key: tuple,
-        params: list[Tensor],
-        scale: Tensor | None,
-        clip: Tensor | None,
-        found_inf: Tensor | None,
+        self, group: dict[str, Any], key: tuple, params: list[Tensor], walked: list[list[Tensor]], factors: Factors
     ) -> None:
         from tilestack.kernels import optim as kernels
 
-        columns = self._columns(group, params)
+        columns = self._columns(group, params, walked)
         first = params[0]
         dtypes = first.dtype, columns[2][0].dtype, columns[3][0].dtype
         table = self._table(key, params, columns, kernels.block_for(*dtypes), kernels.ADAM_RECORD.value)
-        kernels.prepare_adam(table, group, scale, clip, found_inf)
+        kernels.prepare_adam(table, group, *factors)
         kernels.step_adam(
-            table, dtypes, found_inf, self.seed,
+            table, dtypes, factors.found_inf, self.seed,
             decoupled=group["decoupled_weight_decay"], amsgrad=group["amsgrad"], master=self._has_master(first),
             stochastic=self._rounds_stochastically(first),
         )  # fmt: skip
-        write_back(params, columns[1])
-
-
-def write_back(params: list[Tensor], walked: list[Tensor]) -> None:
-    for param, walk in zip(params, walked, strict=True):
-        if walk is not param:
-            param.copy_(walk)
 
 
 class Adam(AdamStep, torch.optim.Adam):

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilestack.optim.adam import AdamW, write_back
+from tilestack.optim.adam import AdamW
 from tilestack.optim.definitions import adam_step
 from tilestack.optim.dynamic_map import BLOCK, decode, encode
+from tilestack.optim.multi_tensor import Factors
 
 CODES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}  # states in codes, and where their scales are
 
@@ -69,31 +70,24 @@ class AdamW8bit(AdamW):
         return ("exp_avg", "exp_avg_sq", *CODES.values(), "master_param")
 
     def _launch(
-        self,
-        group: dict[str, Any],
-        key: tuple,
-        params: list[Tensor],
-        scale: Tensor | None,
-        clip: Tensor | None,
-        found_inf: Tensor | None,
+        self, group: dict[str, Any], key: tuple, params: list[Tensor], walked: list[list[Tensor]], factors: Factors
     ) -> None:
         if not self._quantised(params[0]):
-            return super()._launch(group, key, params, scale, clip, found_inf)
+            return super()._launch(group, key, params, walked, factors)
         from tilestack.kernels import optim, optim_8bit
 
-        columns = self._columns(group, params)
+        columns = self._columns(group, params, walked)
         table = self._table(key, params, columns, optim_8bit.BLOCK, optim.ADAM_RECORD.value)
-        optim.prepare_adam(table, group, scale, clip, found_inf)
+        optim.prepare_adam(table, group, *factors)
         first = params[0]
         optim_8bit.step_adam8(
             table,
             (first.dtype, columns[2][0].dtype),
-            found_inf,
+            factors.found_inf,
             self.seed,
             self._has_master(first),
             self._rounds_stochastically(first),
         )
-        write_back(params, columns[1])
 
 
 def in_memory_order(x: Tensor, model: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ the clipping coefficient stay there, and a tensor learning rate does too. A CUDA
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,14 @@ def gradient(param: Tensor, walked: Tensor) -> Tensor:
     if (grad.is_contiguous() and walked.is_contiguous()) or grad.stride() == walked.stride():
         return grad
     return torch.empty_like(walked, dtype=grad.dtype).copy_(grad)
+
+
+class Factors(NamedTuple):
+    """What a step divides and multiplies its gradients by, and what skips it; on the device, each may be missing."""
+
+    scale: Tensor | None
+    clip: Tensor | None
+    found_inf: Tensor | None
 
 
 class MultiTensor(torch.optim.Optimizer):
@@ -93,9 +101,14 @@ class MultiTensor(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             for key, params in buckets[number].items():
                 device = key[0]
-                scalars = [None if x is None else x.to(device, non_blocking=True) for x in (scale, clip, found_inf)]
                 if takes_kernels(self.name, device):
-                    self._launch(group, (number, *key), params, *scalars)
+                    there = (None if x is None else x.to(device, non_blocking=True) for x in (scale, clip, found_inf))
+                    walked = [walkable(param) for param in params]
+                    grads = [gradient(param, walk) for param, walk in zip(params, walked, strict=True)]
+                    self._launch(group, (number, *key), params, [walked, grads], Factors(*there))
+                    for param, walk in zip(params, walked, strict=True):
+                        if walk is not param:
+                            param.copy_(walk)
                 elif found_inf is None or not found_inf.item():
                     factor = (-1 if group["maximize"] else 1) * (1 if clip is None else float(clip)) / float(scale or 1)
                     for ordinal, param in enumerate(params):
@@ -127,15 +140,9 @@ class MultiTensor(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _launch(
-        self,
-        group: dict[str, Any],
-        key: tuple,
-        params: list[Tensor],
-        scale: Tensor | None,
-        clip: Tensor | None,
-        found_inf: Tensor | None,
+        self, group: dict[str, Any], key: tuple, params: list[Tensor], walked: list[list[Tensor]], factors: Factors
     ) -> None:
-        """Step some parameters with kernels."""
+        """Step some parameters with kernels. `walked` are they and their gradients, as the kernels walk over them."""
         raise NotImplementedError
 
     def _table(self, key: tuple, params: list[Tensor], columns: list[list[Tensor]], block: int, record: int = 0) -> Any:

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilestack.optim.adam import write_back
 from tilestack.optim.definitions import sgd_step
-from tilestack.optim.multi_tensor import MultiTensor, gradient, walkable
+from tilestack.optim.multi_tensor import Factors, MultiTensor
 
 
 class SGD(MultiTensor, torch.optim.SGD):
@@ -39,24 +38,15 @@ class SGD(MultiTensor, torch.optim.SGD):
             empty.zero_()
 
     def _launch(
-        self,
-        group: dict[str, Any],
-        key: tuple,
-        params: list[Tensor],
-        scale: Tensor | None,
-        clip: Tensor | None,
-        found_inf: Tensor | None,
+        self, group: dict[str, Any], key: tuple, params: list[Tensor], walked: list[list[Tensor]], factors: Factors
     ) -> None:
         from tilestack.kernels import optim as kernels
 
-        walked = [walkable(param) for param in params]
-        grads = [gradient(param, walk) for param, walk in zip(params, walked, strict=True)]
         if group["momentum"] == 0:
-            columns = [walked, walked, grads]
+            columns = [walked[0], *walked]
         else:
             buffers = [self._buffer(param) for param in params]
-            columns = [[self._empty[param] for param in params], walked, grads, buffers]
-        dtypes = params[0].dtype, grads[0].dtype
+            columns = [[self._empty[param] for param in params], *walked, buffers]
+        dtypes = params[0].dtype, walked[1][0].dtype
         table = self._table(key, params, columns, kernels.block_for(*dtypes), kernels.SGD_RECORD.value)
-        kernels.step_sgd(table, dtypes, group, scale, clip, found_inf)
-        write_back(params, walked)
+        kernels.step_sgd(table, dtypes, group, *factors)
