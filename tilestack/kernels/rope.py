@@ -23,6 +23,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels.columns import sum_columns
 from tilestack.kernels.launch import accumulator, cdiv, launch, multiprocessors, next_power
+from tilestack.kernels.repeat import straight
 from tilestack.ops import implements
 
 ELEMENTS = 2048  # of a block of heads
@@ -290,7 +291,7 @@ def rope_backward(
     return dq, dk, None, None, None
 
 
-@implements(ops.rope, backend="triton", backward=rope_backward)
+@implements(ops.rope, backend="triton", repeat=straight, backward=rope_backward)
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
@@ -345,7 +346,7 @@ def qk_norm_rope_backward(
     return dq, dk, summed[0], summed[1], None, None, None
 
 
-@implements(ops.qk_norm_rope, backend="triton", backward=qk_norm_rope_backward)
+@implements(ops.qk_norm_rope, backend="triton", repeat=straight, backward=qk_norm_rope_backward)
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,
