@@ -7,7 +7,7 @@ import torch
 
 from tilestack import ops
 from tilestack.kernels import launch as launcher
-from tilestack.lab.verify import claims, prove, same_bits
+from tilestack.lab.verify import claims, poisoned_memory, prove, same_bits
 from tilestack.ops import backend
 from tilestack.ops.cases import Make
 from tilestack.ops.contract import as_tuple
@@ -106,6 +106,7 @@ def test_inductor_gives_the_results_of_eager_mode(name, direction):
 def test_the_remembered_launch_gives_the_bits_of_the_first(name):
     described, arguments = ops.operator_named(name), arguments_of(ops.operator_named(name))
     launcher._compiled.clear()
+    described.plans.clear()
     with backend("triton"):
         first = as_tuple(described(**arguments))
         remembered = len(launcher._compiled)
@@ -115,12 +116,31 @@ def test_the_remembered_launch_gives_the_bits_of_the_first(name):
     assert same(again, first)
 
 
+@each_direction
+def test_a_repeated_call_gives_the_bits_of_the_first(name, direction):
+    described, arguments = ops.operator_named(name), arguments_of(ops.operator_named(name), direction)
+    described.plans.clear()
+    found, kept = [], []
+    with backend("triton"), poisoned_memory():
+        for _ in range(4):  # each time at other addresses
+            kept.append({key: elsewhere(value) for key, value in arguments.items()})
+            found.append(results(lambda: described(**kept[-1]), kept[-1], direction))
+    assert all(same(other, found[0]) for other in found[1:])
+    if direction == "forward" and described.implementations["triton"].repeat and name != "scatter_rows":  # it sorts
+        assert [run.__name__ for run in described.plans.values()] == ["repeat"]
+
+
+def elsewhere(value):
+    """A tensor's copy in other memory."""
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
 @pytest.mark.parametrize("shift", [1, 2, 8])
 def test_misaligned_tensors_after_a_remembered_aligned_launch(shift):
     memory = torch.randn(4097 * 8, device="cuda").bfloat16()
     aligned, shifted = (memory[start : start + 4096 * 4].view(4, 4096) for start in (0, shift))
     with backend("triton"):
-        for x in (aligned, aligned, shifted, shifted, aligned):
+        for x in (aligned, aligned, aligned, shifted, shifted, aligned):
             assert torch.equal(ops.relu(x), torch.relu(x))
             assert torch.equal(ops.add(x, aligned), x + aligned)
 

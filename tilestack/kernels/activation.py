@@ -15,6 +15,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels.elementwise import BLOCK, block_of, flat, grid_over, load, store
 from tilestack.kernels.launch import launch, wide
+from tilestack.kernels.repeat import straight
 from tilestack.ops import implements
 
 
@@ -173,32 +174,48 @@ def gelu_name(approximate: str) -> str:
     return "gelu" if approximate == "none" else "gelu_tanh"
 
 
-@implements(ops.relu, backend="triton", backward=lambda grad, out: activation_backward(grad, out, "relu"))
+@implements(
+    ops.relu, backend="triton", repeat=straight, backward=lambda grad, out: activation_backward(grad, out, "relu")
+)
 def relu(x: Tensor) -> Tensor:
     return activation(x, "relu")
 
 
-@implements(ops.squared_relu, backend="triton", backward=lambda grad, x: activation_backward(grad, x, "squared_relu"))
+@implements(
+    ops.squared_relu,
+    backend="triton",
+    repeat=straight,
+    backward=lambda grad, x: activation_backward(grad, x, "squared_relu"),
+)
 def squared_relu(x: Tensor) -> Tensor:
     return activation(x, "squared_relu")
 
 
-@implements(ops.sigmoid, backend="triton", backward=lambda grad, out: activation_backward(grad, out, "sigmoid"))
+@implements(
+    ops.sigmoid, backend="triton", repeat=straight, backward=lambda grad, out: activation_backward(grad, out, "sigmoid")
+)
 def sigmoid(x: Tensor) -> Tensor:
     return activation(x, "sigmoid")
 
 
-@implements(ops.tanh, backend="triton", backward=lambda grad, out: activation_backward(grad, out, "tanh"))
+@implements(
+    ops.tanh, backend="triton", repeat=straight, backward=lambda grad, out: activation_backward(grad, out, "tanh")
+)
 def tanh(x: Tensor) -> Tensor:
     return activation(x, "tanh")
 
 
-@implements(ops.softcap, backend="triton", backward=lambda grad, x, cap: activation_backward(grad, x, "softcap", cap))
+@implements(
+    ops.softcap,
+    backend="triton",
+    repeat=straight,
+    backward=lambda grad, x, cap: activation_backward(grad, x, "softcap", cap),
+)
 def softcap(x: Tensor, cap: float) -> Tensor:
     return activation(x, "softcap", cap)
 
 
-@implements(ops.silu, backend="triton", backward=lambda grad, x: activation_backward(grad, x, "silu"))
+@implements(ops.silu, backend="triton", repeat=straight, backward=lambda grad, x: activation_backward(grad, x, "silu"))
 def silu(x: Tensor) -> Tensor:
     return activation(x, "silu")
 
@@ -206,6 +223,7 @@ def silu(x: Tensor) -> Tensor:
 @implements(
     ops.gelu,
     backend="triton",
+    repeat=straight,
     backward=lambda grad, x, approximate: activation_backward(grad, x, gelu_name(approximate)),
 )
 def gelu(x: Tensor, approximate: str) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels.activation import activate, gelu_name, slope
 from tilestack.kernels.launch import cdiv, launch, next_power, rows_of, wide
+from tilestack.kernels.repeat import straight
 from tilestack.ops import implements
 from tilestack.ops.gated import halves
 
@@ -196,7 +197,10 @@ def one_tensor_backward(grad: Tensor, x: Tensor, kind: str, interleaved: bool, o
 
 
 @implements(
-    ops.silu_mul, backend="triton", backward=lambda grad, gate, up: two_tensors_backward(grad, gate, up, "silu")
+    ops.silu_mul,
+    backend="triton",
+    repeat=straight,
+    backward=lambda grad, gate, up: two_tensors_backward(grad, gate, up, "silu"),
 )
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return two_tensors(gate, up, "silu")
@@ -205,6 +209,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 @implements(
     ops.gelu_mul,
     backend="triton",
+    repeat=straight,
     backward=lambda grad, gate, up, approximate: two_tensors_backward(grad, gate, up, gelu_name(approximate)),
 )
 def gelu_mul(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
@@ -214,6 +219,7 @@ def gelu_mul(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
 @implements(
     ops.swiglu,
     backend="triton",
+    repeat=straight,
     backward=lambda grad, x, interleaved: one_tensor_backward(grad, x, "silu", interleaved),
 )
 def swiglu(x: Tensor, interleaved: bool) -> Tensor:
@@ -223,6 +229,7 @@ def swiglu(x: Tensor, interleaved: bool) -> Tensor:
 @implements(
     ops.geglu,
     backend="triton",
+    repeat=straight,
     backward=lambda grad, x, approximate, interleaved: one_tensor_backward(
         grad, x, gelu_name(approximate), interleaved
     ),

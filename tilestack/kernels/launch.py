@@ -6,8 +6,10 @@ whether it starts on 16 bytes, the value of each integer, and the constants.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +20,29 @@ LAUNCHES_KEPT = 1 << 15  # compiled launches remembered before starting over, so
 
 _launchers: dict[int, tuple[Callable, Any]] = {}  # by the kernel's id, for hashing a kernel itself takes a lock
 _compiled: dict[tuple, Callable] = {}
+
+
+class Launched(NamedTuple):
+    """A launch that was noted: `run` takes the grid, a stream, and the values with addresses in place of tensors."""
+
+    run: Callable
+    grid: tuple[int, ...]
+    device: int
+    values: tuple
+
+
+_notes: dict[int, list] = {}  # where launches are noted, by thread: a backward runs in one of its own
+
+
+@contextmanager
+def noting(events: list) -> Iterator[None]:
+    """Inside, this thread's launches on a GPU are also added to the events."""
+    thread = threading.get_ident()
+    _notes[thread] = events
+    try:
+        yield
+    finally:
+        del _notes[thread]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -33,7 +58,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     found = _launchers.get(id(kernel))
     if found is None:
         found = _launchers[id(kernel)] = launcher_of(kernel), kernel  # kept alive: its id must not be given to another
-    found[0](grid, *arguments, **constants)
+    run = found[0](grid, *arguments, **constants)
+    if _notes and (events := _notes.get(threading.get_ident())) is not None:
+        events.append(Launched(run, grid, arguments[0].get_device(), arguments))
 
 
 def launcher_of(kernel: Any) -> Callable:
@@ -64,6 +91,7 @@ def launcher(_grid, {", ".join(names)}, *, {"".join(f"{name}, " for name in cons
         _grid[0], _grid[1] if _size > 1 else 1, _grid[2] if _size > 2 else 1, _stream(_device),
         {values},
     )
+    return _run
 """
     scope: dict[str, Any] = dict(
         _kernel=kernel,
@@ -78,7 +106,7 @@ def launcher(_grid, {", ".join(names)}, *, {"".join(f"{name}, " for name in cons
 
 def first_launch(
     kernel: Any, grid: tuple[int, ...], device: int, key: tuple, arguments: list, options: dict[str, Any]
-) -> None:
+) -> Callable:
     """Launch the ordinary way, and remember what was compiled."""
     for value, parameter in zip(arguments, kernel.params, strict=False):
         if isinstance(value, Tensor) and not parameter.name.endswith("_ptr"):
@@ -88,7 +116,9 @@ def first_launch(
         compiled = kernel[grid](*arguments, **given)
     if len(_compiled) >= LAUNCHES_KEPT:
         _compiled.clear()
-    _compiled[key] = ready_to_run(compiled, tuple(options[name] for name in kernel.arg_names[len(arguments) :]))
+    run = ready_to_run(compiled, tuple(options[name] for name in kernel.arg_names[len(arguments) :]))
+    _compiled[key] = run
+    return run
 
 
 def ready_to_run(compiled: Any, constants: tuple) -> Callable:

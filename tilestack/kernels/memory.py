@@ -33,6 +33,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels.elementwise import block_of, load, store
 from tilestack.kernels.launch import cdiv, launch, next_power, rows_of
+from tilestack.kernels.repeat import straight
 from tilestack.ops import implements
 from tilestack.ops.contract import FLOATS
 from tilestack.ops.memory import inverse
@@ -216,7 +217,7 @@ def fill(out: Tensor, x: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...
         fill(part, source, sizes[1:], strides[1:])
 
 
-@implements(ops.copy, backend="triton", backward=lambda grad: grad, dtypes=MOVED)
+@implements(ops.copy, backend="triton", repeat=straight, backward=lambda grad: grad, dtypes=MOVED)
 def copy(x: Tensor) -> Tensor:
     return written_densely(x, x.shape, x.stride())
 
@@ -225,14 +226,20 @@ def transpose_backward(grad: Tensor) -> Tensor:
     return transpose(grad)
 
 
-@implements(ops.transpose, backend="triton", backward=transpose_backward, dtypes=MOVED)
+@implements(ops.transpose, backend="triton", repeat=straight, backward=transpose_backward, dtypes=MOVED)
 def transpose(x: Tensor) -> Tensor:
     *sizes, rows, columns = x.shape
     *strides, row, column = x.stride()
     return written_densely(x, (*sizes, columns, rows), (*strides, column, row))
 
 
-@implements(ops.permute, backend="triton", backward=lambda grad, dims: permute(grad, inverse(dims)), dtypes=MOVED)
+@implements(
+    ops.permute,
+    backend="triton",
+    repeat=straight,
+    backward=lambda grad, dims: permute(grad, inverse(dims)),
+    dtypes=MOVED,
+)
 def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
     sizes, strides = x.shape, x.stride()
     return written_densely(x, [sizes[d] for d in dims], [strides[d] for d in dims])
@@ -253,7 +260,7 @@ def strided_copy_backward(grad: Tensor, x: Tensor, step: int) -> Tensor:
     return out
 
 
-@implements(ops.strided_copy, backend="triton", backward=strided_copy_backward, dtypes=MOVED)
+@implements(ops.strided_copy, backend="triton", repeat=straight, backward=strided_copy_backward, dtypes=MOVED)
 def strided_copy(x: Tensor, step: int) -> Tensor:
     *sizes, columns = x.shape
     *strides, stride = x.stride()

@@ -33,6 +33,7 @@ from tilestack.kernels.rope import (
     turn,
     walk,
 )
+from tilestack.kernels.repeat import straight
 from tilestack.ops import implements
 
 BACK_ELEMENTS, BACK_WARPS = 2048, 4  # of a tile, and of the program that turns it back
@@ -172,7 +173,7 @@ def qk_norm_rope_backward(
     return dq, dk, dweights[0], dweights[1], None, None, None
 
 
-@implements(ops.qk_norm_rope, backend="triton", backward=qk_norm_rope_backward)
+@implements(ops.qk_norm_rope, backend="triton", repeat=straight, backward=qk_norm_rope_backward)
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,

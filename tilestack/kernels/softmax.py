@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.kernels.launch import accumulator, cdiv, launch, rows_of, tile_of_rows, wide
+from tilestack.kernels.repeat import straight
 from tilestack.ops import implements
 
 WIDEST = 32768  # columns that one program keeps in registers
@@ -200,13 +201,21 @@ def distribution_backward(grad: Tensor, out: Tensor, dim: int, log: bool) -> Ten
     return last_and_back(dx.view(moved.shape), dim) if out.ndim != 2 or moved is not out else dx
 
 
-@implements(ops.softmax, backend="triton", backward=lambda grad, out, dim: distribution_backward(grad, out, dim, False))
+@implements(
+    ops.softmax,
+    backend="triton",
+    repeat=straight,
+    backward=lambda grad, out, dim: distribution_backward(grad, out, dim, False),
+)
 def softmax(x: Tensor, dim: int) -> Tensor:
     return distribution(x, dim)
 
 
 @implements(
-    ops.log_softmax, backend="triton", backward=lambda grad, out, dim: distribution_backward(grad, out, dim, True)
+    ops.log_softmax,
+    backend="triton",
+    repeat=straight,
+    backward=lambda grad, out, dim: distribution_backward(grad, out, dim, True),
 )
 def log_softmax(x: Tensor, dim: int) -> Tensor:
     return distribution(x, dim, log=True)
@@ -218,7 +227,7 @@ def logsumexp_backward(grad: Tensor, x: Tensor, dim: int) -> Tensor:
     return distribution(x, dim, scale=arriving)
 
 
-@implements(ops.logsumexp, backend="triton", backward=logsumexp_backward)
+@implements(ops.logsumexp, backend="triton", repeat=straight, backward=logsumexp_backward)
 def logsumexp(x: Tensor, dim: int) -> Tensor:
     moved = last_and_back(x, dim)
     source = rows_of(moved)

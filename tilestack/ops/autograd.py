@@ -16,54 +16,62 @@ from tilestack.ops.contract import Ahead, Implementation, Operator, as_tuple, ca
 def differentiable(implementation: Implementation) -> Callable:
     """The implementation as a function that PyTorch's autograd can differentiate once.
 
-    All that depends on names is worked out here, so that a call only picks positions.
+    Written out for the operator, for a call in eager mode spends as long here as in its kernel. Underscores keep our
+    names apart from those of the operator.
     """
-    described, forward, backward = implementation.operator, implementation.forward, implementation.own_backward
-    position = described.parameters.index
-    named = parameters_of(backward)
-    tensor_positions = [position(name) for name in described.tensors]
-    kept_inputs = [name for name in described.saved if name in described.tensors]
-    kept_outputs = [name for name in described.outputs if name in described.saved]
-    options = [name for name in named if name in described.parameters and name not in described.tensors]
-    input_positions, option_positions = [position(name) for name in kept_inputs], [position(name) for name in options]
-    output_positions = [described.outputs.index(name) for name in kept_outputs]
-    available = [*described.grads, *kept_inputs, *kept_outputs, *options, "needs"]
-    picks = [available.index(name) for name in named]
-    nothing = [None] * len(described.parameters)
+    described, own = implementation.operator, implementation.own_backward
+    parameters, tensors, outputs = described.parameters, described.tensors, described.outputs
+    named = parameters_of(own)
+    kept = [name for name in described.saved if name in tensors or name in outputs]
+    options = [name for name in named if name in parameters and name not in tensors]
+    made = {name: "_out" if len(outputs) == 1 else f"_out[{place}]" for place, name in enumerate(outputs)}
+    wanted = {name: f"_wanted[{parameters.index(name)}]" for name in tensors}
+    listed = lambda words: "".join(f"{word}, " for word in words)
+    source = f"""
+def forward(ctx, {listed(parameters)}):
+    _out = _forward({listed(parameters)})
+    ctx.save_for_backward({listed(made.get(name, name) for name in kept)})
+    {f"ctx.options = ({listed(options)})" if options else ""}
+    return _out
 
-    class Differentiable(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *values):
-            out = forward(*values)
-            kept = [values[i] for i in input_positions]
-            if output_positions:
-                outputs = (out,) if isinstance(out, Tensor) else out
-                kept += [outputs[i] for i in output_positions]
-            ctx.save_for_backward(*kept)
-            ctx.options = [values[i] for i in option_positions]
-            return out
+def backward(ctx, {listed(described.grads)}):
+    {f"{listed(kept)} = ctx.saved_tensors" if kept else ""}
+    {f"{listed(options)} = ctx.options" if options else ""}
+    _wanted = ctx.needs_input_grad
+    {f"needs = [{listed(wanted.values())}]" if "needs" in named else ""}
+    if _grad_enabled():
+        with _no_grad():
+            _found = _as_tuple(_backward({listed(named)}))
+        _found = _once_only(_implementation, _found, ({listed(described.grads)}{listed(kept)}))
+    else:
+        _found = _backward({listed(named)})
+    {listed(f"_d{name}" for name in tensors)} = {"_as_tuple(_found)" if len(tensors) == 1 else "_found"}
+    return {listed(f"_d{name} if {wanted[name]} else None" if name in tensors else "None" for name in parameters)}
 
-        @staticmethod
-        def backward(ctx, *arriving):
-            wanted = ctx.needs_input_grad
-            kept = ctx.saved_tensors
-            values = (*arriving, *kept, *ctx.options, [wanted[i] for i in tensor_positions])
-            if torch.is_grad_enabled():
-                with torch.no_grad():
-                    found = as_tuple(backward(*[values[i] for i in picks]))
-                found = once_only(implementation, found, (*arriving, *kept))
-            else:
-                found = backward(*[values[i] for i in picks])
-            gradients = nothing.copy()
-            for i, gradient in zip(
-                tensor_positions, found if isinstance(found, tuple) else as_tuple(found), strict=True
-            ):
-                if wanted[i]:
-                    gradients[i] = gradient
-            return tuple(gradients)
-
-    Differentiable.__name__ = Differentiable.__qualname__ = f"{described.name}_{implementation.backend}"
-    return Differentiable.apply
+def call({listed(parameters)}):
+    return _apply({listed(parameters)}) if not _transforming() else _Function.apply({listed(parameters)})
+"""
+    scope: dict[str, Any] = dict(
+        _implementation=implementation,
+        _forward=implementation.forward,
+        _backward=own,
+        _grad_enabled=torch.is_grad_enabled,
+        _no_grad=torch.no_grad,
+        _as_tuple=as_tuple,
+        _once_only=once_only,
+        _transforming=torch._C._are_functorch_transforms_active,
+    )
+    if implementation.repeat:
+        keep = lambda name: lambda faster: scope.update({name: faster})
+        scope["_forward"] = implementation.repeat(implementation.forward, keep("_forward"))
+        # What arrives may lie in any way, and so may what is kept, once hooks have moved it away and back.
+        scope["_backward"] = implementation.repeat(own, keep("_backward"), strides_known=False)
+    exec(source, scope)
+    methods = {name: staticmethod(scope[name]) for name in ("forward", "backward")}
+    function = type(f"{described.name}_{implementation.backend}", (torch.autograd.Function,), methods)
+    # Where no transform of torch.func is at work, all that `Function.apply` adds to the method it inherits is checks.
+    scope |= dict(_Function=function, _apply=super(torch.autograd.Function, function).apply)  # type: ignore[misc]
+    return scope["call"]
 
 
 def differentiable_ahead(implementation: Implementation, ahead: Ahead) -> Callable:

@@ -9,7 +9,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,9 +21,11 @@ class BackendError(RuntimeError):
     """An explicitly chosen backend cannot run the call; the message says why and what would."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A default backend (None leaves it to the next layer down) and exceptions by operator name."""
+class Choice(NamedTuple):
+    """A default backend (None leaves it to the next layer down) and exceptions by operator name.
+
+    A tuple, for it is hashed with every call's signature.
+    """
 
     default: str | None = None
     exceptions: tuple[tuple[str, str], ...] = ()

@@ -32,6 +32,8 @@ from tilestack.ops.cases import Case
 P = ParamSpec("P")
 R = TypeVar("R")
 Reason = bool | str  # True, or why not
+# Of a function and the way to put another in its place, one that runs calls of a single signature; see `implements`.
+Repeat = Callable[..., Callable]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 AUTOGRAD = "autograd"  # the `backward` of an implementation that PyTorch differentiates by itself
@@ -98,6 +100,7 @@ class Implementation:
     when: Callable[..., Reason] | None
     dtypes: tuple[torch.dtype, ...]
     ahead: Ahead | None = None
+    repeat: Repeat | None = None
 
     def refuses(self, arguments: dict[str, Any], device: torch.device, with_gradient: bool = False) -> str:
         """Why this implementation cannot run the call; empty when it can. Arguments may lack what a gradient drops."""
@@ -235,6 +238,8 @@ class Operator(Generic[P, R]):
 
             ahead = implementation.ahead_of(arguments)
             run = differentiable_ahead(implementation, ahead) if ahead else differentiable(implementation)
+        elif implementation.repeat and key is not None:
+            run = implementation.repeat(implementation.forward, lambda faster: self.improve(key, run, faster))
         else:
             run = implementation.forward
         if key is not None:
@@ -242,6 +247,11 @@ class Operator(Generic[P, R]):
                 self.plans.clear()
             self.plans[key] = run
         return run
+
+    def improve(self, key: tuple, run: Callable, faster: Callable) -> None:
+        """Put a faster function in the place of a plan, unless plans were forgotten since."""
+        if self.plans.get(key) is run:
+            self.plans[key] = faster
 
     def cost(self, arguments: dict[str, Any], direction: str = "forward") -> tuple[float, float]:
         """Unavoidable (flops, bytes) of a call; the backward reads what arrives and what is kept, and writes the gradients."""
@@ -312,12 +322,15 @@ def implements(
     when: Callable[..., Reason] | None = None,
     dtypes: Sequence[torch.dtype] = FLOATS,
     ahead: Ahead | None = None,
+    repeat: Repeat | None = None,
 ) -> Callable[[Callable], Callable]:
     """Register a function as an operator's implementation on a backend, from inside or outside this package.
 
     `backward` is a function (see the top of this file), AUTOGRAD when the forward is made of differentiable PyTorch
     calls, or None when there is none. `when` answers True or the reason why not, looking only at metadata. `ahead` is
     the way of a loss: where it applies, the gradients are made in the forward and the backward only scales them.
+    `repeat(function, keep, strides_known)` makes of the forward or the backward a function for calls of one signature,
+    which may later `keep(faster)`, another in its own place. A backward's signature says nothing of strides.
     """
 
     if backend in (AUTO, "torch") or not backend.isidentifier():
@@ -332,7 +345,7 @@ def implements(
             f"the when of {described.name} on {backend}", when, kept if callable(backward) else described.parameters
         )
         described.implementations[backend] = Implementation(
-            described, backend, forward, backward, when, tuple(dtypes), ahead
+            described, backend, forward, backward, when, tuple(dtypes), ahead, repeat
         )
         described.plans.clear()
         return forward
