@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import tilestack
-from tilestack import nn
+from tilestack import nn, ops
+from tilestack.nn.qkv import split_and_turn
+from tilestack.ops.rope import frequencies, tables
 
 MODULES = [
     ("Linear", (64, 48)),
@@ -37,3 +39,18 @@ def test_a_patched_model_on_triton_is_as_good_as_pytorchs(as_good_as):
     exact(x.double()).square().sum().backward()
     for parameters in zip(ours.parameters(), theirs.parameters(), exact.parameters(), strict=True):
         as_good_as(*(parameter.grad for parameter in parameters))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_the_gradient_in_one_piece_has_the_bits_of_a_split(norm):
+    torch.manual_seed(0)
+    sizes, cos, sin = (16, 8, 8), *(table.cuda() for table in tables(frequencies(128)[0], 333))
+    heads = torch.randn(3, 111, 32, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    norms = tuple(torch.randn(128, device="cuda", dtype=torch.bfloat16) for _ in range(2)) if norm else None
+    q, k, v = heads.split(sizes, 2)
+    apart = ops.qk_norm_rope(q, k, *norms, cos, sin) if norms else ops.rope(q, k, cos, sin)
+    joint = split_and_turn(heads, sizes, cos, sin, None, norms)
+    arriving = [torch.randn_like(result) for result in joint]
+    found, expected = (torch.autograd.grad(results, heads, arriving)[0] for results in (joint, (*apart, v)))
+    assert type(joint[0].grad_fn).__name__ == "SplitAndTurnBackward"
+    assert torch.equal(found, expected)
