@@ -20,6 +20,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels.columns import sum_columns
 from tilestack.kernels.launch import cdiv, launch, multiprocessors
+from tilestack.kernels.repeat import straight
 from tilestack.kernels.rope import (
     fresh,
     heads_of,
@@ -33,7 +34,6 @@ from tilestack.kernels.rope import (
     turn,
     walk,
 )
-from tilestack.kernels.repeat import straight
 from tilestack.ops import implements
 
 BACK_ELEMENTS, BACK_WARPS = 2048, 4  # of a tile, and of the program that turns it back
