@@ -1,9 +1,9 @@
 """A gated pair and the projection that reads it, with cuBLAS for the products and without keeping the pair.
 
-    x ──swiglu──▶ gated ──· weight──▶ out         kept for the backward: x and weight
-                                                  not kept: gated, half of x, which only the gradient of weight reads
-    grad ──· weight──▶ dgated ──▶ dx
-                         x ─────▶ gated again     the kernel that makes dx has both halves in registers: one more store
+x ──swiglu──▶ gated ──· weight──▶ out         kept for the backward: x and weight
+                                              not kept: gated, half of x, which only the gradient of weight reads
+grad ──· weight──▶ dgated ──▶ dx
+                     x ─────▶ gated again     the kernel that makes dx has both halves in registers: one more store
 """
 
 import torch.nn.functional as F

@@ -103,7 +103,9 @@ def geglu(x: Tensor, approximate: str = "none", interleaved: bool = False) -> Te
 
 
 def gated_linear_case(make, rows, columns, inner, bias="plain"):
-    arguments = dict(x=make.normal(rows, 2 * inner, scale=2), weight=make.normal(columns, inner, scale=max(inner, 1) ** -0.5))
+    arguments = dict(
+        x=make.normal(rows, 2 * inner, scale=2), weight=make.normal(columns, inner, scale=max(inner, 1) ** -0.5)
+    )
     return arguments | (dict(bias=make.normal(columns)) if bias == "bias" else {})
 
 
