@@ -199,7 +199,13 @@ class TestHead:
 
     def test_many_rows_get_few_large_chunks(self):
         weight = torch.empty(151936, 1024, dtype=torch.bfloat16, device="meta")
-        assert [head.rows_per_chunk(rows, weight) for rows in (1, 8192, 8448, 16384, 65536)] == [640, 640, 1152, 2048, 8192]
+        assert [head.rows_per_chunk(rows, weight) for rows in (1, 8192, 8448, 16384, 65536)] == [
+            640,
+            640,
+            1152,
+            2048,
+            8192,
+        ]
 
     @pytest.mark.parametrize(("wanted", "products"), [([], 1), (["x"], 2), (["weight"], 2), (["x", "weight"], 3)])
     def test_only_what_is_wanted_is_computed(self, wanted, products):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.kernels.launch import accumulator, cdiv, launch, next_power
-from tilestack.kernels.repeat import straight
+from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 
 WIDEST = 1024  # columns of a program
@@ -195,7 +195,7 @@ def embedding_backward(grad: Tensor, ids: Tensor, weight: Tensor, padding_idx: i
     return None, dweight
 
 
-@implements(ops.embedding, backend="triton", repeat=straight, backward=embedding_backward)
+@implements(ops.embedding, backend="triton", repeat=straight_line, backward=embedding_backward)
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     vocabulary, width = weight.shape
     weight = weight if weight.stride(1) == 1 else weight.contiguous()

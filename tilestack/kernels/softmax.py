@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.kernels.launch import accumulator, cdiv, launch, rows_of, tile_of_rows, wide
-from tilestack.kernels.repeat import straight
+from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 
 WIDEST = 32768  # columns that one program keeps in registers
@@ -204,7 +204,7 @@ def distribution_backward(grad: Tensor, out: Tensor, dim: int, log: bool) -> Ten
 @implements(
     ops.softmax,
     backend="triton",
-    repeat=straight,
+    repeat=straight_line,
     backward=lambda grad, out, dim: distribution_backward(grad, out, dim, False),
 )
 def softmax(x: Tensor, dim: int) -> Tensor:
@@ -214,7 +214,7 @@ def softmax(x: Tensor, dim: int) -> Tensor:
 @implements(
     ops.log_softmax,
     backend="triton",
-    repeat=straight,
+    repeat=straight_line,
     backward=lambda grad, out, dim: distribution_backward(grad, out, dim, True),
 )
 def log_softmax(x: Tensor, dim: int) -> Tensor:
@@ -227,7 +227,7 @@ def logsumexp_backward(grad: Tensor, x: Tensor, dim: int) -> Tensor:
     return distribution(x, dim, scale=arriving)
 
 
-@implements(ops.logsumexp, backend="triton", repeat=straight, backward=logsumexp_backward)
+@implements(ops.logsumexp, backend="triton", repeat=straight_line, backward=logsumexp_backward)
 def logsumexp(x: Tensor, dim: int) -> Tensor:
     moved = last_and_back(x, dim)
     source = rows_of(moved)
