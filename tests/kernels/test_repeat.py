@@ -11,7 +11,7 @@ import torch
 
 from tilestack import ops
 from tilestack.kernels.launch import launch
-from tilestack.kernels.repeat import straight
+from tilestack.kernels.repeat import straight_line
 from tilestack.ops import backend
 
 
@@ -68,7 +68,7 @@ def on_gpu(*shape, offset=0):
 
 
 class Repeated:
-    """A straight function as a plan holds it, counting how often the function itself runs."""
+    """A straight-line function as a plan holds it, counting how often the function itself runs."""
 
     def __init__(self, function, **options):
         def counted(*values):
@@ -76,7 +76,7 @@ class Repeated:
             return function(*values)
 
         self.own = 0
-        self.run = straight(counted, lambda faster: setattr(self, "run", faster), **options)
+        self.run = straight_line(counted, lambda faster: setattr(self, "run", faster), **options)
 
     def __call__(self, *values):
         return self.run(*values)
@@ -165,7 +165,7 @@ def test_parts_of_one_allocation_are_given_as_parts():
         pytest.param(lambda x, y: (weighted_sum(x, y), x.view(-1)), id="a view of an argument"),
     ],
 )
-def test_what_is_not_straight_is_not_repeated(function):
+def test_what_is_not_straight_line_code_is_not_repeated(function):
     repeated = Repeated(function)
     for _ in range(5):
         repeated(on_gpu(8), on_gpu(8))

@@ -127,6 +127,18 @@ def test_arguments_that_make_no_sense_are_refused(shapes, options, message):
         ops.attention(*(torch.zeros(shape) for shape in shapes), **options)
 
 
+@pytest.mark.parametrize("length", [attention_aten.BLOCK, attention_aten.BLOCK + 1, 3 * attention_aten.BLOCK - 5])
+def test_blocks_of_queries_on_the_cpu_are_the_whole(length):
+    make = Make(torch.float64)
+    q, k, v, grad = (make.normal(2, length, heads, 8).requires_grad_() for heads in (4, 2, 2, 4))
+    with backend(attention="aten"):
+        out = ops.attention(q, k, v, scale=0.3)
+    expected = ops.attention.definition(q, k, v, scale=0.3)
+    torch.testing.assert_close(out, expected)
+    found, gradients = (torch.autograd.grad(result, (q, k, v), grad) for result in (out, expected))
+    torch.testing.assert_close(found, gradients)
+
+
 def test_the_cost_counts_the_pairs_that_are_seen():
     q = torch.empty(2, 10, 1, 4)
     count = lambda **rules: pairs_seen(q, q, **dict(cu_seqlens=None, causal=True, window=None) | rules)

@@ -108,7 +108,11 @@ def run_tasks(
     results = lm_eval.simple_evaluate(adapter, tasks=tasks.split(","), limit=limit)["results"]
     figures: dict[str, dict[str, Any]] = {}
     for task, measured in results.items():
-        named = {name.partition(",")[0]: value for name, value in measured.items() if isinstance(value, int | float)}
+        named = {
+            name.partition(",")[0]: value
+            for name, value in measured.items()
+            if "," in name and isinstance(value, int | float)
+        }
         figures[task] = {
             name: {"value": value, "error": named.get(f"{name}_stderr", math.nan)}
             for name, value in named.items()

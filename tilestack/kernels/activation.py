@@ -15,7 +15,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels.elementwise import BLOCK, block_of, flat, grid_over, load, store
 from tilestack.kernels.launch import launch, wide
-from tilestack.kernels.repeat import straight
+from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 
 
@@ -175,7 +175,7 @@ def gelu_name(approximate: str) -> str:
 
 
 @implements(
-    ops.relu, backend="triton", repeat=straight, backward=lambda grad, out: activation_backward(grad, out, "relu")
+    ops.relu, backend="triton", repeat=straight_line, backward=lambda grad, out: activation_backward(grad, out, "relu")
 )
 def relu(x: Tensor) -> Tensor:
     return activation(x, "relu")
@@ -184,7 +184,7 @@ def relu(x: Tensor) -> Tensor:
 @implements(
     ops.squared_relu,
     backend="triton",
-    repeat=straight,
+    repeat=straight_line,
     backward=lambda grad, x: activation_backward(grad, x, "squared_relu"),
 )
 def squared_relu(x: Tensor) -> Tensor:
@@ -192,14 +192,17 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 @implements(
-    ops.sigmoid, backend="triton", repeat=straight, backward=lambda grad, out: activation_backward(grad, out, "sigmoid")
+    ops.sigmoid,
+    backend="triton",
+    repeat=straight_line,
+    backward=lambda grad, out: activation_backward(grad, out, "sigmoid"),
 )
 def sigmoid(x: Tensor) -> Tensor:
     return activation(x, "sigmoid")
 
 
 @implements(
-    ops.tanh, backend="triton", repeat=straight, backward=lambda grad, out: activation_backward(grad, out, "tanh")
+    ops.tanh, backend="triton", repeat=straight_line, backward=lambda grad, out: activation_backward(grad, out, "tanh")
 )
 def tanh(x: Tensor) -> Tensor:
     return activation(x, "tanh")
@@ -208,14 +211,16 @@ def tanh(x: Tensor) -> Tensor:
 @implements(
     ops.softcap,
     backend="triton",
-    repeat=straight,
+    repeat=straight_line,
     backward=lambda grad, x, cap: activation_backward(grad, x, "softcap", cap),
 )
 def softcap(x: Tensor, cap: float) -> Tensor:
     return activation(x, "softcap", cap)
 
 
-@implements(ops.silu, backend="triton", repeat=straight, backward=lambda grad, x: activation_backward(grad, x, "silu"))
+@implements(
+    ops.silu, backend="triton", repeat=straight_line, backward=lambda grad, x: activation_backward(grad, x, "silu")
+)
 def silu(x: Tensor) -> Tensor:
     return activation(x, "silu")
 
@@ -223,7 +228,7 @@ def silu(x: Tensor) -> Tensor:
 @implements(
     ops.gelu,
     backend="triton",
-    repeat=straight,
+    repeat=straight_line,
     backward=lambda grad, x, approximate: activation_backward(grad, x, gelu_name(approximate)),
 )
 def gelu(x: Tensor, approximate: str) -> Tensor:

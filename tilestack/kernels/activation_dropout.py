@@ -14,7 +14,7 @@ from tilestack.kernels.activation import activate, slope
 from tilestack.kernels.elementwise import load, store
 from tilestack.kernels.launch import cdiv, launch, wide
 from tilestack.kernels.random import keep, slabs_of
-from tilestack.kernels.repeat import straight
+from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 from tilestack.ops.random import SLAB, dropped_below
 
@@ -85,7 +85,7 @@ def activation_dropout_backward(grad: Tensor, x: Tensor, seed: Tensor, p: float,
     return backward(grad, x, None, seed, p, kind)[0], None
 
 
-@implements(ops.activation_dropout, backend="triton", repeat=straight, backward=activation_dropout_backward)
+@implements(ops.activation_dropout, backend="triton", repeat=straight_line, backward=activation_dropout_backward)
 def activation_dropout(x: Tensor, seed: Tensor, p: float, kind: str) -> Tensor:
     return forward(x, None, seed, p, kind)
 
@@ -96,6 +96,6 @@ def gated_dropout_backward(
     return *backward(grad, gate, up, seed, p, kind), None
 
 
-@implements(ops.gated_dropout, backend="triton", repeat=straight, backward=gated_dropout_backward)
+@implements(ops.gated_dropout, backend="triton", repeat=straight_line, backward=gated_dropout_backward)
 def gated_dropout(gate: Tensor, up: Tensor, seed: Tensor, p: float, kind: str) -> Tensor:
     return forward(gate, up, seed, p, kind)

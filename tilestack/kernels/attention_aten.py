@@ -5,7 +5,7 @@ queries at the end of longer keys have their flash kernel too, the one for seque
 half precision on CUDA; elsewhere they become a mask. These kernels read 16 bytes at a time and do not look where a tensor
 starts, so what lies crooked is copied first. Fused kernels make a gradient's weights from rounded sums: where
 scores are large, float32 loses half its digits that way, and the CPU's kernel also loses a NaN. So outside of half
-precision on CUDA, PyTorch is told to take its plain one.
+precision on CUDA, PyTorch is told to take its plain one, and on the CPU long causal rows are cut into blocks of queries.
 """
 
 import functools
@@ -23,6 +23,7 @@ from tilestack.ops import AUTOGRAD, implements
 from tilestack.ops.attention import attention_mask
 
 HALVES = (torch.float16, torch.bfloat16)
+BLOCK = 128  # queries at a time on the CPU
 
 
 @functools.cache
@@ -90,6 +91,13 @@ class StraightGradient(torch.autograd.Function):
         return straight(grad)
 
 
+def in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """Causal attention over whole rows, some queries at a time and only over the keys up to them: half of the scores."""
+    ends = range(BLOCK, q.shape[1] + BLOCK, BLOCK)
+    blocks = [ops.attention.definition(q[:, end - BLOCK : end], k[:, :end], v[:, :end], scale=scale) for end in ends]
+    return torch.cat(blocks, 1)
+
+
 def trusted_kernels(q: Tensor) -> AbstractContextManager:
     half_on_cuda = q.device.type == "cuda" and q.dtype in HALVES
     return nullcontext() if half_on_cuda else sdpa_kernel(SDPBackend.MATH)
@@ -116,6 +124,8 @@ def attention(
     in_one_piece = cu_seqlens is None and window is None and (not causal or queries in (1, keys))
     if not in_one_piece and has_flash(q, v) and varying_lengths():
         out = flash(q, k, v, cu_seqlens, causal, window, scale)
+    elif in_one_piece and causal and queries > BLOCK and q.device.type == "cpu":
+        out = in_blocks(q, k, v, scale)
     else:
         mask = None if in_one_piece else attention_mask(q, k, cu_seqlens, causal, window)
         with trusted_kernels(q):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.kernels.launch import cdiv, launch, wide
-from tilestack.kernels.repeat import straight
+from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 
 BLOCK = 2048
@@ -80,7 +80,7 @@ def scale_kernel(x_ptr, out_ptr, n, alpha, BLOCK: tl.constexpr):
     store(out_ptr, offsets, (alpha * wide(load(x_ptr, offsets, whole, n))).to(out_ptr.dtype.element_ty), whole, n)
 
 
-@implements(ops.add, backend="triton", repeat=straight, backward=lambda grad: (grad, grad))
+@implements(ops.add, backend="triton", repeat=straight_line, backward=lambda grad: (grad, grad))
 def add(x: Tensor, y: Tensor) -> Tensor:
     x, y = flat(x, y)
     out = torch.empty_like(x)

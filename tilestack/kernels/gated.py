@@ -22,7 +22,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels.activation import activate, gelu_name, slope
 from tilestack.kernels.launch import cdiv, launch, next_power, rows_of, wide
-from tilestack.kernels.repeat import straight
+from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 from tilestack.ops.gated import halves
 
@@ -199,7 +199,7 @@ def one_tensor_backward(grad: Tensor, x: Tensor, kind: str, interleaved: bool, o
 @implements(
     ops.silu_mul,
     backend="triton",
-    repeat=straight,
+    repeat=straight_line,
     backward=lambda grad, gate, up: two_tensors_backward(grad, gate, up, "silu"),
 )
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 @implements(
     ops.gelu_mul,
     backend="triton",
-    repeat=straight,
+    repeat=straight_line,
     backward=lambda grad, gate, up, approximate: two_tensors_backward(grad, gate, up, gelu_name(approximate)),
 )
 def gelu_mul(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
@@ -219,7 +219,7 @@ def gelu_mul(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
 @implements(
     ops.swiglu,
     backend="triton",
-    repeat=straight,
+    repeat=straight_line,
     backward=lambda grad, x, interleaved: one_tensor_backward(grad, x, "silu", interleaved),
 )
 def swiglu(x: Tensor, interleaved: bool) -> Tensor:
@@ -229,7 +229,7 @@ def swiglu(x: Tensor, interleaved: bool) -> Tensor:
 @implements(
     ops.geglu,
     backend="triton",
-    repeat=straight,
+    repeat=straight_line,
     backward=lambda grad, x, approximate, interleaved: one_tensor_backward(
         grad, x, gelu_name(approximate), interleaved
     ),

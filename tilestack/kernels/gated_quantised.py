@@ -12,7 +12,7 @@ from tilestack import ops
 from tilestack.kernels.activation import activate
 from tilestack.kernels.launch import cdiv, launch, rows_of, tile_of_rows, wide
 from tilestack.kernels.quantised import HALVES_AND_SINGLE, codes_of, magnitudes, scale_of, writes_fp8
-from tilestack.kernels.repeat import straight
+from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 from tilestack.ops.quantised import LARGEST_CODE
 
@@ -57,11 +57,13 @@ def quantised(gate: Tensor, up: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     return codes, scale
 
 
-@implements(ops.silu_mul_int8, backend="triton", repeat=straight, dtypes=HALVES_AND_SINGLE, when=in_registers)
+@implements(ops.silu_mul_int8, backend="triton", repeat=straight_line, dtypes=HALVES_AND_SINGLE, when=in_registers)
 def silu_mul_int8(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return quantised(gate, up, torch.int8)
 
 
-@implements(ops.silu_mul_fp8, backend="triton", repeat=straight, dtypes=HALVES_AND_SINGLE, when=in_registers_as_fp8)
+@implements(
+    ops.silu_mul_fp8, backend="triton", repeat=straight_line, dtypes=HALVES_AND_SINGLE, when=in_registers_as_fp8
+)
 def silu_mul_fp8(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return quantised(gate, up, torch.float8_e4m3fn)

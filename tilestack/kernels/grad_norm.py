@@ -64,15 +64,16 @@ def scale_kernel(
     GRAD_TYPE: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     coefficient = tl.load(coefficient_ptr).to(ACC)
-    tensor, start, length = place(table_ptr, blocks_ptr, tl.program_id(0), blocks, BLOCK)
-    location = address(table_ptr, tensors, tensor, GRAD)
-    lane = tl.arange(0, BLOCK)
-    if (start + BLOCK <= length) & ((location & 15) == 0):
-        g = fetch(location, start, lane, length, GRAD_TYPE, True).to(ACC)
-        put(location, start, lane, length, g * coefficient, GRAD_TYPE, True)
-    else:
-        g = fetch(location, start, lane, length, GRAD_TYPE, False).to(ACC)
-        put(location, start, lane, length, g * coefficient, GRAD_TYPE, False)
+    if coefficient != 1:  # most steps are not clipped
+        tensor, start, length = place(table_ptr, blocks_ptr, tl.program_id(0), blocks, BLOCK)
+        location = address(table_ptr, tensors, tensor, GRAD)
+        lane = tl.arange(0, BLOCK)
+        if (start + BLOCK <= length) & ((location & 15) == 0):
+            g = fetch(location, start, lane, length, GRAD_TYPE, True).to(ACC)
+            put(location, start, lane, length, g * coefficient, GRAD_TYPE, True)
+        else:
+            g = fetch(location, start, lane, length, GRAD_TYPE, False).to(ACC)
+            put(location, start, lane, length, g * coefficient, GRAD_TYPE, False)
 
 
 def gradient_norm(

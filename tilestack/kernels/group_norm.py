@@ -22,7 +22,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels.columns import sum_columns
 from tilestack.kernels.launch import accumulator, launch, next_power
-from tilestack.kernels.repeat import straight
+from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 
 LARGEST_TILE = 8192  # elements that a program holds of each tensor
@@ -201,7 +201,7 @@ def group_norm_backward(
     return dx, dweight, None if bias is None else dbias
 
 
-@implements(ops.group_norm, backend="triton", repeat=straight, backward=group_norm_backward)
+@implements(ops.group_norm, backend="triton", repeat=straight_line, backward=group_norm_backward)
 def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)

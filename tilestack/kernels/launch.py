@@ -157,6 +157,19 @@ def multiprocessors(device: torch.device) -> int:
     return 4 if device.type == "cpu" else 132
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes in which a program may keep what is loaded ahead."""
+    if device.type == "cuda":
+        return shared_memory_of_gpu(device)
+    hopper = device.type == "cpu" or triton.runtime.driver.active.get_current_target().arch in (90, 100)
+    return 232_448 if hopper else 101_376
+
+
+@functools.cache
+def shared_memory_of_gpu(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
 def as_matrix(x: Tensor) -> Tensor:
     """x with all but its last dimension merged into one."""
     return x.flatten(0, -2) if x.ndim > 1 else x[None]

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.kernels.launch import accumulator, cdiv, launch, next_power
-from tilestack.kernels.repeat import straight
+from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 
 WIDEST = 1024  # columns of a program
 TOKENS = 8  # rows of a gathering program
-TILE = 8  # sorted tokens whose gradients a program adds up
+TILE = 16  # sorted tokens whose gradients a program adds up
 PIECES = 32, 128  # lines and columns that a program loads together to join the pieces of a run
 COUNTED = 16384  # the most tokens that are sorted by counting
 RANKED, OTHERS = 16, 256  # tokens that a program counts for, and those it compares them with at a time
@@ -195,7 +195,7 @@ def embedding_backward(grad: Tensor, ids: Tensor, weight: Tensor, padding_idx: i
     return None, dweight
 
 
-@implements(ops.embedding, backend="triton", repeat=straight, backward=embedding_backward)
+@implements(ops.embedding, backend="triton", repeat=straight_line, backward=embedding_backward)
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     vocabulary, width = weight.shape
     weight = weight if weight.stride(1) == 1 else weight.contiguous()

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.kernels.launch import accumulator, cdiv, launch, rows_of, tile_of_rows, wide
-from tilestack.kernels.repeat import straight
-from tilestack.kernels.softmax import CHUNK, WIDEST
+from tilestack.kernels.repeat import straight_line
+from tilestack.kernels.softmax import WIDEST
 from tilestack.ops import implements
+
+CHUNK = 8192  # columns per step of the long-row kernels
 
 
 @triton.jit
@@ -232,7 +234,7 @@ def masked_softmax_backward(grad: Tensor, out: Tensor) -> tuple[Tensor, None]:
     return backward(grad, out, 1.0, causal=False), None
 
 
-@implements(ops.masked_softmax, backend="triton", repeat=straight, backward=masked_softmax_backward)
+@implements(ops.masked_softmax, backend="triton", repeat=straight_line, backward=masked_softmax_backward)
 def masked_softmax(x: Tensor, mask: Tensor) -> Tensor:
     shown, places = places_in_mask(mask, x.shape)
     return forward(x, shown, 1.0, places)
@@ -242,6 +244,6 @@ def causal_softmax_backward(grad: Tensor, out: Tensor, scale: float) -> Tensor:
     return backward(grad, out, scale, causal=True)
 
 
-@implements(ops.causal_softmax, backend="triton", repeat=straight, backward=causal_softmax_backward)
+@implements(ops.causal_softmax, backend="triton", repeat=straight_line, backward=causal_softmax_backward)
 def causal_softmax(x: Tensor, scale: float) -> Tensor:
     return forward(x, None, scale, (1, x.shape[-2], 0, 0, 0))

@@ -33,7 +33,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels.elementwise import block_of, load, store
 from tilestack.kernels.launch import cdiv, launch, next_power, rows_of
-from tilestack.kernels.repeat import straight
+from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 from tilestack.ops.contract import FLOATS
 from tilestack.ops.memory import inverse
@@ -217,7 +217,7 @@ def fill(out: Tensor, x: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...
         fill(part, source, sizes[1:], strides[1:])
 
 
-@implements(ops.copy, backend="triton", repeat=straight, backward=lambda grad: grad, dtypes=MOVED)
+@implements(ops.copy, backend="triton", repeat=straight_line, backward=lambda grad: grad, dtypes=MOVED)
 def copy(x: Tensor) -> Tensor:
     return written_densely(x, x.shape, x.stride())
 
@@ -226,7 +226,7 @@ def transpose_backward(grad: Tensor) -> Tensor:
     return transpose(grad)
 
 
-@implements(ops.transpose, backend="triton", repeat=straight, backward=transpose_backward, dtypes=MOVED)
+@implements(ops.transpose, backend="triton", repeat=straight_line, backward=transpose_backward, dtypes=MOVED)
 def transpose(x: Tensor) -> Tensor:
     *sizes, rows, columns = x.shape
     *strides, row, column = x.stride()
@@ -236,7 +236,7 @@ def transpose(x: Tensor) -> Tensor:
 @implements(
     ops.permute,
     backend="triton",
-    repeat=straight,
+    repeat=straight_line,
     backward=lambda grad, dims: permute(grad, inverse(dims)),
     dtypes=MOVED,
 )
@@ -260,7 +260,7 @@ def strided_copy_backward(grad: Tensor, x: Tensor, step: int) -> Tensor:
     return out
 
 
-@implements(ops.strided_copy, backend="triton", repeat=straight, backward=strided_copy_backward, dtypes=MOVED)
+@implements(ops.strided_copy, backend="triton", repeat=straight_line, backward=strided_copy_backward, dtypes=MOVED)
 def strided_copy(x: Tensor, step: int) -> Tensor:
     *sizes, columns = x.shape
     *strides, stride = x.stride()

@@ -15,8 +15,6 @@ which a second kernel sums down: no atomics, so the result is the same in every 
 `norm_long`.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -25,9 +23,18 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels import norm_long
 from tilestack.kernels.columns import sum_columns
-from tilestack.kernels.launch import accumulator, cdiv, launch, multiprocessors, rows_of, tile_of_rows, wide
+from tilestack.kernels.launch import (
+    accumulator,
+    cdiv,
+    launch,
+    multiprocessors,
+    rows_of,
+    shared_memory,
+    tile_of_rows,
+    wide,
+)
 from tilestack.kernels.quantised import HALVES_AND_SINGLE, codes_of, magnitudes, scale_of, writes_fp8
-from tilestack.kernels.repeat import straight
+from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 from tilestack.ops.quantised import LARGEST_CODE
 
@@ -213,19 +220,6 @@ def backward_shape(height: int, width: int, centred: bool) -> tuple[int, int]:
     return (8, 3) if centred and height > 1 else (4, 3)
 
 
-def shared_memory(device: torch.device) -> int:
-    """Bytes in which a multiprocessor may keep rows loaded ahead."""
-    if device.type == "cuda":
-        return shared_memory_of_gpu(device)
-    hopper = device.type == "cpu" or triton.runtime.driver.active.get_current_target().arch in (90, 100)
-    return 232_448 if hopper else 101_376
-
-
-@functools.cache
-def shared_memory_of_gpu(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-
-
 def scratch(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -234,7 +228,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, eps: float
     return norm_backward(grad, x, weight, False, eps, centred=False)[:2]
 
 
-@implements(ops.rms_norm, backend="triton", repeat=straight, backward=rms_norm_backward)
+@implements(ops.rms_norm, backend="triton", repeat=straight_line, backward=rms_norm_backward)
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return norm_forward(x, weight, None, eps, centred=False)[0]
 
@@ -245,7 +239,7 @@ def layer_norm_backward(
     return norm_backward(grad, x, weight, bias is not None, eps, centred=True)
 
 
-@implements(ops.layer_norm, backend="triton", repeat=straight, backward=layer_norm_backward)
+@implements(ops.layer_norm, backend="triton", repeat=straight_line, backward=layer_norm_backward)
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     return norm_forward(x, weight, bias, eps, centred=True)[0]
 
@@ -257,7 +251,7 @@ def add_rms_norm_backward(
     return dsum, dsum, dweight
 
 
-@implements(ops.add_rms_norm, backend="triton", repeat=straight, backward=add_rms_norm_backward)
+@implements(ops.add_rms_norm, backend="triton", repeat=straight_line, backward=add_rms_norm_backward)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...]:
     return norm_forward(x, weight, None, eps, centred=False, residual=residual)
 
@@ -269,28 +263,28 @@ def add_layer_norm_backward(
     return dsum, dsum, *rest
 
 
-@implements(ops.add_layer_norm, backend="triton", repeat=straight, backward=add_layer_norm_backward)
+@implements(ops.add_layer_norm, backend="triton", repeat=straight_line, backward=add_layer_norm_backward)
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, ...]:
     return norm_forward(x, weight, bias, eps, centred=True, residual=residual)
 
 
-@implements(ops.rms_norm_int8, backend="triton", repeat=straight, dtypes=HALVES_AND_SINGLE)
+@implements(ops.rms_norm_int8, backend="triton", repeat=straight_line, dtypes=HALVES_AND_SINGLE)
 def rms_norm_int8(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...]:
     return norm_forward(x, weight, None, eps, centred=False, codes=torch.int8)
 
 
-@implements(ops.rms_norm_fp8, backend="triton", repeat=straight, dtypes=HALVES_AND_SINGLE, when=writes_fp8)
+@implements(ops.rms_norm_fp8, backend="triton", repeat=straight_line, dtypes=HALVES_AND_SINGLE, when=writes_fp8)
 def rms_norm_fp8(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...]:
     return norm_forward(x, weight, None, eps, centred=False, codes=torch.float8_e4m3fn)
 
 
-@implements(ops.add_rms_norm_int8, backend="triton", repeat=straight, dtypes=HALVES_AND_SINGLE)
+@implements(ops.add_rms_norm_int8, backend="triton", repeat=straight_line, dtypes=HALVES_AND_SINGLE)
 def add_rms_norm_int8(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...]:
     return norm_forward(x, weight, None, eps, centred=False, residual=residual, codes=torch.int8)
 
 
-@implements(ops.add_rms_norm_fp8, backend="triton", repeat=straight, dtypes=HALVES_AND_SINGLE, when=writes_fp8)
+@implements(ops.add_rms_norm_fp8, backend="triton", repeat=straight_line, dtypes=HALVES_AND_SINGLE, when=writes_fp8)
 def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...]:
     return norm_forward(x, weight, None, eps, centred=False, residual=residual, codes=torch.float8_e4m3fn)

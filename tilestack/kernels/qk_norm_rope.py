@@ -20,7 +20,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels.columns import sum_columns
 from tilestack.kernels.launch import cdiv, launch, multiprocessors
-from tilestack.kernels.repeat import straight
+from tilestack.kernels.repeat import straight_line
 from tilestack.kernels.rope import (
     fresh,
     heads_of,
@@ -37,7 +37,7 @@ from tilestack.kernels.rope import (
 from tilestack.ops import implements
 
 BACK_ELEMENTS, BACK_WARPS = 2048, 4  # of a tile, and of the program that turns it back
-BACK_PROGRAMS = 4  # for each multiprocessor, at most: each has a line of partial sums
+BACK_PROGRAMS = 5  # for each multiprocessor, at most: each has a line of partial sums
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def qk_norm_rope_backward(
     return dq, dk, dweights[0], dweights[1], None, None, None
 
 
-@implements(ops.qk_norm_rope, backend="triton", repeat=straight, backward=qk_norm_rope_backward)
+@implements(ops.qk_norm_rope, backend="triton", repeat=straight_line, backward=qk_norm_rope_backward)
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,

@@ -13,7 +13,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels.elementwise import load, store
 from tilestack.kernels.launch import cdiv, launch, wide
-from tilestack.kernels.repeat import straight
+from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 from tilestack.ops.backends import interpreting
 from tilestack.ops.random import SLAB, dropped_below
@@ -81,7 +81,7 @@ def dropout_backward(grad: Tensor, seed: Tensor, p: float) -> tuple[Tensor, None
     return dropout(grad, seed, p), None
 
 
-@implements(ops.dropout, backend="triton", repeat=straight, backward=dropout_backward)
+@implements(ops.dropout, backend="triton", repeat=straight_line, backward=dropout_backward)
 def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     x = x.contiguous()
     below = dropped_below(p)

@@ -28,9 +28,9 @@ from tilestack.ops import implements
 
 TILE = 2048  # elements of a tile
 STAGES = 4  # a tile that is added, and those on their way
-WAVES = 16  # programs per multiprocessor: more than fit at once keep memory busy to the end
+WAVES = 8  # programs per multiprocessor
 SHORTEST_PART = 16384  # elements that are worth a program of their own
-COLUMNS = 256  # of a tile that moves down
+COLUMNS = 512  # of a tile that moves down
 NARROW = 32  # of one where wide ones would be too few to occupy the GPU
 
 

@@ -1,7 +1,8 @@
 """Repeating a call: what it allocated and launched, done again without the Python that found out what.
 
-Most implementations are straight: they look at the signature of their arguments, then allocate, view and launch, and
-nothing else. All of it follows from the signature but the addresses. So the second call of a signature is noted,
+Most implementations are straight-line code: they look at the signature of their arguments, then allocate, view and
+launch, and nothing else. All of it follows from the signature but the addresses. So the second call of a signature is
+noted,
 
     implementation                                    noted, and repeated from then on
     rows = x.flatten(0, -2)
@@ -37,8 +38,8 @@ ALLOCATIONS = {
 }
 
 
-def straight(function: Callable, keep: Callable[[Callable], None], strides_known: bool = True) -> Callable:
-    """A straight function for calls of one signature, which hands over its faster self once it has one."""
+def straight_line(function: Callable, keep: Callable[[Callable], None], strides_known: bool = True) -> Callable:
+    """A straight-line function for calls of one signature, which hands over its faster self once it has one."""
     calls = 0
 
     def run(*values: Any) -> Any:
@@ -64,7 +65,7 @@ class Notes(TorchDispatchMode):
         super().__init__()
         self.values = values
         self.events: list[Tensor | Launched] = []
-        self.straight = True
+        self.straight_line = True
         self.owners: dict[int, Tensor | None] = {}  # None where an address could be of either of two
         for value in values:
             if isinstance(value, Tensor):
@@ -82,14 +83,14 @@ class Notes(TorchDispatchMode):
                 if self.owners.setdefault(view.data_ptr(), owner) is not owner:
                     self.owners[view.data_ptr()] = None
         elif func is not aten.promote_types.default:  # which follows from the signature as well
-            self.straight = False
+            self.straight_line = False
         return out
 
     def written_out(self, function: Callable, result: Any, strides_known: bool) -> Callable | None:
         """The function that repeats the call, None where that cannot be done."""
         launches = [event for event in self.events if isinstance(event, Launched)]
         aligned = all(value.data_ptr() % 16 == 0 for value in self.values if isinstance(value, Tensor))
-        if not (self.straight and launches and aligned):
+        if not (self.straight_line and launches and aligned):
             return None
         try:
             return Source(self, launches, as_tuple(result)).compiled(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.kernels.launch import accumulator, cdiv, launch, multiprocessors, next_power
-from tilestack.kernels.repeat import straight
+from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 
 ELEMENTS, WARPS = 2048, 4  # of a tile, and of the program that turns it
@@ -271,7 +271,7 @@ def rope_backward(
     return dq, dk, None, None, None
 
 
-@implements(ops.rope, backend="triton", repeat=straight, backward=rope_backward)
+@implements(ops.rope, backend="triton", repeat=straight_line, backward=rope_backward)
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
 ) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.kernels.launch import accumulator, cdiv, launch, next_power
-from tilestack.kernels.repeat import straight
+from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 
 TILE = 4096  # elements of a gathering program
@@ -102,7 +102,7 @@ def gather_rows_backward(grad: Tensor, x: Tensor, index: Tensor) -> tuple[Tensor
     return scattered(grad, index, x.shape[0]), None
 
 
-@implements(ops.gather_rows, backend="triton", repeat=straight, backward=gather_rows_backward)
+@implements(ops.gather_rows, backend="triton", repeat=straight_line, backward=gather_rows_backward)
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     return gathered(x, index)
 
@@ -111,6 +111,6 @@ def scatter_rows_backward(grad: Tensor, index: Tensor) -> tuple[Tensor, None]:
     return gathered(grad, index), None
 
 
-@implements(ops.scatter_rows, backend="triton", repeat=straight, backward=scatter_rows_backward)
+@implements(ops.scatter_rows, backend="triton", repeat=straight_line, backward=scatter_rows_backward)
 def scatter_rows(x: Tensor, index: Tensor, rows: int) -> Tensor:
     return scattered(x, index, rows)

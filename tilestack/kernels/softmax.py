@@ -18,13 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels.launch import accumulator, cdiv, launch, rows_of, tile_of_rows, wide
-from tilestack.kernels.repeat import straight
+from tilestack.kernels.launch import accumulator, cdiv, launch, rows_of, shared_memory, tile_of_rows, wide
+from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 
 WIDEST = 32768  # columns that one program keeps in registers
-CHUNK = 8192  # columns per step of the long-row kernels
-STAGES = 3  # of which so many are on their way at a time
+CHUNK_BYTES = 8192  # of a long row per step of its forward
+STAGES = 5  # a chunk that is worked on, and those on their way to shared memory
+BACKWARD_CHUNK_BYTES = 32768  # of either tensor per step of its backward
 
 
 @triton.jit
@@ -177,7 +178,7 @@ def distribution(x: Tensor, dim: int, log: bool = False, scale: Tensor | None = 
     else:
         launch(
             softmax_long_fwd_kernel, (rows,), *tensors, columns, source.stride(0),
-            **flags, ACC=accumulator(x.dtype), CHUNK=CHUNK, STAGES=STAGES, num_warps=16,
+            **flags, ACC=accumulator(x.dtype), CHUNK=CHUNK_BYTES // x.element_size(), STAGES=STAGES, num_warps=8,
         )  # fmt: skip
     return last_and_back(out.view(moved.shape), dim) if x.ndim != 2 or moved is not x else out
 
@@ -196,7 +197,8 @@ def distribution_backward(grad: Tensor, out: Tensor, dim: int, log: bool) -> Ten
     else:
         launch(
             softmax_long_bwd_kernel, (rows,), grad, y, dx, columns, grad.stride(0), y.stride(0),
-            LOG=log, ACC=accumulator(out.dtype), CHUNK=CHUNK, STAGES=STAGES, num_warps=16,
+            LOG=log, ACC=accumulator(out.dtype), CHUNK=BACKWARD_CHUNK_BYTES // out.element_size(),
+            STAGES=3 if shared_memory(out.device) > 4 * BACKWARD_CHUNK_BYTES else 2, num_warps=32,
         )  # fmt: skip
     return last_and_back(dx.view(moved.shape), dim) if out.ndim != 2 or moved is not out else dx
 
@@ -204,7 +206,7 @@ def distribution_backward(grad: Tensor, out: Tensor, dim: int, log: bool) -> Ten
 @implements(
     ops.softmax,
     backend="triton",
-    repeat=straight,
+    repeat=straight_line,
     backward=lambda grad, out, dim: distribution_backward(grad, out, dim, False),
 )
 def softmax(x: Tensor, dim: int) -> Tensor:
@@ -214,7 +216,7 @@ def softmax(x: Tensor, dim: int) -> Tensor:
 @implements(
     ops.log_softmax,
     backend="triton",
-    repeat=straight,
+    repeat=straight_line,
     backward=lambda grad, out, dim: distribution_backward(grad, out, dim, True),
 )
 def log_softmax(x: Tensor, dim: int) -> Tensor:
@@ -227,7 +229,7 @@ def logsumexp_backward(grad: Tensor, x: Tensor, dim: int) -> Tensor:
     return distribution(x, dim, scale=arriving)
 
 
-@implements(ops.logsumexp, backend="triton", repeat=straight, backward=logsumexp_backward)
+@implements(ops.logsumexp, backend="triton", repeat=straight_line, backward=logsumexp_backward)
 def logsumexp(x: Tensor, dim: int) -> Tensor:
     moved = last_and_back(x, dim)
     source = rows_of(moved)
@@ -242,6 +244,6 @@ def logsumexp(x: Tensor, dim: int) -> Tensor:
     else:
         launch(
             logsumexp_long_fwd_kernel, (rows,), source, out, columns, source.stride(0),
-            ACC=accumulator(x.dtype), CHUNK=CHUNK, STAGES=STAGES, num_warps=16,
+            ACC=accumulator(x.dtype), CHUNK=CHUNK_BYTES // x.element_size(), STAGES=STAGES, num_warps=8,
         )  # fmt: skip
     return last_and_back(out.unsqueeze(-1), dim).squeeze(dim).contiguous()

@@ -94,8 +94,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     turning, passing = x[..., : 2 * pairs].to(cos.dtype), x[..., 2 * pairs :].to(cos.dtype)
     pair_shape, pair_axis = ((pairs, 2), -1) if interleaved else ((2, pairs), -2)
     first, second = turning.unflatten(-1, pair_shape).unbind(pair_axis)
-    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), pair_axis)
-    return torch.cat((turned.flatten(-2), passing), -1)
+    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), pair_axis).flatten(-2)
+    return torch.cat((turned, passing), -1) if passing.shape[-1] else turned
 
 
 def rope_takes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> bool | str:
