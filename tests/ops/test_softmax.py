@@ -29,7 +29,8 @@ def awkward_rows():
 def rows_kept(request, monkeypatch):
     if request.param == "long":
         monkeypatch.setattr(kernels, "WIDEST", 16)
-        monkeypatch.setattr(kernels, "CHUNK", 32)
+        monkeypatch.setattr(kernels, "CHUNK_BYTES", 128)
+        monkeypatch.setattr(kernels, "BACKWARD_CHUNK_BYTES", 128)
 
 
 @pytest.mark.usefixtures("rows_kept")

@@ -53,7 +53,7 @@ def flash(
 ) -> Tensor:
     batch, queries, keys = *q.shape[:2], k.shape[1]
     ends = lambda length: torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
-    of_queries = ends(queries) if cu_seqlens is None else cu_seqlens.int()
+    of_queries = ends(queries) if cu_seqlens is None else cu_seqlens.int().contiguous()
     of_keys = ends(keys) if cu_seqlens is None else of_queries
     reach = -1 if window is None else window - 1
     function, grouping = varying_lengths() or (None, {})

@@ -96,6 +96,61 @@ def attention_cost(
     return Cost(flops=2 * pairs * (dim + value_dim), backward_flops=2 * pairs * (3 * dim + 2 * value_dim))
 
 
+def grouped(x: Tensor, k: Tensor) -> Tensor:
+    """Heads of queries [batch, queries, heads, dim] by the keys they share: [batch, kv_heads, group · queries, dim]."""
+    return wide(x).unflatten(2, (k.shape[2], x.shape[2] // k.shape[2])).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def ungrouped(x: Tensor, q: Tensor) -> Tensor:
+    """[batch, kv_heads, group · queries, dim] back to [batch, queries, heads, dim]."""
+    return x.unflatten(2, (q.shape[2] // x.shape[1], q.shape[1])).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """(softmax of the scores, the scores before what is unseen was hidden), [batch, kv_heads, group · queries, keys]."""
+    scores = grouped(q, k) * (q.shape[3] ** -0.5 if scale is None else scale) @ wide(k).permute(0, 2, 3, 1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = attention_mask(q, k, cu_seqlens, causal, window)
+    if seen is None:
+        return torch.softmax(scores, -1), scores
+    by_query = scores.unflatten(2, (q.shape[2] // k.shape[2], q.shape[1]))
+    return torch.softmax(torch.where(seen[:, None, None], by_query, -torch.inf).flatten(2, 3), -1), scores
+
+
+def attention_gradient(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    """As every fused kernel makes it: weights computed again, and their mean gradient taken from the rounded result."""
+    weights, scores = attention_weights(q, k, cu_seqlens, causal, window, scale, softcap)
+    arriving, scale = grouped(grad, k), q.shape[3] ** -0.5 if scale is None else scale
+    mean = (arriving * grouped(out, k)).sum(-1, keepdim=True)
+    dscores = weights * (arriving @ wide(v).permute(0, 2, 3, 1) - mean)
+    if softcap is not None:
+        dscores = dscores * (1 - (scores / softcap).square())
+    dq = ungrouped(dscores @ wide(k).transpose(1, 2) * scale, q)
+    dk = (dscores.mT @ (grouped(q, k) * scale)).transpose(1, 2)
+    dv = (weights.mT @ arriving).transpose(1, 2)
+    return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), None
+
+
 RULES: dict[str, dict[str, Any]] = dict(
     causal={},
     full=dict(causal=False),
@@ -151,6 +206,7 @@ def attention_case(make, batch, queries, keys, heads, kv_heads, dim, value_dim, 
     ),
     cost=attention_cost,
     check=attention_takes,
+    gradient=attention_gradient,
     spreads_nan=False,
 )
 def attention(
@@ -171,16 +227,5 @@ def attention(
     the batch · queries tokens, from 0 to their number, the start of every row among them; equal offsets are empty
     documents. `scale` is 1 / √dim if not given; `softcap` c bounds scores as c · tanh(score / c).
     """
-    batch, queries, heads, dim = q.shape
-    keys, kv_heads = k.shape[1:3]
-    group = heads // kv_heads
-    scaled = wide(q) * (dim**-0.5 if scale is None else scale)
-    grouped = scaled.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4)  # [batch, kv_heads, group, queries, dim]
-    scores = grouped.flatten(2, 3) @ wide(k).permute(0, 2, 3, 1)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.view(batch, kv_heads, group, queries, keys)
-    if (seen := attention_mask(q, k, cu_seqlens, causal, window)) is not None:
-        scores = torch.where(seen[:, None, None], scores, -torch.inf)
-    out = torch.softmax(scores, -1).flatten(2, 3) @ wide(v).transpose(1, 2)  # [batch, kv_heads, group · queries, dim]
-    return out.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
+    weights, _ = attention_weights(q, k, cu_seqlens, causal, window, scale, softcap)
+    return ungrouped(weights @ wide(v).transpose(1, 2), q).to(q.dtype)
