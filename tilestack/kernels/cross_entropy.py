@@ -35,7 +35,6 @@ DEPTH = 4
 SHORT_WIDTH = 1024
 LONG = 65536  # classes from which a row that is read twice gets more warps, so that few rows compete for the caches
 LONG_WIDTH, LONG_DEPTH = 4096, 2
-HELD = 32768  # of its classes stay in registers from the first visit to the second, in half precision
 SCALE_BLOCK = 8192
 
 
@@ -51,7 +50,7 @@ def cross_entropy_kernel(
     logits_ptr, labels_ptr, scale_ptr, loss_ptr, dlogits_ptr,  # [rows, V], [rows], [rows] or [], [rows], [rows, V]
     columns, logits_stride, scale_stride, ignore_index, smoothing, z_loss, softcap,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, LOSS: tl.constexpr, GRADIENT: tl.constexpr, ACC: tl.constexpr,
-    HELD: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = DEPTH * WIDTH
     HALF: tl.constexpr = logits_ptr.dtype.element_ty.primitive_bitwidth == 16
@@ -75,9 +74,7 @@ def cross_entropy_kernel(
         largest = tl.full([WIDTH], -float("inf"), ACC)
         total = tl.zeros([WIDTH], ACC)
         plain = tl.zeros([WIDTH], ACC)
-        if HELD:
-            held = tl.load(logits_ptr + tl.arange(0, HELD))
-        for start in range(HELD, columns, TILE):
+        for start in range(0, columns, TILE):
             inside = start + lane < columns
             s = capped(tl.load(logits_ptr + start + lane, mask=inside, other=0).to(ACC), softcap, SOFTCAP, HALF)
             if SMOOTHING:
@@ -88,11 +85,7 @@ def cross_entropy_kernel(
             total = total * tl.exp(largest - reference) + tl.sum(tl.exp(s - reference[None, :]), 0)
             largest = new
         top = tl.max(largest, 0)
-        if HELD:
-            top = tl.maximum(top, tl.max(held.to(ACC), 0))
         total = tl.sum(total * tl.exp(largest - top), 0)
-        if HELD:
-            total += tl.sum(tl.exp(held.to(ACC) - top), 0)
         lse = top + tl.log(total)
         if LOSS:
             loss = lse - (1 - smoothing) * target + z_loss * lse * lse
@@ -103,8 +96,8 @@ def cross_entropy_kernel(
             scale = tl.where(known, tl.load(scale_ptr + row * scale_stride).to(ACC), float("nan"))
             per_exp = scale * (1 + 2 * z_loss * lse) / total
             hit = scale * (1 - smoothing)
-            last = HELD + (tl.cdiv(columns - HELD, TILE) - 1) * TILE
-            for back in range(0, columns - HELD, TILE):
+            last = (tl.cdiv(columns, TILE) - 1) * TILE
+            for back in range(0, columns, TILE):
                 column = last - back + lane
                 inside = column < columns
                 x = tl.load(logits_ptr + column, mask=inside, other=0, eviction_policy="evict_first").to(ACC)
@@ -115,10 +108,6 @@ def cross_entropy_kernel(
                 if SOFTCAP:
                     d *= 1 - (s / softcap) * (s / softcap)
                 tl.store(dlogits_ptr + column, d.to(dlogits_ptr.dtype.element_ty), mask=inside, cache_modifier=".cs")
-            if HELD:
-                column = tl.arange(0, HELD)
-                d = tl.exp(held.to(ACC) - top) * per_exp - tl.where(column == label, hit, 0.0)
-                tl.store(dlogits_ptr + column, d.to(dlogits_ptr.dtype.element_ty), cache_modifier=".cs")
 
 
 @triton.jit
@@ -179,7 +168,6 @@ def losses_and_gradients(
     visits_twice = dlogits is not None and columns >= LONG
     most_width, most_depth = (LONG_WIDTH, LONG_DEPTH) if visits_twice else (SHORT_WIDTH, DEPTH)
     width = min(next_power(columns), most_width)
-    holds = visits_twice and logits.element_size() == 2 and not smoothing and not softcap
     # A third sum or a tanh takes registers, of which the warps of a long row have few each.
     deepest = most_depth // 2 if smoothing or softcap else most_depth
     depth = min(next_power(cdiv(columns, width)), deepest)
@@ -188,7 +176,7 @@ def losses_and_gradients(
         cross_entropy_kernel, (rows,), logits, labels, scale, losses, dlogits,
         columns, logits.stride(0), scale_stride, options.ignore_index, smoothing, z_loss, softcap,
         SMOOTHING=smoothing != 0, SOFTCAP=softcap != 0, LOSS=losses is not None, GRADIENT=dlogits is not None,
-        ACC=accumulator(logits.dtype), HELD=HELD if holds else 0, DEPTH=depth, WIDTH=width, num_warps=max(width // 256, 1),
+        ACC=accumulator(logits.dtype), DEPTH=depth, WIDTH=width, num_warps=max(width // 256, 1),
     )  # fmt: skip
 
 
