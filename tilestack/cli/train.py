@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from tilestack.cli.common import JsonFile, console, pick_device, write_json
 
@@ -110,7 +111,7 @@ def parity_command(
     try:
         page = f"curves in {write_parity_page(output, found, str(name))}"
     except MissingExtra as missing:
-        page = f"no page, since {missing}"
+        page = escape(f"no page, since {missing}")
     if str(json_) != "-":
         verdict = f"[green]agrees[/green] over {len(found.reference)} steps" if found.broken_at is None else f"[red]parts at step {found.broken_at}[/red]"  # fmt: skip
         console.print(f"{found.name}: {verdict}; largest difference {max(found.differences):.3g}, {found.worst:.0%} of what is allowed; {page}", highlight=False)  # fmt: skip

@@ -21,7 +21,6 @@ from tilestack import ops
 from tilestack.nn.autocast import lowered
 from tilestack.nn.mlp import MLP
 from tilestack.nn.modules import Linear
-from tilestack.nn.recompute import not_keeping
 from tilestack.nn.router import Balance, Router
 
 
@@ -103,10 +102,8 @@ class MoE(torch.nn.Module):
         """The experts on rows sorted by expert."""
         rows, weight, _ = lowered(rows, self.gate_up, None)
         gate_up = ops.grouped_linear(rows, weight, offsets)
-        gated = ops.swiglu(gate_up)
-        with not_keeping(gated, ops.swiglu, gate_up):
-            gated, weight, _ = lowered(gated, self.down, None)
-            return ops.grouped_linear(gated, weight, offsets)
+        gated, weight, _ = lowered(ops.swiglu(gate_up), self.down, None)
+        return ops.grouped_linear(gated, weight, offsets)
 
     def update_bias(self, rate: float, tokens_per_expert: Tensor | None = None) -> None:
         """Move the router's bias by one step, from the loads given or else those of the last forward.
