@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilestack import ops
 from tilestack.ops import AUTOGRAD, implements
-from tilestack.ops.attention import attention_mask
+from tilestack.ops.attention import attention_mask, grouped, ungrouped
+from tilestack.ops.numerics import wide
 
 HALVES = (torch.float16, torch.bfloat16)
 BLOCK = 128  # queries at a time on the CPU
@@ -93,8 +94,16 @@ class StraightGradient(torch.autograd.Function):
 
 def in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """Causal attention over whole rows, some queries at a time and only over the keys up to them: half of the scores."""
-    ends = range(BLOCK, q.shape[1] + BLOCK, BLOCK)
-    blocks = [ops.attention.definition(q[:, end - BLOCK : end], k[:, :end], v[:, :end], scale=scale) for end in ends]
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    keys, values = wide(k).permute(0, 2, 3, 1), wide(v).transpose(1, 2)
+    blocks = []
+    for start in range(0, q.shape[1], BLOCK):
+        part = q[:, start : start + BLOCK]
+        length, end = part.shape[1], start + part.shape[1]
+        after = torch.full((length, end), -torch.inf, dtype=keys.dtype).triu(start + 1)
+        scores = grouped(part, k) * scale @ keys[..., :end]  # [batch, kv_heads, group · length, end]
+        scores.unflatten(2, (-1, length)).add_(after)
+        blocks.append(ungrouped(torch.softmax(scores, -1) @ values[:, :, :end], part).to(q.dtype))
     return torch.cat(blocks, 1)
 
 

@@ -14,9 +14,13 @@ reduction, or float16, see `one_scalar_arrives`) the backward makes the logits a
 The products add up in float32; between chunks dweight is rounded to the weight's dtype. A buffer of CHUNK_BYTES holds so
 many rows that this is a dozen roundings at most where row chunks of a few dozen make hundreds; a float32 sum would double or
 triple the memory the operator is there to save.
+
+The backend `aten` goes the same way with PyTorch's own functions in place of the kernel: less work than the definition's
+gradient on a CPU.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -74,6 +78,7 @@ def chunked(
     losses: Tensor | None,
     needs: tuple[bool, ...],
     options: Options,
+    fill: Callable[..., None] = losses_and_gradients,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Fill the losses, where wanted, and answer the gradients of x and weight that are needed, given each row's scale."""
     rows, labels = as_matrix(x).contiguous(), labels.reshape(-1)
@@ -90,7 +95,7 @@ def chunked(
         logits = torch.mm(rows[part], weight.T, out=buffer[: len(rows[part])])
         dlogits = logits if needs[0] or needs[1] else None
         of_part = scale if scale is None or scale.ndim == 0 else scale[part]
-        losses_and_gradients(logits, labels[part], of_part, None if losses is None else losses[part], dlogits, options)
+        fill(logits, labels[part], of_part, None if losses is None else losses[part], dlogits, options)
         if dx is not None:
             with aside:  # few tiles and a very long sum: alone, it would leave most of the GPU idle
                 torch.mm(logits, weight, out=dx[part])
@@ -101,45 +106,94 @@ def chunked(
     return None if dx is None else dx.view(x.shape), dweight
 
 
-def linear_cross_entropy_ahead(
-    x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
-    reduction: str, needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, None]]:  # fmt: skip
-    """The loss and its gradients, from logits that are made once."""
-    options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
-    labels = labels.contiguous()
-    losses = options.losses_for(labels, x.dtype)
-    dx, dweight = chunked(x, weight, labels, options.row_scale(losses.new_ones(()), labels), losses, needs, options)
-    return options.reduce(losses, labels), (dx, dweight, None)
+def made_by(fill: Callable[..., None]) -> tuple[Callable, Callable, Callable]:
+    """(forward, backward, forward that makes the gradients as well), with a function that turns logits into losses and dlogits."""
+
+    def forward(
+        x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
+        softcap: float, reduction: str,
+    ) -> Tensor:  # fmt: skip
+        options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+        labels = labels.contiguous()
+        losses = options.losses_for(labels, x.dtype)
+        chunked(x, weight, labels, None, losses, (False, False), options, fill)
+        return options.reduce(losses, labels)
+
+    def backward(
+        grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float,
+        z_loss: float, softcap: float, reduction: str, needs: tuple[bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, None]:  # fmt: skip
+        options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+        labels = labels.contiguous()
+        return *chunked(x, weight, labels, options.row_scale(grad, labels), None, needs, options, fill), None
+
+    def ahead(
+        x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
+        softcap: float, reduction: str, needs: tuple[bool, bool, bool],
+    ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, None]]:  # fmt: skip
+        """The loss and its gradients, from logits that are made once."""
+        options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+        labels = labels.contiguous()
+        losses = options.losses_for(labels, x.dtype)
+        scale = options.row_scale(losses.new_ones(()), labels)
+        gradients = chunked(x, weight, labels, scale, losses, needs, options, fill)
+        return options.reduce(losses, labels), (*gradients, None)
+
+    return forward, backward, ahead
 
 
-def linear_cross_entropy_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
-    softcap: float, reduction: str, needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, None]:  # fmt: skip
-    options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
-    labels = labels.contiguous()
-    dx, dweight = chunked(x, weight, labels, options.row_scale(grad, labels), None, needs, options)
-    return dx, dweight, None
+def one_visit(x: Tensor, reduction: str) -> bool:
+    return one_scalar_arrives(reduction, x.dtype)
 
 
-@implements(
+forward, backward, ahead = made_by(losses_and_gradients)
+# Traced too: a product saved is worth far more than a pass over dweight.
+implements(
     ops.linear_cross_entropy,
     backend="triton",
-    backward=linear_cross_entropy_backward,
-    ahead=Ahead(
-        linear_cross_entropy_ahead,
-        scale_in_place,
-        when=lambda x, reduction: one_scalar_arrives(reduction, x.dtype),
-        traced=True,  # a product saved is worth far more than a pass over dweight
-    ),
-)
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
-    reduction: str,
-) -> Tensor:  # fmt: skip
-    options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
-    labels = labels.contiguous()
-    losses = options.losses_for(labels, x.dtype)
-    chunked(x, weight, labels, None, losses, (False, False), options)
-    return options.reduce(losses, labels)
+    backward=backward,
+    ahead=Ahead(ahead, scale_in_place, when=one_visit, traced=True),
+)(forward)
+
+
+def losses_and_gradients_by_aten(
+    logits: Tensor,
+    labels: Tensor,
+    scale: Tensor | None,
+    losses: Tensor | None,
+    dlogits: Tensor | None,
+    options: Options,
+) -> None:
+    """What the kernel does, by PyTorch's own functions, without the options that need more."""
+    ignored = labels == options.ignore_index
+    known = (labels >= 0) & (labels < logits.shape[1])
+    label = labels.clamp(0, logits.shape[1] - 1).long()[:, None]
+    log_p = torch.log_softmax(logits, 1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    if losses is not None:
+        loss = torch.where(known, -log_p.gather(1, label)[:, 0], torch.nan)
+        losses.copy_(torch.where(ignored, 0, loss))
+    if dlogits is not None:
+        assert scale is not None
+        factor = torch.where(known, scale, torch.nan)[:, None]
+        made = torch.exp(log_p, out=dlogits if dlogits.dtype == log_p.dtype else log_p)
+        made.mul_(factor).scatter_add_(1, label, -factor)
+        if made.is_cuda:
+            made.masked_fill_(ignored[:, None], 0)
+        else:  # where nobody waits for the number of rows, and few are to be written
+            made.index_fill_(0, ignored.nonzero()[:, 0], 0)
+        if made is not dlogits:
+            dlogits.copy_(made)
+
+
+def asks_no_more(label_smoothing: float, z_loss: float, softcap: float) -> bool | str:
+    return not (label_smoothing or z_loss or softcap) or "it has no label smoothing, z-loss or softcap"
+
+
+forward, backward, ahead = made_by(losses_and_gradients_by_aten)
+implements(
+    ops.linear_cross_entropy,
+    backend="aten",
+    backward=backward,
+    when=asks_no_more,
+    ahead=Ahead(ahead, Tensor.mul_, when=one_visit, traced=True),
+)(forward)
