@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilestack import ops
 from tilestack.ops import AUTOGRAD, implements
-from tilestack.ops.attention import attention_mask, grouped, ungrouped
+from tilestack.ops.attention import attention_mask, grouped, scale_or_usual, ungrouped
 from tilestack.ops.numerics import wide
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -94,7 +94,7 @@ class StraightGradient(torch.autograd.Function):
 
 def in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """Causal attention over whole rows, some queries at a time and only over the keys up to them: half of the scores."""
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    scale = scale_or_usual(scale, q)
     keys, values = wide(k).permute(0, 2, 3, 1), wide(v).transpose(1, 2)
     blocks = []
     for start in range(0, q.shape[1], BLOCK):

@@ -78,7 +78,7 @@ def chunked(
     losses: Tensor | None,
     needs: tuple[bool, ...],
     options: Options,
-    fill: Callable[..., None] = losses_and_gradients,
+    fill: Callable[..., None],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Fill the losses, where wanted, and answer the gradients of x and weight that are needed, given each row's scale."""
     rows, labels = as_matrix(x).contiguous(), labels.reshape(-1)
@@ -104,56 +104,6 @@ def chunked(
         if dx is not None:
             aside.join()
     return None if dx is None else dx.view(x.shape), dweight
-
-
-def made_by(fill: Callable[..., None]) -> tuple[Callable, Callable, Callable]:
-    """(forward, backward, forward that makes the gradients as well), with a function that turns logits into losses and dlogits."""
-
-    def forward(
-        x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
-        softcap: float, reduction: str,
-    ) -> Tensor:  # fmt: skip
-        options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
-        labels = labels.contiguous()
-        losses = options.losses_for(labels, x.dtype)
-        chunked(x, weight, labels, None, losses, (False, False), options, fill)
-        return options.reduce(losses, labels)
-
-    def backward(
-        grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float,
-        z_loss: float, softcap: float, reduction: str, needs: tuple[bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, None]:  # fmt: skip
-        options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
-        labels = labels.contiguous()
-        return *chunked(x, weight, labels, options.row_scale(grad, labels), None, needs, options, fill), None
-
-    def ahead(
-        x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
-        softcap: float, reduction: str, needs: tuple[bool, bool, bool],
-    ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, None]]:  # fmt: skip
-        """The loss and its gradients, from logits that are made once."""
-        options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
-        labels = labels.contiguous()
-        losses = options.losses_for(labels, x.dtype)
-        scale = options.row_scale(losses.new_ones(()), labels)
-        gradients = chunked(x, weight, labels, scale, losses, needs, options, fill)
-        return options.reduce(losses, labels), (*gradients, None)
-
-    return forward, backward, ahead
-
-
-def one_visit(x: Tensor, reduction: str) -> bool:
-    return one_scalar_arrives(reduction, x.dtype)
-
-
-forward, backward, ahead = made_by(losses_and_gradients)
-# Traced too: a product saved is worth far more than a pass over dweight.
-implements(
-    ops.linear_cross_entropy,
-    backend="triton",
-    backward=backward,
-    ahead=Ahead(ahead, scale_in_place, when=one_visit, traced=True),
-)(forward)
 
 
 def losses_and_gradients_by_aten(
@@ -185,15 +135,56 @@ def losses_and_gradients_by_aten(
             dlogits.copy_(made)
 
 
+def offer(
+    backend: str,
+    fill: Callable[..., None],
+    scale_gradient: Callable[[Tensor, Tensor], Tensor],
+    when: Callable[..., bool | str] | None = None,
+) -> None:
+    """Register the operator with a function that turns logits into losses and dlogits, and one that scales a gradient in place."""
+
+    def forward(
+        x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
+        softcap: float, reduction: str,
+    ) -> Tensor:  # fmt: skip
+        options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+        labels = labels.contiguous()
+        losses = options.losses_for(labels, x.dtype)
+        chunked(x, weight, labels, None, losses, (False, False), options, fill)
+        return options.reduce(losses, labels)
+
+    def backward(
+        grad: Tensor, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float,
+        z_loss: float, softcap: float, reduction: str, needs: tuple[bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, None]:  # fmt: skip
+        options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+        labels = labels.contiguous()
+        return *chunked(x, weight, labels, options.row_scale(grad, labels), None, needs, options, fill), None
+
+    def ahead(
+        x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
+        softcap: float, reduction: str, needs: tuple[bool, bool, bool],
+    ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, None]]:  # fmt: skip
+        """The loss and its gradients, from logits that are made once."""
+        options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+        labels = labels.contiguous()
+        losses = options.losses_for(labels, x.dtype)
+        scale = options.row_scale(losses.new_ones(()), labels)
+        gradients = chunked(x, weight, labels, scale, losses, needs, options, fill)
+        return options.reduce(losses, labels), (*gradients, None)
+
+    in_the_forward = Ahead(
+        ahead,
+        scale_gradient,
+        when=lambda x, reduction: one_scalar_arrives(reduction, x.dtype),
+        traced=True,  # a product saved is worth far more than a pass over dweight
+    )
+    implements(ops.linear_cross_entropy, backend=backend, backward=backward, when=when, ahead=in_the_forward)(forward)
+
+
 def asks_no_more(label_smoothing: float, z_loss: float, softcap: float) -> bool | str:
     return not (label_smoothing or z_loss or softcap) or "it has no label smoothing, z-loss or softcap"
 
 
-forward, backward, ahead = made_by(losses_and_gradients_by_aten)
-implements(
-    ops.linear_cross_entropy,
-    backend="aten",
-    backward=backward,
-    when=asks_no_more,
-    ahead=Ahead(ahead, Tensor.mul_, when=one_visit, traced=True),
-)(forward)
+offer("triton", losses_and_gradients, scale_in_place)
+offer("aten", losses_and_gradients_by_aten, Tensor.mul_, when=asks_no_more)

@@ -106,6 +106,10 @@ def ungrouped(x: Tensor, q: Tensor) -> Tensor:
     return x.unflatten(2, (q.shape[2] // x.shape[1], q.shape[1])).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
+def scale_or_usual(scale: float | None, q: Tensor) -> float:
+    return q.shape[3] ** -0.5 if scale is None else scale
+
+
 def attention_weights(
     q: Tensor,
     k: Tensor,
@@ -116,7 +120,7 @@ def attention_weights(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """(softmax of the scores, the scores before what is unseen was hidden), [batch, kv_heads, group · queries, keys]."""
-    scores = grouped(q, k) * (q.shape[3] ** -0.5 if scale is None else scale) @ wide(k).permute(0, 2, 3, 1)
+    scores = grouped(q, k) * scale_or_usual(scale, q) @ wide(k).permute(0, 2, 3, 1)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     seen = attention_mask(q, k, cu_seqlens, causal, window)
@@ -140,7 +144,7 @@ def attention_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     """As every fused kernel makes it: weights computed again, and their mean gradient taken from the rounded result."""
     weights, scores = attention_weights(q, k, cu_seqlens, causal, window, scale, softcap)
-    arriving, scale = grouped(grad, k), q.shape[3] ** -0.5 if scale is None else scale
+    arriving, scale = grouped(grad, k), scale_or_usual(scale, q)
     mean = (arriving * grouped(out, k)).sum(-1, keepdim=True)
     dscores = weights * (arriving @ wide(v).permute(0, 2, 3, 1) - mean)
     if softcap is not None:
