@@ -1,7 +1,7 @@
 """Activations and gated pairs with dropout: what `activation` and `gated` compute, kept or dropped before it is written.
 
-A program takes four slabs of 1024 elements, which share their random words as in `random`. The backward finds the words
-again from the seed, so nothing is kept for it but the inputs.
+A program takes four slabs of 1024 elements, which share their random words, in steps as in `random`. The backward finds
+the words again from the seed, so nothing is kept for it but the inputs.
 """
 
 import torch
@@ -13,43 +13,52 @@ from tilestack import ops
 from tilestack.kernels.activation import activate, slope
 from tilestack.kernels.elementwise import load, store
 from tilestack.kernels.launch import cdiv, launch, wide
-from tilestack.kernels.random import keep, slabs_of
+from tilestack.kernels.random import kept_bits, kept_scale, slabs_of
 from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 from tilestack.ops.random import SLAB, dropped_below
+
+
+FORWARD, BACKWARD, GATED_BACKWARD = 2, 2, 1  # slabs of a step, so few that at least eight programs fit a multiprocessor
+WARPS = 4
 
 
 @triton.jit
 def activation_dropout_fwd_kernel(
     x_ptr, up_ptr, out_ptr, seed_ptr,
     n, below,
-    KIND: tl.constexpr, GATED: tl.constexpr, SLAB: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, TOGETHER: tl.constexpr, SLAB: tl.constexpr,
 ):  # fmt: skip
-    offsets, words, whole = slabs_of(seed_ptr, n, SLAB)
     HALF: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
-    y = activate(wide(load(x_ptr, offsets, whole, n)), KIND, HALF)
-    if GATED:
-        y *= wide(load(up_ptr, offsets, whole, n))
-    store(out_ptr, offsets, keep(y, words, below).to(out_ptr.dtype.element_ty), whole, n)
+    bits = kept_bits(seed_ptr, below, SLAB)
+    for first in range(0, 4, TOGETHER):
+        offsets, kept, whole = slabs_of(bits, first, n, TOGETHER, SLAB)
+        x = wide(load(x_ptr, offsets, whole, n))
+        y = activate(x, KIND, HALF) * kept_scale(below, x.dtype)
+        if GATED:
+            y *= wide(load(up_ptr, offsets, whole, n))
+        store(out_ptr, offsets, tl.where(kept, y, 0.0).to(out_ptr.dtype.element_ty), whole, n)
 
 
 @triton.jit
 def activation_dropout_bwd_kernel(
     grad_ptr, x_ptr, up_ptr, dx_ptr, dup_ptr, seed_ptr,
     n, below,
-    KIND: tl.constexpr, GATED: tl.constexpr, SLAB: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, TOGETHER: tl.constexpr, SLAB: tl.constexpr,
 ):  # fmt: skip
-    offsets, words, whole = slabs_of(seed_ptr, n, SLAB)
     HALF: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
-    x = wide(load(x_ptr, offsets, whole, n))
-    grad = wide(load(grad_ptr, offsets, whole, n))
-    dx = grad * slope(x, KIND, HALF)
-    if GATED:
-        dx *= wide(load(up_ptr, offsets, whole, n))
-        dup = keep(grad * activate(x, KIND, HALF), words, below)
-        store(dup_ptr, offsets, dup.to(dup_ptr.dtype.element_ty), whole, n)
-    # What is dropped is dropped last, so that a NaN there goes no further.
-    store(dx_ptr, offsets, keep(dx, words, below).to(dx_ptr.dtype.element_ty), whole, n)
+    bits = kept_bits(seed_ptr, below, SLAB)
+    for first in range(0, 4, TOGETHER):
+        offsets, kept, whole = slabs_of(bits, first, n, TOGETHER, SLAB)
+        x = wide(load(x_ptr, offsets, whole, n))
+        grad = wide(load(grad_ptr, offsets, whole, n)) * kept_scale(below, x.dtype)
+        dx = grad * slope(x, KIND, HALF)
+        # What is dropped is dropped last, so that a NaN there goes no further.
+        if GATED:
+            dx *= wide(load(up_ptr, offsets, whole, n))
+            dup = tl.where(kept, grad * activate(x, KIND, HALF), 0.0)
+            store(dup_ptr, offsets, dup.to(dup_ptr.dtype.element_ty), whole, n)
+        store(dx_ptr, offsets, tl.where(kept, dx, 0.0).to(dx_ptr.dtype.element_ty), whole, n)
 
 
 def forward(x: Tensor, up: Tensor | None, seed: Tensor, p: float, kind: str) -> Tensor:
@@ -60,7 +69,7 @@ def forward(x: Tensor, up: Tensor | None, seed: Tensor, p: float, kind: str) -> 
     out = torch.empty_like(x)
     launch(
         activation_dropout_fwd_kernel, (cdiv(n, 4 * SLAB),), x, up, out, seed, n, below,
-        KIND=kind, GATED=up is not None, SLAB=SLAB,
+        KIND=kind, GATED=up is not None, TOGETHER=FORWARD, SLAB=SLAB, num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -76,7 +85,8 @@ def backward(
     if below < 2**32:
         launch(
             activation_dropout_bwd_kernel, (cdiv(n, 4 * SLAB),), grad, x, up, dx, dup, seed, n, below,
-            KIND=kind, GATED=up is not None, SLAB=SLAB,
+            KIND=kind, GATED=up is not None, TOGETHER=BACKWARD if up is None else GATED_BACKWARD, SLAB=SLAB,
+            num_warps=WARPS,
         )  # fmt: skip
     return dx, dup
 

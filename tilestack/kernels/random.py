@@ -2,7 +2,14 @@
 
 A program takes 1024 counters and, with the four words of each, four slabs of 1024 elements (`ops/random.py` has the
 picture). Ten rounds cost some forty instructions, which is more time than reading and writing one element takes; shared
-by four they hide behind the memory.
+by four they hide behind the memory. Of the words only a bit for each element is kept, in the thread that loads it, and
+the slabs follow some at a time: the more a kernel does with an element, the fewer, so that registers are left for other
+programs, whose memory traffic the rounds of this one hide behind.
+
+    step 0   |---- SLAB ----|  bits & 1          TOGETHER = 2
+             |---- SLAB ----|  bits & 2
+    step 1   |---- SLAB ----|  bits & 4
+             |---- SLAB ----|  bits & 8
 """
 
 import torch
@@ -18,6 +25,7 @@ from tilestack.ops import implements
 from tilestack.ops.backends import interpreting
 from tilestack.ops.random import SLAB, dropped_below
 
+TOGETHER = 4  # slabs of a step of dropout alone
 INTERPRETED = tl.constexpr(interpreting())
 
 
@@ -50,31 +58,38 @@ def random_words(seed, counter):
 
 
 @triton.jit
-def keep(x, word, below):
-    """x scaled where its word does not drop it, else zero. The scale is exact: words that keep are counted."""
-    scale = 4294967296.0 / (4294967296 - tl.cast(below, tl.int64)).to(x.dtype)
-    return tl.where(word >= tl.cast(below, tl.uint32), x * scale, 0.0)
+def kept_scale(below, DTYPE: tl.constexpr):
+    """What is kept is multiplied by this. It is exact: words that keep are counted."""
+    return 4294967296.0 / (4294967296 - tl.cast(below, tl.int64)).to(DTYPE)
 
 
 @triton.jit
-def slabs_of(seed_ptr, n, SLAB: tl.constexpr):
-    """This program's four slabs as the lines of a tile: [4, SLAB] offsets and words, and whether all lie inside.
-
-    One tile, so that the words are made in the threads that load the elements; slab by slab they would have to be
-    passed around through shared memory.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    a, b, c, d = random_words(tl.load(seed_ptr), program * SLAB + tl.arange(0, SLAB))
-    words = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (1, 2, 0))  # [2, 2, SLAB]
-    offsets = program * 4 * SLAB + tl.arange(0, 4)[:, None] * SLAB + tl.arange(0, SLAB)[None, :]
-    return offsets, tl.reshape(words, [4, SLAB]), (program + 1) * 4 * SLAB <= n
+def kept_bits(seed_ptr, below, SLAB: tl.constexpr):
+    """[1, SLAB], for each counter of this program which of its four elements are kept: one bit a slab."""
+    counter = tl.program_id(0).to(tl.int64) * SLAB + tl.arange(0, SLAB)[None, :]
+    a, b, c, d = random_words(tl.load(seed_ptr), counter)
+    below = tl.cast(below, tl.uint32)
+    ab = tl.where(a >= below, 1, 0) | tl.where(b >= below, 2, 0)
+    return ab | tl.where(c >= below, 4, 0) | tl.where(d >= below, 8, 0)
 
 
 @triton.jit
-def dropout_kernel(x_ptr, out_ptr, seed_ptr, n, below, SLAB: tl.constexpr):
-    offsets, words, whole = slabs_of(seed_ptr, n, SLAB)
-    x = keep(wide(load(x_ptr, offsets, whole, n)), words, below)
-    store(out_ptr, offsets, x.to(out_ptr.dtype.element_ty), whole, n)
+def slabs_of(bits, first, n, TOGETHER: tl.constexpr, SLAB: tl.constexpr):
+    """Some of this program's slabs: [TOGETHER, SLAB] offsets, which elements are kept, and whether all lie inside."""
+    slab = first + tl.arange(0, TOGETHER)[:, None]
+    start = tl.program_id(0).to(tl.int64) * 4 * SLAB
+    offsets = start + slab * SLAB + tl.arange(0, SLAB)[None, :]
+    return offsets, (bits >> slab & 1) != 0, start + (first + TOGETHER) * SLAB <= n
+
+
+@triton.jit
+def dropout_kernel(x_ptr, out_ptr, seed_ptr, n, below, TOGETHER: tl.constexpr, SLAB: tl.constexpr):
+    bits = kept_bits(seed_ptr, below, SLAB)
+    for first in range(0, 4, TOGETHER):
+        offsets, kept, whole = slabs_of(bits, first, n, TOGETHER, SLAB)
+        x = wide(load(x_ptr, offsets, whole, n))
+        x = tl.where(kept, x * kept_scale(below, x.dtype), 0.0)
+        store(out_ptr, offsets, x.to(out_ptr.dtype.element_ty), whole, n)
 
 
 def dropout_backward(grad: Tensor, seed: Tensor, p: float) -> tuple[Tensor, None]:
@@ -89,5 +104,5 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
         return torch.zeros_like(x)
     out = torch.empty_like(x)
     n = x.numel()
-    launch(dropout_kernel, (cdiv(n, 4 * SLAB),), x, out, seed, n, below, SLAB=SLAB, num_warps=4)
+    launch(dropout_kernel, (cdiv(n, 4 * SLAB),), x, out, seed, n, below, TOGETHER=TOGETHER, SLAB=SLAB, num_warps=4)
     return out
