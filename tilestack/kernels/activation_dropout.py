@@ -18,7 +18,6 @@ from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 from tilestack.ops.random import SLAB, dropped_below
 
-
 FORWARD, BACKWARD, GATED_BACKWARD = 2, 2, 1  # slabs of a step, so few that at least eight programs fit a multiprocessor
 WARPS = 4
 
