@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.ops import AUTOGRAD, backend, implements, operator, registry
+from tilestack.ops import AUTOGRAD, Keeping, backend, implements, operator, registry
 from tilestack.ops.cases import cases
 
 pytestmark = pytest.mark.usefixtures("mine")
@@ -140,12 +140,12 @@ def test_arguments_without_a_hash_keep_their_gradient(name):
     [
         (lambda x, y: ops.add(x, y), []),
         (lambda x, y: ops.axpy(x, y, 2.0), []),
-        (lambda x, y: ops.relu(x), ["out"]),
+        (lambda x, y: ops.tanh(x), ["out"]),
         (lambda x, y: ops.softmax(x), ["out"]),
         (lambda x, y: ops.silu(x), ["x"]),
         (lambda x, y: ops.rms_norm(x), ["x"]),
     ],
-    ids=["add", "axpy", "relu", "softmax", "silu", "rms_norm"],
+    ids=["add", "axpy", "tanh", "softmax", "silu", "rms_norm"],
 )
 def test_triton_keeps_only_what_the_gradient_names(call, kept, saved_bytes):
     x, y = leaf(4, 8), leaf(4, 8)
@@ -153,6 +153,46 @@ def test_triton_keeps_only_what_the_gradient_names(call, kept, saved_bytes):
         out, storages = saved_bytes(lambda: call(x, y))
     tensors = {"x": x, "out": out}
     assert set(storages) == {tensors[name].data_ptr() for name in kept}
+
+
+@pytest.mark.parametrize(
+    ("call", "made"),
+    [
+        (lambda x: ops.relu(x), 4),
+        (lambda x: ops.activation_dropout(x, torch.tensor(3), 0.5, "relu"), 4),
+        (lambda x: ops.logsumexp(x, 1), 4 * 4),  # besides x, the unrounded result of each row
+    ],
+    ids=["relu", "relu and dropout", "logsumexp"],
+)
+def test_triton_makes_something_small_to_keep_in_place_of_a_tensor_or_a_reduction(call, made, saved_bytes):
+    x = leaf(4, 8)
+    with backend("triton"):
+        out, storages = saved_bytes(lambda: call(x))
+    theirs = {x.data_ptr(), out.data_ptr()}
+    assert [size for place, size in storages.items() if place not in theirs] == [made]
+    assert out.data_ptr() not in storages
+
+
+@pytest.mark.parametrize("dims", [[0], [0, 1]])
+def test_an_implementation_keeps_what_it_makes_where_it_says_so(dims, saved_bytes):
+    """A sum that hands its backward the shape of x as a tensor, not x; over more than one dimension x itself is kept."""
+    kept = Keeping(
+        lambda x, dims: (x.sum(dims), torch.tensor(x.shape)),
+        lambda grad, shape, dims: grad.unsqueeze(dims[0]).expand(shape.tolist()).contiguous(),
+        when=lambda dims: len(dims) == 1,
+    )
+    ordinary = sum_over.implementations["mine"]
+    implements(sum_over, backend="mine", backward=sum_over_backward, keeping=kept)(ordinary.forward)
+    try:
+        x, grad = leaf(2, 3), torch.randn([3] if dims == [0] else [])
+        with backend("mine"):
+            out, storages = saved_bytes(lambda: sum_over(x, dims))
+            assert torch.equal(sum_over(x.detach(), dims), out)
+        assert (x.data_ptr() in storages) == (len(dims) > 1)
+        assert torch.equal(torch.autograd.grad(out, x, grad)[0], grad.expand(2, 3))
+    finally:
+        sum_over.implementations["mine"] = ordinary
+        sum_over.plans.clear()
 
 
 def test_operators_pickle_and_copy_as_themselves():

@@ -3,8 +3,8 @@
     forward   out = activate(x)           read x, write out
     backward  dx = grad · slope(kept)     read grad and what the operator keeps, write dx
 
-What is kept is x, or the output where the derivative can be had from it: relu, sigmoid, tanh. The blocks lie as in
-`elementwise`.
+What is kept is x, or the output where the derivative can be had from it: sigmoid, tanh, and relu, for which a bit an
+element is enough where its forward can make it (`bits`). The blocks lie as in `elementwise`.
 
 In half precision an exponential and a reciprocal are one instruction each, right to 2 units in the last place of
 float32. The exact ones take care of numbers below 2**-126 in a dozen more, which is more than the memory can hide.
@@ -16,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
+from tilestack.kernels.bits import backward_of_bits, relu_and_bits
 from tilestack.kernels.elementwise import BLOCK, block_of, flat, grid_over, load, store
 from tilestack.kernels.launch import launch, wide
 from tilestack.kernels.repeat import straight_line
-from tilestack.ops import implements
+from tilestack.ops import Keeping, implements
 from tilestack.ops.backends import interpreting
 
 INTERPRETED = tl.constexpr(interpreting())
@@ -200,7 +201,11 @@ def gelu_name(approximate: str) -> str:
 
 
 @implements(
-    ops.relu, backend="triton", repeat=straight_line, backward=lambda grad, out: activation_backward(grad, out, "relu")
+    ops.relu,
+    backend="triton",
+    repeat=straight_line,
+    backward=lambda grad, out: activation_backward(grad, out, "relu"),
+    keeping=Keeping(relu_and_bits, lambda grad, bits: backward_of_bits(grad, bits), when=lambda x: x.is_contiguous()),
 )
 def relu(x: Tensor) -> Tensor:
     return activation(x, "relu")

@@ -9,7 +9,8 @@ columns ->
                       since what was read last is still in the cache
 
 Log-softmax is the same walk with another ending, and so is the gradient of logsumexp: softmax times what arrives at the
-row. Logsumexp itself ends after the first pass, with one number a row.
+row. Logsumexp itself ends after the first pass, with one number a row. Where that number can be kept unrounded its
+gradient needs no row as a whole, exp(x - lse) · grad, and is one pass over tiles of any shape, however long the rows.
 """
 
 import torch
@@ -18,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
+from tilestack.kernels.gated import load_tile, store_tile, tile_of, tiles_over
 from tilestack.kernels.launch import accumulator, cdiv, launch, rows_of, shared_memory, tile_of_rows, wide
 from tilestack.kernels.repeat import straight_line
-from tilestack.ops import implements
+from tilestack.ops import Keeping, implements
 
 WIDEST = 32768  # columns that one program keeps in registers
 CHUNK_BYTES = 8192  # of a long row per step of its forward
@@ -138,7 +140,11 @@ def softmax_long_bwd_kernel(
 
 
 @triton.jit
-def logsumexp_fwd_kernel(x_ptr, out_ptr, rows, columns, x_stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+def logsumexp_fwd_kernel(
+    x_ptr, out_ptr, lse_ptr,  # [rows, columns], [rows], [rows] unrounded or None
+    rows, columns, x_stride,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLS)[None, :]
     inside = (row[:, None] < rows) & (column < columns)
@@ -146,15 +152,33 @@ def logsumexp_fwd_kernel(x_ptr, out_ptr, rows, columns, x_stride, ROWS: tl.const
     top = finite(tl.max(x, 1))
     out = top + tl.log(tl.sum(tl.exp(x - top[:, None]), 1))
     tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=row < rows)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, out, mask=row < rows)
 
 
 @triton.jit
 def logsumexp_long_fwd_kernel(
-    x_ptr, out_ptr, columns, x_stride, ACC: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr
+    x_ptr, out_ptr, lse_ptr, columns, x_stride, ACC: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     top, total = long_normaliser(x_ptr + row * x_stride, columns, ACC, CHUNK, STAGES)
-    tl.store(out_ptr + row, (finite(top) + tl.log(total)).to(out_ptr.dtype.element_ty))
+    out = finite(top) + tl.log(total)
+    tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty))
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, out)
+
+
+@triton.jit
+def logsumexp_bwd_kernel(
+    grad_ptr, x_ptr, lse_ptr, dx_ptr,  # [rows], [rows, columns], [rows], [rows, columns]
+    rows, columns, x_stride,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row, start, whole = tile_of(rows, columns, ROWS, COLS)
+    x = load_tile(x_ptr, row, start, whole, rows, columns, x_stride, COLS)
+    lse = tl.load(lse_ptr + row, mask=row < rows, other=0)
+    grad = wide(tl.load(grad_ptr + row, mask=row < rows, other=0))
+    store_tile(dx_ptr, tl.exp(x - lse) * grad, row, start, whole, rows, columns, columns, COLS)
 
 
 def last_and_back(x: Tensor, dim: int) -> Tensor:
@@ -224,13 +248,39 @@ def log_softmax(x: Tensor, dim: int) -> Tensor:
 
 
 def logsumexp_backward(grad: Tensor, x: Tensor, dim: int) -> Tensor:
-    # Rows are numbered with the dimension moved last, so what arrives at them is put in that order too.
-    arriving = last_and_back(grad.unsqueeze(dim), dim).contiguous()
-    return distribution(x, dim, scale=arriving)
+    return distribution(x, dim, scale=arriving(grad, dim))
 
 
-@implements(ops.logsumexp, backend="triton", repeat=straight_line, backward=logsumexp_backward)
-def logsumexp(x: Tensor, dim: int) -> Tensor:
+def arriving(grad: Tensor, dim: int) -> Tensor:
+    """What arrives at the rows, which are numbered with the dimension moved last."""
+    return last_and_back(grad.unsqueeze(dim), dim).contiguous()
+
+
+def logsumexp_with_lse_backward(grad: Tensor, x: Tensor, lse: Tensor, dim: int) -> Tensor:
+    moved = last_and_back(x, dim)
+    source = rows_of(moved)
+    dx = torch.empty_like(source, memory_format=torch.contiguous_format)
+    grid, tile = tiles_over(*source.shape)
+    launch(
+        logsumexp_bwd_kernel, grid, arriving(grad, dim), source, lse, dx, *source.shape, source.stride(0), **tile
+    )  # fmt: skip
+    return last_and_back(dx.view(moved.shape), dim)
+
+
+def logsumexp_with_lse(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Also unrounded, a number for each row."""
+    lse = torch.empty(x.numel() // x.shape[dim], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    return logsumexp(x, dim, lse), lse
+
+
+@implements(
+    ops.logsumexp,
+    backend="triton",
+    repeat=straight_line,
+    backward=logsumexp_backward,
+    keeping=Keeping(logsumexp_with_lse, logsumexp_with_lse_backward, when=lambda x: x.numel() > 0),
+)
+def logsumexp(x: Tensor, dim: int, lse: Tensor | None = None) -> Tensor:
     moved = last_and_back(x, dim)
     source = rows_of(moved)
     rows, columns = source.shape
@@ -238,12 +288,12 @@ def logsumexp(x: Tensor, dim: int) -> Tensor:
     if columns <= WIDEST:
         height, width, warps = tile_of_rows(columns)
         launch(
-            logsumexp_fwd_kernel, (cdiv(rows, height),), source, out, rows, columns, source.stride(0),
+            logsumexp_fwd_kernel, (cdiv(rows, height),), source, out, lse, rows, columns, source.stride(0),
             ROWS=height, COLS=width, num_warps=warps,
         )  # fmt: skip
     else:
         launch(
-            logsumexp_long_fwd_kernel, (rows,), source, out, columns, source.stride(0),
+            logsumexp_long_fwd_kernel, (rows,), source, out, lse, columns, source.stride(0),
             ACC=accumulator(x.dtype), CHUNK=CHUNK_BYTES // x.element_size(), STAGES=STAGES, num_warps=8,
         )  # fmt: skip
     return last_and_back(out.unsqueeze(-1), dim).squeeze(dim).contiguous()

@@ -109,7 +109,9 @@ def compiled_kernels(
     with AbsentGpu(capability) as gpu, torch.no_grad():
         if implementation.when is not None and call_named(implementation.when, arguments) is not True:
             return []
+        keeping = implementation.keeping_of(arguments)
         outputs = as_tuple(implementation.forward(*arguments.values()))
+        made = keeping.forward(*arguments.values())[1:] if keeping else ()
         if direction == "backward":
             gpu.launched.clear()
             available = arguments | dict(zip(operator.outputs, outputs, strict=True))
@@ -118,6 +120,8 @@ def compiled_kernels(
                 name in tensors and tensors[name].is_floating_point() for name in operator.tensors
             )
             call_named(implementation.own_backward, available)
+            if keeping:
+                call_named(keeping.backward, available | dict(zip(keeping.made(operator), made, strict=True)))
         return [
             replace(
                 report,

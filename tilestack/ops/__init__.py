@@ -4,7 +4,7 @@ from tilestack.ops.activation import gelu, relu, sigmoid, silu, softcap, squared
 from tilestack.ops.activation_dropout import activation_dropout, gated_dropout
 from tilestack.ops.attention import attention
 from tilestack.ops.backends import BackendError, backend, configure_backend, register_backend
-from tilestack.ops.contract import AUTOGRAD, Ahead, Case, Cost, Implementation, Operator, implements, operator
+from tilestack.ops.contract import AUTOGRAD, Ahead, Case, Cost, Implementation, Keeping, Operator, implements, operator
 from tilestack.ops.elementwise import add, axpy
 from tilestack.ops.gated import geglu, gelu_mul, silu_mul, swiglu, swiglu_linear
 from tilestack.ops.gated_quantised import silu_mul_fp8, silu_mul_int8
@@ -30,6 +30,7 @@ __all__ = [
     "Case",
     "Cost",
     "Implementation",
+    "Keeping",
     "Operator",
     "activation_dropout",
     "add",

@@ -1,6 +1,6 @@
 """Gradients in eager mode: an implementation's forward and backward as one differentiable function.
 
-Only what the operator's gradient names is kept. First derivatives only: kernels have no second one, and asking for it
+Only what the operator's gradient names is kept, or what an implementation makes to be kept. First derivatives only: kernels have no second one, and asking for it
 is an error that names the operator and the way out.
 """
 
@@ -10,26 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilestack.ops.contract import Ahead, Implementation, Operator, as_tuple, call_named, parameters_of
+from tilestack.ops.contract import Ahead, Implementation, Keeping, Operator, as_tuple, call_named, parameters_of
 
 
-def differentiable(implementation: Implementation) -> Callable:
+def differentiable(implementation: Implementation, keeping: Keeping | None = None) -> Callable:
     """The implementation as a function that PyTorch's autograd can differentiate once.
 
     Written out for the operator, for a call in eager mode spends as long here as in its kernel. Underscores keep our
     names apart from those of the operator.
     """
-    described, own = implementation.operator, implementation.own_backward
+    described = implementation.operator
+    run, own = implementation.forward, implementation.own_backward
+    if keeping:
+        run, own = keeping.forward, keeping.backward
     parameters, tensors, outputs = described.parameters, described.tensors, described.outputs
     named = parameters_of(own)
-    kept = [name for name in described.saved if name in tensors or name in outputs]
+    extra = keeping.made(described) if keeping else []
+    kept = [name for name in (named if keeping else described.saved) if name in (*tensors, *outputs, *extra)]
     options = [name for name in named if name in parameters and name not in tensors]
     made = {name: "_out" if len(outputs) == 1 else f"_out[{place}]" for place, name in enumerate(outputs)}
     wanted = {name: f"_wanted[{parameters.index(name)}]" for name in tensors}
     listed = lambda words: "".join(f"{word}, " for word in words)
     source = f"""
 def forward(ctx, {listed(parameters)}):
-    _out = _forward({listed(parameters)})
+    {listed(["_out", *extra]) if extra else "_out"} = _forward({listed(parameters)})
     ctx.save_for_backward({listed(made.get(name, name) for name in kept)})
     {f"ctx.options = ({listed(options)})" if options else ""}
     return _out
@@ -53,7 +57,7 @@ def call({listed(parameters)}):
 """
     scope: dict[str, Any] = dict(
         _implementation=implementation,
-        _forward=implementation.forward,
+        _forward=run,
         _backward=own,
         _grad_enabled=torch.is_grad_enabled,
         _no_grad=torch.no_grad,
@@ -63,7 +67,7 @@ def call({listed(parameters)}):
     )
     if implementation.repeat:
         keep = lambda name: lambda faster: scope.update({name: faster})
-        scope["_forward"] = implementation.repeat(implementation.forward, keep("_forward"))
+        scope["_forward"] = implementation.repeat(run, keep("_forward"))
         # What arrives may lie in any way, and so may what is kept, once hooks have moved it away and back.
         scope["_backward"] = implementation.repeat(own, keep("_backward"), strides_known=False)
     exec(source, scope)

@@ -89,6 +89,25 @@ class Ahead:
     traced: bool  # whether also under a compiler, which scales into a new tensor
 
 
+@dataclass(frozen=True)
+class Keeping:
+    """A way to keep something of one's own for the backward, such as a mask, made only when a gradient is wanted.
+
+    `forward(*arguments)` answers the result, then what is made to be kept. `backward` names what any backward does, and
+    what was made, in that order; of the rest only what it names is kept. Under a compiler, which knows only what the
+    operator's gradient keeps, the implementation's own backward does the work.
+    """
+
+    forward: Callable
+    backward: Callable
+    when: Callable[..., bool]  # names arguments, as that of `implements`
+
+    def made(self, described: "Operator") -> list[str]:
+        """What is made to be kept, by the names the backward has for it."""
+        known = *described.grads, *described.parameters, *described.outputs, "needs"
+        return [name for name in parameters_of(self.backward) if name not in known]
+
+
 @dataclass
 class Implementation:
     """One way to run an operator: a forward, a backward (a function, AUTOGRAD or none) and the limits of both."""
@@ -100,6 +119,7 @@ class Implementation:
     when: Callable[..., Reason] | None
     dtypes: tuple[torch.dtype, ...]
     ahead: Ahead | None = None
+    keeping: Keeping | None = None
     repeat: Repeat | None = None
 
     def refuses(self, arguments: dict[str, Any], device: torch.device, with_gradient: bool = False) -> str:
@@ -121,6 +141,10 @@ class Implementation:
     def ahead_of(self, arguments: dict[str, Any]) -> Ahead | None:
         """How a call that wants gradients has them made in the forward, None where its backward makes them."""
         return self.ahead if self.ahead is not None and call_named(self.ahead.when, arguments) else None
+
+    def keeping_of(self, arguments: dict[str, Any]) -> Keeping | None:
+        """How a call that wants gradients keeps something of its own, None where it does not."""
+        return self.keeping if self.keeping is not None and call_named(self.keeping.when, arguments) else None
 
     @property
     def own_backward(self) -> Callable:
@@ -237,7 +261,8 @@ class Operator(Generic[P, R]):
             from tilestack.ops.autograd import differentiable, differentiable_ahead
 
             ahead = implementation.ahead_of(arguments)
-            run = differentiable_ahead(implementation, ahead) if ahead else differentiable(implementation)
+            keeping = implementation.keeping_of(arguments)
+            run = differentiable_ahead(implementation, ahead) if ahead else differentiable(implementation, keeping)
         elif implementation.repeat and key is not None:
             run = implementation.repeat(implementation.forward, lambda faster: self.improve(key, run, faster))
         else:
@@ -322,13 +347,15 @@ def implements(
     when: Callable[..., Reason] | None = None,
     dtypes: Sequence[torch.dtype] = FLOATS,
     ahead: Ahead | None = None,
+    keeping: Keeping | None = None,
     repeat: Repeat | None = None,
 ) -> Callable[[Callable], Callable]:
     """Register a function as an operator's implementation on a backend, from inside or outside this package.
 
     `backward` is a function (see the top of this file), AUTOGRAD when the forward is made of differentiable PyTorch
     calls, or None when there is none. `when` answers True or the reason why not, looking only at metadata. `ahead` is
-    the way of a loss: where it applies, the gradients are made in the forward and the backward only scales them.
+    the way of a loss: where it applies, the gradients are made in the forward and the backward only scales them. `keeping` is a second forward and backward that
+    hand on something the operator's gradient does not know.
     `repeat(function, keep, strides_known)` makes of the forward or the backward a function for calls of one signature,
     which may later `keep(faster)`, another in its own place. A backward's signature says nothing of strides.
     """
@@ -345,7 +372,7 @@ def implements(
             f"the when of {described.name} on {backend}", when, kept if callable(backward) else described.parameters
         )
         described.implementations[backend] = Implementation(
-            described, backend, forward, backward, when, tuple(dtypes), ahead, repeat
+            described, backend, forward, backward, when, tuple(dtypes), ahead, keeping, repeat
         )
         described.plans.clear()
         return forward
@@ -414,6 +441,7 @@ __all__ = [
     "Case",
     "Cost",
     "Implementation",
+    "Keeping",
     "Operator",
     "implements",
     "operator",
