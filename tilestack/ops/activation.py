@@ -17,7 +17,16 @@ def relu_gradient(grad: Tensor, out: Tensor) -> Tensor:
     return torch.where(out <= 0, 0, grad)
 
 
-@operator(cases=one_tensor, cost=lambda x: Cost(flops=x.numel()), gradient=relu_gradient)
+def bits_of(x: Tensor) -> Tensor:
+    """A bit for each element: all that the gradient of a relu has to know of x."""
+    return torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device="meta")
+
+
+@operator(
+    cases=one_tensor,
+    cost=lambda x: Cost(flops=x.numel(), backward_read=[bits_of(x)]),
+    gradient=relu_gradient,
+)
 def relu(x: Tensor) -> Tensor:
     """max(x, 0); its gradient needs only the output."""
     return torch.relu(x)
