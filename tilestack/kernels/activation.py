@@ -5,9 +5,6 @@
 
 What is kept is x, or the output where the derivative can be had from it: sigmoid, tanh, and relu, for which a bit an
 element is enough where its forward can make it (`bits`). The blocks lie as in `elementwise`.
-
-In half precision an exponential and a reciprocal are one instruction each, right to 2 units in the last place of
-float32. The exact ones take care of numbers below 2**-126 in a dozen more, which is more than the memory can hide.
 """
 
 import torch
@@ -16,14 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
+from tilestack.kernels.arithmetic import exp_of, one_over
 from tilestack.kernels.bits import backward_of_bits, relu_and_bits
 from tilestack.kernels.elementwise import BLOCK, block_of, flat, grid_over, load, store
 from tilestack.kernels.launch import launch, wide
 from tilestack.kernels.repeat import straight_line
 from tilestack.ops import Keeping, implements
-from tilestack.ops.backends import interpreting
-
-INTERPRETED = tl.constexpr(interpreting())
 
 
 @triton.jit
@@ -100,25 +95,6 @@ def slope(x, KIND: tl.constexpr, HALF: tl.constexpr):
 @triton.jit
 def relu_of(x):
     return tl.where(x < 0, 0.0, x)  # this way round a NaN stays one
-
-
-@triton.jit
-def exp_of(x, HALF: tl.constexpr):
-    if HALF:
-        y = tl.exp2(1.4426950408889634 * x)
-    else:
-        y = tl.exp(x)
-    return y
-
-
-@triton.jit
-def one_over(x, HALF: tl.constexpr):
-    """1 / x; in half precision zero where that is below 2**-126."""
-    if HALF and not INTERPRETED:
-        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        y = 1 / x
-    return y
 
 
 @triton.jit

@@ -19,12 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
+from tilestack.kernels.arithmetic import exp_of
 from tilestack.kernels.gated import load_tile, store_tile, tile_of, tiles_over
 from tilestack.kernels.launch import accumulator, cdiv, launch, rows_of, shared_memory, tile_of_rows, wide
 from tilestack.kernels.repeat import straight_line
 from tilestack.ops import Keeping, implements
 
 WIDEST = 32768  # columns that one program keeps in registers
+HELD = 8192  # columns of which softmax backward keeps both tensors there, and leaves registers for another program
 CHUNK_BYTES = 8192  # of a long row per step of its forward
 STAGES = 5  # a chunk that is worked on, and those on their way to shared memory
 BACKWARD_CHUNK_BYTES = 32768  # of either tensor per step of its backward
@@ -46,12 +48,16 @@ def softmax_fwd_kernel(
     column = tl.arange(0, COLS)[None, :]
     inside = (row < rows) & (column < columns)
     x = wide(tl.load(x_ptr + row * x_stride + column, mask=inside, other=-float("inf")))
+    HALF: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
     x = x - tl.max(x, 1, keep_dims=True)
-    numerator = tl.exp(x)
+    numerator = exp_of(x, HALF)
     total = tl.sum(numerator, 1, keep_dims=True)
-    out = x - tl.log(total) if LOG else numerator / total
-    if SCALED:
-        out = out * tl.load(scale_ptr + row, mask=row < rows, other=0)
+    if LOG:
+        out = x - tl.log(total)
+    elif SCALED:
+        out = numerator * (tl.load(scale_ptr + row, mask=row < rows, other=0) / total)
+    else:
+        out = numerator * (1 / total) if HALF else numerator / total
     tl.store(out_ptr + row * columns + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -98,17 +104,20 @@ def softmax_long_fwd_kernel(
 def softmax_bwd_kernel(
     grad_ptr, y_ptr, out_ptr,
     rows, columns, grad_stride, y_stride,
-    LOG: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    LOG: tl.constexpr, HELD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """Rows that are not HELD in registers while they are added up are read again, from the cache."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLS)[None, :]
     inside = (row < rows) & (column < columns)
     grad = wide(tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0))
     y = wide(tl.load(y_ptr + row * y_stride + column, mask=inside, other=0))
-    if LOG:
-        out = grad - tl.exp(y) * tl.sum(grad, 1, keep_dims=True)
-    else:
-        out = y * (grad - tl.sum(grad * y, 1, keep_dims=True))
+    HALF: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth == 16
+    total = tl.sum(grad if LOG else grad * y, 1, keep_dims=True)
+    if not HELD:
+        grad = wide(tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0, cache_modifier=".ca"))
+        y = wide(tl.load(y_ptr + row * y_stride + column, mask=inside, other=0, cache_modifier=".ca"))
+    out = grad - exp_of(y, HALF) * total if LOG else y * (grad - total)
     tl.store(out_ptr + row * columns + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -178,7 +187,8 @@ def logsumexp_bwd_kernel(
     x = load_tile(x_ptr, row, start, whole, rows, columns, x_stride, COLS)
     lse = tl.load(lse_ptr + row, mask=row < rows, other=0)
     grad = wide(tl.load(grad_ptr + row, mask=row < rows, other=0))
-    store_tile(dx_ptr, tl.exp(x - lse) * grad, row, start, whole, rows, columns, columns, COLS)
+    HALF: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    store_tile(dx_ptr, exp_of(x - lse, HALF) * grad, row, start, whole, rows, columns, columns, COLS)
 
 
 def last_and_back(x: Tensor, dim: int) -> Tensor:
@@ -216,7 +226,7 @@ def distribution_backward(grad: Tensor, out: Tensor, dim: int, log: bool) -> Ten
         height, width, warps = tile_of_rows(columns)
         launch(
             softmax_bwd_kernel, (cdiv(rows, height),), grad, y, dx, rows, columns, grad.stride(0), y.stride(0),
-            LOG=log, ROWS=height, COLS=width, num_warps=warps,
+            LOG=log, HELD=log or columns <= HELD, ROWS=height, COLS=width, num_warps=warps,
         )  # fmt: skip
     else:
         launch(
