@@ -94,6 +94,15 @@ def test_the_default_weighs_every_case_alike_whatever_its_size():
     assert entry["default"] == ["triton", "aten"]
 
 
+def test_a_backend_that_refuses_some_cases_is_ranked_by_the_others():
+    rows = [
+        row("triton", 10.0), row("aten", 12.0),
+        row("aten", 20.0, case="8192x5120x-1"),  # of the same bucket
+    ]  # fmt: skip
+    entry = preferences.make_table(rows)["softmax"]
+    assert entry["bfloat16"]["25x12"] == ["triton", "aten"] == entry["default"]
+
+
 def test_rows_of_a_case_that_is_gone_are_passed_over():
     assert preferences.make_table([row("triton", 1.0, case="1x2x3x4")]) == {}
 

@@ -198,11 +198,16 @@ def attention_case(make, batch, queries, keys, heads, kv_heads, dim, value_dim, 
             (1, 17, 17, 2, 1, 8, 8, "documents_window"),
             (2, 8, 8, 2, 2, 8, 8, "documents_around"),
             (0, 4, 4, 2, 1, 8, 8, "causal"),
+            (2, 200, 200, 4, 2, 128, 128, "causal"),  # whole tiles and a rest, of the heads that large kernels take
+            (1, 256, 256, 2, 2, 128, 128, "full"),
+            (1, 70, 70, 3, 1, 128, 128, "scaled"),
         ],
         bench=[
             (8, 2048, 2048, 16, 8, 128, 128, "causal"),  # Qwen3-0.6B
             (8, 2048, 2048, 16, 8, 128, 128, "documents"),
+            (64, 256, 256, 16, 8, 128, 128, "causal"),
             (2, 4096, 4096, 32, 8, 128, 128, "causal"),  # Llama-3-8B
+            (1, 16384, 16384, 32, 8, 128, 128, "causal"),
             (2, 4096, 4096, 32, 8, 128, 128, "wide"),
             (64, 1, 4096, 32, 8, 128, 128, "causal"),  # one step of decoding
             (2, 4096, 4096, 16, 16, 192, 128, "causal"),  # DeepSeek-V2-Lite

@@ -410,7 +410,7 @@ def __call__(self, {declared}):
     if _compiling():
         return _traced({names})
     try:
-        _key = (_entered(), _grad_enabled() and ({" or ".join(grads)}), {", ".join(parts)})
+        _key = (_entered(), _deterministic(), _grad_enabled() and ({" or ".join(grads)}), {", ".join(parts)})
         _run = _plans.get(_key)
     except (AttributeError, TypeError):  # no tensor where one belongs, or an argument without a hash, such as a list
         _key = _run = None
@@ -424,6 +424,7 @@ def __call__(self, {declared}):
         _traced=described.traced,
         _grad_enabled=torch.is_grad_enabled,
         _entered=entered,
+        _deterministic=torch._C._get_deterministic_algorithms,
         _plans=described.plans,
         _plan=described.plan,
     )

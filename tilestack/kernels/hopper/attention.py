@@ -1,0 +1,85 @@
+"""Attention on Hopper as the backend `gluon`: cuDNN's forward, which is hard to beat, and a backward of our own.
+
+The forward also answers the logarithm of every row's sum, which is kept for the backward where a gradient is wanted.
+"""
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+
+from tilestack import ops
+from tilestack.kernels.attention_aten import HALVES, straight
+from tilestack.kernels.hopper.attention_backward import DIM, gradients
+from tilestack.ops import Keeping, implements
+from tilestack.ops.attention import scale_or_usual
+
+
+def takes(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, window: int | None, softcap: float | None
+) -> bool | str:
+    if q.shape[3] != DIM or v.shape[3] != DIM:
+        return f"its heads have {DIM} dimensions"
+    if q.shape[1] != k.shape[1]:
+        return "it has as many queries as keys"
+    if cu_seqlens is not None or window is not None or softcap is not None:
+        return "it has no documents, window or softcap"
+    if TracingContext.try_get() is not None:
+        return "under torch.compile, which keeps no sums for it, its forward would run twice"
+    if torch.are_deterministic_algorithms_enabled():
+        return "its gradient of q is added up in no certain order"
+    return q.numel() > 0 or "it needs at least one query"
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, with_sums: bool) -> tuple:
+    """cuDNN's result, and the logarithm of each row's sum if wanted: [batch, queries, heads, dim], [batch, heads, queries]."""
+    rows = (straight(x).transpose(1, 2) for x in (q, k, v))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *rows, None, with_sums, 0.0, causal, False, scale=scale
+    )
+    return out.transpose(1, 2), lse.view(q.shape[0], q.shape[2], q.shape[1]) if with_sums else None
+
+
+def attention_and_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: None,
+    causal: bool,
+    window: None,
+    scale: float | None,
+    softcap: None,
+) -> tuple[Tensor, Tensor]:
+    return attend(q, k, v, causal, scale, True)
+
+
+def backward_from_sums(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    return *gradients(grad, q, k, v, out, lse, causal, scale_or_usual(scale, q)), None
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    return backward_from_sums(grad, q, k, v, causal, scale, out, attend(q, k, v, causal, scale, True)[1])
+
+
+@implements(
+    ops.attention,
+    backend="gluon",
+    backward=backward,
+    keeping=Keeping(attention_and_sums, backward_from_sums, when=lambda q: True),
+    when=takes,
+    dtypes=HALVES,
+)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: None,
+    causal: bool,
+    window: None,
+    scale: float | None,
+    softcap: None,
+) -> Tensor:
+    return attend(q, k, v, causal, scale, False)[0]
