@@ -31,7 +31,6 @@ SPILLS_OWED = {
     "softmax_bwd_kernel": ODD,
     "group_norm_fwd_kernel": ODD,
     "group_norm_bwd_kernel": "its largest tile is a few registers too many before sm_90",
-    "activation_dropout_fwd_kernel": "eight bytes on sm_80; more warps would pass its random words through shared memory",
     "gather_kernel": "a few bytes on sm_100, in the smallest case",
     "attention_bwd_kernel": "addresses that never change are fetched again in each step, beside two sums of 64 registers each",
     "matmul_kernel": "ptxas spills a few bytes of the float32 tiles below the register limit",

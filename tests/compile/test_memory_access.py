@@ -46,3 +46,21 @@ def test_sums_have_whole_tiles_on_their_way(uninterpreted):
         seen.add((row["kernel"], row["dtype"]))
     kernels = ("sum_rows_kernel", "sum_columns_kernel", "embedding_bwd_kernel")
     assert seen == {(kernel, dtype) for kernel in kernels for dtype in ITEMSIZE}
+
+
+DROPOUTS = """
+import json, torch
+from tilestack.lab.explain import explain
+reports = explain(["activation_dropout", "gated_dropout"], 90, [torch.bfloat16], every_bench=True)
+print(json.dumps([report.row() for report in reports]))
+"""
+
+
+def test_fused_dropout_leaves_registers_for_other_programs(uninterpreted):
+    """A program makes its random words before it loads anything; only other programs can use the memory meanwhile."""
+    rows = [row for row in uninterpreted("-c", DROPOUTS) if "x8192x1024x" in row["case"]]  # the others launch the same
+    assert {"activation_dropout_fwd_kernel", "activation_dropout_bwd_kernel"} <= {row["kernel"] for row in rows}
+    for row in rows:
+        assert row["registers"] * 32 * row["num_warps"] * 8 <= 65536, row
+        assert row["instructions"]["ld.v4"] > 0, row
+        assert row["instructions"]["st.v4"] > 0, row

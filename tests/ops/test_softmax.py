@@ -25,8 +25,10 @@ def awkward_rows():
     return x.to(DEVICE)
 
 
-@pytest.fixture(params=["in registers", "long"])
+@pytest.fixture(params=["in registers", "read again", "long"])
 def rows_kept(request, monkeypatch):
+    if request.param == "read again":
+        monkeypatch.setattr(kernels, "HELD", 16)
     if request.param == "long":
         monkeypatch.setattr(kernels, "WIDEST", 16)
         monkeypatch.setattr(kernels, "CHUNK_BYTES", 128)
@@ -48,3 +50,21 @@ def test_infinite_scores_are_as_the_definition_has_them(described):
     torch.testing.assert_close(
         torch.autograd.grad(out, x, arriving), torch.autograd.grad(described.definition(x), x, arriving), equal_nan=True
     )
+
+
+@pytest.mark.usefixtures("rows_kept")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_both_gradients_of_logsumexp_are_those_of_the_definition(dim):
+    """That of a compiler, which finds the normaliser again, and the eager one, which has kept it."""
+    x = awkward_rows()[:3].requires_grad_()
+    out = ops.logsumexp.definition(x, dim)
+    grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    grad[out.isinf()] = 0
+    (expected,) = torch.autograd.grad(out, x, grad)
+    source = x.detach()
+    _, lse = kernels.logsumexp_with_lse(source, dim)
+    for found in (
+        kernels.logsumexp_backward(grad, source, dim),
+        kernels.logsumexp_with_lse_backward(grad, source, lse, dim),
+    ):
+        torch.testing.assert_close(found, expected, equal_nan=True)

@@ -1,6 +1,7 @@
-"""Exponential and reciprocal, in half precision one instruction each, right to 2 units in the last place of float32.
+"""Exponential and reciprocal for half precisions, by the same hardware instructions as `tl.exp` and a division.
 
-The exact ones spend a dozen more on numbers below 2**-126, which is more than the memory can hide.
+What they leave out is the care for numbers below 2**-126: some ten instructions an element, more than the memory can
+hide, for results that half precisions hold as nothing or next to it.
 """
 
 import triton

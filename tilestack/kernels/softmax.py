@@ -11,6 +11,7 @@ columns ->
 Log-softmax is the same walk with another ending, and so is the gradient of logsumexp: softmax times what arrives at the
 row. Logsumexp itself ends after the first pass, with one number a row. Where that number can be kept unrounded its
 gradient needs no row as a whole, exp(x - lse) · grad, and is one pass over tiles of any shape, however long the rows.
+The backward of softmax, with two tensors, reads the longer of the rows in registers again instead, from the cache.
 """
 
 import torch
