@@ -110,15 +110,16 @@ def test_a_short_side_leaves_the_tile_to_the_long_one(sizes):
     assert found.constants["ROWS"] * found.constants["COLS"] * 2 == memory.TILE_BYTES
 
 
-def test_tiny_dimensions_and_strided_vectors_are_decoded():
+def test_tiny_dimensions_are_decoded_and_a_strided_vector_is_not():
     assert walk(half(1000, 3, 5).mT).kernel is memory.copy_decoded_kernel
-    assert walk(half(1000)[::3]).kernel is memory.copy_decoded_kernel
+    assert walk(half(8, 1000)[:, ::4]).numbers == (2000, 4)
+    assert walk(half(8, 1000)[:, ::4]).kernel is memory.copy_kernel
 
 
 def test_divisions_are_in_32_bits_wherever_they_fit():
-    index = lambda n: walk(half(3 * n)[::3]).constants["INDEX"].primitive_bitwidth
-    assert index(2**31 - 2 * memory.DECODED) == 32
-    assert index(2**31) == 64
+    index = lambda n: walk(half(n, 3, 5).mT).constants["INDEX"].primitive_bitwidth
+    assert index(2**31 // 15 - memory.ONE_BY_ONE) == 32
+    assert index(2**31 // 15) == 64
 
 
 @on_triton
@@ -179,6 +180,41 @@ def test_the_batch_of_a_tile_is_taken_apart(sizes, dims):
     assert walk(x.permute(dims)).kernel is memory.copy_tiles_kernel
     with ops.backend("triton"):
         assert torch.equal(ops.permute(x, dims), x.permute(dims))
+
+
+@on_triton
+@pytest.mark.parametrize("step", [1, 2, 3, 16, 24, 5000])
+@pytest.mark.parametrize("columns", [1, 48, 5000])  # rows that lie as one for some steps, and not for others
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_strided_copy_and_its_gradient_for_any_step(columns, step, apart):
+    x = torch.randn(3, columns, device=DEVICE, dtype=torch.float16, requires_grad=True)
+    with ops.backend("triton"):
+        out = ops.strided_copy(x, step)
+    assert torch.equal(out, x[:, ::step])
+    grad = torch.randn(3, out.shape[1] * 2 if apart else out.shape[1], device=DEVICE, dtype=torch.float16)
+    grad = grad[:, : out.shape[1]]
+    out.backward(grad)
+    expected = torch.zeros_like(x)
+    expected[:, ::step] = grad
+    assert torch.equal(x.grad, expected)
+
+
+@on_triton
+def test_one_element_expanded_fills_more_than_a_block():
+    x = torch.randn(1, device=DEVICE).expand(3 * memory.ONE_BY_ONE + 1)
+    with ops.backend("triton"):
+        assert torch.equal(ops.copy(x), x)
+
+
+@on_triton
+def test_the_gradient_of_a_permutation_is_a_view_of_what_arrives():
+    x = torch.randn(2, 3, 4, device=DEVICE, requires_grad=True)
+    with ops.backend("triton"):
+        for out in (ops.transpose(x), ops.permute(x, (2, 0, 1))):
+            grad = torch.randn_like(out)
+            (found,) = torch.autograd.grad(out, x, grad)
+            assert found.data_ptr() == grad.data_ptr()
+            assert found.shape == x.shape
 
 
 @on_triton
