@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tilestack import ops
 from tilestack.kernels import memory
+from tilestack.kernels import rows as rows_by_number
 from tilestack.kernels.memory import MOST_DIMENSIONS, merged, walk_of
 from tilestack.ops.backends import interpreting
 
@@ -261,6 +262,30 @@ def test_scatter_drops_a_number_without_a_place():
     with ops.backend("triton"):
         out = ops.scatter_rows(x, torch.tensor([-1, 1, 2], device=DEVICE), 2)
     assert out.tolist() == [[0, 0], [1, 1]]
+
+
+@on_triton
+@pytest.mark.parametrize("rows", [0, 1, 127, 128, 40_000])  # keys of one byte, of two and of four
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_inputs_are_sorted_by_place_and_those_without_one_left_out(rows, count):
+    index = torch.randint(-2, rows + 2, (count,), device=DEVICE)
+    index[:: max(count // 4, 1)] = 2**40
+    order, bounds = rows_by_number.sorted_by_place(index, rows)
+    ordered, expected = index.sort(stable=True)
+    start = torch.searchsorted(ordered, torch.arange(rows + 1, device=DEVICE))
+    assert torch.equal(bounds, start)
+    assert torch.equal(order[start[0] : start[-1]], expected[start[0] : start[-1]])
+
+
+@on_triton
+def test_one_place_may_have_most_of_the_inputs_where_others_have_few():
+    x = torch.randint(-8, 8, (70, 33), device=DEVICE).double()  # whose sums are exact
+    index = torch.arange(0, 210, 3, device=DEVICE)
+    index[10:60] = 34
+    with ops.backend("triton"):
+        out = ops.scatter_rows(x, index, 211)
+    assert len(index) < rows_by_number.FEW * 211
+    assert torch.equal(out, torch.zeros(211, 33, device=DEVICE, dtype=torch.float64).index_add(0, index, x))
 
 
 @on_triton
