@@ -117,10 +117,13 @@ def test_tiny_dimensions_are_decoded_and_a_strided_vector_is_not():
     assert walk(half(8, 1000)[:, ::4]).kernel is memory.copy_kernel
 
 
-def test_divisions_are_in_32_bits_wherever_they_fit():
+def test_places_are_in_32_bits_wherever_they_fit():
     index = lambda n: walk(half(n, 3, 5).mT).constants["INDEX"].primitive_bitwidth
     assert index(2**31 // 15 - memory.ONE_BY_ONE) == 32
     assert index(2**31 // 15) == 64
+    within_a_tile = lambda n: walk(half(n, 256).mT).constants["INDEX"].primitive_bitwidth
+    assert within_a_tile(2**23) == 32
+    assert within_a_tile(2**25) == 64
 
 
 @on_triton

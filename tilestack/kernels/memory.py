@@ -64,30 +64,46 @@ def copy_kernel(x_ptr, out_ptr, n, stride, BLOCK: tl.constexpr):
 def copy_tiles_kernel(
     x_ptr, out_ptr,
     rows, columns, x_row, x_column, out_row, size1, size2, size3, x0, x1, x2, x3, out0, out1, out2, out3,
-    TURNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    INDEX: tl.constexpr, TURNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """out[batch, row, column] = x[batch, row, column] by tiles; batch stands for up to four dimensions."""
+    """out[batch, row, column] = x[batch, row, column] by tiles; batch stands for up to four dimensions.
+
+    Rows of odd width are moved element by element, and then instructions count: places within a tile are in INDEX, 32
+    bits where they do, and only a tile at the edge is masked.
+    """
     column_tiles = tl.cdiv(columns, COLS)
     tile = tl.program_id(0) // column_tiles
     batch = (tile // tl.cdiv(rows, ROWS)).to(tl.int64)
-    row = (tile % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % column_tiles).to(tl.int64) * COLS + tl.arange(0, COLS)
-    x_ptr += batch % size3 * x3
-    out_ptr += batch % size3 * out3
+    first_row = (tile % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS
+    first_column = (tl.program_id(0) % column_tiles).to(tl.int64) * COLS
+    x_ptr += first_row * x_row + first_column * x_column + batch % size3 * x3
+    out_ptr += first_row * out_row + first_column + batch % size3 * out3
     batch = batch // size3
     x_ptr += batch % size2 * x2
     out_ptr += batch % size2 * out2
     batch = batch // size2
     x_ptr += batch % size1 * x1 + batch // size1 * x0
     out_ptr += batch % size1 * out1 + batch // size1 * out0
-    if TURNED:
-        inside = (column < columns)[:, None] & (row < rows)[None, :]
-        x = tl.trans(tl.load(x_ptr + column[:, None] * x_column + row[None, :] * x_row, mask=inside))
+    rows_left = tl.minimum(rows - first_row, ROWS).to(tl.int32)
+    columns_left = tl.minimum(columns - first_column, COLS).to(tl.int32)
+    whole = (rows_left == ROWS) & (columns_left == COLS)
+    if TURNED:  # read as it lies, columns by rows
+        row, column = tl.arange(0, ROWS)[None, :], tl.arange(0, COLS)[:, None]
     else:
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_row + column[None, :] * x_column, mask=inside)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    tl.store(out_ptr + row[:, None] * out_row + column[None, :], x, mask=inside)
+        row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
+    source = x_ptr + (row.to(INDEX) * x_row + column.to(INDEX) * x_column)
+    if whole:
+        x = tl.load(source)
+    else:
+        x = tl.load(source, mask=(row < rows_left) & (column < columns_left))
+    if TURNED:
+        x = tl.trans(x)
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
+    target = out_ptr + (row.to(INDEX) * out_row + column)
+    if whole:
+        tl.store(target, x)
+    else:
+        tl.store(target, x, mask=(row < rows_left) & (column < columns_left))
 
 
 @triton.jit
@@ -156,6 +172,10 @@ class Walk:
     constants: dict[str, Any]
 
 
+def index_up_to(farthest: int) -> tl.dtype:
+    return tl.int32 if farthest < 2**31 else tl.int64
+
+
 def power_of_two_up_to(most: int, size: int) -> int:
     return min(next_power(size), most)
 
@@ -197,14 +217,16 @@ def tiled(sizes: list[int], strides: list[int], itemsize: int) -> Walk | None:
         *(ones + [sizes[d] for d in outer])[1:], *zeros, *(strides[d] for d in outer), *zeros, *(dense_strides[d] for d in outer),
     )  # fmt: skip
     grid = (batch * cdiv(sizes[row], rows) * cdiv(sizes[last], columns),)
-    return Walk(copy_tiles_kernel, grid, numbers, dict(TURNED=turned, ROWS=rows, COLS=columns, num_warps=8))
+    farthest = max(rows * strides[row] + columns * strides[last], rows * dense_strides[row] + columns)
+    constants = dict(INDEX=index_up_to(farthest), TURNED=turned, ROWS=rows, COLS=columns, num_warps=8)
+    return Walk(copy_tiles_kernel, grid, numbers, constants)
 
 
 def decoded(sizes: list[int], strides: list[int], n: int) -> Walk:
     pad = [1] * (MOST_DIMENSIONS - len(sizes))
-    index = tl.int32 if n + ONE_BY_ONE < 2**31 else tl.int64
     numbers = (n, *(pad + sizes)[1:], *pad, *strides)
-    return Walk(copy_decoded_kernel, (cdiv(n, ONE_BY_ONE),), numbers, dict(INDEX=index, BLOCK=ONE_BY_ONE, num_warps=4))
+    constants = dict(INDEX=index_up_to(n + ONE_BY_ONE), BLOCK=ONE_BY_ONE, num_warps=4)
+    return Walk(copy_decoded_kernel, (cdiv(n, ONE_BY_ONE),), numbers, constants)
 
 
 def written_densely(x: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
