@@ -41,6 +41,7 @@ from tilestack.ops.memory import copy_gradient, permute_gradient, transpose_grad
 FLAT_BYTES = 8192  # of a vector per program
 SPREAD_BYTES = 4096  # of the gradient with zeros between
 TILE_BYTES = 16384
+TILE_ELEMENTS = 8192  # of which a thread holds no more addresses than it has registers
 TILE_SIDE = 128  # bytes of a dense run on either side of a turned tile, where the view has so many
 SMALLEST_TILE = 256  # elements below which decoding beats a tile
 ONE_BY_ONE = 1024  # elements of a program that reads them each from its own place
@@ -196,7 +197,7 @@ def walk_of(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
 def tiled(sizes: list[int], strides: list[int], itemsize: int) -> Walk | None:
     """The walk by tiles, where two of the dimensions fill one."""
     last = len(sizes) - 1
-    elements = TILE_BYTES // itemsize
+    elements = min(TILE_BYTES // itemsize, TILE_ELEMENTS)
     dense = min((d for d in range(last) if strides[d]), key=lambda d: strides[d], default=last)
     turned = 0 < strides[dense] < strides[last]
     columns = power_of_two_up_to(TILE_SIDE // itemsize * (1 if turned else 4), sizes[last])
