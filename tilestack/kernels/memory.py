@@ -143,7 +143,7 @@ def spread_kernel(
     first = (tl.program_id(0) % column_tiles).to(tl.int64) * COLS
     column = first + tl.arange(0, COLS)[None, :]
     inside = (row < rows) & (column < columns)
-    since = (first % STEP).to(tl.int32) + tl.arange(0, COLS)[None, :]  # the last of grad's places before the tile
+    since = (first % STEP).to(tl.int32) + tl.arange(0, COLS)[None, :]  # from the last multiple of STEP up to `first`
     source = row * grad_stride + first // STEP + since // STEP
     grad = tl.load(grad_ptr + source, mask=inside & (since % STEP == 0), other=0)
     tl.store(out_ptr + row * columns + column, grad, mask=inside)

@@ -83,13 +83,15 @@ def scatter_rows_kernel(
     column = tl.program_id(0) % column_tiles * COLS + tl.arange(0, COLS)
     inside = column < columns
     bounds: tl.tuple = ()
+    numbers: tl.tuple = ()
     firsts: tl.tuple = ()
     for i in tl.static_range(PLACES + 1):
         bounds += (tl.load(bounds_ptr + tl.minimum(row + i, rows)),)
     for i in tl.static_range(PLACES):
-        exists = bounds[i] < bounds[i + 1]
-        first = tl.load(order_ptr + bounds[i], mask=exists, other=0)
-        firsts += (tl.load(x_ptr + first * x_stride + column, mask=exists & inside, other=0),)
+        numbers += (tl.load(order_ptr + bounds[i], mask=bounds[i] < bounds[i + 1], other=0),)
+    for i in tl.static_range(PLACES):
+        first = (bounds[i] < bounds[i + 1]) & inside
+        firsts += (tl.load(x_ptr + numbers[i] * x_stride + column, mask=first, other=0),)
     for i in tl.static_range(PLACES):
         total, end = firsts[i].to(ACC), bounds[i + 1]
         place = bounds[i] + 1 + tl.arange(0, TOGETHER)[:, None]
