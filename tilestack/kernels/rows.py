@@ -22,9 +22,11 @@ from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 
 TILE = 4096  # elements of a gathering program
-WIDEST = 1024  # columns of a program
+WIDEST = 1024  # its columns
+ACROSS = 2048  # bytes of a row in a scattering program
 TOGETHER = 8  # inputs of one place added at once, after the first
-PLACES = 4  # of a scattering program, where most have few inputs:
+STAGES = 4  # those that are added, those on their way, and the numbers of the next, where places have many inputs
+PLACES = 4  # of a program where they have few,
 FEW = 2  # on average fewer than this
 BLOCK = 256  # keys or bounds of a program
 
@@ -72,7 +74,7 @@ def scatter_bounds_kernel(sorted_ptr, bounds_ptr, count, rows, steps, BLOCK: tl.
 def scatter_rows_kernel(
     x_ptr, order_ptr, bounds_ptr, out_ptr,
     rows, columns, x_stride,
-    ACC: tl.constexpr, PLACES: tl.constexpr, TOGETHER: tl.constexpr, COLS: tl.constexpr,
+    ACC: tl.constexpr, PLACES: tl.constexpr, TOGETHER: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[row] = the sum of x[order[bounds[row] … bounds[row + 1] - 1]], for PLACES rows.
 
@@ -94,13 +96,11 @@ def scatter_rows_kernel(
         firsts += (tl.load(x_ptr + numbers[i] * x_stride + column, mask=first, other=0),)
     for i in tl.static_range(PLACES):
         total, end = firsts[i].to(ACC), bounds[i + 1]
-        place = bounds[i] + 1 + tl.arange(0, TOGETHER)[:, None]
-        source = tl.load(order_ptr + place, mask=place < end, other=0)
-        for _ in range(bounds[i] + 1, end, TOGETHER):
+        for next in tl.range(bounds[i] + 1, end, TOGETHER, num_stages=STAGES):
+            place = next + tl.arange(0, TOGETHER)[:, None]
+            source = tl.load(order_ptr + place, mask=place < end, other=0)
             added = (place < end) & inside[None, :]
             x = tl.load(x_ptr + source * x_stride + column[None, :], mask=added, other=0)
-            place += TOGETHER
-            source = tl.load(order_ptr + place, mask=place < end, other=0)  # on its way while those are added
             total += tl.sum(x.to(ACC), 0)
         target = out_ptr + (row + i) * columns + column
         tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside & (row + i < rows))
@@ -145,12 +145,13 @@ def scattered(x: Tensor, index: Tensor, rows: int) -> Tensor:
     columns = source.shape[1]
     out = torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
     order, bounds = sorted_by_place(index, rows)
-    width = min(next_power(max(columns, 1)), WIDEST)
-    places = PLACES if len(index) < FEW * rows else 1
+    width = min(next_power(max(columns, 1)), ACROSS // x.itemsize)
+    warps = max(1, width * x.itemsize // 512)  # 16 bytes a thread
+    places, stages = (PLACES, 1) if len(index) < FEW * rows else (1, STAGES)
     launch(
         scatter_rows_kernel, (cdiv(rows, places) * cdiv(columns, width),), source, order, bounds, out,
         rows, columns, source.stride(0),
-        ACC=accumulator(x.dtype), PLACES=places, TOGETHER=TOGETHER, COLS=width, num_warps=max(1, width // 256),
+        ACC=accumulator(x.dtype), PLACES=places, TOGETHER=TOGETHER, COLS=width, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return out
 
