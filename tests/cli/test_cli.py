@@ -142,3 +142,23 @@ def test_help_is_no_error(tilestack, arguments):
     done = tilestack(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
     assert "verify" in done.stdout
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_memory_patterns_are_measured_saved_and_shown_with_or_without_plotly(tilestack, monkeypatch, tmp_path, drawn):
+    from tilestack.lab import memory, results
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(results, "FOLDER", tmp_path / "results")
+    monkeypatch.setattr(memory, "SWEEPS", [memory.named("offset")])
+    if not drawn:
+        monkeypatch.setitem(sys.modules, "plotly", None)
+        monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    done = tilestack("bench", "memory", "--device", "cpu", "--save")
+    assert done.returncode == 0
+    assert "elements from an aligned" in done.stdout
+    (saved,) = tmp_path.glob("results/*/sweeps/memory.json")
+    assert len(json.loads(saved.read_text())["rows"]) == 16
+    assert (tmp_path / "runs/memory.html").exists() == drawn
+    said = "no page of plots, since the report needs plotly: pip install 'tilestack[report]'"
+    assert done.stdout.splitlines()[-1] == ("plots in runs/memory.html" if drawn else said)

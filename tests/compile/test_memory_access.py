@@ -18,8 +18,28 @@ def test_every_access_is_16_bytes_wide(uninterpreted):
         constants = row["constants"]
         elements = constants.get("BLOCK") or constants["ROWS"] * constants["COLS"]
         needed = elements * ITEMSIZE[row["dtype"]] // (16 * 32 * row["num_warps"])
-        needed *= 2 if row["kernel"] == "copy_kernel" else 1  # which has a second path, for the end of the vector
+        needed *= 2  # the other half for blocks and tiles at the end
         assert (row["instructions"]["ld.v4"], row["instructions"]["st.v4"]) == (needed, needed), row
+
+
+SPREAD = """
+import json
+from tilestack.lab.explain import explain
+reports = explain(["strided_copy"], 90, every_bench=True)
+print(json.dumps([report.row() for report in reports]))
+"""
+
+
+def test_zeros_between_are_written_16_bytes_at_a_time(uninterpreted):
+    rows = [
+        row
+        for row in uninterpreted("-c", SPREAD)
+        if row["kernel"] == "spread_kernel" and row["case"].startswith("8192")
+    ]
+    assert {2, 16} == {row["constants"]["STEP"] for row in rows}
+    for row in rows:
+        elements = row["constants"]["ROWS"] * row["constants"]["COLS"]
+        assert row["instructions"]["st.v4"] == elements * ITEMSIZE[row["dtype"]] // (16 * 32 * row["num_warps"]), row
 
 
 SUMS = """

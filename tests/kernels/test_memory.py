@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tilestack import ops
 from tilestack.kernels import memory
+from tilestack.kernels import rows as rows_by_number
 from tilestack.kernels.memory import MOST_DIMENSIONS, merged, walk_of
 from tilestack.ops.backends import interpreting
 
@@ -110,15 +111,19 @@ def test_a_short_side_leaves_the_tile_to_the_long_one(sizes):
     assert found.constants["ROWS"] * found.constants["COLS"] * 2 == memory.TILE_BYTES
 
 
-def test_tiny_dimensions_and_strided_vectors_are_decoded():
+def test_tiny_dimensions_are_decoded_and_a_strided_vector_is_not():
     assert walk(half(1000, 3, 5).mT).kernel is memory.copy_decoded_kernel
-    assert walk(half(1000)[::3]).kernel is memory.copy_decoded_kernel
+    assert walk(half(8, 1000)[:, ::4]).numbers == (2000, 4)
+    assert walk(half(8, 1000)[:, ::4]).kernel is memory.copy_kernel
 
 
-def test_divisions_are_in_32_bits_wherever_they_fit():
-    index = lambda n: walk(half(3 * n)[::3]).constants["INDEX"].primitive_bitwidth
-    assert index(2**31 - 2 * memory.DECODED) == 32
-    assert index(2**31) == 64
+def test_places_are_in_32_bits_wherever_they_fit():
+    index = lambda n: walk(half(n, 3, 5).mT).constants["INDEX"].primitive_bitwidth
+    assert index(2**31 // 15 - memory.ONE_BY_ONE) == 32
+    assert index(2**31 // 15) == 64
+    within_a_tile = lambda n: walk(half(n, 256).mT).constants["INDEX"].primitive_bitwidth
+    assert within_a_tile(2**23) == 32
+    assert within_a_tile(2**25) == 64
 
 
 @on_triton
@@ -182,6 +187,41 @@ def test_the_batch_of_a_tile_is_taken_apart(sizes, dims):
 
 
 @on_triton
+@pytest.mark.parametrize("step", [1, 2, 3, 16, 24, 5000])
+@pytest.mark.parametrize("columns", [1, 48, 5000])  # rows that lie as one for some steps, and not for others
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_strided_copy_and_its_gradient_for_any_step(columns, step, apart):
+    x = torch.randn(3, columns, device=DEVICE, dtype=torch.float16, requires_grad=True)
+    with ops.backend("triton"):
+        out = ops.strided_copy(x, step)
+    assert torch.equal(out, x[:, ::step])
+    grad = torch.randn(3, out.shape[1] * 2 if apart else out.shape[1], device=DEVICE, dtype=torch.float16)
+    grad = grad[:, : out.shape[1]]
+    out.backward(grad)
+    expected = torch.zeros_like(x)
+    expected[:, ::step] = grad
+    assert torch.equal(x.grad, expected)
+
+
+@on_triton
+def test_one_element_expanded_fills_more_than_a_block():
+    x = torch.randn(1, device=DEVICE).expand(3 * memory.ONE_BY_ONE + 1)
+    with ops.backend("triton"):
+        assert torch.equal(ops.copy(x), x)
+
+
+@on_triton
+def test_the_gradient_of_a_permutation_is_a_view_of_what_arrives():
+    x = torch.randn(2, 3, 4, device=DEVICE, requires_grad=True)
+    with ops.backend("triton"):
+        for out in (ops.transpose(x), ops.permute(x, (2, 0, 1))):
+            grad = torch.randn_like(out)
+            (found,) = torch.autograd.grad(out, x, grad)
+            assert found.data_ptr() == grad.data_ptr()
+            assert found.shape == x.shape
+
+
+@on_triton
 def test_more_dimensions_than_a_launch_takes():
     x = torch.arange(3**8, device=DEVICE).view([3] * 8)
     dims = (7, 5, 3, 1, 6, 4, 2, 0)
@@ -225,6 +265,30 @@ def test_scatter_drops_a_number_without_a_place():
     with ops.backend("triton"):
         out = ops.scatter_rows(x, torch.tensor([-1, 1, 2], device=DEVICE), 2)
     assert out.tolist() == [[0, 0], [1, 1]]
+
+
+@on_triton
+@pytest.mark.parametrize("rows", [0, 1, 127, 128, 40_000])  # keys of one byte, of two and of four
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_inputs_are_sorted_by_place_and_those_without_one_left_out(rows, count):
+    index = torch.randint(-2, rows + 2, (count,), device=DEVICE)
+    index[:: max(count // 4, 1)] = 2**40
+    order, bounds = rows_by_number.sorted_by_place(index, rows)
+    ordered, expected = index.sort(stable=True)
+    start = torch.searchsorted(ordered, torch.arange(rows + 1, device=DEVICE))
+    assert torch.equal(bounds, start)
+    assert torch.equal(order[start[0] : start[-1]], expected[start[0] : start[-1]])
+
+
+@on_triton
+def test_one_place_may_have_most_of_the_inputs_where_others_have_few():
+    x = torch.randint(-8, 8, (70, 33), device=DEVICE).double()  # whose sums are exact
+    index = torch.arange(0, 210, 3, device=DEVICE)
+    index[10:60] = 34
+    with ops.backend("triton"):
+        out = ops.scatter_rows(x, index, 211)
+    assert len(index) < rows_by_number.FEW * 211
+    assert torch.equal(out, torch.zeros(211, 33, device=DEVICE, dtype=torch.float64).index_add(0, index, x))
 
 
 @on_triton

@@ -117,6 +117,7 @@ def test_only_gradients_that_cost_something_are_timed():
     of = lambda operator, **arguments: lab.differentiable(operator, operator.bind(**arguments))
     x, y = torch.randn(3, 4), torch.randn(3, 4)
     assert of(ops.add, x=x, y=y) == [], "both gradients are the arriving one"
+    assert of(ops.transpose, x=x) == of(ops.reduce_sum, x=x, dim=0) == [], "a view of what arrives"
     assert of(ops.axpy, x=x, y=y, alpha=2.0) == ["x", "y"]
     assert of(ops.rms_norm, x=x) == ["x"]
     assert of(ops.softmax, x=x) == ["x"]

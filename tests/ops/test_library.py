@@ -220,3 +220,13 @@ def test_a_module_exports_and_runs_from_the_export(chosen):
         assert torch.equal(exported.module()(x[:3]), module(x[:3]))
     called = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
     assert any(target.startswith("tilestack.softmax") for target in called) == (chosen == "triton")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gradient_that_is_a_view_stays_one(compiled):
+    operator = torch.compile(ops.transpose, backend="aot_eager", fullgraph=True) if compiled else torch.ops.tilestack.transpose  # fmt: skip
+    x, grad = torch.randn(3, 4, requires_grad=True), torch.randn(4, 3)
+    with backend("triton"):
+        (found,) = torch.autograd.grad(operator(x), x, grad)
+    assert torch.equal(found, grad.mT)
+    assert found.data_ptr() == grad.data_ptr()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from tilestack.cli.common import (
     Device,
@@ -117,12 +118,15 @@ def bench_command(
 def bench_memory_patterns(place: "torch.device", save: bool) -> None:
     """Bandwidth against stride, row length, alignment and gathered rows, as tables and a page of plots."""
     from tilestack.lab import memory, results
+    from tilestack.lab.page import MissingExtra
 
-    page = Path("runs/memory.html")
-    points = memory.bench_memory(place.type, results.FOLDER if save else None, page, Console(stderr=True))
-    for table in memory.tables(points):
+    run = memory.bench_memory(place.type, results.FOLDER if save else None, Console(stderr=True))
+    for table in memory.tables(memory.points_of(run)):
         console.print(table)
-    console.print(f"plots in {page}")
+    try:
+        console.print(f"plots in {memory.draw(run, Path('runs/memory.html'))}")
+    except MissingExtra as missing:
+        console.print(escape(f"no page of plots, since {missing}"), soft_wrap=True)
 
 
 def bench_optimizers(place: "torch.device", save: bool, json_: Path | None) -> None:

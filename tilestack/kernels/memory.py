@@ -3,7 +3,7 @@
 The output is written in order, so a view is known by its sizes and the input's strides. Neighbouring dimensions that lie
 as one in the input are merged first; what is left decides how memory is walked:
 
-    flat      one dimension of stride 1: blocks of a vector, every access 16 bytes wide
+    flat      one dimension: blocks of a vector; where its stride is 1, every access is 16 bytes wide
     tiled     rows × columns of the output, columns being its last dimension and so dense in the output; rows are
               either another long dimension, or, where the columns are not dense in the input, the one that is:
 
@@ -14,7 +14,7 @@ as one in the input are merged first; what is left decides how memory is walked:
                   +--+--+--+--+           +--+--+--+--+         +--+--+--+--+
 
               the other dimensions are an outer batch, taken apart from the program's number
-    decoded   neither fills a tile (strided vectors, tiny dimensions): each output element finds its input by division
+    decoded   dimensions too small to fill a tile: each output element finds its input by division
 
 A tile has TILE_BYTES. The compiler stages it through shared memory in a swizzled order, free of bank conflicts.
 """
@@ -31,18 +31,20 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels.elementwise import block_of, load, store
+from tilestack.kernels.elementwise import block_of
 from tilestack.kernels.launch import cdiv, launch, next_power, rows_of
 from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
 from tilestack.ops.contract import FLOATS
-from tilestack.ops.memory import inverse
+from tilestack.ops.memory import copy_gradient, permute_gradient, transpose_gradient
 
 FLAT_BYTES = 8192  # of a vector per program
+SPREAD_BYTES = 4096  # of the gradient with zeros between
 TILE_BYTES = 16384
+TILE_ELEMENTS = 8192  # of which a thread holds no more addresses than it has registers
 TILE_SIDE = 128  # bytes of a dense run on either side of a turned tile, where the view has so many
 SMALLEST_TILE = 256  # elements below which decoding beats a tile
-DECODED = 1024  # elements of a decoding program
+ONE_BY_ONE = 1024  # elements of a program that reads them each from its own place
 MOST_DIMENSIONS = 6  # after merging; what has more is cut into slices
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MOVED = (*FLOATS, *FP8)
@@ -50,39 +52,59 @@ BYTES = (torch.bool, *FP8)  # moved as uint8, which every GPU has
 
 
 @triton.jit
-def copy_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+def copy_kernel(x_ptr, out_ptr, n, stride, BLOCK: tl.constexpr):
+    """out[i] = x[i · stride]; a stride of one is known to the compiler, and then every access is wide."""
     offsets, whole = block_of(n, BLOCK)
-    store(out_ptr, offsets, load(x_ptr, offsets, whole, n), whole, n)
+    if whole:
+        tl.store(out_ptr + offsets, tl.load(x_ptr + offsets * stride))
+    else:
+        tl.store(out_ptr + offsets, tl.load(x_ptr + offsets * stride, mask=offsets < n), mask=offsets < n)
 
 
 @triton.jit
 def copy_tiles_kernel(
     x_ptr, out_ptr,
     rows, columns, x_row, x_column, out_row, size1, size2, size3, x0, x1, x2, x3, out0, out1, out2, out3,
-    TURNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    INDEX: tl.constexpr, TURNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """out[batch, row, column] = x[batch, row, column] by tiles; batch stands for up to four dimensions."""
+    """out[batch, row, column] = x[batch, row, column] by tiles; batch stands for up to four dimensions.
+
+    Rows of odd width are moved element by element, and then instructions count: places within a tile are in INDEX, 32
+    bits where they do, and only a tile at the edge is masked.
+    """
     column_tiles = tl.cdiv(columns, COLS)
     tile = tl.program_id(0) // column_tiles
     batch = (tile // tl.cdiv(rows, ROWS)).to(tl.int64)
-    row = (tile % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % column_tiles).to(tl.int64) * COLS + tl.arange(0, COLS)
-    x_ptr += batch % size3 * x3
-    out_ptr += batch % size3 * out3
+    first_row = (tile % tl.cdiv(rows, ROWS)).to(tl.int64) * ROWS
+    first_column = (tl.program_id(0) % column_tiles).to(tl.int64) * COLS
+    x_ptr += first_row * x_row + first_column * x_column + batch % size3 * x3
+    out_ptr += first_row * out_row + first_column + batch % size3 * out3
     batch = batch // size3
     x_ptr += batch % size2 * x2
     out_ptr += batch % size2 * out2
     batch = batch // size2
     x_ptr += batch % size1 * x1 + batch // size1 * x0
     out_ptr += batch % size1 * out1 + batch // size1 * out0
-    if TURNED:
-        inside = (column < columns)[:, None] & (row < rows)[None, :]
-        x = tl.trans(tl.load(x_ptr + column[:, None] * x_column + row[None, :] * x_row, mask=inside))
+    rows_left = tl.minimum(rows - first_row, ROWS).to(tl.int32)
+    columns_left = tl.minimum(columns - first_column, COLS).to(tl.int32)
+    whole = (rows_left == ROWS) & (columns_left == COLS)
+    if TURNED:  # read as it lies, columns by rows
+        row, column = tl.arange(0, ROWS)[None, :], tl.arange(0, COLS)[:, None]
     else:
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_row + column[None, :] * x_column, mask=inside)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    tl.store(out_ptr + row[:, None] * out_row + column[None, :], x, mask=inside)
+        row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
+    source = x_ptr + (row.to(INDEX) * x_row + column.to(INDEX) * x_column)
+    if whole:
+        x = tl.load(source)
+    else:
+        x = tl.load(source, mask=(row < rows_left) & (column < columns_left))
+    if TURNED:
+        x = tl.trans(x)
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
+    target = out_ptr + (row.to(INDEX) * out_row + column)
+    if whole:
+        tl.store(target, x)
+    else:
+        tl.store(target, x, mask=(row < rows_left) & (column < columns_left))
 
 
 @triton.jit
@@ -109,15 +131,21 @@ def copy_decoded_kernel(
 @triton.jit
 def spread_kernel(
     grad_ptr, out_ptr,
-    rows, columns, grad_stride, step,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    rows, columns, grad_stride,
+    STEP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """out[row, step · i] = grad[row, i] and zero between, in one dense pass over out."""
+    """out[row, STEP · i] = grad[row, i] and zero between, in one dense pass over out.
+
+    Compiled for each step: dividing by a number that is known takes a few instructions, by any other some thirty.
+    """
     column_tiles = tl.cdiv(columns, COLS)
     row = (tl.program_id(0) // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(0) % column_tiles * COLS + tl.arange(0, COLS)[None, :]
+    first = (tl.program_id(0) % column_tiles).to(tl.int64) * COLS
+    column = first + tl.arange(0, COLS)[None, :]
     inside = (row < rows) & (column < columns)
-    grad = tl.load(grad_ptr + row * grad_stride + column // step, mask=inside & (column % step == 0), other=0)
+    since = (first % STEP).to(tl.int32) + tl.arange(0, COLS)[None, :]  # from the last multiple of STEP up to `first`
+    source = row * grad_stride + first // STEP + since // STEP
+    grad = tl.load(grad_ptr + source, mask=inside & (since % STEP == 0), other=0)
     tl.store(out_ptr + row * columns + column, grad, mask=inside)
 
 
@@ -145,6 +173,10 @@ class Walk:
     constants: dict[str, Any]
 
 
+def index_up_to(farthest: int) -> tl.dtype:
+    return tl.int32 if farthest < 2**31 else tl.int64
+
+
 def power_of_two_up_to(most: int, size: int) -> int:
     return min(next_power(size), most)
 
@@ -154,9 +186,9 @@ def walk_of(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
     """The walk over a view that is not empty; None when it has too many dimensions for one launch."""
     sizes_left, strides_left = merged(sizes, strides)
     n = math.prod(sizes_left)
-    if strides_left == [1]:
-        block = FLAT_BYTES // itemsize
-        return Walk(copy_kernel, (cdiv(n, block),), (n,), dict(BLOCK=block, num_warps=4))
+    if len(sizes_left) == 1:
+        block = FLAT_BYTES // itemsize if strides_left == [1] else ONE_BY_ONE
+        return Walk(copy_kernel, (cdiv(n, block),), (n, *strides_left), dict(BLOCK=block, num_warps=4))
     if len(sizes_left) > MOST_DIMENSIONS:
         return None
     return tiled(sizes_left, strides_left, itemsize) or decoded(sizes_left, strides_left, n)
@@ -165,9 +197,7 @@ def walk_of(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
 def tiled(sizes: list[int], strides: list[int], itemsize: int) -> Walk | None:
     """The walk by tiles, where two of the dimensions fill one."""
     last = len(sizes) - 1
-    if last == 0:
-        return None
-    elements = TILE_BYTES // itemsize
+    elements = min(TILE_BYTES // itemsize, TILE_ELEMENTS)
     dense = min((d for d in range(last) if strides[d]), key=lambda d: strides[d], default=last)
     turned = 0 < strides[dense] < strides[last]
     columns = power_of_two_up_to(TILE_SIDE // itemsize * (1 if turned else 4), sizes[last])
@@ -188,14 +218,16 @@ def tiled(sizes: list[int], strides: list[int], itemsize: int) -> Walk | None:
         *(ones + [sizes[d] for d in outer])[1:], *zeros, *(strides[d] for d in outer), *zeros, *(dense_strides[d] for d in outer),
     )  # fmt: skip
     grid = (batch * cdiv(sizes[row], rows) * cdiv(sizes[last], columns),)
-    return Walk(copy_tiles_kernel, grid, numbers, dict(TURNED=turned, ROWS=rows, COLS=columns, num_warps=8))
+    farthest = max(rows * strides[row] + columns * strides[last], rows * dense_strides[row] + columns)
+    constants = dict(INDEX=index_up_to(farthest), TURNED=turned, ROWS=rows, COLS=columns, num_warps=8)
+    return Walk(copy_tiles_kernel, grid, numbers, constants)
 
 
 def decoded(sizes: list[int], strides: list[int], n: int) -> Walk:
     pad = [1] * (MOST_DIMENSIONS - len(sizes))
-    index = tl.int32 if n + DECODED < 2**31 else tl.int64
     numbers = (n, *(pad + sizes)[1:], *pad, *strides)
-    return Walk(copy_decoded_kernel, (cdiv(n, DECODED),), numbers, dict(INDEX=index, BLOCK=DECODED, num_warps=4))
+    constants = dict(INDEX=index_up_to(n + ONE_BY_ONE), BLOCK=ONE_BY_ONE, num_warps=4)
+    return Walk(copy_decoded_kernel, (cdiv(n, ONE_BY_ONE),), numbers, constants)
 
 
 def written_densely(x: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
@@ -217,29 +249,19 @@ def fill(out: Tensor, x: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...
         fill(part, source, sizes[1:], strides[1:])
 
 
-@implements(ops.copy, backend="triton", repeat=straight_line, backward=lambda grad: grad, dtypes=MOVED)
+@implements(ops.copy, backend="triton", repeat=straight_line, backward=copy_gradient, dtypes=MOVED)
 def copy(x: Tensor) -> Tensor:
     return written_densely(x, x.shape, x.stride())
 
 
-def transpose_backward(grad: Tensor) -> Tensor:
-    return transpose(grad)
-
-
-@implements(ops.transpose, backend="triton", repeat=straight_line, backward=transpose_backward, dtypes=MOVED)
+@implements(ops.transpose, backend="triton", repeat=straight_line, backward=transpose_gradient, dtypes=MOVED)
 def transpose(x: Tensor) -> Tensor:
     *sizes, rows, columns = x.shape
     *strides, row, column = x.stride()
     return written_densely(x, (*sizes, columns, rows), (*strides, column, row))
 
 
-@implements(
-    ops.permute,
-    backend="triton",
-    repeat=straight_line,
-    backward=lambda grad, dims: permute(grad, inverse(dims)),
-    dtypes=MOVED,
-)
+@implements(ops.permute, backend="triton", repeat=straight_line, backward=permute_gradient, dtypes=MOVED)
 def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
     sizes, strides = x.shape, x.stride()
     return written_densely(x, [sizes[d] for d in dims], [strides[d] for d in dims])
@@ -249,13 +271,15 @@ def strided_copy_backward(grad: Tensor, x: Tensor, step: int) -> Tensor:
     out = torch.empty(x.shape, dtype=grad.dtype, device=grad.device)
     if not out.numel():
         return out
-    source, columns = rows_of(grad), x.shape[-1]
-    width = power_of_two_up_to(TILE_BYTES // grad.itemsize, columns)
-    height = TILE_BYTES // grad.itemsize // width
-    tiles = cdiv(source.shape[0], height) * cdiv(columns, width)
+    source = rows_of(grad)
+    rows, columns, stride = source.shape[0], x.shape[-1], source.stride(0)
+    if columns % step == 0 and stride * step == columns:  # all rows lie as one
+        rows, columns = 1, rows * columns
+    width = power_of_two_up_to(SPREAD_BYTES // grad.itemsize, columns)
+    height = SPREAD_BYTES // grad.itemsize // width
     launch(
-        spread_kernel, (tiles,), source, out, source.shape[0], columns, source.stride(0), step,
-        ROWS=height, COLS=width, num_warps=8,
+        spread_kernel, (cdiv(rows, height) * cdiv(columns, width),), source, out, rows, columns, stride,
+        STEP=step, ROWS=height, COLS=width, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels.launch import accumulator, cdiv, launch, multiprocessors, next_power, rows_of
 from tilestack.ops import implements
+from tilestack.ops.memory import reduce_sum_gradient
 
 TILE = 2048  # elements of a tile
 STAGES = 4  # a tile that is added, and those on their way
@@ -128,11 +129,7 @@ def widened(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def reduce_sum_backward(grad: Tensor, x: Tensor, dim: int) -> Tensor:
-    return grad.unsqueeze(dim).expand(x.shape)
-
-
-@implements(ops.reduce_sum, backend="triton", backward=reduce_sum_backward)
+@implements(ops.reduce_sum, backend="triton", backward=reduce_sum_gradient)
 def reduce_sum(x: Tensor, dim: int) -> Tensor:
     dim %= x.ndim
     outer, inner = x.shape[:dim], x.shape[dim + 1 :]

@@ -33,6 +33,7 @@ from tilestack.ops.autograd import gradient_of_definition
 from tilestack.ops.backends import interpreting
 from tilestack.ops.cases import Make
 from tilestack.ops.contract import as_tuple
+from tilestack.ops.library import memory_of
 from tilestack.ops.registry import load_kernels
 
 DIRECTIONS = ("forward", "backward", "both")
@@ -193,7 +194,7 @@ def refusal(described: Operator, name: str, peers: dict[str, Peer], arguments: d
 def differentiable(described: Operator, arguments: dict[str, Any]) -> list[str]:
     """The arguments whose gradients are worth timing: floating-point tensors, less those whose gradient is None.
 
-    None at all where every gradient is the one that arrives, as for a sum: its backward runs nothing.
+    None at all where every gradient is a view of one that arrives, as for a transpose: its backward runs nothing.
     """
     floats = {name: isinstance(t := arguments[name], Tensor) and t.is_floating_point() for name in described.tensors}
     if described.gradient is None:
@@ -204,7 +205,7 @@ def differentiable(described: Operator, arguments: dict[str, Any]) -> list[str]:
     available = meta | dict(zip(described.outputs, outputs, strict=True)) | {"needs": tuple(floats.values())}
     found = gradient_of_definition(described, available | dict(zip(described.grads, arriving, strict=True)))
     gradients = {name: g for name, g in zip(floats, found, strict=True) if floats[name] and g is not None}
-    passed_on = all(any(gradient is grad for grad in arriving) for gradient in gradients.values())
+    passed_on = all(any(memory_of(gradient) == memory_of(grad) for grad in arriving) for gradient in gradients.values())
     return [] if passed_on else list(gradients)
 
 

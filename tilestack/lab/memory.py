@@ -124,10 +124,8 @@ class Point:
     note: str
 
 
-def bench_memory(
-    device: str | None = None, save: Path | None = None, page: Path | None = None, console: Console | None = None
-) -> list[Point]:
-    """Measure every sweep. `save` is a folder of results to write to, `page` an html file to draw the plots in."""
+def bench_memory(device: str | None = None, save: Path | None = None, console: Console | None = None) -> dict[str, Any]:
+    """Measure every sweep: the machine, its roofs and a row per point. `save` is a folder of results to write to."""
     load_kernels()
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     machine, points = stamp(device), []
@@ -145,13 +143,17 @@ def bench_memory(
     run = {"machine": machine, "roofs": roofs, "rows": [asdict(point) for point in points]}
     if save is not None:
         results.save(path_of(save, machine["slug"]), run)
-    if page is not None:
-        facts = [
-            ("measured on", machine["gpu"] or machine["cpu"]),
-            ("date, UTC", machine["date"][:16].replace("T", " ")),
-        ]
-        write_page(page, "What a memory access costs", subtitle(machine), facts, "", [section(run)])
-    return points
+    return run
+
+
+def draw(run: dict[str, Any], page: Path) -> Path:
+    """Write a page with the plots of a run."""
+    machine = run["machine"]
+    facts = [
+        ("measured on", machine["gpu"] or machine["cpu"]),
+        ("date, UTC", machine["date"][:16].replace("T", " ")),
+    ]
+    return write_page(page, "What a memory access costs", subtitle(machine), facts, "", [section(run)])
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 Under a compiler the backend is chosen while tracing. One made of PyTorch calls is traced through, so that the compiler
 can fuse it, unless it reads values; any other becomes one opaque operator, whose fake kernel is the definition on fake
-tensors (or the `fake` that was declared) and whose gradient is the operator `<name>_backward`. The results of both are contiguous, as the fakes promise. Where gradients
-are made in the forward, the opaque operator is `<name>_<backend>_ahead`, which returns them beside the result.
+tensors (or the `fake` that was declared) and whose gradient is the operator `<name>_backward`, or, for a backend whose
+backward is the operator's own `gradient`, that formula, traced through. The results of both operators are contiguous, as
+the fakes promise. Where gradients are made in the forward, the opaque operator is `<name>_<backend>_ahead`, which
+returns them beside the result.
 """
 
 import functools
@@ -127,9 +129,16 @@ class Gradient:
         given = dict(zip(self.described.parameters, ctx.needs_input_grad, strict=False))
         needs = [given.get(name, False) for name in self.described.tensors]
         kept = dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)) | ctx.values
-        found = self.op(*arriving, *(kept[name] for name in (*self.kept, *self.kept_outputs)), needs)
-        # An empty tensor stands in for a gradient that the formula leaves out.
-        gradients = tuple(g if g.shape == shape else None for g, shape in zip(as_tuple(found), ctx.shapes, strict=True))
+        available = dict(zip(self.described.grads, arriving, strict=True)) | kept | {"needs": needs}
+        implementation = registry.resolve_backward(self.described, available, arriving[0].device)
+        gradients: tuple[Tensor | None, ...]
+        if implementation is not None and implementation.backward is self.described.gradient:
+            # PyTorch's calls, which a compiler sees through: what is a view of `grad` stays one.
+            gradients = gradient_of_definition(self.described, available)
+        else:
+            found = as_tuple(self.op(*(available[name] for name in self.names)))
+            # An empty tensor stands in for a gradient that the formula leaves out.
+            gradients = tuple(g if g.shape == shape else None for g, shape in zip(found, ctx.shapes, strict=True))
         return per_parameter(self.described, gradients, needs)
 
 
