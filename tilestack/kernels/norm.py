@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels import norm_long
+from tilestack.kernels import norm_long, norm_ragged
 from tilestack.kernels.columns import sum_columns
 from tilestack.kernels.launch import (
     accumulator,
@@ -149,6 +149,8 @@ def norm_forward(
     )  # fmt: skip
     if columns > WIDEST:
         norm_long.forward(tensors, columns, strides, float(eps), flags)
+    elif granule := norm_ragged.granule(columns, min(x.element_size(), out.element_size()), source, added):
+        norm_ragged.forward(tensors, columns, strides, float(eps), flags, granule)
     else:
         height, width, warps = tile_of_rows(columns)
         if odd(columns):
@@ -184,6 +186,8 @@ def norm_backward(
     )  # fmt: skip
     if columns > WIDEST_BACKWARD:
         partial = norm_long.backward(tensors, dx, strides, float(eps), flags)
+    elif granule := norm_ragged.granule(columns, x.element_size(), arriving, arriving_too, source):
+        partial = norm_ragged.backward(tensors, dx, strides, float(eps), flags, granule)
     else:
         height, width, _ = tile_of_rows(columns, elements=4096)
         narrow = height * width <= 4096
