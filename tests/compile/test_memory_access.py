@@ -84,3 +84,25 @@ def test_fused_dropout_leaves_registers_for_other_programs(uninterpreted):
         assert row["registers"] * 32 * row["num_warps"] * 8 <= 65536, row
         assert row["instructions"]["ld.v4"] > 0, row
         assert row["instructions"]["st.v4"] > 0, row
+
+
+ODD = """
+import json
+from tilestack.lab.explain import explain
+reports = explain(["layer_norm"], 90, every_bench=True)
+print(json.dumps([report.row() for report in reports if report.case == "4096x4097"]))
+"""
+
+
+def test_odd_rows_move_their_bodies_16_bytes_at_a_time(uninterpreted):
+    rows = [row for row in uninterpreted("-c", ODD) if row["kernel"].startswith("norm_ragged")]
+    assert {(row["dtype"], row["direction"]) for row in rows} == {
+        (t, d) for t in ITEMSIZE for d in ("forward", "backward")
+    }
+    for row in rows:
+        constants, itemsize, backward = row["constants"], ITEMSIZE[row["dtype"]], row["direction"] == "backward"
+        granules = constants["BODY"] * itemsize // (16 * 32 * row["num_warps"])
+        ends = itemsize // 4  # copied ahead as well where an element has 4 bytes, the least that can be
+        sums = 2 * constants["BODY"] * 4 // (16 * 32 * row["num_warps"])
+        assert row["instructions"]["cp.async"] == constants["STAGES"] * (granules + ends) * (1 + backward), row
+        assert row["instructions"]["st.v4"] == granules + backward * sums, row

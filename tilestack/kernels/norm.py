@@ -12,7 +12,7 @@ backward reads it in place of x and adds the gradient that arrives at it to dx. 
     program 1: row 1, row P+1, …            and writes it once, to line p of a [P, columns] buffer
 
 which a second kernel sums down: no atomics, so the result is the same in every run. Rows too long for registers are in
-`norm_long`.
+`norm_long`, those that start off 16 bytes in `norm_ragged`.
 """
 
 import torch

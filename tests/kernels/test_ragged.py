@@ -1,0 +1,92 @@
+"""Rows that start off 16 bytes: every shift, program after program striding over rows, and neighbours left alone."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilestack.kernels import norm_ragged
+from tilestack.kernels.norm import norm_backward, norm_forward
+from tilestack.kernels.ragged import granule_of, programs_that_stride
+
+ROWS = 37  # more than there are programs in the interpreter, and of no shift equally many
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(shape[0])).to(dtype)
+
+
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """Runs a function with the rows' elements moved one by one."""
+
+    def run(function, *arguments):
+        with monkeypatch.context() as patched:
+            patched.setattr(norm_ragged, "NARROWEST", 1 << 30)
+            return function(*arguments)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "parameters"),
+    [(1025, torch.float16, torch.float16), (1032, torch.float16, torch.float32), (1030, torch.float32, torch.float32)],
+)
+def test_both_ways_to_move_a_row_agree(one_by_one, columns, dtype, parameters):
+    x, residual, grad, more = (random(ROWS + n, columns, dtype=dtype)[:ROWS] for n in range(4))
+    weight, bias = random(columns, dtype=parameters), random(columns, dtype=parameters) + 1
+    grad = grad.to(torch.promote_types(dtype, parameters))
+    calls = [
+        (norm_forward, x, weight, bias, 1e-5, True, residual),
+        (norm_forward, x, None, None, 1e-5, False),
+        (norm_forward, x, weight, None, 1e-5, False, None, torch.int8),
+        (norm_backward, grad, x, weight, True, 1e-5, True, more),
+        (norm_backward, grad, x, weight, False, 1e-5, False),
+    ]
+    for function, *arguments in calls:
+        for ours, theirs in zip(function(*arguments), one_by_one(function, *arguments), strict=True):
+            if ours is None or ours.dtype == torch.int8:
+                assert ours is theirs or ((ours.int() - theirs.int()).abs() > 1).sum() == 0
+            else:  # only the order of sums differs
+                torch.testing.assert_close(ours, theirs, atol=1e-5 if ours.dtype == torch.float32 else 2e-3, rtol=2e-3)
+
+
+def test_a_row_sees_nothing_of_its_neighbours():
+    x = random(ROWS, 1025, dtype=torch.float16)
+    clean = norm_forward(x, None, None, 1e-5, True)[0]
+    x[5] = float("nan")
+    x[20] = float("inf")
+    y = norm_forward(x, None, None, 1e-5, True)[0]
+    others = [row for row in range(ROWS) if row not in (5, 20)]
+    assert y[[5, 20]].isnan().all()
+    assert torch.equal(y[others], clean[others])
+
+
+def test_rows_apart_are_read_where_they_start_alike():
+    padded = random(ROWS, 1025 + 24, dtype=torch.float16)
+    x = padded[:, :1025]
+    assert granule_of(1025, 2, x) == 8
+    assert torch.equal(
+        norm_forward(x, None, None, 1e-5, False)[0], norm_forward(x.contiguous(), None, None, 1e-5, False)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.empty(4, 1040, dtype=torch.float16),  # aligned: there is nothing to gain
+        torch.empty(4, 1032, dtype=torch.float16)[:, :1025],  # its rows start on 16 bytes, those of a result do not
+        torch.empty(4 * 1025 + 1, dtype=torch.float16)[1:].view(4, 1025),
+    ],
+)
+def test_rows_that_do_not_start_alike_are_refused(x):
+    assert granule_of(x.shape[1], 2, x) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "granule"), [(1, 132, 8), (37, 132, 8), (4096, 132, 8), (4096, 4, 16), (9, 264, 4)]
+)
+def test_programs_are_a_multiple_of_the_granule(rows, most, granule):
+    programs = programs_that_stride(rows, most, granule)
+    assert programs % granule == 0
+    assert programs <= max(most, granule)
+    assert programs < rows + granule
