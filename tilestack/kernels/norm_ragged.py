@@ -153,8 +153,7 @@ def backward(
     stages = 2 if flags["HAS_BIAS"] else STAGES  # whose second running sum takes the registers of a deeper pipeline
     shape, programs = launch_shape(x, granule, BACKWARD_WARPS, stages, 2 + flags["HAS_RESIDUAL"])
     sums = flags["HAS_WEIGHT"] + flags["HAS_BIAS"]
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    partial = torch.empty((sums, programs, columns), dtype=wide, device=x.device)
+    partial = torch.empty((sums, programs, columns), dtype=torch.float32, device=x.device)
     launch(
         norm_ragged_bwd_kernel, (programs,), *tensors, dx, partial, rows, columns, *strides, eps, **flags, **shape
     )  # fmt: skip
