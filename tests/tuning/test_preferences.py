@@ -120,3 +120,15 @@ def test_auto_follows_a_written_table(tmp_path, monkeypatch):
     candidates = registry.candidates(ops.relu, dict(x=torch.empty(4, device="meta")), torch.device("cuda"))
     assert [c.backend for c in candidates] == ["triton"]
     preferences.table_of.cache_clear()
+
+
+def test_auto_leaves_what_is_not_deterministic_alone_where_bits_are_to_repeat(monkeypatch):
+    monkeypatch.setattr(registry, "_preference", lambda *_: ["gluon", "aten"])
+    ops.operators()
+    names = lambda: [c.backend for c in registry.candidates(ops.attention, {}, torch.device("cuda"))]
+    assert names() == ["gluon", "aten"]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert names() == ["aten"]
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -181,7 +181,7 @@ def gelu_name(approximate: str) -> str:
     backend="triton",
     repeat=straight_line,
     backward=lambda grad, out: activation_backward(grad, out, "relu"),
-    keeping=Keeping(relu_and_bits, lambda grad, bits: backward_of_bits(grad, bits), when=lambda x: x.is_contiguous()),
+    keeping=Keeping(relu_and_bits, backward_of_bits, when=lambda x: x.is_contiguous()),
 )
 def relu(x: Tensor) -> Tensor:
     return activation(x, "relu")

@@ -3,7 +3,7 @@
     elements  0 … 7 | 8 … 15 | 16 …       element e is bit e % 8 of byte e // 8; a line of a tile is a byte
     bytes       0   |   1    |  2
 
-    backward  dx = grad · scale where the bit is set, else zero
+    backward  dx = grad where the bit is set, else zero
 
 It reads grad and an eighth of a byte where it would otherwise read a second tensor.
 """
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from tilestack.kernels.elementwise import load, store
 from tilestack.kernels.launch import cdiv, launch, wide
-from tilestack.kernels.random import kept_scale
 
 BLOCK = 2048  # elements of a program
-WARPS = 4
+WARPS = 8
 
 
 @triton.jit
@@ -45,32 +44,28 @@ def relu_bits_fwd_kernel(x_ptr, out_ptr, bits_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def bits_bwd_kernel(grad_ptr, bits_ptr, dx_ptr, n, below, BLOCK: tl.constexpr):
+def bits_bwd_kernel(grad_ptr, bits_ptr, dx_ptr, n, BLOCK: tl.constexpr):
     line, elements, whole = lines_of(n, BLOCK)
-    grad = wide(load(grad_ptr, elements, whole, n))
+    grad = load(grad_ptr, elements, whole, n)
     byte = load(bits_ptr, line, whole, tl.cdiv(n, 8)).to(tl.int32)
     counts = (byte[:, None] >> tl.arange(0, 8)[None, :] & 1) != 0
-    dx = tl.where(counts, grad * kept_scale(below, grad.dtype), 0.0)
-    store(dx_ptr, elements, dx.to(dx_ptr.dtype.element_ty), whole, n)
-
-
-def bytes_for(x: Tensor) -> Tensor:
-    return torch.empty(cdiv(x.numel(), 8), dtype=torch.uint8, device=x.device)
+    store(dx_ptr, elements, tl.where(counts, grad, 0.0).to(grad.dtype), whole, n)
 
 
 def relu_and_bits(x: Tensor) -> tuple[Tensor, Tensor]:
-    out, bits = torch.empty_like(x), bytes_for(x)
+    out = torch.empty_like(x)
+    bits = torch.empty(cdiv(x.numel(), 8), dtype=torch.uint8, device=x.device)
     launch(
         relu_bits_fwd_kernel, (cdiv(x.numel(), BLOCK),), x, out, bits, x.numel(), BLOCK=BLOCK, num_warps=WARPS
     )  # fmt: skip
     return out, bits
 
 
-def backward_of_bits(grad: Tensor, bits: Tensor, below: int = 0) -> Tensor:
-    """The gradient of what counts, scaled as dropout below a word does."""
+def backward_of_bits(grad: Tensor, bits: Tensor) -> Tensor:
+    """The gradient of what counts."""
     grad = grad.contiguous()
     dx = torch.empty_like(grad)
     launch(
-        bits_bwd_kernel, (cdiv(grad.numel(), BLOCK),), grad, bits, dx, grad.numel(), below, BLOCK=BLOCK, num_warps=WARPS
+        bits_bwd_kernel, (cdiv(grad.numel(), BLOCK),), grad, bits, dx, grad.numel(), BLOCK=BLOCK, num_warps=WARPS
     )  # fmt: skip
     return dx

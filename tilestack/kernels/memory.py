@@ -38,13 +38,13 @@ from tilestack.ops import implements
 from tilestack.ops.contract import FLOATS
 from tilestack.ops.memory import copy_gradient, permute_gradient, transpose_gradient
 
-FLAT_BYTES = 8192  # of a vector per program
+FLAT_BYTES = 2048  # of a vector per program
 SPREAD_BYTES = 4096  # of the gradient with zeros between
 TILE_BYTES = 16384
 TILE_ELEMENTS = 8192  # of which a thread holds no more addresses than it has registers
 TILE_SIDE = 128  # bytes of a dense run on either side of a turned tile, where the view has so many
 SMALLEST_TILE = 256  # elements below which decoding beats a tile
-ONE_BY_ONE = 1024  # elements of a program that reads them each from its own place
+ONE_BY_ONE = 512  # elements of a program that reads them each from its own place
 MOST_DIMENSIONS = 6  # after merging; what has more is cut into slices
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MOVED = (*FLOATS, *FP8)

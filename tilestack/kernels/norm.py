@@ -155,6 +155,8 @@ def norm_forward(
         height, width, warps = tile_of_rows(columns)
         if odd(columns):
             warps = min(2 * warps, 32)
+        elif centred and width > WIDEST_TWO_SUMS:
+            warps = 8
         launch(
             norm_fwd_kernel, (cdiv(rows, height),), *tensors, rows, columns, *strides, float(eps),
             **flags, ROWS=height, COLS=width, num_warps=warps,

@@ -150,7 +150,8 @@ def backward(
     """Writes dx; returns dweight and dbias, as far as there are any, in shares still to be summed: [0 to 2, P, columns]."""
     x = tensors[2]
     rows, columns = x.shape
-    stages = 2 if flags["HAS_BIAS"] else STAGES  # whose second running sum takes the registers of a deeper pipeline
+    # With all that can be added up or loaded, registers do not suffice for a deeper pipeline.
+    stages = 2 if flags["HAS_BIAS"] and flags["HAS_RESIDUAL"] else STAGES
     shape, programs = launch_shape(x, granule, BACKWARD_WARPS, stages, 2 + flags["HAS_RESIDUAL"])
     sums = flags["HAS_WEIGHT"] + flags["HAS_BIAS"]
     partial = torch.empty((sums, programs, columns), dtype=torch.float32, device=x.device)

@@ -29,7 +29,7 @@ from tilestack.ops.memory import reduce_sum_gradient
 
 TILE = 2048  # elements of a tile
 STAGES = 4  # a tile that is added, and those on their way
-WAVES = 8  # programs per multiprocessor
+WAVES = 4  # programs per multiprocessor
 SHORTEST_PART = 16384  # elements that are worth a program of their own
 COLUMNS = 512  # of a tile that moves down
 NARROW = 32  # of one where wide ones would be too few to occupy the GPU

@@ -225,9 +225,10 @@ def distribution_backward(grad: Tensor, out: Tensor, dim: int, log: bool) -> Ten
     dx = torch.empty_like(y, memory_format=torch.contiguous_format)
     if columns <= WIDEST:
         height, width, warps = tile_of_rows(columns)
+        held = log or columns <= HELD
         launch(
             softmax_bwd_kernel, (cdiv(rows, height),), grad, y, dx, rows, columns, grad.stride(0), y.stride(0),
-            LOG=log, HELD=log or columns <= HELD, ROWS=height, COLS=width, num_warps=warps,
+            LOG=log, HELD=held, ROWS=height, COLS=width, num_warps=warps if held else 32,
         )  # fmt: skip
     else:
         launch(

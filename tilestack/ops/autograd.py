@@ -1,7 +1,7 @@
 """Gradients in eager mode: an implementation's forward and backward as one differentiable function.
 
-Only what the operator's gradient names is kept, or what an implementation makes to be kept. First derivatives only: kernels have no second one, and asking for it
-is an error that names the operator and the way out.
+Only what the operator's gradient names is kept, or what an implementation makes to be kept. First derivatives only:
+kernels have no second one, and asking for it is an error that names the operator and the way out.
 """
 
 from collections.abc import Callable, Sequence

@@ -51,4 +51,7 @@ def cases(build: Callable[..., dict[str, Any]], *, check: Iterable[tuple], bench
 
 # Row lengths that break kernels: one, odd, just below, at and above a power of two, a few blocks, and nothing at all.
 ROW_CHECKS = [(1, 1), (3, 33), (2, 127), (4, 128), (2, 129), (5, 1000), (0, 16), (3, 0), (2, 3, 40)]
-ROW_BENCHES = [(8192, 1024), (8192, 4096), (8192, 5120), (4096, 13824), (4096, 16384), (2048, 65536), (4096, 4097)]
+ROW_BENCHES = [
+    (16384, 256), (8192, 1024), (8192, 4096), (8192, 5120), (4096, 13824), (1024, 16384), (4096, 16384), (2048, 65536),
+    (4096, 4097),
+]  # fmt: skip

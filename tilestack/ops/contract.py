@@ -121,6 +121,7 @@ class Implementation:
     ahead: Ahead | None = None
     keeping: Keeping | None = None
     repeat: Repeat | None = None
+    deterministic: bool = True  # whether it gives the same bits in every run
 
     def refuses(self, arguments: dict[str, Any], device: torch.device, with_gradient: bool = False) -> str:
         """Why this implementation cannot run the call; empty when it can. Arguments may lack what a gradient drops."""
@@ -349,15 +350,17 @@ def implements(
     ahead: Ahead | None = None,
     keeping: Keeping | None = None,
     repeat: Repeat | None = None,
+    deterministic: bool = True,
 ) -> Callable[[Callable], Callable]:
     """Register a function as an operator's implementation on a backend, from inside or outside this package.
 
     `backward` is a function (see the top of this file), AUTOGRAD when the forward is made of differentiable PyTorch
     calls, or None when there is none. `when` answers True or the reason why not, looking only at metadata. `ahead` is
-    the way of a loss: where it applies, the gradients are made in the forward and the backward only scales them. `keeping` is a second forward and backward that
-    hand on something the operator's gradient does not know.
+    the way of a loss: where it applies, the gradients are made in the forward and the backward only scales them.
+    `keeping` is a second forward and backward that hand on something the operator's gradient does not know.
     `repeat(function, keep, strides_known)` makes of the forward or the backward a function for calls of one signature,
-    which may later `keep(faster)`, another in its own place. A backward's signature says nothing of strides.
+    which may later `keep(faster)`, another in its own place. A backward's signature says nothing of strides. What is not
+    `deterministic`, the same bits in every run, `auto` leaves alone where PyTorch is to use deterministic algorithms.
     """
 
     if backend in (AUTO, "torch") or not backend.isidentifier():
@@ -372,7 +375,7 @@ def implements(
             f"the when of {described.name} on {backend}", when, kept if callable(backward) else described.parameters
         )
         described.implementations[backend] = Implementation(
-            described, backend, forward, backward, when, tuple(dtypes), ahead, keeping, repeat
+            described, backend, forward, backward, when, tuple(dtypes), ahead, keeping, repeat, deterministic
         )
         described.plans.clear()
         return forward

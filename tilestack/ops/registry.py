@@ -121,4 +121,6 @@ def candidates(described: "Operator", arguments: dict[str, Any], device: torch.d
     if device.type != "cuda":
         return [described.implementations["torch"]]
     preferred = _preference(described, arguments, device) if _preference else []
-    return [described.implementations[name] for name in (*preferred, "triton") if name in described.implementations]
+    known = [described.implementations[name] for name in (*preferred, "triton") if name in described.implementations]
+    careful = torch.are_deterministic_algorithms_enabled()
+    return [implementation for implementation in known if implementation.deterministic or not careful]

@@ -25,8 +25,6 @@ def takes(
         return "it has no documents, window or softcap"
     if TracingContext.try_get() is not None:
         return "under torch.compile, which keeps no sums for it, its forward would run twice"
-    if torch.are_deterministic_algorithms_enabled():
-        return "its gradient of q is added up in no certain order"
     return q.numel() > 0 or "it needs at least one query"
 
 
@@ -71,6 +69,7 @@ def backward(
     keeping=Keeping(attention_and_sums, backward_from_sums, when=lambda q: True),
     when=takes,
     dtypes=HALVES,
+    deterministic=False,
 )
 def attention(
     q: Tensor,
