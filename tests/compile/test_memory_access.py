@@ -82,8 +82,10 @@ def test_fused_dropout_leaves_registers_for_other_programs(uninterpreted):
     assert {"activation_dropout_fwd_kernel", "activation_dropout_bwd_kernel"} <= {row["kernel"] for row in rows}
     for row in rows:
         assert row["registers"] * 32 * row["num_warps"] * 8 <= 65536, row
-        assert row["instructions"]["ld.v4"] > 0, row
-        assert row["instructions"]["st.v4"] > 0, row
+        constants = row["constants"]
+        if constants["TOGETHER"] * constants["SLAB"] * 2 >= 16 * 32 * row["num_warps"]:  # a thread has 16 bytes
+            assert row["instructions"]["ld.v4"] > 0, row
+            assert row["instructions"]["st.v4"] > 0, row
 
 
 ODD = """

@@ -27,7 +27,8 @@ ACROSS = 2048  # bytes of a row in a scattering program
 TOGETHER = 8  # inputs of one place added at once, after the first
 STAGES = 4  # those that are added, those on their way, and the numbers of the next, where places have many inputs
 PLACES = 4  # of a program where they have few,
-FEW = 2  # on average fewer than this
+FEW = 2  # on average fewer than this,
+MANY = 16  # and many from here on
 BLOCK = 256  # keys or bounds of a program
 
 
@@ -147,7 +148,8 @@ def scattered(x: Tensor, index: Tensor, rows: int) -> Tensor:
     order, bounds = sorted_by_place(index, rows)
     width = min(next_power(max(columns, 1)), ACROSS // x.itemsize)
     warps = max(1, width * x.itemsize // 512)  # 16 bytes a thread
-    places, stages = (PLACES, 1) if len(index) < FEW * rows else (1, STAGES)
+    places = PLACES if len(index) < FEW * rows else 1
+    stages = STAGES if len(index) >= MANY * rows else 1
     launch(
         scatter_rows_kernel, (cdiv(rows, places) * cdiv(columns, width),), source, order, bounds, out,
         rows, columns, source.stride(0),
