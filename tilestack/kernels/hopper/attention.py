@@ -15,7 +15,7 @@ from tilestack.ops.attention import scale_or_usual
 
 
 def takes(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, window: int | None, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None, softcap: float | None
 ) -> bool | str:
     if q.shape[3] != DIM or v.shape[3] != DIM:
         return f"its heads have {DIM} dimensions"

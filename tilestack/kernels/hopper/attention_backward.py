@@ -281,9 +281,9 @@ def round_kernel(x_ptr, out_ptr, n, scale, BLOCK: tl.constexpr):
 
 def by_rows(x: Tensor) -> Tensor:
     """x, [batch, tokens, heads, dim], itself where a token's heads lie side by side and rows start on 16 bytes, else a copy."""
-    step = 16 // x.element_size()
     side_by_side = x.stride(3) == 1 and (x.stride(2) == x.shape[3] or x.shape[2] == 1)
-    aligned = not (x.storage_offset() % step or x.stride(0) % step or x.stride(1) % step)
+    places = x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:2])
+    aligned = not any(place % 16 for place in places) and min(x.stride()[:2]) > 0
     return x if side_by_side and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -302,7 +302,7 @@ def gradients(
     """dQ, dK and dV; lse is [batch, heads, queries], the natural logarithm of the sums the softmax divides by."""
     (batch, length, heads, dim), kv_heads = q.shape, k.shape[2]
     q, k, v = by_rows(q), by_rows(k), by_rows(v)
-    grad, out, lse = grad.contiguous(), out.contiguous(), lse.contiguous()
+    grad, out, lse = by_rows(grad.contiguous()), out.contiguous(), lse.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
     total = torch.empty(q.shape, dtype=torch.float32, device=q.device)
@@ -311,13 +311,14 @@ def gradients(
         prepare_kernel, (cdiv(rows, PREPARED_ROWS),), out, grad, delta, total, rows, length, heads,
         DIM=dim, ROWS=PREPARED_ROWS, num_warps=4,
     )  # fmt: skip
-    attention_bwd_kernel[(batch * kv_heads * cdiv(length, KEYS),)](
-        tiles_of(q, QUERIES), tiles_of(k, KEYS // 2), tiles_of(v, KEYS // 2), tiles_of(grad, QUERIES),
-        tiles_of(total, QUERIES, DIM // 2), tiles_of(dk, KEYS // 2), tiles_of(dv, KEYS // 2), lse, delta,
-        length, kv_heads, scale,
-        GROUP=heads // kv_heads, CAUSAL=causal, AT_A_TIME=HEADS_AT_A_TIME, SLOTS=SLOTS,
-        KEY_REGISTERS=REGISTERS[0], PRODUCER_REGISTERS=REGISTERS[1], num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # `launch` sees to it for the others, but takes no descriptors
+        attention_bwd_kernel[(batch * kv_heads * cdiv(length, KEYS),)](
+            tiles_of(q, QUERIES), tiles_of(k, KEYS // 2), tiles_of(v, KEYS // 2), tiles_of(grad, QUERIES),
+            tiles_of(total, QUERIES, DIM // 2), tiles_of(dk, KEYS // 2), tiles_of(dv, KEYS // 2), lse, delta,
+            length, kv_heads, scale,
+            GROUP=heads // kv_heads, CAUSAL=causal, AT_A_TIME=HEADS_AT_A_TIME, SLOTS=SLOTS,
+            KEY_REGISTERS=REGISTERS[0], PRODUCER_REGISTERS=REGISTERS[1], num_warps=4,
+        )  # fmt: skip
     launch(
         round_kernel, (cdiv(dq.numel(), ROUNDED),), total, dq, dq.numel(), scale, BLOCK=ROUNDED, num_warps=8
     )  # fmt: skip

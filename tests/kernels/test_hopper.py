@@ -1,0 +1,84 @@
+"""What surrounds the Hopper kernels and runs without their GPU: how tensors must lie, and the small kernels beside them."""
+
+import pytest
+import torch
+
+from tilestack import ops
+from tilestack.kernels.hopper.attention import takes
+from tilestack.kernels.hopper.attention_backward import by_rows, prepare_kernel, round_kernel
+from tilestack.kernels.launch import launch
+from tilestack.ops.contract import call_named
+
+
+def heads(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape).to(dtype)
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [
+        lambda: heads(2, 6, 4, 128),
+        lambda: heads(2, 6, 12, 128)[:, :, 4:8],  # a part of queries, keys and values in one piece
+        lambda: heads(2, 9, 4, 128)[:, 2:8],
+    ],
+    ids=["dense", "part of the heads", "part of the tokens"],
+)
+def test_rows_on_16_bytes_are_taken_as_they_lie(lies):
+    x = lies()
+    assert by_rows(x) is x
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [
+        lambda: heads(2, 4, 6, 128).transpose(1, 2),
+        lambda: heads(2 * 6 * 4 * 128 + 1)[1:].view(2, 6, 4, 128),
+        lambda: heads(2, 6, 4, 130)[..., :128],
+        lambda: heads(2, 6, 4, 256)[..., ::2],
+        lambda: heads(1, 6, 4, 128).expand(2, 6, 4, 128),
+    ],
+    ids=["heads apart", "off 16 bytes", "padded heads", "strided", "expanded"],
+)
+def test_what_lies_otherwise_is_copied(lies):
+    x = lies()
+    copy = by_rows(x)
+    assert copy.is_contiguous()
+    assert torch.equal(copy, x)
+
+
+def test_the_sums_that_a_gradient_needs_are_turned_and_its_total_starts_at_zero():
+    batch, length, count, dim = 2, 5, 3, 128
+    out, grad = (
+        heads(batch, length, count, dim, dtype=torch.float16),
+        heads(batch, length, count, dim, dtype=torch.float16),
+    )
+    delta, total = torch.full((batch, count, length), torch.nan), torch.full((batch, length, count, dim), torch.nan)
+    rows = batch * length * count
+    launch(prepare_kernel, (4,), out, grad, delta, total, rows, length, count, DIM=dim, ROWS=8)
+    torch.testing.assert_close(delta, (out.float() * grad.float()).sum(-1).transpose(1, 2), rtol=1e-5, atol=1e-4)
+    assert not total.any()
+
+
+def test_a_total_is_scaled_before_it_is_rounded():
+    total, out = torch.randn(100), torch.empty(100, dtype=torch.float16)
+    launch(round_kernel, (2,), total, out, 100, 0.125, BLOCK=64)
+    assert torch.equal(out, (total * 0.125).half())
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (dict(), True),
+        (dict(softcap=2.0), "softcap"),
+        (dict(window=3), "window"),
+        (dict(cu_seqlens=torch.tensor([0, 6])), "documents"),
+        (dict(k=heads(1, 9, 2, 128), v=heads(1, 9, 2, 128)), "as many queries as keys"),
+        (dict(q=heads(1, 6, 4, 64), k=heads(1, 6, 2, 64), v=heads(1, 6, 2, 64)), "128 dimensions"),
+        (dict(q=heads(0, 6, 4, 128), k=heads(0, 6, 2, 128), v=heads(0, 6, 2, 128)), "at least one query"),
+    ],
+    ids=["takes it", "softcap", "window", "documents", "decoding", "other heads", "nothing"],
+)
+def test_it_says_what_it_does_not_take(changed, reason):
+    given = dict(q=heads(1, 6, 4, 128), k=heads(1, 6, 2, 128), v=heads(1, 6, 2, 128)) | changed
+    answer = call_named(takes, ops.attention.bind(**given))
+    assert answer is True if reason is True else reason in answer
