@@ -223,7 +223,8 @@ def backward_shape(height: int, width: int, centred: bool) -> tuple[int, int]:
         return (8, 3) if centred else (32, 1)
     if height * width > 4096:
         return 8, 3
-    return (8, 3) if centred and height > 1 else (4, 3)
+    # Short rows, many in a tile, go by the number of instructions: with eight warps twice as many, of passing sums around.
+    return (8, 3) if centred and 1 < height <= 4 else (4, 3)
 
 
 def scratch(x: Tensor) -> torch.dtype:
