@@ -191,7 +191,7 @@ def norm_backward(
     elif granule := norm_ragged.granule(columns, x.element_size(), arriving, arriving_too, source):
         partial = norm_ragged.backward(tensors, dx, strides, float(eps), flags, granule)
     else:
-        height, width, _ = tile_of_rows(columns, elements=4096)
+        height, width, _ = tile_of_rows(columns, elements=2048 if centred and columns <= 512 else 4096)
         narrow = height * width <= 4096
         programs = min(cdiv(rows, height), multiprocessors(x.device) * (2 if narrow else 1))
         partial = torch.empty((flags["HAS_WEIGHT"] + bias_too, programs, columns), dtype=scratch(x), device=x.device)
@@ -223,7 +223,7 @@ def backward_shape(height: int, width: int, centred: bool) -> tuple[int, int]:
         return (8, 3) if centred else (32, 1)
     if height * width > 4096:
         return 8, 3
-    # Short rows, many in a tile, go by the number of instructions: with eight warps twice as many, of passing sums around.
+    # Short rows have four warps for their number of instructions: with eight twice as many, of passing sums around.
     return (8, 3) if centred and 1 < height <= 4 else (4, 3)
 
 
