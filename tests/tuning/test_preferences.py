@@ -123,8 +123,8 @@ def test_auto_follows_a_written_table(tmp_path, monkeypatch):
 
 
 def test_auto_leaves_what_is_not_deterministic_alone_where_bits_are_to_repeat(monkeypatch):
+    ops.operators()  # which installs the tables
     monkeypatch.setattr(registry, "_preference", lambda *_: ["gluon", "aten"])
-    ops.operators()
     names = lambda: [c.backend for c in registry.candidates(ops.attention, {}, torch.device("cuda"))]
     assert names() == ["gluon", "aten"]
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -132,3 +132,18 @@ def test_auto_leaves_what_is_not_deterministic_alone_where_bits_are_to_repeat(mo
         assert names() == ["aten"]
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_auto_leaves_what_is_not_worth_it_alone_under_a_compiler(monkeypatch):
+    ops.operators()  # which installs the tables
+    monkeypatch.setattr(registry, "_preference", lambda *_: ["gluon", "aten"])
+    seen = []
+
+    def look(x):
+        seen.append([c.backend for c in registry.candidates(ops.attention, {}, torch.device("cuda"))])
+        return x + 1
+
+    look = torch.compiler.allow_in_graph(look)
+    torch.compile(lambda x: look(x), backend="aot_eager", fullgraph=True)(torch.ones(3))
+    assert seen
+    assert all(found == ["aten"] for found in seen)

@@ -28,8 +28,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels.activation import softcap_of
 from tilestack.kernels.launch import accumulator, cdiv, launch, multiprocessors, next_power, rows_of
-from tilestack.ops import implements
-from tilestack.ops.contract import Ahead
+from tilestack.ops import Ahead, implements
 
 DEPTH = 4
 SHORT_WIDTH = 1024

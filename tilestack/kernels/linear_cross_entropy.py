@@ -28,8 +28,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.kernels.cross_entropy import Options, losses_and_gradients, one_scalar_arrives, scale_in_place
 from tilestack.kernels.launch import as_matrix, cdiv
-from tilestack.ops import implements
-from tilestack.ops.contract import Ahead
+from tilestack.ops import Ahead, implements
 
 CHUNK_BYTES = 192 << 20  # of logits at a time
 MANY = 13  # chunks, as that makes of 8192 rows and 150 thousand words; where it would be more,

@@ -35,7 +35,7 @@ from tilestack.kernels.elementwise import block_of
 from tilestack.kernels.launch import cdiv, launch, next_power, rows_of
 from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
-from tilestack.ops.contract import FLOATS
+from tilestack.ops.implementation import FLOATS
 from tilestack.ops.memory import copy_gradient, permute_gradient, transpose_gradient
 
 FLAT_BYTES = 2048  # of a vector per program

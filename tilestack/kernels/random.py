@@ -18,15 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
+from tilestack.kernels.arithmetic import INTERPRETED
 from tilestack.kernels.elementwise import load, store
 from tilestack.kernels.launch import cdiv, launch, wide
 from tilestack.kernels.repeat import straight_line
 from tilestack.ops import implements
-from tilestack.ops.backends import interpreting
 from tilestack.ops.random import SLAB, dropped_below
 
 TOGETHER = 4  # slabs of a step of dropout alone
-INTERPRETED = tl.constexpr(interpreting())
 
 
 @triton.jit

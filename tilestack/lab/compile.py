@@ -25,7 +25,8 @@ from tilestack.kernels.launch import wide
 from tilestack.ops import BackendError, Case, Implementation, Operator
 from tilestack.ops.backends import interpreting
 from tilestack.ops.cases import Make
-from tilestack.ops.contract import as_tuple, call_named
+from tilestack.ops.contract import as_tuple
+from tilestack.ops.named import call_named
 
 # Bytes of shared memory one program may use, by compute capability.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}

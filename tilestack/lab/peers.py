@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from tilestack.ops import Operator
-from tilestack.ops.contract import parameters_of
+from tilestack.ops.named import parameters_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "peers"
 

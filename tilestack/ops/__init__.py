@@ -4,12 +4,14 @@ from tilestack.ops.activation import gelu, relu, sigmoid, silu, softcap, squared
 from tilestack.ops.activation_dropout import activation_dropout, gated_dropout
 from tilestack.ops.attention import attention
 from tilestack.ops.backends import BackendError, backend, configure_backend, register_backend
-from tilestack.ops.contract import AUTOGRAD, Ahead, Case, Cost, Implementation, Keeping, Operator, implements, operator
+from tilestack.ops.cases import Case
+from tilestack.ops.contract import Cost, Operator, implements, operator
 from tilestack.ops.elementwise import add, axpy
 from tilestack.ops.gated import geglu, gelu_mul, silu_mul, swiglu, swiglu_linear
 from tilestack.ops.gated_quantised import silu_mul_fp8, silu_mul_int8
 from tilestack.ops.group_norm import group_norm
 from tilestack.ops.grouped import grouped_linear
+from tilestack.ops.implementation import AUTOGRAD, Ahead, Implementation, Keeping
 from tilestack.ops.lookup import embedding
 from tilestack.ops.loss import cross_entropy, linear_cross_entropy
 from tilestack.ops.masked_softmax import causal_softmax, masked_softmax

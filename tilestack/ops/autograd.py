@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilestack.ops.contract import Ahead, Implementation, Keeping, Operator, as_tuple, call_named, parameters_of
+from tilestack.ops.contract import Operator, as_tuple
+from tilestack.ops.implementation import Ahead, Implementation, Keeping
+from tilestack.ops.named import call_named, parameters_of
 
 
 def differentiable(implementation: Implementation, keeping: Keeping | None = None) -> Callable:

@@ -13,7 +13,8 @@ and an implementation replaces it for a backend:
 Functions around an operator name what they look at, and get just that: a `cost`, a `check` or a `when` names some of
 the arguments; a gradient or a `backward` names `grad` (what arrives from above; `grad_<output>` where there are
 several outputs), any arguments, `out` (the output) and `needs` (which tensor arguments want a gradient). Only what the
-operator's gradient names is kept alive between forward and backward, and only that may a `backward` or `when` name.
+operator's gradient names is kept alive between forward and backward, and only that may a `backward` or `when` name;
+what an implementation makes to keep besides is its own affair (`Keeping`).
 """
 
 import inspect
@@ -26,20 +27,15 @@ import torch
 from torch import Tensor
 
 from tilestack.ops import registry
-from tilestack.ops.backends import AUTO, BackendError, entered, usable
+from tilestack.ops.backends import AUTO, entered
 from tilestack.ops.cases import Case
+from tilestack.ops.implementation import AUTOGRAD, FLOATS, Ahead, Implementation, Keeping, Repeat
+from tilestack.ops.named import Reason, answer_of, call_named, parameters_of, refuse_unknown
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Reason = bool | str  # True, or why not
-# Of a function and the way to put another in its place, one that runs calls of a single signature; see `implements`.
-Repeat = Callable[..., Callable]
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-AUTOGRAD = "autograd"  # the `backward` of an implementation that PyTorch differentiates by itself
-PLANS_KEPT = (
-    1 << 16
-)  # signatures an operator remembers before it starts over, so that ever-changing shapes stay bounded
+PLANS_KEPT = 1 << 16  # signatures remembered before an operator starts over, so that ever-changing shapes stay bounded
 
 
 @dataclass(frozen=True)
@@ -52,109 +48,6 @@ class Cost:
     write: Sequence[Tensor] | None = None
     backward_read: Sequence[Tensor] | None = None  # besides what arrives; all that is kept when silent
     backward_write: Sequence[Tensor] | None = None  # a gradient per floating argument when silent
-
-
-def parameters_of(function: Callable) -> list[str]:
-    return [name for name, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
-
-
-def call_named(function: Callable, available: dict[str, Any]) -> Any:
-    """Call a function with those of the available values that it names."""
-    return function(**{name: available[name] for name in parameters_of(function)})
-
-
-def answer_of(function: Callable[..., Reason], available: dict[str, Any]) -> Reason:
-    """What a `check` or `when` answers. Under a compiler it may be symbolic: then it becomes a guard of the trace."""
-    answer = call_named(function, available)
-    return bool(answer) if isinstance(answer, torch.SymBool) else answer
-
-
-def refuse_unknown(role: str, function: Callable | None, available: Sequence[str]) -> None:
-    """Raise when a function that is part of a contract names what it cannot be given."""
-    if missing := [name for name in parameters_of(function) if name not in available] if function else []:
-        raise TypeError(f"{role} names {', '.join(missing)}; it has {', '.join(available)}")
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """Gradients made in the forward: for a scalar result, whose gradients are fixed tensors times the scalar that arrives.
-
-    `forward(*arguments, needs=...)` answers the result and those tensors, one or None per tensor argument; nothing else
-    is kept. `scale(gradient, grad)` multiplies one of them by what arrives, in place.
-    """
-
-    forward: Callable
-    scale: Callable[[Tensor, Tensor], Tensor]
-    when: Callable[..., bool]  # names arguments, as that of `implements`; where False, the backward does its own work
-    traced: bool  # whether also under a compiler, which scales into a new tensor
-
-
-@dataclass(frozen=True)
-class Keeping:
-    """A way to keep something of one's own for the backward, such as a mask, made only when a gradient is wanted.
-
-    `forward(*arguments)` answers the result, then what is made to be kept. `backward` names what any backward does, and
-    what was made, in that order; of the rest only what it names is kept. Under a compiler, which knows only what the
-    operator's gradient keeps, the implementation's own backward does the work.
-    """
-
-    forward: Callable
-    backward: Callable
-    when: Callable[..., bool]  # names arguments, as that of `implements`
-
-    def made(self, described: "Operator") -> list[str]:
-        """What is made to be kept, by the names the backward has for it."""
-        known = *described.grads, *described.parameters, *described.outputs, "needs"
-        return [name for name in parameters_of(self.backward) if name not in known]
-
-
-@dataclass
-class Implementation:
-    """One way to run an operator: a forward, a backward (a function, AUTOGRAD or none) and the limits of both."""
-
-    operator: "Operator"
-    backend: str
-    forward: Callable
-    backward: Callable | str | None
-    when: Callable[..., Reason] | None
-    dtypes: tuple[torch.dtype, ...]
-    ahead: Ahead | None = None
-    keeping: Keeping | None = None
-    repeat: Repeat | None = None
-    deterministic: bool = True  # whether it gives the same bits in every run
-
-    def refuses(self, arguments: dict[str, Any], device: torch.device, with_gradient: bool = False) -> str:
-        """Why this implementation cannot run the call; empty when it can. Arguments may lack what a gradient drops."""
-        if (reason := usable(self.backend, device)) is not True:
-            return str(reason)
-        for name in self.operator.tensors:
-            value = arguments.get(name)
-            if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-                continue
-            if value.dtype not in self.dtypes:
-                return f"{name} is {str(value.dtype).removeprefix('torch.')}, it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}"
-        if with_gradient and self.backward is None:
-            return "it has no backward; call it under torch.no_grad()"
-        if self.when is not None and (reason := answer_of(self.when, arguments)) is not True:
-            return str(reason) if reason else "its `when` refuses these arguments"
-        return ""
-
-    def ahead_of(self, arguments: dict[str, Any]) -> Ahead | None:
-        """How a call that wants gradients has them made in the forward, None where its backward makes them."""
-        return self.ahead if self.ahead is not None and call_named(self.ahead.when, arguments) else None
-
-    def keeping_of(self, arguments: dict[str, Any]) -> Keeping | None:
-        """How a call that wants gradients keeps something of its own, None where it does not."""
-        return self.keeping if self.keeping is not None and call_named(self.keeping.when, arguments) else None
-
-    @property
-    def own_backward(self) -> Callable:
-        assert callable(self.backward), f"{self.operator.name} on {self.backend} has no backward function"
-        return self.backward
-
-    @property
-    def differentiates_itself(self) -> bool:
-        return self.backward == AUTOGRAD
 
 
 class Operator(Generic[P, R]):
@@ -351,6 +244,7 @@ def implements(
     keeping: Keeping | None = None,
     repeat: Repeat | None = None,
     deterministic: bool = True,
+    compiled: bool = True,
 ) -> Callable[[Callable], Callable]:
     """Register a function as an operator's implementation on a backend, from inside or outside this package.
 
@@ -360,7 +254,8 @@ def implements(
     `keeping` is a second forward and backward that hand on something the operator's gradient does not know.
     `repeat(function, keep, strides_known)` makes of the forward or the backward a function for calls of one signature,
     which may later `keep(faster)`, another in its own place. A backward's signature says nothing of strides. What is not
-    `deterministic`, the same bits in every run, `auto` leaves alone where PyTorch is to use deterministic algorithms.
+    `deterministic`, the same bits in every run, `auto` leaves alone where PyTorch is to use deterministic algorithms, and
+    what is not worth having `compiled`, under a compiler.
     """
 
     if backend in (AUTO, "torch") or not backend.isidentifier():
@@ -375,7 +270,7 @@ def implements(
             f"the when of {described.name} on {backend}", when, kept if callable(backward) else described.parameters
         )
         described.implementations[backend] = Implementation(
-            described, backend, forward, backward, when, tuple(dtypes), ahead, keeping, repeat, deterministic
+            described, backend, forward, backward, when, tuple(dtypes), ahead, keeping, repeat, deterministic, compiled
         )
         described.plans.clear()
         return forward
@@ -386,8 +281,8 @@ def implements(
 def _calling(described: Operator) -> Callable:
     """The `__call__` of one operator, written out so that a call costs its signature and one dictionary look-up.
 
-    A signature is everything a choice of implementation may depend on: the chosen backend, whether a gradient is
-    wanted, each tensor's class, shape, strides, dtype and device, and each argument that is not a float.
+    A signature is everything a choice of implementation may depend on: the chosen backend, whether bits are to repeat,
+    whether a gradient is wanted, each tensor's class, shape, strides, dtype and device, and each argument that is not a float.
     """
     annotations = typing.get_type_hints(described.definition)
     parts, grads = [], []
@@ -435,18 +330,3 @@ def __call__(self, {declared}):
     call: Callable = scope["__call__"]  # type: ignore[assignment]
     call.__doc__ = described.definition.__doc__
     return call
-
-
-__all__ = [
-    "AUTOGRAD",
-    "FLOATS",
-    "Ahead",
-    "BackendError",
-    "Case",
-    "Cost",
-    "Implementation",
-    "Keeping",
-    "Operator",
-    "implements",
-    "operator",
-]

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tilestack.ops import registry
 from tilestack.ops.autograd import gradient_of_definition, per_parameter
-from tilestack.ops.contract import Operator, as_tuple, call_named
+from tilestack.ops.contract import Operator, as_tuple
+from tilestack.ops.named import call_named
 
 LIBRARY = torch.library.Library("tilestack", "DEF")
 

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._guards import TracingContext
 
 from tilestack.ops.backends import AUTO, BackendError, chosen, usable
 
 if TYPE_CHECKING:
-    from tilestack.ops.contract import Implementation, Operator
+    from tilestack.ops.contract import Operator
+    from tilestack.ops.implementation import Implementation
 
 _operators: dict[str, "Operator"] = {}
 
@@ -122,5 +124,5 @@ def candidates(described: "Operator", arguments: dict[str, Any], device: torch.d
         return [described.implementations["torch"]]
     preferred = _preference(described, arguments, device) if _preference else []
     known = [described.implementations[name] for name in (*preferred, "triton") if name in described.implementations]
-    careful = torch.are_deterministic_algorithms_enabled()
-    return [implementation for implementation in known if implementation.deterministic or not careful]
+    repeats, compiles = torch.are_deterministic_algorithms_enabled(), TracingContext.try_get() is not None
+    return [way for way in known if (way.deterministic or not repeats) and (way.compiled or not compiles)]

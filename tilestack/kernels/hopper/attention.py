@@ -3,9 +3,10 @@
 The forward also answers the logarithm of every row's sum, which is kept for the backward where a gradient is wanted.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 
 from tilestack import ops
 from tilestack.kernels.attention_aten import HALVES, straight
@@ -23,18 +24,7 @@ def takes(
         return "it has as many queries as keys"
     if cu_seqlens is not None or window is not None or softcap is not None:
         return "it has no documents, window or softcap"
-    if TracingContext.try_get() is not None:
-        return "under torch.compile, which keeps no sums for it, its forward would run twice"
     return q.numel() > 0 or "it needs at least one query"
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, with_sums: bool) -> tuple:
-    """cuDNN's result, and the logarithm of each row's sum if wanted: [batch, queries, heads, dim], [batch, heads, queries]."""
-    rows = (straight(x).transpose(1, 2) for x in (q, k, v))
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *rows, None, with_sums, 0.0, causal, False, scale=scale
-    )
-    return out.transpose(1, 2), lse.view(q.shape[0], q.shape[2], q.shape[1]) if with_sums else None
 
 
 def attention_and_sums(
@@ -46,20 +36,29 @@ def attention_and_sums(
     window: None,
     scale: float | None,
     softcap: None,
+    *,
+    wanted: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    return attend(q, k, v, causal, scale, True)
+    """cuDNN's result and, if wanted, the logarithm of each row's sum, for each batch, head and query."""
+    rows = (straight(x).transpose(1, 2) for x in (q, k, v))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *rows, None, wanted, 0.0, causal, False, scale=scale
+    )
+    return out.transpose(1, 2), lse
 
 
 def backward_from_sums(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, None]:
+    lse = lse.view(q.shape[0], q.shape[2], q.shape[1])
     return *gradients(grad, q, k, v, out, lse, causal, scale_or_usual(scale, q)), None
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, None]:
-    return backward_from_sums(grad, q, k, v, causal, scale, out, attend(q, k, v, causal, scale, True)[1])
+    _, lse = attention_and_sums(q, k, v, None, causal, None, scale, None)
+    return backward_from_sums(grad, q, k, v, causal, scale, out, lse)
 
 
 @implements(
@@ -70,15 +69,7 @@ def backward(
     when=takes,
     dtypes=HALVES,
     deterministic=False,
+    compiled=False,  # its forward would run twice
 )
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: None,
-    causal: bool,
-    window: None,
-    scale: float | None,
-    softcap: None,
-) -> Tensor:
-    return attend(q, k, v, causal, scale, False)[0]
+def attention(*arguments: Any) -> Tensor:
+    return attention_and_sums(*arguments, wanted=False)[0]

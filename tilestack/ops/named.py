@@ -1,0 +1,30 @@
+"""Functions around an operator name what they look at, and get just that."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Reason = bool | str  # True, or why not
+
+
+def parameters_of(function: Callable) -> list[str]:
+    return [name for name, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
+
+
+def call_named(function: Callable, available: dict[str, Any]) -> Any:
+    """Call a function with those of the available values that it names."""
+    return function(**{name: available[name] for name in parameters_of(function)})
+
+
+def answer_of(function: Callable[..., Reason], available: dict[str, Any]) -> Reason:
+    """What a `check` or `when` answers. Under a compiler it may be symbolic: then it becomes a guard of the trace."""
+    answer = call_named(function, available)
+    return bool(answer) if isinstance(answer, torch.SymBool) else answer
+
+
+def refuse_unknown(role: str, function: Callable | None, available: Sequence[str]) -> None:
+    """Raise when a function that is part of a contract names what it cannot be given."""
+    if missing := [name for name in parameters_of(function) if name not in available] if function else []:
+        raise TypeError(f"{role} names {', '.join(missing)}; it has {', '.join(available)}")
