@@ -11,8 +11,8 @@ if not GPU:
 torch.set_num_threads(1)  # pytest-xdist has a process for every core already
 
 from tilestack import ops  # noqa: E402
+from tilestack.contract import backends, registry  # noqa: E402
 from tilestack.lab.oracle import judge, own_error  # noqa: E402
-from tilestack.ops import backends, registry  # noqa: E402
 
 needs_gpu = pytest.mark.skip(reason="there is no CUDA GPU here")
 

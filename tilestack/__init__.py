@@ -3,8 +3,8 @@
 import importlib
 from typing import Any
 
-from tilestack.ops.backends import BackendError, backend, configure_backend
-from tilestack.ops.contract import implements, operator
+from tilestack.contract.backends import BackendError, backend, configure_backend
+from tilestack.contract.operator import implements, operator
 
 __version__ = "0.1.0"
 __all__ = ["BackendError", "backend", "configure_backend", "implements", "nn", "operator", "ops", "patch", "unpatch"]

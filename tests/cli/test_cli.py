@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import pytest
 
 from tilestack.cli import main
-from tilestack.ops import BackendError, backends
+from tilestack.contract import BackendError, backends
 
 NINE = {"add", "axpy", "relu", "gelu", "silu", "softmax", "rms_norm", "layer_norm", "linear"}
 PLANTED = """
 import torch
-from tilestack import ops
+from tilestack import contract, ops
 
-@ops.implements(ops.add, backend="planted", backward=lambda grad: (grad, grad))
+@contract.implements(ops.add, backend="planted", backward=lambda grad: (grad, grad))
 def add(x, y):
     return torch.where(torch.arange(x.numel()).view(x.shape) < x.numel() - 1, x + y, 0)
 """

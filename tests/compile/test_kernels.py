@@ -13,7 +13,7 @@ WALK = """
 import json, sys
 import torch
 from tilestack.lab.explain import explain, telling_cases
-from tilestack.ops import operators
+from tilestack.contract import operators
 if sys.argv[1] != "90":
     for described in operators():
         described.cases = telling_cases(described)[-1:]

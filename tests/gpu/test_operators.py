@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tilestack import ops
-from tilestack.kernels import launch as launcher
+from tilestack.contract import backend
+from tilestack.contract import launch as launcher
+from tilestack.contract.cases import Make
+from tilestack.contract.operator import as_tuple
 from tilestack.lab.verify import claims, poisoned_memory, prove, same_bits
-from tilestack.ops import backend
-from tilestack.ops.cases import Make
-from tilestack.ops.contract import as_tuple
 
 DIRECTIONS = [
     (described.name, direction)

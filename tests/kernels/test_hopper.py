@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tilestack import ops
+from tilestack.contract.launch import launch
+from tilestack.contract.named import call_named
 from tilestack.kernels.hopper.attention import takes
 from tilestack.kernels.hopper.attention_backward import by_rows, prepare_kernel, round_kernel
-from tilestack.kernels.launch import launch
-from tilestack.ops.named import call_named
 
 
 def heads(*shape, dtype=torch.bfloat16):

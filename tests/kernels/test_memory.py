@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilestack import ops
-from tilestack.kernels import memory
-from tilestack.kernels import rows as rows_by_number
-from tilestack.kernels.memory import MOST_DIMENSIONS, merged, walk_of
-from tilestack.ops.backends import interpreting
+from tilestack import contract, ops
+from tilestack.contract.backends import interpreting
+from tilestack.kernels.memory import permute as memory
+from tilestack.kernels.memory import rows as rows_by_number
+from tilestack.kernels.memory.permute import MOST_DIMENSIONS, merged, walk_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_triton = pytest.mark.skipif(
@@ -132,7 +132,7 @@ def test_places_are_in_32_bits_wherever_they_fit():
 def test_permute_moves_every_element_of_any_view(x, data):
     dims = data.draw(st.permutations(range(x.ndim)))
     x = x.to(DEVICE)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         out = ops.permute(x, dims)
     assert out.is_contiguous()
     assert torch.equal(out, x.permute(dims))
@@ -156,7 +156,7 @@ def test_any_dtype_is_moved_bit_for_bit(dtype):
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (2, 40, 24 * dtype.itemsize), generator=generator)
     x = raw.to(torch.uint8).view(dtype).to(DEVICE)
     bits = lambda t: t.contiguous().view(torch.uint8)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         for ours, theirs in (
             (ops.copy(x), x),
             (ops.transpose(x), x.mT),
@@ -182,7 +182,7 @@ def test_any_dtype_is_moved_bit_for_bit(dtype):
 def test_the_batch_of_a_tile_is_taken_apart(sizes, dims):
     x = torch.arange(math.prod(sizes), device=DEVICE).view(sizes)
     assert walk(x.permute(dims)).kernel is memory.copy_tiles_kernel
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         assert torch.equal(ops.permute(x, dims), x.permute(dims))
 
 
@@ -192,7 +192,7 @@ def test_the_batch_of_a_tile_is_taken_apart(sizes, dims):
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_strided_copy_and_its_gradient_for_any_step(columns, step, apart):
     x = torch.randn(3, columns, device=DEVICE, dtype=torch.float16, requires_grad=True)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         out = ops.strided_copy(x, step)
     assert torch.equal(out, x[:, ::step])
     grad = torch.randn(3, out.shape[1] * 2 if apart else out.shape[1], device=DEVICE, dtype=torch.float16)
@@ -206,14 +206,14 @@ def test_a_strided_copy_and_its_gradient_for_any_step(columns, step, apart):
 @on_triton
 def test_one_element_expanded_fills_more_than_a_block():
     x = torch.randn(1, device=DEVICE).expand(3 * memory.ONE_BY_ONE + 1)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         assert torch.equal(ops.copy(x), x)
 
 
 @on_triton
 def test_the_gradient_of_a_permutation_is_a_view_of_what_arrives():
     x = torch.randn(2, 3, 4, device=DEVICE, requires_grad=True)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         for out in (ops.transpose(x), ops.permute(x, (2, 0, 1))):
             grad = torch.randn_like(out)
             (found,) = torch.autograd.grad(out, x, grad)
@@ -226,7 +226,7 @@ def test_more_dimensions_than_a_launch_takes():
     x = torch.arange(3**8, device=DEVICE).view([3] * 8)
     dims = (7, 5, 3, 1, 6, 4, 2, 0)
     assert len(merged(x.permute(dims).shape, x.permute(dims).stride())[0]) > MOST_DIMENSIONS
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         assert torch.equal(ops.permute(x, dims), x.permute(dims))
 
 
@@ -235,7 +235,7 @@ def test_more_dimensions_than_a_launch_takes():
 def test_dims_as_a_list_keep_the_gradient(name):
     x = torch.randn(3, 4, 5, device=DEVICE, requires_grad=True)
     grad = torch.randn(5, 3, 4, device=DEVICE)
-    with ops.backend(name):
+    with contract.backend(name):
         ops.permute(x, [-1, 0, 1]).backward(grad)
     assert torch.equal(x.grad, grad.permute(1, 2, 0))
 
@@ -244,7 +244,7 @@ def test_dims_as_a_list_keep_the_gradient(name):
 def test_a_number_without_a_row_reads_nothing_and_shows():
     x = torch.randn(4, 3, device=DEVICE)
     index = torch.tensor([3, 4, -1, 0, 2**40], device=DEVICE)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         out = ops.gather_rows(x, index)
     assert torch.equal(out[[0, 3]], x[[3, 0]])
     assert out[[1, 2, 4]].isnan().all()
@@ -255,14 +255,14 @@ def test_scatter_is_the_transpose_of_gather():
     whole = lambda *shape: torch.randint(-8, 8, shape, device=DEVICE).double()  # whose sums are exact
     x, y = whole(7, 3, 4), whole(50, 3, 4)
     index = torch.randint(0, 7, (50,), device=DEVICE)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         assert (ops.gather_rows(x, index) * y).sum() == (x * ops.scatter_rows(y, index, 7)).sum()
 
 
 @on_triton
 def test_scatter_drops_a_number_without_a_place():
     x = torch.ones(3, 2, device=DEVICE)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         out = ops.scatter_rows(x, torch.tensor([-1, 1, 2], device=DEVICE), 2)
     assert out.tolist() == [[0, 0], [1, 1]]
 
@@ -285,7 +285,7 @@ def test_one_place_may_have_most_of_the_inputs_where_others_have_few():
     x = torch.randint(-8, 8, (70, 33), device=DEVICE).double()  # whose sums are exact
     index = torch.arange(0, 210, 3, device=DEVICE)
     index[10:60] = 34
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         out = ops.scatter_rows(x, index, 211)
     assert len(index) < rows_by_number.FEW * 211
     assert torch.equal(out, torch.zeros(211, 33, device=DEVICE, dtype=torch.float64).index_add(0, index, x))
@@ -295,7 +295,7 @@ def test_one_place_may_have_most_of_the_inputs_where_others_have_few():
 @pytest.mark.parametrize(("shape", "dim"), [((3, 40_000), 1), ((40_000, 3), 0), ((2, 20_001, 2), 1), ((70_000,), 0)])
 def test_few_long_sums_are_split_and_exact(shape, dim):
     x = torch.randint(-4, 5, shape, device=DEVICE).float()
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         assert torch.equal(ops.reduce_sum(x, dim), x.sum(dim))
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilestack.kernels import norm_ragged
-from tilestack.kernels.norm import norm_backward, norm_forward
-from tilestack.kernels.ragged import granule_of, programs_that_stride
+from tilestack.kernels.norm import ragged as norm_ragged
+from tilestack.kernels.norm.granules import granule_of, programs_that_stride
+from tilestack.kernels.norm.rows import norm_backward, norm_forward
 
 ROWS = 37  # more than there are programs in the interpreter, and of no shift equally many
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from tilestack import ops
+from tilestack import contract, ops
+from tilestack.contract.cases import Make
 from tilestack.lab import bench as lab
 from tilestack.lab import peers, results
 from tilestack.lab.bench import Row, bench
 from tilestack.lab.machine import stamp
 from tilestack.lab.roofs import Roofs
-from tilestack.ops.cases import Make
 
 ROOFS = Roofs(copy_tb_per_s=0.01, matmul_tflops={"float32": 0.05}, host_floor_us=2.0)
 
@@ -28,7 +28,7 @@ def failing_backend(outside):
     def broken(x, dim):
         raise RuntimeError("planted failure")
 
-    ops.implements(ops.softmax, backend="planted", backward=ops.AUTOGRAD)(broken)
+    contract.implements(ops.softmax, backend="planted", backward=contract.AUTOGRAD)(broken)
     return "planted"
 
 

@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tilestack import ops
-from tilestack.kernels.launch import launch
+from tilestack import contract, ops
+from tilestack.contract.backends import usable
+from tilestack.contract.launch import launch
 from tilestack.lab import variants
 from tilestack.lab.verify import claims, default_dtypes, prove
-from tilestack.ops.backends import usable
 
 CPU = torch.device("cpu")
 NAMES = [described.name for described in ops.operators()]
@@ -195,7 +195,7 @@ A_FEW_CASES = ("33", "0", "3x33", "5x1000", "3x33x-1", "0x16x-1")
 
 def plant(fault_or_right):
     described, forward, backward = fault_or_right
-    ops.implements(described, backend="planted", backward=backward)(forward)
+    contract.implements(described, backend="planted", backward=backward)(forward)
     return described
 
 

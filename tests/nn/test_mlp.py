@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilestack import nn, ops
+from tilestack import contract, nn
 from tilestack.nn import mlp
 
 
@@ -22,7 +22,7 @@ def by_hand(block, x):
 def test_it_is_a_gated_pair_between_two_projections(chosen, bias):
     block, x = layer(bias)
     wanted = [x, *block.parameters()]
-    with ops.backend(chosen):
+    with contract.backend(chosen):
         found = block(x)
         gradients = torch.autograd.grad(found.square().sum(), wanted)
     expected = by_hand(block, x)
@@ -34,7 +34,7 @@ def test_the_gated_pair_is_not_kept():
     block, x = layer()
     kept = []
     with (
-        ops.backend("triton"),
+        contract.backend("triton"),
         torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t),
     ):
         block(x)

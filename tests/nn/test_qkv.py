@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilestack import ops
+from tilestack import contract, ops
 from tilestack.nn.qkv import split_and_turn
 from tilestack.ops.rope import frequencies, tables
 
@@ -50,7 +50,7 @@ def weighted(*results):
 
 def gradients(function, norm, positions, use):
     heads, norms = inputs(norm)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         results = function(heads, SIZES, COS, SIN, positions, norms)
         use(*results)
     zeros = torch.zeros(HEAD_DIM)  # instead of None, where nobody asks for turned heads
@@ -103,7 +103,7 @@ def test_positions_are_those_of_the_operators(norm, positions):
 @pytest.mark.parametrize("norm", [False, True])
 def test_no_gradient_is_concatenated(norm):
     heads, norms = inputs(norm)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         results = split_and_turn(heads, SIZES, COS, SIN, None, norms)
         arriving = [torch.randn_like(result) for result in results]
         with Calls() as calls:
@@ -125,7 +125,7 @@ def test_heads_need_not_be_dense():
     def of_every_second(function):
         wide = torch.randn(BATCH, TOKENS, sum(SIZES), 2 * HEAD_DIM, generator=torch.Generator().manual_seed(3))
         wide.requires_grad_()
-        with ops.backend("triton"):
+        with contract.backend("triton"):
             weighted(*function(wide[..., ::2], SIZES, COS, SIN, None, inputs(True)[1])).backward()
         return wide.grad
 
@@ -134,7 +134,7 @@ def test_heads_need_not_be_dense():
 
 def test_weights_of_norms_learn_over_a_frozen_projection():
     heads, norms = inputs(True, leaf=False)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         weighted(*split_and_turn(heads, SIZES, COS, SIN, None, norms)).backward()
     found = [weight.grad for weight in norms]
     _, norms = inputs(True)
@@ -146,7 +146,7 @@ def test_weights_of_norms_learn_over_a_frozen_projection():
 @pytest.mark.parametrize("norm", [False, True])
 def test_there_is_no_second_derivative(norm):
     heads, norms = inputs(norm)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         results = split_and_turn(heads, SIZES, COS, SIN, None, norms)
         (gradient,) = torch.autograd.grad(weighted(*results), heads, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
@@ -158,7 +158,7 @@ def test_compilers_see_operators(norm):
     heads, norms = inputs(norm)
     torch.compiler.reset()
     compiled = torch.compile(split_and_turn, fullgraph=True, backend="aot_eager")
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         results = compiled(heads, SIZES, COS, SIN, POSITIONS["own"], norms)
         weighted(*results).backward()
     expected = gradients(plain, norm, POSITIONS["own"], USES["all three"])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tilestack import ops
-from tilestack.ops.backends import usable
+from tilestack import contract, ops
+from tilestack.contract.backends import usable
 from tilestack.ops.gated import halves
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -27,7 +27,7 @@ def normal(*shape, dtype=torch.float32, seed=0):
 def test_digits_are_kept_near_zero_and_far_from_it(curve, exact):
     x = torch.logspace(-30, 1.5, 3000, dtype=torch.float64).float().to(DEVICE)
     x = torch.cat([x, -x])
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         y = curve(x)
     truth = exact(x.double())
     # Two quotients, an exponential and a few sums, each good to about a unit in the last place.
@@ -36,7 +36,7 @@ def test_digits_are_kept_near_zero_and_far_from_it(curve, exact):
 
 def test_tanh_of_zeros_and_infinities():
     x = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan], device=DEVICE)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         y = ops.tanh(x)
     torch.testing.assert_close(y, torch.tanh(x), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(y[:2].signbit().cpu(), torch.tensor([False, True]))
@@ -48,7 +48,7 @@ def test_halves_of_one_tensor_are_as_two_tensors(interleaved, approximate):
     x = normal(3, 5, 66).requires_grad_()
     gate, up = (half.contiguous() for half in halves(x, interleaved))
     grad = normal(3, 5, 33, seed=1)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         if approximate is None:
             in_one, in_two = ops.swiglu(x, interleaved), ops.silu_mul(gate, up)
         else:
@@ -63,14 +63,14 @@ def test_halves_are_read_where_they_are(monkeypatch):
     assert not gate.is_contiguous()
     expected = ops.silu_mul.definition(gate, up)
     monkeypatch.setattr(torch.Tensor, "contiguous", lambda *_: pytest.fail("an argument was copied"))
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         torch.testing.assert_close(ops.silu_mul(gate, up), expected)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_fused_dropout_drops_what_dropout_does(backend):
     seed, gate, up = torch.tensor(7, device=DEVICE), normal(3, 2000), normal(3, 2000, seed=1)
-    with ops.backend(backend):
+    with contract.backend(backend):
         alone = ops.dropout(ops.silu_mul(gate, up), seed, 0.3)
         torch.testing.assert_close(ops.gated_dropout(gate, up, seed, 0.3, "silu"), alone)
         torch.testing.assert_close(
@@ -83,7 +83,7 @@ def test_quantised_rows_are_the_product_to_half_a_step():
     gate, up = normal(4, 200), normal(4, 200, seed=1)
     gate[2] = 0
     gate[3, 5] = torch.nan
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         codes, scale = ops.silu_mul_int8(gate, up)
     exact = ops.silu_mul.definition(gate.double(), up.double())[:3]
     assert codes.dtype == torch.int8
@@ -119,7 +119,7 @@ def test_wrong_arguments_are_named(call, message):
 def test_dropped_elements_have_no_gradient_whatever_they_are(backend, p):
     seed = torch.tensor(7, device=DEVICE)
     gate, up = (torch.full((64,), torch.nan, device=DEVICE, requires_grad=True) for _ in range(2))
-    with ops.backend(backend):
+    with contract.backend(backend):
         out = ops.gated_dropout(gate, up, seed, p, "silu")
         dropped = ops.dropout(torch.ones_like(gate), seed, p) == 0
     dgate, dup = torch.autograd.grad(out, (gate, up), torch.ones_like(out))

@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
-from tilestack import ops
-from tilestack.kernels import attention_aten
-from tilestack.ops import backend
+from tilestack import contract, ops
+from tilestack.contract import backend
+from tilestack.contract.cases import Make
+from tilestack.kernels.attention import aten as attention_aten
 from tilestack.ops.attention import pairs_seen
-from tilestack.ops.cases import Make
 
 each_backend = pytest.mark.parametrize("chosen", ["torch", "aten"])
 
@@ -65,7 +65,7 @@ def test_softcap_bounds_the_scores():
     scores = 5 * torch.tanh((q[0, :, 0] @ k[0, :, 0].T) / 2 / 5)
     expected = torch.softmax(scores.masked_fill(torch.ones(3, 3).triu(1).bool(), -torch.inf), -1) @ v[0, :, 0]
     torch.testing.assert_close(ops.attention(q, k, v, softcap=5.0)[0, :, 0], expected)
-    with backend("aten"), pytest.raises(ops.BackendError, match="no softcap"):
+    with backend("aten"), pytest.raises(contract.BackendError, match="no softcap"):
         ops.attention(q, k, v, softcap=5.0)
 
 

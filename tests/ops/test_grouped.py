@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tilestack import ops
+from tilestack import contract, ops
+from tilestack.contract import backend
 from tilestack.kernels import aten
-from tilestack.ops import backend
 from tilestack.tuning.preferences import look_up
 
 
@@ -62,7 +62,7 @@ def test_pytorchs_kernel_as_we_call_it(ends, as_good_as):
 
 def test_pytorchs_kernel_says_what_it_wants():
     x, weight, offsets = arguments([3, 7], dtype=torch.bfloat16)
-    with pytest.raises(ops.BackendError, match="right for empty groups only on Hopper; torch"), backend("aten"):
+    with pytest.raises(contract.BackendError, match="right for empty groups only on Hopper; torch"), backend("aten"):
         ops.grouped_linear(x, weight, offsets)
     assert look_up({}, ops.grouped_linear, dict(x=x, weight=weight, offsets=offsets)) == ["aten"]
 

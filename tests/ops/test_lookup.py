@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilestack import ops
-from tilestack.kernels import lookup
-from tilestack.kernels.lookup import OTHERS, TILE
+from tilestack import contract, ops
+from tilestack.kernels.memory import embedding as lookup
+from tilestack.kernels.memory.embedding import OTHERS, TILE
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_id_outside_the_vocabulary_is_a_row_of_nan_without_gradient(backend):
     ids, weight = torch.tensor([[2, -1, 5], [4, 0, 2**40]]), torch.randn(5, 6, requires_grad=True)
-    with ops.backend(backend):
+    with contract.backend(backend):
         out = ops.embedding(ids, weight)
         out.nan_to_num().sum().backward()
     assert torch.equal(out.isnan().all(-1), (ids < 0) | (ids >= 5))
@@ -30,7 +30,7 @@ def test_runs_of_any_length_and_start_are_summed_exactly(run, before):
     ids = torch.cat((torch.full((before,), 1), torch.full((run,), 2), torch.full((3,), 4)))
     ids = ids[torch.randperm(len(ids))]
     grad, weight = torch.randint(-8, 9, (len(ids), 3)).float(), torch.zeros(6, 3, requires_grad=True)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         ops.embedding(ids, weight, padding_idx=4).backward(grad)
     (expected,) = torch.autograd.grad(F.embedding(ids, weight, padding_idx=4), weight, grad)
     assert torch.equal(weight.grad, expected)

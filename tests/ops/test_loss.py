@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilestack import ops
-from tilestack.kernels import linear_cross_entropy as head
+from tilestack import contract, ops
+from tilestack.contract.backends import usable
+from tilestack.contract.library import define_ahead
+from tilestack.kernels.loss import linear_cross_entropy as head
 from tilestack.lab.oracle import judge, own_error
-from tilestack.ops.backends import usable
-from tilestack.ops.library import define_ahead
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(usable("triton", DEVICE) is not True, reason=str(usable("triton", DEVICE)))
@@ -38,7 +38,7 @@ def as_good_as_definition(described, arguments, wanted):
         return out.detach(), *torch.autograd.grad(out.sum(), list(leaves.values()))
 
     wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         results = evaluate(described, arguments)
     for result, reference, truth in zip(
         results, evaluate(described.definition, arguments), evaluate(described.definition, wide), strict=True
@@ -83,7 +83,7 @@ def test_definition_is_pytorchs(reduction, smoothing, ignored):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_label_that_is_no_class_makes_its_row_nan_and_no_other(label, backend):
     logits = normal(3, 33).requires_grad_()
-    with ops.backend(backend):
+    with contract.backend(backend):
         loss = ops.cross_entropy(logits, torch.tensor([4, label, -100], device=DEVICE), reduction="none")
     loss.sum().backward()
     assert loss.isnan().tolist() == [False, True, False]
@@ -95,7 +95,7 @@ def test_ignored_rows_are_not_looked_at():
     logits = normal(4, 33)
     logits[1] = torch.nan
     logits.requires_grad_()
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         loss = ops.cross_entropy(logits, some_labels(4, 33))
     loss.backward()
     assert loss.isfinite()
@@ -107,7 +107,7 @@ def test_what_arrives_scales_the_gradient_however_often(call):
     first = normal(5, 33) if call == "cross_entropy" else normal(5, 8)
     others = [some_labels(5, 33)] if call == "cross_entropy" else [normal(33, 8), some_labels(5, 33)]
     first.requires_grad_()
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         loss = getattr(ops, call)(first, *others)
     (once,) = torch.autograd.grad(loss, first, retain_graph=True)
     (thrice,) = torch.autograd.grad(3 * loss, first, retain_graph=True)
@@ -118,7 +118,7 @@ def test_what_arrives_scales_the_gradient_however_often(call):
 
 def test_no_second_derivative():
     logits = normal(2, 33).requires_grad_()
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         loss = ops.cross_entropy(logits, some_labels(2, 33))
     (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
     with pytest.raises(NotImplementedError, match="cross_entropy has no second derivative on triton"):
@@ -131,7 +131,7 @@ def test_loss_scaling_saves_small_gradients_in_float16():
     logits[:, 0] = 17
     labels = torch.zeros(4, dtype=torch.int64, device=DEVICE)
     (truth,) = torch.autograd.grad(F.cross_entropy(exact := logits.double().requires_grad_(), labels), exact)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         (2.0**16 * ops.cross_entropy(logits.requires_grad_(), labels)).backward()
     assert not truth.half()[:, 1:].any()
     torch.testing.assert_close(
@@ -143,7 +143,7 @@ class TestInPlace:
     def test_gradient_takes_the_memory_of_the_logits(self):
         scores = normal(5, 33).requires_grad_()
         logits = scores * 2
-        with ops.backend("triton"):
+        with contract.backend("triton"):
             expected = torch.autograd.grad(ops.cross_entropy(logits, some_labels(5, 33)), logits, retain_graph=True)[0]
             loss = ops.cross_entropy(logits, some_labels(5, 33), inplace=True)
         (gradient,) = torch.autograd.grad(loss, logits, retain_graph=False)
@@ -153,13 +153,13 @@ class TestInPlace:
     def test_logits_stay_where_no_gradient_is_wanted(self):
         logits = normal(5, 33)
         before = logits.clone()
-        with ops.backend("triton"):
+        with contract.backend("triton"):
             ops.cross_entropy(logits, some_labels(5, 33), inplace=True)
         assert torch.equal(logits, before)
 
     def test_autograd_refuses_to_use_logits_that_were_lost(self):
         logits = torch.tanh(normal(5, 33).requires_grad_())  # whose gradient needs its result
-        with ops.backend("triton"):
+        with contract.backend("triton"):
             loss = ops.cross_entropy(logits, some_labels(5, 33), inplace=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
@@ -193,7 +193,7 @@ class TestHead:
         arguments = head_arguments(rows=64)
         arguments["x"].requires_grad_()
         arguments["weight"].requires_grad_()
-        with chunks_of(4, monkeypatch), ops.backend("triton"), Watched() as watched:
+        with chunks_of(4, monkeypatch), contract.backend("triton"), Watched() as watched:
             ops.linear_cross_entropy(**arguments).backward()
         assert watched.largest == 65 * 8 * 4  # the weight's gradient; a chunk of logits is half as large
 
@@ -212,7 +212,7 @@ class TestHead:
         arguments = head_arguments()
         for name in wanted:
             arguments[name].requires_grad_()
-        with ops.backend("triton"), Watched() as forward:
+        with contract.backend("triton"), Watched() as forward:
             loss = ops.linear_cross_entropy(**arguments)
         assert forward.products() == products
         if wanted:
@@ -229,7 +229,7 @@ class TestHead:
             loss(torch.tanh(F.embedding(ids, weight)), weight, labels).backward()
             return weight.grad
 
-        with ops.backend("triton"):
+        with contract.backend("triton"):
             ours = gradient(ops.linear_cross_entropy)
         definition = ops.linear_cross_entropy.definition
         reference, truth = gradient(definition), gradient(definition, torch.float64)
@@ -244,7 +244,7 @@ def test_the_host_never_waits_for_the_device(reduction):
     arguments = head_arguments()
     logits = normal(11, 65).requires_grad_()
     arguments["x"].requires_grad_()
-    with ops.backend("triton"), Watched() as watched:
+    with contract.backend("triton"), Watched() as watched:
         losses = (
             ops.cross_entropy(logits, arguments["labels"], reduction=reduction),
             ops.linear_cross_entropy(**arguments, reduction=reduction),
@@ -271,7 +271,7 @@ class TestCompiled:
         results = []
         for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
             leaves = [arguments[name].clone().requires_grad_() for name in names]
-            with ops.backend("triton"):
+            with contract.backend("triton"):
                 out = function(*leaves)
                 results.append([out.detach(), *torch.autograd.grad(out, leaves)])
         torch.testing.assert_close(*results)
@@ -281,7 +281,7 @@ class TestCompiled:
         arguments = head_arguments()
         arguments["x"].requires_grad_()
         graphs = AotEagerAndRecordGraphs()
-        with ops.backend("triton"):
+        with contract.backend("triton"):
             torch.compile(ops.linear_cross_entropy, fullgraph=True, backend=graphs)(**arguments).backward()
         assert "linear_cross_entropy_triton_ahead" in graphs.fw_graphs[0].code
         assert "linear_cross_entropy" not in graphs.bw_graphs[0].code

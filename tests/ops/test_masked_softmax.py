@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tilestack import ops
-from tilestack.kernels import masked_softmax as kernels
-from tilestack.ops.backends import usable
+from tilestack import contract, ops
+from tilestack.contract.backends import usable
+from tilestack.kernels.softmax import masked as kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [
@@ -33,7 +33,7 @@ def rows_kept(request, monkeypatch):
 @pytest.mark.parametrize("shape", [(40, 40), (2, 5, 100), (70, 40)], ids=str)
 def test_causal_is_masked_below_the_diagonal(shape):
     x, grad = scores(*shape).requires_grad_(), scores(*shape, seed=1)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         out = ops.causal_softmax(x, 0.25)
     expected = ops.masked_softmax.definition(0.25 * x, below_diagonal(*shape[-2:]))
     torch.testing.assert_close(out, expected)
@@ -45,7 +45,7 @@ def test_mask_agrees_with_pytorch_where_it_shows_something():
     x, grad = scores(2, 3, 7, 100).requires_grad_(), scores(2, 3, 7, 100, seed=1)
     mask = scores(2, 1, 7, 100, seed=2) > 0
     expected = torch.softmax(x.masked_fill(~mask, -torch.inf), -1)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         out = ops.masked_softmax(x, mask)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(*(torch.autograd.grad(y, x, grad) for y in (out, expected)))
@@ -57,7 +57,7 @@ def test_what_is_excluded_does_not_matter(backend):
     seen = below_diagonal(50, 40)
     x = scores(50, 40).masked_fill(~seen, torch.nan).requires_grad_()
     grad = scores(50, 40, seed=1).masked_fill(~seen, torch.nan)
-    with ops.backend(backend):
+    with contract.backend(backend):
         masked, causal = ops.masked_softmax(x, seen), ops.causal_softmax(x)
     torch.testing.assert_close(masked, causal)
     assert not bool(masked[~seen].any())

@@ -7,8 +7,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 
-from tilestack import kernels, ops
-from tilestack.kernels.rope import rope_
+from tilestack import contract, kernels, ops
+from tilestack.kernels.attention.rope import rope_
 from tilestack.ops.rope import frequencies, tables
 
 transformers = pytest.importorskip("transformers", reason="parity with transformers needs tilestack[hf]")
@@ -61,7 +61,7 @@ def test_rotation_is_transformers(backend):
     cos, sin = tables(frequencies(16)[0], 20, dtype=torch.float64)
     doubled = [torch.cat((table[positions],) * 2, -1) for table in (cos, sin)]
     theirs = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *doubled)
-    with ops.backend(backend):
+    with contract.backend(backend):
         ours = ops.rope(q, k, cos, sin, positions)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other.transpose(1, 2), rtol=0, atol=8 * torch.finfo(torch.float64).eps)
@@ -77,7 +77,7 @@ def arguments(interleaved):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_in_place_writes_what_the_operator_returns(backend, interleaved):
     q, k, *rest = arguments(interleaved)
-    with ops.backend(backend):
+    with contract.backend(backend):
         expected = ops.rope(q, k, *rest)
         places = q.data_ptr(), k.data_ptr()
         turned = rope_(q, k, *rest)
@@ -96,7 +96,7 @@ def test_in_place_has_no_gradient():
 def test_position_outside_the_tables_gives_nan(backend):
     q, k, cos, sin, positions, _ = arguments(False)
     positions[0, 2], positions[1, 3] = 9, -1
-    with ops.backend(backend):
+    with contract.backend(backend):
         turned, _ = ops.rope(q, k, cos, sin, positions)
     outside = (positions < 0) | (positions > 8)
     assert torch.equal(turned[..., :8].isnan().all(-1).all(-1), outside)
@@ -137,7 +137,7 @@ def test_tiles_of_any_size_over_any_layout(layout, elements, monkeypatch):
     for positions in (None, torch.arange(5, 10) % 9, torch.arange(10).view(2, 5) % 9):
         found = []
         for backend in ("triton", "torch"):
-            with ops.backend(backend):
+            with contract.backend(backend):
                 turned = (
                     *ops.rope(q, k, cos, sin, positions),
                     *ops.qk_norm_rope(q, k, *weights, cos, sin, positions, eps=0.0),

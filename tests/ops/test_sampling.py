@@ -7,7 +7,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 
-from tilestack import ops
+from tilestack import contract, ops
 from tilestack.ops.sampling import exponential
 
 
@@ -59,7 +59,7 @@ def test_filters_keep_their_tokens_and_the_proportions_among_them():
 def test_top_p_is_a_share_of_all_top_k_keeps_whatever_min_p_drops():
     likely = torch.tensor([1.0, *3 * [0.95], *10 * [0.5], *10 * [0.01]])
     filters = settings(16, top_k=14, top_p=0.2, min_p=0.9)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         ids = ops.sample(likely.log().expand(16, -1), **filters)
     assert torch.equal(ids, ops.sample.definition(likely.log().expand(16, -1), **filters))
     assert set(ids.tolist()) == {0, 1, 2, 3}
@@ -80,7 +80,7 @@ def test_noise_is_fine_where_the_race_is_won():
 @pytest.mark.parametrize("filters", [{}, dict(top_k=7), dict(top_p=0.8), dict(top_k=7, top_p=0.8, min_p=0.05)])
 def test_a_row_gives_its_token_whatever_the_batch(filters):
     logits, chosen = torch.randn(3, 4500) * 3, settings(3, 0.9, **filters)
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         together = ops.sample(logits, **chosen)
         alone = [ops.sample(logits[i : i + 1], **{name: v[i : i + 1] for name, v in chosen.items()}) for i in range(3)]
     assert torch.equal(together, torch.cat(alone))
@@ -91,7 +91,7 @@ def test_a_row_gives_its_token_whatever_the_batch(filters):
 def test_logits_that_defeat_the_bound(filters):
     """All equal, or so nearly that thousands are candidates: more than a tile of them."""
     for logits in (torch.zeros(1, 5000), torch.arange(5000)[None] * 1e-4):
-        with ops.backend("triton"):
+        with contract.backend("triton"):
             assert torch.equal(
                 ops.sample(logits, **settings(1, **filters)), ops.sample.definition(logits, **settings(1, **filters))
             )
@@ -102,7 +102,7 @@ def test_rows_without_a_finite_largest_give_minus_one(backend):
     logits = torch.randn(4, 10)
     logits[0, 3], logits[1, 4], logits[2] = torch.nan, torch.inf, -torch.inf
     for filters in ({}, dict(top_k=2), dict(temperature=0.0)):
-        with ops.backend(backend):
+        with contract.backend(backend):
             ids = ops.sample(logits, **settings(4, **filters))
         assert ids[:3].tolist() == [-1, -1, -1]
         assert 0 <= ids[3] < 10
@@ -112,14 +112,14 @@ def test_rows_without_a_finite_largest_give_minus_one(backend):
 def test_masked_tokens_are_never_drawn(backend):
     logits = torch.full((8, 40), -torch.inf)
     logits[:, 11] = logits[:, 35] = 0
-    with ops.backend(backend):
+    with contract.backend(backend):
         ids = ops.sample(logits, **settings(8))
     assert set(ids.tolist()) <= {11, 35}
 
 
 def test_first_of_equals_and_nan_largest():
     logits = torch.tensor([[1.0, 5, 5, 2], [-0.0, 0, -1, -2], [3, torch.nan, torch.inf, 1]])
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         assert ops.argmax(logits).tolist() == [1, 0, 1]
         values, indices = ops.topk(logits, 3)
     assert indices.tolist() == [[1, 2, 3], [0, 1, 2], [1, 2, 0]]
@@ -127,12 +127,12 @@ def test_first_of_equals_and_nan_largest():
 
 
 def test_topk_of_equals_beyond_a_tile():
-    with ops.backend("triton"):
+    with contract.backend("triton"):
         assert ops.topk(torch.zeros(1, 4200), 5)[1].tolist() == [[0, 1, 2, 3, 4]]
 
 
 def test_gradients_are_refused_and_mistakes_explained():
-    with ops.backend("triton"), pytest.raises(ops.BackendError, match="no backward"):
+    with contract.backend("triton"), pytest.raises(contract.BackendError, match="no backward"):
         ops.topk(torch.randn(2, 9, requires_grad=True), 2)
     with pytest.raises(ValueError, match="between 1 and 9"):
         ops.topk(torch.randn(2, 9), 10)

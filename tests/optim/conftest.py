@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilestack import backend
-from tilestack.ops.backends import usable
+from tilestack.contract.backends import usable
 
 CPU = torch.device("cpu")
 

@@ -126,7 +126,7 @@ def test_the_norm_is_the_same_bits_in_every_run(path, awkward):
 
 
 def test_a_table_is_copied_only_where_it_changed():
-    multi_tensor = pytest.importorskip("tilestack.kernels.multi_tensor")
+    multi_tensor = pytest.importorskip("tilestack.kernels.optim.multi_tensor")
     first, second = [torch.zeros(5), torch.zeros(0)], [torch.ones(5), torch.ones(0)]
     table = multi_tensor.Table([5, 0], 2, 4, torch.device("cpu"))
     table.point(first, second)

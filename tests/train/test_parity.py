@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tilestack import ops
+from tilestack import contract, ops
 from tilestack.cli import main
-from tilestack.ops import implements
+from tilestack.contract import implements
 from tilestack.train import Loss, Recipe
 from tilestack.train.parity import Parity, bounds, new_model, nudged, parity
 from tilestack.train.settings import read
@@ -49,7 +49,7 @@ def test_a_gradient_that_is_a_little_wrong_is_caught(outside):
         normal, total = ops.add_rms_norm.definition(x, residual, weight, eps)
         return normal + 0.001 * (normal.detach() - normal), total  # the values are right, the gradient is not
 
-    implements(ops.add_rms_norm, backend="planted", backward=ops.AUTOGRAD)(almost)
+    implements(ops.add_rms_norm, backend="planted", backward=contract.AUTOGRAD)(almost)
     found = run(6, "planted", ["add_rms_norm"])
     assert found.differences[0] < found.bound[0]  # the first loss comes before any gradient
     assert found.broken_at is not None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilestack import ops
-from tilestack.ops import registry
+from tilestack.contract import registry
 from tilestack.tuning import preferences
 
 

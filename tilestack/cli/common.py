@@ -12,13 +12,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tilestack.ops.backends import interpreting
+from tilestack.contract.backends import interpreting
 
 if TYPE_CHECKING:
     import torch
 
+    from tilestack.contract.operator import Operator
     from tilestack.lab.verify import Claim, Proof
-    from tilestack.ops.contract import Operator
 
 console = Console()
 

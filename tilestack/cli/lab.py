@@ -124,12 +124,12 @@ def report_command(
     ] = False,
 ) -> None:
     """Write one self-contained page: roofline, peers, proofs and the machine, from results/."""
-    from tilestack.lab import figures, machine, measured, report
+    from tilestack.lab import catalogue, figures, machine, measured, report
     from tilestack.lab.tables import update_tables
 
     root = Path.cwd()
     if tables:
-        changed = [*update_tables(root), *figures.update_figures(root)]
+        changed = [*update_tables(root), *figures.update_figures(root), *catalogue.update_stub()]
         console.print("\n".join(f"renewed {path}" for path in changed) or "tables and figures are up to date")
         return
     found = json.loads(proofs.read_text()) if proofs else []

@@ -1,60 +1,19 @@
-"""How operators run fast. Importing this package registers every kernel; `tilestack.ops` does so when first asked."""
+"""How operators run fast. Importing this package registers every kernel; the registry does so when first asked.
 
-from tilestack.kernels import (
-    activation,
-    activation_dropout,
-    aten,
-    attention_aten,
-    cross_entropy,
-    elementwise,
-    gated,
-    gated_linear,
-    gated_quantised,
-    group_norm,
-    grouped,
-    hopper,
-    linear_cross_entropy,
-    lookup,
-    masked_softmax,
-    matmul,
-    memory,
-    norm,
-    qk_norm_rope,
-    random,
-    reduce,
-    rope,
-    rows,
-    sampling,
-    softmax,
-)
+Each file that can be imported adds its implementations. What a file needs and lacks (Triton itself, or a part of it
+that another version has moved) is the reason why its backend cannot run, and concerns no other.
+"""
+
+import importlib
+import pkgutil
+
+from tilestack.contract import registry
 from tilestack.tuning import preferences
 
-__all__ = [
-    "activation",
-    "activation_dropout",
-    "aten",
-    "attention_aten",
-    "cross_entropy",
-    "elementwise",
-    "gated",
-    "gated_linear",
-    "gated_quantised",
-    "group_norm",
-    "grouped",
-    "hopper",
-    "linear_cross_entropy",
-    "lookup",
-    "masked_softmax",
-    "matmul",
-    "memory",
-    "norm",
-    "qk_norm_rope",
-    "random",
-    "reduce",
-    "rope",
-    "rows",
-    "sampling",
-    "softmax",
-]
+for module in pkgutil.walk_packages(__path__, f"{__name__}."):
+    try:
+        importlib.import_module(module.name)
+    except (ImportError, AttributeError) as missing:
+        registry.not_loaded[module.name] = f"{type(missing).__name__}: {missing}"
 
 preferences.install()

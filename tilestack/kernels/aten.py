@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tilestack import ops
-from tilestack.ops import AUTOGRAD, implements
+from tilestack.contract import AUTOGRAD, implements
 
 
 def shares_dtype(x, weight):

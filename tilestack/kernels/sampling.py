@@ -21,9 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels.launch import cdiv, launch, next_power, rows_of
-from tilestack.kernels.random import random_words
-from tilestack.ops import implements
+from tilestack.contract import implements
+from tilestack.contract.launch import launch
+from tilestack.kernels.elementwise.dropout import random_words
+from tilestack.kernels.tiles import cdiv, next_power, rows_of
 from tilestack.ops.random import SLAB
 
 SPAN = 4 * SLAB  # logits of a program: the four slabs that share Philox counters

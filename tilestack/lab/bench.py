@@ -23,18 +23,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
+from tilestack.contract import Case, Operator, backend
+from tilestack.contract.autograd import gradient_of_definition
+from tilestack.contract.backends import interpreting
+from tilestack.contract.cases import Make
+from tilestack.contract.library import memory_of
+from tilestack.contract.operator import as_tuple
+from tilestack.contract.registry import load_kernels
 from tilestack.lab import results
 from tilestack.lab.machine import stamp
 from tilestack.lab.peers import LIBRARIES, PEERS, Peer, peers_of
 from tilestack.lab.roofs import Roofs, measured
 from tilestack.lab.timing import Call, Candidate, Timing, in_one_line, measure
-from tilestack.ops import Case, Operator, backend
-from tilestack.ops.autograd import gradient_of_definition
-from tilestack.ops.backends import interpreting
-from tilestack.ops.cases import Make
-from tilestack.ops.contract import as_tuple
-from tilestack.ops.library import memory_of
-from tilestack.ops.registry import load_kernels
 
 DIRECTIONS = ("forward", "backward", "both")
 CPU_BYTES = 2**27  # what a case may move, and

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tilestack import optim
+from tilestack.contract import backend
 from tilestack.lab.bench import Row
 from tilestack.lab.roofs import Roofs, measured
 from tilestack.lab.timing import Call, Candidate, measure
-from tilestack.ops import backend
 
 Shape = tuple[int, ...]
 OURS = "triton"

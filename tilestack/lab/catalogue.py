@@ -1,5 +1,7 @@
 """What there is: every operator with its signature, its backends and the one `auto` takes on a device."""
 
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -7,10 +9,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from tilestack import ops
-from tilestack.ops.backends import usable
-from tilestack.ops.cases import Make
-from tilestack.ops.contract import Operator
-from tilestack.ops.registry import candidates
+from tilestack.contract.backends import usable
+from tilestack.contract.cases import Make
+from tilestack.contract.operator import Operator
+from tilestack.contract.registry import candidates
 
 
 def catalogue(device: torch.device) -> list[dict[str, Any]]:
@@ -42,3 +44,31 @@ def render(rows: list[dict[str, Any]]) -> Table:
         table.add_row(f"[bold]{row['name']}[/bold]", escape(row["summary"]), backends, row["auto"])
     table.caption = "dim backends cannot run on this device"
     return table
+
+
+STUB = Path(ops.__file__).with_suffix(".pyi")
+
+
+def stub() -> str:
+    """What `tilestack.ops` holds, for people and type checkers: the package itself finds its operators when imported."""
+    defined = sorted((op.__module__, op.name) for op in ops.operators() if op.__module__.startswith("tilestack.ops."))
+    lines = [
+        f"from {module} import {', '.join(f'{name} as {name}' for _, name in found)}"
+        for module, found in groupby(defined, key=lambda pair: pair[0])
+    ]
+    return "\n".join(
+        [
+            "# Written by `make docs`: every operator by the family that defines it.",
+            "from tilestack.contract.registry import operator_named as operator_named, operators as operators",
+            *lines,
+            "",
+        ]
+    )
+
+
+def update_stub() -> list[Path]:
+    """Write the stub where it has changed; answers what was written."""
+    if STUB.read_text() == stub():
+        return []
+    STUB.write_text(stub())
+    return [STUB]

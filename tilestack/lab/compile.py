@@ -21,12 +21,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.cache import get_cache_manager
 
-from tilestack.kernels.launch import wide
-from tilestack.ops import BackendError, Case, Implementation, Operator
-from tilestack.ops.backends import interpreting
-from tilestack.ops.cases import Make
-from tilestack.ops.contract import as_tuple
-from tilestack.ops.named import call_named
+from tilestack.contract import BackendError, Case, Implementation, Operator
+from tilestack.contract.backends import interpreting
+from tilestack.contract.cases import Make
+from tilestack.contract.named import call_named
+from tilestack.contract.operator import as_tuple
+from tilestack.kernels.tiles import wide
 
 # Bytes of shared memory one program may use, by compute capability.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}

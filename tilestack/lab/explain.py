@@ -8,9 +8,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from tilestack.contract import Case, Operator, operator_named, operators
+from tilestack.contract.cases import Make
 from tilestack.lab.compile import CAPABILITIES, INSTRUCTIONS, KernelReport, compiled_kernels, gate
-from tilestack.ops import Case, Operator, operator_named, operators
-from tilestack.ops.cases import Make
 
 DTYPES = (torch.bfloat16, torch.float32)
 VECTOR = 16  # a row length it divides lets Triton load whole vectors

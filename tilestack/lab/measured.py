@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from tilestack.contract import operators
 from tilestack.lab.bench_train import PEERS as training_peers
 from tilestack.lab.peers import PEERS
 from tilestack.lab.results import load_all
-from tilestack.ops import operators
 
 DEFINITION = "torch"  # the definition run eagerly: shown, but no peer to be proud of beating
 

@@ -19,13 +19,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tilestack import ops
+from tilestack.contract import Operator, backend
+from tilestack.contract.registry import load_kernels
 from tilestack.lab import results
 from tilestack.lab.machine import stamp
 from tilestack.lab.page import SERIES, Section, colour, empty, plot, text, write_page
 from tilestack.lab.roofs import measured
 from tilestack.lab.timing import Call, Candidate, measure
-from tilestack.ops import Operator, backend
-from tilestack.ops.registry import load_kernels
 
 COMMAND = "tilestack bench memory"
 ELEMENTS = {"cuda": 2**25, "cpu": 2**20}  # moved at every setting

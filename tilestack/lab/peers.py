@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tilestack.ops import Operator
-from tilestack.ops.named import parameters_of
+from tilestack.contract import Operator
+from tilestack.contract.named import parameters_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "peers"
 

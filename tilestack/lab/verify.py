@@ -20,12 +20,12 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from tilestack.contract.autograd import gradient_of_definition
+from tilestack.contract.backends import AUTO, backend, chosen
+from tilestack.contract.cases import Case, Make
+from tilestack.contract.implementation import Implementation
+from tilestack.contract.operator import Operator, as_tuple
 from tilestack.lab import oracle, variants
-from tilestack.ops.autograd import gradient_of_definition
-from tilestack.ops.backends import AUTO, backend, chosen
-from tilestack.ops.cases import Case, Make
-from tilestack.ops.contract import Operator, as_tuple
-from tilestack.ops.implementation import Implementation
 
 REDRAWS = 16  # more draws of arguments with a small result, which the definition may get exact by luck
 SMALL, LARGE = 1 << 14, 1 << 17  # elements of the smallest result, and of all, up to which to draw again

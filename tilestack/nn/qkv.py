@@ -26,7 +26,7 @@ def split_and_turn(
     operator = ops.rope if norms is None else ops.qk_norm_rope
     named = dict(zip(operator.parameters, arguments, strict=True))
     if in_one_piece(heads) and operator.resolve(named, with_gradient=True).backend == "triton":
-        from tilestack.kernels.qkv import SplitAndTurn
+        from tilestack.kernels.attention.qkv import SplitAndTurn
 
         return SplitAndTurn.apply(heads, *(norms or (None, None)), *turn, sizes, eps)
     return *operator(*arguments), v

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from tilestack import nn, ops
+from tilestack import contract, nn, ops
 from tilestack.nn.autocast import lowered
 
 
@@ -168,7 +168,7 @@ def agrees(module: torch.nn.Module, ours: type) -> bool:
     for x_dtype, weight_dtype in itertools.product((torch.float32, torch.bfloat16), repeat=2):
         trial = copy.copy(module)
         vars(trial)["_parameters"] = {name: weight.to(weight_dtype) for name, weight in weights.items()}
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), ops.backend("torch"):
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), contract.backend("torch"):
             expected = type(module).forward(trial, x.to(x_dtype))
             found = ours.forward(trial, x.to(x_dtype))  # type: ignore[attr-defined]
         if found.dtype != expected.dtype or found.shape != expected.shape:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tilestack.contract.cases import cases
+from tilestack.contract.operator import Cost, operator
 from tilestack.ops import activation
-from tilestack.ops.cases import cases
-from tilestack.ops.contract import Cost, operator
 from tilestack.ops.elementwise import BENCHES
 from tilestack.ops.gated import alike, two_halves
 from tilestack.ops.numerics import wide

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from tilestack.ops.cases import cases
-from tilestack.ops.contract import Cost, operator
+from tilestack.contract.cases import cases
+from tilestack.contract.operator import Cost, operator
 from tilestack.ops.numerics import wide
 
 SHAPES = [(1,), (33,), (127, 3), (1024,), (4, 1025), (0,), (2, 0, 3), ()]

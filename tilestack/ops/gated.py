@@ -7,9 +7,9 @@ side, [gate | up], or interleaved, gate and up in turn. swiglu_linear goes on th
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilestack.contract.cases import cases
+from tilestack.contract.operator import Cost, operator
 from tilestack.ops.activation import gelu, gelu_kind
-from tilestack.ops.cases import cases
-from tilestack.ops.contract import Cost, operator
 from tilestack.ops.elementwise import SHAPES
 from tilestack.ops.matmul import linear, shapes_agree
 from tilestack.ops.numerics import wide

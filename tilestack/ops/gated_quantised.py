@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilestack.contract.cases import ROW_CHECKS, cases
+from tilestack.contract.operator import Cost, operator
 from tilestack.ops.activation import silu
-from tilestack.ops.cases import ROW_CHECKS, cases
-from tilestack.ops.contract import Cost, operator
 from tilestack.ops.gated import BENCHES, alike, two_halves
 from tilestack.ops.numerics import wide
 from tilestack.ops.quantised import quantised

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from tilestack.ops.cases import cases
-from tilestack.ops.contract import Cost, operator
+from tilestack.contract.cases import cases
+from tilestack.contract.operator import Cost, operator
 from tilestack.ops.norm import first_objection, like_weight, mixed
 from tilestack.ops.numerics import wide
 

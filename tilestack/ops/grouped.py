@@ -5,8 +5,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from tilestack.ops.cases import cases
-from tilestack.ops.contract import Cost, operator
+from tilestack.contract.cases import cases
+from tilestack.contract.operator import Cost, operator
 
 
 def grouped_case(make, rows, groups, inner, columns, spread="uneven"):

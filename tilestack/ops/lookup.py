@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from tilestack.ops.cases import cases
-from tilestack.ops.contract import Cost, operator
+from tilestack.contract.cases import cases
+from tilestack.contract.operator import Cost, operator
 
 
 def rows_or_nan(table: Tensor, ids: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ nothing is all zeros (PyTorch's softmax of nothing but -inf is NaN), so that pad
 import torch
 from torch import Tensor
 
-from tilestack.ops.cases import cases
-from tilestack.ops.contract import Cost, operator
+from tilestack.contract.cases import cases
+from tilestack.contract.operator import Cost, operator
 from tilestack.ops.numerics import wide
 from tilestack.ops.softmax import softmax_gradient
 

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from tilestack.ops.cases import cases
-from tilestack.ops.contract import Cost, operator
+from tilestack.contract.cases import cases
+from tilestack.contract.operator import Cost, operator
 
 
 def linear_case(make, rows, columns, inner, bias="bias"):

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilestack.ops.cases import cases
-from tilestack.ops.contract import Cost, operator
+from tilestack.contract.cases import cases
+from tilestack.contract.operator import Cost, operator
 from tilestack.ops.numerics import wide
 
 SQUARE = (16384, 16384)  # 512 MB in bfloat16, far beyond any cache

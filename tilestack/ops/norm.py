@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from tilestack.ops.cases import ROW_BENCHES, ROW_CHECKS, Case, cases
-from tilestack.ops.contract import Cost, operator
+from tilestack.contract.cases import ROW_BENCHES, ROW_CHECKS, Case, cases
+from tilestack.contract.operator import Cost, operator
 from tilestack.ops.numerics import wide
 
 # A row of one element is its own mean and a row of two is always ±1: their gradients are rounding around zero, which

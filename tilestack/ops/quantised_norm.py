@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tilestack.ops.contract import Cost, operator
+from tilestack.contract.operator import Cost, operator
 from tilestack.ops.norm import first_objection, fits_rows, like_x, rms_case, row_cases, with_residual
 from tilestack.ops.numerics import wide
 from tilestack.ops.quantised import quantised

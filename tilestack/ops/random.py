@@ -13,8 +13,8 @@ so that a kernel computes each counter once and still reads and writes whole sla
 import torch
 from torch import Tensor
 
-from tilestack.ops.cases import cases
-from tilestack.ops.contract import Cost, operator
+from tilestack.contract.cases import cases
+from tilestack.contract.operator import Cost, operator
 from tilestack.ops.numerics import wide
 
 SLAB = 1024  # consecutive elements that take the same word of consecutive counters

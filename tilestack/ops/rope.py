@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilestack.ops.cases import cases
-from tilestack.ops.contract import Cost, operator
+from tilestack.contract.cases import cases
+from tilestack.contract.operator import Cost, operator
 from tilestack.ops.lookup import rows_or_nan
 from tilestack.ops.numerics import wide
 

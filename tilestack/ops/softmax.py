@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from tilestack.ops.cases import ROW_BENCHES, ROW_CHECKS, cases
-from tilestack.ops.contract import Cost, operator
+from tilestack.contract.cases import ROW_BENCHES, ROW_CHECKS, cases
+from tilestack.contract.operator import Cost, operator
 from tilestack.ops.numerics import wide
 
 

@@ -80,7 +80,7 @@ class AdamStep(MultiTensor):
     def _launch(
         self, group: dict[str, Any], key: tuple, params: list[Tensor], walked: list[list[Tensor]], factors: Factors
     ) -> None:
-        from tilestack.kernels import optim as kernels
+        from tilestack.kernels.optim import steps as kernels
 
         columns = self._columns(group, params, walked)
         first = params[0]

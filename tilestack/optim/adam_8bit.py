@@ -74,13 +74,13 @@ class AdamW8bit(AdamW):
     ) -> None:
         if not self._quantised(params[0]):
             return super()._launch(group, key, params, walked, factors)
-        from tilestack.kernels import optim, optim_8bit
+        from tilestack.kernels.optim import eight_bit, steps
 
         columns = self._columns(group, params, walked)
-        table = self._table(key, params, columns, optim_8bit.BLOCK, optim.ADAM_RECORD.value)
-        optim.prepare_adam(table, group, *factors)
+        table = self._table(key, params, columns, eight_bit.BLOCK, steps.ADAM_RECORD.value)
+        steps.prepare_adam(table, group, *factors)
         first = params[0]
-        optim_8bit.step_adam8(
+        eight_bit.step_adam8(
             table,
             (first.dtype, columns[2][0].dtype),
             factors.found_inf,

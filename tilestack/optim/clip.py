@@ -37,8 +37,8 @@ def clip_grad_norm_(
         torch._foreach_mul_(grads, coefficient_of(norm, max_norm))
         return norm
 
-    from tilestack.kernels.grad_norm import BLOCK, gradient_norm, scale_gradients
-    from tilestack.kernels.multi_tensor import Table
+    from tilestack.kernels.optim.grad_norm import BLOCK, gradient_norm, scale_gradients
+    from tilestack.kernels.optim.multi_tensor import Table
 
     by_dtype = defaultdict(list)
     for grad in grads:

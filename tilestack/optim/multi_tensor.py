@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilestack.ops import BackendError
-from tilestack.ops.backends import AUTO, chosen, usable
+from tilestack.contract import BackendError
+from tilestack.contract.backends import AUTO, chosen, usable
 
 
 def takes_kernels(optimizer: str, device: torch.device) -> bool:
@@ -147,7 +147,7 @@ class MultiTensor(torch.optim.Optimizer):
 
     def _table(self, key: tuple, params: list[Tensor], columns: list[list[Tensor]], block: int, record: int = 0) -> Any:
         """The table of these tensors, kept from step to step; a graph under capture gets one of its own."""
-        from tilestack.kernels.multi_tensor import Table
+        from tilestack.kernels.optim.multi_tensor import Table
 
         lengths = [param.numel() for param in params]
         table: Any = self._tables.get(key)
@@ -179,7 +179,7 @@ class MultiTensor(torch.optim.Optimizer):
         if len({grad.device for grad in grads}) > 1 or not takes_kernels(self.name, grads[0].device):
             norm = total_norm(grads) / (1 if scale is None else scale)
             return norm, coefficient_of(norm, self.clip_norm)
-        from tilestack.kernels.grad_norm import BLOCK, gradient_norm
+        from tilestack.kernels.optim.grad_norm import BLOCK, gradient_norm
 
         by_dtype = defaultdict(list)
         for grad in grads:

@@ -40,7 +40,7 @@ class SGD(MultiTensor, torch.optim.SGD):
     def _launch(
         self, group: dict[str, Any], key: tuple, params: list[Tensor], walked: list[list[Tensor]], factors: Factors
     ) -> None:
-        from tilestack.kernels import optim as kernels
+        from tilestack.kernels.optim import steps as kernels
 
         if group["momentum"] == 0:
             columns = [walked[0], *walked]

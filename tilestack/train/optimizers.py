@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tilestack import optim
-from tilestack.ops.backends import AUTO, chosen
+from tilestack.contract.backends import AUTO, chosen
 from tilestack.train.recipe import Optimizer, Precision
 
 OUTSIDE = ("embed", "head", "router")  # parts of the names of parameters that are no hidden matrices

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilestack.ops import Operator, registry
-from tilestack.ops.cases import Make
+from tilestack.contract import Operator, registry
+from tilestack.contract.cases import Make
 
 TABLES = Path(__file__).parent / "tables"
 UNMEASURED: dict[str, list[str]] = {"linear": ["aten"], "attention": ["aten"], "grouped_linear": ["aten"]}

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.kernels.attention_aten import HALVES, straight
+from tilestack.contract import Keeping, implements
+from tilestack.kernels.attention.aten import HALVES, straight
 from tilestack.kernels.hopper.attention_backward import DIM, gradients
-from tilestack.ops import Keeping, implements
 from tilestack.ops.attention import scale_or_usual
 
 

@@ -41,7 +41,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tilestack.kernels.launch import cdiv, launch
+from tilestack.contract.launch import launch
+from tilestack.kernels.tiles import cdiv
 
 DIM = 128  # of a head
 KEYS = 128  # of a program, half of them for each group of warps

@@ -1,0 +1,139 @@
+"""The remembered launch: what is part of a signature, what reaches Triton's launcher, and errors for people."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilestack.contract import launch as launcher
+from tilestack.contract.launch import launch
+from tilestack.kernels.tiles import cdiv, next_power
+
+
+class OnGpu:
+    """As much of a CUDA tensor as a launch looks at."""
+
+    is_cuda = True
+
+    def __init__(self, address, dtype=torch.float32):
+        self.address, self.dtype = address, dtype
+
+    def data_ptr(self):
+        return self.address
+
+    def get_device(self):
+        return 0
+
+
+class Kernel:
+    """A compiled kernel(x_ptr, mask_ptr, n, eps, BLOCK) whose C launcher, of either age of Triton, notes what it is given."""
+
+    __name__ = "kernel"
+    arg_names = ("x_ptr", "mask_ptr", "n", "eps", "BLOCK")
+    params = tuple(SimpleNamespace(name=name, is_constexpr=name == "BLOCK") for name in arg_names)
+
+    def __init__(self, scratch=0, **age):
+        self.ordinary, self.wrapped, self.direct = [], [], []
+        attributes = dict(
+            launch=lambda *values: self.direct.append(values),
+            launch_cooperative_grid=False,
+            launch_pdl=False,
+            global_scratch_size=scratch,
+            profile_scratch_size=0,
+            __call__=lambda run, *values: self.wrapped.append(values),
+        )
+        run = type("Launcher", (), attributes | age)
+        run.launch = staticmethod(run.launch)
+        self.compiled = SimpleNamespace(run=run(), function=99, packed_metadata=(4, 1, 0))
+
+    def __getitem__(self, grid):
+        def run(*arguments, **constants):
+            self.ordinary.append((grid, arguments, constants))
+            return self.compiled
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    monkeypatch.setattr(launcher, "_launchers", {})
+    launcher._compiled.clear()
+    yield
+    launcher._compiled.clear()
+
+
+def test_the_second_launch_goes_straight_to_the_c_launcher():
+    kernel = Kernel()
+    for address in (16, 32, 160):
+        launch(kernel, (3, 2), OnGpu(address), None, 5, 0.5, BLOCK=64, num_warps=4)
+    assert [constants for _, _, constants in kernel.ordinary] == [dict(BLOCK=64, num_warps=4)]
+    head = 7, 99, False, False, None, None, (4, 1, 0), None, None, None
+    assert kernel.direct == [(3, 2, 1, *head, 32, 0, 5, 0.5, 64), (3, 2, 1, *head, 160, 0, 5, 0.5, 64)]
+
+
+def test_newer_launchers_take_the_values_in_one_tuple():
+    kernel = Kernel(arg_annotations="kinds", kernel_signature=b"types")
+    for _ in range(2):
+        launch(kernel, (3,), OnGpu(16), OnGpu(48, torch.int8), 5, 0.5, BLOCK=64)
+    given = 3, 1, 1, 7, 99, False, False, (4, 1, 0), None, None, None, None, None, "kinds", b"types"
+    assert kernel.direct == [(*given, (16, 48, 5, 0.5, 64))]
+
+
+def test_a_kernel_that_needs_scratch_memory_keeps_tritons_wrapper():
+    kernel = Kernel(scratch=8)
+    for _ in range(2):
+        launch(kernel, (3,), OnGpu(16), None, 5, 0.5, BLOCK=64)
+    assert kernel.wrapped == [(3, 1, 1, 7, 99, (4, 1, 0), None, None, None, 16, 0, 5, 0.5, 64)]
+    assert not kernel.direct
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ((OnGpu(24), None, 5, 0.5), dict(BLOCK=64)),  # starts off 16 bytes
+        ((OnGpu(16, torch.float64), None, 5, 0.5), dict(BLOCK=64)),
+        ((OnGpu(16), OnGpu(16), 5, 0.5), dict(BLOCK=64)),
+        ((OnGpu(16), None, 6, 0.5), dict(BLOCK=64)),
+        ((OnGpu(16), None, 5, 1), dict(BLOCK=64)),  # an integer where a float was
+        ((OnGpu(16), None, 5, 0.5), dict(BLOCK=32)),
+        ((OnGpu(16), None, 5, 0.5), dict(BLOCK=64, num_warps=8)),
+    ],
+)
+def test_what_triton_specialises_on_is_compiled_again(arguments, options):
+    kernel = Kernel()
+    launch(kernel, (1,), OnGpu(16), None, 5, 0.5, BLOCK=64)
+    launch(kernel, (1,), *arguments, **options)
+    assert len(kernel.ordinary) == 2
+
+
+def test_a_float_and_the_grid_are_no_part_of_a_signature():
+    kernel = Kernel()
+    for grid, eps in (((1,), 0.5), ((4,), 0.5), ((4, 4), 0.25)):
+        launch(kernel, grid, OnGpu(16), None, 5, eps, BLOCK=64)
+    assert len(kernel.ordinary) == 1
+
+
+def test_which_of_two_tensors_starts_off_16_bytes_matters():
+    kernel = Kernel()
+    launch(kernel, (1,), OnGpu(24), OnGpu(16), 5, 0.5, BLOCK=64)
+    launch(kernel, (1,), OnGpu(16), OnGpu(24), 5, 0.5, BLOCK=64)
+    assert len(kernel.ordinary) == 2
+
+
+def test_a_tensor_must_be_named_as_a_pointer():
+    with pytest.raises(TypeError, match="takes a tensor as n; name it n_ptr"):
+        launch(Kernel(), (1,), OnGpu(16), None, torch.ones(1), 0.5, BLOCK=64)
+
+
+def test_an_empty_grid_launches_nothing():
+    kernel = Kernel()
+    launch(kernel, (0, 3), OnGpu(16), None, 0, 0.5, BLOCK=64)
+    assert not kernel.ordinary
+
+
+def test_whole_numbers():
+    assert [cdiv(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert [next_power(n) for n in (0, 1, 2, 3, 4, 5, 1024, 1025)] == [1, 1, 2, 4, 4, 8, 1024, 2048]

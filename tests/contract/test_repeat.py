@@ -1,0 +1,236 @@
+"""Repeated calls: what they compute at other addresses, what sends them the implementation's own way, and what is not repeated.
+
+The kernels here take addresses and compute on the host, so that a wrong address, number or shape shows in the result.
+"""
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilestack import contract, ops
+from tilestack.contract import backend
+from tilestack.contract.launch import launch
+from tilestack.contract.repeat import straight_line
+
+
+class OnGpu(torch.Tensor):
+    """A tensor on the host that says it is on a GPU."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    is_cuda = True
+
+
+class WeightedSum:
+    """out = x + weight · y, over n floats: a compiled kernel(x_ptr, y_ptr, out_ptr, n, weight, BLOCK)."""
+
+    __name__ = "weighted_sum"
+    arg_names = ("x_ptr", "y_ptr", "out_ptr", "n", "weight", "BLOCK")
+    params = tuple(SimpleNamespace(name=name, is_constexpr=name == "BLOCK") for name in arg_names)
+
+    def __getitem__(self, grid):
+        def run(x, y, out, n, weight, BLOCK):
+            compute(x.data_ptr(), y.data_ptr() if y is not None else 0, out.data_ptr(), n, weight)
+            return SimpleNamespace(run=Launcher(), function=None, packed_metadata=None)
+
+        return run
+
+
+class Launcher:
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid = launch_pdl = False
+
+    @staticmethod
+    def launch(x, y, z, stream, *values):
+        compute(*values[9:14])
+
+
+def compute(x, y, out, n, weight):
+    floats = lambda address: (ctypes.c_float * n).from_address(address)
+    for place in range(n):
+        floats(out)[place] = floats(x)[place] + (weight * floats(y)[place] if y else 0)
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+
+
+def on_gpu(*shape, offset=0):
+    """Random floats that start on 16 bytes, or some floats behind."""
+    size = torch.Size(shape).numel()
+    memory = torch.randn(size + 8)
+    start = -memory.data_ptr() // 4 % 4 + offset
+    return memory[start : start + size].view(shape).as_subclass(OnGpu)
+
+
+class Repeated:
+    """A straight-line function as a plan holds it, counting how often the function itself runs."""
+
+    def __init__(self, function, **options):
+        def counted(*values):
+            self.own += 1
+            return function(*values)
+
+        self.own = 0
+        self.run = straight_line(counted, lambda faster: setattr(self, "run", faster), **options)
+
+    def __call__(self, *values):
+        return self.run(*values)
+
+
+kernel = WeightedSum()
+
+
+def weighted_sum(x, y, weight=1.0):
+    out = torch.empty_like(x)
+    launch(kernel, (1,), x, y, out, x.numel(), weight, BLOCK=8)
+    return out
+
+
+def test_the_third_call_is_repeated_at_its_own_addresses():
+    repeated = Repeated(weighted_sum)
+    kept = []
+    for _ in range(5):
+        x, y = on_gpu(3, 4), on_gpu(3, 4)
+        kept.append((repeated(x, y, 0.5), x + 0.5 * y))
+    assert repeated.own == 2
+    for found, expected in kept:  # each in memory of its own
+        assert torch.equal(found, torch.Tensor(expected))
+
+
+def test_what_a_signature_leaves_open_takes_the_own_way(monkeypatch):
+    repeated = Repeated(weighted_sum)
+    for _ in range(3):
+        repeated(on_gpu(8), on_gpu(8), 0.5)
+    assert repeated.own == 2
+    x, y = on_gpu(8), on_gpu(8, offset=1)
+    assert torch.equal(repeated(x, y, 0.5), x + 0.5 * y)
+    assert torch.equal(repeated(x, x, 2.0), 3 * x)
+    assert repeated.own == 4
+    monkeypatch.setitem(repeated.run.__globals__, "current_device", lambda: 5)
+    repeated(x, x, 0.5)
+    assert repeated.own == 5
+
+
+def test_views_are_found_again_by_their_offset():
+    def second_half_plus_first(x, y):
+        flat = x.view(-1)
+        first, second = flat.split(8)
+        out = torch.empty(8, dtype=x.dtype)
+        launch(kernel, (1,), x, None, x.new_empty(4, 4), 16, 1.0, BLOCK=8)  # scratch that nobody reads
+        launch(kernel, (1,), second.as_subclass(OnGpu), first, out, 8, 1.0, BLOCK=8)
+        return out.view(2, 4).T, None, y
+
+    repeated = Repeated(second_half_plus_first)
+    for _ in range(4):
+        both = torch.randn(40)
+        start = -both.data_ptr() // 4 % 4
+        x, y = (part.as_subclass(OnGpu) for part in both[start : start + 32].view(2, 4, 4))  # of one memory
+        out, nothing, same = repeated(x, y)
+        assert torch.equal(out, torch.Tensor(x[2:] + x[:2]).T)
+        assert out.stride() == (1, 4)
+        assert nothing is None
+        assert same is y
+    assert repeated.own == 2
+
+
+def test_parts_of_one_allocation_are_given_as_parts():
+    def halves(x):
+        both = torch.empty(2, x.numel())
+        launch(kernel, (1,), x, x, both, x.numel(), 1.0, BLOCK=8)
+        launch(kernel, (1,), x, x, both[1], x.numel(), 2.0, BLOCK=8)
+        return both[0], both[1]
+
+    repeated = Repeated(halves)
+    for _ in range(4):
+        x = on_gpu(8)
+        double, triple = repeated(x)
+        assert torch.equal(double, torch.Tensor(x) * 2)
+        assert torch.equal(triple, torch.Tensor(x) * 3)
+    assert repeated.own == 2
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda x, y: weighted_sum(x, y) + 1, id="arithmetic"),
+        pytest.param(lambda x, y: weighted_sum(x, y).fill_(1), id="written in place"),
+        pytest.param(lambda x, y: weighted_sum(x, y.clone()), id="a copy"),
+        pytest.param(lambda x, y: weighted_sum(x, ELSEWHERE), id="memory from elsewhere"),
+        pytest.param(lambda x, y: torch.empty(3), id="no launch"),
+        pytest.param(lambda x, y: (weighted_sum(x, y), x.view(-1)), id="a view of an argument"),
+    ],
+)
+def test_what_is_not_straight_line_code_is_not_repeated(function):
+    repeated = Repeated(function)
+    for _ in range(5):
+        repeated(on_gpu(8), on_gpu(8))
+    assert repeated.own == 5
+
+
+ELSEWHERE = on_gpu(8)
+
+
+def test_addresses_that_cannot_be_told_apart_are_not_repeated():
+    repeated = Repeated(weighted_sum)
+    for _ in range(3):
+        x = on_gpu(8)
+        repeated(x, x)
+    x, y = on_gpu(8), on_gpu(8)
+    assert torch.equal(repeated(x, y), x + y)
+    assert repeated.own == 4
+
+
+def test_strides_are_asked_for_where_no_signature_says_them():
+    repeated = Repeated(lambda x, y, needs: weighted_sum(x.contiguous().as_subclass(OnGpu), y), strides_known=False)
+    x, y = on_gpu(4, 4), on_gpu(4, 4)
+    for _ in range(3):
+        repeated(x, y, [True, False])
+    assert repeated.own == 2
+    assert torch.equal(repeated(x.T, y, [True, False]), x.T + y)
+    repeated(x, y, [True, True])
+    assert repeated.own == 4
+
+
+@pytest.mark.usefixtures("outside")
+def test_an_operator_keeps_the_faster_function_until_its_plans_are_forgotten():
+    runs, kept = [], []
+
+    def repeat(function, keep, strides_known=True):
+        kept.append(keep)
+        return lambda *values: runs.append("first") or function(*values)
+
+    contract.implements(ops.relu, backend="repeating", backward=lambda grad, out: grad, repeat=repeat)(torch.relu)
+    x = torch.randn(3)
+    with backend("repeating"):
+        ops.relu(x)
+        kept[0](lambda x: runs.append("faster") or x)
+        ops.relu(x)
+        ops.relu.plans.clear()
+        kept[0](lambda x: runs.append("stale") or x)
+        ops.relu(x)
+    assert runs == ["first", "faster", "first"]
+
+
+@pytest.mark.usefixtures("outside")
+def test_forward_and_backward_of_a_gradient_are_repeated_each():
+    kept = {}
+
+    def repeat(function, keep, strides_known=True):
+        kept[strides_known] = keep
+        return function
+
+    contract.implements(ops.relu, backend="repeating", backward=lambda grad, out: grad, repeat=repeat)(torch.relu)
+    x = torch.randn(3, requires_grad=True)
+    with backend("repeating"):
+        ops.relu(x)
+        kept[True](lambda x: 2 * x)
+        kept[False](lambda grad, out: grad + out)
+        out = ops.relu(x)
+    assert torch.equal(out, 2 * x)
+    out.backward(torch.ones(3))
+    assert torch.equal(x.grad, 1 + 2 * x)

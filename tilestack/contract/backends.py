@@ -1,0 +1,149 @@
+"""Which backend runs an operator: the choices people make, and what each backend needs to run at all.
+
+A choice is a default and exceptions by operator, written `triton` or `triton,softmax=torch`. The innermost
+`with backend(...)` wins over TILESTACK_BACKEND, that over `configure_backend(...)` (recipes use it), that over `auto`.
+"""
+
+import contextvars
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+ENVIRONMENT_VARIABLE = "TILESTACK_BACKEND"
+AUTO = "auto"
+
+
+class BackendError(RuntimeError):
+    """An explicitly chosen backend cannot run the call; the message says why and what would."""
+
+
+class Choice(NamedTuple):
+    """A default backend (None leaves it to the next layer down) and exceptions by operator name.
+
+    A tuple, for it is hashed with every call's signature.
+    """
+
+    default: str | None = None
+    exceptions: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "Choice":
+        default, exceptions = None, []
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            operator, equals, backend = (piece.strip() for piece in part.partition("="))
+            if not equals and default is None:
+                default = operator
+            elif equals and operator and backend:
+                exceptions.append((operator, backend))
+            else:
+                raise BackendError(f"cannot read the backend choice {text!r}: write `triton` or `triton,softmax=torch`")
+        return cls(default, tuple(exceptions))
+
+    def over(self, outer: "Choice") -> "Choice":
+        """This choice laid over an outer one: a default replaces all of it, exceptions alone add to it."""
+        if self.default is not None:
+            return self
+        return Choice(outer.default, tuple((dict(outer.exceptions) | dict(self.exceptions)).items()))
+
+    def checked(self) -> "Choice":
+        """The choice itself, or an error when an exception is for an operator that does not exist."""
+        from tilestack.contract.registry import refuse_unknown_operator
+
+        for operator, _ in self.exceptions:
+            refuse_unknown_operator(operator)
+        return self
+
+    def of(self, operator: str) -> str | None:
+        return dict(self.exceptions).get(operator, self.default)
+
+
+_entered: contextvars.ContextVar[Choice | None] = contextvars.ContextVar("tilestack_backend", default=None)
+entered = _entered.get  # the choice of the innermost `with backend(...)`; part of every call's signature
+_configured = Choice()
+
+
+@functools.cache
+def _environment() -> Choice:
+    return Choice.parse(os.environ.get(ENVIRONMENT_VARIABLE, "")).checked()
+
+
+def chosen(operator: str) -> str:
+    """The backend the layers of choice agree on for an operator, `auto` when none speaks."""
+    for choice in (entered(), _environment(), _configured):
+        if choice is not None and (name := choice.of(operator)) is not None:
+            return name
+    return AUTO
+
+
+@contextmanager
+def backend(choice: str = "", **exceptions: str) -> Iterator[None]:
+    """Run the operators inside on a backend: `with backend("triton")`, `with backend("triton", softmax="torch")`.
+
+    Where torch.compile traced a function on a backend made of PyTorch calls, these stay; kernels are chosen again when
+    the compiled function runs.
+    """
+    parsed = Choice.parse(choice)
+    given = Choice(parsed.default, (*parsed.exceptions, *exceptions.items())).checked()
+    token = _entered.set(given.over(entered() or Choice()))
+    try:
+        yield
+    finally:
+        _entered.reset(token)
+
+
+def configure_backend(choice: str) -> None:
+    """Set the process-wide choice of a recipe or configuration, below the environment and `with backend(...)`."""
+    from tilestack.contract.registry import forget_plans
+
+    global _configured
+    _configured = Choice.parse(choice).checked()
+    forget_plans()
+
+
+_needs: dict[str, Callable[[torch.device], bool | str]] = {}
+
+
+def register_backend(name: str, needs: Callable[[torch.device], bool | str]) -> None:
+    """Say what a backend needs of a device: `needs(device)` answers True, or the reason why it cannot run there."""
+    from tilestack.contract.registry import forget_plans
+
+    _needs[name] = needs
+    forget_plans()
+
+
+def usable(name: str, device: torch.device) -> bool | str:
+    """True when a backend can run on a device, otherwise the reason. A backend nobody described runs anywhere."""
+    return _needs[name](device) if name in _needs else True
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def _triton_needs(device: torch.device) -> bool | str:
+    return (
+        device.type == "cuda"
+        or (device.type == "cpu" and interpreting())
+        or f"Triton kernels need a CUDA tensor, or TRITON_INTERPRET=1 for CPU tensors, not one on {device.type}"
+    )
+
+
+def _gluon_needs(device: torch.device) -> bool | str:
+    if device.type != "cuda":
+        return f"Gluon kernels need a CUDA tensor, not one on {device.type}"
+    return (
+        torch.cuda.get_device_capability(device) == (9, 0)
+        or "Gluon kernels are written for compute capability 9.0 (H100, H200)"
+    )
+
+
+def _cuda_needs(device: torch.device) -> bool | str:
+    return device.type == "cuda" or f"CUDA C++ kernels need a CUDA tensor, not one on {device.type}"
+
+
+_needs.update(triton=_triton_needs, gluon=_gluon_needs, cuda=_cuda_needs)

@@ -1,0 +1,1 @@
+"""One result for each element: vectors, activations, gated pairs, dropout."""

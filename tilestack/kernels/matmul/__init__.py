@@ -1,0 +1,1 @@
+"""Matrix products, plain and grouped by expert."""

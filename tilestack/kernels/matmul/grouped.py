@@ -1,0 +1,129 @@
+"""The readable grouped matmul: the tiles of matmul.py, laid over groups of rows whose sizes only the GPU knows.
+
+        K                         N
+    +--------+ offsets        +-------+
+    | group 0|  ← 5         0 |  B 0  |     A tile of C belongs to one group: its rows of A times its own B. Groups
+    +--------+                +-------+     start anywhere, so each has its own tiles, the last of them partly empty.
+    | group 1|              1 |  B 1  |
+    |        |  ← 14          +-------+
+
+There is no waiting for the sizes: as many programs start as tiles could be needed at most, each counts through the
+groups which tile is its own, and those left over return.
+
+The gradient of A is the same product with B transposed. That of B adds up over the rows of a group: one program per
+tile of each group's B, walking along its rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilestack import ops
+from tilestack.contract import implements
+from tilestack.contract.launch import launch
+from tilestack.kernels.tiles import accumulator, cdiv, next_power
+
+
+@triton.jit
+def grouped_linear_fwd_kernel(
+    a_ptr, b_ptr, ends_ptr, c_ptr,  # [M, K], [groups, K, N], [groups], [M, N]
+    N, K, a_stride_m, a_stride_k, b_stride_g, b_stride_k, b_stride_n, groups,
+    GROUPS: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    g = tl.arange(0, GROUPS)
+    ends = tl.load(ends_ptr + g, mask=g < groups, other=0)
+    starts = tl.load(ends_ptr + g - 1, mask=(g > 0) & (g < groups), other=0)
+    tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
+    tiles_so_far = tl.cumsum(tiles, 0)
+    tile = tl.program_id(0)
+    done = tiles_so_far <= tile  # the groups that end before this tile
+    group = tl.sum(done.to(tl.int32), 0)
+    if group >= groups:
+        return
+    first_row = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
+    first_row += (tile - tl.sum(tl.where(done, tiles, 0), 0)) * BLOCK_M
+    end = tl.load(ends_ptr + group)
+    m = first_row.to(tl.int64) + tl.arange(0, BLOCK_M)[:, None]
+    n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    k = tl.arange(0, BLOCK_K)
+    a_ptr += m * a_stride_m + k[None, :] * a_stride_k
+    b_ptr += group.to(tl.int64) * b_stride_g + k[:, None] * b_stride_k + n * b_stride_n
+    total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    for first in range(0, K, BLOCK_K):
+        left = K - first
+        a = tl.load(a_ptr, mask=(m < end) & (k[None, :] < left), other=0)
+        b = tl.load(b_ptr, mask=(k[:, None] < left) & (n < N), other=0)
+        total = tl.dot(a, b, total, input_precision="ieee", out_dtype=ACC)
+        a_ptr += BLOCK_K * a_stride_k
+        b_ptr += BLOCK_K * b_stride_k
+    tl.store(c_ptr + m * N + n, total.to(c_ptr.dtype.element_ty), mask=(m < end) & (n < N))
+
+
+@triton.jit
+def grouped_linear_bwd_kernel(
+    grad_ptr, x_ptr, ends_ptr, dweight_ptr,  # [M, N], [M, K], [groups], [groups, N, K]
+    N, K, grad_stride_m, grad_stride_n, x_stride_m, x_stride_k,
+    ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(2).to(tl.int64)
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    k = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    end = tl.load(ends_ptr + group)
+    start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
+    total = tl.zeros([BLOCK_N, BLOCK_K], ACC)
+    for first in range(start, end, BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M).to(tl.int64)
+        grad = tl.load(
+            grad_ptr + m[None, :] * grad_stride_m + n * grad_stride_n, mask=(m[None, :] < end) & (n < N), other=0
+        )
+        x = tl.load(x_ptr + m[:, None] * x_stride_m + k * x_stride_k, mask=(m[:, None] < end) & (k < K), other=0)
+        total = tl.dot(grad, x, total, input_precision="ieee", out_dtype=ACC)
+    place = dweight_ptr + group * N * K + n * K + k
+    tl.store(place, total.to(dweight_ptr.dtype.element_ty), mask=(n < N) & (k < K))
+
+
+def blocks(dtype: torch.dtype, *sizes: int) -> tuple[int, int, int, int]:
+    """(M, N, K, warps) of a tile: large where the matrices are."""
+    block = (128, 128, 64, 8) if dtype.itemsize == 2 else (64, 64, 16, 4)
+    return block if all(size >= block[0] for size in sizes) else (32, 32, min(32, block[2]), 4)
+
+
+def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """a[rows of group g] @ b[g], for operands of any strides."""
+    (M, K), (groups, _, N) = a.shape, b.shape
+    c = torch.empty((M, N), dtype=a.dtype, device=a.device)
+    block_m, block_n, block_k, warps = blocks(a.dtype, M // groups, N)
+    most_tiles = min(M, (M + groups * (block_m - 1)) // block_m)  # if each group ended with a tile of one row
+    grid = most_tiles, cdiv(N, block_n)
+    launch(
+        grouped_linear_fwd_kernel, grid, a, b, offsets.contiguous(), c, N, K, *a.stride(), *b.stride(), groups,
+        GROUPS=next_power(groups), ACC=accumulator(a.dtype), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=warps, num_stages=3,
+    )  # fmt: skip
+    return c
+
+
+def gradient_of_weight(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """grad[rows of group g].T @ x[rows of group g], zero for a group without rows."""
+    N, K, groups = grad.shape[1], x.shape[1], offsets.shape[0]
+    dweight = torch.empty((groups, N, K), dtype=x.dtype, device=x.device)
+    block_n, block_k, block_m, warps = blocks(x.dtype, N, K)
+    grid = cdiv(N, block_n), cdiv(K, block_k), groups
+    launch(
+        grouped_linear_bwd_kernel, grid, grad, x, offsets.contiguous(), dweight, N, K, *grad.stride(), *x.stride(),
+        ACC=accumulator(x.dtype), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=3,
+    )  # fmt: skip
+    return dweight
+
+
+def grouped_linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, None]:
+    dx = grouped_matmul(grad, weight, offsets) if needs[0] else None
+    return dx, gradient_of_weight(grad, x, offsets) if needs[1] else None, None
+
+
+@implements(ops.grouped_linear, backend="triton", backward=grouped_linear_backward)
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return grouped_matmul(x, weight.mT, offsets)

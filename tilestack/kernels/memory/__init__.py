@@ -1,0 +1,1 @@
+"""Moving elements: copies and permutations, rows by number, sums, embeddings."""

@@ -1,0 +1,1 @@
+"""Results in 8 bits, with a scale for each row."""
