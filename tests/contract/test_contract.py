@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.contract import AUTOGRAD, Keeping, backend, implements, operator, registry
+from tilestack.contract import AUTOGRAD, Extras, backend, implements, operator, registry
 from tilestack.contract.cases import cases
 
 pytestmark = pytest.mark.usefixtures("mine")
@@ -175,13 +175,13 @@ def test_triton_makes_something_small_to_keep_in_place_of_a_tensor_or_a_reductio
 @pytest.mark.parametrize("dims", [[0], [0, 1]])
 def test_an_implementation_keeps_what_it_makes_where_it_says_so(dims, saved_bytes):
     """A sum that hands its backward the shape of x as a tensor, not x; over more than one dimension x itself is kept."""
-    kept = Keeping(
+    kept = Extras(
         lambda x, dims: (x.sum(dims), torch.tensor(x.shape)),
         lambda grad, shape, dims: grad.unsqueeze(dims[0]).expand(shape.tolist()).contiguous(),
         when=lambda dims: len(dims) == 1,
     )
     ordinary = sum_over.implementations["mine"]
-    implements(sum_over, backend="mine", backward=sum_over_backward, keeping=kept)(ordinary.forward)
+    implements(sum_over, backend="mine", backward=sum_over_backward, extras=kept)(ordinary.forward)
     try:
         x, grad = leaf(2, 3), torch.randn([3] if dims == [0] else [])
         with backend("mine"):

@@ -60,9 +60,11 @@ def device(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     monkeypatch.setattr(launcher, "_launchers", {})
-    launcher._compiled.clear()
+    for remembered in (launcher._compiled, launcher._by_values):
+        remembered.clear()
     yield
-    launcher._compiled.clear()
+    for remembered in (launcher._compiled, launcher._by_values):
+        remembered.clear()
 
 
 def test_the_second_launch_goes_straight_to_the_c_launcher():
@@ -96,7 +98,10 @@ def test_a_kernel_that_needs_scratch_memory_keeps_tritons_wrapper():
         ((OnGpu(24), None, 5, 0.5), dict(BLOCK=64)),  # starts off 16 bytes
         ((OnGpu(16, torch.float64), None, 5, 0.5), dict(BLOCK=64)),
         ((OnGpu(16), OnGpu(16), 5, 0.5), dict(BLOCK=64)),
-        ((OnGpu(16), None, 6, 0.5), dict(BLOCK=64)),
+        ((OnGpu(16), None, 16, 0.5), dict(BLOCK=64)),  # a multiple of 16
+        ((OnGpu(16), None, 1, 0.5), dict(BLOCK=64)),
+        ((OnGpu(16), None, 2**31 + 1, 0.5), dict(BLOCK=64)),  # 64 bits wide
+        ((OnGpu(16), None, True, 0.5), dict(BLOCK=64)),
         ((OnGpu(16), None, 5, 1), dict(BLOCK=64)),  # an integer where a float was
         ((OnGpu(16), None, 5, 0.5), dict(BLOCK=32)),
         ((OnGpu(16), None, 5, 0.5), dict(BLOCK=64, num_warps=8)),

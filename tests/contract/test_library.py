@@ -63,7 +63,7 @@ def test_opcheck_accepts_every_gradient(name):
         arguments | dict(zip(described.outputs, out, strict=True)) | dict(grad=torch.ones_like(out[0]), needs=needs)
     )
     gradient = getattr(torch.ops.tilestack, f"{name}_backward").default
-    values = tuple(available[argument.name] for argument in gradient._schema.arguments)
+    values = tuple(available[argument.name] for argument in gradient._schema.arguments if not argument.kwarg_only)
     with backend("triton"):
         torch.library.opcheck(gradient, values)
         found = as_tuple(gradient(*values))
@@ -104,7 +104,7 @@ def test_every_other_gradient_is_imagined_as_it_is(name):
     available = arguments | dict(zip(described.outputs, out, strict=True))
     available |= {name: torch.ones_like(o) for name, o in zip(described.grads, out, strict=True)}
     available["needs"] = [isinstance(t, torch.Tensor) and t.is_floating_point() for t in tensors]
-    values = [available[argument.name] for argument in gradient._schema.arguments]
+    values = [available[argument.name] for argument in gradient._schema.arguments if not argument.kwarg_only]
     found = []
     for chosen in ("torch", "triton"):
         with backend(chosen):
@@ -161,18 +161,21 @@ def test_limits_hold_for_symbolic_shapes():
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_compiled_kernel_is_chosen_again_when_it_runs():
+def test_a_compiled_function_keeps_the_backend_it_was_traced_on_for_its_gradient_too():
     ran = []
-    mine = lambda x: ran.append("mine") or torch.relu(x)
-    contract.implements(ops.relu, backend="mine", backward=lambda grad, out: grad * (out > 0))(mine)
+    contract.implements(
+        ops.relu, backend="mine", backward=lambda grad, out: ran.append("backward") or grad * (out > 0)
+    )(lambda x: ran.append("forward") or torch.relu(x))
     torch.compiler.reset()
     compiled = torch.compile(lambda x: ops.relu(x), fullgraph=True, backend="aot_eager")
-    with backend("triton"):
-        compiled(torch.randn(3))
-    assert not ran
+    x = torch.randn(3, requires_grad=True)
     with backend("mine"):
-        compiled(torch.randn(3))
-    assert ran == ["mine"]
+        out = compiled(x)
+    out.sum().backward()  # outside, where another backend would be chosen
+    assert ran == ["forward", "backward"]
+    with backend("triton"):
+        compiled(x).sum().backward()
+    assert ran == ["forward", "backward"] * 2
 
 
 @each_backend

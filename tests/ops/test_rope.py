@@ -126,9 +126,9 @@ LAYOUTS = {
 def test_tiles_of_any_size_over_any_layout(layout, elements, monkeypatch):
     """With fewer programs than tiles, tokens that fill no tile, and no eps to make up for rows that do not exist."""
     for module, name, value in (
-        (kernels.rope, "ELEMENTS", elements),
-        (kernels.qk_norm_rope, "BACK_ELEMENTS", elements),
-        (kernels.qk_norm_rope, "BACK_PROGRAMS", 1),
+        (kernels.attention.rope, "ELEMENTS", elements),
+        (kernels.attention.qk_norm_rope, "BACK_ELEMENTS", elements),
+        (kernels.attention.qk_norm_rope, "BACK_PROGRAMS", 1),
     ):
         monkeypatch.setattr(module, name, value)
     q, k = (LAYOUTS[layout](2, 5, heads, 16).requires_grad_() for heads in (4, 2))

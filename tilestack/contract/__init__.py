@@ -1,25 +1,40 @@
-"""What an operator is, what an implementation of it promises, and the machinery that turns both into a fast call."""
+"""What an operator is, what an implementation of it promises, and the machinery that turns both into a fast call.
 
-from tilestack.contract.backends import BackendError, backend, configure_backend, register_backend
+    what people write     operator.py, implementation.py, cases.py, named.py
+    who runs a call       backends.py (the choices), registry.py (the rule), recompute.py (checkpointing keeps a choice)
+    how it runs           call.py (signature and plan), autograd.py (gradients), library.py (under a compiler)
+    how kernels run       launch.py (a launch), descriptors.py (TMA), workspace.py (counters and partial sums),
+                          repeat.py (the same call again)
+    the code they write   source.py
+
+docs/a-call.md walks one call through these files.
+"""
+
+from tilestack.contract.backends import BackendError, backend, batch_invariant, configure_backend, register_backend
 from tilestack.contract.cases import Case
-from tilestack.contract.implementation import AUTOGRAD, Ahead, Implementation, Keeping
-from tilestack.contract.operator import Cost, Operator, implements, operator
+from tilestack.contract.implementation import AUTOGRAD, Extras, Implementation, implements
+from tilestack.contract.operator import Cost, Operator, operator
+from tilestack.contract.recompute import keep_choices
 from tilestack.contract.registry import operator_named, operators
+from tilestack.contract.source import source_of
 
 __all__ = [
     "AUTOGRAD",
-    "Ahead",
     "BackendError",
     "Case",
     "Cost",
+    "Extras",
     "Implementation",
-    "Keeping",
     "Operator",
     "backend",
+    "batch_invariant",
     "configure_backend",
     "implements",
     "operator",
     "operator_named",
     "operators",
     "register_backend",
+    "source_of",
 ]
+
+keep_choices()

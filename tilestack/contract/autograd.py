@@ -1,113 +1,118 @@
-"""Gradients in eager mode: an implementation's forward and backward as one differentiable function.
+"""Gradients in eager mode: an implementation's forward and backward as one function that autograd can differentiate.
 
-Only what the operator's gradient names is kept, or what an implementation makes to be kept. First derivatives only:
-kernels have no second one, and asking for it is an error that names the operator and the way out.
+Only what the operator's gradient names is kept, or the extras a forward hands on. First derivatives only: kernels have
+no second one, and asking for it is an error that names the operator and the way out.
+
+The function is written once for an implementation. What belongs to a signature, its repeated forward and backward, is a
+`Pair` that goes through it as its first argument, so a new signature costs two objects.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilestack.contract.implementation import Ahead, Implementation, Keeping
+from tilestack.contract.implementation import Extras, Implementation
 from tilestack.contract.named import call_named, parameters_of
 from tilestack.contract.operator import Operator, as_tuple
+from tilestack.contract.source import lines, listed, write_function
 
 
-def differentiable(implementation: Implementation, keeping: Keeping | None = None) -> Callable:
-    """The implementation as a function that PyTorch's autograd can differentiate once.
+class Pair:
+    """The forward and backward of one signature; each may be replaced by its repeated self."""
 
-    Written out for the operator, for a call in eager mode spends as long here as in its kernel. Underscores keep our
-    names apart from those of the operator.
-    """
-    described = implementation.operator
-    run, own = implementation.forward, implementation.own_backward
-    if keeping:
-        run, own = keeping.forward, keeping.backward
-    parameters, tensors, outputs = described.parameters, described.tensors, described.outputs
-    named = parameters_of(own)
-    extra = keeping.made(described) if keeping else []
-    kept = [name for name in (named if keeping else described.saved) if name in (*tensors, *outputs, *extra)]
+    __slots__ = ("backward", "forward")
+
+    def __init__(self, forward: Callable, backward: Callable, repeat: Callable | None):
+        self.forward, self.backward = forward, backward
+        if repeat:
+            self.forward = repeat(forward, functools.partial(setattr, self, "forward"))
+            # What arrives may lie in any way, and so may what is kept, once hooks have moved it away and back.
+            self.backward = repeat(backward, functools.partial(setattr, self, "backward"), strides_known=False)
+
+
+def differentiable(
+    implementation: Implementation, extras: Extras | None, forward: Callable, config: Any = None
+) -> Callable:
+    """A function for calls of one signature that PyTorch's autograd can differentiate once."""
+    call = implementation.functions.get(extras is not None)
+    if call is None:
+        call = implementation.functions[extras is not None] = write_differentiable(implementation, extras)
+    backward = extras.backward if extras else implementation.own_backward
+    if config is not None and "config" in parameters_of(backward):
+        backward = functools.partial(backward, config=config)
+    return functools.partial(call, Pair(extras.forward if extras else forward, backward, implementation.repeat))
+
+
+def write_differentiable(implementation: Implementation, extras: Extras | None) -> Callable:
+    """`call(pair, *arguments)`. Underscores keep our names apart from those of the operator."""
+    op = implementation.operator
+    if op.lists:
+        raise NotImplementedError(f"{op.name} takes a list of tensors, for which only AUTOGRAD makes gradients")
+    parameters, tensors, outputs = op.parameters, op.tensors, op.outputs
+    named = [n for n in parameters_of(extras.backward if extras else implementation.own_backward) if n != "config"]
+    handed = extras.names(op) if extras else []
+    overwritten = [name for name in handed if extras and name in extras.overwrites]
+    kept = [name for name in (named if extras else op.saved) if name in (*tensors, *outputs, *handed)]
     options = [name for name in named if name in parameters and name not in tensors]
     made = {name: "_out" if len(outputs) == 1 else f"_out[{place}]" for place, name in enumerate(outputs)}
-    wanted = {name: f"_wanted[{parameters.index(name)}]" for name in tensors}
-    listed = lambda words: "".join(f"{word}, " for word in words)
-    source = f"""
-def forward(ctx, {listed(parameters)}):
-    {listed(["_out", *extra]) if extra else "_out"} = _forward({listed(parameters)})
-    ctx.save_for_backward({listed(made.get(name, name) for name in kept)})
-    {f"ctx.options = ({listed(options)})" if options else ""}
+    wanted = {name: f"_wanted[{parameters.index(name) + 1}]" for name in tensors}
+    needs = f"[{listed(wanted.values())}]"
+    asks = extras is not None and extras.asks_needs
+    text = f"""
+def forward(ctx, _pair, {listed(parameters)}):
+    ctx.pair = _pair
+{
+        lines(
+            "_wanted = ctx.needs_input_grad" if asks else "",
+            f"{listed(['_out', *handed]) if handed else '_out'} = _pair.forward({listed(parameters)}{f'needs={needs}' if asks else ''})",
+            f"ctx.save_for_backward({listed(made.get(name, name) for name in kept)})",
+            f"ctx.options = ({listed(options)})" if options else "",
+        )
+    }
     return _out
 
-def backward(ctx, {listed(described.grads)}):
-    {f"{listed(kept)} = ctx.saved_tensors" if kept else ""}
-    {f"{listed(options)} = ctx.options" if options else ""}
-    _wanted = ctx.needs_input_grad
-    {f"needs = [{listed(wanted.values())}]" if "needs" in named else ""}
+def backward(ctx, {listed(op.grads)}):
+{
+        lines(
+            f"{listed(kept)} = ctx.saved_tensors" if kept else "",
+            f"{listed(options)} = ctx.options" if options else "",
+            "_wanted = ctx.needs_input_grad",
+            f"needs = {needs}" if "needs" in named else "",
+            *(f"if {name} is not None and _keeps_graph(): {name} = {name}.clone()" for name in overwritten),
+        )
+    }
     if _grad_enabled():
         with _no_grad():
-            _found = _as_tuple(_backward({listed(named)}))
-        _found = _once_only(_implementation, _found, ({listed(described.grads)}{listed(kept)}))
+            _found = _as_tuple(ctx.pair.backward({listed(named)}))
+        _found = _once_only(_implementation, _found, ({listed(op.grads)}{
+        listed(n for n in kept if n not in overwritten)
+    }))
     else:
-        _found = _backward({listed(named)})
+        _found = ctx.pair.backward({listed(named)})
     {listed(f"_d{name}" for name in tensors)} = {"_as_tuple(_found)" if len(tensors) == 1 else "_found"}
-    return {listed(f"_d{name} if {wanted[name]} else None" if name in tensors else "None" for name in parameters)}
+    return None, {listed(f"_d{name} if {wanted[name]} else None" if name in tensors else "None" for name in parameters)}
 
-def call({listed(parameters)}):
-    return _apply({listed(parameters)}) if not _transforming() else _Function.apply({listed(parameters)})
+def call(_pair, {listed(parameters)}):
+    return _apply(_pair, {listed(parameters)}) if not _transforming() else _Function.apply(_pair, {listed(parameters)})
 """
     scope: dict[str, Any] = dict(
         _implementation=implementation,
-        _forward=run,
-        _backward=own,
         _grad_enabled=torch.is_grad_enabled,
         _no_grad=torch.no_grad,
         _as_tuple=as_tuple,
         _once_only=once_only,
+        _keeps_graph=torch._C._autograd._get_current_graph_task_keep_graph,
         _transforming=torch._C._are_functorch_transforms_active,
     )
-    if implementation.repeat:
-        keep = lambda name: lambda faster: scope.update({name: faster})
-        scope["_forward"] = implementation.repeat(run, keep("_forward"))
-        # What arrives may lie in any way, and so may what is kept, once hooks have moved it away and back.
-        scope["_backward"] = implementation.repeat(own, keep("_backward"), strides_known=False)
-    exec(source, scope)
+    call = write_function("call", text, scope)
     methods = {name: staticmethod(scope[name]) for name in ("forward", "backward")}
-    function = type(f"{described.name}_{implementation.backend}", (torch.autograd.Function,), methods)
+    function = type(f"{op.name}_{implementation.backend}", (torch.autograd.Function,), methods)
     # Where no transform of torch.func is at work, all that `Function.apply` adds to the method it inherits is checks.
     scope |= dict(_Function=function, _apply=super(torch.autograd.Function, function).apply)  # type: ignore[misc]
-    return scope["call"]
-
-
-def differentiable_ahead(implementation: Implementation, ahead: Ahead) -> Callable:
-    """The same where the forward makes the gradients and the backward scales them by the scalar that arrives."""
-    described = implementation.operator
-    tensor_positions = [described.parameters.index(name) for name in described.tensors]
-
-    class DifferentiableAhead(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *values):
-            ctx.needs = tuple(ctx.needs_input_grad[i] for i in tensor_positions)
-            out, gradients = ahead.forward(*values, needs=ctx.needs)
-            ctx.save_for_backward(*gradients)
-            return out
-
-        @staticmethod
-        def backward(ctx, grad):
-            # A graph that is kept may be walked again, so its gradients stay as they are and copies are scaled.
-            kept = torch._C._autograd._get_current_graph_task_keep_graph()
-            with torch.no_grad():
-                gradients = tuple(
-                    None if made is None else ahead.scale(made.clone() if kept else made, grad)
-                    for made in ctx.saved_tensors
-                )
-            if torch.is_grad_enabled():
-                gradients = once_only(implementation, gradients, (grad,))
-            return per_parameter(described, gradients, ctx.needs)
-
-    DifferentiableAhead.__name__ = DifferentiableAhead.__qualname__ = f"{described.name}_{implementation.backend}_ahead"
-    return DifferentiableAhead.apply
+    return call
 
 
 def once_only(
@@ -136,17 +141,17 @@ class OnceOnly(torch.autograd.Function):
         )
 
 
-def gradient_of_definition(described: Operator, available: dict[str, Any]) -> tuple[Tensor | None, ...]:
+def gradient_of_definition(op: Operator, available: dict[str, Any]) -> tuple[Tensor | None, ...]:
     """The gradients in plain PyTorch: the declared formula, or the derivative of the definition, one per tensor argument."""
-    if described.gradient is not None:
-        return as_tuple(call_named(described.gradient, available))
+    if op.gradient is not None:
+        return as_tuple(call_named(op.gradient, available))
     needs = available["needs"]
-    wanted = [name for name, needed in zip(described.tensors, needs, strict=True) if needed]
+    wanted = [name for name, needed in zip(op.tensors, needs, strict=True) if needed]
     with torch.enable_grad():
-        arguments = {name: available[name] for name in described.parameters}
+        arguments = {name: available[name] for name in op.parameters}
         arguments |= {name: available[name].detach().requires_grad_() for name in wanted}
-        out = as_tuple(described.definition(**arguments))
-        arriving = [available[name] for name in described.grads]
+        out = as_tuple(op.definition(**arguments))
+        arriving = [available[name] for name in op.grads]
         found = dict(
             zip(
                 wanted,
@@ -154,14 +159,12 @@ def gradient_of_definition(described: Operator, available: dict[str, Any]) -> tu
                 strict=True,
             )
         )
-    return tuple(found.get(name) for name in described.tensors)
+    return tuple(found.get(name) for name in op.tensors)
 
 
 def per_parameter(
-    described: Operator, gradients: tuple[Tensor | None, ...], needs: Sequence[bool]
+    op: Operator, gradients: tuple[Tensor | None, ...], needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the tensor arguments laid out over all parameters, as autograd wants them."""
-    found = {
-        name: gradient for name, gradient, needed in zip(described.tensors, gradients, needs, strict=True) if needed
-    }
-    return tuple(found.get(name) for name in described.parameters)
+    found = {name: gradient for name, gradient, needed in zip(op.tensors, gradients, needs, strict=True) if needed}
+    return tuple(found.get(name) for name in op.parameters)

@@ -9,7 +9,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,13 +22,15 @@ class BackendError(RuntimeError):
 
 
 class Choice(NamedTuple):
-    """A default backend (None leaves it to the next layer down) and exceptions by operator name.
+    """A default backend (None leaves it to the next layer down), exceptions by operator name, and whether results must
+    be batch-invariant.
 
     A tuple, for it is hashed with every call's signature.
     """
 
     default: str | None = None
     exceptions: tuple[tuple[str, str], ...] = ()
+    invariant: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Choice":
@@ -44,10 +46,11 @@ class Choice(NamedTuple):
         return cls(default, tuple(exceptions))
 
     def over(self, outer: "Choice") -> "Choice":
-        """This choice laid over an outer one: a default replaces all of it, exceptions alone add to it."""
+        """This choice laid over an outer one: a default replaces its backends, exceptions alone add to them."""
+        invariant = self.invariant or outer.invariant
         if self.default is not None:
-            return self
-        return Choice(outer.default, tuple((dict(outer.exceptions) | dict(self.exceptions)).items()))
+            return self._replace(invariant=invariant)
+        return Choice(outer.default, tuple((dict(outer.exceptions) | dict(self.exceptions)).items()), invariant)
 
     def checked(self) -> "Choice":
         """The choice itself, or an error when an exception is for an operator that does not exist."""
@@ -64,6 +67,27 @@ class Choice(NamedTuple):
 _entered: contextvars.ContextVar[Choice | None] = contextvars.ContextVar("tilestack_backend", default=None)
 entered = _entered.get  # the choice of the innermost `with backend(...)`; part of every call's signature
 _configured = Choice()
+
+
+def with_choice_of_now(function: Callable) -> Callable:
+    """A function that runs under the choice in force now, whenever and in whichever thread it is called."""
+    choice = entered()
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        token = _entered.set(choice)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _entered.reset(token)
+
+    return run
+
+
+def wants_invariance() -> bool:
+    """Whether row i must have the bits it has in any batch; see `batch_invariant`."""
+    choice = entered()
+    return choice is not None and choice.invariant
 
 
 @functools.cache
@@ -83,12 +107,27 @@ def chosen(operator: str) -> str:
 def backend(choice: str = "", **exceptions: str) -> Iterator[None]:
     """Run the operators inside on a backend: `with backend("triton")`, `with backend("triton", softmax="torch")`.
 
-    Where torch.compile traced a function on a backend made of PyTorch calls, these stay; kernels are chosen again when
-    the compiled function runs.
+    What runs inside keeps the choice for its gradient and for recomputation in the backward, whenever that comes. A
+    function compiled by torch.compile keeps the choice it was traced under.
     """
     parsed = Choice.parse(choice)
-    given = Choice(parsed.default, (*parsed.exceptions, *exceptions.items())).checked()
-    token = _entered.set(given.over(entered() or Choice()))
+    with _inside(Choice(parsed.default, (*parsed.exceptions, *exceptions.items())).checked()):
+        yield
+
+
+@contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Run the operators inside so that a row's bits do not depend on the rows beside it: alone, in any batch, in any place.
+
+    `auto` keeps to implementations that promise it; one chosen by name that does not is an error.
+    """
+    with _inside(Choice(invariant=True)):
+        yield
+
+
+@contextmanager
+def _inside(choice: Choice) -> Iterator[None]:
+    token = _entered.set(choice.over(entered() or Choice()))
     try:
         yield
     finally:

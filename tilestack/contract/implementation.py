@@ -1,56 +1,52 @@
-"""One way to run an operator, and the special ways it may have to make a gradient."""
+"""One way to run an operator: its forward and backward, their limits, and what they promise."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tilestack.contract.backends import usable
-from tilestack.contract.named import Reason, answer_of, call_named, parameters_of
+from tilestack.contract.backends import AUTO, usable, wants_invariance
+from tilestack.contract.named import Reason, answer_of, call_named, parameters_of, refuse_unknown
 
 if TYPE_CHECKING:
     from tilestack.contract.operator import Operator
 
 # Of a function and the way to put another in its place, one that runs calls of a single signature; see `implements`.
 Repeat = Callable[..., Callable]
+Dtypes = Sequence[torch.dtype] | Mapping[str, Sequence[torch.dtype]]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 AUTOGRAD = "autograd"  # the `backward` of an implementation that PyTorch differentiates by itself
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """Gradients made in the forward: for a scalar result, whose gradients are fixed tensors times the scalar that arrives.
+class Extras:
+    """A second forward and backward, for calls that want a gradient: the one hands extras to the other.
 
-    `forward(*arguments, needs=...)` answers the result and those tensors, one or None per tensor argument; nothing else
-    is kept. `scale(gradient, grad)` multiplies one of them by what arrives, in place.
-    """
-
-    forward: Callable
-    scale: Callable[[Tensor, Tensor], Tensor]
-    when: Callable[..., bool]  # names arguments, as that of `implements`; where False, the backward does its own work
-    traced: bool  # whether also under a compiler, which scales into a new tensor
-
-
-@dataclass(frozen=True)
-class Keeping:
-    """A way to keep something of one's own for the backward, such as a mask, made only when a gradient is wanted.
-
-    `forward(*arguments)` answers the result, then what is made to be kept. `backward` names what any backward does, and
-    what was made, in that order; of the rest only what it names is kept. Under a compiler, which knows only what the
-    operator's gradient keeps, the implementation's own backward does the work.
+    `forward(*arguments)` answers the result, then the extras (None for one that is not made); where it names `needs`, it
+    gets that too. `backward` names what any backward may, and the extras by names of their own, in that order; of the
+    rest only what it names is kept. A mask a forward has at hand, sums it need not make again, or, for a loss, the
+    gradients themselves, which the backward then only scales.
     """
 
     forward: Callable
     backward: Callable
-    when: Callable[..., bool]  # names arguments, as that of `implements`
+    when: Callable[..., bool]  # names arguments, as that of `implements`; where False, the ordinary pair does the work
+    fake: Callable | None = (
+        None  # names arguments and `needs`; the extras' shapes for a compiler, which else does without
+    )
+    overwrites: tuple[str, ...] = ()  # extras the backward writes over; it gets copies where the graph is kept
 
-    def made(self, described: "Operator") -> list[str]:
-        """What is made to be kept, by the names the backward has for it."""
-        known = *described.grads, *described.parameters, *described.outputs, "needs"
+    def names(self, op: "Operator") -> list[str]:
+        """The extras, by the names the backward has for them."""
+        known = *op.grads, *op.parameters, *op.outputs, "needs"
         return [name for name in parameters_of(self.backward) if name not in known]
+
+    @property
+    def asks_needs(self) -> bool:
+        return "needs" in parameters_of(self.forward)
 
 
 @dataclass
@@ -61,37 +57,43 @@ class Implementation:
     backend: str
     forward: Callable
     backward: Callable | str | None
-    when: Callable[..., Reason] | None
-    dtypes: tuple[torch.dtype, ...]
-    ahead: Ahead | None = None
-    keeping: Keeping | None = None
+    when: Callable[..., Reason] | None = None
+    dtypes: Dtypes = FLOATS
+    extras: Extras | None = None
     repeat: Repeat | None = None
     deterministic: bool = True  # whether it gives the same bits in every run
-    compiled: bool = True  # whether it is worth having under a compiler, where nothing of its own is kept
+    invariant: bool = False  # whether row i alone has the bits it has in any batch
+    compiled: bool = True  # whether it is worth having under a compiler
+    configs: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # launch configurations by name, the first when none is known
+    functions: dict[bool, Callable] = field(default_factory=dict)  # autograd functions, without and with extras
 
     def refuses(self, arguments: dict[str, Any], device: torch.device, with_gradient: bool = False) -> str:
         """Why this implementation cannot run the call; empty when it can. Arguments may lack what a gradient drops."""
         if (reason := usable(self.backend, device)) is not True:
             return str(reason)
+        if wants_invariance() and not self.invariant:
+            return "it is not batch-invariant"
         for name in self.operator.tensors:
             value = arguments.get(name)
-            if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-                continue
-            if value.dtype not in self.dtypes:
-                return f"{name} is {str(value.dtype).removeprefix('torch.')}, it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}"
+            if isinstance(value, Tensor) and (accepted := self.accepted(name, value)) and value.dtype not in accepted:
+                return f"{name} is {short(value.dtype)}, it takes {', '.join(map(short, accepted))}"
         if with_gradient and self.backward is None:
             return "it has no backward; call it under torch.no_grad()"
         if self.when is not None and (reason := answer_of(self.when, arguments)) is not True:
             return str(reason) if reason else "its `when` refuses these arguments"
         return ""
 
-    def ahead_of(self, arguments: dict[str, Any]) -> Ahead | None:
-        """How a call that wants gradients has them made in the forward, None where its backward makes them."""
-        return self.ahead if self.ahead is not None and call_named(self.ahead.when, arguments) else None
+    def accepted(self, name: str, value: Tensor) -> Sequence[torch.dtype]:
+        """The dtypes an argument may have here; none where any will do."""
+        if isinstance(self.dtypes, Mapping):
+            return self.dtypes.get(name, ())
+        return self.dtypes if value.is_floating_point() or value.is_complex() else ()
 
-    def keeping_of(self, arguments: dict[str, Any]) -> Keeping | None:
-        """How a call that wants gradients keeps something of its own, None where it does not."""
-        return self.keeping if self.keeping is not None and call_named(self.keeping.when, arguments) else None
+    def extras_of(self, arguments: dict[str, Any]) -> Extras | None:
+        """How a call that wants gradients hands extras to its backward, None where it does not."""
+        return self.extras if self.extras is not None and call_named(self.extras.when, arguments) else None
 
     @property
     def own_backward(self) -> Callable:
@@ -101,3 +103,64 @@ class Implementation:
     @property
     def differentiates_itself(self) -> bool:
         return self.backward == AUTOGRAD
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def implements(
+    op: "Operator",
+    *,
+    backend: str,
+    backward: Callable | str | None = None,
+    when: Callable[..., Reason] | None = None,
+    dtypes: Dtypes = FLOATS,
+    extras: Extras | None = None,
+    repeat: Repeat | None = None,
+    deterministic: bool = True,
+    invariant: bool = False,
+    compiled: bool = True,
+    configs: Mapping[str, Any] | None = None,
+) -> Callable[[Callable], Callable]:
+    """Register a function as an operator's implementation on a backend, from inside or outside this package.
+
+    `backward` is a function (see `contract/operator.py`), AUTOGRAD when the forward is made of differentiable PyTorch
+    calls, or None when there is none. `when` answers True or the reason why not, looking only at metadata and options.
+    `dtypes` are those its floating tensors may have, or by argument those of each. `extras` are a second forward and
+    backward that hand on something the operator's gradient does not know. `repeat` is `straight_line` where all that
+    forward and backward do follows from the signature: allocate, view and `launch`. What is not `deterministic`, the same
+    bits in every run, `auto` leaves alone where PyTorch is to use deterministic algorithms; what is not `invariant`, the
+    same bits for a row whatever stands beside it, where those are wanted; and what is not worth having `compiled`, under a
+    compiler. `configs` are launch configurations by name: the forward, and a backward that names it, get the one that
+    measured fastest for the call's `tuning_key` as `config`.
+    """
+
+    if backend in (AUTO, "torch") or not backend.isidentifier():
+        raise ValueError(f"a backend of your own needs a name of its own, not {backend!r}")
+
+    def register(forward: Callable) -> Callable:
+        options = [name for name in op.parameters if name not in op.tensors]
+        kept = list(dict.fromkeys([*op.grads, *op.saved, *options, "needs"]))
+        named = [*kept, "config"] if configs else kept
+        refuse_unknown(f"the backward of {op.name} on {backend}", backward if callable(backward) else None, named)
+        # With a backward of its own, `when` is asked again where only what the gradient keeps is at hand.
+        refuse_unknown(f"the when of {op.name} on {backend}", when, kept if callable(backward) else op.parameters)
+        op.implementations[backend] = Implementation(
+            op,
+            backend,
+            forward,
+            backward,
+            when,
+            dtypes,
+            extras,
+            repeat,
+            deterministic,
+            invariant,
+            compiled,
+            configs or {},
+        )
+        op.plans.clear()
+        return forward
+
+    return register

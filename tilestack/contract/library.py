@@ -1,15 +1,23 @@
 """What torch.compile, export and opcheck see: every operator as `torch.ops.tilestack.<name>`, with its gradient.
 
-Under a compiler the backend is chosen while tracing. One made of PyTorch calls is traced through, so that the compiler
-can fuse it, unless it reads values; any other becomes one opaque operator, whose fake kernel is the definition on fake
-tensors (or the `fake` that was declared) and whose gradient is the operator `<name>_backward`, or, for a backend whose
-backward is the operator's own `gradient`, that formula, traced through. The results of both operators are contiguous, as
-the fakes promise. Where gradients are made in the forward, the opaque operator is `<name>_<backend>_ahead`, which
-returns them beside the result.
+Under a compiler the backend is chosen while tracing, and kept: for the forward, its gradient, and what is computed again
+in the backward. A backend made of PyTorch calls is traced through, so that the compiler can fuse it, unless it reads
+values; any other becomes one opaque operator,
+
+    <name>(arguments, *, backend)                   the fake is the definition on fake tensors, or the `fake` declared
+    <name>_backward(arriving, kept, needs, *, backend)
+    <name>_with_extras(arguments, needs, *, backend), <name>_with_extras_backward(arriving, kept, extras, needs, *, backend)
+
+the last two where an implementation hands extras to its backward and says what they look like. Where a backward is the
+operator's own `gradient`, that formula is traced through. Results of all of them are contiguous, as the fakes promise.
+An empty backend means: resolved when it runs, as any call.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,44 +25,117 @@ from torch import Tensor
 
 from tilestack.contract import registry
 from tilestack.contract.autograd import gradient_of_definition, per_parameter
-from tilestack.contract.named import call_named
+from tilestack.contract.backends import BackendError
+from tilestack.contract.backends import backend as on_backend
+from tilestack.contract.implementation import Extras, Implementation
+from tilestack.contract.named import call_named, parameters_of
 from tilestack.contract.operator import Operator, as_tuple
 
 LIBRARY = torch.library.Library("tilestack", "DEF")
+COMPILER = "torch._dynamo"
 
 
-def define(described: Operator) -> Callable:
+def define(op: Operator) -> Callable:
     """Register an operator and its gradient with torch.library; returns what a compiler traces for a call."""
 
-    def run(*values: Any) -> Any:
-        with torch.no_grad():
-            return fresh(described(*values), values)
+    def run(*values: Any, backend: str = "") -> Any:
+        with torch.no_grad(), on_backend(**({op.name: backend} if backend else {})):
+            return fresh(op(*values), values)
 
-    def fake(*values: Any) -> Any:
-        return fresh(described.fake(*values), values)
+    def fake(*values: Any, backend: str = "") -> Any:
+        versions = {name: t._version for name, t in zip(op.parameters, values, strict=False) if isinstance(t, Tensor)}
+        out = fresh(op.fake(*values), values)
+        for name, value in zip(op.parameters, values, strict=False):
+            if name in versions and value._version != versions[name] and name not in op.mutates:
+                raise RuntimeError(f"{op.name} writes into {name}; declare it: @operator(mutates=({name!r},))")
+        return out
 
-    register(described.name, described.schema, run, fake)
-    opaque = getattr(torch.ops.tilestack, described.name)
-    gradient = Gradient(described)
-    torch.library.register_autograd(
-        f"tilestack::{described.name}", gradient.backward, setup_context=gradient.setup_context, lib=LIBRARY
-    )
+    register(op.name, with_backend(schema_of(op)), run, fake)
+    opaque = getattr(torch.ops.tilestack, op.name)
+    if op.outputs and not op.mutates and not op.lists:
+        gradient = Gradient(op)
+        torch.library.register_autograd(
+            f"tilestack::{op.name}", gradient.backward, setup_context=gradient.setup_context, lib=LIBRARY
+        )
 
     def traced(*values: Any) -> Any:
-        arguments = dict(zip(described.parameters, values, strict=True))
-        described.validate(arguments)
-        implementation = described.resolve(arguments)
-        untraceable = described.reads_values and implementation.forward is described.definition
+        arguments = dict(zip(op.parameters, values, strict=True))
+        op.validate(arguments)
+        given = op.given_tensors(arguments)
+        with_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
+        implementation = op.resolve(arguments, with_gradient)
+        untraceable = op.reads_values and implementation.forward is op.definition
         if implementation.differentiates_itself and not untraceable:
             return implementation.forward(*values)
-        tensors = [arguments[name] for name in described.tensors]
-        needs = [torch.is_grad_enabled() and value is not None and value.requires_grad for value in tensors]
-        ahead = implementation.ahead_of(arguments) if any(needs) else None
-        if ahead is not None and ahead.traced:
-            return define_ahead(described, implementation.backend)(*values, needs)[0]
-        return opaque(*values)
+        extras = implementation.extras_of(arguments) if with_gradient else None
+        if extras is not None and extras.fake is not None:
+            needs = [isinstance(arguments[name], Tensor) and arguments[name].requires_grad for name in op.tensors]
+            found = define_with_extras(op, implementation.backend)(*values, needs)
+            return found[0] if len(op.outputs) == 1 else tuple(found[: len(op.outputs)])
+        return opaque(*values, backend=implementation.backend)
 
-    return torch.compiler.allow_in_graph(traced)
+    return allowed_in_graphs(traced)
+
+
+def allowed_in_graphs(function: Callable) -> Callable:
+    """Let a compiler put calls of a function into its graphs as they are; without importing the compiler for it."""
+    if COMPILER in sys.modules:
+        return torch.compiler.allow_in_graph(function)
+    if not _waiting:
+        sys.meta_path.insert(0, _OnceCompilerLoads())
+    _waiting.append(function)
+    return function
+
+
+_waiting: list[Callable] = []
+
+
+class _OnceCompilerLoads(MetaPathFinder):
+    """Sees PyTorch's compiler being imported, a second's work that most programs never ask for."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != COMPILER:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_tell(module: Any) -> None:
+                load(module)
+                while _waiting:
+                    torch.compiler.allow_in_graph(_waiting.pop())
+
+            spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
+        return spec
+
+
+def schema_of(op: Operator, defaults: bool = True) -> str:
+    """`(Tensor x, float eps=1e-6) -> Tensor`, from the definition's annotations."""
+    if defaults:
+        try:
+            return torch.library.infer_schema(op.definition, mutates_args=op.mutates)
+        except ValueError:  # a default that schemas have no words for, such as a list
+            pass
+
+    def bare() -> None: ...
+
+    plain = [p.replace(default=p.empty) for p in op.signature.parameters.values()]
+    bare.__signature__ = op.signature.replace(parameters=plain)  # type: ignore[attr-defined]
+    bare.__annotations__ = op.definition.__annotations__
+    return torch.library.infer_schema(bare, mutates_args=op.mutates)
+
+
+def with_backend(schema: str) -> str:
+    arguments, arrow, returns = schema.rpartition(") -> ")
+    return f'{arguments}, *, str backend=""{arrow}{returns}'
+
+
+def declarations(op: Operator) -> dict[str, str]:
+    """Each argument's declaration without its default, by name."""
+    schema = schema_of(op, defaults=False)
+    inside = schema[schema.index("(") + 1 : schema.rindex(") ->")]
+    return {declaration.split()[-1]: declaration for declaration in inside.split(", ")}
 
 
 class Gradient:
@@ -63,123 +144,145 @@ class Gradient:
     torch.library has no optional results, so a gradient nobody needs is an empty tensor on the way out.
     """
 
-    def __init__(self, described: Operator):
-        self.described = described
-        self.kept = [name for name in described.parameters if name in described.saved or name not in described.tensors]
-        self.kept_outputs = [name for name in described.outputs if name in described.saved]
-        self.names = [*described.grads, *self.kept, *self.kept_outputs, "needs"]
-        declared = declarations(described.schema)
+    def __init__(self, op: Operator, extras: Extras | None = None, name: str = ""):
+        self.op, self.extras = op, extras
+        self.name = name or f"{op.name}_backward"
+        self.handed = extras.names(op) if extras else []
+        saved = parameters_of(extras.backward) if extras else op.saved
+        self.kept = [name for name in op.parameters if name in saved or name not in op.tensors]
+        self.kept_outputs = [name for name in op.outputs if name in saved]
+        # Of what is not kept, the shape of a gradient must still be known.
+        self.likes = {name: f"{name}_like" for name in op.tensors if extras and name not in self.kept}
+        self.names = [*op.grads, *self.kept, *self.kept_outputs, *self.handed, *self.likes.values(), "needs"]
+        declared = declarations(op)
         arguments = [
-            *(f"Tensor {name}" for name in described.grads),
+            *(f"Tensor {name}" for name in op.grads),
             *(declared[name] for name in self.kept),
-            *(f"Tensor {name}" for name in self.kept_outputs),
+            *(f"Tensor {name}" for name in (*self.kept_outputs, *self.handed)),
+            *(f"Tensor? {name}" for name in self.likes.values()),
             "bool[] needs",
         ]
-        returns = ", ".join("Tensor" for _ in described.tensors)
-        register(
-            f"{described.name}_backward",
-            f"({', '.join(arguments)}) -> " + (f"({returns})" if len(described.tensors) > 1 else returns),
-            self.run,
-            self.fake,
-        )
-        self.op = getattr(torch.ops.tilestack, f"{described.name}_backward")
+        returns = ", ".join("Tensor" for _ in op.tensors)
+        schema = f"({', '.join(arguments)}) -> " + (f"({returns})" if len(op.tensors) > 1 else returns)
+        register(self.name, with_backend(schema), self.run, self.fake)
+        self.call = getattr(torch.ops.tilestack, self.name)
 
-    def run(self, *values: Any) -> Any:
+    def run(self, *values: Any, backend: str = "") -> Any:
         available = dict(zip(self.names, values, strict=True))
-        device = available[self.described.grads[0]].device
-        implementation = registry.resolve_backward(self.described, available, device)
+        implementation = self.implementation(available, backend)
         with torch.no_grad():
-            if implementation is None:
-                found = gradient_of_definition(self.described, available)
+            if self.extras is not None:
+                handed = {name: given_back(available[name], name in self.extras.overwrites) for name in self.handed}
+                found = as_tuple(call_named(self.extras.backward, available | handed))
+            elif implementation is None:
+                found = gradient_of_definition(self.op, available)
             else:
-                found = as_tuple(call_named(implementation.own_backward, available))
+                config = {"config": registry.configuration(implementation, available)}
+                found = as_tuple(call_named(implementation.own_backward, available | config))
         return self.results(found, available, values)
 
-    def fake(self, *values: Any) -> Any:
+    def implementation(self, available: dict[str, Any], backend: str) -> Implementation | None:
+        """Whose backward runs: the forward's, or where no forward says, the one that is resolved now."""
+        if not backend:
+            return registry.resolve_backward(self.op, available, available[self.op.grads[0]].device)
+        chosen = self.op.implementations.get(backend)
+        if chosen is None:
+            raise BackendError(f"{self.op.name} was compiled on {backend}, a backend that is not registered now")
+        return chosen if callable(chosen.backward) else None
+
+    def fake(self, *values: Any, backend: str = "") -> Any:
         available = dict(zip(self.names, values, strict=True))
-        if self.described.gradient is not None:
-            found = as_tuple(call_named(self.described.gradient, available))
+        if self.op.gradient is not None and self.extras is None:
+            found = as_tuple(call_named(self.op.gradient, available))
         else:
-            found = tuple(
-                None
-                if available[name] is None
-                else torch.empty_like(available[name], memory_format=torch.contiguous_format)
-                for name in self.described.tensors
-            )
+            like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+            models = [available[self.likes.get(name, name)] for name in self.op.tensors]
+            found = tuple(None if model is None else like(model) for model in models)
         return self.results(found, available, values)
 
     def results(self, found: tuple, available: dict[str, Any], inputs: tuple) -> Any:
         taken: list[Tensor] = []
         for gradient, needed in zip(found, available["needs"], strict=True):
-            wanted = gradient if needed and gradient is not None else available[self.described.grads[0]].new_empty(0)
+            wanted = gradient if needed and gradient is not None else available[self.op.grads[0]].new_empty(0)
             taken.append(fresh(wanted, (*inputs, *taken)))
         return tuple(taken) if len(taken) > 1 else taken[0]
 
-    def setup_context(self, ctx: Any, inputs: tuple, output: Any) -> None:
-        available = dict(zip(self.described.parameters, inputs, strict=True)) | dict(
-            zip(self.described.outputs, as_tuple(output), strict=True)
-        )
-        kept = {name: available[name] for name in (*self.kept, *self.kept_outputs)}
+    def setup_context(self, ctx: Any, inputs: tuple, keyword_only_inputs: dict[str, Any], output: Any) -> None:
+        outputs = as_tuple(output)
+        available = dict(zip(self.op.parameters, inputs, strict=False))
+        available |= dict(zip((*self.op.outputs, *self.handed), outputs, strict=True))
+        available |= {like: shape_alone(available[name]) for name, like in self.likes.items()}
+        kept = {name: available[name] for name in (*self.kept, *self.kept_outputs, *self.handed, *self.likes.values())}
         ctx.tensors = [name for name, value in kept.items() if isinstance(value, Tensor)]
         ctx.save_for_backward(*(kept[name] for name in ctx.tensors))
         ctx.values = {name: value for name, value in kept.items() if name not in ctx.tensors}
-        ctx.shapes = [None if available[name] is None else available[name].shape for name in self.described.tensors]
+        ctx.shapes = [None if available[name] is None else available[name].shape for name in self.op.tensors]
+        ctx.backend = keyword_only_inputs["backend"]
 
     def backward(self, ctx: Any, *arriving: Tensor) -> tuple:
         # The dispatcher leaves out trailing arguments that equal their defaults, and those need no gradient.
-        given = dict(zip(self.described.parameters, ctx.needs_input_grad, strict=False))
-        needs = [given.get(name, False) for name in self.described.tensors]
+        given = dict(zip(self.op.parameters, ctx.needs_input_grad, strict=False))
+        needs = [given.get(name, False) for name in self.op.tensors]
         kept = dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)) | ctx.values
-        available = dict(zip(self.described.grads, arriving, strict=True)) | kept | {"needs": needs}
-        implementation = registry.resolve_backward(self.described, available, arriving[0].device)
+        arriving = arriving[: len(self.op.grads)]
+        available = dict(zip(self.op.grads, arriving, strict=True)) | kept | {"needs": needs}
+        implementation = None if self.extras else self.implementation(available, ctx.backend)
         gradients: tuple[Tensor | None, ...]
-        if implementation is not None and implementation.backward is self.described.gradient:
+        if implementation is not None and implementation.backward is self.op.gradient:
             # PyTorch's calls, which a compiler sees through: what is a view of `grad` stays one.
-            gradients = gradient_of_definition(self.described, available)
+            gradients = gradient_of_definition(self.op, available)
         else:
-            found = as_tuple(self.op(*(available[name] for name in self.names)))
+            found = as_tuple(self.call(*(available[name] for name in self.names), backend=ctx.backend))
             # An empty tensor stands in for a gradient that the formula leaves out.
             gradients = tuple(g if g.shape == shape else None for g, shape in zip(found, ctx.shapes, strict=True))
-        return per_parameter(self.described, gradients, needs)
+        return per_parameter(self.op, gradients, needs)
 
 
 @functools.cache
-def define_ahead(described: Operator, backend: str) -> Callable:
-    """The operator `<name>_<backend>_ahead(arguments, needs) -> (result, a gradient per tensor argument)`."""
-    name = f"{described.name}_{backend}_ahead"
+def define_with_extras(op: Operator, backend: str) -> Callable:
+    """`<name>_with_extras_<backend>(arguments, needs) -> (results, extras)` and the gradient that takes them."""
+    name = f"{op.name}_with_extras_{backend}"
+    extras = op.implementations[backend].extras
+    assert extras is not None
+    assert extras.fake is not None
+    imagine = extras.fake
 
-    def results(out: Tensor, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        return out, *(out.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    def results(out: Any, handed: Sequence[Tensor | None], values: tuple) -> tuple[Tensor, ...]:
+        made = as_tuple(out)
+        return fresh((*made, *(made[0].new_empty(0) if extra is None else extra for extra in handed)), values)
 
-    def run(*values: Any) -> tuple[Tensor, ...]:
+    def run(*values: Any, backend: str = backend) -> tuple[Tensor, ...]:
         *arguments, needs = values
-        ahead = described.implementations[backend].ahead
-        assert ahead is not None
         with torch.no_grad():
-            return results(*ahead.forward(*arguments, needs=needs))
+            out, *handed = extras.forward(*arguments, **({"needs": needs} if extras.asks_needs else {}))
+        return results(out, handed, values)
 
-    def fake(*values: Any) -> tuple[Tensor, ...]:
-        *arguments, needs = values
-        tensors = [
-            value for name, value in zip(described.parameters, arguments, strict=True) if name in described.tensors
-        ]
-        like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
-        made = [like(tensor) if needed else None for tensor, needed in zip(tensors, needs, strict=True)]
-        return results(described.fake(*arguments), made)
+    def fake(*values: Any, backend: str = backend) -> tuple[Tensor, ...]:
+        available = dict(zip((*op.parameters, "needs"), values, strict=True))
+        return results(op.fake(*values[:-1]), as_tuple(call_named(imagine, available)), values)
 
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.needs = inputs[-1]
-        ctx.save_for_backward(*output[1:])
-        ctx.set_materialize_grads(False)
+    gradient = Gradient(op, extras, f"{name}_backward")
+    arguments = declarations(op).values()
+    returns = ", ".join(["Tensor"] * (len(op.outputs) + len(gradient.handed)))
+    register(name, f'({", ".join(arguments)}, bool[] needs, *, str backend="{backend}") -> ({returns})', run, fake)
 
-    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple:
-        return *per_parameter(described, tuple(made * grad for made in ctx.saved_tensors), ctx.needs), None
+    def backward(ctx: Any, *arriving: Tensor) -> tuple:
+        return *gradient.backward(ctx, *arriving), None
 
-    arguments = declarations(torch.library.infer_schema(described.definition, mutates_args=())).values()
-    returns = ", ".join(["Tensor"] * (1 + len(described.tensors)))
-    register(name, f"({', '.join(arguments)}, bool[] needs) -> ({returns})", run, fake)
-    torch.library.register_autograd(f"tilestack::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+    torch.library.register_autograd(f"tilestack::{name}", backward, setup_context=gradient.setup_context, lib=LIBRARY)
     return getattr(torch.ops.tilestack, name)
+
+
+def given_back(extra: Tensor, overwritten: bool) -> Tensor | None:
+    """An extra as the forward made it: an empty tensor stood in for None, and one that is written over is a copy."""
+    if extra.shape == (0,):
+        return None
+    return extra.clone() if overwritten else extra
+
+
+def shape_alone(x: Tensor | None) -> Tensor | None:
+    """A tensor of the same shape and dtype that is one element of memory."""
+    return None if x is None else x.new_empty(()).expand(x.shape)
 
 
 def register(name: str, schema: str, run: Callable, fake: Callable) -> None:
@@ -188,8 +291,10 @@ def register(name: str, schema: str, run: Callable, fake: Callable) -> None:
     torch.library.register_fake(f"tilestack::{name}", fake, lib=LIBRARY)
 
 
-def fresh(out: Any, others: tuple) -> Any:
+def fresh(out: Any, others: Sequence) -> Any:
     """The results contiguous and sharing no memory with an input or one another, as torch.library demands."""
+    if out is None:
+        return None
     if isinstance(out, tuple):
         taken: list[Tensor] = []
         for tensor in out:
@@ -202,10 +307,3 @@ def fresh(out: Any, others: tuple) -> Any:
 
 def memory_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata
-
-
-def declarations(schema: str) -> dict[str, str]:
-    """Each argument's declaration without its default, by name, of a schema such as `(Tensor x, float eps=1e-6) -> Tensor`."""
-    inside = schema[schema.index("(") + 1 : schema.rindex(") ->")]
-    plain = [part.partition("=")[0].strip() for part in inside.split(", ")]
-    return {declaration.split()[-1]: declaration for declaration in plain}

@@ -1,6 +1,4 @@
-"""The operator contract: what an operator is, and what an implementation of it promises.
-
-An operator is declared once, by its definition in plain PyTorch:
+"""What an operator is, declared once by its definition in plain PyTorch:
 
     @operator(cost=lambda x: Cost(flops=4 * x.numel()), cases=rows)
     def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor: ...
@@ -14,12 +12,12 @@ Functions around an operator name what they look at, and get just that: a `cost`
 the arguments; a gradient or a `backward` names `grad` (what arrives from above; `grad_<output>` where there are
 several outputs), any arguments, `out` (the output) and `needs` (which tensor arguments want a gradient). Only what the
 operator's gradient names is kept alive between forward and backward, and only that may a `backward` or `when` name;
-what an implementation makes to keep besides is its own affair (`Keeping`).
+what an implementation hands on besides is its own affair (`Extras`).
 """
 
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -27,15 +25,13 @@ import torch
 from torch import Tensor
 
 from tilestack.contract import registry
-from tilestack.contract.backends import AUTO, entered
+from tilestack.contract.call import Plans, warm_up, write_call
 from tilestack.contract.cases import Case
-from tilestack.contract.implementation import AUTOGRAD, FLOATS, Ahead, Implementation, Keeping, Repeat
+from tilestack.contract.implementation import AUTOGRAD, FLOATS, Implementation, short
 from tilestack.contract.named import Reason, answer_of, call_named, parameters_of, refuse_unknown
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-PLANS_KEPT = 1 << 16  # signatures remembered before an operator starts over, so that ever-changing shapes stay bounded
 
 
 @dataclass(frozen=True)
@@ -60,22 +56,28 @@ class Operator(Generic[P, R]):
         cost: Callable[..., Cost] | None,
         check: Callable[..., Reason] | None,
         gradient: Callable | None,
-        outputs: Sequence[str],
+        outputs: Sequence[str] | None,
         spreads_nan: bool,
         fake: Callable | None,
+        mutates: Sequence[str],
+        consumes: Sequence[str],
+        dtypes: Mapping[str, Sequence[torch.dtype]],
+        tuning_key: Callable | None,
     ):
         self.definition = definition
         self.name = definition.__name__
         self.family = definition.__module__.rpartition(".")[2]
         self.signature = inspect.signature(definition)
         self.parameters = list(self.signature.parameters)
-        annotations = typing.get_type_hints(definition)
-        if unannotated := [name for name in self.parameters if name not in annotations]:
+        self.annotations = typing.get_type_hints(definition)
+        if unannotated := [name for name in self.parameters if name not in self.annotations]:
             raise TypeError(f"{self.name}: annotate {', '.join(unannotated)}; annotations are an operator's schema")
-        self.schema = torch.library.infer_schema(definition, mutates_args=())
-        self.tensors = [name for name in self.parameters if annotations[name] in (Tensor, Tensor | None)]
-        self.optional = [name for name in self.tensors if annotations[name] == Tensor | None]
-        self.outputs = list(outputs)
+        of_type = lambda *types: [name for name in self.parameters if self.annotations[name] in types]
+        self.tensors = of_type(Tensor, Tensor | None)
+        self.optional = of_type(Tensor | None)
+        self.lists = of_type(list[Tensor], Sequence[Tensor])
+        returns = self.annotations.get("return")
+        self.outputs = list(outputs if outputs is not None else () if returns in (None, type(None)) else ("out",))
         self.cases = list(cases)
         self.describe_cost = cost
         self.check = check
@@ -83,16 +85,24 @@ class Operator(Generic[P, R]):
         self.spreads_nan = spreads_nan
         self.reads_values = fake is not None
         self.fake: Callable = fake or definition
+        self.mutates, self.consumes, self.dtypes = tuple(mutates), tuple(consumes), dict(dtypes)
+        self.tuning_key = tuning_key
         self.grads = ["grad"] if len(self.outputs) == 1 else [f"grad_{name}" for name in self.outputs]
         kept = parameters_of(gradient) if gradient else self.parameters
         self.saved = [name for name in kept if name not in (*self.grads, "needs")]
+        for role, names in (("mutates", self.mutates), ("consumes", self.consumes), ("dtypes", self.dtypes)):
+            if unknown := [name for name in names if name not in (*self.tensors, *self.lists)]:
+                raise TypeError(f"{self.name}: {role} names {', '.join(unknown)}, which is no tensor argument of it")
+        if reserved := {"out", "backend", "config", "needs"} & set(self.parameters):
+            raise TypeError(f"{self.name}: an argument cannot be called {', '.join(sorted(reserved))}")
         refuse_unknown(f"the cost of {self.name}", cost, self.parameters)
         refuse_unknown(f"the check of {self.name}", check, self.parameters)
+        refuse_unknown(f"the tuning_key of {self.name}", tuning_key, self.parameters)
         refuse_unknown(
             f"the gradient of {self.name}", gradient, [*self.grads, *self.parameters, *self.outputs, "needs"]
         )
         self.implementations: dict[str, Implementation] = {}
-        self.plans: dict[tuple, Callable] = {}
+        self.plans = Plans()
         self.traced: Callable = definition  # until the operator is known to torch.library
         self.__name__, self.__doc__, self.__module__, self.__wrapped__ = (
             self.name,
@@ -102,7 +112,7 @@ class Operator(Generic[P, R]):
         )
         self.__signature__ = self.signature
 
-    # Generated per operator by `_calling`, so that a call binds its arguments at the speed of Python.
+    # Written per operator by `write_call`, so that a call binds its arguments at the speed of Python.
     __call__: Callable[P, R]
 
     def __repr__(self) -> str:
@@ -120,14 +130,21 @@ class Operator(Generic[P, R]):
         """The implementation that runs a call with these arguments, or a BackendError that says why the chosen one cannot."""
         return registry.resolve(self, arguments, self.device_of(arguments), with_gradient)
 
+    def given_tensors(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
+        """Every tensor among the arguments by its name; those in a list by name and place."""
+        found = {name: arguments[name] for name in self.tensors if isinstance(arguments.get(name), Tensor)}
+        for name in self.lists:
+            found |= {f"{name}[{place}]": tensor for place, tensor in enumerate(arguments.get(name) or ())}
+        return found
+
     def device_of(self, arguments: dict[str, Any]) -> torch.device:
-        placed = {name: arguments[name].device for name in self.tensors if isinstance(arguments.get(name), Tensor)}
+        placed = {name: tensor.device for name, tensor in self.given_tensors(arguments).items()}
         if len(set(placed.values())) > 1:
             raise ValueError(
                 f"{self.name}: all tensors must be on one device, but "
                 + ", ".join(f"{name} is on {device}" for name, device in placed.items())
             )
-        return next(iter(placed.values()))
+        return next(iter(placed.values()), torch.device("cpu"))
 
     def validate(self, arguments: dict[str, Any]) -> None:
         """Raise an error for people when the arguments make no sense for the operator, whatever the backend."""
@@ -137,46 +154,29 @@ class Operator(Generic[P, R]):
                 raise TypeError(
                     f"{self.name}: {name} must be a tensor{' or None' if name in self.optional else ''}, not {type(value).__name__}"
                 )
+        for name in self.lists:
+            if not isinstance(arguments[name], list | tuple) or not all(isinstance(t, Tensor) for t in arguments[name]):
+                raise TypeError(f"{self.name}: {name} must be a list of tensors")
         self.device_of(arguments)
+        for name, tensor in self.given_tensors(arguments).items():
+            accepted = self.dtypes.get(name.partition("[")[0])
+            if accepted and tensor.dtype not in accepted:
+                raise TypeError(
+                    f"{self.name}: {name} must be {' or '.join(map(short, accepted))}, not {short(tensor.dtype)}"
+                )
         if self.check is not None and (reason := answer_of(self.check, arguments)) is not True:
             raise ValueError(f"{self.name}: {reason}")
 
-    def plan(self, key: tuple | None, values: tuple) -> Callable:
-        """What runs calls of one signature: checked, resolved and, with a key, remembered."""
-        arguments = dict(zip(self.parameters, values, strict=True))
-        self.validate(arguments)
-        given = [arguments[name] for name in self.tensors if arguments[name] is not None]
-        with_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-        implementation = self.resolve(arguments, with_gradient)
-        not_memory = any(type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in given)
-        if not_memory or (self.reads_values and given[0].is_meta):
-            run = self.traced  # fake tensors and others without memory have their own way with an operator
-        elif with_gradient and not implementation.differentiates_itself:
-            from tilestack.contract.autograd import differentiable, differentiable_ahead
-
-            ahead = implementation.ahead_of(arguments)
-            keeping = implementation.keeping_of(arguments)
-            run = differentiable_ahead(implementation, ahead) if ahead else differentiable(implementation, keeping)
-        elif implementation.repeat and key is not None:
-            run = implementation.repeat(implementation.forward, lambda faster: self.improve(key, run, faster))
-        else:
-            run = implementation.forward
-        if key is not None:
-            if len(self.plans) >= PLANS_KEPT:
-                self.plans.clear()
-            self.plans[key] = run
-        return run
-
-    def improve(self, key: tuple, run: Callable, faster: Callable) -> None:
-        """Put a faster function in the place of a plan, unless plans were forgotten since."""
-        if self.plans.get(key) is run:
-            self.plans[key] = faster
+    def warm_up(self, *args: Any, **kwargs: Any) -> None:
+        """Compile, choose and note all that calls with such arguments need, so that none of it happens in a captured or
+        timed step. The arguments keep their values."""
+        warm_up(self, self.bind(*args, **kwargs))
 
     def cost(self, arguments: dict[str, Any], direction: str = "forward") -> tuple[float, float]:
         """Unavoidable (flops, bytes) of a call; the backward reads what arrives and what is kept, and writes the gradients."""
         declared = call_named(self.describe_cost, arguments) if self.describe_cost else Cost()
-        inputs = [arguments[name] for name in self.tensors if arguments[name] is not None]
-        meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
+        inputs = list(self.given_tensors(arguments).values())
+        meta = {name: on_meta(value) for name, value in arguments.items()}
         outputs = as_tuple(self.fake(**meta))
         size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
         if direction == "forward":
@@ -195,7 +195,14 @@ class Operator(Generic[P, R]):
 
 
 def as_tuple(value: Any) -> tuple:
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
+    return () if value is None else tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def on_meta(value: Any) -> Any:
+    """The argument without its values."""
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    return [on_meta(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def operator(
@@ -204,9 +211,13 @@ def operator(
     cost: Callable[..., Cost] | None = None,
     check: Callable[..., Reason] | None = None,
     gradient: Callable | None = None,
-    outputs: Sequence[str] = ("out",),
+    outputs: Sequence[str] | None = None,
     spreads_nan: bool = True,
     fake: Callable | None = None,
+    mutates: Sequence[str] = (),
+    consumes: Sequence[str] = (),
+    dtypes: Mapping[str, Sequence[torch.dtype]] | None = None,
+    tuning_key: Callable[..., tuple] | None = None,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Turn a definition in plain PyTorch into an operator. Its annotations are the operator's schema.
 
@@ -216,117 +227,25 @@ def operator(
     multiplies with a NaN, and which it skips, is then its own affair.
     `fake` makes results of the right shape where the definition cannot: it reads values of its arguments, and fake
     tensors have none. A compiler does not trace such a definition.
+    `mutates` names the arguments that are written, `consumes` those whose memory a gradient may use up where the call
+    says so; no other may be. `dtypes` says for an argument which dtypes make sense, whatever the backend. `tuning_key`
+    names arguments and answers the numbers and words that speed depends on; configurations and backends are chosen by it.
     """
 
     def declare(definition: Callable[P, R]) -> Operator[P, R]:
         from tilestack.contract.library import define
 
-        described = type("Operator", (Operator,), {})(
-            definition, list(cases), cost, check, gradient, outputs, spreads_nan, fake
-        )
-        registry.add_operator(described)
-        described.implementations["torch"] = Implementation(described, "torch", definition, AUTOGRAD, None, FLOATS)
-        described.traced = define(described)
-        type(described).__call__ = _calling(described)
-        return described
+        op = type("Operator", (Operator,), {})(
+            definition, list(cases), cost, check, gradient, outputs, spreads_nan, fake, mutates, consumes, dtypes or {}, tuning_key
+        )  # fmt: skip
+        registry.add_operator(op)
+        try:
+            op.traced = define(op)
+        except Exception:
+            registry.remove_operator(op)
+            raise
+        op.implementations["torch"] = Implementation(op, "torch", definition, AUTOGRAD, None, op.dtypes or FLOATS)
+        type(op).__call__ = write_call(op)
+        return op
 
     return declare
-
-
-def implements(
-    described: Operator,
-    *,
-    backend: str,
-    backward: Callable | str | None = None,
-    when: Callable[..., Reason] | None = None,
-    dtypes: Sequence[torch.dtype] = FLOATS,
-    ahead: Ahead | None = None,
-    keeping: Keeping | None = None,
-    repeat: Repeat | None = None,
-    deterministic: bool = True,
-    compiled: bool = True,
-) -> Callable[[Callable], Callable]:
-    """Register a function as an operator's implementation on a backend, from inside or outside this package.
-
-    `backward` is a function (see the top of this file), AUTOGRAD when the forward is made of differentiable PyTorch
-    calls, or None when there is none. `when` answers True or the reason why not, looking only at metadata. `ahead` is
-    the way of a loss: where it applies, the gradients are made in the forward and the backward only scales them.
-    `keeping` is a second forward and backward that hand on something the operator's gradient does not know.
-    `repeat(function, keep, strides_known)` makes of the forward or the backward a function for calls of one signature,
-    which may later `keep(faster)`, another in its own place. A backward's signature says nothing of strides. What is not
-    `deterministic`, the same bits in every run, `auto` leaves alone where PyTorch is to use deterministic algorithms, and
-    what is not worth having `compiled`, under a compiler.
-    """
-
-    if backend in (AUTO, "torch") or not backend.isidentifier():
-        raise ValueError(f"a backend of your own needs a name of its own, not {backend!r}")
-
-    def register(forward: Callable) -> Callable:
-        options = [name for name in described.parameters if name not in described.tensors]
-        kept = list(dict.fromkeys([*described.grads, *described.saved, *options, "needs"]))
-        refuse_unknown(f"the backward of {described.name} on {backend}", backward if callable(backward) else None, kept)
-        # With a backward of its own, `when` is asked again where only what the gradient keeps is at hand.
-        refuse_unknown(
-            f"the when of {described.name} on {backend}", when, kept if callable(backward) else described.parameters
-        )
-        described.implementations[backend] = Implementation(
-            described, backend, forward, backward, when, tuple(dtypes), ahead, keeping, repeat, deterministic, compiled
-        )
-        described.plans.clear()
-        return forward
-
-    return register
-
-
-def _calling(described: Operator) -> Callable:
-    """The `__call__` of one operator, written out so that a call costs its signature and one dictionary look-up.
-
-    A signature is everything a choice of implementation may depend on: the chosen backend, whether bits are to repeat,
-    whether a gradient is wanted, each tensor's class, shape, strides, dtype and device, and each argument that is not a float.
-    """
-    annotations = typing.get_type_hints(described.definition)
-    parts, grads = [], []
-    for name in described.parameters:
-        described_tensor = f"{name}.__class__, {name}.shape, {name}.stride(), {name}.dtype, {name}.device"
-        if name in described.optional:
-            parts.append(f"None if {name} is None else ({described_tensor})")
-            grads.append(f"{name} is not None and {name}.requires_grad")
-        elif name in described.tensors:
-            parts.append(described_tensor)
-            grads.append(f"{name}.requires_grad")
-        elif typing.get_origin(annotations[name]) in (list, Sequence):
-            parts.append(f"tuple({name})")
-        elif annotations[name] is not float:
-            parts.append(name)
-    names = ", ".join(described.parameters)
-    declared = ", ".join(
-        name if p.default is p.empty else f"{name}={name}_default" for name, p in described.signature.parameters.items()
-    )
-    # Underscores keep these names apart from the operator's arguments, which may well be called `key` or `plan`.
-    source = f"""
-def __call__(self, {declared}):
-    if _compiling():
-        return _traced({names})
-    try:
-        _key = (_entered(), _deterministic(), _grad_enabled() and ({" or ".join(grads)}), {", ".join(parts)})
-        _run = _plans.get(_key)
-    except (AttributeError, TypeError):  # no tensor where one belongs, or an argument without a hash, such as a list
-        _key = _run = None
-    if _run is None:
-        _run = _plan(_key, ({names},))
-    return _run({names})
-"""
-    scope = {f"{name}_default": p.default for name, p in described.signature.parameters.items()}
-    scope |= dict(
-        _compiling=torch.compiler.is_compiling,
-        _traced=described.traced,
-        _grad_enabled=torch.is_grad_enabled,
-        _entered=entered,
-        _deterministic=torch._C._get_deterministic_algorithms,
-        _plans=described.plans,
-        _plan=described.plan,
-    )
-    exec(source, scope)
-    call: Callable = scope["__call__"]  # type: ignore[assignment]
-    call.__doc__ = described.definition.__doc__
-    return call

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._guards import TracingContext
 
-from tilestack.contract.backends import AUTO, BackendError, chosen, usable
+from tilestack.contract.backends import AUTO, BackendError, chosen, usable, wants_invariance
 
 if TYPE_CHECKING:
     from tilestack.contract.implementation import Implementation
@@ -25,16 +25,19 @@ not_loaded: dict[str, str] = {}  # files of kernels that could not be imported h
 OPTIMIZERS = ("sgd", "adam", "adamw", "adamw8bit", "clip_grad_norm")
 
 # Asked by `auto` on CUDA for the fastest backends of a call, best first; the tuning tables answer once kernels load.
+# `triton:tall` is the backend triton in its configuration `tall`.
 Preference = Callable[["Operator", dict[str, Any], torch.device], list[str]]
 _preference: Preference | None = None
 
 
-def add_operator(described: "Operator") -> None:
-    if described.name in _operators:
-        raise ValueError(
-            f"an operator named {described.name} exists already, defined in {_operators[described.name].__module__}"
-        )
-    _operators[described.name] = described
+def add_operator(op: "Operator") -> None:
+    if op.name in _operators:
+        raise ValueError(f"an operator named {op.name} exists already, defined in {_operators[op.name].__module__}")
+    _operators[op.name] = op
+
+
+def remove_operator(op: "Operator") -> None:
+    del _operators[op.name]
 
 
 def operators() -> list["Operator"]:
@@ -62,12 +65,8 @@ def refuse_unknown_operator(name: str) -> None:
 
 @functools.cache
 def load_kernels() -> None:
-    """Import the kernels, which register themselves; a missing Triton leaves the definitions."""
-    try:
-        importlib.import_module("tilestack.kernels")
-    except ModuleNotFoundError as missing:
-        if missing.name != "triton":
-            raise
+    """Import the kernels, which register themselves; what cannot be imported here is in `not_loaded`."""
+    importlib.import_module("tilestack.kernels")
 
 
 def set_preference(preference: Preference) -> None:
@@ -77,53 +76,72 @@ def set_preference(preference: Preference) -> None:
 
 def forget_plans() -> None:
     """Make every operator choose again at its next call."""
-    for described in _operators.values():
-        described.plans.clear()
+    for op in _operators.values():
+        op.plans.clear()
 
 
-def resolve(
-    described: "Operator", arguments: dict[str, Any], device: torch.device, with_gradient: bool
-) -> "Implementation":
+def resolve(op: "Operator", arguments: dict[str, Any], device: torch.device, with_gradient: bool) -> "Implementation":
     """The implementation for a call: the chosen backend or an error that says why not; under `auto` the first that can."""
     load_kernels()
-    name = chosen(described.name)
+    name = chosen(op.name)
     if name == AUTO:
-        for candidate in candidates(described, arguments, device):
+        for candidate in candidates(op, arguments, device):
             if not candidate.refuses(arguments, device, with_gradient):
                 return candidate
-        return described.implementations["torch"]
-    if name not in described.implementations:
-        hint = "" if usable(name, device) is True else f" ({usable(name, device)})"
+        if wants_invariance() and (reason := op.implementations["torch"].refuses(arguments, device, with_gradient)):
+            raise BackendError(f"{op.name} cannot run here: {reason}, nor is any other backend that can take the call")
+        return op.implementations["torch"]
+    if name not in op.implementations:
         raise BackendError(
-            f"{described.name} has no {name} backend{hint}; it has {', '.join(described.implementations)}"
+            f"{op.name} has no {name} backend{why_missing(name, device)}; it has {', '.join(op.implementations)}"
         )
-    implementation = described.implementations[name]
+    implementation = op.implementations[name]
     if reason := implementation.refuses(arguments, device, with_gradient):
-        others = [
-            b for b, other in described.implementations.items() if not other.refuses(arguments, device, with_gradient)
-        ]
-        raise BackendError(
-            f"{described.name} cannot run on {name}: {reason}; {', '.join(others) or 'no other backend'} can"
-        )
+        others = [b for b, other in op.implementations.items() if not other.refuses(arguments, device, with_gradient)]
+        raise BackendError(f"{op.name} cannot run on {name}: {reason}; {', '.join(others) or 'no other backend'} can")
     return implementation
 
 
-def resolve_backward(described: "Operator", available: dict[str, Any], device: torch.device) -> "Implementation | None":
+def why_missing(name: str, device: torch.device) -> str:
+    """Why a backend that people know may be absent: what it needs, or files of it that this Triton cannot load."""
+    reasons = [] if (needs := usable(name, device)) is True else [str(needs)]
+    reasons += [f"{module} could not be loaded: {reason}" for module, reason in not_loaded.items()]
+    return f" ({'; '.join(reasons)})" if reasons else ""
+
+
+def configuration(implementation: "Implementation", arguments: dict[str, Any]) -> Any:
+    """The launch configuration for a call: the one that measured fastest, else the implementation's first; None if it has none."""
+    configs, op = implementation.configs, implementation.operator
+    if not configs:
+        return None
+    device = op.device_of(arguments)
+    ranked = _preference(op, arguments, device) if _preference and device.type == "cuda" else []
+    named = (config for name in ranked if (config := config_in(name, implementation.backend)) in configs)
+    return configs[next(named, next(iter(configs)))]
+
+
+def config_in(ranked: str, backend: str) -> str:
+    """The configuration that a ranking such as `triton:tall` names for a backend; empty where it names none."""
+    name, _, config = ranked.partition(":")
+    return config if name == backend else ""
+
+
+def resolve_backward(op: "Operator", available: dict[str, Any], device: torch.device) -> "Implementation | None":
     """Where only what a gradient keeps is at hand: the implementation whose backward runs, None for the definition's."""
     load_kernels()
-    name = chosen(described.name)
-    options = candidates(described, available, device) if name == AUTO else [described.implementations[name]]
+    name = chosen(op.name)
+    options = candidates(op, available, device) if name == AUTO else [op.implementations[name]]
     return next(
         (option for option in options if callable(option.backward) and not option.refuses(available, device, True)),
         None,
     )
 
 
-def candidates(described: "Operator", arguments: dict[str, Any], device: torch.device) -> list["Implementation"]:
+def candidates(op: "Operator", arguments: dict[str, Any], device: torch.device) -> list["Implementation"]:
     """What `auto` tries, in order: on CUDA the measured preference, then Triton; elsewhere the definition."""
     if device.type != "cuda":
-        return [described.implementations["torch"]]
-    preferred = _preference(described, arguments, device) if _preference else []
-    known = [described.implementations[name] for name in (*preferred, "triton") if name in described.implementations]
+        return [op.implementations["torch"]]
+    preferred = [name.partition(":")[0] for name in (_preference(op, arguments, device) if _preference else [])]
+    known = [op.implementations[name] for name in dict.fromkeys((*preferred, "triton")) if name in op.implementations]
     repeats, compiles = torch.are_deterministic_algorithms_enabled(), TracingContext.try_get() is not None
     return [way for way in known if (way.deterministic or not repeats) and (way.compiled or not compiles)]

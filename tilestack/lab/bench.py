@@ -123,7 +123,7 @@ def bench(
 
 def directions_of(described: Operator, wanted: Sequence[str]) -> list[str]:
     """Where gradients are made in the forward, a backward alone says nothing: both are timed together."""
-    ahead = any(implementation.ahead for implementation in described.implementations.values())
+    ahead = any(found.extras and found.extras.overwrites for found in described.implementations.values())
     return list(dict.fromkeys("both" if ahead and direction == "backward" else direction for direction in wanted))
 
 

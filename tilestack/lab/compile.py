@@ -103,26 +103,26 @@ def compiled_kernels(
     """A report of every kernel an implementation launches for a case; empty when it refuses it or launches none."""
     arguments = operator.bind(**case.build(Make(dtype, "meta")))
     tensors = {name: arguments[name] for name in operator.tensors if arguments[name] is not None}
-    if any(t.is_floating_point() and t.dtype not in implementation.dtypes for t in tensors.values()):
+    if any((a := implementation.accepted(name, t)) and t.dtype not in a for name, t in tensors.items()):
         return []
+    needs = tuple(name in tensors and tensors[name].is_floating_point() for name in operator.tensors)
     if direction == "backward" and not callable(implementation.backward):
         return []
     with AbsentGpu(capability) as gpu, torch.no_grad():
         if implementation.when is not None and call_named(implementation.when, arguments) is not True:
             return []
-        keeping = implementation.keeping_of(arguments)
+        extras = implementation.extras_of(arguments)
         outputs = as_tuple(implementation.forward(*arguments.values()))
-        made = keeping.forward(*arguments.values())[1:] if keeping else ()
+        asked = {"needs": needs} if extras and extras.asks_needs else {}
+        handed = extras.forward(*arguments.values(), **asked)[1:] if extras else ()
         if direction == "backward":
             gpu.launched.clear()
             available = arguments | dict(zip(operator.outputs, outputs, strict=True))
             available |= {name: torch.empty_like(out) for name, out in zip(operator.grads, outputs, strict=True)}
-            available["needs"] = tuple(
-                name in tensors and tensors[name].is_floating_point() for name in operator.tensors
-            )
+            available["needs"] = needs
             call_named(implementation.own_backward, available)
-            if keeping:
-                call_named(keeping.backward, available | dict(zip(keeping.made(operator), made, strict=True)))
+            if extras:
+                call_named(extras.backward, available | dict(zip(extras.names(operator), handed, strict=True)))
         return [
             replace(
                 report,

@@ -102,6 +102,7 @@ def full(build: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     + cases(full(logits_case), check=[], bench=[(8192, 32000), (8192, 128256), (8192, 151936)]),
     cost=lambda logits: Cost(flops=5 * logits.numel(), backward_flops=4 * logits.numel()),
     check=logits_fit,
+    consumes=("logits",),  # where `inplace` permits it
 )
 def cross_entropy(
     logits: Tensor,

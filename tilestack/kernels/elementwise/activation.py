@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.contract import Keeping, implements
+from tilestack.contract import Extras, implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.elementwise.arithmetic import exp_of, one_over
-from tilestack.kernels.elementwise.bits import backward_of_bits, relu_and_bits
+from tilestack.kernels.elementwise.bits import backward_of_bits, empty_bits, relu_and_bits
 from tilestack.kernels.elementwise.vectors import BLOCK, block_of, flat, grid_over, load, store
 from tilestack.kernels.tiles import wide
 
@@ -182,7 +182,7 @@ def gelu_name(approximate: str) -> str:
     backend="triton",
     repeat=straight_line,
     backward=lambda grad, out: activation_backward(grad, out, "relu"),
-    keeping=Keeping(relu_and_bits, backward_of_bits, when=lambda x: x.is_contiguous()),
+    extras=Extras(relu_and_bits, backward_of_bits, when=lambda x: x.is_contiguous(), fake=empty_bits),
 )
 def relu(x: Tensor) -> Tensor:
     return activation(x, "relu")

@@ -53,9 +53,12 @@ def bits_bwd_kernel(grad_ptr, bits_ptr, dx_ptr, n, BLOCK: tl.constexpr):
     store(dx_ptr, elements, tl.where(counts, grad, 0.0).to(grad.dtype), whole, n)
 
 
+def empty_bits(x: Tensor) -> Tensor:
+    return torch.empty(cdiv(x.numel(), 8), dtype=torch.uint8, device=x.device)
+
+
 def relu_and_bits(x: Tensor) -> tuple[Tensor, Tensor]:
-    out = torch.empty_like(x)
-    bits = torch.empty(cdiv(x.numel(), 8), dtype=torch.uint8, device=x.device)
+    out, bits = torch.empty_like(x), empty_bits(x)
     launch(
         relu_bits_fwd_kernel, (cdiv(x.numel(), BLOCK),), x, out, bits, x.numel(), BLOCK=BLOCK, num_warps=WARPS
     )  # fmt: skip

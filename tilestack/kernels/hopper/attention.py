@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.contract import Keeping, implements
+from tilestack.contract import Extras, implements
 from tilestack.kernels.attention.aten import HALVES, straight
 from tilestack.kernels.hopper.attention_backward import DIM, gradients
 from tilestack.ops.attention import scale_or_usual
@@ -47,6 +47,11 @@ def attention_and_sums(
     return out.transpose(1, 2), lse
 
 
+def empty_sums(q: Tensor) -> Tensor:
+    batch, queries, heads, _ = q.shape
+    return q.new_empty((batch, heads, queries, 1), dtype=torch.float32)
+
+
 def backward_from_sums(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, None]:
@@ -65,11 +70,10 @@ def backward(
     ops.attention,
     backend="gluon",
     backward=backward,
-    keeping=Keeping(attention_and_sums, backward_from_sums, when=lambda q: True),
+    extras=Extras(attention_and_sums, backward_from_sums, when=lambda q: True, fake=empty_sums),
     when=takes,
     dtypes=HALVES,
     deterministic=False,
-    compiled=False,  # its forward would run twice
 )
 def attention(*arguments: Any) -> Tensor:
     return attention_and_sums(*arguments, wanted=False)[0]

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.contract import Ahead, implements
+from tilestack.contract import Extras, implements
 from tilestack.contract.launch import launch
 from tilestack.kernels.elementwise.activation import softcap_of
 from tilestack.kernels.tiles import accumulator, cdiv, multiprocessors, next_power, rows_of
@@ -180,10 +180,10 @@ def losses_and_gradients(
     )  # fmt: skip
 
 
-def cross_entropy_ahead(
+def loss_and_gradient(
     logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, reduction: str,
-    inplace: bool, needs: tuple[bool, bool],
-) -> tuple[Tensor, tuple[Tensor, None]]:  # fmt: skip
+    inplace: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss and its gradient, in one visit to the logits."""
     options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
     source, labels = rows_of(logits), labels.contiguous()
@@ -195,7 +195,11 @@ def cross_entropy_ahead(
     else:
         dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     losses_and_gradients(source, labels, scale, losses, dlogits, options)
-    return options.reduce(losses, labels), (dlogits, None)
+    return options.reduce(losses, labels), dlogits
+
+
+def scaled_gradient(grad: Tensor, dlogits: Tensor) -> tuple[Tensor, None]:
+    return scale_in_place(dlogits, grad), None
 
 
 def cross_entropy_backward(
@@ -221,11 +225,12 @@ def one_scalar_arrives(reduction: str, dtype: torch.dtype) -> bool:
     ops.cross_entropy,
     backend="triton",
     backward=cross_entropy_backward,
-    ahead=Ahead(
-        cross_entropy_ahead,
-        scale_in_place,
+    # Not for a compiler: to scale the gradient into a new tensor costs more than to make it in the backward.
+    extras=Extras(
+        loss_and_gradient,
+        scaled_gradient,
         when=lambda logits, reduction: one_scalar_arrives(reduction, logits.dtype),
-        traced=False,  # to scale the gradient into a new tensor costs more than to make it in the backward
+        overwrites=("dlogits",),
     ),
 )
 def cross_entropy(

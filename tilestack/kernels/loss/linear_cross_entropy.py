@@ -20,13 +20,13 @@ gradient on a CPU.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.contract import Ahead, implements
+from tilestack.contract import Extras, implements
 from tilestack.kernels.loss.cross_entropy import Options, losses_and_gradients, one_scalar_arrives, scale_in_place
 from tilestack.kernels.tiles import as_matrix, cdiv
 
@@ -160,25 +160,34 @@ def offer(
         labels = labels.contiguous()
         return *chunked(x, weight, labels, options.row_scale(grad, labels), None, needs, options, fill), None
 
-    def ahead(
+    def loss_and_gradients(
         x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
         softcap: float, reduction: str, needs: tuple[bool, bool, bool],
-    ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, None]]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """The loss and its gradients, from logits that are made once."""
         options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
         labels = labels.contiguous()
         losses = options.losses_for(labels, x.dtype)
         scale = options.row_scale(losses.new_ones(()), labels)
         gradients = chunked(x, weight, labels, scale, losses, needs, options, fill)
-        return options.reduce(losses, labels), (*gradients, None)
+        return options.reduce(losses, labels), *gradients
 
-    in_the_forward = Ahead(
-        ahead,
-        scale_gradient,
+    def scaled_gradients(grad: Tensor, dx: Tensor | None, dweight: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *(None if made is None else scale_gradient(made, grad) for made in (dx, dweight)), None
+
+    extras = Extras(
+        loss_and_gradients,
+        scaled_gradients,
         when=lambda x, reduction: one_scalar_arrives(reduction, x.dtype),
-        traced=True,  # a product saved is worth far more than a pass over dweight
+        fake=empty_gradients,  # a product saved is worth far more than a pass over dweight
+        overwrites=("dx", "dweight"),
     )
-    implements(ops.linear_cross_entropy, backend=backend, backward=backward, when=when, ahead=in_the_forward)(forward)
+    implements(ops.linear_cross_entropy, backend=backend, backward=backward, when=when, extras=extras)(forward)
+
+
+def empty_gradients(x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    empty = lambda like: torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return tuple(empty(like) if needed else None for like, needed in zip((x, weight), needs, strict=False))
 
 
 def asks_no_more(label_smoothing: float, z_loss: float, softcap: float) -> bool | str:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.contract import Keeping, implements
+from tilestack.contract import Extras, implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.elementwise.arithmetic import exp_of
@@ -282,8 +282,12 @@ def logsumexp_with_lse_backward(grad: Tensor, x: Tensor, lse: Tensor, dim: int) 
 
 def logsumexp_with_lse(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Also unrounded, a number for each row."""
-    lse = torch.empty(x.numel() // x.shape[dim], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    lse = empty_lse(x, dim)
     return logsumexp(x, dim, lse), lse
+
+
+def empty_lse(x: Tensor, dim: int) -> Tensor:
+    return torch.empty(x.numel() // x.shape[dim], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
 @implements(
@@ -291,7 +295,7 @@ def logsumexp_with_lse(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     backend="triton",
     repeat=straight_line,
     backward=logsumexp_backward,
-    keeping=Keeping(logsumexp_with_lse, logsumexp_with_lse_backward, when=lambda x: x.numel() > 0),
+    extras=Extras(logsumexp_with_lse, logsumexp_with_lse_backward, when=lambda x: x.numel() > 0, fake=empty_lse),
 )
 def logsumexp(x: Tensor, dim: int, lse: Tensor | None = None) -> Tensor:
     moved = last_and_back(x, dim)
