@@ -1,11 +1,13 @@
 """The remembered launch: what is part of a signature, what reaches Triton's launcher, and errors for people."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tilestack.contract import launch as launcher
+from tilestack.contract.descriptors import Tile
 from tilestack.contract.launch import launch
 from tilestack.kernels.tiles import cdiv, next_power
 
@@ -142,3 +144,86 @@ def test_an_empty_grid_launches_nothing():
 def test_whole_numbers():
     assert [cdiv(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
     assert [next_power(n) for n in (0, 1, 2, 3, 4, 5, 1024, 1025)] == [1, 1, 2, 4, 4, 8, 1024, 2048]
+
+
+def test_sizes_alike_to_triton_share_what_was_compiled():
+    kernel = Kernel()
+    for n in (5, 6, 7, 99, 2**30 + 1):
+        launch(kernel, (1,), OnGpu(16), None, n, 0.5, BLOCK=64)
+    assert len(kernel.ordinary) == 1
+    assert [values[-3] for values in kernel.direct] == [6, 7, 99, 2**30 + 1]
+
+
+def real_launcher(**attributes):
+    """The launcher class of the Triton that is installed, around a C function that notes what it is given."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    given = []
+    made = object.__new__(CudaLauncher)
+    vars(made).update(
+        dict(
+            launch=lambda *values: given.append(values),
+            arg_annotations="annotations",
+            kernel_signature=b"signature",
+            num_ctas=1,
+            global_scratch_size=0,
+            global_scratch_align=1,
+            profile_scratch_size=0,
+            profile_scratch_align=1,
+            launch_cooperative_grid=False,
+            launch_pdl=True,
+        )
+        | attributes
+    )
+    if not inspect.signature(CudaLauncher.__call__).parameters.keys() & {"kernel_metadata"}:
+        del made.arg_annotations, made.kernel_signature  # before Triton 3.7 there were none
+    return made, given
+
+
+def test_ours_hands_on_what_the_installed_launcher_does():
+    run, given = real_launcher()
+    run(3, 2, 1, 7, 99, ("metadata",), None, None, None, 16, 32, 5, 0.5, 64)
+    compiled = SimpleNamespace(run=run, function=99, packed_metadata=("metadata",))
+    launcher.ready_to_run(compiled, (64,))(3, 2, 1, 7, 16, 32, 5, 0.5)
+    assert len(given) == 2
+    assert given[0] == given[1]
+
+
+def test_descriptors_are_encoded_once_for_an_address_and_handed_on_as_tritons_own_are(monkeypatch):
+    from triton.backends.nvidia import driver
+
+    encoded = []
+    monkeypatch.setattr(driver, "make_tensordesc_arg", lambda arg, meta: encoded.append(arg.base.data_ptr()) or [
+        ("map", arg.base.data_ptr(), meta["swizzle"], arg.padding), *arg.shape, *arg.strides
+    ])  # fmt: skip
+    plain, given = real_launcher()
+    metas = [dict(swizzle=3), dict(swizzle=2)]
+    signature = dict(q_desc="tensordesc<fp16[64,64]>", out_ptr="*fp16", k_desc="tensordesc<fp16[64,64]>", n="i32")
+    wrapped = driver.wrap_handle_tensordesc(plain.launch, signature, metas)
+    run, _ = real_launcher(launch=wrapped)
+    q, k = (SimpleNamespace(base=OnGpu(a), shape=[128, 64], strides=[64, 1], padding="zero", round_f32_to_tf32=False) for a in (64, 128))  # fmt: skip
+    run(3, 1, 1, 7, 99, ("metadata",), None, None, None, q, 16, k, 5)
+    tiles = [Tile(OnGpu(a), (128, 64), (64, 1), (64, 64)) for a in (64, 128)]
+    ours = launcher.ready_to_run(SimpleNamespace(run=run, function=99, packed_metadata=("metadata",)), (), tiles)
+    encoded.clear()
+    for _ in range(3):
+        first, second = (e(t.tensor.data_ptr(), t.shape, t.strides) for e, t in zip(ours.encoders, tiles, strict=True))
+        ours(3, 1, 1, 7, *first, 16, *second, 5)
+    assert encoded == [64, 128]
+    assert [[*map(as_list, values)] for values in given[1:]] == [[*map(as_list, given[0])]] * 3
+
+
+def as_list(value):
+    return list(value) if isinstance(value, tuple | list) else value
+
+
+def test_an_unknown_launcher_is_called_as_triton_calls_it():
+    called = []
+    compiled = SimpleNamespace(run=lambda *values: called.append(values), function=99, packed_metadata=("metadata",))
+    launcher.ready_to_run(compiled, (64,))(3, 2, 1, 7, 16, 5)
+    assert called == [(3, 2, 1, 7, 99, ("metadata",), None, None, None, 16, 5, 64)]
+
+
+def test_a_tile_must_be_named_as_a_descriptor():
+    with pytest.raises(TypeError, match="takes a tile as n; name it n_desc"):
+        launch(Kernel(), (1,), OnGpu(16), None, Tile(OnGpu(16), (4,), (1,), (4,)), 0.5, BLOCK=64)

@@ -6,11 +6,14 @@ The kernels here take addresses and compute on the host, so that a wrong address
 import ctypes
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from triton import knobs
 
 from tilestack import contract, ops
-from tilestack.contract import backend
+from tilestack.contract import backend, source_of
+from tilestack.contract import workspace as workspaces
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 
@@ -31,6 +34,9 @@ class WeightedSum:
 
     def __getitem__(self, grid):
         def run(x, y, out, n, weight, BLOCK):
+            knobs.runtime.launch_enter_hook(
+                SimpleNamespace(get=lambda: {"name": self.__name__})
+            )  # as Triton's own does
             compute(x.data_ptr(), y.data_ptr() if y is not None else 0, out.data_ptr(), n, weight)
             return SimpleNamespace(run=Launcher(), function=None, packed_metadata=None)
 
@@ -76,6 +82,10 @@ class Repeated:
             return function(*values)
 
         self.own = 0
+        if "otherwise" in options:  # which calls the function as it is
+            otherwise = options["otherwise"]
+            options["otherwise"] = lambda *values: setattr(self, "own", self.own + 1) or otherwise(*values)
+            counted = function
         self.run = straight_line(counted, lambda faster: setattr(self, "run", faster), **options)
 
     def __call__(self, *values):
@@ -194,6 +204,112 @@ def test_strides_are_asked_for_where_no_signature_says_them():
     assert torch.equal(repeated(x.T, y, [True, False]), x.T + y)
     repeated(x, y, [True, True])
     assert repeated.own == 4
+
+
+def test_numbers_are_those_of_the_call():
+    for values in ([2, 2, 5, 7.5], [True, True, 0.25], [np.float64(0.5)] * 3):
+        repeated = Repeated(weighted_sum)
+        for weight in values:
+            x, y = on_gpu(4), on_gpu(4)
+            torch.testing.assert_close(torch.Tensor(repeated(x, y, weight)), torch.Tensor(x + float(weight) * y))
+
+
+def test_a_call_off_16_bytes_does_not_end_repetition():
+    repeated = Repeated(weighted_sum)
+    repeated(on_gpu(4), on_gpu(4), 0.5)
+    repeated(on_gpu(4), on_gpu(4, offset=1), 0.5)
+    for _ in range(5):
+        repeated(on_gpu(4), on_gpu(4), 0.5)
+    assert repeated.own == 3
+
+
+def test_a_launch_past_ours_is_seen_and_not_repeated():
+    def mixed(x, y, weight):
+        first, out = torch.empty_like(x), torch.empty_like(x)
+        kernel[(1,)](x, None, first, 4, 1.0, BLOCK=8)
+        launch(kernel, (1,), first.as_subclass(OnGpu), y, out, 4, weight, BLOCK=8)
+        return out
+
+    repeated = Repeated(mixed)
+    for _ in range(5):
+        x, y = on_gpu(4), on_gpu(4)
+        assert torch.equal(repeated(x, y, 0.5), x + 0.5 * y)
+    assert repeated.own == 5
+
+
+@pytest.mark.parametrize("calls_before", [0, 1, 3])
+def test_a_call_inside_a_noted_one_is_noted_with_it(calls_before):
+    inner = Repeated(weighted_sum)
+    for _ in range(calls_before):  # not yet noted, about to be, and repeated already
+        inner(on_gpu(4), on_gpu(4), 0.5)
+
+    def outer(x, y, weight):
+        return weighted_sum(inner(x, y, weight).as_subclass(OnGpu), y, 1.0)
+
+    repeated = Repeated(outer)
+    for _ in range(5):
+        x, y = on_gpu(4), on_gpu(4)
+        torch.testing.assert_close(torch.Tensor(repeated(x, y, 0.5)), torch.Tensor(x + 1.5 * y))
+    assert repeated.own == 2
+
+
+def test_signatures_that_differ_in_numbers_alone_share_their_text():
+    texts = set()
+    for size in (4, 8, 12):
+        repeated = Repeated(weighted_sum)
+        for _ in range(3):
+            repeated(on_gpu(size), on_gpu(size), 0.5)
+        texts.add(source_of(repeated.run))
+    assert len(texts) == 1
+    assert "def repeat(a0, a1, a2):" in texts.pop()
+
+
+def test_results_are_written_into_the_places_given():
+    def into(place, *values):
+        place.copy_(weighted_sum(*values))
+
+    repeated = Repeated(weighted_sum, places=1, otherwise=into)
+    for _ in range(5):
+        x, y, place = on_gpu(4), on_gpu(4), on_gpu(4)
+        repeated(place, x, y, 0.5)
+        assert torch.equal(place, x + 0.5 * y)
+    assert repeated.own == 1, "once noted, nothing is allocated and copied"
+    memory = on_gpu(8)
+    x, y, place = memory[:4], on_gpu(4), memory[2:6]  # the place lies over x
+    expected = x + 0.5 * y
+    repeated(place, x, y, 0.5)
+    assert torch.equal(place, expected)
+    assert repeated.own == 2
+
+
+def test_a_place_of_another_layout_is_copied_to():
+    def into(place, *values):
+        place.copy_(weighted_sum(*values))
+
+    repeated = Repeated(weighted_sum, places=1, otherwise=into)
+    for _ in range(4):
+        x, y, place = on_gpu(4, 4), on_gpu(4, 4), on_gpu(4, 4).T
+        repeated(place, x, y, 0.5)
+        assert torch.equal(place, x + 0.5 * y)
+
+
+def test_a_workspace_is_asked_for_again_in_every_call(monkeypatch):
+    asked = []
+    find = workspaces._find
+    monkeypatch.setattr(workspaces, "_find", lambda *given: asked.append(given) or find(*given))
+
+    def through_a_workspace(x, y):
+        between, out = workspaces.workspace("between", x.shape, x.dtype, x.device), torch.empty_like(x)
+        launch(kernel, (1,), x, y, between, x.numel(), 1.0, BLOCK=8)
+        launch(kernel, (1,), between.as_subclass(OnGpu), y, out, x.numel(), 1.0, BLOCK=8)
+        return out
+
+    repeated = Repeated(through_a_workspace)
+    for calls in range(1, 6):
+        x, y = on_gpu(4), on_gpu(4)
+        assert torch.equal(repeated(x, y), torch.Tensor(x + y + y))
+        assert len(asked) == calls
+    assert repeated.own == 2
 
 
 @pytest.mark.usefixtures("outside")

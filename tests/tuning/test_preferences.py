@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tilestack import ops
+from tilestack import contract, ops
 from tilestack.contract import registry
 from tilestack.tuning import preferences
 
@@ -47,9 +47,57 @@ def test_a_table_answers_by_bucket_and_otherwise_by_default():
     table = {"softmax": {"default": ["triton"], "bfloat16": {"25x12": ["aten", "triton"]}}}
     ask = lambda operator, arguments: preferences.look_up(table, operator, arguments)
     assert ask(ops.softmax, arguments_of(8192, 4096)) == ["aten", "triton"]
-    assert ask(ops.softmax, arguments_of(8192, 8192)) == ["triton"]
+    assert ask(ops.softmax, arguments_of(8192, 8192)) == ["aten", "triton"], "the nearest bucket"
     assert ask(ops.softmax, arguments_of(8192, 4096, dtype=torch.float32)) == ["triton"]
     assert ask(ops.softmax, {"dim": -1}) == ["triton"], "a backward may not have kept x"
+
+
+def test_the_nearest_bucket_with_the_same_words_speaks():
+    measured = ["6x12x12x7 causal", "6x14x14x7 causal", "6x12x12x7 full", "25x12"]
+    assert preferences.nearest("6x13x13x7 causal", measured) == "6x12x12x7 causal"
+    assert preferences.nearest("6x14x15x7 causal", measured) == "6x14x14x7 causal"
+    assert preferences.nearest("3x14x14x6 full", measured) == "6x12x12x7 full"
+    assert preferences.nearest("6x12x12x7 causal documents", measured) is None
+    assert preferences.nearest("20x10", measured) == "25x12"
+
+
+def test_an_operator_names_what_its_speed_depends_on():
+    shape = lambda *size: torch.empty(size, dtype=torch.bfloat16, device="meta")
+    linear = lambda m, n, k: preferences.bucket_of(ops.linear, dict(x=shape(m, k), weight=shape(n, k), bias=None))
+    assert linear(4096, 1024, 2048) == ("bfloat16", "12x10x11")
+    assert linear(4096, 4096, 2048) != linear(4096, 1024, 2048)
+    attention = lambda causal, queries=4096: preferences.bucket_of(
+        ops.attention,
+        ops.attention.bind(shape(4, queries, 16, 128), shape(4, 4096, 8, 128), shape(4, 4096, 8, 128), causal=causal),
+    )
+    assert attention(True) == ("bfloat16", "6x12x12x7 causal")
+    assert attention(False) == ("bfloat16", "6x12x12x7 full")
+    assert attention(False, 1) == ("bfloat16", "6x0x12x7 full")
+
+
+@pytest.mark.usefixtures("outside")
+def test_a_configuration_is_the_one_that_measured_fastest(monkeypatch):
+    given = []
+    configs = {"tall": dict(BLOCK=128), "wide": dict(BLOCK=64)}
+    implement = contract.implements(
+        ops.softmax, backend="mine", configs=configs, backward=lambda grad, out, config: given.append(config) or grad
+    )
+    implement(lambda x, dim, config: given.append(config) or torch.softmax(x, dim))
+    x = torch.randn(4, 8, requires_grad=True)
+    with contract.backend("mine"):
+        ops.softmax(x).sum().backward()
+        assert given == [configs["tall"]] * 2, "the first where nothing is known"
+        given.clear()
+        monkeypatch.setattr(registry, "_preference", lambda *_: ["aten", "mine:wide", "mine:tall"])
+        monkeypatch.setattr(type(ops.softmax), "device_of", lambda op, arguments: torch.device("cuda"))
+        ops.softmax.plans.clear()
+        ops.softmax(x.detach())
+    assert given == [configs["wide"]]
+
+
+def test_a_configuration_is_ranked_by_name():
+    rows = [row("triton", 10.0) | dict(config="tall"), row("triton", 8.0) | dict(config="wide"), row("aten", 9.0)]
+    assert preferences.make_table(rows)["softmax"]["default"] == ["triton:wide", "aten", "triton:tall"]
 
 
 def test_without_a_table_pytorch_is_preferred_for_what_its_libraries_do_best():
@@ -132,18 +180,3 @@ def test_auto_leaves_what_is_not_deterministic_alone_where_bits_are_to_repeat(mo
         assert names() == ["aten"]
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_auto_leaves_what_is_not_worth_it_alone_under_a_compiler(monkeypatch):
-    ops.operators()  # which installs the tables
-    monkeypatch.setattr(registry, "_preference", lambda *_: ["gluon", "aten"])
-    seen = []
-
-    def look(x):
-        seen.append([c.backend for c in registry.candidates(ops.attention, {}, torch.device("cuda"))])
-        return x + 1
-
-    look = torch.compiler.allow_in_graph(look)
-    torch.compile(lambda x: look(x), backend="aot_eager", fullgraph=True)(torch.ones(3))
-    assert seen
-    assert all(found == ["aten"] for found in seen)

@@ -63,7 +63,6 @@ class Implementation:
     repeat: Repeat | None = None
     deterministic: bool = True  # whether it gives the same bits in every run
     invariant: bool = False  # whether row i alone has the bits it has in any batch
-    compiled: bool = True  # whether it is worth having under a compiler
     configs: Mapping[str, Any] = field(
         default_factory=dict
     )  # launch configurations by name, the first when none is known
@@ -120,7 +119,6 @@ def implements(
     repeat: Repeat | None = None,
     deterministic: bool = True,
     invariant: bool = False,
-    compiled: bool = True,
     configs: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable], Callable]:
     """Register a function as an operator's implementation on a backend, from inside or outside this package.
@@ -131,8 +129,7 @@ def implements(
     backward that hand on something the operator's gradient does not know. `repeat` is `straight_line` where all that
     forward and backward do follows from the signature: allocate, view and `launch`. What is not `deterministic`, the same
     bits in every run, `auto` leaves alone where PyTorch is to use deterministic algorithms; what is not `invariant`, the
-    same bits for a row whatever stands beside it, where those are wanted; and what is not worth having `compiled`, under a
-    compiler. `configs` are launch configurations by name: the forward, and a backward that names it, get the one that
+    same bits for a row whatever stands beside it, where those are wanted. `configs` are launch configurations by name: the forward, and a backward that names it, get the one that
     measured fastest for the call's `tuning_key` as `config`.
     """
 
@@ -157,7 +154,6 @@ def implements(
             repeat,
             deterministic,
             invariant,
-            compiled,
             configs or {},
         )
         op.plans.clear()

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilestack.contract import registry
 from tilestack.contract.autograd import gradient_of_definition, per_parameter
@@ -43,10 +44,10 @@ def define(op: Operator) -> Callable:
             return fresh(op(*values), values)
 
     def fake(*values: Any, backend: str = "") -> Any:
-        versions = {name: t._version for name, t in zip(op.parameters, values, strict=False) if isinstance(t, Tensor)}
-        out = fresh(op.fake(*values), values)
+        with Writes() as writes:
+            out = fresh(op.fake(*values), values)
         for name, value in zip(op.parameters, values, strict=False):
-            if name in versions and value._version != versions[name] and name not in op.mutates:
+            if isinstance(value, Tensor) and memory_of(value) in writes.memories and name not in op.mutates:
                 raise RuntimeError(f"{op.name} writes into {name}; declare it: @operator(mutates=({name!r},))")
         return out
 
@@ -303,6 +304,20 @@ def fresh(out: Any, others: Sequence) -> Any:
     # Asked of the memory, for below autograd PyTorch does not note what is a view of what.
     shared = any(isinstance(other, Tensor) and memory_of(out) == memory_of(other) for other in others)
     return out.clone(memory_format=torch.contiguous_format) if shared else out.contiguous()
+
+
+class Writes(TorchDispatchMode):
+    """Sees whose memory PyTorch's functions write, where no version counter is kept: below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memories: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for argument, declared in zip(args, func._schema.arguments, strict=False):
+            if isinstance(argument, Tensor) and declared.alias_info is not None and declared.alias_info.is_write:
+                self.memories.add(memory_of(argument))
+        return func(*args, **(kwargs or {}))
 
 
 def memory_of(x: Tensor) -> int:

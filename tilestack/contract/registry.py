@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._guards import TracingContext
 
 from tilestack.contract.backends import AUTO, BackendError, chosen, usable, wants_invariance
 
@@ -143,5 +142,5 @@ def candidates(op: "Operator", arguments: dict[str, Any], device: torch.device) 
         return [op.implementations["torch"]]
     preferred = [name.partition(":")[0] for name in (_preference(op, arguments, device) if _preference else [])]
     known = [op.implementations[name] for name in dict.fromkeys((*preferred, "triton")) if name in op.implementations]
-    repeats, compiles = torch.are_deterministic_algorithms_enabled(), TracingContext.try_get() is not None
-    return [way for way in known if (way.deterministic or not repeats) and (way.compiled or not compiles)]
+    repeats = torch.are_deterministic_algorithms_enabled()
+    return [way for way in known if way.deterministic or not repeats]

@@ -182,6 +182,19 @@ def attention_case(make, batch, queries, keys, heads, kv_heads, dim, value_dim, 
     return arguments | RULES[rule]
 
 
+def attention_key(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, causal: bool, window: int | None, softcap: float | None
+) -> tuple[int | str, ...]:
+    batch, queries, heads, dim = q.shape
+    words = (
+        "causal" if causal else "full",
+        "" if cu_seqlens is None else "documents",
+        "" if window is None else "window",
+        "" if softcap is None else "capped",
+    )
+    return batch * heads, queries, k.shape[1], dim, *words
+
+
 @operator(
     cases=cases(
         attention_case,
@@ -217,6 +230,7 @@ def attention_case(make, batch, queries, keys, heads, kv_heads, dim, value_dim, 
     check=attention_takes,
     gradient=attention_gradient,
     spreads_nan=False,
+    tuning_key=attention_key,
 )
 def attention(
     q: Tensor,

@@ -64,6 +64,7 @@ def a_product_each(x: Tensor, weight: Tensor) -> Cost:
     cost=a_product_each,
     check=groups_agree,
     fake=lambda x, weight, offsets: x.new_empty(x.shape[0], weight.shape[1]),
+    tuning_key=lambda x, weight: (x.shape[0], *weight.shape),
 )  # fmt: skip
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """x[rows of group g] @ weight[g].T for every group; weight is [groups, out, in].

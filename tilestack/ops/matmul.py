@@ -44,6 +44,7 @@ def multiply_adds(x: Tensor, weight: Tensor) -> Cost:
     + cases(batched_case, check=[(2, 3, 16, 20), (16, 20)]),
     cost=multiply_adds,
     check=shapes_agree,
+    tuning_key=lambda x, weight: (x.shape[:-1].numel(), *weight.shape),
 )
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias; weight is [out, in], as torch.nn.Linear keeps it."""

@@ -1,17 +1,22 @@
-"""Which backend was fastest where: the tables that `auto` asks on CUDA, one per GPU, made from measured results.
+"""Which backend, in which configuration, was fastest where: the tables that `auto` asks on CUDA, one per GPU, made from
+measured results.
 
-`tables/<gpu>.json` holds, for every operator, backends best first: by dtype and bucket of sizes, and a default for sizes
-that were not measured. A bucket is the powers of two below the first tensor's number of elements and its last dimension:
+`tables/<gpu>.json` holds, for every operator, backends best first, `triton:tall` for one in its configuration `tall`: by
+dtype and bucket of sizes, and a default for dtypes that were not measured. A bucket is the powers of two below the numbers
+of the operator's `tuning_key` and its words (the first tensor's elements and last dimension where it has none):
 
-    {"softmax": {"default": ["triton", "aten", "torch"], "bfloat16": {"25x12": ["triton", "aten", "torch"]}}}
+    {"softmax": {"default": ["triton", "aten"], "bfloat16": {"25x12": ["triton", "aten"]}},
+     "attention": {"default": ["aten"], "bfloat16": {"6x12x12x7 causal": ["gluon", "aten"]}}}
 
-A GPU without a table runs Triton where there is a choice, except for what PyTorch's libraries are known to do best.
+Between the sizes that were measured the nearest bucket with the same words speaks. A GPU without a table runs Triton where
+there is a choice, except for what PyTorch's libraries are known to do best.
 """
 
 import functools
 import json
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ from torch import Tensor
 
 from tilestack.contract import Operator, registry
 from tilestack.contract.cases import Make
+from tilestack.contract.named import call_named, parameters_of
 
 TABLES = Path(__file__).parent / "tables"
 UNMEASURED: dict[str, list[str]] = {"linear": ["aten"], "attention": ["aten"], "grouped_linear": ["aten"]}
@@ -32,27 +38,56 @@ def install() -> None:
     registry.set_preference(preferred)
 
 
-def preferred(described: Operator, arguments: dict[str, Any], device: torch.device) -> list[str]:
+def preferred(op: Operator, arguments: dict[str, Any], device: torch.device) -> list[str]:
     """The backends of a call, fastest first; empty where nothing is known."""
-    return look_up(table_of(gpu_slug(torch.cuda.get_device_name(device))), described, arguments)
+    return look_up(table_of(gpu_slug(torch.cuda.get_device_name(device))), op, arguments)
 
 
-def look_up(table: dict[str, Entry], described: Operator, arguments: dict[str, Any]) -> list[str]:
-    entry = table.get(described.name)
+def look_up(table: dict[str, Entry], op: Operator, arguments: dict[str, Any]) -> list[str]:
+    entry = table.get(op.name)
     if entry is None:
-        return UNMEASURED.get(described.name, [])
-    dtype, bucket = bucket_of(described, arguments)
-    return entry.get(dtype, {}).get(bucket, entry["default"])
+        return UNMEASURED.get(op.name, [])
+    dtype, bucket = bucket_of(op, arguments)
+    measured = entry.get(dtype, {})
+    near = nearest(bucket, measured) if bucket else None
+    return measured[near] if near else entry["default"]
 
 
-def bucket_of(described: Operator, arguments: dict[str, Any]) -> tuple[str, str]:
-    """The dtype and size class of a call; empty where its sizes are symbols, or its first tensor is not kept."""
-    first = arguments.get(described.tensors[0])
-    if not isinstance(first, Tensor) or any(isinstance(size, torch.SymInt) for size in first.shape):
+def nearest(bucket: str, measured: Iterable[str]) -> str | None:
+    """The measured bucket with the same words whose numbers are the fewest powers of two away; None where there is none."""
+    numbers, words = parts_of(bucket)
+    alike = [(other, found) for other in measured if (found := parts_of(other))[1] == words]
+    distance = lambda found: sum(abs(a - b) for a, b in zip(numbers, found, strict=True))
+    near = min(((distance(f), other) for other, (f, _) in alike if len(f) == len(numbers)), default=None)
+    return near[1] if near else None
+
+
+def parts_of(bucket: str) -> tuple[list[int], list[str]]:
+    numbers, *words = bucket.split(" ")
+    return [int(number) for number in numbers.split("x")], words
+
+
+def bucket_of(op: Operator, arguments: dict[str, Any]) -> tuple[str, str]:
+    """The dtype and size class of a call; empty where its sizes are symbols, or what they are of is not kept."""
+    first = arguments.get(op.tensors[0]) if op.tensors else None
+    key = key_of(op, arguments)
+    if not isinstance(first, Tensor) or key is None or any(isinstance(part, torch.SymInt) for part in key):
         return "", ""
-    power = lambda size: max(size, 1).bit_length() - 1
-    columns = first.shape[-1] if first.ndim else 1
-    return str(first.dtype).removeprefix("torch."), f"{power(first.numel())}x{power(columns)}"
+    power = lambda size: str(max(size, 1).bit_length() - 1)
+    numbers = "x".join(power(part) for part in key if not isinstance(part, str))
+    return str(first.dtype).removeprefix("torch."), " ".join(
+        [numbers, *(part for part in key if part and isinstance(part, str))]
+    )
+
+
+def key_of(op: Operator, arguments: dict[str, Any]) -> tuple | None:
+    """What speed depends on, by the operator's own word; None where an argument of it is not at hand."""
+    if op.tuning_key is None:
+        first = arguments.get(op.tensors[0]) if op.tensors else None
+        return None if not isinstance(first, Tensor) else (first.numel(), first.shape[-1] if first.ndim else 1)
+    if any(name not in arguments for name in parameters_of(op.tuning_key)):
+        return None
+    return call_named(op.tuning_key, arguments)
 
 
 def gpu_slug(name: str) -> str:
@@ -81,20 +116,21 @@ def make_table(rows: list[dict[str, Any]]) -> dict[str, Entry]:
     """Backends by time, forward and backward added up; a backend that lacks one of the two is left out of that case."""
     times: dict[tuple, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        described = registry.operator_named(row["op"])
-        if row["direction"] != "both" and row["time_us"] is not None and row["backend"] in described.implementations:
-            times[row["op"], row["dtype"], row["case"]][row["backend"]][row["direction"]] = row["time_us"]
+        operator = registry.operator_named(row["op"])
+        if row["direction"] != "both" and row["time_us"] is not None and row["backend"] in operator.implementations:
+            name = ":".join(filter(None, (row["backend"], row.get("config"))))
+            times[row["op"], row["dtype"], row["case"]][name][row["direction"]] = row["time_us"]
 
     slowdowns: dict[tuple, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for (op, dtype, case_name), by_backend in times.items():
-        described = registry.operator_named(op)
-        case = next((case for case in described.cases if case.name == case_name), None)
+        operator = registry.operator_named(op)
+        case = next((case for case in operator.cases if case.name == case_name), None)
         if case is None:
             continue  # measured before the operator's cases changed
         directions = {direction for found in by_backend.values() for direction in found}
         totals = {name: sum(found.values()) for name, found in by_backend.items() if set(found) == directions}
         best = min(totals.values(), default=0.0)
-        bucket = bucket_of(described, case.build(Make(getattr(torch, dtype), "meta")))
+        bucket = bucket_of(operator, operator.bind(**case.build(Make(getattr(torch, dtype), "meta"))))
         for backend, total in totals.items():
             # A microsecond more for each, since a backward that only passes its gradient on takes none.
             slowdown = (total + 1) / (best + 1)

@@ -1,0 +1,40 @@
+"""Derivatives and views that kernels know nothing of: refused by name, or right."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from tilestack import ops
+from tilestack.contract import backend
+
+X, TANGENT = torch.randn(5), torch.randn(5)
+
+
+def test_forward_mode_works_on_torch_and_is_refused_by_name_on_triton():
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(X, TANGENT)
+        with backend("torch"):
+            found = forward_ad.unpack_dual(ops.silu(dual)).tangent
+            expected = forward_ad.unpack_dual(torch.nn.functional.silu(dual)).tangent
+        torch.testing.assert_close(found, expected)
+        with backend("triton"):
+            ops.silu(X)  # no tangent, no trouble
+            with pytest.raises(
+                NotImplementedError, match="silu has no forward-mode derivative on triton; run it `with"
+            ):
+                ops.silu(dual)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_a_negated_view_keeps_its_sign(name):
+    negated = torch._neg_view(X)
+    with backend(name):
+        for _ in range(3):
+            torch.testing.assert_close(ops.silu(negated), torch.nn.functional.silu(-X))
+            torch.testing.assert_close(ops.silu(X), torch.nn.functional.silu(X))
+    leaf = X.clone().requires_grad_()
+    with backend(name):
+        ops.silu(torch._neg_view(leaf)).sum().backward()
+    other = X.clone().requires_grad_()
+    torch.nn.functional.silu(-other).sum().backward()
+    torch.testing.assert_close(leaf.grad, other.grad)
