@@ -219,6 +219,21 @@ def qk_norm_rope_gradient(
 
 
 @operator(
+    cases=cases(rope_case, check=CHECKS, bench=BENCHES),
+    cost=lambda q, k, cos, sin: Cost(flops=3 * (q.numel() + k.numel()), read=[q, k, cos, sin], write=[q, k]),
+    check=rope_takes,
+    mutates=("q", "k"),
+)
+def rope_(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, interleaved: bool = False
+) -> None:
+    """`rope` written over q and k, for inference: no gradient, no new memory."""
+    turned = rope.definition(q, k, cos, sin, positions, interleaved)
+    q.copy_(turned[0])
+    k.copy_(turned[1])
+
+
+@operator(
     cases=cases(norm_rope_case, check=CHECKS, bench=BENCHES[:2]),
     cost=lambda q, k: Cost(flops=7 * (q.numel() + k.numel()), backward_flops=12 * (q.numel() + k.numel())),
     check=norm_rope_takes,

@@ -280,15 +280,11 @@ def rope(
     return turn(q, k, fresh(q, k), (None, None), cos, sin, positions, interleaved)
 
 
-def rope_(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, interleaved: bool = False
-) -> tuple[Tensor, Tensor]:
-    """`ops.rope` written over q and k, for inference: no gradient, no new memory. Returns q and k."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-        raise ValueError("rope_ overwrites q and k and has no gradient; call it under torch.no_grad(), or ops.rope")
-    arguments = ops.rope.bind(q, k, cos, sin, positions, interleaved)
-    ops.rope.validate(arguments)
-    if ops.rope.resolve(arguments).backend == "triton" and heads_of(q) is q and heads_of(k) is k:
-        return turn(q, k, (q, k), (None, None), cos, sin, positions, interleaved)
-    turned = ops.rope(**arguments)
-    return q.copy_(turned[0]), k.copy_(turned[1])
+@implements(
+    ops.rope_,
+    backend="triton",
+    repeat=straight_line,
+    when=lambda q, k: (heads_of(q) is q and heads_of(k) is k) or "it writes heads whose elements lie side by side",
+)
+def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool) -> None:
+    turn(q, k, (q, k), (None, None), cos, sin, positions, interleaved)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.contract import Extras, implements
+from tilestack.contract.repeat import straight_line
 from tilestack.kernels.attention.aten import HALVES, straight
 from tilestack.kernels.hopper.attention_backward import DIM, gradients
 from tilestack.ops.attention import scale_or_usual
@@ -71,6 +72,7 @@ def backward(
     backend="gluon",
     backward=backward,
     extras=Extras(attention_and_sums, backward_from_sums, when=lambda q: True, fake=empty_sums),
+    repeat=straight_line,
     when=takes,
     dtypes=HALVES,
     deterministic=False,

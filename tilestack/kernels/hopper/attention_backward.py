@@ -22,6 +22,7 @@ run to run, as in other libraries' fast backward.
 The small kernels around it make delta and zeros before, and round dQ after.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tilestack.contract.descriptors import Tile
 from tilestack.contract.launch import launch
 from tilestack.kernels.tiles import cdiv
 
@@ -288,13 +289,16 @@ def by_rows(x: Tensor) -> Tensor:
     return x if side_by_side and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def tiles_of(x: Tensor, rows: int, columns: int = DIM) -> Any:
+def tiles_of(x: Tensor, rows: int, columns: int = DIM) -> Tile:
     """What TMA has to know of x, [batch, tokens, heads, dim], to move tiles of some tokens and columns of one head."""
     batch, tokens, heads, dim = x.shape
-    block = [1, rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, str(x.dtype).removeprefix("torch.")))
-    shape, strides = [batch, tokens, heads * dim], [x.stride(0), x.stride(1), 1]
-    return TensorDescriptor(x, shape, strides, block, layout)
+    block = (1, rows, columns)
+    return Tile(x, (batch, tokens, heads * dim), (x.stride(0), x.stride(1), 1), block, layout_of(block, x.dtype))
+
+
+@functools.cache
+def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))
 
 
 def gradients(
@@ -312,14 +316,14 @@ def gradients(
         prepare_kernel, (cdiv(rows, PREPARED_ROWS),), out, grad, delta, total, rows, length, heads,
         DIM=dim, ROWS=PREPARED_ROWS, num_warps=4,
     )  # fmt: skip
-    with torch.cuda.device_of(q):  # `launch` sees to it for the others, but takes no descriptors
-        attention_bwd_kernel[(batch * kv_heads * cdiv(length, KEYS),)](
-            tiles_of(q, QUERIES), tiles_of(k, KEYS // 2), tiles_of(v, KEYS // 2), tiles_of(grad, QUERIES),
-            tiles_of(total, QUERIES, DIM // 2), tiles_of(dk, KEYS // 2), tiles_of(dv, KEYS // 2), lse, delta,
-            length, kv_heads, scale,
-            GROUP=heads // kv_heads, CAUSAL=causal, AT_A_TIME=HEADS_AT_A_TIME, SLOTS=SLOTS,
-            KEY_REGISTERS=REGISTERS[0], PRODUCER_REGISTERS=REGISTERS[1], num_warps=4,
-        )  # fmt: skip
+    launch(
+        attention_bwd_kernel, (batch * kv_heads * cdiv(length, KEYS),),
+        tiles_of(q, QUERIES), tiles_of(k, KEYS // 2), tiles_of(v, KEYS // 2), tiles_of(grad, QUERIES),
+        tiles_of(total, QUERIES, DIM // 2), tiles_of(dk, KEYS // 2), tiles_of(dv, KEYS // 2), lse, delta,
+        length, kv_heads, scale,
+        GROUP=heads // kv_heads, CAUSAL=causal, AT_A_TIME=HEADS_AT_A_TIME, SLOTS=SLOTS,
+        KEY_REGISTERS=REGISTERS[0], PRODUCER_REGISTERS=REGISTERS[1], num_warps=4,
+    )  # fmt: skip
     launch(
         round_kernel, (cdiv(dq.numel(), ROUNDED),), total, dq, dq.numel(), scale, BLOCK=ROUNDED, num_warps=8
     )  # fmt: skip

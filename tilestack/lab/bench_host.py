@@ -1,0 +1,140 @@
+"""What a call costs on the host: every operator on small tensors, beside the least any PyTorch call costs there.
+
+The floor is an in-place addition of one, which allocates nothing and launches one kernel. Calls are timed twenty at a time
+with the GPU idle before, so that no queue fills; medians over many such batches, the floor's among them.
+
+    no_grad     the operator without a gradient
+    grad        its forward where one is wanted, which also builds the node for autograd
+    both        that and its backward, by torch.autograd.grad
+
+Each beside PyTorch's own function (`aten`), or the definition where there is none.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from tilestack import ops
+from tilestack.contract import BackendError, Operator, backend, configure_backend
+from tilestack.contract.cases import Make
+from tilestack.contract.operator import as_tuple
+
+CALLS, BATCHES, WARM = 20, 40, 8
+FLOOR = "floor"
+
+
+def bench_host(device: str = "cuda", names: list[str] | None = None) -> list[dict[str, Any]]:
+    """A row for each operator, way of calling and backend: microseconds on the host, and those of the floor beside it."""
+    rows = []
+    for op in ops.operators():
+        if op.outputs and not op.mutates and "triton" in op.implementations and (names is None or op.name in names):
+            rows += of_operator(op, device)
+    return rows
+
+
+def of_operator(op: Operator, device: str) -> list[dict[str, Any]]:
+    calls: dict[tuple[str, str], Callable[[], Any]] = {}
+    x = torch.ones(16, device=device)
+    calls["no_grad", FLOOR] = lambda: x.add_(1)
+    case = smallest(op)
+    for name in ("triton", "aten" if "aten" in op.implementations else "torch"):
+        for way, call in ways(op, case, name, device).items():
+            calls[way, name] = call
+    times = measure_all(calls, device)
+    floor = times["no_grad", FLOOR]
+    return [
+        dict(op=op.name, case=case.name, dtype="bfloat16", direction=way, backend=name, host_us=found, floor_us=floor)
+        for (way, name), found in times.items()
+        if name != FLOOR
+    ]
+
+
+def smallest(op: Operator) -> Any:
+    """The smallest case without an empty tensor whose rows are whole 16 bytes, as real ones are, where there is one."""
+
+    def order(case: Any) -> tuple[bool, int]:
+        tensors = list(op.given_tensors(op.bind(**case.build(Make(torch.bfloat16, "meta")))).values())
+        odd = any(t.ndim and t.shape[-1] % 8 for t in tensors if t.is_floating_point())
+        return odd, sum(t.numel() for t in tensors)
+
+    whole = [
+        c
+        for c in op.cases
+        if all(t.numel() for t in op.given_tensors(op.bind(**c.build(Make(device="meta")))).values())
+    ]
+    return min(whole, key=order)
+
+
+def ways(op: Operator, case: Any, name: str, device: str) -> dict[str, Callable[[], Any]]:
+    """How an operator is called on a backend: those ways that it takes there."""
+    arguments = list(op.bind(**case.build(Make(torch.bfloat16, device))).values())
+    wanted = [v.detach().requires_grad_() if is_float(v) else v for v in arguments]
+    leaves = [v for v in wanted if is_float(v)]
+
+    def no_grad() -> Any:  # of tensors that want none
+        return op(*arguments)
+
+    def grad() -> Any:
+        return op(*wanted)
+
+    def both() -> Any:
+        outputs = [out for out in as_tuple(op(*wanted)) if out.requires_grad]
+        return torch.autograd.grad(outputs, leaves, [torch.ones_like(out) for out in outputs], allow_unused=True)
+
+    found: dict[str, Callable[[], Any]] = {}
+    for way, call in (("no_grad", no_grad), ("grad", grad), ("both", both)):
+        try:
+            with backend(name):
+                call()
+        except (BackendError, RuntimeError, NotImplementedError):
+            continue
+        found[way] = call
+    return found
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def measure_all(calls: dict[tuple[str, str], Callable[[], Any]], device: str) -> dict[tuple[str, str], float]:
+    """Microseconds of a call, medians of batches; backends chosen as a recipe does it, so that no `with` is timed."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    found = {}
+    for (way, name), call in calls.items():
+        configure_backend("" if name == FLOOR else name)
+        samples = []
+        for batch in range(WARM + BATCHES):
+            wait()
+            began = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            if batch >= WARM:
+                samples.append((time.perf_counter() - began) / CALLS)
+        found[way, name] = round(1e6 * statistics.median(samples), 3)
+    configure_backend("")
+    return found
+
+
+def render(rows: list[dict[str, Any]]) -> Table:
+    """What each operator adds to the floor, ours beside PyTorch's."""
+    table = Table("operator", "floor", "no gradient", "PyTorch", "with gradient", "PyTorch", "and backward", "PyTorch", title="Host, µs a call")  # fmt: skip
+    by = {(row["op"], row["direction"], row["backend"] == "triton"): row for row in rows}
+    for name in dict.fromkeys(row["op"] for row in rows):
+        cell = lambda way, ours, name=name: f"{by[name, way, ours]['host_us']:.1f}" if (name, way, ours) in by else "–"
+        floor = next(row["floor_us"] for row in rows if row["op"] == name)
+        table.add_row(
+            name, f"{floor:.1f}", *(cell(way, ours) for way in ("no_grad", "grad", "both") for ours in (True, False))
+        )
+    return table
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """The medians over operators of what ours adds to the floor."""
+    ours = [row for row in rows if row["backend"] == "triton"]
+    added = lambda way: [row["host_us"] - row["floor_us"] for row in ours if row["direction"] == way]
+    parts = [f"{way} +{statistics.median(found):.2f} µs" for way in ("no_grad", "grad") if (found := added(way))]
+    return f"median over {len({row['op'] for row in ours})} operators: {', '.join(parts)} over the floor"
