@@ -1,5 +1,6 @@
 """A tiny model of every family, as a Hugging Face configuration: two or three layers, awkward in what it combines."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,3 +95,35 @@ def ours(family: str, **changes: Any) -> models.Decoder:
             if parameter.ndim > 1:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
     return decoder
+
+
+def write_gguf(path: Path, **changes: Any) -> None:
+    """A llama of one layer as a GGUF file; `changes` are of its metadata alone."""
+    import gguf
+
+    said = dict(context_length=64, embedding_length=32, block_count=1, feed_forward_length=64, head_count=2)
+    said |= dict(head_count_kv=1, eps=1e-5)
+    said |= changes
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(said["context_length"])
+    writer.add_embedding_length(said["embedding_length"])
+    writer.add_block_count(said["block_count"])
+    writer.add_feed_forward_length(said["feed_forward_length"])
+    writer.add_head_count(said["head_count"])
+    writer.add_head_count_kv(said["head_count_kv"])
+    writer.add_layer_norm_rms_eps(said["eps"])
+    numbers = torch.Generator().manual_seed(0)
+    shapes = {"token_embd": (50, 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
+    shapes |= {
+        "blk.0.attn_q": (32, 32),
+        "blk.0.attn_k": (16, 32),
+        "blk.0.attn_v": (16, 32),
+        "blk.0.attn_output": (32, 32),
+    }
+    shapes |= {"blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32), "blk.0.ffn_down": (32, 64)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", torch.randn(shape, generator=numbers).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

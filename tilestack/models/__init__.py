@@ -5,8 +5,8 @@ from tilestack.models.cache import KVCache
 from tilestack.models.checkpoints import load, locate, save
 from tilestack.models.config import ModelConfig
 from tilestack.models.decoder import Decoder
-from tilestack.models.families import ConfigError
 from tilestack.models.generate import generate
+from tilestack.models.keys import ConfigError
 from tilestack.models.weights import CheckpointError
 
 __all__ = [

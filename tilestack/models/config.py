@@ -6,11 +6,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tilestack.models import families
-from tilestack.models.families import ConfigError
+from tilestack.models.keys import KINDS, ROPE_KINDS, ConfigError, check_kinds, check_size, shown
 
+MOST_KEYS = 1000
 SIZES = ("vocabulary", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "positions")
-EXPERT_SIZES = ("top_k", "expert_intermediate")
-LATENT_SIZES = ("nope_dim", "rope_dim", "value_dim")
+EXPERT_SIZES = ("experts", "top_k", "expert_intermediate")
+LATENT_SIZES = ("kv_rank", "nope_dim", "rope_dim", "value_dim")
 
 
 @dataclass(frozen=True)
@@ -66,20 +67,27 @@ class ModelConfig:
         if self.family not in families.FAMILIES:
             raise ConfigError(f"model_type must be one of {', '.join(families.FAMILIES)}, not {self.family!r}")
         sizes = SIZES + EXPERT_SIZES * bool(self.experts) + LATENT_SIZES * bool(self.kv_rank)
+        sizes += tuple(name for name in ("shared_intermediate", "q_rank") if getattr(self, name))
         for name in sizes:
-            refuse_no_size(self.spelt(name), getattr(self, name))
+            check_size(self.spelt(name), getattr(self, name), name)
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"{self.spelt('heads')}, {self.heads}, must be a multiple of {self.spelt('kv_heads')}, {self.kv_heads}"
             )
         if self.rotary_dim % 2:
             raise ConfigError(f"RoPE turns pairs of elements, so {self.spelt('head_dim')} must be even")
+        if self.rotary_dim == 2 and (self.rope_scaling or {}).get("rope_type") == "dynamic":
+            raise ConfigError("dynamic RoPE stretches the pairs after the first, and here is one alone")
         if self.windows and len(self.windows) != self.layers:
             raise ConfigError(f"windows must name one for each of the {self.layers} layers, not {len(self.windows)}")
         if self.experts and self.top_k > self.experts:
             raise ConfigError(
                 f"{self.spelt('top_k')} is {self.top_k}, more than the {self.experts} of {self.spelt('experts')}"
             )
+        if self.experts and (self.experts % self.groups or not 1 <= self.top_groups <= self.groups):
+            raise ConfigError(f"the best {self.top_groups} of {self.groups} groups of {self.experts} experts are none")
+        if self.experts and self.top_k * self.groups > self.top_groups * self.experts:
+            raise ConfigError(f"{self.spelt('top_k')} is {self.top_k}, more than the experts of the best groups")
 
     @property
     def rotary_dim(self) -> int:
@@ -111,18 +119,21 @@ class ModelConfig:
         Files carry much that a decoder does not need, which is passed over; `strict` refuses it, for a configuration
         written by hand.
         """
-        name = given.get("model_type", "llama")
+        if len(given) > MOST_KEYS:
+            raise ConfigError(f"the config has {len(given)} keys, more than any model's")
+        check_kinds(given, KINDS)
+        name = given.get("model_type") or "llama"
         family = families.FAMILIES.get(name)
         if family is None:
-            raise ConfigError(f"model_type {name!r} is not read; there are {', '.join(families.FAMILIES)}")
+            raise ConfigError(f"model_type {shown(name)} is not read; there are {', '.join(families.FAMILIES)}")
         refuse_misspelt(given, family, strict)
         refuse_unsupported(given)
         found = {field: given[key] for field, key in family.keys.items() if given.get(key) is not None}
         if missing := [family.keys[field] for field in families.REQUIRED if field not in found]:
             raise ConfigError(f"the config of a {name} model lacks {', '.join(missing)}")
         found = {**family.defaults, **found}
-        for field in found.keys() & {*SIZES, *EXPERT_SIZES, *LATENT_SIZES}:
-            refuse_no_size(family.keys.get(field, field), found[field])
+        for field in sorted(found.keys() & {*SIZES, *EXPERT_SIZES, *LATENT_SIZES}):
+            check_size(family.keys.get(field, field), found[field], field)
         found.setdefault("kv_heads", found["heads"])
         found.setdefault("head_dim", found["hidden"] // found["heads"])
         found |= rope_of(given, found) | {"eos": listed(given.get("eos_token_id"))}
@@ -147,11 +158,6 @@ class ModelConfig:
         return described
 
 
-def refuse_no_size(name: str, value: Any) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
-
-
 def listed(value: int | list[int] | None) -> tuple[int, ...]:
     return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
 
@@ -159,12 +165,14 @@ def listed(value: int | list[int] | None) -> tuple[int, ...]:
 def rope_of(given: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Base and scaling of RoPE, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
     described = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
+    check_kinds(described, ROPE_KINDS)
+    described = {key: value for key, value in described.items() if value is not None}
     base = described.pop("rope_theta", given.get("rope_theta"))
     kind = described.pop("type", None)
     kind = described.setdefault("rope_type", kind or "default")
     kinds = ("default", "linear", "dynamic", "yarn", "llama3")
     if kind not in kinds:
-        raise ConfigError(f"rope_type must be one of {', '.join(kinds)}, not {kind!r}")
+        raise ConfigError(f"rope_type must be one of {', '.join(kinds)}, not {shown(kind)}")
     if described.pop("partial_rotary_factor", given.get("partial_rotary_factor", 1.0)) not in (1, None):
         raise ConfigError("partial_rotary_factor must be 1: heads are turned whole")
     needed = {"llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
@@ -173,6 +181,10 @@ def rope_of(given: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, An
             raise ConfigError(f"rope scaling of the type {kind} lacks {key}")
     if kind == "yarn":
         described.setdefault("original_max_position_embeddings", fields.get("positions", 2048))
+    if kind == "llama3" and described["high_freq_factor"] <= described["low_freq_factor"]:
+        raise ConfigError("high_freq_factor must be more than low_freq_factor")
+    if base is not None and base <= 1:
+        raise ConfigError(f"rope_theta must be more than 1, not {shown(base)}")
     scaling = None if kind == "default" else described
     return {"rope_scaling": scaling} | ({} if base is None else {"rope_base": float(base)})
 
@@ -184,12 +196,12 @@ def refuse_misspelt(given: Mapping[str, Any], family: families.Family, strict: b
         close = difflib.get_close_matches(key, known - given.keys(), n=1, cutoff=0.5 if strict else 0.9)
         if close or strict:
             hint = f"; did you mean {close[0]!r}?" if close else f"; it may have {', '.join(sorted(known))}"
-            raise ConfigError(f"the config has {key!r}{hint}")
+            raise ConfigError(f"the config has {shown(key)}{hint}")
 
 
 def refuse_unsupported(given: Mapping[str, Any]) -> None:
     if given.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act must be silu, not {given['hidden_act']!r}")
+        raise ConfigError(f"hidden_act must be silu, not {shown(given['hidden_act'])}")
     if given.get("quantization_config"):
-        kind = given["quantization_config"].get("quant_method", "unknown")
+        kind = shown(given["quantization_config"].get("quant_method", "unknown"))
         raise ConfigError(f"the weights are quantised (quantization_config, {kind}); take the unquantised model")

@@ -7,15 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tilestack.models.keys import ConfigError, shown
+
 if TYPE_CHECKING:
     from tilestack.models.config import ModelConfig
 
 Fields = dict[str, Any]
-
-
-class ConfigError(ValueError):
-    """A configuration that no decoder can be built from; the message names the key."""
-
 
 REQUIRED = ("vocabulary", "hidden", "intermediate", "layers", "heads")
 KEYS = dict(
@@ -52,6 +49,11 @@ class Family:
     other_keys: frozenset[str] = frozenset()
 
 
+def value(given: Mapping[str, Any], key: str, default: Any) -> Any:
+    """What a key holds; null is as good as no key."""
+    return default if given.get(key) is None else given[key]
+
+
 def read_llama(given: Mapping[str, Any], fields: Fields) -> Fields:
     bias = bool(given.get("attention_bias", False))
     return dict(qkv_bias=bias, output_bias=bias)
@@ -72,12 +74,19 @@ def write_mistral(config: "ModelConfig") -> dict[str, Any]:
 
 def read_qwen(given: Mapping[str, Any], fields: Fields) -> Fields:
     """From a layer on (`max_window_layers`), or in those that `layer_types` names, Qwen's layers have a window."""
-    layers, window = fields["layers"], given.get("sliding_window", 4096) if given.get("use_sliding_window") else None
-    slides = [layer >= given.get("max_window_layers", 28) for layer in range(layers)]
-    if given.get("layer_types"):
-        slides = [kind == "sliding_attention" for kind in given["layer_types"]]
+    window = given.get("sliding_window", 4096) if given.get("use_sliding_window") else None
+    first = value(given, "max_window_layers", 28)
+    slides = sliding_layers(given, [layer >= first for layer in range(fields["layers"])])
     windows = tuple(window if slide else None for slide in slides)
     return dict(windows=windows if any(windows) else (), qkv_bias=True)
+
+
+def sliding_layers(given: Mapping[str, Any], usual: list[bool]) -> list[bool]:
+    """Which layers have a window: those that `layer_types` names, or else the usual ones."""
+    kinds = given.get("layer_types") or []
+    if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
+        raise ConfigError(f"layer_types may name full_attention and sliding_attention, not {shown(unknown[0])}")
+    return [kind == "sliding_attention" for kind in kinds] or usual
 
 
 def write_qwen(config: "ModelConfig") -> dict[str, Any]:
@@ -98,11 +107,11 @@ def write_qwen3(config: "ModelConfig") -> dict[str, Any]:
 def read_qwen3_moe(given: Mapping[str, Any], fields: Fields) -> Fields:
     """All layers share a window, and those that `decoder_sparse_step` and `mlp_only_layers` leave out are dense."""
     window = given.get("sliding_window", 4096) if given.get("use_sliding_window") else None
-    step, dense = given.get("decoder_sparse_step", 1), given.get("mlp_only_layers") or []
+    step, dense = value(given, "decoder_sparse_step", 1), given.get("mlp_only_layers") or []
     return read_llama(given, fields) | dict(
         windows=(window,) * fields["layers"] if window else (),
         dense_layers=tuple(layer for layer in range(fields["layers"]) if layer in dense or (layer + 1) % step),
-        experts=given.get("num_experts", given.get("num_local_experts", 128)),
+        experts=value(given, "num_experts", value(given, "num_local_experts", 128)),
     )
 
 
@@ -132,17 +141,19 @@ def read_deepseek(given: Mapping[str, Any], fields: Fields) -> Fields:
     if given.get("norm_topk_prob"):
         raise ConfigError("norm_topk_prob must be false for DeepSeek-V2: transformers does not normalise there either")
     for key, only in (("scoring_func", "softmax"), ("moe_layer_freq", 1)):
-        if given.get(key, only) != only:
-            raise ConfigError(f"{key} must be {only} for DeepSeek-V2, not {given[key]!r}")
-    method = given.get("topk_method", "greedy")
+        if value(given, key, only) != only:
+            raise ConfigError(f"{key} must be {only} for DeepSeek-V2, not {shown(given[key])}")
+    method = value(given, "topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise ConfigError(f"topk_method must be greedy or group_limited_greedy, not {method!r}")
+        raise ConfigError(f"topk_method must be greedy or group_limited_greedy, not {shown(method)}")
     grouped = method == "group_limited_greedy"
+    if grouped and None in (given.get("n_group"), given.get("topk_group")):
+        raise ConfigError("group_limited_greedy needs n_group and topk_group")
     return dict(
         kv_heads=fields["heads"],
         head_dim=fields["nope_dim"] + fields["rope_dim"],
-        dense_layers=tuple(range(given.get("first_k_dense_replace", 0))),
-        shared_intermediate=fields["expert_intermediate"] * given.get("n_shared_experts", 2),
+        dense_layers=tuple(range(min(value(given, "first_k_dense_replace", 0), fields["layers"]))),
+        shared_intermediate=fields["expert_intermediate"] * value(given, "n_shared_experts", 2),
         groups=given["n_group"] if grouped else 1,
         top_groups=given["topk_group"] if grouped else 1,
         q_rank=given.get("q_lora_rank", 1536) or 0,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilestack.models.config import ModelConfig
-from tilestack.models.families import ConfigError
+from tilestack.models.keys import ConfigError
 from tilestack.models.weights import CheckpointError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -40,17 +40,14 @@ class GGUF:
     def __init__(self, path: str | Path):
         try:
             self.reader = reader_of(Path(path))
+            self.metadata: dict[str, Any] = {key: field.contents() for key, field in self.reader.fields.items()}
         except ImportError as missing:
             raise ImportError(
                 "reading GGUF files needs the package gguf: pip install 'tilestack[formats]'"
             ) from missing
-        except (ValueError, OSError, LookupError, OverflowError) as problem:
-            raise CheckpointError(f"{path} cannot be read as GGUF: {problem}") from problem
+        except (ValueError, OSError, LookupError, OverflowError, RecursionError, TypeError) as problem:
+            raise CheckpointError(f"{path} cannot be read as GGUF: {' '.join(str(problem).split())[:200]}") from problem
         self.stored = {tensor.name: tensor for tensor in self.reader.tensors}
-
-    @cached_property
-    def metadata(self) -> dict[str, Any]:
-        return {key: field.contents() for key, field in self.reader.fields.items()}
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -77,10 +74,15 @@ class GGUF:
 
 
 def reader_of(path: Path) -> Any:
-    from gguf import GGUFReader
+    from gguf import GGUFReader, GGUFValueType
 
     class Reader(GGUFReader):
-        """Reads the file through a plain array: slices of a memmap took three quarters of the time to open one."""
+        """The package's reader, made fast and safe.
+
+        It reads through a plain array: slices of a memmap took three quarters of the time to open a file. What a file
+        says is there must be there, or a count of 2^56 elements is a loop of as many turns. And arrays of numbers are
+        read in one piece instead of one element at a time.
+        """
 
         @property
         def data(self):
@@ -89,6 +91,22 @@ def reader_of(path: Path) -> Any:
         @data.setter
         def data(self, mapped):
             self.plain = np.asarray(mapped)
+
+        def _get(self, offset, dtype, count=1, override_order=None):
+            end = int(offset) + np.dtype(dtype).itemsize * int(count)
+            if end > self.plain.size:
+                raise ValueError(f"it ends at byte {self.plain.size}, before byte {end} that it refers to")
+            return super()._get(int(offset), dtype, count, override_order)
+
+        def _get_field_parts(self, orig_offs, raw_type):
+            if raw_type != GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+            dtype = self.gguf_scalar_to_np.get(GGUFValueType(kind[0]))
+            if dtype is None:
+                return super()._get_field_parts(orig_offs, raw_type)
+            numbers = self._get(orig_offs + 12, dtype, length[0])
+            return 12 + numbers.nbytes, [kind, length, numbers], [2], [GGUFValueType.ARRAY, GGUFValueType(kind[0])]
 
     return Reader(path)
 
@@ -101,7 +119,12 @@ class Dequantised(Mapping[str, Tensor]):
         from gguf.quants import dequantize
 
         tensor = self.stored[name]
-        return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        try:
+            return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        except (ValueError, NotImplementedError, TypeError) as problem:
+            raise CheckpointError(
+                f"{name} cannot be dequantised from {tensor.tensor_type.name}: {problem}"
+            ) from problem
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
@@ -117,7 +140,7 @@ def halves(weight: Tensor, heads: int) -> Tensor:
 
 def hf_name(name: str) -> str:
     stem, _, kind = name.rpartition(".")
-    if stem.startswith("blk."):
+    if stem.startswith("blk.") and stem.count(".") > 1:
         _, layer, part = stem.split(".", 2)
         return f"model.layers.{layer}.{LAYER_NAMES.get(part, part)}.{kind}"
     return f"{NAMES.get(stem, stem)}.{kind}"
@@ -139,20 +162,21 @@ def config_of(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> ModelC
             raise ConfigError(f"the GGUF file lacks {family}.{key}")
         return value
 
-    hidden, heads, tokenizer = of("embedding_length"), of("attention.head_count"), "tokenizer.ggml"
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ConfigError("the GGUF file lacks token_embd.weight, a row of numbers for each token")
+    tokenizer, eps = "tokenizer.ggml", of("attention.layer_norm_rms_epsilon")
     described = {
         "model_type": family,
-        "vocab_size": int(tensors["token_embd.weight"].shape[1])
-        if "token_embd.weight" in tensors
-        else of("vocab_size"),
-        "hidden_size": hidden,
+        "vocab_size": int(embedding.shape[1]),
+        "hidden_size": of("embedding_length"),
         "intermediate_size": of("feed_forward_length"),
         "num_hidden_layers": of("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": of("attention.head_count_kv", heads),
-        "head_dim": of("attention.key_length", hidden // heads),
+        "num_attention_heads": of("attention.head_count"),
+        "num_key_value_heads": metadata.get(f"{family}.attention.head_count_kv"),
+        "head_dim": metadata.get(f"{family}.attention.key_length"),
         "max_position_embeddings": of("context_length"),
-        "rms_norm_eps": round(float(of("attention.layer_norm_rms_epsilon")), 12),
+        "rms_norm_eps": round(eps, 12) if isinstance(eps, float) else eps,  # a float32 in the file
         "rope_theta": of("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from tilestack.models.config import ModelConfig
 from tilestack.models.decoder import Decoder
+from tilestack.models.keys import shown
 
 FEW = 5  # tensors that an error names before it counts the others
+LONGEST_NAME = 200  # of a tensor or file that an error writes out
 
 
 class CheckpointError(ValueError):
@@ -130,6 +132,17 @@ def fill(decoder: Decoder, source: Source, dtype: torch.dtype | None, device: to
     decoder.rotary.build(decoder.rotary.cos.shape[0], torch.device(device))
 
 
+def refuse_more_than_there_is(config: ModelConfig, source: Source) -> None:
+    """Raise before a decoder is built for layers or experts of which a checkpoint cannot have the tensors."""
+    tensors = sum(1 for _ in source.names())
+    sparse = sum(config.sparse(layer) for layer in range(config.layers))
+    for field, needed in (("layers", config.layers), ("experts", sparse * config.experts)):
+        if needed > tensors:
+            raise CheckpointError(
+                f"{config.spelt(field)} is {getattr(config, field)}, but there are no more than {tensors} tensors"
+            )
+
+
 def as_rows(parameter: Tensor) -> Tensor:
     return parameter.flatten(0, -2) if parameter.ndim > 2 else parameter
 
@@ -157,7 +170,9 @@ def refuse_mismatch(
 
 
 def shortened(names: list[str]) -> str:
-    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+    """A few names for a message, which stays one line whatever a file calls its tensors."""
+    few = [name if name.isprintable() and len(name) < LONGEST_NAME else shown(name) for name in names[:FEW]]
+    return ", ".join(few) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
 
 
 def unfused(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
