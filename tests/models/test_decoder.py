@@ -11,7 +11,9 @@ from tilestack.nn import MoE
 
 each_family = pytest.mark.parametrize("family", tiny.FAMILIES)
 some_families = pytest.mark.parametrize(
-    "family", ["llama3", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v2_lite"]
+    "family",
+    ["llama3", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v2_lite"]
+    + ["gemma2", "gemma3", "phi4_mini", "olmo2", "granite", "glm4"],
 )
 
 
@@ -38,7 +40,7 @@ def test_packed_documents_are_as_if_read_alone(family):
         torch.testing.assert_close(packed[start:end], alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v2", "gemma3"])
 def test_computing_activations_again_changes_no_gradient(family):
     decoder, ids = tiny.ours(family), tiny.ids()
     gradients = []
@@ -49,7 +51,7 @@ def test_computing_activations_again_changes_no_gradient(family):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v2_lite"])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v2_lite", "gemma3"])
 def test_it_compiles_whole(family):
     decoder, ids = tiny.ours(family, num_hidden_layers=1), tiny.ids(tokens=8)
     ends = torch.tensor([0, 5, 8, 12, 16, 16], dtype=torch.int32)
@@ -65,7 +67,7 @@ def test_it_compiles_whole(family):
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("family", ["smollm2", "qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["smollm2", "qwen3_moe", "deepseek_v2", "gemma2", "gemma3", "olmo2", "glm4"])
 def test_half_precision_and_autocast_stay_near_float32(family):
     decoder, ids = tiny.ours(family), tiny.ids()
     expected = decoder(ids)
@@ -74,7 +76,7 @@ def test_half_precision_and_autocast_stay_near_float32(family):
         cached = decoder(ids, cache=models.KVCache(decoder.config, 2, 24))
     half = decoder.to(torch.bfloat16)(ids)
     assert half.dtype == cast.dtype == torch.bfloat16
-    assert decoder.rotary.cos.dtype == torch.float32, "angles of far positions need their digits"
+    assert decoder.rotary.whole.cos.dtype == torch.float32, "angles of far positions need their digits"
     for found in (cast, cached, half):
         # Routing may send a token elsewhere after rounding, so the middle of the errors is judged, not the largest.
         assert (found - expected).abs().median() < 0.02 * expected.std()
@@ -108,7 +110,7 @@ def test_tables_grow_with_the_text():
     decoder = tiny.ours("llama2", max_position_embeddings=8)
     ids = tiny.ids(tokens=40)
     long = decoder(ids)
-    assert decoder.rotary.cos.shape[0] >= 40
+    assert decoder.rotary.whole.cos.shape[0] >= 40
     torch.testing.assert_close(long, tiny.ours("llama2")(ids))
 
 
@@ -116,7 +118,7 @@ def test_a_decoder_from_meta_has_its_tables():
     with torch.device("meta"):
         decoder = models.Decoder(models.ModelConfig.from_hf(tiny.config_of("llama3")))
     decoder.to_empty(device="cpu")
-    assert torch.equal(decoder.rotary.cos, tiny.ours("llama3").rotary.cos)
+    assert torch.equal(decoder.rotary.whole.cos, tiny.ours("llama3").rotary.whole.cos)
 
 
 def test_what_does_not_fit_a_cache_is_refused_before_anything_is_stored():

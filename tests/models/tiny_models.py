@@ -16,6 +16,7 @@ SIZES = dict(
     num_key_value_heads=2,
     max_position_embeddings=64,
     eos_token_id=2,
+    pad_token_id=None,
 )
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=24)
 LATENT = dict(
@@ -60,6 +61,60 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **EXPERTS,
         **LATENT,
     ),
+}
+
+GEMMA = dict(hidden_activation="gelu_pytorch_tanh", head_dim=24, query_pre_attn_scalar=20, sliding_window=5)
+LONGROPE = dict(
+    rope_type="longrope",
+    short_factor=[1.0, 1.1, 1.2, 1.5, 1.7, 2.0],
+    long_factor=[1.0, 1.5, 2.5, 4.0, 8.0, 9.0],
+    original_max_position_embeddings=32,
+)
+FAMILIES |= {
+    "gemma2": dict(
+        model_type="gemma2",
+        num_hidden_layers=4,
+        final_logit_softcapping=3.0,
+        attn_logit_softcapping=2.0,
+        tie_word_embeddings=True,
+        **GEMMA,
+    ),
+    "gemma3": dict(model_type="gemma3_text", num_hidden_layers=4, sliding_window_pattern=3, rope_theta=3e4, **GEMMA),
+    "gemma3_scaled": dict(
+        model_type="gemma3_text",
+        layer_types=["full_attention", "sliding_attention"],
+        rope_scaling=dict(rope_type="linear", factor=8.0),
+        rope_local_base_freq=500.0,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        final_logit_softcapping=5.0,
+        **GEMMA,
+    ),
+    "phi3": dict(model_type="phi3", sliding_window=5),
+    "phi4_mini": dict(
+        model_type="phi3",
+        partial_rotary_factor=0.75,
+        rope_scaling=dict(LONGROPE),
+        original_max_position_embeddings=32,
+        tie_word_embeddings=True,
+    ),
+    "phi4_mini_long": dict(
+        model_type="phi3",
+        partial_rotary_factor=0.75,
+        rope_scaling=LONGROPE | dict(original_max_position_embeddings=16),
+        original_max_position_embeddings=16,
+    ),
+    "olmo2": dict(model_type="olmo2", attention_bias=True),
+    "granite": dict(
+        model_type="granite",
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.17,
+        logits_scaling=3.0,
+        mlp_bias=True,
+    ),
+    "glm": dict(model_type="glm", head_dim=16),
+    "glm4": dict(model_type="glm4", head_dim=24, partial_rotary_factor=0.5, attention_bias=True),
 }
 
 

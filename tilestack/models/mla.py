@@ -46,9 +46,7 @@ class LatentAttention(torch.nn.Module):
             q = self.q_up(self.q_norm(q))
         q = q.unflatten(-1, (config.heads, config.head_dim))  # [B, T, heads, D]
         q_nope, q_rope = q.split((config.nope_dim, config.rope_dim), -1)
-        q_rope, rotary = ops.rope(
-            q_rope, rotary[:, :, None], context.cos, context.sin, context.positions, interleaved=True
-        )
+        q_rope, rotary = ops.rope(q_rope, rotary[:, :, None], *context.whole, context.positions, interleaved=True)
         latent = self.kv_norm(latent)[:, :, None]  # [B, T, 1, kv_rank]
         if context.cache is not None:
             latent, rotary = context.cache.add(self.layer, latent, rotary)
