@@ -1,4 +1,5 @@
-"""Decoder language models: one decoder for the Llama, Qwen, Mixtral and DeepSeek families, its weights in and out."""
+"""Decoder language models: one decoder for the Llama, Qwen, Mixtral, DeepSeek, Gemma, Phi, OLMo, Granite and GLM families,
+its weights in and out."""
 
 from tilestack.models import gguf
 from tilestack.models.cache import KVCache

@@ -26,7 +26,7 @@ LATENT_SIZES = ("kv_rank", "nope_dim", "rope_dim", "value_dim")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of the Llama kind: everything that its families differ in.
+    """A decoder: everything that its families differ in.
 
     Sizes are of one token: `hidden` of the residual stream, `intermediate` of a feed-forward layer, `head_dim` of a
     query. With `experts`, every layer not in `dense_layers` is a mixture of them. With `kv_rank`, keys and values are

@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers of attention and feed-forward, norm, head. Llama, Qwen, Mixtral and DeepSeek by config.
+"""The decoder: embedding, layers of attention and feed-forward, norm, head. What families differ in is configuration.
 
 A layer's norm and the residual sum before it are one operator, so layers hand on two tensors: what the last block
 added (`x`) and the sum up to it (`residual`).
