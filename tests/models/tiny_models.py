@@ -1,5 +1,6 @@
 """A tiny model of every family, as a Hugging Face configuration: two or three layers, awkward in what it combines."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": dict(model_type="qwen2", tie_word_embeddings=True),
     "qwen2_window": dict(model_type="qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1),
     "qwen3": dict(model_type="qwen3", head_dim=24, rope_theta=1000000.0),
-    "qwen3_yarn": dict(model_type="qwen3", head_dim=16, rope_scaling=dict(YARN)),
+    "qwen3_yarn": dict(model_type="qwen3", head_dim=16, rope_scaling=YARN),
     "qwen3_moe": dict(
         model_type="qwen3_moe", head_dim=16, num_experts=8, norm_topk_prob=True, mlp_only_layers=[0], **EXPERTS
     ),
@@ -57,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         n_group=4,
         topk_group=2,
         routed_scaling_factor=1.5,
-        rope_scaling=dict(YARN),
+        rope_scaling=YARN,
         **EXPERTS,
         **LATENT,
     ),
@@ -94,7 +95,7 @@ FAMILIES |= {
     "phi4_mini": dict(
         model_type="phi3",
         partial_rotary_factor=0.75,
-        rope_scaling=dict(LONGROPE),
+        rope_scaling=LONGROPE,
         original_max_position_embeddings=32,
         tie_word_embeddings=True,
     ),
@@ -119,7 +120,7 @@ FAMILIES |= {
 
 
 def config_of(family: str) -> dict[str, Any]:
-    return SIZES | FAMILIES[family]
+    return copy.deepcopy(SIZES | FAMILIES[family])  # transformers writes into what it is given
 
 
 def theirs(family: str) -> torch.nn.Module:
