@@ -8,7 +8,10 @@ import tiny_models as tiny
 import torch
 
 from tilestack import models
+from tilestack.data import NO_LABEL, Batch
 from tilestack.models.weights import unfused
+from tilestack.train.log_probs import Rows, log_probs
+from tilestack.train.pretrain import next_token_loss
 
 each_family = pytest.mark.parametrize("family", tiny.FAMILIES)
 
@@ -62,3 +65,18 @@ def test_gradients_are_those_of_transformers(family, tmp_path):
     assert len(found) > 10
     for name, grad in found.items():
         close(grad, expected[name])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@torch.no_grad()
+def test_losses_on_hidden_states_know_of_bounded_and_divided_logits(temperature):
+    """Gemma 2 bounds its logits and Granite divides them; what trains on hidden states and the head's weight does too."""
+    ids = tiny.ids()
+    labels = torch.cat((ids[:, 1:], torch.full_like(ids[:, :1], NO_LABEL)), 1)
+    for family in ("gemma2", "granite"):
+        decoder = tiny.ours(family)
+        expected = (decoder(ids) / temperature).log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+        torch.testing.assert_close(log_probs(decoder, Rows(ids, labels), temperature)[:, :-1], expected)
+        if temperature == 1:
+            batch = Batch(ids, labels, torch.arange(ids.shape[1]).expand_as(ids), torch.tensor([0, 24, 48]), 46)
+            torch.testing.assert_close(next_token_loss(decoder, batch), -expected.sum())
