@@ -23,7 +23,7 @@ def test_reading_in_pieces_with_a_cache_is_reading_at_once(family):
     tokens = 14  # of dynamic RoPE, whose angles change once a text is longer than 16, as in transformers
     decoder, ids = tiny.ours(family), tiny.ids(tokens=tokens)
     cache = models.KVCache(decoder.config, 2, tokens)
-    found = [decoder(piece, cache=cache) for piece in ids.split([5, 1, 1, 6, 1], dim=1)]
+    found = [decoder(piece, context=cache) for piece in ids.split([5, 1, 1, 6, 1], dim=1)]
     assert cache.length == tokens
     torch.testing.assert_close(torch.cat(found, 1), decoder(ids), rtol=1e-4, atol=1e-4)
 
@@ -73,7 +73,7 @@ def test_half_precision_and_autocast_stay_near_float32(family):
     expected = decoder(ids)
     with torch.autocast("cpu", torch.bfloat16):
         cast = decoder(ids)
-        cached = decoder(ids, cache=models.KVCache(decoder.config, 2, 24))
+        cached = decoder(ids, context=models.KVCache(decoder.config, 2, 24))
     half = decoder.to(torch.bfloat16)(ids)
     assert half.dtype == cast.dtype == torch.bfloat16
     assert decoder.rotary.whole.cos.dtype == torch.float32, "angles of far positions need their digits"
@@ -124,11 +124,11 @@ def test_a_decoder_from_meta_has_its_tables():
 def test_what_does_not_fit_a_cache_is_refused_before_anything_is_stored():
     decoder = tiny.ours("llama2")
     cache = models.KVCache(decoder.config, 2, 10)
-    decoder(tiny.ids(tokens=8), cache=cache)
+    decoder(tiny.ids(tokens=8), context=cache)
     with pytest.raises(ValueError, match="holds 10 tokens and has 8; 3 more do not fit"):
-        decoder(tiny.ids(tokens=3), cache=cache)
+        decoder(tiny.ids(tokens=3), context=cache)
     with pytest.raises(ValueError, match="batch of 2, not 1"):
-        decoder(tiny.ids(1, 1), cache=cache)
-    with pytest.raises(ValueError, match="cannot be combined with cu_seqlens"):
-        decoder(tiny.ids(tokens=1), cu_seqlens=torch.tensor([0, 1, 2]), cache=cache)
+        decoder(tiny.ids(1, 1), context=cache)
+    with pytest.raises(ValueError, match="cu_seqlens are of rows that are read at once"):
+        decoder(tiny.ids(tokens=1), cu_seqlens=torch.tensor([0, 1, 2]), context=cache)
     assert cache.length == 8

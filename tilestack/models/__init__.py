@@ -8,6 +8,7 @@ from tilestack.models.config import ModelConfig
 from tilestack.models.decoder import Decoder
 from tilestack.models.generate import generate
 from tilestack.models.keys import ConfigError
+from tilestack.models.paged import PagedBatch, PagedCache
 from tilestack.models.weights import CheckpointError
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "Decoder",
     "KVCache",
     "ModelConfig",
+    "PagedBatch",
+    "PagedCache",
     "generate",
     "gguf",
     "load",

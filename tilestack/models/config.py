@@ -120,10 +120,11 @@ class ModelConfig:
         return self.rope_dim if self.kv_rank else int(self.head_dim * self.rotary_factor)
 
     @property
-    def cached_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """What a layer remembers of a token, as [heads, dim] twice: its key and value, or the latent they are made from."""
+    def cached_shapes(self) -> tuple[tuple[int, int], tuple[int, int] | None]:
+        """What a layer remembers of a token, as [heads, dim]: its keys and its values. With MLA, the latent that both are
+        made from and the rotary key, as one."""
         if self.kv_rank:
-            return (1, self.kv_rank), (1, self.rope_dim)
+            return (1, self.kv_rank + self.rope_dim), None
         return (self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim)
 
     def window(self, layer: int) -> int | None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tilestack import ops
-from tilestack.models.attention import Attention, Context
-from tilestack.models.cache import KVCache
+from tilestack.models.attention import Attention, Places
 from tilestack.models.config import ModelConfig
+from tilestack.models.context import Context, Documents
 from tilestack.models.mla import LatentAttention
 from tilestack.models.norm import Norm, add_norm
 from tilestack.models.rotary import Rotary
@@ -33,9 +33,9 @@ class Layer(torch.nn.Module):
         self.mlp = experts(config) if config.sparse(layer) else feed_forward(config)
         self.mlp_post_norm = norm(config.post_norms)
 
-    def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, places: Places, context: Context) -> tuple[Tensor, Tensor]:
         normal, residual = add_norm(x, residual, self.attention_norm)  # [B, T, H] each
-        x = self.added(self.attention(normal, context), self.attention_post_norm)
+        x = self.added(self.attention(normal, places, context), self.attention_post_norm)
         normal, residual = add_norm(x, residual, self.mlp_norm)
         return self.added(self.mlp(normal), self.mlp_post_norm), residual
 
@@ -77,43 +77,38 @@ class Decoder(torch.nn.Module):
         ids: Tensor,
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        cache: KVCache | None = None,
+        context: Context | None = None,
     ) -> Tensor:
         """Logits [B, T, V] of the token after each of ids [B, T]; see `hidden` for the rest."""
-        return self.logits(self.hidden(ids, positions, cu_seqlens, cache))
+        return self.logits(self.hidden(ids, positions, cu_seqlens, context))
 
     def hidden(
         self,
         ids: Tensor,
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        cache: KVCache | None = None,
+        context: Context | None = None,
     ) -> Tensor:
-        """The normed hidden states [B, T, H] that the head reads.
+        """The normed hidden states [B, T, H] that the head reads; [T, H] for ids [T].
 
-        `positions`, [B, T] or [T], are each token's place in its text; without them texts begin with the cache or the
-        row. `cu_seqlens` are the offsets of documents packed into the rows, as `ops.attention` takes them. A `cache`
-        holds the tokens before these, and these too from now on.
+        `positions`, [B, T] or [T], are each token's place in its text; without them texts begin with the row, or go on
+        where the `context` ends, which keeps the tokens before these and these too from now on. `cu_seqlens` are the
+        offsets of documents packed into rows that are read at once.
         """
-        batch, tokens = ids.shape
-        before = 0
-        if cache is not None:
-            if cu_seqlens is not None:
-                raise ValueError("a cache continues one text per row; it cannot be combined with cu_seqlens")
-            cache.check(batch, tokens)
-            before = cache.length
-        if positions is None and before:
-            positions = torch.arange(before, before + tokens, device=ids.device)
-        whole, local = self.rotary(before + tokens)
-        context = Context(whole, local, positions, cu_seqlens, cache)
+        if ids.ndim == 1:
+            return self.hidden(ids[None], positions, cu_seqlens, context)[0]
+        if context is not None and cu_seqlens is not None:
+            raise ValueError("cu_seqlens are of rows that are read at once; a context goes on where it ended")
+        context = Documents(cu_seqlens) if context is None else context
+        following = context.start(*ids.shape)
+        whole, local = self.rotary(context.longest or ids.shape[1])
+        places = Places(following if positions is None else positions, whole, local)
         x, residual = self.embedded(ids), None
         for layer in self.layers:
             if self.checkpointing and torch.is_grad_enabled():
-                x, residual = checkpoint(layer, x, residual, context, use_reentrant=False)
+                x, residual = checkpoint(layer, x, residual, places, context, use_reentrant=False)
             else:
-                x, residual = layer(x, residual, context)
-        if cache is not None:
-            cache.advance(tokens)
+                x, residual = layer(x, residual, places, context)
         normal = add_norm(x, residual, self.norm)[0]
         return normal if self.config.logit_divisor == 1 else normal / self.config.logit_divisor
 
@@ -125,7 +120,7 @@ class Decoder(torch.nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's scores [..., V] of hidden states [..., H]."""
-        scores = ops.linear(*lowered(hidden, self.head_weight, None))
+        scores = ops.linear(*lowered(hidden, self.head_weight, None)) if self.head is None else self.head(hidden)
         return ops.softcap(scores, self.logit_softcap) if self.logit_softcap else scores
 
     @property

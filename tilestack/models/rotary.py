@@ -1,4 +1,5 @@
-"""The cosines and sines of RoPE that a decoder's layers share: made once, grown when a text is longer."""
+"""The cosines and sines of RoPE that a decoder's layers share: of every position that a model is made for, and grown when
+a text is longer still."""
 
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from tilestack.models.config import ModelConfig
 from tilestack.ops.rope import frequencies, tables
 
-AT_FIRST = 4096  # positions; a model may be made for a hundred thousand and never see them
+MOST_AT_FIRST = 2**20  # positions; files may claim any number
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines, [positions, pairs]
 
@@ -57,18 +58,19 @@ class Rotary(torch.nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        dim, length = config.rotary_dim, min(config.positions, AT_FIRST)
+        dim, length = config.rotary_dim, min(config.positions, MOST_AT_FIRST)
         scaling = config.rope_scaling and {"max_position_embeddings": config.positions} | config.rope_scaling
         kind = scaling["rope_type"] if scaling else "default"
-        self.dynamic, self.most = kind == "dynamic", None
-        self.whole = RotaryTable(dim, config.rope_base, scaling, length)
+        self.most: int | None = None  # the longest text that is read as it was trained, where that makes a difference
         self.local = self.long = None
+        if kind == "dynamic":
+            self.most = config.positions
+        if scaling and kind == "longrope":
+            self.most = scaling["original_max_position_embeddings"]
+            self.long = RotaryTable(dim, config.rope_base, scaling, length, self.most + 1)
+        self.whole = RotaryTable(dim, config.rope_base, scaling, min(length, self.most or length))
         if config.local_rope_base is not None:
             self.local = RotaryTable(dim, config.local_rope_base, None, length)
-        if scaling and kind in ("dynamic", "longrope"):
-            self.most = config.positions if self.dynamic else scaling["original_max_position_embeddings"]
-        if kind == "longrope" and self.most is not None:
-            self.long = RotaryTable(dim, config.rope_base, scaling, length, self.most + 1)
 
     def forward(self, length: int) -> tuple[Angles, Angles]:
         """(of layers that see everything, of layers with a window), for a text of `length` tokens."""
