@@ -53,7 +53,7 @@ def test_bfloat16_on_the_gpu_is_near_float32_on_the_cpu(family):
     near(on_gpu(*(x.cuda() for x in given)), decoder(*given))
     near(on_gpu(given[0].cuda()), decoder(given[0]))
     cache = models.KVCache(decoder.config, 2, 128, torch.bfloat16, "cuda")
-    pieces = [on_gpu(piece.cuda(), cache=cache) for piece in given[0].split([100, 1, 27], dim=1)]
+    pieces = [on_gpu(piece.cuda(), context=cache) for piece in given[0].split([100, 1, 27], dim=1)]
     near(torch.cat(pieces, 1), decoder(given[0]))
 
 

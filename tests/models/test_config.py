@@ -21,7 +21,25 @@ from tilestack import models
         ("llama2", dict(num_kv_heads=2, num_key_value_head=2), "'num_key_value_head'; did you mean"),
         ("llama2", dict(hidden_act="gelu"), "hidden_act must be silu, not 'gelu'"),
         ("llama2", dict(quantization_config=dict(quant_method="awq")), "quantised .*awq"),
-        ("llama2", dict(rope_scaling=dict(rope_type="longrope")), "rope_type must be one of .*'longrope'"),
+        ("llama2", dict(rope_scaling=dict(rope_type="proportional")), "rope_type must be one of .*'proportional'"),
+        ("llama2", dict(rope_scaling=dict(rope_type="longrope")), "longrope lacks short_factor"),
+        ("llama2", dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1"),
+        (
+            "llama2",
+            dict(model_type="gemma3"),
+            "model_type 'gemma3' is not read; .* its text model alone is gemma3_text",
+        ),
+        ("gemma2", dict(use_bidirectional_attention=True), "use_bidirectional_attention must be false"),
+        ("gemma2", dict(hidden_activation="gelu"), "hidden_activation must be gelu_pytorch_tanh, not 'gelu'"),
+        ("gemma2", dict(layer_types=["chunked_attention"] * 4), "layer_types may name full_attention and"),
+        ("gemma3", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping must be null for Gemma 3"),
+        ("phi4_mini", dict(partial_rotary_factor=0.7), "head_dim must be even, and so must the part"),
+        (
+            "phi4_mini",
+            dict(partial_rotary_factor=0.5),
+            "short_factor must hold a factor for each of the 4 pairs, not 6",
+        ),
+        ("phi3", dict(rope_scaling=dict(rope_type="linear", factor=2.0)), "rope_type must be default or longrope"),
         ("llama2", dict(rope_scaling=dict(type="linear")), "linear lacks factor"),
         ("llama2", dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "llama3 lacks low_freq_factor"),
         ("qwen3_moe", dict(num_experts_per_tok=9), "num_experts_per_tok is 9, more than the 8"),
@@ -47,7 +65,7 @@ def test_old_and_new_ways_to_write_rope_are_read_alike():
 
 
 def test_what_no_config_can_say_is_not_written():
-    config = models.ModelConfig(97, 64, 80, layers=2, heads=4, kv_heads=2, head_dim=16, qkv_bias=True, qk_norm=True)
+    config = models.ModelConfig(97, 64, 80, layers=2, heads=4, kv_heads=2, head_dim=16, qkv_bias=True, qk_norm="head")
     with pytest.raises(models.ConfigError, match="a llama model has no words for this: qk_norm, output_bias"):
         config.to_hf()
 

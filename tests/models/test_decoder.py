@@ -11,7 +11,9 @@ from tilestack.nn import MoE
 
 each_family = pytest.mark.parametrize("family", tiny.FAMILIES)
 some_families = pytest.mark.parametrize(
-    "family", ["llama3", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v2_lite"]
+    "family",
+    ["llama3", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v2_lite"]
+    + ["gemma2", "gemma3", "phi4_mini", "olmo2", "granite", "glm4"],
 )
 
 
@@ -21,7 +23,7 @@ def test_reading_in_pieces_with_a_cache_is_reading_at_once(family):
     tokens = 14  # of dynamic RoPE, whose angles change once a text is longer than 16, as in transformers
     decoder, ids = tiny.ours(family), tiny.ids(tokens=tokens)
     cache = models.KVCache(decoder.config, 2, tokens)
-    found = [decoder(piece, cache=cache) for piece in ids.split([5, 1, 1, 6, 1], dim=1)]
+    found = [decoder(piece, context=cache) for piece in ids.split([5, 1, 1, 6, 1], dim=1)]
     assert cache.length == tokens
     torch.testing.assert_close(torch.cat(found, 1), decoder(ids), rtol=1e-4, atol=1e-4)
 
@@ -38,7 +40,7 @@ def test_packed_documents_are_as_if_read_alone(family):
         torch.testing.assert_close(packed[start:end], alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v2", "gemma3"])
 def test_computing_activations_again_changes_no_gradient(family):
     decoder, ids = tiny.ours(family), tiny.ids()
     gradients = []
@@ -49,7 +51,7 @@ def test_computing_activations_again_changes_no_gradient(family):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v2_lite"])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v2_lite", "gemma3"])
 def test_it_compiles_whole(family):
     decoder, ids = tiny.ours(family, num_hidden_layers=1), tiny.ids(tokens=8)
     ends = torch.tensor([0, 5, 8, 12, 16, 16], dtype=torch.int32)
@@ -65,16 +67,16 @@ def test_it_compiles_whole(family):
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("family", ["smollm2", "qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["smollm2", "qwen3_moe", "deepseek_v2", "gemma2", "gemma3", "olmo2", "glm4"])
 def test_half_precision_and_autocast_stay_near_float32(family):
     decoder, ids = tiny.ours(family), tiny.ids()
     expected = decoder(ids)
     with torch.autocast("cpu", torch.bfloat16):
         cast = decoder(ids)
-        cached = decoder(ids, cache=models.KVCache(decoder.config, 2, 24))
+        cached = decoder(ids, context=models.KVCache(decoder.config, 2, 24))
     half = decoder.to(torch.bfloat16)(ids)
     assert half.dtype == cast.dtype == torch.bfloat16
-    assert decoder.rotary.cos.dtype == torch.float32, "angles of far positions need their digits"
+    assert decoder.rotary.whole.cos.dtype == torch.float32, "angles of far positions need their digits"
     for found in (cast, cached, half):
         # Routing may send a token elsewhere after rounding, so the middle of the errors is judged, not the largest.
         assert (found - expected).abs().median() < 0.02 * expected.std()
@@ -108,7 +110,7 @@ def test_tables_grow_with_the_text():
     decoder = tiny.ours("llama2", max_position_embeddings=8)
     ids = tiny.ids(tokens=40)
     long = decoder(ids)
-    assert decoder.rotary.cos.shape[0] >= 40
+    assert decoder.rotary.whole.cos.shape[0] >= 40
     torch.testing.assert_close(long, tiny.ours("llama2")(ids))
 
 
@@ -116,17 +118,17 @@ def test_a_decoder_from_meta_has_its_tables():
     with torch.device("meta"):
         decoder = models.Decoder(models.ModelConfig.from_hf(tiny.config_of("llama3")))
     decoder.to_empty(device="cpu")
-    assert torch.equal(decoder.rotary.cos, tiny.ours("llama3").rotary.cos)
+    assert torch.equal(decoder.rotary.whole.cos, tiny.ours("llama3").rotary.whole.cos)
 
 
 def test_what_does_not_fit_a_cache_is_refused_before_anything_is_stored():
     decoder = tiny.ours("llama2")
     cache = models.KVCache(decoder.config, 2, 10)
-    decoder(tiny.ids(tokens=8), cache=cache)
+    decoder(tiny.ids(tokens=8), context=cache)
     with pytest.raises(ValueError, match="holds 10 tokens and has 8; 3 more do not fit"):
-        decoder(tiny.ids(tokens=3), cache=cache)
+        decoder(tiny.ids(tokens=3), context=cache)
     with pytest.raises(ValueError, match="batch of 2, not 1"):
-        decoder(tiny.ids(1, 1), cache=cache)
-    with pytest.raises(ValueError, match="cannot be combined with cu_seqlens"):
-        decoder(tiny.ids(tokens=1), cu_seqlens=torch.tensor([0, 1, 2]), cache=cache)
+        decoder(tiny.ids(1, 1), context=cache)
+    with pytest.raises(ValueError, match="cu_seqlens are of rows that are read at once"):
+        decoder(tiny.ids(tokens=1), cu_seqlens=torch.tensor([0, 1, 2]), context=cache)
     assert cache.length == 8

@@ -27,6 +27,10 @@ SCALINGS = {
         rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
         original_max_position_embeddings=TRAINED,
     ),
+    "longrope": dict(
+        rope_type="longrope", short_factor=[1 + i / 40 for i in range(32)], long_factor=[1.0 + i for i in range(32)],
+        original_max_position_embeddings=TRAINED // 2,
+    ),
 }  # fmt: skip
 
 

@@ -7,6 +7,8 @@ from torch import nn
 
 
 class Bigrams(nn.Module):
+    logit_softcap = 0.0
+
     def __init__(self, vocabulary: int = 64, hidden: int = 6, seed: int = 0):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)

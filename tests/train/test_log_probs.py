@@ -9,6 +9,8 @@ from tilestack.train.log_probs import Scored, in_rows, log_probs
 class Bigram:
     """A model of which each token's logits depend on the token before: no attention, so nothing to hide."""
 
+    logit_softcap = 0.0
+
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
         self.embedding = torch.randn(11, 4, generator=generator)

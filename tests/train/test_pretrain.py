@@ -78,7 +78,7 @@ def test_bits_per_byte_are_of_the_very_text_that_is_asked_for(small, tmp_path):
     class Clueless:
         """All tokens are equally likely."""
 
-        head_weight = torch.zeros(tokenizer.vocabulary, 4)
+        head_weight, logit_softcap = torch.zeros(tokenizer.vocabulary, 4), 0.0
 
         def hidden(self, ids, positions, cu_seqlens):
             return torch.zeros(*ids.shape, 4)

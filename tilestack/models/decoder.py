@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers of attention and feed-forward, norm, head. Llama, Qwen, Mixtral and DeepSeek by config.
+"""The decoder: embedding, layers of attention and feed-forward, norm, head. What families differ in is configuration.
 
 A layer's norm and the residual sum before it are one operator, so layers hand on two tensors: what the last block
 added (`x`) and the sum up to it (`residual`).
@@ -11,28 +11,38 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tilestack import ops
-from tilestack.models.attention import Attention, Context
-from tilestack.models.cache import KVCache
+from tilestack.models.attention import Attention, Places
 from tilestack.models.config import ModelConfig
+from tilestack.models.context import Context, Documents
 from tilestack.models.mla import LatentAttention
+from tilestack.models.norm import Norm, add_norm
 from tilestack.models.rotary import Rotary
-from tilestack.nn import MLP, Balance, Linear, MoE, RMSNorm
+from tilestack.nn import MLP, Balance, Linear, MoE
 from tilestack.nn.autocast import lowered
 
 
 class Layer(torch.nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden, eps=config.norm_eps)
+        norm = lambda wanted: Norm(config.hidden, config) if wanted else None
+        self.residual_scale = config.residual_scale
+        self.attention_norm = norm(config.pre_norms)
         self.attention = LatentAttention(config, layer) if config.kv_rank else Attention(config, layer)
-        self.mlp_norm = RMSNorm(config.hidden, eps=config.norm_eps)
-        self.mlp = experts(config) if config.sparse(layer) else MLP(config.hidden, config.intermediate, config.mlp_bias)
+        self.attention_post_norm = norm(config.post_norms)
+        self.mlp_norm = norm(config.pre_norms)
+        self.mlp = experts(config) if config.sparse(layer) else feed_forward(config)
+        self.mlp_post_norm = norm(config.post_norms)
 
-    def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, places: Places, context: Context) -> tuple[Tensor, Tensor]:
         normal, residual = add_norm(x, residual, self.attention_norm)  # [B, T, H] each
-        x = self.attention(normal, context)
+        x = self.added(self.attention(normal, places, context), self.attention_post_norm)
         normal, residual = add_norm(x, residual, self.mlp_norm)
-        return self.mlp(normal), residual
+        return self.added(self.mlp(normal), self.mlp_post_norm), residual
+
+    def added(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """What a block adds to the residual stream: normalised and scaled, in the families that do."""
+        x = x if norm is None else norm(x)
+        return x if self.residual_scale == 1 else x * self.residual_scale
 
 
 class Decoder(torch.nn.Module):
@@ -44,7 +54,7 @@ class Decoder(torch.nn.Module):
         self.checkpointing = False
         self.embedding = torch.nn.Embedding(config.vocabulary, config.hidden)
         self.layers = torch.nn.ModuleList(Layer(config, layer) for layer in range(config.layers))
-        self.norm = RMSNorm(config.hidden, eps=config.norm_eps)
+        self.norm = Norm(config.hidden, config)
         self.head = None if config.tied else Linear(config.hidden, config.vocabulary, bias=False)
         self.rotary = Rotary(config)
         self.reset_parameters()
@@ -57,7 +67,7 @@ class Decoder(torch.nn.Module):
             if name.endswith("bias"):
                 parameter.zero_()
             elif parameter.ndim == 1:
-                parameter.fill_(1.0)
+                parameter.fill_(1.0 - self.config.norm_offset)
             else:
                 writes = name.endswith(("output.weight", "down.weight", "mlp.down"))
                 parameter.normal_(0.0, std / (2 * self.config.layers) ** 0.5 if writes else std)
@@ -67,48 +77,56 @@ class Decoder(torch.nn.Module):
         ids: Tensor,
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        cache: KVCache | None = None,
+        context: Context | None = None,
     ) -> Tensor:
         """Logits [B, T, V] of the token after each of ids [B, T]; see `hidden` for the rest."""
-        return self.logits(self.hidden(ids, positions, cu_seqlens, cache))
+        return self.logits(self.hidden(ids, positions, cu_seqlens, context))
 
     def hidden(
         self,
         ids: Tensor,
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        cache: KVCache | None = None,
+        context: Context | None = None,
     ) -> Tensor:
-        """The normed hidden states [B, T, H] that the head reads.
+        """The normed hidden states [B, T, H] that the head reads; [T, H] for ids [T].
 
-        `positions`, [B, T] or [T], are each token's place in its text; without them texts begin with the cache or the
-        row. `cu_seqlens` are the offsets of documents packed into the rows, as `ops.attention` takes them. A `cache`
-        holds the tokens before these, and these too from now on.
+        `positions`, [B, T] or [T], are each token's place in its text; without them texts begin with the row, or go on
+        where the `context` ends, which keeps the tokens before these and these too from now on. `cu_seqlens` are the
+        offsets of documents packed into rows that are read at once.
         """
-        batch, tokens = ids.shape
-        before = 0
-        if cache is not None:
-            if cu_seqlens is not None:
-                raise ValueError("a cache continues one text per row; it cannot be combined with cu_seqlens")
-            cache.check(batch, tokens)
-            before = cache.length
-        if positions is None and before:
-            positions = torch.arange(before, before + tokens, device=ids.device)
-        cos, sin = self.rotary(before + tokens)
-        context = Context(cos, sin, positions, cu_seqlens, cache)
-        x, residual = ops.embedding(ids, self.embedding.weight), None
+        if ids.ndim == 1:
+            return self.hidden(ids[None], positions, cu_seqlens, context)[0]
+        if context is not None and cu_seqlens is not None:
+            raise ValueError("cu_seqlens are of rows that are read at once; a context goes on where it ended")
+        context = Documents(cu_seqlens) if context is None else context
+        following = context.start(*ids.shape)
+        whole, local = self.rotary(context.longest or ids.shape[1])
+        places = Places(following if positions is None else positions, whole, local)
+        x, residual = self.embedded(ids), None
         for layer in self.layers:
             if self.checkpointing and torch.is_grad_enabled():
-                x, residual = checkpoint(layer, x, residual, context, use_reentrant=False)
+                x, residual = checkpoint(layer, x, residual, places, context, use_reentrant=False)
             else:
-                x, residual = layer(x, residual, context)
-        if cache is not None:
-            cache.advance(tokens)
-        return add_norm(x, residual, self.norm)[0]
+                x, residual = layer(x, residual, places, context)
+        normal = add_norm(x, residual, self.norm)[0]
+        return normal if self.config.logit_divisor == 1 else normal / self.config.logit_divisor
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        x = ops.embedding(ids, self.embedding.weight)
+        if self.config.embedding_scale == 1:
+            return x
+        return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # rounded as Gemma was trained with it
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's scores [..., V] of hidden states [..., H]."""
-        return ops.linear(*lowered(hidden, self.head_weight, None))
+        scores = ops.linear(*lowered(hidden, self.head_weight, None)) if self.head is None else self.head(hidden)
+        return ops.softcap(scores, self.logit_softcap) if self.logit_softcap else scores
+
+    @property
+    def logit_softcap(self) -> float:
+        """c where the head's scores are bounded as c · tanh(score / c), as losses on hidden states have to know; or 0."""
+        return self.config.logit_softcap or 0.0
 
     @property
     def head_weight(self) -> Tensor:
@@ -121,11 +139,8 @@ class Decoder(torch.nn.Module):
         return [balance for balance in found if balance is not None]
 
 
-def add_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    """(the norm of x + residual, x + residual); the residual stream keeps its dtype under autocast."""
-    if residual is None:
-        return norm(x), x
-    return ops.add_rms_norm(x.to(residual.dtype), residual, norm.weight, norm.eps or 0.0)
+def feed_forward(config: ModelConfig) -> MLP:
+    return MLP(config.hidden, config.intermediate, config.mlp_bias, config.activation)
 
 
 def experts(config: ModelConfig) -> MoE:

@@ -7,15 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tilestack.models.keys import ConfigError, shown
+
 if TYPE_CHECKING:
     from tilestack.models.config import ModelConfig
 
 Fields = dict[str, Any]
-
-
-class ConfigError(ValueError):
-    """A configuration that no decoder can be built from; the message names the key."""
-
 
 REQUIRED = ("vocabulary", "hidden", "intermediate", "layers", "heads")
 KEYS = dict(
@@ -40,6 +37,22 @@ COMMON_KEYS = {
 }  # fmt: skip
 
 
+NORMS = dict(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What a family calls the tensors of a layer, where families differ.
+
+    `norms` by our names; `fused` names those of our fused projections that it stores as one tensor too.
+    """
+
+    norms: Mapping[str, str] = field(default_factory=lambda: NORMS)
+    fused: frozenset[str] = frozenset()
+    experts_block: str = "mlp"
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
 @dataclass(frozen=True)
 class Family:
     """One model_type: `keys` by field, defaults of its own, and `read`/`write` for what is not one key for one field."""
@@ -50,6 +63,12 @@ class Family:
     read: Callable[[Mapping[str, Any], Fields], Fields] = lambda given, fields: {}
     write: Callable[["ModelConfig"], dict[str, Any]] = lambda config: {}
     other_keys: frozenset[str] = frozenset()
+    tensors: Tensors = field(default_factory=Tensors)
+
+
+def value(given: Mapping[str, Any], key: str, default: Any) -> Any:
+    """What a key holds; null is as good as no key."""
+    return default if given.get(key) is None else given[key]
 
 
 def read_llama(given: Mapping[str, Any], fields: Fields) -> Fields:
@@ -72,19 +91,29 @@ def write_mistral(config: "ModelConfig") -> dict[str, Any]:
 
 def read_qwen(given: Mapping[str, Any], fields: Fields) -> Fields:
     """From a layer on (`max_window_layers`), or in those that `layer_types` names, Qwen's layers have a window."""
-    layers, window = fields["layers"], given.get("sliding_window", 4096) if given.get("use_sliding_window") else None
-    slides = [layer >= given.get("max_window_layers", 28) for layer in range(layers)]
-    if given.get("layer_types"):
-        slides = [kind == "sliding_attention" for kind in given["layer_types"]]
+    window = given.get("sliding_window", 4096) if given.get("use_sliding_window") else None
+    first = value(given, "max_window_layers", 28)
+    slides = sliding_layers(given, [layer >= first for layer in range(fields["layers"])])
     windows = tuple(window if slide else None for slide in slides)
     return dict(windows=windows if any(windows) else (), qkv_bias=True)
 
 
+def sliding_layers(given: Mapping[str, Any], usual: list[bool]) -> list[bool]:
+    """Which layers have a window: those that `layer_types` names, or else the usual ones."""
+    kinds = given.get("layer_types") or []
+    if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
+        raise ConfigError(f"layer_types may name full_attention and sliding_attention, not {shown(unknown[0])}")
+    return [kind == "sliding_attention" for kind in kinds] or usual
+
+
 def write_qwen(config: "ModelConfig") -> dict[str, Any]:
-    window = next(filter(None, config.windows), None)
-    kinds = ["sliding_attention" if config.window(layer) else "full_attention" for layer in range(config.layers)]
+    window, kinds = next(filter(None, config.windows), None), layer_types(config)
     first = kinds.index("sliding_attention") if window else config.layers
     return dict(use_sliding_window=bool(window), sliding_window=window, max_window_layers=first, layer_types=kinds)
+
+
+def layer_types(config: "ModelConfig") -> list[str]:
+    return ["sliding_attention" if config.window(layer) else "full_attention" for layer in range(config.layers)]
 
 
 def read_qwen3(given: Mapping[str, Any], fields: Fields) -> Fields:
@@ -98,11 +127,11 @@ def write_qwen3(config: "ModelConfig") -> dict[str, Any]:
 def read_qwen3_moe(given: Mapping[str, Any], fields: Fields) -> Fields:
     """All layers share a window, and those that `decoder_sparse_step` and `mlp_only_layers` leave out are dense."""
     window = given.get("sliding_window", 4096) if given.get("use_sliding_window") else None
-    step, dense = given.get("decoder_sparse_step", 1), given.get("mlp_only_layers") or []
+    step, dense = value(given, "decoder_sparse_step", 1), given.get("mlp_only_layers") or []
     return read_llama(given, fields) | dict(
         windows=(window,) * fields["layers"] if window else (),
         dense_layers=tuple(layer for layer in range(fields["layers"]) if layer in dense or (layer + 1) % step),
-        experts=given.get("num_experts", given.get("num_local_experts", 128)),
+        experts=value(given, "num_experts", value(given, "num_local_experts", 128)),
     )
 
 
@@ -132,17 +161,19 @@ def read_deepseek(given: Mapping[str, Any], fields: Fields) -> Fields:
     if given.get("norm_topk_prob"):
         raise ConfigError("norm_topk_prob must be false for DeepSeek-V2: transformers does not normalise there either")
     for key, only in (("scoring_func", "softmax"), ("moe_layer_freq", 1)):
-        if given.get(key, only) != only:
-            raise ConfigError(f"{key} must be {only} for DeepSeek-V2, not {given[key]!r}")
-    method = given.get("topk_method", "greedy")
+        if value(given, key, only) != only:
+            raise ConfigError(f"{key} must be {only} for DeepSeek-V2, not {shown(given[key])}")
+    method = value(given, "topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise ConfigError(f"topk_method must be greedy or group_limited_greedy, not {method!r}")
+        raise ConfigError(f"topk_method must be greedy or group_limited_greedy, not {shown(method)}")
     grouped = method == "group_limited_greedy"
+    if grouped and None in (given.get("n_group"), given.get("topk_group")):
+        raise ConfigError("group_limited_greedy needs n_group and topk_group")
     return dict(
         kv_heads=fields["heads"],
         head_dim=fields["nope_dim"] + fields["rope_dim"],
-        dense_layers=tuple(range(given.get("first_k_dense_replace", 0))),
-        shared_intermediate=fields["expert_intermediate"] * given.get("n_shared_experts", 2),
+        dense_layers=tuple(range(min(value(given, "first_k_dense_replace", 0), fields["layers"]))),
+        shared_intermediate=fields["expert_intermediate"] * value(given, "n_shared_experts", 2),
         groups=given["n_group"] if grouped else 1,
         top_groups=given["topk_group"] if grouped else 1,
         q_rank=given.get("q_lora_rank", 1536) or 0,
@@ -165,9 +196,80 @@ def write_deepseek(config: "ModelConfig") -> dict[str, Any]:
     )
 
 
+def read_gemma2(given: Mapping[str, Any], fields: Fields) -> Fields:
+    return read_gemma({"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **given}, fields, pattern=2)
+
+
+def read_gemma3(given: Mapping[str, Any], fields: Fields) -> Fields:
+    if given.get("attn_logit_softcapping") is not None:
+        raise ConfigError("attn_logit_softcapping must be null for Gemma 3: transformers does not use it there either")
+    return read_gemma(given, fields, pattern=value(given, "sliding_window_pattern", 6))
+
+
+def read_gemma(given: Mapping[str, Any], fields: Fields, pattern: int) -> Fields:
+    """Of every `pattern` layers the last sees everything and the others have a window, unless `layer_types` differs."""
+    if given.get("use_bidirectional_attention"):
+        raise ConfigError("use_bidirectional_attention must be false: a decoder looks back alone")
+    window = given.get("sliding_window", 4096) or None
+    slides = sliding_layers(given, [bool((layer + 1) % pattern) for layer in range(fields["layers"])])
+    return read_llama(given, fields) | dict(
+        windows=tuple(window if slide else None for slide in slides) if window and any(slides) else (),
+        embedding_scale=fields["hidden"] ** 0.5,
+        attention_scale=value(given, "query_pre_attn_scalar", 256) ** -0.5,
+        attention_softcap=given.get("attn_logit_softcapping"),
+        logit_softcap=given.get("final_logit_softcapping"),
+    )
+
+
+def write_gemma(config: "ModelConfig") -> dict[str, Any]:
+    scalar = (config.attention_scale or config.head_dim**-0.5) ** -2
+    return write_llama(config) | dict(
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar,
+        sliding_window=next(filter(None, config.windows), None),
+        layer_types=layer_types(config),
+        attn_logit_softcapping=config.attention_softcap,
+        final_logit_softcapping=config.logit_softcap,
+    )
+
+
+def read_phi3(given: Mapping[str, Any], fields: Fields) -> Fields:
+    if fields["rope_scaling"] and fields["rope_scaling"]["rope_type"] != "longrope":
+        raise ConfigError("rope_type must be default or longrope for Phi-3")
+    return read_mistral({"sliding_window": None, **given}, fields)
+
+
+def write_phi3(config: "ModelConfig") -> dict[str, Any]:
+    trained = (config.rope_scaling or {}).get("original_max_position_embeddings", config.positions)
+    return write_mistral(config) | dict(original_max_position_embeddings=trained)
+
+
+def read_glm(given: Mapping[str, Any], fields: Fields) -> Fields:
+    return dict(qkv_bias=value(given, "attention_bias", True))
+
+
 ATTENTION = frozenset({"attention_bias"})
 WINDOW = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 EXPERTS = dict(top_k="num_experts_per_tok")
+PARTIAL = dict(rotary_factor="partial_rotary_factor")
+GEMMA = frozenset(
+    {"hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}
+    | {"use_bidirectional_attention", "cache_implementation", "sliding_window_pattern", "_sliding_window_pattern"}
+)
+GEMMA_DEFAULTS = dict(
+    kv_heads=4, head_dim=256, tied=True, activation="gelu_tanh", norm_offset=1.0, post_norms=True, positions=8192
+)
+GEMMA_TENSORS = Tensors(
+    dict(
+        attention_norm="input_layernorm",
+        attention_post_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_post_norm="post_feedforward_layernorm",
+    )
+)
+GLM_DEFAULTS = dict(
+    kv_heads=2, head_dim=128, positions=131072, norm_eps=1.5625e-07, rotary_factor=0.5, rotary_interleaved=True
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -180,7 +282,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         "Qwen3ForCausalLM",
         KEYS,
-        dict(positions=32768, head_dim=128, qk_norm=True),
+        dict(positions=32768, head_dim=128, qk_norm="head"),
         read_qwen3,
         write_qwen3,
         other_keys=ATTENTION | WINDOW,
@@ -188,7 +290,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         KEYS | EXPERTS | {"expert_intermediate": "moe_intermediate_size", "normalise": "norm_topk_prob"},
-        dict(positions=32768, qk_norm=True, normalise=False, top_k=8, expert_intermediate=768),
+        dict(positions=32768, qk_norm="head", normalise=False, top_k=8, expert_intermediate=768),
         read_qwen3_moe,
         write_qwen3_moe,
         other_keys=ATTENTION | WINDOW | {"num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"},
@@ -200,6 +302,7 @@ FAMILIES: dict[str, Family] = {
         read_mixtral,
         write_mistral,
         other_keys=WINDOW | {"router_jitter_noise"},
+        tensors=Tensors(experts_block="block_sparse_moe", expert=("w1", "w3", "w2")),
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
@@ -221,4 +324,93 @@ FAMILIES: dict[str, Family] = {
         | {"q_lora_rank", "topk_method", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"}
         | {"norm_topk_prob", "qk_head_dim", "moe_layer_freq", "scoring_func", "aux_loss_alpha", "seq_aux"},
     ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        KEYS,
+        GEMMA_DEFAULTS,
+        read_gemma2,
+        write_gemma,
+        other_keys=ATTENTION | WINDOW | GEMMA,
+        tensors=GEMMA_TENSORS,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        KEYS | {"local_rope_base": "rope_local_base_freq"},
+        GEMMA_DEFAULTS | dict(positions=131072, qk_norm="head", rope_base=1e6, local_rope_base=1e4),
+        read_gemma3,
+        write_gemma,
+        other_keys=ATTENTION | WINDOW | GEMMA,
+        tensors=GEMMA_TENSORS,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        KEYS | PARTIAL,
+        dict(positions=4096, norm_eps=1e-5),
+        read_phi3,
+        write_phi3,
+        other_keys=WINDOW | {"original_max_position_embeddings", "resid_pdrop", "embd_pdrop", "attention_bias"},
+        tensors=Tensors(fused=frozenset({"qkv", "gate_up"})),
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        KEYS,
+        dict(norm_eps=1e-5, qk_norm="projection", pre_norms=False, post_norms=True),
+        read_llama,
+        write_llama,
+        other_keys=ATTENTION,
+        tensors=Tensors(
+            dict(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
+        ),
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        KEYS
+        | {
+            "mlp_bias": "mlp_bias",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "attention_scale": "attention_multiplier",
+            "logit_divisor": "logits_scaling",
+        },
+        dict(attention_scale=1.0),
+        read_llama,
+        write_llama,
+        other_keys=ATTENTION,
+    ),
+    "glm": Family(
+        "GlmForCausalLM",
+        KEYS | PARTIAL,
+        GLM_DEFAULTS,
+        read_glm,
+        write_llama,
+        other_keys=ATTENTION,
+        tensors=Tensors(fused=frozenset({"gate_up"})),
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        KEYS | PARTIAL,
+        GLM_DEFAULTS | dict(post_norms=True),
+        read_glm,
+        write_llama,
+        other_keys=ATTENTION,
+        tensors=Tensors(
+            dict(
+                attention_norm="input_layernorm",
+                attention_post_norm="post_self_attn_layernorm",
+                mlp_norm="post_attention_layernorm",
+                mlp_post_norm="post_mlp_layernorm",
+            ),
+            frozenset({"gate_up"}),
+        ),
+    ),
+}
+
+HINTS = {
+    "gemma3": "it reads images too; its text model alone is gemma3_text",
+    "phi4_multimodal": "it reads images and sound too; Phi-4 and Phi-4-mini are phi3",
+    "phi4mm": "it reads images and sound too; Phi-4 and Phi-4-mini are phi3",
+    "glm4_moe": "of the GLM-4 models the dense ones are, glm and glm4",
+    "granitemoe": "of the Granite models the dense ones are, granite",
+    "granitemoehybrid": "of the Granite models the dense ones are, granite",
+    "olmoe": "of the OLMo models the dense OLMo 2 is, olmo2",
 }

@@ -80,7 +80,7 @@ def generate(
     ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
     last: Tensor | None = None
     for _ in range(max_new_tokens):
-        hidden = decoder.hidden(ids, cache=cache)[:, -1]
+        hidden = decoder.hidden(ids, context=cache)[:, -1]
         drawn = sampler(decoder.logits(hidden)).to(ids.dtype)
         last = drawn if last is None else torch.where(ended, last, drawn)
         yield last

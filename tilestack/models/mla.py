@@ -1,13 +1,16 @@
 """Multi-head latent attention, DeepSeek's: keys and values of all heads are made from one small latent per token.
 
-The cache holds the latent and one rotary key for all heads, kv_rank + rope_dim numbers a token, where plain attention
-holds heads * (D + V). A head's query and key have a part without position, made from the latent, and a part with:
+What is kept of a token is the latent and one rotary key for all heads, kv_rank + rope_dim numbers, where plain attention
+keeps heads * (D + V). A head's query and key have a part without position, made from the latent, and a part with:
 
     x [H] ─┬─ q or its latent [q_rank] ── norm ── q_up ──► q  = [nope | rope]      per head
            ├─ latent [kv_rank] ────────── norm ── kv_up ─► k  = [nope | rope], v   per head
            └─ rotary key [rope_dim] ── rope ───────────────────────┘
 
-Shapes: B batch, T new tokens, S all tokens, H hidden, D = nope_dim + rope_dim, V = value_dim.
+Where latents are kept, kv_up is absorbed into what stands on either side: q · (U c) = (Uᵀ q) · c, and a mean of values
+is kv_up of the mean of latents. Attention then has one head of keys, [latent | rope], whose first part is the values.
+
+Shapes: B batch, T new tokens, H hidden, D = nope_dim + rope_dim, V = value_dim, R = kv_rank.
 """
 
 import math
@@ -16,9 +19,11 @@ import torch
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.models.attention import Context
+from tilestack.models.attention import Places
 from tilestack.models.config import ModelConfig
+from tilestack.models.context import AttentionLayer, Context
 from tilestack.nn import Linear, RMSNorm
+from tilestack.nn.mlp import is_untouched
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever the model's own is
 
@@ -28,7 +33,8 @@ class LatentAttention(torch.nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.config, self.layer, self.window = config, layer, config.window(layer)
+        self.config = config
+        self.layer = AttentionLayer(layer, config.kv_rank, config.window(layer), attention_scale(config))
         queries = config.heads * config.head_dim
         self.split = config.q_rank or queries, config.kv_rank, config.rope_dim
         self.qkv = Linear(config.hidden, sum(self.split), bias=False)
@@ -37,28 +43,42 @@ class LatentAttention(torch.nn.Module):
         self.kv_norm = RMSNorm(config.kv_rank, eps=LATENT_EPS)
         self.kv_up = Linear(config.kv_rank, config.heads * (config.nope_dim + config.value_dim), bias=False)
         self.output = Linear(config.heads * config.value_dim, config.hidden, bias=False)
-        self.scale = attention_scale(config)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, places: Places, context: Context) -> Tensor:
         config = self.config
         q, latent, rotary = self.qkv(x).split(self.split, -1)
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_up(self.q_norm(q))
         q = q.unflatten(-1, (config.heads, config.head_dim))  # [B, T, heads, D]
         q_nope, q_rope = q.split((config.nope_dim, config.rope_dim), -1)
-        q_rope, rotary = ops.rope(
-            q_rope, rotary[:, :, None], context.cos, context.sin, context.positions, interleaved=True
-        )
-        latent = self.kv_norm(latent)[:, :, None]  # [B, T, 1, kv_rank]
-        if context.cache is not None:
-            latent, rotary = context.cache.add(self.layer, latent, rotary)
-        # [B, S, heads, nope_dim + V]
-        kv = self.kv_up(latent[:, :, 0]).unflatten(-1, (config.heads, config.nope_dim + config.value_dim))
+        q_rope, rotary = ops.rope(q_rope, rotary[:, :, None], *places.whole, places.positions, interleaved=True)
+        latent = self.kv_norm(latent)
+        attend = self.absorbed if context.keeps_latents else self.spelt_out
+        return self.output(attend(q_nope, q_rope, latent, rotary.to(latent.dtype), context).flatten(2))
+
+    def spelt_out(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, rotary: Tensor, context: Context) -> Tensor:
+        """[B, T, heads, V], with the keys and values of every head."""
+        config = self.config
+        kv = self.kv_up(latent).unflatten(-1, (config.heads, config.nope_dim + config.value_dim))
         k_nope, v = kv.split((config.nope_dim, config.value_dim), -1)
         q = torch.cat((q_nope, q_rope), -1)
         k = torch.cat((k_nope, rotary.to(k_nope.dtype).expand(-1, -1, config.heads, -1)), -1)
-        out = ops.attention(q, k, v, context.cu_seqlens, window=self.window, scale=self.scale)  # [B, T, heads, V]
-        return self.output(out.flatten(2))
+        return context.attend(self.layer, q, k, v)
+
+    def absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, rotary: Tensor, context: Context) -> Tensor:
+        """[B, T, heads, V], with one head of keys, of which the latents are the values."""
+        config = self.config
+        up = self.up_weight(q_nope).unflatten(0, (config.heads, -1))  # [heads, nope_dim + V, R]
+        to_keys, to_values = up.split((config.nope_dim, config.value_dim), 1)
+        q = torch.cat((torch.einsum("bthn,hnr->bthr", q_nope, to_keys), q_rope), -1)
+        k = torch.cat((latent[:, :, None], rotary), -1)
+        return torch.einsum("bthr,hvr->bthv", context.attend(self.layer, q, k, None), to_values)
+
+    def up_weight(self, like: Tensor) -> Tensor:
+        """kv_up as a matrix, [heads * (nope_dim + V), R]; of a layer with an adapter or of another precision, its columns."""
+        if is_untouched(self.kv_up):
+            return self.kv_up.weight.to(like.dtype)
+        return self.kv_up(torch.eye(self.config.kv_rank, dtype=like.dtype, device=like.device)).T
 
 
 def attention_scale(config: ModelConfig) -> float:

@@ -15,8 +15,11 @@ from torch import Tensor
 
 from tilestack.models.config import ModelConfig
 from tilestack.models.decoder import Decoder
+from tilestack.models.families import FAMILIES
+from tilestack.models.keys import shown
 
 FEW = 5  # tensors that an error names before it counts the others
+LONGEST_NAME = 200  # of a tensor or file that an error writes out
 
 
 class CheckpointError(ValueError):
@@ -41,18 +44,22 @@ class Source(Protocol):
 
 def layout(config: ModelConfig) -> dict[str, list[Piece]]:
     """The pieces of every parameter, by its name in the decoder; in the order of a Hugging Face model."""
+    tensors = FAMILIES[config.family].tensors
     found = {"embedding.weight": [Piece("model.embed_tokens.weight", config.vocabulary)]}
     for layer in range(config.layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
         attention = latent_attention_layout(config) if config.kv_rank else attention_layout(config)
-        block = "block_sparse_moe" if config.family == "mixtral" else "mlp"
-        mlp = experts_layout(config) if config.sparse(layer) else mlp_layout(config.intermediate, config, "")
+        sparse = config.sparse(layer)
+        block = tensors.experts_block if sparse else "mlp"
+        mlp = experts_layout(config) if sparse else mlp_layout(config.intermediate, config, "")
         for name, pieces in attention.items():
             found[f"{ours}.attention.{name}"] = [Piece(f"{theirs}.self_attn.{p.name}", p.rows) for p in pieces]
         for name, pieces in mlp.items():
             found[f"{ours}.mlp.{name}"] = [Piece(f"{theirs}.{block}.{p.name}", p.rows) for p in pieces]
-        found[f"{ours}.attention_norm.weight"] = [Piece(f"{theirs}.input_layernorm.weight", config.hidden)]
-        found[f"{ours}.mlp_norm.weight"] = [Piece(f"{theirs}.post_attention_layernorm.weight", config.hidden)]
+        for name in ("attention_norm", "mlp_norm") * config.pre_norms:
+            found[f"{ours}.{name}.weight"] = [Piece(f"{theirs}.{tensors.norms[name]}.weight", config.hidden)]
+        for name in ("attention_post_norm", "mlp_post_norm") * config.post_norms:
+            found[f"{ours}.{name}.weight"] = [Piece(f"{theirs}.{tensors.norms[name]}.weight", config.hidden)]
     found["norm.weight"] = [Piece("model.norm.weight", config.hidden)]
     if not config.tied:
         found["head.weight"] = [Piece("lm_head.weight", config.vocabulary)]
@@ -60,15 +67,19 @@ def layout(config: ModelConfig) -> dict[str, list[Piece]]:
 
 
 def attention_layout(config: ModelConfig) -> dict[str, list[Piece]]:
-    rows = [("q_proj", config.heads), ("k_proj", config.kv_heads), ("v_proj", config.kv_heads)]
+    sizes = [("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)]
+    if "qkv" in FAMILIES[config.family].tensors.fused:
+        sizes = [("qkv", config.heads + 2 * config.kv_heads)]
     found = {
-        f"qkv.{kind}": [Piece(f"{name}.{kind}", heads * config.head_dim) for name, heads in rows]
+        f"qkv.{kind}": [Piece(f"{name}_proj.{kind}", heads * config.head_dim) for name, heads in sizes]
         for kind in ("weight", *(["bias"] if config.qkv_bias else []))
     }
     for kind in ("weight", *(["bias"] if config.output_bias else [])):
         found[f"output.{kind}"] = [Piece(f"o_proj.{kind}", config.hidden)]
-    for name in ("q_norm.weight", "k_norm.weight") if config.qk_norm else ():
-        found[name] = [Piece(name, config.head_dim)]
+    for name, heads in (("q_norm", config.heads), ("k_norm", config.kv_heads)) if config.qk_norm else ():
+        found[f"{name}.weight"] = [
+            Piece(f"{name}.weight", config.head_dim * (heads if config.qk_norm == "projection" else 1))
+        ]
     return found
 
 
@@ -88,15 +99,18 @@ def latent_attention_layout(config: ModelConfig) -> dict[str, list[Piece]]:
 
 
 def mlp_layout(intermediate: int, config: ModelConfig, prefix: str) -> dict[str, list[Piece]]:
+    sizes = [("gate", intermediate), ("up", intermediate)]
+    if "gate_up" in FAMILIES[config.family].tensors.fused:
+        sizes = [("gate_up", 2 * intermediate)]
     found = {}
     for kind in ("weight", *(["bias"] if config.mlp_bias else [])):
-        found[f"gate_up.{kind}"] = [Piece(f"{prefix}{name}_proj.{kind}", intermediate) for name in ("gate", "up")]
+        found[f"gate_up.{kind}"] = [Piece(f"{prefix}{name}_proj.{kind}", rows) for name, rows in sizes]
         found[f"down.{kind}"] = [Piece(f"{prefix}down_proj.{kind}", config.hidden)]
     return found
 
 
 def experts_layout(config: ModelConfig) -> dict[str, list[Piece]]:
-    names = ("w1", "w3", "w2") if config.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    names = FAMILIES[config.family].tensors.expert
     gate, up, down = (lambda expert, name=name: f"experts.{expert}.{name}.weight" for name in names)
     width, every = config.expert_intermediate, range(config.experts)
     found = {
@@ -127,7 +141,18 @@ def fill(decoder: Decoder, source: Source, dtype: torch.dtype | None, device: to
             row += piece.rows
         module, _, attribute = name.rpartition(".")
         setattr(decoder.get_submodule(module), attribute, torch.nn.Parameter(made, parameter.requires_grad))
-    decoder.rotary.build(decoder.rotary.cos.shape[0], torch.device(device))
+    decoder.rotary.rebuild(device)
+
+
+def refuse_more_than_there_is(config: ModelConfig, source: Source) -> None:
+    """Raise before a decoder is built for layers or experts of which a checkpoint cannot have the tensors."""
+    tensors = sum(1 for _ in source.names())
+    sparse = sum(config.sparse(layer) for layer in range(config.layers))
+    for field, needed in (("layers", config.layers), ("experts", sparse * config.experts)):
+        if needed > tensors:
+            raise CheckpointError(
+                f"{config.spelt(field)} is {getattr(config, field)}, but there are no more than {tensors} tensors"
+            )
 
 
 def as_rows(parameter: Tensor) -> Tensor:
@@ -157,7 +182,9 @@ def refuse_mismatch(
 
 
 def shortened(names: list[str]) -> str:
-    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+    """A few names for a message, which stays one line whatever a file calls its tensors."""
+    few = [name if name.isprintable() and len(name) < LONGEST_NAME else shown(name) for name in names[:FEW]]
+    return ", ".join(few) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
 
 
 def unfused(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:

@@ -7,20 +7,28 @@ from tilestack import ops
 from tilestack.nn.autocast import lowered
 from tilestack.nn.modules import Linear
 
+ACTIVATIONS = ("silu", "gelu_tanh")
+
 
 class MLP(torch.nn.Module):
-    """down(silu(gate(x)) * up(x)), with gate and up in one projection, gate first.
+    """down(activation(gate(x)) * up(x)), with gate and up in one projection, gate first.
 
-    The gated pair and `down` are one operator, unless something else has taken the place of `down` or listens to it.
+    With silu, the gated pair and `down` are one operator, unless something else has taken the place of `down` or listens
+    to it.
     """
 
-    def __init__(self, hidden: int, intermediate: int, bias: bool = False):
+    def __init__(self, hidden: int, intermediate: int, bias: bool = False, activation: str = "silu"):
         super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be {' or '.join(ACTIVATIONS)}, not {activation!r}")
+        self.activation = activation
         self.gate_up = Linear(hidden, 2 * intermediate, bias=bias)
         self.down = Linear(intermediate, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up(x)
+        if self.activation == "gelu_tanh":
+            return self.down(ops.geglu(gate_up, "tanh"))
         if is_untouched(self.down):
             return ops.swiglu_linear(*lowered(gate_up, self.down.weight, self.down.bias))
         return self.down(ops.swiglu(gate_up))

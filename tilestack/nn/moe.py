@@ -29,8 +29,8 @@ class MoE(torch.nn.Module):
 
     See Router for scoring, normalise, scale, groups and top_groups. With `shared_intermediate` an MLP of that width is
     added that every token goes through, times the sigmoid of a projection of the token with `shared_gate`. With
-    `bias_balancing` the router has a bias, which `update_bias` moves after each step. After a forward, `balance` holds
-    its loads and losses.
+    `bias_balancing` the router has a bias, which `update_bias` moves after each step. After a forward with
+    gradients, `balance` holds its loads and losses.
     """
 
     balance: Balance | None
@@ -88,9 +88,10 @@ class MoE(torch.nn.Module):
         out = self.experts(ops.gather_rows(tokens, token), offsets)
         weighted = out * weights.flatten()[order, None].to(out.dtype)
         combined = ops.scatter_rows(weighted, token, tokens.shape[0])
-        balance = self.router.balance(offsets.diff(prepend=offsets.new_zeros(1)), scores, logits)
-        if not recomputing():
-            self.balance = balance
+        if torch.is_grad_enabled():
+            balance = self.router.balance(offsets.diff(prepend=offsets.new_zeros(1)), scores, logits)
+            if not recomputing():
+                self.balance = balance
         if self.shared is not None:
             shared = self.shared(tokens)
             combined = combined + (

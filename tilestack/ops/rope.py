@@ -22,8 +22,8 @@ def frequencies(
     """(the angle per position of each pair, the factor on cosines and sines) for a rotary dimension of `head_dim`.
 
     `scaling` stretches a model beyond the length it was trained on, in the words of a Hugging Face config: `rope_type`
-    is default, linear, dynamic (NTK; wants `sequence_length` and `max_position_embeddings`), yarn or llama3, and
-    `factor` says how far.
+    is default, linear, dynamic (NTK; wants `sequence_length` and `max_position_embeddings`), yarn, llama3 or longrope
+    (wants them too), and `factor` says how far.
     """
     scaling = scaling or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -41,7 +41,9 @@ def frequencies(
         return yarn(plain, head_dim, base, scaling)
     if kind == "llama3":
         return llama3(plain, scaling), 1.0
-    raise ValueError(f"rope_type must be default, linear, dynamic, yarn or llama3, not {kind!r}")
+    if kind == "longrope":
+        return longrope(plain, scaling, sequence_length or 0)
+    raise ValueError(f"rope_type must be default, linear, dynamic, yarn, llama3 or longrope, not {kind!r}")
 
 
 def yarn(plain: Tensor, head_dim: int, base: float, scaling: dict[str, Any]) -> tuple[Tensor, float]:
@@ -72,6 +74,17 @@ def llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
     turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * plain / factor + kept * plain
+
+
+def longrope(plain: Tensor, scaling: dict[str, Any], sequence_length: int) -> tuple[Tensor, float]:
+    """Every pair has a factor of its own, and another one in texts longer than those it was trained on."""
+    trained = scaling["original_max_position_embeddings"]
+    factors = torch.tensor(scaling["long_factor" if sequence_length > trained else "short_factor"])
+    scale, factor = scaling.get("attention_factor"), scaling.get("factor")
+    if scale is None:
+        factor = scaling["max_position_embeddings"] / trained if factor is None else factor
+        scale = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    return plain / factors.float(), scale
 
 
 def tables(

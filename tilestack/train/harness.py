@@ -32,7 +32,11 @@ class Harness:
             with torch.no_grad():
                 logits = ops.linear(self.model.hidden(rows.ids)[scored], self.model.head_weight)
             labels, each = rows.labels[scored], rows.tokens.tolist()
-            losses = ops.cross_entropy(logits, labels, reduction="none").double().split(each)
+            losses = (
+                ops.cross_entropy(logits, labels, softcap=self.model.logit_softcap, reduction="none")
+                .double()
+                .split(each)
+            )
             matches = (ops.argmax(logits) == labels).split(each)
             sums = [-loss.sum().item() for loss in losses]
             greedy = [bool(match.all()) for match in matches]

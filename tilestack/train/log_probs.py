@@ -70,7 +70,11 @@ def log_probs(model: Any, rows: Rows, temperature: float = 1.0) -> Tensor:
     At another temperature than 1, of the distribution that sampling at that temperature draws from.
     """
     hidden = model.hidden(rows.ids)
+    softcap = model.logit_softcap
     if temperature != 1.0:
-        hidden = hidden / temperature  # the head is linear: logits / temperature
+        # The head is linear, and c · tanh(x / c) / T is c/T · tanh((x/T) / (c/T)).
+        hidden, softcap = hidden / temperature, softcap / temperature
     hidden, weight, _ = lowered(hidden, model.head_weight, None)
-    return -ops.linear_cross_entropy(hidden, weight, rows.labels, ignore_index=NO_LABEL, reduction="none")
+    return -ops.linear_cross_entropy(
+        hidden, weight, rows.labels, ignore_index=NO_LABEL, softcap=softcap, reduction="none"
+    )

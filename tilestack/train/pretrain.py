@@ -21,7 +21,7 @@ def next_token_loss(model: Any, batch: data.Batch) -> Tensor:
     """The sum of -log p over the labels of a batch; the logits are never in memory where a kernel spares them."""
     hidden = model.hidden(batch.ids, batch.positions, batch.cu_seqlens)
     hidden, weight, _ = lowered(hidden, model.head_weight, None)
-    return ops.linear_cross_entropy(hidden, weight, batch.labels, reduction="sum")
+    return ops.linear_cross_entropy(hidden, weight, batch.labels, softcap=model.logit_softcap, reduction="sum")
 
 
 class Pretraining:
