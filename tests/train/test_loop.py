@@ -10,12 +10,11 @@ from tiny import Counting, TinyModel, recipe
 from torch import nn
 
 from tilestack import backend, configure_backend, optim
-from tilestack.train import Loss, Trainer, fp8, metrics, plot
-from tilestack.train.ema import Ema
+from tilestack.train import Loss, Trainer, fp8, metrics
 from tilestack.train.loop import TrainingError
-from tilestack.train.optimizers import Routed, is_hidden_matrix, make_optimizer
-from tilestack.train.progress import Progress
-from tilestack.train.provenance import ABOUT
+from tilestack.train.metrics import Progress
+from tilestack.train.optimizers import AveragedWeights, Routed, is_hidden_matrix, make_optimizer
+from tilestack.train.run.provenance import ABOUT
 
 
 def seeded(seed=0, **sizes):
@@ -93,7 +92,7 @@ def test_metrics_are_means_over_the_same_count(tmp_path):
 
 def test_the_average_follows_and_is_what_is_judged():
     model = seeded()
-    average = Ema(model, 0.9)
+    average = AveragedWeights(model, 0.9)
     start = model.head.weight.detach().clone()
     with torch.no_grad():
         model.head.weight += 1
@@ -166,10 +165,10 @@ def test_fp8_products_are_as_close_as_the_format_allows():
 def test_the_plot_is_one_page_with_both_curves(tmp_path):
     settings = recipe(run={"steps": 60}, evaluation={"every": 20}, checkpoint={"every": 0})
     Trainer(settings, seeded(), Counting(), tmp_path).run()
-    page = plot.plot_run(tmp_path, "counting").read_text(encoding="utf-8")
+    page = metrics.plot_run(tmp_path, "counting").read_text(encoding="utf-8")
     assert "held out" in page
     assert "plotly.js v" in page
-    assert plot.smooth([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
+    assert metrics.smooth([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
 
 
 def test_a_log_that_is_being_written_can_be_read(tmp_path):

@@ -10,7 +10,8 @@ import torch
 from tilestack import models
 from tilestack.cli import main
 from tilestack.data import Packed, Tokenizer
-from tilestack.train import Recipe, corpus, metrics
+from tilestack.data.prepared import prepare_tokens
+from tilestack.train import Recipe, metrics
 from tilestack.train.pretrain import Pretraining
 
 RECIPE = """
@@ -73,7 +74,7 @@ def small(tmp_path):
 
 def test_bits_per_byte_are_of_the_very_text_that_is_asked_for(small, tmp_path):
     recipe = Recipe.load(small())
-    tokenizer, tokens = corpus.prepare(recipe, tmp_path / "run")
+    tokenizer, tokens = prepare_tokens(recipe.data, tmp_path / "run")
 
     class Clueless:
         """All tokens are equally likely."""

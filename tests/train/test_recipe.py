@@ -7,7 +7,7 @@ import pytest
 
 from tilestack.train import Recipe, RecipeError
 from tilestack.train.align import KINDS
-from tilestack.train.schedules import share
+from tilestack.train.optimizers import rate_share
 from tilestack.train.settings import as_toml, differences, read
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
@@ -105,7 +105,7 @@ def test_the_recipes_that_come_along_can_be_read(path):
 
 def shares(name, steps=100, **settings):
     recipe = read(Recipe, {"run": {"steps": steps}, "schedule": {"name": name, **settings}})
-    return [share(recipe.schedule, step, steps) for step in range(steps)]
+    return [rate_share(recipe.schedule, step, steps) for step in range(steps)]
 
 
 def test_schedules_warm_up_and_end_where_they_should():

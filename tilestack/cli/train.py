@@ -7,10 +7,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tilestack.cli.common import JsonFile, console, pick_device, write_json
+from tilestack.cli.common import JsonFile, console, kernel_device, write_json
 
 if TYPE_CHECKING:
-    from tilestack.train.parity import Parity
+    from tilestack.lab.parity import Parity
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -80,12 +80,13 @@ def parity_command(
     The bound comes from the definitions themselves: how far their curve moves when each weight starts one unit in the last
     place off.
     """
-    place = pick_device(device)
+    place = kernel_device(device)
     import tempfile
 
+    from tilestack.data.prepared import prepare_tokens
     from tilestack.lab.page import MissingExtra
-    from tilestack.train import Recipe, corpus
-    from tilestack.train.parity import new_model, parity
+    from tilestack.lab.parity import new_model, parity
+    from tilestack.train import Recipe
     from tilestack.train.pretrain import Pretraining
 
     on_gpu = place.type == "cuda"
@@ -96,7 +97,7 @@ def parity_command(
     settings = [f"run.device={place.type}", "run.compile=off", *smaller, *(set_ or ())]
     read = Recipe.load(find_recipe(name), settings)
     with tempfile.TemporaryDirectory() as scratch:
-        tokenizer, tokens = corpus.prepare(read, Path(scratch))
+        tokenizer, tokens = prepare_tokens(read.data, Path(scratch), tokenizer_of=read.model.path)
         objective = Pretraining(read, tokenizer, tokens, place)
         found = parity(
             read,

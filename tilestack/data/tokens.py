@@ -21,7 +21,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from tilestack.data.errors import DataError
 from tilestack.data.tokenizer import Tokenizer
-from tilestack.data.whole import whole_folder
+from tilestack.files import whole_folder
 
 FORMAT = 1
 CHARACTERS_AT_ONCE = 1 << 22  # texts handed to the tokenizer's threads together

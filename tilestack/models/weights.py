@@ -20,7 +20,7 @@ FEW = 5  # tensors that an error names before it counts the others
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that does not hold the model its configuration describes, or cannot be read at all."""
+    """A checkpoint that cannot be read or written, or does not hold what it should; the message says what is still good."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tilestack.data.whole import whole_folder
+from tilestack.files import whole_folder
+from tilestack.models import CheckpointError
+from tilestack.train import metrics
 
 NAME = re.compile(r"step-(\d{6,})")
 STATE = "state.json"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or does not fit; the message says what is still good."""
 
 
 @dataclass(frozen=True)
@@ -184,3 +182,40 @@ def refuse_other_shapes(saved: Saved, group: str, here: Mapping[str, Tensor]) ->
     if wrong:
         more = f", and {len(wrong) - 1} more differences" if len(wrong) > 1 else ""
         raise CheckpointError(f"{saved.folder} is the checkpoint of another model: {wrong[0]}{more}")
+
+
+def save_broken_step(
+    folder: Path,
+    batches: Sequence[Any],
+    weights: Mapping[str, Tensor],
+    optimizer: dict[str, Any],
+    figures: Mapping[str, Any],
+) -> None:
+    """Keep a step that went wrong for whoever wants to know why: its batches, the weights and optimizer before it, and its
+    figures."""
+    states, values = pack_optimizer(optimizer)
+    named = {f"{number}.{name}": x for number, batch in enumerate(batches) for name, x in tensors_in(batch)}
+    files = {
+        f"{name}.safetensors": lambda path, group=group: save_file(contiguous(group), path)  # type: ignore[misc]
+        for name, group in {"batch": named, "weights": weights, "optimizer": states}.items()
+    }
+    told = {name: metrics.finite(value) for name, value in figures.items()}
+    write_folder(folder, files, {"figures": told, "optimizer": values})
+
+
+def contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def tensors_in(value: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a batch, whatever it is made of, with names."""
+    if isinstance(value, Tensor):
+        yield name, value.detach().contiguous()
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{name}.{index}")
+    elif hasattr(value, "__dataclass_fields__"):
+        yield from tensors_in({key: getattr(value, key) for key in value.__dataclass_fields__}, name)

@@ -20,17 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from tilestack import optim
+from tilestack.device import pick_device
 from tilestack.nn.lora import lora_parameters
 from tilestack.optim.multi_tensor import MultiTensor
-from tilestack.train import checkpoint, execution, metrics, schedules
+from tilestack.train import checkpoint, execution, metrics
 from tilestack.train.balancing import Balancing
-from tilestack.train.broken import save_broken_step
-from tilestack.train.ema import Ema
+from tilestack.train.checkpoint import save_broken_step
+from tilestack.train.metrics import Progress
 from tilestack.train.objective import Objective
-from tilestack.train.optimizers import make_optimizer, set_rates
-from tilestack.train.progress import Progress
-from tilestack.train.provenance import begin
+from tilestack.train.optimizers import AveragedWeights, make_optimizer, rate_share, set_rates
 from tilestack.train.recipe import Recipe
+from tilestack.train.run.provenance import begin
 
 
 class TrainingError(RuntimeError):
@@ -62,7 +62,7 @@ class Trainer:
         after_evaluation: Callable[[], Any] = lambda: None,
     ):
         self.recipe, self.model, self.objective, self.folder = recipe, model, objective, Path(folder)
-        self.device = execution.pick_device(recipe.run.device)
+        self.device = pick_device(recipe.run.device, "run.device")
         torch.manual_seed(recipe.run.seed)
         self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", recipe.checkpoint.keep)
         begin(self.folder, recipe, bool(self.checkpoints.steps()), provenance or {})
@@ -73,7 +73,7 @@ class Trainer:
             param.grad = torch.zeros_like(param)  # in memory of its own, which no replay of a graph writes over
         self.optimizer = make_optimizer(model, recipe.optimizer, recipe.precision, recipe.run.seed)
         self.balancing = Balancing(model, recipe.model)
-        self.average = Ema(model, recipe.ema.decay) if recipe.ema.decay else None
+        self.average = AveragedWeights(model, recipe.ema.decay) if recipe.ema.decay else None
         self.progress, self.after_evaluation = progress or Progress(recipe), after_evaluation
         self.step = 0  # steps done
         self.clock, self.tokens = time.perf_counter(), 0  # since the speed was last told
@@ -114,7 +114,7 @@ class Trainer:
 
     def train_step(self) -> None:
         """One step: its micro-batches, their gradients, an update. Nothing is waited for."""
-        rate = schedules.share(self.recipe.schedule, self.step, self.recipe.run.steps)
+        rate = rate_share(self.recipe.schedule, self.step, self.recipe.run.steps)
         set_rates(self.optimizer, rate)
         accumulate = self.recipe.data.accumulate
         batches, sums, count = [], dict[str, Tensor](), torch.zeros((), device=self.device)

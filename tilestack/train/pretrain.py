@@ -10,11 +10,11 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from tilestack import data, models, ops
+from tilestack.data.prepared import prepare_tokens
 from tilestack.nn.autocast import lowered
-from tilestack.train import corpus
 from tilestack.train.objective import Loss
 from tilestack.train.recipe import Recipe
-from tilestack.train.run import MakeObjective, follow
+from tilestack.train.run.follow import MakeObjective, follow
 
 
 def next_token_loss(model: Any, batch: data.Batch) -> Tensor:
@@ -83,7 +83,7 @@ def pretrain(
     """Follow a pretraining recipe in a folder, and leave the model in `folder/model`."""
 
     def prepare(console: Console) -> tuple[data.Tokenizer, MakeObjective]:
-        tokenizer, tokens = corpus.prepare(recipe, folder, console)
+        tokenizer, tokens = prepare_tokens(recipe.data, folder, tokenizer_of=recipe.model.path, console=console)
         return tokenizer, lambda model, device: Pretraining(recipe, tokenizer, tokens, device)
 
     return follow(recipe, folder, prepare, provenance=provenance, console=console)
