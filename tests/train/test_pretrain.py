@@ -173,4 +173,4 @@ def test_bad_input_is_one_line_and_leaves_nothing_half_made(tilestack, small, tm
     assert said.splitlines()[-1].startswith("error: ")
     assert line in said
     assert not list(tmp_path.glob("runs/small/checkpoints/*"))
-    assert not list(tmp_path.glob("runs/small/.data"))
+    assert not list(tmp_path.glob("runs/small/.data*"))

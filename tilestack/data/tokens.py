@@ -10,10 +10,9 @@ A folder is written under another name and renamed when it is complete, so one t
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -121,8 +120,6 @@ def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console
             digest.update(entries)
             count, written, text_bytes = count + len(texts), int(ends[-1]), text_bytes + sum(map(len, raw))
             progress.update(task, said=f"{count:,} documents, {text_bytes / 1e6:,.1f} MB, {written:,} tokens")
-        _flush(tokens)
-        _flush(index)
     if not count:
         raise DataError("there is no document to tokenise")
     return {
@@ -157,11 +154,6 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 def _hash(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:

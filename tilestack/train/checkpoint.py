@@ -1,8 +1,8 @@
 """Checkpoints that are whole or not there: safetensors and JSON in a folder that appears under its name in one step.
 
-A checkpoint is written into a hidden folder, every file is synced, and the folder renamed; a crash, a kill or a full disk
-before that leaves a hidden folder, which the next start removes, and the checkpoints before it as they were. The latest
-is found by looking, not by a link that could point to nothing.
+A checkpoint is written by `tilestack.files`: a crash, a kill or a full disk leaves at most a hidden folder, which the next
+start removes, and the checkpoints before it as they were. The latest is found by looking, not by a link that could point
+to nothing.
 
     checkpoints/
       step-000200/
@@ -15,10 +15,8 @@ is found by looking, not by a link that could point to nothing.
 """
 
 import json
-import os
 import random
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tilestack.files import whole_folder
+from tilestack.files import clean_parts, discard, whole_folder
 from tilestack.models import CheckpointError
 from tilestack.train import metrics
 
@@ -63,8 +61,7 @@ class Checkpoints:
 
     def clean(self) -> None:
         """Remove what a killed process left half-written."""
-        for path in self.folder.glob(".*"):
-            shutil.rmtree(path)
+        clean_parts(self.folder)
 
     def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
         """Write the checkpoint of a step and forget the oldest ones. The tensors of each name become a file."""
@@ -84,10 +81,7 @@ class Checkpoints:
                 "Make room and run the same command to continue"
             ) from problem
         for old in self.steps()[: -self.keep]:
-            # Renamed first, so that a kill while files are removed leaves nothing that looks like a checkpoint.
-            hidden = self.folder / f".old-{old:06d}"
-            self.path(old).rename(hidden)
-            shutil.rmtree(hidden)
+            discard(self.path(old))
         return target
 
     def load(self, step: int) -> Saved:
@@ -116,19 +110,6 @@ def write_folder(target: Path, files: Mapping[str, Callable[[Path], None]], stat
             write(hidden / name)
         sizes = {name: (hidden / name).stat().st_size for name in files}
         (hidden / STATE).write_text(json.dumps({**state, "files": sizes}))
-        for name in (*files, STATE):
-            sync(hidden / name)
-        sync(hidden)
-    sync(target.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:

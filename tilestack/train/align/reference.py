@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tilestack.files import whole_file
 from tilestack.train.evaluation.evaluate import score
 from tilestack.train.evaluation.log_probs import Scored
 
@@ -44,8 +45,6 @@ def reference_log_probs(
     found = torch.tensor([scored.log_prob for scored in score(model, sequences, device)], dtype=torch.float64)
     model.train(was_training)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".part")
-        save_file({"log_probs": found}, temporary)
-        temporary.rename(path)
+        with whole_file(path) as hidden:
+            save_file({"log_probs": found}, hidden)
     return found

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tilestack.files import whole_file
 from tilestack.train.metrics.log import curve
 
 Curve = tuple[Sequence[float], Sequence[float]]
@@ -33,9 +34,9 @@ def plot_curves(path: Path, title: str, curves: Mapping[str, Curve], y: str = "l
         title=title, xaxis_title="step", yaxis_title=y, template="plotly_white", hovermode="x unified",
         yaxis_type="log" if log else "linear",
     )  # fmt: skip
-    temporary = path.with_name(f".{path.name}")
-    figure.write_html(temporary, include_plotlyjs=True)
-    return temporary.replace(path)
+    with whole_file(path) as hidden:
+        figure.write_html(hidden, include_plotlyjs=True)
+    return path
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:

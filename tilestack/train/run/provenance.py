@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import tilestack
+from tilestack.files import write_text_whole
 from tilestack.train.recipe import Recipe
 from tilestack.train.settings import RecipeError, as_toml, differences, load_table
 
@@ -28,9 +29,9 @@ def begin(folder: Path, recipe: Recipe, resumes: bool, provenance: Mapping[str, 
     }  # fmt: skip
     entry = {"started": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), **about}
     earlier = json.loads((folder / ABOUT).read_text()) if resumes and (folder / ABOUT).exists() else []
-    replace(folder / ABOUT, json.dumps([*earlier, entry], indent=1) + "\n")
+    write_text_whole(folder / ABOUT, json.dumps([*earlier, entry], indent=1) + "\n")
     if not resumes:
-        replace(folder / RECIPE, as_toml(recipe.table()))
+        write_text_whole(folder / RECIPE, as_toml(recipe.table()))
 
 
 def refuse_another(folder: Path, recipe: Recipe) -> None:
@@ -40,10 +41,3 @@ def refuse_another(folder: Path, recipe: Recipe) -> None:
             f"{folder} holds a run of another recipe: {', '.join(changed)} differ{'s' if len(changed) == 1 else ''}. "
             "Train in another folder (--folder), or start this one over (--fresh)"
         )
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a small file in one step."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
