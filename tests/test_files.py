@@ -71,12 +71,33 @@ def test_killed_between_the_renames_nothing_is_lost(tmp_path, monkeypatch, stop)
         patched.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # a killed process tidies nothing
         with pytest.raises(Killed):
             make(tmp_path / "model", weights="2")
-    if stop == "aside":
-        with pytest.raises(TypeError):  # even a start that fails brings the old one back
-            make(tmp_path / "model", weights=object())
     clean_parts(tmp_path)
     assert seen(tmp_path / "model") == {"weights": "1" if stop == "aside" else "2"}
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_was_half_removed_does_not_come_back(tmp_path, monkeypatch):
+    make(tmp_path / "step", weights="1", optimizer="2")
+
+    def die(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files.Path, "unlink", die)
+        with pytest.raises(KeyboardInterrupt):
+            discard(tmp_path / "step")
+    assert [path.name for path in tmp_path.iterdir()] == [".step.tilestack-gone"]
+    clean_parts(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_marker_from_a_stranger_reaches_nothing_outside(tmp_path):
+    (tmp_path / "precious").write_text("1")
+    (tmp_path / "model").mkdir()
+    listed = ["../precious", str(tmp_path / "precious")]
+    (tmp_path / "model" / MARKER).write_text(json.dumps({"made_by": "tilestack", "files": listed}))
+    discard(tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
 def test_clearing_up_takes_only_what_is_ours(tmp_path):

@@ -4,7 +4,8 @@ tilestack did not make.
 What is written begins under a hidden name beside its place, is synced to the disk, and takes its place by a rename:
 
     .model.tilestack-part/   being written
-    .model.tilestack-old/    what it replaces, from the rename to its removal
+    .model.tilestack-old/    what it replaces, until it is in place
+    .model.tilestack-gone/   what is being removed
     model/                   whole
       .tilestack.json        the marker: which of the files in the folder tilestack made
 
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 MARKER = ".tilestack.json"
-PART, OLD = "tilestack-part", "tilestack-old"
+PART, OLD, GONE = "tilestack-part", "tilestack-old", "tilestack-gone"
 
 
 class ForeignFolder(ValueError):
@@ -53,9 +54,8 @@ def whole_folder(target: Path, *, carry: Callable[[Path], bool] | None = None) -
     The target may be missing, empty, or a folder made before. With `carry` it may be anyone's: what is in it and is to be
     carried over stays, as a copy in the new folder, and all else in it is replaced.
     """
-    hidden, old = beside(target, PART), beside(target, OLD)
-    if old.exists() and not target.exists():
-        old.rename(target)  # a process was killed between the two renames
+    hidden = beside(target, PART)
+    settle(target)
     if carry is None:
         refuse_foreign(target)
     shutil.rmtree(hidden, ignore_errors=True)
@@ -77,44 +77,55 @@ def put_in_place(made: Path, target: Path, *, whole: bool = False) -> None:
     sync_all(made)
     old = beside(target, OLD)
     if target.is_dir():  # a folder cannot be renamed over another
-        remove_made(old)
         target.rename(old)
     made.replace(target)
     sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True) if whole else remove_made(old, name=target.name)
+    if whole:
+        shutil.rmtree(old, ignore_errors=True)
+    settle(target)
+
+
+def settle(target: Path) -> None:
+    """Bring back what a process that was killed between two renames left aside, and remove what it no longer needed."""
+    old = beside(target, OLD)
+    if old.exists() and not target.exists():
+        old.rename(target)
+    remove_made(old, name=target.name)
+    remove_made(beside(target, GONE), name=target.name)
 
 
 def discard(folder: Path) -> None:
     """Remove a folder that tilestack made. It is renamed first, so that a kill leaves nothing that looks whole."""
     if folder.exists():
         refuse_foreign(folder)
-        old = beside(folder, OLD)
-        remove_made(old, name=folder.name)
-        folder.rename(old)
-        remove_made(old, name=folder.name)
+        settle(folder)
+        folder.rename(beside(folder, GONE))
+        settle(folder)
 
 
-def remove_made(folder: Path, name: str = "") -> None:
-    """Remove the files of a folder that its marker lists, and the folder with them; if others are there, it is kept."""
+def remove_made(folder: Path, name: str) -> None:
+    """Remove the files of a folder that its marker lists, and the folder with them; what else is there is kept by a name."""
     if not folder.exists():
         return
-    for listed in [*read_marker(folder).get("files", ()), MARKER]:
+    inside = lambda name: not Path(name).is_absolute() and ".." not in Path(name).parts
+    for listed in [*filter(inside, read_marker(folder).get("files", ())), MARKER]:
         (folder / listed).unlink(missing_ok=True)
     for inner in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
         if not any(inner.iterdir()):
             inner.rmdir()
-    if not any(folder.iterdir()):
-        folder.rmdir()
-    elif name:
+    if any(folder.iterdir()):
         folder.rename(unused(folder.with_name(f"{name}.kept")))
+    else:
+        folder.rmdir()
 
 
 def clean_parts(folder: Path) -> None:
-    """Remove what a killed process left half-written or half-removed in a folder."""
+    """Clear up what a killed process left half-written, half-replaced or half-removed in a folder."""
     for path in folder.glob(f".*.{PART}"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for path in folder.glob(f".*.{OLD}"):
-        remove_made(path, name=path.name.removeprefix(".").removesuffix(f".{OLD}"))
+    for what in (OLD, GONE):
+        for path in folder.glob(f".*.{what}"):
+            settle(path.with_name(path.name.removeprefix(".").removesuffix(f".{what}")))
 
 
 def refuse_foreign(folder: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from tilestack import backend, configure_backend, optim
 from tilestack.train import Loss, Trainer, fp8, metrics
-from tilestack.train.loop import TrainingError
+from tilestack.train.errors import TrainingError
 from tilestack.train.metrics import Progress
 from tilestack.train.optimizers import AveragedWeights, Routed, is_hidden_matrix, make_optimizer
 from tilestack.train.run.provenance import ABOUT
@@ -78,6 +78,76 @@ def test_a_step_that_is_not_finite_stops_the_run_and_is_saved(tmp_path, optimize
         before.train_step()
     for name, value in before.model.state_dict().items():
         assert torch.equal(weights[name], value)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_broken_steps_are_passed_over_where_the_recipe_allows_it(tmp_path, kernels, outside):
+    """The weights are those of a run that made every update but that one, whenever the host looks."""
+    configure_backend(f"torch,adamw={kernels},clip_grad_norm={kernels}")
+
+    def train(folder, log_every, spoil, **run):
+        settings = recipe(run={"steps": 4, "log_every": log_every, **run}, schedule={"name": "constant"})
+        trainer = Trainer(settings, seeded(), Counting(spoil=spoil), tmp_path / folder)
+        trainer.run()
+        return trainer
+
+    often, seldom = (train(f"every {n}", n, 2, skip_broken=1) for n in (1, 4))
+    assert all(map(torch.equal, often.model.state_dict().values(), seldom.model.state_dict().values()))
+    _, losses = metrics.curve(tmp_path / "every 4", "loss")
+    assert [math.isnan(loss) for loss in losses] == [False, True, False, False]
+    assert [path.name for path in (tmp_path / "every 4").glob("broken-*")] == ["broken-step-000002"]
+
+    class WithoutTwo(Counting):
+        def next_batch(self):
+            return super().next_batch() if self.drawn != 1 else (super().next_batch(), super().next_batch())[1]
+
+    settings = recipe(run={"steps": 3}, schedule={"name": "constant"})
+    spared = Trainer(settings, seeded(), WithoutTwo(), tmp_path / "three")
+    spared.run()
+    for one, other in zip(seldom.model.state_dict().values(), spared.model.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_run_that_broke_goes_on_as_the_error_says(tmp_path):
+    def train(**run):
+        settings = recipe(run={"steps": 10, **run}, checkpoint={"every": 4})
+        return Trainer(settings, seeded(), Counting(spoil=6), tmp_path).run()
+
+    with pytest.raises(TrainingError, match=r"from step 4 with --set run\.skip_broken=1 to pass over it"):
+        train()
+    with pytest.raises(TrainingError, match="step 6"):
+        train()  # exact, so it breaks again
+    assert math.isfinite(train(skip_broken=1)["loss"])
+
+
+def test_each_step_takes_the_rate_of_its_number_and_the_average_that_of_its_own(tmp_path):
+    """By hand: a warm-up of 4 steps to 0.1, then down a line to 0.05; an average of decay min(0.9, (1 + n) / (10 + n))."""
+    settings = recipe(
+        run={"steps": 8}, optimizer={"lr": 0.1}, ema={"decay": 0.9}, checkpoint={"every": 3},
+        schedule={"name": "linear", "warmup": 4, "final": 0.5},
+    )  # fmt: skip
+    rates, average = [], None
+    for stop in (5, 8):  # the second half after a resume
+        trainer = Trainer(settings, seeded(), Counting(), tmp_path)
+        average = trainer.model.head.weight.detach().clone() if average is None else average
+        step, optimizer = trainer.optimizer.step, trainer.optimizer
+
+        def watched(step=step, optimizer=optimizer, trainer=trainer, stop=stop):
+            nonlocal average
+            rates.append(optimizer.param_groups[0]["lr"])
+            step()
+            n = len(rates) - 1
+            decay = min(0.9, (1 + n) / (10 + n))
+            average = decay * average + (1 - decay) * trainer.model.head.weight.detach()
+            if len(rates) == stop:
+                trainer.interruption.number = 15
+
+        trainer.optimizer.step = watched
+        trainer.run()
+    expected = [0.025, 0.05, 0.075, 0.1, 0.1, 0.1 - 0.05 / 3, 0.1 - 0.1 / 3, 0.05]
+    assert rates == pytest.approx(expected)
+    assert metrics.curve(tmp_path, "lr") == (list(range(1, 9)), pytest.approx(expected))
+    torch.testing.assert_close(trainer.average.averages["head.weight"], average)
 
 
 def test_metrics_are_means_over_the_same_count(tmp_path):

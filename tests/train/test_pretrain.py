@@ -119,10 +119,10 @@ def test_a_finished_run_is_a_folder_that_transformers_opens(tilestack, small, tm
     before = (folder / "metrics.jsonl").read_bytes()
     assert tilestack("train", small(), "--folder", str(folder))[0] == 0  # finished: nothing is done again
     assert (folder / "metrics.jsonl").read_bytes() == before
-    code, said = tilestack("train", small(), "--folder", str(folder), "--set", "optimizer.lr=0.5")
+    code, said = tilestack("train", small(), "--folder", str(folder), "--set", "data.sequence=16")
     assert code == 1
-    assert "another recipe: optimizer.lr differs" in said
-    code, _ = tilestack("train", small(), "--folder", str(folder), "--set", "optimizer.lr=0.5", "--fresh")
+    assert "another run: data.sequence differs" in said
+    code, _ = tilestack("train", small(), "--folder", str(folder), "--set", "data.sequence=16", "--fresh")
     assert (code, (folder / "metrics.jsonl").read_bytes() != before) == (0, True)
 
 

@@ -1,12 +1,11 @@
 """The commands that align a model: from answers to imitate, from preferences, from rewards."""
 
+import functools
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
-from tilestack.cli.common import console
-from tilestack.cli.train import Folder, Fresh, RecipeFile, Set, find_recipe
+from tilestack.cli.train import Folder, Fresh, RecipeFile, Set, follow_recipe
 
 
 def add_to(app: typer.Typer) -> None:
@@ -42,14 +41,6 @@ def grpo_command(recipe: RecipeFile, set_: Set = None, folder: Folder = None, fr
 
 
 def run(kind: str, recipe: Path, set_: list[str] | None, folder: Path | None, fresh: bool) -> None:
-    from tilestack.lab import machine
     from tilestack.train.align import KINDS, align
-    from tilestack.train.loop import start_over
 
-    read = KINDS[kind].recipe.load(find_recipe(recipe), set_ or ())
-    place = folder or Path("runs") / read.run.name
-    if fresh:
-        start_over(place)
-    figures = align(kind, read, place, provenance=machine.stamp(), console=Console(stderr=True))
-    shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items() if isinstance(value, float))
-    console.print(f"{place}: {shown}", highlight=False)
+    follow_recipe(KINDS[kind].recipe, functools.partial(align, kind), recipe, set_, folder, fresh)

@@ -1,5 +1,6 @@
 """The commands that train: a recipe in, a run folder out; and the proof that backends train alike."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ from tilestack.cli.common import JsonFile, console, kernel_device, write_json
 
 if TYPE_CHECKING:
     from tilestack.lab.parity import Parity
+    from tilestack.train import Recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -45,16 +47,32 @@ def train_command(recipe: RecipeFile, set_: Set = None, folder: Folder = None, f
     Killed or interrupted, the same command continues to the bit from the last checkpoint. The folder holds the recipe in
     full, run.json (how it was made), metrics.jsonl, speed.jsonl, loss.html, checkpoints and, at the end, the model.
     """
-    from tilestack.lab import machine
     from tilestack.train import Recipe
-    from tilestack.train.loop import start_over
     from tilestack.train.pretrain import pretrain
 
-    read = Recipe.load(find_recipe(recipe), set_ or ())
+    follow_recipe(Recipe, pretrain, recipe, set_, folder, fresh)
+
+
+def follow_recipe(
+    kind: "type[Recipe]",
+    train: Callable[..., dict[str, float]],
+    recipe: Path,
+    set_: list[str] | None,
+    folder: Path | None,
+    fresh: bool,
+) -> None:
+    """Read a recipe, train as it says, and print the figures; a run that was asked to stop ends with the signal's code."""
+    from tilestack.lab import machine
+    from tilestack.train.errors import Interrupted
+
+    read = kind.load(find_recipe(recipe), set_ or ())
     place = folder or Path("runs") / read.run.name
-    if fresh:
-        start_over(place)
-    figures = pretrain(read, place, provenance=machine.stamp(), console=Console(stderr=True))
+    said = Console(stderr=True)
+    try:
+        figures = train(read, place, fresh=fresh, provenance=machine.stamp(), console=said)
+    except Interrupted as stopped:
+        said.print(escape(str(stopped)), highlight=False, soft_wrap=True)
+        raise typer.Exit(stopped.code) from None
     shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items() if isinstance(value, float))
     console.print(f"{place}: {shown}", highlight=False)
 

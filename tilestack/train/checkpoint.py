@@ -17,7 +17,8 @@ to nothing.
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from tilestack.train import metrics
 
 NAME = re.compile(r"step-(\d{6,})")
 STATE = "state.json"
+Groups = Mapping[str, Mapping[str, Tensor]]  # tensors by file and name
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,13 @@ class Saved:
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run. They are written by a thread of their own from a copy of what they hold, unless not
+    `asynchronous`; `wait` until the last one is on the disk."""
 
-    def __init__(self, folder: Path, keep: int):
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, asynchronous: bool = False):
+        self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
+        self.writing: Future[None] | None = None
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, oldest first."""
@@ -63,26 +68,38 @@ class Checkpoints:
         """Remove what a killed process left half-written."""
         clean_parts(self.folder)
 
-    def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
-        """Write the checkpoint of a step and forget the oldest ones. The tensors of each name become a file."""
-        target = self.path(step)
-        files: dict[str, Callable[[Path], None]] = {
-            f"{name}.safetensors": lambda path, group=group: save_file(  # type: ignore[misc]
-                {key: tensor.detach().contiguous() for key, tensor in group.items()}, path
-            )
-            for name, group in tensors.items()
-        }
+    def save(self, step: int, tensors: Groups, state: Mapping[str, Any]) -> None:
+        """Save the checkpoint of a step and forget the oldest ones. The tensors of each name become a file."""
+        self.wait()
+        if self.asynchronous:
+            copies = {name: {key: copied(x) for key, x in group.items()} for name, group in tensors.items()}
+            self.writing = self.writer.submit(self.write, step, copies, json.loads(json.dumps(state)))
+        else:
+            self.write(step, tensors, state)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on the disk; what went wrong with it is raised here."""
+        if self.writing is not None:
+            written, self.writing = self.writing, None
+            written.result()
+
+    def look(self) -> None:
+        """Raise what went wrong with the last checkpoint, if that is known by now."""
+        if self.writing is not None and self.writing.done():
+            self.wait()
+
+    def write(self, step: int, tensors: Groups, state: Mapping[str, Any]) -> None:
+        """Write a checkpoint whole, then remove those that are too many."""
         try:
-            write_folder(target, files, state)
+            write_folder(self.path(step), tensors, state)
+            for old in self.steps()[: -self.keep]:
+                discard(self.path(old))
         except (OSError, SafetensorError) as problem:
             good = f"; the checkpoint of step {self.steps()[-1]} is intact" if self.steps() else ""
             raise CheckpointError(
                 f"cannot save the checkpoint of step {step} in {self.folder}: {problem}{good}. "
                 "Make room and run the same command to continue"
             ) from problem
-        for old in self.steps()[: -self.keep]:
-            discard(self.path(old))
-        return target
 
     def load(self, step: int) -> Saved:
         folder = self.path(step)
@@ -103,13 +120,18 @@ def complete(folder: Path) -> bool:
         return False
 
 
-def write_folder(target: Path, files: Mapping[str, Callable[[Path], None]], state: Mapping[str, Any]) -> None:
-    """Make a folder of files in one step: under its name it is whole, or not there."""
+def write_folder(target: Path, tensors: Groups, state: Mapping[str, Any]) -> None:
+    """Make a folder of tensors and their state in one step: under its name it is whole, or not there."""
     with whole_folder(target) as hidden:
-        for name, write in files.items():
-            write(hidden / name)
-        sizes = {name: (hidden / name).stat().st_size for name in files}
+        for name, group in tensors.items():
+            save_file({key: x.detach().contiguous() for key, x in group.items()}, hidden / f"{name}.safetensors")
+        sizes = {path.name: path.stat().st_size for path in sorted(hidden.iterdir())}
         (hidden / STATE).write_text(json.dumps({**state, "files": sizes}))
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy on the host, which later steps do not change."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -176,16 +198,10 @@ def save_broken_step(
     figures."""
     states, values = pack_optimizer(optimizer)
     named = {f"{number}.{name}": x for number, batch in enumerate(batches) for name, x in tensors_in(batch)}
-    files = {
-        f"{name}.safetensors": lambda path, group=group: save_file(contiguous(group), path)  # type: ignore[misc]
-        for name, group in {"batch": named, "weights": weights, "optimizer": states}.items()
-    }
     told = {name: metrics.finite(value) for name, value in figures.items()}
-    write_folder(folder, files, {"figures": told, "optimizer": values})
-
-
-def contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    write_folder(
+        folder, {"batch": named, "weights": weights, "optimizer": states}, {"figures": told, "optimizer": values}
+    )
 
 
 def tensors_in(value: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:

@@ -98,6 +98,14 @@ def set_rates(optimizer: Any, share: float) -> None:
         group["lr"] = group["initial_lr"] * share
 
 
+def load_states(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Give an optimizer the saved states of its parameters; rates and the like stay as the recipe says them now."""
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(saved)
+    for group, given in zip(optimizer.param_groups, settings, strict=True):
+        group.update(given)
+
+
 class Routed:
     """Several optimizers, each for parameters of its own, that act and are saved as one."""
 

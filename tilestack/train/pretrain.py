@@ -78,7 +78,12 @@ class Pretraining:
 
 
 def pretrain(
-    recipe: Recipe, folder: Path, *, provenance: Mapping[str, Any] | None = None, console: Console | None = None
+    recipe: Recipe,
+    folder: Path,
+    *,
+    fresh: bool = False,
+    provenance: Mapping[str, Any] | None = None,
+    console: Console | None = None,
 ) -> dict[str, float]:
     """Follow a pretraining recipe in a folder, and leave the model in `folder/model`."""
 
@@ -86,4 +91,4 @@ def pretrain(
         tokenizer, tokens = prepare_tokens(recipe.data, folder, tokenizer_of=recipe.model.path, console=console)
         return tokenizer, lambda model, device: Pretraining(recipe, tokenizer, tokens, device)
 
-    return follow(recipe, folder, prepare, provenance=provenance, console=console)
+    return follow(recipe, folder, prepare, fresh=fresh, provenance=provenance, console=console)

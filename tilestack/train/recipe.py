@@ -48,6 +48,9 @@ class Run:
         low=1,
         operational=True,
     )
+    skip_broken: int = setting(
+        0, "steps with a loss or gradient that is not finite to pass over before the run stops", low=0, operational=True
+    )
     tensorboard: bool = setting(False, "write TensorBoard's events too", operational=True)
 
 
@@ -166,6 +169,7 @@ class Evaluation:
 class Checkpoint:
     every: int = setting(500, "steps between checkpoints; 0 saves at the end alone", low=0)
     keep: int = setting(2, "how many of the newest are kept", low=1)
+    asynchronous: bool = setting(True, "write from a copy in memory while the next steps run")
 
 
 @dataclass(frozen=True)

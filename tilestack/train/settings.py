@@ -84,7 +84,7 @@ def in_words(kind: Any, accepted: Mapping[str, Any]) -> str:
 def nearest_keys(name: str, keys: Sequence[Key]) -> list[Key]:
     """The settings someone may have meant: of that very name in any section, or of names like it."""
     leaf = name.rpartition(".")[2]
-    close = difflib.get_close_matches(leaf, [key.leaf for key in keys], 3)
+    close = difflib.get_close_matches(leaf, [key.leaf for key in keys], 3, cutoff=0.75)
     words = [leaf] if any(key.leaf == leaf for key in keys) else list(dict.fromkeys(close))
     return [key for word in words for key in keys if key.leaf == word]
 
@@ -237,3 +237,10 @@ def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
     for name in dict.fromkeys([*ours, *theirs]):
         found += differences(ours.get(name), theirs.get(name), f"{where}.{name}" if where else name)
     return found
+
+
+def value_at(table: Any, key: str) -> Any:
+    """The value of a dotted key in a nested table; None where there is none."""
+    for name in key.split("."):
+        table = table.get(name) if isinstance(table, dict) else None
+    return table

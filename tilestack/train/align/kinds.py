@@ -42,6 +42,7 @@ def align(
     recipe: Recipe,
     folder: Path,
     *,
+    fresh: bool = False,
     provenance: Mapping[str, Any] | None = None,
     console: Console | None = None,
 ) -> dict[str, float]:
@@ -52,7 +53,7 @@ def align(
         tokenizer = find_tokenizer(KINDS[kind], recipe, folder)
         return tokenizer, lambda model, device: KINDS[kind].objective(recipe, model, tokenizer, device, cache)
 
-    return follow(recipe, folder, prepare, provenance=provenance, console=console)
+    return follow(recipe, folder, prepare, command=kind, fresh=fresh, provenance=provenance, console=console)
 
 
 def find_tokenizer(kind: Kind, recipe: Recipe, folder: Path) -> data.Tokenizer:

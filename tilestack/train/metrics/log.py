@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tilestack.train.errors import TrainingError
+
 METRICS, SPEED = "metrics.jsonl", "speed.jsonl"
 
 
@@ -20,6 +22,7 @@ class Log:
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
         self.file = open(path, "ab")  # noqa: SIM115
 
     def write(self, **row: Any) -> None:
@@ -32,7 +35,13 @@ class Log:
         return self.file.tell()
 
     def cut(self, length: int) -> None:
+        """Cut the file back to a length; one that is shorter has lost what it had, and is left as it is."""
         self.file.flush()
+        if (found := os.fstat(self.file.fileno()).st_size) < length:
+            raise TrainingError(
+                f"{self.path} has {found:,} bytes where the checkpoint counts on {length:,}: it was cut or replaced. "
+                "Put it back, or start the run over (--fresh)"
+            )
         self.file.truncate(length)
         self.file.seek(0, os.SEEK_END)
 

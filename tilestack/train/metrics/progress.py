@@ -81,5 +81,8 @@ class Progress:
             found["mfu"] = self.rate * self.flops / self.peak
         return found
 
+    def say(self, words: str) -> None:
+        self.console.print(escape(words), highlight=False, soft_wrap=True)
+
     def show_sample(self, step: int, text: str) -> None:
         self.console.print(f"[dim]sample at step {step}:[/dim] {escape(text)}", highlight=False)

@@ -13,11 +13,13 @@ from tilestack.files import whole_folder
 from tilestack.models.adapters import save_adapters
 from tilestack.nn.lora import add_lora, lora_layers, merge_lora
 from tilestack.train import checkpoint, execution, flops
+from tilestack.train.errors import Interrupted
 from tilestack.train.loop import Trainer
 from tilestack.train.metrics import Progress, plot_run
 from tilestack.train.objective import Objective
 from tilestack.train.recipe import Recipe
-from tilestack.train.run.provenance import refuse_another
+from tilestack.train.run.folder import RunFolder
+from tilestack.train.run.provenance import changes
 from tilestack.train.settings import RecipeError
 
 MakeObjective = Callable[[Any, torch.device], Objective]  # of the model as the run finds it, and its device
@@ -28,16 +30,56 @@ def follow(
     folder: Path,
     prepare: Callable[[Console], tuple[data.Tokenizer, MakeObjective]],
     *,
+    command: str = "train",
+    fresh: bool = False,
     provenance: Mapping[str, Any] | None = None,
     console: Console | None = None,
 ) -> dict[str, float]:
-    """Follow a recipe in a folder, from where it stands to the end, and leave the model in `folder/model`.
+    """Follow a recipe in a folder, from where it stands to the end or from nothing if it is to be `fresh`, and leave the
+    model in `folder/model`. A run that is asked to stop saves and raises `Interrupted`.
 
     `prepare` reads the data and says how the objective is made; it is not called for a folder that holds another run.
     """
     console = console or Console(stderr=True)
-    if checkpoint.Checkpoints(folder / "checkpoints", 1).steps():
-        refuse_another(folder, recipe)
+    refuse_own_output(recipe, folder)
+    place = RunFolder(folder, command)
+    with place.held():
+        if fresh:
+            place.start_over()
+        trainer, tokenizer = make_trainer(recipe, place, prepare, provenance or {}, console)
+        figures = trainer.run()
+        if trainer.finished:
+            leave_model(trainer, tokenizer)
+        else:
+            raise Interrupted(folder, trainer.step, trainer.interrupted)
+    return figures
+
+
+def refuse_own_output(recipe: Recipe, folder: Path) -> None:
+    """Refuse to read from the folder that the run writes to: the model it starts from would be replaced."""
+    read = {
+        "model.path": [recipe.model.path],
+        "data.tokenizer": [recipe.data.tokenizer],
+        "data.files": recipe.data.files,
+    }
+    for key, paths in read.items():
+        for path in filter(None, paths):
+            if Path(path).resolve().is_relative_to(folder.resolve()) and Path(path).exists():
+                raise RecipeError(
+                    f"{key} names {path}, which lies in the run's own folder {folder}; use another --folder"
+                )
+
+
+def make_trainer(
+    recipe: Recipe,
+    place: RunFolder,
+    prepare: Callable[[Console], tuple[data.Tokenizer, MakeObjective]],
+    provenance: Mapping[str, Any],
+    console: Console,
+) -> tuple[Trainer, data.Tokenizer]:
+    """The model and the objective of a recipe, ready to train, and the tokenizer; what can be wrong is found here."""
+    if checkpoint.Checkpoints(place.checkpoints, 1).steps():
+        changes(place.path, recipe)
     if recipe.run.backend:
         configure_backend(recipe.run.backend)
     device = pick_device(recipe.run.device, "run.device")
@@ -50,18 +92,19 @@ def follow(
     objective = make_objective(model, device)
     work = flops.per_token(model, recipe.data.sequence), flops.peak(device, recipe.precision)
     progress = Progress(recipe, console, *work)
-    draw = lambda: plot_run(folder, recipe.run.name)
-    trainer = Trainer(
-        recipe, model, objective, folder, provenance=provenance, progress=progress, after_evaluation=draw
-    )  # fmt: skip
-    figures = trainer.run()
-    if trainer.finished:
-        with trainer.as_evaluated():
-            if lora_layers(model):
-                save_adapters(model, folder / "adapter", recipe.model.path)
-                merge_lora(model)
-            export(model, tokenizer, folder / "model")
-    return figures
+    draw = lambda: plot_run(place.path, recipe.run.name)
+    trainer = Trainer(recipe, model, objective, place, provenance=provenance, progress=progress, after_evaluation=draw)
+    return trainer, tokenizer
+
+
+def leave_model(trainer: Trainer, tokenizer: data.Tokenizer) -> None:
+    """Write the trained model into the run's folder, as others open it; with adapters, these too."""
+    with trainer.as_evaluated():
+        model: Any = trainer.model
+        if lora_layers(model):
+            save_adapters(model, trainer.folder / "adapter", trainer.recipe.model.path)
+            merge_lora(model)
+        export(model, tokenizer, trainer.folder / "model")
 
 
 def build_model(recipe: Recipe, tokenizer: data.Tokenizer) -> Any:
