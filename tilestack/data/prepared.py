@@ -3,21 +3,23 @@
 data/
   tokenizer/      as transformers.AutoTokenizer opens it
   tokens/         a token file
-  made_from.json  the settings they were made from; others make them anew
+  made_from.json  the settings and what the files held; others make them anew
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 
 from tilestack.data import corpora
-from tilestack.data.readers import texts
+from tilestack.data.errors import DataError
+from tilestack.data.fingerprints import changed_files, fingerprints
+from tilestack.data.readers import files_behind, texts
 from tilestack.data.tokenizer import Tokenizer
 from tilestack.data.tokens import TokenFile, write_tokens
-from tilestack.files import whole_folder
+from tilestack.files import whole_folder, write_text_whole
 
 FOLDER, MADE_FROM = "data", "made_from.json"
 
@@ -51,32 +53,77 @@ def documents(settings: TextSettings) -> Iterator[str]:
             left = None if left is None else left - len(text.encode())
 
 
+def sources(settings: TextSettings) -> list[Path]:
+    """The files that the texts are read from; a dataset of the hub has none here."""
+    if settings.corpus == "python":
+        return corpora.python_files(settings.most_bytes or None)[1]
+    return [file for source in settings.files for file in files_behind(source)]
+
+
 def prepare_tokens(
-    settings: TextSettings, folder: Path, *, tokenizer_of: str = "", console: Console | None = None
+    settings: TextSettings,
+    folder: Path,
+    *,
+    tokenizer_of: str = "",
+    resumes: bool = False,
+    console: Console | None = None,
 ) -> tuple[Tokenizer, TokenFile]:
-    """The tokenizer and the tokens of a run, made on the first call; the folder appears when both are complete. Where the
-    settings name no tokenizer it is that of the model `tokenizer_of`, else one is trained on the texts."""
-    made_from = {
+    """The tokenizer and the tokens of a run, made on the first call and again when the texts or the tokenizer have
+    changed; the folder appears when both are complete. Where the settings name no tokenizer it is that of the model
+    `tokenizer_of`, else one is trained on the texts.
+
+    A run that `resumes` goes on with its tokens even where the files are gone, and refuses files that have changed.
+    """
+    target, named = folder / FOLDER, settings.tokenizer or tokenizer_of
+    known = read_made_from(target)
+    asked = {
         "corpus": settings.corpus, "files": list(settings.files), "most_bytes": settings.most_bytes,
-        "tokenizer": settings.tokenizer or tokenizer_of, "vocabulary": settings.vocabulary,
+        "tokenizer": named, "vocabulary": settings.vocabulary,
     }  # fmt: skip
-    target = folder / FOLDER
-    if not is_made_from(target, made_from):
-        with whole_folder(target) as hidden:
-            if made_from["tokenizer"]:
-                tokenizer = Tokenizer.load(str(made_from["tokenizer"]))
-            else:
-                tokenizer = Tokenizer.train(documents(settings), settings.vocabulary)
-            tokenizer.save(hidden / "tokenizer")
-            write_tokens(hidden / "tokens", documents(settings), tokenizer, source=settings.corpus, console=console)
-            (hidden / MADE_FROM).write_text(json.dumps(made_from))
+    alike = {name: known.get(name) for name in asked} == asked
+    if not (resumes and alike and is_missing(settings, named)):
+        given = Tokenizer.load(named) if named else None
+        asked["sources"] = fingerprints(sources(settings), known.get("sources", ()))
+        asked["fingerprint"] = given.fingerprint if given else ""
+        changed = what_changed(known, asked) if alike else list(asked)
+        if changed and resumes:
+            raise DataError(
+                f"{', '.join(changed[:3])} changed since the run in {folder} began; put it back, or start over (--fresh)"
+            )
+        if changed:
+            make(target, settings, given, asked, console)
+        elif asked != known:  # touched, and yet the same
+            write_text_whole(target / MADE_FROM, json.dumps(asked))
     tokenizer, tokens = Tokenizer.load(target / "tokenizer"), TokenFile(target / "tokens")
     tokens.check(tokenizer)
     return tokenizer, tokens
 
 
-def is_made_from(folder: Path, settings: dict) -> bool:
+def make(
+    target: Path, settings: TextSettings, given: Tokenizer | None, asked: dict[str, Any], console: Console | None
+) -> None:
+    with whole_folder(target) as hidden:
+        tokenizer = given or Tokenizer.train(documents(settings), settings.vocabulary)
+        tokenizer.save(hidden / "tokenizer")
+        write_tokens(hidden / "tokens", documents(settings), tokenizer, source=settings.corpus, console=console)
+        (hidden / MADE_FROM).write_text(json.dumps(asked))
+
+
+def what_changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """The files, or the tokenizer, that are not what they were."""
+    other = before.get("fingerprint") != now["fingerprint"]
+    return changed_files(before.get("sources", ()), now["sources"]) + ([now["tokenizer"]] if other else [])
+
+
+def is_missing(settings: TextSettings, named: str) -> bool:
+    """Whether some of what the tokens were made from is no longer there."""
+    paths = [*settings.files, *([named] if "/" in named else [])]
+    return any(not path.startswith("hf:") and not Path(path).exists() for path in paths)
+
+
+def read_made_from(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / MADE_FROM).read_text()) == settings
+        found = json.loads((folder / MADE_FROM).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -100,7 +100,7 @@ def write_tokens(
 
 def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console: Console) -> dict[str, Any]:
     dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
-    count, written, text_bytes = 0, 0, 0
+    count, written, text_bytes, empty = 0, 0, 0, 0
     digest = hashlib.blake2b(tokenizer.fingerprint.encode(), digest_size=16)
     columns = (TextColumn("tokenising"), TextColumn("{task.fields[said]}"), TimeElapsedColumn())
     with (
@@ -109,7 +109,11 @@ def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console
         Progress(*columns, console=console, transient=True) as progress,
     ):
         task = progress.add_task("tokenising", total=None, said="")
-        for texts in _batches(documents):
+        for batch in _batches(documents):
+            texts = [text for text in batch if text]
+            empty += len(batch) - len(texts)
+            if not texts:
+                continue
             raw = [text.encode() for text in texts]
             encoded = [np.array(ids, dtype=dtype) for ids in tokenizer.encode_documents(texts)]
             ends = written + np.cumsum([len(ids) for ids in encoded])
@@ -126,6 +130,7 @@ def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console
         "format": FORMAT,
         "dtype": dtype.name,
         "documents": count,
+        "empty": empty,
         "tokens": written,
         "bytes": text_bytes,
         "vocabulary": tokenizer.vocabulary,
@@ -135,16 +140,14 @@ def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in lists of some megabytes; empty documents are left out."""
+    """Texts in lists of some megabytes."""
     texts: list[str] = []
     size = 0
     for text in documents:
         if not isinstance(text, str):
             raise TypeError(f"a document is a str, not a {type(text).__name__}")
-        if not text:
-            continue
         texts.append(text)
-        size += len(text)
+        size += len(text) + 1
         if size >= CHARACTERS_AT_ONCE:
             yield texts
             texts, size = [], 0

@@ -104,7 +104,12 @@ class Trainer:
             self.checkpoints.clean()
             steps = self.checkpoints.steps()
             if not steps or steps[-1] < self.recipe.run.steps:  # the papers of a finished run say how it was made
-                begin(self.folder, self.recipe, bool(steps), self.provenance)
+                counts = {name: count for name, count in getattr(self.objective, "counts", {}).items() if count}
+                begin(
+                    self.folder, self.recipe, bool(steps), {**self.provenance, **({"data": counts} if counts else {})}
+                )
+                if counts:
+                    self.progress.say(", ".join(f"{count:,} {name}" for name, count in counts.items()))
             self.log = metrics.Log(self.folder / metrics.METRICS)
             self.speed = metrics.Log(self.folder / metrics.SPEED)
             try:

@@ -53,7 +53,16 @@ def align(
         tokenizer = find_tokenizer(KINDS[kind], recipe, folder)
         return tokenizer, lambda model, device: KINDS[kind].objective(recipe, model, tokenizer, device, cache)
 
-    return follow(recipe, folder, prepare, command=kind, fresh=fresh, provenance=provenance, console=console)
+    return follow(
+        recipe,
+        folder,
+        prepare,
+        command=kind,
+        fresh=fresh,
+        row=None if kind == "sft" else 1,
+        provenance=provenance,
+        console=console,
+    )
 
 
 def find_tokenizer(kind: Kind, recipe: Recipe, folder: Path) -> data.Tokenizer:

@@ -1,5 +1,6 @@
 """A recipe followed from beginning to end, whatever its objective: the model made, trained, and left as others open it."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,14 @@ from tilestack.train.loop import Trainer
 from tilestack.train.metrics import Progress, plot_run
 from tilestack.train.objective import Objective
 from tilestack.train.recipe import Recipe
+from tilestack.train.run.feasible import (
+    Needs,
+    least_needs,
+    refuse_beyond_disk,
+    refuse_beyond_memory,
+    refuse_beyond_positions,
+    refuse_prompts,
+)
 from tilestack.train.run.folder import RunFolder
 from tilestack.train.run.provenance import changes
 from tilestack.train.settings import RecipeError
@@ -32,13 +41,15 @@ def follow(
     *,
     command: str = "train",
     fresh: bool = False,
+    row: int | None = None,
     provenance: Mapping[str, Any] | None = None,
     console: Console | None = None,
 ) -> dict[str, float]:
     """Follow a recipe in a folder, from where it stands to the end or from nothing if it is to be `fresh`, and leave the
     model in `folder/model`. A run that is asked to stop saves and raises `Interrupted`.
 
-    `prepare` reads the data and says how the objective is made; it is not called for a folder that holds another run.
+    `prepare` reads the data and says how the objective is made; it is not called for a folder that holds another run. `row`
+    is how many tokens a row of a batch has at least, data.sequence where it is not said.
     """
     console = console or Console(stderr=True)
     refuse_own_output(recipe, folder)
@@ -46,7 +57,9 @@ def follow(
     with place.held():
         if fresh:
             place.start_over()
-        trainer, tokenizer = make_trainer(recipe, place, prepare, provenance or {}, console)
+        trainer, tokenizer = make_trainer(
+            recipe, place, prepare, row or recipe.data.sequence, provenance or {}, console
+        )
         figures = trainer.run()
         if trainer.finished:
             leave_model(trainer, tokenizer)
@@ -74,6 +87,7 @@ def make_trainer(
     recipe: Recipe,
     place: RunFolder,
     prepare: Callable[[Console], tuple[data.Tokenizer, MakeObjective]],
+    row: int,
     provenance: Mapping[str, Any],
     console: Console,
 ) -> tuple[Trainer, data.Tokenizer]:
@@ -83,8 +97,17 @@ def make_trainer(
     if recipe.run.backend:
         configure_backend(recipe.run.backend)
     device = pick_device(recipe.run.device, "run.device")
+    if recipe.model.path:
+        models.locate(recipe.model.path)
+    else:
+        with torch.device("meta"):  # what it would take, before anything is tokenised or allocated
+            described = new_model(recipe, {"vocab_size": recipe.data.vocabulary})
+        refuse_impossible(recipe, described, least_needs(recipe, described, row), place.path, device)
     tokenizer, make_objective = prepare(console)
     model = build_model(recipe, tokenizer).to(device, execution.DTYPES[recipe.precision.parameters])
+    needs = dataclasses.replace(least_needs(recipe, model, row), weights=0)  # they are there
+    refuse_impossible(recipe, model, needs, place.path, device)
+    refuse_prompts(recipe, tokenizer, model.config.positions)
     if recipe.lora.rank:
         lora = recipe.lora
         torch.manual_seed(recipe.run.seed)  # what adapters begin with is the same when the run resumes
@@ -111,17 +134,27 @@ def build_model(recipe: Recipe, tokenizer: data.Tokenizer) -> Any:
     """The model a recipe starts from: loaded, or new with weights drawn from the run's seed."""
     if recipe.model.path:
         model = models.load(recipe.model.path)
-    elif recipe.model.config:
+    else:
         torch.manual_seed(recipe.run.seed)
         ends = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
-        about = {"vocab_size": tokenizer.vocabulary, **ends, **recipe.model.config}
-        model = models.Decoder(models.ModelConfig.from_hf(about, strict=True))
-    else:
+        model = new_model(recipe, {"vocab_size": tokenizer.vocabulary, **ends})
+    tokenizer.check_against(model.config.vocabulary)
+    return model
+
+
+def new_model(recipe: Recipe, about: Mapping[str, Any]) -> models.Decoder:
+    """A model as the recipe describes it; `about` is what it need not say."""
+    if not recipe.model.config:
         raise RecipeError(
             "the recipe has no model: set model.path to start from one, or describe one in [model.config]"
         )
-    tokenizer.check_against(model.config.vocabulary)
-    return model
+    return models.Decoder(models.ModelConfig.from_hf({**about, **recipe.model.config}, strict=True))
+
+
+def refuse_impossible(recipe: Recipe, model: Any, needs: Needs, folder: Path, device: torch.device) -> None:
+    refuse_beyond_positions(recipe, model.config.positions)
+    refuse_beyond_memory(needs, recipe, device)
+    refuse_beyond_disk(needs, folder)
 
 
 def export(model: Any, tokenizer: data.Tokenizer, folder: Path) -> None:
