@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from tilestack.cli import recipe_keys
 from tilestack.cli.common import JsonFile, console, kernel_device, write_json
 
 if TYPE_CHECKING:
@@ -22,7 +23,11 @@ RecipeFile = Annotated[
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Change the recipe: section.key=value, as often as needed.", show_default=False),
+    typer.Option(
+        "--set",
+        help="Change the recipe: section.key=value, as often as needed. `tilestack recipe` lists the keys.",
+        show_default=False,
+    ),
 ]
 Folder = Annotated[
     Path | None, typer.Option(help="The run's folder; runs/<run.name> when left out.", show_default=False)
@@ -33,6 +38,7 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Forget the run that is in 
 def add_to(app: typer.Typer) -> None:
     app.command("train")(train_command)
     app.command("parity")(parity_command)
+    recipe_keys.add_to(app)
 
 
 def find_recipe(path: Path) -> Path:
@@ -46,6 +52,8 @@ def train_command(recipe: RecipeFile, set_: Set = None, folder: Folder = None, f
 
     Killed or interrupted, the same command continues to the bit from the last checkpoint. The folder holds the recipe in
     full, run.json (how it was made), metrics.jsonl, speed.jsonl, loss.html, checkpoints and, at the end, the model.
+
+    What a recipe can say: [bold]tilestack recipe[/bold].
     """
     from tilestack.train import Recipe
     from tilestack.train.pretrain import pretrain
