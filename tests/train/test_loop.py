@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from tiny import Counting, TinyModel, recipe
 from torch import nn
 
 from tilestack import backend, configure_backend, optim
-from tilestack.train import Loss, Trainer, fp8, metrics
+from tilestack.train import Loss, RecipeError, Trainer, fp8, metrics
 from tilestack.train.errors import TrainingError
 from tilestack.train.metrics import Progress
 from tilestack.train.optimizers import AveragedWeights, Routed, is_hidden_matrix, make_optimizer
+from tilestack.train.run.folder import RunFolder
 from tilestack.train.run.provenance import ABOUT
 
 
@@ -256,9 +258,75 @@ def test_progress_is_lines_where_nobody_watches(tmp_path, capsys):
     assert any(line.startswith("step 12/12  loss ") and "tokens/s" in line for line in lines)
 
 
-def test_tensorboard_missing_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
-    with pytest.raises(
-        ImportError, match=r"^run\.tensorboard needs tensorboard: pip install 'tilestack\[tensorboard\]'$"
-    ):
-        Trainer(recipe(run={"tensorboard": True}), seeded(), Counting(), tmp_path).run()
+class Recorder:
+    """Stands in for wandb and trackio: takes what both document, and nothing else."""
+
+    def __init__(self):
+        self.started, self.logged, self.finished = [], [], 0
+
+    def init(self, *, project, name, config, resume, id="", dir=""):
+        self.started.append((project, name, config["optimizer"]["lr"], resume, id, dir))
+        return self
+
+    def log(self, data, step):
+        self.logged.append((step, data))
+
+    def finish(self):
+        self.finished += 1
+
+
+class Board(Recorder):
+    """Stands in for torch.utils.tensorboard."""
+
+    def SummaryWriter(self, folder, purge_step):
+        self.started.append((folder, purge_step))
+        return self
+
+    def add_scalar(self, name, value, step):
+        self.logged.append((step, {name: value}))
+
+    def close(self):
+        self.finished += 1
+
+
+def test_trackers_follow_a_run_and_its_continuation_under_one_name(tmp_path, monkeypatch):
+    made = {"wandb": Recorder(), "trackio": Recorder(), "torch.utils.tensorboard": Board()}
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    every = {"trackers": ["tensorboard", "wandb", "trackio"], "log_every": 1}
+    for steps in (2, 4, 4):  # the last is finished and tells nobody
+        Trainer(recipe(run={"steps": steps, **every}), seeded(), Counting(), tmp_path).run()
+    for tracker in made.values():
+        steps = [step for step, data in tracker.logged if "loss" in data]
+        assert (steps, tracker.finished, len(tracker.started)) == ([1, 2, 3, 4], 2, 2)
+        assert {"loss", "grad_norm", "lr", "validation_loss"} <= {name for _, data in tracker.logged for name in data}
+    (project, name, rate, resume, identity, place), second = made["wandb"].started
+    assert (project, name, rate, resume, place) == ("tilestack", "run", 0.001, "allow", str(tmp_path))
+    assert (identity, identity == second[4]) == (second[4], True)
+    assert made["trackio"].started[0][1] == f"run-{identity}"
+    assert [step for _, step in made["torch.utils.tensorboard"].started] == [0, 2]
+    RunFolder(tmp_path).start_over()
+    Trainer(recipe(run={"steps": 2, **every}), seeded(), Counting(), tmp_path).run()
+    assert made["wandb"].started[-1][4] != identity
+
+
+@pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_a_tracker_that_is_not_installed_is_one_line_before_anything(tmp_path, monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"^run\.trackers needs {name}: pip install {name}$"):
+        Trainer(recipe(run={"trackers": [name]}), seeded(), Counting(), tmp_path)
+    with pytest.raises(RecipeError, match=r"^run\.trackers has no mlflow; there are tensorboard, wandb, trackio$"):
+        recipe(run={"trackers": ["mlflow"]})
+
+
+def test_a_profile_is_a_trace_of_the_steps_after_the_first_two_and_changes_nothing(tmp_path, capsys):
+    for folder, profile in (("plain", 0), ("traced", 3)):
+        Trainer(recipe(), seeded(), Counting(), tmp_path / folder, profile=profile).run()
+    assert (tmp_path / "plain/metrics.jsonl").read_bytes() == (tmp_path / "traced/metrics.jsonl").read_bytes()
+    (trace,) = (tmp_path / "traced/profile").iterdir()
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert trace.name == "steps-to-000005.json"
+    assert sum(event.get("name") == "aten::embedding" for event in events) == 3
+    assert "a trace of 3 steps is in" in capsys.readouterr().err.replace("\n", " ")
+    Trainer(recipe(run={"steps": 2}), seeded(), Counting(), tmp_path / "short", profile=3).run()
+    assert "no trace" in capsys.readouterr().err

@@ -33,6 +33,9 @@ Folder = Annotated[
     Path | None, typer.Option(help="The run's folder; runs/<run.name> when left out.", show_default=False)
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget the run that is in the folder and start over.")]
+Profile = Annotated[
+    int, typer.Option(help="Write a trace of so many steps, after the first two, into <folder>/profile.", min=0, show_default=False)
+]  # fmt: skip
 
 
 def add_to(app: typer.Typer) -> None:
@@ -47,7 +50,9 @@ def find_recipe(path: Path) -> Path:
     return shipped if not path.exists() and path.suffix == "" and shipped.is_file() else path
 
 
-def train_command(recipe: RecipeFile, set_: Set = None, folder: Folder = None, fresh: Fresh = False) -> None:
+def train_command(
+    recipe: RecipeFile, set_: Set = None, folder: Folder = None, fresh: Fresh = False, profile: Profile = 0
+) -> None:
     """Pretrain a model as a recipe says, and leave it in <folder>/model as transformers opens it.
 
     Killed or interrupted, the same command continues to the bit from the last checkpoint. The folder holds the recipe in
@@ -58,7 +63,7 @@ def train_command(recipe: RecipeFile, set_: Set = None, folder: Folder = None, f
     from tilestack.train import Recipe
     from tilestack.train.pretrain import pretrain
 
-    follow_recipe(Recipe, pretrain, recipe, set_, folder, fresh)
+    follow_recipe(Recipe, pretrain, recipe, set_, folder, fresh, profile)
 
 
 def follow_recipe(
@@ -68,6 +73,7 @@ def follow_recipe(
     set_: list[str] | None,
     folder: Path | None,
     fresh: bool,
+    profile: int,
 ) -> None:
     """Read a recipe, train as it says, and print the figures; a run that was asked to stop ends with the signal's code."""
     from tilestack.lab import machine
@@ -77,7 +83,7 @@ def follow_recipe(
     place = folder or Path("runs") / read.run.name
     said = Console(stderr=True)
     try:
-        figures = train(read, place, fresh=fresh, provenance=machine.stamp(), console=said)
+        figures = train(read, place, fresh=fresh, profile=profile, provenance=machine.stamp(), console=said)
     except Interrupted as stopped:
         said.print(escape(str(stopped)), highlight=False, soft_wrap=True)
         raise typer.Exit(stopped.code) from None

@@ -9,7 +9,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from tilestack.train.optimizers import AveragedWeights, load_states, make_optimi
 from tilestack.train.recipe import Recipe
 from tilestack.train.run.folder import RunFolder
 from tilestack.train.run.interruption import Interruption
+from tilestack.train.run.profile import StepProfiler
 from tilestack.train.run.provenance import begin, changes
 
 
@@ -67,10 +68,13 @@ class Trainer:
         provenance: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
         after_evaluation: Callable[[], Any] = lambda: None,
+        profile: int = 0,
     ):
+        """`profile` is how many steps to write a trace of."""
         self.recipe, self.model, self.objective = recipe, model, objective
         self.place = folder if isinstance(folder, RunFolder) else RunFolder(folder)
-        self.folder, self.provenance = self.place.path, provenance or {}
+        self.folder, self.provenance, self.profile = self.place.path, provenance or {}, profile
+        metrics.load_trackers(recipe.run.trackers)
         self.device = pick_device(recipe.run.device, "run.device")
         seed_all(recipe.run.seed)
         settings = recipe.checkpoint
@@ -95,7 +99,7 @@ class Trainer:
         self.saved = 0  # the step of the last checkpoint
         self.interruption = Interruption(self.progress.say)
         self.latest: dict[str, float] = {}
-        self.board: metrics.TensorBoard | None = None
+        self.trackers: list[metrics.Tracker] = []
 
     def run(self) -> dict[str, float]:
         """Train to the end, or until interrupted; the last figures by name. However it ends, what was done is saved."""
@@ -118,16 +122,22 @@ class Trainer:
                 else:
                     self.log.cut(0)
                     self.speed.cut(0)
-                if self.recipe.run.tensorboard:
-                    self.board = metrics.TensorBoard(self.folder, self.step)
+                if not self.finished:
+                    about = self.recipe.run.name, self.recipe.table()
+                    self.trackers = metrics.open_trackers(self.recipe.run.trackers, self.folder, *about, self.step)
                 self.model.train()
                 self.clock, self.tokens = time.perf_counter(), 0
-                self._train()
+                with (
+                    StepProfiler(self.folder, self.profile, self.progress.say)
+                    if self.profile
+                    else nullcontext() as profiler
+                ):
+                    self._train(profiler)
             finally:
                 self.log.close()
                 self.speed.close()
-                if self.board:
-                    self.board.close()
+                for tracker in self.trackers:
+                    tracker.close()
                 self.checkpoints.wait()
         return self.latest
 
@@ -140,12 +150,14 @@ class Trainer:
         """The signal that asked the run to stop; 0 where none did."""
         return self.interruption.number
 
-    def _train(self) -> None:
+    def _train(self, profiler: StepProfiler | None) -> None:
         """The steps that are left. A run that fails between two updates is saved as it was at the last one."""
         while not (self.finished or self.interrupted):
             start, step = self._position(), self.step
             try:
                 self.train_step()
+                if profiler:
+                    profiler.finish_step(self.step)
                 self._look_around()
             except (TrainingError, checkpoint.CheckpointError):
                 raise
@@ -253,8 +265,9 @@ class Trainer:
     def _write(self, row: dict[str, Any]) -> None:
         self.log.write(**row)
         self.latest |= {name: value for name, value in row.items() if name != "step"}
-        if self.board:
-            self.board.write(row)
+        figures = {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
+        for tracker in self.trackers:
+            tracker.write(row["step"], figures)
 
     def _stop_or_skip(self, pending: Pending, row: dict[str, Any]) -> None:
         """Keep the step that broke: its batch where it may be skipped, else the model before it too, and stop."""

@@ -97,6 +97,7 @@ def pretrain(
     folder: Path,
     *,
     fresh: bool = False,
+    profile: int = 0,
     provenance: Mapping[str, Any] | None = None,
     console: Console | None = None,
 ) -> dict[str, float]:
@@ -109,4 +110,4 @@ def pretrain(
         )
         return tokenizer, lambda model, device: Pretraining(recipe, tokenizer, tokens, device)
 
-    return follow(recipe, folder, prepare, fresh=fresh, provenance=provenance, console=console)
+    return follow(recipe, folder, prepare, fresh=fresh, profile=profile, provenance=provenance, console=console)

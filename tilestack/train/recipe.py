@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from tilestack.train.settings import RecipeError, as_table, load_table, override, read, section, setting
 
 R = TypeVar("R", bound="Recipe")
+TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,15 @@ class Run:
     skip_broken: int = setting(
         0, "steps with a loss or gradient that is not finite to pass over before the run stops", low=0, operational=True
     )
-    tensorboard: bool = setting(False, "write TensorBoard's events too", operational=True)
+    trackers: tuple[str, ...] = setting(
+        (),
+        "programs that follow the figures too, where they are installed: tensorboard, wandb, trackio",
+        operational=True,
+    )
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.trackers if name not in TRACKERS]:
+            raise RecipeError(f"run.trackers has no {', '.join(unknown)}; there are {', '.join(TRACKERS)}")
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ def align(
     folder: Path,
     *,
     fresh: bool = False,
+    profile: int = 0,
     provenance: Mapping[str, Any] | None = None,
     console: Console | None = None,
 ) -> dict[str, float]:
@@ -59,6 +60,7 @@ def align(
         prepare,
         command=kind,
         fresh=fresh,
+        profile=profile,
         row=None if kind == "sft" else 1,
         provenance=provenance,
         console=console,

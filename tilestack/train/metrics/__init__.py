@@ -3,16 +3,18 @@
 from tilestack.train.metrics.log import METRICS, SPEED, Log, curve, finite, rows
 from tilestack.train.metrics.plot import plot_curves, plot_run, smooth
 from tilestack.train.metrics.progress import Progress
-from tilestack.train.metrics.trackers import TensorBoard
+from tilestack.train.metrics.trackers import Tracker, load_trackers, open_trackers
 
 __all__ = [
     "METRICS",
     "SPEED",
     "Log",
     "Progress",
-    "TensorBoard",
+    "Tracker",
     "curve",
     "finite",
+    "load_trackers",
+    "open_trackers",
     "plot_curves",
     "plot_run",
     "rows",

@@ -16,7 +16,7 @@ from tilestack.nn.lora import add_lora, lora_layers, merge_lora
 from tilestack.train import checkpoint, execution, flops
 from tilestack.train.errors import Interrupted
 from tilestack.train.loop import Trainer
-from tilestack.train.metrics import Progress, plot_run
+from tilestack.train.metrics import Progress, load_trackers, plot_run
 from tilestack.train.objective import Objective
 from tilestack.train.recipe import Recipe
 from tilestack.train.run.feasible import (
@@ -41,6 +41,7 @@ def follow(
     *,
     command: str = "train",
     fresh: bool = False,
+    profile: int = 0,
     row: int | None = None,
     provenance: Mapping[str, Any] | None = None,
     console: Console | None = None,
@@ -58,7 +59,7 @@ def follow(
         if fresh:
             place.start_over()
         trainer, tokenizer = make_trainer(
-            recipe, place, prepare, row or recipe.data.sequence, provenance or {}, console
+            recipe, place, prepare, row or recipe.data.sequence, profile, provenance or {}, console
         )
         figures = trainer.run()
         if trainer.finished:
@@ -88,12 +89,14 @@ def make_trainer(
     place: RunFolder,
     prepare: Callable[[Console], tuple[data.Tokenizer, MakeObjective]],
     row: int,
+    profile: int,
     provenance: Mapping[str, Any],
     console: Console,
 ) -> tuple[Trainer, data.Tokenizer]:
     """The model and the objective of a recipe, ready to train, and the tokenizer; what can be wrong is found here."""
     if checkpoint.Checkpoints(place.checkpoints, 1).steps():
         changes(place.path, recipe)
+    load_trackers(recipe.run.trackers)
     if recipe.run.backend:
         configure_backend(recipe.run.backend)
     device = pick_device(recipe.run.device, "run.device")
@@ -116,7 +119,16 @@ def make_trainer(
     work = flops.per_token(model, recipe.data.sequence), flops.peak(device, recipe.precision)
     progress = Progress(recipe, console, *work)
     draw = lambda: plot_run(place.path, recipe.run.name)
-    trainer = Trainer(recipe, model, objective, place, provenance=provenance, progress=progress, after_evaluation=draw)
+    trainer = Trainer(
+        recipe,
+        model,
+        objective,
+        place,
+        provenance=provenance,
+        progress=progress,
+        after_evaluation=draw,
+        profile=profile,
+    )
     return trainer, tokenizer
 
 

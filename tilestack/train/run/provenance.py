@@ -6,6 +6,7 @@ Operational settings may change, as the learning rate does after a step that bro
 
 import json
 import sys
+import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +29,11 @@ def begin(folder: Path, recipe: Recipe, resumes: bool, provenance: Mapping[str, 
         "command": " ".join(sys.argv), "tilestack": tilestack.__version__, "torch": torch.__version__,
         "threads": torch.get_num_threads(), **provenance,
     }  # fmt: skip
-    entry = {"started": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), **about}
+    entry: dict[str, Any] = {
+        "id": uuid.uuid4().hex[:12],
+        "started": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        **about,
+    }
     if changed:
         entry["changed"] = changed
     earlier = json.loads((folder / ABOUT).read_text()) if resumes and (folder / ABOUT).exists() else []
