@@ -134,24 +134,41 @@ def copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The random states of this process: PyTorch's as tensors, Python's and numpy's for JSON."""
-    tensors = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state()
-    version, words, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return tensors, {"python": [version, list(words), gauss], "numpy": [name, np.asarray(keys).tolist(), *rest]}
+@dataclass(frozen=True)
+class RandomState:
+    """The random states of this process, as they were when it was taken: cheap enough for every step."""
 
+    torch: Tensor
+    cuda: Tensor | None
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
 
-def restore_random_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(tensors["torch"])
-    if torch.cuda.is_available() and "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["cuda"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
+    @classmethod
+    def taken(cls) -> "RandomState":
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        numpy: Any = np.random.get_state(legacy=True)
+        return cls(torch.get_rng_state(), cuda, random.getstate(), numpy)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch)
+        if self.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.cuda)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """PyTorch's as tensors, Python's and numpy's for JSON."""
+        tensors = {"torch": self.torch} | ({"cuda": self.cuda} if self.cuda is not None else {})
+        version, words, gauss = self.python
+        name, keys, *rest = self.numpy
+        return tensors, {"python": [version, list(words), gauss], "numpy": [name, np.asarray(keys).tolist(), *rest]}
+
+    @classmethod
+    def unpacked(cls, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> "RandomState":
+        version, words, gauss = values["python"]
+        name, keys, *rest = values["numpy"]
+        numpy = (name, np.asarray(keys, dtype=np.uint32), *rest)
+        return cls(tensors["torch"], tensors.get("cuda"), (version, tuple(words), gauss), numpy)
 
 
 def pack_optimizer(state_dict: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -14,4 +14,5 @@ class Interrupted(Exception):
     def __init__(self, folder: Path, step: int, number: int):
         self.code = 128 + number
         name = signal.Signals(number).name
-        super().__init__(f"{name} after step {step}: saved in {folder}; run the same command again to continue")
+        kept = f"saved in {folder}" if step else "there was nothing to save"
+        super().__init__(f"{name} after step {step}: {kept}; run the same command again to continue")

@@ -50,8 +50,7 @@ class Pending:
 class Position:
     """Where a run stands beside its weights: its random states, and its place in the data."""
 
-    random_tensors: dict[str, Tensor]
-    random_values: dict[str, Any]
+    chance: checkpoint.RandomState
     objective: dict[str, Any]
 
 
@@ -108,12 +107,11 @@ class Trainer:
             self.checkpoints.clean()
             steps = self.checkpoints.steps()
             if not steps or steps[-1] < self.recipe.run.steps:  # the papers of a finished run say how it was made
-                counts = {name: count for name, count in getattr(self.objective, "counts", {}).items() if count}
-                begin(
-                    self.folder, self.recipe, bool(steps), {**self.provenance, **({"data": counts} if counts else {})}
-                )
-                if counts:
+                papers = dict(self.provenance)
+                if counts := {name: count for name, count in getattr(self.objective, "counts", {}).items() if count}:
+                    papers["data"] = counts
                     self.progress.say(", ".join(f"{count:,} {name}" for name, count in counts.items()))
+                begin(self.folder, self.recipe, bool(steps), papers)
             self.log = metrics.Log(self.folder / metrics.METRICS)
             self.speed = metrics.Log(self.folder / metrics.SPEED)
             try:
@@ -127,11 +125,8 @@ class Trainer:
                     self.trackers = metrics.open_trackers(self.recipe.run.trackers, self.folder, *about, self.step)
                 self.model.train()
                 self.clock, self.tokens = time.perf_counter(), 0
-                with (
-                    StepProfiler(self.folder, self.profile, self.progress.say)
-                    if self.profile
-                    else nullcontext() as profiler
-                ):
+                profiler = StepProfiler(self.folder, self.profile, self.progress.say) if self.profile else None
+                with profiler or nullcontext():
                     self._train(profiler)
             finally:
                 self.log.close()
@@ -289,17 +284,18 @@ class Trainer:
         )
 
     def _position(self) -> Position:
-        return Position(*checkpoint.random_state(), self.objective.state_dict())
+        return Position(checkpoint.RandomState.taken(), self.objective.state_dict())
 
     def _save(self, position: Position) -> None:
         states, values = checkpoint.pack_optimizer(self.optimizer.state_dict())
-        tensors = {"weights": learned_state(self.model), "optimizer": states, "rng": position.random_tensors}
+        random_tensors, random_values = position.chance.packed()
+        tensors = {"weights": learned_state(self.model), "optimizer": states, "rng": random_tensors}
         if loads := self.balancing.state_dict():
             tensors["loads"] = loads
         if self.average:
             tensors["average"] = self.average.state_dict()
         state = {
-            "step": self.step, "optimizer": values, "rng": position.random_values, "objective": position.objective,
+            "step": self.step, "optimizer": values, "rng": random_values, "objective": position.objective,
             "lengths": [self.log.flush(), self.speed.flush()], "skipped": self.skipped,
             "latest": {name: metrics.finite(value) for name, value in self.latest.items()},
         }  # fmt: skip
@@ -320,14 +316,14 @@ class Trainer:
         self.saved, self.broken = self.step, self.broken + self.skipped
         for log, length in zip((self.log, self.speed), saved.state["lengths"], strict=True):
             log.cut(length)
-        checkpoint.restore_random_state(saved.tensors["rng"], saved.state["rng"])
+        checkpoint.RandomState.unpacked(saved.tensors["rng"], saved.state["rng"]).restore()
         self.progress.resumed(self.step)
 
     @contextmanager
     def as_evaluated(self) -> Iterator[None]:
         """Inside, the model is the one to judge or keep: averaged where the recipe says so, in eval mode, without
         gradients; what is drawn at random inside leaves the run as it was."""
-        random_tensors, random_values = checkpoint.random_state()
+        chance = checkpoint.RandomState.taken()
         self.model.eval()
         try:
             with torch.no_grad(), execution.autocast(self.recipe.precision, self.device):
@@ -338,7 +334,7 @@ class Trainer:
                     yield
         finally:
             self.model.train()
-            checkpoint.restore_random_state(random_tensors, random_values)
+            chance.restore()
 
 
 def learned_state(model: nn.Module) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ class Interruption:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interruption":
+        self.number = 0
         if threading.current_thread() is not threading.main_thread():
             return self  # signals are the main thread's
         self._pipe, self._written = os.pipe()
