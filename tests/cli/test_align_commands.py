@@ -8,7 +8,7 @@ from rich.console import Console
 from tilestack import data, models
 from tilestack.cli import main
 from tilestack.data import Tokenizer, corpora
-from tilestack.train.run import export
+from tilestack.train.run.follow import export
 
 CONFIG = dict(
     model_type="llama", hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,

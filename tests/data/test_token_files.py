@@ -101,8 +101,8 @@ def test_nothing_half_written_is_left_behind(tokenizer, tmp_path):
         write_tokens(tmp_path / "tokens", [""], tokenizer)
     with pytest.raises(TypeError, match="a document is a str, not a dict"):
         write_tokens(tmp_path / "tokens", [{"text": "one"}], tokenizer)
-    (tmp_path / ".tokens").mkdir()  # as a killed run leaves it
-    (tmp_path / ".tokens" / "tokens.bin").write_bytes(b"half")
+    (tmp_path / ".tokens.tilestack-part").mkdir()  # as a killed run leaves it
+    (tmp_path / ".tokens.tilestack-part" / "tokens.bin").write_bytes(b"half")
     assert len(write_tokens(tmp_path / "tokens", ["one"], tokenizer)) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
     with pytest.raises(FileExistsError, match="exists already"):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -10,12 +11,12 @@ from tiny import Counting, TinyModel, recipe
 from torch import nn
 
 from tilestack import backend, configure_backend, optim
-from tilestack.train import Loss, Trainer, fp8, metrics, plot
-from tilestack.train.ema import Ema
-from tilestack.train.loop import TrainingError
-from tilestack.train.optimizers import Routed, is_hidden_matrix, make_optimizer
-from tilestack.train.progress import Progress
-from tilestack.train.provenance import ABOUT
+from tilestack.train import Loss, RecipeError, Trainer, fp8, metrics
+from tilestack.train.errors import TrainingError
+from tilestack.train.metrics import Progress
+from tilestack.train.optimizers import AveragedWeights, Routed, is_hidden_matrix, make_optimizer
+from tilestack.train.run.folder import RunFolder
+from tilestack.train.run.provenance import ABOUT
 
 
 def seeded(seed=0, **sizes):
@@ -81,6 +82,76 @@ def test_a_step_that_is_not_finite_stops_the_run_and_is_saved(tmp_path, optimize
         assert torch.equal(weights[name], value)
 
 
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_broken_steps_are_passed_over_where_the_recipe_allows_it(tmp_path, kernels, outside):
+    """The weights are those of a run that made every update but that one, whenever the host looks."""
+    configure_backend(f"torch,adamw={kernels},clip_grad_norm={kernels}")
+
+    def train(folder, log_every, spoil, **run):
+        settings = recipe(run={"steps": 4, "log_every": log_every, **run}, schedule={"name": "constant"})
+        trainer = Trainer(settings, seeded(), Counting(spoil=spoil), tmp_path / folder)
+        trainer.run()
+        return trainer
+
+    often, seldom = (train(f"every {n}", n, 2, skip_broken=1) for n in (1, 4))
+    assert all(map(torch.equal, often.model.state_dict().values(), seldom.model.state_dict().values()))
+    _, losses = metrics.curve(tmp_path / "every 4", "loss")
+    assert [math.isnan(loss) for loss in losses] == [False, True, False, False]
+    assert [path.name for path in (tmp_path / "every 4").glob("broken-*")] == ["broken-step-000002"]
+
+    class WithoutTwo(Counting):
+        def next_batch(self):
+            return super().next_batch() if self.drawn != 1 else (super().next_batch(), super().next_batch())[1]
+
+    settings = recipe(run={"steps": 3}, schedule={"name": "constant"})
+    spared = Trainer(settings, seeded(), WithoutTwo(), tmp_path / "three")
+    spared.run()
+    for one, other in zip(seldom.model.state_dict().values(), spared.model.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_run_that_broke_goes_on_as_the_error_says(tmp_path):
+    def train(**run):
+        settings = recipe(run={"steps": 10, **run}, checkpoint={"every": 4})
+        return Trainer(settings, seeded(), Counting(spoil=6), tmp_path).run()
+
+    with pytest.raises(TrainingError, match=r"from step 4 with --set run\.skip_broken=1 to pass over it"):
+        train()
+    with pytest.raises(TrainingError, match="step 6"):
+        train()  # exact, so it breaks again
+    assert math.isfinite(train(skip_broken=1)["loss"])
+
+
+def test_each_step_takes_the_rate_of_its_number_and_the_average_that_of_its_own(tmp_path):
+    """By hand: a warm-up of 4 steps to 0.1, then down a line to 0.05; an average of decay min(0.9, (1 + n) / (10 + n))."""
+    settings = recipe(
+        run={"steps": 8}, optimizer={"lr": 0.1}, ema={"decay": 0.9}, checkpoint={"every": 3},
+        schedule={"name": "linear", "warmup": 4, "final": 0.5},
+    )  # fmt: skip
+    rates, average = [], None
+    for stop in (5, 8):  # the second half after a resume
+        trainer = Trainer(settings, seeded(), Counting(), tmp_path)
+        average = trainer.model.head.weight.detach().clone() if average is None else average
+        step, optimizer = trainer.optimizer.step, trainer.optimizer
+
+        def watched(step=step, optimizer=optimizer, trainer=trainer, stop=stop):
+            nonlocal average
+            rates.append(optimizer.param_groups[0]["lr"])
+            step()
+            n = len(rates) - 1
+            decay = min(0.9, (1 + n) / (10 + n))
+            average = decay * average + (1 - decay) * trainer.model.head.weight.detach()
+            if len(rates) == stop:
+                trainer.interruption.number = 15
+
+        trainer.optimizer.step = watched
+        trainer.run()
+    expected = [0.025, 0.05, 0.075, 0.1, 0.1, 0.1 - 0.05 / 3, 0.1 - 0.1 / 3, 0.05]
+    assert rates == pytest.approx(expected)
+    assert metrics.curve(tmp_path, "lr") == (list(range(1, 9)), pytest.approx(expected))
+    torch.testing.assert_close(trainer.average.averages["head.weight"], average)
+
+
 def test_metrics_are_means_over_the_same_count(tmp_path):
     class Constant(Counting):
         def loss(self, model, batch):
@@ -93,7 +164,7 @@ def test_metrics_are_means_over_the_same_count(tmp_path):
 
 def test_the_average_follows_and_is_what_is_judged():
     model = seeded()
-    average = Ema(model, 0.9)
+    average = AveragedWeights(model, 0.9)
     start = model.head.weight.detach().clone()
     with torch.no_grad():
         model.head.weight += 1
@@ -166,10 +237,10 @@ def test_fp8_products_are_as_close_as_the_format_allows():
 def test_the_plot_is_one_page_with_both_curves(tmp_path):
     settings = recipe(run={"steps": 60}, evaluation={"every": 20}, checkpoint={"every": 0})
     Trainer(settings, seeded(), Counting(), tmp_path).run()
-    page = plot.plot_run(tmp_path, "counting").read_text(encoding="utf-8")
+    page = metrics.plot_run(tmp_path, "counting").read_text(encoding="utf-8")
     assert "held out" in page
     assert "plotly.js v" in page
-    assert plot.smooth([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
+    assert metrics.smooth([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
 
 
 def test_a_log_that_is_being_written_can_be_read(tmp_path):
@@ -187,9 +258,75 @@ def test_progress_is_lines_where_nobody_watches(tmp_path, capsys):
     assert any(line.startswith("step 12/12  loss ") and "tokens/s" in line for line in lines)
 
 
-def test_tensorboard_missing_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
-    with pytest.raises(
-        ImportError, match=r"^run\.tensorboard needs tensorboard: pip install 'tilestack\[tensorboard\]'$"
-    ):
-        Trainer(recipe(run={"tensorboard": True}), seeded(), Counting(), tmp_path).run()
+class Recorder:
+    """Stands in for wandb and trackio: takes what both document, and nothing else."""
+
+    def __init__(self):
+        self.started, self.logged, self.finished = [], [], 0
+
+    def init(self, *, project, name, config, resume, id="", dir=""):
+        self.started.append((project, name, config["optimizer"]["lr"], resume, id, dir))
+        return self
+
+    def log(self, data, step):
+        self.logged.append((step, data))
+
+    def finish(self):
+        self.finished += 1
+
+
+class Board(Recorder):
+    """Stands in for torch.utils.tensorboard."""
+
+    def SummaryWriter(self, folder, purge_step):
+        self.started.append((folder, purge_step))
+        return self
+
+    def add_scalar(self, name, value, step):
+        self.logged.append((step, {name: value}))
+
+    def close(self):
+        self.finished += 1
+
+
+def test_trackers_follow_a_run_and_its_continuation_under_one_name(tmp_path, monkeypatch):
+    made = {"wandb": Recorder(), "trackio": Recorder(), "torch.utils.tensorboard": Board()}
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    every = {"trackers": ["tensorboard", "wandb", "trackio"], "log_every": 1}
+    for steps in (2, 4, 4):  # the last is finished and tells nobody
+        Trainer(recipe(run={"steps": steps, **every}), seeded(), Counting(), tmp_path).run()
+    for tracker in made.values():
+        steps = [step for step, data in tracker.logged if "loss" in data]
+        assert (steps, tracker.finished, len(tracker.started)) == ([1, 2, 3, 4], 2, 2)
+        assert {"loss", "grad_norm", "lr", "validation_loss"} <= {name for _, data in tracker.logged for name in data}
+    (project, name, rate, resume, identity, place), second = made["wandb"].started
+    assert (project, name, rate, resume, place) == ("tilestack", "run", 0.001, "allow", str(tmp_path))
+    assert (identity, identity == second[4]) == (second[4], True)
+    assert made["trackio"].started[0][1] == f"run-{identity}"
+    assert [step for _, step in made["torch.utils.tensorboard"].started] == [0, 2]
+    RunFolder(tmp_path).start_over()
+    Trainer(recipe(run={"steps": 2, **every}), seeded(), Counting(), tmp_path).run()
+    assert made["wandb"].started[-1][4] != identity
+
+
+@pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_a_tracker_that_is_not_installed_is_one_line_before_anything(tmp_path, monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"^run\.trackers needs {name}: pip install {name}$"):
+        Trainer(recipe(run={"trackers": [name]}), seeded(), Counting(), tmp_path)
+    with pytest.raises(RecipeError, match=r"^run\.trackers has no mlflow; there are tensorboard, wandb, trackio$"):
+        recipe(run={"trackers": ["mlflow"]})
+
+
+def test_a_profile_is_a_trace_of_the_steps_after_the_first_two_and_changes_nothing(tmp_path, capsys):
+    for folder, profile in (("plain", 0), ("traced", 3)):
+        Trainer(recipe(), seeded(), Counting(), tmp_path / folder, profile=profile).run()
+    assert (tmp_path / "plain/metrics.jsonl").read_bytes() == (tmp_path / "traced/metrics.jsonl").read_bytes()
+    (trace,) = (tmp_path / "traced/profile").iterdir()
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert trace.name == "steps-to-000005.json"
+    assert sum(event.get("name") == "aten::embedding" for event in events) == 3
+    assert "a trace of 3 steps is in" in capsys.readouterr().err.replace("\n", " ")
+    Trainer(recipe(run={"steps": 2}), seeded(), Counting(), tmp_path / "short", profile=3).run()
+    assert "no trace" in capsys.readouterr().err

@@ -10,7 +10,8 @@ import torch
 from tilestack import models
 from tilestack.cli import main
 from tilestack.data import Packed, Tokenizer
-from tilestack.train import Recipe, corpus, metrics
+from tilestack.data.prepared import prepare_tokens
+from tilestack.train import Recipe, metrics
 from tilestack.train.pretrain import Pretraining
 
 RECIPE = """
@@ -62,6 +63,7 @@ def tilestack(capsys, outside):
 @pytest.fixture
 def small(tmp_path):
     lines = [json.dumps({"text": f"def add_{n}(x):\n    return x + {n}\n" * (1 + n % 5)}) for n in range(60)]
+    lines.append('{"text": ""}')
     (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
 
     def write(run=""):
@@ -73,7 +75,7 @@ def small(tmp_path):
 
 def test_bits_per_byte_are_of_the_very_text_that_is_asked_for(small, tmp_path):
     recipe = Recipe.load(small())
-    tokenizer, tokens = corpus.prepare(recipe, tmp_path / "run")
+    tokenizer, tokens = prepare_tokens(recipe.data, tmp_path / "run")
 
     class Clueless:
         """All tokens are equally likely."""
@@ -103,7 +105,11 @@ def test_a_finished_run_is_a_folder_that_transformers_opens(tilestack, small, tm
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
     assert [row["step"] for row in rows if "bits_per_byte" in row] == [2, 4]
     assert [row["sample"].startswith("def ") for row in rows if "sample" in row] == [True]
-    assert "commit" in json.loads((folder / "run.json").read_text())[0]
+    (entry,) = json.loads((folder / "run.json").read_text())
+    assert "commit" in entry
+    assert entry["data"]["documents"] + entry["data"]["documents held out"] == 60
+    assert entry["data"]["empty documents left out"] == 1
+    assert f"{entry['data']['documents']} documents, " in said
 
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
@@ -118,10 +124,10 @@ def test_a_finished_run_is_a_folder_that_transformers_opens(tilestack, small, tm
     before = (folder / "metrics.jsonl").read_bytes()
     assert tilestack("train", small(), "--folder", str(folder))[0] == 0  # finished: nothing is done again
     assert (folder / "metrics.jsonl").read_bytes() == before
-    code, said = tilestack("train", small(), "--folder", str(folder), "--set", "optimizer.lr=0.5")
+    code, said = tilestack("train", small(), "--folder", str(folder), "--set", "data.sequence=16")
     assert code == 1
-    assert "another recipe: optimizer.lr differs" in said
-    code, _ = tilestack("train", small(), "--folder", str(folder), "--set", "optimizer.lr=0.5", "--fresh")
+    assert "another run: data.sequence differs" in said
+    code, _ = tilestack("train", small(), "--folder", str(folder), "--set", "data.sequence=16", "--fresh")
     assert (code, (folder / "metrics.jsonl").read_bytes() != before) == (0, True)
 
 
@@ -161,6 +167,15 @@ def test_activation_checkpointing_and_mixtures_of_experts(tilestack, small, tmp_
         ("model.config.vocab_size=200", "the tokenizer does not match the model: its ids go up to "),
         ("model.config.model_type=lama", "model_type 'lama' is not read; there are llama"),
         ("run.backend=cuda", "cuda"),
+        ("data.batch=1000000000", "data.batch = 1000000000 rows of up to 24 tokens need "),
+        ("model.config.hidden_size=10000000", "the model, its gradients and the optimizer's states need "),
+        ("data.sequence=65", "data.sequence = 65 is more than the 64 positions the model was made for"),
+        (
+            "data.validation=0.0001",
+            "none of the 60 documents falls into the share of 0.0001 that data.validation holds",
+        ),
+        ("evaluation.sample_tokens=64", "there must be 1 to 64 together"),
+        ("model.config={}", "the recipe has no model: set model.path"),
         ("precision.fp8=true", "precision.fp8 needs a GPU"),
     ],
 )
@@ -172,4 +187,5 @@ def test_bad_input_is_one_line_and_leaves_nothing_half_made(tilestack, small, tm
     assert said.splitlines()[-1].startswith("error: ")
     assert line in said
     assert not list(tmp_path.glob("runs/small/checkpoints/*"))
-    assert not list(tmp_path.glob("runs/small/.data"))
+    assert "step " not in said
+    assert not list(tmp_path.glob("runs/small/.data*"))

@@ -7,8 +7,8 @@ import pytest
 
 from tilestack.train import Recipe, RecipeError
 from tilestack.train.align import KINDS
-from tilestack.train.schedules import share
-from tilestack.train.settings import as_toml, differences, read
+from tilestack.train.optimizers import rate_share
+from tilestack.train.settings import as_toml, differences, keys_of, read
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 
@@ -19,6 +19,10 @@ RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
         ({"optimzer": {}}, r"^no setting optimzer; did you mean optimizer\?$"),
         ({"optimizer": {"learning": 1}}, r"^no setting optimizer\.learning; optimizer has name, lr, "),
         ({"run": {"step": 5}}, r"^no setting run\.step; did you mean run\.steps\?$"),
+        ({"lr": 3}, r"^no setting lr; did you mean optimizer\.lr\?$"),
+        ({"every": 3}, r"^no setting every; did you mean evaluation\.every or checkpoint\.every\?$"),
+        ({"run": {"learning_rate": 3, "warmup": 1}}, r"^no setting run\.learning_rate; run has name, steps, "),
+        ({"run": {"warmup": 1}}, r"^no setting run\.warmup; did you mean schedule\.warmup\?$"),
         ({"run": 5}, r"^run must be a table, not 5$"),
         ({"run": {"steps": "many"}}, r"^run\.steps must be a whole number, not 'many'$"),
         ({"run": {"steps": True}}, r"^run\.steps must be a whole number, not True$"),
@@ -39,6 +43,17 @@ RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 def test_what_cannot_be_followed_is_refused_by_its_key(table, message):
     with pytest.raises(RecipeError, match=message):
         read(Recipe, table)
+
+
+def test_every_setting_says_what_it_means_and_accepts():
+    keys = {key.name: key for key in keys_of(Recipe)}
+    assert [name for name, key in keys.items() if not key.means] == []
+    assert (keys["optimizer.lr"].kind, keys["optimizer.lr"].default) == ("a number above 0", 1e-3)
+    assert keys["schedule.name"].kind == "cosine, wsd, linear, constant"
+    assert {name.split(".")[0] for name, key in keys.items() if not key.operational} == {
+        "run", "model", "data", "optimizer", "precision", "ema", "lora"
+    }  # fmt: skip
+    assert [name for name, key in keys.items() if name.startswith("run.") and not key.operational] == ["run.seed"]
 
 
 def test_overrides_are_read_as_toml_or_else_as_words(tmp_path):
@@ -105,7 +120,7 @@ def test_the_recipes_that_come_along_can_be_read(path):
 
 def shares(name, steps=100, **settings):
     recipe = read(Recipe, {"run": {"steps": steps}, "schedule": {"name": name, **settings}})
-    return [share(recipe.schedule, step, steps) for step in range(steps)]
+    return [rate_share(recipe.schedule, step, steps) for step in range(steps)]
 
 
 def test_schedules_warm_up_and_end_where_they_should():

@@ -1,19 +1,23 @@
 """A run that was killed and started again is, to the bit, the run that was not."""
 
+import dataclasses
+import json
 import multiprocessing
 import random
 import signal
 import time
 
 import killed
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import Counting, TinyModel, recipe
 
-from tilestack.train import RecipeError, Trainer
+from tilestack.train import Recipe, RecipeError, Trainer, metrics
 from tilestack.train.checkpoint import CheckpointError, Checkpoints, complete
-from tilestack.train.loop import TrainingError
+from tilestack.train.errors import TrainingError
+from tilestack.train.run.folder import RunFolder
 
 # Processes of their own, which share the time it takes to import PyTorch and nothing else.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -66,19 +70,19 @@ def test_killed_at_random_steps_and_during_a_save_it_ends_the_same(tmp_path):
 def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(tmp_path, monkeypatch):
     resource = pytest.importorskip("resource")
     trainer = Trainer(recipe(), TinyModel(), Counting(), tmp_path)
-    save = trainer.checkpoints.save
+    write = trainer.checkpoints.write
 
     def on_a_small_disk(step, tensors, state):
         if step < 8:
-            return save(step, tensors, state)
+            return write(step, tensors, state)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # no file may become larger
         try:
-            return save(step, tensors, state)
+            return write(step, tensors, state)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    monkeypatch.setattr(trainer.checkpoints, "save", on_a_small_disk)
+    monkeypatch.setattr(trainer.checkpoints, "write", on_a_small_disk)
     with pytest.raises(CheckpointError, match=r"cannot save the checkpoint of step 8 .*step 4 is intact.*Make room"):
         trainer.run()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
@@ -95,10 +99,136 @@ def test_a_damaged_checkpoint_is_not_taken(tmp_path):
     assert checkpoints.steps() == [8]
 
 
-def test_another_recipe_in_the_same_folder_is_refused(tmp_path):
+def test_another_run_in_the_same_folder_is_refused(tmp_path):
     Trainer(recipe(), TinyModel(), Counting(), tmp_path).run()
-    with pytest.raises(RecipeError, match=r"another recipe: optimizer\.lr differs\. .*--fresh"):
-        Trainer(recipe(optimizer={"lr": 0.5}), TinyModel(), Counting(), tmp_path)
+    with pytest.raises(RecipeError, match=r"holds another run: run\.seed, optimizer\.name differ\. .*--fresh"):
+        Trainer(recipe(optimizer={"name": "sgd"}, run={"seed": 1}), TinyModel(), Counting(), tmp_path)
+
+
+def test_operational_settings_may_change_and_take_effect(tmp_path):
+    Trainer(recipe(), TinyModel(), Counting(), tmp_path).run()
+    changed = recipe(
+        run={"steps": 20, "log_every": 2}, optimizer={"lr": 0.5}, schedule={"name": "constant"}, checkpoint={"keep": 5}
+    )
+    trainer = Trainer(changed, TinyModel(), Counting(), tmp_path)
+    trainer.run()
+    steps, rates = metrics.curve(tmp_path, "lr")
+    assert (steps[-8:], rates[-8:]) == (list(range(13, 21)), [0.5] * 8)
+    assert all(group["lr"] == 0.5 for group in trainer.optimizer.param_groups)  # not only said
+    assert trainer.checkpoints.steps() == [8, 12, 16, 20]
+    first, second = json.loads((tmp_path / "run.json").read_text())
+    assert "changed" not in first
+    assert second["changed"]["optimizer.lr"] == [0.001, 0.5]
+    assert set(second["changed"]) == {"optimizer.lr", "run.steps", "run.log_every", "schedule.name", "checkpoint.keep"}
+    assert Recipe.load(tmp_path / "recipe.toml") == changed
+
+
+def test_the_papers_of_a_finished_run_stay_as_they_are(tmp_path):
+    Trainer(recipe(), TinyModel(), Counting(), tmp_path).run()
+    before = [(tmp_path / name).read_bytes() for name in ("run.json", "recipe.toml", "metrics.jsonl")]
+    Trainer(recipe(optimizer={"lr": 0.5}), TinyModel(), Counting(), tmp_path).run()
+    assert [(tmp_path / name).read_bytes() for name in ("run.json", "recipe.toml", "metrics.jsonl")] == before
+
+
+def test_a_strangers_file_among_the_checkpoints_is_left_alone(tmp_path):
+    Trainer(recipe(), TinyModel(), Counting(), tmp_path).run()
+    strange = [tmp_path / "checkpoints" / ".DS_Store", tmp_path / "checkpoints" / "step-000008" / "notes.txt"]
+    for path in strange:
+        path.write_text("x")
+    Trainer(recipe(run={"steps": 24}), TinyModel(), Counting(), tmp_path).run()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        ".DS_Store", "step-000008.kept", "step-000020", "step-000024"
+    ]  # fmt: skip
+    assert (tmp_path / "checkpoints/step-000008.kept/notes.txt").read_text() == "x"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "speed.jsonl"])
+def test_a_log_that_has_lost_its_end_is_refused_and_not_filled_with_zeros(tmp_path, name):
+    Trainer(recipe(), TinyModel(), Counting(), tmp_path).run()
+    (tmp_path / name).write_bytes(short := (tmp_path / name).read_bytes()[:-40])
+    with pytest.raises(TrainingError, match=rf"{name} has .* bytes where the checkpoint counts on .*--fresh"):
+        Trainer(recipe(run={"steps": 20}), TinyModel(), Counting(), tmp_path).run()
+    assert (tmp_path / name).read_bytes() == short
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_while_it_evaluates_it_saves_that_very_step(tmp_path, number):
+    class Asked(Counting):
+        def evaluate(self, model):
+            signal.raise_signal(number)
+            return super().evaluate(model)
+
+    settings = recipe(run={"steps": 40}, evaluation={"every": 10}, checkpoint={"every": 25})
+    torch.manual_seed(1)
+    start = TinyModel().state_dict()
+    trainers = []
+    for folder, objective in (("whole", Counting), ("asked", Asked), ("asked", Counting)):
+        model = TinyModel()
+        model.load_state_dict(start)
+        trainers.append(Trainer(settings, model, objective(), tmp_path / folder))
+        trainers[-1].run()
+    assert (trainers[1].interrupted, trainers[1].step, trainers[1].finished) == (number, 10, False)
+    assert trainers[2].interrupted == 0
+    assert (tmp_path / "asked/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("fails", ["evaluate", "loss"])
+def test_a_run_that_ends_badly_has_saved_the_steps_it_did(tmp_path, fails):
+    class Failing(Counting):
+        def evaluate(self, model):
+            if fails == "evaluate":
+                raise OSError("the held-out file is gone")
+            return super().evaluate(model)
+
+        def loss(self, model, batch):
+            if fails == "loss" and self.drawn == 2 * 10 + 1:
+                raise MemoryError("no room for this batch")
+            return super().loss(model, batch)
+
+    settings = recipe(run={"steps": 20}, evaluation={"every": 10}, checkpoint={"every": 0}, data={"accumulate": 2})
+    torch.manual_seed(1)
+    start = TinyModel().state_dict()
+
+    def train(folder, objective):
+        model = TinyModel()
+        model.load_state_dict(start)
+        trainer = Trainer(settings, model, objective, tmp_path / folder)
+        trainer.run()
+        return [x.clone() for x in trainer.model.state_dict().values()]
+
+    with pytest.raises((OSError, MemoryError), match=r"gone|no room"):
+        train("failed", Failing())
+    assert Checkpoints(tmp_path / "failed/checkpoints", 2).steps() == [10]
+    again, whole = train("failed", Counting()), train("whole", Counting())
+    assert all(map(torch.equal, again, whole))
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path):
+    with RunFolder(tmp_path).held(), pytest.raises(TrainingError, match="another process is training in"):
+        Trainer(recipe(), TinyModel(), Counting(), tmp_path).run()
+
+
+class DrawsEverywhere(Counting):
+    """Draws from every source of chance that a process has."""
+
+    def next_batch(self):
+        batch = super().next_batch()
+        draws = random.random() + float(np.random.rand()) + float(torch.rand(()))
+        return batch | {"factor": torch.tensor(0.5 + draws)}
+
+
+def test_every_source_of_chance_goes_on_where_it_was(tmp_path):
+    settings, curves = recipe(schedule={"name": "constant"}), []
+    for folder, stops in (("whole", [12]), ("halves", [6, 12])):
+        for steps in stops:
+            torch.manual_seed(0)
+            part = dataclasses.replace(settings, run=dataclasses.replace(settings.run, steps=steps))
+            trainer = Trainer(part, TinyModel(), DrawsEverywhere(), tmp_path / folder)
+            if steps != stops[0]:
+                random.seed(99), np.random.seed(99), torch.manual_seed(99)  # as another process would find them
+            trainer.run()
+        curves.append(metrics.curve(tmp_path / folder, "loss"))
+    assert curves[0] == curves[1]
 
 
 def test_a_checkpoint_of_another_shape_is_one_line(tmp_path):
@@ -114,12 +244,6 @@ def test_a_finished_run_is_left_as_it_is(tmp_path):
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert Trainer(recipe(), TinyModel(), Counting(), tmp_path).run() == first
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-
-
-def test_two_processes_do_not_share_a_folder(tmp_path):
-    trainer = Trainer(recipe(), TinyModel(), Counting(), tmp_path)
-    with trainer._only_one(), pytest.raises(TrainingError, match="another process"):
-        trainer.run()
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "sgd", "muon"])

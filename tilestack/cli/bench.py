@@ -15,8 +15,8 @@ from tilestack.cli.common import (
     Load,
     Operators,
     console,
+    kernel_device,
     load_files,
-    pick_device,
     pick_operators,
     write_json,
 )
@@ -77,7 +77,7 @@ def bench_command(
     are timed on the CPU, and the tables say so. `bench memory` sweeps access patterns, `bench optim` times optimizers,
     `bench train` whole training steps beside transformers and Liger.
     """
-    place = pick_device(device)
+    place = kernel_device(device)
     from tilestack.lab import bench, machine, results
     from tilestack.tuning import preferences
 

@@ -47,21 +47,16 @@ Load = Annotated[
 ]
 
 
-def pick_device(name: str | None) -> "torch.device":
-    """The device to work on. On a CPU, Triton must know when it is imported that it interprets, and PyTorch has imported
+def kernel_device(name: str | None) -> "torch.device":
+    """The device to run kernels on. On a CPU, Triton must know when it is imported that it interprets, and PyTorch has imported
     it by now: where nobody said so, the command starts over, having said so."""
-    import torch
+    from tilestack.device import pick_device
 
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.split(":")[0] not in ("cuda", "cpu"):
-        raise ValueError(f"device must be cuda or cpu, not {name!r}")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("no CUDA GPU is visible here; use --device cpu")
-    if name == "cpu" and not interpreting():
+    picked = pick_device(name)
+    if picked.type == "cpu" and not interpreting():
         command = [sys.executable, "-m", "tilestack", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | {"TRITON_INTERPRET": "1"})
-    return torch.device(name)
+    return picked
 
 
 def pick_operators(names: list[str] | None) -> list["Operator"]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tilestack.cli.common import console, pick_device, pick_dtypes, pick_operators, prove_all
+from tilestack.cli.common import console, kernel_device, pick_dtypes, pick_operators, prove_all
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ def demo_command(
     output: Annotated[Path, typer.Option(help="Where to put what the demo makes.")] = Path("runs/demo"),
 ) -> None:
     """Show the whole stack on this machine in a few minutes: doctor, proofs, measurements, a model trained, a report."""
-    place = pick_device(None)
+    place = kernel_device(None)
     from tilestack.lab import bench, machine, measured, report, results, verify
 
     operators = pick_operators(DEMONSTRATED)

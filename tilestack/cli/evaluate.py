@@ -11,7 +11,6 @@ import typer
 from rich.table import Table
 
 from tilestack.cli.common import JsonFile, console, write_json
-from tilestack.cli.generate import pick_device
 
 if TYPE_CHECKING:
     from tilestack.data import Tokenizer
@@ -57,7 +56,8 @@ def eval_command(
     import torch
 
     from tilestack import data, models
-    from tilestack.train.evaluate import evaluate_choices, evaluate_texts, question_from
+    from tilestack.device import pick_device
+    from tilestack.train.evaluation.evaluate import evaluate_choices, evaluate_texts, question_from
 
     place = pick_device(device)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
@@ -82,7 +82,7 @@ def eval_command(
 def documents(source: str, tokenizer: "Tokenizer") -> Iterator[tuple[Sequence[int], int]]:
     """The documents of a token file, or of whatever `data.read` reads: their ids and how many bytes they are."""
     from tilestack import data
-    from tilestack.train.evaluate import beginning
+    from tilestack.train.evaluation.evaluate import beginning
 
     start = beginning(tokenizer)  # so that a document's first token is predicted too, as its bytes are counted
     begun = lambda ids: ids if ids[:1] == start else start + ids
@@ -100,7 +100,7 @@ def run_tasks(
     decoder: Any, tokenizer: "Tokenizer", place: Any, length: int, tasks: str, limit: int | None
 ) -> dict[str, dict[str, Any]]:
     """What lm_eval finds, with its own names for the figures."""
-    from tilestack.train.harness import harness_model
+    from tilestack.train.evaluation.harness import harness_model
 
     adapter = harness_model(decoder, tokenizer, place, length)
     import lm_eval

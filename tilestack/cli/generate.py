@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    import torch
-
     from tilestack.data import Tokenizer
 
 
@@ -48,6 +46,7 @@ def generate_command(
     import torch
 
     from tilestack import data, models
+    from tilestack.device import pick_device
 
     if max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1, not {max_tokens}")
@@ -95,16 +94,6 @@ def generate_command(
                               finish=ended, seconds=round(seconds, 3))))  # fmt: skip
     else:
         print()
-
-
-def pick_device(name: str | None) -> "torch.device":
-    import torch
-
-    if name not in (None, "cpu", "cuda"):
-        raise ValueError(f"--device must be cuda or cpu, not {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("no CUDA GPU is visible here; use --device cpu")
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def decoded(tokens: Iterable[int], tokenizer: "Tokenizer") -> Iterator[str]:

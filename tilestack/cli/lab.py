@@ -15,8 +15,8 @@ from tilestack.cli.common import (
     Load,
     Operators,
     console,
+    kernel_device,
     load_files,
-    pick_device,
     pick_dtypes,
     pick_operators,
     prove_all,
@@ -53,7 +53,7 @@ def ops_command(
     """List every operator, its backends, and what [bold]auto[/bold] takes on this machine."""
     from tilestack.lab.catalogue import catalogue, render
 
-    rows = catalogue(pick_device(device))
+    rows = catalogue(kernel_device(device))
     if json_:
         print(json.dumps(rows, indent=1))
     else:
@@ -74,7 +74,7 @@ def verify_command(
 
     Every backend, case, memory layout, dtype and direction is tried. TILESTACK_BACKEND narrows it to one backend.
     """
-    place = pick_device(device)
+    place = kernel_device(device)
     from tilestack.lab import verify
 
     load_files(load)

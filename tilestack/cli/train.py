@@ -1,5 +1,6 @@
 """The commands that train: a recipe in, a run folder out; and the proof that backends train alike."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,10 +8,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tilestack.cli.common import JsonFile, console, pick_device, write_json
+from tilestack.cli import recipe_keys
+from tilestack.cli.common import JsonFile, console, kernel_device, write_json
 
 if TYPE_CHECKING:
-    from tilestack.train.parity import Parity
+    from tilestack.lab.parity import Parity
+    from tilestack.train import Recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -20,17 +23,25 @@ RecipeFile = Annotated[
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Change the recipe: section.key=value, as often as needed.", show_default=False),
+    typer.Option(
+        "--set",
+        help="Change the recipe: section.key=value, as often as needed. `tilestack recipe` lists the keys.",
+        show_default=False,
+    ),
 ]
 Folder = Annotated[
     Path | None, typer.Option(help="The run's folder; runs/<run.name> when left out.", show_default=False)
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget the run that is in the folder and start over.")]
+Profile = Annotated[
+    int, typer.Option(help="Write a trace of so many steps, after the first two, into <folder>/profile.", min=0, show_default=False)
+]  # fmt: skip
 
 
 def add_to(app: typer.Typer) -> None:
     app.command("train")(train_command)
     app.command("parity")(parity_command)
+    recipe_keys.add_to(app)
 
 
 def find_recipe(path: Path) -> Path:
@@ -39,22 +50,43 @@ def find_recipe(path: Path) -> Path:
     return shipped if not path.exists() and path.suffix == "" and shipped.is_file() else path
 
 
-def train_command(recipe: RecipeFile, set_: Set = None, folder: Folder = None, fresh: Fresh = False) -> None:
+def train_command(
+    recipe: RecipeFile, set_: Set = None, folder: Folder = None, fresh: Fresh = False, profile: Profile = 0
+) -> None:
     """Pretrain a model as a recipe says, and leave it in <folder>/model as transformers opens it.
 
     Killed or interrupted, the same command continues to the bit from the last checkpoint. The folder holds the recipe in
     full, run.json (how it was made), metrics.jsonl, speed.jsonl, loss.html, checkpoints and, at the end, the model.
+
+    What a recipe can say: [bold]tilestack recipe[/bold].
     """
-    from tilestack.lab import machine
     from tilestack.train import Recipe
-    from tilestack.train.loop import start_over
     from tilestack.train.pretrain import pretrain
 
-    read = Recipe.load(find_recipe(recipe), set_ or ())
+    follow_recipe(Recipe, pretrain, recipe, set_, folder, fresh, profile)
+
+
+def follow_recipe(
+    kind: "type[Recipe]",
+    train: Callable[..., dict[str, float]],
+    recipe: Path,
+    set_: list[str] | None,
+    folder: Path | None,
+    fresh: bool,
+    profile: int,
+) -> None:
+    """Read a recipe, train as it says, and print the figures; a run that was asked to stop ends with the signal's code."""
+    from tilestack.lab import machine
+    from tilestack.train.errors import Interrupted
+
+    read = kind.load(find_recipe(recipe), set_ or ())
     place = folder or Path("runs") / read.run.name
-    if fresh:
-        start_over(place)
-    figures = pretrain(read, place, provenance=machine.stamp(), console=Console(stderr=True))
+    said = Console(stderr=True)
+    try:
+        figures = train(read, place, fresh=fresh, profile=profile, provenance=machine.stamp(), console=said)
+    except Interrupted as stopped:
+        said.print(escape(str(stopped)), highlight=False, soft_wrap=True)
+        raise typer.Exit(stopped.code) from None
     shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items() if isinstance(value, float))
     console.print(f"{place}: {shown}", highlight=False)
 
@@ -80,12 +112,13 @@ def parity_command(
     The bound comes from the definitions themselves: how far their curve moves when each weight starts one unit in the last
     place off.
     """
-    place = pick_device(device)
+    place = kernel_device(device)
     import tempfile
 
+    from tilestack.data.prepared import prepare_tokens
     from tilestack.lab.page import MissingExtra
-    from tilestack.train import Recipe, corpus
-    from tilestack.train.parity import new_model, parity
+    from tilestack.lab.parity import new_model, parity
+    from tilestack.train import Recipe
     from tilestack.train.pretrain import Pretraining
 
     on_gpu = place.type == "cuda"
@@ -96,7 +129,7 @@ def parity_command(
     settings = [f"run.device={place.type}", "run.compile=off", *smaller, *(set_ or ())]
     read = Recipe.load(find_recipe(name), settings)
     with tempfile.TemporaryDirectory() as scratch:
-        tokenizer, tokens = corpus.prepare(read, Path(scratch))
+        tokenizer, tokens = prepare_tokens(read.data, Path(scratch), tokenizer_of=read.model.path)
         objective = Pretraining(read, tokenizer, tokens, place)
         found = parity(
             read,

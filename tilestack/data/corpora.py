@@ -51,14 +51,8 @@ class Preference:
 def python_sources(most_bytes: int | None = None) -> Iterator[Document]:
     """The standard library of the running interpreter, without its tests and tables, file by file in order of name.
     `most_bytes` keeps a sample of about that size, spread over the whole library."""
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = []
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in LEFT_OUT]
-        paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    if most_bytes is not None:
-        paths = _sample(root, paths, most_bytes)
-    for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
+    root, paths = python_files(most_bytes)
+    for path in paths:
         try:
             with tokenize.open(path) as file:  # heeds the encoding the file declares
                 text = file.read()
@@ -66,6 +60,18 @@ def python_sources(most_bytes: int | None = None) -> Iterator[Document]:
             continue
         if text.strip():
             yield Document(path.relative_to(root).as_posix(), text)
+
+
+def python_files(most_bytes: int | None = None) -> tuple[Path, list[Path]]:
+    """The folder of the standard library, and the files of it that `python_sources` reads."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in LEFT_OUT]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    if most_bytes is not None:
+        paths = _sample(root, paths, most_bytes)
+    return root, sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _sample(root: Path, paths: list[Path], most_bytes: int) -> list[Path]:

@@ -46,15 +46,22 @@ def located(source: str | Path) -> Iterator[Located]:
     """Records with the places they come from, for whoever finds something wrong in them."""
     if str(source).startswith("hf:"):
         return _read_hub(str(source))
+    return (record for file in files_behind(source) for record in _read_file(file))
+
+
+def files_behind(source: str | Path) -> list[Path]:
+    """The files that a source is read from, in order; none for a dataset of the hub."""
     path = Path(source)
+    if str(source).startswith("hf:"):
+        return []
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if _reader(file) and not _hidden(file.relative_to(path)))
         if not files:
             raise DataError(f"{path} holds no file that can be read; known are {_known()}")
-        return (record for file in files for record in _read_file(file))
+        return files
     if not path.is_file():
         raise FileNotFoundError(f"no data at {path}")
-    return _read_file(path)
+    return [path]
 
 
 def _read_file(path: Path) -> Iterator[Located]:

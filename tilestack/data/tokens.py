@@ -10,10 +10,9 @@ A folder is written under another name and renamed when it is complete, so one t
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -21,7 +20,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from tilestack.data.errors import DataError
 from tilestack.data.tokenizer import Tokenizer
-from tilestack.data.whole import whole_folder
+from tilestack.files import whole_folder
 
 FORMAT = 1
 CHARACTERS_AT_ONCE = 1 << 22  # texts handed to the tokenizer's threads together
@@ -101,7 +100,7 @@ def write_tokens(
 
 def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console: Console) -> dict[str, Any]:
     dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
-    count, written, text_bytes = 0, 0, 0
+    count, written, text_bytes, empty = 0, 0, 0, 0
     digest = hashlib.blake2b(tokenizer.fingerprint.encode(), digest_size=16)
     columns = (TextColumn("tokenising"), TextColumn("{task.fields[said]}"), TimeElapsedColumn())
     with (
@@ -110,7 +109,11 @@ def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console
         Progress(*columns, console=console, transient=True) as progress,
     ):
         task = progress.add_task("tokenising", total=None, said="")
-        for texts in _batches(documents):
+        for batch in _batches(documents):
+            texts = [text for text in batch if text]
+            empty += len(batch) - len(texts)
+            if not texts:
+                continue
             raw = [text.encode() for text in texts]
             encoded = [np.array(ids, dtype=dtype) for ids in tokenizer.encode_documents(texts)]
             ends = written + np.cumsum([len(ids) for ids in encoded])
@@ -121,14 +124,13 @@ def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console
             digest.update(entries)
             count, written, text_bytes = count + len(texts), int(ends[-1]), text_bytes + sum(map(len, raw))
             progress.update(task, said=f"{count:,} documents, {text_bytes / 1e6:,.1f} MB, {written:,} tokens")
-        _flush(tokens)
-        _flush(index)
     if not count:
         raise DataError("there is no document to tokenise")
     return {
         "format": FORMAT,
         "dtype": dtype.name,
         "documents": count,
+        "empty": empty,
         "tokens": written,
         "bytes": text_bytes,
         "vocabulary": tokenizer.vocabulary,
@@ -138,16 +140,14 @@ def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in lists of some megabytes; empty documents are left out."""
+    """Texts in lists of some megabytes."""
     texts: list[str] = []
     size = 0
     for text in documents:
         if not isinstance(text, str):
             raise TypeError(f"a document is a str, not a {type(text).__name__}")
-        if not text:
-            continue
         texts.append(text)
-        size += len(text)
+        size += len(text) + 1
         if size >= CHARACTERS_AT_ONCE:
             yield texts
             texts, size = [], 0
@@ -157,11 +157,6 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 def _hash(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from tilestack.data.baseline import Baselines, baselines
+from tilestack.data.prepared import documents, prepare_tokens
 from tilestack.lab.page import Section, cards, colour, plot, text
-from tilestack.train import Recipe, corpus, metrics
-from tilestack.train.plot import smooth
+from tilestack.train import Recipe, metrics
 
 NAMES = {"zlib": "zlib -9", "lzma": "lzma", "five_gram": "5-gram counts"}
 
 
 def measure_baselines(recipe: Recipe, folder: Path) -> Baselines:
     """Bits a byte of a run's held-out documents without a model: by compressors, and by counts of its training text."""
-    _, tokens = corpus.prepare(recipe, folder)
-    texts = [document for document in corpus.documents(recipe.data) if document]
+    _, tokens = prepare_tokens(recipe.data, folder, tokenizer_of=recipe.model.path)
+    texts = [document for document in documents(recipe.data) if document]
     share = recipe.data.validation
     part = lambda split: (texts[int(number)] for number in tokens.documents(split, share))
     return baselines(part("train"), part("validation"))
@@ -31,7 +31,7 @@ def training_section(folder: Path, figures: dict[str, Any], others: Baselines, s
     )
     curves = [
         line("each step", steps, losses, "blue", opacity=0.3),
-        line("training", steps, smooth(losses, max(1, len(losses) // 40)), "blue"),
+        line("training", steps, metrics.smooth(losses, max(1, len(losses) // 40)), "blue"),
         line("held out", held_steps, held, "amber"),
     ]
     loss = plot(curves, dict(xaxis=dict(title="step"), yaxis=dict(title="loss, nats a token")), 380, "training loss")

@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import shutil
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tilestack.files import whole_folder
 from tilestack.models.config import ModelConfig
 from tilestack.models.decoder import Decoder
 from tilestack.models.gguf import GGUF
@@ -71,7 +70,7 @@ def weight_files(folder: Path) -> list[Path]:
     elif (folder / WEIGHTS).is_file():
         files = [folder / WEIGHTS]
     else:
-        found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+        found = ", ".join(sorted(path.name for path in folder.iterdir() if path.name[0] != ".")) or "nothing"
         raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}; it has {found}")
     if missing := [file.name for file in files if not file.is_file()]:
         raise CheckpointError(f"{folder / INDEX} names files that are not there: {shortened(missing)}")
@@ -147,22 +146,9 @@ def save(decoder: Decoder, folder: str | Path, *, shard_size: int = SHARD) -> No
     It appears whole or not at all. Where the folder exists, its weights and config are replaced and other files, such
     as the tokenizer, stay.
     """
-    folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        write(decoder, made, shard_size)
-        made.chmod(0o755)  # mkdtemp makes it private
-        if folder.exists():
-            keep_others(folder, made)
-            replaced = made.with_name(made.name + "-old")
-            folder.rename(replaced)
-            made.rename(folder)
-            shutil.rmtree(replaced)
-        else:
-            made.rename(folder)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+    of_a_model = lambda path: path.name in (CONFIG, INDEX) or path.suffix == ".safetensors"
+    with whole_folder(Path(folder), carry=lambda path: not of_a_model(path)) as hidden:
+        write(decoder, hidden, shard_size)
 
 
 def write(decoder: Decoder, folder: Path, shard_size: int) -> None:
@@ -178,11 +164,3 @@ def write(decoder: Decoder, folder: Path, shard_size: int) -> None:
         placed = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         index = {"metadata": {"total_size": total}, "weight_map": placed}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def keep_others(old: Path, new: Path) -> None:
-    """Copy what is in the old folder and is no part of a model's weights and config."""
-    for path in old.iterdir():
-        if path.name in (CONFIG, INDEX) or path.suffix == ".safetensors":
-            continue
-        shutil.copytree(path, new / path.name) if path.is_dir() else shutil.copy2(path, new / path.name)

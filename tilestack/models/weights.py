@@ -23,7 +23,7 @@ LONGEST_NAME = 200  # of a tensor or file that an error writes out
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that does not hold the model its configuration describes, or cannot be read at all."""
+    """A checkpoint that cannot be read or written, or does not hold what it should; the message says what is still good."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Checkpoints that are whole or not there: safetensors and JSON in a folder that appears under its name in one step.
 
-A checkpoint is written into a hidden folder, every file is synced, and the folder renamed; a crash, a kill or a full disk
-before that leaves a hidden folder, which the next start removes, and the checkpoints before it as they were. The latest
-is found by looking, not by a link that could point to nothing.
+A checkpoint is written by `tilestack.files`: a crash, a kill or a full disk leaves at most a hidden folder, which the next
+start removes, and the checkpoints before it as they were. The latest is found by looking, not by a link that could point
+to nothing.
 
     checkpoints/
       step-000200/
@@ -15,11 +15,10 @@ is found by looking, not by a link that could point to nothing.
 """
 
 import json
-import os
 import random
 import re
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tilestack.data.whole import whole_folder
+from tilestack.files import clean_parts, discard, whole_folder
+from tilestack.models import CheckpointError
+from tilestack.train import metrics
 
 NAME = re.compile(r"step-(\d{6,})")
 STATE = "state.json"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or does not fit; the message says what is still good."""
+Groups = Mapping[str, Mapping[str, Tensor]]  # tensors by file and name
 
 
 @dataclass(frozen=True)
@@ -50,10 +48,13 @@ class Saved:
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run. They are written by a thread of their own from a copy of what they hold, unless not
+    `asynchronous`; `wait` until the last one is on the disk."""
 
-    def __init__(self, folder: Path, keep: int):
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, asynchronous: bool = False):
+        self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
+        self.writing: Future[None] | None = None
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, oldest first."""
@@ -65,32 +66,40 @@ class Checkpoints:
 
     def clean(self) -> None:
         """Remove what a killed process left half-written."""
-        for path in self.folder.glob(".*"):
-            shutil.rmtree(path)
+        clean_parts(self.folder)
 
-    def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
-        """Write the checkpoint of a step and forget the oldest ones. The tensors of each name become a file."""
-        target = self.path(step)
-        files: dict[str, Callable[[Path], None]] = {
-            f"{name}.safetensors": lambda path, group=group: save_file(  # type: ignore[misc]
-                {key: tensor.detach().contiguous() for key, tensor in group.items()}, path
-            )
-            for name, group in tensors.items()
-        }
+    def save(self, step: int, tensors: Groups, state: Mapping[str, Any]) -> None:
+        """Save the checkpoint of a step and forget the oldest ones. The tensors of each name become a file."""
+        self.wait()
+        if self.asynchronous:
+            copies = {name: {key: copied(x) for key, x in group.items()} for name, group in tensors.items()}
+            self.writing = self.writer.submit(self.write, step, copies, json.loads(json.dumps(state)))
+        else:
+            self.write(step, tensors, state)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on the disk; what went wrong with it is raised here."""
+        if self.writing is not None:
+            written, self.writing = self.writing, None
+            written.result()
+
+    def look(self) -> None:
+        """Raise what went wrong with the last checkpoint, if that is known by now."""
+        if self.writing is not None and self.writing.done():
+            self.wait()
+
+    def write(self, step: int, tensors: Groups, state: Mapping[str, Any]) -> None:
+        """Write a checkpoint whole, then remove those that are too many."""
         try:
-            write_folder(target, files, state)
+            write_folder(self.path(step), tensors, state)
+            for old in self.steps()[: -self.keep]:
+                discard(self.path(old))
         except (OSError, SafetensorError) as problem:
             good = f"; the checkpoint of step {self.steps()[-1]} is intact" if self.steps() else ""
             raise CheckpointError(
                 f"cannot save the checkpoint of step {step} in {self.folder}: {problem}{good}. "
                 "Make room and run the same command to continue"
             ) from problem
-        for old in self.steps()[: -self.keep]:
-            # Renamed first, so that a kill while files are removed leaves nothing that looks like a checkpoint.
-            hidden = self.folder / f".old-{old:06d}"
-            self.path(old).rename(hidden)
-            shutil.rmtree(hidden)
-        return target
 
     def load(self, step: int) -> Saved:
         folder = self.path(step)
@@ -111,46 +120,55 @@ def complete(folder: Path) -> bool:
         return False
 
 
-def write_folder(target: Path, files: Mapping[str, Callable[[Path], None]], state: Mapping[str, Any]) -> None:
-    """Make a folder of files in one step: under its name it is whole, or not there."""
+def write_folder(target: Path, tensors: Groups, state: Mapping[str, Any]) -> None:
+    """Make a folder of tensors and their state in one step: under its name it is whole, or not there."""
     with whole_folder(target) as hidden:
-        for name, write in files.items():
-            write(hidden / name)
-        sizes = {name: (hidden / name).stat().st_size for name in files}
+        for name, group in tensors.items():
+            save_file({key: x.detach().contiguous() for key, x in group.items()}, hidden / f"{name}.safetensors")
+        sizes = {path.name: path.stat().st_size for path in sorted(hidden.iterdir())}
         (hidden / STATE).write_text(json.dumps({**state, "files": sizes}))
-        for name in (*files, STATE):
-            sync(hidden / name)
-        sync(hidden)
-    sync(target.parent)
 
 
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def copied(tensor: Tensor) -> Tensor:
+    """A copy on the host, which later steps do not change."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The random states of this process: PyTorch's as tensors, Python's and numpy's for JSON."""
-    tensors = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state()
-    version, words, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return tensors, {"python": [version, list(words), gauss], "numpy": [name, np.asarray(keys).tolist(), *rest]}
+@dataclass(frozen=True)
+class RandomState:
+    """The random states of this process, as they were when it was taken: cheap enough for every step."""
 
+    torch: Tensor
+    cuda: Tensor | None
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
 
-def restore_random_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(tensors["torch"])
-    if torch.cuda.is_available() and "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["cuda"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
+    @classmethod
+    def taken(cls) -> "RandomState":
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        numpy: Any = np.random.get_state(legacy=True)
+        return cls(torch.get_rng_state(), cuda, random.getstate(), numpy)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch)
+        if self.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.cuda)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """PyTorch's as tensors, Python's and numpy's for JSON."""
+        tensors = {"torch": self.torch} | ({"cuda": self.cuda} if self.cuda is not None else {})
+        version, words, gauss = self.python
+        name, keys, *rest = self.numpy
+        return tensors, {"python": [version, list(words), gauss], "numpy": [name, np.asarray(keys).tolist(), *rest]}
+
+    @classmethod
+    def unpacked(cls, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> "RandomState":
+        version, words, gauss = values["python"]
+        name, keys, *rest = values["numpy"]
+        numpy = (name, np.asarray(keys, dtype=np.uint32), *rest)
+        return cls(tensors["torch"], tensors.get("cuda"), (version, tuple(words), gauss), numpy)
 
 
 def pack_optimizer(state_dict: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -184,3 +202,34 @@ def refuse_other_shapes(saved: Saved, group: str, here: Mapping[str, Tensor]) ->
     if wrong:
         more = f", and {len(wrong) - 1} more differences" if len(wrong) > 1 else ""
         raise CheckpointError(f"{saved.folder} is the checkpoint of another model: {wrong[0]}{more}")
+
+
+def save_broken_step(
+    folder: Path,
+    batches: Sequence[Any],
+    weights: Mapping[str, Tensor],
+    optimizer: dict[str, Any],
+    figures: Mapping[str, Any],
+) -> None:
+    """Keep a step that went wrong for whoever wants to know why: its batches, the weights and optimizer before it, and its
+    figures."""
+    states, values = pack_optimizer(optimizer)
+    named = {f"{number}.{name}": x for number, batch in enumerate(batches) for name, x in tensors_in(batch)}
+    told = {name: metrics.finite(value) for name, value in figures.items()}
+    write_folder(
+        folder, {"batch": named, "weights": weights, "optimizer": states}, {"figures": told, "optimizer": values}
+    )
+
+
+def tensors_in(value: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a batch, whatever it is made of, with names."""
+    if isinstance(value, Tensor):
+        yield name, value.detach().contiguous()
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{name}.{index}")
+    elif hasattr(value, "__dataclass_fields__"):
+        yield from tensors_in({key: getattr(value, key) for key in value.__dataclass_fields__}, name)

@@ -17,15 +17,6 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def pick_device(name: str) -> torch.device:
-    """The device a recipe names; `auto` is the GPU where there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("run.device is cuda, and no CUDA GPU is visible here; use --set run.device=cpu")
-    return torch.device(name)
-
-
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
     """Inside, PyTorch takes deterministic algorithms only; where it has none, it warns and goes on."""

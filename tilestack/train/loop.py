@@ -5,36 +5,35 @@ stay on the device until then. So does the verdict on them: after a loss or grad
 update is skipped on the device, so that when the host hears of it the weights are still those the step began with.
 """
 
-import fcntl
 import math
-import shutil
-import signal
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tilestack import optim
+from tilestack.device import pick_device
 from tilestack.nn.lora import lora_parameters
 from tilestack.optim.multi_tensor import MultiTensor
-from tilestack.train import checkpoint, execution, metrics, schedules
+from tilestack.train import checkpoint, execution, metrics
 from tilestack.train.balancing import Balancing
-from tilestack.train.broken import save_broken_step
-from tilestack.train.ema import Ema
+from tilestack.train.checkpoint import save_broken_step
+from tilestack.train.errors import TrainingError
+from tilestack.train.metrics import Progress
 from tilestack.train.objective import Objective
-from tilestack.train.optimizers import make_optimizer, set_rates
-from tilestack.train.progress import Progress
-from tilestack.train.provenance import begin
+from tilestack.train.optimizers import AveragedWeights, load_states, make_optimizer, rate_share, set_rates
 from tilestack.train.recipe import Recipe
-
-
-class TrainingError(RuntimeError):
-    """A run that cannot go on; the message says at which step and what was saved."""
+from tilestack.train.run.folder import RunFolder
+from tilestack.train.run.interruption import Interruption
+from tilestack.train.run.profile import StepProfiler
+from tilestack.train.run.provenance import begin, changes
 
 
 @dataclass
@@ -47,25 +46,40 @@ class Pending:
     batches: list[Any]
 
 
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands beside its weights: its random states, and its place in the data."""
+
+    chance: checkpoint.RandomState
+    objective: dict[str, Any]
+
+
 class Trainer:
-    """Trains a model in a folder, from the last checkpoint there if there is one of the same recipe."""
+    """Trains a model in a folder, from the last checkpoint there if there is one of the same run."""
 
     def __init__(
         self,
         recipe: Recipe,
         model: nn.Module,
         objective: Objective,
-        folder: Path | str,
+        folder: RunFolder | Path | str,
         *,
         provenance: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
         after_evaluation: Callable[[], Any] = lambda: None,
+        profile: int = 0,
     ):
-        self.recipe, self.model, self.objective, self.folder = recipe, model, objective, Path(folder)
-        self.device = execution.pick_device(recipe.run.device)
-        torch.manual_seed(recipe.run.seed)
-        self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", recipe.checkpoint.keep)
-        begin(self.folder, recipe, bool(self.checkpoints.steps()), provenance or {})
+        """`profile` is how many steps to write a trace of."""
+        self.recipe, self.model, self.objective = recipe, model, objective
+        self.place = folder if isinstance(folder, RunFolder) else RunFolder(folder)
+        self.folder, self.provenance, self.profile = self.place.path, provenance or {}, profile
+        metrics.load_trackers(recipe.run.trackers)
+        self.device = pick_device(recipe.run.device, "run.device")
+        seed_all(recipe.run.seed)
+        settings = recipe.checkpoint
+        self.checkpoints = checkpoint.Checkpoints(self.place.checkpoints, settings.keep, settings.asynchronous)
+        if self.checkpoints.steps():
+            changes(self.folder, recipe)
         self.runner = execution.prepare(model, recipe, self.device)
         self.parameters = [param for param in model.parameters() if param.requires_grad]
         self.graphs = execution.uses_graphs(recipe.run.compile, self.device)
@@ -73,48 +87,87 @@ class Trainer:
             param.grad = torch.zeros_like(param)  # in memory of its own, which no replay of a graph writes over
         self.optimizer = make_optimizer(model, recipe.optimizer, recipe.precision, recipe.run.seed)
         self.balancing = Balancing(model, recipe.model)
-        self.average = Ema(model, recipe.ema.decay) if recipe.ema.decay else None
+        self.average = AveragedWeights(model, recipe.ema.decay) if recipe.ema.decay else None
         self.progress, self.after_evaluation = progress or Progress(recipe), after_evaluation
         self.step = 0  # steps done
         self.clock, self.tokens = time.perf_counter(), 0  # since the speed was last told
         self.pending: list[Pending] = []
-        self.broken = torch.zeros((), device=self.device)  # 1 from the first bad step on
-        self.interrupted = False
+        self.broken = torch.zeros((), device=self.device)  # bad steps so far; from one too many on nothing is updated
+        self.skipped = 0  # bad steps that the host knows of
+        self.updating = False  # whether weights and optimizer are between two steps
+        self.saved = 0  # the step of the last checkpoint
+        self.interruption = Interruption(self.progress.say)
         self.latest: dict[str, float] = {}
+        self.trackers: list[metrics.Tracker] = []
 
     def run(self) -> dict[str, float]:
-        """Train to the end, or until interrupted; the last figures by name."""
+        """Train to the end, or until interrupted; the last figures by name. However it ends, what was done is saved."""
         careful = execution.deterministic(self.recipe.run.deterministic)
-        with self._only_one(), self._interruptible(), careful, self.progress:
+        with self.place.held(), self.interruption, careful, self.progress:
+            self.checkpoints.clean()
+            steps = self.checkpoints.steps()
+            if not steps or steps[-1] < self.recipe.run.steps:  # the papers of a finished run say how it was made
+                papers = dict(self.provenance)
+                if counts := {name: count for name, count in getattr(self.objective, "counts", {}).items() if count}:
+                    papers["data"] = counts
+                    self.progress.say(", ".join(f"{count:,} {name}" for name, count in counts.items()))
+                begin(self.folder, self.recipe, bool(steps), papers)
             self.log = metrics.Log(self.folder / metrics.METRICS)
             self.speed = metrics.Log(self.folder / metrics.SPEED)
-            self.checkpoints.clean()
-            if steps := self.checkpoints.steps():
-                self._resume(self.checkpoints.load(steps[-1]))
-            else:
-                self.log.cut(0)
-                self.speed.cut(0)
-            self.board = metrics.TensorBoard(self.folder, self.step) if self.recipe.run.tensorboard else None
-            self.model.train()
-            self.clock, self.tokens = time.perf_counter(), 0
             try:
-                while self.step < self.recipe.run.steps and not self.interrupted:
-                    self.train_step()
-                    self._look_around()
+                if steps:
+                    self._resume(self.checkpoints.load(steps[-1]))
+                else:
+                    self.log.cut(0)
+                    self.speed.cut(0)
+                if not self.finished:
+                    about = self.recipe.run.name, self.recipe.table()
+                    self.trackers = metrics.open_trackers(self.recipe.run.trackers, self.folder, *about, self.step)
+                self.model.train()
+                self.clock, self.tokens = time.perf_counter(), 0
+                profiler = StepProfiler(self.folder, self.profile, self.progress.say) if self.profile else None
+                with profiler or nullcontext():
+                    self._train(profiler)
             finally:
                 self.log.close()
                 self.speed.close()
-                if self.board:
-                    self.board.close()
+                for tracker in self.trackers:
+                    tracker.close()
+                self.checkpoints.wait()
         return self.latest
 
     @property
     def finished(self) -> bool:
         return self.step >= self.recipe.run.steps
 
+    @property
+    def interrupted(self) -> int:
+        """The signal that asked the run to stop; 0 where none did."""
+        return self.interruption.number
+
+    def _train(self, profiler: StepProfiler | None) -> None:
+        """The steps that are left. A run that fails between two updates is saved as it was at the last one."""
+        while not (self.finished or self.interrupted):
+            start, step = self._position(), self.step
+            try:
+                self.train_step()
+                if profiler:
+                    profiler.finish_step(self.step)
+                self._look_around()
+            except (TrainingError, checkpoint.CheckpointError):
+                raise
+            except Exception:
+                if not self.updating and self.saved < self.step:
+                    self._read_figures()
+                    self._save(start if self.step == step else self._position())
+                raise
+        if self.saved < self.step:
+            self._read_figures()
+            self._save(self._position())
+
     def train_step(self) -> None:
         """One step: its micro-batches, their gradients, an update. Nothing is waited for."""
-        rate = schedules.share(self.recipe.schedule, self.step, self.recipe.run.steps)
+        rate = rate_share(self.recipe.schedule, self.step, self.recipe.run.steps)
         set_rates(self.optimizer, rate)
         accumulate = self.recipe.data.accumulate
         batches, sums, count = [], dict[str, Tensor](), torch.zeros((), device=self.device)
@@ -136,10 +189,12 @@ class Trainer:
         if accumulate > 1:
             torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], count.clamp(min=1))
         figures["grad_norm"] = self._clip()
+        self.updating = True
         figures |= self.balancing.finish_step()
         self._update(figures)
         self.pending.append(Pending(self.step + 1, figures, rate * self.recipe.optimizer.lr, batches))
         self.step += 1
+        self.updating = False
 
     def _clip(self) -> Tensor:
         """The norm of the gradients, which are scaled down where the recipe bounds it."""
@@ -149,13 +204,14 @@ class Trainer:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
 
     def _update(self, figures: dict[str, Tensor]) -> None:
-        """Step the optimizer, unless this step or one before it has a figure that is not finite."""
-        finite = torch.isfinite(figures["loss"]) & torch.isfinite(figures["grad_norm"])
-        self.broken = torch.maximum(self.broken, (~finite).float())
+        """Step the optimizer, unless a figure of this step is not finite, or those of more steps than may be skipped."""
+        bad = ~(torch.isfinite(figures["loss"]) & torch.isfinite(figures["grad_norm"]))
+        self.broken = self.broken + bad
+        skip = bad | (self.broken > self.recipe.run.skip_broken)
         if isinstance(self.optimizer, MultiTensor):
-            self.optimizer.found_inf = self.broken  # type: ignore[attr-defined]
+            self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif not self.broken.item():  # torch's own optimizers cannot skip on the device
+        elif not skip.item():  # torch's own optimizers cannot skip on the device
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not self.graphs)
         if self.average:
@@ -166,9 +222,10 @@ class Trainer:
         due = lambda every: bool(every) and self.step % every == 0
         settings, last = self.recipe.evaluation, self.finished
         evaluates, samples = due(settings.every) or last, due(settings.sample_every) or last
-        saves = due(self.recipe.checkpoint.every) or last or self.interrupted
+        saves = due(self.recipe.checkpoint.every) or last
         if due(self.recipe.run.log_every) or evaluates or samples or saves:
             self._read_figures()
+            self.checkpoints.look()
         if evaluates or samples:
             with self.as_evaluated():
                 if evaluates:
@@ -179,7 +236,7 @@ class Trainer:
             self.log.flush()
             self.after_evaluation()
         if saves:
-            self._save()
+            self._save(self._position())
         if evaluates or samples or saves:
             self.clock, self.tokens = time.perf_counter(), 0  # the speed is that of steps
 
@@ -193,7 +250,7 @@ class Trainer:
             row = {"step": pending.step, **dict(zip(names, values, strict=True)), "lr": pending.rate}
             self._write(row)
             if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
-                self._stop_at(pending, row)
+                self._stop_or_skip(pending, row)
         self.pending.clear()
         seconds = time.perf_counter() - self.clock
         self.progress.update(self.step, self.latest, self.tokens / seconds)
@@ -203,56 +260,70 @@ class Trainer:
     def _write(self, row: dict[str, Any]) -> None:
         self.log.write(**row)
         self.latest |= {name: value for name, value in row.items() if name != "step"}
-        if self.board:
-            self.board.write(row)
+        figures = {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
+        for tracker in self.trackers:
+            tracker.write(row["step"], figures)
 
-    def _stop_at(self, pending: Pending, row: dict[str, Any]) -> None:
-        """Save the step that broke, with the model and optimizer as they were before it, and stop."""
+    def _stop_or_skip(self, pending: Pending, row: dict[str, Any]) -> None:
+        """Keep the step that broke: its batch where it may be skipped, else the model before it too, and stop."""
         self.log.flush()
-        folder = self.folder / f"broken-step-{pending.step:06d}"
-        save_broken_step(folder, pending.batches, self.model.state_dict(), self.optimizer.state_dict(), row)
+        self.skipped += 1
+        folder, most = self.folder / f"broken-step-{pending.step:06d}", self.recipe.run.skip_broken
+        stops = self.skipped > most
+        weights = self.model.state_dict() if stops else {}
+        optimizer = self.optimizer.state_dict() if stops else {"state": {}, "param_groups": []}
+        save_broken_step(folder, pending.batches, weights, optimizer, row)
         wrong = "loss" if not math.isfinite(row["loss"]) else "grad_norm"
+        what = f"step {pending.step} has a {wrong.replace('_', ' ')} of {row[wrong]}"
+        if not stops:
+            self.progress.say(f"{what}; passed over, {self.skipped} of at most {most}. Its batch is in {folder}")
+            return
         raise TrainingError(
-            f"step {pending.step} has a {wrong.replace('_', ' ')} of {row[wrong]}; stopped. Its batch, and the weights "
-            f"and optimizer before it, are in {folder}; a lower optimizer.lr or a longer schedule.warmup may help"
+            f"{what}; stopped. Its batch, and the weights and optimizer before it, are in {folder}. The same command goes on "
+            f"from step {self.saved} with --set run.skip_broken={self.skipped} to pass over it, or with a lower optimizer.lr"
         )
 
-    def _save(self) -> None:
+    def _position(self) -> Position:
+        return Position(checkpoint.RandomState.taken(), self.objective.state_dict())
+
+    def _save(self, position: Position) -> None:
         states, values = checkpoint.pack_optimizer(self.optimizer.state_dict())
-        random_tensors, random_values = checkpoint.random_state()
+        random_tensors, random_values = position.chance.packed()
         tensors = {"weights": learned_state(self.model), "optimizer": states, "rng": random_tensors}
         if loads := self.balancing.state_dict():
             tensors["loads"] = loads
         if self.average:
             tensors["average"] = self.average.state_dict()
         state = {
-            "step": self.step, "optimizer": values, "rng": random_values, "objective": self.objective.state_dict(),
-            "lengths": [self.log.flush(), self.speed.flush()], "latest": {n: metrics.finite(v) for n, v in self.latest.items()},
+            "step": self.step, "optimizer": values, "rng": random_values, "objective": position.objective,
+            "lengths": [self.log.flush(), self.speed.flush()], "skipped": self.skipped,
+            "latest": {name: metrics.finite(value) for name, value in self.latest.items()},
         }  # fmt: skip
         self.checkpoints.save(self.step, tensors, state)
+        self.saved = self.step
 
     def _resume(self, saved: checkpoint.Saved) -> None:
         checkpoint.refuse_other_shapes(saved, "weights", learned_state(self.model))
         self.model.load_state_dict(saved.tensors["weights"], strict=False)
-        self.optimizer.load_state_dict(
-            checkpoint.unpack_optimizer(saved.tensors.get("optimizer", {}), saved.state["optimizer"])
-        )
+        states = checkpoint.unpack_optimizer(saved.tensors.get("optimizer", {}), saved.state["optimizer"])
+        load_states(self.optimizer, states)
         self.balancing.load_state_dict(saved.tensors.get("loads", {}))
         if self.average:
             checkpoint.refuse_other_shapes(saved, "average", self.average.state_dict())
             self.average.load_state_dict(saved.tensors["average"])
         self.objective.load_state_dict(saved.state["objective"])
-        self.step, self.latest = saved.state["step"], saved.state["latest"]
+        self.step, self.latest, self.skipped = (saved.state[name] for name in ("step", "latest", "skipped"))
+        self.saved, self.broken = self.step, self.broken + self.skipped
         for log, length in zip((self.log, self.speed), saved.state["lengths"], strict=True):
             log.cut(length)
-        checkpoint.restore_random_state(saved.tensors["rng"], saved.state["rng"])
+        checkpoint.RandomState.unpacked(saved.tensors["rng"], saved.state["rng"]).restore()
         self.progress.resumed(self.step)
 
     @contextmanager
     def as_evaluated(self) -> Iterator[None]:
         """Inside, the model is the one to judge or keep: averaged where the recipe says so, in eval mode, without
         gradients; what is drawn at random inside leaves the run as it was."""
-        random_tensors, random_values = checkpoint.random_state()
+        chance = checkpoint.RandomState.taken()
         self.model.eval()
         try:
             with torch.no_grad(), execution.autocast(self.recipe.precision, self.device):
@@ -263,36 +334,7 @@ class Trainer:
                     yield
         finally:
             self.model.train()
-            checkpoint.restore_random_state(random_tensors, random_values)
-
-    @contextmanager
-    def _only_one(self) -> Iterator[None]:
-        """Keep other processes out of the folder."""
-        with open(self.folder / ".lock", "w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise TrainingError(f"another process is training in {self.folder}") from None
-            yield
-
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Finish the step and save when asked to stop; a second time stops at once."""
-
-        def stop(number: int, frame: Any) -> None:
-            if self.interrupted:
-                raise KeyboardInterrupt
-            self.interrupted = True
-
-        try:
-            before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread
-            before = {}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            chance.restore()
 
 
 def learned_state(model: nn.Module) -> dict[str, Tensor]:
@@ -301,9 +343,8 @@ def learned_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: state[name] for name, _ in lora_parameters(model)} or state
 
 
-def start_over(folder: Path) -> None:
-    """Remove a run's checkpoints and metrics, so that it starts from nothing."""
-    for path in (folder / "checkpoints", *folder.glob("broken-step-*")):
-        shutil.rmtree(path, ignore_errors=True)
-    for name in (metrics.METRICS, metrics.SPEED):
-        (folder / name).unlink(missing_ok=True)
+def seed_all(seed: int) -> None:
+    """Let every source of chance begin with the run's seed: an objective may draw from any."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

@@ -20,7 +20,8 @@ class Loss:
 
 
 class Objective(Protocol):
-    """Pretraining, SFT, DPO, GRPO: what a run optimises."""
+    """Pretraining, SFT, DPO, GRPO: what a run optimises. One that reads data may count in `counts`, a dict, what it took and
+    what it left out; a run says so and keeps it."""
 
     def next_batch(self) -> Any:
         """The next micro-batch, on the device; advances the cursor."""

@@ -1,11 +1,13 @@
-"""The optimizer of a recipe, and which parameter goes where.
+"""How gradients become updates: the optimizer of a recipe, its learning rate over the run, and the average of the weights.
 
 Matrices inside the network are decayed, and Muon may step them. Embeddings, the output head, norms, biases and routers
 are not decayed and belong to AdamW: an embedding's rows are looked up rather than multiplied through, and a router's
 few rows must not be made equally loud.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from tilestack import optim
 from tilestack.contract.backends import AUTO, chosen
-from tilestack.train.recipe import Optimizer, Precision
+from tilestack.train.recipe import Optimizer, Precision, Schedule
 
 OUTSIDE = ("embed", "head", "router")  # parts of the names of parameters that are no hidden matrices
 
@@ -72,10 +74,36 @@ def adamw(params: list[dict[str, Any]], settings: Optimizer, precision: Precisio
     )
 
 
+def rate_share(schedule: Schedule, step: int, steps: int) -> float:
+    """The learning rate of a step, the first being 0, as a share of the highest: a function of the step alone, so that a
+    resumed run needs nothing saved to continue it."""
+    if step < schedule.warmup:
+        return (step + 1) / schedule.warmup
+    progress = (step - schedule.warmup) / max(1, steps - schedule.warmup - 1)  # 0 after the warm-up, 1 at the last step
+    progress = min(progress, 1.0)
+    if schedule.name == "constant":
+        return 1.0
+    if schedule.name == "cosine":
+        fallen = (1 - math.cos(math.pi * progress)) / 2
+    elif schedule.name == "linear":
+        fallen = progress
+    else:  # warm-up, stable, decay
+        fallen = max(0.0, 1 - (1 - progress) / schedule.decay)
+    return 1 - (1 - schedule.final) * fallen
+
+
 def set_rates(optimizer: Any, share: float) -> None:
     """Set every group's learning rate to a share of its highest."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * share
+
+
+def load_states(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Give an optimizer the saved states of its parameters; rates and the like stay as the recipe says them now."""
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(saved)
+    for group, given in zip(optimizer.param_groups, settings, strict=True):
+        group.update(given)
 
 
 class Routed:
@@ -120,3 +148,43 @@ class Routed:
                 }
             )
             first += len(numbers)
+
+
+class AveragedWeights:
+    """The exponential moving average of a model's parameters, in float32: often a better model than the last step's. Early
+    steps weigh more than `decay` says, so that the start is forgotten."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.decay = decay
+        self.parameters = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        self.averages = {name: param.detach().float().clone() for name, param in self.parameters.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Move towards the parameters after a step, the first being 0."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        targets = [param.detach().float() for param in self.parameters.values()]
+        torch._foreach_lerp_(list(self.averages.values()), targets, 1 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the model has the averages as its weights."""
+        kept = {name: param.detach().clone() for name, param in self.parameters.items()}
+        self._write(self.averages)
+        try:
+            yield
+        finally:
+            self._write(kept)
+
+    @torch.no_grad()
+    def _write(self, values: dict[str, Tensor]) -> None:
+        for name, param in self.parameters.items():
+            param.copy_(values[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.averages
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, average in self.averages.items():
+            average.copy_(state[name])

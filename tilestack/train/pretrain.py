@@ -10,11 +10,13 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from tilestack import data, models, ops
+from tilestack.data import DataError
+from tilestack.data.prepared import prepare_tokens
 from tilestack.nn.autocast import lowered
-from tilestack.train import corpus
+from tilestack.train.checkpoint import Checkpoints
 from tilestack.train.objective import Loss
 from tilestack.train.recipe import Recipe
-from tilestack.train.run import MakeObjective, follow
+from tilestack.train.run.follow import MakeObjective, follow
 
 
 def next_token_loss(model: Any, batch: data.Batch) -> Tensor:
@@ -29,7 +31,20 @@ class Pretraining:
 
     def __init__(self, recipe: Recipe, tokenizer: data.Tokenizer, tokens: data.TokenFile, device: torch.device):
         self.recipe, self.tokenizer, self.tokens, self.device = recipe, tokenizer, tokens, device
-        self.stream = self._stream("train" if recipe.data.validation else "all")
+        share = recipe.data.validation
+        held_out = len(tokens.documents("validation", share))
+        if share and not held_out:
+            raise DataError(
+                f"none of the {len(tokens):,} documents falls into the share of {share} that data.validation holds out; "
+                "set it higher, or to 0 to hold out none"
+            )
+        self.stream = self._stream("train" if share else "all")
+        self.counts = {
+            "documents": len(tokens) - held_out,
+            "documents held out": held_out,
+            "empty documents left out": tokens.meta.get("empty", 0),
+            "tokens": tokens.meta["tokens"],
+        }
 
     def _stream(self, split: str) -> data.Packed:
         settings = self.recipe.data
@@ -78,12 +93,21 @@ class Pretraining:
 
 
 def pretrain(
-    recipe: Recipe, folder: Path, *, provenance: Mapping[str, Any] | None = None, console: Console | None = None
+    recipe: Recipe,
+    folder: Path,
+    *,
+    fresh: bool = False,
+    profile: int = 0,
+    provenance: Mapping[str, Any] | None = None,
+    console: Console | None = None,
 ) -> dict[str, float]:
     """Follow a pretraining recipe in a folder, and leave the model in `folder/model`."""
 
     def prepare(console: Console) -> tuple[data.Tokenizer, MakeObjective]:
-        tokenizer, tokens = corpus.prepare(recipe, folder, console)
+        resumes = bool(Checkpoints(folder / "checkpoints", 1).steps())
+        tokenizer, tokens = prepare_tokens(
+            recipe.data, folder, tokenizer_of=recipe.model.path, resumes=resumes, console=console
+        )
         return tokenizer, lambda model, device: Pretraining(recipe, tokenizer, tokens, device)
 
-    return follow(recipe, folder, prepare, provenance=provenance, console=console)
+    return follow(recipe, folder, prepare, fresh=fresh, profile=profile, provenance=provenance, console=console)

@@ -1,44 +1,81 @@
 """The recipe: everything a training run is made of, as dataclasses, read from TOML plus `--set section.key=value`.
 
-The words are the same in the file, on the command line and in the code. A recipe is written back in full into the run's
-folder; a run resumes only under the recipe it began with.
+The words are the same in the file, on the command line and in the code, and `tilestack recipe` lists them. A recipe is
+written back in full into the run's folder. What says which run it is (model, data, seed) cannot change when the run is
+continued; what is operational can.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tilestack.train.settings import RecipeError, as_table, load_table, override, read, setting
+from tilestack.train.settings import RecipeError, as_table, load_table, override, read, section, setting
 
 R = TypeVar("R", bound="Recipe")
+TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
 @dataclass(frozen=True)
 class Run:
     """What the run is called, how long it is, and where and how its steps are executed."""
 
-    name: str = "run"
-    steps: int = setting(1000, low=1)
-    seed: int = setting(0, low=0)
-    device: str = setting("auto", choices=("auto", "cpu", "cuda"))
-    backend: str = ""  # which implementations run the operators, as TILESTACK_BACKEND says it; empty is auto
-    compile: str = setting("off", choices=("off", "default", "reduce-overhead", "max-autotune"))
-    activation_checkpointing: bool = False
-    deterministic: bool = True  # the same bits in every run on one kind of GPU; attention's backward is slower for it
-    log_every: int = setting(10, low=1)  # the only steps at which the host waits for the device
-    tensorboard: bool = False
+    name: str = setting("run", "what the run and its folder in runs/ are called", operational=True)
+    steps: int = setting(1000, "updates to make", low=1, operational=True)
+    seed: int = setting(0, "decides every random choice: weights, order of the data, samples", low=0)
+    device: str = setting(
+        "auto", "auto is the GPU where there is one", choices=("auto", "cpu", "cuda"), operational=True
+    )
+    backend: str = setting(
+        "", "which implementations run the operators, as TILESTACK_BACKEND says it; empty is auto", operational=True
+    )
+    compile: str = setting(
+        "off",
+        "the mode of torch.compile",
+        choices=("off", "default", "reduce-overhead", "max-autotune"),
+        operational=True,
+    )
+    activation_checkpointing: bool = setting(
+        False, "compute activations again in the backward instead of keeping them", operational=True
+    )
+    deterministic: bool = setting(
+        True,
+        "the same bits in every run on one kind of GPU; attention's backward is slower for it",
+        operational=True,
+    )
+    log_every: int = setting(
+        10,
+        "steps between lines of the log, the only ones at which the host waits for the device",
+        low=1,
+        operational=True,
+    )
+    skip_broken: int = setting(
+        0, "steps with a loss or gradient that is not finite to pass over before the run stops", low=0, operational=True
+    )
+    trackers: tuple[str, ...] = setting(
+        (),
+        "programs that follow the figures too, where they are installed: tensorboard, wandb, trackio",
+        operational=True,
+    )
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.trackers if name not in TRACKERS]:
+            raise RecipeError(f"run.trackers has no {', '.join(unknown)}; there are {', '.join(TRACKERS)}")
 
 
 @dataclass(frozen=True)
 class Model:
     """The model to train: a folder or file to start from, or the configuration of a new one in Hugging Face's words."""
 
-    path: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
-    auxiliary_loss: float = setting(0.01, low=0)  # weights of a mixture of experts' losses
-    z_loss: float = setting(0.001, low=0)
-    bias_rate: float = setting(0.001, low=0)  # how fast routers that balance by a bias move it
+    path: str = setting("", "the folder, .gguf file or known name of a model to start from")
+    config: dict[str, Any] = setting(dict, "a new model in the words of a Hugging Face config.json")
+    auxiliary_loss: float = setting(
+        0.01, "weight of the loss that evens out the load of a mixture's experts", low=0, operational=True
+    )
+    z_loss: float = setting(
+        0.001, "weight of the loss that keeps the logits of a mixture's router small", low=0, operational=True
+    )
+    bias_rate: float = setting(0.001, "how fast routers that balance by a bias move it", low=0, operational=True)
 
     def __post_init__(self) -> None:
         if self.path and self.config:
@@ -51,15 +88,15 @@ class Model:
 class Data:
     """What the model reads: a built-in corpus or files, and how they become batches of tokens."""
 
-    corpus: str = setting("python", choices=("python", "files"))
-    files: tuple[str, ...] = ()
-    most_bytes: int = setting(0, low=0)  # of text to take; 0 takes all
-    validation: float = setting(0.02, low=0, high=0.5)  # share of the documents that is held out
-    tokenizer: str = ""  # a folder or file; empty trains one on the corpus
-    vocabulary: int = setting(4096, low=257)  # of the tokenizer to train
-    sequence: int = setting(256, low=2)
-    batch: int = setting(8, low=1)  # sequences in a micro-batch
-    accumulate: int = setting(1, low=1)  # micro-batches in a step
+    corpus: str = setting("python", "the built-in text, or files of one's own", choices=("python", "files"))
+    files: tuple[str, ...] = setting((), "files and folders to read: text, JSONL, parquet, or hf:name")
+    most_bytes: int = setting(0, "bytes of text to take; 0 takes all", low=0)
+    validation: float = setting(0.02, "share of the documents that is held out; 0 holds out none", low=0, high=0.5)
+    tokenizer: str = setting("", "a folder or file; empty takes the model's, or trains one on the corpus")
+    vocabulary: int = setting(4096, "tokens of a tokenizer to train", low=257)
+    sequence: int = setting(256, "tokens in a row", low=2)
+    batch: int = setting(8, "rows in a micro-batch", low=1, operational=True)
+    accumulate: int = setting(1, "micro-batches in a step", low=1, operational=True)
 
     def __post_init__(self) -> None:
         if self.corpus == "files" and not self.files:
@@ -72,15 +109,21 @@ class Data:
 class Optimizer:
     """How gradients become updates. Muon steps hidden matrices with `muon_lr`, and AdamW the rest with `lr`."""
 
-    name: str = setting("adamw", choices=("adamw", "adamw8bit", "sgd", "muon"))
-    lr: float = setting(1e-3, above=0)
-    betas: tuple[float, ...] = (0.9, 0.95)
-    eps: float = setting(1e-8, above=0)
-    weight_decay: float = setting(0.1, low=0)  # of matrices; norms, biases and embeddings are not decayed
-    momentum: float = setting(0.9, low=0, high=1)  # of sgd
-    muon_lr: float = setting(0.02, above=0)
-    muon_momentum: float = setting(0.95, low=0, high=1)
-    clip: float = setting(1.0, low=0)  # the global norm gradients are clipped to; 0 leaves them alone
+    name: str = setting(
+        "adamw",
+        "muon steps hidden matrices and leaves the rest to adamw",
+        choices=("adamw", "adamw8bit", "sgd", "muon"),
+    )
+    lr: float = setting(1e-3, "the highest learning rate", above=0, operational=True)
+    betas: tuple[float, ...] = setting((0.9, 0.95), "decays of AdamW's two moments", operational=True)
+    eps: float = setting(1e-8, "what AdamW adds before it divides", above=0, operational=True)
+    weight_decay: float = setting(
+        0.1, "decay of matrices; norms, biases and embeddings are not decayed", low=0, operational=True
+    )
+    momentum: float = setting(0.9, "of sgd", low=0, high=1, operational=True)
+    muon_lr: float = setting(0.02, "the highest learning rate of hidden matrices under muon", above=0, operational=True)
+    muon_momentum: float = setting(0.95, "of muon", low=0, high=1, operational=True)
+    clip: float = setting(1.0, "the global norm gradients are clipped to; 0 leaves them alone", low=0, operational=True)
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -91,10 +134,14 @@ class Optimizer:
 class Schedule:
     """The learning rate over the run, as a share of its highest: a linear warm-up, then a shape that ends at `final`."""
 
-    name: str = setting("cosine", choices=("cosine", "wsd", "linear", "constant"))
-    warmup: int = setting(0, low=0)  # steps
-    final: float = setting(0.1, low=0, high=1)
-    decay: float = setting(0.2, above=0, high=1)  # the share of the run in which wsd falls
+    name: str = setting(
+        "cosine",
+        "the shape after the warm-up; wsd is stable, then falls",
+        choices=("cosine", "wsd", "linear", "constant"),
+    )
+    warmup: int = setting(0, "steps in which the rate rises", low=0)
+    final: float = setting(0.1, "what the rate ends at, as a share of the highest", low=0, high=1)
+    decay: float = setting(0.2, "the share of the run in which wsd falls", above=0, high=1)
 
 
 @dataclass(frozen=True)
@@ -102,10 +149,12 @@ class Precision:
     """float32 parameters may compute in bfloat16 under autocast. bfloat16 parameters need an optimizer that does not lose
     small updates: rounding at random, or a float32 master copy."""
 
-    parameters: str = setting("float32", choices=("float32", "bfloat16"))
-    compute: str = setting("float32", choices=("float32", "bfloat16"))
-    updates: str = setting("stochastic", choices=("stochastic", "master", "nearest"))  # for bfloat16 parameters
-    fp8: bool = False  # matrix products of hidden layers in 8-bit floating point
+    parameters: str = setting("float32", "of the weights", choices=("float32", "bfloat16"))
+    compute: str = setting("float32", "of matrix products", choices=("float32", "bfloat16"), operational=True)
+    updates: str = setting(
+        "stochastic", "how bfloat16 parameters are updated", choices=("stochastic", "master", "nearest")
+    )
+    fp8: bool = setting(False, "matrix products of hidden layers in 8-bit floating point", operational=True)
 
     def __post_init__(self) -> None:
         if self.parameters == "bfloat16" and self.compute == "float32":
@@ -116,50 +165,53 @@ class Precision:
 class Evaluation:
     """What is looked at on the way: loss on held-out text, and samples. 0 steps is never; the end is always looked at."""
 
-    every: int = setting(0, low=0)
-    batches: int = setting(8, low=1)
-    sample_every: int = setting(0, low=0)
-    prompts: tuple[str, ...] = ()
-    sample_tokens: int = setting(64, low=1)
-    temperature: float = setting(0.8, low=0)
-    top_k: int = setting(50, low=0)
+    every: int = setting(0, "steps between evaluations; 0 evaluates at the end alone", low=0)
+    batches: int = setting(8, "micro-batches of held-out data in an evaluation", low=1)
+    sample_every: int = setting(0, "steps between samples; 0 samples at the end alone", low=0)
+    prompts: tuple[str, ...] = setting((), "texts that samples continue")
+    sample_tokens: int = setting(64, "tokens of a sample", low=1)
+    temperature: float = setting(0.8, "of samples; 0 takes the likeliest token", low=0)
+    top_k: int = setting(50, "samples draw from so many of the likeliest tokens; 0 is all", low=0)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    every: int = setting(500, low=0)  # steps; 0 saves only at the end
-    keep: int = setting(2, low=1)  # so many of the newest
+    every: int = setting(500, "steps between checkpoints; 0 saves at the end alone", low=0)
+    keep: int = setting(2, "how many of the newest are kept", low=1)
+    asynchronous: bool = setting(True, "write from a copy in memory while the next steps run")
 
 
 @dataclass(frozen=True)
 class Ema:
-    decay: float = setting(0.0, low=0, high=1)  # 0 keeps no average; evaluations and the final model take it otherwise
+    decay: float = setting(
+        0.0, "of an average of the weights that is evaluated and kept in their place; 0 is none", low=0, high=1
+    )
 
 
 @dataclass(frozen=True)
 class Lora:
     """Adapters trained in place of the model, which stays as it is; see `tilestack.nn.lora`."""
 
-    rank: int = setting(0, low=0)  # 0 trains the model itself
-    alpha: float = setting(16.0, above=0)
-    dropout: float = setting(0.0, low=0, high=0.9)
-    targets: tuple[str, ...] = ("layers.*",)  # patterns of the linear layers that get one
+    rank: int = setting(0, "rank of the adapters; 0 trains the model itself", low=0)
+    alpha: float = setting(16.0, "what adapters are multiplied by, divided by their rank", above=0)
+    dropout: float = setting(0.0, "share of an adapter's inputs that is dropped in training", low=0, high=0.9)
+    targets: tuple[str, ...] = setting(("layers.*",), "patterns of the linear layers that get one")
 
 
 @dataclass(frozen=True)
 class Recipe:
     """A pretraining run. Other kinds of run derive from it and add sections of their own."""
 
-    run: Run = field(default_factory=Run)
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    schedule: Schedule = field(default_factory=Schedule)
-    precision: Precision = field(default_factory=Precision)
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    ema: Ema = field(default_factory=Ema)
-    lora: Lora = field(default_factory=Lora)
+    run: Run = section(Run)
+    model: Model = section(Model)
+    data: Data = section(Data)
+    optimizer: Optimizer = section(Optimizer)
+    schedule: Schedule = section(Schedule, operational=True)
+    precision: Precision = section(Precision)
+    evaluation: Evaluation = section(Evaluation, operational=True)
+    checkpoint: Checkpoint = section(Checkpoint, operational=True)
+    ema: Ema = section(Ema)
+    lora: Lora = section(Lora)
 
     def __post_init__(self) -> None:
         if self.schedule.warmup >= self.run.steps:

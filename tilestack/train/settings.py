@@ -9,7 +9,8 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,26 +23,82 @@ class RecipeError(ValueError):
 
 def setting(
     default: Any,
+    means: str = "",
     *,
     low: float | None = None,
     above: float | None = None,
     high: float | None = None,
     choices: Sequence[str] = (),
+    operational: bool = False,
 ) -> Any:
-    """A field of a settings dataclass and what it accepts: from `low` or above `above`, up to `high`, or some words."""
-    return dataclasses.field(default=default, metadata=dict(low=low, above=above, high=high, choices=tuple(choices)))
+    """A field of a settings dataclass: its default (or the type of an empty one), what it means, and what it accepts: from
+    `low` or above `above`, up to `high`, or some words. An `operational` one may change when a run is continued."""
+    accepted = dict(means=means, low=low, above=above, high=high, choices=tuple(choices), operational=operational)
+    if isinstance(default, type):
+        return dataclasses.field(default_factory=default, metadata=accepted)
+    return dataclasses.field(default=default, metadata=accepted)
 
 
-def read(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
-    """A settings dataclass from a table, as tomllib makes it; `where` is the key of that table."""
+def section(kind: type, *, operational: bool = False) -> Any:
+    """A field that is a settings dataclass itself; `operational` says so of everything in it."""
+    return dataclasses.field(default_factory=kind, metadata=dict(operational=operational))
+
+
+@dataclass(frozen=True)
+class Key:
+    """A setting as people look it up."""
+
+    name: str  # section.key
+    kind: str  # what its value is, in words
+    default: Any
+    means: str
+    operational: bool
+
+    @property
+    def leaf(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+def keys_of(kind: type, where: str = "", operational: bool = False) -> Iterator[Key]:
+    """Every setting of a dataclass, those of its sections included."""
+    hints = typing.get_type_hints(kind)
+    made = kind()
+    for field in dataclasses.fields(typing.cast(Any, kind)):
+        name = f"{where}.{field.name}" if where else field.name
+        free = operational or field.metadata.get("operational", False)
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from keys_of(typing.cast(type, hints[field.name]), name, free)
+        else:
+            default = getattr(made, field.name)
+            yield Key(name, in_words(hints[field.name], field.metadata), default, field.metadata.get("means", ""), free)
+
+
+def in_words(kind: Any, accepted: Mapping[str, Any]) -> str:
+    """What a setting accepts."""
+    if choices := accepted.get("choices"):
+        return ", ".join(choices)
+    word = WORDS[list if typing.get_origin(kind) is tuple else typing.get_origin(kind) or kind]
+    return f"{word}{limits(accepted)}"
+
+
+def nearest_keys(name: str, keys: Sequence[Key]) -> list[Key]:
+    """The settings someone may have meant: of that very name in any section, or of names like it."""
+    leaf = name.rpartition(".")[2]
+    close = difflib.get_close_matches(leaf, [key.leaf for key in keys], 3, cutoff=0.75)
+    words = [leaf] if any(key.leaf == leaf for key in keys) else list(dict.fromkeys(close))
+    return [key for word in words for key in keys if key.leaf == word]
+
+
+def read(kind: type[T], table: Mapping[str, Any], where: str = "", whole: type | None = None) -> T:
+    """A settings dataclass from a table, as tomllib makes it; `where` is the key of that table in the `whole`."""
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, kind))}
     values = {}
     for name, value in table.items():
         key = f"{where}.{name}" if where else name
         if name not in fields:
-            raise RecipeError(f"no setting {key}{nearest(name, where, list(fields))}")
-        values[name] = fit(hints[name], value, key)
+            raise RecipeError(f"no setting {key}{nearest(name, where, list(fields), whole or kind)}")
+        values[name] = fit(hints[name], value, key, whole or kind)
         refuse_out_of_range(values[name], fields[name].metadata, key)
     try:
         return kind(**values)
@@ -51,18 +108,23 @@ def read(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
         raise RecipeError(f"{where or 'the recipe'}: {problem}") from problem
 
 
-def nearest(name: str, where: str, known: Sequence[str]) -> str:
-    if close := difflib.get_close_matches(name, known, 1):
+def nearest(name: str, where: str, known: Sequence[str], whole: type) -> str:
+    """What was meant by a name that does not exist: that of a setting elsewhere, or one like it, best in its section."""
+    elsewhere = nearest_keys(name, list(keys_of(whole)))
+    close = difflib.get_close_matches(name, known, 1)
+    if close and not any(key.leaf == name for key in elsewhere):
         return f"; did you mean {where + '.' if where else ''}{close[0]}?"
+    if elsewhere:
+        return f"; did you mean {' or '.join(key.name for key in elsewhere[:3])}?"
     return f"; {where or 'a recipe'} has {', '.join(known)}"
 
 
-def fit(kind: Any, value: Any, key: str) -> Any:
+def fit(kind: Any, value: Any, key: str, whole: type | None = None) -> Any:
     """The value as the type its field is declared with, or an error."""
     if isinstance(kind, types.UnionType):
         kind = next(option for option in typing.get_args(kind) if option is not type(None))
     if dataclasses.is_dataclass(kind):
-        return read(typing.cast(type, kind), of_type(dict, value, key), key)
+        return read(typing.cast(type, kind), of_type(dict, value, key), key, whole)
     if typing.get_origin(kind) is tuple:
         inner = typing.get_args(kind)[0]
         return tuple(fit(inner, item, f"{key}[{index}]") for index, item in enumerate(of_type(list, value, key)))
@@ -97,9 +159,14 @@ def refuse_out_of_range(value: Any, accepted: Mapping[str, Any], key: str) -> No
     low, above, high = (accepted.get(name) for name in ("low", "above", "high"))
     wrong = not math.isfinite(value) or (low is not None and value < low) or (above is not None and value <= above)
     if wrong or (high is not None and value > high):
-        limits = [f"at least {low}" if low is not None else "", f"above {above}" if above is not None else ""]
-        limits += [f"at most {high}" if high is not None else ""]
-        raise RecipeError(f"{key} must be {' and '.join(filter(None, limits)) or 'finite'}, not {value}")
+        raise RecipeError(f"{key} must be{limits(accepted) or ' finite'}, not {value}")
+
+
+def limits(accepted: Mapping[str, Any]) -> str:
+    """The range of a number in words, with a space before them."""
+    words = [("at least", "low"), ("above", "above"), ("at most", "high")]
+    found = [f"{word} {accepted[name]}" for word, name in words if accepted.get(name) is not None]
+    return f" {' and '.join(found)}" if found else ""
 
 
 def load_table(path: Path) -> dict[str, Any]:
@@ -170,3 +237,10 @@ def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
     for name in dict.fromkeys([*ours, *theirs]):
         found += differences(ours.get(name), theirs.get(name), f"{where}.{name}" if where else name)
     return found
+
+
+def value_at(table: Any, key: str) -> Any:
+    """The value of a dotted key in a nested table; None where there is none."""
+    for name in key.split("."):
+        table = table.get(name) if isinstance(table, dict) else None
+    return table

@@ -1,0 +1,106 @@
+"""Tokens are those of the texts as they are now, and are made no more often than that takes."""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+
+import pytest
+
+from tilestack.data import DataError, corpora, prepared
+from tilestack.data.prepared import prepare_tokens
+
+
+@dataclass
+class Texts:
+    files: list[str]
+    corpus: str = "files"
+    most_bytes: int = 0
+    tokenizer: str = ""
+    vocabulary: int = 300
+
+
+@pytest.fixture
+def texts(tmp_path):
+    def write(*lines):
+        (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines) + "\n")
+        return Texts([str(tmp_path / "text.jsonl")])
+
+    return write
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """How often tokens were written."""
+    calls, write = [], prepared.write_tokens
+
+    def counting(*args, **kwargs):
+        calls.append(args)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(prepared, "write_tokens", counting)
+    return calls
+
+
+def read(prepared_):
+    tokenizer, tokens = prepared_
+    return list(tokens.texts(tokenizer))
+
+
+def test_texts_that_changed_are_tokenised_again_and_others_are_not(texts, tmp_path, made):
+    run = tmp_path / "run"
+    assert read(prepare_tokens(texts("old one", "old two"), run)) == ["old one", "old two"]
+    assert read(prepare_tokens(texts("old one", "old two"), run)) == ["old one", "old two"]  # written again, the same
+    assert read(prepare_tokens(Texts([str(tmp_path / "text.jsonl")]), run)) == ["old one", "old two"]
+    assert len(made) == 1
+    status = (tmp_path / "text.jsonl").stat()
+    settings = texts("new one", "new two")  # of the same length
+    os.utime(tmp_path / "text.jsonl", ns=(status.st_atime_ns, status.st_mtime_ns))  # and said to be as old
+    assert read(prepare_tokens(settings, run)) == ["new one", "new two"]
+    assert len(made) == 2
+
+
+def test_a_file_that_joins_a_folder_is_noticed(tmp_path, made):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "b.txt").write_text("second")
+    settings = Texts([str(tmp_path / "texts")])
+    assert read(prepare_tokens(settings, tmp_path / "run")) == ["second"]
+    (tmp_path / "texts" / "a.txt").write_text("first")
+    assert read(prepare_tokens(settings, tmp_path / "run")) == ["first", "second"]
+
+
+def test_another_tokenizer_under_the_same_name_is_noticed(texts, tmp_path, made):
+    settings = texts("some text", "some more")
+    first, _ = prepare_tokens(settings, tmp_path / "one")
+    other, _ = prepare_tokens(texts("quite something else", "and so on"), tmp_path / "other")
+    settings.tokenizer = str(tmp_path / "tokenizer")
+    found = []
+    for tokenizer in (first, first, other):
+        tokenizer.save(tmp_path / "tokenizer")
+        found.append(prepare_tokens(settings, tmp_path / "run")[1].meta["tokenizer"])
+    assert found == [first.fingerprint, first.fingerprint, other.fingerprint]
+    assert len(made) == 4
+
+
+def test_a_run_that_goes_on_refuses_other_texts_and_does_without_those_that_are_gone(texts, tmp_path, made):
+    run = tmp_path / "run"
+    prepare_tokens(texts("old one"), run)
+    settings = texts("new one")
+    with pytest.raises(DataError, match=r"text\.jsonl changed since the run in .* began; put it back, or start over"):
+        prepare_tokens(settings, run, resumes=True)
+    shutil.move(tmp_path / "text.jsonl", tmp_path / "gone.jsonl")
+    assert read(prepare_tokens(settings, run, resumes=True)) == ["old one"]
+    with pytest.raises(FileNotFoundError, match="no data at"):
+        prepare_tokens(settings, run)
+    assert len(made) == 1
+
+
+def test_the_python_corpus_is_followed_too(tmp_path, monkeypatch, made):
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "one.py").write_text("import this\n")
+    monkeypatch.setattr(corpora.sysconfig, "get_path", lambda name: str(library))
+    settings = Texts([], corpus="python")
+    assert read(prepare_tokens(settings, tmp_path / "run")) == ["import this\n"]
+    (library / "one.py").write_text("import that\n")
+    assert read(prepare_tokens(settings, tmp_path / "run")) == ["import that\n"]

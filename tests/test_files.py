@@ -1,0 +1,130 @@
+"""What is written is whole or not there, and what somebody else put there stays."""
+
+import json
+
+import pytest
+
+from tilestack import files
+from tilestack.files import MARKER, ForeignFolder, clean_parts, discard, whole_folder, write_text_whole
+
+
+def make(target, **contents):
+    with whole_folder(target) as hidden:
+        for name, text in contents.items():
+            (hidden / name).write_text(text)
+
+
+def seen(folder):
+    return {path.name: path.read_text() for path in folder.iterdir() if path.name != MARKER}
+
+
+def test_a_folder_replaces_the_one_made_before(tmp_path):
+    make(tmp_path / "model", weights="1", index="2")
+    make(tmp_path / "model", weights="3")
+    assert seen(tmp_path / "model") == {"weights": "3"}
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", ".hidden"])
+def test_a_folder_that_is_someone_elses_is_refused_and_left_alone(tmp_path, name):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).write_text("precious")
+    for write in (make, discard):
+        with pytest.raises(ForeignFolder, match=f"data was not made by tilestack .it holds {name}"):
+            write(tmp_path / "data")
+    assert seen(tmp_path / "data") == {name: "precious"}
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(ForeignFolder, match="it is a file"):
+        make(tmp_path / "file")
+
+
+def test_what_somebody_added_is_kept_when_the_folder_makes_way(tmp_path):
+    for attempt in ("", "1"):
+        make(tmp_path / "model", weights="1")
+        (tmp_path / "model" / "notes").mkdir()
+        (tmp_path / "model" / "notes" / "mine.txt").write_text("precious")
+        make(tmp_path / "model", weights="2") if not attempt else discard(tmp_path / "model")
+        assert (tmp_path / f"model.kept{attempt}/notes/mine.txt").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.kept", "model.kept1"]
+
+
+def test_after_an_error_the_old_folder_stands_and_nothing_half_made_is_left(tmp_path):
+    make(tmp_path / "model", weights="1")
+    with pytest.raises(TypeError):
+        make(tmp_path / "model", weights="2", index=object())
+    assert seen(tmp_path / "model") == {"weights": "1"}
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("stop", ["aside", "in place"])
+def test_killed_between_the_renames_nothing_is_lost(tmp_path, monkeypatch, stop):
+    make(tmp_path / "model", weights="1")
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_, **__):
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files.Path, "replace" if stop == "aside" else "unlink", die)
+        patched.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # a killed process tidies nothing
+        with pytest.raises(Killed):
+            make(tmp_path / "model", weights="2")
+    clean_parts(tmp_path)
+    assert seen(tmp_path / "model") == {"weights": "1" if stop == "aside" else "2"}
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_was_half_removed_does_not_come_back(tmp_path, monkeypatch):
+    make(tmp_path / "step", weights="1", optimizer="2")
+
+    def die(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files.Path, "unlink", die)
+        with pytest.raises(KeyboardInterrupt):
+            discard(tmp_path / "step")
+    assert [path.name for path in tmp_path.iterdir()] == [".step.tilestack-gone"]
+    clean_parts(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_marker_from_a_stranger_reaches_nothing_outside(tmp_path):
+    (tmp_path / "precious").write_text("1")
+    (tmp_path / "model").mkdir()
+    listed = ["../precious", str(tmp_path / "precious")]
+    (tmp_path / "model" / MARKER).write_text(json.dumps({"made_by": "tilestack", "files": listed}))
+    discard(tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_clearing_up_takes_only_what_is_ours(tmp_path):
+    (tmp_path / ".DS_Store").write_text("x")
+    (tmp_path / ".model").mkdir()
+    (tmp_path / ".model.tilestack-part").mkdir()
+    (tmp_path / ".model.tilestack-part" / "weights").write_text("half")
+    clean_parts(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".DS_Store", ".model"]
+
+
+def test_a_folder_may_be_shared_where_the_writer_says_what_stays(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("theirs")
+    (tmp_path / "config.json").write_text("old")
+    with whole_folder(tmp_path, carry=lambda path: path.name != "config.json") as hidden:
+        (hidden / "config.json").write_text("new")
+    assert seen(tmp_path) == {"tokenizer.json": "theirs", "config.json": "new"}
+    assert json.loads((tmp_path / MARKER).read_text())["files"] == [
+        "config.json"
+    ]  # the tokenizer is not ours to remove
+
+
+def test_a_file_is_the_old_or_the_new_and_synced_with_its_folder(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(files.os, "fsync", lambda handle: synced.append(handle))
+    write_text_whole(tmp_path / "run.json", "1")
+    assert len(synced) == 2
+    with pytest.raises(UnicodeEncodeError):
+        write_text_whole(tmp_path / "run.json", "\ud800")
+    assert seen(tmp_path) == {"run.json": "1"}

@@ -1,0 +1,120 @@
+"""SFT, DPO and GRPO as whole runs: resumed to the bit, with adapters, left as others open them."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from small import CONFIG, decoder, recipe, tokenizer
+
+from tilestack import models
+from tilestack.data import Tokenizer
+from tilestack.models.adapters import WEIGHTS, load_adapters
+from tilestack.models.weights import unfused
+from tilestack.nn.lora import merge_lora
+from tilestack.train.align import KINDS, align
+from tilestack.train.align.dpo import DPO
+from tilestack.train.align.grpo import GRPO
+from tilestack.train.align.sft import SFT
+from tilestack.train.run.follow import export
+
+QUIET = Console(quiet=True)
+SMALL = {
+    "run": {"steps": 4},
+    "checkpoint": {"every": 2},
+    "data": {"examples": 24, "batch": 2, "vocabulary": 280},
+    "optimizer": {"lr": 1e-2},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model to start from."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    export(decoder(), tokenizer(), folder)
+    return folder
+
+
+def sections(kind, base, **more):
+    made = {name: dict(section) for name, section in SMALL.items()} | {"model": {"path": str(base)}}
+    if kind == "grpo":
+        made["grpo"] = {"group": 2, "max_new_tokens": 3, "beta": 0.1}
+        made["data"] |= {"accumulate": 2}
+    return {name: {**made.get(name, {}), **more.get(name, {})} for name in {**made, **more}}
+
+
+def follow(kind, folder, base, **more):
+    return align(kind, recipe(KINDS[kind].recipe, **sections(kind, base, **more)), folder, console=QUIET)
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder):
+    return dict(unfused(models.load(folder / "model")))
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("sft", 2), ("dpo", 0), ("grpo", 0), ("grpo", 2)])
+def test_a_run_that_is_cut_off_ends_as_if_it_had_not_been(kind, rank, base, tmp_path, monkeypatch):
+    lora = {"rank": rank, "dropout": 0.1 if rank else 0.0}
+    straight = follow(kind, tmp_path / "straight", base, lora=lora)
+    objective = {"sft": SFT, "dpo": DPO, "grpo": GRPO}[kind]
+    loss, calls = objective.loss, []
+
+    def failing(self, *arguments):
+        calls.append(1)
+        if len(calls) == (7 if kind == "grpo" else 4):
+            raise KeyboardInterrupt
+        return loss(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(objective, "loss", failing)
+        with pytest.raises(KeyboardInterrupt):
+            follow(kind, tmp_path / "cut", base, lora=lora)
+    assert follow(kind, tmp_path / "cut", base, lora=lora) == straight
+    assert rows(tmp_path / "cut") == rows(tmp_path / "straight")
+    for (name, ours), theirs in zip(weights(tmp_path / "cut").items(), weights(tmp_path / "straight").values(), strict=True):  # fmt: skip
+        assert torch.equal(ours, theirs), name
+
+
+def test_adapters_alone_are_saved_and_the_model_left_is_merged(base, tmp_path):
+    follow("sft", tmp_path, base, lora={"rank": 2, "targets": ["*.qkv", "*.down"]})
+    checkpoint = next((tmp_path / "checkpoints").glob("step-*/weights.safetensors"))
+    assert all(".lora_" in name for name in load_file(checkpoint))
+    adapted = models.load(base)
+    load_adapters(adapted, tmp_path / "adapter")
+    merge_lora(adapted)
+    found, before = weights(tmp_path), dict(unfused(models.load(base)))
+    for name, tensor in unfused(adapted):
+        torch.testing.assert_close(found[name], tensor)
+    changed = {name.split(".")[-2] for name, tensor in found.items() if not torch.equal(tensor, before[name])}
+    assert changed == {"q_proj", "k_proj", "v_proj", "down_proj"}
+
+
+def test_adapters_stay_float32_beside_bfloat16_weights(base, tmp_path):
+    half = {"parameters": "bfloat16", "compute": "bfloat16"}
+    follow("sft", tmp_path, base, lora={"rank": 2}, precision=half, run={"steps": 1})
+    assert {tensor.dtype for tensor in load_file(tmp_path / "adapter" / WEIGHTS).values()} == {torch.float32}
+    assert {tensor.dtype for tensor in weights(tmp_path).values()} == {torch.bfloat16}
+
+
+def test_a_new_model_gets_a_tokenizer_of_its_own(tmp_path):
+    made = sections("sft", "") | {"model": {"config": CONFIG}}
+    align("sft", recipe(KINDS["sft"].recipe, **made), tmp_path, console=QUIET)
+    saved = Tokenizer.load(tmp_path / "model")
+    assert saved.fingerprint == Tokenizer.load(tmp_path / "tokenizer").fingerprint
+    assert saved.vocabulary == models.load(tmp_path / "model").config.vocabulary
+
+
+def test_runs_write_the_figures_of_their_kind(base, tmp_path):
+    expected = {
+        "sft": {"validation_loss", "exact_answers"},
+        "dpo": {"margin", "accuracy", "reward_chosen", "reward_rejected", "validation_margin"},
+        "grpo": {"reward", "reward_std", "kl", "ratio", "answer_tokens", "groups_alike", "validation_reward"},
+    }
+    for kind, names in expected.items():
+        figures = follow(kind, tmp_path / kind, base, run={"steps": 1})
+        assert names <= set(figures)
+    assert figures["ratio"] == pytest.approx(1, abs=1e-6)

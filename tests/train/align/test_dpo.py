@@ -1,0 +1,125 @@
+"""DPO: the loss against one written out pair by pair, the way it moves answers, and its reference."""
+
+import math
+
+import pytest
+import torch
+from small import CPU, decoder, log_prob, recipe, through_json, tokenizer
+
+from tilestack.data import DataError
+from tilestack.nn.lora import add_lora, without_lora
+from tilestack.train import RecipeError
+from tilestack.train.align.dpo import DPO, DPORecipe, pair_of, preferences
+
+
+def dpo(model, cache=None, **sections):
+    return DPO(recipe(DPORecipe, **sections), model, tokenizer(), CPU, cache)
+
+
+def nudged(model, by=0.05):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=by)
+
+
+@pytest.mark.parametrize(("kind", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.1), ("ipo", 0.0)])
+def test_the_loss_is_that_of_pairs_read_one_by_one(kind, smoothing):
+    torch.manual_seed(0)
+    reference, model = decoder(), decoder()
+    objective = dpo(model, dpo={"loss": kind, "beta": 0.3, "label_smoothing": smoothing})
+    nudged(model)
+    pairs = [objective.pairs[number] for number in objective.deck.order()[:3]]
+    expected, margins = 0.0, []
+    for pair in pairs:
+        h = 0.0
+        for sign, sequence in ((1, pair.chosen), (-1, pair.rejected)):
+            ratio = log_prob(model, sequence.ids, sequence.mask) - log_prob(reference, sequence.ids, sequence.mask)
+            h += sign * float(ratio) / (sum(sequence.mask) if kind == "ipo" else 1)
+        margins.append(0.3 * h)
+        sigmoid = lambda x: 1 / (1 + math.exp(-x))
+        if kind == "ipo":
+            expected += (h - 1 / 0.6) ** 2
+        else:
+            expected -= (1 - smoothing) * math.log(sigmoid(0.3 * h)) + smoothing * math.log(sigmoid(-0.3 * h))
+    loss = objective.loss(model, objective.next_batch())
+    assert loss.total.item() == pytest.approx(expected, rel=1e-4)
+    assert loss.count == 3
+    assert float(loss.metrics["margin"]) == pytest.approx(sum(margins), rel=1e-3, abs=1e-5)
+    assert int(loss.metrics["accuracy"]) == sum(margin > 0 for margin in margins)
+    difference = loss.metrics["reward_chosen"] - loss.metrics["reward_rejected"]
+    assert float(difference) == pytest.approx(sum(margins), rel=1e-3, abs=1e-5)
+
+
+def test_a_run_begins_where_policy_and_reference_agree():
+    model = decoder()
+    loss = dpo(model).loss(model, dpo(model).next_batch())
+    assert loss.total.item() / loss.count == pytest.approx(math.log(2), rel=1e-4)
+    assert abs(float(loss.metrics["margin"])) < 1e-3
+
+
+def test_steps_raise_the_chosen_over_the_rejected():
+    model = decoder()
+    objective = dpo(model, data={"batch": 8})
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    with torch.no_grad():
+        before = objective.evaluate(model)
+    for _ in range(12):
+        loss = objective.loss(model, objective.next_batch())
+        optimizer.zero_grad()
+        (loss.total / loss.count).backward()
+        optimizer.step()
+    with torch.no_grad():
+        after = objective.evaluate(model)
+    assert after["validation_margin"] > before["validation_margin"] + 0.5
+    assert after["validation_loss"] < before["validation_loss"]
+    assert after["validation_accuracy"] > 0.5
+
+
+def test_only_the_last_answer_is_scored():
+    (preference, *_), _ = preferences(recipe(DPORecipe).data, 0)
+    earlier = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    pair = pair_of(tokenizer(), type(preference)([*earlier, *preference.messages], "4", "five"))
+    for sequence, answer in ((pair.chosen, "4"), (pair.rejected, "five")):
+        scored = [token for token, marked in zip(sequence.ids, sequence.mask, strict=True) if marked]
+        assert tokenizer().decode(scored, special=True) == f"{answer}<|im_end|>"
+
+
+def test_with_adapters_the_reference_is_the_model_without_them():
+    torch.manual_seed(0)
+    plain, model = decoder(), decoder()
+    add_lora(model, ["layers.*"], rank=2)
+    objective = dpo(model)
+    assert torch.equal(objective.reference, dpo(plain).reference)
+    nudged(model)
+    with without_lora(model):
+        assert float(objective.loss(model, objective.next_batch()).metrics["margin"]) == pytest.approx(0, abs=1e-3)
+    assert float(objective.loss(model, objective.next_batch()).metrics["margin"]) != pytest.approx(0, abs=1e-3)
+
+
+def test_a_saved_place_continues_with_the_same_batches(tmp_path):
+    model = decoder()
+    objective, twin = dpo(model, tmp_path), dpo(model, tmp_path)
+    for _ in range(7):
+        objective.next_batch()
+    twin.load_state_dict(through_json(objective.state_dict()))
+    for _ in range(12):
+        ours, theirs = objective.next_batch(), twin.next_batch()
+        assert torch.equal(ours.rows.ids, theirs.rows.ids)
+        assert torch.equal(ours.reference, theirs.reference)
+    assert len(list(tmp_path.iterdir())) == 1  # the reference was asked once for both
+
+
+def test_bad_input_is_named(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}\n{"prompt": "2 + 2?", "chosen": "4"}\n')
+    with pytest.raises(
+        DataError, match=r'pairs.jsonl:2: expected a text under "rejected"; this row has prompt, chosen'
+    ):
+        dpo(decoder(), data={"corpus": "files", "files": [str(path)]})
+    with pytest.raises(RecipeError, match=r"none of .* pairs of answers fits into data.sequence = 4"):
+        dpo(decoder(), data={"sequence": 4})
+    with pytest.raises(RecipeError, match=r'dpo.label_smoothing has no meaning where dpo.loss is "ipo"'):
+        recipe(DPORecipe, dpo={"loss": "ipo", "label_smoothing": 0.1})
+    with pytest.raises(RecipeError, match=r"dpo.loss must be one of sigmoid, ipo, not 'ippo'; did you mean ipo"):
+        recipe(DPORecipe, dpo={"loss": "ippo"})

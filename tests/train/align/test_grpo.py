@@ -1,0 +1,180 @@
+"""GRPO: the ratio is 1 where it must be, the gradient is REINFORCE's, the reference is held, and rollouts resume."""
+
+import copy
+
+import pytest
+import torch
+from small import CPU, decoder, recipe, through_json, tokenizer
+
+from tilestack.data import NO_LABEL, corpora
+from tilestack.nn.lora import add_lora
+from tilestack.train import RecipeError
+from tilestack.train.align.grpo import GRPO, GRPORecipe
+
+
+def grpo(model, **sections):
+    settings = {"max_new_tokens": 5, "group": 4} | sections.pop("grpo", {})
+    objective = GRPO(recipe(GRPORecipe, grpo=settings, **sections), model, tokenizer(), CPU)
+    objective.reward = even  # the answers of random weights are never right
+    return objective
+
+
+def even(task, text):
+    return float(len(text) % 2 == 0)
+
+
+def means(loss):
+    return {name: float(value / loss.count) for name, value in loss.metrics.items()}
+
+
+def moved(model, by=0.05):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=by)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_on_new_answers_the_ratio_is_one_to_the_bit(dropout):
+    model = decoder()
+    add_lora(model, ["layers.*"], rank=2, dropout=dropout)
+    moved(model)
+    model.train()
+    objective = grpo(model)
+    loss = objective.loss(model, objective.next_batch())
+    assert torch.equal(loss.metrics["ratio"], loss.count.float())
+    assert float(loss.metrics["clipped"]) == 0
+
+
+def test_answers_are_the_policys_and_advantages_their_groups():
+    model = decoder()
+    objective = grpo(model)
+    batch = objective.next_batch()
+    assert batch.rewards.shape == (3, 4)
+    labels = [row[row != NO_LABEL].tolist() for row in batch.rows.labels]
+    assert [even(None, tokenizer().decode(row)) for row in labels] == batch.rewards.flatten().tolist()
+    assert len({tuple(row) for row in labels[:4]}) > 1  # one prompt, answers that differ
+    prompts = [ids[: (row != NO_LABEL).nonzero()[0, 0] + 1].tolist() for ids, row in zip(batch.rows.ids, batch.rows.labels, strict=True)]  # fmt: skip
+    assert prompts[0] == prompts[3] != prompts[4]
+    torch.testing.assert_close(batch.advantages.view(3, 4).sum(-1), torch.zeros(3), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("average", ["token", "sequence"])
+def test_the_gradient_on_new_answers_is_that_of_reinforce(average):
+    model = decoder()
+    objective = grpo(model, grpo={"beta": 0.0, "average": average, "temperature": 0.7})
+    batch = objective.next_batch()
+    loss = objective.loss(model, batch)
+    (loss.total / loss.count).backward()
+    twin = decoder()
+    weighted, tokens = 0.0, 0
+    for ids, labels, advantage in zip(batch.rows.ids, batch.rows.labels, batch.advantages, strict=True):
+        scored = labels != NO_LABEL
+        scores = (twin(ids[None])[0] / 0.7).log_softmax(-1)[scored]
+        own = scores.gather(-1, labels[scored][:, None]).sum() * advantage
+        weighted = weighted + (own if average == "token" else own / scored.sum())
+        tokens += int(scored.sum())
+    (-weighted / (tokens if average == "token" else len(batch.advantages))).backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_the_reference_stays_as_the_run_found_it():
+    model = decoder()
+    objective = grpo(model, grpo={"beta": 0.5})
+    assert means(objective.loss(model, objective.next_batch()))["kl"] == pytest.approx(0, abs=1e-9)
+    moved(model)
+    batch = objective.next_batch()
+    figures = means(objective.loss(model, batch))
+    assert figures["kl"] > 1e-4
+    original = objective.reference_log_probs(batch.rows)
+    assert torch.equal(grpo(decoder(), grpo={"beta": 0.5}).reference_log_probs(batch.rows), original)
+    assert not any(parameter.requires_grad for parameter in objective.reference.parameters())
+    assert grpo(model, grpo={"beta": 0.0}).reference is None
+
+
+def test_with_adapters_the_reference_is_the_model_without_them():
+    plain, model = decoder(), decoder()
+    add_lora(model, ["layers.*"], rank=2)
+    objective = grpo(model)
+    moved(model)
+    batch = objective.next_batch()
+    assert objective.reference is model
+    assert torch.equal(batch.reference, grpo(plain).reference_log_probs(batch.rows))
+    assert means(objective.loss(model, batch))["kl"] > 1e-6
+
+
+def test_answers_are_used_again_against_the_policy_that_gave_them():
+    model = decoder()
+    objective = grpo(model, grpo={"reuse": 2})
+    first = objective.next_batch()
+    objective.loss(model, first)
+    moved(model)
+    again = objective.next_batch()
+    assert again is first
+    figures = means(objective.loss(model, again))
+    assert figures["ratio"] != 1
+    assert figures["clipped"] > 0
+    assert objective.next_batch() is not first
+
+
+def test_figures_say_how_the_groups_did():
+    model = decoder()
+    objective = grpo(model)
+    objective.reward = lambda task, text: 1.0
+    batch = objective.next_batch()
+    figures = means(objective.loss(model, batch))
+    assert figures["reward"] == pytest.approx(1)
+    assert (figures["reward_std"], figures["groups_alike"]) == (0, pytest.approx(1))
+    assert figures["answer_tokens"] == pytest.approx(float(batch.rows.tokens.float().mean()))
+    assert figures["cut_short"] == pytest.approx(1 - float(batch.ended.float().mean()))
+    assert torch.equal(batch.advantages, torch.zeros(12))
+
+
+@pytest.mark.parametrize("reuse", [1, 3])
+def test_a_saved_place_continues_with_the_same_answers_to_the_bit(reuse):
+    model = decoder()
+    objective = grpo(model, grpo={"reuse": reuse}, data={"accumulate": 2})
+    for _ in range(4):
+        objective.loss(model, objective.next_batch())
+    twin = grpo(copy.deepcopy(model), grpo={"reuse": reuse}, data={"accumulate": 2})
+    twin.load_state_dict(through_json(objective.state_dict()))
+    assert len(twin.pending) == 2 * (reuse - 2 if reuse > 1 else 0)
+    for _ in range(3):
+        ours, theirs = objective.next_batch(), twin.next_batch()
+        assert torch.equal(ours.rows.ids, theirs.rows.ids)
+        assert torch.equal(ours.advantages, theirs.advantages)
+        assert torch.equal(objective.loss(model, ours).total, twin.loss(twin.policy, theirs).total)
+
+
+def test_rewards_are_checked_by_a_program():
+    model = decoder()
+    objective = GRPO(recipe(GRPORecipe, grpo={"reward": "exact", "max_new_tokens": 2}), model, tokenizer(), CPU)
+    task = corpora.Task("2 + 2?", "4", "sum")
+    assert [objective.reward(task, text) for text in (" 4\n", "It is 4", "5")] == [1, 0, 0]
+    assert objective.evaluate(model)["validation_reward"] == 0
+    number = GRPO(recipe(GRPORecipe), model, tokenizer(), CPU)
+    assert [number.reward(task, text) for text in (" 4\n", "2 + 2 = 4.", "5")] == [1, 1, 0]
+
+
+def test_tasks_that_leave_no_room_for_an_answer_are_left_out():
+    everything, some = grpo(decoder()), grpo(decoder(), data={"sequence": 34})
+    assert 0 < len(some.tasks) < len(everything.tasks)
+    assert some.next_batch().rows.ids.shape[1] <= 48
+    with pytest.raises(RecipeError, match=r"none of .* tasks fits into data.sequence = 8 with an answer of"):
+        grpo(decoder(), data={"sequence": 8})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"group": 1}, "grpo.group must be at least 2, not 1"),
+        ({"temperature": 0.0}, "grpo.temperature must be above 0, not 0.0"),
+        ({"average": "answer"}, "grpo.average must be one of token, sequence, not 'answer'"),
+        ({"betta": 0.1}, r"no setting grpo.betta; did you mean grpo.beta\?"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(settings, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe(GRPORecipe, grpo=settings)

@@ -1,0 +1,47 @@
+"""The reference is asked once: its words are kept under a fingerprint of model and data."""
+
+import pytest
+import torch
+from bigrams import Bigrams
+
+from tilestack.train.align import reference
+from tilestack.train.align.reference import reference_log_probs
+from tilestack.train.evaluation.log_probs import Scored
+
+SEQUENCES = [Scored.answer([1, 2, 3], [4, 5]), Scored.answer([7], [8, 9, 10])]
+
+
+def test_it_is_what_the_model_says_and_is_kept(tmp_path, monkeypatch):
+    model = Bigrams()
+    found = reference_log_probs(model, SEQUENCES, "cpu", tmp_path / "cache")
+    expected = [model.log_prob([3, 4, 5]), model.log_prob([7, 8, 9, 10])]
+    assert found.tolist() == pytest.approx(expected, rel=1e-5)
+    monkeypatch.setattr(reference, "score", lambda *_: pytest.fail("the reference was asked again"))
+    assert torch.equal(reference_log_probs(model, SEQUENCES, "cpu", tmp_path / "cache"), found)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_another_model_or_other_data_is_asked_itself(tmp_path):
+    model = Bigrams()
+    first = reference_log_probs(model, SEQUENCES, "cpu", tmp_path)
+    assert not torch.equal(reference_log_probs(Bigrams(seed=1), SEQUENCES, "cpu", tmp_path), first)
+    assert torch.equal(reference_log_probs(model, SEQUENCES[::-1], "cpu", tmp_path), first.flip(0))
+    with torch.no_grad():
+        model.embedding[0, 0] += 1e-6
+    reference_log_probs(model, SEQUENCES, "cpu", tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_damaged_file_is_made_again(tmp_path):
+    model = Bigrams()
+    first = reference_log_probs(model, SEQUENCES, "cpu", tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:20])
+    assert torch.equal(reference_log_probs(model, SEQUENCES, "cpu", tmp_path), first)
+    assert torch.equal(reference_log_probs(model, SEQUENCES, "cpu", tmp_path), first)
+
+
+def test_the_model_is_left_in_the_mode_it_was_in(tmp_path):
+    model = Bigrams().train()
+    reference_log_probs(model, SEQUENCES, "cpu", None)
+    assert model.training

@@ -1,0 +1,74 @@
+"""The `recipe` command: every key of a recipe, what it means, accepts and is by default."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from tilestack.cli.common import JsonFile, console, write_json
+
+if TYPE_CHECKING:
+    from tilestack.train.settings import Key
+
+COMMANDS = ("train", "sft", "dpo", "grpo")
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("recipe")(recipe_command)
+
+
+def recipe_command(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="Only keys that are called so, contain it, or are near it: lr, data.batch.", show_default=False),
+    ] = None,
+    command: Annotated[str, typer.Option("--for", help="Whose recipe: train, sft, dpo or grpo.")] = "train",
+    json_: JsonFile = None,
+) -> None:  # fmt: skip
+    """List what a recipe can say: every key, its default, what it accepts and means. Each works with --set key=value.
+
+    A dot marks the keys that may change when a run is continued; the others say which run it is.
+    """
+    if command not in COMMANDS:
+        raise ValueError(f"--for must be one of {', '.join(COMMANDS)}, not {command!r}")
+    from tilestack.train import Recipe
+    from tilestack.train.align import KINDS
+    from tilestack.train.settings import keys_of
+
+    keys = list(keys_of(KINDS[command].recipe if command in KINDS else Recipe))
+    found = wanted(keys, words or [])
+    write_json(json_, [asdict(key) for key in found])
+    if str(json_) != "-":
+        console.print(table_of(found))
+
+
+def wanted(keys: list["Key"], words: list[str]) -> list["Key"]:
+    """The keys that words name, contain or come near; all of them without words."""
+    from tilestack.train.settings import nearest_keys
+
+    if not words:
+        return keys
+    found: dict[str, Key] = {}
+    for word in words:
+        inside = [key for key in keys if word in key.name or word in key.means]
+        some = [key for key in keys if word in (key.name, key.leaf)] or inside or nearest_keys(word, keys)
+        if not some:
+            raise ValueError(f"no key is called or means {word!r}; `tilestack recipe` lists them all")
+        found |= {key.name: key for key in some}
+    return list(found.values())
+
+
+def table_of(keys: list["Key"]) -> Table:
+    from tilestack.train.settings import toml_value
+
+    made = Table("key", "", "default", "accepts", "means", box=None, padding=(0, 2, 0, 0))
+    section = ""
+    for key in keys:
+        if section and key.name.split(".")[0] != section:
+            made.add_row()
+        section = key.name.split(".")[0]
+        default = toml_value(list(key.default) if isinstance(key.default, tuple) else key.default)
+        made.add_row(f"[bold]{key.name}[/bold]", "·" if key.operational else "", escape(default), key.kind, key.means)
+    return made

@@ -1,0 +1,129 @@
+"""From settings to tokens: the texts they name, a tokenizer found or trained, and both in a run's folder.
+
+data/
+  tokenizer/      as transformers.AutoTokenizer opens it
+  tokens/         a token file
+  made_from.json  the settings and what the files held; others make them anew
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from tilestack.data import corpora
+from tilestack.data.errors import DataError
+from tilestack.data.fingerprints import changed_files, fingerprints
+from tilestack.data.readers import files_behind, texts
+from tilestack.data.tokenizer import Tokenizer
+from tilestack.data.tokens import TokenFile, write_tokens
+from tilestack.files import whole_folder, write_text_whole
+
+FOLDER, MADE_FROM = "data", "made_from.json"
+
+
+class TextSettings(Protocol):
+    """Which texts are wanted, and the tokenizer for them: the data section of a recipe."""
+
+    @property
+    def corpus(self) -> str: ...
+    @property
+    def files(self) -> Sequence[str]: ...
+    @property
+    def most_bytes(self) -> int: ...
+    @property
+    def tokenizer(self) -> str: ...
+    @property
+    def vocabulary(self) -> int: ...
+
+
+def documents(settings: TextSettings) -> Iterator[str]:
+    """The texts of a corpus, up to the number of bytes that is wanted."""
+    if settings.corpus == "python":
+        yield from (document.text for document in corpora.python_sources(settings.most_bytes or None))
+        return
+    left = settings.most_bytes or None
+    for source in settings.files:
+        for text in texts(source):
+            if left is not None and left <= 0:
+                return
+            yield text
+            left = None if left is None else left - len(text.encode())
+
+
+def sources(settings: TextSettings) -> list[Path]:
+    """The files that the texts are read from; a dataset of the hub has none here."""
+    if settings.corpus == "python":
+        return corpora.python_files(settings.most_bytes or None)[1]
+    return [file for source in settings.files for file in files_behind(source)]
+
+
+def prepare_tokens(
+    settings: TextSettings,
+    folder: Path,
+    *,
+    tokenizer_of: str = "",
+    resumes: bool = False,
+    console: Console | None = None,
+) -> tuple[Tokenizer, TokenFile]:
+    """The tokenizer and the tokens of a run, made on the first call and again when the texts or the tokenizer have
+    changed; the folder appears when both are complete. Where the settings name no tokenizer it is that of the model
+    `tokenizer_of`, else one is trained on the texts.
+
+    A run that `resumes` goes on with its tokens even where the files are gone, and refuses files that have changed.
+    """
+    target, named = folder / FOLDER, settings.tokenizer or tokenizer_of
+    known = read_made_from(target)
+    asked = {
+        "corpus": settings.corpus, "files": list(settings.files), "most_bytes": settings.most_bytes,
+        "tokenizer": named, "vocabulary": settings.vocabulary,
+    }  # fmt: skip
+    alike = {name: known.get(name) for name in asked} == asked
+    if not (resumes and alike and is_missing(settings, named)):
+        given = Tokenizer.load(named) if named else None
+        asked["sources"] = fingerprints(sources(settings), known.get("sources", ()))
+        asked["fingerprint"] = given.fingerprint if given else ""
+        changed = what_changed(known, asked) if alike else list(asked)
+        if changed and resumes:
+            raise DataError(
+                f"{', '.join(changed[:3])} changed since the run in {folder} began; put it back, or start over (--fresh)"
+            )
+        if changed:
+            make(target, settings, given, asked, console)
+        elif asked != known:  # touched, and yet the same
+            write_text_whole(target / MADE_FROM, json.dumps(asked))
+    tokenizer, tokens = Tokenizer.load(target / "tokenizer"), TokenFile(target / "tokens")
+    tokens.check(tokenizer)
+    return tokenizer, tokens
+
+
+def make(
+    target: Path, settings: TextSettings, given: Tokenizer | None, asked: dict[str, Any], console: Console | None
+) -> None:
+    with whole_folder(target) as hidden:
+        tokenizer = given or Tokenizer.train(documents(settings), settings.vocabulary)
+        tokenizer.save(hidden / "tokenizer")
+        write_tokens(hidden / "tokens", documents(settings), tokenizer, source=settings.corpus, console=console)
+        (hidden / MADE_FROM).write_text(json.dumps(asked))
+
+
+def what_changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """The files, or the tokenizer, that are not what they were."""
+    other = before.get("fingerprint") != now["fingerprint"]
+    return changed_files(before.get("sources", ()), now["sources"]) + ([now["tokenizer"]] if other else [])
+
+
+def is_missing(settings: TextSettings, named: str) -> bool:
+    """Whether some of what the tokens were made from is no longer there."""
+    paths = [*settings.files, *([named] if "/" in named else [])]
+    return any(not path.startswith("hf:") and not Path(path).exists() for path in paths)
+
+
+def read_made_from(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / MADE_FROM).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

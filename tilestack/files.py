@@ -1,0 +1,190 @@
+"""Files and folders that are whole or not there, whatever kills the process that writes them; and nothing removed that
+tilestack did not make.
+
+What is written begins under a hidden name beside its place, is synced to the disk, and takes its place by a rename:
+
+    .model.tilestack-part/   being written
+    .model.tilestack-old/    what it replaces, until it is in place
+    .model.tilestack-gone/   what is being removed
+    model/                   whole
+      .tilestack.json        the marker: which of the files in the folder tilestack made
+
+A folder without the marker is someone else's and is refused. Of one that has it, only the files in the list are ever
+removed: what somebody put there stays, in `model.kept` when the folder itself had to make way.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MARKER = ".tilestack.json"
+PART, OLD, GONE = "tilestack-part", "tilestack-old", "tilestack-gone"
+
+
+class ForeignFolder(ValueError):
+    """A folder that tilestack did not make and therefore leaves alone."""
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """A hidden path to write, which takes the target's name and place at the end; after an error nothing is left of it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    hidden = beside(target, PART)
+    try:
+        yield hidden
+        put_in_place(hidden, target)
+    finally:
+        hidden.unlink(missing_ok=True)
+
+
+def write_text_whole(target: Path, text: str) -> None:
+    """Write a small file in one step."""
+    with whole_file(target) as hidden:
+        hidden.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def whole_folder(target: Path, *, carry: Callable[[Path], bool] | None = None) -> Iterator[Path]:
+    """A hidden folder to fill, which takes the target's name and place at the end; after an error nothing is left of it.
+
+    The target may be missing, empty, or a folder made before. With `carry` it may be anyone's: what is in it and is to be
+    carried over stays, as a copy in the new folder, and all else in it is replaced.
+    """
+    hidden = beside(target, PART)
+    settle(target)
+    if carry is None:
+        refuse_foreign(target)
+    shutil.rmtree(hidden, ignore_errors=True)
+    try:
+        hidden.mkdir(parents=True)
+        yield hidden
+        write_marker(hidden, files=[str(path.relative_to(hidden)) for path in files_in(hidden)])
+        if carry is not None and target.is_dir():
+            for path in target.iterdir():
+                if carry(path) and path.name != MARKER:
+                    (shutil.copytree if path.is_dir() else shutil.copy2)(path, hidden / path.name)
+        put_in_place(hidden, target, whole=carry is not None)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def put_in_place(made: Path, target: Path, *, whole: bool = False) -> None:
+    """Sync what was made, let it take the target's place, and only then remove what was there: our files, or the `whole`."""
+    sync_all(made)
+    old = beside(target, OLD)
+    if target.is_dir():  # a folder cannot be renamed over another
+        target.rename(old)
+    made.replace(target)
+    sync(target.parent)
+    if whole:
+        shutil.rmtree(old, ignore_errors=True)
+    settle(target)
+
+
+def settle(target: Path) -> None:
+    """Bring back what a process that was killed between two renames left aside, and remove what it no longer needed."""
+    old = beside(target, OLD)
+    if old.exists() and not target.exists():
+        old.rename(target)
+    remove_made(old, name=target.name)
+    remove_made(beside(target, GONE), name=target.name)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder that tilestack made. It is renamed first, so that a kill leaves nothing that looks whole."""
+    if folder.exists():
+        refuse_foreign(folder)
+        settle(folder)
+        folder.rename(beside(folder, GONE))
+        settle(folder)
+
+
+def remove_made(folder: Path, name: str) -> None:
+    """Remove the files of a folder that its marker lists, and the folder with them; what else is there is kept by a name."""
+    if not folder.exists():
+        return
+    inside = lambda name: not Path(name).is_absolute() and ".." not in Path(name).parts
+    for listed in [*filter(inside, read_marker(folder).get("files", ())), MARKER]:
+        (folder / listed).unlink(missing_ok=True)
+    for inner in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
+        if not any(inner.iterdir()):
+            inner.rmdir()
+    if any(folder.iterdir()):
+        folder.rename(unused(folder.with_name(f"{name}.kept")))
+    else:
+        folder.rmdir()
+
+
+def clean_parts(folder: Path) -> None:
+    """Clear up what a killed process left half-written, half-replaced or half-removed in a folder."""
+    for path in folder.glob(f".*.{PART}"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for what in (OLD, GONE):
+        for path in folder.glob(f".*.{what}"):
+            settle(path.with_name(path.name.removeprefix(".").removesuffix(f".{what}")))
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Refuse a place that is taken by something without our marker; an empty folder is nobody's."""
+    if not folder.exists() or (folder.is_dir() and (read_marker(folder) or not any(folder.iterdir()))):
+        return
+    raise ForeignFolder(
+        f"{folder} was not made by tilestack ({contents(folder)}); move it away, or choose another place"
+    )
+
+
+def contents(folder: Path) -> str:
+    """Some of what is in a folder, for an error."""
+    if not folder.is_dir():
+        return "it is a file"
+    names = sorted(path.name for path in folder.iterdir())
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"it holds {', '.join(names[:3])}{more}"
+
+
+def write_marker(folder: Path, **about: Any) -> None:
+    (folder / MARKER).write_text(json.dumps({"made_by": "tilestack", **about}, indent=1) + "\n", encoding="utf-8")
+
+
+def read_marker(folder: Path) -> dict[str, Any]:
+    """What the marker of a folder says; empty where there is none."""
+    try:
+        about = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) and about.get("made_by") == "tilestack" else {}
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARKER)
+
+
+def beside(path: Path, what: str) -> Path:
+    """The hidden name under which a path is written or removed."""
+    path = path.absolute()
+    return path.with_name(f".{path.name}.{what}")
+
+
+def unused(path: Path) -> Path:
+    """The path, or with a number after it where it is taken."""
+    names = (path.with_name(f"{path.name}{number or ''}") for number in range(1000))
+    return next(name for name in names if not name.exists())
+
+
+def sync_all(path: Path) -> None:
+    """Wait until a file, or a folder and all in it, is on the disk."""
+    for inner in path.rglob("*") if path.is_dir() else ():
+        sync(inner)
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

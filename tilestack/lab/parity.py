@@ -1,0 +1,139 @@
+"""Loss parity: a model trained on other implementations of its operators must follow the same curve.
+
+Two runs from the same weights over the same batches, one on the definitions, one on a backend under test. They cannot agree
+to the bit, and rounding grows as steps follow each other; so how far may they part? As far as the definitions part from
+themselves when every weight starts one unit in the last place off, up or down at random, in the precision the run computes
+in. Such runs are equally right. From a few of them follows, at each step, the largest difference seen so far. The bound is
+four times that: twice, because an implementation's error may be twice the definition's (docs/proof.md), and twice again,
+because a few runs underestimate the largest; and never less than the loss itself is rounded to.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilestack import backend, models, ops, optim
+from tilestack.train import execution
+from tilestack.train.optimizers import make_optimizer, rate_share, set_rates
+from tilestack.train.pretrain import Pretraining
+from tilestack.train.recipe import Recipe
+
+NUDGED_RUNS = 3
+FACTOR = 4.0
+ALWAYS_TORCH = "torch"
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The loss of each step on the definitions and on the backend, and how far apart they may be."""
+
+    name: str
+    reference: list[float]
+    candidate: list[float]
+    bound: list[float]
+
+    @property
+    def differences(self) -> list[float]:
+        return [abs(a - b) for a, b in zip(self.reference, self.candidate, strict=True)]
+
+    @property
+    def broken_at(self) -> int | None:
+        """The first step, counted from 1, that is out of bound; None when the curves agree. NaN never agrees."""
+        pairs = zip(self.differences, self.bound, strict=True)
+        return next((step for step, (apart, bound) in enumerate(pairs, 1) if not apart <= bound), None)
+
+    @property
+    def worst(self) -> float:
+        """The largest share of the bound that a difference takes."""
+        return max(apart / bound for apart, bound in zip(self.differences, self.bound, strict=True))
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"broken_at": self.broken_at, "worst": self.worst}
+
+
+def chosen_backend(name: str, swap: Sequence[str]) -> AbstractContextManager[None]:
+    """The definitions, except for some operators, or for all that the backend has."""
+    listed = {described.name: described for described in ops.operators()}
+    having = [operator for operator, described in listed.items() if name in described.implementations]
+    if lacking := [operator for operator in swap if operator in listed and operator not in having]:
+        raise ValueError(f"{', '.join(lacking)} has no {name} backend; these have: {', '.join(having)}")
+    if not having:
+        raise ValueError(f"no operator has a {name} backend")
+    optimizer = ["adamw", "clip_grad_norm"] if name == "triton" and not swap else []
+    return backend(ALWAYS_TORCH, **dict.fromkeys([*(swap or having), *optimizer], name))
+
+
+def parity(
+    recipe: Recipe,
+    build: Callable[[], Any],
+    objective: Pretraining,
+    steps: int,
+    name: str = "triton",
+    swap: Sequence[str] = (),
+    say: Callable[[str], Any] = lambda words: None,
+) -> Parity:
+    """Train the model that `build` makes on both, over the objective's next batches."""
+    device = objective.device
+    batches = [objective.next_batch() for _ in range(steps)]
+    start = {key: value.clone() for key, value in build().state_dict().items()}
+    ulp = torch.finfo(execution.DTYPES[recipe.precision.compute]).eps
+
+    def run(what: str, choice: AbstractContextManager[None], seed: int | None = None) -> list[float]:
+        say(what)
+        model = build()
+        model.load_state_dict(start if seed is None else nudged(start, ulp, seed))
+        with choice:
+            return train(recipe, model, objective, batches, device)
+
+    reference = run("definitions", backend(ALWAYS_TORCH))
+    near = [run(f"nudged definitions, {n + 1} of {NUDGED_RUNS}", backend(ALWAYS_TORCH), n) for n in range(NUDGED_RUNS)]
+    candidate = run(name, chosen_backend(name, swap))
+    label = f"{', '.join(swap) or 'every operator'} on {name}"
+    return Parity(label, reference, candidate, bounds(reference, near))
+
+
+def bounds(reference: Sequence[float], near: Sequence[Sequence[float]]) -> list[float]:
+    """How far a step's loss may be from the reference, given runs that are equally right."""
+    apart = [max(abs(run[step] - loss) for run in near) for step, loss in enumerate(reference)]
+    least = [torch.finfo(torch.float32).eps * abs(loss) for loss in reference]
+    return [FACTOR * max(seen, rounding) for seen, rounding in zip(accumulate(apart, max), least, strict=True)]
+
+
+def nudged(state: dict[str, Tensor], ulp: float, seed: int) -> dict[str, Tensor]:
+    """Weights one unit in the last place larger or smaller, as chance has it."""
+    source = torch.Generator().manual_seed(seed)
+    sign = lambda tensor: (torch.randint(0, 2, tensor.shape, generator=source) * 2 - 1).to(tensor)
+    return {key: x * (1 + ulp * sign(x)) if x.is_floating_point() else x for key, x in state.items()}
+
+
+def train(
+    recipe: Recipe, model: Any, objective: Pretraining, batches: Sequence[Any], device: torch.device
+) -> list[float]:
+    """The loss of each step: the recipe's precision, optimizer, clipping and schedule, and nothing that looks away."""
+    runner = execution.prepare(model, recipe, device)
+    runner.train()
+    optimizer = make_optimizer(model, recipe.optimizer, recipe.precision, recipe.run.seed)
+    losses = []
+    for step, batch in enumerate(batches):
+        set_rates(optimizer, rate_share(recipe.schedule, step, recipe.run.steps))
+        with execution.autocast(recipe.precision, device):
+            loss = objective.loss(runner, batch)
+        mean = loss.total / loss.count
+        mean.backward()
+        if recipe.optimizer.clip:
+            optim.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean.detach().float())
+    return torch.stack(losses).tolist()
+
+
+def new_model(recipe: Recipe, vocabulary: int) -> Any:
+    torch.manual_seed(recipe.run.seed)
+    return models.Decoder(models.ModelConfig.from_hf({"vocab_size": vocabulary, **recipe.model.config}, strict=True))

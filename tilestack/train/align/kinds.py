@@ -1,0 +1,79 @@
+"""SFT, DPO and GRPO as runs: each takes a recipe of its own kind and a folder."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from tilestack import data
+from tilestack.train import checkpoint
+from tilestack.train.align import dpo, grpo, sft
+from tilestack.train.align.dpo import DPO, DPORecipe
+from tilestack.train.align.grpo import GRPO, GRPORecipe
+from tilestack.train.align.sft import SFT, SFTRecipe
+from tilestack.train.objective import Objective
+from tilestack.train.recipe import Recipe
+from tilestack.train.run.follow import MakeObjective, follow
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of run: its recipe, the texts that a new tokenizer is trained on, and how its objective is made."""
+
+    recipe: type[Recipe]
+    texts: Callable[[Any], Iterator[str]]
+    objective: Callable[[Any, Any, data.Tokenizer, torch.device, Path], Objective]
+
+
+KINDS = {
+    "sft": Kind(SFTRecipe, sft.texts, lambda recipe, model, tokenizer, device, _: SFT(recipe, tokenizer, device)),
+    "dpo": Kind(DPORecipe, dpo.texts, DPO),
+    "grpo": Kind(
+        GRPORecipe, grpo.texts, lambda recipe, model, tokenizer, device, _: GRPO(recipe, model, tokenizer, device)
+    ),
+}
+
+
+def align(
+    kind: str,
+    recipe: Recipe,
+    folder: Path,
+    *,
+    fresh: bool = False,
+    profile: int = 0,
+    provenance: Mapping[str, Any] | None = None,
+    console: Console | None = None,
+) -> dict[str, float]:
+    """Follow an SFT, DPO or GRPO recipe in a folder, and leave the model in `folder/model`."""
+    cache = folder.parent / ".reference"  # beside the run: others of the same model and data find it
+
+    def prepare(_: Console) -> tuple[data.Tokenizer, MakeObjective]:
+        tokenizer = find_tokenizer(KINDS[kind], recipe, folder)
+        return tokenizer, lambda model, device: KINDS[kind].objective(recipe, model, tokenizer, device, cache)
+
+    return follow(
+        recipe,
+        folder,
+        prepare,
+        command=kind,
+        fresh=fresh,
+        profile=profile,
+        row=None if kind == "sft" else 1,
+        provenance=provenance,
+        console=console,
+    )
+
+
+def find_tokenizer(kind: Kind, recipe: Recipe, folder: Path) -> data.Tokenizer:
+    """The tokenizer that the recipe names, else the model's; for a new model, one trained on the recipe's texts."""
+    if named := recipe.data.tokenizer or recipe.model.path:
+        return data.Tokenizer.load(named)
+    kept = folder / "tokenizer"
+    if checkpoint.Checkpoints(folder / "checkpoints", 1).steps() and kept.is_dir():
+        return data.Tokenizer.load(kept)
+    tokenizer = data.Tokenizer.train(kind.texts(recipe), recipe.data.vocabulary)
+    tokenizer.save(kept)
+    return tokenizer

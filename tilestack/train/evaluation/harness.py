@@ -1,0 +1,85 @@
+"""A model as EleutherAI's lm-evaluation-harness knows one: the three requests that its tasks are made of.
+
+lm_eval.simple_evaluate(harness_model(model, tokenizer, "cuda"), tasks=["hellaswag"])
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tilestack import ops
+from tilestack.data import NO_LABEL
+from tilestack.train.evaluation.answers import answers
+from tilestack.train.evaluation.evaluate import BUDGET, batched_by_length, beginning, continuation, score, windows
+from tilestack.train.evaluation.log_probs import Scored, in_rows
+
+
+class Harness:
+    """The requests, each a list of objects whose `args` say what is asked. Without lm_eval's base class, to be mixed in."""
+
+    def __init__(self, model: Any, tokenizer: Any, device: torch.device | str, length: int):
+        super().__init__()
+        self.model, self.tokenizer, self.place, self.length = model.eval(), tokenizer, device, length
+
+    def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        """For (context, continuation): its log-probability, and whether greedy decoding would give it."""
+        sequences = [self.fitted(continuation(self.tokenizer, *request.args)) for request in requests]
+        found: list[tuple[float, bool]] = [(0.0, False)] * len(sequences)
+        for numbers in batched_by_length([len(sequence.ids) for sequence in sequences], BUDGET):
+            rows = in_rows([sequences[number] for number in numbers]).to(self.place)
+            scored = rows.labels != NO_LABEL
+            with torch.no_grad():
+                logits = ops.linear(self.model.hidden(rows.ids)[scored], self.model.head_weight)
+            labels, each = rows.labels[scored], rows.tokens.tolist()
+            losses = (
+                ops.cross_entropy(logits, labels, softcap=self.model.logit_softcap, reduction="none")
+                .double()
+                .split(each)
+            )
+            matches = (ops.argmax(logits) == labels).split(each)
+            sums = [-loss.sum().item() for loss in losses]
+            greedy = [bool(match.all()) for match in matches]
+            for number, answer in zip(numbers, zip(sums, greedy, strict=True), strict=True):
+                found[number] = answer
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
+        """For (text,): the log-probability of all of it, in windows where it is longer than the model reads."""
+        found = []
+        for request in requests:
+            ids = beginning(self.tokenizer) + self.tokenizer.encode(request.args[0], bare=True)
+            parts = score(self.model, list(windows(ids, self.length, self.length)), self.place)
+            found.append(sum(part.log_prob for part in parts))
+        return found
+
+    def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
+        """For (context, options): the text that follows, up to the first of options["until"]."""
+        return [self.generated(*request.args) for request in requests]
+
+    def generated(self, context: str, options: dict[str, Any]) -> str:
+        room = options.get("max_gen_toks", 256)
+        temperature = options.get("temperature", 0.0) if options.get("do_sample") else 0.0
+        ids = (beginning(self.tokenizer) + self.tokenizer.encode(context, bare=True))[-max(self.length - room, 1) :]
+        stop = [] if self.tokenizer.eos is None else [self.tokenizer.eos]
+        (answer,) = answers(
+            self.model, [ids], max_new_tokens=room, stop=stop, temperature=temperature, device=self.place
+        )
+        text = self.tokenizer.decode([token for token in answer if token not in stop])
+        until = options.get("until") or []
+        for end in [until] if isinstance(until, str) else until:
+            text = text.split(end)[0] if end else text
+        return text
+
+    def fitted(self, sequence: Scored) -> Scored:
+        """The last tokens that the model can read; what is cut off is context first."""
+        return Scored(sequence.ids[-self.length - 1 :], sequence.mask[-self.length - 1 :])
+
+
+def harness_model(model: Any, tokenizer: Any, device: torch.device | str, length: int) -> Any:
+    """The adapter as lm_eval wants it: an instance of its own base class."""
+    try:
+        from lm_eval.api.model import LM
+    except ImportError:
+        raise ImportError("tasks by name need lm_eval: pip install 'tilestack[evaluation]'") from None
+    return type("TilestackModel", (Harness, LM), {})(model, tokenizer, device, length)

@@ -1,0 +1,176 @@
+"""A recipe followed from beginning to end, whatever its objective: the model made, trained, and left as others open it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from tilestack import configure_backend, data, models
+from tilestack.device import pick_device
+from tilestack.files import whole_folder
+from tilestack.models.adapters import save_adapters
+from tilestack.nn.lora import add_lora, lora_layers, merge_lora
+from tilestack.train import checkpoint, execution, flops
+from tilestack.train.errors import Interrupted
+from tilestack.train.loop import Trainer
+from tilestack.train.metrics import Progress, load_trackers, plot_run
+from tilestack.train.objective import Objective
+from tilestack.train.recipe import Recipe
+from tilestack.train.run.feasible import (
+    Needs,
+    least_needs,
+    refuse_beyond_disk,
+    refuse_beyond_memory,
+    refuse_beyond_positions,
+    refuse_prompts,
+)
+from tilestack.train.run.folder import RunFolder
+from tilestack.train.run.provenance import changes
+from tilestack.train.settings import RecipeError
+
+MakeObjective = Callable[[Any, torch.device], Objective]  # of the model as the run finds it, and its device
+
+
+def follow(
+    recipe: Recipe,
+    folder: Path,
+    prepare: Callable[[Console], tuple[data.Tokenizer, MakeObjective]],
+    *,
+    command: str = "train",
+    fresh: bool = False,
+    profile: int = 0,
+    row: int | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    console: Console | None = None,
+) -> dict[str, float]:
+    """Follow a recipe in a folder, from where it stands to the end or from nothing if it is to be `fresh`, and leave the
+    model in `folder/model`. A run that is asked to stop saves and raises `Interrupted`.
+
+    `prepare` reads the data and says how the objective is made; it is not called for a folder that holds another run. `row`
+    is how many tokens a row of a batch has at least, data.sequence where it is not said.
+    """
+    console = console or Console(stderr=True)
+    refuse_own_output(recipe, folder)
+    place = RunFolder(folder, command)
+    with place.held():
+        if fresh:
+            place.start_over()
+        trainer, tokenizer = make_trainer(
+            recipe, place, prepare, row or recipe.data.sequence, profile, provenance or {}, console
+        )
+        figures = trainer.run()
+        if trainer.finished:
+            leave_model(trainer, tokenizer)
+        else:
+            raise Interrupted(folder, trainer.step, trainer.interrupted)
+    return figures
+
+
+def refuse_own_output(recipe: Recipe, folder: Path) -> None:
+    """Refuse to read from the folder that the run writes to: the model it starts from would be replaced."""
+    read = {
+        "model.path": [recipe.model.path],
+        "data.tokenizer": [recipe.data.tokenizer],
+        "data.files": recipe.data.files,
+    }
+    for key, paths in read.items():
+        for path in filter(None, paths):
+            if Path(path).resolve().is_relative_to(folder.resolve()) and Path(path).exists():
+                raise RecipeError(
+                    f"{key} names {path}, which lies in the run's own folder {folder}; use another --folder"
+                )
+
+
+def make_trainer(
+    recipe: Recipe,
+    place: RunFolder,
+    prepare: Callable[[Console], tuple[data.Tokenizer, MakeObjective]],
+    row: int,
+    profile: int,
+    provenance: Mapping[str, Any],
+    console: Console,
+) -> tuple[Trainer, data.Tokenizer]:
+    """The model and the objective of a recipe, ready to train, and the tokenizer; what can be wrong is found here."""
+    if checkpoint.Checkpoints(place.checkpoints, 1).steps():
+        changes(place.path, recipe)
+    load_trackers(recipe.run.trackers)
+    if recipe.run.backend:
+        configure_backend(recipe.run.backend)
+    device = pick_device(recipe.run.device, "run.device")
+    if recipe.model.path:
+        models.locate(recipe.model.path)
+    else:
+        with torch.device("meta"):  # what it would take, before anything is tokenised or allocated
+            described = new_model(recipe, {"vocab_size": recipe.data.vocabulary})
+        refuse_impossible(recipe, described, least_needs(recipe, described, row), place.path, device)
+    tokenizer, make_objective = prepare(console)
+    model = build_model(recipe, tokenizer).to(device, execution.DTYPES[recipe.precision.parameters])
+    needs = dataclasses.replace(least_needs(recipe, model, row), weights=0)  # they are there
+    refuse_impossible(recipe, model, needs, place.path, device)
+    refuse_prompts(recipe, tokenizer, model.config.positions)
+    if recipe.lora.rank:
+        lora = recipe.lora
+        torch.manual_seed(recipe.run.seed)  # what adapters begin with is the same when the run resumes
+        add_lora(model, lora.targets, lora.rank, lora.alpha, lora.dropout)
+    objective = make_objective(model, device)
+    work = flops.per_token(model, recipe.data.sequence), flops.peak(device, recipe.precision)
+    progress = Progress(recipe, console, *work)
+    draw = lambda: plot_run(place.path, recipe.run.name)
+    trainer = Trainer(
+        recipe,
+        model,
+        objective,
+        place,
+        provenance=provenance,
+        progress=progress,
+        after_evaluation=draw,
+        profile=profile,
+    )
+    return trainer, tokenizer
+
+
+def leave_model(trainer: Trainer, tokenizer: data.Tokenizer) -> None:
+    """Write the trained model into the run's folder, as others open it; with adapters, these too."""
+    with trainer.as_evaluated():
+        model: Any = trainer.model
+        if lora_layers(model):
+            save_adapters(model, trainer.folder / "adapter", trainer.recipe.model.path)
+            merge_lora(model)
+        export(model, tokenizer, trainer.folder / "model")
+
+
+def build_model(recipe: Recipe, tokenizer: data.Tokenizer) -> Any:
+    """The model a recipe starts from: loaded, or new with weights drawn from the run's seed."""
+    if recipe.model.path:
+        model = models.load(recipe.model.path)
+    else:
+        torch.manual_seed(recipe.run.seed)
+        ends = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
+        model = new_model(recipe, {"vocab_size": tokenizer.vocabulary, **ends})
+    tokenizer.check_against(model.config.vocabulary)
+    return model
+
+
+def new_model(recipe: Recipe, about: Mapping[str, Any]) -> models.Decoder:
+    """A model as the recipe describes it; `about` is what it need not say."""
+    if not recipe.model.config:
+        raise RecipeError(
+            "the recipe has no model: set model.path to start from one, or describe one in [model.config]"
+        )
+    return models.Decoder(models.ModelConfig.from_hf({**about, **recipe.model.config}, strict=True))
+
+
+def refuse_impossible(recipe: Recipe, model: Any, needs: Needs, folder: Path, device: torch.device) -> None:
+    refuse_beyond_positions(recipe, model.config.positions)
+    refuse_beyond_memory(needs, recipe, device)
+    refuse_beyond_disk(needs, folder)
+
+
+def export(model: Any, tokenizer: data.Tokenizer, folder: Path) -> None:
+    """Write a model and its tokenizer as a Hugging Face folder, which appears when it is complete."""
+    with whole_folder(folder) as hidden:
+        models.save(model, hidden)
+        tokenizer.save(hidden)
