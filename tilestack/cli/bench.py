@@ -1,6 +1,6 @@
 """`tilestack bench`: kernels, access patterns, optimizers and whole training steps, measured."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,8 +75,11 @@ def bench_command(
 
     Kernel time is CUDA-graph replay on cold caches; host time is the cost of a plain call. Without a GPU the definitions
     are timed on the CPU, and the tables say so. `bench memory` sweeps access patterns, `bench optim` times optimizers,
-    `bench train` whole training steps beside transformers and Liger.
+    `bench train` whole training steps beside transformers and Liger, `bench startup` the imports and the command line.
     """
+    if operators == ["startup"]:
+        bench_starts(json_)
+        return
     place = kernel_device(device)
     from tilestack.lab import bench, machine, results
     from tilestack.tuning import preferences
@@ -113,6 +116,16 @@ def bench_command(
         console.print(f"saved in {target}")
         if place.type == "cuda":
             console.print(f"auto reads {preferences.write_table(results.load(target))}")
+
+
+def bench_starts(json_: Path | None) -> None:
+    """How long imports and the command line take before anything happens."""
+    from tilestack.lab import bench_startup
+
+    found = bench_startup.bench_startup(bench_startup.STARTS)
+    write_json(json_, [asdict(start) for start in found])
+    if str(json_) != "-":
+        console.print(bench_startup.render(found))
 
 
 def bench_memory_patterns(place: "torch.device", save: bool) -> None:
