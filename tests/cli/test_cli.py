@@ -10,6 +10,7 @@ import pytest
 
 from tilestack.cli import main
 from tilestack.contract import BackendError, backends
+from tilestack.extras import install_command
 
 NINE = {"add", "axpy", "relu", "gelu", "silu", "softmax", "rms_norm", "layer_norm", "linear"}
 PLANTED = """
@@ -112,7 +113,7 @@ def test_the_environment_narrows_each_operator_by_itself(tilestack):
         (["verify", "softmax", "--device", "cpu"], {"TILESTACK_BACKEND": "cuda"}, "softmax has no cuda backend (CUDA C++ kernels need a CUDA tensor, not one on cpu); it has torch, aten, triton"),
         (["verify", "sofmax"], {}, "no operator is named 'sofmax'; did you mean softmax?"),
         (["verify", "--dtype", "float12"], {}, "no dtype float12; choose from float16, bfloat16, float32, float64"),
-        (["verify", "--device", "tpu"], {}, "device must be cuda or cpu, not 'tpu'"),
+        (["verify", "--device", "tpu"], {}, "--device must be cuda or cpu, not 'tpu'"),
         (["verify", "--load", "no-such-file.py"], {}, "no file no-such-file.py to load"),
         (["verify", "--no-such-option"], {}, "No such option: --no-such-option"),
         (["no-such-command"], {}, "No such command 'no-such-command'."),
@@ -160,5 +161,5 @@ def test_memory_patterns_are_measured_saved_and_shown_with_or_without_plotly(til
     (saved,) = tmp_path.glob("results/*/sweeps/memory.json")
     assert len(json.loads(saved.read_text())["rows"]) == 16
     assert (tmp_path / "runs/memory.html").exists() == drawn
-    said = "no page of plots, since the report needs plotly: pip install 'tilestack[report]'"
+    said = f"no page of plots, since the report needs plotly: {install_command('report')}"
     assert done.stdout.splitlines()[-1] == ("plots in runs/memory.html" if drawn else said)

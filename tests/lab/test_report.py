@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from made_up import MACHINE, large_result, many_proofs, proof, small_result
 
-from tilestack.lab.page import COLOURS, MissingExtra, Section, colour, plot, table
+from tilestack.extras import MissingExtra
+from tilestack.lab.page import COLOURS, Section, colour, plot, table
 from tilestack.lab.report import share_of_bound, write_report
 
 CPU = {"cpu": "Imaginary CPU, 2 cores", "gpu": "", "slug": "cpu", "torch": "2.99.0", "date": "2031-05-06T07:08:09Z"}
@@ -278,5 +279,5 @@ def test_without_plotly_one_line_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(MissingExtra, match=r"^the report needs plotly: pip install 'tilestack\[report\]'$"):
+    with pytest.raises(MissingExtra, match=r"^the report needs plotly: pip install -e '.*\[report\]'$"):
         write_report(tmp_path / "report.html", [small_result()], [], MACHINE)

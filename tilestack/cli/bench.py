@@ -48,7 +48,7 @@ def bench_command(
         bool,
         typer.Option(
             "--save",
-            help="Merge the rows into results/<machine>/kernels.json as they come; on a GPU, renew the table that auto reads.",
+            help="Merge the rows into results/<machine>/kernels.json as they come; on a GPU, in a checkout, renew the table that auto reads.",
         ),
     ] = False,
     json_: JsonFile = None,
@@ -82,6 +82,7 @@ def bench_command(
         return
     place = kernel_device(device)
     from tilestack.lab import bench, machine, results
+    from tilestack.shipped import checkout
     from tilestack.tuning import preferences
 
     load_files(load)
@@ -114,7 +115,7 @@ def bench_command(
             console.print(table)
     if target is not None:
         console.print(f"saved in {target}")
-        if place.type == "cuda":
+        if place.type == "cuda" and checkout():  # an installed package is not ours to write into
             console.print(f"auto reads {preferences.write_table(results.load(target))}")
 
 
@@ -129,13 +130,15 @@ def bench_starts(json_: Path | None) -> None:
 
 
 def bench_memory_patterns(place: "torch.device", save: bool) -> None:
-    """Bandwidth against stride, row length, alignment and gathered rows, as tables and a page of plots."""
+    """Bandwidth against stride, row length, alignment and gathered rows, as tables and, saved, a page of plots."""
+    from tilestack.extras import MissingExtra
     from tilestack.lab import memory, results
-    from tilestack.lab.page import MissingExtra
 
     run = memory.bench_memory(place.type, results.FOLDER if save else None, Console(stderr=True))
     for table in memory.tables(memory.points_of(run)):
         console.print(table)
+    if not save:
+        return
     try:
         console.print(f"plots in {memory.draw(run, Path('runs/memory.html'))}")
     except MissingExtra as missing:
@@ -165,7 +168,7 @@ def training_works(
     place: "torch.device", recipes: str | None, micro_batches: str | None, sequence: int | None, dtype: str | None
 ) -> list["Work"]:
     """What `bench train` does: the models of some recipes, at some micro-batches."""
-    from tilestack.cli.train import find_recipe
+    from tilestack.cli.recipes import find_recipe
     from tilestack.lab.bench_train import Work
     from tilestack.train import Recipe
 

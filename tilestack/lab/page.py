@@ -13,6 +13,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from tilestack.extras import MissingExtra, install_command
+
 COLOURS = {  # name: (light, dark)
     "ink": ("#1d2330", "#e9ebf1"),
     "muted": ("#626a7c", "#9ba3b5"),
@@ -34,10 +36,6 @@ COLOURS = {  # name: (light, dark)
 # For things without a colour of their own: neighbours in the list are far apart in hue, and the marks differ as well.
 SERIES = ("blue", "amber", "violet", "lime", "rose", "teal", "brown", "sky", "olive", "navy")
 MARKS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "pentagon", "triangle-down", "star", "hexagon")
-
-
-class MissingExtra(ImportError):
-    """A part of the package that is installed separately; the message is the command."""
 
 
 @dataclass(frozen=True)
@@ -190,5 +188,5 @@ def _plotly() -> Any:
         import plotly.graph_objects
         import plotly.offline
     except ImportError as missing:
-        raise MissingExtra("the report needs plotly: pip install 'tilestack[report]'") from missing
+        raise MissingExtra(f"the report needs plotly: {install_command('report')}") from missing
     return plotly

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilestack.extras import MissingExtra, install_command
 from tilestack.models.config import ModelConfig
 from tilestack.models.families import ConfigError
 from tilestack.models.weights import CheckpointError
@@ -41,9 +42,7 @@ class GGUF:
         try:
             self.reader = reader_of(Path(path))
         except ImportError as missing:
-            raise ImportError(
-                "reading GGUF files needs the package gguf: pip install 'tilestack[formats]'"
-            ) from missing
+            raise MissingExtra(f"reading GGUF files needs gguf: {install_command('formats')}") from missing
         except (ValueError, OSError, LookupError, OverflowError) as problem:
             raise CheckpointError(f"{path} cannot be read as GGUF: {problem}") from problem
         self.stored = {tensor.name: tensor for tensor in self.reader.tensors}
