@@ -134,12 +134,13 @@ def report_command(
 
     Shown are the results that come with tilestack and those saved in results/ here by `bench --save`.
     """
+    root = checkout()
+    if tables and root is None:
+        raise ValueError("--tables renews the pages of a checkout, and this tilestack was installed from a wheel")
     from tilestack.lab import catalogue, figures, machine, measured, report
     from tilestack.lab.tables import update_tables
 
-    if tables:
-        if (root := checkout()) is None:
-            raise ValueError("--tables renews the pages of a checkout, and this tilestack was installed from a wheel")
+    if root and tables:
         changed = [*update_tables(root), *figures.update_figures(root), *catalogue.update_stub()]
         console.print("\n".join(f"renewed {path}" for path in changed) or "tables and figures are up to date")
         return
