@@ -24,6 +24,7 @@ from tilestack.cli.common import (
 if TYPE_CHECKING:
     import torch
 
+    from tilestack.contract.operator import Operator
     from tilestack.lab.bench_train import Work
 
 
@@ -99,8 +100,10 @@ def bench_command(
         return
     target = results.path_of(stamp["slug"], "kernels") if save else None
     listed = lambda text: text.split(",") if text else None
+    chosen = pick_operators(operators)
+    check_candidates(listed(backend) or [], chosen)
     rows = bench.bench(
-        pick_operators(operators),
+        chosen,
         listed(dtype),
         direction.split(","),
         listed(backend),
@@ -117,6 +120,17 @@ def bench_command(
         console.print(f"saved in {target}")
         if place.type == "cuda" and checkout():  # an installed package is not ours to write into
             console.print(f"auto reads {preferences.write_table(results.load(target))}")
+
+
+def check_candidates(names: list[str], operators: list["Operator"]) -> None:
+    """Refuse a name that is no backend of any of the operators and no peer."""
+    from tilestack.lab.peers import PEERS
+
+    known = sorted({*PEERS, *(name for described in operators for name in described.implementations)})
+    if unknown := [name for name in names if name not in known]:
+        what = operators[0].name if len(operators) == 1 else "these operators"
+        has = "has" if len(operators) == 1 else "have"
+        raise ValueError(f"no backend or peer is named {', '.join(unknown)}; {what} {has} {', '.join(known)}")
 
 
 def bench_starts(json_: Path | None) -> None:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -97,7 +98,18 @@ def load_files(paths: Iterable[Path] | None) -> None:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if spec is None or spec.loader is None:
             raise ValueError(f"{path} is not a Python file")
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        try:
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        except Exception as problem:
+            raise ValueError(f"{path}:{line_of(problem, path)}: {type(problem).__name__}: {problem}") from problem
+
+
+def line_of(problem: Exception, path: Path) -> int:
+    """The line of a file that an error came from, or in which it could not be read."""
+    if isinstance(problem, SyntaxError):
+        return problem.lineno or 1
+    lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if Path(frame.filename) == path]
+    return next((line for line in reversed(lines) if line), 1)
 
 
 def write_json(target: Path | None, rows: Any) -> None:

@@ -48,17 +48,22 @@ def doctor_command(
 
 
 def ops_command(
+    operators: Operators = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     device: Device = None,
 ) -> None:
-    """List every operator, its backends, and what [bold]auto[/bold] takes on this machine."""
-    from tilestack.lab.catalogue import catalogue, render
+    """List every operator, its backends, and what [bold]auto[/bold] takes on this machine; of named ones, all of it."""
+    place = kernel_device(device)
+    from tilestack.lab.catalogue import catalogue, render, render_operator
 
-    rows = catalogue(kernel_device(device))
+    chosen = pick_operators(operators)
     if json_:
-        print(json.dumps(rows, indent=1))
+        print(json.dumps(catalogue(place, chosen), indent=1))
+    elif operators:
+        for described in chosen:
+            console.print(render_operator(described, place))
     else:
-        console.print(render(rows))
+        console.print(render(catalogue(place, chosen)))
 
 
 def verify_command(

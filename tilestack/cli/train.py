@@ -110,12 +110,15 @@ def parity_command(
     place = kernel_device(device)
     import tempfile
 
+    from tilestack import ops
     from tilestack.data.prepared import prepare_tokens
     from tilestack.extras import MissingExtra
     from tilestack.lab.parity import new_model, parity
     from tilestack.train import Recipe
     from tilestack.train.pretrain import Pretraining
 
+    for operator in swap or ():
+        ops.operator_named(operator)  # a misspelt one is better known before four models are trained
     on_gpu = place.type == "cuda"
     name = recipe or Path("pretrain-100m" if on_gpu else "parity")
     # The definitions keep every score of attention, so they are given a smaller batch than training would take, and with
