@@ -137,14 +137,6 @@ def refuse_foreign(folder: Path) -> None:
     )
 
 
-def claim_folder(folder: Path) -> None:
-    """Make a folder that several files are to be written into over time, and mark it as ours; refuse another's."""
-    refuse_foreign(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if not read_marker(folder):
-        write_marker(folder, files=[])
-
-
 def contents(folder: Path) -> str:
     """Some of what is in a folder, for an error."""
     if not folder.is_dir():

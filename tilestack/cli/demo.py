@@ -16,8 +16,6 @@ from tilestack.cli.train import Set
 from tilestack.shipped import shipped
 
 if TYPE_CHECKING:
-    import torch
-
     from tilestack.lab.page import Section
     from tilestack.train import Recipe
 
@@ -41,15 +39,12 @@ def demo_command(
     """Show the whole stack on this machine in a few minutes: doctor, proofs, a model trained, measurements, a report."""
     place = kernel_device(None)
     from tilestack.extras import MissingExtra
-    from tilestack.files import claim_folder
     from tilestack.lab import bench, machine, measured, report, results, verify
     from tilestack.train import Recipe
-    from tilestack.train.loop import start_over
+    from tilestack.train.run.folder import RunFolder
 
     recipe = Recipe.load(find_recipe(Path("demo-gpu" if place.type == "cuda" else "demo")), set_ or ())
-    claim_folder(output)
-    if fresh:
-        start_over(output)
+    RunFolder(output, "demo")  # refuses what is not ours before anything is done
     operators = pick_operators(DEMONSTRATED)
     console.rule("1. What is here")
     console.print(machine.render(machine.doctor()))
@@ -58,7 +53,7 @@ def demo_command(
     proofs = prove_all(verify.claims(operators, place, only=only, dtypes=pick_dtypes("float32"), every_variant=False))
     console.print(verify.render(proofs, place))
     console.rule("3. A model, trained here")
-    show_training = train_demonstration(recipe, output, place)
+    show_training = train_demonstration(recipe, output, fresh)
     console.rule("4. How fast is this machine, and what runs on it?")
     stamp = machine.stamp(place.type)
     target = results.path_of(stamp["slug"], "kernels", output / "results")
@@ -85,13 +80,19 @@ def continue_with(folder: Path) -> str:
     return f"tilestack generate --model {folder / 'model'} --raw --temperature 0.6 --top-k 40 'def main('"
 
 
-def train_demonstration(recipe: "Recipe", folder: Path, place: "torch.device") -> Callable[[], "Section"]:
+def train_demonstration(recipe: "Recipe", folder: Path, fresh: bool) -> Callable[[], "Section"]:
     """Train a small model of Python code, hold it against compressors and counts, let it write, and say how to show it."""
     from tilestack.lab import machine, training
     from tilestack.train import metrics
+    from tilestack.train.errors import Interrupted
     from tilestack.train.pretrain import pretrain
 
-    figures = pretrain(recipe, folder, provenance=machine.stamp(place.type), console=Console(stderr=True))
+    said = Console(stderr=True)
+    try:
+        figures = pretrain(recipe, folder, command="demo", fresh=fresh, provenance=machine.stamp(), console=said)
+    except Interrupted as stopped:
+        said.print(escape(str(stopped)), highlight=False, soft_wrap=True)
+        raise typer.Exit(stopped.code) from None
     others = training.measure_baselines(recipe, folder)
     console.print(
         f"bits a byte of held-out text: [bold]{figures['bits_per_byte']:.3f}[/bold] this model, "
