@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test lint docs bench dist release clean
 
 demo: .venv/ready
 	$(BIN)/python -m tilestack demo
@@ -22,8 +22,20 @@ docs: .venv/ready
 bench: .venv/ready
 	$(BIN)/python -m tilestack bench --save
 
+# An sdist, and a wheel made from it; tests/packaging does the same and runs what comes out.
+dist: .venv/ready
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+
+# What is published: dist/ of a version whose notes are written and whose tests pass, from a clean checkout.
+release: .venv/ready
+	@version=$$($(BIN)/python -m tilestack --version) && grep -q "^## \[$$version\]" CHANGELOG.md || \
+	  { echo "CHANGELOG.md has no notes for $$version: move what is under Unreleased below a heading '## [$$version] - date'"; exit 1; }
+	@test -z "$$(git status --porcelain)" || { echo "there are uncommitted changes; commit them first"; exit 1; }
+	$(MAKE) test dist
+
 clean:
-	rm -rf .venv runs
+	rm -rf .venv runs build dist
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "tilestack needs Python 3.11 or newer; set PYTHON=python3.12")'

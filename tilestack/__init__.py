@@ -1,30 +1,39 @@
 """tilestack: an LLM stack built tile by tile. Definitions in plain PyTorch, kernels that replace them, proof and figures for both."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tilestack.contract import BackendError, backend, batch_invariant, configure_backend, implements, operator
+if TYPE_CHECKING:
+    from tilestack import contract, data, models, nn, ops, optim, train
+    from tilestack.contract import BackendError, backend, batch_invariant, configure_backend, implements, operator
+    from tilestack.nn.patch import patch, unpatch
 
 __version__ = "0.1.0"
 __all__ = [
-    "BackendError",
-    "backend",
-    "batch_invariant",
-    "configure_backend",
-    "contract",
-    "implements",
-    "nn",
-    "operator",
-    "ops",
-    "patch",
-    "unpatch",
-]
+    "BackendError", "backend", "batch_invariant", "configure_backend", "contract", "data", "implements", "models", "nn", "operator", "ops",
+    "optim", "patch", "train", "unpatch",
+]  # fmt: skip
+
+# Where each name lives. All of them load when first used, so that the command line answers `--help` without PyTorch.
+_HOMES = {
+    "BackendError": "tilestack.contract",
+    "backend": "tilestack.contract",
+    "batch_invariant": "tilestack.contract",
+    "configure_backend": "tilestack.contract",
+    "implements": "tilestack.contract",
+    "operator": "tilestack.contract",
+    "patch": "tilestack.nn.patch",
+    "unpatch": "tilestack.nn.patch",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # The layers above the operators load when first used, so that `import tilestack` stays light.
-    if name in ("contract", "nn", "ops"):
-        return importlib.import_module(f"tilestack.{name}")
-    if name in ("patch", "unpatch"):
-        return getattr(importlib.import_module("tilestack.nn.patch"), name)
-    raise AttributeError(f"module 'tilestack' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'tilestack' has no attribute {name!r}")
+    home = importlib.import_module(_HOMES.get(name, f"tilestack.{name}"))
+    globals()[name] = getattr(home, name) if name in _HOMES else home
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,8 +5,9 @@ import json
 import pytest
 from rich.console import Console
 
-from tilestack import data, models
+from tilestack import data, models, shipped
 from tilestack.cli import main
+from tilestack.cli.recipes import recipe_names
 from tilestack.data import Tokenizer, corpora
 from tilestack.train.run.follow import export
 
@@ -58,7 +59,7 @@ def test_dpo_from_a_file_of_pairs(tilestack, model, tmp_path):
         (["sft", "own.toml"], 'pairs.jsonl:1: expected a list of messages under "messages"; this row has prompt, chosen, rejected'),
         (["dpo", "own.toml", "--set", "dpo.bta=1"], "no setting dpo.bta; did you mean dpo.beta?"),
         (["grpo", "own.toml", "--set", "dpo.beta=1"], "no setting dpo; a recipe has run, model, data, optimizer, schedule, precision, evaluation, checkpoint, ema, lora, grpo"),
-        (["grpo", "none.toml"], "no recipe none.toml"),
+        (["grpo", "none.toml"], f"there is no recipe none.toml. tilestack comes with {', '.join(recipe_names())}"),
         (["dpo", "own.toml", "--set", "lora.rank=2", "--set", 'lora.targets=["*.kqv"]', "--set", "data.corpus=preferences", "--set", "data.files=[]"], "lora: no linear layer is named *.kqv; their names end in down, gate_up, output, qkv"),
     ],
 )  # fmt: skip
@@ -103,7 +104,7 @@ def test_eval_of_texts_questions_and_token_files(tilestack, model, tmp_path):
     [
         ([], "there is nothing to evaluate: name texts, --choices FILE or --tasks NAMES"),
         (["none.txt"], "no data at none.txt"),
-        (["--tasks", "hellaswag"], "tasks by name need lm_eval: pip install 'tilestack[evaluation]'"),
+        (["--tasks", "hellaswag"], f"tasks by name need lm_eval: pip install -e '{shipped.checkout()}[evaluation]'"),
         (["--choices", "bad.jsonl"], 'bad.jsonl:1: a question needs "choices", a list of two or more texts'),
         (["bad.jsonl"], "bad.jsonl:1: expected a string under 'text'; this record has prompt (str)"),
         (["good.txt", "--length", "0"], "--length and --limit must be at least 1"),

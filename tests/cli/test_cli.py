@@ -10,6 +10,7 @@ import pytest
 
 from tilestack.cli import main
 from tilestack.contract import BackendError, backends
+from tilestack.extras import install_command
 
 NINE = {"add", "axpy", "relu", "gelu", "silu", "softmax", "rms_norm", "layer_norm", "linear"}
 PLANTED = """
@@ -66,6 +67,17 @@ def test_ops_lists_the_operators_with_their_backends(tilestack):
     assert all(row["auto"] == "torch" and row["summary"] for row in rows.values())
 
 
+def test_ops_of_a_name_shows_all_of_it(tilestack):
+    done = tilestack("ops", "softmax", "--device", "cpu")
+    shown = " ".join(done.stdout.split())
+    assert shown.startswith("softmax(x: Tensor, dim: int = -1) -> Tensor")
+    assert "defined in tilestack.ops.softmax; auto takes torch here" in shown
+    assert "tilestack.kernels.softmax.rows" in shown
+    assert [row["name"] for row in json.loads(tilestack("ops", "softmax", "--json", "--device", "cpu").stdout)] == [
+        "softmax"
+    ]
+
+
 def test_verify_proves_and_writes_its_proofs(tilestack, tmp_path):
     done = tilestack("verify", "add", "--device", "cpu", "--quick", "--json", str(tmp_path / "new" / "proofs.json"))
     assert done.returncode == 0, done.stderr
@@ -112,7 +124,7 @@ def test_the_environment_narrows_each_operator_by_itself(tilestack):
         (["verify", "softmax", "--device", "cpu"], {"TILESTACK_BACKEND": "cuda"}, "softmax has no cuda backend (CUDA C++ kernels need a CUDA tensor, not one on cpu); it has torch, aten, triton"),
         (["verify", "sofmax"], {}, "no operator is named 'sofmax'; did you mean softmax?"),
         (["verify", "--dtype", "float12"], {}, "no dtype float12; choose from float16, bfloat16, float32, float64"),
-        (["verify", "--device", "tpu"], {}, "device must be cuda or cpu, not 'tpu'"),
+        (["verify", "--device", "tpu"], {}, "--device must be cuda or cpu, not 'tpu'"),
         (["verify", "--load", "no-such-file.py"], {}, "no file no-such-file.py to load"),
         (["verify", "--no-such-option"], {}, "No such option: --no-such-option"),
         (["no-such-command"], {}, "No such command 'no-such-command'."),
@@ -133,8 +145,30 @@ def test_the_exception_itself_only_with_debug():
 
 
 def test_brackets_in_an_error_are_shown(tilestack, tmp_path):
-    (tmp_path / "needy.py").write_text("raise ImportError('pip install tilestack[report]')")
-    assert tilestack("verify", "--load", str(tmp_path / "needy.py")).stderr == "error: pip install tilestack[report]\n"
+    (tmp_path / "needy.py").write_text("\nraise ImportError('pip install tilestack[report]')")
+    said = f"error: {tmp_path / 'needy.py'}:2: ImportError: pip install tilestack[report]\n"
+    assert tilestack("verify", "--load", str(tmp_path / "needy.py")).stderr == said
+
+
+def test_a_file_that_cannot_be_read_is_named_with_its_line(tilestack, tmp_path):
+    (tmp_path / "broken.py").write_text("import torch\n\ndef add(x:\n")
+    said = tilestack("verify", "add", "--load", str(tmp_path / "broken.py"), "--device", "cpu").stderr
+    assert said.startswith(f"error: {tmp_path / 'broken.py'}:3: SyntaxError: ")
+    (tmp_path / "deep.py").write_text("from tilestack import ops\n\nops.operator_named('none')\n")
+    said = tilestack("verify", "add", "--load", str(tmp_path / "deep.py"), "--device", "cpu").stderr
+    assert said.startswith(f"error: {tmp_path / 'deep.py'}:3: BackendError: no operator is named 'none'")
+
+
+def test_a_backend_that_nothing_has_is_an_error_before_anything_is_measured(tilestack):
+    done = tilestack("bench", "add", "--backend", "triton,nope", "--device", "cpu")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: no backend or peer is named nope; add has aten, compile, ")
+
+
+def test_parity_names_an_unknown_operator_before_it_trains(tilestack):
+    done = tilestack("parity", "--swap", "rmsnorm", "--device", "cpu")
+    assert done.returncode == 1
+    assert done.stderr == "error: no operator is named 'rmsnorm'; did you mean rms_norm?\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
@@ -160,5 +194,5 @@ def test_memory_patterns_are_measured_saved_and_shown_with_or_without_plotly(til
     (saved,) = tmp_path.glob("results/*/sweeps/memory.json")
     assert len(json.loads(saved.read_text())["rows"]) == 16
     assert (tmp_path / "runs/memory.html").exists() == drawn
-    said = "no page of plots, since the report needs plotly: pip install 'tilestack[report]'"
+    said = f"no page of plots, since the report needs plotly: {install_command('report')}"
     assert done.stdout.splitlines()[-1] == ("plots in runs/memory.html" if drawn else said)

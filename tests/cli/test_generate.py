@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilestack import cli, data, models
-from tilestack.cli.generate import up_to
+from tilestack.cli.speaker import up_to
 from tilestack.data.chat import CHATML
 
 
@@ -34,8 +34,10 @@ def run(capsys, *arguments):
 
 def test_the_text_comes_and_json_says_how(capsys, folder):
     common = ("--model", folder, "--device", "cpu", "--raw", "--max-tokens", 12, "the cat")
-    code, text, _ = run(capsys, *common)
+    code, text, figures = run(capsys, *common)
     assert code == 0
+    assert figures.startswith("12 tokens, ")
+    assert "tokens/s" in figures
     told = json.loads(run(capsys, *common, "--json")[1])
     assert text == told["text"] + "\n"
     assert told["tokens"] == 12

@@ -93,6 +93,19 @@ def test_a_translation_shows_the_same_code_tables_and_headings(page):
     assert levels(ours) == levels(theirs)
 
 
+@pytest.mark.parametrize("page", TRANSLATED, ids=name_of)
+def test_a_translation_marks_its_links_to_english_pages(page):
+    unmarked = []
+    for words, target in re.findall(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8"))):
+        path = target.partition("#")[0]
+        if target.startswith(WEB) or not path.endswith(".md"):
+            continue
+        english = (page.parent / path).resolve() in ENGLISH
+        if english and "英文" not in words and words != "English":
+            unmarked.append(target)
+    assert not unmarked
+
+
 def test_every_page_is_in_the_index():
     index = (REPOSITORY / "docs" / "README.md").read_text(encoding="utf-8")
     pages = [p.relative_to(REPOSITORY / "docs").as_posix() for p in PAGES if p.is_relative_to(REPOSITORY / "docs")]

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from made_up import MACHINE, large_result, many_proofs, proof, small_result
 
-from tilestack.lab.page import COLOURS, MissingExtra, Section, colour, plot, table
+from tilestack.extras import MissingExtra
+from tilestack.lab.page import COLOURS, Section, colour, plot, table
 from tilestack.lab.report import share_of_bound, write_report
+
+CPU = {"cpu": "Imaginary CPU, 2 cores", "gpu": "", "slug": "cpu", "torch": "2.99.0", "date": "2031-05-06T07:08:09Z"}
 
 
 def words(page: str) -> str:
@@ -33,6 +36,11 @@ def section(page: str, anchor: str) -> str:
     return re.search(rf'<section id="{anchor}">(.*?)</section>', page, re.S)[1]
 
 
+def part(page: str, anchor: str) -> str:
+    """All that stands under the name of one machine."""
+    return re.search(rf'<div class="part" id="{anchor}">(.*?)(?=<div class="part"|<footer>)', page, re.S)[1]
+
+
 def table_rows(html: str) -> list[list[str]]:
     return [
         [re.sub(r"<[^>]*>", "", cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", line)]
@@ -52,7 +60,7 @@ def test_header_names_the_machine(page):
 
 
 def test_every_row_is_in_the_table_with_its_numbers(page):
-    rows = table_rows(section(page, "every-measurement"))
+    rows = table_rows(section(page, "this-machine-every-measurement"))
     assert len(rows) == len(small_result().rows)
     ours = next(row for row in rows if row[:5] == ["softmax", "8192x4096x-1", "bfloat16", "forward", "triton"])
     assert ours[5:12] == ["80.0 µs", "1.0%", "9.5 µs", "3.36", "6.25", "84%", "1.25×"]
@@ -84,16 +92,16 @@ def test_roofline_places_rows_under_their_roofs(page):
     assert slope["y"][0] / slope["x"][0] == pytest.approx(4.0)
     assert sorted(trace["y"][0] for trace in ceilings) == [50.0, 690.0, 700.0]
     points = {trace["name"]: trace for trace in figure["data"] if trace["mode"] == "markers"}
-    assert set(points) == {"matmul", "softmax"}
+    assert set(points) == {"matmul", "softmax"}  # as their kernels are filed
     assert points["matmul"]["x"] == [pytest.approx(137_438_953_472 / 100_663_296)]
     assert points["matmul"]["y"] == [pytest.approx(137_438_953_472 / 400 * 1e-6)]
     assert "400 µs, 344 TFLOP/s, 49% of the roof" in points["matmul"]["hovertext"][0]
-    assert points["softmax"]["marker"]["symbol"].count("diamond") == 1
+    assert points["softmax"]["marker"]["symbol"].count("square-open") == 1
 
 
 def test_rows_without_arithmetic_are_counted_not_dropped_silently(tmp_path):
     page = written(tmp_path, [large_result()], [], MACHINE)
-    assert "4 measurements do no arithmetic" in section(page, "roofline")
+    assert "4 measurements do no arithmetic" in section(page, "this-machine-roofline")
 
 
 def test_roof_bars_show_our_part_of_the_roof(page):
@@ -109,7 +117,7 @@ def test_host_times_are_plotted_per_backend(page):
 
 
 def test_failures_come_first_and_with_their_message(page):
-    proofs = section(page, "proofs")
+    proofs = section(page, "this-machine-proofs")
     assert "1 of 3 proofs fail" in proofs
     assert "out: &lt;tail&gt; unwritten" in proofs
     rows = table_rows(proofs)
@@ -127,12 +135,12 @@ def test_share_of_the_bound(error, bound, share):
 
 def test_a_proof_without_a_bound_claims_no_share_of_it(tmp_path):
     page = written(tmp_path, [], [proof("add", direction="gradcheck", error=0.0, bound=0.0)], MACHINE)
-    assert table_rows(section(page, "proofs"))[0][-1] == "–"
+    assert table_rows(section(page, "this-machine-proofs"))[0][-1] == "–"
 
 
 def test_untried_claims_are_counted(tmp_path):
     page = written(tmp_path, [], [*many_proofs(), proof("add", ok=None)], MACHINE)
-    assert "takes: 1." in section(page, "proofs")
+    assert "takes: 1." in section(page, "this-machine-proofs")
     assert "<b class=good>180</b><span>proofs, none fails" in page
 
 
@@ -145,7 +153,7 @@ def test_nothing_is_fetched_from_the_network(tmp_path):
 
 def test_empty_states_name_the_command(tmp_path):
     page = written(tmp_path, [], [], {"cpu": "Imaginary CPU"})
-    assert "<code>tilestack verify</code>" in section(page, "proofs")
+    assert "<code>tilestack verify</code>" in section(page, "this-machine-proofs")
     assert "<code>tilestack bench --save</code>" in section(page, "on-a-gpu")
     assert "plotly" not in page
 
@@ -153,15 +161,79 @@ def test_empty_states_name_the_command(tmp_path):
 def test_cpu_results_do_not_pretend_to_be_kernels(tmp_path):
     result = small_result()
     rows = [row | {"how": "cpu"} for row in result.rows if row["backend"] == "aten"]
-    page = written(tmp_path, [replace(result, machine=MACHINE | {"slug": "cpu"}, rows=rows)], [], MACHINE)
-    assert set(re.findall(r'<section id="([^"]*)"', page)) == {"proofs", "roofline", "every-measurement", "on-a-gpu"}
+    page = written(tmp_path, [replace(result, machine=CPU, rows=rows)], [], CPU)
+    assert set(re.findall(r'<section id="([^"]*)"', page)) == {
+        "this-machine-proofs",
+        "this-machine-roofline",
+        "this-machine-every-measurement",
+        "on-a-gpu",
+    }
+
+
+def test_saved_figures_stand_under_the_machine_that_made_them(tmp_path):
+    page = written(tmp_path, [small_result()], [proof("add")], CPU)
+    here, there = part(page, "this-machine"), part(page, "on-imaginary-gpu-9000")
+    assert "<dt>CPU</dt><dd>Imaginary CPU, 2 cores</dd>" in here
+    assert "Imaginary GPU" not in here
+    assert "1</b><span>proofs, none fails" in here
+    assert "<dt>GPU</dt><dd>Imaginary GPU 9000</dd>" in there
+    assert "Imaginary CPU" not in there
+    assert "1 of 3</b><span>cases won, 2 lost" in there
+    assert len(table_rows(section(page, "on-imaginary-gpu-9000-every-measurement"))) == len(small_result().rows)
+    assert "<dt>with saved figures of</dt><dd>Imaginary GPU 9000</dd>" in page
 
 
 def test_results_of_two_machines_are_kept_apart(tmp_path):
-    other = replace(small_result(), machine=MACHINE | {"slug": "other"})
+    other = replace(small_result(), machine=MACHINE | {"slug": "other", "gpu": "Another GPU"})
     page = written(tmp_path, [small_result(), other], [], MACHINE)
-    for slug in ("imaginary", "other"):
-        assert len(table_rows(section(page, f"every-measurement-on-{slug}"))) == len(small_result().rows)
+    for anchor in ("this-machine", "on-another-gpu"):
+        assert len(table_rows(section(page, f"{anchor}-every-measurement"))) == len(small_result().rows)
+    assert "<dd>Another GPU</dd>" in part(page, "on-another-gpu")
+    assert "Another GPU" not in part(page, "this-machine")
+
+
+def test_another_processor_of_no_gpu_is_another_machine(tmp_path):
+    saved = replace(small_result(), machine=CPU | {"cpu": "Somebody's CPU, 64 cores"})
+    page = written(tmp_path, [saved], [], CPU)
+    assert "Somebody&#x27;s CPU, 64 cores" in page
+    assert not re.search(r'id="this-machine-every-measurement"', page)
+
+
+def test_every_commit_and_the_dates_of_saved_rows_are_told(tmp_path):
+    result = small_result()
+    told = [row | {"commit": commit, "date": date} for row, commit, date in zip(result.rows, "ab" * 9, ["2031-05-01", "2031-05-04"] * 9, strict=False)]  # fmt: skip
+    there = part(written(tmp_path, [replace(result, rows=told)], [], CPU), "on-imaginary-gpu-9000")
+    assert "<dt>commit</dt><dd>a, b</dd>" in there
+    assert "<dd>2031-05-01 to 2031-05-04</dd>" in there
+
+
+def test_a_processor_counts_in_thousands_less(tmp_path):
+    page = written(tmp_path, [replace(small_result(), machine=CPU)], [], CPU)
+    ours = next(row for row in table_rows(section(page, "this-machine-every-measurement")) if row[:2] == ["softmax", "8192x4096x-1"])  # fmt: skip
+    assert ours[8:10] == ["3,355", "6,250"]
+    head = re.search(r"<thead>.*?</thead>", section(page, "this-machine-every-measurement"))[0]
+    assert "GB/s" in head
+    assert "GFLOP/s" in head
+    assert plots(page)["roofline"]["layout"]["yaxis"]["title"]["text"] == "GFLOP/s"
+
+
+def test_every_family_has_a_colour_and_a_mark_of_its_own(tmp_path):
+    traces = [t for t in plots(written(tmp_path, [large_result()], [], MACHINE))["roofline"]["data"] if t["mode"] == "markers"]  # fmt: skip
+    looks = {(trace["marker"]["color"], trace["marker"]["symbol"][0].removesuffix("-open")) for trace in traces}
+    assert len(looks) == len(traces) > 3
+    assert len({shade for shade, _ in looks}) == len({mark for _, mark in looks}) == len(traces)
+
+
+def test_bars_leave_no_empty_bands(page):
+    figure = plots(page)["Against the fastest peer"]
+    assert figure["layout"]["yaxis"]["range"] == [-0.6, len(figure["data"][0]["y"]) - 0.4]
+
+
+def test_more_than_the_roof_is_explained_where_it_occurs(page, tmp_path):
+    assert "above 100%" not in section(page, "this-machine-how-close-to-the-roof")
+    fast = replace(small_result(), rows=[row | {"roof_fraction": 1.3} for row in small_result().rows if row["time_us"]])
+    told = section(written(tmp_path, [fast], [], MACHINE), "this-machine-how-close-to-the-roof")
+    assert "4 of 4 lie above 100%" in told
 
 
 def test_of_two_runs_of_a_contest_the_later_counts(tmp_path):
@@ -170,7 +242,9 @@ def test_of_two_runs_of_a_contest_the_later_counts(tmp_path):
         machine=MACHINE | {"date": "2032-01-01"},
         rows=[row | {"time_us": 77.0} for row in small_result().rows if row["op"] == "linear"],
     )
-    rows = table_rows(section(written(tmp_path, [later, small_result()], [], MACHINE), "every-measurement"))
+    rows = table_rows(
+        section(written(tmp_path, [later, small_result()], [], MACHINE), "this-machine-every-measurement")
+    )
     assert {row[5] for row in rows if row[0] == "linear"} == {"77.0 µs"}
     assert len(rows) == len(small_result().rows)
 
@@ -178,7 +252,7 @@ def test_of_two_runs_of_a_contest_the_later_counts(tmp_path):
 def test_sections_of_other_parts_are_added(tmp_path):
     figure = plot([dict(type="scatter", x=[1, 2], y=[3, 2])], {}, 300, "loss")
     page = written(tmp_path, [], [], MACHINE, sections=[Section("Training loss", "It falls.", figure)])
-    assert '<a href="#training-loss">Training loss</a>' in page
+    assert '<a class="within" href="#this-machine-training-loss">Training loss</a>' in page
     assert plots(page)["loss"]["data"][0]["y"] == [3, 2]
 
 
@@ -205,5 +279,5 @@ def test_without_plotly_one_line_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(MissingExtra, match=r"^the report needs plotly: pip install 'tilestack\[report\]'$"):
+    with pytest.raises(MissingExtra, match=r"^the report needs plotly: pip install -e '.*\[report\]'$"):
         write_report(tmp_path / "report.html", [small_result()], [], MACHINE)

@@ -20,11 +20,12 @@ def test_the_section_shows_the_run(tmp_path):
         tmp_path / metrics.SPEED,
         [{"step": n, "tokens_per_s": rate} for n, rate in ((50, 10.0), (60, 4000.0), (70, 5000.0))],
     )
-    found = training_section(tmp_path, {"bits_per_byte": 1.25}, Baselines(2.0, 1.5, 1.75), ["def main(): <b>"])
+    found = training_section(tmp_path, {"bits_per_byte": 1.25}, Baselines(2.0, 1.5, 1.75), [("def main(", "): <b>")])
     assert "5.00 → 0.05" in found.body
+    assert "0.50</b><span>loss of held-out text" in found.body
     assert ">1.250</b>" in found.body
     assert "4,000" in found.body
-    assert "def main(): &lt;b&gt;" in found.body
+    assert "<b>def main(</b>): &lt;b&gt;" in found.body
     bars = json.loads(
         found.body.split('aria-label="bits a byte"')[1].split('application/json">')[1].split("</script>")[0]
     )
@@ -37,6 +38,13 @@ def test_the_section_shows_the_run(tmp_path):
     }
     assert bar["marker"]["color"][-1] == colour("good")
     assert speed(tmp_path) == 4000.0
+
+
+def test_the_headline_is_not_the_luck_of_the_last_step(tmp_path):
+    steps = [{"step": n, "loss": 4.0} for n in range(1, 100)]
+    write_rows(tmp_path / metrics.METRICS, [*steps, {"step": 100, "loss": 1.0}])
+    found = training_section(tmp_path, {"bits_per_byte": 1.0}, Baselines(2.0, 1.5, 1.75), [])
+    assert "4.00 → 1.00" not in found.body
 
 
 def test_a_model_that_loses_to_counting_says_so(tmp_path):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilestack import contract, ops
 from tilestack.contract.backends import usable
-from tilestack.contract.library import define_ahead
+from tilestack.contract.library import define_with_extras
 from tilestack.kernels.loss import linear_cross_entropy as head
 from tilestack.lab.oracle import judge, own_error
 
@@ -291,4 +291,4 @@ class TestCompiled:
         arguments = ops.linear_cross_entropy.bind(**head_arguments())
         arguments["x"].requires_grad_(needs[0])
         arguments["weight"].requires_grad_(needs[1])
-        torch.library.opcheck(define_ahead(ops.linear_cross_entropy, "triton"), (*arguments.values(), needs))
+        torch.library.opcheck(define_with_extras(ops.linear_cross_entropy, "triton"), (*arguments.values(), needs))

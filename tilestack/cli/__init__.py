@@ -1,6 +1,7 @@
 """The `tilestack` command. Each command is a thin shell over a function of the layers below.
 
-Bad input ends in one clear line and exit code 1; `tilestack --debug …` shows the traceback.
+Bad input ends in one clear line and exit code 1; `tilestack --debug …` shows the traceback. Nothing here imports PyTorch
+before a command runs, so that `--help` and a misspelt command answer at once.
 """
 
 import sys
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilestack
-from tilestack.cli import align, bench, demo, evaluate, generate, lab, train
+from tilestack.cli import align, bench, chat, demo, evaluate, generate, lab, train
 
 app = typer.Typer(
     name="tilestack",
@@ -19,22 +20,26 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-for part in (lab, bench, train, align, evaluate, generate, demo):
+for part in (lab, bench, train, align, evaluate, generate, chat, demo):
     part.add_to(app)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        print(tilestack.__version__)
+        raise typer.Exit
 
 
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=print_version, is_eager=True)
+    ] = False,
 ) -> None:
     pass
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    print(tilestack.__version__)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -48,5 +53,11 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as problem:
         if "--debug" in arguments:
             raise
-        error.print(f"[red]error:[/red] {escape(str(problem).strip() or type(problem).__name__)}")
+        error.print(f"[red]error:[/red] {escape(in_words(problem))}")
         sys.exit(1)
+
+
+def in_words(problem: Exception) -> str:
+    """What went wrong, for a person; errors of the command line itself name their option."""
+    named = getattr(problem, "format_message", None)
+    return (named() if named else str(problem)).strip() or type(problem).__name__

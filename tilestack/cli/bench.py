@@ -1,6 +1,6 @@
 """`tilestack bench`: kernels, access patterns, optimizers and whole training steps, measured."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +24,7 @@ from tilestack.cli.common import (
 if TYPE_CHECKING:
     import torch
 
+    from tilestack.contract.operator import Operator
     from tilestack.lab.bench_train import Work
 
 
@@ -48,7 +49,7 @@ def bench_command(
         bool,
         typer.Option(
             "--save",
-            help="Merge the rows into results/<machine>/kernels.json as they come; on a GPU, renew the table that auto reads.",
+            help="Merge the rows into results/<machine>/kernels.json as they come; on a GPU, in a checkout, renew the table that auto reads.",
         ),
     ] = False,
     json_: JsonFile = None,
@@ -75,10 +76,14 @@ def bench_command(
 
     Kernel time is CUDA-graph replay on cold caches; host time is the cost of a plain call. Without a GPU the definitions
     are timed on the CPU, and the tables say so. `bench memory` sweeps access patterns, `bench optim` times optimizers,
-    `bench train` whole training steps beside transformers and Liger.
+    `bench train` whole training steps beside transformers and Liger, `bench startup` the imports and the command line.
     """
+    if operators == ["startup"]:
+        bench_starts(json_)
+        return
     place = kernel_device(device)
     from tilestack.lab import bench, machine, results
+    from tilestack.shipped import checkout
     from tilestack.tuning import preferences
 
     load_files(load)
@@ -95,8 +100,10 @@ def bench_command(
         return
     target = results.path_of(stamp["slug"], "kernels") if save else None
     listed = lambda text: text.split(",") if text else None
+    chosen = pick_operators(operators)
+    check_candidates(listed(backend) or [], chosen)
     rows = bench.bench(
-        pick_operators(operators),
+        chosen,
         listed(dtype),
         direction.split(","),
         listed(backend),
@@ -111,18 +118,41 @@ def bench_command(
             console.print(table)
     if target is not None:
         console.print(f"saved in {target}")
-        if place.type == "cuda":
+        if place.type == "cuda" and checkout():  # an installed package is not ours to write into
             console.print(f"auto reads {preferences.write_table(results.load(target))}")
 
 
+def check_candidates(names: list[str], operators: list["Operator"]) -> None:
+    """Refuse a name that is no backend of any of the operators and no peer."""
+    from tilestack.lab.peers import PEERS
+
+    known = sorted({*PEERS, *(name for described in operators for name in described.implementations)})
+    if unknown := [name for name in names if name not in known]:
+        what = operators[0].name if len(operators) == 1 else "these operators"
+        has = "has" if len(operators) == 1 else "have"
+        raise ValueError(f"no backend or peer is named {', '.join(unknown)}; {what} {has} {', '.join(known)}")
+
+
+def bench_starts(json_: Path | None) -> None:
+    """How long imports and the command line take before anything happens."""
+    from tilestack.lab import bench_startup
+
+    found = bench_startup.bench_startup(bench_startup.STARTS)
+    write_json(json_, [asdict(start) for start in found])
+    if str(json_) != "-":
+        console.print(bench_startup.render(found))
+
+
 def bench_memory_patterns(place: "torch.device", save: bool) -> None:
-    """Bandwidth against stride, row length, alignment and gathered rows, as tables and a page of plots."""
+    """Bandwidth against stride, row length, alignment and gathered rows, as tables and, saved, a page of plots."""
+    from tilestack.extras import MissingExtra
     from tilestack.lab import memory, results
-    from tilestack.lab.page import MissingExtra
 
     run = memory.bench_memory(place.type, results.FOLDER if save else None, Console(stderr=True))
     for table in memory.tables(memory.points_of(run)):
         console.print(table)
+    if not save:
+        return
     try:
         console.print(f"plots in {memory.draw(run, Path('runs/memory.html'))}")
     except MissingExtra as missing:
@@ -152,7 +182,7 @@ def training_works(
     place: "torch.device", recipes: str | None, micro_batches: str | None, sequence: int | None, dtype: str | None
 ) -> list["Work"]:
     """What `bench train` does: the models of some recipes, at some micro-batches."""
-    from tilestack.cli.train import find_recipe
+    from tilestack.cli.recipes import find_recipe
     from tilestack.lab.bench_train import Work
     from tilestack.train import Recipe
 

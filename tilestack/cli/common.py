@@ -1,9 +1,11 @@
 """What the commands share: options, the choice of device, operators and dtypes, and where results are written."""
 
+import ctypes
 import importlib.util
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,8 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from tilestack.contract.backends import interpreting
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +48,14 @@ Load = Annotated[
 
 
 def kernel_device(name: str | None) -> "torch.device":
-    """The device to run kernels on. On a CPU, Triton must know when it is imported that it interprets, and PyTorch has imported
-    it by now: where nobody said so, the command starts over, having said so."""
+    """The device to run kernels on; on a CPU, Triton interprets them.
+
+    Triton must know that it interprets when it is imported, which PyTorch does. Where PyTorch is needed to find out that
+    there is no GPU, the command starts over, having said so.
+    """
+    if "torch" not in sys.modules and (name == "cpu" or (name is None and not has_nvidia_driver())):
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    from tilestack.contract.backends import interpreting
     from tilestack.device import pick_device
 
     picked = pick_device(name)
@@ -57,6 +63,15 @@ def kernel_device(name: str | None) -> "torch.device":
         command = [sys.executable, "-m", "tilestack", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | {"TRITON_INTERPRET": "1"})
     return picked
+
+
+def has_nvidia_driver() -> bool:
+    """Whether NVIDIA's driver is on this machine; without it there is no GPU to ask PyTorch for."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return sys.platform != "linux"  # elsewhere it has other names
+    return True
 
 
 def pick_operators(names: list[str] | None) -> list["Operator"]:
@@ -83,7 +98,18 @@ def load_files(paths: Iterable[Path] | None) -> None:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if spec is None or spec.loader is None:
             raise ValueError(f"{path} is not a Python file")
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        try:
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        except Exception as problem:
+            raise ValueError(f"{path}:{line_of(problem, path)}: {type(problem).__name__}: {problem}") from problem
+
+
+def line_of(problem: Exception, path: Path) -> int:
+    """The line of a file that an error came from, or in which it could not be read."""
+    if isinstance(problem, SyntaxError):
+        return problem.lineno or 1
+    lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if Path(frame.filename) == path]
+    return next((line for line in reversed(lines) if line), 1)
 
 
 def write_json(target: Path | None, rows: Any) -> None:

@@ -1,18 +1,23 @@
 """`tilestack demo`: the whole stack on this machine in a few minutes."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
 
 from tilestack.cli.common import console, kernel_device, pick_dtypes, pick_operators, prove_all
+from tilestack.cli.recipes import find_recipe
+from tilestack.cli.train import Set
+from tilestack.shipped import shipped
 
 if TYPE_CHECKING:
-    import torch
-
     from tilestack.lab.page import Section
+    from tilestack.train import Recipe
 
 # One of each kind, so that the demo takes minutes even where Triton is interpreted; `verify` and `bench` take them all.
 DEMONSTRATED = ["add", "gelu", "softmax", "rms_norm", "linear"]
@@ -23,12 +28,23 @@ def add_to(app: typer.Typer) -> None:
 
 
 def demo_command(
-    output: Annotated[Path, typer.Option(help="Where to put what the demo makes.")] = Path("runs/demo"),
+    output: Annotated[
+        Path, typer.Option(help="Where to put what the demo makes: a run, its model, measurements, the report.")
+    ] = Path("runs/demo"),
+    set_: Set = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Forget the demo that is in the folder and start over.")
+    ] = False,
 ) -> None:
-    """Show the whole stack on this machine in a few minutes: doctor, proofs, measurements, a model trained, a report."""
+    """Show the whole stack on this machine in a few minutes: doctor, proofs, a model trained, measurements, a report."""
     place = kernel_device(None)
+    from tilestack.extras import MissingExtra
     from tilestack.lab import bench, machine, measured, report, results, verify
+    from tilestack.train import Recipe
+    from tilestack.train.run.folder import RunFolder
 
+    recipe = Recipe.load(find_recipe(Path("demo-gpu" if place.type == "cuda" else "demo")), set_ or ())
+    RunFolder(output, "demo")  # refuses what is not ours before anything is done
     operators = pick_operators(DEMONSTRATED)
     console.rule("1. What is here")
     console.print(machine.render(machine.doctor()))
@@ -36,46 +52,57 @@ def demo_command(
     only = {described.name: "triton" for described in operators}
     proofs = prove_all(verify.claims(operators, place, only=only, dtypes=pick_dtypes("float32"), every_variant=False))
     console.print(verify.render(proofs, place))
-    console.rule("3. How fast is this machine, and what runs on it?")
+    console.rule("3. A model, trained here")
+    show_training = train_demonstration(recipe, output, fresh)
+    console.rule("4. How fast is this machine, and what runs on it?")
     stamp = machine.stamp(place.type)
     target = results.path_of(stamp["slug"], "kernels", output / "results")
     peers = None if place.type == "cpu" else ["triton", "aten"]
     rows = bench.bench(operators, backends=peers, device=place, save=target, console=Console(stderr=True))
     for table in bench.tables(rows, stamp):
         console.print(table)
-    console.rule("4. A model, trained here")
-    section = train_demonstration(output, place)
     console.rule("5. The report")
-    page = report.write_report(
-        output / "report.html",
-        measured.results_under(output / "results"),
-        [asdict(p) for p in proofs],
-        stamp,
-        [section],
-    )
-    console.print(f"open [bold]{page}[/bold] in a browser")
+    found = measured.results_under(output / "results") + measured.results_under(shipped("results"))
+    try:
+        written = report.write_report(
+            output / "report.html", found, [asdict(p) for p in proofs], stamp, [show_training()]
+        )
+        console.print(f"open [bold]{written}[/bold] in a browser")
+    except MissingExtra as missing:
+        console.print(escape(f"no page, since {missing}"), soft_wrap=True)
+    console.print(f"talk to the model: {continue_with(output)}", highlight=False, soft_wrap=True)
     if any(proof.ok is False for proof in proofs):
         raise typer.Exit(1)
 
 
-def train_demonstration(output: Path, place: "torch.device") -> "Section":
-    """Train a small model of Python code, hold it against compressors and counts, and let it write."""
-    from tilestack.cli.train import find_recipe
+def continue_with(folder: Path) -> str:
+    """A command that shows the demo's model at its best: drawn from its likelier tokens, not the likeliest each time."""
+    return f"tilestack generate --model {folder / 'model'} --raw --temperature 0.6 --top-k 40 'def main('"
+
+
+def train_demonstration(recipe: "Recipe", folder: Path, fresh: bool) -> Callable[[], "Section"]:
+    """Train a small model of Python code, hold it against compressors and counts, let it write, and say how to show it."""
     from tilestack.lab import machine, training
-    from tilestack.train import Recipe, metrics
+    from tilestack.train import metrics
+    from tilestack.train.errors import Interrupted
     from tilestack.train.pretrain import pretrain
 
-    recipe = Recipe.load(find_recipe(Path("demo-gpu" if place.type == "cuda" else "demo")))
-    folder = output / "model"
-    figures = pretrain(recipe, folder, provenance=machine.stamp(place.type), console=Console(stderr=True))
+    said = Console(stderr=True)
+    try:
+        figures = pretrain(recipe, folder, command="demo", fresh=fresh, provenance=machine.stamp(), console=said)
+    except Interrupted as stopped:
+        said.print(escape(str(stopped)), highlight=False, soft_wrap=True)
+        raise typer.Exit(stopped.code) from None
     others = training.measure_baselines(recipe, folder)
     console.print(
         f"bits a byte of held-out text: [bold]{figures['bits_per_byte']:.3f}[/bold] this model, "
         f"{others.five_gram:.3f} 5-gram counts, {others.zlib:.3f} zlib, {others.lzma:.3f} lzma",
         highlight=False,
     )
-    samples = [row["sample"] for row in metrics.rows(folder) if row.get("step") == recipe.run.steps and "sample" in row]
-    for sample in samples:
-        console.print(sample, highlight=False, markup=False)
-    console.print(f"go on with: tilestack generate --model {folder / 'model'} 'def main('", highlight=False)
-    return training.training_section(folder, figures, others, samples)
+    written = [row["sample"] for row in metrics.rows(folder) if row.get("step") == recipe.run.steps and "sample" in row]
+    samples = [
+        (prompt, text.removeprefix(prompt)) for prompt, text in zip(recipe.evaluation.prompts, written, strict=True)
+    ]
+    for prompt, more in samples:
+        console.print(Text.assemble((prompt, "bold"), more))
+    return lambda: training.training_section(folder, figures, others, samples)

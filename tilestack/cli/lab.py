@@ -23,6 +23,7 @@ from tilestack.cli.common import (
     write_json,
     write_text,
 )
+from tilestack.shipped import checkout, shipped
 
 
 def add_to(app: typer.Typer) -> None:
@@ -47,17 +48,22 @@ def doctor_command(
 
 
 def ops_command(
+    operators: Operators = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     device: Device = None,
 ) -> None:
-    """List every operator, its backends, and what [bold]auto[/bold] takes on this machine."""
-    from tilestack.lab.catalogue import catalogue, render
+    """List every operator, its backends, and what [bold]auto[/bold] takes on this machine; of named ones, all of it."""
+    place = kernel_device(device)
+    from tilestack.lab.catalogue import catalogue, render, render_operator
 
-    rows = catalogue(kernel_device(device))
+    chosen = pick_operators(operators)
     if json_:
-        print(json.dumps(rows, indent=1))
+        print(json.dumps(catalogue(place, chosen), indent=1))
+    elif operators:
+        for described in chosen:
+            console.print(render_operator(described, place))
     else:
-        console.print(render(rows))
+        console.print(render(catalogue(place, chosen)))
 
 
 def verify_command(
@@ -118,20 +124,33 @@ def explain_command(
 
 def report_command(
     output: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/report.html"),
-    proofs: Annotated[Path | None, typer.Option(help="Proofs saved by `verify --json`.", show_default=False)] = None,
+    proofs: Annotated[
+        Path | None,
+        typer.Option(help="Proofs saved by `verify --json`; those of `verify --save` are found.", show_default=False),
+    ] = None,
     tables: Annotated[
-        bool, typer.Option("--tables", help="Instead, renew the tables and figures in README and docs from results/.")
+        bool,
+        typer.Option(
+            "--tables", help="Instead, renew the tables and figures in a checkout's README and docs from its results."
+        ),
     ] = False,
 ) -> None:
-    """Write one self-contained page: roofline, peers, proofs and the machine, from results/."""
+    """Write one self-contained page: proofs, roofline and peers, each under the machine it was made on.
+
+    Shown are the results that come with tilestack and those saved in results/ here by `bench --save`.
+    """
+    root = checkout()
+    if tables and root is None:
+        raise ValueError("--tables renews the pages of a checkout, and this tilestack was installed from a wheel")
     from tilestack.lab import catalogue, figures, machine, measured, report
     from tilestack.lab.tables import update_tables
 
-    root = Path.cwd()
-    if tables:
+    if root and tables:
         changed = [*update_tables(root), *figures.update_figures(root), *catalogue.update_stub()]
         console.print("\n".join(f"renewed {path}" for path in changed) or "tables and figures are up to date")
         return
+    folders = dict.fromkeys(folder.resolve() for folder in (shipped("results"), Path("results")))
+    runs = [run for folder in folders for run in measured.results_under(folder)]
     found = json.loads(proofs.read_text()) if proofs else []
-    path = report.write_report(output, measured.results_under(root / "results"), found, machine.stamp())
+    path = report.write_report(output, runs, found, machine.stamp())
     console.print(f"wrote {path}")

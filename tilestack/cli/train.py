@@ -10,16 +10,17 @@ from rich.markup import escape
 
 from tilestack.cli import recipe_keys
 from tilestack.cli.common import JsonFile, console, kernel_device, write_json
+from tilestack.cli.recipes import find_recipe
 
 if TYPE_CHECKING:
     from tilestack.lab.parity import Parity
     from tilestack.train import Recipe
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
 RecipeFile = Annotated[
     Path,
-    typer.Argument(help="A recipe: a TOML file, or the name of one in recipes/, such as demo.", show_default=False),
+    typer.Argument(
+        help="A recipe: a TOML file, or the name of one that comes with tilestack, such as demo.", show_default=False
+    ),
 ]
 Set = Annotated[
     list[str] | None,
@@ -42,12 +43,6 @@ def add_to(app: typer.Typer) -> None:
     app.command("train")(train_command)
     app.command("parity")(parity_command)
     recipe_keys.add_to(app)
-
-
-def find_recipe(path: Path) -> Path:
-    """The file, or the one of that name among the recipes that come with a checkout."""
-    shipped = RECIPES / f"{path}.toml"
-    return shipped if not path.exists() and path.suffix == "" and shipped.is_file() else path
 
 
 def train_command(
@@ -115,12 +110,15 @@ def parity_command(
     place = kernel_device(device)
     import tempfile
 
+    from tilestack import ops
     from tilestack.data.prepared import prepare_tokens
-    from tilestack.lab.page import MissingExtra
+    from tilestack.extras import MissingExtra
     from tilestack.lab.parity import new_model, parity
     from tilestack.train import Recipe
     from tilestack.train.pretrain import Pretraining
 
+    for operator in swap or ():
+        ops.operator_named(operator)  # a misspelt one is better known before four models are trained
     on_gpu = place.type == "cuda"
     name = recipe or Path("pretrain-100m" if on_gpu else "parity")
     # The definitions keep every score of attention, so they are given a smaller batch than training would take, and with

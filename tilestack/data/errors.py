@@ -3,6 +3,8 @@
 import importlib
 from types import ModuleType
 
+from tilestack.extras import MissingExtra, install_command
+
 
 class DataError(ValueError):
     """A file, record, template or tokenizer that cannot be used; the message says which, where and why."""
@@ -14,4 +16,4 @@ def needs(module: str, purpose: str, extra: str = "data") -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:
         package = module.partition(".")[0]
-        raise ModuleNotFoundError(f"{purpose} needs {package}: pip install 'tilestack[{extra}]'") from missing
+        raise MissingExtra(f"{purpose} needs {package}: {install_command(extra)}") from missing

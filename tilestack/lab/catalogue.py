@@ -1,12 +1,16 @@
 """What there is: every operator with its signature, its backends and the one `auto` takes on a device."""
 
+import inspect
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from tilestack import ops
 from tilestack.contract.backends import usable
@@ -15,7 +19,7 @@ from tilestack.contract.operator import Operator
 from tilestack.contract.registry import candidates
 
 
-def catalogue(device: torch.device) -> list[dict[str, Any]]:
+def catalogue(device: torch.device, chosen: Sequence[Operator]) -> list[dict[str, Any]]:
     return [
         dict(
             name=described.name,
@@ -26,7 +30,7 @@ def catalogue(device: torch.device) -> list[dict[str, Any]]:
             usable=[name for name in described.implementations if usable(name, device) is True],
             auto=automatic(described, device),
         )
-        for described in ops.operators()
+        for described in chosen
     ]
 
 
@@ -44,6 +48,22 @@ def render(rows: list[dict[str, Any]]) -> Table:
         table.add_row(f"[bold]{row['name']}[/bold]", escape(row["summary"]), backends, row["auto"])
     table.caption = "dim backends cannot run on this device"
     return table
+
+
+def render_operator(described: Operator, device: torch.device) -> Group:
+    """One operator in full: what it computes, where it is defined, and each backend with where it is and why not here."""
+    table = Table("backend", "here", "defined in")
+    for name, implementation in described.implementations.items():
+        here = usable(name, device)
+        table.add_row(name, "yes" if here is True else escape(str(here)), implementation.forward.__module__)
+    signature = str(described.signature).replace("torch.", "")
+    return Group(
+        Text.assemble((described.name, "bold"), signature),
+        Text(inspect.cleandoc(described.__doc__ or ""), style="dim"),
+        f"defined in {described.definition.__module__}; auto takes {automatic(described, device)} here",
+        table,
+        f"prove it: tilestack verify {described.name}    measure it: tilestack bench {described.name}",
+    )
 
 
 STUB = Path(ops.__file__).with_suffix(".pyi")

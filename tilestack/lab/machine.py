@@ -20,6 +20,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from tilestack.extras import install_command
 from tilestack.tuning.preferences import gpu_slug
 
 COMMIT_VARIABLE = "TILESTACK_COMMIT"  # says which commit this is where there is no git to ask
@@ -29,6 +30,7 @@ EXTRAS = {  # one telling module of each extra, and what it is for
     "hf": ("transformers", "patching and comparing with Hugging Face models"),
     "server": ("fastapi", "the HTTP server"),
     "formats": ("gguf", "GGUF and compressed checkpoints"),
+    "chat": ("jinja2", "chat templates and the model smollm2"),
     "data": ("datasets", "downloading data sets"),
     "fleet": ("ray", "serving on several machines"),
     "tensorboard": ("tensorboard", "the metrics of training in TensorBoard"),
@@ -220,9 +222,7 @@ def extras() -> Iterator[Finding]:
         if importlib.util.find_spec(module):
             yield Finding(f"extra {extra}", "ok", f"{module} {version_of(module)}, for {purpose}")
         else:
-            yield Finding(
-                f"extra {extra}", "missing", f"no {module}, for {purpose}", f"pip install 'tilestack[{extra}]'"
-            )
+            yield Finding(f"extra {extra}", "missing", f"no {module}, for {purpose}", install_command(extra))
 
 
 MARKS = {"ok": "[green]✓[/]", "limited": "[yellow]![/]", "missing": "[red]✗[/]"}
@@ -231,7 +231,7 @@ MARKS = {"ok": "[green]✓[/]", "limited": "[yellow]![/]", "missing": "[red]✗[
 def render(findings: Sequence[Finding]) -> Table:
     table = Table(title="doctor", title_justify="left")
     for heading in ("", "what", "found", "to fix it"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")  # a command cut short is no use
     for finding in findings:
         table.add_row(MARKS[finding.status], finding.what, escape(finding.text), escape(finding.fix))
     return table

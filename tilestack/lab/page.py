@@ -13,6 +13,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from tilestack.extras import MissingExtra, install_command
+
 COLOURS = {  # name: (light, dark)
     "ink": ("#1d2330", "#e9ebf1"),
     "muted": ("#626a7c", "#9ba3b5"),
@@ -26,12 +28,14 @@ COLOURS = {  # name: (light, dark)
     "teal": ("#17899c", "#4fbfd1"),
     "rose": ("#c2437f", "#ec83b3"),
     "olive": ("#7c8a1c", "#b9c750"),
+    "brown": ("#7a4a2b", "#c79a78"),
+    "sky": ("#4aa8e0", "#8fd0ff"),
+    "navy": ("#23356e", "#c3cdfb"),
+    "lime": ("#4f9d2d", "#86d95f"),
 }
-SERIES = ("blue", "amber", "violet", "teal", "rose", "olive", "muted")  # for things without a colour of their own
-
-
-class MissingExtra(ImportError):
-    """A part of the package that is installed separately; the message is the command."""
+# For things without a colour of their own: neighbours in the list are far apart in hue, and the marks differ as well.
+SERIES = ("blue", "amber", "violet", "lime", "rose", "teal", "brown", "sky", "olive", "navy")
+MARKS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "pentagon", "triangle-down", "star", "hexagon")
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,26 @@ class Section:
 
     @property
     def anchor(self) -> str:
-        return re.sub(r"\W+", "-", self.title.lower()).strip("-")
+        return anchor_of(self.title)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Sections that belong together, such as one machine's: a heading with facts of its own, and large figures."""
+
+    title: str
+    lede: str
+    facts: Sequence[tuple[str, str]]
+    top: str
+    sections: Sequence[Section]
+
+    @property
+    def anchor(self) -> str:
+        return anchor_of(self.title)
+
+
+def anchor_of(title: str) -> str:
+    return re.sub(r"\W+", "-", title.lower()).strip("-")
 
 
 def colour(name: str) -> str:
@@ -102,26 +125,52 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], *, left: int = 1
 
 def cards(facts: Sequence[tuple[str, str, str]]) -> str:
     """Large figures in a row: (figure, what it is, tone), the tone being a colour's name or empty."""
+    if not facts:
+        return ""
     return '<div class="cards">' + "".join(
         f'<div class="card"><b{f" class={tone}" if tone else ""}>{text(figure)}</b><span>{text(words)}</span></div>'
         for figure, words, tone in facts
     ) + "</div>"  # fmt: skip
 
 
-def write_page(path: Path, title: str, subtitle: str, facts: Sequence[tuple[str, str]], top: str, sections: Sequence[Section]) -> Path:  # fmt: skip
+def listed(facts: Sequence[tuple[str, str]]) -> str:
+    """Label and value pairs in a row."""
+    return "<dl>" + "".join(f"<div><dt>{text(label)}</dt><dd>{text(value)}</dd></div>" for label, value in facts) + "</dl>"  # fmt: skip
+
+
+def section_html(section: Section, part: Part | None = None) -> str:
+    level, anchor = ("h3", f"{part.anchor}-{section.anchor}") if part else ("h2", section.anchor)
+    lede = f'<p class="lede">{text(section.lede)}</p>'
+    return f'<section id="{anchor}"><{level}>{text(section.title)}</{level}>{lede}{section.body}</section>'
+
+
+def part_html(part: Part) -> str:
+    head = f'<h2>{text(part.title)}</h2><p class="lede">{text(part.lede)}</p>{listed(part.facts)}{part.top}'
+    inside = "\n".join(section_html(section, part) for section in part.sections)
+    return f'<div class="part" id="{part.anchor}">{head}\n{inside}</div>'
+
+
+def navigation(content: Sequence[Section | Part]) -> str:
+    """Links to every section; a part's stand behind its own."""
+    links = []
+    for entry in content:
+        links.append(f'<a href="#{entry.anchor}">{text(entry.title)}</a>')
+        for section in entry.sections if isinstance(entry, Part) else ():
+            links.append(f'<a class="within" href="#{entry.anchor}-{section.anchor}">{text(section.title)}</a>')
+    return "".join(links)
+
+
+def write_page(path: Path, title: str, subtitle: str, facts: Sequence[tuple[str, str]], top: str, sections: Sequence[Section | Part]) -> Path:  # fmt: skip
     """Write the page. `facts` are the label and value pairs under the title, `top` is html before the first section."""
     variables = [
         "".join(f"--{name}:{pair[dark]};" for name, pair in COLOURS.items()) for dark in (0, 1)
     ]  # fmt: skip
-    content = "\n".join(
-        f'<section id="{s.anchor}"><h2>{text(s.title)}</h2><p class="lede">{text(s.lede)}</p>{s.body}</section>'
-        for s in sections
-    )
+    content = "\n".join(part_html(entry) if isinstance(entry, Part) else section_html(entry) for entry in sections)
     page = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8")).substitute(
         title=text(title),
         subtitle=text(subtitle),
-        facts="".join(f"<div><dt>{text(label)}</dt><dd>{text(value)}</dd></div>" for label, value in facts),
-        navigation="".join(f'<a href="#{s.anchor}">{text(s.title)}</a>' for s in sections),
+        facts=listed(facts),
+        navigation=navigation(sections),
         light=variables[0],
         dark=variables[1],
         palette=json.dumps(dict(COLOURS.values())),
@@ -139,5 +188,5 @@ def _plotly() -> Any:
         import plotly.graph_objects
         import plotly.offline
     except ImportError as missing:
-        raise MissingExtra("the report needs plotly: pip install 'tilestack[report]'") from missing
+        raise MissingExtra(f"the report needs plotly: {install_command('report')}") from missing
     return plotly

@@ -2,46 +2,85 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from tilestack.lab.measured import Contest, Result, family_of, mean_ratio, microseconds, percent, rate, times
-from tilestack.lab.page import SERIES, Section, colour, empty, plot
+from tilestack.contract import operators
+from tilestack.lab.measured import Contest, Result, mean_ratio, microseconds, percent, times
+from tilestack.lab.page import MARKS, SERIES, Section, colour, empty, plot
 
 BENCH = "tilestack bench --save"
+KERNELS = "tilestack.kernels."
+OTHERS = "others"
+
+
+@dataclass(frozen=True)
+class Units:
+    """What a machine's rates are counted in, so that its figures have digits: thousands of a GPU's on a CPU."""
+
+    bandwidth: str
+    arithmetic: str
+    factor: float  # from the TB/s and TFLOP/s that results hold
+
+    def rate(self, contest: Contest, row: dict[str, Any]) -> str:
+        """A row's rate in the unit of its roof: arithmetic where that is the limit, else bandwidth."""
+        number, unit = (row["tflops"], self.arithmetic) if contest.compute_bound(row) else (row.get("tb_per_s"), self.bandwidth)  # fmt: skip
+        return "–" if number is None else f"{digits(self.factor * number)} {unit}"
+
+
+def digits(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def units_of(run: Result) -> Units:
+    return Units("GB/s", "GFLOP/s", 1e3) if run.slug == "cpu" else Units("TB/s", "TFLOP/s", 1.0)
+
+
+def kernel_families() -> dict[str, str]:
+    """Each operator's family as its kernels are filed, which is coarser than where operators are defined."""
+    found = {}
+    for described in operators():
+        for implementation in described.implementations.values():
+            folder, _, file = implementation.forward.__module__.removeprefix(KERNELS).partition(".")
+            if implementation.forward.__module__.startswith(KERNELS) and file:
+                found[described.name] = file.partition("_")[0] if folder == "hopper" else folder
+    return found
 
 
 def hover(contest: Contest, row: dict[str, Any]) -> str:
     lines = [
         f"<b>{contest.name}</b>",
         f"{contest.case} {contest.dtype}, {row['backend']}",
-        f"{microseconds(row['time_us'])}, {rate(contest, row)}, {percent(row.get('roof_fraction'))} of the roof",
+        f"{microseconds(row['time_us'])}, {units_of(contest.run).rate(contest, row)}, {percent(row.get('roof_fraction'))} of the roof",
     ]
     if row is contest.ours and contest.peer:
         lines.append(f"{times(contest.ratio)} {contest.peer['backend']} ({microseconds(contest.peer['time_us'])})")
     return "<br>".join(map(str, lines))
 
 
-def roofline_section(found: Sequence[Contest], run: Result, where: str) -> Section:
+def roofline_section(found: Sequence[Contest], run: Result) -> Section:
     lede = "Each point is an operator on one set of arguments. The lines are the roofs, a large copy and large matmuls timed on the same machine; how close a point comes to them is what counts."
-    title = "Roofline" + where
+    title, units = "Roofline", units_of(run)
     shown = [(contest, row) for contest in found if (row := contest.shown) and row.get("tb_per_s")]
     placed = [(contest, row, row["tflops"] / row["tb_per_s"]) for contest, row in shown if row.get("tflops")]
     if not placed or not run.bandwidth or not run.rates:
         return Section(title, lede, empty("No measurements here. Run", BENCH))
     if missing := len(shown) - len(placed):
         lede += f" {missing} measurements do no arithmetic at all and have no place here."
+    bandwidth, rates = units.factor * run.bandwidth, {name: units.factor * rate for name, rate in run.rates.items()}
     low = min(0.1, *(x / 2 for _, _, x in placed))
-    best = max(run.rates.values())
-    high = max(10 * best / run.bandwidth, *(x * 2 for _, _, x in placed))
-    lines = [([low, best / run.bandwidth], [low * run.bandwidth, best])]
-    lines += [([ceiling / run.bandwidth, high], [ceiling] * 2) for ceiling in run.rates.values()]
+    best = max(rates.values())
+    high = max(10 * best / bandwidth, *(x * 2 for _, _, x in placed))
+    lines = [([low, best / bandwidth], [low * bandwidth, best])]
+    lines += [([ceiling / bandwidth, high], [ceiling] * 2) for ceiling in rates.values()]
     data: list[dict[str, Any]] = [
         dict(type="scatter", mode="lines", x=xs, y=ys, hoverinfo="skip", showlegend=False, line=dict(color=colour("muted"), width=2))
         for xs, ys in lines
     ]  # fmt: skip
-    middle = math.sqrt(low * best / run.bandwidth)
-    labels = [(middle * 0.9, middle * run.bandwidth, f"copy {run.bandwidth:.3g} TB/s")]
-    labels += [(high, ceiling, f"{names} TFLOP/s") for names, ceiling in ceilings(run.rates)]
+    left = low * (best / bandwidth / low) ** 0.3  # beside the slope, where few points are
+    labels = [(left * 0.9, left * bandwidth, f"copy {digits(bandwidth)} {units.bandwidth}")]
+    labels += [(high, ceiling, f"{names} {units.arithmetic}") for names, ceiling in ceilings(rates)]
     notes = [
         dict(
             x=math.log10(x), y=math.log10(y), text=words, showarrow=False, xanchor="right", yanchor="bottom",
@@ -49,32 +88,38 @@ def roofline_section(found: Sequence[Contest], run: Result, where: str) -> Secti
         )
         for x, y, words in labels
     ]  # fmt: skip
-    families = list(dict.fromkeys(family_of(contest.op) for contest, _, _ in placed))
-    for index, family in enumerate(families):
-        members = [entry for entry in placed if family_of(entry[0].op) == family]
+    families = kernel_families()
+    members: dict[str, list[tuple[Contest, dict[str, Any], float]]] = {}
+    for entry in placed:
+        members.setdefault(families.get(entry[0].op, OTHERS), []).append(entry)
+    for index, family in enumerate(sorted(members, key=lambda name: (name == OTHERS, name))):
+        mark = MARKS[index % len(MARKS)]
         data.append(
             dict(
-                type="scatter", mode="markers", name=family, x=[x for _, _, x in members], y=[row["tflops"] for _, row, _ in members],
-                hovertext=[hover(contest, row) for contest, row, _ in members], hoverinfo="text",
+                type="scatter", mode="markers", name=family, x=[x for _, _, x in members[family]],
+                y=[units.factor * row["tflops"] for _, row, _ in members[family]],
+                hovertext=[hover(contest, row) for contest, row, _ in members[family]], hoverinfo="text",
                 marker=dict(
-                    size=10, opacity=0.85, color=colour(SERIES[index % len(SERIES)]), line=dict(width=1, color=colour("card")),
-                    symbol=["circle" if contest.direction == "forward" else "diamond" for contest, _, _ in members],
+                    size=9, opacity=0.9, color=colour(SERIES[index % len(SERIES)]), line=dict(width=1),
+                    symbol=[mark if contest.direction == "forward" else f"{mark}-open" for contest, _, _ in members[family]],
                 ),
             )
         )  # fmt: skip
     layout = dict(
         xaxis=dict(type="log", title=dict(text="flops per byte"), dtick=1),
-        yaxis=dict(type="log", title=dict(text="TFLOP/s"), dtick=1),
+        yaxis=dict(type="log", title=dict(text=units.arithmetic), dtick=1),
         annotations=notes,
     )
-    return Section(title, lede + " Circles are forward, diamonds backward.", plot(data, layout, 520, "roofline"))
+    return Section(
+        title, lede + " Filled marks are forward, hollow ones backward.", plot(data, layout, 540, "roofline")
+    )
 
 
 def ceilings(rates: dict[str, float]) -> list[tuple[str, float]]:
     """Matmul rates from the highest, as (names with their figures, height); those too close to tell apart share a label."""
     grouped: list[tuple[str, float]] = []
     for dtype, ceiling in sorted(rates.items(), key=lambda pair: -pair[1]):
-        words = f"{dtype} {ceiling:.3g}"
+        words = f"{dtype} {digits(ceiling)}"
         if grouped and ceiling > 0.6 * grouped[-1][1]:
             grouped[-1] = (f"{grouped[-1][0]}, {words}", grouped[-1][1])
         else:
@@ -86,13 +131,11 @@ def bars(
     found: Sequence[Contest], value: Callable[[Contest], float | None], base: float,
     tone: Callable[[float], str], shown: Callable[[float | None], str], axis: dict[str, Any], label: str,
 ) -> str:  # fmt: skip
-    """A bar per operator, dtype and direction at the mean of its cases, and a point for each case, so none can hide."""
+    """A bar per operator and direction at the mean of its cases, and a point for each case, so none can hide."""
     groups: dict[str, list[tuple[float, Contest]]] = {}
-    several = len({contest.dtype for contest in found}) > 1
     for contest in found:
         if (number := value(contest)) is not None and number > 0:
-            name = f"{contest.name}, {contest.dtype}" if several else contest.name
-            groups.setdefault(name, []).append((number, contest))
+            groups.setdefault(contest.name, []).append((number, contest))
     if not groups:
         return ""
     means = {name: mean_ratio([number for number, _ in members]) for name, members in groups.items()}
@@ -105,7 +148,7 @@ def bars(
         ),
         dict(
             type="scatter", mode="markers", y=[name for name, _, _ in points], x=[number for _, number, _ in points],
-            marker=dict(color=[colour(tone(number)) for _, number, _ in points], size=8, line=dict(width=1, color=colour("card"))),
+            marker=dict(color=[colour(tone(number)) for _, number, _ in points], size=7, line=dict(width=1, color=colour("card"))),
             hovertext=[hover(contest, contest.ours) for _, _, contest in points if contest.ours], hoverinfo="text", showlegend=False,
         ),
     ]  # fmt: skip
@@ -117,38 +160,40 @@ def bars(
         for name in names
     ]  # fmt: skip
     layout = dict(
-        xaxis=axis | dict(side="top"), yaxis=dict(gridcolor="rgba(0,0,0,0)", dtick=1), annotations=notes,
-        margin=dict(l=8, r=64, t=36, b=8), bargap=0.3,
+        xaxis=axis | dict(side="top"), annotations=notes, margin=dict(l=8, r=64, t=36, b=8), bargap=0.3,
+        yaxis=dict(gridcolor="rgba(0,0,0,0)", dtick=1, range=[-0.6, len(names) - 0.4]),  # left alone, it leaves bands empty
         shapes=[dict(type="line", x0=1, x1=1, y0=0, y1=1, yref="paper", line=dict(color=colour("ink"), width=1.5))],
     )  # fmt: skip
-    return plot(data, layout, 60 + 30 * len(names), label)
+    return plot(data, layout, 56 + 22 * len(names), label)
 
 
-def peer_section(found: Sequence[Contest], where: str) -> Section:
-    title = "Against the fastest peer" + where
+def peer_section(found: Sequence[Contest]) -> Section:
+    title = "Against the fastest peer"
     lede = "How many times faster our fastest backend is than the fastest peer timed beside it (PyTorch's own operators, torch.compile, Liger). Left of 1 we lose. Bars are means over the cases, points the cases."
     ratios = [contest.ratio for contest in found if contest.ratio]
     if not ratios:
         return Section(title, lede, empty("No peer was timed beside our kernels. Run", BENCH))
     reach = 1.08 * max(0.2, *(abs(math.log10(ratio)) for ratio in ratios))  # as far to the left of 1 as to the right
-    ticks = [0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10]
+    ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10]
     axis = dict(type="log", range=[-reach, reach], tickvals=ticks, ticktext=[f"{tick:g}×" for tick in ticks])
-    tone = lambda ratio: "good" if ratio >= 1 else "bad"
+    tone = lambda ratio: "muted" if round(ratio, 2) == 1 else "good" if ratio > 1 else "bad"  # as the label rounds
     return Section(title, lede, bars(found, lambda contest: contest.ratio, 1.0, tone, times, axis, title))
 
 
-def roof_section(found: Sequence[Contest], where: str) -> Section:
-    title = "How close to the roof" + where
+def roof_section(found: Sequence[Contest]) -> Section:
+    title = "How close to the roof"
     lede = "The least time the machine would need, for the bytes or the arithmetic that cannot be avoided, as a part of the time our fastest backend took."
     fraction = lambda contest: contest.ours["roof_fraction"]
+    if above := [contest for contest in found if (fraction(contest) or 0) > 1.005]:
+        lede += f" {len(above)} of {len(found)} lie above 100%: the roof of bandwidth is a large copy, half of it writes, and a kernel that mostly reads, or finds rows in the cache because they repeat, can be faster than that."
     axis = dict(tickformat=".0%", rangemode="tozero")
     drawn = bars(found, fraction, 0.0, lambda _: "blue", percent, axis, title)
     return Section(title, lede, drawn or empty("No roof was measured with these kernels. Run", BENCH))
 
 
-def host_section(found: Sequence[Contest], run: Result, where: str) -> Section:
+def host_section(found: Sequence[Contest], run: Result) -> Section:
     lede = "What a call costs the host against what its kernels cost the GPU. Below the diagonal the GPU is kept busy; above it the host is the limit, unless a CUDA graph replays the call."
-    title = "Host and kernel time" + where
+    title = "Host and kernel time"
     timed = [
         (contest, row) for contest in found for row in contest.timed if row.get("host_us") and row.get("how") != "cpu"
     ]
@@ -169,7 +214,7 @@ def host_section(found: Sequence[Contest], run: Result, where: str) -> Section:
             dict(
                 type="scatter", mode="markers", name=backend, x=[row["time_us"] for _, row in members], y=[row["host_us"] for _, row in members],
                 hovertext=[f"{hover(contest, row)}<br>host {microseconds(row['host_us'])}" for contest, row in members], hoverinfo="text",
-                marker=dict(size=8, opacity=0.8, color=colour(SERIES[index % len(SERIES)]), line=dict(width=1, color=colour("card"))),
+                marker=dict(size=8, opacity=0.85, color=colour(SERIES[index % len(SERIES)]), symbol=MARKS[index % len(MARKS)], line=dict(width=1, color=colour("card"))),
             )
         )  # fmt: skip
     layout = dict(

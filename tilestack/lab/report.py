@@ -7,8 +7,17 @@ from statistics import median
 from typing import Any
 
 from tilestack.lab.measured import Contest, Result, contests, mean_ratio, microseconds, percent, times
-from tilestack.lab.page import Section, cards, empty, table, text, write_page
-from tilestack.lab.plots import BENCH, host_section, peer_section, roof_section, roofline_section
+from tilestack.lab.page import Part, Section, cards, empty, table, text, write_page
+from tilestack.lab.plots import (
+    BENCH,
+    Units,
+    digits,
+    host_section,
+    peer_section,
+    roof_section,
+    roofline_section,
+    units_of,
+)
 
 VERIFY = "tilestack verify"
 FACTS = {
@@ -21,45 +30,83 @@ def write_report(
     path: Path | str, results: Sequence[Result], proofs: Sequence[dict[str, Any]], machine: dict[str, Any],
     sections: Sequence[Section] = (),
 ) -> Path:  # fmt: skip
-    """Write the page for some runs and proofs, seen from a machine; further sections follow the measurements."""
+    """Write the page on a machine. Proofs and further sections were made here, so they stand under its name; results
+    stand under the name of the machine that each file says it was measured on."""
     slugs = sorted({run.slug for run in results}, key=lambda slug: (slug == "cpu", slug))
-    measured = {slug: contests(run for run in results if run.slug == slug) for slug in slugs}
-    parts = [proof_section(proofs)]
+    figures, here, elsewhere = proof_cards(proofs), [proof_section(proofs)], []
     for slug in slugs:
         runs = [run for run in results if run.slug == slug]
-        parts += measured_sections(measured[slug], runs, f" on {slug}" if len(slugs) > 1 else "")
-    if not [slug for slug in slugs if slug != "cpu"]:
-        parts.append(Section("On a GPU", "Against the fastest peer, how close to the roof, host and kernel time: kernels are measured where they are meant to run.", empty("No GPU results here. On a machine with one, run", BENCH)))  # fmt: skip
-    foremost = next(iter(measured.values()), [])
-    stamp = machine | {"date": str(machine.get("date", ""))[:16].replace("T", " ")}
-    facts = [(label, stamp[key]) for key, label in FACTS.items() if stamp.get(key)]
+        newest = max(runs, key=lambda run: run.machine.get("date", ""))
+        found = contests(runs)
+        if same_machine(newest.machine, machine):
+            figures += glance(found)
+            here += measured_sections(found, newest)
+        else:
+            elsewhere.append(measured_elsewhere(found, runs, newest))
+    mine = Part("This machine", f"What was proved, measured and made on {name_of(machine)}, where this page was written.", facts_of(machine), cards(figures), [*here, *sections])  # fmt: skip
+    content: list[Section | Part] = [mine, *elsewhere]
+    if not any(run.machine.get("gpu") for run in results):
+        content.append(Section("On a GPU", "Against the fastest peer, how close to the roof, host and kernel time: kernels are measured where they are meant to run.", empty("No GPU results here. On a machine with one, run", BENCH)))  # fmt: skip
     subtitle = "Each operator is a definition in plain PyTorch and kernels that replace it: proved against float64, held against the machine's measured roofs and against the fastest peer in the same run."
-    return write_page(
-        Path(path), "Proved right, measured honestly", subtitle, facts, glance(proofs, foremost), [*parts, *sections]
-    )
+    written = [("written on", name_of(machine)), ("written at, UTC", minute(machine))]
+    if elsewhere:
+        written.insert(1, ("with saved figures of", ", ".join(part.title.removeprefix("On ") for part in elsewhere)))
+    return write_page(Path(path), "Proved right, measured honestly", subtitle, written, "", content)
 
 
-def glance(proofs: Sequence[dict[str, Any]], found: Sequence[Contest]) -> str:
-    """The few figures that come before everything else."""
+def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two stamps are of one kind of machine: the same GPU, or without one the same CPU."""
+    return (one.get("gpu") or one.get("cpu")) == (other.get("gpu") or other.get("cpu"))
+
+
+def name_of(machine: dict[str, Any]) -> str:
+    return str(machine.get("gpu") or machine.get("cpu") or machine.get("slug") or "a machine that left no name")
+
+
+def minute(machine: dict[str, Any]) -> str:
+    """When a stamp was made, to the minute."""
+    return str(machine.get("date", ""))[:16].replace("T", " ")
+
+
+def facts_of(machine: dict[str, Any], runs: Sequence[Result] = ()) -> list[tuple[str, str]]:
+    """What a machine's figures were made with; of several runs, every commit and the span of dates."""
+    rows = [row for run in runs for row in run.rows]
+    commits = list(dict.fromkeys(str(row["commit"]) for row in rows if row.get("commit")))
+    dates = sorted(str(row["date"])[:10] for row in rows if row.get("date"))
+    stamp = machine | {"date": minute(machine)}
+    if len(commits) > 1:
+        stamp["commit"] = ", ".join(commits)
+    if dates and dates[0] != dates[-1]:
+        stamp["date"] = f"{dates[0]} to {dates[-1]}"
+    return [(label, stamp[key]) for key, label in FACTS.items() if stamp.get(key)]
+
+
+def measured_elsewhere(found: Sequence[Contest], runs: Sequence[Result], newest: Result) -> Part:
+    """The results of another machine than the one the page is written on, under that machine's name and versions."""
+    lede = "Measured there and saved with the code, not on the machine this page was written on."
+    return Part(f"On {name_of(newest.machine)}", lede, facts_of(newest.machine, runs), cards(glance(found)), measured_sections(found, newest))  # fmt: skip
+
+
+def proof_cards(proofs: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    tried = [proof for proof in proofs if proof["ok"] is not None]
+    failed = sum(not proof["ok"] for proof in tried)
+    if failed:
+        return [(f"{failed:,}", f"of {len(tried):,} proofs fail", "bad")]
+    return [(f"{len(tried):,}", "proofs, none fails", "good")] if tried else []
+
+
+def glance(found: Sequence[Contest]) -> list[tuple[str, str, str]]:
+    """The few figures of a machine that come before everything else."""
     facts = []
-    if tried := [proof for proof in proofs if proof["ok"] is not None]:
-        failed = sum(not proof["ok"] for proof in tried)
-        facts.append(
-            (f"{failed:,}", f"of {len(tried):,} proofs fail", "bad") if failed else (f"{len(tried):,}", "proofs, none fails", "good")
-        )  # fmt: skip
     if ratios := [contest.ratio for contest in found if contest.ratio is not None]:
         lost = sum(ratio < 1 for ratio in ratios)
-        facts.append((times(mean_ratio(ratios)), "the fastest peer's speed, geometric mean", "good" if mean_ratio(ratios) >= 1 else "bad"))  # fmt: skip
-        facts.append(
-            (
-                f"{len(ratios) - lost} of {len(ratios)}",
-                f"cases won, {lost} lost",
-                "bad" if 2 * lost > len(ratios) else "",
-            )
-        )
+        mean = mean_ratio(ratios)
+        facts.append((times(mean), "the fastest peer's speed, geometric mean", "good" if mean >= 1 else "bad"))
+        won = f"{len(ratios) - lost} of {len(ratios)}"
+        facts.append((won, f"cases won, {lost} lost", "bad" if 2 * lost > len(ratios) else ""))
     if roofs := [row["roof_fraction"] for contest in found if (row := contest.ours) and row.get("roof_fraction")]:
         facts.append((percent(median(roofs)), "of the machine's roof, median", ""))
-    return cards(facts) if facts else ""
+    return facts
 
 
 def proof_section(proofs: Sequence[dict[str, Any]]) -> Section:
@@ -100,47 +147,34 @@ def share_of_bound(proof: dict[str, Any]) -> float:
     return error / bound if bound else 0.0
 
 
-def measured_sections(found: Sequence[Contest], runs: Sequence[Result], where: str) -> list[Section]:
+def measured_sections(found: Sequence[Contest], newest: Result) -> list[Section]:
     """The plots of one machine; those about our kernels only where some were timed."""
-    newest = max(runs, key=lambda run: run.machine.get("date", ""))
     ours = [contest for contest in found if contest.ours]
-    about_ours = [peer_section(ours, where), roof_section(ours, where), host_section(found, newest, where)]
-    return [roofline_section(found, newest, where), *(about_ours if ours else []), table_section(found, where)]
+    about_ours = [peer_section(ours), roof_section(ours), host_section(found, newest)]
+    return [roofline_section(found, newest), *(about_ours if ours else []), table_section(found, units_of(newest))]
 
 
-def table_section(found: Sequence[Contest], where: str) -> Section:
+def table_section(found: Sequence[Contest], units: Units) -> Section:
     lede = "Medians, with the interquartile range as spread. Click a header to sort; type words to filter."
-    title = "Every measurement" + where
+    title = "Every measurement"
     rows = []
     for contest in found:
         for row in sorted(contest.rows, key=lambda row: (row.get("time_us") is None, row.get("time_us"))):
             number = lambda key, shown: (
                 (shown(row[key]), row[key]) if row.get(key) is not None else '<span class="muted">–</span>'
             )
-            digits = "{:.3g}".format
+            scaled = lambda value: digits(units.factor * value)
             against: Any = number("ratio_to_best_peer", times)
             if row is contest.ours and contest.ratio is not None:
                 against = (f'<b class="{"good" if contest.ratio >= 1 else "bad"}">{times(contest.ratio)}</b>', contest.ratio)  # fmt: skip
             rows.append([
                 text(contest.op), text(contest.case), text(contest.dtype), text(contest.direction), text(row["backend"]),
                 number("time_us", microseconds), number("spread", lambda value: f"{100 * value:.1f}%"), number("host_us", microseconds),
-                number("tb_per_s", digits), number("tflops", digits), number("roof_fraction", percent), against,
+                number("tb_per_s", scaled), number("tflops", scaled), number("roof_fraction", percent), against,
                 number("peak_mib", "{:,.0f}".format), f'<span class="muted">{text(row.get("note") or "")}</span>',
             ])  # fmt: skip
     header = [
-        "operator",
-        "case",
-        "dtype",
-        "direction",
-        "backend",
-        "time",
-        "spread",
-        "host",
-        "TB/s",
-        "TFLOP/s",
-        "of roof",
-        "× best peer",
-        "peak MiB",
-        "note",
-    ]
+        "operator", "case", "dtype", "direction", "backend", "time", "spread", "host", units.bandwidth, units.arithmetic,
+        "of roof", "× best peer", "peak MiB", "note",
+    ]  # fmt: skip
     return Section(title, lede, table(header, rows, left=5, filtered=True) if rows else empty("No measurements here. Run", BENCH))  # fmt: skip

@@ -22,17 +22,20 @@ def measure_baselines(recipe: Recipe, folder: Path) -> Baselines:
     return baselines(part("train"), part("validation"))
 
 
-def training_section(folder: Path, figures: dict[str, Any], others: Baselines, samples: Sequence[str]) -> Section:
-    """The run of a folder, as a section of a page."""
+def training_section(
+    folder: Path, figures: dict[str, Any], others: Baselines, samples: Sequence[tuple[str, str]]
+) -> Section:
+    """The run of a folder, as a section of a page. A sample is a prompt, and what the model wrote after it."""
     steps, losses = metrics.curve(folder, "loss")
     held_steps, held = metrics.curve(folder, "validation_loss")
     line = lambda name, xs, ys, shade, **more: dict(
         type="scatter", mode="lines", name=name, x=xs, y=ys, line=dict(color=colour(shade)), **more
     )
+    smoothed = metrics.smooth(losses, max(1, len(losses) // 40))
     curves = [
         line("each step", steps, losses, "blue", opacity=0.3),
-        line("training", steps, metrics.smooth(losses, max(1, len(losses) // 40)), "blue"),
-        line("held out", held_steps, held, "amber"),
+        line("training", steps, smoothed, "blue"),
+        line("held out", held_steps, held, "amber") | dict(mode="lines+markers"),  # there may be one figure only
     ]
     loss = plot(curves, dict(xaxis=dict(title="step"), yaxis=dict(title="loss, nats a token")), 380, "training loss")
     ours = figures["bits_per_byte"]
@@ -47,13 +50,14 @@ def training_section(folder: Path, figures: dict[str, Any], others: Baselines, s
     bits = plot(bars, dict(xaxis=dict(title="bits a byte of held-out text, less is better")), 240, "bits a byte")
     facts = cards(
         [
-            (f"{losses[0]:.2f} → {losses[-1]:.2f}", f"loss over {len(steps):,} steps", "good"),
+            (f"{losses[0]:.2f} → {smoothed[-1]:.2f}", f"training loss over {steps[-1]:,} steps, smoothed", ""),
+            *([(f"{held[-1]:.2f}", "loss of held-out text at the end", "")] if held else []),
             (f"{ours:.3f}", "bits a byte of held-out text", "good" if ours < others.five_gram else "bad"),
             (f"{speed(folder):,.0f}", "tokens a second", ""),
         ]
     )
-    written = "".join(f'<pre style="white-space:pre-wrap;overflow-x:auto">{text(sample)}</pre>' for sample in samples)
-    lede = "A small model of Python code, trained on the sources that come with Python, then asked to go on."
+    written = "".join(f'<pre class="sample"><b>{text(prompt)}</b>{text(more)}</pre>' for prompt, more in samples)
+    lede = "A small model of Python code, trained on the sources that come with Python, then asked to go on: what it was given is set bold, the rest is its own."
     return Section("A model trained here", lede, facts + loss + bits + written)
 
 

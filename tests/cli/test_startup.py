@@ -1,0 +1,77 @@
+"""Start-up: help, the version and a misspelt command answer without PyTorch; importing tilestack adds little to it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tilestack.lab.bench_startup import STARTS, bench_startup
+
+WITHOUT_TORCH = """
+import sys
+from tilestack.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as ended:
+    heavy = sorted({"torch", "triton", "numpy", "tokenizers"} & set(sys.modules))
+    sys.exit(f"imported {heavy}" if heavy else ended.code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "shown"),
+    [
+        ([], 0, "verify"),
+        (["--help"], 0, "verify"),
+        (["-h"], 0, "verify"),
+        (["--version"], 0, "0.1"),
+        (["train", "--help"], 0, "recipe"),
+        (["verify", "-h"], 0, "--quick"),
+        (["trian"], 1, "error: No such command 'trian'. Did you mean 'train'?"),
+        (["generate", "hello", "--max-tokens", "many"], 1, "error: Invalid value for '--max-tokens'"),
+    ],
+)
+def test_what_needs_no_tensors_does_not_import_pytorch(arguments, code, shown):
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *arguments], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert shown in done.stdout + done.stderr
+
+
+def test_starts_stay_short_beside_pytorch():
+    timed = {
+        what: STARTS[what] for what in ("tilestack --version", "tilestack --help", "import torch", "import tilestack")
+    }
+    found = {start.what: start.processor for start in bench_startup(timed, repeats=1)}
+    allowed = max(0.3, found["import torch"] / 4)  # seconds of a fast machine; a slower one is slow at PyTorch as well
+    assert found["tilestack --version"] < allowed
+    assert found["tilestack --help"] < allowed
+    assert found["import tilestack"] < found["import torch"] + allowed
+
+
+def test_a_start_that_fails_is_not_timed():
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        bench_startup({"nothing": ["-c", "raise SystemExit(3)"]})
+
+
+def test_bench_startup_shows_and_writes_what_it_timed(tmp_path, monkeypatch, capsys):
+    from tilestack.cli import main
+    from tilestack.lab import bench_startup as lab
+
+    monkeypatch.setattr(lab, "STARTS", {"python": ["-c", "pass"]})
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "startup", "--json", str(tmp_path / "starts.json")])
+    assert ended.value.code == 0
+    (row,) = json.loads((tmp_path / "starts.json").read_text())
+    assert row["what"] == "python"
+    assert row["processor"] > 0
+    assert "python" in capsys.readouterr().out
+
+
+def test_the_names_of_the_package_are_listed_and_lead_somewhere():
+    import tilestack
+
+    assert {"patch", "unpatch", "ops", "backend", "models"} <= set(dir(tilestack))
+    assert all(getattr(tilestack, name) is not None for name in tilestack.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = tilestack.nothing

@@ -1,0 +1,46 @@
+"""What the project promises in several places is the same in all of them."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+import tilestack
+from tilestack.lab.machine import TESTED
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+WORKFLOW = yaml.safe_load((REPOSITORY / ".github/workflows/test.yml").read_text())
+
+
+def minors(low: tuple[int, int], high: tuple[int, int]) -> list[str]:
+    return [f"{low[0]}.{minor}" for minor in range(low[1], high[1] + 1)]
+
+
+def test_versions_of_torch_and_triton_are_bounded_at_what_was_tested():
+    for package, (oldest, newest) in TESTED.items():
+        (line,) = [line for line in PROJECT["dependencies"] if re.match(rf"{package}\b", line)]
+        assert line.startswith(f"{package}>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}")
+
+
+def test_the_workflow_runs_every_python_and_both_ends_that_are_promised():
+    low, high = re.match(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"]).groups()
+    jobs = WORKFLOW["jobs"]
+    assert jobs["python"]["strategy"]["matrix"]["python"] == minors((3, int(low)), (3, int(high) - 1))
+    ends = jobs["ends"]["strategy"]["matrix"]["include"]
+    for package, bounds in TESTED.items():
+        assert [tuple(map(int, end[package].split(".")[:2])) for end in ends] == list(bounds)
+    assert all(any(step.get("run") == "make test" for step in jobs[name]["steps"]) for name in ("python", "ends"))
+
+
+def test_pre_commit_runs_the_linters_of_make_lint():
+    makefile = (REPOSITORY / "Makefile").read_text()
+    lint = re.search(r"^lint:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)[1]
+    tools = {re.match(r"\t\$\(BIN\)/([\w-]+)", line)[1] for line in lint.splitlines()}
+    hooks = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert {re.match(r"\.venv/bin/([\w-]+)", hook["entry"])[1] for hook in hooks} == tools
+
+
+def test_the_citation_names_the_version():
+    assert yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())["version"] == tilestack.__version__

@@ -1,0 +1,110 @@
+"""The `chat` command: a conversation with a model in the terminal.
+
+Ctrl-C stops an answer, and what was said stays in the conversation; at the prompt it takes two in a row to leave.
+"""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from tilestack.cli.common import console
+from tilestack.cli.speaker import (
+    DeviceName,
+    MaxTokens,
+    MinP,
+    ModelName,
+    Seed,
+    Speaker,
+    Temperature,
+    TopK,
+    TopP,
+)
+
+HELP = "/reset begins a new conversation, /quit or Ctrl-D ends; Ctrl-C stops an answer"
+Messages = list[dict[str, str]]
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("chat")(chat_command)
+
+
+def chat_command(
+    model: ModelName = "smollm2",
+    system: Annotated[
+        str | None, typer.Option(help="How the model should behave, told before the conversation.", show_default=False)
+    ] = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    device: DeviceName = None,
+) -> None:
+    """Talk to a model. /reset begins anew, /quit ends; Ctrl-C stops an answer and not the program."""
+    if max_tokens < 1:
+        raise ValueError(f"--max-tokens must be at least 1, not {max_tokens}")
+    speaker = Speaker(model, device)
+    if not speaker.chats:
+        raise ValueError(
+            f"{model} has no chat template, so it was not taught to converse; use tilestack generate --raw"
+        )
+    sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    console.print(f"{model} on {speaker.device.type}. {HELP}.", style="dim", highlight=False)
+    converse(speaker, [{"role": "system", "content": system}] if system else [], max_tokens, sampling)
+
+
+def converse(speaker: Speaker, opening: Messages, max_tokens: int, sampling: dict[str, Any]) -> None:
+    """Ask and answer until the person leaves."""
+    messages = list(opening)
+    while (said := asked()) is not None:
+        if said == "/reset":
+            messages = list(opening)
+            console.print("a new conversation", style="dim")
+        elif said.startswith("/"):
+            console.print(HELP, style="dim", highlight=False)
+        elif said:
+            messages.append({"role": "user", "content": said})
+            answer_aloud(speaker, messages, len(opening), max_tokens, sampling)
+
+
+def asked() -> str | None:
+    """What the person types; None when they leave, by /quit, the end of input, or Ctrl-C twice."""
+    for attempt in range(2):
+        try:
+            said = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print()
+            if attempt == 0:
+                console.print("Ctrl-C again, or /quit, to leave", style="dim", highlight=False)
+            continue
+        return None if said in ("/quit", "/exit") else said
+    return None
+
+
+def answer_aloud(speaker: Speaker, messages: Messages, opening: int, max_tokens: int, sampling: dict[str, Any]) -> None:
+    """Print the model's answer as it comes and add it to the conversation, from which the oldest turns go when it is full."""
+    forgotten = 0
+    while speaker.room(ids := speaker.chat_ids(messages)) < 1 and len(messages) > opening + 1:
+        del messages[opening : opening + 2]  # a question and its answer
+        forgotten += 1
+    if speaker.room(ids) < 1:
+        messages.pop()
+        console.print(f"that is {len(ids)} tokens, and the model reads {speaker.decoder.config.positions}", style="dim")
+        return
+    if forgotten:
+        console.print(f"(the conversation is full; {forgotten} of the oldest turns forgotten)", style="dim")
+    speech = speaker.speak(ids, max_tokens, **sampling)
+    answer, note = "", ""
+    try:
+        for piece in speech:
+            answer += piece
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        note = "stopped; "
+    print(flush=True)
+    console.print(f"{note}{speech.figures()}", style="dim", highlight=False)
+    messages.append({"role": "assistant", "content": answer})
