@@ -59,8 +59,8 @@ def norm_wide_bwd_kernel(
         )
         if PREFETCH:  # noqa: SIM102, the first is known to the compiler
             if row + programs < rows:
-                prefetch_row(x_row + programs * x_stride, columns, PREFETCH)
-                prefetch_row(grad_row + programs * grad_stride, columns, PREFETCH)
+                prefetch_row(x_ptr + (row + programs) * x_stride, columns, PREFETCH)
+                prefetch_row(grad_ptr + (row + programs) * grad_stride, columns, PREFETCH)
         new_dweight: tl.tuple = ()
         new_dbias: tl.tuple = ()
         for chunk in tl.static_range(CHUNKS):
