@@ -2,15 +2,15 @@
 
     survey   grid (rows, spans)   a program per span of 4096 logits: the largest of each of 32 groups, the sum of exp
     bound    grid (rows)          from those alone, a value below which no token can survive the row's filters
-    gather   grid (rows, spans)   tokens at or above it, packed to the front of their span; where no filter needs the
-                                  others' values, the span's winner outright
+    gather   grid (rows, spans)   tokens at or above it, up to 256 of a span; where no filter needs the others' values,
+                                  the span's winner outright
     decide   grid (rows)          exact thresholds by bisection over the few gathered, then the winner
 
 The k-th largest of the group maxima is at most the k-th largest logit, and nearly it: a group seldom holds two of the
 k. A token less likely than (1 - p) / vocabulary times the likeliest is outside every top-p set, whatever the rest. So
 the logits are read twice, the second time mostly from L2, and what follows touches hundreds of tokens, not hundreds of
-thousands. Logits that defeat the bound (all equal, say), or a k above the number of groups beside a p, make the last step
-slow, never wrong.
+thousands. Logits that defeat the bound (all equal, say), or a k above the number of groups beside a p, give more candidates
+than there is room for; the last step then reads the row of logits in their stead, again and again: slow, never wrong.
 
 Logits are compared as integers in the order of their values, NaN last, shifted by the bits their dtype does not have.
 """
@@ -29,7 +29,9 @@ from tilestack.ops.random import SLAB
 
 SPAN = 4 * SLAB  # logits of a program: the four slabs that share Philox counters
 GROUPS = 32  # group maxima of a span
-TILE = 4096  # gathered tokens looked at together
+HELD = 256  # candidates of a span that there is room for,
+PACKED = 1024  # and of a row
+TILE = 4096  # logits looked at together where that does not suffice
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 SHIFTS = {torch.float16: 13, torch.bfloat16: 16, torch.float32: 0}
 
@@ -174,21 +176,22 @@ def gather_kernel(
     logits_ptr, seeds_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, keys_ptr, stats_ptr,
     values_ptr, tokens_ptr, counts_ptr, scores_ptr,
     vocabulary, stride,
-    SHIFT: tl.constexpr, SLAB: tl.constexpr, SPAN: tl.constexpr,
+    SHIFT: tl.constexpr, SLAB: tl.constexpr, SPAN: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Either the span's candidates and how many, or its winner (in tokens[0]) and the winner's score."""
+    """Either the span's candidates, as far as there is room, and how many, or its winner (in tokens[0]) and the winner's score."""
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     spans = tl.num_programs(1)
     place = row * spans + span
-    values_ptr += place * SPAN
-    tokens_ptr += place * SPAN
+    values_ptr += place * HELD
+    tokens_ptr += place * HELD
     temperature, k, p = settings_of(temperature_ptr, top_k_ptr, top_p_ptr, row, vocabulary)
     if (k > 0) | (p < 1) | (temperature <= 0):
         token, x = load_span(logits_ptr, row, span, vocabulary, stride, SPAN)
         found = (key_of(x, SHIFT) >= tl.load(keys_ptr + row * 2)) & (token < vocabulary)
         slot = tl.cumsum(found.to(tl.int32), 0) - 1
-        tl.store(values_ptr + slot, x, mask=found)
-        tl.store(tokens_ptr + slot, token, mask=found)
+        held = found & (slot < HELD)
+        tl.store(values_ptr + slot, x.to(values_ptr.dtype.element_ty), mask=held)
+        tl.store(tokens_ptr + slot, token, mask=held)
         tl.store(counts_ptr + place, tl.sum(found.to(tl.int32), 0))
     else:
         best, winner = span_winner(
@@ -202,24 +205,42 @@ def gather_kernel(
 @triton.jit
 def pack_row(
     values_ptr, tokens_ptr, counts_ptr, packed_values_ptr, packed_tokens_ptr, row, spans,
-    SPAN: tl.constexpr, TILE: tl.constexpr, SPANS: tl.constexpr,
+    HELD: tl.constexpr, PACKED: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """A row's candidates from the fronts of its spans into one run, in order; returns how many."""
+    """A row's candidates from those of its spans into one run, in order; returns how many, or -1 where room was missing."""
     span = tl.arange(0, SPANS)
-    total = tl.sum(tl.load(counts_ptr + row * spans + span, mask=span < spans, other=0), 0)
-    for start in range(0, total, TILE):
-        lane = start + tl.arange(0, TILE)
-        source = tl.zeros([TILE], tl.int32)
+    counts = tl.load(counts_ptr + row * spans + span, mask=span < spans, other=0)
+    total = tl.sum(counts, 0)
+    if (tl.max(counts, 0) > HELD) | (total > PACKED):
+        total = -1
+    else:
+        lane = tl.arange(0, PACKED)
+        source = tl.zeros([PACKED], tl.int32)
         end = 0
         for each in range(spans):
             count = tl.load(counts_ptr + row * spans + each)
-            source = tl.where((lane >= end) & (lane < end + count), each * SPAN + lane - end, source)
+            source = tl.where((lane >= end) & (lane < end + count), each * HELD + lane - end, source)
             end += count
-        base = row * spans * SPAN
-        tl.store(packed_values_ptr + base + lane, tl.load(values_ptr + base + source), mask=lane < total)
-        tl.store(packed_tokens_ptr + base + lane, tl.load(tokens_ptr + base + source), mask=lane < total)
-    tl.debug_barrier()
+        source += row * spans * HELD
+        inside = lane < total
+        tl.store(packed_values_ptr + row * PACKED + lane, tl.load(values_ptr + source, mask=inside), mask=inside)
+        tl.store(packed_tokens_ptr + row * PACKED + lane, tl.load(tokens_ptr + source, mask=inside), mask=inside)
+        tl.debug_barrier()
     return total
+
+
+@triton.jit
+def load_values(values_ptr, lane, total):
+    return tl.load(values_ptr + lane, mask=lane < total, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def token_at(tokens_ptr, lane, total):
+    """The tokens of some candidates; where there is no list of them, candidates are a row's logits and lie by token."""
+    if tokens_ptr is None:
+        return lane
+    else:
+        return tl.load(tokens_ptr + lane, mask=lane < total, other=0)
 
 
 @triton.jit
@@ -228,7 +249,7 @@ def count_above(values_ptr, total, key, SHIFT: tl.constexpr, TILE: tl.constexpr)
     count = tl.zeros([TILE], tl.int32)
     for start in range(0, total, TILE):
         lane = start + tl.arange(0, TILE)
-        x = tl.load(values_ptr + lane, mask=lane < total, other=-float("inf"))
+        x = load_values(values_ptr, lane, total)
         count += ((lane < total) & (key_of(x, SHIFT) >= key)).to(tl.int32)
     return tl.sum(count, 0)
 
@@ -239,7 +260,7 @@ def mass_above(values_ptr, total, key, top, temperature, SHIFT: tl.constexpr, TI
     mass = tl.zeros([TILE], tl.float32)
     for start in range(0, total, TILE):
         lane = start + tl.arange(0, TILE)
-        x = tl.load(values_ptr + lane, mask=lane < total, other=-float("inf"))
+        x = load_values(values_ptr, lane, total)
         mass += tl.where(key_of(x, SHIFT) >= key, tl.exp((x - top) / temperature), 0.0)
     return tl.sum(mass, 0)
 
@@ -257,11 +278,44 @@ def kth_key(values_ptr, total, k, low, high, SHIFT: tl.constexpr, TILE: tl.const
 
 
 @triton.jit
+def winner_of(
+    values_ptr, tokens_ptr, total, seed, temperature, k, p, min_p, least, highest, top, mass,
+    SHIFT: tl.constexpr, SLAB: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The token that wins among a row's candidates, from the key that it needs `least` up to the `highest`."""
+    if (k > 0) & (temperature > 0):
+        least = kth_key(values_ptr, total, k, least, highest, SHIFT, TILE)
+        mass = mass_above(values_ptr, total, least, top, temperature, SHIFT, TILE)
+    if (p < 1) & (temperature > 0):
+        high = highest
+        while least < high:  # the smallest key with less than p of the mass strictly above it
+            middle = (least + high) >> 1
+            if mass_above(values_ptr, total, middle + 1, top, temperature, SHIFT, TILE) < p * mass:
+                high = middle
+            else:
+                least = middle + 1
+    winner = tl.full([], -1, tl.int32)
+    best = tl.full([], -float("inf"), tl.float32)
+    for start in range(0, total, TILE):
+        lane = start + tl.arange(0, TILE)
+        x = load_values(values_ptr, lane, total)
+        token = token_at(tokens_ptr, lane, total)
+        scaled = likelihood_of(x, top, temperature)
+        kept = (lane < total) & (key_of(x, SHIFT) >= least) & ((tl.exp(scaled) >= min_p) | (x == top))
+        score = scaled - tl.log(exponential(word_of(seed, token.to(tl.int64), SLAB)))
+        score = tl.where(kept, tl.where(temperature > 0, score, 0.0), -float("inf"))
+        largest, at = tl.max(score, 0, return_indices=True)
+        best, winner = better(largest, token_at(tokens_ptr, start + at, total), best, winner)
+    return winner
+
+
+@triton.jit
 def decide_kernel(
-    seeds_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, keys_ptr, stats_ptr,
+    logits_ptr, seeds_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, keys_ptr, stats_ptr,
     values_ptr, tokens_ptr, counts_ptr, scores_ptr, packed_values_ptr, packed_tokens_ptr, out_ptr,
-    vocabulary, spans,
-    SHIFT: tl.constexpr, SLAB: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, SPANS: tl.constexpr,
+    vocabulary, stride, spans,
+    SHIFT: tl.constexpr, SLAB: tl.constexpr, HELD: tl.constexpr, PACKED: tl.constexpr, TILE: tl.constexpr,
+    SPANS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature, k, p = settings_of(temperature_ptr, top_k_ptr, top_p_ptr, row, vocabulary)
@@ -269,71 +323,44 @@ def decide_kernel(
     winner = tl.full([], -1, tl.int32)
     if (top == top) & (tl.abs(top) != float("inf")):
         if (k > 0) | (p < 1) | (temperature <= 0):
-            total = pack_row(
-                values_ptr, tokens_ptr, counts_ptr, packed_values_ptr, packed_tokens_ptr, row, spans, SPAN, TILE, SPANS
-            )
-            packed_values_ptr += row * spans * SPAN
-            packed_tokens_ptr += row * spans * SPAN
-            least = tl.load(keys_ptr + row * 2)
-            highest = tl.load(keys_ptr + row * 2 + 1)
+            seed, min_p = tl.load(seeds_ptr + row), tl.load(min_p_ptr + row).to(tl.float32)
             mass = tl.load(stats_ptr + row * 2 + 1)
-            if (k > 0) & (temperature > 0):
-                least = kth_key(packed_values_ptr, total, k, least, highest, SHIFT, TILE)
-                mass = mass_above(packed_values_ptr, total, least, top, temperature, SHIFT, TILE)
-            if (p < 1) & (temperature > 0):
-                high = highest
-                while least < high:  # the smallest key with less than p of the mass strictly above it
-                    middle = (least + high) >> 1
-                    if mass_above(packed_values_ptr, total, middle + 1, top, temperature, SHIFT, TILE) < p * mass:
-                        high = middle
-                    else:
-                        least = middle + 1
-            min_p = tl.load(min_p_ptr + row).to(tl.float32)
-            best = tl.full([], -float("inf"), tl.float32)
-            for start in range(0, total, TILE):
-                lane = start + tl.arange(0, TILE)
-                inside = lane < total
-                x = tl.load(packed_values_ptr + lane, mask=inside, other=-float("inf"))
-                token = tl.load(packed_tokens_ptr + lane, mask=inside, other=0)
-                scaled = likelihood_of(x, top, temperature)
-                kept = inside & (key_of(x, SHIFT) >= least) & ((tl.exp(scaled) >= min_p) | (x == top))
-                score = scaled - tl.log(exponential(word_of(tl.load(seeds_ptr + row), token.to(tl.int64), SLAB)))
-                score = tl.where(kept, tl.where(temperature > 0, score, 0.0), -float("inf"))
-                largest, at = tl.max(score, 0, return_indices=True)
-                best, winner = better(largest, tl.load(packed_tokens_ptr + start + at), best, winner)
+            least, highest = tl.load(keys_ptr + row * 2), tl.load(keys_ptr + row * 2 + 1)
+            total = pack_row(
+                values_ptr, tokens_ptr, counts_ptr, packed_values_ptr, packed_tokens_ptr, row, spans,
+                HELD, PACKED, SPANS,
+            )  # fmt: skip
+            if total >= 0:
+                winner = winner_of(
+                    packed_values_ptr + row * PACKED, packed_tokens_ptr + row * PACKED, total,
+                    seed, temperature, k, p, min_p, least, highest, top, mass, SHIFT, SLAB, PACKED,
+                )  # fmt: skip
+            else:
+                winner = winner_of(
+                    logits_ptr + row * stride, None, vocabulary,
+                    seed, temperature, k, p, min_p, least, highest, top, mass, SHIFT, SLAB, TILE,
+                )  # fmt: skip
         else:
             span = tl.arange(0, SPANS)
             scores = tl.load(scores_ptr + row * spans + span, mask=span < spans, other=-float("inf"))
             _, at = tl.max(scores, 0, return_indices=True)
-            winner = tl.load(tokens_ptr + (row * spans + at) * SPAN)
+            winner = tl.load(tokens_ptr + (row * spans + at) * HELD)
     tl.store(out_ptr + row, winner.to(tl.int64))
 
 
 @triton.jit
-def largest_kernel(
-    keys_ptr, values_ptr, tokens_ptr, counts_ptr, packed_values_ptr, packed_tokens_ptr, chosen_ptr,
-    out_values_ptr, out_indices_ptr,
-    k, spans,
-    SHIFT: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, SPANS: tl.constexpr, K: tl.constexpr,
+def rank_largest(
+    values_ptr, tokens_ptr, total, chosen_ptr, out_values_ptr, out_indices_ptr, k, least, highest,
+    SHIFT: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The k largest in order: those above the k-th key, as many of its equals as fit, and a sort of just these."""
-    row = tl.program_id(0).to(tl.int64)
-    total = pack_row(
-        values_ptr, tokens_ptr, counts_ptr, packed_values_ptr, packed_tokens_ptr, row, spans, SPAN, TILE, SPANS
-    )
-    packed_values_ptr += row * spans * SPAN
-    packed_tokens_ptr += row * spans * SPAN
-    chosen_ptr += row * k
-    kth = kth_key(
-        packed_values_ptr, total, k, tl.load(keys_ptr + row * 2), tl.load(keys_ptr + row * 2 + 1), SHIFT, TILE
-    )
+    """The k largest candidates in order: those above the k-th key, as many of its equals as fit, and a sort of just these."""
+    kth = kth_key(values_ptr, total, k, least, highest, SHIFT, TILE)
     above = tl.zeros([], tl.int32)
-    equal = count_above(packed_values_ptr, total, kth + 1, SHIFT, TILE)
+    equal = count_above(values_ptr, total, kth + 1, SHIFT, TILE)
     for start in range(0, total, TILE):
         lane = start + tl.arange(0, TILE)
         inside = lane < total
-        x = tl.load(packed_values_ptr + lane, mask=inside, other=-float("inf"))
-        key = key_of(x, SHIFT)
+        key = key_of(load_values(values_ptr, lane, total), SHIFT)
         higher = (inside & (key > kth)).to(tl.int32)
         same = (inside & (key == kth)).to(tl.int32)
         slot = tl.where(higher > 0, above + tl.cumsum(higher, 0), equal + tl.cumsum(same, 0)) - 1
@@ -344,11 +371,38 @@ def largest_kernel(
     tl.debug_barrier()
     rank = tl.arange(0, K)
     chosen = tl.sort(tl.load(chosen_ptr + rank, mask=rank < k, other=-9223372036854775808), descending=True)
-    lane = 2147483647 - (chosen & 0xFFFFFFFF)
-    value = tl.load(packed_values_ptr + lane, mask=rank < k, other=0)
-    token = tl.load(packed_tokens_ptr + lane, mask=rank < k, other=0)
-    tl.store(out_values_ptr + row * k + rank, value.to(out_values_ptr.dtype.element_ty), mask=rank < k)
-    tl.store(out_indices_ptr + row * k + rank, token.to(tl.int64), mask=rank < k)
+    lane = tl.where(rank < k, 2147483647 - (chosen & 0xFFFFFFFF), 0).to(tl.int32)
+    value = load_values(values_ptr, lane, total)
+    tl.store(out_values_ptr + rank, value.to(out_values_ptr.dtype.element_ty), mask=rank < k)
+    tl.store(out_indices_ptr + rank, token_at(tokens_ptr, lane, total).to(tl.int64), mask=rank < k)
+
+
+@triton.jit
+def largest_kernel(
+    logits_ptr, keys_ptr, values_ptr, tokens_ptr, counts_ptr, packed_values_ptr, packed_tokens_ptr, chosen_ptr,
+    out_values_ptr, out_indices_ptr,
+    k, vocabulary, stride, spans,
+    SHIFT: tl.constexpr, HELD: tl.constexpr, PACKED: tl.constexpr, TILE: tl.constexpr, SPANS: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    least, highest = tl.load(keys_ptr + row * 2), tl.load(keys_ptr + row * 2 + 1)
+    chosen_ptr += row * k
+    out_values_ptr += row * k
+    out_indices_ptr += row * k
+    total = pack_row(
+        values_ptr, tokens_ptr, counts_ptr, packed_values_ptr, packed_tokens_ptr, row, spans, HELD, PACKED, SPANS
+    )
+    if total >= 0:
+        rank_largest(
+            packed_values_ptr + row * PACKED, packed_tokens_ptr + row * PACKED, total, chosen_ptr, out_values_ptr,
+            out_indices_ptr, k, least, highest, SHIFT, PACKED, K,
+        )  # fmt: skip
+    else:
+        rank_largest(
+            logits_ptr + row * stride, None, vocabulary, chosen_ptr, out_values_ptr,
+            out_indices_ptr, k, least, highest, SHIFT, TILE, K,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -394,13 +448,15 @@ class Candidates:
         rows, vocabulary = logits.shape
         self.spans, constants = spans_of(logits)
         power = next_power(self.spans)
-        self.constants = constants | dict(TILE=TILE, SPANS=power)
+        self.constants = dict(SHIFT=constants["SHIFT"], HELD=HELD, PACKED=PACKED, TILE=TILE, SPANS=power)
         new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=logits.device)
         maxima, sums = new(rows, self.spans * GROUPS, dtype=torch.int32), new(rows, self.spans, 2)
         self.keys, self.stats = new(rows, 2, dtype=torch.int64), new(rows, 2)
         self.counts, self.scores = new(rows, self.spans, dtype=torch.int32), new(rows, self.spans)
-        self.values, self.packed_values = new(2, rows, self.spans * SPAN)
-        self.tokens, self.packed_tokens = new(2, rows, self.spans * SPAN, dtype=torch.int32)
+        self.values = new(rows, self.spans, HELD, dtype=logits.dtype)
+        self.tokens = new(rows, self.spans, HELD, dtype=torch.int32)
+        self.packed_values = new(rows, PACKED, dtype=logits.dtype)
+        self.packed_tokens = new(rows, PACKED, dtype=torch.int32)
         launch(
             survey_kernel, (rows, self.spans), logits, settings[0], maxima, sums, vocabulary, logits.stride(0),
             **constants, GROUPS=GROUPS, num_warps=4,
@@ -412,7 +468,7 @@ class Candidates:
         launch(
             gather_kernel, (rows, self.spans), logits, seeds, *settings, self.keys, self.stats,
             self.values, self.tokens, self.counts, self.scores, vocabulary, logits.stride(0),
-            **constants, SLAB=SLAB, num_warps=4,
+            **constants, SLAB=SLAB, HELD=HELD, num_warps=4,
         )  # fmt: skip
 
 
@@ -426,8 +482,8 @@ def topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values = torch.empty(shape, dtype=logits.dtype, device=logits.device)
     indices = torch.empty(shape, dtype=torch.int64, device=logits.device)
     launch(
-        largest_kernel, (rows,), found.keys, found.values, found.tokens, found.counts, found.packed_values,
-        found.packed_tokens, torch.empty_like(indices), values, indices, k, found.spans,
+        largest_kernel, (rows,), source, found.keys, found.values, found.tokens, found.counts, found.packed_values,
+        found.packed_tokens, torch.empty_like(indices), values, indices, k, source.shape[1], source.stride(0), found.spans,
         **found.constants, K=next_power(k), num_warps=8,
     )  # fmt: skip
     return values, indices
@@ -441,8 +497,8 @@ def sample(logits: Tensor, seeds: Tensor, temperature: Tensor, top_k: Tensor, to
     found = Candidates(source, seeds, *settings)
     out = torch.empty((rows,), dtype=torch.int64, device=logits.device)
     launch(
-        decide_kernel, (rows,), seeds, *settings, found.keys, found.stats, found.values, found.tokens, found.counts,
-        found.scores, found.packed_values, found.packed_tokens, out, vocabulary, found.spans,
+        decide_kernel, (rows,), source, seeds, *settings, found.keys, found.stats, found.values, found.tokens, found.counts,
+        found.scores, found.packed_values, found.packed_tokens, out, vocabulary, source.stride(0), found.spans,
         **found.constants, SLAB=SLAB, num_warps=8,
     )  # fmt: skip
     return out

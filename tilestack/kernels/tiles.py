@@ -7,6 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilestack.contract.backends import interpreting
+
+INTERPRETED = tl.constexpr(interpreting())  # there, a reduction of several tiles goes element by element
+
 
 def cdiv(number: int, size: int) -> int:
     """How many pieces of a size cover a number. Triton's own costs 2 µs on the host."""
@@ -55,6 +59,11 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """What kernels keep sums in between two launches, as a tensor's dtype: that of `accumulator`."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 @functools.cache
 def tile_of_rows(columns: int, elements: int = 2048, most_warps: int = 32) -> tuple[int, int, int]:
     """(rows, columns, warps) of a tile of whole rows: short rows share one until it holds enough to be worth a program."""
@@ -73,3 +82,30 @@ def wide(x):
     else:
         y = x.to(tl.float32)
     return y
+
+
+@triton.jit
+def add_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def sum_two(a, b, axis: tl.constexpr = 0, keep_dims: tl.constexpr = False):
+    """The sums of two tiles; where one line fills the tile, warps exchange both at once, for the latency of one."""
+    if INTERPRETED or a.numel != a.shape[axis]:
+        return tl.sum(a, axis, keep_dims), tl.sum(b, axis, keep_dims)
+    else:
+        return tl.reduce((a, b), axis, add_two, keep_dims)
+
+
+@triton.jit
+def sum_three(a, b, c, axis: tl.constexpr = 0, keep_dims: tl.constexpr = False):
+    if INTERPRETED or a.numel != a.shape[axis]:
+        return tl.sum(a, axis, keep_dims), tl.sum(b, axis, keep_dims), tl.sum(c, axis, keep_dims)
+    else:
+        return tl.reduce((a, b, c), axis, add_three, keep_dims)

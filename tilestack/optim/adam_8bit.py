@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilestack.optim.adam import AdamW
 from tilestack.optim.definitions import adam_step
-from tilestack.optim.dynamic_map import BLOCK, decode, encode
+from tilestack.optim.dynamic_map import BLOCK, decode, encode, values_of_codes
 from tilestack.optim.multi_tensor import Factors
 
 CODES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}  # states in codes, and where their scales are
@@ -82,6 +82,7 @@ class AdamW8bit(AdamW):
         first = params[0]
         eight_bit.step_adam8(
             table,
+            values_of_codes(first.device),
             (first.dtype, columns[2][0].dtype),
             factors.found_inf,
             self.seed,

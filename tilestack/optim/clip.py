@@ -55,6 +55,7 @@ def clip_grad_norm_(
     for grad, walked in (pair for pairs in by_dtype.values() for pair in pairs):
         if walked is not grad:
             grad.copy_(walked)
+    torch.autograd.graph.increment_version(grads)
     return norm
 
 

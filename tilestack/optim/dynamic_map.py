@@ -36,6 +36,12 @@ def dynamic_map(signed: bool) -> Tensor:
     return values.float()
 
 
+@functools.cache
+def values_of_codes(device: torch.device) -> Tensor:
+    """The values of all signed codes, then those of all unsigned ones, [2, 256], kept on a device for the kernels."""
+    return torch.stack([dynamic_map(True), dynamic_map(False)]).to(device)
+
+
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """float32 of the codes' shape; `codes` are flat and `scales` one per block of 256."""
     return dynamic_map(signed).to(codes.device)[codes.long()] * scales.repeat_interleave(BLOCK)[: codes.numel()]

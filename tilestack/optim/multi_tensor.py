@@ -106,6 +106,7 @@ class MultiTensor(torch.optim.Optimizer):
                     walked = [walkable(param) for param in params]
                     grads = [gradient(param, walk) for param, walk in zip(params, walked, strict=True)]
                     self._launch(group, (number, *key), params, [walked, grads], Factors(*there))
+                    torch.autograd.graph.increment_version(params)  # which autograd has not seen to be written
                     for param, walk in zip(params, walked, strict=True):
                         if walk is not param:
                             param.copy_(walk)

@@ -21,6 +21,7 @@ gradient on a CPU.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,22 +37,25 @@ FEW = 8  # larger chunks, beside what else a step of so many rows keeps
 ROW_MULTIPLE = 128  # rows of a chunk, for whole tiles in the products
 
 
-class Aside:
-    """A second stream for a product that shares the GPU with the next one; on a CPU, nothing at all."""
+class SideStream:
+    """A second stream for a product that shares the GPU with the next one; on a CPU, nothing at all.
+
+    The current device, which may be another than the tensors', is afterwards what it was before.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = side_stream(device) if device.type == "cuda" else None
+        self.context = torch.cuda.stream(self.stream)
 
     def __enter__(self) -> None:
         if self.stream is not None:
-            self.before = torch.cuda.current_stream(self.device)
-            self.stream.wait_stream(self.before)
-            torch.cuda.set_stream(self.stream)
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            self.context.__enter__()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self.stream is not None:
-            torch.cuda.set_stream(self.before)
+            self.context.__exit__(*error)
 
     def join(self) -> None:
         if self.stream is not None:
@@ -88,7 +92,7 @@ def chunked(
         dweight.zero_()
     chunk = min(rows_per_chunk(rows.shape[0], weight), rows.shape[0])
     buffer = torch.empty((chunk, weight.shape[0]), dtype=x.dtype, device=x.device)
-    aside = Aside(x.device)
+    side = SideStream(x.device)
     for start in range(0, rows.shape[0], chunk or 1):
         part = slice(start, start + chunk)
         logits = torch.mm(rows[part], weight.T, out=buffer[: len(rows[part])])
@@ -96,12 +100,12 @@ def chunked(
         of_part = scale if scale is None or scale.ndim == 0 else scale[part]
         fill(logits, labels[part], of_part, None if losses is None else losses[part], dlogits, options)
         if dx is not None:
-            with aside:  # few tiles and a very long sum: alone, it would leave most of the GPU idle
+            with side:  # few tiles and a very long sum: alone, it would leave most of the GPU idle
                 torch.mm(logits, weight, out=dx[part])
         if dweight is not None:
             torch.addmm(dweight, logits.T, rows[part], beta=0 if start == 0 else 1, out=dweight)
         if dx is not None:
-            aside.join()
+            side.join()
     return None if dx is None else dx.view(x.shape), dweight
 
 

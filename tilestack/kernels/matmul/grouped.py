@@ -46,7 +46,7 @@ def grouped_linear_fwd_kernel(
     end = tl.load(ends_ptr + group)
     m = first_row.to(tl.int64) + tl.arange(0, BLOCK_M)[:, None]
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, BLOCK_K).to(tl.int64)
     a_ptr += m * a_stride_m + k[None, :] * a_stride_k
     b_ptr += group.to(tl.int64) * b_stride_g + k[:, None] * b_stride_k + n * b_stride_n
     total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
@@ -55,8 +55,8 @@ def grouped_linear_fwd_kernel(
         a = tl.load(a_ptr, mask=(m < end) & (k[None, :] < left), other=0)
         b = tl.load(b_ptr, mask=(k[:, None] < left) & (n < N), other=0)
         total = tl.dot(a, b, total, input_precision="ieee", out_dtype=ACC)
-        a_ptr += BLOCK_K * a_stride_k
-        b_ptr += BLOCK_K * b_stride_k
+        a_ptr += tl.cast(a_stride_k, tl.int64) * BLOCK_K
+        b_ptr += tl.cast(b_stride_k, tl.int64) * BLOCK_K
     tl.store(c_ptr + m * N + n, total.to(c_ptr.dtype.element_ty), mask=(m < end) & (n < N))
 
 

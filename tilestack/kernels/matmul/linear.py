@@ -29,7 +29,7 @@ def matmul_kernel(
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, BLOCK_K).to(tl.int64)
     a_ptr += m * a_stride_m + k[None, :] * a_stride_k
     b_ptr += k[:, None] * b_stride_k + n * b_stride_n
     total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
@@ -38,8 +38,8 @@ def matmul_kernel(
         a = tl.load(a_ptr, mask=(m < M) & (k[None, :] < left), other=0)
         b = tl.load(b_ptr, mask=(k[:, None] < left) & (n < N), other=0)
         total = tl.dot(a, b, total, input_precision="ieee", out_dtype=ACC)
-        a_ptr += BLOCK_K * a_stride_k
-        b_ptr += BLOCK_K * b_stride_k
+        a_ptr += tl.cast(a_stride_k, tl.int64) * BLOCK_K
+        b_ptr += tl.cast(b_stride_k, tl.int64) * BLOCK_K
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < N, other=0).to(ACC)
     tl.store(c_ptr + m * c_stride_m + n, total.to(c_ptr.dtype.element_ty), mask=(m < M) & (n < N))

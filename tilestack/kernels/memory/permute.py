@@ -40,7 +40,8 @@ from tilestack.kernels.tiles import cdiv, next_power, rows_of
 from tilestack.ops.memory import copy_gradient, permute_gradient, transpose_gradient
 
 FLAT_BYTES = 2048  # of a vector per program
-SPREAD_BYTES = 4096  # of the gradient with zeros between
+SPREAD_BYTES, SPREAD_WARPS = 8192, 4  # of the gradient with zeros between
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 TILE_BYTES = 16384
 TILE_ELEMENTS = 8192  # of which a thread holds no more addresses than it has registers
 TILE_SIDE = 128  # bytes of a dense run on either side of a turned tile, where the view has so many
@@ -131,7 +132,7 @@ def copy_decoded_kernel(
 
 @triton.jit
 def spread_kernel(
-    grad_ptr, out_ptr,
+    grad_ptr, out_ptr,  # integers as wide as an element, and as wide as one with zeros behind it
     rows, columns, grad_stride,
     STEP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -139,6 +140,7 @@ def spread_kernel(
 
     Compiled for each step: dividing by a number that is known takes a few instructions, by any other some thirty.
     """
+    WIDTH: tl.constexpr = grad_ptr.dtype.element_ty.primitive_bitwidth
     column_tiles = tl.cdiv(columns, COLS)
     row = (tl.program_id(0) // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     first = (tl.program_id(0) % column_tiles).to(tl.int64) * COLS
@@ -147,6 +149,8 @@ def spread_kernel(
     since = (first % STEP).to(tl.int32) + tl.arange(0, COLS)[None, :]  # from the last multiple of STEP up to `first`
     source = row * grad_stride + first // STEP + since // STEP
     grad = tl.load(grad_ptr + source, mask=inside & (since % STEP == 0), other=0)
+    if out_ptr.dtype.element_ty.primitive_bitwidth > WIDTH:
+        grad = grad.to(out_ptr.dtype.element_ty) & ((1 << WIDTH) - 1)  # as it lies in memory: zeros above
     tl.store(out_ptr + row * columns + column, grad, mask=inside)
 
 
@@ -272,15 +276,20 @@ def strided_copy_backward(grad: Tensor, x: Tensor, step: int) -> Tensor:
     out = torch.empty(x.shape, dtype=grad.dtype, device=grad.device)
     if not out.numel():
         return out
-    source = rows_of(grad)
-    rows, columns, stride = source.shape[0], x.shape[-1], source.stride(0)
+    source, columns = rows_of(grad), x.shape[-1]
+    # An element and the zeros behind it are one wider integer: fewer, and only those that begin with an element are read.
+    joined = next(n for n in (8, 4, 2, 1) if n * grad.itemsize <= 8 and step % n == 0 and columns % n == 0)
+    step, columns = step // joined, columns // joined
+    rows, stride = source.shape[0], source.stride(0)
     if columns % step == 0 and stride * step == columns:  # all rows lie as one
         rows, columns = 1, rows * columns
-    width = power_of_two_up_to(SPREAD_BYTES // grad.itemsize, columns)
-    height = SPREAD_BYTES // grad.itemsize // width
+    units = SPREAD_BYTES // (joined * grad.itemsize)
+    width = power_of_two_up_to(units, columns)
+    height = units // width
     launch(
-        spread_kernel, (cdiv(rows, height) * cdiv(columns, width),), source, out, rows, columns, stride,
-        STEP=step, ROWS=height, COLS=width, num_warps=4,
+        spread_kernel, (cdiv(rows, height) * cdiv(columns, width),),
+        source.view(INTEGERS[grad.itemsize]), out.view(INTEGERS[grad.itemsize * joined]), rows, columns, stride,
+        STEP=step, ROWS=height, COLS=width, num_warps=SPREAD_WARPS,
     )  # fmt: skip
     return out
 

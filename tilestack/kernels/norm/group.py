@@ -36,6 +36,12 @@ def load_tile(ptr, channel, position, channels, size, ACC: tl.constexpr):
 
 
 @triton.jit
+def elements_of_group(channels, size):
+    """In 64 bits: 512 channels of 2048² are more than 32 count to."""
+    return tl.cast(channels, tl.int64) * size
+
+
+@triton.jit
 def per_channel(ptr, offset, channel, channels, PRESENT: tl.constexpr, ABSENT: tl.constexpr, ACC: tl.constexpr):
     """A weight or bias for each line of a tile; a constant where there is none."""
     if PRESENT:
@@ -83,8 +89,9 @@ def group_norm_fwd_kernel(
         channel = tl.arange(0, CHANNELS)
         position = tl.arange(0, SIZE)
         x, inside = load_tile(x_ptr, channel, position, channels, size, ACC)
-        x = tl.where(inside, x - tl.sum(x) / (channels * size), 0.0)
-        y = x * tl.rsqrt(tl.sum(x * x) / (channels * size) + eps)
+        count = elements_of_group(channels, size).to(ACC)
+        x = tl.where(inside, x - tl.sum(x) / count, 0.0)
+        y = x * tl.rsqrt(tl.sum(x * x) / count + eps)
         y = y * per_channel(weight_ptr, offset, channel, channels, HAS_WEIGHT, 1.0, ACC)
         y = y + per_channel(bias_ptr, offset, channel, channels, HAS_BIAS, 0.0, ACC)
         tl.store(out_ptr + channel[:, None] * size + position[None, :], y.to(out_ptr.dtype.element_ty), mask=inside)
@@ -115,7 +122,7 @@ def group_norm_bwd_kernel(
     dweight_ptr = share_ptr + row * channels
     dbias_ptr = share_ptr + (tl.num_programs(0) + row) * channels
     offset = (row % groups) * channels
-    count = channels * size
+    count = elements_of_group(channels, size).to(ACC)
     if WHOLE:
         channel = tl.arange(0, CHANNELS)
         position = tl.arange(0, SIZE)

@@ -14,12 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack.contract.launch import launch
+from tilestack.kernels.norm.averages import row_averages
 from tilestack.kernels.quantised.codes import codes_of, magnitudes, scale_of
 from tilestack.kernels.tiles import accumulator, cdiv, multiprocessors
 
 CHUNK = 16384  # columns per step of a walk along a row
-CHUNK_BYTES = 16384  # and at most so many bytes where sums are kept per column
-STRIP = 4096  # columns per program of the backward
+AVERAGED, AVERAGED_WARPS, AVERAGED_STAGES = 4096, 8, 3  # columns per step of the walk that finds a row's averages
+STRIP, STRIP_WARPS, STRIP_STAGES = 4096, 8, 3  # columns per program of the backward
+STRIP_PROGRAMS = 4  # of the backward for each multiprocessor
 
 
 @triton.jit
@@ -102,28 +104,19 @@ def norm_long_fwd_kernel(
 def norm_long_averages_kernel(
     grad_ptr, x_ptr, weight_ptr, stats_ptr,
     columns, grad_stride, x_stride, eps,
-    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, ACC: tl.constexpr, CHUNK: tl.constexpr,
+    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, ACC: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """stats[row] = mean, rstd, avg(g · x̂), avg(g)."""
     row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * x_stride
-    grad_ptr += row * grad_stride
-    lane = tl.arange(0, CHUNK)
-    mean, rstd = long_statistics(x_ptr, columns, eps, CENTRED, ACC, CHUNK)
-    gx = tl.zeros([CHUNK], ACC)
-    gs = tl.zeros([CHUNK], ACC)
-    for start in range(0, columns, CHUNK):
-        inside = start + lane < columns
-        g = tl.load(grad_ptr + start + lane, mask=inside, other=0).to(ACC)
-        if HAS_WEIGHT:
-            g = g * tl.load(weight_ptr + start + lane, mask=inside, other=0)
-        gx += g * (tl.load(x_ptr + start + lane, mask=inside, other=0).to(ACC) - mean) * rstd
-        gs += g
+    mean, rstd, product, average = row_averages(
+        x_ptr + row * x_stride, grad_ptr + row * grad_stride, weight_ptr, columns, eps,
+        CENTRED, HAS_WEIGHT, ACC, CHUNK, STAGES,
+    )  # fmt: skip
     stats_ptr += row * 4
     tl.store(stats_ptr, mean)
     tl.store(stats_ptr + 1, rstd)
-    tl.store(stats_ptr + 2, tl.sum(gx, 0) / columns)
-    tl.store(stats_ptr + 3, tl.sum(gs, 0) / columns)
+    tl.store(stats_ptr + 2, product)
+    tl.store(stats_ptr + 3, average)
 
 
 @triton.jit
@@ -131,9 +124,9 @@ def norm_long_bwd_kernel(
     grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr, partial_ptr,
     rows, columns, grad_stride, grad_sum_stride, x_stride,
     CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACC: tl.constexpr, CHUNK: tl.constexpr,
+    ACC: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (column chunks, P): program p of a chunk takes rows p, p + P, …"""
+    """Grid (column chunks, P): program p of a chunk takes rows p, p + P, … counted from the last, which the caches may have."""
     column = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     program = tl.program_id(1).to(tl.int64)
     inside = column < columns
@@ -141,7 +134,8 @@ def norm_long_bwd_kernel(
         weight = tl.load(weight_ptr + column, mask=inside, other=0).to(ACC)
     dweight = tl.zeros([CHUNK], ACC)
     dbias = tl.zeros([CHUNK], ACC)
-    for row in range(program, rows, tl.num_programs(1)):
+    for back in tl.range(program, rows, tl.num_programs(1), num_stages=STAGES):
+        row = rows - 1 - back
         mean = tl.load(stats_ptr + row * 4)
         rstd = tl.load(stats_ptr + row * 4 + 1)
         x = (tl.load(x_ptr + row * x_stride + column, mask=inside, other=0).to(ACC) - mean) * rstd
@@ -189,17 +183,17 @@ def backward(
     grad, _, x, weight = tensors
     rows, columns = x.shape
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    programs = min(rows, max(1, 4 * multiprocessors(x.device) // cdiv(columns, STRIP)))
+    programs = min(rows, max(1, STRIP_PROGRAMS * multiprocessors(x.device) // cdiv(columns, STRIP)))
     stats = torch.empty((rows, 4), dtype=wide, device=x.device)
     sums = flags["HAS_WEIGHT"] + flags["HAS_BIAS"]
     partial = torch.empty((sums, programs, columns), dtype=wide, device=x.device)
     averaged = {name: flags[name] for name in ("CENTRED", "HAS_WEIGHT", "ACC")}
     launch(
         norm_long_averages_kernel, (rows,), grad, x, weight, stats, columns, strides[0], strides[2], eps,
-        **averaged, CHUNK=min(CHUNK, CHUNK_BYTES // x.element_size()), num_warps=32,
+        **averaged, CHUNK=AVERAGED, STAGES=AVERAGED_STAGES, num_warps=AVERAGED_WARPS,
     )  # fmt: skip
     launch(
         norm_long_bwd_kernel, (cdiv(columns, STRIP), programs), *tensors, stats, dx, partial, rows, columns, *strides,
-        **flags, CHUNK=STRIP, num_warps=8,
+        **flags, CHUNK=STRIP, STAGES=STRIP_STAGES, num_warps=STRIP_WARPS,
     )  # fmt: skip
     return partial

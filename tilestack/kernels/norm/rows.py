@@ -26,13 +26,30 @@ from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.memory.columns import sum_columns
 from tilestack.kernels.norm import long, ragged
+from tilestack.kernels.norm import wide as wide_rows
 from tilestack.kernels.quantised.codes import HALVES_AND_SINGLE, codes_of, magnitudes, scale_of, writes_fp8
-from tilestack.kernels.tiles import accumulator, cdiv, multiprocessors, rows_of, shared_memory, tile_of_rows, wide
+from tilestack.kernels.tiles import (
+    accumulator,
+    cdiv,
+    multiprocessors,
+    rows_of,
+    shared_memory,
+    sum_three,
+    sum_two,
+    tile_of_rows,
+    wide,
+    widened,
+)
 from tilestack.ops.quantised import LARGEST_CODE
 
 WIDEST = 32768  # columns the forward keeps in registers
 WIDEST_BACKWARD = 16384  # the backward also holds the running sum of dweight
 WIDEST_TWO_SUMS = 8192  # and up to here that of dbias; in between, dbias is summed from grad on its own
+
+
+SHORT_CENTRED = 512  # columns up to which centred rows have tiles of their own in the backward:
+SHORT_ELEMENTS, SHORT_WARPS, SHORT_STAGES = 2048, 4, 3
+SHORT_PROGRAMS = 2  # on each multiprocessor
 
 
 @triton.jit
@@ -91,19 +108,24 @@ def norm_bwd_kernel(
         inside = (row < rows) & (column < columns)
         x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0).to(ACC)
         grad = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0).to(ACC)
-        x, rstd = statistics(x, inside, columns, eps, CENTRED)
+        g = grad
+        if HAS_WEIGHT:
+            # Loaded here, where the cache has it, rather than held: a wide row leaves no registers for it.
+            g = grad * tl.load(weight_ptr + column, mask=column < columns, other=0).to(ACC)
+        if CENTRED:
+            x = tl.where(inside, x - tl.sum(x, 1, keep_dims=True) / columns, 0.0)
+            squares, product, total = sum_three(x * x, g * x, g, 1, True)
+        else:
+            squares, product = sum_two(x * x, g * x, 1, True)
+        rstd = tl.rsqrt(squares / columns + eps)
         x = x * rstd
         if HAS_WEIGHT:
             dweight += grad * x
-            # Loaded here, where the cache has it, rather than held: a wide row leaves no registers for it.
-            g = grad * tl.load(weight_ptr + column, mask=column < columns, other=0).to(ACC)
-        else:
-            g = grad
         if HAS_BIAS:
             dbias += grad
-        dx = g - x * (tl.sum(g * x, 1, keep_dims=True) / columns)
+        dx = g - x * (product * rstd / columns)
         if CENTRED:
-            dx = dx - tl.sum(g, 1, keep_dims=True) / columns
+            dx = dx - total / columns
         dx = dx * rstd
         if HAS_RESIDUAL:
             dx += tl.load(grad_sum_ptr + row * grad_sum_stride + column, mask=inside, other=0).to(ACC)
@@ -173,25 +195,34 @@ def norm_backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     tensors = arriving, arriving_too, source, weight
     strides = arriving.stride(0), 0 if arriving_too is None else arriving_too.stride(0), source.stride(0)
-    bias_too = has_bias and not WIDEST_TWO_SUMS < columns <= WIDEST_BACKWARD
+    in_chunks = columns > WIDEST_TWO_SUMS and not odd(columns) and wide_rows.fits(columns, x.dtype)
+    if in_chunks:
+        bias_too = has_bias and wide_rows.with_bias(columns)
+    else:
+        bias_too = has_bias and not WIDEST_TWO_SUMS < columns <= WIDEST_BACKWARD
     flags = dict(
         CENTRED=centred, HAS_RESIDUAL=grad_sum is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias_too,
         ACC=accumulator(x.dtype),
     )  # fmt: skip
-    if columns > WIDEST_BACKWARD:
+    if in_chunks:
+        partial = wide_rows.backward(tensors, dx, strides, float(eps), flags)
+    elif columns > WIDEST_BACKWARD:
         partial = long.backward(tensors, dx, strides, float(eps), flags)
     elif granule := ragged.granule(columns, x.element_size(), arriving, arriving_too, source):
         partial = ragged.backward(tensors, dx, strides, float(eps), flags, granule)
     else:
-        height, width, _ = tile_of_rows(columns, elements=2048 if centred and columns <= 512 else 4096)
+        height, width, _ = tile_of_rows(columns, elements=backward_elements(columns, centred))
         narrow = height * width <= 4096
-        programs = min(cdiv(rows, height), multiprocessors(x.device) * (2 if narrow else 1))
-        partial = torch.empty((flags["HAS_WEIGHT"] + bias_too, programs, columns), dtype=scratch(x), device=x.device)
+        resident = backward_programs(columns, centred) if narrow else 1
+        programs = min(cdiv(rows, height), multiprocessors(x.device) * resident)
+        partial = torch.empty(
+            (flags["HAS_WEIGHT"] + bias_too, programs, columns), dtype=widened(x.dtype), device=x.device
+        )
         warps, ahead = backward_shape(height, width, centred)
         if odd(columns) and not narrow:  # no copies ahead of single elements, nor registers for many in a thread
             warps, ahead = width // 512, 1
         stage = height * width * x.element_size() * (2 if grad_sum is None else 3)
-        stages = min(ahead, shared_memory(x.device) // (2 * stage if narrow else stage))
+        stages = min(ahead, shared_memory(x.device) // (resident * stage))
         launch(
             norm_bwd_kernel, (programs,), *tensors, dx, partial, rows, columns, *strides, float(eps),
             **flags, ROWS=height, COLS=width, STAGES=max(stages, 1), num_warps=warps,
@@ -209,18 +240,26 @@ def odd(columns: int) -> bool:
     return columns % 8 != 0
 
 
+def backward_elements(columns: int, centred: bool) -> int:
+    """Of a tile: fewer where the rows are short and centred, for half the registers."""
+    return SHORT_ELEMENTS if centred and columns <= SHORT_CENTRED else 4096
+
+
+def backward_programs(columns: int, centred: bool) -> int:
+    """Programs of narrow tiles on each multiprocessor."""
+    return SHORT_PROGRAMS if centred and columns <= SHORT_CENTRED else 2
+
+
 def backward_shape(height: int, width: int, centred: bool) -> tuple[int, int]:
     """(warps, tiles loaded ahead) that measured fastest: as few warps as hold a tile and its running sums."""
+    if centred and width <= SHORT_CENTRED:
+        return SHORT_WARPS, SHORT_STAGES
     if width > WIDEST_TWO_SUMS:
         return (8, 3) if centred else (32, 1)
     if height * width > 4096:
         return 8, 3
     # Short rows have four warps for their number of instructions: with eight twice as many, of passing sums around.
     return (8, 3) if centred and 1 < height <= 4 else (4, 3)
-
-
-def scratch(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor | None, ...]:

@@ -47,52 +47,43 @@ def borders(most: int) -> tuple[float, ...]:
 
 
 SIGNED, UNSIGNED = borders(6), borders(7)
+INTEGER = tl.constexpr(
+    12582912.0
+)  # 1.5 · 2²³: what is added to it is rounded to an integer, in the lower bits of the sum
 
 
 @triton.jit
-def ten_to(exponent):
-    return tl.exp2(exponent.to(tl.float32) * 3.321928094887362)
+def encoded(size, MOST: tl.constexpr, BORDERS: tl.constexpr):
+    """The magnitude, in the lower 8 bits of an int32, whose value is nearest to a size in [0, 1]; never zero.
+
+    Decade d has 2^(MOST - d) codes, `parts`, that are linear in size · 10^d; a chain of comparisons finds both factors,
+    for exponentials and conversions go through a unit that takes eight cycles for each.
+    """
+    parts = tl.full(size.shape, 2.0**MOST, tl.float32)
+    slope = tl.full(size.shape, 2.0**MOST / 0.9, tl.float32)
+    for decade in tl.static_range(1, 7):
+        lower = size < BORDERS[decade - 1]
+        parts = tl.where(lower, 2.0 ** (MOST - decade), parts)
+        slope = tl.where(lower, 2.0 ** (MOST - decade) * 10.0**decade / 0.9, slope)
+    # Half below the code with its fraction, and held half of that off its neighbours', so that rounding cuts the fraction off.
+    code = size * slope + (parts * 0.8888888888888888 - 0.5)
+    code = tl.minimum(tl.maximum(code, parts - 0.25), 2 * parts - 0.75)
+    return (code + INTEGER).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def two_to(exponent):
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def decoded(magnitude, MOST: tl.constexpr):
-    """The value of a magnitude without its sign, given as int32; zero stays zero. MOST: fraction bits of the top decade."""
-    bits = magnitude.to(tl.float32).to(tl.int32, bitcast=True)
-    fraction_bits = (bits >> 23) - 127
-    fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1
-    value = ten_to(fraction_bits - MOST) * (0.1 + 0.9 * (fraction + two_to(-1 - fraction_bits)))
-    return tl.where(magnitude == 0, 0.0, value)
-
-
-@triton.jit
-def encoded(x, MOST: tl.constexpr, BORDERS: tl.constexpr):
-    """The magnitude, as int32, whose value is nearest to x in [0, 1]; never zero."""
-    decade = tl.zeros_like(x).to(tl.int32)
-    for i in tl.static_range(6):
-        decade += (x < BORDERS[i]).to(tl.int32)
-    parts = two_to(MOST - decade)
-    part = tl.floor((x * ten_to(decade) - 0.1) * (parts / 0.9))
-    return (parts + tl.minimum(tl.maximum(part, 0.0), parts - 1)).to(tl.int32)
-
-
-@triton.jit
-def signed_codes(x, scale, BORDERS: tl.constexpr):
-    relative = tl.where(scale > 0, x, 0.0) / tl.where(scale > 0, scale, 1.0)
+def signed_codes(x, inverse, BORDERS: tl.constexpr):
+    relative = x * inverse
     size = tl.abs(relative)
-    code = tl.where(relative < 0, 128, 0) + tl.where(size < 2.75e-7, 0, encoded(size, 6, BORDERS))
-    code = tl.where(code == 128, 0, code)  # a negative value that is nearest to zero
+    code = (encoded(size, 6, BORDERS) & 127) | ((relative.to(tl.int32, bitcast=True) >> 24) & 128)
+    code = tl.where(size < 2.75e-7, 0, code)
     return tl.where(relative > 1 - 0.225 / 64, 128, code)
 
 
 @triton.jit
-def unsigned_codes(x, scale, BORDERS: tl.constexpr):
-    relative = tl.where(scale > 0, x, 0.0) / tl.where(scale > 0, scale, 1.0)
-    code = tl.where(relative > 0, encoded(relative, 7, BORDERS), 0)
+def unsigned_codes(x, inverse, BORDERS: tl.constexpr):
+    relative = x * inverse
+    code = tl.where(relative > 0, encoded(relative, 7, BORDERS) & 255, 0)
     return tl.where(relative > 1 - 0.225 / 128, 1, code)
 
 
@@ -103,8 +94,14 @@ def row_scale(x):
 
 
 @triton.jit
+def inverse_of(scale):
+    """What values are multiplied by before they are encoded; a block of zeros has zeros."""
+    return tl.where(scale > 0, 1.0 / tl.where(scale > 0, scale, 1.0), 0.0)
+
+
+@triton.jit
 def adam8_block(
-    table_ptr, record, seed, tensors, tensor, start, length,
+    table_ptr, values_ptr, record, seed, tensors, tensor, start, length,
     PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
     SIGNED: tl.constexpr, UNSIGNED: tl.constexpr, QUANTISED: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -127,8 +124,8 @@ def adam8_block(
     m_scale = fetch(m_scale_at, scale_start, row, scale_length, tl.float32, False)
     v_scale = fetch(v_scale_at, scale_start, row, scale_length, tl.float32, False)
 
-    m = tl.where(m_code == 128, 1.0, decoded(m_code & 127, 6) * tl.where(m_code > 128, -1.0, 1.0)) * m_scale
-    v = tl.where(v_code == 1, 1.0, decoded(v_code, 7)) * v_scale
+    m = tl.load(values_ptr + m_code, eviction_policy="evict_last") * m_scale
+    v = tl.load(values_ptr + 256 + v_code, eviction_policy="evict_last") * v_scale
     p, m, v = moments(record, p, g, m, v, True, tl.float32)
     root = tl.sqrt(v) * item(record, 6, tl.float32)
     p = p - item(record, 5, tl.float32) * m / (root + item(record, 7, tl.float32))
@@ -142,15 +139,15 @@ def adam8_block(
     if not WHOLE:
         m, v = tl.where(lane < length - start, m, 0.0), tl.where(lane < length - start, v, 0.0)
     m_scale, v_scale = row_scale(m), row_scale(v)
-    put(m_at, start, lane, length, signed_codes(m, m_scale, SIGNED), tl.uint8, WHOLE)
-    put(v_at, start, lane, length, unsigned_codes(v, v_scale, UNSIGNED), tl.uint8, WHOLE)
+    put(m_at, start, lane, length, signed_codes(m, inverse_of(m_scale), SIGNED), tl.uint8, WHOLE)
+    put(v_at, start, lane, length, unsigned_codes(v, inverse_of(v_scale), UNSIGNED), tl.uint8, WHOLE)
     put(m_scale_at, scale_start, row, scale_length, m_scale, tl.float32, False)
     put(v_scale_at, scale_start, row, scale_length, v_scale, tl.float32, False)
 
 
 @triton.jit
 def adam8_kernel(
-    table_ptr, blocks_ptr, records_ptr, found_inf_ptr,
+    table_ptr, blocks_ptr, records_ptr, values_ptr, found_inf_ptr,  # values [2, 256]: those of signed codes, of unsigned
     seed, tensors, blocks,
     PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
     SIGNED: tl.constexpr, UNSIGNED: tl.constexpr, QUANTISED: tl.constexpr, ROWS: tl.constexpr,
@@ -161,24 +158,24 @@ def adam8_kernel(
     record = records_ptr + tensor * ADAM_RECORD
     if (start + ROWS * QUANTISED <= length) & aligned(table_ptr, tensors, tensor, PARAM, LAST + 2 + MASTER):
         adam8_block(
-            table_ptr, record, seed, tensors, tensor, start, length, PARAM_TYPE, GRAD_TYPE, MASTER, STOCHASTIC, SIGNED,
+            table_ptr, values_ptr, record, seed, tensors, tensor, start, length, PARAM_TYPE, GRAD_TYPE, MASTER, STOCHASTIC, SIGNED,
             UNSIGNED, QUANTISED, ROWS, True,
         )  # fmt: skip
     else:
         adam8_block(
-            table_ptr, record, seed, tensors, tensor, start, length, PARAM_TYPE, GRAD_TYPE, MASTER, STOCHASTIC, SIGNED,
+            table_ptr, values_ptr, record, seed, tensors, tensor, start, length, PARAM_TYPE, GRAD_TYPE, MASTER, STOCHASTIC, SIGNED,
             UNSIGNED, QUANTISED, ROWS, False,
         )  # fmt: skip
 
 
 def step_adam8(
-    table: Table, dtypes: tuple[torch.dtype, torch.dtype], found_inf: Tensor | None, seed: int, master: bool,
-    stochastic: bool,
+    table: Table, values: Tensor, dtypes: tuple[torch.dtype, torch.dtype], found_inf: Tensor | None, seed: int,
+    master: bool, stochastic: bool,
 ) -> None:  # fmt: skip
     """Update all tensors of a table whose rows are step, param, grad, both moments' codes, their scales[, master]."""
     param, grad = dtypes
     launch(
-        adam8_kernel, (table.programs,), table.entries, table.blocks, table.records, found_inf, seed, table.tensors,
+        adam8_kernel, (table.programs,), table.entries, table.blocks, table.records, values, found_inf, seed, table.tensors,
         table.programs, PARAM_TYPE=triton_dtype(param), GRAD_TYPE=triton_dtype(grad), MASTER=master,
         STOCHASTIC=stochastic, SIGNED=SIGNED, UNSIGNED=UNSIGNED, QUANTISED=QUANTISED, ROWS=ROWS, num_warps=WARPS,
     )  # fmt: skip
