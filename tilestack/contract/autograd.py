@@ -37,17 +37,20 @@ def differentiable(
     implementation: Implementation, extras: Extras | None, forward: Callable, config: Any = None
 ) -> Callable:
     """A function for calls of one signature that PyTorch's autograd can differentiate once."""
-    call = implementation.functions.get(extras is not None)
-    if call is None:
-        call = implementation.functions[extras is not None] = write_differentiable(implementation, extras)
+    function: Any = implementation.functions.get(extras is not None)
+    if function is None:
+        function = implementation.functions[extras is not None] = write_function_class(implementation, extras)
+    # Where no transform of torch.func is at work, all that `Function.apply` adds to the method it inherits is checks.
+    transforming = torch._C._are_functorch_transforms_active()
+    apply = function.apply if transforming else super(torch.autograd.Function, function).apply
     backward = extras.backward if extras else implementation.own_backward
     if config is not None and "config" in parameters_of(backward):
         backward = functools.partial(backward, config=config)
-    return functools.partial(call, Pair(extras.forward if extras else forward, backward, implementation.repeat))
+    return functools.partial(apply, Pair(extras.forward if extras else forward, backward, implementation.repeat))
 
 
-def write_differentiable(implementation: Implementation, extras: Extras | None) -> Callable:
-    """`call(pair, *arguments)`. Underscores keep our names apart from those of the operator."""
+def write_function_class(implementation: Implementation, extras: Extras | None) -> type[torch.autograd.Function]:
+    """Whose `apply` takes (pair, *arguments). Underscores keep our names apart from those of the operator."""
     op = implementation.operator
     if op.lists:
         raise NotImplementedError(f"{op.name} takes a list of tensors, for which only AUTOGRAD makes gradients")
@@ -63,13 +66,12 @@ def write_differentiable(implementation: Implementation, extras: Extras | None) 
     asks = extras is not None and extras.asks_needs
     text = f"""
 def forward(ctx, _pair, {listed(parameters)}):
-    ctx.pair = _pair
 {
         lines(
+            f"ctx.kept = (_pair, {listed(options)})",
             "_wanted = ctx.needs_input_grad" if asks else "",
             f"{listed(['_out', *handed]) if handed else '_out'} = _pair.forward({listed(parameters)}{f'needs={needs}' if asks else ''})",
             f"ctx.save_for_backward({listed(made.get(name, name) for name in kept)})",
-            f"ctx.options = ({listed(options)})" if options else "",
         )
     }
     return _out
@@ -78,7 +80,7 @@ def backward(ctx, {listed(op.grads)}):
 {
         lines(
             f"{listed(kept)} = ctx.saved_tensors" if kept else "",
-            f"{listed(options)} = ctx.options" if options else "",
+            f"{listed(['_pair', *options])} = ctx.kept",
             "_wanted = ctx.needs_input_grad",
             f"needs = {needs}" if "needs" in named else "",
             *(f"if {name} is not None and _keeps_graph(): {name} = {name}.clone()" for name in overwritten),
@@ -86,17 +88,14 @@ def backward(ctx, {listed(op.grads)}):
     }
     if _grad_enabled():
         with _no_grad():
-            _found = _as_tuple(ctx.pair.backward({listed(named)}))
+            _found = _as_tuple(_pair.backward({listed(named)}))
         _found = _once_only(_implementation, _found, ({listed(op.grads)}{
         listed(n for n in kept if n not in overwritten)
     }))
     else:
-        _found = ctx.pair.backward({listed(named)})
+        _found = _pair.backward({listed(named)})
     {listed(f"_d{name}" for name in tensors)} = {"_as_tuple(_found)" if len(tensors) == 1 else "_found"}
     return None, {listed(f"_d{name} if {wanted[name]} else None" if name in tensors else "None" for name in parameters)}
-
-def call(_pair, {listed(parameters)}):
-    return _apply(_pair, {listed(parameters)}) if not _transforming() else _Function.apply(_pair, {listed(parameters)})
 """
     scope: dict[str, Any] = dict(
         _implementation=implementation,
@@ -105,14 +104,10 @@ def call(_pair, {listed(parameters)}):
         _as_tuple=as_tuple,
         _once_only=once_only,
         _keeps_graph=torch._C._autograd._get_current_graph_task_keep_graph,
-        _transforming=torch._C._are_functorch_transforms_active,
     )
-    call = write_function("call", text, scope)
+    write_function("forward", text, scope)
     methods = {name: staticmethod(scope[name]) for name in ("forward", "backward")}
-    function = type(f"{op.name}_{implementation.backend}", (torch.autograd.Function,), methods)
-    # Where no transform of torch.func is at work, all that `Function.apply` adds to the method it inherits is checks.
-    scope |= dict(_Function=function, _apply=super(torch.autograd.Function, function).apply)  # type: ignore[misc]
-    return call
+    return type(f"{op.name}_{implementation.backend}", (torch.autograd.Function,), methods)
 
 
 def once_only(

@@ -99,7 +99,7 @@ def __call__(self, {declared}, *, out=None):
 {lines(*coerced)}
     try:
         _key = (
-            _entered(), _deterministic(), _forward_ad._current_level, {" or ".join(views)},
+            _entered(), _deterministic(), _transforming(), _forward_ad._current_level, {" or ".join(views)},
             _grad_enabled() and ({" or ".join(grads)}), {", ".join(parts)},
         )
         _run = _plans.get(_key)
@@ -120,6 +120,7 @@ def __call__(self, {declared}, *, out=None):
         _grad_enabled=torch.is_grad_enabled,
         _entered=entered,
         _forward_ad=forward_ad,
+        _transforming=torch._C._are_functorch_transforms_active,
         _deterministic=torch._C._get_deterministic_algorithms,
         _plans=op.plans.recent,
         _plan=plan,

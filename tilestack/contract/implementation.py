@@ -66,7 +66,7 @@ class Implementation:
     configs: Mapping[str, Any] = field(
         default_factory=dict
     )  # launch configurations by name, the first when none is known
-    functions: dict[bool, Callable] = field(default_factory=dict)  # autograd functions, without and with extras
+    functions: dict[bool, type] = field(default_factory=dict)  # autograd functions, without and with extras
 
     def refuses(self, arguments: dict[str, Any], device: torch.device, with_gradient: bool = False) -> str:
         """Why this implementation cannot run the call; empty when it can. Arguments may lack what a gradient drops."""

@@ -24,7 +24,6 @@ from tilestack.contract.cases import Make
 from tilestack.contract.operator import as_tuple
 
 CALLS, BATCHES, WARM = 20, 40, 8
-FLOOR = "floor"
 
 
 def bench_host(device: str = "cuda", names: list[str] | None = None) -> list[dict[str, Any]]:
@@ -38,18 +37,13 @@ def bench_host(device: str = "cuda", names: list[str] | None = None) -> list[dic
 
 def of_operator(op: Operator, device: str) -> list[dict[str, Any]]:
     calls: dict[tuple[str, str], Callable[[], Any]] = {}
-    x = torch.ones(16, device=device)
-    calls["no_grad", FLOOR] = lambda: x.add_(1)
     case = smallest(op)
     for name in ("triton", "aten" if "aten" in op.implementations else "torch"):
         for way, call in ways(op, case, name, device).items():
             calls[way, name] = call
-    times = measure_all(calls, device)
-    floor = times["no_grad", FLOOR]
     return [
-        dict(op=op.name, case=case.name, dtype="bfloat16", direction=way, backend=name, host_us=found, floor_us=floor)
-        for (way, name), found in times.items()
-        if name != FLOOR
+        dict(op=op.name, case=case.name, dtype="bfloat16", direction=way, backend=name, host_us=ours, floor_us=floor)
+        for (way, name), (ours, floor) in measure_all(calls, device).items()
     ]
 
 
@@ -100,21 +94,29 @@ def is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def measure_all(calls: dict[tuple[str, str], Callable[[], Any]], device: str) -> dict[tuple[str, str], float]:
-    """Microseconds of a call, medians of batches; backends chosen as a recipe does it, so that no `with` is timed."""
+def measure_all(
+    calls: dict[tuple[str, str], Callable[[], Any]], device: str
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """Microseconds of each call and of the floor's in turn with it, medians of batches: a host's clock wanders.
+
+    Backends are chosen as a recipe does it, so that no `with` is timed.
+    """
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    x = torch.ones(16, device=device)
     found = {}
     for (way, name), call in calls.items():
-        configure_backend("" if name == FLOOR else name)
-        samples = []
+        configure_backend(name)
+        samples: tuple[list[float], list[float]] = ([], [])
         for batch in range(WARM + BATCHES):
-            wait()
-            began = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            if batch >= WARM:
-                samples.append((time.perf_counter() - began) / CALLS)
-        found[way, name] = round(1e6 * statistics.median(samples), 3)
+            for run, kept in zip((call, lambda: x.add_(1)), samples, strict=True):
+                wait()
+                began = time.perf_counter()
+                for _ in range(CALLS):
+                    run()
+                if batch >= WARM:
+                    kept.append((time.perf_counter() - began) / CALLS)
+        ours, floor = (round(1e6 * statistics.median(kept), 3) for kept in samples)
+        found[way, name] = ours, floor
     configure_backend("")
     return found
 
