@@ -10,7 +10,14 @@
 docs/a-call.md walks one call through these files.
 """
 
-from tilestack.contract.backends import BackendError, backend, batch_invariant, configure_backend, register_backend
+from tilestack.contract.backends import (
+    BackendError,
+    backend,
+    batch_invariant,
+    check_values,
+    configure_backend,
+    register_backend,
+)
 from tilestack.contract.cases import Case
 from tilestack.contract.implementation import AUTOGRAD, Extras, Implementation, implements
 from tilestack.contract.operator import Cost, Operator, operator
@@ -28,6 +35,7 @@ __all__ = [
     "Operator",
     "backend",
     "batch_invariant",
+    "check_values",
     "configure_backend",
     "implements",
     "operator",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 ENVIRONMENT_VARIABLE = "TILESTACK_BACKEND"
+CHECK_VARIABLE = "TILESTACK_CHECK_VALUES"  # 1 or 0; see `check_values`
 AUTO = "auto"
 
 
@@ -157,6 +158,26 @@ def register_backend(name: str, needs: Callable[[torch.device], bool | str]) -> 
 def usable(name: str, device: torch.device) -> bool | str:
     """True when a backend can run on a device, otherwise the reason. A backend nobody described runs anywhere."""
     return _needs[name](device) if name in _needs else True
+
+
+_values_checked: bool | None = None
+
+
+def check_values(on: bool | None) -> None:
+    """Whether operators look at the values of what they index with, and raise where PyTorch would: True in every call,
+    which waits for the device; False never; None on CPUs, but not where kernels are interpreted to see what they do."""
+    from tilestack.contract.registry import forget_plans
+
+    global _values_checked
+    _values_checked = on
+    forget_plans()
+
+
+def checks_values(device: torch.device) -> bool:
+    wish = _values_checked
+    if wish is None and (written := os.environ.get(CHECK_VARIABLE, "")):
+        wish = written != "0"
+    return (device.type == "cpu" and not interpreting()) if wish is None else wish
 
 
 def interpreting() -> bool:

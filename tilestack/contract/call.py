@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilestack.contract import registry
-from tilestack.contract.backends import entered
+from tilestack.contract.backends import checks_values, entered
+from tilestack.contract.named import answer_of
 from tilestack.contract.source import lines, write_function
 
 if TYPE_CHECKING:
@@ -178,6 +179,8 @@ def plan(op: "Operator", key: tuple | None, values: tuple) -> Callable:
         refuse_tangents(implementation, given)
         key = None  # whether a tensor has a tangent is no part of a signature
     run = make_plan(op, implementation, arguments, given, with_gradient, key)
+    if op.check_values is not None and checks_values(op.device_of(arguments)):
+        run = functools.partial(check_values_and_run, op, run)
     if key is not None:
         op.plans.keep(key, run)
     return functools.partial(first_call, op, implementation, run, list(given.items()))
@@ -207,6 +210,13 @@ def make_plan(
         op, implementation.repeat(forward, lambda faster: op.plans.replace(key, run, bumping(op, faster)))
     )
     return run
+
+
+def check_values_and_run(op: "Operator", run: Callable, *values: Any) -> Any:
+    arguments = dict(zip(op.parameters, values, strict=True))
+    if op.check_values is not None and (reason := answer_of(op.check_values, arguments)) is not True:
+        raise IndexError(f"{op.name}: {reason}")
+    return run(*values)
 
 
 def bumping(op: "Operator", run: Callable) -> Callable:

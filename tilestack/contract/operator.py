@@ -15,6 +15,7 @@ operator's gradient names is kept alive between forward and backward, and only t
 what an implementation hands on besides is its own affair (`Extras`).
 """
 
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from tilestack.contract import registry
 from tilestack.contract.call import Plans, warm_up, write_call
-from tilestack.contract.cases import Case
+from tilestack.contract.cases import Case, Make
 from tilestack.contract.implementation import AUTOGRAD, FLOATS, Implementation, short
 from tilestack.contract.named import Reason, answer_of, call_named, parameters_of, refuse_unknown
 
@@ -63,6 +64,7 @@ class Operator(Generic[P, R]):
         consumes: Sequence[str],
         dtypes: Mapping[str, Sequence[torch.dtype]],
         tuning_key: Callable | None,
+        check_values: Callable[..., Reason] | None,
     ):
         self.definition = definition
         self.name = definition.__name__
@@ -87,6 +89,7 @@ class Operator(Generic[P, R]):
         self.fake: Callable = fake or definition
         self.mutates, self.consumes, self.dtypes = tuple(mutates), tuple(consumes), dict(dtypes)
         self.tuning_key = tuning_key
+        self.check_values = check_values
         self.grads = ["grad"] if len(self.outputs) == 1 else [f"grad_{name}" for name in self.outputs]
         kept = parameters_of(gradient) if gradient else self.parameters
         self.saved = [name for name in kept if name not in (*self.grads, "needs")]
@@ -98,6 +101,7 @@ class Operator(Generic[P, R]):
         refuse_unknown(f"the cost of {self.name}", cost, self.parameters)
         refuse_unknown(f"the check of {self.name}", check, self.parameters)
         refuse_unknown(f"the tuning_key of {self.name}", tuning_key, self.parameters)
+        refuse_unknown(f"the check_values of {self.name}", check_values, self.parameters)
         refuse_unknown(
             f"the gradient of {self.name}", gradient, [*self.grads, *self.parameters, *self.outputs, "needs"]
         )
@@ -159,13 +163,22 @@ class Operator(Generic[P, R]):
                 raise TypeError(f"{self.name}: {name} must be a list of tensors")
         self.device_of(arguments)
         for name, tensor in self.given_tensors(arguments).items():
-            accepted = self.dtypes.get(name.partition("[")[0])
+            argument = name.partition("[")[0]
+            accepted = self.dtypes.get(argument)
+            if accepted is None and argument in self.floating and not tensor.is_floating_point():
+                raise TypeError(f"{self.name}: {name} must be floating point, not {short(tensor.dtype)}")
             if accepted and tensor.dtype not in accepted:
                 raise TypeError(
                     f"{self.name}: {name} must be {' or '.join(map(short, accepted))}, not {short(tensor.dtype)}"
                 )
         if self.check is not None and (reason := answer_of(self.check, arguments)) is not True:
             raise ValueError(f"{self.name}: {reason}")
+
+    @functools.cached_property
+    def floating(self) -> set[str]:
+        """The arguments that are floating point, as its cases make them."""
+        made = self.bind(**self.cases[0].build(Make(torch.float32, "meta"))) if self.cases else {}
+        return {name for name, value in made.items() if isinstance(value, Tensor) and value.is_floating_point()}
 
     def warm_up(self, *args: Any, **kwargs: Any) -> None:
         """Compile, choose and note all that calls with such arguments need, so that none of it happens in a captured or
@@ -218,6 +231,7 @@ def operator(
     consumes: Sequence[str] = (),
     dtypes: Mapping[str, Sequence[torch.dtype]] | None = None,
     tuning_key: Callable[..., tuple] | None = None,
+    check_values: Callable[..., Reason] | None = None,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Turn a definition in plain PyTorch into an operator. Its annotations are the operator's schema.
 
@@ -228,15 +242,17 @@ def operator(
     `fake` makes results of the right shape where the definition cannot: it reads values of its arguments, and fake
     tensors have none. A compiler does not trace such a definition.
     `mutates` names the arguments that are written, `consumes` those whose memory a gradient may use up where the call
-    says so; no other may be. `dtypes` says for an argument which dtypes make sense, whatever the backend. `tuning_key`
-    names arguments and answers the numbers and words that speed depends on; configurations and backends are chosen by it.
+    says so; no other may be. `dtypes` says for an argument which dtypes make sense, whatever the backend, () for any;
+    what cases make of floating point is taken in no other kind where it says nothing. `check_values` answers True or what
+    is wrong with the values of arguments, such as an index that names no row; it is asked on CPUs, and elsewhere when
+    people want it, for it waits for the device. `tuning_key` names arguments and answers the numbers and words that speed depends on; configurations and backends are chosen by it.
     """
 
     def declare(definition: Callable[P, R]) -> Operator[P, R]:
         from tilestack.contract.library import define
 
         op = type("Operator", (Operator,), {})(
-            definition, list(cases), cost, check, gradient, outputs, spreads_nan, fake, mutates, consumes, dtypes or {}, tuning_key
+            definition, list(cases), cost, check, gradient, outputs, spreads_nan, fake, mutates, consumes, dtypes or {}, tuning_key, check_values
         )  # fmt: skip
         registry.add_operator(op)
         try:

@@ -30,6 +30,7 @@ def add_gradient(grad: Tensor) -> tuple[Tensor, Tensor]:
     cost=lambda x: Cost(flops=x.numel(), backward_flops=0),
     check=same_shape_and_dtype,
     gradient=add_gradient,
+    dtypes=dict(x=(), y=()),
 )
 def add(x: Tensor, y: Tensor) -> Tensor:
     """x + y."""

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tilestack.contract.cases import cases
 from tilestack.contract.operator import Cost, operator
+from tilestack.ops.numerics import named_rows_exist
 
 
 def rows_or_nan(table: Tensor, ids: Tensor) -> Tensor:
@@ -54,6 +55,7 @@ def looked_up(ids: Tensor, weight: Tensor) -> Cost:
     + cases(awkward_case, check=[(30, 50, 100)]),
     cost=looked_up,
     check=embedding_takes,
+    check_values=lambda ids, weight: named_rows_exist("ids", ids, weight.shape[0]),
 )
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """The rows of weight that ids name, [*ids.shape, width].

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilestack.contract.cases import cases
 from tilestack.contract.operator import Cost, operator
-from tilestack.ops.numerics import wide
+from tilestack.ops.numerics import named_rows_exist, wide
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -102,6 +102,9 @@ def full(build: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     + cases(full(logits_case), check=[], bench=[(8192, 32000), (8192, 128256), (8192, 151936)]),
     cost=lambda logits: Cost(flops=5 * logits.numel(), backward_flops=4 * logits.numel()),
     check=logits_fit,
+    check_values=lambda logits, labels, ignore_index: named_rows_exist(
+        "labels", labels, logits.shape[-1], ignore_index
+    ),
     consumes=("logits",),  # where `inplace` permits it
 )
 def cross_entropy(
@@ -145,6 +148,7 @@ def cross_entropy(
     + cases(full(head_case), check=[], bench=[(8192, 1024, 151936)]),
     cost=lambda x, weight: Cost(flops=2 * x.numel() * weight.shape[0]),
     check=head_fits,
+    check_values=lambda weight, labels, ignore_index: named_rows_exist("labels", labels, weight.shape[0], ignore_index),
 )
 def linear_cross_entropy(
     x: Tensor,

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from tilestack.contract.cases import cases
 from tilestack.contract.operator import Cost, operator
-from tilestack.ops.numerics import wide
+from tilestack.ops.numerics import named_rows_exist, wide
+
+ANY: dict[str, tuple] = dict(x=())  # what is moved is not looked at
 
 SQUARE = (16384, 16384)  # 512 MB in bfloat16, far beyond any cache
 
@@ -26,6 +28,7 @@ def copy_gradient(grad: Tensor) -> Tensor:
 @operator(
     cases=cases(shaped, check=[(1,), (33,), (127, 3), (4, 1025), (2, 3, 4, 5), (0,), (2, 0, 3), ()], bench=[SQUARE]),
     gradient=copy_gradient,
+    dtypes=ANY,
 )
 def copy(x: Tensor) -> Tensor:
     """x in fresh, contiguous memory."""
@@ -58,6 +61,7 @@ def strided_copy_gradient(grad: Tensor, x: Tensor, step: int) -> Tensor:
     cost=lambda x, step: Cost(read=[x[..., ::step]], backward_read=[]),
     check=steps_forward,
     gradient=strided_copy_gradient,
+    dtypes=ANY,
 )
 def strided_copy(x: Tensor, step: int) -> Tensor:
     """Every step-th element of the last dimension, x[..., ::step], side by side; its gradient has zeros between."""
@@ -76,6 +80,7 @@ def transpose_gradient(grad: Tensor) -> Tensor:
     ),
     check=lambda x: x.ndim >= 2 or f"x needs two dimensions, not {x.ndim}",
     gradient=transpose_gradient,
+    dtypes=ANY,
 )
 def transpose(x: Tensor) -> Tensor:
     """The last two dimensions exchanged in memory, not only in the strides."""
@@ -118,6 +123,7 @@ def inverse(dims: Sequence[int]) -> list[int]:
         ],
     ),
     check=permutes,
+    dtypes=ANY,
     gradient=permute_gradient,
 )  # fmt: skip
 def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
@@ -159,6 +165,8 @@ def sum_by_index(x: Tensor, index: Tensor, rows: int) -> Tensor:
     ),
     cost=gathered,
     check=takes_index,
+    check_values=lambda x, index: named_rows_exist("index", index, x.shape[0]),
+    dtypes=ANY,
     gradient=gather_rows_gradient,
 )
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -201,6 +209,7 @@ def scatter_rows_gradient(grad: Tensor, index: Tensor) -> tuple[Tensor, None]:
     + cases(scattered, check=[(1, 1, 1), (60, 17, 3), (300, 9), (0, 4, 3), (4, 0, 3)], bench=[(65536, 1024, 512)]),
     cost=lambda x: Cost(flops=x.numel(), backward_flops=0),
     check=scatters,
+    check_values=lambda index, rows: named_rows_exist("index", index, rows),
     gradient=scatter_rows_gradient,
 )
 def scatter_rows(x: Tensor, index: Tensor, rows: int) -> Tensor:
@@ -237,6 +246,7 @@ def reduce_sum_gradient(grad: Tensor, x: Tensor, dim: int) -> Tensor:
     ),
     cost=lambda x: Cost(flops=x.numel(), backward_flops=0, backward_read=[]),
     check=sums,
+    dtypes=ANY,
     gradient=reduce_sum_gradient,
 )  # fmt: skip
 def reduce_sum(x: Tensor, dim: int) -> Tensor:
