@@ -94,16 +94,17 @@ def norm_ragged_bwd_kernel(
         x, x_ends = load_ragged(x_ptr, row, x_stride, places, ACC, V)
         grad, grad_ends = load_ragged(grad_ptr, row, grad_stride, places, ACC, V)
         x, x_ends, rstd = ragged_statistics(x, x_ends, places, columns, eps, CENTRED)
-        x, x_ends = x * rstd, x_ends * rstd
         g, g_ends = grad, grad_ends
+        if HAS_WEIGHT:
+            g, g_ends = grad * weight.to(ACC), grad_ends * weight_ends.to(ACC)
+        along = sum_ragged(g * x, g_ends * x_ends) * rstd / columns
+        x, x_ends = x * rstd, x_ends * rstd
         if HAS_WEIGHT:
             dweight += grad * x
             dweight_ends += grad_ends * x_ends
-            g, g_ends = grad * weight.to(ACC), grad_ends * weight_ends.to(ACC)
         if HAS_BIAS:
             dbias += grad
             dbias_ends += grad_ends
-        along = sum_ragged(g * x, g_ends * x_ends) / columns
         dx, dx_ends = g - x * along, g_ends - x_ends * along
         if CENTRED:
             mean = sum_ragged(g, g_ends) / columns

@@ -27,6 +27,7 @@ from tilestack.contract.repeat import straight_line
 from tilestack.kernels.memory.columns import sum_columns
 from tilestack.kernels.norm import long, ragged
 from tilestack.kernels.norm import wide as wide_rows
+from tilestack.kernels.norm.granules import sum_as_ragged
 from tilestack.kernels.quantised.codes import HALVES_AND_SINGLE, codes_of, magnitudes, scale_of, writes_fp8
 from tilestack.kernels.tiles import (
     accumulator,
@@ -53,11 +54,20 @@ SHORT_PROGRAMS = 2  # on each multiprocessor
 
 
 @triton.jit
-def statistics(x, inside, columns, eps, CENTRED: tl.constexpr):
+def sum_along(x, RAGGED: tl.constexpr):
+    """The sum of each row of a tile; RAGGED ones as those are summed that start off 16 bytes, to the bit."""
+    if RAGGED:
+        return sum_as_ragged(x)
+    else:
+        return tl.sum(x, 1, keep_dims=True)
+
+
+@triton.jit
+def statistics(x, inside, columns, eps, CENTRED: tl.constexpr, RAGGED: tl.constexpr):
     """(x - mean, or x itself) and 1 / std of each row of a tile."""
     if CENTRED:
-        x = tl.where(inside, x - tl.sum(x, 1, keep_dims=True) / columns, 0.0)
-    return x, tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / columns + eps)
+        x = tl.where(inside, x - sum_along(x, RAGGED) / columns, 0.0)
+    return x, tl.rsqrt(sum_along(x * x, RAGGED) / columns + eps)
 
 
 @triton.jit
@@ -66,7 +76,7 @@ def norm_fwd_kernel(
     rows, columns, x_stride, residual_stride, eps,
     CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     LARGEST_CODE: tl.constexpr,  # 0 where the output is not quantised
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    RAGGED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLS)[None, :]
@@ -77,7 +87,7 @@ def norm_fwd_kernel(
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * columns + column, rounded, mask=inside)
         x = wide(rounded)  # as the backward, and whoever reads the sum, will see it
-    x, rstd = statistics(x, inside, columns, eps, CENTRED)
+    x, rstd = statistics(x, inside, columns, eps, CENTRED, RAGGED)
     y = x * rstd
     if HAS_WEIGHT:
         y = y * tl.load(weight_ptr + column, mask=column < columns, other=0)
@@ -97,7 +107,7 @@ def norm_bwd_kernel(
     grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, dx_ptr, partial_ptr,
     rows, columns, grad_stride, grad_sum_stride, x_stride, eps,
     CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACC: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+    ACC: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, COLS)[None, :]
@@ -113,7 +123,10 @@ def norm_bwd_kernel(
             # Loaded here, where the cache has it, rather than held: a wide row leaves no registers for it.
             g = grad * tl.load(weight_ptr + column, mask=column < columns, other=0).to(ACC)
         if CENTRED:
-            x = tl.where(inside, x - tl.sum(x, 1, keep_dims=True) / columns, 0.0)
+            x = tl.where(inside, x - sum_along(x, RAGGED) / columns, 0.0)
+        if RAGGED:
+            squares, product, total = sum_as_ragged(x * x), sum_as_ragged(g * x), sum_as_ragged(g)
+        elif CENTRED:
             squares, product, total = sum_three(x * x, g * x, g, 1, True)
         else:
             squares, product = sum_two(x * x, g * x, 1, True)
@@ -161,9 +174,10 @@ def norm_forward(
         CENTRED=centred, HAS_RESIDUAL=added is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
         LARGEST_CODE=LARGEST_CODE[codes] if codes else 0,
     )  # fmt: skip
+    size = min(x.element_size(), out.element_size())
     if columns > WIDEST:
         long.forward(tensors, columns, strides, float(eps), flags)
-    elif granule := ragged.granule(columns, min(x.element_size(), out.element_size()), source, added):
+    elif granule := ragged.granule(columns, size, source, added):
         ragged.forward(tensors, columns, strides, float(eps), flags, granule)
     else:
         height, width, warps = tile_of_rows(columns)
@@ -173,7 +187,7 @@ def norm_forward(
             warps = 8  # measured fastest
         launch(
             norm_fwd_kernel, (cdiv(rows, height),), *tensors, rows, columns, *strides, float(eps),
-            **flags, ROWS=height, COLS=width, num_warps=warps,
+            **flags, RAGGED=ragged.granule(columns, size) > 0, ROWS=height, COLS=width, num_warps=warps,
         )  # fmt: skip
     return tuple(result for result in (out, scale, summed) if result is not None)
 
@@ -225,7 +239,8 @@ def norm_backward(
         stages = min(ahead, shared_memory(x.device) // (resident * stage))
         launch(
             norm_bwd_kernel, (programs,), *tensors, dx, partial, rows, columns, *strides, float(eps),
-            **flags, ROWS=height, COLS=width, STAGES=max(stages, 1), num_warps=warps,
+            **flags, RAGGED=ragged.granule(columns, x.element_size()) > 0, ROWS=height, COLS=width,
+            STAGES=max(stages, 1), num_warps=warps,
         )  # fmt: skip
     if weight is None:
         return dx, None, None
