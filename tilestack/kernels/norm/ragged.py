@@ -1,4 +1,4 @@
-"""Norms of rows that do not start on 16 bytes; the mathematics is that of `norm`, the tiles are those of `ragged`.
+"""Norms of rows that do not start on 16 bytes; the mathematics is that of `rows.py`, the tiles are those of `granules.py`.
 
 A fixed set of programs strides over the rows in both directions: each has its columns' weights in registers, and in the
 backward their gradients, which it writes once to its own line of a buffer.
@@ -23,7 +23,7 @@ from tilestack.kernels.norm.granules import (
 from tilestack.kernels.quantised.codes import codes_of, magnitudes, scale_of
 from tilestack.kernels.tiles import accumulator, multiprocessors, shared_memory, wide
 
-NARROWEST = 1024  # columns; several shorter rows share a tile, in `norm`
+NARROWEST = 1024  # columns; several shorter rows share a tile, in `rows.py`
 WIDEST = 8192  # columns of a body that fit in registers with all that is held of them
 ELEMENTS = 1024  # of a body in a warp
 FORWARD_WARPS = 16  # on each multiprocessor

@@ -11,8 +11,8 @@ backward reads it in place of x and adds the gradient that arrives at it to dx. 
     program 0: row 0, row P, row 2P, …      each adds its share of dweight in registers
     program 1: row 1, row P+1, …            and writes it once, to line p of a [P, columns] buffer
 
-which a second kernel sums down: no atomics, so the result is the same in every run. Rows too long for registers are in
-`norm_long`, those that start off 16 bytes in `norm_ragged`.
+which a second kernel sums down: no atomics, so the result is the same in every run. Rows too wide for registers are in
+`wide.py` and `long.py`, those that start off 16 bytes in `ragged.py`.
 """
 
 import torch
@@ -44,13 +44,13 @@ from tilestack.kernels.tiles import (
 from tilestack.ops.quantised import LARGEST_CODE
 
 WIDEST = 32768  # columns the forward keeps in registers
-WIDEST_BACKWARD = 16384  # the backward also holds the running sum of dweight
-WIDEST_TWO_SUMS = 8192  # and up to here that of dbias; in between, dbias is summed from grad on its own
+WIDEST_TWO_SUMS = 8192  # and the backward, beside the running sums of dweight and dbias;
+WIDEST_BACKWARD = 16384  # up to here without that of dbias, where rows start off 16 bytes and other ways would be slow
 
 
 SHORT_CENTRED = 512  # columns up to which centred rows have tiles of their own in the backward:
-SHORT_ELEMENTS, SHORT_WARPS, SHORT_STAGES = 2048, 4, 3
-SHORT_PROGRAMS = 2  # on each multiprocessor
+SHORT_ELEMENTS, SHORT_WARPS, SHORT_STAGES = 1024, 2, 3
+SHORT_PROGRAMS = 4  # on each multiprocessor
 
 
 @triton.jit
@@ -209,18 +209,15 @@ def norm_backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     tensors = arriving, arriving_too, source, weight
     strides = arriving.stride(0), 0 if arriving_too is None else arriving_too.stride(0), source.stride(0)
-    in_chunks = columns > WIDEST_TWO_SUMS and not odd(columns) and wide_rows.fits(columns, x.dtype)
-    if in_chunks:
-        bias_too = has_bias and wide_rows.with_bias(columns)
-    else:
-        bias_too = has_bias and not WIDEST_TWO_SUMS < columns <= WIDEST_BACKWARD
+    beyond = WIDEST_BACKWARD if odd(columns) else WIDEST_TWO_SUMS
+    bias_too = has_bias and not WIDEST_TWO_SUMS < columns <= beyond
     flags = dict(
         CENTRED=centred, HAS_RESIDUAL=grad_sum is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias_too,
         ACC=accumulator(x.dtype),
     )  # fmt: skip
-    if in_chunks:
+    if columns > beyond and not (centred or odd(columns)) and wide_rows.fits(columns, x.dtype):
         partial = wide_rows.backward(tensors, dx, strides, float(eps), flags)
-    elif columns > WIDEST_BACKWARD:
+    elif columns > beyond:
         partial = long.backward(tensors, dx, strides, float(eps), flags)
     elif granule := ragged.granule(columns, x.element_size(), arriving, arriving_too, source):
         partial = ragged.backward(tensors, dx, strides, float(eps), flags, granule)
@@ -269,8 +266,6 @@ def backward_shape(height: int, width: int, centred: bool) -> tuple[int, int]:
     """(warps, tiles loaded ahead) that measured fastest: as few warps as hold a tile and its running sums."""
     if centred and width <= SHORT_CENTRED:
         return SHORT_WARPS, SHORT_STAGES
-    if width > WIDEST_TWO_SUMS:
-        return (8, 3) if centred else (32, 1)
     if height * width > 4096:
         return 8, 3
     # Short rows have four warps for their number of instructions: with eight twice as many, of passing sums around.
