@@ -40,7 +40,8 @@ from tilestack.kernels.tiles import cdiv, next_power, rows_of
 from tilestack.ops.memory import copy_gradient, permute_gradient, transpose_gradient
 
 FLAT_BYTES = 2048  # of a vector per program
-SPREAD_BYTES, SPREAD_WARPS = 8192, 4  # of the gradient with zeros between
+SPREAD_BYTES, SPREAD_WARPS = 4096, 4  # of the gradient with zeros between
+GRANULE = 16  # bytes that a thread moves at once
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 TILE_BYTES = 16384
 TILE_ELEMENTS = 8192  # of which a thread holds no more addresses than it has registers
@@ -134,7 +135,7 @@ def copy_decoded_kernel(
 def spread_kernel(
     grad_ptr, out_ptr,  # integers as wide as an element, and as wide as one with zeros behind it
     rows, columns, grad_stride,
-    STEP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    STEP: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """out[row, STEP · i] = grad[row, i] and zero between, in one dense pass over out.
 
@@ -148,6 +149,8 @@ def spread_kernel(
     inside = (row < rows) & (column < columns)
     since = (first % STEP).to(tl.int32) + tl.arange(0, COLS)[None, :]  # from the last multiple of STEP up to `first`
     source = row * grad_stride + first // STEP + since // STEP
+    if TOGETHER:  # no more than a thread writes at once, so that none changes hands between load and store
+        source = tl.max_contiguous(source, [1, TOGETHER])
     grad = tl.load(grad_ptr + source, mask=inside & (since % STEP == 0), other=0)
     if out_ptr.dtype.element_ty.primitive_bitwidth > WIDTH:
         grad = grad.to(out_ptr.dtype.element_ty) & ((1 << WIDTH) - 1)  # as it lies in memory: zeros above
@@ -289,7 +292,7 @@ def strided_copy_backward(grad: Tensor, x: Tensor, step: int) -> Tensor:
     launch(
         spread_kernel, (cdiv(rows, height) * cdiv(columns, width),),
         source.view(INTEGERS[grad.itemsize]), out.view(INTEGERS[grad.itemsize * joined]), rows, columns, stride,
-        STEP=step, ROWS=height, COLS=width, num_warps=SPREAD_WARPS,
+        STEP=step, TOGETHER=GRANULE // (joined * grad.itemsize) if step == 1 else 0, ROWS=height, COLS=width, num_warps=SPREAD_WARPS,
     )  # fmt: skip
     return out
 

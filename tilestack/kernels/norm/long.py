@@ -1,4 +1,4 @@
-"""Norms of rows too long for one program's registers; the mathematics is that of `norm`.
+"""Norms of rows too long for one program's registers; the mathematics is that of `rows.py`.
 
 The forward walks a row in chunks twice: statistics, then output (the second read comes from L2); a sum with a residual is
 written on the way before, and the scale of quantised rows takes one more walk. The backward first finds each row's statistics and averages, then covers the matrix with column chunks,
@@ -19,8 +19,8 @@ from tilestack.kernels.quantised.codes import codes_of, magnitudes, scale_of
 from tilestack.kernels.tiles import accumulator, cdiv, multiprocessors
 
 CHUNK = 16384  # columns per step of a walk along a row
-AVERAGED, AVERAGED_WARPS, AVERAGED_STAGES = 4096, 8, 3  # columns per step of the walk that finds a row's averages
-STRIP, STRIP_WARPS, STRIP_STAGES = 4096, 8, 3  # columns per program of the backward
+AVERAGED, AVERAGED_WARPS, AVERAGED_STAGES = 2048, 4, 4  # columns per step of the walk that finds a row's averages
+STRIP, STRIP_WARPS, STRIP_STAGES = 2048, 8, 4  # columns per program of the backward
 STRIP_PROGRAMS = 4  # of the backward for each multiprocessor
 
 

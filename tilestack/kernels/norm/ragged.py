@@ -1,4 +1,4 @@
-"""Norms of rows that do not start on 16 bytes; the mathematics is that of `norm`, the tiles are those of `ragged`.
+"""Norms of rows that do not start on 16 bytes; the mathematics is that of `rows.py`, the tiles are those of `granules.py`.
 
 A fixed set of programs strides over the rows in both directions: each has its columns' weights in registers, and in the
 backward their gradients, which it writes once to its own line of a buffer.
@@ -23,7 +23,7 @@ from tilestack.kernels.norm.granules import (
 from tilestack.kernels.quantised.codes import codes_of, magnitudes, scale_of
 from tilestack.kernels.tiles import accumulator, multiprocessors, shared_memory, wide
 
-NARROWEST = 1024  # columns; several shorter rows share a tile, in `norm`
+NARROWEST = 1024  # columns; several shorter rows share a tile, in `rows.py`
 WIDEST = 8192  # columns of a body that fit in registers with all that is held of them
 ELEMENTS = 1024  # of a body in a warp
 FORWARD_WARPS = 16  # on each multiprocessor
@@ -94,16 +94,17 @@ def norm_ragged_bwd_kernel(
         x, x_ends = load_ragged(x_ptr, row, x_stride, places, ACC, V)
         grad, grad_ends = load_ragged(grad_ptr, row, grad_stride, places, ACC, V)
         x, x_ends, rstd = ragged_statistics(x, x_ends, places, columns, eps, CENTRED)
-        x, x_ends = x * rstd, x_ends * rstd
         g, g_ends = grad, grad_ends
+        if HAS_WEIGHT:
+            g, g_ends = grad * weight.to(ACC), grad_ends * weight_ends.to(ACC)
+        along = sum_ragged(g * x, g_ends * x_ends) * rstd / columns
+        x, x_ends = x * rstd, x_ends * rstd
         if HAS_WEIGHT:
             dweight += grad * x
             dweight_ends += grad_ends * x_ends
-            g, g_ends = grad * weight.to(ACC), grad_ends * weight_ends.to(ACC)
         if HAS_BIAS:
             dbias += grad
             dbias_ends += grad_ends
-        along = sum_ragged(g * x, g_ends * x_ends) / columns
         dx, dx_ends = g - x * along, g_ends - x_ends * along
         if CENTRED:
             mean = sum_ragged(g, g_ends) / columns

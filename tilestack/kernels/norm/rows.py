@@ -11,8 +11,8 @@ backward reads it in place of x and adds the gradient that arrives at it to dx. 
     program 0: row 0, row P, row 2P, …      each adds its share of dweight in registers
     program 1: row 1, row P+1, …            and writes it once, to line p of a [P, columns] buffer
 
-which a second kernel sums down: no atomics, so the result is the same in every run. Rows too long for registers are in
-`norm_long`, those that start off 16 bytes in `norm_ragged`.
+which a second kernel sums down: no atomics, so the result is the same in every run. Rows too wide for registers are in
+`wide.py` and `long.py`, those that start off 16 bytes in `ragged.py`.
 """
 
 import torch
@@ -27,6 +27,7 @@ from tilestack.contract.repeat import straight_line
 from tilestack.kernels.memory.columns import sum_columns
 from tilestack.kernels.norm import long, ragged
 from tilestack.kernels.norm import wide as wide_rows
+from tilestack.kernels.norm.granules import sum_as_ragged
 from tilestack.kernels.quantised.codes import HALVES_AND_SINGLE, codes_of, magnitudes, scale_of, writes_fp8
 from tilestack.kernels.tiles import (
     accumulator,
@@ -43,21 +44,30 @@ from tilestack.kernels.tiles import (
 from tilestack.ops.quantised import LARGEST_CODE
 
 WIDEST = 32768  # columns the forward keeps in registers
-WIDEST_BACKWARD = 16384  # the backward also holds the running sum of dweight
-WIDEST_TWO_SUMS = 8192  # and up to here that of dbias; in between, dbias is summed from grad on its own
+WIDEST_TWO_SUMS = 8192  # and the backward, beside the running sums of dweight and dbias;
+WIDEST_BACKWARD = 16384  # up to here without that of dbias, where rows start off 16 bytes and other ways would be slow
 
 
 SHORT_CENTRED = 512  # columns up to which centred rows have tiles of their own in the backward:
-SHORT_ELEMENTS, SHORT_WARPS, SHORT_STAGES = 2048, 4, 3
-SHORT_PROGRAMS = 2  # on each multiprocessor
+SHORT_ELEMENTS, SHORT_WARPS, SHORT_STAGES = 1024, 2, 3
+SHORT_PROGRAMS = 4  # on each multiprocessor
 
 
 @triton.jit
-def statistics(x, inside, columns, eps, CENTRED: tl.constexpr):
+def sum_along(x, RAGGED: tl.constexpr):
+    """The sum of each row of a tile; RAGGED ones as those are summed that start off 16 bytes, to the bit."""
+    if RAGGED:
+        return sum_as_ragged(x)
+    else:
+        return tl.sum(x, 1, keep_dims=True)
+
+
+@triton.jit
+def statistics(x, inside, columns, eps, CENTRED: tl.constexpr, RAGGED: tl.constexpr):
     """(x - mean, or x itself) and 1 / std of each row of a tile."""
     if CENTRED:
-        x = tl.where(inside, x - tl.sum(x, 1, keep_dims=True) / columns, 0.0)
-    return x, tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / columns + eps)
+        x = tl.where(inside, x - sum_along(x, RAGGED) / columns, 0.0)
+    return x, tl.rsqrt(sum_along(x * x, RAGGED) / columns + eps)
 
 
 @triton.jit
@@ -66,7 +76,7 @@ def norm_fwd_kernel(
     rows, columns, x_stride, residual_stride, eps,
     CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     LARGEST_CODE: tl.constexpr,  # 0 where the output is not quantised
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    RAGGED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLS)[None, :]
@@ -77,7 +87,7 @@ def norm_fwd_kernel(
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * columns + column, rounded, mask=inside)
         x = wide(rounded)  # as the backward, and whoever reads the sum, will see it
-    x, rstd = statistics(x, inside, columns, eps, CENTRED)
+    x, rstd = statistics(x, inside, columns, eps, CENTRED, RAGGED)
     y = x * rstd
     if HAS_WEIGHT:
         y = y * tl.load(weight_ptr + column, mask=column < columns, other=0)
@@ -97,7 +107,7 @@ def norm_bwd_kernel(
     grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, dx_ptr, partial_ptr,
     rows, columns, grad_stride, grad_sum_stride, x_stride, eps,
     CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACC: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+    ACC: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, COLS)[None, :]
@@ -113,7 +123,10 @@ def norm_bwd_kernel(
             # Loaded here, where the cache has it, rather than held: a wide row leaves no registers for it.
             g = grad * tl.load(weight_ptr + column, mask=column < columns, other=0).to(ACC)
         if CENTRED:
-            x = tl.where(inside, x - tl.sum(x, 1, keep_dims=True) / columns, 0.0)
+            x = tl.where(inside, x - sum_along(x, RAGGED) / columns, 0.0)
+        if RAGGED:
+            squares, product, total = sum_as_ragged(x * x), sum_as_ragged(g * x), sum_as_ragged(g)
+        elif CENTRED:
             squares, product, total = sum_three(x * x, g * x, g, 1, True)
         else:
             squares, product = sum_two(x * x, g * x, 1, True)
@@ -161,9 +174,10 @@ def norm_forward(
         CENTRED=centred, HAS_RESIDUAL=added is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
         LARGEST_CODE=LARGEST_CODE[codes] if codes else 0,
     )  # fmt: skip
+    size = min(x.element_size(), out.element_size())
     if columns > WIDEST:
         long.forward(tensors, columns, strides, float(eps), flags)
-    elif granule := ragged.granule(columns, min(x.element_size(), out.element_size()), source, added):
+    elif granule := ragged.granule(columns, size, source, added):
         ragged.forward(tensors, columns, strides, float(eps), flags, granule)
     else:
         height, width, warps = tile_of_rows(columns)
@@ -173,7 +187,7 @@ def norm_forward(
             warps = 8  # measured fastest
         launch(
             norm_fwd_kernel, (cdiv(rows, height),), *tensors, rows, columns, *strides, float(eps),
-            **flags, ROWS=height, COLS=width, num_warps=warps,
+            **flags, RAGGED=ragged.granule(columns, size) > 0, ROWS=height, COLS=width, num_warps=warps,
         )  # fmt: skip
     return tuple(result for result in (out, scale, summed) if result is not None)
 
@@ -195,18 +209,15 @@ def norm_backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     tensors = arriving, arriving_too, source, weight
     strides = arriving.stride(0), 0 if arriving_too is None else arriving_too.stride(0), source.stride(0)
-    in_chunks = columns > WIDEST_TWO_SUMS and not odd(columns) and wide_rows.fits(columns, x.dtype)
-    if in_chunks:
-        bias_too = has_bias and wide_rows.with_bias(columns)
-    else:
-        bias_too = has_bias and not WIDEST_TWO_SUMS < columns <= WIDEST_BACKWARD
+    beyond = WIDEST_BACKWARD if odd(columns) else WIDEST_TWO_SUMS
+    bias_too = has_bias and not WIDEST_TWO_SUMS < columns <= beyond
     flags = dict(
         CENTRED=centred, HAS_RESIDUAL=grad_sum is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias_too,
         ACC=accumulator(x.dtype),
     )  # fmt: skip
-    if in_chunks:
+    if columns > beyond and not (centred or odd(columns)) and wide_rows.fits(columns, x.dtype):
         partial = wide_rows.backward(tensors, dx, strides, float(eps), flags)
-    elif columns > WIDEST_BACKWARD:
+    elif columns > beyond:
         partial = long.backward(tensors, dx, strides, float(eps), flags)
     elif granule := ragged.granule(columns, x.element_size(), arriving, arriving_too, source):
         partial = ragged.backward(tensors, dx, strides, float(eps), flags, granule)
@@ -225,7 +236,8 @@ def norm_backward(
         stages = min(ahead, shared_memory(x.device) // (resident * stage))
         launch(
             norm_bwd_kernel, (programs,), *tensors, dx, partial, rows, columns, *strides, float(eps),
-            **flags, ROWS=height, COLS=width, STAGES=max(stages, 1), num_warps=warps,
+            **flags, RAGGED=ragged.granule(columns, x.element_size()) > 0, ROWS=height, COLS=width,
+            STAGES=max(stages, 1), num_warps=warps,
         )  # fmt: skip
     if weight is None:
         return dx, None, None
@@ -254,8 +266,6 @@ def backward_shape(height: int, width: int, centred: bool) -> tuple[int, int]:
     """(warps, tiles loaded ahead) that measured fastest: as few warps as hold a tile and its running sums."""
     if centred and width <= SHORT_CENTRED:
         return SHORT_WARPS, SHORT_STAGES
-    if width > WIDEST_TWO_SUMS:
-        return (8, 3) if centred else (32, 1)
     if height * width > 4096:
         return 8, 3
     # Short rows have four warps for their number of instructions: with eight twice as many, of passing sums around.

@@ -1,13 +1,13 @@
-"""The backward of norms whose rows are wide: too wide for registers beside the sums of dweight, narrow enough for those sums.
+"""The backward of RMSNorm where rows are too wide for registers beside the sums of dweight, but those sums are not.
 
-A program strides over the rows as in `rows`, but holds of a row only what the sums along it need, and reads it twice:
+A program strides over the rows as in `rows.py`, but holds of a row only what the sums along it need, and reads it twice:
 
     a row     |   chunk 0   |   chunk 1   | … |   chunk C-1   |     each a tile of COLS columns
-    visit 1       ↓ x, grad     ↓             lane by lane over the chunks, then along the lanes: mean, rstd, averages
-    visit 2       ↓ x, grad     ↓             from the caches: dx written; dweight and dbias of each chunk kept
+    visit 1       ↓ x, grad     ↓             rstd and an average, in `averages.py`
+    visit 2       ↓ x, grad     ↓             from the caches: dx written, dweight of each chunk kept
 
 so that registers hold C tiles of running sums and little else. While the second visit runs on the caches, the next row is
-on its way from memory to L2.
+on its way from memory to L2. Centred rows would have twice the sums; those go the way of `long.py`, which measured faster.
 """
 
 import torch
@@ -21,9 +21,8 @@ from tilestack.kernels.tiles import cdiv, multiprocessors, next_power
 
 COLS = 2048  # of a chunk
 WARPS = 16
-STAGES = 3  # a chunk at work and the others on their way, in the first visit
-WIDEST_WITH_SUMS = 28672  # columns whose sums of dweight are kept,
-WIDEST_WITH_BOTH_SUMS = 14336  # and those of dbias as well
+STAGES = 5  # a chunk at work and the others on their way, in the first visit
+MOST_CHUNKS = 14  # whose sums are kept
 SECTOR = 32  # bytes that a prefetch brings
 
 
@@ -42,64 +41,48 @@ def prefetch_row(row_ptr, columns, PLACES: tl.constexpr):
 def norm_wide_bwd_kernel(
     grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, dx_ptr, partial_ptr,
     rows, columns, grad_stride, grad_sum_stride, x_stride, eps,
-    CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACC: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ACC: tl.constexpr,
+    COLS: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     lane = tl.arange(0, COLS)
     dweight: tl.tuple = ()
-    dbias: tl.tuple = ()
     for _ in tl.static_range(CHUNKS):
         dweight += (tl.zeros([COLS], ACC),)
-        dbias += (tl.zeros([COLS], ACC),)
     for row in range(program.to(tl.int64), rows, programs):
         x_row, grad_row = x_ptr + row * x_stride, grad_ptr + row * grad_stride
-        mean, rstd, product, average = row_averages(
-            x_row, grad_row, weight_ptr, columns, eps, CENTRED, HAS_WEIGHT, ACC, COLS, STAGES
+        _, rstd, product, _ = row_averages(
+            x_row, grad_row, weight_ptr, columns, eps, False, HAS_WEIGHT, ACC, COLS, STAGES
         )
         if PREFETCH:  # noqa: SIM102, the first is known to the compiler
             if row + programs < rows:
                 prefetch_row(x_ptr + (row + programs) * x_stride, columns, PREFETCH)
                 prefetch_row(grad_ptr + (row + programs) * grad_stride, columns, PREFETCH)
-        new_dweight: tl.tuple = ()
-        new_dbias: tl.tuple = ()
+        summed: tl.tuple = ()
         for chunk in tl.static_range(CHUNKS):
             column = chunk * COLS + lane
             inside = column < columns
-            x = tl.load(x_row + column, mask=inside, other=0, eviction_policy="evict_first").to(ACC)
+            x = tl.load(x_row + column, mask=inside, other=0, eviction_policy="evict_first").to(ACC) * rstd
             grad = tl.load(grad_row + column, mask=inside, other=0, eviction_policy="evict_first").to(ACC)
-            x = (x - mean) * rstd
             g = grad
             if HAS_WEIGHT:
-                new_dweight += (dweight[chunk] + grad * x,)
+                summed += (dweight[chunk] + grad * x,)
                 g = grad * tl.load(weight_ptr + column, mask=inside, other=0, eviction_policy="evict_last").to(ACC)
-            if HAS_BIAS:
-                new_dbias += (dbias[chunk] + grad,)
-            dx = (g - x * product - average) * rstd
+            dx = (g - x * product) * rstd
             if HAS_RESIDUAL:
                 dx += tl.load(grad_sum_ptr + row * grad_sum_stride + column, mask=inside, other=0).to(ACC)
             tl.store(dx_ptr + row * columns + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         if HAS_WEIGHT:
-            dweight = new_dweight
-        if HAS_BIAS:
-            dbias = new_dbias
-    for chunk in tl.static_range(CHUNKS):
-        column = chunk * COLS + lane
-        place = partial_ptr + program * columns + column
-        if HAS_WEIGHT:
-            tl.store(place, dweight[chunk], mask=column < columns)
-        if HAS_BIAS:
-            tl.store(place + programs * columns, dbias[chunk], mask=column < columns)
+            dweight = summed
+    if HAS_WEIGHT:
+        for chunk in tl.static_range(CHUNKS):
+            column = chunk * COLS + lane
+            tl.store(partial_ptr + program * columns + column, dweight[chunk], mask=column < columns)
 
 
 def fits(columns: int, dtype: torch.dtype) -> bool:
     """Whether registers hold the running sums of dweight of rows this wide."""
-    return COLS <= columns <= WIDEST_WITH_SUMS and dtype.itemsize <= 4
-
-
-def with_bias(columns: int) -> bool:
-    """Whether they hold those of dbias, too."""
-    return columns <= WIDEST_WITH_BOTH_SUMS
+    return COLS <= columns <= MOST_CHUNKS * COLS and dtype.itemsize <= 4
 
 
 def backward(
@@ -109,15 +92,15 @@ def backward(
     eps: float,
     flags: dict,
 ) -> Tensor:
-    """Writes dx; returns dweight and dbias, as far as there are any, in shares still to be summed: [0 to 2, P, columns]."""
+    """Writes dx; returns dweight, if there is any, in shares still to be summed: [0 or 1, P, columns]."""
     x = tensors[2]
     rows, columns = x.shape
     programs = min(rows, multiprocessors(x.device))
-    sums = flags["HAS_WEIGHT"] + flags["HAS_BIAS"]
-    partial = torch.empty((sums, programs, columns), dtype=torch.float32, device=x.device)
+    partial = torch.empty((int(flags["HAS_WEIGHT"]), programs, columns), dtype=torch.float32, device=x.device)
     prefetched = 0 if x.device.type == "cpu" else next_power(cdiv(columns * x.element_size(), SECTOR))
+    constants = {name: flags[name] for name in ("HAS_RESIDUAL", "HAS_WEIGHT", "ACC")}
     launch(
         norm_wide_bwd_kernel, (programs,), *tensors, dx, partial, rows, columns, *strides, eps,
-        **flags, COLS=COLS, CHUNKS=cdiv(columns, COLS), STAGES=STAGES, PREFETCH=prefetched, num_warps=WARPS,
+        **constants, COLS=COLS, CHUNKS=cdiv(columns, COLS), STAGES=STAGES, PREFETCH=prefetched, num_warps=WARPS,
     )  # fmt: skip
     return partial

@@ -53,6 +53,13 @@ INTEGER = tl.constexpr(
 
 
 @triton.jit
+def decoded(values_ptr, codes):
+    """The values of codes, from a table of all 256 in shared memory."""
+    table = tl.load(values_ptr + tl.arange(0, 256))
+    return tl.reshape(tl.gather(table, tl.reshape(codes, [codes.numel]), 0), codes.shape)
+
+
+@triton.jit
 def encoded(size, MOST: tl.constexpr, BORDERS: tl.constexpr):
     """The magnitude, in the lower 8 bits of an int32, whose value is nearest to a size in [0, 1]; never zero.
 
@@ -124,8 +131,8 @@ def adam8_block(
     m_scale = fetch(m_scale_at, scale_start, row, scale_length, tl.float32, False)
     v_scale = fetch(v_scale_at, scale_start, row, scale_length, tl.float32, False)
 
-    m = tl.load(values_ptr + m_code, eviction_policy="evict_last") * m_scale
-    v = tl.load(values_ptr + 256 + v_code, eviction_policy="evict_last") * v_scale
+    m = decoded(values_ptr, m_code) * m_scale
+    v = decoded(values_ptr + 256, v_code) * v_scale
     p, m, v = moments(record, p, g, m, v, True, tl.float32)
     root = tl.sqrt(v) * item(record, 6, tl.float32)
     p = p - item(record, 5, tl.float32) * m / (root + item(record, 7, tl.float32))
