@@ -23,7 +23,8 @@ from tilestack.contract import BackendError, Operator, backend, configure_backen
 from tilestack.contract.cases import Make
 from tilestack.contract.operator import as_tuple
 
-CALLS, BATCHES, WARM = 20, 40, 8
+CALLS, BATCHES, WARM = 20, 40, 3
+FEWEST, LONGEST = 3, 0.3  # batches, and seconds after which they suffice: a definition may take milliseconds
 
 
 def bench_host(device: str = "cuda", names: list[str] | None = None) -> list[dict[str, Any]]:
@@ -107,7 +108,10 @@ def measure_all(
     for (way, name), call in calls.items():
         configure_backend(name)
         samples: tuple[list[float], list[float]] = ([], [])
+        until = time.perf_counter() + LONGEST
         for batch in range(WARM + BATCHES):
+            if len(samples[1]) >= FEWEST and time.perf_counter() > until:
+                break
             for run, kept in zip((call, lambda: x.add_(1)), samples, strict=True):
                 wait()
                 began = time.perf_counter()
