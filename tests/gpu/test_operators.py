@@ -40,8 +40,10 @@ def tensors_of(arguments):
 
 
 def results(function, arguments, direction):
-    """Outputs or, for gradients of one that arrive, the gradients of those arguments that have one."""
-    outputs = as_tuple(function())
+    """Outputs (of an operator that writes, what it wrote) or, for gradients of one that arrive, the gradients of those
+    arguments that have one."""
+    found = function()
+    outputs = tuple(t.clone() for t in tensors_of(arguments)) if found is None else as_tuple(found)
     if direction == "forward":
         return outputs
     arriving = [torch.ones_like(out) for out in outputs]
@@ -76,10 +78,16 @@ def test_a_cuda_graph_replays_an_operator_on_new_values(name, direction):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = step()
-        with torch.no_grad():
-            for tensor in tensors_of(arguments):
-                tensor.copy_(torch.rand_like(tensor))  # positive, since a temperature may not be negative
+        values = [torch.rand_like(tensor) for tensor in tensors_of(arguments)]  # positive, as a temperature must be
+
+        def put_values():
+            with torch.no_grad():
+                for tensor, value in zip(tensors_of(arguments), values, strict=True):
+                    tensor.copy_(value)
+
+        put_values()
         graph.replay()
+        put_values()  # again, for an operator that writes over them
         expected = step()
     assert expected
     assert same(captured, expected)
@@ -95,9 +103,9 @@ def test_inductor_gives_the_results_of_eager_mode(name, direction):
     torch.compiler.reset()
     with backend("triton"):
         compiled = torch.compile(call, fullgraph=True)
-        found, expected = (
-            results(lambda: function(*tensors.values()), arguments, direction) for function in (compiled, call)
-        )
+        fresh = copied(tensors) if described.mutates else tensors
+        found = results(lambda: compiled(*fresh.values()), fresh, direction)
+        expected = results(lambda: call(*tensors.values()), tensors, direction)
     assert expected
     assert same(found, expected)
 
@@ -106,11 +114,13 @@ def test_inductor_gives_the_results_of_eager_mode(name, direction):
 def test_the_remembered_launch_gives_the_bits_of_the_first(name):
     described, arguments = ops.operator_named(name), arguments_of(ops.operator_named(name))
     launcher._compiled.clear()
+    launcher._by_values.clear()
     described.plans.clear()
     with backend("triton"):
-        first = as_tuple(described(**arguments))
+        found = [copied(arguments) for _ in range(2)]
+        first = results(lambda: described(**found[0]), found[0], "forward")
         remembered = len(launcher._compiled)
-        again = as_tuple(described(**arguments))
+        again = results(lambda: described(**found[1]), found[1], "forward")
     assert remembered > 0
     assert len(launcher._compiled) == remembered
     assert same(again, first)
@@ -127,7 +137,13 @@ def test_a_repeated_call_gives_the_bits_of_the_first(name, direction):
             found.append(results(lambda: described(**kept[-1]), kept[-1], direction))
     assert all(same(other, found[0]) for other in found[1:])
     if direction == "forward" and described.implementations["triton"].repeat and name != "scatter_rows":  # it sorts
-        assert [run.__name__ for run in described.plans.values()] == ["repeat"]
+        assert [run.__name__ for run in described.plans.recent.values()] == [
+            "run_and_tell" if described.mutates else "repeat"
+        ]
+
+
+def copied(arguments):
+    return {key: elsewhere(value) for key, value in arguments.items()}
 
 
 def elsewhere(value):

@@ -6,7 +6,7 @@ import json
 import pytest
 import tiny_models as tiny
 import torch
-from tilestack.train.log_probs import Rows, log_probs
+from tilestack.train.align.log_probs import Rows, log_probs
 
 from tilestack import models
 from tilestack.data import NO_LABEL, Batch

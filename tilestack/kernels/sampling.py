@@ -23,6 +23,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.contract import implements
 from tilestack.contract.launch import launch
+from tilestack.contract.repeat import straight_line
 from tilestack.kernels.elementwise.dropout import random_words
 from tilestack.kernels.tiles import cdiv, next_power, rows_of
 from tilestack.ops.random import SLAB
@@ -428,7 +429,7 @@ def spans_of(logits: Tensor) -> tuple[int, dict]:
     return spans, dict(SHIFT=SHIFTS[logits.dtype], SPAN=SPAN)
 
 
-@implements(ops.argmax, backend="triton", dtypes=NARROW)
+@implements(ops.argmax, backend="triton", repeat=straight_line, dtypes=NARROW)
 def argmax(logits: Tensor) -> Tensor:
     source = rows_of(logits)
     rows, vocabulary = source.shape
@@ -472,7 +473,7 @@ class Candidates:
         )  # fmt: skip
 
 
-@implements(ops.topk, backend="triton", dtypes=NARROW)
+@implements(ops.topk, backend="triton", repeat=straight_line, dtypes=NARROW)
 def topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     source = rows_of(logits)
     rows = source.shape[0]
@@ -489,7 +490,7 @@ def topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, indices
 
 
-@implements(ops.sample, backend="triton", dtypes=NARROW)
+@implements(ops.sample, backend="triton", repeat=straight_line, dtypes=NARROW)
 def sample(logits: Tensor, seeds: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     source = rows_of(logits)
     rows, vocabulary = source.shape

@@ -96,7 +96,7 @@ def axpy_backward(grad: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     return scaled, grad
 
 
-@implements(ops.axpy, backend="triton", backward=axpy_backward)
+@implements(ops.axpy, backend="triton", repeat=straight_line, backward=axpy_backward)
 def axpy(x: Tensor, y: Tensor, alpha: float) -> Tensor:
     x, y = flat(x, y)
     out = torch.empty_like(x)

@@ -22,6 +22,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.contract import implements
 from tilestack.contract.launch import launch
+from tilestack.contract.repeat import straight_line
 from tilestack.kernels.tiles import accumulator, cdiv, next_power
 
 
@@ -124,6 +125,6 @@ def grouped_linear_backward(
     return dx, gradient_of_weight(grad, x, offsets) if needs[1] else None, None
 
 
-@implements(ops.grouped_linear, backend="triton", backward=grouped_linear_backward)
+@implements(ops.grouped_linear, backend="triton", repeat=straight_line, backward=grouped_linear_backward)
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return grouped_matmul(x, weight.mT, offsets)

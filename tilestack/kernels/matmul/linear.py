@@ -18,6 +18,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.contract import implements
 from tilestack.contract.launch import launch
+from tilestack.contract.repeat import straight_line
 from tilestack.kernels.tiles import accumulator, as_matrix, cdiv
 
 
@@ -70,6 +71,6 @@ def linear_backward(
     return dx, dweight, dbias
 
 
-@implements(ops.linear, backend="triton", backward=linear_backward)
+@implements(ops.linear, backend="triton", repeat=straight_line, backward=linear_backward)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return matmul(as_matrix(x), weight.T, bias).view(*x.shape[:-1], weight.shape[0])

@@ -21,6 +21,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.contract import implements
 from tilestack.contract.launch import launch
+from tilestack.contract.repeat import straight_line
 from tilestack.kernels.memory.columns import STAGES, TILE, parts_of, sum_columns
 from tilestack.kernels.tiles import accumulator, cdiv, next_power, rows_of, widened
 from tilestack.ops.memory import reduce_sum_gradient
@@ -61,7 +62,7 @@ def sum_rows(x: Tensor) -> Tensor:
     return sums if parts == 1 else sum_columns(sums[None], x.dtype)
 
 
-@implements(ops.reduce_sum, backend="triton", backward=reduce_sum_gradient)
+@implements(ops.reduce_sum, backend="triton", repeat=straight_line, backward=reduce_sum_gradient)
 def reduce_sum(x: Tensor, dim: int) -> Tensor:
     dim %= x.ndim
     outer, inner = x.shape[:dim], x.shape[dim + 1 :]
