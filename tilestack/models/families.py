@@ -226,7 +226,7 @@ def write_gemma(config: "ModelConfig") -> dict[str, Any]:
     return write_llama(config) | dict(
         hidden_activation="gelu_pytorch_tanh",
         query_pre_attn_scalar=round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar,
-        sliding_window=next(filter(None, config.windows), None),
+        sliding_window=next(filter(None, config.windows), 4096),  # transformers wants one even where none is used
         layer_types=layer_types(config),
         attn_logit_softcapping=config.attention_softcap,
         final_logit_softcapping=config.logit_softcap,
