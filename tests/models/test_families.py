@@ -6,11 +6,11 @@ import json
 import pytest
 import tiny_models as tiny
 import torch
-from tilestack.train.log_probs import Rows, log_probs
 
 from tilestack import models
 from tilestack.data import NO_LABEL, Batch
 from tilestack.models.weights import unfused
+from tilestack.train.evaluation.log_probs import Rows, log_probs
 from tilestack.train.pretrain import next_token_loss
 
 each_family = pytest.mark.parametrize("family", tiny.FAMILIES)
