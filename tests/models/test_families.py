@@ -6,11 +6,11 @@ import json
 import pytest
 import tiny_models as tiny
 import torch
-from tilestack.train.align.log_probs import Rows, log_probs
 
 from tilestack import models
 from tilestack.data import NO_LABEL, Batch
 from tilestack.models.weights import unfused
+from tilestack.train.evaluation.log_probs import Rows, log_probs
 from tilestack.train.pretrain import next_token_loss
 
 each_family = pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -47,6 +47,23 @@ def test_a_folder_of_transformers_gives_its_logits_and_comes_back_the_same(famil
 def test_a_configuration_survives_the_way_out_and_in(family):
     config = models.ModelConfig.from_hf(tiny.config_of(family))
     assert models.ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", [0, 14, 30])
+def test_longrope_goes_by_the_positions_of_a_text(first, tmp_path):
+    """Trained on 16 positions: below them, across them, and beyond."""
+    theirs, ids, positions = tiny.theirs("phi4_mini_long"), tiny.ids(2, 12), torch.arange(first, first + 12)
+    theirs.save_pretrained(tmp_path)
+    close(models.load(tmp_path)(ids, positions), theirs(ids, position_ids=positions[None]).logits)
+
+
+@torch.no_grad()
+def test_short_documents_in_a_long_row_are_short():
+    decoder, ids = tiny.ours("phi4_mini_long"), tiny.ids(1, 24)
+    positions = torch.arange(12).repeat(2)
+    packed = decoder(ids, positions, torch.tensor([0, 12, 24]))[0]
+    torch.testing.assert_close(packed[12:], decoder(ids[:, 12:])[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "phi4_mini", "olmo2", "granite", "glm4", "deepseek_v2"])

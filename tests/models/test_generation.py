@@ -12,7 +12,7 @@ def rows(decoder, ids, **options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["smollm2", "mistral", "qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["smollm2", "mistral", "qwen3_moe", "deepseek_v2", "gemma2", "gemma3", "granite"])
 def test_greedy_tokens_are_those_of_whole_forwards(family):
     decoder, ids = tiny.ours(family), tiny.ids(tokens=5)
     found = rows(decoder, ids, max_new_tokens=12)

@@ -81,6 +81,7 @@ FAMILIES |= {
         **GEMMA,
     ),
     "gemma3": dict(model_type="gemma3_text", num_hidden_layers=4, sliding_window_pattern=3, rope_theta=3e4, **GEMMA),
+    "gemma3_whole": dict(model_type="gemma3_text", layer_types=["full_attention"] * 2, **GEMMA),
     "gemma3_scaled": dict(
         model_type="gemma3_text",
         layer_types=["full_attention", "sliding_attention"],

@@ -101,7 +101,7 @@ class Decoder(torch.nn.Module):
             raise ValueError("cu_seqlens are of rows that are read at once; a context goes on where it ended")
         context = Documents(cu_seqlens) if context is None else context
         following = context.start(*ids.shape)
-        whole, local = self.rotary(context.longest or ids.shape[1])
+        whole, local = self.rotary(context.longest or ids.shape[1], None if context.longest else positions)
         places = Places(following if positions is None else positions, whole, local)
         x, residual = self.embedded(ids), None
         for layer in self.layers:

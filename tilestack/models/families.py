@@ -1,18 +1,17 @@
 """The families of decoders, as Hugging Face names them: what their config.json calls each field, and what it implies.
 
-A family is added by a line of `FAMILIES` and, where its tensors have names of their own, one in `weights.layout`.
+A family is an entry of `FAMILIES`. What it has beyond one key for one field is in `family_settings`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tilestack.models.keys import ConfigError, shown
+from tilestack.models import family_settings as settings
+from tilestack.models.family_settings import Fields
 
 if TYPE_CHECKING:
     from tilestack.models.config import ModelConfig
-
-Fields = dict[str, Any]
 
 REQUIRED = ("vocabulary", "hidden", "intermediate", "layers", "heads")
 KEYS = dict(
@@ -35,8 +34,6 @@ COMMON_KEYS = {
     "partial_rotary_factor", "dtype", "torch_dtype", "use_cache", "attention_dropout", "pretraining_tp",
     "transformers_version", "output_router_logits", "router_aux_loss_coef",
 }  # fmt: skip
-
-
 NORMS = dict(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 
 
@@ -66,188 +63,6 @@ class Family:
     tensors: Tensors = field(default_factory=Tensors)
 
 
-def value(given: Mapping[str, Any], key: str, default: Any) -> Any:
-    """What a key holds; null is as good as no key."""
-    return default if given.get(key) is None else given[key]
-
-
-def read_llama(given: Mapping[str, Any], fields: Fields) -> Fields:
-    bias = bool(given.get("attention_bias", False))
-    return dict(qkv_bias=bias, output_bias=bias)
-
-
-def write_llama(config: "ModelConfig") -> dict[str, Any]:
-    return dict(attention_bias=config.qkv_bias)
-
-
-def read_mistral(given: Mapping[str, Any], fields: Fields) -> Fields:
-    window = given.get("sliding_window", 4096)
-    return dict(windows=(window,) * fields["layers"] if window else ())
-
-
-def write_mistral(config: "ModelConfig") -> dict[str, Any]:
-    return dict(sliding_window=config.window(0))
-
-
-def read_qwen(given: Mapping[str, Any], fields: Fields) -> Fields:
-    """From a layer on (`max_window_layers`), or in those that `layer_types` names, Qwen's layers have a window."""
-    window = given.get("sliding_window", 4096) if given.get("use_sliding_window") else None
-    first = value(given, "max_window_layers", 28)
-    slides = sliding_layers(given, [layer >= first for layer in range(fields["layers"])])
-    windows = tuple(window if slide else None for slide in slides)
-    return dict(windows=windows if any(windows) else (), qkv_bias=True)
-
-
-def sliding_layers(given: Mapping[str, Any], usual: list[bool]) -> list[bool]:
-    """Which layers have a window: those that `layer_types` names, or else the usual ones."""
-    kinds = given.get("layer_types") or []
-    if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
-        raise ConfigError(f"layer_types may name full_attention and sliding_attention, not {shown(unknown[0])}")
-    return [kind == "sliding_attention" for kind in kinds] or usual
-
-
-def write_qwen(config: "ModelConfig") -> dict[str, Any]:
-    window, kinds = next(filter(None, config.windows), None), layer_types(config)
-    first = kinds.index("sliding_attention") if window else config.layers
-    return dict(use_sliding_window=bool(window), sliding_window=window, max_window_layers=first, layer_types=kinds)
-
-
-def layer_types(config: "ModelConfig") -> list[str]:
-    return ["sliding_attention" if config.window(layer) else "full_attention" for layer in range(config.layers)]
-
-
-def read_qwen3(given: Mapping[str, Any], fields: Fields) -> Fields:
-    return read_qwen(given, fields) | read_llama(given, fields)
-
-
-def write_qwen3(config: "ModelConfig") -> dict[str, Any]:
-    return write_qwen(config) | write_llama(config)
-
-
-def read_qwen3_moe(given: Mapping[str, Any], fields: Fields) -> Fields:
-    """All layers share a window, and those that `decoder_sparse_step` and `mlp_only_layers` leave out are dense."""
-    window = given.get("sliding_window", 4096) if given.get("use_sliding_window") else None
-    step, dense = value(given, "decoder_sparse_step", 1), given.get("mlp_only_layers") or []
-    return read_llama(given, fields) | dict(
-        windows=(window,) * fields["layers"] if window else (),
-        dense_layers=tuple(layer for layer in range(fields["layers"]) if layer in dense or (layer + 1) % step),
-        experts=value(given, "num_experts", value(given, "num_local_experts", 128)),
-    )
-
-
-def write_qwen3_moe(config: "ModelConfig") -> dict[str, Any]:
-    return write_llama(config) | dict(
-        use_sliding_window=bool(config.window(0)),
-        sliding_window=config.window(0),
-        decoder_sparse_step=1,
-        mlp_only_layers=list(config.dense_layers),
-        num_experts=config.experts,
-    )
-
-
-def read_mixtral(given: Mapping[str, Any], fields: Fields) -> Fields:
-    return read_mistral({"sliding_window": None, **given}, fields) | dict(
-        expert_intermediate=fields["intermediate"], normalise=True
-    )
-
-
-def read_deepseek(given: Mapping[str, Any], fields: Fields) -> Fields:
-    if given.get("attention_bias"):
-        raise ConfigError("attention_bias must be false: DeepSeek's projections into latents have none here")
-    if given.get("num_key_value_heads") not in (None, fields["heads"]):
-        raise ConfigError(
-            "num_key_value_heads must equal num_attention_heads: every head has keys and values of its own"
-        )
-    if given.get("norm_topk_prob"):
-        raise ConfigError("norm_topk_prob must be false for DeepSeek-V2: transformers does not normalise there either")
-    for key, only in (("scoring_func", "softmax"), ("moe_layer_freq", 1)):
-        if value(given, key, only) != only:
-            raise ConfigError(f"{key} must be {only} for DeepSeek-V2, not {shown(given[key])}")
-    method = value(given, "topk_method", "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise ConfigError(f"topk_method must be greedy or group_limited_greedy, not {shown(method)}")
-    grouped = method == "group_limited_greedy"
-    if grouped and None in (given.get("n_group"), given.get("topk_group")):
-        raise ConfigError("group_limited_greedy needs n_group and topk_group")
-    return dict(
-        kv_heads=fields["heads"],
-        head_dim=fields["nope_dim"] + fields["rope_dim"],
-        dense_layers=tuple(range(min(value(given, "first_k_dense_replace", 0), fields["layers"]))),
-        shared_intermediate=fields["expert_intermediate"] * value(given, "n_shared_experts", 2),
-        groups=given["n_group"] if grouped else 1,
-        top_groups=given["topk_group"] if grouped else 1,
-        q_rank=given.get("q_lora_rank", 1536) or 0,
-        normalise=False,
-    )
-
-
-def write_deepseek(config: "ModelConfig") -> dict[str, Any]:
-    return dict(
-        num_key_value_heads=config.heads,
-        head_dim=config.rope_dim,
-        attention_bias=False,
-        norm_topk_prob=False,
-        first_k_dense_replace=len(config.dense_layers),
-        n_shared_experts=config.shared_intermediate // config.expert_intermediate,
-        q_lora_rank=config.q_rank or None,
-        topk_method="group_limited_greedy" if config.groups > 1 else "greedy",
-        n_group=config.groups if config.groups > 1 else None,
-        topk_group=config.top_groups if config.groups > 1 else None,
-    )
-
-
-def read_gemma2(given: Mapping[str, Any], fields: Fields) -> Fields:
-    return read_gemma({"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **given}, fields, pattern=2)
-
-
-def read_gemma3(given: Mapping[str, Any], fields: Fields) -> Fields:
-    if given.get("attn_logit_softcapping") is not None:
-        raise ConfigError("attn_logit_softcapping must be null for Gemma 3: transformers does not use it there either")
-    return read_gemma(given, fields, pattern=value(given, "sliding_window_pattern", 6))
-
-
-def read_gemma(given: Mapping[str, Any], fields: Fields, pattern: int) -> Fields:
-    """Of every `pattern` layers the last sees everything and the others have a window, unless `layer_types` differs."""
-    if given.get("use_bidirectional_attention"):
-        raise ConfigError("use_bidirectional_attention must be false: a decoder looks back alone")
-    window = given.get("sliding_window", 4096) or None
-    slides = sliding_layers(given, [bool((layer + 1) % pattern) for layer in range(fields["layers"])])
-    return read_llama(given, fields) | dict(
-        windows=tuple(window if slide else None for slide in slides) if window and any(slides) else (),
-        embedding_scale=fields["hidden"] ** 0.5,
-        attention_scale=value(given, "query_pre_attn_scalar", 256) ** -0.5,
-        attention_softcap=given.get("attn_logit_softcapping"),
-        logit_softcap=given.get("final_logit_softcapping"),
-    )
-
-
-def write_gemma(config: "ModelConfig") -> dict[str, Any]:
-    scalar = (config.attention_scale or config.head_dim**-0.5) ** -2
-    return write_llama(config) | dict(
-        hidden_activation="gelu_pytorch_tanh",
-        query_pre_attn_scalar=round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar,
-        sliding_window=next(filter(None, config.windows), None),
-        layer_types=layer_types(config),
-        attn_logit_softcapping=config.attention_softcap,
-        final_logit_softcapping=config.logit_softcap,
-    )
-
-
-def read_phi3(given: Mapping[str, Any], fields: Fields) -> Fields:
-    if fields["rope_scaling"] and fields["rope_scaling"]["rope_type"] != "longrope":
-        raise ConfigError("rope_type must be default or longrope for Phi-3")
-    return read_mistral({"sliding_window": None, **given}, fields)
-
-
-def write_phi3(config: "ModelConfig") -> dict[str, Any]:
-    trained = (config.rope_scaling or {}).get("original_max_position_embeddings", config.positions)
-    return write_mistral(config) | dict(original_max_position_embeddings=trained)
-
-
-def read_glm(given: Mapping[str, Any], fields: Fields) -> Fields:
-    return dict(qkv_bias=value(given, "attention_bias", True))
-
-
 ATTENTION = frozenset({"attention_bias"})
 WINDOW = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 EXPERTS = dict(top_k="num_experts_per_tok")
@@ -273,34 +88,46 @@ GLM_DEFAULTS = dict(
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        "LlamaForCausalLM", KEYS | {"mlp_bias": "mlp_bias"}, {}, read_llama, write_llama, other_keys=ATTENTION
+        "LlamaForCausalLM",
+        KEYS | {"mlp_bias": "mlp_bias"},
+        {},
+        settings.read_llama,
+        settings.write_llama,
+        other_keys=ATTENTION,
     ),
     "mistral": Family(
-        "MistralForCausalLM", KEYS, dict(positions=131072), read_mistral, write_mistral, other_keys=WINDOW
+        "MistralForCausalLM",
+        KEYS,
+        dict(positions=131072),
+        settings.read_mistral,
+        settings.write_mistral,
+        other_keys=WINDOW,
     ),
-    "qwen2": Family("Qwen2ForCausalLM", KEYS, dict(positions=32768), read_qwen, write_qwen, other_keys=WINDOW),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", KEYS, dict(positions=32768), settings.read_qwen, settings.write_qwen, other_keys=WINDOW
+    ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         KEYS,
         dict(positions=32768, head_dim=128, qk_norm="head"),
-        read_qwen3,
-        write_qwen3,
+        settings.read_qwen3,
+        settings.write_qwen3,
         other_keys=ATTENTION | WINDOW,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         KEYS | EXPERTS | {"expert_intermediate": "moe_intermediate_size", "normalise": "norm_topk_prob"},
         dict(positions=32768, qk_norm="head", normalise=False, top_k=8, expert_intermediate=768),
-        read_qwen3_moe,
-        write_qwen3_moe,
+        settings.read_qwen3_moe,
+        settings.write_qwen3_moe,
         other_keys=ATTENTION | WINDOW | {"num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
         KEYS | EXPERTS | {"experts": "num_local_experts"},
         dict(positions=131072, norm_eps=1e-5, rope_base=1e6, experts=8, top_k=2),
-        read_mixtral,
-        write_mistral,
+        settings.read_mixtral,
+        settings.write_mistral,
         other_keys=WINDOW | {"router_jitter_noise"},
         tensors=Tensors(experts_block="block_sparse_moe", expert=("w1", "w3", "w2")),
     ),
@@ -318,8 +145,8 @@ FAMILIES: dict[str, Family] = {
             "value_dim": "v_head_dim",
         },
         dict(experts=64, top_k=6, expert_intermediate=1407, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
-        read_deepseek,
-        write_deepseek,
+        settings.read_deepseek,
+        settings.write_deepseek,
         other_keys=ATTENTION
         | {"q_lora_rank", "topk_method", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"}
         | {"norm_topk_prob", "qk_head_dim", "moe_layer_freq", "scoring_func", "aux_loss_alpha", "seq_aux"},
@@ -328,8 +155,8 @@ FAMILIES: dict[str, Family] = {
         "Gemma2ForCausalLM",
         KEYS,
         GEMMA_DEFAULTS,
-        read_gemma2,
-        write_gemma,
+        settings.read_gemma2,
+        settings.write_gemma,
         other_keys=ATTENTION | WINDOW | GEMMA,
         tensors=GEMMA_TENSORS,
     ),
@@ -337,8 +164,8 @@ FAMILIES: dict[str, Family] = {
         "Gemma3ForCausalLM",
         KEYS | {"local_rope_base": "rope_local_base_freq"},
         GEMMA_DEFAULTS | dict(positions=131072, qk_norm="head", rope_base=1e6, local_rope_base=1e4),
-        read_gemma3,
-        write_gemma,
+        settings.read_gemma3,
+        settings.write_gemma,
         other_keys=ATTENTION | WINDOW | GEMMA,
         tensors=GEMMA_TENSORS,
     ),
@@ -346,8 +173,8 @@ FAMILIES: dict[str, Family] = {
         "Phi3ForCausalLM",
         KEYS | PARTIAL,
         dict(positions=4096, norm_eps=1e-5),
-        read_phi3,
-        write_phi3,
+        settings.read_phi3,
+        settings.write_phi3,
         other_keys=WINDOW | {"original_max_position_embeddings", "resid_pdrop", "embd_pdrop", "attention_bias"},
         tensors=Tensors(fused=frozenset({"qkv", "gate_up"})),
     ),
@@ -355,8 +182,8 @@ FAMILIES: dict[str, Family] = {
         "Olmo2ForCausalLM",
         KEYS,
         dict(norm_eps=1e-5, qk_norm="projection", pre_norms=False, post_norms=True),
-        read_llama,
-        write_llama,
+        settings.read_llama,
+        settings.write_llama,
         other_keys=ATTENTION,
         tensors=Tensors(
             dict(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
@@ -373,16 +200,16 @@ FAMILIES: dict[str, Family] = {
             "logit_divisor": "logits_scaling",
         },
         dict(attention_scale=1.0),
-        read_llama,
-        write_llama,
+        settings.read_llama,
+        settings.write_llama,
         other_keys=ATTENTION,
     ),
     "glm": Family(
         "GlmForCausalLM",
         KEYS | PARTIAL,
         GLM_DEFAULTS,
-        read_glm,
-        write_llama,
+        settings.read_glm,
+        settings.write_llama,
         other_keys=ATTENTION,
         tensors=Tensors(fused=frozenset({"gate_up"})),
     ),
@@ -390,8 +217,8 @@ FAMILIES: dict[str, Family] = {
         "Glm4ForCausalLM",
         KEYS | PARTIAL,
         GLM_DEFAULTS | dict(post_norms=True),
-        read_glm,
-        write_llama,
+        settings.read_glm,
+        settings.write_llama,
         other_keys=ATTENTION,
         tensors=Tensors(
             dict(

@@ -61,24 +61,31 @@ class Rotary(torch.nn.Module):
         dim, length = config.rotary_dim, min(config.positions, MOST_AT_FIRST)
         scaling = config.rope_scaling and {"max_position_embeddings": config.positions} | config.rope_scaling
         kind = scaling["rope_type"] if scaling else "default"
-        self.most: int | None = None  # the longest text that is read as it was trained, where that makes a difference
+        self.most = 0  # the longest text that is read as it was trained; 0: all are
         self.local = self.long = None
         if kind == "dynamic":
             self.most = config.positions
         if scaling and kind == "longrope":
             self.most = scaling["original_max_position_embeddings"]
             self.long = RotaryTable(dim, config.rope_base, scaling, length, self.most + 1)
-        self.whole = RotaryTable(dim, config.rope_base, scaling, min(length, self.most or length))
+        self.whole = RotaryTable(dim, config.rope_base, scaling, length)
         if config.local_rope_base is not None:
             self.local = RotaryTable(dim, config.local_rope_base, None, length)
 
-    def forward(self, length: int) -> tuple[Angles, Angles]:
-        """(of layers that see everything, of layers with a window), for a text of `length` tokens."""
-        whole = self.of_whole(length)
+    def forward(self, length: int, positions: Tensor | None = None) -> tuple[Angles, Angles]:
+        """(of layers that see everything, of layers with a window), for a text of `length` tokens.
+
+        With positions, a text is as long as those say; what to do about it is decided on the device, and no one waits.
+        """
+        whole = self.of_whole(length, positions)
         return whole, whole if self.local is None else self.local(length)
 
-    def of_whole(self, length: int) -> Angles:
-        if self.most is None or length <= self.most:
+    def of_whole(self, length: int, positions: Tensor | None) -> Angles:
+        if self.long is not None and positions is not None:
+            far = positions.max() >= self.most
+            (short_cos, short_sin), (long_cos, long_sin) = self.whole(length), self.long(length)
+            return torch.where(far, long_cos, short_cos), torch.where(far, long_sin, short_sin)
+        if not self.most or length <= self.most:
             return self.whole(length)
         if self.long is not None:
             return self.long(length)
