@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 RecipeFile = Annotated[
     Path,
     typer.Argument(
-        help="A recipe: a TOML file, or the name of one that comes with tilestack, such as demo.", show_default=False
+        help="A recipe: a TOML file, or the name of one that comes with tilestack, such as demo.",
+        callback=find_recipe,  # so that a misspelt name is known before PyTorch is loaded
+        show_default=False,
     ),
 ]
 Set = Annotated[
@@ -74,7 +76,7 @@ def follow_recipe(
     from tilestack.lab import machine
     from tilestack.train.errors import Interrupted
 
-    read = kind.load(find_recipe(recipe), set_ or ())
+    read = kind.load(recipe, set_ or ())
     place = folder or Path("runs") / read.run.name
     said = Console(stderr=True)
     try:

@@ -12,6 +12,14 @@ from rich.progress import Progress as Bar
 
 from tilestack.train.recipe import Recipe
 
+SHOWN = {  # the figures of a step that tell how it goes, by their names in metrics.jsonl, and what they are called here
+    "loss": "loss",
+    "validation_loss": "validation",
+    "reward": "reward",
+    "validation_reward": "validation reward",
+    "margin": "margin",
+}
+
 
 class Progress:
     """Shows a run while it lasts. `flops` are those of a token, forward and backward, and `peak` the GPU's rate, for the
@@ -60,9 +68,7 @@ class Progress:
             self.console.print(f"step {step}/{self.steps}  {shown}  {seconds:.0f} s left", highlight=False)
 
     def figures(self, figures: Mapping[str, Any]) -> str:
-        parts = [f"loss {float(figures['loss']):.4f}"]
-        if "validation_loss" in figures:
-            parts.append(f"validation {float(figures['validation_loss']):.4f}")
+        parts = [f"{words} {float(figures[name]):.4f}" for name, words in SHOWN.items() if name in figures]
         if self.rate:
             parts.append(f"{self.rate:,.0f} tokens/s")
         machine = self.machine_figures()
