@@ -2,7 +2,7 @@
 
 The policy is compared with a frozen reference: the model as the run found it. What the reference says of every answer
 does not change, so it is asked once, before the first step, and only the policy runs after that. No second model is
-held.
+held. SimPO, which compares the policy's two answers alone, has no reference.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilestack.data import Tokenizer, corpora
+from tilestack.data import Conversation, Tokenizer, corpora, formats
 from tilestack.train import execution
 from tilestack.train.align import examples
 from tilestack.train.align.deck import Deck
-from tilestack.train.align.losses import PREFERENCE_LOSSES, Preferences, preference_losses
+from tilestack.train.align.losses import PREFERENCE_LOSSES, Preferences, preference_losses, simpo_losses
 from tilestack.train.align.reference import reference_log_probs
 from tilestack.train.evaluation.answers import prompt_ids, shown_answers
 from tilestack.train.evaluation.log_probs import Rows, Scored, in_rows, log_probs
@@ -28,20 +28,21 @@ from tilestack.train.settings import RecipeError, setting
 
 @dataclass(frozen=True)
 class PreferenceData(examples.ExampleData):
-    """Pairs of answers: built-in ones, or files with {"prompt": …, "chosen": …, "rejected": …} in each row."""
+    """Pairs of answers: built-in ones, or rows of files in the formats of `data.formats`."""
 
-    corpus: str = setting("preferences", choices=("preferences", "files"))
+    corpus: str = setting("preferences", "what to learn from", choices=("preferences", "files"))
 
 
 @dataclass(frozen=True)
 class DPOSettings:
-    loss: str = setting("sigmoid", choices=PREFERENCE_LOSSES)
-    beta: float = setting(0.1, above=0)  # how dear it is to leave the reference
-    label_smoothing: float = setting(0.0, low=0, high=0.5)  # the share of pairs taken to be the wrong way round
+    loss: str = setting("sigmoid", "how a pair is judged", choices=PREFERENCE_LOSSES)
+    beta: float = setting(0.1, "how dear it is to leave the reference; for simpo, of the order of 2", above=0)
+    label_smoothing: float = setting(0.0, "the share of pairs taken to be the wrong way round", low=0, high=0.5)
+    gamma: float = setting(0.5, "the margin that simpo asks for", low=0)
 
     def __post_init__(self) -> None:
-        if self.loss == "ipo" and self.label_smoothing:
-            raise RecipeError('dpo.label_smoothing has no meaning where dpo.loss is "ipo"')
+        if self.loss != "sigmoid" and self.label_smoothing:
+            raise RecipeError(f'dpo.label_smoothing has no meaning where dpo.loss is "{self.loss}"')
 
 
 @dataclass(frozen=True)
@@ -78,23 +79,38 @@ class DPO:
         cache: Path | None = None,
     ):
         self.recipe, self.settings, self.tokenizer, self.device = recipe, recipe.dpo, tokenizer, device
-        learned, held = preferences(recipe.data, recipe.run.seed)
-        self.prompts = [prompt_ids(tokenizer, preference.messages) for preference in held[:2]]
-        self.pairs, self.held = (self.fitting(part) for part in (learned, held))
+        found = preferences(recipe.data, recipe.run.seed)
+        self.prompts = [prompt_ids(tokenizer, each.messages, each.tools) for each in found.held[:2]]
+        self.pairs, sources = self.fitting(found.learned, found.sources)
+        self.held, _ = self.fitting(found.held, [0] * len(found.held))
+        self.counts = {
+            "pairs": len(found.learned), "too_long": len(found.learned) - len(self.pairs),
+            "held_out": len(found.held), "held_out_too_long": len(found.held) - len(self.held),
+        }  # fmt: skip
         if not self.pairs:
             raise RecipeError(
-                f"none of {len(learned)} pairs of answers fits into data.sequence = {recipe.data.sequence}"
+                f"none of {len(found.learned)} pairs of answers fits into data.sequence = {recipe.data.sequence}"
             )
-        sequences = [sequence for pair in self.pairs + self.held for sequence in (pair.chosen, pair.rejected)]
-        with execution.autocast(recipe.precision, device):  # as the policy will be asked
-            asked = reference_log_probs(model, sequences, device, cache).view(-1, 2)
-        self.reference, self.held_reference = asked[: len(self.pairs)], asked[len(self.pairs) :]
-        self.deck = Deck(len(self.pairs), recipe.run.seed)
+        self.reference, self.held_reference = self.asked_reference(model, cache)
+        self.deck = Deck(len(self.pairs), recipe.run.seed, sources, recipe.data.weights)
 
-    def fitting(self, found: Sequence[corpora.Preference]) -> list[Pair]:
-        pairs = (pair_of(self.tokenizer, preference) for preference in found)
+    def asked_reference(self, model: torch.nn.Module, cache: Path | None) -> tuple[Tensor, Tensor]:
+        """What the reference says of all answers, [pairs, 2] each for those to learn from and those held out."""
+        everything = self.pairs + self.held
+        if self.settings.loss == "simpo":
+            asked = torch.zeros(len(everything), 2)
+        else:
+            sequences = [sequence for pair in everything for sequence in (pair.chosen, pair.rejected)]
+            with execution.autocast(self.recipe.precision, self.device):  # as the policy will be asked
+                asked = reference_log_probs(model, sequences, self.device, cache).view(-1, 2)
+        return asked[: len(self.pairs)], asked[len(self.pairs) :]
+
+    def fitting(self, found: Sequence[corpora.Preference], sources: Sequence[int]) -> tuple[list[Pair], list[int]]:
+        """The pairs of which both answers fit into a row, and the sources of each."""
         longest = self.recipe.data.sequence
-        return [pair for pair in pairs if max(len(pair.chosen.ids), len(pair.rejected.ids)) <= longest]
+        pairs = zip(pairs_of(self.tokenizer, found), sources, strict=True)
+        fitting = [both for both in pairs if max(len(both[0].chosen.ids), len(both[0].rejected.ids)) <= longest]
+        return [pair for pair, _ in fitting], [source for _, source in fitting]
 
     def next_batch(self) -> PairBatch:
         numbers = self.deck.deal(self.recipe.data.batch)
@@ -118,9 +134,11 @@ class DPO:
 
     def compared(self, model: Any, batch: PairBatch) -> Preferences:
         policy, reference = log_probs(model, batch.rows).sum(-1), batch.reference
-        if self.settings.loss == "ipo":  # as its authors use it: long answers would dominate otherwise
+        if self.settings.loss != "sigmoid":  # as their authors use them: long answers would dominate otherwise
             policy, reference = policy / batch.rows.tokens, reference / batch.rows.tokens
         (chosen, rejected), (reference_chosen, reference_rejected) = policy.chunk(2), reference.chunk(2)
+        if self.settings.loss == "simpo":
+            return simpo_losses(chosen, rejected, self.settings.beta, self.settings.gamma)
         return preference_losses(
             chosen,
             rejected,
@@ -154,26 +172,27 @@ class DPO:
         self.deck.load_state_dict(state)
 
 
-def pair_of(tokenizer: Tokenizer, preference: corpora.Preference) -> Pair:
-    prompt = len(prompt_ids(tokenizer, preference.messages))
-    sequences = []
-    for answer in (preference.chosen, preference.rejected):
-        ids, mask = tokenizer.chat_ids([*preference.messages, {"role": "assistant", "content": answer}])
-        sequences.append(Scored(ids, [0] * prompt + mask[prompt:]))  # answers earlier in the conversation do not count
-    return Pair(*sequences)
+def pairs_of(tokenizer: Tokenizer, found: Sequence[corpora.Preference]) -> Iterator[Pair]:
+    """Preferences as sequences; answers earlier in a conversation do not count."""
+    for part in examples.in_parts(found):
+        both = [
+            Conversation([*each.messages, {"role": "assistant", "content": answer}], each.tools)
+            for each in part
+            for answer in (each.chosen, each.rejected)
+        ]
+        sequences = [Scored(ids, mask) for ((ids, mask),) in tokenizer.chat_ids(both, last_only=True)]
+        yield from (Pair(*answers) for answers in zip(sequences[::2], sequences[1::2], strict=True))
 
 
-def preferences(settings: PreferenceData, seed: int) -> tuple[list[corpora.Preference], list[corpora.Preference]]:
+def preferences(settings: PreferenceData, seed: int) -> examples.Examples[corpora.Preference]:
     """Preferences to learn from and preferences held out."""
-    if settings.corpus == "files":
-        found = examples.from_files(settings.files, examples.preference, settings.examples)
-    else:
-        found = list(corpora.preferences(settings.examples, seed))
-    return examples.split(found, lambda preference: preference.messages, settings.validation, seed)
+    read = lambda row: [formats.preference(row)]
+    make = lambda count: corpora.preferences(count, seed)
+    return examples.gathered(settings, seed, read, make, lambda preference: preference.messages)
 
 
 def texts(recipe: DPORecipe) -> Iterator[str]:
     """What a new tokenizer is trained on."""
-    for preference in preferences(recipe.data, recipe.run.seed)[0]:
+    for preference in preferences(recipe.data, recipe.run.seed).learned:
         yield from (message["content"] for message in preference.messages)
         yield from (preference.chosen, preference.rejected)
