@@ -89,6 +89,9 @@ def test_eval_of_texts_questions_and_token_files(tilestack, model, tmp_path):
     assert found["texts.jsonl"] == found["tokens"]
     assert found["tokens"]["documents"] == 6
     assert found["tokens"]["bytes"] == sum(len(text) for text in texts)
+    assert found["tokens"]["tokens"] == sum(
+        len(Tokenizer.load(model).encode(text, bare=True)) for text in texts
+    )  # no end
     assert 1 < found["tokens"]["perplexity"]["value"] < 1000
     assert found["tokens"]["bits_per_byte"]["error"] > 0
     assert found["questions.jsonl"]["chance"] == 0.5
