@@ -247,7 +247,7 @@ def test_answers_that_were_cut_short_can_be_left_alone(average):
     assert means(ours)["cut_short"] == pytest.approx(0.5)
     batch.ended = torch.zeros(12, dtype=torch.bool)
     nothing = objective.loss(model, batch)
-    assert float(nothing.total) == 0
+    assert nothing.total.item() == 0
     assert means(nothing)["reward"] == pytest.approx(float(batch.rewards.mean()))
 
 
