@@ -184,3 +184,16 @@ def test_files_that_are_no_tokenizers_are_named(tokenizer, tmp_path):
         Tokenizer.load(tmp_path)
     with pytest.raises(DataError, match="a vocabulary of 100 is too small; 259"):
         Tokenizer.train(["text"], 100)
+
+
+def test_a_tokenizer_for_chat_has_the_template_and_the_end_of_its_answers(tokenizer):
+    chatty = tokenizer.for_chat()
+    assert tokenizer.template is None
+    assert chatty.template == CHATML
+    assert [chatty.decode([token], special=True) for token in chatty.stops] == ["<|im_end|>", "<|endoftext|>"]
+    assert chatty.eos == chatty.answer_end != tokenizer.eos
+    assert chatty.same_ids(tokenizer)
+    ended = tokenizer.for_chat("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    assert ended.eos == tokenizer.eos
+    thinking = tokenizer.for_chat("{{ messages[-1].content }}{% if add_generation_prompt %}<think>{% endif %}")
+    assert (thinking.answer_end, thinking.eos) == (None, tokenizer.eos)

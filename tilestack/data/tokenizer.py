@@ -128,9 +128,12 @@ class Tokenizer:
 
     @cached_property
     def answer_end(self) -> int | None:
-        """The special token that ends an answer in the chat template, where there is one."""
+        """The special token that ends an answer in the chat template, where there is one and it can be told."""
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        (((ids, mask),),) = self.chat_ids([Conversation(probe)], last_only=True)
+        try:
+            (((ids, mask),),) = self.chat_ids([Conversation(probe)], last_only=True)
+        except DataError:  # a template that asks for answers otherwise than it writes them still serves for prompts
+            return None
         last = [token for token, answered in zip(ids, mask, strict=True) if answered][-1]
         added = self.backend.get_added_tokens_decoder().get(last)
         return last if added is not None and added.special else None
@@ -193,7 +196,7 @@ class Tokenizer:
         if None in (self.backend.token_to_id(TURN_START), self.backend.token_to_id(TURN_END)):
             raise DataError(
                 f"the tokenizer has no chat template, and ChatML, the usual one, needs {TURN_START} and {TURN_END} in the "
-                "vocabulary: this is not a chat model"
+                "vocabulary: this is not a chat model. Give it a template of its own (data.chat_template in a recipe)"
             )
         return CHATML
 

@@ -52,6 +52,55 @@ def test_both_answers_of_a_conversation_are_learned_and_nothing_else(tmp_path):
     assert whole.index("Be brief.") < whole.index("And 4 more?")
 
 
+# A template that shows only the last answer's thoughts, as reasoning models do.
+FORGETFUL = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+    "{{ message.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_conversations_whose_history_is_rewritten_are_learned_turn_by_turn(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": CONVERSATION}) + "\n")
+    settings = {"corpus": "files", "files": [str(path)], "validation": 0.0, "examples": 0}
+    objective = SFT(recipe(SFTRecipe, data=settings), tokenizer().for_chat(FORGETFUL), CPU)
+    assert objective.counts == {
+        "conversations": 1,
+        "sequences": 2,
+        "too_long": 0,
+        "held_out": 0,
+        "held_out_too_long": 0,
+    }
+    learned = [tokenizer().decode([n for n in labels if n >= 0], special=True) for _, labels in objective.sequences]
+    assert learned == ["<think></think>3<|im_end|>", "<think></think>It is 7.<|im_end|>"]
+    second = tokenizer().decode(objective.sequences[1][0], special=True)
+    assert "assistant\n3<|im_end|>" in second  # history as the model will read it
+
+
+def test_files_are_mixed_by_their_weights(tmp_path):
+    files = []
+    for name, count in (("a", 30), ("b", 10)):
+        turns = [{"role": "user", "content": f"{name}?"}, {"role": "assistant", "content": f"{name}!"}]
+        (tmp_path / name).with_suffix(".jsonl").write_text((json.dumps({"messages": turns}) + "\n") * count)
+        files.append(str(tmp_path / f"{name}.jsonl"))
+    settings = {"corpus": "files", "files": files, "validation": 0.0, "examples": 0, "weights": [1, 3], "batch": 1}
+    objective = sft(data=settings)
+    told = [tokenizer().decode(objective.sequences[number][0])[-3] for row in objective.packed() for number in row]
+    assert (told.count("a"), told.count("b")) == (10, 30)
+
+
+def test_what_cannot_be_measured_has_no_figure(tmp_path):
+    path = tmp_path / "held.jsonl"
+    turns = [{"role": "user", "content": "1" * 400}, {"role": "assistant", "content": "2"}]
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    objective = sft(data={"validation_files": [str(path)]})
+    assert objective.counts["held_out_too_long"] == 1
+    with torch.no_grad():
+        assert "validation_loss" not in objective.evaluate(decoder())
+        assert sft(data={"validation": 0.0}).evaluate(decoder()) == {}
+
+
 def test_every_conversation_comes_once_a_round_and_rounds_differ():
     objective = sft(data={"batch": 1})
     first, seen = objective.packed(), []
