@@ -152,5 +152,5 @@ def test_a_dataset_of_the_hub_is_streamed(monkeypatch):
     assert list(read("hf:org/name:small@test")) == RECORDS
     assert asked == [(("org/name", "small"), {"split": "test", "streaming": True})]
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'tilestack\[data\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '.\[data\]'"):
         list(read("hf:org/name"))

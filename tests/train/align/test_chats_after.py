@@ -125,5 +125,5 @@ def test_what_was_kept_and_left_out_is_written_down(base, tmp_path):
     made = {"model": {"path": str(base)}, "data": {"corpus": "files", "files": [str(rows)], "validation": 0.0}, "run": {"steps": 1}}  # fmt: skip
     align("sft", recipe(KINDS["sft"].recipe, **made), tmp_path / "run", console=said)
     (started,) = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert started["data"] == {"conversations": 3, "sequences": 2, "too_long": 1, "held_out": 0, "held_out_too_long": 0}
-    assert "3 conversations, 2 sequences, 1 too long" in said.export_text()
+    assert started["data"] == {"conversations": 3, "sequences": 2, "too long for data.sequence": 1}
+    assert "3 conversations, 2 sequences, 1 too long for data.sequence" in said.export_text()

@@ -65,13 +65,7 @@ def test_conversations_whose_history_is_rewritten_are_learned_turn_by_turn(tmp_p
     path.write_text(json.dumps({"messages": CONVERSATION}) + "\n")
     settings = {"corpus": "files", "files": [str(path)], "validation": 0.0, "examples": 0}
     objective = SFT(recipe(SFTRecipe, data=settings), tokenizer().for_chat(FORGETFUL), CPU)
-    assert objective.counts == {
-        "conversations": 1,
-        "sequences": 2,
-        "too_long": 0,
-        "held_out": 0,
-        "held_out_too_long": 0,
-    }
+    assert (objective.counts["conversations"], objective.counts["sequences"]) == (1, 2)
     learned = [tokenizer().decode([n for n in labels if n >= 0], special=True) for _, labels in objective.sequences]
     assert learned == ["<think></think>3<|im_end|>", "<think></think>It is 7.<|im_end|>"]
     second = tokenizer().decode(objective.sequences[1][0], special=True)
@@ -95,7 +89,7 @@ def test_what_cannot_be_measured_has_no_figure(tmp_path):
     turns = [{"role": "user", "content": "1" * 400}, {"role": "assistant", "content": "2"}]
     path.write_text(json.dumps({"messages": turns}) + "\n")
     objective = sft(data={"validation_files": [str(path)]})
-    assert objective.counts["held_out_too_long"] == 1
+    assert objective.counts["held out and too long"] == 1
     with torch.no_grad():
         assert "validation_loss" not in objective.evaluate(decoder())
         assert sft(data={"validation": 0.0}).evaluate(decoder()) == {}

@@ -84,8 +84,8 @@ class DPO:
         self.pairs, sources = self.fitting(found.learned, found.sources)
         self.held, _ = self.fitting(found.held, [0] * len(found.held))
         self.counts = {
-            "pairs": len(found.learned), "too_long": len(found.learned) - len(self.pairs),
-            "held_out": len(found.held), "held_out_too_long": len(found.held) - len(self.held),
+            "pairs": len(found.learned), "too long for data.sequence": len(found.learned) - len(self.pairs),
+            "held out": len(found.held), "held out and too long": len(found.held) - len(self.held),
         }  # fmt: skip
         if not self.pairs:
             raise RecipeError(

@@ -88,8 +88,8 @@ class GRPO:
         self.tasks, sources = self.fitting(found.learned, found.sources)
         self.held, _ = self.fitting(found.held, [0] * len(found.held))
         self.counts = {
-            "tasks": len(found.learned), "too_long": len(found.learned) - len(self.tasks),
-            "held_out": len(found.held), "held_out_too_long": len(found.held) - len(self.held),
+            "tasks": len(found.learned), "too long for data.sequence": len(found.learned) - len(self.tasks),
+            "held out": len(found.held), "held out and too long": len(found.held) - len(self.held),
         }  # fmt: skip
         if not self.tasks:
             raise RecipeError(

@@ -27,7 +27,7 @@ class Kind:
 
     recipe: type[Recipe]
     texts: Callable[[Any], Iterator[str]]
-    objective: Callable[[Any, Any, data.Tokenizer, torch.device, Path], Any]
+    objective: Callable[[Any, Any, data.Tokenizer, torch.device, Path], Objective]
 
 
 KINDS = {
@@ -52,20 +52,15 @@ def align(
 ) -> dict[str, float]:
     """Follow a recipe of one of the KINDS in a folder, and leave the model in `folder/model`, ready to chat."""
     cache = folder.parent / ".reference"  # beside the run: others of the same model and data find it
-    about: dict[str, Any] = {"data": {}, **(provenance or {})}  # what the objective finds in its data is added to it
 
-    def prepare(console: Console) -> tuple[data.Tokenizer, MakeObjective]:
+    def prepare(_: Console) -> tuple[data.Tokenizer, MakeObjective]:
         found = find_tokenizer(KINDS[kind], recipe, folder)
         tokenizer = found.for_chat(read_template(recipe))
 
         def make(model: Any, device: torch.device) -> Objective:
             ends = (*tokenizer.stops, *found.stops, *model.config.eos)
             model.config = replace(model.config, eos=tuple(dict.fromkeys(ends)))
-            objective = KINDS[kind].objective(recipe, model, tokenizer, device, cache)
-            about["data"] = objective.counts
-            counted = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in objective.counts.items())
-            console.print(f"data: {counted}", highlight=False)
-            return objective
+            return KINDS[kind].objective(recipe, model, tokenizer, device, cache)
 
         return tokenizer, make
 
@@ -77,7 +72,7 @@ def align(
         fresh=fresh,
         profile=profile,
         row=None if kind == "sft" else 1,
-        provenance=about,
+        provenance=provenance,
         console=console,
     )
 

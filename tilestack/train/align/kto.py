@@ -75,8 +75,8 @@ class KTO:
         self.cases, sources = self.fitting(found.learned, found.sources)
         self.held, _ = self.fitting(found.held, [0] * len(found.held))
         self.counts = {
-            "answers": len(found.learned), "too_long": len(found.learned) - len(self.cases),
-            "held_out": len(found.held), "held_out_too_long": len(found.held) - len(self.held),
+            "answers": len(found.learned), "too long for data.sequence": len(found.learned) - len(self.cases),
+            "held out": len(found.held), "held out and too long": len(found.held) - len(self.held),
         }  # fmt: skip
         if not self.cases:
             raise RecipeError(f"none of {len(found.learned)} answers fits into data.sequence = {recipe.data.sequence}")

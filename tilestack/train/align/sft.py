@@ -67,8 +67,8 @@ class SFT:
         self.held = found.held
         self.held_sequences, _, held_left_out = self.tokenised(self.held, [0] * len(self.held))
         self.counts = {
-            "conversations": len(found.learned), "sequences": len(self.sequences), "too_long": left_out,
-            "held_out": len(self.held), "held_out_too_long": held_left_out,
+            "conversations": len(found.learned), "sequences": len(self.sequences), "too long for data.sequence": left_out,
+            "held out": len(self.held), "held out and too long": held_left_out,
         }  # fmt: skip
         if not self.sequences:
             raise RecipeError(
