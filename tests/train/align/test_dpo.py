@@ -33,7 +33,7 @@ def test_the_loss_is_that_of_pairs_read_one_by_one(kind, smoothing):
     expected, margins = 0.0, []
     for pair in pairs:
         h = 0.0
-        for sign, sequence in ((1, pair.chosen), (-1, pair.rejected)):
+        for sign, sequence in ((1, pair.first), (-1, pair.second)):
             ratio = log_prob(model, sequence.ids, sequence.mask)
             if kind != "simpo":
                 ratio = ratio - log_prob(reference, sequence.ids, sequence.mask)
@@ -90,7 +90,7 @@ def test_only_the_last_answer_is_scored():
     preference = preferences(recipe(DPORecipe).data, 0).learned[0]
     earlier = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     (pair,) = pairs_of(tokenizer(), [type(preference)([*earlier, *preference.messages], "4", "five")])
-    for sequence, answer in ((pair.chosen, "4"), (pair.rejected, "five")):
+    for sequence, answer in ((pair.first, "4"), (pair.second, "five")):
         scored = [token for token, marked in zip(sequence.ids, sequence.mask, strict=True) if marked]
         assert tokenizer().decode(scored, special=True) == f"{answer}<|im_end|>"
 

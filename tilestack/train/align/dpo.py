@@ -1,8 +1,7 @@
 """Direct preference optimisation: raise answers people chose above those they rejected, without a reward model.
 
-The policy is compared with a frozen reference: the model as the run found it. What the reference says of every answer
-does not change, so it is asked once, before the first step, and only the policy runs after that. No second model is
-held. SimPO, which compares the policy's two answers alone, has no reference.
+The policy is compared with a frozen reference, the model as the run found it; see `pairs`. SimPO, which compares the
+policy's two answers alone, has none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,24 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilestack.data import Conversation, Tokenizer, corpora, formats
-from tilestack.train import execution
+from tilestack.data import Tokenizer, corpora, formats
 from tilestack.train.align import examples
-from tilestack.train.align.deck import Deck
 from tilestack.train.align.losses import PREFERENCE_LOSSES, Preferences, preference_losses, simpo_losses
-from tilestack.train.align.reference import reference_log_probs
-from tilestack.train.evaluation.answers import prompt_ids, shown_answers
-from tilestack.train.evaluation.log_probs import Rows, Scored, in_rows, log_probs
+from tilestack.train.align.pairs import Pair, PairObjective, PreferenceData, spoken_pairs
+from tilestack.train.evaluation.log_probs import Rows, log_probs
 from tilestack.train.objective import Loss
 from tilestack.train.recipe import Recipe
 from tilestack.train.settings import RecipeError, setting
-
-
-@dataclass(frozen=True)
-class PreferenceData(examples.ExampleData):
-    """Pairs of answers: built-in ones, or rows of files in the formats of `data.formats`."""
-
-    corpus: str = setting("preferences", "what to learn from", choices=("preferences", "files"))
 
 
 @dataclass(frozen=True)
@@ -52,14 +41,6 @@ class DPORecipe(Recipe):
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two answers to one prompt, as sequences of which the answers are scored."""
-
-    chosen: Scored
-    rejected: Scored
-
-
-@dataclass(frozen=True)
 class PairBatch:
     """Pairs as rows, the chosen answers above the rejected ones, with what the reference says of each row."""
 
@@ -67,7 +48,7 @@ class PairBatch:
     reference: Tensor  # [2 · pairs]
 
 
-class DPO:
+class DPO(PairObjective[Pair]):
     """Preferences as an objective; see `tilestack.train.objective`."""
 
     def __init__(
@@ -78,47 +59,14 @@ class DPO:
         device: torch.device,
         cache: Path | None = None,
     ):
-        self.recipe, self.settings, self.tokenizer, self.device = recipe, recipe.dpo, tokenizer, device
+        self.settings = recipe.dpo
         found = preferences(recipe.data, recipe.run.seed)
-        self.prompts = [prompt_ids(tokenizer, each.messages, each.tools) for each in found.held[:2]]
-        self.pairs, sources = self.fitting(found.learned, found.sources)
-        self.held, _ = self.fitting(found.held, [0] * len(found.held))
-        self.counts = {
-            "pairs": len(found.learned), "too long for data.sequence": len(found.learned) - len(self.pairs),
-            "held out": len(found.held), "held out and too long": len(found.held) - len(self.held),
-        }  # fmt: skip
-        if not self.pairs:
-            raise RecipeError(
-                f"none of {len(found.learned)} pairs of answers fits into data.sequence = {recipe.data.sequence}"
-            )
-        self.reference, self.held_reference = self.asked_reference(model, cache)
-        self.deck = Deck(len(self.pairs), recipe.run.seed, sources, recipe.data.weights)
-
-    def asked_reference(self, model: torch.nn.Module, cache: Path | None) -> tuple[Tensor, Tensor]:
-        """What the reference says of all answers, [pairs, 2] each for those to learn from and those held out."""
-        everything = self.pairs + self.held
-        if self.settings.loss == "simpo":
-            asked = torch.zeros(len(everything), 2)
-        else:
-            sequences = [sequence for pair in everything for sequence in (pair.chosen, pair.rejected)]
-            with execution.autocast(self.recipe.precision, self.device):  # as the policy will be asked
-                asked = reference_log_probs(model, sequences, self.device, cache).view(-1, 2)
-        return asked[: len(self.pairs)], asked[len(self.pairs) :]
-
-    def fitting(self, found: Sequence[corpora.Preference], sources: Sequence[int]) -> tuple[list[Pair], list[int]]:
-        """The pairs of which both answers fit into a row, and the sources of each."""
-        longest = self.recipe.data.sequence
-        pairs = zip(pairs_of(self.tokenizer, found), sources, strict=True)
-        fitting = [both for both in pairs if max(len(both[0].chosen.ids), len(both[0].rejected.ids)) <= longest]
-        return [pair for pair, _ in fitting], [source for _, source in fitting]
+        pairs = lambda some: pairs_of(tokenizer, some)
+        asks = recipe.dpo.loss != "simpo"
+        super().__init__(recipe, model, tokenizer, device, cache, found, pairs, "pairs of answers", asks)
 
     def next_batch(self) -> PairBatch:
-        numbers = self.deck.deal(self.recipe.data.batch)
-        return self.collated([self.pairs[number] for number in numbers], self.reference[numbers])
-
-    def collated(self, pairs: Sequence[Pair], reference: Tensor) -> PairBatch:
-        rows = in_rows([pair.chosen for pair in pairs] + [pair.rejected for pair in pairs])
-        return PairBatch(rows.to(self.device), reference.T.reshape(-1).float().to(self.device))
+        return PairBatch(*self.in_rows(*self.dealt()))
 
     def loss(self, model: Any, batch: PairBatch) -> Loss:
         found = self.compared(model, batch)
@@ -151,37 +99,17 @@ class DPO:
 
     def evaluate(self, model: Any) -> dict[str, float]:
         """The same figures on pairs held out."""
-        if not self.held:
-            return {}
-        size = self.recipe.data.batch
         sums: dict[str, float] = {}
-        for first in range(0, len(self.held), size):
-            part = slice(first, first + size)
-            loss = self.loss(model, self.collated(self.held[part], self.held_reference[part]))
+        for part in self.held_parts():
+            loss = self.loss(model, PairBatch(*self.in_rows(*part)))
             for name, value in {"loss": loss.total, **loss.metrics}.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         return {f"validation_{name}": value / len(self.held) for name, value in sums.items()}
 
-    def sample(self, model: Any) -> list[str]:
-        return shown_answers(model, self.tokenizer, self.prompts, self.recipe.evaluation, self.device)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.deck.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.deck.load_state_dict(state)
-
 
 def pairs_of(tokenizer: Tokenizer, found: Sequence[corpora.Preference]) -> Iterator[Pair]:
-    """Preferences as sequences; answers earlier in a conversation do not count."""
-    for part in examples.in_parts(found):
-        both = [
-            Conversation([*each.messages, {"role": "assistant", "content": answer}], each.tools)
-            for each in part
-            for answer in (each.chosen, each.rejected)
-        ]
-        sequences = [Scored(ids, mask) for ((ids, mask),) in tokenizer.chat_ids(both, last_only=True)]
-        yield from (Pair(*answers) for answers in zip(sequences[::2], sequences[1::2], strict=True))
+    """The chosen answer and the rejected one of each preference."""
+    return spoken_pairs(tokenizer, found, lambda each: (each.chosen, each.rejected))
 
 
 def preferences(settings: PreferenceData, seed: int) -> examples.Examples[corpora.Preference]:
