@@ -55,8 +55,8 @@ def test_dpo_from_a_file_of_pairs(tilestack, model, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["dpo", "own.toml"], 'pairs.jsonl:2: expected a text under "rejected"; this row has prompt, chosen'),
-        (["sft", "own.toml"], 'pairs.jsonl:1: expected a list of messages under "messages"; this row has prompt, chosen, rejected'),
+        (["dpo", "own.toml"], 'pairs.jsonl:2: expected a text or messages under "rejected"; this row has prompt, chosen'),
+        (["sft", "own.toml"], 'pairs.jsonl:1: expected one of messages, conversations, instruction, completion; this row has prompt, chosen, rejected'),
         (["dpo", "own.toml", "--set", "dpo.bta=1"], "no setting dpo.bta; did you mean dpo.beta?"),
         (["grpo", "own.toml", "--set", "dpo.beta=1"], "no setting dpo; a recipe has run, model, data, optimizer, schedule, precision, evaluation, checkpoint, ema, lora, grpo"),
         (["grpo", "none.toml"], f"there is no recipe none.toml. tilestack comes with {', '.join(recipe_names())}"),
@@ -89,6 +89,9 @@ def test_eval_of_texts_questions_and_token_files(tilestack, model, tmp_path):
     assert found["texts.jsonl"] == found["tokens"]
     assert found["tokens"]["documents"] == 6
     assert found["tokens"]["bytes"] == sum(len(text) for text in texts)
+    assert found["tokens"]["tokens"] == sum(
+        len(Tokenizer.load(model).encode(text, bare=True)) for text in texts
+    )  # no end
     assert 1 < found["tokens"]["perplexity"]["value"] < 1000
     assert found["tokens"]["bits_per_byte"]["error"] > 0
     assert found["questions.jsonl"]["chance"] == 0.5

@@ -1,9 +1,9 @@
-"""Chat templates: what transformers renders, answers found where they are, and programs kept in their box."""
+"""Chat templates: what transformers renders, and answers found where they are, whatever the template does with history."""
 
 import pytest
 
-from tilestack.data import DataError, answer_labels, chat
-from tilestack.data.chat import answer_spans, render
+from tilestack.data import Conversation, DataError, answer_labels, chat
+from tilestack.data.chat import render, render_answers
 
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -16,39 +16,81 @@ MISTRAL = (
     "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}"
     "{% endfor %}"
 )
-# Thoughts of all but the last answer are dropped, as reasoning models do.
-FORGETFUL = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
-    "{% if message.role == 'assistant' and loop.last %}<think></think>{% endif %}"
-    "{{ message.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+# As Qwen3 writes it, without tools: thoughts of answers before the last question are dropped, the others are shown.
+QWEN3 = r"""
+{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string %}
+        {%- set ns.multi_step_tool = false %}{%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>' + '\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set reasoning_content = '' %}
+        {%- if '</think>' in content %}
+            {%- set reasoning_content = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last_query_index and (loop.last or (not loop.last and reasoning_content)) %}
+            {{- '<|im_start|>' + message.role + '\n<think>\n' + reasoning_content.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+        {%- else %}{{- '<|im_start|>' + message.role + '\n' + content }}{%- endif %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == "tool" %}
+        {{- '<|im_start|>user\n<tool_response>\n' + content + '\n</tool_response><|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
+{%- endif %}
+"""
+GENERATION = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}<a>{% generation %}{{ message.content }}</a>"
+    "{% endgeneration %}{% else %}<u>{{ message.content }}</u>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
+THOUGHTFUL = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "<think>\ntwo twos\n</think>\n\n4"},
+    {"role": "user", "content": "And 3 + 3?"},
+    {"role": "assistant", "content": "<think>\nasking\n</think>\n\nlook it up"},
+    {"role": "tool", "content": "six"},
+    {"role": "assistant", "content": "6"},
+    {"role": "user", "content": "Thanks"},
+]
 
 
-def answers(text, spans):
-    return [text[start:end] for start, end in spans]
+def learned(template, messages, **variables):
+    """The answers in each of the texts that a conversation gives."""
+    (sequences,) = render_answers(template, [Conversation(messages)], **variables)
+    return [[sequence.text[start:end] for start, end in sequence.answers] for sequence in sequences]
+
+
+def masked(tokenizer, messages, **how):
+    (((ids, mask),),) = tokenizer.chat_ids([Conversation(messages)], **how)
+    return ids, mask, tokenizer.decode([token for token, wanted in zip(ids, mask, strict=True) if wanted], special=True)
 
 
 @pytest.mark.parametrize("template", [chat.CHATML, SMOLLM2])
 def test_answers_are_found_with_their_end(template, messages):
-    text, spans = answer_spans(template, messages)
-    assert answers(text, spans) == ["It is 4. 🙂<|im_end|>", "6<|im_end|>"]
+    assert learned(template, messages) == [["It is 4. 🙂<|im_end|>", "6<|im_end|>"]]
 
 
 def test_answers_are_found_in_templates_of_other_shapes(messages):
-    text, spans = answer_spans(MISTRAL, messages, bos_token="<s>", eos_token="</s>")
-    assert answers(text, spans) == [" It is 4. 🙂</s>", " 6</s>"]
+    assert learned(MISTRAL, messages, bos_token="<s>", eos_token="</s>") == [[" It is 4. 🙂</s>", " 6</s>"]]
 
 
 def test_a_repeated_answer_is_not_mistaken_for_another(tokenizer):
     turns = [{"role": role, "content": "6"} for role in ("system", "user", "assistant", "user", "assistant")]
-    ids, mask = tokenizer.chat_ids(turns)
-    assert tokenizer.decode([token for token, wanted in zip(ids, mask, strict=True) if wanted], special=True) == (
-        "6<|im_end|>6<|im_end|>"
-    )
+    assert masked(tokenizer, turns)[2] == "6<|im_end|>6<|im_end|>"
 
 
 def test_the_mask_covers_answers_and_nothing_else(tokenizer, messages):
-    ids, mask = tokenizer.chat_ids(messages)
+    ids, mask, _ = masked(tokenizer, messages)
     assert tokenizer.decode(ids, special=True) == tokenizer.chat(messages)
     asked = tokenizer.decode([token for token, wanted in zip(ids, mask, strict=True) if not wanted], special=True)
     assert "4" not in asked
@@ -58,16 +100,90 @@ def test_the_mask_covers_answers_and_nothing_else(tokenizer, messages):
     assert all(label in (-100, following) for label, following in zip(labels, ids[1:], strict=False))
 
 
+def test_the_last_answer_alone(tokenizer, messages):
+    ids, _, answer = masked(tokenizer, [*messages, {"role": "user", "content": "Bye"}], last_only=True)
+    assert answer == "6<|im_end|>"
+    assert tokenizer.decode(ids, special=True) == tokenizer.chat(messages)
+
+
 def test_a_prompt_is_what_the_answer_follows(tokenizer, messages):
     prompt = tokenizer.chat(messages[:3], add_generation_prompt=True)
     assert tokenizer.chat(messages) == prompt + "6<|im_end|>\n"
 
 
-def test_a_template_that_rewrites_history_is_refused(messages):
-    with pytest.raises(DataError, match="answer in message 1 begins and ends"):
-        answer_spans(FORGETFUL, messages)
-    text, spans = answer_spans(FORGETFUL, messages[:2])
-    assert answers(text, spans) == ["<think></think>It is 4. 🙂<|im_end|>"]
+def test_where_history_is_rewritten_each_answer_is_learned_as_it_will_be_asked_for():
+    """Qwen3 shows the thoughts of an answer while it is given, and drops them from the next question on."""
+    (sequences,) = render_answers(QWEN3, [Conversation(THOUGHTFUL)])
+    assert learned(QWEN3, THOUGHTFUL) == [
+        ["<think>\ntwo twos\n</think>\n\n4<|im_end|>"],
+        ["<think>\nasking\n</think>\n\nlook it up<|im_end|>", "<think>\n\n</think>\n\n6<|im_end|>"],
+    ]
+    for number, sequence in ((1, sequences[0]), (5, sequences[1])):
+        assert sequence.text == render(QWEN3, THOUGHTFUL[: number + 1])
+        assert sequence.text.startswith(render(QWEN3, THOUGHTFUL[:number], add_generation_prompt=True))
+    assert "two twos" not in sequences[1].text
+
+
+def test_the_last_answer_is_found_whatever_becomes_of_history():
+    (((text, answer),),) = [
+        [(each.text, each.text[slice(*each.answers[0])]) for each in sequences]
+        for sequences in render_answers(QWEN3, [Conversation(THOUGHTFUL[:4])], last_only=True)
+    ]
+    assert answer == "<think>\nasking\n</think>\n\nlook it up<|im_end|>"
+    assert text == render(QWEN3, THOUGHTFUL[:4])
+
+
+def test_marks_of_a_template_say_what_is_learned(messages):
+    assert learned(GENERATION, messages) == [["It is 4. 🙂</a>", "6</a>"]]
+    assert "\ufdd0" not in render(GENERATION, messages)
+    dashed = GENERATION.replace("{% generation %}", "{%- generation -%}")
+    assert learned(dashed, messages) == [["It is 4. 🙂</a>", "6</a>"]]
+    utilities = pytest.importorskip("transformers.utils.chat_template_utils")
+    (text,), (spans,) = utilities.render_jinja_template(
+        [messages], chat_template=GENERATION, return_assistant_tokens_mask=True
+    )
+    (sequences,) = render_answers(GENERATION, [Conversation(messages)])
+    assert sequences[0].text == text
+    assert [tuple(span) for span in sequences[0].answers] == [tuple(span) for span in spans]
+
+
+def test_an_answer_that_is_asked_for_otherwise_than_written_is_refused(messages):
+    template = chat.CHATML.replace(
+        "'<|im_start|>assistant\\n' }}{%- endif", "'<|im_start|>assistant\\n<think>' }}{%- endif"
+    )
+    assert template != chat.CHATML
+    with pytest.raises(DataError, match=r"where the answer in message 3 begins.*\{% generation %\}"):
+        render_answers(template, [Conversation(messages)])
+
+
+def test_tools_and_their_calls_are_written(messages):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 3}}}
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        *messages[2:3],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    (sequences,) = render_answers(chat.CHATML, [Conversation(turns, tools)])
+    assert learned(chat.CHATML, turns) == [
+        ['<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 3}}\n</tool_call><|im_end|>']
+    ]
+    assert sequences[0].text.count("Be brief.") == 1
+    assert (
+        sequences[0].text.index("Be brief.")
+        < sequences[0].text.index('{"type": "function"')
+        < sequences[0].text.index("And 3")
+    )
+
+
+def test_many_conversations_are_asked_about_together_and_a_bad_one_is_numbered(messages):
+    many = [Conversation([{"role": "user", "content": f"{n}" * 500}, *messages[1:2]]) for n in range(2000)]
+    found = render_answers(chat.CHATML, many)
+    assert [sequences[0].text.split("\n")[1][:4] for sequences in found[:12]] == [
+        f"{n}" * 4 if n < 10 else f"{n}" * 2 for n in range(12)
+    ]
+    with pytest.raises(DataError, match=r"conversation 2: .*cannot begin with the assistant"):
+        render_answers(chat.CHATML, [*many[:2], Conversation(messages[1:])])
 
 
 @pytest.mark.parametrize("template", [chat.CHATML, SMOLLM2])
@@ -79,26 +195,6 @@ def test_transformers_renders_the_same(template, messages):
     assert render(template, messages, tools=tools) == theirs
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{% if %}", "malformed: .*line 1"),
-        ("{{ raise_exception('roles must alternate') }}", "refused: roles must alternate"),
-        ("{{ messages.__class__.__mro__ }}", "refused"),
-        ("{{ messages.append(1) }}", "refused"),
-        ("{{ 'a' * 999999999 }}", "repeated too often"),
-        ("{{ 10 ** 10 ** 10 }}", "too large"),
-        ("{% for i in range(100000) %}{{ 'a' * 1000 }}{% endfor %}", "more than 16,777,216 characters"),
-        ("{% for i in range(999999999) %}{% endfor %}", "failed|refused"),
-        ("{{ messages[0]['content'] + 1 }}", "failed on these messages"),
-        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "failed on these messages"),
-    ],
-)
-def test_bad_templates_end_in_one_line(template, said, messages):
-    with pytest.raises(DataError, match=said):
-        render(template, messages)
-
-
 @pytest.mark.parametrize("conversation", [[], "Hi", ["Hi"], [{"role": "user"}], [{"content": "Hi"}]])
 def test_what_is_no_conversation_is_refused(tokenizer, conversation):
     with pytest.raises(DataError, match="message"):
@@ -107,4 +203,4 @@ def test_what_is_no_conversation_is_refused(tokenizer, conversation):
 
 def test_an_assistant_cannot_begin(tokenizer, messages):
     with pytest.raises(DataError, match="cannot begin with the assistant"):
-        tokenizer.chat_ids(messages[1:])
+        tokenizer.chat_ids([Conversation(messages[1:])])

@@ -31,11 +31,13 @@ def test_all_formats_give_the_same_records(tmp_path):
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(LINES.encode()))
     write_zst(tmp_path / "c.jsonl.zst", LINES.encode())
     write_parquet(tmp_path / "d.parquet")
+    (tmp_path / "e.json").write_text(json.dumps(RECORDS, indent=2))
+    (tmp_path / "f.json.gz").write_bytes(gzip.compress(LINES.encode()))
     (tmp_path / ".hidden.jsonl").write_text("not JSON")
     (tmp_path / "notes.bin").write_text("not data")
-    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet"):
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.json", "f.json.gz"):
         assert list(read(tmp_path / name)) == RECORDS
-    assert list(read(tmp_path)) == RECORDS * 4
+    assert list(read(tmp_path)) == RECORDS * 4  # .json in a folder is as often settings as data
     assert list(texts(str(tmp_path / "d.parquet"))) == [record["text"] for record in RECORDS]
 
 
@@ -49,14 +51,36 @@ def test_a_long_text_comes_in_parts_cut_at_lines(tmp_path, monkeypatch):
     assert all(part.endswith("\n") for part in parts[:-1])
 
 
-def test_a_file_is_never_read_whole(tmp_path):
-    line = json.dumps({"text": "x" * 1000}) + "\n"
-    (tmp_path / "big.jsonl").write_text(line * 20_000)
+@pytest.mark.parametrize("name", ["big.jsonl", "big.json"])
+def test_a_file_is_never_read_whole(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(readers, "PART", 1 << 16)
+    line = json.dumps({"text": "x" * 1000})
+    (tmp_path / name).write_text(f"{line}\n" * 20_000 if name == "big.jsonl" else f"[{f'{line},' * 19_999}{line}]")
     tracemalloc.start()
-    assert sum(1 for _ in read(tmp_path / "big.jsonl")) == 20_000
+    assert sum(1 for _ in read(tmp_path / name)) == 20_000
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[", r"bad\.json, item 1: the list breaks off"),
+        ('[{"a": 1}, {"a"', r"bad\.json, item 2: the list breaks off or is not JSON: '\{\"a\"'"),
+        ('[{"a": 1},]', r"bad\.json, item 2: expected an object, found '\]'"),
+        ('[{"a": 1} {"a": 2}]', r"bad\.json: expected ',' after item 1"),
+        ("[1]", r"bad\.json, item 1: expected an object, found '1\]'"),
+        ("[]\n[]", r"bad\.json: there is more after the list"),
+        (b'[{"a": "\xff"}]', r"bad\.json, item 1: not UTF-8"),
+        ('[{"a":' + "[" * 200_000, r"bad\.json, item 1: "),
+        ('{"a": 1}\n{"a"\n', r"bad\.json:2: not JSON"),
+    ],
+)
+def test_a_malformed_list_is_named_by_its_item(tmp_path, content, said):
+    (tmp_path / "bad.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=said):
+        list(read(tmp_path / "bad.json"))
 
 
 @pytest.mark.parametrize(
@@ -128,5 +152,5 @@ def test_a_dataset_of_the_hub_is_streamed(monkeypatch):
     assert list(read("hf:org/name:small@test")) == RECORDS
     assert asked == [(("org/name", "small"), {"split": "test", "streaming": True})]
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'tilestack\[data\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '.\[data\]'"):
         list(read("hf:org/name"))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from tilestack.data import CHATML, DataError, Tokenizer
+from tilestack.data import CHATML, Conversation, DataError, Tokenizer
 from tilestack.data.pretokenizers import byte_level
 
 AWKWARD = [
@@ -41,7 +41,7 @@ def test_a_tokenizer_without_turns_cannot_chat(tmp_path):
     plain.save(tmp_path)
     assert Tokenizer.load(tmp_path).template is None
     with pytest.raises(DataError, match="no chat template"):
-        plain.chat_ids([{"role": "user", "content": "a"}])
+        plain.chat_ids([Conversation([{"role": "user", "content": "a"}])])
     assert plain.stops == ()
 
 
@@ -74,7 +74,7 @@ def test_transformers_gives_the_same_ids(tokenizer, sources, messages, tmp_path,
         assert theirs(text)["input_ids"] == ids
         assert theirs.decode(ids) == tokenizer.decode(ids, special=True)
     assert theirs.apply_chat_template(messages, tokenize=False) == tokenizer.chat(messages)
-    assert theirs.apply_chat_template(messages)["input_ids"] == tokenizer.chat_ids(messages)[0]
+    assert theirs.apply_chat_template(messages)["input_ids"] == tokenizer.chat_ids([Conversation(messages)])[0][0][0]
     assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (
         tokenizer.bos,
         tokenizer.eos,
@@ -131,7 +131,7 @@ def test_a_gguf_file_holds_the_same_tokenizer(sources, pre):
     tokenizer = Tokenizer.from_gguf(metadata)
     for text in [*AWKWARD, sources[-1][:4000]]:
         assert tokenizer.encode(text) == backend.encode(text).ids
-    assert (tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.stops) == (1, 2, None, (2,))
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.stops) == (1, 2, None, (2, 0))
     assert tokenizer.chat([{"role": "user", "content": "Hi"}]) == "Hi"
     begun = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.add_bos_token": True})
     assert begun.encode("Hi") == [1, *tokenizer.encode("Hi")]
@@ -184,3 +184,16 @@ def test_files_that_are_no_tokenizers_are_named(tokenizer, tmp_path):
         Tokenizer.load(tmp_path)
     with pytest.raises(DataError, match="a vocabulary of 100 is too small; 259"):
         Tokenizer.train(["text"], 100)
+
+
+def test_a_tokenizer_for_chat_has_the_template_and_the_end_of_its_answers(tokenizer):
+    chatty = tokenizer.for_chat()
+    assert tokenizer.template is None
+    assert chatty.template == CHATML
+    assert [chatty.decode([token], special=True) for token in chatty.stops] == ["<|im_end|>", "<|endoftext|>"]
+    assert chatty.eos == chatty.answer_end != tokenizer.eos
+    assert chatty.same_ids(tokenizer)
+    ended = tokenizer.for_chat("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    assert ended.eos == tokenizer.eos
+    thinking = tokenizer.for_chat("{{ messages[-1].content }}{% if add_generation_prompt %}<think>{% endif %}")
+    assert (thinking.answer_end, thinking.eos) == (None, tokenizer.eos)

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from tilestack.nn import Linear
-from tilestack.nn.lora import LoRALinear, add_lora, lora_layers, merge_lora, without_lora
+from tilestack.nn import Linear, MoE
+from tilestack.nn.lora import LoRALinear, add_lora, lora_layers, lora_parameters, merge_lora, without_lora
 
 
 def make_model(dtype=torch.float64):
@@ -117,6 +117,53 @@ def test_a_copy_is_adapted_too():
     twin = copy.deepcopy(model)
     assert all(isinstance(layer, LoRALinear) for layer in lora_layers(twin).values())
     assert torch.equal(twin(x), model(x))
+
+
+def mixture(dtype=torch.float64):
+    torch.manual_seed(0)
+    return torch.nn.ModuleDict({"mlp": MoE(6, 5, experts=4, top_k=2, shared_intermediate=3)}).to(dtype)
+
+
+def test_experts_are_adapted_each_by_its_own():
+    model, x = mixture(), torch.randn(9, 6, dtype=torch.float64)
+    before, names = model["mlp"](x), set(model.state_dict())
+    adapters = add_lora(model, ["mlp.*"], rank=2, alpha=3)
+    assert (
+        set(adapters) == {"mlp.gate_up", "mlp.down", "mlp.shared.gate_up", "mlp.shared.down"} == set(lora_layers(model))
+    )
+    assert torch.equal(model["mlp"](x), before)
+    trained(model["mlp"], x)
+    with_gradient = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert with_gradient == {name for name, _ in lora_parameters(model)} == set(model.state_dict()) - names
+    learned = model["mlp"](x)
+    assert (learned - before).abs().max() > 1e-3
+    with without_lora(model):
+        assert torch.equal(model["mlp"](x), before)
+    by_hand = copy.deepcopy(model)
+    with without_lora(by_hand), torch.no_grad():
+        for name in ("gate_up", "down"):
+            adapter, weight = getattr(model["mlp"], f"{name}_lora"), getattr(by_hand["mlp"], name)
+            for expert in range(4):
+                weight[expert] += 3 / 2 * adapter.lora_B[expert] @ adapter.lora_A[expert]
+            for part in (getattr(by_hand["mlp"].shared, name),):
+                part.weight += 3 / 2 * part.lora_B @ part.lora_A
+        torch.testing.assert_close(by_hand["mlp"](x), learned)
+    merge_lora(model)
+    torch.testing.assert_close(model["mlp"](x), learned)
+    assert set(model.state_dict()) == names
+
+
+def test_adapters_of_experts_learn_under_autocast_and_in_half_precision():
+    model = mixture(torch.bfloat16)
+    add_lora(model, ["mlp.gate_up", "mlp.down"], rank=2)
+    assert {parameter.dtype for _, parameter in lora_parameters(model)} == {torch.float32}
+    out = model["mlp"](torch.randn(9, 6, dtype=torch.bfloat16))
+    assert out.dtype == torch.bfloat16
+    wide = mixture(torch.float32)
+    add_lora(wide, ["mlp.down"], rank=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        wide["mlp"](torch.randn(9, 6)).float().sum().backward()
+    assert wide["mlp"].down_lora.lora_B.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize(

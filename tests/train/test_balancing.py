@@ -1,12 +1,16 @@
 """Mixtures of experts under the trainer: they learn, their loads even out, and several micro-batches count as one step."""
 
+import copy
+
 import pytest
 import torch
 from tiny import Counting, TinyModel, recipe
 from torch import nn
 
 from tilestack.nn import MoE
-from tilestack.train import Trainer, metrics
+from tilestack.train import RecipeError, Trainer, metrics
+from tilestack.train.balancing import Balancing
+from tilestack.train.recipe import Model
 
 EXPERTS = 8
 
@@ -57,3 +61,30 @@ def test_micro_batches_move_a_bias_once_by_all_their_loads(tmp_path):
     for number, layer in enumerate(model.layers):
         load = sum(loads[number::2]).float()
         assert torch.equal(layer.router.bias, 0.5 * torch.sign(load.mean() - load))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_balance_costs_the_same_in_models_of_any_depth(layers):
+    """As in transformers, whose loss is over all layers together: where they route alike, that is the mean."""
+    modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    torch.manual_seed(0)
+    first, x = MoE(8, 16, EXPERTS, 2), torch.randn(60, 8)
+    model = nn.ModuleList([first, *(copy.deepcopy(first) for _ in range(layers - 1))])
+    balancing = Balancing(model, Model(auxiliary_loss=1.0, z_loss=0.0))
+    for layer in model:
+        layer(x)
+    logits = x @ first.router.weight.T
+    torch.testing.assert_close(balancing.loss(), modeling.load_balancing_loss_func((logits,) * layers, EXPERTS, 2))
+    twice = Balancing(model, Model(auxiliary_loss=0.5, z_loss=0.25))
+    expected = 0.5 * first.balance.auxiliary_loss + 0.25 * first.balance.z_loss
+    torch.testing.assert_close(twice.loss(), expected)
+
+
+def test_a_rate_for_biases_that_are_not_there_is_refused():
+    for model in (mixtures(), TinyModel()):
+        with pytest.raises(
+            RecipeError, match=r"model\.bias_rate moves the biases of routers, and this model has no router"
+        ):
+            Balancing(model, Model(bias_rate=0.01))
+    assert Balancing(mixtures(bias_balancing=True), Model(bias_rate=0.01)).mixtures
+    assert Model().bias_rate == 0

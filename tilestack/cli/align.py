@@ -11,6 +11,7 @@ from tilestack.cli.train import Folder, Fresh, Profile, RecipeFile, Set, follow_
 def add_to(app: typer.Typer) -> None:
     app.command("sft")(sft_command)
     app.command("dpo")(dpo_command)
+    app.command("kto")(kto_command)
     app.command("grpo")(grpo_command)
 
 
@@ -19,7 +20,7 @@ def sft_command(
 ) -> None:
     """Fine-tune on conversations, learning only the assistant's answers; with lora.rank, adapters alone.
 
-    data.files are rows of {"messages": …}, as chat models know them.
+    data.files are rows of {"messages": …}, as chat models know them, or in the formats of ShareGPT and Alpaca.
     Run folder and resume are those of [bold]train[/bold].
     """
     run("sft", recipe, set_, folder, fresh, profile)
@@ -30,10 +31,21 @@ def dpo_command(
 ) -> None:
     """Learn from pairs of answers, one chosen and one rejected, against the model as it was.
 
-    data.files are rows of {"prompt": text or messages, "chosen": text, "rejected": text}.
-    Run folder and resume are those of [bold]train[/bold].
+    data.files are rows of {"prompt": …, "chosen": …, "rejected": …}, each a text or messages. dpo.loss may be simpo, which
+    needs no reference. Run folder and resume are those of [bold]train[/bold].
     """
     run("dpo", recipe, set_, folder, fresh, profile)
+
+
+def kto_command(
+    recipe: RecipeFile, set_: Set = None, folder: Folder = None, fresh: Fresh = False, profile: Profile = 0
+) -> None:
+    """Learn from answers that were judged one by one, good or bad, against the model as it was.
+
+    data.files are rows of {"prompt": …, "completion": …, "label": true or false}, or pairs as for [bold]dpo[/bold].
+    Run folder and resume are those of [bold]train[/bold].
+    """
+    run("kto", recipe, set_, folder, fresh, profile)
 
 
 def grpo_command(
@@ -41,7 +53,8 @@ def grpo_command(
 ) -> None:
     """Learn from rewards: the model answers in groups, a program checks, and what did better than its group is raised.
 
-    data.files are rows of {"prompt": text, "answer": text}. Run folder and resume are those of [bold]train[/bold].
+    data.files are rows of {"prompt": text or messages, "answer": text}. grpo.reward names a check, or a function of a file
+    of yours, rewards.py:score. Run folder and resume are those of [bold]train[/bold].
     """
     run("grpo", recipe, set_, folder, fresh, profile)
 

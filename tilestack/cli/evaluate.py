@@ -80,12 +80,17 @@ def eval_command(
 
 
 def documents(source: str, tokenizer: "Tokenizer") -> Iterator[tuple[Sequence[int], int]]:
-    """The documents of a token file, or of whatever `data.read` reads: their ids and how many bytes they are."""
+    """The documents of a token file, or of whatever `data.read` reads: their ids and how many bytes they are. The end token
+    that training puts behind a document is no part of it, and is not scored."""
     from tilestack import data
     from tilestack.train.evaluation.evaluate import beginning
 
     start = beginning(tokenizer)  # so that a document's first token is predicted too, as its bytes are counted
-    begun = lambda ids: ids if ids[:1] == start else start + ids
+
+    def begun(ids: list[int]) -> list[int]:
+        ids = ids[:-1] if ids[-1:] == [tokenizer.eos] else ids
+        return ids if ids[:1] == start else start + ids
+
     if (Path(source) / "tokens.bin").is_file():
         tokens = data.TokenFile(source)
         tokens.check(tokenizer)

@@ -1,8 +1,8 @@
 """Data: tokenizers, token files, packed batches, chat templates and corpora that need no download; see docs/data.md."""
 
-from tilestack.data import corpora
+from tilestack.data import corpora, formats
 from tilestack.data.baseline import Baselines, baselines
-from tilestack.data.chat import CHATML, Message
+from tilestack.data.chat import CHATML, Conversation, Message
 from tilestack.data.errors import DataError
 from tilestack.data.packing import NO_LABEL, Batch, answer_labels, pack
 from tilestack.data.readers import located, read, texts
@@ -15,6 +15,7 @@ __all__ = [
     "NO_LABEL",
     "Baselines",
     "Batch",
+    "Conversation",
     "DataError",
     "Message",
     "Packed",
@@ -23,6 +24,7 @@ __all__ = [
     "answer_labels",
     "baselines",
     "corpora",
+    "formats",
     "located",
     "pack",
     "read",

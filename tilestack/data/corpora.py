@@ -10,9 +10,10 @@ import re
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
+from typing import Any
 
 from tilestack.data.chat import Message
 
@@ -37,6 +38,8 @@ class Task:
     prompt: str
     answer: str
     kind: str
+    messages: tuple[Message, ...] = ()  # the conversation that asks it, where that is more than the prompt
+    row: dict[str, Any] = field(default_factory=dict)  # what else its file says of it
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Preference:
     messages: list[Message]
     chosen: str
     rejected: str
+    tools: list[dict[str, Any]] | None = None
 
 
 def python_sources(most_bytes: int | None = None) -> Iterator[Document]:

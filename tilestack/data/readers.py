@@ -2,6 +2,7 @@
 
     .txt .md .py        a document per file; a long one comes in parts of about a megabyte, cut at line ends
     .jsonl              an object per line
+    .json               a list of objects, or an object per line; in a folder it is passed over, being mostly settings
     .parquet            a row each
     .gz .zst            any of the text formats, compressed
     folder              all of these in it, in order of name
@@ -55,7 +56,8 @@ def files_behind(source: str | Path) -> list[Path]:
     if str(source).startswith("hf:"):
         return []
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if _reader(file) and not _hidden(file.relative_to(path)))
+        inside = (file for file in path.rglob("*") if not _hidden(file.relative_to(path)))
+        files = sorted(file for file in inside if _reader(file) not in (None, _read_json))
         if not files:
             raise DataError(f"{path} holds no file that can be read; known are {_known()}")
         return files
@@ -81,7 +83,8 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Located]] | None:
     elif suffixes and suffixes[-1] == ".parquet":
         return _read_parquet
     suffix = suffixes[-1] if suffixes else ""
-    return _read_jsonl if suffix == ".jsonl" else _read_text if suffix in TEXT else None
+    readers = {".jsonl": _read_jsonl, ".json": _read_json} | dict.fromkeys(TEXT, _read_text)
+    return readers.get(suffix)
 
 
 def _read_text(path: Path) -> Iterator[Located]:
@@ -110,6 +113,51 @@ def _read_jsonl(path: Path) -> Iterator[Located]:
             if not isinstance(record, dict):
                 raise DataError(f"{path}:{number}: expected an object, found a {type(record).__name__}")
             yield f"{path}:{number}", record
+
+
+def _read_json(path: Path) -> Iterator[Located]:
+    """A list of objects, one at a time; what does not begin as a list has an object per line."""
+    with _open(path) as file:
+        begins = next(
+            (character for line in iter(lambda: file.readline(PART), b"") if (character := line.strip()[:1])), b""
+        )
+    return _read_list(path) if begins == b"[" else _read_jsonl(path)
+
+
+def _read_list(path: Path) -> Iterator[Located]:
+    """The objects of a JSON list. Of the text there is never more than a part and the object that it breaks off in."""
+    decoder, text, number, at = json.JSONDecoder(), "", 0, "["
+    with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8") as lines:
+        try:
+            while piece := lines.read(PART):
+                text += piece
+                while text := text.lstrip():
+                    if at in "[,":  # what has to come next
+                        if text[0] != at and not (at == "," and text[0] == "]"):
+                            raise DataError(f"{path}: expected {at!r} after item {number}, found {text[0]!r}")
+                        at, text = ("end" if text[0] == "]" else "item"), text[1:]
+                        continue
+                    if at == "end":
+                        raise DataError(f"{path}: there is more after the list")
+                    if text[0] == "]" and not number:
+                        at, text = "end", text[1:]
+                        continue
+                    if text[0] != "{":
+                        raise DataError(f"{path}, item {number + 1}: expected an object, found {text[:20]!r}")
+                    try:
+                        record, end = decoder.raw_decode(text)
+                    except json.JSONDecodeError as problem:
+                        if len(text) > LONGEST_LINE:
+                            raise DataError(f"{path}, item {number + 1}: not JSON: {problem.msg}") from problem
+                        break  # it may go on in the next part
+                    number, at, text = number + 1, ",", text[end:]
+                    yield f"{path}, item {number}", record
+        except UnicodeDecodeError as problem:
+            raise DataError(f"{path}, item {number + 1}: not UTF-8") from problem
+        except RecursionError as problem:
+            raise DataError(f"{path}, item {number + 1}: nested too deeply") from problem
+    if at != "end":
+        raise DataError(f"{path}, item {number + 1}: the list breaks off or is not JSON: {text[:40]!r}")
 
 
 def _read_parquet(path: Path) -> Iterator[Located]:
@@ -161,4 +209,4 @@ def _described(record: dict[str, Any]) -> str:
 
 
 def _known() -> str:
-    return ", ".join([*TEXT, ".jsonl", ".parquet", *(f"(text){suffix}" for suffix in COMPRESSED)])
+    return ", ".join([*TEXT, ".jsonl", ".json", ".parquet", *(f"(text){suffix}" for suffix in COMPRESSED)])

@@ -7,6 +7,7 @@ chat template, and a fingerprint by which token files and checkpoints know their
 import hashlib
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +18,12 @@ from tokenizers import AddedToken
 
 from tilestack import models
 from tilestack.data import tokenizer_sources
-from tilestack.data.chat import CHATML, Message, answer_spans, render
+from tilestack.data.chat import CHATML, Conversation, Message, render, render_answers
 from tilestack.data.errors import DataError
-from tilestack.data.tokenizer_sources import TURN_END, TURN_START
+from tilestack.data.tokenizer_sources import END_OF_TEXT, TURN_END, TURN_START
 
-ENDS_OF_TURN = (TURN_END, "<|eot_id|>", "<|end|>", "<end_of_turn>")
+# Tokens that end a turn or a text in the models of today, whichever of them a tokenizer calls its end token.
+ENDS = (TURN_END, "<|eot_id|>", "<|end|>", "<end_of_turn>", END_OF_TEXT, "<|end_of_text|>")
 # Words, numbers, scripts, white space and a symbol of four bytes: what pre-tokenizers disagree about.
 PROBE = "The 1234 rows' sum isn't 5.67e-8:\n\n\t\tif x_y == 'naïve':  # 漢字 кот 🙂\r\n        return [None]*10   \n"
 
@@ -30,7 +32,7 @@ class Tokenizer:
     """Text to token ids and back. `bos`, `eos` and `pad` are ids, or None where the tokenizer has no such token.
 
     `template` is the chat template of a model that was taught one; None says that it was not. Conversations are then
-    written in ChatML, which a model learns from by SFT: set `template = CHATML` on the tokenizer saved with it.
+    written in ChatML, and `for_chat` is the tokenizer to save with a model that has learned from them.
     """
 
     def __init__(
@@ -103,12 +105,38 @@ class Tokenizer:
         given = self._template_tokens() | variables
         return render(self._template(), messages, add_generation_prompt=add_generation_prompt, **given)
 
-    def chat_ids(self, messages: Sequence[Message], **variables: Any) -> tuple[list[int], list[int]]:
-        """The ids of a conversation, and a mask that is 1 on the assistant's answers, their end token included."""
-        text, spans = answer_spans(self._template(), messages, **self._template_tokens() | variables)
-        encoded = self.backend.encode(text, add_special_tokens=False)
-        starts = [start for start, _ in encoded.offsets]
-        return encoded.ids, [int(any(first <= start < end for first, end in spans)) for start in starts]
+    def chat_ids(
+        self, conversations: Sequence[Conversation], *, last_only: bool = False, **variables: Any
+    ) -> list[list[tuple[list[int], list[int]]]]:
+        """What is to be learned from each conversation: ids, and a mask that is 1 on the assistant's answers, their end
+        tokens included. Most conversations are one sequence; those that the template writes differently as they grow are
+        several. With `last_only` each is one, of which only the last answer is marked."""
+        given = self._template_tokens() | variables
+        rendered = render_answers(self._template(), conversations, last_only=last_only, **given)
+        texts = [each.text for sequences in rendered for each in sequences]
+        encoded = iter(self.backend.encode_batch(texts, add_special_tokens=False))
+        return [[_with_mask(next(encoded), each.answers) for each in sequences] for sequences in rendered]
+
+    def for_chat(self, template: str | None = None) -> "Tokenizer":
+        """The tokenizer of a model that is taught to chat: with the template given or else in use, and with what ends an
+        answer as its end token, as chat models have it."""
+        named = self._named() | {"template": self._template() if template is None else template}
+        made = Tokenizer(self.backend, **named)
+        if made.answer_end is not None and "eos_token" not in str(made.template):
+            made.eos = made.answer_end
+        return made
+
+    @cached_property
+    def answer_end(self) -> int | None:
+        """The special token that ends an answer in the chat template, where there is one and it can be told."""
+        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            (((ids, mask),),) = self.chat_ids([Conversation(probe)], last_only=True)
+        except DataError:  # a template that asks for answers otherwise than it writes them still serves for prompts
+            return None
+        last = [token for token, answered in zip(ids, mask, strict=True) if answered][-1]
+        added = self.backend.get_added_tokens_decoder().get(last)
+        return last if added is not None and added.special else None
 
     @property
     def vocabulary(self) -> int:
@@ -118,7 +146,7 @@ class Tokenizer:
     @property
     def stops(self) -> tuple[int, ...]:
         """Ids that end a text or an answer: generation stops at any of them."""
-        turns = (self.backend.token_to_id(token) for token in ENDS_OF_TURN)
+        turns = [self.backend.token_to_id(token) for token in ENDS]
         return tuple(dict.fromkeys(token for token in (self.eos, *turns) if token is not None))
 
     @cached_property
@@ -137,6 +165,11 @@ class Tokenizer:
         vocabulary = sorted(self.backend.get_vocab(with_added_tokens=True).items(), key=lambda entry: entry[1])
         content = json.dumps([vocabulary, self.eos, self.encode(PROBE)], ensure_ascii=True)
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+    def same_ids(self, other: "Tokenizer") -> bool:
+        """Whether both give a text the same ids, whatever token they call its end."""
+        known = [each.backend.get_vocab(with_added_tokens=True) for each in (self, other)]
+        return known[0] == known[1] and self.encode(PROBE, bare=True) == other.encode(PROBE, bare=True)
 
     def check_against(self, vocabulary_size: int) -> None:
         """Refuse a model that has no embedding for some of the ids."""
@@ -163,7 +196,7 @@ class Tokenizer:
         if None in (self.backend.token_to_id(TURN_START), self.backend.token_to_id(TURN_END)):
             raise DataError(
                 f"the tokenizer has no chat template, and ChatML, the usual one, needs {TURN_START} and {TURN_END} in the "
-                "vocabulary: this is not a chat model"
+                "vocabulary: this is not a chat model. Give it a template of its own (data.chat_template in a recipe)"
             )
         return CHATML
 
@@ -176,6 +209,16 @@ class Tokenizer:
         literal = tokenizers.Tokenizer.from_str(self.backend.to_str())
         literal.encode_special_tokens = True
         return literal
+
+
+def _with_mask(encoded: tokenizers.Encoding, spans: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Ids, and 1 for those that begin inside one of the spans of characters."""
+    mask = [0] * len(encoded.ids)
+    starts = [start for start, _ in encoded.offsets]
+    for first, end in spans:
+        begin, after = bisect_left(starts, first), bisect_left(starts, end)
+        mask[begin:after] = [1] * (after - begin)
+    return encoded.ids, mask
 
 
 def _bytes_of(token: str | None, added: AddedToken | None, byte_level: bool) -> int:

@@ -28,6 +28,7 @@ from tilestack.models.weights import (
 )
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"  # what transformers and vLLM generate by: above all, where to stop
 SHARD = 5 * 10**9  # bytes
 LARGEST_JSON = 64 << 20  # bytes; the index of a model with a hundred thousand tensors has ten million
 
@@ -146,14 +147,16 @@ def save(decoder: Decoder, folder: str | Path, *, shard_size: int = SHARD) -> No
     It appears whole or not at all. Where the folder exists, its weights and config are replaced and other files, such
     as the tokenizer, stay.
     """
-    of_a_model = lambda path: path.name in (CONFIG, INDEX) or path.suffix == ".safetensors"
+    of_a_model = lambda path: path.name in (CONFIG, INDEX, GENERATION) or path.suffix == ".safetensors"
     with whole_folder(Path(folder), carry=lambda path: not of_a_model(path)) as hidden:
         write(decoder, hidden, shard_size)
 
 
 def write(decoder: Decoder, folder: Path, shard_size: int) -> None:
     config = decoder.config.to_hf() | {"dtype": str(decoder.embedding.weight.dtype).removeprefix("torch.")}
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if config[name] is not None}
+    for name, content in ((CONFIG, config), (GENERATION, ends)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     shards = sharded(unfused(decoder), shard_size)
     many = len(shards) > 1
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" if many else WEIGHTS for i in range(1, len(shards) + 1)]

@@ -19,6 +19,7 @@ from tilestack.models.norm import Norm, add_norm
 from tilestack.models.rotary import Rotary
 from tilestack.nn import MLP, Balance, Linear, MoE
 from tilestack.nn.autocast import lowered
+from tilestack.nn.lora import LoRALinear
 
 
 class Layer(torch.nn.Module):
@@ -130,8 +131,10 @@ class Decoder(torch.nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, H]: the head's weight, the embedding's where they are tied."""
-        return self.embedding.weight if self.head is None else self.head.weight
+        """[V, H]: the head's weight, the embedding's where they are tied; with its adapter, where there is one."""
+        if self.head is None:
+            return self.embedding.weight
+        return self.head.adapted_weight if isinstance(self.head, LoRALinear) else self.head.weight
 
     def balances(self) -> list[Balance]:
         """How the last forward loaded the experts of each mixture, first layer first."""

@@ -12,7 +12,7 @@ Shapes: T tokens, H hidden, I intermediate, E experts, K experts of each token.
 """
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,9 +33,13 @@ class MoE(torch.nn.Module):
     gradients, `balance` holds its loads and losses.
     """
 
+    ADAPTABLE: ClassVar = ("gate_up", "down")  # the experts' parameters, which `add_lora` may put an adapter beside
+
     balance: Balance | None
     shared: MLP | None
     shared_gate: Linear | None
+    gate_up_lora: torch.nn.Module | None
+    down_lora: torch.nn.Module | None
 
     def __init__(
         self,
@@ -71,6 +75,7 @@ class MoE(torch.nn.Module):
         self.down = torch.nn.Parameter(torch.empty(experts, hidden, intermediate))
         self.shared = MLP(hidden, shared_intermediate) if shared_intermediate else None
         self.shared_gate = Linear(hidden, 1, bias=False) if shared_gate else None
+        self.gate_up_lora, self.down_lora = None, None
         self.balance = None
         self.reset_parameters()
 
@@ -101,10 +106,14 @@ class MoE(torch.nn.Module):
 
     def experts(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """The experts on rows sorted by expert."""
-        rows, weight, _ = lowered(rows, self.gate_up, None)
-        gate_up = ops.grouped_linear(rows, weight, offsets)
-        gated, weight, _ = lowered(ops.swiglu(gate_up), self.down, None)
-        return ops.grouped_linear(gated, weight, offsets)
+        gate_up = self.product(rows, self.gate_up, self.gate_up_lora, offsets)
+        return self.product(ops.swiglu(gate_up), self.down, self.down_lora, offsets)
+
+    def product(self, rows: Tensor, weight: Tensor, adapter: Any, offsets: Tensor) -> Tensor:
+        """Each row times its expert's weight, with what an adapter that is there and active adds to it."""
+        rows, weight, _ = lowered(rows, weight, None)
+        out = ops.grouped_linear(rows, weight, offsets)
+        return out if adapter is None or not adapter.active else out + adapter(rows, offsets)
 
     def update_bias(self, rate: float, tokens_per_expert: Tensor | None = None) -> None:
         """Move the router's bias by one step, from the loads given or else those of the last forward.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tilestack.nn.moe import MoE
 from tilestack.nn.router import LoadWindow, imbalance
 from tilestack.train.recipe import Model
+from tilestack.train.settings import RecipeError
 
 
 class Balancing:
@@ -18,11 +19,17 @@ class Balancing:
     def __init__(self, model: nn.Module, settings: Model):
         self.settings = settings
         self.mixtures: list[Any] = [module for module in model.modules() if isinstance(module, MoE)]
+        if settings.bias_rate and not any(mixture.router.bias is not None for mixture in self.mixtures):
+            raise RecipeError(
+                "model.bias_rate moves the biases of routers, and this model has no router with a bias; set it to 0 and "
+                "balance by model.auxiliary_loss"
+            )
         self.windows = [LoadWindow() for _ in self.mixtures]
         self.loads: list[Tensor] | None = None  # of the step so far, per mixture
 
     def loss(self) -> Tensor | float:
-        """What the last forward's imbalance costs, for one token."""
+        """What the last forward's imbalance costs, for one token: the mean over the mixtures, so that the weights mean the
+        same in models of any depth."""
         if not self.mixtures:
             return 0.0
         balances = [mixture.balance for mixture in self.mixtures]
@@ -30,7 +37,8 @@ class Balancing:
         before = self.loads or [torch.zeros_like(load) for load in loads]
         self.loads = [earlier + load for earlier, load in zip(before, loads, strict=True)]
         weights = self.settings
-        return sum(weights.auxiliary_loss * b.auxiliary_loss + weights.z_loss * b.z_loss for b in balances)
+        costs = [weights.auxiliary_loss * b.auxiliary_loss + weights.z_loss * b.z_loss for b in balances]
+        return torch.stack(costs).mean()
 
     def finish_step(self) -> dict[str, Tensor]:
         """Move the biases of routers that have one; the load of the busiest expert over the mean, in the worst layer, and

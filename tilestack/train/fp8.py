@@ -13,6 +13,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
+from tilestack.nn.lora import LoRALinear
 from tilestack.train.execution import layers_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -29,7 +30,8 @@ def use_fp8(model: nn.Module, device: torch.device) -> None:
         )
     for module in layers_of(model).modules():
         if isinstance(module, nn.Linear) and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
-            module.forward = functools.partial(linear, module)  # type: ignore[method-assign]
+            # Beside an adapter, the frozen product alone is made in fp8: adapters are thin, and learn in float32.
+            setattr(module, "base" if isinstance(module, LoRALinear) else "forward", functools.partial(linear, module))
 
 
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
@@ -69,5 +71,7 @@ class Product(torch.autograd.Function):
         x, x_factor, weight, weight_factor = ctx.saved_tensors
         grad8 = scaled(grad, E5M2)
         dx = product(grad8, turned((weight, weight_factor)))
+        if not ctx.needs_input_grad[1]:  # frozen, beside an adapter
+            return dx, None
         dw = product(turned(grad8), turned((x, x_factor)))
         return dx, dw.to(ctx.dtype)

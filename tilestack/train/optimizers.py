@@ -36,11 +36,13 @@ def make_optimizer(model: nn.Module, settings: Optimizer, precision: Precision, 
         # torch's Muon takes matrices only: experts, stacked in three dimensions, stay with AdamW.
         matrices = [param for param in hidden if param.ndim == 2]
         stacked = [param for param in hidden if param.ndim > 2]
-        muon = torch.optim.Muon(
-            matrices, lr=settings.muon_lr, momentum=settings.muon_momentum, weight_decay=decay
-        ) if matrices else None  # fmt: skip
-        rest = adamw(groups(stacked, others, decay), settings, precision, seed)
-        made: Any = Routed([muon, rest] if muon else [rest])
+        parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            momentum = settings.muon_momentum
+            parts.append(torch.optim.Muon(matrices, lr=settings.muon_lr, momentum=momentum, weight_decay=decay))
+        if rest := groups(stacked, others, decay):  # none where adapters alone are trained
+            parts.append(adamw(rest, settings, precision, seed))
+        made: Any = Routed(parts)
     elif settings.name == "sgd":
         made = optim.SGD(groups(hidden, others, decay), lr=settings.lr, momentum=settings.momentum)
     else:

@@ -70,12 +70,14 @@ class Model:
     path: str = setting("", "the folder, .gguf file or known name of a model to start from")
     config: dict[str, Any] = setting(dict, "a new model in the words of a Hugging Face config.json")
     auxiliary_loss: float = setting(
-        0.01, "weight of the loss that evens out the load of a mixture's experts", low=0, operational=True
+        0.01, "weight of the loss that evens out the load of experts, a mean over layers", low=0, operational=True
     )
     z_loss: float = setting(
-        0.001, "weight of the loss that keeps the logits of a mixture's router small", low=0, operational=True
+        0.001, "weight of the loss that keeps the logits of routers small, a mean over layers", low=0, operational=True
     )
-    bias_rate: float = setting(0.001, "how fast routers that balance by a bias move it", low=0, operational=True)
+    bias_rate: float = setting(
+        0.0, "how fast routers that balance by a bias move it; 0.001 is usual", low=0, operational=True
+    )
 
     def __post_init__(self) -> None:
         if self.path and self.config:

@@ -104,7 +104,7 @@ def test_a_new_model_gets_a_tokenizer_of_its_own(tmp_path):
     made = sections("sft", "") | {"model": {"config": CONFIG}}
     align("sft", recipe(KINDS["sft"].recipe, **made), tmp_path, console=QUIET)
     saved = Tokenizer.load(tmp_path / "model")
-    assert saved.fingerprint == Tokenizer.load(tmp_path / "tokenizer").fingerprint
+    assert saved.same_ids(Tokenizer.load(tmp_path / "tokenizer"))
     assert saved.vocabulary == models.load(tmp_path / "model").config.vocabulary
 
 

@@ -9,7 +9,7 @@ from small import CPU, decoder, log_prob, recipe, through_json, tokenizer
 from tilestack.data import DataError
 from tilestack.nn.lora import add_lora, without_lora
 from tilestack.train import RecipeError
-from tilestack.train.align.dpo import DPO, DPORecipe, pair_of, preferences
+from tilestack.train.align.dpo import DPO, DPORecipe, pairs_of, preferences
 
 
 def dpo(model, cache=None, **sections):
@@ -23,23 +23,27 @@ def nudged(model, by=0.05):
                 parameter.add_(torch.randn_like(parameter), alpha=by)
 
 
-@pytest.mark.parametrize(("kind", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.1), ("ipo", 0.0)])
+@pytest.mark.parametrize(("kind", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.1), ("ipo", 0.0), ("simpo", 0.0)])
 def test_the_loss_is_that_of_pairs_read_one_by_one(kind, smoothing):
     torch.manual_seed(0)
     reference, model = decoder(), decoder()
-    objective = dpo(model, dpo={"loss": kind, "beta": 0.3, "label_smoothing": smoothing})
+    objective = dpo(model, dpo={"loss": kind, "beta": 0.3, "label_smoothing": smoothing, "gamma": 0.7})
     nudged(model)
     pairs = [objective.pairs[number] for number in objective.deck.order()[:3]]
     expected, margins = 0.0, []
     for pair in pairs:
         h = 0.0
-        for sign, sequence in ((1, pair.chosen), (-1, pair.rejected)):
-            ratio = log_prob(model, sequence.ids, sequence.mask) - log_prob(reference, sequence.ids, sequence.mask)
-            h += sign * float(ratio) / (sum(sequence.mask) if kind == "ipo" else 1)
+        for sign, sequence in ((1, pair.first), (-1, pair.second)):
+            ratio = log_prob(model, sequence.ids, sequence.mask)
+            if kind != "simpo":
+                ratio = ratio - log_prob(reference, sequence.ids, sequence.mask)
+            h += sign * float(ratio) / (1 if kind == "sigmoid" else sum(sequence.mask))
         margins.append(0.3 * h)
         sigmoid = lambda x: 1 / (1 + math.exp(-x))
         if kind == "ipo":
             expected += (h - 1 / 0.6) ** 2
+        elif kind == "simpo":
+            expected -= math.log(sigmoid(0.3 * h - 0.7))
         else:
             expected -= (1 - smoothing) * math.log(sigmoid(0.3 * h)) + smoothing * math.log(sigmoid(-0.3 * h))
     loss = objective.loss(model, objective.next_batch())
@@ -56,6 +60,12 @@ def test_a_run_begins_where_policy_and_reference_agree():
     loss = dpo(model).loss(model, dpo(model).next_batch())
     assert loss.total.item() / loss.count == pytest.approx(math.log(2), rel=1e-4)
     assert abs(float(loss.metrics["margin"])) < 1e-3
+
+
+def test_without_a_reference_none_is_asked(tmp_path):
+    objective = dpo(decoder(), tmp_path, dpo={"loss": "simpo"})
+    assert list(tmp_path.iterdir()) == []
+    assert objective.next_batch().reference.abs().sum() == 0
 
 
 def test_steps_raise_the_chosen_over_the_rejected():
@@ -77,10 +87,10 @@ def test_steps_raise_the_chosen_over_the_rejected():
 
 
 def test_only_the_last_answer_is_scored():
-    (preference, *_), _ = preferences(recipe(DPORecipe).data, 0)
+    preference = preferences(recipe(DPORecipe).data, 0).learned[0]
     earlier = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    pair = pair_of(tokenizer(), type(preference)([*earlier, *preference.messages], "4", "five"))
-    for sequence, answer in ((pair.chosen, "4"), (pair.rejected, "five")):
+    (pair,) = pairs_of(tokenizer(), [type(preference)([*earlier, *preference.messages], "4", "five")])
+    for sequence, answer in ((pair.first, "4"), (pair.second, "five")):
         scored = [token for token, marked in zip(sequence.ids, sequence.mask, strict=True) if marked]
         assert tokenizer().decode(scored, special=True) == f"{answer}<|im_end|>"
 
@@ -114,12 +124,12 @@ def test_bad_input_is_named(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}\n{"prompt": "2 + 2?", "chosen": "4"}\n')
     with pytest.raises(
-        DataError, match=r'pairs.jsonl:2: expected a text under "rejected"; this row has prompt, chosen'
+        DataError, match=r'pairs.jsonl:2: expected a text or messages under "rejected"; this row has prompt, chosen'
     ):
         dpo(decoder(), data={"corpus": "files", "files": [str(path)]})
     with pytest.raises(RecipeError, match=r"none of .* pairs of answers fits into data.sequence = 4"):
         dpo(decoder(), data={"sequence": 4})
     with pytest.raises(RecipeError, match=r'dpo.label_smoothing has no meaning where dpo.loss is "ipo"'):
         recipe(DPORecipe, dpo={"loss": "ipo", "label_smoothing": 0.1})
-    with pytest.raises(RecipeError, match=r"dpo.loss must be one of sigmoid, ipo, not 'ippo'; did you mean ipo"):
+    with pytest.raises(RecipeError, match=r"dpo.loss must be one of sigmoid, ipo, simpo, not 'ippo'; did you mean ipo"):
         recipe(DPORecipe, dpo={"loss": "ippo"})

@@ -4,75 +4,114 @@ import json
 from collections import Counter
 
 import pytest
+from small import recipe
 
-from tilestack.data import DataError, corpora
+from tilestack.data import Conversation, DataError, corpora, formats
+from tilestack.train import RecipeError
 from tilestack.train.align import examples
 from tilestack.train.align.deck import Deck
+from tilestack.train.align.sft import SFTRecipe, conversations
 
-PREFERENCE = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
 def written(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [str(path)]
+    return str(path)
 
 
-def test_rows_of_files_become_conversations_preferences_and_tasks(tmp_path):
-    files = written(tmp_path / "a.jsonl", {"messages": MESSAGES}, {"messages": MESSAGES[:1] + MESSAGES})
-    assert examples.from_files(files, examples.conversation, 0) == [MESSAGES, MESSAGES[:1] + MESSAGES]
-    assert examples.from_files(files, examples.conversation, 1) == [MESSAGES]
-    files = written(tmp_path / "b.jsonl", PREFERENCE, {**PREFERENCE, "prompt": MESSAGES[:1]})
-    text, messages = examples.from_files(files, examples.preference, 0)
-    assert text == corpora.Preference([{"role": "user", "content": "2 + 2?"}], "4", "5")
-    assert messages.messages == MESSAGES[:1]
-    files = written(tmp_path / "c.jsonl", {"prompt": "2 + 2?", "answer": "4"})
-    (task,) = examples.from_files(files, examples.task, 0)
-    assert (task.prompt, task.answer) == ("2 + 2?", "4")
+def numbered(path, *numbers):
+    """A file of conversations that are told apart by a number."""
+    turns = lambda n: [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]
+    return written(path, *({"messages": turns(n)} for n in numbers))
 
 
-@pytest.mark.parametrize(
-    ("read", "row", "message"),
-    [
-        (examples.preference, {"prompt": "?", "chosen": "4"}, 'expected a text under "rejected"; this row has prompt, chosen'),
-        (examples.preference, {"chosen": "4", "rejected": "5"}, 'list of messages under "prompt"; this row has chosen, rej'),
-        (examples.preference, {**PREFERENCE, "prompt": MESSAGES}, '"prompt" must end before the answer'),
-        (examples.preference, {**PREFERENCE, "chosen": ""}, 'expected a text under "chosen"'),
-        (examples.conversation, {"text": "Hi"}, 'expected a list of messages under "messages"; this row has text'),
-        (examples.conversation, {"messages": MESSAGES[:1]}, "needs an answer: a message of the assistant"),
-        (examples.conversation, {"messages": [{"role": "user"}]}, 'message 0 under "messages" needs texts under'),
-        (examples.task, {"prompt": "2 + 2?", "answer": 4}, 'expected a text under "answer"'),
-    ],
-)  # fmt: skip
-def test_a_row_that_lacks_something_is_named_by_file_and_line(tmp_path, read, row, message):
-    good = {**PREFERENCE, "messages": MESSAGES, "answer": "4"}
-    files = written(tmp_path / "rows.jsonl", good, row)
+def found(**data):
+    return conversations(recipe(SFTRecipe, data={"corpus": "files", "validation": 0.0, "examples": 0} | data).data, 0)
+
+
+def asked(some):
+    return [each.messages[0]["content"] for each in some]
+
+
+def test_rows_of_files_become_conversations_with_the_file_they_are_from(tmp_path):
+    files = [numbered(tmp_path / "a.jsonl", 1, 2), numbered(tmp_path / "b.jsonl", 3)]
+    everything = found(files=files)
+    assert (asked(everything.learned), everything.sources, everything.held) == (["1?", "2?", "3?"], [0, 0, 1], [])
+    assert asked(found(files=files, examples=1).learned) == ["1?"]
+
+
+def test_nobody_has_to_ask_for_all_rows_of_a_file(tmp_path):
+    path = numbered(tmp_path / "a.jsonl", *range(6000))
+    assert len(conversations(examples_of(files=(path,), corpus="files", validation=0.0), 0).learned) == 6000
+    assert len(conversations(examples_of(validation=0.0), 0).learned) == examples.MADE
+
+
+def examples_of(**settings):
+    from tilestack.train.align.sft import ConversationData
+
+    return ConversationData(**settings)
+
+
+def test_files_of_their_own_are_held_out_and_not_learned_from(tmp_path):
+    learned, held = numbered(tmp_path / "a.jsonl", 1, 2, 3), numbered(tmp_path / "b.jsonl", 3, 4)
+    everything = found(files=[learned], validation_files=[held], validation=0.5)
+    assert asked(everything.learned) == ["1?", "2?"]
+    assert asked(everything.held) == ["3?", "4?"]
+
+
+def test_a_row_that_lacks_something_is_named_by_file_and_line(tmp_path):
+    path = written(tmp_path / "rows.jsonl", {"messages": MESSAGES}, {"text": "Hi"})
     with pytest.raises(DataError) as caught:
-        examples.from_files(files, read, 0)
-    assert str(caught.value).startswith(f"{tmp_path}/rows.jsonl:2: ")
-    assert message in str(caught.value)
+        found(files=[path])
+    assert str(caught.value).startswith(f"{path}:2: expected one of messages, conversations")
 
 
 def test_files_with_nothing_in_them_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"there is nothing in .*empty.jsonl"):
-        examples.from_files(written(tmp_path / "empty.jsonl"), examples.task, 0)
+        found(files=[written(tmp_path / "full.jsonl", {"messages": MESSAGES}), written(tmp_path / "empty.jsonl")])
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [([1.0], "data.weights are 1, and data.files 2"), ([1.0, 0.0], "data.weights must be above 0")],
+)
+def test_weights_that_make_no_sense_are_named(weights, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe(SFTRecipe, data={"corpus": "files", "files": ["a", "b"], "weights": weights})
 
 
 def test_no_prompt_held_out_is_learned_from():
-    tasks = examples.arithmetic(examples.ArithmeticData(corpus="arithmetic", examples=2000, kinds=("sum",)), 0)
-    learned, held = examples.split(tasks, lambda task: task.prompt, 0.01, 0)
-    assert len(held) == 20
-    assert learned
-    assert not {task.prompt for task in learned} & {task.prompt for task in held}
-    assert examples.split(tasks, lambda task: task.prompt, 0.01, 0) == (learned, held)
+    settings = examples.ArithmeticData(corpus="arithmetic", examples=2000, kinds=("sum",), validation=0.01)
+    make = lambda count: examples.arithmetic(settings, 0, count)
+    gathered = lambda: examples.gathered(settings, 0, lambda row: [formats.task(row)], make, lambda task: task.prompt)
+    tasks = gathered()
+    assert len(tasks.held) == 20
+    assert tasks.learned
+    assert not {task.prompt for task in tasks.learned} & {task.prompt for task in tasks.held}
+    assert gathered() == tasks
 
 
 def test_arithmetic_of_some_kinds():
-    settings = examples.ArithmeticData(corpus="arithmetic", examples=50, kinds=("sum", "larger"), difficulty=2)
-    tasks = examples.arithmetic(settings, 0)
+    settings = examples.ArithmeticData(corpus="arithmetic", kinds=("sum", "larger"), difficulty=2)
+    tasks = examples.arithmetic(settings, 0, 50)
     assert {task.kind for task in tasks} == {"sum", "larger"}
     assert len(tasks) == 50
-    assert all(corpora.reward(task, examples.solved(task)[1]["content"]) == 1 for task in tasks)
+    assert all(corpora.reward(task, examples.solved(task).messages[1]["content"]) == 1 for task in tasks)
+    assert isinstance(examples.solved(tasks[0]), Conversation)
+
+
+def test_weights_say_how_much_of_a_round_each_source_has():
+    sources = [0] * 90 + [1] * 10
+    deck = Deck(100, seed=3, sources=sources, weights=[1.0, 3.0])
+    for _ in range(3):
+        dealt = Counter(deck.deal(100))
+        assert sum(count for number, count in dealt.items() if sources[number]) == 75
+        assert all(count in (7, 8) for number, count in dealt.items() if sources[number])  # 75 cards of 10 numbers
+        assert all(count == 1 for number, count in dealt.items() if not sources[number])
+    assert deck.round == 3
+    seen = {number for _ in range(20) for number in deck.deal(100)}
+    assert seen == set(range(100))  # what one round leaves out comes in another
 
 
 def test_a_deck_deals_everything_once_a_round_and_goes_on_from_its_place():

@@ -1,6 +1,7 @@
 """GRPO: the ratio is 1 where it must be, the gradient is REINFORCE's, the reference is held, and rollouts resume."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -158,6 +159,98 @@ def test_rewards_are_checked_by_a_program():
     assert [number.reward(task, text) for text in (" 4\n", "2 + 2 = 4.", "5")] == [1, 1, 0]
 
 
+def test_rewards_belong_to_the_tasks_that_were_answered():
+    """A reward that names its task: were rewards dealt to other rows than they were earned in, advantages would differ."""
+    model = decoder()
+    objective = grpo(model, grpo={"divide_by_std": False}, data={"batch": 6})
+    marks = {task.prompt: number for number, task in enumerate(objective.tasks)}
+    earned = lambda prompt, text: marks[prompt] + len(text) / 100
+    objective.reward = lambda task, text: earned(task.prompt, text)
+    batch = objective.next_batch()
+    expected = []
+    for ids, labels in zip(batch.rows.ids, batch.rows.labels, strict=True):
+        first = int((labels != NO_LABEL).nonzero()[0, 0]) + 1
+        prompt = (
+            tokenizer().decode(ids[:first].tolist(), special=True).split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
+        )
+        expected.append(earned(prompt, tokenizer().decode(labels[labels != NO_LABEL].tolist())))
+    expected = torch.tensor(expected).view(6, 4)
+    torch.testing.assert_close(batch.rewards, expected)
+    torch.testing.assert_close(batch.advantages.view(6, 4), expected - expected.mean(-1, keepdim=True))
+    assert len({round(row[0]) for row in expected.tolist()}) == 6  # the tasks do differ, so a permutation would be seen
+
+
+def test_rewards_come_from_a_file(tmp_path):
+    path = tmp_path / "rewards.py"
+    path.write_text("def score(task, text):\n    return task.row['bonus'] + len(text) % 2\n")
+    rows = tmp_path / "tasks.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n} + 1?", "bonus": {n}}}\n' for n in range(1, 6)))
+    files = {"corpus": "files", "files": [str(rows)], "validation": 0.0, "examples": 0}
+    settings = {"reward": f"{path}:score", "max_new_tokens": 3, "group": 2}
+    objective = GRPO(recipe(GRPORecipe, grpo=settings, data=files), decoder(), tokenizer(), CPU)
+    batch = objective.next_batch()
+    assert all(1 <= reward <= 6 for reward in batch.rewards.flatten().tolist())
+    assert batch.rewards.mean() > 1
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "message"),
+    [
+        ("def score(task, text): return 'much'", "score", "must return a finite number, not 'much'"),
+        ("def score(task, text): return float('nan')", "score", "must return a finite number, not nan"),
+        ("def score(task, text): return None", "score", "must return a finite number, not None"),
+        ("def score(task, text): return text[99]", "score", "failed on .*IndexError"),
+        ("def score(task, text): return 1", "scored", "has no function scored"),
+        ("score = (", "score", "cannot be run: SyntaxError"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_named(tmp_path, code, name, message):
+    (tmp_path / "r.py").write_text(code)
+    settings = {"reward": f"{tmp_path}/r.py:{name}", "max_new_tokens": 2, "group": 2}
+    with pytest.raises(RecipeError, match=message):
+        GRPO(recipe(GRPORecipe, grpo=settings), decoder(), tokenizer(), CPU).next_batch()
+
+
+def test_system_prompts_and_messages_are_part_of_a_task(tmp_path):
+    rows = tmp_path / "tasks.jsonl"
+    earlier = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "2 + 2?"},
+    ]
+    written = [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": earlier, "answer": "4", "system": "Think."}]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in written))
+    data = {"corpus": "files", "files": [str(rows)], "validation": 0.0, "examples": 0, "system": "Be brief."}
+    objective = grpo(decoder(), data=data)
+    first, second = (tokenizer().decode(objective.prompt(task), special=True) for task in objective.tasks)
+    assert first.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 + 1?")
+    assert second.startswith("<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\nHi")
+    assert second.endswith("2 + 2?<|im_end|>\n<|im_start|>assistant\n")
+    assert objective.tasks[1].prompt == "2 + 2?"
+
+
+@pytest.mark.parametrize("average", ["token", "sequence"])
+def test_answers_that_were_cut_short_can_be_left_alone(average):
+    model = decoder()
+    objective = grpo(model, grpo={"mask_truncated": True, "average": average})
+    batch = objective.next_batch()
+    batch.ended = torch.tensor([True, False] * 6)
+    plain = grpo(model, grpo={"average": average})
+    kept = copy.copy(batch)
+    even_rows = torch.arange(12) % 2 == 0
+    kept.rows = type(batch.rows)(batch.rows.ids[even_rows], batch.rows.labels[even_rows])
+    kept.advantages, kept.reference, kept.old = batch.advantages[even_rows], batch.reference[even_rows], None
+    kept.ended = batch.ended[even_rows]
+    ours, theirs = objective.loss(model, batch), plain.loss(model, kept)
+    torch.testing.assert_close(ours.total, theirs.total)
+    assert int(ours.count) == int(theirs.count)
+    assert means(ours)["cut_short"] == pytest.approx(0.5)
+    batch.ended = torch.zeros(12, dtype=torch.bool)
+    nothing = objective.loss(model, batch)
+    assert nothing.total.item() == 0
+    assert means(nothing)["reward"] == pytest.approx(float(batch.rewards.mean()))
+
+
 def test_tasks_that_leave_no_room_for_an_answer_are_left_out():
     everything, some = grpo(decoder()), grpo(decoder(), data={"sequence": 34})
     assert 0 < len(some.tasks) < len(everything.tasks)
@@ -169,6 +262,10 @@ def test_tasks_that_leave_no_room_for_an_answer_are_left_out():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (
+            {"reward": "best"},
+            "grpo.reward must be number, exact, or a function of a file as in rewards.py:score, not 'best'",
+        ),
         ({"group": 1}, "grpo.group must be at least 2, not 1"),
         ({"temperature": 0.0}, "grpo.temperature must be above 0, not 0.0"),
         ({"average": "answer"}, "grpo.average must be one of token, sequence, not 'answer'"),

@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from tilestack.train.align.losses import group_advantages, k3, policy_losses, preference_losses
+from tilestack.train.align.losses import (
+    group_advantages,
+    k3,
+    kto_losses,
+    policy_losses,
+    preference_losses,
+    simpo_losses,
+)
 
 PAIRS = [(-3.0, -5.0, -4.0, -4.5), (-7.0, -2.0, -6.0, -2.5), (-1.0, -1.0, -1.0, -1.0)]
 
@@ -54,6 +61,37 @@ def test_the_gradient_is_larger_for_pairs_ranked_wrong():
     preference_losses(chosen, zero, zero, zero, beta=0.3).losses.sum().backward()
     expected = [-0.3 / (1 + math.exp(0.3 * h)) for h in (-5.0, 0.0, 5.0)]  # −β σ(−βh)
     assert chosen.grad.tolist() == pytest.approx(expected)
+
+
+def test_simpo_compares_the_policys_answers_alone():
+    chosen, rejected, *_ = pairs()
+    found = simpo_losses(chosen, rejected, beta=2.5, gamma=0.8)
+    expected = [-log_sigmoid(2.5 * c - 2.5 * r - 0.8) for c, r, _, _ in PAIRS]
+    assert found.losses.tolist() == pytest.approx(expected)
+    assert found.chosen.tolist() == pytest.approx([2.5 * c for c, *_ in PAIRS])
+    assert found.rejected.tolist() == pytest.approx([2.5 * r for _, r, *_ in PAIRS])
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+@pytest.mark.parametrize("gained", [0.4, -0.4])
+def test_kto_holds_answers_against_what_was_gained_on_strangers(gained):
+    policy, reference, strangers, _ = pairs()
+    policy.requires_grad_()
+    strangers.requires_grad_()
+    good = torch.tensor([True, False, False])
+    found = kto_losses(policy, reference, good, strangers, strangers.detach() - gained, 0.3, 1.5, 0.5)
+    z = max(gained, 0)  # a divergence is never negative
+    for number, (p, r, *_) in enumerate(PAIRS):
+        sign, weight = (1, 1.5) if good[number] else (-1, 0.5)
+        assert found.losses[number].item() == pytest.approx(weight * (1 - sigmoid(0.3 * sign * (p - r - z))))
+        assert found.rewards[number].item() == pytest.approx(0.3 * (p - r))
+    assert found.divergence.item() == pytest.approx(z)
+    found.losses.sum().backward()
+    assert (policy.grad.sign() == torch.where(good, -1, 1)).all()  # descent raises good answers and lowers bad ones
+    assert strangers.grad is None
 
 
 def test_an_unknown_loss_is_named():

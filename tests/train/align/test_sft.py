@@ -25,7 +25,7 @@ def sft(**sections):
 
 
 def test_the_loss_is_that_of_the_answers_of_conversations_read_one_by_one():
-    objective, model = sft(), decoder()
+    objective, model = sft(data={"sequence": 256}), decoder()
     batch = objective.next_batch()
     loss = objective.loss(model, batch)
     conversations = objective.sequences
@@ -52,6 +52,49 @@ def test_both_answers_of_a_conversation_are_learned_and_nothing_else(tmp_path):
     assert whole.index("Be brief.") < whole.index("And 4 more?")
 
 
+# A template that shows only the last answer's thoughts, as reasoning models do.
+FORGETFUL = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+    "{{ message.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_conversations_whose_history_is_rewritten_are_learned_turn_by_turn(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": CONVERSATION}) + "\n")
+    settings = {"corpus": "files", "files": [str(path)], "validation": 0.0, "examples": 0}
+    objective = SFT(recipe(SFTRecipe, data=settings), tokenizer().for_chat(FORGETFUL), CPU)
+    assert (objective.counts["conversations"], objective.counts["sequences"]) == (1, 2)
+    learned = [tokenizer().decode([n for n in labels if n >= 0], special=True) for _, labels in objective.sequences]
+    assert learned == ["<think></think>3<|im_end|>", "<think></think>It is 7.<|im_end|>"]
+    second = tokenizer().decode(objective.sequences[1][0], special=True)
+    assert "assistant\n3<|im_end|>" in second  # history as the model will read it
+
+
+def test_files_are_mixed_by_their_weights(tmp_path):
+    files = []
+    for name, count in (("a", 30), ("b", 10)):
+        turns = [{"role": "user", "content": f"{name}?"}, {"role": "assistant", "content": f"{name}!"}]
+        (tmp_path / name).with_suffix(".jsonl").write_text((json.dumps({"messages": turns}) + "\n") * count)
+        files.append(str(tmp_path / f"{name}.jsonl"))
+    settings = {"corpus": "files", "files": files, "validation": 0.0, "examples": 0, "weights": [1, 3], "batch": 1}
+    objective = sft(data=settings)
+    told = [tokenizer().decode(objective.sequences[number][0])[-3] for row in objective.packed() for number in row]
+    assert (told.count("a"), told.count("b")) == (10, 30)
+
+
+def test_what_cannot_be_measured_has_no_figure(tmp_path):
+    path = tmp_path / "held.jsonl"
+    turns = [{"role": "user", "content": "1" * 400}, {"role": "assistant", "content": "2"}]
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    objective = sft(data={"validation_files": [str(path)]})
+    assert objective.counts["held out and too long"] == 1
+    with torch.no_grad():
+        assert "validation_loss" not in objective.evaluate(decoder())
+        assert sft(data={"validation": 0.0}).evaluate(decoder()) == {}
+
+
 def test_every_conversation_comes_once_a_round_and_rounds_differ():
     objective = sft(data={"batch": 1})
     first, seen = objective.packed(), []
@@ -73,7 +116,7 @@ def test_a_saved_place_continues_with_the_same_batches():
         ours, theirs = objective.next_batch(), twin.next_batch()
         assert torch.equal(ours.ids, theirs.ids)
         assert torch.equal(ours.labels, theirs.labels)
-    assert objective.round > 0
+    assert objective.deck.round > 0
 
 
 def test_evaluation_counts_answers_that_are_right_to_the_letter():
@@ -85,7 +128,7 @@ def test_evaluation_counts_answers_that_are_right_to_the_letter():
     asked = objective.held[:2]
     assert objective.share_exact(model, asked) == 0
     (line,) = {text.partition(" → ")[0] for text in objective.sample(model)[:1]}
-    assert objective.held[0][0]["content"] in line
+    assert objective.held[0].messages[0]["content"] in line
 
 
 def test_too_long_for_a_row_is_an_error_that_names_the_setting():
@@ -96,7 +139,6 @@ def test_too_long_for_a_row_is_an_error_that_names_the_setting():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"examples": 0}, 'data.examples must be at least 1 where data.corpus is "conversations"'),
         ({"most_bytes": 5}, "data.most_bytes is for running text"),
         ({"kinds": ["roots"]}, "data.kinds has no roots; there are sum, difference"),
         ({"corpus": "python"}, "data.corpus must be one of conversations, arithmetic, files, not 'python'"),
@@ -111,5 +153,5 @@ def test_settings_that_make_no_sense_are_named(settings, message):
 def test_a_file_without_conversations_is_named(tmp_path):
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": CONVERSATION}) + '\n{"text": "no messages"}\n')
-    with pytest.raises(DataError, match=r"chats.jsonl:2: expected a list of messages"):
+    with pytest.raises(DataError, match=r"chats.jsonl:2: expected one of messages, conversations"):
         sft(data={"corpus": "files", "files": [str(path)]})

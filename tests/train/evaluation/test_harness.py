@@ -87,5 +87,5 @@ def test_it_is_an_instance_of_lm_evals_own_class(monkeypatch):
 
 def test_without_lm_eval_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ImportError, match=r"pip install 'tilestack\[evaluation\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '.\[evaluation\]'"):
         harness_model(decoder(), tokenizer(), CPU, 64)

@@ -1,4 +1,5 @@
-"""Alignment: from answers to imitate (SFT), from preferences (DPO), from rewards (GRPO); see docs/alignment.md."""
+"""Alignment: from answers to imitate (SFT), from preferences (DPO), from judgements
+(KTO), from rewards (GRPO); see docs/alignment.md."""
 
 from tilestack.train.align.kinds import KINDS, align
 

@@ -1,46 +1,51 @@
-"""What alignment learns from: conversations, preferences and tasks, made by code or read from files.
+"""What alignment learns from: examples made by code or read from files, some of them held out.
 
-    conversations   {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}
-    preferences     {"prompt": "…" or messages, "chosen": "…", "rejected": "…"}
-    tasks           {"prompt": "…", "answer": "…"}
-
-One row each, in any file that `data.read` reads. What is wrong with a row is said with its file and line.
+Rows of files come in the formats of `tilestack.data.formats`; what is wrong with one is said with its file and line.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from tilestack.data import DataError, Message, corpora, located
+from tilestack.data import Conversation, DataError, corpora, located
+from tilestack.data.formats import Row, user
 from tilestack.train.recipe import Data
 from tilestack.train.settings import RecipeError, setting
 
 T = TypeVar("T")
+MADE = 5000  # examples that are made where nobody says how many
 
 
 @dataclass(frozen=True)
 class ExampleData(Data):
-    """Examples rather than running text: how many of them, made or read."""
+    """Examples rather than running text: how many of them, made or read, and how files are mixed."""
 
-    examples: int = setting(5000, low=0)  # 0 takes all that files hold
+    examples: int = setting(0, "examples to take; 0 is all that files hold, and 5000 where code makes them", low=0)
+    weights: tuple[float, ...] = setting((), "how much each of data.files counts in the mixture; empty is by its rows")
+    validation_files: tuple[str, ...] = setting((), "files to hold out, in place of the share data.validation")
+    chat_template: str = setting("", "a file with the chat template; empty is the tokenizer's, or else ChatML")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.most_bytes:
             raise RecipeError("data.most_bytes is for running text; data.examples says how many examples to take")
-        if not self.examples and self.corpus != "files":
-            raise RecipeError(f'data.examples must be at least 1 where data.corpus is "{self.corpus}"')
+        if self.weights and len(self.weights) != len(self.files):
+            raise RecipeError(
+                f"data.weights are {len(self.weights)}, and data.files {len(self.files)}: give one for each"
+            )
+        if any(weight <= 0 for weight in self.weights):
+            raise RecipeError("data.weights must be above 0; leave a file out of data.files instead")
 
 
 @dataclass(frozen=True)
 class ArithmeticData(ExampleData):
     """Examples that may be made of arithmetic."""
 
-    difficulty: int = setting(1, low=1, high=3)  # digits of its numbers
-    kinds: tuple[str, ...] = ()  # empty is all
+    difficulty: int = setting(1, "digits of the numbers in arithmetic", low=1, high=3)
+    kinds: tuple[str, ...] = setting((), "kinds of arithmetic; empty is all")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,75 +53,67 @@ class ArithmeticData(ExampleData):
             raise RecipeError(f"data.kinds has no {', '.join(unknown)}; there are {', '.join(corpora.ARITHMETIC)}")
 
 
-def from_files(files: Sequence[str], read: Callable[[dict[str, Any]], T], most: int) -> list[T]:
-    """Rows of files, each as `read` makes of it; at most so many, or all for 0."""
-    found = []
-    for where, row in itertools.islice((pair for file in files for pair in located(file)), most or None):
-        try:
-            found.append(read(row))
-        except DataError as problem:
-            raise DataError(f"{where}: {problem}") from problem
-    if not found:
-        raise DataError(f"there is nothing in {', '.join(files)}")
-    return found
+@dataclass(frozen=True)
+class Examples(Generic[T]):
+    """Examples to learn from, the number of the file that each is from, and examples held out."""
+
+    learned: list[T]
+    sources: list[int]
+    held: list[T]
 
 
-def conversation(row: dict[str, Any]) -> list[Message]:
-    messages = messages_under("messages", row)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError("a conversation to learn from needs an answer: a message of the assistant")
-    return messages
-
-
-def preference(row: dict[str, Any]) -> corpora.Preference:
-    prompt = row.get("prompt")
-    messages = [user(prompt)] if isinstance(prompt, str) and prompt else messages_under("prompt", row)
-    if messages[-1]["role"] == "assistant":
-        raise DataError('"prompt" must end before the answer, not with a message of the assistant')
-    return corpora.Preference(messages, text_under("chosen", row), text_under("rejected", row))
-
-
-def task(row: dict[str, Any]) -> corpora.Task:
-    return corpora.Task(text_under("prompt", row), text_under("answer", row), "file")
-
-
-def solved(task: corpora.Task) -> list[Message]:
-    """A task and its answer as a conversation, worded as the built-in conversations and preferences are."""
-    return [user(task.prompt), {"role": "assistant", "content": f"The answer is {task.answer}."}]
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def text_under(key: str, row: dict[str, Any]) -> str:
-    if not isinstance(row.get(key), str) or not row[key]:
-        raise DataError(f'expected a text under "{key}"; this row has {", ".join(row) or "nothing"}')
-    return row[key]
-
-
-def messages_under(key: str, row: dict[str, Any]) -> list[Message]:
-    messages = row.get(key)
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f'expected a list of messages under "{key}"; this row has {", ".join(row) or "nothing"}')
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise DataError(f'message {number} under "{key}" needs texts under "role" and "content"')
-    return messages
-
-
-def arithmetic(settings: ArithmeticData, seed: int) -> list[corpora.Task]:
-    """Built-in tasks of the kinds that the settings name; of all kinds when they name none."""
-    kinds = settings.kinds or tuple(corpora.ARITHMETIC)
-    enough = settings.examples * len(corpora.ARITHMETIC) * 4  # every kind is drawn alike
-    made = corpora.arithmetic(enough, seed, settings.difficulty)
-    return list(itertools.islice((task for task in made if task.kind in kinds), settings.examples))
-
-
-def split(items: Iterable[T], prompt: Callable[[T], Any], share: float, seed: int) -> tuple[list[T], list[T]]:
-    """Items to learn from, and a share held out, of which no prompt is among the former."""
-    everything = list(items)
-    held_out = set(np.random.default_rng([seed, len(everything)]).permutation(len(everything))[: round(share * len(everything))].tolist())  # fmt: skip
-    held = [item for number, item in enumerate(everything) if number in held_out]
+def gathered(
+    settings: ExampleData,
+    seed: int,
+    read: Callable[[Row], Iterable[T]],
+    make: Callable[[int], Iterable[T]],
+    prompt: Callable[[T], Any],
+) -> Examples[T]:
+    """The examples that the settings name: rows of files as `read` makes them, or as many as are wanted of those that
+    `make` makes. No prompt that is held out is among those to learn from."""
+    if settings.corpus == "files":
+        found = list(itertools.islice(from_files(settings.files, read), settings.examples or None))
+    else:
+        found = [(0, item) for item in make(settings.examples or MADE)]
+    if settings.validation_files:
+        held = [item for _, item in from_files(settings.validation_files, read)]
+    else:
+        chosen = held_out(len(found), settings.validation, seed)
+        held = [item for number, (_, item) in enumerate(found) if number in chosen]
     known = {repr(prompt(item)) for item in held}
-    return [item for item in everything if repr(prompt(item)) not in known], held
+    kept = [(source, item) for source, item in found if repr(prompt(item)) not in known]
+    return Examples([item for _, item in kept], [source for source, _ in kept], held)
+
+
+def from_files(files: Sequence[str], read: Callable[[Row], Iterable[T]]) -> Iterator[tuple[int, T]]:
+    """The number of a file and what `read` makes of each of its rows. A file that holds none is refused."""
+    for number, file in enumerate(files):
+        rows = 0
+        for where, row in located(file):
+            rows += 1
+            try:
+                yield from ((number, item) for item in read(row))
+            except DataError as problem:
+                raise DataError(f"{where}: {problem}") from problem
+        if not rows:
+            raise DataError(f"there is nothing in {file}")
+
+
+def held_out(count: int, share: float, seed: int) -> set[int]:
+    """The numbers of examples that are held out of so many."""
+    return set(np.random.default_rng([seed, count]).permutation(count)[: round(share * count)].tolist())
+
+
+def arithmetic(settings: ArithmeticData, seed: int, count: int) -> list[corpora.Task]:
+    """Built-in tasks of the kinds that the settings name; of all kinds when they name none."""
+    return list(corpora.arithmetic(count, seed, settings.difficulty, settings.kinds))
+
+
+def solved(task: corpora.Task) -> Conversation:
+    """A task and its answer as a conversation, worded as the built-in conversations and preferences are."""
+    return Conversation([user(task.prompt), {"role": "assistant", "content": f"The answer is {task.answer}."}])
+
+
+def in_parts(items: Sequence[T], size: int = 1024) -> Iterator[Sequence[T]]:
+    """Some items at a time, so that what is made of them on the way is never there of all."""
+    return (items[first : first + size] for first in range(0, len(items), size))

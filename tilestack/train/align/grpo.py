@@ -11,7 +11,7 @@ differs later, the policy has moved and not the arithmetic.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilestack.data import NO_LABEL, Tokenizer, corpora
+from tilestack.data import NO_LABEL, Tokenizer, corpora, formats
 from tilestack.nn.lora import lora_layers, without_lora
 from tilestack.train import execution
-from tilestack.train.align import examples
+from tilestack.train.align import examples, rewards
 from tilestack.train.align.deck import Deck
 from tilestack.train.align.losses import group_advantages, k3, policy_losses
 from tilestack.train.evaluation.answers import answers, prompt_ids, shown_answers
@@ -34,36 +34,35 @@ from tilestack.train.settings import RecipeError, setting
 
 @dataclass(frozen=True)
 class TaskData(examples.ArithmeticData):
-    """Tasks with answers that can be checked: arithmetic, or files with {"prompt": …, "answer": …} in each row."""
+    """Tasks with answers that can be checked: arithmetic, or rows of files in the format of `data.formats`."""
 
-    corpus: str = setting("arithmetic", choices=("arithmetic", "files"))
-    batch: int = setting(8, low=1)  # prompts in a micro-batch, each answered by a group
+    corpus: str = setting("arithmetic", "what to learn from", choices=("arithmetic", "files"))
+    batch: int = setting(8, "prompts in a micro-batch, each answered by a group", low=1)
+    system: str = setting("", "a system prompt before every task that has none of its own")
 
 
 @dataclass(frozen=True)
 class GRPOSettings:
-    group: int = setting(8, low=2)  # answers to each prompt
-    max_new_tokens: int = setting(64, low=1)
-    temperature: float = setting(1.0, above=0)
-    reward: str = setting("number", choices=("number", "exact"))  # the last number is the answer, or the whole text is
-    beta: float = setting(0.04, low=0)  # weight of the divergence from the reference; 0 needs no reference
-    divide_by_std: bool = True
-    average: str = setting("token", choices=("token", "sequence"))  # tokens count alike, or answers do
-    clip_low: float = setting(0.2, above=0, high=1)
-    clip_high: float = setting(0.2, above=0)
-    reuse: int = setting(1, low=1)  # steps taken on the same answers; more than 1 is off-policy after the first
+    group: int = setting(8, "answers to each prompt", low=2)
+    max_new_tokens: int = setting(64, "the longest answer", low=1)
+    temperature: float = setting(1.0, "of the answers, and of the loss", above=0)
+    reward: str = setting("number", "number: the last number is the answer; exact: the whole text is; rewards.py:score: a function of yours")  # fmt: skip
+    beta: float = setting(0.04, "weight of the divergence from the reference; 0 needs no reference", low=0)
+    divide_by_std: bool = setting(True, "divide advantages by the standard deviation of their group")
+    average: str = setting("token", "tokens count alike, or answers do", choices=("token", "sequence"))
+    clip_low: float = setting(0.2, "how far below 1 the ratio may fall", above=0, high=1)
+    clip_high: float = setting(0.2, "how far above 1 the ratio may rise", above=0)
+    reuse: int = setting(1, "steps taken on the same answers; more than 1 is off-policy after the first", low=1)
+    mask_truncated: bool = setting(False, "learn nothing from answers that max_new_tokens cut short")
+
+    def __post_init__(self) -> None:
+        rewards.check_name(self.reward)
 
 
 @dataclass(frozen=True)
 class GRPORecipe(Recipe):
     data: TaskData = field(default_factory=TaskData)
     grpo: GRPOSettings = field(default_factory=GRPOSettings)
-
-
-REWARDS: dict[str, Callable[[corpora.Task, str], float]] = {
-    "number": corpora.reward,
-    "exact": lambda task, text: float(text.strip() == task.answer.strip()),
-}
 
 
 @dataclass
@@ -84,25 +83,32 @@ class GRPO:
     def __init__(self, recipe: GRPORecipe, model: torch.nn.Module, tokenizer: Tokenizer, device: torch.device):
         self.recipe, self.settings, self.tokenizer, self.device = recipe, recipe.grpo, tokenizer, device
         self.policy = model
-        self.reward = REWARDS[recipe.grpo.reward]
-        learned, held = tasks(recipe.data, recipe.run.seed)
-        self.tasks, self.held = self.fitting(learned), self.fitting(held)
+        self.reward = rewards.find_reward(recipe.grpo.reward)
+        found = tasks(recipe)
+        self.tasks, sources = self.fitting(found.learned, found.sources)
+        self.held, _ = self.fitting(found.held, [0] * len(found.held))
+        self.counts = {
+            "tasks": len(found.learned), "too long for data.sequence": len(found.learned) - len(self.tasks),
+            "held out": len(found.held), "held out and too long": len(found.held) - len(self.held),
+        }  # fmt: skip
         if not self.tasks:
             raise RecipeError(
-                f"none of {len(learned)} tasks fits into data.sequence = {recipe.data.sequence} "
+                f"none of {len(found.learned)} tasks fits into data.sequence = {recipe.data.sequence} "
                 f"with an answer of grpo.max_new_tokens = {recipe.grpo.max_new_tokens}"
             )
         self.reference: Any = None
         if recipe.grpo.beta:
             # With adapters, the reference is the model without them; else a copy, made before the first step.
             self.reference = model if lora_layers(model) else copy.deepcopy(model).requires_grad_(False).eval()
-        self.deck = Deck(len(self.tasks), recipe.run.seed)
+        self.deck = Deck(len(self.tasks), recipe.run.seed, sources, recipe.data.weights)
         self.rollouts = 0  # made so far; the next one's seed follows from it
         self.pending: list[Rollout] = []
 
-    def fitting(self, found: list[corpora.Task]) -> list[corpora.Task]:
+    def fitting(self, found: Sequence[corpora.Task], sources: Sequence[int]) -> tuple[list[corpora.Task], list[int]]:
+        """The tasks that leave room for an answer, and the sources of each."""
         room = self.recipe.data.sequence - self.settings.max_new_tokens
-        return [task for task in found if len(self.prompt(task)) <= room]
+        fitting = [both for both in zip(found, sources, strict=True) if len(self.prompt(both[0])) <= room]
+        return [task for task, _ in fitting], [source for _, source in fitting]
 
     def next_batch(self) -> Rollout:
         if not self.pending:
@@ -153,18 +159,21 @@ class GRPO:
         if batch.old is None:
             batch.old = now.detach()
         mask = batch.rows.labels != NO_LABEL
-        tokens, lengths = mask.sum(), mask.sum(-1)
+        lengths = mask.sum(-1)
+        if self.settings.mask_truncated:
+            mask = mask & batch.ended[:, None]
+        tokens, learned = mask.sum(), mask.any(-1)
         found = policy_losses(now, batch.old, batch.advantages, self.settings.clip_low, self.settings.clip_high)
         losses = found.losses * mask
         per_token = {"ratio": found.ratio, "clipped": found.clipped, "entropy": -now.detach()}
         if batch.reference is not None:
             divergence = k3(now, batch.reference)
-            losses = losses + self.settings.beta * divergence
+            losses = losses + self.settings.beta * divergence * mask
             per_token["kl"] = divergence.detach()
         by_token = self.settings.average == "token"
         total = losses.sum() if by_token else (losses.sum(-1) / lengths.clamp(min=1)).sum()
-        count = tokens if by_token else torch.full_like(tokens, len(lengths))
-        means = {name: (value * mask).sum() / tokens for name, value in per_token.items()} | {
+        count = (tokens if by_token else learned.sum()).clamp(min=1)
+        means = {name: (value * mask).sum() / tokens.clamp(min=1) for name, value in per_token.items()} | {
             "reward": batch.rewards.mean(),
             "reward_std": batch.rewards.std(),
             "groups_alike": (batch.rewards.std(-1) == 0).float().mean(),  # nothing can be learned from these
@@ -194,7 +203,10 @@ class GRPO:
         return shown_answers(model, self.tokenizer, prompts, self.recipe.evaluation, self.device)
 
     def prompt(self, task: corpora.Task) -> list[int]:
-        return prompt_ids(self.tokenizer, [examples.user(task.prompt)])
+        messages = list(task.messages) or [formats.user(task.prompt)]
+        if self.recipe.data.system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.recipe.data.system}, *messages]
+        return prompt_ids(self.tokenizer, messages)
 
     def autocast(self) -> AbstractContextManager[Any]:
         return execution.autocast(self.recipe.precision, self.device)
@@ -230,16 +242,15 @@ def saved(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def tasks(settings: TaskData, seed: int) -> tuple[list[corpora.Task], list[corpora.Task]]:
-    """Tasks to learn from and tasks held out."""
-    if settings.corpus == "files":
-        found = examples.from_files(settings.files, examples.task, settings.examples)
-    else:
-        found = examples.arithmetic(settings, seed)
-    return examples.split(found, lambda task: task.prompt, settings.validation, seed)
+def tasks(recipe: GRPORecipe) -> examples.Examples[corpora.Task]:
+    """Tasks to learn from and tasks held out; rewards of a file may do without answers."""
+    answered = not rewards.is_in_file(recipe.grpo.reward)
+    read = lambda row: [formats.task(row, answered)]
+    make = lambda count: examples.arithmetic(recipe.data, recipe.run.seed, count)
+    return examples.gathered(recipe.data, recipe.run.seed, read, make, lambda task: (task.prompt, task.messages))
 
 
 def texts(recipe: GRPORecipe) -> Iterator[str]:
     """What a new tokenizer is trained on."""
-    for task in tasks(recipe.data, recipe.run.seed)[0]:
+    for task in tasks(recipe).learned:
         yield from (task.prompt, task.answer)

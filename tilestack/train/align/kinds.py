@@ -1,7 +1,7 @@
-"""SFT, DPO and GRPO as runs: each takes a recipe of its own kind and a folder."""
+"""SFT, DPO, KTO and GRPO as runs: each takes a recipe of its own kind and a folder."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,15 @@ from rich.console import Console
 
 from tilestack import data
 from tilestack.train import checkpoint
-from tilestack.train.align import dpo, grpo, sft
+from tilestack.train.align import dpo, grpo, kto, sft
 from tilestack.train.align.dpo import DPO, DPORecipe
 from tilestack.train.align.grpo import GRPO, GRPORecipe
+from tilestack.train.align.kto import KTO, KTORecipe
 from tilestack.train.align.sft import SFT, SFTRecipe
 from tilestack.train.objective import Objective
 from tilestack.train.recipe import Recipe
 from tilestack.train.run.follow import MakeObjective, follow
+from tilestack.train.settings import RecipeError
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Kind:
 KINDS = {
     "sft": Kind(SFTRecipe, sft.texts, lambda recipe, model, tokenizer, device, _: SFT(recipe, tokenizer, device)),
     "dpo": Kind(DPORecipe, dpo.texts, DPO),
+    "kto": Kind(KTORecipe, kto.texts, KTO),
     "grpo": Kind(
         GRPORecipe, grpo.texts, lambda recipe, model, tokenizer, device, _: GRPO(recipe, model, tokenizer, device)
     ),
@@ -47,12 +50,19 @@ def align(
     provenance: Mapping[str, Any] | None = None,
     console: Console | None = None,
 ) -> dict[str, float]:
-    """Follow an SFT, DPO or GRPO recipe in a folder, and leave the model in `folder/model`."""
+    """Follow a recipe of one of the KINDS in a folder, and leave the model in `folder/model`, ready to chat."""
     cache = folder.parent / ".reference"  # beside the run: others of the same model and data find it
 
     def prepare(_: Console) -> tuple[data.Tokenizer, MakeObjective]:
-        tokenizer = find_tokenizer(KINDS[kind], recipe, folder)
-        return tokenizer, lambda model, device: KINDS[kind].objective(recipe, model, tokenizer, device, cache)
+        found = find_tokenizer(KINDS[kind], recipe, folder)
+        tokenizer = found.for_chat(read_template(recipe))
+
+        def make(model: Any, device: torch.device) -> Objective:
+            ends = (*tokenizer.stops, *found.stops, *model.config.eos)
+            model.config = replace(model.config, eos=tuple(dict.fromkeys(ends)))
+            return KINDS[kind].objective(recipe, model, tokenizer, device, cache)
+
+        return tokenizer, make
 
     return follow(
         recipe,
@@ -77,3 +87,14 @@ def find_tokenizer(kind: Kind, recipe: Recipe, folder: Path) -> data.Tokenizer:
     tokenizer = data.Tokenizer.train(kind.texts(recipe), recipe.data.vocabulary)
     tokenizer.save(kept)
     return tokenizer
+
+
+def read_template(recipe: Any) -> str | None:
+    """The chat template that the recipe names."""
+    path = Path(recipe.data.chat_template)
+    if not recipe.data.chat_template:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise RecipeError(f"data.chat_template: {path} cannot be read: {problem}") from problem

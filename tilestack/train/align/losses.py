@@ -1,11 +1,17 @@
 """The mathematics of alignment: functions of log-probabilities that know nothing of models or data.
 
-Preferences (DPO, arXiv:2305.18290; IPO, arXiv:2310.12036). With π the policy, ρ the frozen reference, c the chosen
-answer and r the rejected one,
+Preferences (DPO, arXiv:2305.18290; IPO, arXiv:2310.12036; SimPO, arXiv:2405.14734). With π the policy, ρ the frozen
+reference, c the chosen answer, r the rejected one and |c|, |r| their tokens,
 
     h = [log π(c) − log ρ(c)] − [log π(r) − log ρ(r)]
     sigmoid   −(1−ε) log σ(βh) − ε log σ(−βh)       ε: the share of pairs that are labelled the wrong way round
     ipo       (h − 1/2β)²                           pulls h to a finite distance instead of to infinity
+    simpo     −log σ(β [log π(c)/|c| − log π(r)/|r|] − γ)      without a reference
+
+Answers judged one by one (KTO, arXiv:2402.01306). With h = log π(y) − log ρ(y) and z ≥ 0 an estimate of KL(π ‖ ρ),
+
+    good      λ_good · (1 − σ(β (h − z)))
+    bad       λ_bad · (1 − σ(β (z − h)))
 
 Groups of sampled answers (GRPO, arXiv:2402.03300). An answer's advantage is its reward less its group's mean, and with
 ratio = π/π_old of each token,
@@ -19,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PREFERENCE_LOSSES = ("sigmoid", "ipo")
+PREFERENCE_LOSSES = ("sigmoid", "ipo", "simpo")
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ def preference_losses(
     kind: str = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> Preferences:
-    """Losses of pairs from the log-probabilities [pairs] of both answers; for IPO those are means per token."""
+    """DPO's and IPO's losses from the log-probabilities [pairs] of both answers; for IPO those are means per token."""
     log_chosen, log_rejected = chosen - reference_chosen, rejected - reference_rejected
     h = log_chosen - log_rejected
     if kind == "sigmoid":
@@ -48,8 +54,42 @@ def preference_losses(
     elif kind == "ipo":
         losses = (h - 1 / (2 * beta)).square()
     else:
-        raise ValueError(f"a preference loss is one of {', '.join(PREFERENCE_LOSSES)}, not {kind!r}")
+        raise ValueError(f"a preference loss with a reference is one of sigmoid, ipo, not {kind!r}")
     return Preferences(losses, (beta * log_chosen).detach(), (beta * log_rejected).detach())
+
+
+def simpo_losses(chosen: Tensor, rejected: Tensor, beta: float = 2.0, gamma: float = 1.0) -> Preferences:
+    """SimPO's losses from mean log-probabilities per token [pairs]; a margin of gamma is asked for."""
+    losses = -F.logsigmoid(beta * (chosen - rejected) - gamma)
+    return Preferences(losses, (beta * chosen).detach(), (beta * rejected).detach())
+
+
+@dataclass(frozen=True)
+class Judgements:
+    """What comes of judged answers: their losses [answers], their implicit rewards, and the divergence they share."""
+
+    losses: Tensor
+    rewards: Tensor
+    divergence: Tensor
+
+
+def kto_losses(
+    log_probs: Tensor,
+    reference: Tensor,
+    good: Tensor,
+    strangers: Tensor,
+    reference_strangers: Tensor,
+    beta: float = 0.1,
+    weight_good: float = 1.0,
+    weight_bad: float = 1.0,
+) -> Judgements:
+    """KTO's losses from the log-probabilities [answers] of answers and of `strangers`, answers to other prompts: what the
+    policy has gained on those is taken for its divergence from the reference. No gradient flows through it."""
+    divergence = (strangers - reference_strangers).mean().clamp(min=0).detach()
+    h = log_probs - reference
+    towards = torch.where(good, h - divergence, divergence - h)
+    weights = torch.where(good, weight_good, weight_bad)
+    return Judgements(weights * (1 - torch.sigmoid(beta * towards)), (beta * h).detach(), divergence)
 
 
 def group_advantages(rewards: Tensor, divide_by_std: bool = True) -> Tensor:

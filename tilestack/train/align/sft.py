@@ -12,21 +12,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilestack.data import Batch, Message, Tokenizer, answer_labels, corpora, pack
+from tilestack.data import Batch, Conversation, Tokenizer, answer_labels, corpora, formats, pack
 from tilestack.data.packing import best_fit, collate
 from tilestack.train.align import examples
+from tilestack.train.align.deck import Deck
 from tilestack.train.evaluation.answers import answers, prompt_ids, shown_answers
 from tilestack.train.objective import Loss
 from tilestack.train.pretrain import next_token_loss
 from tilestack.train.recipe import Recipe
 from tilestack.train.settings import RecipeError, setting
 
+Sequences = list[tuple[list[int], list[int]]]  # ids and labels of each
+
 
 @dataclass(frozen=True)
 class ConversationData(examples.ArithmeticData):
-    """Conversations: built-in ones, solved arithmetic, or files with {"messages": […]} in each row."""
+    """Conversations: built-in ones, solved arithmetic, or rows of files in the formats of `data.formats`."""
 
-    corpus: str = setting("conversations", choices=("conversations", "arithmetic", "files"))
+    corpus: str = setting(
+        "conversations", "what to learn from", choices=("conversations", "arithmetic", "files")
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,21 +39,22 @@ class SFTRecipe(Recipe):
     data: ConversationData = field(default_factory=ConversationData)
 
 
-def conversations(settings: ConversationData, seed: int) -> tuple[list[list[Message]], list[list[Message]]]:
+def conversations(settings: ConversationData, seed: int) -> examples.Examples[Conversation]:
     """Conversations to learn from and conversations held out."""
-    if settings.corpus == "files":
-        found = examples.from_files(settings.files, examples.conversation, settings.examples)
-    elif settings.corpus == "arithmetic":
-        found = [examples.solved(task) for task in examples.arithmetic(settings, seed)]
-    else:
-        found = list(corpora.conversations(settings.examples, seed))
-    return examples.split(found, lambda messages: messages[:-1], settings.validation, seed)
+
+    def make(count: int) -> Iterator[Conversation]:
+        if settings.corpus == "arithmetic":
+            return map(examples.solved, examples.arithmetic(settings, seed, count))
+        return map(Conversation, corpora.conversations(count, seed))
+
+    read = lambda row: [formats.conversation(row)]
+    return examples.gathered(settings, seed, read, make, lambda each: each.messages[:-1])
 
 
 def texts(recipe: SFTRecipe) -> Iterator[str]:
     """What a new tokenizer is trained on."""
-    for messages in conversations(recipe.data, recipe.run.seed)[0]:
-        yield from (message["content"] for message in messages)
+    for conversation in conversations(recipe.data, recipe.run.seed).learned:
+        yield from (message["content"] for message in conversation.messages)
 
 
 class SFT:
@@ -56,26 +62,44 @@ class SFT:
 
     def __init__(self, recipe: SFTRecipe, tokenizer: Tokenizer, device: torch.device):
         self.recipe, self.tokenizer, self.device = recipe, tokenizer, device
-        learned, self.held = conversations(recipe.data, recipe.run.seed)
-        self.sequences = self.tokenised(learned)
+        found = conversations(recipe.data, recipe.run.seed)
+        self.sequences, sources, left_out = self.tokenised(found.learned, found.sources)
+        self.held = found.held
+        self.held_sequences, _, held_left_out = self.tokenised(self.held, [0] * len(self.held))
+        self.counts = {
+            "conversations": len(found.learned), "sequences": len(self.sequences), "too long for data.sequence": left_out,
+            "held out": len(self.held), "held out and too long": held_left_out,
+        }  # fmt: skip
         if not self.sequences:
-            raise RecipeError(f"none of {len(learned)} conversations fits into data.sequence = {recipe.data.sequence}")
+            raise RecipeError(
+                f"none of {len(found.learned)} conversations fits into data.sequence = {recipe.data.sequence}"
+            )
         self.most = max(recipe.data.sequence // 16, 1)  # conversations in a row; short ones are common here
-        self.round, self.taken = 0, 0
+        self.deck = Deck(len(self.sequences), recipe.run.seed, sources, recipe.data.weights)
+        self.taken = 0
         self.rows = self.packed()
 
-    def tokenised(self, found: Sequence[list[Message]]) -> list[tuple[list[int], list[int]]]:
-        """Ids and labels of those conversations that fit into a row: one cut short would teach to stop anywhere."""
-        pairs = (self.tokenizer.chat_ids(messages) for messages in found)
-        return [(ids, answer_labels(ids, mask)) for ids, mask in pairs if len(ids) <= self.recipe.data.sequence]
+    def tokenised(self, found: Sequence[Conversation], sources: Sequence[int]) -> tuple[Sequences, list[int], int]:
+        """Ids and labels of what fits into a row (what is cut short would teach to stop anywhere), the sources of each, and
+        how many were too long."""
+        fitting: Sequences = []
+        kept, too_long = [], 0
+        for part, numbers in zip(examples.in_parts(found), examples.in_parts(sources), strict=True):
+            for sequences, source in zip(self.tokenizer.chat_ids(part), numbers, strict=True):
+                for ids, mask in sequences:
+                    if len(ids) > self.recipe.data.sequence:
+                        too_long += 1
+                    else:
+                        fitting.append((ids, answer_labels(ids, mask)))
+                        kept.append(source)
+        return fitting, kept, too_long
 
     def packed(self) -> list[list[int]]:
         """This round's rows, as numbers of sequences. Packing puts the long ones first, so rows are shuffled after it."""
-        random = np.random.default_rng([self.recipe.run.seed, self.round])
-        order = random.permutation(len(self.sequences))
-        sizes = [len(self.sequences[number][0]) for number in order]
-        rows = best_fit(sizes, self.recipe.data.sequence, self.most)
-        return [[int(order[place]) for place in rows[number]] for number in random.permutation(len(rows))]
+        order = self.deck.cards
+        rows = best_fit([len(self.sequences[number][0]) for number in order], self.recipe.data.sequence, self.most)
+        shuffled = np.random.default_rng([self.recipe.run.seed, self.deck.round, 1]).permutation(len(rows))
+        return [[order[place] for place in rows[number]] for number in shuffled]
 
     def next_batch(self) -> Batch:
         rows: list[list[int]] = []
@@ -83,8 +107,8 @@ class SFT:
             rows.append(self.rows[self.taken])
             self.taken += 1
             if self.taken == len(self.rows):
-                self.round, self.taken = self.round + 1, 0
-                self.rows = self.packed()
+                self.deck.next_round()
+                self.taken, self.rows = 0, self.packed()
         return self.collated([[self.sequences[number] for number in row] for row in rows])
 
     def collated(self, rows: Sequence[Sequence[tuple[list[int], list[int]]]]) -> Batch:
@@ -94,43 +118,49 @@ class SFT:
         return Loss(next_token_loss(model, batch), batch.valid, tokens=batch.ids.numel())
 
     def evaluate(self, model: Any) -> dict[str, float]:
-        """Loss per answer token on conversations held out, and how many last answers are right to the letter."""
+        """Loss per answer token on conversations held out, and how many last answers are right to the letter; what nothing
+        held out can be measured by has no figure."""
         settings, limit = self.recipe.data, self.recipe.evaluation.batches * self.recipe.data.batch
-        if not self.held:
-            return {}
-        batches = pack(self.tokenised(self.held), settings.sequence, settings.batch, most=self.most)
-        batches = batches[: self.recipe.evaluation.batches]
-        nats = sum(float(next_token_loss(model, batch.to(self.device))) for batch in batches)
-        loss = nats / max(sum(batch.valid for batch in batches), 1)
-        asked = [messages for messages in self.held[:limit] if messages[-1]["role"] == "assistant"]
-        return {
-            "validation_loss": loss,
-            "validation_perplexity": math.exp(min(loss, 700)),
-            "exact_answers": self.share_exact(model, asked),
-        }
+        figures = {}
+        batches = pack(self.held_sequences, settings.sequence, settings.batch, most=self.most)
+        if batches := batches[: self.recipe.evaluation.batches]:
+            nats = sum(float(next_token_loss(model, batch.to(self.device))) for batch in batches)
+            loss = nats / sum(batch.valid for batch in batches)
+            figures = {"validation_loss": loss, "validation_perplexity": math.exp(min(loss, 700))}
+        if asked := [each for each in self.held[:limit] if is_answered(each)]:
+            figures["exact_answers"] = self.share_exact(model, asked)
+        return figures
 
-    def share_exact(self, model: Any, asked: Sequence[list[Message]]) -> float:
-        prompts = [prompt_ids(self.tokenizer, messages[:-1]) for messages in asked]
+    def share_exact(self, model: Any, asked: Sequence[Conversation]) -> float:
         found = answers(
             model,
-            prompts,
+            [self.prompt(each) for each in asked],
             max_new_tokens=self.recipe.evaluation.sample_tokens,
             stop=self.tokenizer.stops,
             device=self.device,
         )
         texts = (self.tokenizer.decode(answer).strip() for answer in found)
-        exact = [text == messages[-1]["content"].strip() for text, messages in zip(texts, asked, strict=True)]
-        return sum(exact) / max(len(exact), 1)
+        exact = [text == each.messages[-1]["content"].strip() for text, each in zip(texts, asked, strict=True)]
+        return sum(exact) / len(exact)
 
     def sample(self, model: Any) -> list[str]:
-        prompts = [prompt_ids(self.tokenizer, messages[:-1]) for messages in self.held[:3]]
+        prompts = [self.prompt(each) for each in self.held[:3] if is_answered(each)]
         return shown_answers(model, self.tokenizer, prompts, self.recipe.evaluation, self.device)
 
+    def prompt(self, conversation: Conversation) -> list[int]:
+        return prompt_ids(self.tokenizer, conversation.messages[:-1], conversation.tools)
+
     def state_dict(self) -> dict[str, Any]:
-        return {"round": self.round, "taken": self.taken}
+        return {"round": self.deck.round, "taken": self.taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.round, self.taken = state["round"], state["taken"]
-        self.rows = self.packed()
+        self.deck.load_state_dict({"round": state["round"], "dealt": 0})
+        self.taken, self.rows = state["taken"], self.packed()
         if self.taken >= len(self.rows):
             raise ValueError(f"the saved place {self.taken} is not among {len(self.rows)} rows: the data has changed")
+
+
+def is_answered(conversation: Conversation) -> bool:
+    """Whether a conversation ends with an answer in words."""
+    last = conversation.messages[-1]
+    return last["role"] == "assistant" and bool(last["content"]) and len(conversation.messages) > 1

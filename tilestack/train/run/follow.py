@@ -75,6 +75,7 @@ def refuse_own_output(recipe: Recipe, folder: Path) -> None:
         "model.path": [recipe.model.path],
         "data.tokenizer": [recipe.data.tokenizer],
         "data.files": recipe.data.files,
+        "data.validation_files": getattr(recipe.data, "validation_files", ()),
     }
     for key, paths in read.items():
         for path in filter(None, paths):
@@ -151,6 +152,8 @@ def build_model(recipe: Recipe, tokenizer: data.Tokenizer) -> Any:
         ends = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
         model = new_model(recipe, {"vocab_size": tokenizer.vocabulary, **ends})
     tokenizer.check_against(model.config.vocabulary)
+    if recipe.data.tokenizer and recipe.model.path:
+        refuse_other_ids(tokenizer, recipe)
     return model
 
 
@@ -167,6 +170,19 @@ def refuse_impossible(recipe: Recipe, model: Any, needs: Needs, folder: Path, de
     refuse_beyond_positions(recipe, model.config.positions)
     refuse_beyond_memory(needs, recipe, device)
     refuse_beyond_disk(needs, folder)
+
+
+def refuse_other_ids(tokenizer: data.Tokenizer, recipe: Recipe) -> None:
+    """Refuse a tokenizer whose ids mean other tokens than the model has learned; a model without one takes any that fits."""
+    try:
+        own = data.Tokenizer.load(recipe.model.path)
+    except FileNotFoundError:
+        return
+    if not tokenizer.same_ids(own):
+        raise RecipeError(
+            f"data.tokenizer = {recipe.data.tokenizer!r} gives other ids than the tokenizer of {recipe.model.path}, by which "
+            "the model has learned; leave data.tokenizer out"
+        )
 
 
 def export(model: Any, tokenizer: data.Tokenizer, folder: Path) -> None:

@@ -1,0 +1,97 @@
+"""Hostile templates: kept in a process of their own, held to its memory and time, and refused in one line."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tilestack.data import DataError, chat_process
+from tilestack.data.chat import CHATML, render
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% if %}", r"malformed: .*line 1"),
+        ("{{ raise_exception('roles must alternate') }}", "refused: roles must alternate"),
+        ("{{ messages.__class__.__mro__ }}", "refused"),
+        ("{{ messages.append(1) }}", "refused"),
+        ("{{ 10 ** 10 ** 10 }}", "too large"),
+        ("{% for i in range(100000) %}{{ 'a' * 1000 }}{% endfor %}", "more than 16,777,216 characters"),
+        ("{% for i in range(999999999) %}{% endfor %}", "failed|refused"),
+        ("{{ messages[0]['content'] + 1 }}", "failed on these messages"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "failed on these messages"),
+    ],
+)
+def test_bad_templates_end_in_one_line(template, said):
+    with pytest.raises(DataError, match=said) as caught:
+        render(template, MESSAGES)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 999999999 }}",
+        "{{ ('%1000000000d' % 1)|length }}",
+        "{{ '{:>1000000000}'.format(1)|length }}",
+        "{{ ('a'|center(1000000000))|length }}",
+        "{{ ('a' * 100000).replace('a', 'b' * 10000)|length }}",
+        "{% set n = namespace(x='a' * 16000000) %}{% for i in range(6) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x|length }}",
+    ],
+)
+def test_no_template_takes_more_memory_than_it_may(template):
+    with pytest.raises(DataError, match="the chat template takes more memory than it may have"):
+        render(template, MESSAGES)
+    assert render("{{ messages[0].content }}", MESSAGES) == "Hi"
+    worker = chat_process._process(os.getpid()).worker
+    with open(f"/proc/{worker.pid}/status") as status:
+        (peak,) = [int(line.split()[1]) for line in status if line.startswith("VmPeak")]
+    assert peak <= chat_process.MEMORY // 1024
+
+
+def test_a_template_that_does_not_end_is_stopped(monkeypatch):
+    monkeypatch.setattr(chat_process, "SECONDS", 0.5)
+    render("x", MESSAGES)
+    process, began = chat_process._process(os.getpid()), time.monotonic()
+    stopped = process.worker
+    loop = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+    with pytest.raises(DataError, match=r"took more than 0.5 seconds for a conversation"):
+        render(loop, MESSAGES)
+    assert time.monotonic() - began < 10
+    assert stopped.returncode == -signal.SIGKILL
+    monkeypatch.undo()
+    assert render("x", MESSAGES) == "x"
+
+
+def test_a_process_that_died_is_said_and_started_anew():
+    render("x", MESSAGES)
+    worker = chat_process._process(os.getpid()).worker
+    worker.kill()
+    worker.wait()
+    assert render("x", MESSAGES) == "x"
+    assert chat_process._process(os.getpid()).worker is not worker
+
+
+def test_one_process_serves_all_and_leaves_with_whoever_asked():
+    render(CHATML, MESSAGES)
+    worker = chat_process._process(os.getpid()).worker
+    render(CHATML, MESSAGES)
+    assert chat_process._process(os.getpid()).worker is worker
+    code = (
+        "import os; from tilestack.data.chat_process import _process; from tilestack.data.chat import render\n"
+        "render('x', [{'role': 'user', 'content': 'Hi'}]); print(_process(os.getpid()).worker.pid)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert not os.path.exists(f"/proc/{int(done.stdout)}")
+
+
+def test_what_json_cannot_hold_is_refused():
+    with pytest.raises(DataError, match="a conversation must be what JSON can hold"):
+        render("x", [{"role": "user", "content": object()}])

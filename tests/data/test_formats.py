@@ -1,0 +1,101 @@
+"""Rows of the formats that people share, as conversations, preferences, judged answers and tasks; what is wrong is named."""
+
+import pytest
+
+from tilestack.data import Conversation, DataError, corpora, formats
+from tilestack.data.formats import Judged
+
+USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+PREFERENCE = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
+ASKED = [{"role": "user", "content": "2 + 2?"}]
+said = lambda text: [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"messages": [USER, ASSISTANT]}, [USER, ASSISTANT]),
+        ({"messages": [USER, ASSISTANT], "system": "Be brief."}, [SYSTEM, USER, ASSISTANT]),
+        ({"messages": [SYSTEM, USER, ASSISTANT], "system": "Be long."}, [SYSTEM, USER, ASSISTANT]),
+        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, [USER, ASSISTANT]),
+        ({"conversations": [{"from": "system", "value": "Be brief."}, {"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Hello"}]}, [SYSTEM, USER, ASSISTANT]),
+        ({"conversations": [USER, ASSISTANT]}, [USER, ASSISTANT]),
+        ({"instruction": "Hi", "input": "", "output": "Hello"}, [USER, ASSISTANT]),
+        ({"instruction": "Add", "input": "2, 2", "output": "4"}, [{"role": "user", "content": "Add\n\n2, 2"}, *said("4")]),
+        ({"instruction": "2 + 2?", "output": "4", "history": [["Hi", "Hello"]], "system": "Be brief."}, [SYSTEM, USER, ASSISTANT, *ASKED, *said("4")]),
+        ({"prompt": "Hi", "completion": "Hello"}, [USER, ASSISTANT]),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, [USER, ASSISTANT]),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}, {**ASSISTANT, "name": None}]}, [USER, ASSISTANT]),
+    ],
+)  # fmt: skip
+def test_conversations_of_every_format(row, messages):
+    assert formats.conversation(row) == Conversation(messages)
+
+
+def test_calls_of_tools_are_kept_with_their_arguments_as_objects():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "4", "tool_call_id": "1"}, ASSISTANT], "tools": tools}  # fmt: skip
+    found = formats.conversation(row)
+    assert found.tools == tools
+    assert found.messages[1] == {"role": "assistant", "content": "", "tool_calls": [{**call, "function": {"name": "add", "arguments": {"a": 2}}}]}  # fmt: skip
+    assert found.messages[2]["tool_call_id"] == "1"
+    assert formats.conversation({**row, "tools": '[{"name": "add"}]'}).tools == [{"name": "add"}]
+    plain = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {}}]}
+    assert formats.conversation({"messages": [USER, plain]}).messages[1]["tool_calls"] == plain["tool_calls"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        PREFERENCE,
+        {"prompt": ASKED, "chosen": "4", "rejected": "5"},
+        {"prompt": ASKED, "chosen": said("4"), "rejected": said("5")},  # TRL, with a prompt
+        {"chosen": [*ASKED, *said("4")], "rejected": [*ASKED, *said("5")]},  # TRL, without
+        {"prompt": "2 + 2?", "chosen": [*ASKED, *said("4")], "rejected": [*ASKED, *said("5")]},  # UltraFeedback
+    ],
+)
+def test_preferences_of_every_format(row):
+    assert formats.preference(row) == corpora.Preference(ASKED, "4", "5")
+    assert formats.judged(row) == [Judged(ASKED, "4", True), Judged(ASKED, "5", False)]
+
+
+def test_judged_answers_and_tasks():
+    assert formats.judged({"prompt": "2 + 2?", "completion": said("5"), "label": False}) == [Judged(ASKED, "5", False)]
+    row = {"prompt": "2 + 2?", "answer": "4", "system": "Be brief.", "level": 3}
+    found = formats.task(row)
+    assert (found.prompt, found.answer, found.messages, found.row["level"]) == ("2 + 2?", "4", (SYSTEM, *ASKED), 3)
+    assert formats.task({"prompt": [SYSTEM, *ASKED], "tests": ["x"]}, answered=False).messages == (SYSTEM, *ASKED)
+
+
+@pytest.mark.parametrize(
+    ("read", "row", "message"),
+    [
+        (formats.preference, {"prompt": "?", "chosen": "4"}, 'expected a text or messages under "rejected"; this row has prompt, chosen'),
+        (formats.preference, {"chosen": "4", "rejected": "5"}, 'a text or messages under "prompt"; this row has chosen, rej'),
+        (formats.preference, {**PREFERENCE, "prompt": [USER, ASSISTANT]}, '"prompt" must end before the answer'),
+        (formats.preference, {**PREFERENCE, "chosen": ""}, 'expected a text under "chosen"'),
+        (formats.preference, {**PREFERENCE, "chosen": [USER]}, 'the last message under "chosen" must be a text of the assistant'),
+        (formats.preference, {"chosen": [USER, ASSISTANT], "rejected": [*ASKED, ASSISTANT]}, "must differ in their last message alone"),
+        (formats.conversation, {"text": "Hi"}, "expected one of messages, conversations, instruction, completion; this row has text"),
+        (formats.conversation, {"messages": []}, 'expected a list of messages under "messages"'),
+        (formats.conversation, {"messages": [USER]}, "needs an answer: a message of the assistant"),
+        (formats.conversation, {"messages": [{"role": "user"}]}, 'message 0 under "messages" needs texts under'),
+        (formats.conversation, {"messages": [USER, {"role": "assistant", "content": [{"type": "image"}]}]}, "message 1 under \"messages\" has a part that is no text, but 'image'"),
+        (formats.conversation, {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "calls f with arguments that are not JSON"),
+        (formats.conversation, {"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "without the name of a function"),
+        (formats.conversation, {"messages": [USER, ASSISTANT], "tools": {"a": 1}}, 'expected a list of objects under "tools"'),
+        (formats.conversation, {"conversations": [{"from": "alien", "value": "Hi"}]}, 'one of human, user, gpt'),
+        (formats.conversation, {"conversations": "Hi"}, 'expected a list of messages under "conversations"'),
+        (formats.conversation, {"instruction": "Hi", "output": 3}, 'expected a text under "output"'),
+        (formats.conversation, {"instruction": "Hi", "output": "Hello", "history": ["Hi"]}, 'turn 0 under "history"'),
+        (formats.judged, {"prompt": "?", "completion": "4", "label": 1}, 'expected true or false under "label"'),
+        (formats.task, {"prompt": "2 + 2?", "answer": 4}, 'expected a text under "answer"'),
+        (formats.task, {"prompt": "2 + 2?"}, 'expected a text under "answer"'),
+    ],
+)  # fmt: skip
+def test_what_a_row_lacks_is_said(read, row, message):
+    with pytest.raises(DataError) as caught:
+        read(row)
+    assert message in str(caught.value)

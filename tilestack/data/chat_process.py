@@ -1,0 +1,113 @@
+"""The process in which chat templates run, seen from here: started once, asked by lines of JSON, stopped when it is late.
+
+It is kept between questions, since starting it takes longer than most of them. One that died or was stopped is started
+anew by the next question.
+"""
+
+import atexit
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tilestack.data.errors import DataError, needs
+
+PROGRAM = Path(__file__).with_name("chat_worker.py")
+MEMORY = 1 << 29  # bytes that it may take in all
+SECONDS = 10.0  # for one conversation
+PART = 1 << 18  # characters of conversations that are asked about at a time
+
+
+def ask(template: str, what: str, conversations: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What the worker says of each conversation, in order; see `chat_worker` for the words."""
+    needs("jinja2", "a chat template")
+    process = _process(os.getpid())  # a process that was forked from this one needs a worker of its own
+    part: list[str] = []
+    for number, conversation in enumerate(conversations):
+        try:
+            part.append(json.dumps(conversation))
+        except (TypeError, ValueError, RecursionError) as problem:
+            raise DataError(f"a conversation must be what JSON can hold: {problem}") from problem
+        if sum(map(len, part)) >= PART or number == len(conversations) - 1:
+            yield from process.ask(template, what, part)
+            part = []
+
+
+@lru_cache(maxsize=1)
+def _process(owner: int) -> "ChatProcess":
+    made = ChatProcess()
+    atexit.register(made.stop)
+    return made
+
+
+class ChatProcess:
+    """The worker, which is started when it is first asked."""
+
+    def __init__(self) -> None:
+        self.worker: subprocess.Popen[bytes] | None = None
+        self.unread = bytearray()
+        self.turn = threading.Lock()
+
+    def ask(self, template: str, what: str, conversations: Sequence[str]) -> list[dict[str, Any]]:
+        """The worker's answers about conversations in JSON."""
+        head = json.dumps({"template": template, "ask": what})[:-1]
+        line = f'{head}, "conversations": [{", ".join(conversations)}]}}\n'.encode()
+        with self.turn:
+            try:
+                self._write(line)
+                return [json.loads(self._line()) for _ in conversations]
+            except TimeoutError:
+                self.stop()
+                raise DataError(
+                    f"the chat template took more than {SECONDS:g} seconds for a conversation; it is not usable"
+                ) from None
+            except (EOFError, BrokenPipeError):
+                self.stop()
+                raise DataError("the chat template ended the process that renders it; it is not usable") from None
+            except BaseException:
+                self.stop()  # whatever it was, answers may be left in the pipe
+                raise
+
+    def _write(self, line: bytes) -> None:
+        if self.worker is None or self.worker.poll() is not None:
+            self.unread.clear()
+            self.worker = subprocess.Popen(
+                [sys.executable, "-P", str(PROGRAM), str(MEMORY)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for those who asked, not for it
+            )
+        assert self.worker.stdin is not None
+        self.worker.stdin.write(line)
+        self.worker.stdin.flush()
+
+    def _line(self) -> bytes:
+        assert self.worker is not None
+        assert self.worker.stdout is not None
+        late, searched = time.monotonic() + SECONDS, 0
+        waiting = select.poll()
+        waiting.register(self.worker.stdout, select.POLLIN)
+        while (end := self.unread.find(b"\n", searched)) < 0:
+            searched = len(self.unread)
+            if not waiting.poll(max(0.0, late - time.monotonic()) * 1000):
+                raise TimeoutError
+            piece = os.read(self.worker.stdout.fileno(), 1 << 16)
+            if not piece:
+                raise EOFError
+            self.unread += piece
+        line = bytes(self.unread[:end])
+        del self.unread[: end + 1]
+        return line
+
+    def stop(self) -> None:
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.kill()
+            worker.communicate()  # closes the pipes and waits for its end

@@ -1,0 +1,229 @@
+"""Rows as people share them, and what they are here: conversations, preferences, judged answers and tasks.
+
+    conversations  {"messages": [{"role": "user", "content": "…"}, …], "tools": […]}
+                   {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", …}], "system": "…"}     ShareGPT
+                   {"instruction": "…", "input": "…", "output": "…", "system": "…", "history": [["…", "…"]]}   Alpaca
+                   {"prompt": "…" or messages, "completion": "…" or messages}                                  TRL
+    preferences    {"prompt": "…" or messages, "chosen": "…" or messages, "rejected": "…" or messages}
+                   {"chosen": messages, "rejected": messages}, the prompt being what both begin with
+    judged         {"prompt": "…" or messages, "completion": "…" or messages, "label": true}, or a preference
+    tasks          {"prompt": "…" or messages, "answer": "…", "system": "…"}, and whatever else a reward wants to see
+
+What is wrong with a row is a DataError; who reads the rows says where it stands.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tilestack.data.chat import Conversation, Message
+from tilestack.data.corpora import Preference, Task
+from tilestack.data.errors import DataError
+
+Row = Mapping[str, Any]
+
+# What ShareGPT and those who write like it call the roles.
+ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+    "model": "assistant", "assistant": "assistant", "system": "system", "tool": "tool", "function": "tool",
+    "observation": "tool", "function_call": "assistant",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A conversation that awaits an answer, an answer, and whether it is a good one."""
+
+    messages: list[Message]
+    answer: str
+    good: bool
+    tools: list[dict[str, Any]] | None = None
+
+
+def conversation(row: Row) -> Conversation:
+    """A conversation to learn from, in any of the formats."""
+    for key, read in CONVERSATIONS.items():
+        if row.get(key) is not None:
+            messages = read(row)
+            break
+    else:
+        raise DataError(f"expected one of {', '.join(CONVERSATIONS)}; this row has {names(row)}")
+    if row.get("system") and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": text_under("system", row)}, *messages]
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError("a conversation to learn from needs an answer: a message of the assistant")
+    return Conversation(messages, tools_of(row))
+
+
+def preference(row: Row) -> Preference:
+    """Two answers to one prompt; where there is no prompt, it is what both conversations begin with."""
+    if row.get("prompt") is None and all(isinstance(row.get(key), list) for key in ("chosen", "rejected")):
+        chosen, rejected = (messages_under(key, row) for key in ("chosen", "rejected"))
+        if chosen[:-1] != rejected[:-1] or len(chosen) < 2:
+            raise DataError('without a "prompt", "chosen" and "rejected" must differ in their last message alone')
+        prompt = chosen[:-1]
+    else:
+        prompt = prompt_of(row)
+    return Preference(prompt, answer_under("chosen", row), answer_under("rejected", row), tools_of(row))
+
+
+def judged(row: Row) -> list[Judged]:
+    """An answer that was judged, or the two of a preference."""
+    if "label" not in row and "chosen" in row:
+        return judged_both(preference(row))
+    if not isinstance(row.get("label"), bool):
+        raise DataError(f'expected true or false under "label"; this row has {names(row)}')
+    return [Judged(prompt_of(row), answer_under("completion", row), row["label"], tools_of(row))]
+
+
+def judged_both(pair: Preference) -> list[Judged]:
+    """A preference as two judgements: the chosen answer is good, the other is not."""
+    answers = ((pair.chosen, True), (pair.rejected, False))
+    return [Judged(pair.messages, answer, good, pair.tools) for answer, good in answers]
+
+
+def task(row: Row, answered: bool = True) -> Task:
+    """A prompt and the answer to check by; rewards that need none may do without."""
+    messages = prompt_of(row)
+    if row.get("system") and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": text_under("system", row)}, *messages]
+    answer = text_under("answer", row) if answered or "answer" in row else ""
+    return Task(messages[-1]["content"], answer, "file", tuple(messages), dict(row))
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def prompt_of(row: Row) -> list[Message]:
+    """What is to be answered, as messages."""
+    if isinstance(row.get("prompt"), str):
+        return [user(text_under("prompt", row))]
+    messages = messages_under("prompt", row, "a text or messages")
+    if messages[-1]["role"] == "assistant":
+        raise DataError('"prompt" must end before the answer, not with a message of the assistant')
+    return messages
+
+
+def answer_under(key: str, row: Row) -> str:
+    """An answer: a text, or messages of which the last is the assistant's. What stands before it is the prompt again."""
+    if isinstance(row.get(key), str):
+        return text_under(key, row)
+    last = messages_under(key, row, "a text or messages")[-1]
+    if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
+        raise DataError(f'the last message under "{key}" must be a text of the assistant')
+    return last["content"]
+
+
+def of_share_gpt(row: Row) -> list[Message]:
+    turns = row["conversations"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+        raise DataError('expected a list of messages under "conversations"')
+    if all("role" in turn for turn in turns):
+        return messages_under("conversations", row)
+    messages = []
+    for number, turn in enumerate(turns):
+        role, text = turn.get("from"), turn.get("value")
+        if role not in ROLES or not isinstance(text, str):
+            raise DataError(
+                f'message {number} under "conversations" needs a text under "value" and one of {", ".join(ROLES)} under "from"'
+            )
+        messages.append({"role": ROLES[role], "content": text})
+    return messages
+
+
+def of_alpaca(row: Row) -> list[Message]:
+    messages = []
+    for number, turn in enumerate(row.get("history") or []):
+        if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
+            raise DataError(f'turn {number} under "history" must be a question and its answer')
+        messages += [user(turn[0]), {"role": "assistant", "content": turn[1]}]
+    asked = text_under("instruction", row)
+    if row.get("input"):
+        asked += "\n\n" + text_under("input", row)
+    return [*messages, user(asked), {"role": "assistant", "content": text_under("output", row)}]
+
+
+def of_completion(row: Row) -> list[Message]:
+    if isinstance(row["completion"], str):
+        return [*prompt_of(row), {"role": "assistant", "content": text_under("completion", row)}]
+    return [*prompt_of(row), *messages_under("completion", row)]
+
+
+CONVERSATIONS: dict[str, Callable[[Row], list[Message]]] = {
+    "messages": lambda row: messages_under("messages", row),
+    "conversations": of_share_gpt,
+    "instruction": of_alpaca,
+    "completion": of_completion,
+}
+
+
+def messages_under(key: str, row: Row, expected: str = "a list of messages") -> list[Message]:
+    """A list of messages with role and content, as chat templates read them."""
+    messages = row.get(key)
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f'expected {expected} under "{key}"; this row has {names(row)}')
+    return [plain(message, f'message {number} under "{key}"') for number, message in enumerate(messages)]
+
+
+def plain(message: Any, where: str) -> Message:
+    """A message whose content is a text: its parts put together, nothing beside a call of a tool, arguments as objects."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DataError(f'{where} needs texts under "role" and "content"')
+    made = {name: value for name, value in message.items() if value is not None}  # parquet writes all keys in every row
+    if calls := made.get("tool_calls"):
+        made["tool_calls"] = [plain_call(call, where) for call in calls]
+        made.setdefault("content", "")
+    if isinstance(made.get("content"), list):
+        made["content"] = joined(made["content"], where)
+    if not isinstance(made.get("content"), str):
+        raise DataError(f'{where} needs texts under "role" and "content"')
+    return made
+
+
+def joined(parts: list[Any], where: str) -> str:
+    """The text of content in parts; an image or a sound is not dropped in silence."""
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise DataError(f"{where} has a part that is no text, but {kind!r}; only texts are learned here")
+    return "".join(part["text"] for part in parts)
+
+
+def plain_call(call: Any, where: str) -> dict[str, Any]:
+    """A call of a tool with its arguments as an object; OpenAI's are JSON in a text."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f'{where} has a call under "tool_calls" without the name of a function')
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as problem:
+            raise DataError(
+                f"{where} calls {function['name']} with arguments that are not JSON: {problem}"
+            ) from problem
+    return {**call, "function": {**function, "arguments": arguments}} if "function" in call else {**call, "arguments": arguments}  # fmt: skip
+
+
+def tools_of(row: Row) -> list[dict[str, Any]] | None:
+    tools = row.get("tools") or None
+    if isinstance(tools, str):  # as datasets without nested columns keep them
+        try:
+            tools = json.loads(tools)
+        except ValueError as problem:
+            raise DataError(f'"tools" is a text that is not JSON: {problem}') from problem
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError('expected a list of objects under "tools"')
+    return tools
+
+
+def text_under(key: str, row: Row) -> str:
+    if not isinstance(row.get(key), str) or not row[key]:
+        raise DataError(f'expected a text under "{key}"; this row has {names(row)}')
+    return row[key]
+
+
+def names(row: Row) -> str:
+    return ", ".join(row) or "nothing"
