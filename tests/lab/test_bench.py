@@ -166,8 +166,8 @@ def test_rows_are_on_disk_before_the_next_comparison_starts(tmp_path, monkeypatc
             raise KeyboardInterrupt
         return original(*arguments)
 
-    original = lab.cost_of
-    monkeypatch.setattr(lab, "cost_of", stop_at_the_second)
+    original = lab.measure
+    monkeypatch.setattr(lab, "measure", stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         bench([ops.softmax], cases="3x33x-1", device="cpu", save=path)
     assert seen == [False, 2]

@@ -166,7 +166,7 @@ def compare(
             else:
                 peer = peers.get(name) or Peer(described, functools.partial(backend, name))
                 candidates[name] = candidate_of(described, peer, arguments, wanted, direction)
-        flops, moved = cost_of(described, arguments, direction)
+        flops, moved = described.cost(arguments, direction)
         timings = measure(candidates, moved, device) | {name: Timing(note=text) for name, text in refused.items()}
         found = [figures(blank(direction, name), timings[name], flops, moved, roofs) for name in timings]
         set_ratios(found)
@@ -207,13 +207,6 @@ def differentiable(described: Operator, arguments: dict[str, Any]) -> list[str]:
     gradients = {name: g for name, g in zip(floats, found, strict=True) if floats[name] and g is not None}
     passed_on = all(any(memory_of(gradient) == memory_of(grad) for grad in arriving) for gradient in gradients.values())
     return [] if passed_on else list(gradients)
-
-
-def cost_of(described: Operator, arguments: dict[str, Any], direction: str) -> tuple[float, float]:
-    """Unavoidable (flops, bytes) of a direction."""
-    parts = ("forward", "backward") if direction == "both" else (direction,)
-    flops, moved = zip(*(described.cost(arguments, part) for part in parts), strict=True)
-    return sum(flops), sum(moved)
 
 
 def candidate_of(
