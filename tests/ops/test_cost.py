@@ -53,6 +53,10 @@ COUNTED = {
         ops.rope, dict(q=empty(1, 5, 2, 8), k=empty(1, 5, 1, 8), cos=empty(5, 4), sin=empty(5, 4)),
         (2 * 120 + 2 * 20) * HALF, (2 * 120 + 2 * 20) * HALF,
     ),
+    "rope_: written where it was read, and no backward of its own": (
+        ops.rope_, dict(q=empty(1, 5, 2, 8), k=empty(1, 5, 1, 8), cos=empty(5, 4), sin=empty(5, 4)),
+        (2 * 120 + 2 * 20) * HALF, None,
+    ),
     "qk_norm_rope: q, k and their weights have one": (
         ops.qk_norm_rope,
         dict(q=empty(1, 5, 2, 8), k=empty(1, 5, 1, 8), q_weight=empty(8), k_weight=empty(8), cos=empty(5, 4), sin=empty(5, 4)),
@@ -71,7 +75,8 @@ COUNTED = {
 @pytest.mark.parametrize(("operator", "arguments", "forward", "backward"), COUNTED.values(), ids=COUNTED)
 def test_bytes_are_those_counted_by_hand(operator, arguments, forward, backward):
     assert bytes_of(operator, "forward", **arguments) == forward
-    assert bytes_of(operator, "backward", **arguments) == backward
+    if backward is not None:
+        assert bytes_of(operator, "backward", **arguments) == backward
 
 
 def test_a_row_that_is_looked_up_again_is_not_read_again():

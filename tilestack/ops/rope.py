@@ -5,6 +5,7 @@ the frequencies, `tables` the cosines and sines of every position that the opera
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -250,7 +251,7 @@ def qk_norm_rope_gradient(
 
 @operator(
     cases=cases(rope_case, check=CHECKS, bench=BENCHES),
-    cost=lambda q, k, cos, sin: Cost(flops=3 * (q.numel() + k.numel()), read=[q, k, cos, sin], write=[q, k]),
+    cost=lambda q, k, cos, sin, positions: replace(rope_cost(q, k, cos, sin, positions), write=[q, k]),
     check=rope_takes,
     mutates=("q", "k"),
 )
