@@ -42,7 +42,7 @@ def run(*arguments):
 
 def test_all_is_every_part(parts):
     assert run("all") == 0
-    assert parts == [("kernels", True), ("memory", True), ("host", "cpu"), ("optim", 0), ("train", "demo, 4x256")]
+    assert parts == [("kernels", True), ("memory", True), ("host", "cpu"), ("optim", 0), ("train", "python, 4x256")]
 
 
 def test_what_is_of_the_present_source_is_not_done_again(parts):
@@ -50,7 +50,7 @@ def test_what_is_of_the_present_source_is_not_done_again(parts):
     stamp = {"slug": "cpu", "commit": "abc1234", "date": "2031"}
     for name, kept in (
         ("optimizers", row("adamw", "tiny", "torch")),
-        ("train", row("train", "demo, 4x256", "tilestack")),
+        ("train", row("train", "python, 4x256", "tilestack")),
     ):
         results.merge(results.path_of("cpu", name), stamp, {}, [kept.as_dict()])
     assert run("all", "--stale") == 0
