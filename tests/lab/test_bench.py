@@ -194,6 +194,11 @@ def test_a_library_that_is_importable_becomes_a_peer(monkeypatch):
         peers.peers_of(ops.softmax)["mine"].run(torch.ones(2), -1)
 
 
+def test_what_is_timed_unless_asked_for():
+    assert lab.names_of(ops.attention, "cuda") == [name for name in ops.attention.implementations if name != "torch"]
+    assert lab.names_of(ops.attention, "cpu") == ["torch", "aten"]
+
+
 def test_what_people_write_is_also_compiled_in_both_modes():
     assert list(peers.peers_of(ops.dropout)) == [
         "compile", "compile-max", "eager", "eager-compile", "eager-compile-max",

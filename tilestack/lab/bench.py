@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilestack.contract import Case, Operator, backend
 from tilestack.contract.autograd import gradient_of_definition
-from tilestack.contract.backends import interpreting
+from tilestack.contract.backends import interpreting, usable
 from tilestack.contract.cases import Make
 from tilestack.contract.library import memory_of
 from tilestack.contract.operator import as_tuple
@@ -136,9 +136,11 @@ def has_direction(subject: Subject, direction: str) -> bool:
 
 def names_of(described: Operator, device: str) -> list[str]:
     """The backends timed unless some are asked for: on a GPU all but the definition, which is no peer and is slow; on a
-    CPU all but Triton, whose interpreter is for proofs."""
-    left_out = "torch" if device == "cuda" else "triton"
-    return [name for name in described.implementations if name != left_out]
+    CPU those that run there but for Triton, whose interpreter is for proofs."""
+    if device == "cuda":
+        return [name for name in described.implementations if name != "torch"]
+    here = torch.device(device)
+    return [name for name in described.implementations if name != "triton" and usable(name, here) is True]
 
 
 def directions_of(described: Operator, wanted: Sequence[str]) -> list[str]:
