@@ -45,6 +45,13 @@ def test_all_is_every_part(parts):
     assert parts == [("kernels", True), ("memory", True), ("host", "cpu"), ("optim", 0), ("train", "python, 4x256")]
 
 
+@pytest.mark.parametrize("option", ["--backend=triton", "--dtype=float16", "--json=rows.json"])
+def test_what_parts_would_read_differently_is_refused(parts, option, capsys):
+    assert run("all", option) == 1
+    assert "they mean other things to its parts" in capsys.readouterr().err
+    assert parts == []
+
+
 def test_what_is_of_the_present_source_is_not_done_again(parts):
     row = lambda op, case, backend: Row(op, case, "float32", "step", backend, 1.0, source=present_source(op, backend))
     stamp = {"slug": "cpu", "commit": "abc1234", "date": "2031"}

@@ -37,6 +37,12 @@ def test_one_older_proof_is_enough_to_doubt_a_backend(folder):
     assert line.status == "float16 forward of an older source (abc1234)"
 
 
+def test_a_file_of_something_else_is_named(folder):
+    (folder / "imaginary" / "proofs.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"proofs\.json is no file of proofs"):
+        proved.lines(folder, "imaginary")
+
+
 def test_the_section_counts_them(folder):
     section = proved.section(folder, "imaginary")
     total = len(proved.lines(folder, "imaginary"))

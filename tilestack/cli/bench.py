@@ -94,6 +94,11 @@ def bench_command(
     if operators == ["startup"]:
         bench_starts(json_)
         return
+    everything = operators == ["all"]
+    if everything and (backend or dtype or json_):
+        raise ValueError(
+            "bench all takes no --backend, --dtype or --json: they mean other things to its parts; name one"
+        )
     place = kernel_device(device)
     from tilestack.lab import machine
 
@@ -109,7 +114,7 @@ def bench_command(
             asked, training_works(place, recipe, micro_batch, sequence, dtype), split(backend)
         ),
     }
-    if operators == ["all"]:
+    if everything:
         kernels()
         for part in parts.values():
             part()

@@ -69,7 +69,9 @@ class Line:
 def lines(folder: Path, slug: str) -> list[Line]:
     """A line for every backend of ours of every operator, with or without proofs."""
     path = folder / slug / "proofs.json"
-    kept = read_json(path)["proofs"] if path.exists() else []
+    kept = read_json(path).get("proofs") if path.exists() else []
+    if kept is None:
+        raise ValueError(f"{path} is no file of proofs: it has no proofs; `{VERIFY}` writes one")
     return [
         Line(op.name, backend, [proof for proof in kept if (proof["op"], proof["backend"]) == (op.name, backend)])
         for op in operators()
