@@ -10,13 +10,18 @@ from tilestack.lab.stale import present_source
 
 
 def kept(op, **others):
-    made = dict(op=op, backend="triton", dtype="float32", direction="forward", claims=12, wrong=0, worst=0.4, commit="abc1234")  # fmt: skip
+    made = dict(op=op, backend="triton", dtype="float32", direction="forward", proved=12, wrong=0, worst=0.4, commit="abc1234")  # fmt: skip
     return made | {"source": present_source(op, "triton")} | others
 
 
 @pytest.fixture
 def folder(tmp_path):
-    proofs = [kept("softmax"), kept("relu", source="another"), kept("add", wrong=2), kept("gelu", source=None)]
+    proofs = [
+        kept("softmax"),
+        kept("relu", source="another"),
+        kept("add", proved=10, wrong=2),
+        kept("gelu", source=None),
+    ]
     (tmp_path / "imaginary").mkdir()
     (tmp_path / "imaginary" / "proofs.json").write_text(json.dumps({"proofs": proofs}))
     return tmp_path

@@ -121,9 +121,9 @@ def test_roofs_are_those_of_the_last_run(root):
 
 
 def test_proofs_are_of_the_present_source_or_say_so(root):
-    kept = dict(dtype="float32", direction="forward", claims=12, wrong=0, worst=0.4, commit="abc1234")
+    kept = dict(dtype="float32", direction="forward", proved=12, wrong=0, worst=0.4, commit="abc1234")
     made = lambda op, **others: kept | dict(op=op, backend="triton", source=present_source(op, "triton")) | others
-    proofs = [made("softmax"), made("softmax", direction="backward", worst=0.7), made("relu", source="another"), made("add", wrong=2)]  # fmt: skip
+    proofs = [made("softmax"), made("softmax", direction="backward", worst=0.7), made("relu", source="another"), made("add", proved=10, wrong=2)]  # fmt: skip
     assert table("proofs imaginary", root).startswith("_no proofs were kept yet: `tilestack verify --save`")
     (root / "results" / "imaginary" / "proofs.json").write_text(json.dumps({"proofs": proofs}))
     lines = {(line[0], line[1]): line[2:] for line in cells(table("proofs imaginary", root))[2:]}

@@ -1,7 +1,8 @@
 """Which claims are proved on a GPU of the present source: what `verify --save` kept, held against the source of today.
 
-`results/<gpu>/proofs.json` = {"proofs": [{op, backend, dtype, direction, claims, wrong, worst, source, commit, …}]}. A
-backend is proved when all its proofs are of the source it has now and none found it wrong.
+`results/<gpu>/proofs.json` = {"proofs": [{op, backend, dtype, direction, proved, wrong, source, commit, …}]}, the two in
+the middle counting claims; the largest error is there as `worst` where it was kept. A backend is proved when all its
+proofs are of the source it has now and none found it wrong.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class Line:
 
     @property
     def claims(self) -> int:
-        return sum(proof["claims"] for proof in self.proofs)
+        return sum(proof["proved"] + proof["wrong"] for proof in self.proofs)
 
     @property
     def wrong(self) -> int:
