@@ -29,7 +29,7 @@ class Line:
 
     @property
     def claims(self) -> int:
-        return sum(proof["proved"] + proof["wrong"] for proof in self.proofs)
+        return sum(proof.get("claims", proof.get("proved", 0) + proof["wrong"]) for proof in self.proofs)
 
     @property
     def wrong(self) -> int:

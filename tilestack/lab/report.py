@@ -101,7 +101,7 @@ def proof_cards(proofs: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
 def glance(found: Sequence[Contest]) -> list[tuple[str, str, str]]:
     """The few figures of a machine that come before everything else."""
     facts = []
-    if ratios := [contest.ratio for contest in found if contest.ratio is not None]:
+    if ratios := [contest.ratio for contest in found if contest.ratio is not None and not contest.borrowed]:
         counted, mean = score(found), mean_ratio(ratios)
         facts.append((times(mean), "the fastest peer's speed, geometric mean", "good" if mean >= 1 else "bad"))
         others = f"cases won, {counted.lost} lost, {counted.equal} equal"
