@@ -8,7 +8,7 @@ from tilestack.lab import source, stale
 @pytest.fixture(autouse=True)
 def _forget():
     yield
-    for cached in (stale.present_source, stale.hash_of_folders):
+    for cached in (stale.present_source, stale.hash_of_parts):
         cached.cache_clear()
 
 
@@ -27,9 +27,9 @@ def test_peers_have_no_source_of_ours():
 
 @pytest.mark.parametrize(
     ("op", "changes_with", "is_left_by"),
-    [("adamw", "optim/adam.py", "kernels/softmax/rows.py"), ("train", "models/decoder.py", "lab/tables.py")],
+    [("adamw", "optim/adam.py", "kernels/softmax/rows.py"), ("train", "models/decoder.py", "models/gguf.py")],
 )
-def test_optimizers_and_training_steps_follow_the_folders_they_run(monkeypatch, op, changes_with, is_left_by):
+def test_optimizers_and_training_steps_follow_the_files_they_run(monkeypatch, op, changes_with, is_left_by):
     before = stale.present_source(op, "triton")
     for changed, same in ((is_left_by, True), (changes_with, False)):
         assert (stale.PACKAGE / changed).exists()
@@ -42,4 +42,8 @@ def test_optimizers_and_training_steps_follow_the_folders_they_run(monkeypatch, 
 
 def _clear():
     stale.present_source.cache_clear()
-    stale.hash_of_folders.cache_clear()
+    stale.hash_of_parts.cache_clear()
+
+
+def test_every_part_named_is_there():
+    assert all((stale.PACKAGE / part).exists() for part in (*stale.OF_A_TRAINING_STEP, *stale.OF_AN_OPTIMIZER))

@@ -15,7 +15,10 @@ from tilestack.lab.source import code_of, source_hash
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TRAINING = "train"  # what rows of `tilestack bench train` have for an operator
-OF_A_TRAINING_STEP = ("contract", "ops", "tuning", "kernels", "nn", "optim", "models", "train")
+OF_A_TRAINING_STEP = (
+    "contract", "ops", "kernels", "nn", "optim", "models/decoder.py", "models/attention.py", "train/loop.py",
+    "train/execution.py", "train/optimizers.py",
+)  # fmt: skip
 OF_AN_OPTIMIZER = ("optim", "kernels/optim")
 
 
@@ -27,14 +30,15 @@ def present_source(op: str, backend: str) -> str:
     described = next((found for found in operators() if found.name == op), None)
     if described is not None:
         return source_hash(op, backend) if backend in described.implementations else ""
-    return hash_of_folders(OF_A_TRAINING_STEP if op == TRAINING else OF_AN_OPTIMIZER)
+    return hash_of_parts(OF_A_TRAINING_STEP if op == TRAINING else OF_AN_OPTIMIZER)
 
 
 @functools.cache
-def hash_of_folders(folders: tuple[str, ...]) -> str:
-    """One hash over the code of every file in some of our folders."""
+def hash_of_parts(parts: tuple[str, ...]) -> str:
+    """One hash over the code of some of our files, and of every file in some of our folders."""
     digest = hashlib.sha256()
-    for path in sorted({path for folder in folders for path in (PACKAGE / folder).rglob("*.py")}):
+    places = [PACKAGE / part for part in parts]
+    for path in sorted({path for place in places for path in ([place] if place.is_file() else place.rglob("*.py"))}):
         digest.update(f"{path.relative_to(PACKAGE)}\n{code_of(path)}\n".encode())
     return digest.hexdigest()[:16]
 
