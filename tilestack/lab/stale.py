@@ -16,8 +16,8 @@ from tilestack.lab.source import code_of, source_hash
 PACKAGE = Path(__file__).resolve().parents[1]
 TRAINING = "train"  # what rows of `tilestack bench train` have for an operator
 OF_A_TRAINING_STEP = (
-    "contract", "ops", "kernels", "nn", "optim", "models/decoder.py", "models/attention.py", "train/loop.py",
-    "train/execution.py", "train/optimizers.py",
+    "contract", "ops", "kernels", "nn", "optim", "models/decoder.py", "models/attention.py", "models/context.py",
+    "models/norm.py", "train/loop.py", "train/execution.py", "train/optimizers.py",
 )  # fmt: skip
 OF_AN_OPTIMIZER = ("optim", "kernels/optim")
 
