@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 from tilestack.lab.measured import Result
+from tilestack.lab.stale import present_source
 
 MACHINE = {
     "gpu": "Imaginary GPU 9000",
@@ -23,9 +24,9 @@ ROOFS = {
 
 
 def row(op: str, case: str, backend: str, time_us: float | None, **others: Any) -> dict[str, Any]:
-    """A row whose rates follow from its bytes and flops, as the benchmark's do."""
+    """A row of the present source whose rates follow from its bytes and flops, as the benchmark's do."""
     moved, flops = others.pop("moved", 268_435_456), others.pop("flops", 500_000_000)
-    base = dict(op=op, case=case, dtype="bfloat16", direction="forward", backend=backend, time_us=time_us, spread=0.01, host_us=9.5, ratio_to_best_peer=None, peak_mib=128.0, how="graph", note="")  # fmt: skip
+    base = dict(op=op, case=case, dtype="bfloat16", direction="forward", backend=backend, time_us=time_us, spread=0.01, host_us=9.5, ratio_to_best_peer=None, peak_mib=128.0, how="graph", note="", source=present_source(op, backend))  # fmt: skip
     if time_us is None:
         return base | dict.fromkeys(("tb_per_s", "tflops", "roof_fraction", "spread", "host_us", "peak_mib")) | others
     floor = max(moved / ROOFS["copy_tb_per_s"], flops / ROOFS["matmul_tflops"]["bfloat16"]) * 1e-6

@@ -10,10 +10,12 @@ from rich.console import Console
 from tilestack import contract, ops
 from tilestack.contract.cases import Make
 from tilestack.lab import bench as lab
-from tilestack.lab import peers, results
-from tilestack.lab.bench import Row, bench
+from tilestack.lab import bench_tables, idioms, peers, results, watch
+from tilestack.lab.bench import bench
 from tilestack.lab.machine import stamp
 from tilestack.lab.roofs import Roofs
+from tilestack.lab.rows import Row
+from tilestack.lab.stale import present_source
 
 ROOFS = Roofs(copy_tb_per_s=0.01, matmul_tflops={"float32": 0.05}, host_floor_us=2.0)
 
@@ -33,7 +35,7 @@ def failing_backend(outside):
 
 
 def test_a_row_has_exactly_the_published_fields():
-    published = "op case dtype direction backend time_us spread host_us tb_per_s tflops roof_fraction ratio_to_best_peer peak_mib how note"
+    published = "op case dtype direction backend time_us spread host_us tb_per_s tflops roof_fraction ratio_to_best_peer verdict peak_mib how note source"
     assert [field.name for field in fields(Row)] == published.split()
 
 
@@ -54,30 +56,6 @@ def test_the_figures_of_a_row_agree_with_one_another():
     forward = {row.backend: row for row in rows if row.direction == "forward"}
     assert forward["torch"].ratio_to_best_peer == pytest.approx(forward["aten"].time_us / forward["torch"].time_us)
     assert forward["aten"].ratio_to_best_peer == 1.0
-
-
-def test_ratios_are_against_the_best_other_peer():
-    rows = [
-        Row("softmax", "c", "bfloat16", "forward", backend, time_us=time)
-        for backend, time in [("triton", 10.0), ("aten", 20.0), ("compile", 15.0), ("torch", 60.0), ("liger", None)]
-    ]
-    lab.set_ratios(rows)
-    assert {row.backend: row.ratio_to_best_peer for row in rows} == {
-        "triton": 1.5,
-        "aten": 0.75,
-        "compile": pytest.approx(20 / 15),
-        "torch": 0.25,
-        "liger": None,
-    }
-
-
-def test_nothing_to_divide_by_is_no_ratio():
-    alone = [Row("add", "c", "bfloat16", "forward", "triton", time_us=3.0)]
-    free = [Row("add", "c", "bfloat16", "backward", backend, time_us=0.0) for backend in ("triton", "aten")]
-    lab.set_ratios(alone)
-    lab.set_ratios(free)
-    assert alone[0].ratio_to_best_peer is None
-    assert [row.ratio_to_best_peer for row in free] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward", "both"])
@@ -120,6 +98,8 @@ def test_only_gradients_that_cost_something_are_timed():
     assert of(ops.transpose, x=x) == of(ops.reduce_sum, x=x, dim=0) == [], "a view of what arrives"
     assert of(ops.axpy, x=x, y=y, alpha=2.0) == ["x", "y"]
     assert of(ops.rms_norm, x=x) == ["x"]
+    q = torch.randn(1, 2, 1, 4)
+    assert of(ops.rope_, q=q, k=q.clone(), cos=torch.ones(2, 2), sin=torch.ones(2, 2)) == [], "it writes over q and k"
     assert of(ops.softmax, x=x) == ["x"]
     assert bench([ops.add], cases="33", directions=["backward"], device="cpu") == []
 
@@ -166,8 +146,8 @@ def test_rows_are_on_disk_before_the_next_comparison_starts(tmp_path, monkeypatc
             raise KeyboardInterrupt
         return original(*arguments)
 
-    original = lab.cost_of
-    monkeypatch.setattr(lab, "cost_of", stop_at_the_second)
+    original = lab.measure
+    monkeypatch.setattr(lab, "measure", stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         bench([ops.softmax], cases="3x33x-1", device="cpu", save=path)
     assert seen == [False, 2]
@@ -185,7 +165,7 @@ def test_tables_say_cpu_and_show_losses_like_wins():
         Row("relu", "8", "float32", "forward", "triton", note="out of memory [/bytes]"),
     ]
     console = Console(width=200)
-    tables = lab.tables(rows, stamp("cpu"))
+    tables = bench_tables.tables(rows, stamp("cpu"))
     assert [len(table.rows) for table in tables] == [2, 1]
     with console.capture() as shown:
         for table in tables:
@@ -197,10 +177,10 @@ def test_tables_say_cpu_and_show_losses_like_wins():
 
 def test_peers_are_named_after_operators_and_take_their_arguments():
     operators = {described.name: described for described in ops.operators()}
-    for _, functions in peers.LIBRARIES.values():
+    for functions in (idioms.IDIOMS, *(functions for _, functions in peers.LIBRARIES.values())):
         for name, function in functions.items():
-            assert name in operators
-            assert set(peers.parameters_of(function)) <= set(operators[name].parameters)
+            taken = function.setup if isinstance(function, peers.Prepared) else function
+            assert set(peers.parameters_of(taken)) <= set(operators[name].parameters)
 
 
 def test_a_library_that_is_importable_becomes_a_peer(monkeypatch):
@@ -208,7 +188,72 @@ def test_a_library_that_is_importable_becomes_a_peer(monkeypatch):
     monkeypatch.setitem(peers.LIBRARIES, "mine", ("json", twice))
     monkeypatch.setitem(peers.LIBRARIES, "absent", ("no_such_module", twice))
     found = peers.peers_of(ops.relu)
-    assert list(found) == ["compile", "mine"]
+    assert list(found) == ["compile", "compile-max", "mine"]
     assert found["mine"].run(torch.tensor(3)) == 6
     with pytest.raises(NotImplementedError, match="no softmax for these arguments"):
         peers.peers_of(ops.softmax)["mine"].run(torch.ones(2), -1)
+
+
+def test_what_is_timed_unless_asked_for():
+    assert lab.names_of(ops.attention, "cuda") == [name for name in ops.attention.implementations if name != "torch"]
+    assert lab.names_of(ops.attention, "cpu") == ["torch", "aten"]
+
+
+def test_what_people_write_is_also_compiled_in_both_modes():
+    assert list(peers.peers_of(ops.dropout)) == [
+        "compile", "compile-max", "eager", "eager-compile", "eager-compile-max",
+    ]  # fmt: skip
+    assert set(peers.peers_of(ops.dropout)) <= set(peers.PEERS)
+
+
+def test_what_is_prepared_once_is_not_timed():
+    happened = []
+    peer = peers.Peer(lambda x: happened.append("run") or x, setup=lambda x, dim: happened.append("setup") or (x,))
+    candidate = lab.candidate_of(ops.softmax, peer, ops.softmax.bind(x=torch.randn(2, 3)), [], "forward")
+    with candidate.scope():
+        (call,) = candidate.prepare(1)
+        call()
+        call()
+    assert happened == ["setup", "run", "run"]
+
+
+def test_rows_carry_the_source_they_measured():
+    rows = {row.backend: row for row in bench([ops.softmax], cases="3x33x-1", directions=["forward"], device="cpu")}
+    assert rows["torch"].source == present_source("softmax", "torch") != ""
+    assert rows["aten"].source == "", "PyTorch's version is in the stamp"
+
+
+def test_only_what_is_not_of_the_present_source_is_measured_again():
+    rows = [row.as_dict() for row in bench([ops.softmax], cases="3x33x-1", device="cpu")]
+    again = lambda rows: {
+        (row.op, row.direction) for row in bench([ops.softmax, ops.add, ops.relu], cases="33", device="cpu", stale=rows)
+    }
+    assert again([]) == {("add", "forward"), ("relu", "forward"), ("relu", "backward")}
+    assert bench([ops.softmax], cases="3x33x-1", device="cpu", stale=rows) == []
+    changed = [row | {"source": "another"} if row["direction"] == "backward" else row for row in rows]
+    found = bench([ops.softmax], cases="3x33x-1", device="cpu", stale=changed)
+    assert {(row.direction, row.backend) for row in found} == {("backward", "torch"), ("backward", "aten")}
+
+
+def test_a_backend_that_is_new_to_a_case_is_measured(outside):
+    rows = [row.as_dict() for row in bench([ops.relu], cases="33", device="cpu")]
+    contract.implements(ops.relu, backend="mine")(lambda x: x.clamp_min(0))
+    found = bench([ops.relu], cases="33", device="cpu", stale=rows)
+    assert [(row.direction, bool(row.time_us)) for row in found if row.backend == "mine"] == [
+        ("forward", True),
+        ("backward", False),
+    ]
+    again = rows + [row.as_dict() for row in found]
+    assert bench([ops.relu], cases="33", device="cpu", stale=again) == [], "that it refuses is known"
+
+
+def test_a_budget_ends_a_run_between_cases_and_keeps_what_was_measured(tmp_path, monkeypatch):
+    now = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(watch.time, "monotonic", lambda: next(now))
+    path = tmp_path / "cpu" / "bench.json"
+    console = Console(width=200, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    rows = bench([ops.softmax, ops.relu, ops.gelu], cases="check", directions=["forward"], device="cpu", save=path, budget=60, console=console)  # fmt: skip
+    said = console.export_text()
+    assert 0 < len({row.case for row in rows}) < len(ops.softmax.cases)
+    assert len(results.load(path)["rows"]) == len(rows)
+    assert "cases are left" in said.splitlines()[-1]

@@ -22,8 +22,27 @@ def test_bytes_per_element(name, dtype, per_element):
     assert moved["x"] / 256**2 == pytest.approx(per_element, abs=0.07)
 
 
+def test_clipping_has_a_peer_that_clips():
+    made, moved = bench_optim.CONTESTS["adamw_clipped"]["fused"], {}
+    params = [torch.nn.Parameter(torch.zeros(64))]
+    params[0].grad = torch.full((64,), 10.0)
+    made(params).step()
+    assert params[0].grad.norm().item() == pytest.approx(1.0, rel=1e-4)
+    bench_optim.calls(made, [(256, 256)], torch.float32, "cpu", moved, "x", 1)
+    assert moved["x"] / 256**2 == pytest.approx(32, abs=0.07)
+
+
+def test_only_what_is_not_of_the_present_source_is_timed_again():
+    small = {"tiny": [(64, 64)]}
+    timed = lambda kept: [rows[0]["op"] for rows in bench_optim.bench_optim(["adamw", "sgd"], ["tiny"], ["float32"], "cpu", small, kept)]  # fmt: skip
+    (rows,) = bench_optim.bench_optim(["adamw"], ["tiny"], ["float32"], "cpu", small)
+    assert [bool(row["source"]) for row in rows] == [True, False, False]
+    assert timed(rows) == ["sgd"]
+    assert timed([row | {"source": "another"} for row in rows]) == ["adamw", "sgd"]
+
+
 def test_rows_are_complete_and_consistent():
-    rows = bench_optim.bench_optim(["adamw"], ["tiny"], ["float32"], "cpu", {"tiny": [(64, 64), (64,)]})
+    (rows,) = bench_optim.bench_optim(["adamw"], ["tiny"], ["float32"], "cpu", {"tiny": [(64, 64), (64,)]})
     assert [row["backend"] for row in rows] == ["torch", "fused", "foreach"]
     best = min(row["time_us"] for row in rows[1:])
     for row in rows:

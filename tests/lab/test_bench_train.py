@@ -1,16 +1,18 @@
 """The benchmark of training steps: every candidate does the same work, and a failure is a row with a note."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from tilestack import models
 from tilestack.cli import main
+from tilestack.cli.recipes import find_recipe
 from tilestack.lab import bench_train
-from tilestack.lab.bench_train import Work, measure
+from tilestack.lab.bench_train import measure
 from tilestack.lab.measured import Contest, Result
-from tilestack.lab.plain_model import PlainDecoder
+from tilestack.lab.train_steps import Work, write_weights
 
 TINY = {
     "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -19,34 +21,77 @@ TINY = {
 WORK = Work("tiny", TINY, 2, 16, "float32", "cpu", warmup=1, steps=2)
 
 
-@pytest.mark.parametrize("candidate", ["tilestack", "plain", "transformers"])
-def test_each_candidate_takes_its_steps(candidate):
-    found = measure(candidate, WORK)
-    assert found["seconds"] > 0
-    assert found["peak_mib"] is None
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    return write_weights(WORK, tmp_path_factory.mktemp("tiny"))
 
 
-def test_the_plain_model_is_the_same_model():
-    torch.manual_seed(0)
-    plain, ours = PlainDecoder(TINY), models.Decoder(models.ModelConfig.from_hf(TINY | {"rope_theta": 10000.0}))
-    state = {"embedding.weight": plain.embedding.weight, "norm.weight": plain.norm.weight}
-    for number, layer in enumerate(plain.layers):
-        a, at = layer.attention, f"layers.{number}"
-        state |= {
-            f"{at}.attention_norm.weight": layer.attention_norm.weight, f"{at}.mlp_norm.weight": layer.mlp_norm.weight,
-            f"{at}.attention.qkv.weight": torch.cat([a.q.weight, a.k.weight, a.v.weight]),
-            f"{at}.attention.output.weight": a.out.weight, f"{at}.attention.q_norm.weight": a.q_norm.weight,
-            f"{at}.attention.k_norm.weight": a.k_norm.weight, f"{at}.mlp.down.weight": layer.down.weight,
-            f"{at}.mlp.gate_up.weight": torch.cat([layer.gate.weight, layer.up.weight]),
-        }  # fmt: skip
-    ours.load_state_dict(state)
-    torch.testing.assert_close(ours(WORK.ids()), plain(WORK.ids()), rtol=1e-4, atol=1e-5)
+def test_the_candidates_do_the_same_work(work):
+    found = {name: measure(name, work) for name in ("tilestack", "plain", "transformers")}
+    for figures in found.values():
+        assert figures["seconds"] > 0
+        assert figures["peak_mib"] is None
+        assert figures["first_loss"] == pytest.approx(found["plain"]["first_loss"], rel=1e-5)
+        assert figures["last_loss"] == pytest.approx(found["plain"]["last_loss"], rel=1e-5)
+    assert found["plain"]["last_loss"] < found["plain"]["first_loss"]
+
+
+def test_nothing_is_waited_for_between_timed_steps(monkeypatch):
+    happened = []
+
+    class Loss:
+        def item(self):
+            happened.append("read")
+            return 1.0
+
+    monkeypatch.setattr(bench_train, "step_of", lambda *_: lambda: happened.append("step") or Loss())
+    measure("plain", replace(WORK, warmup=2, steps=3))
+    assert happened == ["step"] * 5 + ["read"] * 2
+
+
+def test_on_a_gpu_steps_are_timed_by_events_and_waited_for_once(monkeypatch):
+    happened = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            happened.append("event")
+            self.at = len(happened)
+
+        def elapsed_time(self, end):
+            return 1000.0 * (end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("wait"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    clock = bench_train.OnGpu()
+    clock.start()
+    for _ in range(3):
+        happened.append("step")
+        clock.lap()
+    assert clock.laps() == [2.0, 2.0, 2.0]
+    assert happened == ["wait", "event", *["step", "event"] * 3, "wait"]
+
+
+def test_other_work_is_refused(monkeypatch):
+    losses = {"tilestack": 4.1, "plain": 4.1001, "transformers": 4.3}
+    monkeypatch.setattr(bench_train, "apart", lambda name, *_: made(1.0, losses[name]))
+    rows = {row["backend"]: row for row in bench_train.bench_train(WORK, list(losses))}
+    assert rows["transformers"]["note"] == "not the same work: its first loss is 4.3000, of the others 4.1001"
+    assert rows["transformers"]["time_us"] is None
+    assert rows["tilestack"]["time_us"] == rows["plain"]["time_us"] == 1e6
+    assert rows["tilestack"]["verdict"] == "equal"
+
+
+def made(seconds, loss=4.0):
+    return {"seconds": seconds, "spread": 0.0, "peak_mib": 2048.0, "first_loss": loss, "last_loss": loss - 1}
 
 
 def test_rows_compare_with_the_fastest_peer_and_keep_failures(monkeypatch):
     seconds = {"tilestack": 0.5, "plain": 1.0, "transformers": 2.0}
-    made = lambda name: {"seconds": seconds[name], "spread": 0.0, "peak_mib": 2048.0} if name in seconds else {"note": "out of memory"}  # fmt: skip
-    monkeypatch.setattr(bench_train, "apart", lambda candidate, work, timeout: made(candidate))
+    monkeypatch.setattr(bench_train, "apart", lambda name, *_: made(seconds[name]) if name in seconds else {"note": "out of memory"})  # fmt: skip
     rows = bench_train.bench_train(WORK, [*seconds, "transformers-compile"])
     by_name = {row["backend"]: row for row in rows}
     assert by_name["tilestack"]["ratio_to_best_peer"] == 2.0
@@ -59,16 +104,27 @@ def test_rows_compare_with_the_fastest_peer_and_keep_failures(monkeypatch):
     contest = Contest("train", "tiny", "float32", "step", rows, Result({}, {}, rows))
     assert (contest.ours["backend"], contest.peer["backend"], contest.ratio) == ("tilestack", "plain", 2.0)
     assert bench_train.render(rows).row_count == 4
+    assert all(row["tried"] == [*seconds, "transformers-compile"] for row in rows)
+    assert (by_name["plain"]["first_loss"], by_name["plain"]["last_loss"]) == (4.0, 3.0)
 
 
-def test_a_process_of_its_own_tells_what_went_wrong():
-    found = bench_train.apart("tilestack", Work("tiny", TINY, device="nowhere"), 100)
+def test_rows_carry_the_source_of_ours_and_stale_works_are_those_of_another(monkeypatch):
+    monkeypatch.setattr(bench_train, "apart", lambda *_: made(1.0))
+    rows = bench_train.bench_train(WORK, ["tilestack", "plain"])
+    assert [bool(row["source"]) for row in rows] == [True, False]
+    other = replace(WORK, batch=4)
+    assert bench_train.stale_works([WORK, other], rows) == [other]
+    assert bench_train.stale_works([WORK], [rows[0] | {"source": "older"}, rows[1]]) == [WORK]
+
+
+def test_a_process_of_its_own_tells_what_went_wrong(work):
+    found = bench_train.apart("tilestack", replace(work, device="nowhere"), 100)
     assert found["note"].startswith("RuntimeError: Expected one of cpu, cuda")
 
 
 def test_the_command_reads_its_work_from_recipes(monkeypatch, tmp_path, capsys, outside):
     asked = []
-    monkeypatch.setattr(bench_train, "apart", lambda candidate, work, timeout: asked.append((candidate, work)) or {"seconds": 1.0, "spread": 0.0, "peak_mib": None})  # fmt: skip
+    monkeypatch.setattr(bench_train, "apart", lambda candidate, work, timeout: asked.append((candidate, work)) or made(1.0))  # fmt: skip
     arguments = [
         "bench",
         "train",
@@ -92,6 +148,12 @@ def test_the_command_reads_its_work_from_recipes(monkeypatch, tmp_path, capsys, 
     assert "no candidate tilestak; there are tilestack" in capsys.readouterr().err
 
 
-def test_the_plain_model_does_not_pretend_to_be_a_mixture():
+def test_the_plain_model_does_not_pretend_to_be_a_mixture(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"model_type": "qwen3_moe"}))
     with pytest.raises(ValueError, match="there is no qwen3_moe in plain PyTorch here"):
-        measure("plain", Work("tiny", TINY | {"model_type": "qwen3_moe"}))
+        measure("plain", replace(WORK, weights=str(tmp_path)))
+
+
+def test_what_is_published_are_recipes():
+    for name in bench_train.PUBLISHED:
+        assert find_recipe(Path(name)).exists()

@@ -24,11 +24,20 @@ def test_the_stamp_says_what_was_measured_on_and_with():
         "multiprocessors",
         "torch",
         "triton",
+        "cudnn",
+        "liger",
+        "transformers",
         "python",
         "cpu",
         "commit",
         "date",
     ]
+
+
+@pytest.mark.parametrize(("number", "shown"), [(91002, "9.10.2"), (90100, "9.1.0"), (None, "")])
+def test_cudnn_is_written_as_its_makers_do(monkeypatch, number, shown):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
+    assert machine.cudnn_version() == shown
 
 
 def test_the_commit_comes_from_the_environment_where_there_is_no_git(monkeypatch):

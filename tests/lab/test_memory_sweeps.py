@@ -8,6 +8,7 @@ import torch
 
 from tilestack.lab import memory
 from tilestack.lab.memory import SWEEPS, Point, measured_at, named
+from tilestack.lab.stale import present_source
 from tilestack.lab.tables import TableError, table
 
 
@@ -42,7 +43,7 @@ def test_the_number_of_threads_is_put_back():
     assert torch.get_num_threads() == before
 
 
-POINT = Point("stride", 1, "triton", 100.0, 0.01, 3.0, "graph", "")
+POINT = Point("stride", 1, "triton", 100.0, 0.01, 3.0, "graph", "", present_source("strided_copy", "triton"))
 MACHINE = dict(gpu="Imaginary GPU 9000", slug="imaginary", cpu="", torch="2.99.0", triton="3.99.1", commit="abc1234", date="2031-05-06T07:08:09Z")  # fmt: skip
 
 
@@ -66,6 +67,8 @@ def test_the_table_of_a_sweep(run, tmp_path):
     written = table("memory imaginary stride", tmp_path)
     assert written.splitlines()[2:4] == ["| 1 | 3,000 GB/s | 2,000 GB/s | 75% |", "| 64 | 250 GB/s | – | 6% |"]
     assert written.endswith("commit abc1234, 2031-05-06, kernel time by CUDA-graph replay with cold caches._")
+    path.write_text(json.dumps(run | {"rows": [row | {"source": "another"} for row in run["rows"]]}))
+    assert table("memory imaginary stride", tmp_path).endswith("at commit abc1234._")
     assert table("memory imaginary offset", tmp_path).startswith("_not measured yet: `tilestack bench memory`")
     assert table("memory h100 gathered row", tmp_path).startswith("_not measured yet")
     with pytest.raises(TableError, match="memory GPU SWEEP"):

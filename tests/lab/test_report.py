@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_up import MACHINE, large_result, many_proofs, proof, small_result
+from made_up import MACHINE, contest, large_result, many_proofs, proof, small_result
 
 from tilestack.extras import MissingExtra
 from tilestack.lab.page import COLOURS, Section, colour, plot, table
@@ -281,3 +281,19 @@ def test_without_plotly_one_line_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(MissingExtra, match=r"^the report needs plotly: pip install -e '.*\[report\]'$"):
         write_report(tmp_path / "report.html", [small_result()], [], MACHINE)
+
+
+def test_what_was_measured_on_an_older_source_says_so_and_a_draw_is_no_win(tmp_path):
+    rows = contest("softmax", "8192x4096x-1", 100.0, {"aten": 103.0}, spread=0.05)
+    rows = [row | {"source": "another", "commit": "0ld0000"} for row in rows]
+    page = written(tmp_path, [replace(small_result(), rows=rows)], [], MACHINE)
+    ours = next(row for row in table_rows(section(page, "this-machine-every-measurement")) if row[4] == "triton")
+    assert (ours[11], ours[-1]) == ("1.03× equal", "older source, 0ld0000")
+    assert "0 of 1</b><span>cases won, 0 lost, 1 equal" in page
+
+
+def test_proofs_kept_of_a_gpu_stand_under_its_name(tmp_path):
+    kept = {"imaginary": Section("Proved on imaginary", "1 of 2.", "<p>kept</p>")}
+    assert "kept" in section(
+        written(tmp_path, [small_result()], [], MACHINE, kept_proofs=kept), "this-machine-proved-on-imaginary"
+    )

@@ -47,13 +47,17 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     assert os.listdir(path.parent) == ["kernels.json"]
 
 
-def test_loading_finds_every_gpu_and_the_latest_run(tmp_path):
+def test_loading_finds_every_gpu(tmp_path):
     for name, date in [("a", "2026-03-01T00:00:00Z"), ("b", "2026-02-01T00:00:00Z")]:
         results.merge(results.path_of("h200", name, tmp_path), machine(date), {}, [row()])
     results.merge(results.path_of("a100", "a", tmp_path), machine("2027-01-01T00:00:00Z"), {}, [row()])
     assert [path.parent.name for path in results.load_all(tmp_path)] == ["a100", "h200", "h200"]
-    assert results.latest("h200", tmp_path)["machine"]["date"] == "2026-03-01T00:00:00Z"
-    assert results.latest("b200", tmp_path) is None
+
+
+def test_proofs_lie_beside_results_and_are_none(tmp_path):
+    results.merge(results.path_of("h200", "kernels", tmp_path), machine(), {}, [row()])
+    (tmp_path / "h200" / "proofs.json").write_text(json.dumps({"proofs": []}))
+    assert [path.name for path in results.load_all(tmp_path)] == ["kernels.json"]
 
 
 @pytest.mark.parametrize(("text", "complaint"), [("{", "not JSON"), (json.dumps({"rows": []}), "no machine, roofs")])

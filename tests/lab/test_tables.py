@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from made_up import MACHINE, contest, row, small_result
 
+from tilestack.lab.generated import stale_tables, update_tables
 from tilestack.lab.measured import Result, contests, results_under
-from tilestack.lab.tables import TableError, stale_tables, table, update_tables
+from tilestack.lab.stale import present_source
+from tilestack.lab.tables import TableError, table
 
 STAMP = "_Measured on Imaginary GPU 9000, torch 2.99.0, Triton 3.99.1, commit abc1234, 2031-05-06, kernel time by CUDA-graph replay with cold caches._"
 
@@ -45,11 +47,15 @@ def test_training_has_a_line_per_candidate_and_stays_out_of_the_headline(root):
         row("train", "tiny, 2x8", name, time, tokens_per_s=16e6 / time, ratio_to_best_peer=ratio, peak_mib=2048.0)
         for name, time, ratio in (("transformers", 3000.0, None), ("tilestack", 2000.0, 1.5))
     ]
+    steps[1] |= {"first_loss": 4.16, "last_loss": 3.5}
+    steps.append(row("train", "tiny, 2x8", "plain", None, note="out of memory"))
     save(root, replace(small_result(), rows=steps), "train")
     assert cells(table("training imaginary", root))[2:] == [
-        ["tiny, 2x8", "**tilestack**", "8,000", "2.0 ms", "2.0 GiB", "1.50×"],
-        ["tiny, 2x8", "transformers", "5,333", "3.0 ms", "2.0 GiB", "–"],
-    ]
+        ["tiny, 2x8", "**tilestack**", "8,000", "2.0 ms", "2.0 GiB", "4.160 → 3.500", "1.50×"],
+        ["tiny, 2x8", "transformers", "5,333", "3.0 ms", "2.0 GiB", "not recorded", "–"],
+        ["tiny, 2x8", "plain", "out of memory", "–", "–", "–", "–"],
+        ["tiny, 2x8", "not tried: tilestack-compile, plain-compile, transformers-compile, transformers-liger", "–", "–", "–", "–", "–"],
+    ]  # fmt: skip
     assert "train" not in table("headline imaginary", root)
 
 
@@ -69,9 +75,63 @@ def test_operator_table_has_every_case_in_the_order_asked_for(root):
     assert written.endswith(STAMP)
 
 
-def test_what_rounds_to_even_is_neither_bold_nor_a_loss(tmp_path):
-    save(tmp_path, replace(small_result(), rows=contest("softmax", "8x8x-1", 100.1, {"aten": 100.0})))
-    assert cells(table("headline imaginary", tmp_path))[2][5] == "1.00× aten"
+@pytest.mark.parametrize(
+    ("ours", "spread", "said", "won"),
+    [
+        (100.1, 0.0, "1.00× (equal to aten)", "0 of 1, 1 equal"),  # what rounds to even
+        (95.0, 0.06, "1.05× (equal to aten)", "0 of 1, 1 equal"),  # what the spread explains
+        (105.0, 0.06, "0.95× (equal to aten)", "0 of 1, 1 equal"),
+        (95.0, 0.01, "**1.05×** aten", "1 of 1"),
+        (105.0, 0.01, "0.95× (slower than aten)", "0 of 1"),
+    ],
+)
+def test_a_difference_within_the_spread_is_equal_in_words_and_in_the_count(tmp_path, ours, spread, said, won):
+    save(tmp_path, replace(small_result(), rows=contest("softmax", "8x8x-1", ours, {"aten": 100.0}, spread=spread)))
+    shown = cells(table("headline imaginary", tmp_path))[2]
+    assert (shown[5], shown[7]) == (said, won)
+
+
+def test_a_borrowed_kernel_wins_nothing_and_says_whose_it_is(tmp_path):
+    rows = [row | {"backend": {"triton": "gluon"}.get(row["backend"], row["backend"])} for row in contest("attention", "c", 80.0, {"aten": 100.0})]  # fmt: skip
+    backward = [row | {"direction": "backward"} for row in rows]
+    save(tmp_path, replace(small_result(), rows=rows + backward))
+    written = [line[7] for line in cells(table("operator imaginary attention", tmp_path))[2:]]
+    assert written == ["1.25× aten (no win: this is cuDNN's kernel)", "**1.25×** aten"]
+    assert cells(table("headline imaginary", tmp_path))[2][7] == "1 of 1"
+
+
+def test_rows_of_an_older_source_are_marked_with_their_commit(root):
+    result = small_result()
+    old = [row | {"source": "another", "commit": "0ld0000"} for row in result.rows if row["op"] == "softmax"]
+    save(root, replace(result, rows=[*old, *(row for row in result.rows if row["op"] == "linear")]))
+    written = table("headline imaginary", root)
+    assert sorted(line[0] for line in cells(written)[2:]) == ["`linear`", "`softmax` †"]
+    assert written.endswith("\n\n_† measured on an older source than the present one, not to be trusted until measured again; at commit 0ld0000 `softmax`._")  # fmt: skip
+    without = [{key: value for key, value in row.items() if key != "source"} for row in result.rows]
+    save(root, replace(result, rows=without))
+    assert all(line[0].endswith(" †") for line in cells(table("operator imaginary softmax,linear", root))[2:])
+    assert "at commit abc1234 `softmax`, `linear`" in table("operator imaginary softmax,linear", root)
+
+
+def test_roofs_are_those_of_the_last_run(root):
+    later = replace(small_result(), machine=MACHINE | {"date": "2032"}, roofs=small_result().roofs | {"copy_tb_per_s": 3.5})  # fmt: skip
+    save(root, later, "later")
+    assert ["copy, read and written", "3.50 TB/s"] in cells(table("roofs imaginary", root))
+    assert ["matrix product in float32", "50 TFLOP/s"] in cells(table("roofs imaginary", root))
+
+
+def test_proofs_are_of_the_present_source_or_say_so(root):
+    kept = dict(dtype="float32", direction="forward", proved=12, wrong=0, worst=0.4, commit="abc1234")
+    made = lambda op, **others: kept | dict(op=op, backend="triton", source=present_source(op, "triton")) | others
+    proofs = [made("softmax"), made("softmax", direction="backward", worst=0.7), made("relu", source="another"), made("add", proved=10, wrong=2)]  # fmt: skip
+    assert table("proofs imaginary", root).startswith("_no proofs were kept yet: `tilestack verify --save`")
+    (root / "results" / "imaginary" / "proofs.json").write_text(json.dumps({"proofs": proofs}))
+    lines = {(line[0], line[1]): line[2:] for line in cells(table("proofs imaginary", root))[2:]}
+    assert lines["`softmax`", "triton"] == ["yes", "float32", "forward, backward", "24", "70%"]
+    assert lines["`relu`", "triton"][0] == "of an older source (abc1234)"
+    assert lines["`add`", "triton"][0] == "2 of 12 claims fail"
+    assert lines["`attention`", "gluon"] == ["no proof", "–", "–", "0", "–"]
+    assert ("`softmax`", "aten") not in lines
 
 
 def test_runs_at_different_commits_are_all_named(root):

@@ -1,6 +1,9 @@
 """`tilestack bench`: kernels, access patterns, optimizers and whole training steps, measured."""
 
-from dataclasses import asdict, replace
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from tilestack.contract.operator import Operator
-    from tilestack.lab.bench_train import Work
+    from tilestack.lab.train_steps import Work
 
 
 def add_to(app: typer.Typer) -> None:
@@ -38,7 +41,7 @@ def bench_command(
     backend: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated backends and peers (aten, compile, liger); all that can run when left out.",
+            help="Comma-separated backends and peers (aten, compile, compile-max, eager, liger); all that can run when left out.",
             show_default=False,
         ),
     ] = None,
@@ -49,22 +52,30 @@ def bench_command(
         bool,
         typer.Option(
             "--save",
-            help="Merge the rows into results/<machine>/kernels.json as they come; on a GPU, in a checkout, renew the table that auto reads.",
+            help="Merge the rows into results/<machine>/ as they come; on a GPU, in a checkout, renew the table that auto reads.",
         ),
     ] = False,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="Only what results/ does not hold of the present source.")
+    ] = False,
+    budget: Annotated[
+        float | None,
+        typer.Option(help="Begin nothing that would end after so many seconds.", min=1, show_default=False),
+    ] = None,
     json_: JsonFile = None,
     load: Load = None,
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="bench train: comma-separated recipes whose models to train; qwen3-0.6b, or demo on a CPU, when left out.",
+            help="bench train: comma-separated recipes whose models to train; those of the README, or demo on a CPU, when left out.",
             show_default=False,
         ),
     ] = None,
     micro_batch: Annotated[
         str | None,
         typer.Option(
-            help="bench train: comma-separated numbers of sequences; the recipe's when left out.", show_default=False
+            help="bench train: comma-separated numbers of sequences; the README's or the recipe's when left out.",
+            show_default=False,
         ),
     ] = None,
     sequence: Annotated[
@@ -75,58 +86,119 @@ def bench_command(
     """Measure kernels against the machine's roofs and against the fastest peer, in one run.
 
     Kernel time is CUDA-graph replay on cold caches; host time is the cost of a plain call. Without a GPU the definitions
-    are timed on the CPU, and the tables say so. `bench memory` sweeps access patterns, `bench optim` times optimizers,
-    `bench train` whole training steps beside transformers and Liger, `bench startup` the imports and the command line.
+    are timed on the CPU, and the tables say so. `bench memory` sweeps access patterns, `bench host` times calls on small
+    tensors, `bench optim` optimizers, `bench train` whole training steps beside transformers and Liger, and `bench all`
+    all of these, which is every speed in the README and the documentation. `bench startup` times imports and the command
+    line.
     """
     if operators == ["startup"]:
         bench_starts(json_)
         return
+    everything = operators == ["all"]
+    if everything and (backend or dtype or json_):
+        raise ValueError(
+            "bench all takes no --backend, --dtype or --json: they mean other things to its parts; name one"
+        )
     place = kernel_device(device)
-    from tilestack.lab import bench, machine, results
+    from tilestack.lab import machine
+
+    load_files(load)
+    asked = Asked(place, machine.stamp(place.type), save, stale, budget, json_, time.monotonic())
+    split = lambda text: text.split(",") if text else None
+    kernels = functools.partial(bench_kernels, asked, split(dtype), direction.split(","), split(backend), case)
+    parts: dict[str, Callable[[], None]] = {
+        "memory": functools.partial(bench_memory_patterns, asked),
+        "host": functools.partial(bench_host_time, asked),
+        "optim": functools.partial(bench_optimizers, asked),
+        "train": lambda: bench_training(
+            asked, training_works(place, recipe, micro_batch, sequence, dtype), split(backend)
+        ),
+    }
+    if everything:
+        kernels()
+        for part in parts.values():
+            part()
+    elif operators is not None and len(operators) == 1 and operators[0] in parts:
+        parts[operators[0]]()
+    else:
+        kernels(operators)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command asks of each part of the benchmark."""
+
+    place: "torch.device"
+    stamp: dict[str, Any]
+    save: bool
+    stale: bool
+    budget: float | None
+    json: Path | None
+    began: float
+
+    def results_file(self, name: str) -> Path:
+        from tilestack.lab import results
+
+        return results.path_of(self.stamp["slug"], name)
+
+    def kept_rows(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a results file, none where there is no file."""
+        from tilestack.lab import results
+
+        path = self.results_file(name)
+        return results.load(path)["rows"] if path.exists() else []
+
+    def seconds_left(self) -> float | None:
+        return None if self.budget is None else self.budget - (time.monotonic() - self.began)
+
+    def is_over(self) -> bool:
+        left = self.seconds_left()
+        return left is not None and left <= 0
+
+
+def bench_kernels(
+    asked: Asked,
+    dtypes: list[str] | None,
+    directions: list[str],
+    backends: list[str] | None,
+    case: str,
+    operators: list[str] | None = None,
+) -> None:
+    """Operators and their peers."""
+    from tilestack.lab import bench, bench_tables, results
     from tilestack.shipped import checkout
     from tilestack.tuning import preferences
 
-    load_files(load)
-    stamp = machine.stamp(place.type)
-    if operators == ["memory"]:
-        bench_memory_patterns(place, save)
-        return
-    if operators == ["optim"]:
-        bench_optimizers(place, save, json_)
-        return
-    if operators == ["train"]:
-        works = training_works(place, recipe, micro_batch, sequence, dtype)
-        bench_training(works, backend.split(",") if backend else None, stamp, save, json_)
-        return
-    target = results.path_of(stamp["slug"], "kernels") if save else None
-    listed = lambda text: text.split(",") if text else None
     chosen = pick_operators(operators)
-    check_candidates(listed(backend) or [], chosen)
+    check_candidates(backends or [], chosen)
+    target = asked.results_file("kernels") if asked.save else None
     rows = bench.bench(
         chosen,
-        listed(dtype),
-        direction.split(","),
-        listed(backend),
+        dtypes,
+        directions,
+        backends,
         case,
-        place,
+        asked.place,
         target,
         Console(stderr=True),
+        asked.kept_rows("kernels") if asked.stale else None,
+        asked.seconds_left(),
     )
-    write_json(json_, [row.as_dict() for row in rows])
-    if str(json_) != "-":
-        for table in bench.tables(rows, stamp):
+    write_json(asked.json, [row.as_dict() for row in rows])
+    if str(asked.json) != "-":
+        for table in bench_tables.tables(rows, asked.stamp):
             console.print(table)
-    if target is not None:
+    if target is not None and rows:
         console.print(f"saved in {target}")
-        if place.type == "cuda" and checkout():  # an installed package is not ours to write into
+        if asked.place.type == "cuda" and checkout():  # an installed package is not ours to write into
             console.print(f"auto reads {preferences.write_table(results.load(target))}")
 
 
 def check_candidates(names: list[str], operators: list["Operator"]) -> None:
     """Refuse a name that is no backend of any of the operators and no peer."""
-    from tilestack.lab.peers import PEERS
+    from tilestack.lab.peers import OF_OPERATORS
 
-    known = sorted({*PEERS, *(name for described in operators for name in described.implementations)})
+    known = sorted({*OF_OPERATORS, *(name for described in operators for name in described.implementations)})
     if unknown := [name for name in names if name not in known]:
         what = operators[0].name if len(operators) == 1 else "these operators"
         has = "has" if len(operators) == 1 else "have"
@@ -143,15 +215,18 @@ def bench_starts(json_: Path | None) -> None:
         console.print(bench_startup.render(found))
 
 
-def bench_memory_patterns(place: "torch.device", save: bool) -> None:
+def bench_memory_patterns(asked: Asked) -> None:
     """Bandwidth against stride, row length, alignment and gathered rows, as tables and, saved, a page of plots."""
     from tilestack.extras import MissingExtra
     from tilestack.lab import memory, results
 
-    run = memory.bench_memory(place.type, results.FOLDER if save else None, Console(stderr=True))
+    kept = memory.load(results.FOLDER, asked.stamp["slug"])
+    if asked.is_over() or (asked.stale and kept and memory.is_current(kept)):
+        return
+    run = memory.bench_memory(asked.place.type, results.FOLDER if asked.save else None, Console(stderr=True))
     for table in memory.tables(memory.points_of(run)):
         console.print(table)
-    if not save:
+    if not asked.save:
         return
     try:
         console.print(f"plots in {memory.draw(run, Path('runs/memory.html'))}")
@@ -159,22 +234,43 @@ def bench_memory_patterns(place: "torch.device", save: bool) -> None:
         console.print(escape(f"no page of plots, since {missing}"), soft_wrap=True)
 
 
-def bench_optimizers(place: "torch.device", save: bool, json_: Path | None) -> None:
+def bench_host_time(asked: Asked) -> None:
+    """What a call of each operator costs on the host."""
+    from tilestack.lab import bench_host, results
+
+    if asked.is_over():
+        return
+    rows = bench_host.bench_host(asked.place.type)
+    write_json(asked.json, rows)
+    if str(asked.json) != "-":
+        console.print(bench_host.render(rows))
+        console.print(bench_host.summary(rows))
+    if asked.save:
+        target = results.FOLDER / asked.stamp["slug"] / "sweeps" / "host.json"
+        results.save(target, {"machine": asked.stamp, "roofs": {}, "rows": rows})
+        console.print(f"saved in {target}")
+
+
+def bench_optimizers(asked: Asked) -> None:
     """The step of each optimizer beside torch's; on a CPU, over a few small tensors."""
-    from tilestack.lab import bench, machine, results
+    from tilestack.lab import bench_tables, results, rows
     from tilestack.lab.bench_optim import CASES, bench_optim
     from tilestack.lab.roofs import measured
 
+    target = asked.results_file("optimizers")
     few: list[tuple[int, ...]] = [(256, 64)] * 8
-    small = None if place.type == "cuda" else dict.fromkeys(CASES, few)
-    rows = bench_optim(device=place.type, shapes=small)
-    stamp = machine.stamp(place.type)
-    write_json(json_, rows)
-    for table in bench.tables([bench.Row.from_dict(row) for row in rows], stamp):
+    small = None if asked.place.type == "cuda" else dict.fromkeys(CASES, few)
+    kept = asked.kept_rows("optimizers") if asked.stale else []
+    found = []
+    measuring = bench_optim(device=asked.place.type, shapes=small, kept=kept)
+    while not asked.is_over() and (contest := next(measuring, None)) is not None:
+        found += contest
+        if asked.save:
+            results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), contest)
+    write_json(asked.json, found)
+    for table in bench_tables.tables([rows.Row.from_dict(row) for row in found], asked.stamp):
         console.print(table)
-    if save:
-        target = results.path_of(stamp["slug"], "optimizers")
-        results.merge(target, stamp, measured(place.type).as_dict(), rows)
+    if asked.save and found:
         console.print(f"saved in {target}")
 
 
@@ -183,7 +279,7 @@ def training_works(
 ) -> list["Work"]:
     """What `bench train` does: the models of some recipes, at some micro-batches."""
     from tilestack.cli.recipes import find_recipe
-    from tilestack.lab.bench_train import Work
+    from tilestack.lab.bench_train import PUBLISHED, Work
     from tilestack.train import Recipe
 
     sizes = micro_batches.split(",") if micro_batches else []
@@ -191,7 +287,7 @@ def training_works(
         raise ValueError(f"micro-batches are positive numbers separated by commas, not {micro_batches!r}")
     on_gpu = place.type == "cuda"
     works = []
-    for name in (recipes or ("qwen3-0.6b" if on_gpu else "demo")).split(","):
+    for name in recipes.split(",") if recipes else PUBLISHED if on_gpu else ["demo"]:
         read = Recipe.load(find_recipe(Path(name)))
         work = Work(
             read.run.name,
@@ -202,26 +298,27 @@ def training_works(
             place.type,
             read.run.backend,
         )
-        works += [replace(work, batch=int(size)) for size in sizes] or [work]
+        published = PUBLISHED.get(name, ()) if recipes is None else ()
+        works += [replace(work, batch=int(size)) for size in sizes or published] or [work]
     return works
 
 
-def bench_training(
-    works: list["Work"], candidates: list[str] | None, stamp: dict[str, Any], save: bool, json_: Path | None
-) -> None:
+def bench_training(asked: Asked, works: list["Work"], candidates: list[str] | None) -> None:
     """Whole training steps, each candidate in a process of its own."""
     from tilestack.lab import bench_train, results
     from tilestack.lab.roofs import measured
 
     rows = []
-    target = results.path_of(stamp["slug"], "train")
-    for work in works:
+    target = asked.results_file("train")
+    for work in bench_train.stale_works(works, asked.kept_rows("train")) if asked.stale else works:
+        if asked.is_over():
+            break
         found = bench_train.bench_train(work, candidates, Console(stderr=True).print)
         rows += found
-        if save:
-            results.merge(target, stamp, measured(work.device).as_dict(), found)
-    write_json(json_, rows)
-    if str(json_) != "-":
+        if asked.save:
+            results.merge(target, asked.stamp, measured(work.device).as_dict(), found)
+    write_json(asked.json, rows)
+    if rows and str(asked.json) != "-":
         console.print(bench_train.render(rows))
-    if save:
+    if asked.save and rows:
         console.print(f"saved in {target}")

@@ -39,7 +39,7 @@ def demo_command(
     """Show the whole stack on this machine in a few minutes: doctor, proofs, a model trained, measurements, a report."""
     place = kernel_device(None)
     from tilestack.extras import MissingExtra
-    from tilestack.lab import bench, machine, measured, report, results, verify
+    from tilestack.lab import bench, bench_tables, machine, measured, report, results, verify
     from tilestack.train import Recipe
     from tilestack.train.run.folder import RunFolder
 
@@ -59,7 +59,7 @@ def demo_command(
     target = results.path_of(stamp["slug"], "kernels", output / "results")
     peers = None if place.type == "cpu" else ["triton", "aten"]
     rows = bench.bench(operators, backends=peers, device=place, save=target, console=Console(stderr=True))
-    for table in bench.tables(rows, stamp):
+    for table in bench_tables.tables(rows, stamp):
         console.print(table)
     console.rule("5. The report")
     found = measured.results_under(output / "results") + measured.results_under(shipped("results"))

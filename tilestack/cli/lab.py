@@ -130,9 +130,7 @@ def report_command(
     ] = None,
     tables: Annotated[
         bool,
-        typer.Option(
-            "--tables", help="Instead, renew the tables and figures in a checkout's README and docs from its results."
-        ),
+        typer.Option("--tables", help="Instead, renew the tables in a checkout's README and docs from its results."),
     ] = False,
 ) -> None:
     """Write one self-contained page: proofs, roofline and peers, each under the machine it was made on.
@@ -142,15 +140,16 @@ def report_command(
     root = checkout()
     if tables and root is None:
         raise ValueError("--tables renews the pages of a checkout, and this tilestack was installed from a wheel")
-    from tilestack.lab import catalogue, figures, machine, measured, report
-    from tilestack.lab.tables import update_tables
+    from tilestack.lab import catalogue, machine, measured, proved, report
+    from tilestack.lab.generated import update_tables
 
     if root and tables:
-        changed = [*update_tables(root), *figures.update_figures(root), *catalogue.update_stub()]
-        console.print("\n".join(f"renewed {path}" for path in changed) or "tables and figures are up to date")
+        changed = [*update_tables(root), *catalogue.update_stub()]
+        console.print("\n".join(f"renewed {path}" for path in changed) or "tables are up to date")
         return
     folders = dict.fromkeys(folder.resolve() for folder in (shipped("results"), Path("results")))
     runs = [run for folder in folders for run in measured.results_under(folder)]
     found = json.loads(proofs.read_text()) if proofs else []
-    path = report.write_report(output, runs, found, machine.stamp())
+    kept = {slug: proved.section(folder, slug) for folder in folders for slug in proved.gpus(folder)}
+    path = report.write_report(output, runs, found, machine.stamp(), kept_proofs=kept)
     console.print(f"wrote {path}")

@@ -102,6 +102,7 @@ def parity_command(
     ] = None,
     output: Annotated[Path, typer.Option(help="The page with the curves.")] = Path("runs/parity.html"),
     device: Annotated[str | None, typer.Option(help="cuda or cpu, where kernels are interpreted.", show_default=False)] = None,
+    save: Annotated[bool, typer.Option("--save", help="Keep the curves in results/<machine>/parity.")] = False,
     json_: JsonFile = None,
 ) -> None:  # fmt: skip
     """Train on the definitions and on a backend, and see whether the losses agree; exit 1 if not, naming the step.
@@ -141,6 +142,11 @@ def parity_command(
             lambda words: Console(stderr=True).print(f"training on {words}", highlight=False),
         )
     write_json(json_, found.as_dict())
+    if save:
+        from tilestack.lab import curves, machine, results
+
+        trained = f"{name}, batches of {read.data.batch} x {read.data.sequence} tokens, lr {read.optimizer.lr:g}, {len(found.reference)} steps, {read.precision.compute}"  # fmt: skip
+        curves.merge(results.FOLDER, machine.stamp(place.type), trained, found.as_dict())
     try:
         page = f"curves in {write_parity_page(output, found, str(name))}"
     except MissingExtra as missing:

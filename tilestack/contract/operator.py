@@ -41,10 +41,11 @@ class Cost:
 
     flops: float = 0
     backward_flops: float | None = None  # twice the forward's when silent
-    read: Sequence[Tensor] | None = None
-    write: Sequence[Tensor] | None = None
-    backward_read: Sequence[Tensor] | None = None  # besides what arrives; all that is kept when silent
-    backward_write: Sequence[Tensor] | None = None  # a gradient per floating argument when silent
+    read: Sequence[Tensor | None] | None = None
+    write: Sequence[Tensor | None] | None = None
+    backward_read: Sequence[Tensor | None] | None = None  # besides what arrives; all that is kept when silent
+    backward_write: Sequence[Tensor | None] | None = None  # a gradient per floating argument when silent
+    arriving: Sequence[Tensor | None] | None = None  # read of the arriving gradients; all of them when silent
 
 
 class Operator(Generic[P, R]):
@@ -186,16 +187,20 @@ class Operator(Generic[P, R]):
         warm_up(self, self.bind(*args, **kwargs))
 
     def cost(self, arguments: dict[str, Any], direction: str = "forward") -> tuple[float, float]:
-        """Unavoidable (flops, bytes) of a call; the backward reads what arrives and what is kept, and writes the gradients."""
+        """Unavoidable (flops, bytes) of a call; the backward reads what arrives and what is kept, and writes the gradients.
+
+        `both` is a forward and its backward together, which need not read what is kept a second time.
+        """
         declared = call_named(self.describe_cost, arguments) if self.describe_cost else Cost()
         inputs = list(self.given_tensors(arguments).values())
         meta = {name: on_meta(value) for name, value in arguments.items()}
         outputs = as_tuple(self.fake(**meta))
-        size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
+        size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        forward = size(inputs if declared.read is None else declared.read) + size(
+            outputs if declared.write is None else declared.write
+        )
         if direction == "forward":
-            return declared.flops, size(inputs if declared.read is None else declared.read) + size(
-                outputs if declared.write is None else declared.write
-            )
+            return declared.flops, forward
         kept = meta | dict(zip(self.outputs, outputs, strict=True))
         read = declared.backward_read
         if read is None:
@@ -204,7 +209,8 @@ class Operator(Generic[P, R]):
         write = (
             [t for t in inputs if t.is_floating_point()] if declared.backward_write is None else declared.backward_write
         )
-        return flops, size(outputs) + size(read) + size(write)
+        backward = size(outputs if declared.arriving is None else declared.arriving) + size(write)
+        return (declared.flops + flops, forward + backward) if direction == "both" else (flops, backward + size(read))
 
 
 def as_tuple(value: Any) -> tuple:

@@ -1,79 +1,54 @@
 """The benchmark: every backend of an operator and its peers, over its cases, dtypes and directions, against the roofs.
 
-A row is one candidate on one case. Its `ratio_to_best_peer` is the time of the best peer over its own, so above 1 is a
-win; a peer is held against the best of the *other* peers, and has 1.0 when it is alone. What fails becomes a row with a
-note instead of figures. Forward runs without gradients; backward is `torch.autograd.grad` on a kept forward, for ours
-and the peers alike; `both` is a training step's forward and backward, for operators that do some of one in the other.
+A row is one candidate on one case (rows.py). What fails becomes a row with a note instead of figures. Forward runs
+without gradients; backward is `torch.autograd.grad` on a kept forward, for ours and the peers alike; `both` is a training
+step's forward and backward, for operators that do some of one in the other.
 
 Without a GPU the definitions and PyTorch's own functions are timed on the CPU, on the largest case of each operator that
 is bearable there; Triton's interpreter is never timed.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from torch import Tensor
 
 from tilestack.contract import Case, Operator, backend
 from tilestack.contract.autograd import gradient_of_definition
-from tilestack.contract.backends import interpreting
+from tilestack.contract.backends import interpreting, usable
 from tilestack.contract.cases import Make
 from tilestack.contract.library import memory_of
 from tilestack.contract.operator import as_tuple
 from tilestack.contract.registry import load_kernels
 from tilestack.lab import results
 from tilestack.lab.machine import stamp
-from tilestack.lab.peers import LIBRARIES, PEERS, Peer, peers_of
+from tilestack.lab.peers import COMPILED, LIBRARIES, Peer, is_peer, peers_of
 from tilestack.lab.roofs import Roofs, measured
+from tilestack.lab.rows import Row, Stored, set_ratios
+from tilestack.lab.stale import is_current, present_source
 from tilestack.lab.timing import Call, Candidate, Timing, in_one_line, measure
+from tilestack.lab.watch import Watch
 
 DIRECTIONS = ("forward", "backward", "both")
 CPU_BYTES = 2**27  # what a case may move, and
 CPU_FLOPS = 2e9  # compute, to be bearable on a CPU
 
 
-@dataclass
-class Row:
-    op: str
-    case: str
-    dtype: str
-    direction: str
-    backend: str
-    time_us: float | None = None
-    spread: float | None = None
-    host_us: float | None = None
-    tb_per_s: float | None = None
-    tflops: float | None = None
-    roof_fraction: float | None = None
-    ratio_to_best_peer: float | None = None
-    peak_mib: float | None = None
-    how: str = ""
-    note: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Row":
-        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
-
-
 @dataclass(frozen=True)
 class Subject:
-    """What one comparison is about: an operator on one case in one dtype."""
+    """What one comparison is about: an operator on one case in one dtype, in some directions."""
 
     operator: Operator
     case: Case
     dtype: str
+    directions: Sequence[str]
 
 
 def bench(
@@ -85,11 +60,14 @@ def bench(
     device: torch.device | str | None = None,
     save: Path | None = None,
     console: Console | None = None,
+    stale: Sequence[Stored] | None = None,
+    budget: float | None = None,
 ) -> list[Row]:
     """Measure operators. `backends` names backends and peers (all that can run when None), `cases` a kind or one case.
 
     dtypes default to bfloat16 on CUDA and float32 on a CPU. With `save`, rows are merged into that results file as they
-    come, so that nothing measured is lost; with a `console`, a progress bar is drawn on it.
+    come, so that nothing measured is lost. Given the rows of a file as `stale`, only what they do not hold of the present
+    source is measured. No case is begun that would probably end after `budget` seconds. Progress is told on `console`.
     """
     load_kernels()
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
@@ -99,7 +77,7 @@ def bench(
     if unknown := [dtype for dtype in dtypes if not isinstance(getattr(torch, dtype, None), torch.dtype)]:
         raise ValueError(f"no dtype is called {', '.join(unknown)}; write bfloat16, float16 or float32")
     subjects = [
-        Subject(described, case, dtype)
+        Subject(described, case, dtype, directions_of(described, directions))
         for described in operators
         for dtype in dtypes
         for case in cases_of(described, cases, dtype, device)
@@ -107,18 +85,62 @@ def bench(
     if not subjects:
         named = ", ".join(described.name for described in operators) or "no operator"
         raise ValueError(f"nothing to measure: {named} has no case {cases!r}; write bench, check or a case's name")
-    machine, rows = stamp(device), []
-    with progress_bar(console) as progress:
-        task = progress.add_task("roofs", total=len(subjects) * len(directions))
-        roofs = measured(device)
-        for subject in subjects:
-            progress.update(task, description=f"{subject.operator.name} {subject.case.name} {subject.dtype}")
-            for found in compare(subject, directions_of(subject.operator, directions), backends, device, roofs):
-                progress.advance(task)
+    if stale is not None:
+        subjects = not_of_the_present(subjects, stale, device)
+    watch = Watch(len(subjects), budget, console)
+    if not subjects:
+        return []
+    machine, roofs = stamp(device), measured(device)
+    rows: list[Row] = []
+    for name, group in groupby(subjects, key=lambda subject: subject.operator.name):
+        for subject in group:
+            if watch.is_over():
+                return rows
+            for found in compare(subject, backends, device, roofs):
                 rows += found
                 if save is not None:
                     results.merge(save, machine, roofs.as_dict(), [row.as_dict() for row in found])
+            watch.done += 1
+        watch.tell(name)
     return rows
+
+
+def not_of_the_present(subjects: Sequence[Subject], rows: Sequence[Stored], device: str) -> list[Subject]:
+    """The subjects, and of each the directions, for which a backend of ours has no row of the present source.
+
+    A backend that refuses a case has a row too, with its reason.
+    """
+    key = lambda row: (row["op"], row["case"], row["dtype"], row["direction"], row["backend"])
+    current = {key(row) for row in rows if is_current(row)}
+    found = []
+    for subject in subjects:
+        at = subject.operator.name, subject.case.name, subject.dtype
+        ours = [name for name in names_of(subject.operator, device) if not is_peer(name)]
+        missing = [
+            direction
+            for direction in subject.directions
+            if any((*at, direction, name) not in current for name in ours) and has_direction(subject, direction)
+        ]
+        if missing:
+            found.append(replace(subject, directions=missing))
+    return found
+
+
+def has_direction(subject: Subject, direction: str) -> bool:
+    """Whether there is anything to time: every operator has a forward, but not every backward does something."""
+    if direction == "forward":
+        return True
+    made = subject.case.build(Make(getattr(torch, subject.dtype), "meta"))
+    return bool(differentiable(subject.operator, subject.operator.bind(**made)))
+
+
+def names_of(described: Operator, device: str) -> list[str]:
+    """The backends timed unless some are asked for: on a GPU all but the definition, which is no peer and is slow; on a
+    CPU those that run there but for Triton, whose interpreter is for proofs."""
+    if device == "cuda":
+        return [name for name in described.implementations if name != "torch"]
+    here = torch.device(device)
+    return [name for name in described.implementations if name != "triton" and usable(name, here) is True]
 
 
 def directions_of(described: Operator, wanted: Sequence[str]) -> list[str]:
@@ -140,11 +162,9 @@ def cases_of(described: Operator, wanted: str, dtype: str, device: str) -> list[
     return kinds or [case for case in described.cases if case.name == wanted]
 
 
-def compare(
-    subject: Subject, directions: Sequence[str], backends: Sequence[str] | None, device: str, roofs: Roofs
-) -> Iterator[list[Row]]:
+def compare(subject: Subject, backends: Sequence[str] | None, device: str, roofs: Roofs) -> Iterator[list[Row]]:
     """The rows of one subject, direction by direction, so that a peer compiles once for all of them."""
-    described = subject.operator
+    described, directions = subject.operator, subject.directions
     blank = functools.partial(Row, described.name, subject.case.name, subject.dtype)
     try:
         arguments = described.bind(**subject.case.build(Make(getattr(torch, subject.dtype), device)))
@@ -152,7 +172,7 @@ def compare(
         yield from ([blank(direction, "inputs", note=in_one_line(error))] for direction in directions)
         return
     peers = peers_of(described) if device == "cuda" or backends else {}
-    names = backends or [*described.implementations, *peers]
+    names = backends or [*names_of(described, device), *peers]
     for direction in directions:
         wanted = differentiable(described, arguments) if direction != "forward" else []
         if direction != "forward" and not wanted:
@@ -162,18 +182,20 @@ def compare(
         candidates: dict[str, Candidate] = {}
         for name in names:
             if reason := refusal(described, name, peers, arguments, direction):
-                refused |= {name: reason} if backends else {}
+                refused |= {name: reason} if backends or not is_peer(name) else {}
             else:
                 peer = peers.get(name) or Peer(described, functools.partial(backend, name))
                 candidates[name] = candidate_of(described, peer, arguments, wanted, direction)
-        flops, moved = cost_of(described, arguments, direction)
+        flops, moved = described.cost(arguments, direction)
         timings = measure(candidates, moved, device) | {name: Timing(note=text) for name, text in refused.items()}
         found = [figures(blank(direction, name), timings[name], flops, moved, roofs) for name in timings]
+        for row in found:
+            row.source = present_source(row.op, row.backend)
         set_ratios(found)
         yield found
         if device == "cuda":
             torch.cuda.empty_cache()
-    if "compile" in names:
+    if set(COMPILED) & set(names):
         torch.compiler.reset()  # or every case would add to what the compiler keeps
 
 
@@ -194,8 +216,11 @@ def refusal(described: Operator, name: str, peers: dict[str, Peer], arguments: d
 def differentiable(described: Operator, arguments: dict[str, Any]) -> list[str]:
     """The arguments whose gradients are worth timing: floating-point tensors, less those whose gradient is None.
 
-    None at all where every gradient is a view of one that arrives, as for a transpose: its backward runs nothing.
+    None at all where every gradient is a view of one that arrives, as for a transpose: its backward runs nothing. Nor
+    has an operator a gradient that writes into its arguments.
     """
+    if described.mutates:
+        return []
     floats = {name: isinstance(t := arguments[name], Tensor) and t.is_floating_point() for name in described.tensors}
     if described.gradient is None:
         return [name for name, is_float in floats.items() if is_float]
@@ -207,13 +232,6 @@ def differentiable(described: Operator, arguments: dict[str, Any]) -> list[str]:
     gradients = {name: g for name, g in zip(floats, found, strict=True) if floats[name] and g is not None}
     passed_on = all(any(memory_of(gradient) == memory_of(grad) for grad in arriving) for gradient in gradients.values())
     return [] if passed_on else list(gradients)
-
-
-def cost_of(described: Operator, arguments: dict[str, Any], direction: str) -> tuple[float, float]:
-    """Unavoidable (flops, bytes) of a direction."""
-    parts = ("forward", "backward") if direction == "both" else (direction,)
-    flops, moved = zip(*(described.cost(arguments, part) for part in parts), strict=True)
-    return sum(flops), sum(moved)
 
 
 def candidate_of(
@@ -235,7 +253,7 @@ def candidate_of(
 
     def prepare_one() -> Call:
         copied = copy()
-        values = tuple(copied.values())
+        values = peer.setup(*copied.values())
         if direction == "forward":
             return functools.partial(run, *values)
         inputs = [copied[name] for name in wanted]
@@ -264,83 +282,3 @@ def figures(row: Row, timing: Timing, flops: float, moved: float, roofs: Roofs) 
         row.tflops = flops / timing.time_us * 1e-6
         row.roof_fraction = roofs.floor_us(flops, moved, row.dtype) / timing.time_us
     return row
-
-
-def set_ratios(rows: Sequence[Row]) -> None:
-    """Fill in each row's ratio to the best peer among the rows of one comparison."""
-    for row in rows:
-        others = [
-            peer.time_us
-            for peer in rows
-            if peer.backend in PEERS and peer.backend != row.backend and peer.time_us is not None
-        ]
-        if row.time_us is None:
-            continue
-        if not others:
-            row.ratio_to_best_peer = 1.0 if row.backend in PEERS else None
-        elif row.time_us > 0:
-            row.ratio_to_best_peer = min(others) / row.time_us
-        elif min(others) == 0:
-            row.ratio_to_best_peer = 1.0  # neither runs anything
-
-
-def progress_bar(console: Console | None) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console or Console(quiet=True), transient=True, disable=console is None)
-
-
-COLUMNS: dict[str, Callable[[Row], str]] = {
-    "time µs": lambda row: number(row.time_us, ".1f"),
-    "±": lambda row: number(row.spread, ".0%"),
-    "host µs": lambda row: number(row.host_us, ".1f"),
-    "TB/s": lambda row: number(row.tb_per_s, ".2f"),
-    "TFLOP/s": lambda row: number(row.tflops, ".0f"),
-    "of roof": lambda row: number(row.roof_fraction, ".0%"),
-    "× best peer": lambda row: ratio(row),
-    "peak MiB": lambda row: number(row.peak_mib, ".0f"),
-}
-
-
-EMPTY = ("–", "0", "0.00")
-
-
-def number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
-
-
-def ratio(row: Row) -> str:
-    if row.ratio_to_best_peer is None:
-        return "–"
-    colour = "dim" if row.backend in PEERS else "green" if row.ratio_to_best_peer >= 1 else "red"
-    return f"[{colour}]{row.ratio_to_best_peer:.2f}[/]"
-
-
-def tables(rows: Sequence[Row], machine: dict[str, Any]) -> list[Table]:
-    """A table per operator, losses shown like wins; on a CPU the title says that these are no kernel figures."""
-    where = machine["gpu"] or f"CPU only ({machine['cpu']}): definitions, not kernels"
-    found = []
-    for op in dict.fromkeys(row.op for row in rows):
-        mine = [row for row in rows if row.op == op]
-        dtypes = ", ".join(dict.fromkeys(row.dtype for row in mine))
-        table = Table(title=f"{op} in {dtypes} on {where}", title_justify="left")
-        # What is the same or nothing in every row says nothing, and a terminal is narrow.
-        several, noted = "," in dtypes, any(row.note for row in mine)
-        columns = [heading for heading, cell in COLUMNS.items() if any(cell(row) not in EMPTY for row in mine)]
-        for heading in ("case", "direction", "backend"):
-            table.add_column(heading, overflow="fold")
-        for heading in columns:
-            table.add_column(heading, justify="right")
-        if noted:
-            table.add_column("note")
-        last = None
-        for row in mine:
-            about = f"{row.case} {row.dtype}" if several else row.case, row.direction
-            if last is not None and about != last:
-                table.add_section()
-            cells = [COLUMNS[heading](row) for heading in columns]
-            table.add_row(
-                *(about if about != last else ("", "")), row.backend, *cells, *([escape(row.note)] if noted else [])
-            )
-            last = about
-        found.append(table)
-    return found

@@ -5,7 +5,8 @@ step cannot avoid: parameters, gradients and states read once, parameters and st
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from tilestack import optim
 from tilestack.contract import backend
-from tilestack.lab.bench import Row
 from tilestack.lab.roofs import Roofs, measured
+from tilestack.lab.rows import Row, Stored, set_ratios
+from tilestack.lab.stale import is_current, present_source
 from tilestack.lab.timing import Call, Candidate, measure
 
 Shape = tuple[int, ...]
@@ -42,6 +44,19 @@ def torch_adamw(params: list[torch.nn.Parameter], **way: Any) -> torch.optim.Opt
     return torch.optim.AdamW(params, capturable=params[0].is_cuda, **way)
 
 
+def clipped_adamw(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Clipping and the fused step after it, as PyTorch's users write it."""
+    optimizer: Any = torch_adamw(params, fused=True)
+    step, optimizer.clip_norm = optimizer.step, 1.0
+
+    def clip_and_step() -> None:
+        torch.nn.utils.clip_grad_norm_(params, optimizer.clip_norm, foreach=True)
+        step()
+
+    optimizer.step = clip_and_step
+    return optimizer
+
+
 # What is timed per optimizer: ours, then torch's own ways. 8-bit AdamW has none in torch and is held against AdamW's.
 CONTESTS: dict[str, dict[str, Maker]] = {
     "adamw": {
@@ -49,7 +64,7 @@ CONTESTS: dict[str, dict[str, Maker]] = {
         "fused": functools.partial(torch_adamw, fused=True),
         "foreach": functools.partial(torch_adamw, foreach=True),
     },
-    "adamw_clipped": {OURS: functools.partial(optim.AdamW, clip_norm=1.0)},
+    "adamw_clipped": {OURS: functools.partial(optim.AdamW, clip_norm=1.0), "fused": clipped_adamw},
     "adamw_stochastic": {OURS: functools.partial(optim.AdamW, stochastic_rounding=True)},
     "adamw_master": {OURS: functools.partial(optim.AdamW, master_weights=True)},
     "adamw8bit": {OURS: optim.AdamW8bit, "fused": functools.partial(torch_adamw, fused=True)},
@@ -100,18 +115,19 @@ def bench_optim(
     dtypes: Sequence[str] = ("float32", "bfloat16"),
     device: str | None = None,
     shapes: dict[str, list[Shape]] | None = None,
-) -> list[dict[str, Any]]:
-    """Rows of every optimizer on every case; `shapes` replaces the cases' own, for a smaller machine."""
+    kept: Sequence[Stored] = (),
+) -> Iterator[list[Stored]]:
+    """The rows of every optimizer on every case, contest by contest, but for those that are kept of the present source.
+
+    `shapes` replaces the cases' own, for a smaller machine.
+    """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     roofs = measured(device)
-    rows = []
-    for name in optimizers:
-        for case in cases:
-            for dtype in dtypes:
-                if name not in HALF_ONLY or dtype == "bfloat16":
-                    tensors = shapes[case] if shapes else CASES[case]()
-                    rows += contest(name, case, tensors, getattr(torch, dtype), device, roofs)
-    return [row.as_dict() for row in rows]
+    current = {(row["op"], row["case"], row["dtype"]) for row in kept if is_current(row)}
+    for name, case, dtype in itertools.product(optimizers, cases, dtypes):
+        if (name, case, dtype) not in current and (name not in HALF_ONLY or dtype == "bfloat16"):
+            tensors = shapes[case] if shapes else CASES[case]()
+            yield [row.as_dict() for row in contest(name, case, tensors, getattr(torch, dtype), device, roofs)]
 
 
 def contest(name: str, case: str, shapes: list[Shape], dtype: torch.dtype, device: str, roofs: Roofs) -> list[Row]:
@@ -138,6 +154,7 @@ def contest(name: str, case: str, shapes: list[Shape], dtype: torch.dtype, devic
             how=timing.how,
             note=timing.note,
         )
+        row.source = present_source(name, row.backend)
         rows.append(row)
         if not timing.time_us:
             continue
@@ -146,6 +163,5 @@ def contest(name: str, case: str, shapes: list[Shape], dtype: torch.dtype, devic
         row.tb_per_s = moved[label] / timing.time_us * 1e-6
         row.tflops = 0.0
         row.roof_fraction = roofs.floor_us(0, moved[label], dtype_name) / timing.time_us
-        others = [t.time_us for other, t in timings.items() if other not in (label, OURS) and t.time_us]
-        row.ratio_to_best_peer = min(others) / timing.time_us if others else 1.0 if label != OURS else None
+    set_ratios(rows)
     return rows

@@ -1,192 +1,89 @@
 """Training steps of one model: ours, eager and compiled, beside a loop in plain PyTorch, and transformers eager, compiled,
-and with Liger's kernels.
+and with Liger's kernels (train_steps.py).
 
-Each candidate runs in a process of its own, so that its peak memory is its own and nothing is patched for the others. All
-do the same work: the same configuration, micro-batch and length, random tokens, full causal attention, parameters and
-gradients in one dtype, AdamW, no clipping. Peers are at their best: SDPA attention and PyTorch's fused AdamW. Ours goes
-through the very step that `tilestack train` takes.
+Each candidate runs in a process of its own, so that its peak memory is its own and nothing is patched for the others. That
+they do the same work is seen in their losses. Steps are timed by events between them: nothing waits for the GPU until all
+are done.
 
     python -m tilestack.lab.bench_train '{"candidate": "tilestack", "config": {…}, …}'      one candidate, as JSON
 """
 
+import itertools
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from rich.table import Table
-from torch import Tensor
 
-from tilestack.lab.bench import Row
-from tilestack.lab.peers import importable
+from tilestack.lab.peers import OF_TRAINING, importable
+from tilestack.lab.rows import Row, Stored, set_ratios
+from tilestack.lab.stale import TRAINING, is_current, present_source
+from tilestack.lab.timing import median_and_spread
+from tilestack.lab.train_steps import Work, step_of, write_weights
 
 OURS = ("tilestack", "tilestack-compile")
-PEERS = ("plain", "plain-compile", "transformers", "transformers-compile", "transformers-liger")
-CANDIDATES = (*OURS, *PEERS)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What every candidate does."""
-
-    name: str
-    config: dict[str, Any] = field(default_factory=dict)  # in Hugging Face's words
-    batch: int = 8
-    sequence: int = 2048
-    dtype: str = "bfloat16"
-    device: str = "cuda"
-    backend: str = ""  # of our operators, as a recipe says it
-    warmup: int = 4
-    steps: int = 10
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.sequence
-
-    def ids(self) -> Tensor:
-        shape = (self.batch, self.sequence)
-        return torch.randint(self.config["vocab_size"], shape, generator=torch.Generator().manual_seed(0)).to(
-            self.device
-        )
-
-
-def ours(work: Work, compiled: bool) -> Callable[[], Any]:
-    """The training step of `tilestack train`."""
-    from tilestack import configure_backend, models, ops
-    from tilestack.data import NO_LABEL
-    from tilestack.train import Loss, Recipe, Trainer
-    from tilestack.train.settings import read
-
-    configure_backend(work.backend)
-    torch.manual_seed(0)
-    with torch.device(work.device):
-        model = models.Decoder(models.ModelConfig.from_hf(work.config))
-    ids = work.ids()
-    labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], NO_LABEL)], 1)
-
-    class RandomTokens:
-        """The same batch again and again."""
-
-        def next_batch(self):
-            return ids
-
-        def loss(self, model, batch):
-            total = ops.linear_cross_entropy(model.hidden(batch), model.head_weight, labels, reduction="sum")
-            return Loss(total, work.batch * (work.sequence - 1), tokens=work.tokens)
-
-        def evaluate(self, model):
-            return {}
-
-        def sample(self, model):
-            return []
-
-        def state_dict(self):
-            return {}
-
-        def load_state_dict(self, state):
-            pass
-
-    recipe = read(
-        Recipe,
-        {
-            "run": {
-                "device": work.device, "compile": "default" if compiled else "off", "deterministic": False,
-                "steps": 10**6,
-            },
-            "precision": {"parameters": work.dtype, "compute": work.dtype},
-            "optimizer": {"clip": 0, "lr": 1e-4},
-        },
-    )  # fmt: skip
-    trainer = Trainer(recipe, model, RandomTokens(), tempfile.mkdtemp())
-    trainer.model.train()
-    return trainer.train_step
-
-
-def theirs(work: Work, way: str) -> Callable[[], Any]:
-    """A training step of transformers, as its users write it."""
-    importable("liger_kernel")  # finds what is installed beside the environment
-    import transformers
-
-    kind = work.config["model_type"]
-    if way == "liger":
-        from liger_kernel import transformers as liger
-
-        getattr(liger, f"apply_liger_kernel_to_{kind}")()
-    torch.manual_seed(0)
-    settings = {name: value for name, value in work.config.items() if name != "model_type"}
-    config = transformers.AutoConfig.for_model(kind, **settings)
-    dtype = getattr(torch, work.dtype)
-    with torch.device(work.device):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
-    model.to(work.device).train()
-    model.config.use_cache = False
-    run = torch.compile(model) if way == "compile" else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = work.ids()
-
-    def step() -> None:
-        run(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def plain(work: Work, compiled: bool) -> Callable[[], Any]:
-    """A training step in plain PyTorch."""
-    from tilestack.lab.plain_model import PlainDecoder
-
-    if work.config["model_type"] not in ("llama", "qwen3"):
-        raise ValueError(f"there is no {work.config['model_type']} in plain PyTorch here")
-    torch.manual_seed(0)
-    model = PlainDecoder(work.config).to(work.device, getattr(torch, work.dtype))
-    run = torch.compile(model) if compiled else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = work.ids()
-
-    def step() -> None:
-        logits = run(ids)[:, :-1]
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+CANDIDATES = (*OURS, *OF_TRAINING)
+PUBLISHED = {"qwen3-0.6b": (8, 32), "qwen3-moe-8x": (8,), "qwen3-1.7b": (8,)}  # recipes and their micro-batches
+SAME_LOSS = 0.01  # of each other, at the first step; rounding in bfloat16 is far below, other work far above
 
 
 def measure(candidate: str, work: Work) -> dict[str, Any]:
-    """Time the steps of a candidate in this process, after some that are not timed."""
-    framework, _, way = candidate.partition("-")
-    if framework == "transformers":
-        step = theirs(work, way)
-    else:
-        step = (ours if framework == "tilestack" else plain)(work, way == "compile")
-    cuda = work.device == "cuda"
-    wait = torch.cuda.synchronize if cuda else lambda: None
-    for _ in range(work.warmup):
-        step()
-    wait()
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    times = []
+    """Time the steps of a candidate in this process, after some that are not timed; nothing waits in between."""
+    step = step_of(candidate, work)
+    clock = OnGpu() if work.device == "cuda" else OnHost()
+    losses = [step() for _ in range(work.warmup)]
+    clock.start()
     for _ in range(work.steps):
-        start = time.perf_counter()
-        step()
-        wait()
-        times.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else None
-    return {"seconds": statistics.median(times), "spread": spread(times), "peak_mib": peak}
+        losses.append(step())
+        clock.lap()
+    seconds, spread = median_and_spread(clock.laps())
+    first, last = losses[0].item(), losses[-1].item()
+    return {"seconds": seconds, "spread": spread, "peak_mib": clock.peak_mib(), "first_loss": first, "last_loss": last}
 
 
-def spread(times: Sequence[float]) -> float:
-    """The interquartile range over the median."""
-    low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
-    return (high - low) / middle
+class OnHost:
+    """Laps on the host's clock."""
+
+    def start(self) -> None:
+        self.marks = [time.perf_counter()]
+
+    def lap(self) -> None:
+        self.marks.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        return [end - start for start, end in itertools.pairwise(self.marks)]
+
+    def peak_mib(self) -> float | None:
+        return None
+
+
+class OnGpu:
+    """Laps by events in the GPU's own queue, read when all are over."""
+
+    def start(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.marks: list[torch.cuda.Event] = []
+        self.lap()
+
+    def lap(self) -> None:
+        self.marks.append(torch.cuda.Event(enable_timing=True))
+        self.marks[-1].record()
+
+    def laps(self) -> list[float]:
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) * 1e-3 for start, end in itertools.pairwise(self.marks)]
+
+    def peak_mib(self) -> float | None:
+        return torch.cuda.max_memory_allocated() / 2**20
 
 
 def available(candidates: Sequence[str] | None) -> list[str]:
@@ -209,26 +106,51 @@ def bench_train(
     candidates: Sequence[str] | None = None,
     say: Callable[[str], Any] = lambda words: None,
     timeout: float = 600,
-) -> list[dict[str, Any]]:
-    """A row for every candidate on the same work; one that fails has a note instead of figures."""
-    rows = []
-    for candidate in available(candidates):
-        say(f"{candidate}, micro-batch {work.batch}")
-        found = apart(candidate, work, timeout)
+) -> list[Stored]:
+    """A row for every candidate on the same work; one that fails has a note instead of figures.
+
+    Beside what every row has, these hold tokens a second, the losses of the first and the last step, and who was tried.
+    """
+    rows, found = [], {}
+    tried = available(candidates)
+    with tempfile.TemporaryDirectory() as folder:
+        same = write_weights(work, Path(folder))
+        for candidate in tried:
+            say(f"{candidate}, {work.case}")
+            found[candidate] = apart(candidate, same, timeout)
+    refuse_other_work(found)
+    for candidate, figures in found.items():
         row = Row(
-            "train", f"{work.name}, {work.batch}x{work.sequence}", work.dtype, "step", candidate,
-            how="wall time of whole steps", note=found.get("note", ""),
+            TRAINING, work.case, work.dtype, "step", candidate, how="time of whole steps, queued one after another",
+            note=figures.get("note", ""), source=present_source(TRAINING, candidate),
         )  # fmt: skip
-        if "seconds" in found:
-            row.time_us, row.spread, row.peak_mib = found["seconds"] * 1e6, found["spread"], found["peak_mib"]
+        if "seconds" in figures:
+            row.time_us, row.spread, row.peak_mib = figures["seconds"] * 1e6, figures["spread"], figures["peak_mib"]
         rows.append(row)
-    timed = {row.backend: row.time_us for row in rows if row.time_us}
-    for row in rows:
-        others = [time_us for name, time_us in timed.items() if name in PEERS and name != row.backend]
-        if row.time_us and others:
-            row.ratio_to_best_peer = min(others) / row.time_us
-    tokens = lambda row: work.tokens / row.time_us * 1e6 if row.time_us else None
-    return [row.as_dict() | {"tokens_per_s": tokens(row)} for row in rows]
+    set_ratios(rows)
+    return [
+        row.as_dict()
+        | {"tokens_per_s": work.tokens / row.time_us * 1e6 if row.time_us else None, "tried": tried}
+        | {name: found[row.backend].get(name) for name in ("first_loss", "last_loss")}
+        for row in rows
+    ]
+
+
+def refuse_other_work(found: dict[str, dict[str, Any]]) -> None:
+    """Take the figures from a candidate whose first loss is not that of the others: it did something else."""
+    losses = {name: figures["first_loss"] for name, figures in found.items() if "first_loss" in figures}
+    if not losses:
+        return
+    usual = median(losses.values())
+    for name, loss in losses.items():
+        if not abs(loss - usual) <= SAME_LOSS * abs(usual):
+            found[name] = {"note": f"not the same work: its first loss is {loss:.4f}, of the others {usual:.4f}"}
+
+
+def stale_works(works: Sequence[Work], rows: Sequence[Stored]) -> list[Work]:
+    """The works without a row of ours of the present source."""
+    current = {row["case"] for row in rows if row["op"] == TRAINING and row["backend"] in OURS and is_current(row)}
+    return [work for work in works if work.case not in current]
 
 
 def apart(candidate: str, work: Work, timeout: float) -> dict[str, Any]:
@@ -250,7 +172,7 @@ def render(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="training steps", title_justify="left")
     for heading in ("model, micro-batch", "candidate"):
         table.add_column(heading)
-    for heading in ("tokens/s", "step", "peak GiB", "× best peer"):
+    for heading in ("tokens/s", "step", "peak GiB", "× best peer", "loss"):
         table.add_column(heading, justify="right")
     table.add_column("note")
     for row in rows:
@@ -259,6 +181,7 @@ def render(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['time_us'] / 1e3:,.1f} ms" if row["time_us"] else "–",
             f"{row['peak_mib'] / 1024:.1f}" if row["peak_mib"] else "–",
             f"{row['ratio_to_best_peer']:.2f}×" if row["ratio_to_best_peer"] else "–",
+            f"{row['first_loss']:.3f} → {row['last_loss']:.3f}" if row["first_loss"] is not None else "–",
         ]
         table.add_row(row["case"], row["backend"], *shown, row["note"])
     return table

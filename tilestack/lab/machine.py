@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tilestack.extras import install_command
+from tilestack.lab.peers import search_peers
 from tilestack.tuning.preferences import gpu_slug
 
 COMMIT_VARIABLE = "TILESTACK_COMMIT"  # says which commit this is where there is no git to ask
@@ -50,6 +51,9 @@ def stamp(device: str | None = None) -> dict[str, Any]:
         "multiprocessors": properties.multi_processor_count if properties else 0,
         "torch": torch.__version__,
         "triton": version_of("triton"),
+        "cudnn": cudnn_version() if properties else "",
+        "liger": version_of("liger_kernel"),
+        "transformers": version_of("transformers"),
         "python": platform.python_version(),
         "cpu": cpu_name(),
         "commit": commit(),
@@ -57,8 +61,15 @@ def stamp(device: str | None = None) -> dict[str, Any]:
     }
 
 
+def cudnn_version() -> str:
+    """cuDNN as its makers write it: 91002 is 9.10.2."""
+    number = torch.backends.cudnn.version()
+    return dotted((number // 10000, number // 100 % 100, number % 100)) if number else ""
+
+
 def version_of(package: str) -> str:
-    """The installed version of a package, empty when it is not there."""
+    """The installed version of a package, or of one beside the checkout in peers/; empty when it is not there."""
+    search_peers()
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

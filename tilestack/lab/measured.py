@@ -12,13 +12,14 @@ from statistics import geometric_mean
 from typing import Any
 
 from tilestack.contract import operators
-from tilestack.lab.bench_train import PEERS as training_peers
-from tilestack.lab.peers import PEERS
+from tilestack.lab.peers import BORROWED, is_peer
 from tilestack.lab.results import load_all
+from tilestack.lab.rows import EQUAL, FASTER, SLOWER, Stored, times_faster, verdict
+from tilestack.lab.stale import is_current
 
 DEFINITION = "torch"  # the definition run eagerly: shown, but no peer to be proud of beating
 
-Row = dict[str, Any]
+Row = Stored
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,6 @@ class Result:
     @property
     def rates(self) -> dict[str, float]:
         return {dtype: rate for dtype, rate in (self.roofs.get("matmul_tflops") or {}).items() if rate}
-
-
-def is_peer(row: Row) -> bool:
-    """Whether a row is another's: a peer of operators, or of whole training steps."""
-    return row["backend"] in (*PEERS, *training_peers)
 
 
 def results_under(folder: Path) -> list[Result]:
@@ -70,12 +66,12 @@ class Contest:
     @property
     def ours(self) -> Row | None:
         """The fastest of our backends, where one was timed."""
-        return next((row for row in self.timed if not is_peer(row) and row["backend"] != DEFINITION), None)
+        return next((row for row in self.timed if not is_peer(row["backend"]) and row["backend"] != DEFINITION), None)
 
     @property
     def peer(self) -> Row | None:
         """The fastest of the peers that were timed."""
-        return next((row for row in self.timed if is_peer(row)), None)
+        return next((row for row in self.timed if is_peer(row["backend"])), None)
 
     @property
     def shown(self) -> Row | None:
@@ -85,7 +81,27 @@ class Contest:
     @property
     def ratio(self) -> float | None:
         """How many times faster than the fastest peer we are; below one is a loss."""
-        return self.ours.get("ratio_to_best_peer") if self.ours and self.peer else None
+        return times_faster(self.ours["time_us"], self.peer["time_us"]) if self.ours and self.peer else None
+
+    @property
+    def verdict(self) -> str:
+        """How we stand against the fastest peer, in a word; empty where nothing was compared."""
+        return verdict(self.ours, self.peer) if self.ours and self.peer else ""
+
+    @property
+    def borrowed(self) -> str:
+        """Whose kernel our fastest backend runs, where that is not ours."""
+        return BORROWED.get((self.op, self.ours["backend"], self.direction), "") if self.ours else ""
+
+    @property
+    def stale(self) -> bool:
+        """Whether our row was measured on an older source."""
+        return self.ours is not None and not is_current(self.ours)
+
+    @property
+    def commit(self) -> str:
+        """Where our row was measured."""
+        return str((self.ours or {}).get("commit") or self.run.machine.get("commit") or "unknown")
 
     @property
     def name(self) -> str:
@@ -118,6 +134,27 @@ def contests(results: Iterable[Result]) -> list[Contest]:
 def family_of(op: str) -> str:
     """The file an operator is defined in, which is its family; results may outlive an operator's name."""
     return next((described.family for described in operators() if described.name == op), "other")
+
+
+@dataclass(frozen=True)
+class Score:
+    """How many of some contests were won, lost or neither; one on a borrowed kernel counts for nothing."""
+
+    won: int
+    lost: int
+    equal: int
+
+    @property
+    def met(self) -> int:
+        return self.won + self.lost + self.equal
+
+    def __str__(self) -> str:
+        return f"{self.won} of {self.met}" + (f", {self.equal} equal" if self.equal else "") if self.met else "–"
+
+
+def score(found: Iterable[Contest]) -> Score:
+    verdicts = [contest.verdict for contest in found]
+    return Score(*(verdicts.count(word) for word in (FASTER, SLOWER, EQUAL)))
 
 
 def mean_ratio(values: Sequence[float]) -> float:

@@ -24,7 +24,9 @@ from tilestack.contract.registry import load_kernels
 from tilestack.lab import results
 from tilestack.lab.machine import stamp
 from tilestack.lab.page import SERIES, Section, colour, empty, plot, text, write_page
+from tilestack.lab.peers import is_peer
 from tilestack.lab.roofs import measured
+from tilestack.lab.stale import present_source
 from tilestack.lab.timing import Call, Candidate, measure
 
 COMMAND = "tilestack bench memory"
@@ -122,6 +124,7 @@ class Point:
     tb_per_s: float | None
     how: str
     note: str
+    source: str = ""  # hash of the source that was measured, where that is ours
 
 
 def bench_memory(device: str | None = None, save: Path | None = None, console: Console | None = None) -> dict[str, Any]:
@@ -182,6 +185,7 @@ def measured_at(sweep: Sweep, setting: int, device: str, elements: int | None = 
         Point(
             sweep.name, setting, name, timing.time_us, timing.spread,
             moved / timing.time_us * 1e-6 if timing.time_us else None, timing.how, timing.note,
+            present_source(sweep.operator.name, name),
         )
         for name, timing in timings.items()
     ]  # fmt: skip
@@ -196,6 +200,12 @@ def load(folder: Path, slug: str) -> dict[str, Any] | None:
     """The sweeps measured on a GPU, None when there are none."""
     path = path_of(folder, slug)
     return results.load(path) if path.exists() else None
+
+
+def is_current(run: dict[str, Any]) -> bool:
+    """Whether every point of ours is of the present source."""
+    ours = [point for point in points_of(run) if not is_peer(point.backend)]
+    return all(point.source == present_source(named(point.sweep).operator.name, point.backend) for point in ours)
 
 
 def points_of(run: dict[str, Any]) -> list[Point]:

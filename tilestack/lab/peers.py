@@ -1,13 +1,16 @@
 """Who our kernels are measured against, found at run time.
 
-    aten      PyTorch's own function, where it has one (registered as a backend, see kernels/aten.py)
-    eager     what people write in PyTorch where it has no such function
-    compile   torch.compile of the definition
-    liger     Liger-Kernel, when it is importable
+    aten            PyTorch's own function, where it has one (registered as a backend, see kernels/aten.py)
+    eager           what people write in PyTorch where the definition is not it (idioms.py)
+    compile         torch.compile of the definition
+    eager-compile   torch.compile of what people write
+    …-max           the two above in the mode max-autotune-no-cudagraphs
+    liger           Liger-Kernel, when it is importable
 
 To add a library's function for an operator, add a line to that library's dictionary below: a function that names the
-operator's arguments it wants and returns the result, or NotImplemented for arguments the library does not take. Some
-libraries write gradients over their inputs; each peer has copies of its own, so that this disturbs no one else.
+operator's arguments it wants and returns the result, or NotImplemented for arguments the library does not take. What a
+library's users prepare once is not timed (`Prepared`). Some libraries write gradients over their inputs; each peer has
+copies of its own, so that this disturbs no one else.
 
 A folder `peers/` at the top of the checkout, if there is one, is searched for libraries that are not installed.
 """
@@ -23,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
 from tilestack.contract import Operator
 from tilestack.contract.named import parameters_of
+from tilestack.lab.idioms import IDIOMS
 
 FOLDER = Path(__file__).resolve().parents[2] / "peers"
 
@@ -45,10 +49,37 @@ class Module:
 
 liger = Module("liger_kernel.ops")
 
-# In place is Liger's default for the gradient of rms_norm; it moves the same bytes, but on the next call the arriving
-# gradient would be the last result, which soon fades to zeros.
-LIGER: dict[str, Callable] = {
-    "rms_norm": lambda x, weight, eps: liger.LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False),
+
+@dataclass(frozen=True)
+class Prepared:
+    """A function whose users prepare something once for many calls: `run(*setup(…))`, of which `run` alone is timed."""
+
+    setup: Callable
+    run: Callable
+
+
+def liger_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    # In place is Liger's default for the gradient; it moves the same bytes, but on the next call the arriving gradient
+    # would be the last result, which soon fades to zeros.
+    return liger.LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
+
+
+def liger_angles(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
+) -> tuple[Tensor, ...]:
+    """What a model makes once for all its layers: the angles of its tokens, each twice."""
+    if interleaved or positions is None or 2 * cos.shape[1] != q.shape[3]:
+        raise NotImplementedError("it has no rope for these arguments")
+    return q, k, *(torch.cat((table[positions],) * 2, -1) for table in (cos, sin))
+
+
+def liger_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    turned = liger.LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    return tuple(t.transpose(1, 2) for t in turned)
+
+
+LIGER: dict[str, "Callable | Prepared"] = {
+    "rms_norm": liger_rms_norm,
     "layer_norm": lambda x, weight, bias, eps: (
         NotImplemented if bias is None else liger.LigerLayerNormFunction.apply(x, weight, bias, eps)
     ),
@@ -90,84 +121,83 @@ LIGER: dict[str, Callable] = {
             softcap or None,
         )[0]
     ),
-    "rope": lambda q, k, cos, sin, positions, interleaved: (
-        NotImplemented
-        if interleaved or positions is None or 2 * cos.shape[1] != q.shape[3]
-        else tuple(
-            t.transpose(1, 2)
-            for t in liger.LigerRopeFunction.apply(
-                q.transpose(1, 2), k.transpose(1, 2), *(torch.cat((t[positions],) * 2, -1) for t in (cos, sin))
-            )
-        )
+    "rope": Prepared(liger_angles, liger_rope),
+    "rope_": Prepared(liger_angles, liger_rope),  # it writes over what is in one piece
+    "qk_norm_rope": Prepared(
+        lambda q, k, q_weight, k_weight, cos, sin, positions, interleaved, eps: (
+            *liger_angles(q, k, cos, sin, positions, interleaved), q_weight, k_weight, eps,
+        ),
+        lambda q, k, cos, sin, q_weight, k_weight, eps: liger_rope(
+            liger_rms_norm(q, q_weight, eps), liger_rms_norm(k, k_weight, eps), cos, sin
+        ),
     ),
-}
+}  # fmt: skip
 
-# PyTorch's own way to write what has no single function with our options, so no backend: eager, as people write it.
-EAGER: dict[str, Callable] = {
-    "cross_entropy": lambda logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction: (
-        NotImplemented
-        if z_loss or softcap
-        else F.cross_entropy(
-            logits.flatten(0, -2),
-            labels.flatten(),
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-        )
-    ),
-    "linear_cross_entropy": lambda x, weight, labels, ignore_index, label_smoothing, z_loss, softcap, reduction: (
-        NotImplemented
-        if z_loss or softcap
-        else F.cross_entropy(
-            F.linear(x, weight).flatten(0, -2),
-            labels.flatten(),
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-        )
-    ),
-    "dropout": lambda x, p: F.dropout(x, p),
-    "embedding": lambda ids, weight: F.embedding(ids, weight),
-    "argmax": lambda logits: logits.argmax(-1),
-    "topk": lambda logits, k: torch.topk(logits, k),
-}
+LIBRARIES: dict[str, tuple[str, dict[str, "Callable | Prepared"]]] = {"liger": ("liger_kernel", LIGER)}
+MODES: dict[str, dict[str, Any]] = {"": {}, "-max": {"mode": "max-autotune-no-cudagraphs"}}  # of torch.compile
+COMPILED = [f"{name}{suffix}" for name in ("compile", "eager-compile") for suffix in MODES]
 
-LIBRARIES: dict[str, tuple[str, dict[str, Callable]]] = {"eager": ("torch", EAGER), "liger": ("liger_kernel", LIGER)}
+# Whose best time a ratio is taken against: of operators, of torch.optim's steps, and of whole training steps.
+OF_OPERATORS = ("aten", *COMPILED, "eager", *LIBRARIES)
+OF_OPTIMIZERS = ("fused", "foreach")
+OF_TRAINING = ("plain", "plain-compile", "transformers", "transformers-compile", "transformers-liger")
+PEERS = (*OF_OPERATORS, *OF_OPTIMIZERS, *OF_TRAINING)
 
-# Whose best time a ratio is taken against; the last two are torch.optim's ways to step.
-PEERS = ("aten", "compile", *LIBRARIES, "fused", "foreach")
+# Where a backend of ours runs another's kernel, there is nothing to win against it: (operator, backend, direction).
+BORROWED = {("attention", "gluon", "forward"): "cuDNN"}
+
+
+def is_peer(backend: str) -> bool:
+    return backend in PEERS
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another way to run an operator: `run` takes the operator's arguments by position, inside `scope()`."""
+    """Another way to run an operator: `run` takes what `setup` makes of the operator's arguments, inside `scope()`."""
 
     run: Callable
     scope: Callable[[], AbstractContextManager] = nullcontext
+    setup: Callable[..., tuple] = lambda *values: values  # by position; not timed
+
+
+def search_peers() -> None:
+    """Let libraries be found that are not installed but lie beside the checkout."""
+    if FOLDER.is_dir() and str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
 
 
 @functools.cache
 def importable(module: str) -> bool:
-    if FOLDER.is_dir() and str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))
+    search_peers()
     return importlib.util.find_spec(module) is not None
 
 
 def peers_of(described: Operator) -> dict[str, Peer]:
     """The peers of an operator beyond its registered backends, by name; what is compiled is so afresh each time."""
-    found = {"compile": compiled_definition(described)}
+    found = compiled("compile", described.definition)
+    if idiom := IDIOMS.get(described.name):
+        run = by_position(described, idiom)
+        found |= {"eager": Peer(run)} | compiled("eager-compile", run)
     for name, (module, functions) in LIBRARIES.items():
         if described.name in functions and importable(module):
-            found[name] = Peer(by_position(described, functions[described.name]))
+            function = functions[described.name]
+            if isinstance(function, Prepared):
+                found[name] = Peer(function.run, setup=by_position(described, function.setup))
+            else:
+                found[name] = Peer(by_position(described, function))
     return found
 
 
-def compiled_definition(described: Operator) -> Peer:
+def compiled(name: str, function: Callable) -> dict[str, Peer]:
+    """A function under torch.compile, as it is by default and with every configuration tried."""
     import torch._functorch.config as functorch
 
     # A donated buffer may be overwritten by the backward, which then could not be timed more than once.
     keeping_buffers = lambda: functorch.patch(donated_buffer=False)
-    return Peer(torch.compile(described.definition, dynamic=False), keeping_buffers)
+    return {
+        f"{name}{suffix}": Peer(torch.compile(function, dynamic=False, **options), keeping_buffers)
+        for suffix, options in MODES.items()
+    }
 
 
 def by_position(described: Operator, function: Callable) -> Callable:

@@ -4,11 +4,25 @@ Llama's shape, with Qwen3's norms of queries and keys where the configuration is
 rms_norm, scaled_dot_product_attention and cross_entropy.
 """
 
+import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
+
+HF_NAMES = {
+    "model.": "", "lm_head": "head", "embed_tokens": "embedding", "self_attn.": "attention.", "o_proj": "out", "mlp.": "",
+    "_proj": "", "input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm",
+}  # fmt: skip
+
+
+def plain_name(name: str) -> str:
+    """Hugging Face's name of a weight, in the words used here."""
+    return functools.reduce(lambda text, pair: text.replace(*pair), HF_NAMES.items(), name)
 
 
 class PlainAttention(nn.Module):
@@ -65,14 +79,25 @@ class PlainDecoder(nn.Module):
         self.head = nn.Linear(hidden, config["vocab_size"], bias=False)
         if config.get("tie_word_embeddings"):
             self.head.weight = self.embedding.weight
-        for param in self.parameters():
-            if param.ndim == 2:
-                nn.init.normal_(param, std=0.02)
-        dim = config.get("head_dim", hidden // config["num_attention_heads"])
-        self.frequencies = config.get("rope_theta", 10000.0) ** (-torch.arange(0, dim, 2) / dim)
+        self.dim = config.get("head_dim", hidden // config["num_attention_heads"])
+        self.theta = config.get("rope_theta", 10000.0)
+
+    @classmethod
+    def load(cls, folder: Path) -> "PlainDecoder":
+        """The model of a Hugging Face folder."""
+        config = json.loads((folder / "config.json").read_text())
+        if config["model_type"] not in ("llama", "qwen3"):
+            raise ValueError(f"there is no {config['model_type']} in plain PyTorch here")
+        model = cls(config)
+        tensors = {plain_name(name): t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+        if config.get("tie_word_embeddings"):
+            tensors["head.weight"] = tensors["embedding.weight"]
+        model.load_state_dict(tensors)
+        return model
 
     def forward(self, ids: Tensor) -> Tensor:
-        angles = torch.arange(ids.shape[1], device=ids.device)[:, None] * self.frequencies.to(ids.device)
+        frequencies = self.theta ** (-torch.arange(0, self.dim, 2, device=ids.device) / self.dim)
+        angles = torch.arange(ids.shape[1], device=ids.device)[:, None] * frequencies
         angles = torch.cat([angles, angles], -1)
         x = self.embedding(ids)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)

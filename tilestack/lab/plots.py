@@ -169,15 +169,16 @@ def bars(
 
 def peer_section(found: Sequence[Contest]) -> Section:
     title = "Against the fastest peer"
-    lede = "How many times faster our fastest backend is than the fastest peer timed beside it (PyTorch's own operators, torch.compile, Liger). Left of 1 we lose. Bars are means over the cases, points the cases."
-    ratios = [contest.ratio for contest in found if contest.ratio]
+    lede = "How many times faster our fastest backend is than the fastest peer timed beside it (PyTorch's own operators, torch.compile, Liger). Left of 1 we lose. Bars are means over the cases, points the cases; where our backend runs a peer's kernel, nothing is compared."
+    compared = [contest for contest in found if contest.ratio and not contest.borrowed]
+    ratios = [contest.ratio for contest in compared if contest.ratio]
     if not ratios:
         return Section(title, lede, empty("No peer was timed beside our kernels. Run", BENCH))
     reach = 1.08 * max(0.2, *(abs(math.log10(ratio)) for ratio in ratios))  # as far to the left of 1 as to the right
     ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10]
     axis = dict(type="log", range=[-reach, reach], tickvals=ticks, ticktext=[f"{tick:g}×" for tick in ticks])
     tone = lambda ratio: "muted" if round(ratio, 2) == 1 else "good" if ratio > 1 else "bad"  # as the label rounds
-    return Section(title, lede, bars(found, lambda contest: contest.ratio, 1.0, tone, times, axis, title))
+    return Section(title, lede, bars(compared, lambda contest: contest.ratio, 1.0, tone, times, axis, title))
 
 
 def roof_section(found: Sequence[Contest]) -> Section:

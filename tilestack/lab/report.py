@@ -1,12 +1,12 @@
 """The report: one html file that shows what was proved and what was measured, losses as large as wins."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tilestack.lab.measured import Contest, Result, contests, mean_ratio, microseconds, percent, times
+from tilestack.lab.measured import Contest, Result, contests, mean_ratio, microseconds, percent, score, times
 from tilestack.lab.page import Part, Section, cards, empty, table, text, write_page
 from tilestack.lab.plots import (
     BENCH,
@@ -18,6 +18,7 @@ from tilestack.lab.plots import (
     roofline_section,
     units_of,
 )
+from tilestack.lab.rows import FASTER, SLOWER
 
 VERIFY = "tilestack verify"
 FACTS = {
@@ -28,21 +29,21 @@ FACTS = {
 
 def write_report(
     path: Path | str, results: Sequence[Result], proofs: Sequence[dict[str, Any]], machine: dict[str, Any],
-    sections: Sequence[Section] = (),
+    sections: Sequence[Section] = (), kept_proofs: Mapping[str, Section] | None = None,
 ) -> Path:  # fmt: skip
     """Write the page on a machine. Proofs and further sections were made here, so they stand under its name; results
-    stand under the name of the machine that each file says it was measured on."""
+    stand under the name of the machine that each file says it was measured on, and so do proofs kept of one, by slug."""
     slugs = sorted({run.slug for run in results}, key=lambda slug: (slug == "cpu", slug))
     figures, here, elsewhere = proof_cards(proofs), [proof_section(proofs)], []
     for slug in slugs:
         runs = [run for run in results if run.slug == slug]
         newest = max(runs, key=lambda run: run.machine.get("date", ""))
-        found = contests(runs)
+        found, kept = contests(runs), (kept_proofs or {}).get(slug)
         if same_machine(newest.machine, machine):
             figures += glance(found)
-            here += measured_sections(found, newest)
+            here += [*filter(None, [kept]), *measured_sections(found, newest)]
         else:
-            elsewhere.append(measured_elsewhere(found, runs, newest))
+            elsewhere.append(measured_elsewhere(found, runs, newest, kept))
     mine = Part("This machine", f"What was proved, measured and made on {name_of(machine)}, where this page was written.", facts_of(machine), cards(figures), [*here, *sections])  # fmt: skip
     content: list[Section | Part] = [mine, *elsewhere]
     if not any(run.machine.get("gpu") for run in results):
@@ -81,10 +82,12 @@ def facts_of(machine: dict[str, Any], runs: Sequence[Result] = ()) -> list[tuple
     return [(label, stamp[key]) for key, label in FACTS.items() if stamp.get(key)]
 
 
-def measured_elsewhere(found: Sequence[Contest], runs: Sequence[Result], newest: Result) -> Part:
+def measured_elsewhere(
+    found: Sequence[Contest], runs: Sequence[Result], newest: Result, proved: Section | None
+) -> Part:
     """The results of another machine than the one the page is written on, under that machine's name and versions."""
     lede = "Measured there and saved with the code, not on the machine this page was written on."
-    return Part(f"On {name_of(newest.machine)}", lede, facts_of(newest.machine, runs), cards(glance(found)), measured_sections(found, newest))  # fmt: skip
+    return Part(f"On {name_of(newest.machine)}", lede, facts_of(newest.machine, runs), cards(glance(found)), [*filter(None, [proved]), *measured_sections(found, newest)])  # fmt: skip
 
 
 def proof_cards(proofs: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
@@ -98,12 +101,11 @@ def proof_cards(proofs: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
 def glance(found: Sequence[Contest]) -> list[tuple[str, str, str]]:
     """The few figures of a machine that come before everything else."""
     facts = []
-    if ratios := [contest.ratio for contest in found if contest.ratio is not None]:
-        lost = sum(ratio < 1 for ratio in ratios)
-        mean = mean_ratio(ratios)
+    if ratios := [contest.ratio for contest in found if contest.ratio is not None and not contest.borrowed]:
+        counted, mean = score(found), mean_ratio(ratios)
         facts.append((times(mean), "the fastest peer's speed, geometric mean", "good" if mean >= 1 else "bad"))
-        won = f"{len(ratios) - lost} of {len(ratios)}"
-        facts.append((won, f"cases won, {lost} lost", "bad" if 2 * lost > len(ratios) else ""))
+        others = f"cases won, {counted.lost} lost, {counted.equal} equal"
+        facts.append((f"{counted.won} of {counted.met}", others, "bad" if 2 * counted.lost > counted.met else ""))
     if roofs := [row["roof_fraction"] for contest in found if (row := contest.ours) and row.get("roof_fraction")]:
         facts.append((percent(median(roofs)), "of the machine's roof, median", ""))
     return facts
@@ -166,12 +168,15 @@ def table_section(found: Sequence[Contest], units: Units) -> Section:
             scaled = lambda value: digits(units.factor * value)
             against: Any = number("ratio_to_best_peer", times)
             if row is contest.ours and contest.ratio is not None:
-                against = (f'<b class="{"good" if contest.ratio >= 1 else "bad"}">{times(contest.ratio)}</b>', contest.ratio)  # fmt: skip
+                tone = {FASTER: "good", SLOWER: "bad"}.get(contest.verdict, "muted")
+                said = "" if contest.verdict in (FASTER, SLOWER) else f" {contest.verdict}"
+                against = (f'<b class="{tone}">{times(contest.ratio)}{said}</b>', contest.ratio)
+            old = f"older source, {contest.commit}" if row is contest.ours and contest.stale else ""
             rows.append([
                 text(contest.op), text(contest.case), text(contest.dtype), text(contest.direction), text(row["backend"]),
                 number("time_us", microseconds), number("spread", lambda value: f"{100 * value:.1f}%"), number("host_us", microseconds),
                 number("tb_per_s", scaled), number("tflops", scaled), number("roof_fraction", percent), against,
-                number("peak_mib", "{:,.0f}".format), f'<span class="muted">{text(row.get("note") or "")}</span>',
+                number("peak_mib", "{:,.0f}".format), f'<span class="muted">{text("; ".join(filter(None, (row.get("note"), old))))}</span>',
             ])  # fmt: skip
     header = [
         "operator", "case", "dtype", "direction", "backend", "time", "spread", "host", units.bandwidth, units.arithmetic,

@@ -23,24 +23,22 @@ def path_of(slug: str, name: str, folder: Path = FOLDER) -> Path:
 
 
 def load(path: Path) -> Results:
-    try:
-        found = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON ({error}); restore it or delete it") from error
+    found = read_json(path)
     if missing := {"machine", "roofs", "rows"} - set(found):
         raise ValueError(f"{path} is not a results file: it has no {', '.join(sorted(missing))}")
     return found
 
 
 def load_all(folder: Path = FOLDER) -> dict[Path, Results]:
-    """Every results file below a folder, by path."""
-    return {path: load(path) for path in sorted(folder.glob("*/*.json"))}
+    """Every results file below a folder, by path; what `verify` keeps beside them has no rows."""
+    return {path: load(path) for path in sorted(folder.glob("*/*.json")) if "rows" in read_json(path)}
 
 
-def latest(slug: str, folder: Path = FOLDER) -> Results | None:
-    """The results of a GPU whose run is the most recent, None when there are none."""
-    found = [load(path) for path in sorted((folder / slug).glob("*.json"))]
-    return max(found, key=lambda results: results["machine"]["date"], default=None)
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error}); restore it or delete it") from error
 
 
 def save(path: Path, results: Results) -> None:

@@ -5,23 +5,39 @@ A table stands between two markers and is rewritten in place by `make docs`:
     <!-- table: headline h200 -->                     one line per operator, its best case; of some with their names
     <!-- table: operator h200 softmax,rms_norm -->    every case of some operators, both directions
     <!-- table: training h200 -->                     whole training steps, ours and every peer's
+    <!-- table: roofs h200 -->                        what the machine can do at best
     <!-- table: memory h200 stride -->                one sweep of `tilestack bench memory`, a line per setting
+    <!-- table: parity h200 -->                       losses of training on kernels and on definitions
+    <!-- table: proofs h200 -->                       which backends are proved there, of the present source
     <!-- /table -->
 
-A loss is written like a win, in words. A table without results says "not measured yet".
+A loss is written like a win, in words, and what was measured on an older source has a dagger. A table without results
+says "not measured yet".
 """
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tilestack.lab import memory
-from tilestack.lab.measured import Contest, contests, method, microseconds, percent, rate, results_under, times
+from tilestack.lab import curves, memory, proved
+from tilestack.lab.bench_train import CANDIDATES
+from tilestack.lab.measured import (
+    Contest,
+    contests,
+    method,
+    microseconds,
+    percent,
+    rate,
+    results_under,
+    score,
+    times,
+)
+from tilestack.lab.results import read_json
+from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER
+from tilestack.lab.stale import TRAINING
 
-OPENING = re.compile(r"^<!-- table: (?P<name>[^\n]*?) -->$", re.MULTILINE)
-CLOSING = "<!-- /table -->"
-TRAINING = "train"  # what rows of `tilestack bench train` have for an operator
-FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+OLD = "†"
+OLDER = "measured on an older source than the present one, not to be trusted until measured again; at commit"
+VERSIONS = {"torch": "torch", "Triton": "triton", "cuDNN": "cudnn", "Liger": "liger", "transformers": "transformers"}
 
 
 class TableError(ValueError):
@@ -35,13 +51,33 @@ def markdown(header: list[str], rows: list[list[str]], left: int = 1) -> str:
 
 
 def against_peer(contest: Contest) -> str:
-    """The ratio and the peer's name; a loss says so."""
+    """The ratio and the peer's name, with a loss, a draw or a borrowed kernel said in words."""
     if contest.ratio is None or contest.peer is None:
         return "no peer" if contest.ours else "–"
-    peer = contest.peer["backend"]
-    if round(contest.ratio, 2) < 1:
-        return f"{times(contest.ratio)} (slower than {peer})"
-    return f"**{times(contest.ratio)}** {peer}" if round(contest.ratio, 2) > 1 else f"{times(contest.ratio)} {peer}"
+    shown, peer = times(contest.ratio), contest.peer["backend"]
+    return {
+        FASTER: f"**{shown}** {peer}",
+        SLOWER: f"{shown} (slower than {peer})",
+        EQUAL: f"{shown} (equal to {peer})",
+        SAME_KERNEL: f"{shown} {peer} (no win: this is {contest.borrowed}'s kernel)",
+    }[contest.verdict]
+
+
+def marked(name: str, chosen: Iterable[Contest]) -> str:
+    """A name, with a dagger where a figure beside it was measured on an older source."""
+    return f"{name} {OLD}" if any(contest.stale for contest in chosen) else name
+
+
+def older(chosen: Iterable[Contest], name: Callable[[Contest], str] = lambda contest: f"`{contest.op}`") -> str:
+    """The line that says what the daggers mean, and at which commit what they mark was measured."""
+    commits: dict[str, dict[str, None]] = {}
+    for contest in chosen:
+        if contest.stale:
+            commits.setdefault(contest.commit, {})[name(contest)] = None
+    if not commits:
+        return ""
+    at = "; ".join(f"{commit} {', '.join(names)}" for commit, names in commits.items())
+    return f"\n\n_{OLD} {OLDER} {at}._"
 
 
 def stamps(chosen: list[Contest]) -> str:
@@ -53,7 +89,7 @@ def stamps(chosen: list[Contest]) -> str:
         commits = dict.fromkeys(row.get("commit") or machine.get("commit") for row in rows)
         known = [
             machine.get("gpu") or machine.get("cpu") or run.slug,
-            *(f"{label} {machine[key]}" for label, key in (("torch", "torch"), ("Triton", "triton")) if machine.get(key)),
+            *(f"{label} {machine[key]}" for label, key in VERSIONS.items() if machine.get(key)),
             *(f"commit {commit}" for commit in commits if commit),
             str(machine.get("date", ""))[:10],
             method(rows),
@@ -74,14 +110,12 @@ def headline(found: list[Contest], names: str = "") -> str:
         best = max(first, key=lambda contest: contest.ours["roof_fraction"] or 0)  # type: ignore[index]
         row = best.ours
         assert row is not None
-        met = [contest.ratio for contest in ours if contest.ratio is not None]
-        won = f"{sum(ratio > 1 for ratio in met)} of {len(met)}" if met else "–"
-        rows.append([f"`{op}`", f"{best.case} {best.dtype} {best.direction}", microseconds(row["time_us"]), rate(best, row), percent(row["roof_fraction"]), against_peer(best), microseconds(row["host_us"]), won])  # fmt: skip
+        rows.append([marked(f"`{op}`", ours), f"{best.case} {best.dtype} {best.direction}", microseconds(row["time_us"]), rate(best, row), percent(row["roof_fraction"]), against_peer(best), microseconds(row["host_us"]), str(score(ours))])  # fmt: skip
         used += ours
     if not rows:
         return ""
     header = ["operator", "best case", "time", "rate", "of the roof", "against the best peer", "host", "cases won"]
-    return markdown(header, rows, left=2) + "\n\n" + stamps(used)
+    return markdown(header, rows, left=2) + "\n\n" + stamps(used) + older(used)
 
 
 def operator(found: list[Contest], names: str) -> str:
@@ -91,26 +125,50 @@ def operator(found: list[Contest], names: str) -> str:
     for contest in sorted((c for c in found if c.op in wanted), key=lambda c: wanted.index(c.op)):
         if (row := contest.ours) is None:
             continue
-        rows.append([f"`{contest.op}`", contest.case, contest.dtype, contest.direction, microseconds(row["time_us"]), rate(contest, row), percent(row["roof_fraction"]), against_peer(contest), microseconds(row["host_us"])])  # fmt: skip
+        rows.append([marked(f"`{contest.op}`", [contest]), contest.case, contest.dtype, contest.direction, microseconds(row["time_us"]), rate(contest, row), percent(row["roof_fraction"]), against_peer(contest), microseconds(row["host_us"])])  # fmt: skip
         used.append(contest)
     if not rows:
         return ""
     header = ["operator", "case", "dtype", "direction", "time", "rate", "of the roof", "against the best peer", "host"]
-    return markdown(header, rows, left=4) + "\n\n" + stamps(used)
+    return markdown(header, rows, left=4) + "\n\n" + stamps(used) + older(used)
 
 
 def training(found: list[Contest]) -> str:
-    """Whole training steps: a line per candidate, fastest first."""
+    """Whole training steps: a line per candidate, fastest first, then those that failed and those that were not tried."""
     rows, used = [], [contest for contest in found if contest.op == TRAINING]
     for contest in used:
-        for row in sorted(contest.timed, key=lambda row: row["time_us"]):
+        case = marked(contest.case, [contest])
+        for row in contest.timed:
             name = f"**{row['backend']}**" if row is contest.ours else row["backend"]
             ratio = "–" if row["ratio_to_best_peer"] is None else times(row["ratio_to_best_peer"])
-            rows.append([contest.case, name, f"{row['tokens_per_s']:,.0f}", f"{row['time_us'] / 1e3:.1f} ms", f"{row['peak_mib'] / 1024:.1f} GiB", ratio])  # fmt: skip
+            ratio += " (equal)" if row is contest.ours and contest.verdict == EQUAL else ""
+            losses = [row.get(key) for key in ("first_loss", "last_loss")]
+            loss = " → ".join(f"{value:.3f}" for value in losses) if None not in losses else "not recorded"
+            rows.append([case, name, f"{row['tokens_per_s']:,.0f}", f"{row['time_us'] / 1e3:.1f} ms", f"{row['peak_mib'] / 1024:.1f} GiB", loss, ratio])  # fmt: skip
+        failed = [row for row in contest.rows if not row["time_us"]]
+        rows += [[case, row["backend"], row["note"].replace("|", "/"), "–", "–", "–", "–"] for row in failed]
+        tried = {row["backend"] for row in contest.rows} | {
+            name for row in contest.rows for name in row.get("tried", ())
+        }
+        if untried := [name for name in CANDIDATES if name not in tried]:
+            rows.append([case, f"not tried: {', '.join(untried)}", "–", "–", "–", "–", "–"])
     if not rows:
         return ""
-    header = ["model, micro-batch", "trained by", "tokens/s", "step", "peak memory", "against the best peer"]
-    return markdown(header, rows, left=2) + "\n\n" + stamps(used)
+    header = ["model, micro-batch", "trained by", "tokens/s", "step", "peak memory", "loss, first to last step", "against the best peer"]  # fmt: skip
+    return markdown(header, rows, left=2) + "\n\n" + stamps(used) + older(used, lambda contest: contest.case)
+
+
+def roofs(found: list[Contest]) -> str:
+    """What the machine can do at best, as its last run measured it."""
+    if not found:
+        return ""
+    run = max((contest.run for contest in found), key=lambda run: run.machine.get("date", ""))
+    rows = [["copy, read and written", f"{run.bandwidth:.2f} TB/s"]] if run.bandwidth else []
+    rows += [[f"matrix product in {dtype}", f"{value:.0f} TFLOP/s"] for dtype, value in run.rates.items()]
+    if floor := run.roofs.get("host_floor_us"):
+        rows.append(["host time of a trivial PyTorch call", microseconds(floor)])
+    known = [run.machine.get(key) for key in ("gpu", "commit", "date")]
+    return markdown(["roof", "measured"], rows) + f"\n\n_Measured on {', '.join(str(fact) for fact in known if fact)}._"
 
 
 def sweep(folder: Path, slug: str, name: str) -> str:
@@ -133,12 +191,52 @@ def sweep(folder: Path, slug: str, name: str) -> str:
     how = method([{"how": point.how} for point in points])
     header = [memory.named(name).axis, *backends, f"{backends[0]}, of the roof"]
     stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, {versions}, {machine['date'][:10]}, {how}._"
-    return markdown(header, rows, left=0) + "\n\n" + stamp
+    old = "" if memory.is_current(run) else f"\n\n_{OLD} {OLDER} {machine['commit']}._"
+    return markdown(header, rows, left=0) + "\n\n" + stamp + old
 
 
-TABLES: dict[str, Callable[..., str]] = {"headline": headline, "operator": operator, "training": training}
-WORDS = {"headline": (1, 2), "operator": (2,), "training": (1,)}  # how many follow the name
-USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `training GPU` and `memory GPU SWEEP`"
+def parity(folder: Path, slug: str) -> str:
+    """How far the losses of a training run part from those on the definitions, by what was swapped."""
+    path = curves.path_of(folder, slug)
+    if not path.exists():
+        return f"_not measured yet: `tilestack parity --save` on a machine with the GPU `{slug}` fills this table._"
+    kept = read_json(path)
+    rows = [
+        [run["name"], f"{run['reference'][0]:.2f} → {run['reference'][-1]:.2f}", f"{curves.largest_difference(run):.4f}", percent(run["worst"])]
+        for run in kept["runs"]
+    ]  # fmt: skip
+    machine = kept["machine"]
+    commits = dict.fromkeys(run.get("commit", machine["commit"]) for run in kept["runs"])
+    header = ["swapped", "loss on the definitions", "largest difference", "of what is allowed"]
+    return (
+        markdown(header, rows)
+        + f"\n\n_{kept['model']}; {machine['gpu']}, commit {', '.join(commits)}, {machine['date'][:10]}._"
+    )
+
+
+def proofs(folder: Path, slug: str) -> str:
+    """A line per backend of ours: what is proved of it on a GPU, and whether of the present source."""
+    lines = proved.lines(folder, slug)
+    if not any(line.claims for line in lines):
+        return f"_no proofs were kept yet: `{proved.VERIFY}` on a machine with the GPU `{slug}` fills this table._"
+    listed = lambda words: ", ".join(words) or "–"
+    rows = [
+        [f"`{line.op}`", line.backend, line.status, listed(line.dtypes), listed(line.directions), f"{line.claims:,}", percent(line.worst)]
+        for line in lines
+    ]  # fmt: skip
+    header = ["operator", "backend", f"proved on the {slug.upper()}", "dtypes", "directions", "claims", "largest error, of what is allowed"]  # fmt: skip
+    return markdown(header, rows, left=5)
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    "headline": headline,
+    "operator": operator,
+    "training": training,
+    "roofs": roofs,
+}
+FOLDERS: dict[str, Callable[[Path, str], str]] = {"parity": parity, "proofs": proofs}  # from files of their own
+WORDS = {"headline": (1, 2), "operator": (2,), "training": (1,), "roofs": (1,)}  # how many follow the name
+USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `training GPU`, `roofs GPU`, `parity GPU`, `proofs GPU` and `memory GPU SWEEP`"
 
 
 def table(name: str, root: Path, where: str = "") -> str:
@@ -151,6 +249,8 @@ def table(name: str, root: Path, where: str = "") -> str:
             written
             or f"_not measured yet: `{memory.COMMAND}` on a machine with the GPU `{words[0]}` fills this table._"
         )
+    if kind in FOLDERS and len(words) == 1:
+        return FOLDERS[kind](root / "results", words[0])
     if kind not in TABLES or len(words) not in WORDS[kind]:
         raise TableError(f"{place}no table is named {name!r}; there are {USES}")
     slug, *names = words
@@ -158,46 +258,3 @@ def table(name: str, root: Path, where: str = "") -> str:
     written = TABLES[kind](contests(runs), *names)
     command = f"tilestack bench {'train ' if kind == 'training' else ''}--save"
     return written or f"_not measured yet: `{command}` on a machine with the GPU `{slug}` fills this table._"
-
-
-def rewritten(text: str, root: Path, where: str) -> str:
-    """A page with each of its tables generated anew; markers shown inside code fences are left alone."""
-    fences = [match.span() for match in FENCE.finditer(text)]
-    pieces, at = [], 0
-    for opening in OPENING.finditer(text):
-        if any(start <= opening.start() < end for start, end in fences):
-            continue
-        end = text.find(CLOSING, opening.end())
-        following = OPENING.search(text, opening.end())
-        if end < 0 or (following and following.start() < end):
-            raise TableError(f"{where}: the table {opening['name']!r} is not closed by {CLOSING}")
-        pieces += [text[at : opening.end()], "\n", table(opening["name"], root, where), "\n"]
-        at = end
-    return "".join(pieces) + text[at:]
-
-
-def pages(root: Path) -> list[Path]:
-    return [
-        path for path in (*sorted(root.glob("README*.md")), *sorted((root / "docs").rglob("*.md"))) if path.exists()
-    ]
-
-
-def outdated(root: Path) -> dict[Path, str]:
-    """The pages whose tables are not what the results say, with the text they should have."""
-    fresh = {
-        path: rewritten(path.read_text(encoding="utf-8"), root, str(path.relative_to(root))) for path in pages(root)
-    }
-    return {path: text for path, text in fresh.items() if text != path.read_text(encoding="utf-8")}
-
-
-def stale_tables(root: Path) -> list[Path]:
-    """The pages that `update_tables` would change."""
-    return list(outdated(root))
-
-
-def update_tables(root: Path) -> list[Path]:
-    """Rewrite every generated table of README and docs; returns the files that changed."""
-    changed = outdated(root)
-    for path, text in changed.items():
-        path.write_text(text, encoding="utf-8")
-    return list(changed)

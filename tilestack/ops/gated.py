@@ -124,7 +124,7 @@ def halves_meet_weight(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool |
         lambda make, *shape: gated_linear_case(make, *shape[-3:]) | dict(x=make.normal(*shape[:-2], 2 * shape[-1])),
         check=[(2, 3, 10, 16)],
     ),
-    cost=lambda x, weight: Cost(flops=x.numel() * weight.shape[0]),
+    cost=lambda x, weight: Cost(flops=x.numel() * weight.shape[0], backward_read=[x, weight]),
     check=halves_meet_weight,
 )
 def swiglu_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -61,7 +61,7 @@ BENCHES = [(32, 64, 256, 64, 64), (32, 32, 512, 64, 64), (32, 16, 320, 128, 128)
         *cases(unbiased_case, check=[(2, 2, 6, 34)]),
         *cases(plain_case, check=[(2, 2, 6, 33)]),
     ],
-    cost=lambda x: Cost(flops=7 * x.numel(), backward_flops=12 * x.numel()),
+    cost=lambda x, weight: Cost(flops=7 * x.numel(), backward_flops=12 * x.numel(), backward_read=[x, weight]),
     check=lambda x, groups, weight, bias: first_objection(like_weight(weight, bias), fits_channels(x, groups, weight)),
 )
 def group_norm(

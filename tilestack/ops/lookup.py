@@ -16,6 +16,20 @@ def rows_or_nan(table: Tensor, ids: Tensor) -> Tensor:
     return torch.where(known[..., None], table[torch.where(known, ids, 0)], torch.nan)
 
 
+def rows_named(table: Tensor, ids: Tensor | None, count: int = 0) -> Tensor:
+    """The rows of a table that a look-up must read, each once: those ids name, or the first `count` without ids.
+
+    Ids that have no values, on the meta device, may name as many rows as there are of either.
+    """
+    if ids is None:
+        rows = min(count, table.shape[0])
+    elif ids.is_meta:
+        rows = min(ids.numel(), table.shape[0])
+    else:
+        rows = ids[(ids >= 0) & (ids < table.shape[0])].unique().numel()
+    return table.new_empty(rows, *table.shape[1:], device="meta")
+
+
 def embedding_takes(ids: Tensor, weight: Tensor, padding_idx: int | None) -> bool | str:
     if ids.dtype not in (torch.int32, torch.int64):
         return f"ids must be int32 or int64, not {ids.dtype}"
@@ -42,8 +56,7 @@ def awkward_case(make, *size):
 
 
 def looked_up(ids: Tensor, weight: Tensor) -> Cost:
-    rows = torch.empty(*ids.shape, weight.shape[1], dtype=weight.dtype, device="meta")
-    return Cost(read=[ids, rows], write=[rows], backward_flops=rows.numel())
+    return Cost(read=[ids, rows_named(weight, ids)], backward_read=[ids], backward_flops=ids.numel() * weight.shape[1])
 
 
 @operator(

@@ -74,10 +74,12 @@ def at_or_below_diagonal(x: Tensor) -> Tensor:
     return torch.ones(rows, columns, dtype=torch.bool, device=x.device).tril(columns - rows)
 
 
-def seen_elements(x: Tensor) -> int:
+def causal_cost(x: Tensor) -> Cost:
+    """What is above the diagonal is never read, neither of the scores nor of what arrives, but written as zeros."""
     rows, columns = x.shape[-2:]
-    seen = sum(max(0, i + 1 + columns - rows) for i in range(rows))
-    return seen * x.shape[:-2].numel()
+    count = sum(max(0, i + 1 + columns - rows) for i in range(rows)) * x.shape[:-2].numel()
+    seen = torch.empty(count, dtype=x.dtype, device="meta")
+    return Cost(flops=6 * count, backward_flops=5 * count, read=[seen], backward_read=[seen], arriving=[seen])
 
 
 def causal_softmax_gradient(grad: Tensor, out: Tensor, scale: float) -> Tensor:
@@ -101,11 +103,7 @@ def causal_case(make, *size):
         ],
         bench=[(*shape, 0.125) for shape in SCORES],
     ),
-    cost=lambda x: Cost(
-        flops=6 * seen_elements(x),
-        backward_flops=5 * seen_elements(x),
-        read=[torch.empty(seen_elements(x), dtype=x.dtype, device="meta")],
-    ),
+    cost=causal_cost,
     check=lambda x: x.ndim >= 2 or f"x must be matrices of scores, [..., rows, columns], not of shape {tuple(x.shape)}",
     gradient=causal_softmax_gradient,
 )  # fmt: skip

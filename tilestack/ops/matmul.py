@@ -32,7 +32,7 @@ def shapes_agree(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool | str:
 
 
 def multiply_adds(x: Tensor, weight: Tensor) -> Cost:
-    return Cost(flops=2 * x.numel() * weight.shape[0])
+    return Cost(flops=2 * x.numel() * weight.shape[0], backward_read=[x, weight])
 
 
 @operator(

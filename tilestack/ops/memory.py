@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilestack.contract.cases import cases
 from tilestack.contract.operator import Cost, operator
+from tilestack.ops.lookup import rows_named
 from tilestack.ops.numerics import named_rows_exist, wide
 
 ANY: dict[str, tuple] = dict(x=())  # what is moved is not looked at
@@ -145,8 +146,8 @@ def takes_index(x: Tensor, index: Tensor) -> bool | str:
 
 
 def gathered(x: Tensor, index: Tensor) -> Cost:
-    rows = torch.empty((index.shape[0], *x.shape[1:]), dtype=x.dtype, device="meta")
-    return Cost(read=[rows, index], backward_flops=rows.numel(), backward_read=[index])
+    added = index.shape[0] * x.shape[1:].numel()
+    return Cost(read=[rows_named(x, index), index], backward_flops=added, backward_read=[index])
 
 
 def gather_rows_gradient(grad: Tensor, x: Tensor, index: Tensor) -> tuple[Tensor, None]:
@@ -200,6 +201,11 @@ def scatters(x: Tensor, index: Tensor, rows: int) -> bool | str:
     return index.shape[0] == x.shape[0] or f"index must name a row for each of the {x.shape[0]} of x, not {len(index)}"
 
 
+def put_back(x: Tensor, index: Tensor, rows: int) -> Cost:
+    into = x.new_empty(rows, *x.shape[1:], device="meta")
+    return Cost(flops=x.numel(), backward_flops=0, arriving=[rows_named(into, index)])
+
+
 def scatter_rows_gradient(grad: Tensor, index: Tensor) -> tuple[Tensor, None]:
     return grad.index_select(0, index), None
 
@@ -207,7 +213,7 @@ def scatter_rows_gradient(grad: Tensor, index: Tensor) -> tuple[Tensor, None]:
 @operator(
     cases=cases(spread_out, check=[(5, 33, 9), (20, 3, 4, 40)], bench=[(65536, 4096, 65536)])
     + cases(scattered, check=[(1, 1, 1), (60, 17, 3), (300, 9), (0, 4, 3), (4, 0, 3)], bench=[(65536, 1024, 512)]),
-    cost=lambda x: Cost(flops=x.numel(), backward_flops=0),
+    cost=put_back,
     check=scatters,
     check_values=lambda index, rows: named_rows_exist("index", index, rows),
     gradient=scatter_rows_gradient,

@@ -92,7 +92,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 
 @operator(
     cases=row_cases(layer_case, CENTRED_CHECKS) + cases(rms_case, check=[(3, 65)]),
-    cost=lambda x: Cost(flops=7 * x.numel(), backward_flops=12 * x.numel()),
+    cost=lambda x, weight: Cost(flops=7 * x.numel(), backward_flops=12 * x.numel(), backward_read=[x, weight]),
     check=lambda x, weight, bias: first_objection(like_weight(weight, bias), fits_rows(x, weight)),
 )
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -138,7 +138,7 @@ def add_layer_norm_gradient(grad_out, grad_residual_out, weight, eps, residual_o
 
 @operator(
     cases=row_cases(with_residual(rms_case)),
-    cost=lambda x: Cost(flops=5 * x.numel(), backward_flops=10 * x.numel()),
+    cost=lambda x, weight: Cost(flops=5 * x.numel(), backward_flops=10 * x.numel(), backward_write=[x, weight]),
     check=lambda x, residual, weight: first_objection(like_x(x, residual), fits_rows(x, weight)),
     gradient=add_rms_norm_gradient,
     outputs=("out", "residual_out"),
@@ -151,7 +151,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps:
 
 @operator(
     cases=row_cases(with_residual(layer_case), CENTRED_CHECKS) + cases(with_residual(rms_case), check=[(3, 65)]),
-    cost=lambda x: Cost(flops=8 * x.numel(), backward_flops=13 * x.numel()),
+    cost=lambda x, weight, bias: Cost(
+        flops=8 * x.numel(), backward_flops=13 * x.numel(), backward_write=[x, weight, bias]
+    ),
     check=lambda x, residual, weight, bias: first_objection(
         like_x(x, residual), like_weight(weight, bias), fits_rows(x, weight)
     ),

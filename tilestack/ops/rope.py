@@ -5,6 +5,7 @@ the frequencies, `tables` the cosines and sines of every position that the opera
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from tilestack.contract.cases import cases
 from tilestack.contract.operator import Cost, operator
-from tilestack.ops.lookup import rows_or_nan
+from tilestack.ops.lookup import rows_named, rows_or_nan
 from tilestack.ops.numerics import wide
 
 
@@ -182,6 +183,23 @@ def norm_rope_case(make, *size):
     )
 
 
+def rope_cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Cost:
+    angles = [rows_named(table, positions, q.shape[1]) for table in (cos, sin)]
+    flops = 3 * (q.numel() + k.numel())
+    return Cost(
+        flops, flops, read=[q, k, positions, *angles], backward_read=[positions, *angles], backward_write=[q, k]
+    )
+
+
+def norm_rope_cost(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None
+) -> Cost:
+    angles = [rows_named(table, positions, q.shape[1]) for table in (cos, sin)]
+    elements, differentiated = q.numel() + k.numel(), [q, k, q_weight, k_weight]
+    read = [*differentiated, positions, *angles]
+    return Cost(7 * elements, 12 * elements, read=read, backward_read=read, backward_write=differentiated)
+
+
 def rope_gradient(
     grad_turned_q: Tensor, grad_turned_k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
 ) -> tuple[Tensor | None, ...]:
@@ -197,7 +215,7 @@ def rope_gradient(
 
 @operator(
     cases=cases(rope_case, check=CHECKS, bench=BENCHES),
-    cost=lambda q, k: Cost(flops=3 * (q.numel() + k.numel()), backward_flops=3 * (q.numel() + k.numel())),
+    cost=rope_cost,
     check=rope_takes,
     gradient=rope_gradient,
     outputs=("turned_q", "turned_k"),
@@ -233,7 +251,7 @@ def qk_norm_rope_gradient(
 
 @operator(
     cases=cases(rope_case, check=CHECKS, bench=BENCHES),
-    cost=lambda q, k, cos, sin: Cost(flops=3 * (q.numel() + k.numel()), read=[q, k, cos, sin], write=[q, k]),
+    cost=lambda q, k, cos, sin, positions: replace(rope_cost(q, k, cos, sin, positions), write=[q, k]),
     check=rope_takes,
     mutates=("q", "k"),
 )
@@ -248,7 +266,7 @@ def rope_(
 
 @operator(
     cases=cases(norm_rope_case, check=CHECKS, bench=BENCHES[:2]),
-    cost=lambda q, k: Cost(flops=7 * (q.numel() + k.numel()), backward_flops=12 * (q.numel() + k.numel())),
+    cost=norm_rope_cost,
     check=norm_rope_takes,
     gradient=qk_norm_rope_gradient,
     outputs=("turned_q", "turned_k"),

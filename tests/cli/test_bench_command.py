@@ -1,0 +1,70 @@
+"""`tilestack bench`: every part of `all`, only what is stale, and no more than the budget."""
+
+import pytest
+
+from tilestack.cli import main
+from tilestack.lab import bench, bench_host, bench_optim, bench_train, memory, results
+from tilestack.lab.rows import Row
+from tilestack.lab.stale import present_source
+
+HOST_ROWS = [dict(op="relu", direction="no_grad", backend="triton", host_us=9.0, floor_us=7.0)]
+
+
+@pytest.fixture
+def parts(monkeypatch, tmp_path, outside):
+    """What each part was asked to do, instead of doing it; results go to a folder of the test's own."""
+    asked = []
+    monkeypatch.chdir(tmp_path)
+
+    def kernels(operators, *_, **__):
+        asked.append(("kernels", len(operators) > 1))
+        return []
+
+    monkeypatch.setattr(bench, "bench", kernels)
+    monkeypatch.setattr(memory, "bench_memory", lambda *_: asked.append(("memory", True)) or {"rows": [], "machine": {"gpu": "", "cpu": "", "date": ""}, "roofs": {}})  # fmt: skip
+
+    monkeypatch.setattr(bench_host, "bench_host", lambda device: asked.append(("host", device)) or HOST_ROWS)
+
+    def optimizers(kept, **_):
+        asked.append(("optim", len(kept)))
+        yield []
+
+    monkeypatch.setattr(bench_optim, "bench_optim", optimizers)
+    monkeypatch.setattr(bench_train, "bench_train", lambda work, *_: asked.append(("train", work.case)) or [])
+    return asked
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments, "--device", "cpu"])
+    return ended.value.code
+
+
+def test_all_is_every_part(parts):
+    assert run("all") == 0
+    assert parts == [("kernels", True), ("memory", True), ("host", "cpu"), ("optim", 0), ("train", "python, 4x256")]
+
+
+@pytest.mark.parametrize("option", ["--backend=triton", "--dtype=float16", "--json=rows.json"])
+def test_what_parts_would_read_differently_is_refused(parts, option, capsys):
+    assert run("all", option) == 1
+    assert "they mean other things to its parts" in capsys.readouterr().err
+    assert parts == []
+
+
+def test_what_is_of_the_present_source_is_not_done_again(parts):
+    row = lambda op, case, backend: Row(op, case, "float32", "step", backend, 1.0, source=present_source(op, backend))
+    stamp = {"slug": "cpu", "commit": "abc1234", "date": "2031"}
+    for name, kept in (
+        ("optimizers", row("adamw", "tiny", "torch")),
+        ("train", row("train", "python, 4x256", "tilestack")),
+    ):
+        results.merge(results.path_of("cpu", name), stamp, {}, [kept.as_dict()])
+    assert run("all", "--stale") == 0
+    assert parts == [("kernels", True), ("memory", True), ("host", "cpu"), ("optim", 1)]
+
+
+def test_a_spent_budget_begins_nothing_more(parts, monkeypatch):
+    monkeypatch.setattr("tilestack.cli.bench.Asked.seconds_left", lambda self: -1.0)
+    assert run("all", "--budget", "1") == 0
+    assert parts == [("kernels", True)]  # which looks at the budget itself

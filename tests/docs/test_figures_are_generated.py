@@ -1,0 +1,40 @@
+"""No speed is typed by hand: outside generated tables and code, the documentation has no figure with a unit of speed."""
+
+import re
+
+import pytest
+from run_page import REPOSITORY
+
+GENERATED = re.compile(r"<!-- table: .*?<!-- /table -->", re.DOTALL)
+CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+UNITS = (
+    "[TGM]B/s|[TGM]FLOP/s|(?:tokens|steps|samples|requests)(?:/s| a second| per second)|[µnm]s\\b|(?:micro|milli|nano)seconds?"
+    "|× (?:faster|slower|as fast)|times (?:faster|slower|as (?:fast|long))|(?:%|percent) (?:faster|slower|of the roof)"
+    "|微秒|毫秒|倍(?:速|快|慢)|TB 每秒"
+)
+SPEED = re.compile(rf"\d[\d.,]*\s*(?:{UNITS})")
+PAGES = sorted([*REPOSITORY.glob("README*.md"), *(REPOSITORY / "docs").rglob("*.md")])
+
+
+def typed_figures(page: str) -> list[str]:
+    return SPEED.findall(CODE.sub("", GENERATED.sub("", page)))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_no_speed_is_typed_by_hand(path):
+    assert typed_figures(path.read_text(encoding="utf-8")) == [], "measure it with `make bench` and let a table show it"
+
+
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        ("It ran at 92,433 tokens/s.", ["92,433 tokens/s"]),
+        ("took 627 µs, 1.4 times as long, 12% faster", ["627 µs", "1.4 times as long", "12% faster"]),
+        ("快 2 倍快", ["2 倍快"]),
+        ("3.5 TB/s\n<!-- table: headline h200 -->\n| 9 µs |\n<!-- /table -->\n4 GB/s", ["3.5 TB/s", "4 GB/s"]),
+        ("134 / B microseconds at B terabytes per second; heads of 128; `2 µs`", []),
+        ("```python\nfloor(4e9)  # 4 GB at 4 TB/s\n```", []),
+    ],
+)
+def test_the_search_finds_speeds_and_nothing_else(page, found):
+    assert typed_figures(page) == found

@@ -1,0 +1,30 @@
+"""Loss curves on disk, and the table that shows them."""
+
+from tilestack.lab import curves
+from tilestack.lab.tables import table
+
+MACHINE = {"slug": "imaginary", "gpu": "Imaginary GPU 9000", "commit": "abc1234", "date": "2031-05-06T07:08:09Z"}
+
+
+def run(name, candidate, worst=0.25):
+    return dict(name=name, reference=[9.0, 7.5], candidate=candidate, bound=[1.0, 1.0], broken_at=None, worst=worst)
+
+
+def test_a_run_replaces_the_one_of_its_name_and_the_table_shows_both(tmp_path):
+    folder = tmp_path / "results"
+    for found in (
+        run("every operator", [9.0, 9.0]),
+        run("softmax", [9.0, 7.25]),
+        run("every operator", [9.125, 7.5], 0.5),
+    ):
+        curves.merge(folder, MACHINE, "tiny, 2 steps", found)
+    written = table("parity imaginary", tmp_path).splitlines()
+    assert written[2:4] == [
+        "| every operator | 9.00 → 7.50 | 0.1250 | 50% |",
+        "| softmax | 9.00 → 7.50 | 0.2500 | 25% |",
+    ]
+    assert written[-1] == "_tiny, 2 steps; Imaginary GPU 9000, commit abc1234, 2031-05-06._"
+
+
+def test_without_curves_it_says_what_to_run(tmp_path):
+    assert "`tilestack parity --save`" in table("parity imaginary", tmp_path)

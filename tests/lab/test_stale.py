@@ -1,0 +1,49 @@
+"""A row is of the present source, or is shown as older."""
+
+import pytest
+
+from tilestack.lab import source, stale
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    yield
+    for cached in (stale.present_source, stale.hash_of_parts):
+        cached.cache_clear()
+
+
+def test_a_row_is_current_while_its_hash_is_that_of_the_source():
+    row = dict(op="softmax", backend="triton", source=stale.present_source("softmax", "triton"))
+    assert stale.is_current(row)
+    assert not stale.is_current(row | {"source": "0" * 16})
+    assert not stale.is_current(dict(op="softmax", backend="triton")), "measured before rows had a hash"
+    assert not stale.is_current(row | {"op": "no_such_operator"})
+    assert not stale.is_current(row | {"backend": "removed", "source": ""})
+
+
+def test_peers_have_no_source_of_ours():
+    assert stale.present_source("softmax", "aten") == stale.present_source("adamw", "fused") == ""
+
+
+@pytest.mark.parametrize(
+    ("op", "changes_with", "is_left_by"),
+    [("adamw", "optim/adam.py", "kernels/softmax/rows.py"), ("train", "models/decoder.py", "models/gguf.py")],
+)
+def test_optimizers_and_training_steps_follow_the_files_they_run(monkeypatch, op, changes_with, is_left_by):
+    before = stale.present_source(op, "triton")
+    for changed, same in ((is_left_by, True), (changes_with, False)):
+        assert (stale.PACKAGE / changed).exists()
+        monkeypatch.setattr(
+            stale, "code_of", lambda path: "x = 1" if path == stale.PACKAGE / changed else source.code_of(path)
+        )
+        _clear()
+        assert (stale.present_source(op, "triton") == before) is same
+
+
+def _clear():
+    stale.present_source.cache_clear()
+    stale.hash_of_parts.cache_clear()
+
+
+def test_every_part_named_is_there():
+    assert all((stale.PACKAGE / part).exists() for part in (*stale.OF_A_TRAINING_STEP, *stale.OF_AN_OPTIMIZER))

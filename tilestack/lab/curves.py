@@ -1,0 +1,28 @@
+"""Loss curves of `tilestack parity` on disk: `results/<gpu>/parity/curves.json` = {"machine", "model", "runs": […]}.
+
+A run is what was swapped and the loss of every step on the definitions and on the backend; one of the same name replaces it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from tilestack.lab import results
+
+
+def path_of(folder: Path, slug: str) -> Path:
+    """A level below the benchmark's files: a curve is no contest."""
+    return folder / slug / "parity" / "curves.json"
+
+
+def merge(folder: Path, machine: dict[str, Any], model: str, run: dict[str, Any]) -> Path:
+    """Keep a run, in the place of an earlier one of its name."""
+    path = path_of(folder, machine["slug"])
+    before = results.read_json(path)["runs"] if path.exists() else []
+    stamped = run | {"commit": machine["commit"]}
+    runs = {kept["name"]: kept for kept in before} | {run["name"]: stamped}
+    results.save(path, {"machine": machine, "model": model, "runs": list(runs.values())})
+    return path
+
+
+def largest_difference(run: dict[str, Any]) -> float:
+    return max(abs(ours - defined) for ours, defined in zip(run["candidate"], run["reference"], strict=True))

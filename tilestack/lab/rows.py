@@ -1,0 +1,75 @@
+"""A row of results, one candidate on one case, and how it stands against the fastest peer.
+
+A ratio is the fastest peer's time over the row's own, so above 1 is a win; a peer is held against the fastest of the
+*other* peers, and has 1.0 when it is alone. A difference within the spread of either time, or one that two decimals do
+not show, is no difference: the two are equal. Kernels, optimizers and training steps all take their ratios from here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from tilestack.lab.peers import BORROWED, is_peer
+
+FASTER, SLOWER, EQUAL, SAME_KERNEL = "faster", "slower", "equal", "same kernel"
+
+Stored = dict[str, Any]  # a row as it is kept on disk
+
+
+@dataclass
+class Row:
+    op: str
+    case: str
+    dtype: str
+    direction: str
+    backend: str
+    time_us: float | None = None
+    spread: float | None = None
+    host_us: float | None = None
+    tb_per_s: float | None = None
+    tflops: float | None = None
+    roof_fraction: float | None = None
+    ratio_to_best_peer: float | None = None
+    verdict: str = ""  # against that peer: faster, slower, equal or same kernel
+    peak_mib: float | None = None
+    how: str = ""
+    note: str = ""
+    source: str = ""  # hash of the source that was measured, where that is ours
+
+    def as_dict(self) -> Stored:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Stored) -> "Row":
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
+
+
+def set_ratios(rows: Sequence[Row]) -> None:
+    """Fill in each row's ratio and verdict among the rows of one comparison."""
+    for row in rows:
+        if row.time_us is None:
+            continue
+        others = [peer for peer in rows if is_peer(peer.backend) and peer is not row and peer.time_us is not None]
+        best = min(others, key=lambda peer: peer.time_us or 0.0, default=None)
+        row.ratio_to_best_peer = (
+            times_faster(row.time_us, best.time_us) if best else 1.0 if is_peer(row.backend) else None
+        )
+        row.verdict = verdict(row.as_dict(), best.as_dict()) if best else ""
+
+
+def times_faster(time_us: float, peer_us: float | None) -> float | None:
+    """How many times faster than a peer; even where neither runs anything, and None where only the peer runs something."""
+    if not time_us:
+        return None if peer_us else 1.0
+    return (peer_us or 0.0) / time_us
+
+
+def verdict(ours: Stored, peer: Stored) -> str:
+    """How a timed row stands against a timed peer, in a word."""
+    if BORROWED.get((ours["op"], ours["backend"], ours["direction"])):
+        return SAME_KERNEL
+    times, against = (ours["time_us"], peer["time_us"]), times_faster(ours["time_us"], peer["time_us"])
+    noise = max(row["time_us"] * (row.get("spread") or 0.0) for row in (ours, peer))
+    if abs(times[0] - times[1]) <= noise or (against is not None and round(against, 2) == 1):
+        return EQUAL
+    return FASTER if times[0] < times[1] else SLOWER

@@ -1,0 +1,48 @@
+"""Whether a result or a proof is of the present source: a row carries the hash of what it measured.
+
+A row with another hash, or with none, was measured on an older source. It is shown as such, with its commit, and
+`tilestack bench --stale --save` measures it again. What a peer runs is not our source; its version is in the stamp.
+"""
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from tilestack.contract.registry import operators
+from tilestack.lab.peers import is_peer
+from tilestack.lab.source import code_of, source_hash
+
+PACKAGE = Path(__file__).resolve().parents[1]
+TRAINING = "train"  # what rows of `tilestack bench train` have for an operator
+OF_A_TRAINING_STEP = (
+    "contract", "ops", "kernels", "nn", "optim", "models/decoder.py", "models/attention.py", "models/context.py",
+    "models/norm.py", "train/loop.py", "train/execution.py", "train/optimizers.py",
+)  # fmt: skip
+OF_AN_OPTIMIZER = ("optim", "kernels/optim")
+
+
+@functools.cache
+def present_source(op: str, backend: str) -> str:
+    """The hash of what an operator, an optimizer or a training step runs today; empty where nothing of ours runs it."""
+    if is_peer(backend):
+        return ""
+    described = next((found for found in operators() if found.name == op), None)
+    if described is not None:
+        return source_hash(op, backend) if backend in described.implementations else ""
+    return hash_of_parts(OF_A_TRAINING_STEP if op == TRAINING else OF_AN_OPTIMIZER)
+
+
+@functools.cache
+def hash_of_parts(parts: tuple[str, ...]) -> str:
+    """One hash over the code of some of our files, and of every file in some of our folders."""
+    digest = hashlib.sha256()
+    places = [PACKAGE / part for part in parts]
+    for path in sorted({path for place in places for path in ([place] if place.is_file() else place.rglob("*.py"))}):
+        digest.update(f"{path.relative_to(PACKAGE)}\n{code_of(path)}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def is_current(row: dict[str, Any]) -> bool:
+    """Whether a row or proof of ours is of the present source."""
+    return bool(row.get("source")) and row["source"] == present_source(row["op"], row["backend"])
