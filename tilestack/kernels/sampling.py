@@ -429,7 +429,7 @@ def spans_of(logits: Tensor) -> tuple[int, dict]:
     return spans, dict(SHIFT=SHIFTS[logits.dtype], SPAN=SPAN)
 
 
-@implements(ops.argmax, backend="triton", repeat=straight_line, dtypes=NARROW)
+@implements(ops.argmax, backend="triton", invariant=True, repeat=straight_line, dtypes=NARROW)
 def argmax(logits: Tensor) -> Tensor:
     source = rows_of(logits)
     rows, vocabulary = source.shape

@@ -272,7 +272,7 @@ def rope_backward(
     return dq, dk, None, None, None
 
 
-@implements(ops.rope, backend="triton", repeat=straight_line, backward=rope_backward)
+@implements(ops.rope, backend="triton", invariant=True, repeat=straight_line, backward=rope_backward)
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
@@ -283,6 +283,7 @@ def rope(
 @implements(
     ops.rope_,
     backend="triton",
+    invariant=True,
     repeat=straight_line,
     when=lambda q, k: (heads_of(q) is q and heads_of(k) is k) or "it writes heads whose elements lie side by side",
 )

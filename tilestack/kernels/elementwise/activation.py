@@ -180,6 +180,7 @@ def gelu_name(approximate: str) -> str:
 @implements(
     ops.relu,
     backend="triton",
+    invariant=True,
     repeat=straight_line,
     backward=lambda grad, out: activation_backward(grad, out, "relu"),
     extras=Extras(relu_and_bits, backward_of_bits, when=lambda x: x.is_contiguous(), fake=empty_bits),
@@ -191,6 +192,7 @@ def relu(x: Tensor) -> Tensor:
 @implements(
     ops.squared_relu,
     backend="triton",
+    invariant=True,
     repeat=straight_line,
     backward=lambda grad, x: activation_backward(grad, x, "squared_relu"),
 )
@@ -201,6 +203,7 @@ def squared_relu(x: Tensor) -> Tensor:
 @implements(
     ops.sigmoid,
     backend="triton",
+    invariant=True,
     repeat=straight_line,
     backward=lambda grad, out: activation_backward(grad, out, "sigmoid"),
 )
@@ -209,7 +212,11 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 @implements(
-    ops.tanh, backend="triton", repeat=straight_line, backward=lambda grad, out: activation_backward(grad, out, "tanh")
+    ops.tanh,
+    backend="triton",
+    invariant=True,
+    repeat=straight_line,
+    backward=lambda grad, out: activation_backward(grad, out, "tanh"),
 )
 def tanh(x: Tensor) -> Tensor:
     return activation(x, "tanh")
@@ -218,6 +225,7 @@ def tanh(x: Tensor) -> Tensor:
 @implements(
     ops.softcap,
     backend="triton",
+    invariant=True,
     repeat=straight_line,
     backward=lambda grad, x, cap: activation_backward(grad, x, "softcap", cap),
 )
@@ -226,7 +234,11 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 
 
 @implements(
-    ops.silu, backend="triton", repeat=straight_line, backward=lambda grad, x: activation_backward(grad, x, "silu")
+    ops.silu,
+    backend="triton",
+    invariant=True,
+    repeat=straight_line,
+    backward=lambda grad, x: activation_backward(grad, x, "silu"),
 )
 def silu(x: Tensor) -> Tensor:
     return activation(x, "silu")
@@ -235,6 +247,7 @@ def silu(x: Tensor) -> Tensor:
 @implements(
     ops.gelu,
     backend="triton",
+    invariant=True,
     repeat=straight_line,
     backward=lambda grad, x, approximate: activation_backward(grad, x, gelu_name(approximate)),
 )

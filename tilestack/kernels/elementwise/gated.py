@@ -200,6 +200,7 @@ def one_tensor_backward(grad: Tensor, x: Tensor, kind: str, interleaved: bool, o
 @implements(
     ops.silu_mul,
     backend="triton",
+    invariant=True,
     repeat=straight_line,
     backward=lambda grad, gate, up: two_tensors_backward(grad, gate, up, "silu"),
 )
@@ -210,6 +211,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 @implements(
     ops.gelu_mul,
     backend="triton",
+    invariant=True,
     repeat=straight_line,
     backward=lambda grad, gate, up, approximate: two_tensors_backward(grad, gate, up, gelu_name(approximate)),
 )
@@ -220,6 +222,7 @@ def gelu_mul(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
 @implements(
     ops.swiglu,
     backend="triton",
+    invariant=True,
     repeat=straight_line,
     backward=lambda grad, x, interleaved: one_tensor_backward(grad, x, "silu", interleaved),
 )
@@ -230,6 +233,7 @@ def swiglu(x: Tensor, interleaved: bool) -> Tensor:
 @implements(
     ops.geglu,
     backend="triton",
+    invariant=True,
     repeat=straight_line,
     backward=lambda grad, x, approximate, interleaved: one_tensor_backward(
         grad, x, gelu_name(approximate), interleaved

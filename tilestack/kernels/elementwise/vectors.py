@@ -81,7 +81,7 @@ def scale_kernel(x_ptr, out_ptr, n, alpha, BLOCK: tl.constexpr):
     store(out_ptr, offsets, (alpha * wide(load(x_ptr, offsets, whole, n))).to(out_ptr.dtype.element_ty), whole, n)
 
 
-@implements(ops.add, backend="triton", repeat=straight_line, backward=lambda grad: (grad, grad))
+@implements(ops.add, backend="triton", invariant=True, repeat=straight_line, backward=lambda grad: (grad, grad))
 def add(x: Tensor, y: Tensor) -> Tensor:
     x, y = flat(x, y)
     out = torch.empty_like(x)
@@ -96,7 +96,7 @@ def axpy_backward(grad: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     return scaled, grad
 
 
-@implements(ops.axpy, backend="triton", repeat=straight_line, backward=axpy_backward)
+@implements(ops.axpy, backend="triton", invariant=True, repeat=straight_line, backward=axpy_backward)
 def axpy(x: Tensor, y: Tensor, alpha: float) -> Tensor:
     x, y = flat(x, y)
     out = torch.empty_like(x)

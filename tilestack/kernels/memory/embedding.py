@@ -196,7 +196,7 @@ def embedding_backward(grad: Tensor, ids: Tensor, weight: Tensor, padding_idx: i
     return None, dweight
 
 
-@implements(ops.embedding, backend="triton", repeat=straight_line, backward=embedding_backward)
+@implements(ops.embedding, backend="triton", invariant=True, repeat=straight_line, backward=embedding_backward)
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     vocabulary, width = weight.shape
     weight = weight if weight.stride(1) == 1 else weight.contiguous()

@@ -163,7 +163,7 @@ def gather_rows_backward(grad: Tensor, x: Tensor, index: Tensor) -> tuple[Tensor
     return scattered(grad, index, x.shape[0]), None
 
 
-@implements(ops.gather_rows, backend="triton", repeat=straight_line, backward=gather_rows_backward)
+@implements(ops.gather_rows, backend="triton", invariant=True, repeat=straight_line, backward=gather_rows_backward)
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     return gathered(x, index)
 

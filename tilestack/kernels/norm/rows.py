@@ -276,7 +276,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, eps: float
     return norm_backward(grad, x, weight, False, eps, centred=False)[:2]
 
 
-@implements(ops.rms_norm, backend="triton", repeat=straight_line, backward=rms_norm_backward)
+@implements(ops.rms_norm, backend="triton", invariant=True, repeat=straight_line, backward=rms_norm_backward)
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return norm_forward(x, weight, None, eps, centred=False)[0]
 
@@ -287,7 +287,7 @@ def layer_norm_backward(
     return norm_backward(grad, x, weight, bias is not None, eps, centred=True)
 
 
-@implements(ops.layer_norm, backend="triton", repeat=straight_line, backward=layer_norm_backward)
+@implements(ops.layer_norm, backend="triton", invariant=True, repeat=straight_line, backward=layer_norm_backward)
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     return norm_forward(x, weight, bias, eps, centred=True)[0]
 
@@ -299,7 +299,7 @@ def add_rms_norm_backward(
     return dsum, dsum, dweight
 
 
-@implements(ops.add_rms_norm, backend="triton", repeat=straight_line, backward=add_rms_norm_backward)
+@implements(ops.add_rms_norm, backend="triton", invariant=True, repeat=straight_line, backward=add_rms_norm_backward)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...]:
     return norm_forward(x, weight, None, eps, centred=False, residual=residual)
 
@@ -311,28 +311,39 @@ def add_layer_norm_backward(
     return dsum, dsum, *rest
 
 
-@implements(ops.add_layer_norm, backend="triton", repeat=straight_line, backward=add_layer_norm_backward)
+@implements(
+    ops.add_layer_norm, backend="triton", invariant=True, repeat=straight_line, backward=add_layer_norm_backward
+)
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, ...]:
     return norm_forward(x, weight, bias, eps, centred=True, residual=residual)
 
 
-@implements(ops.rms_norm_int8, backend="triton", repeat=straight_line, dtypes=HALVES_AND_SINGLE)
+@implements(ops.rms_norm_int8, backend="triton", invariant=True, repeat=straight_line, dtypes=HALVES_AND_SINGLE)
 def rms_norm_int8(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...]:
     return norm_forward(x, weight, None, eps, centred=False, codes=torch.int8)
 
 
-@implements(ops.rms_norm_fp8, backend="triton", repeat=straight_line, dtypes=HALVES_AND_SINGLE, when=writes_fp8)
+@implements(
+    ops.rms_norm_fp8, backend="triton", invariant=True, repeat=straight_line, dtypes=HALVES_AND_SINGLE, when=writes_fp8
+)
 def rms_norm_fp8(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...]:
     return norm_forward(x, weight, None, eps, centred=False, codes=torch.float8_e4m3fn)
 
 
-@implements(ops.add_rms_norm_int8, backend="triton", repeat=straight_line, dtypes=HALVES_AND_SINGLE)
+@implements(ops.add_rms_norm_int8, backend="triton", invariant=True, repeat=straight_line, dtypes=HALVES_AND_SINGLE)
 def add_rms_norm_int8(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...]:
     return norm_forward(x, weight, None, eps, centred=False, residual=residual, codes=torch.int8)
 
 
-@implements(ops.add_rms_norm_fp8, backend="triton", repeat=straight_line, dtypes=HALVES_AND_SINGLE, when=writes_fp8)
+@implements(
+    ops.add_rms_norm_fp8,
+    backend="triton",
+    invariant=True,
+    repeat=straight_line,
+    dtypes=HALVES_AND_SINGLE,
+    when=writes_fp8,
+)
 def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...]:
     return norm_forward(x, weight, None, eps, centred=False, residual=residual, codes=torch.float8_e4m3fn)

@@ -58,13 +58,25 @@ def quantised(gate: Tensor, up: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     return codes, scale
 
 
-@implements(ops.silu_mul_int8, backend="triton", repeat=straight_line, dtypes=HALVES_AND_SINGLE, when=in_registers)
+@implements(
+    ops.silu_mul_int8,
+    backend="triton",
+    invariant=True,
+    repeat=straight_line,
+    dtypes=HALVES_AND_SINGLE,
+    when=in_registers,
+)
 def silu_mul_int8(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return quantised(gate, up, torch.int8)
 
 
 @implements(
-    ops.silu_mul_fp8, backend="triton", repeat=straight_line, dtypes=HALVES_AND_SINGLE, when=in_registers_as_fp8
+    ops.silu_mul_fp8,
+    backend="triton",
+    invariant=True,
+    repeat=straight_line,
+    dtypes=HALVES_AND_SINGLE,
+    when=in_registers_as_fp8,
 )
 def silu_mul_fp8(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return quantised(gate, up, torch.float8_e4m3fn)

@@ -235,7 +235,9 @@ def masked_softmax_backward(grad: Tensor, out: Tensor) -> tuple[Tensor, None]:
     return backward(grad, out, 1.0, causal=False), None
 
 
-@implements(ops.masked_softmax, backend="triton", repeat=straight_line, backward=masked_softmax_backward)
+@implements(
+    ops.masked_softmax, backend="triton", invariant=True, repeat=straight_line, backward=masked_softmax_backward
+)
 def masked_softmax(x: Tensor, mask: Tensor) -> Tensor:
     shown, places = places_in_mask(mask, x.shape)
     return forward(x, shown, 1.0, places)
@@ -245,6 +247,8 @@ def causal_softmax_backward(grad: Tensor, out: Tensor, scale: float) -> Tensor:
     return backward(grad, out, scale, causal=True)
 
 
-@implements(ops.causal_softmax, backend="triton", repeat=straight_line, backward=causal_softmax_backward)
+@implements(
+    ops.causal_softmax, backend="triton", invariant=True, repeat=straight_line, backward=causal_softmax_backward
+)
 def causal_softmax(x: Tensor, scale: float) -> Tensor:
     return forward(x, None, scale, (1, x.shape[-2], 0, 0, 0))

@@ -243,6 +243,7 @@ def distribution_backward(grad: Tensor, out: Tensor, dim: int, log: bool) -> Ten
 @implements(
     ops.softmax,
     backend="triton",
+    invariant=True,
     repeat=straight_line,
     backward=lambda grad, out, dim: distribution_backward(grad, out, dim, False),
 )
@@ -253,6 +254,7 @@ def softmax(x: Tensor, dim: int) -> Tensor:
 @implements(
     ops.log_softmax,
     backend="triton",
+    invariant=True,
     repeat=straight_line,
     backward=lambda grad, out, dim: distribution_backward(grad, out, dim, True),
 )
@@ -293,6 +295,7 @@ def empty_lse(x: Tensor, dim: int) -> Tensor:
 @implements(
     ops.logsumexp,
     backend="triton",
+    invariant=True,
     repeat=straight_line,
     backward=logsumexp_backward,
     extras=Extras(logsumexp_with_lse, logsumexp_with_lse_backward, when=lambda x: x.numel() > 0, fake=empty_lse),
