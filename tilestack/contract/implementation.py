@@ -25,7 +25,8 @@ AUTOGRAD = "autograd"  # the `backward` of an implementation that PyTorch differ
 class Extras:
     """A second forward and backward, for calls that want a gradient: the one hands extras to the other.
 
-    `forward(*arguments)` answers the result, then the extras (None for one that is not made); where it names `needs`, it
+    `forward(*arguments)` answers the result, then the extras (None for one that is not made), the result alone where the
+    backward names none and only keeps less; where it names `needs`, it
     gets that too. `backward` names what any backward may, and the extras by names of their own, in that order; of the
     rest only what it names is kept. A mask a forward has at hand, sums it need not make again, or, for a loss, the
     gradients themselves, which the backward then only scales.

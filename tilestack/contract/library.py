@@ -255,7 +255,8 @@ def define_with_extras(op: Operator, backend: str) -> Callable:
     def run(*values: Any, backend: str = backend) -> tuple[Tensor, ...]:
         *arguments, needs = values
         with torch.no_grad():
-            out, *handed = extras.forward(*arguments, **({"needs": needs} if extras.asks_needs else {}))
+            made = extras.forward(*arguments, **({"needs": needs} if extras.asks_needs else {}))
+        out, *handed = made if gradient.handed else (made,)
         return results(out, handed, values)
 
     def fake(*values: Any, backend: str = backend) -> tuple[Tensor, ...]:

@@ -66,6 +66,7 @@ class Operator(Generic[P, R]):
         dtypes: Mapping[str, Sequence[torch.dtype]],
         tuning_key: Callable | None,
         check_values: Callable[..., Reason] | None,
+        views: Mapping[str, str],
     ):
         self.definition = definition
         self.name = definition.__name__
@@ -91,6 +92,7 @@ class Operator(Generic[P, R]):
         self.mutates, self.consumes, self.dtypes = tuple(mutates), tuple(consumes), dict(dtypes)
         self.tuning_key = tuning_key
         self.check_values = check_values
+        self.views = dict(views)
         self.grads = ["grad"] if len(self.outputs) == 1 else [f"grad_{name}" for name in self.outputs]
         kept = parameters_of(gradient) if gradient else self.parameters
         self.saved = [name for name in kept if name not in (*self.grads, "needs")]
@@ -238,6 +240,7 @@ def operator(
     dtypes: Mapping[str, Sequence[torch.dtype]] | None = None,
     tuning_key: Callable[..., tuple] | None = None,
     check_values: Callable[..., Reason] | None = None,
+    views: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Turn a definition in plain PyTorch into an operator. Its annotations are the operator's schema.
 
@@ -251,14 +254,15 @@ def operator(
     says so; no other may be. `dtypes` says for an argument which dtypes make sense, whatever the backend, () for any;
     what cases make of floating point is taken in no other kind where it says nothing. `check_values` answers True or what
     is wrong with the values of arguments, such as an index that names no row; it is asked on CPUs, and elsewhere when
-    people want it, for it waits for the device. `tuning_key` names arguments and answers the numbers and words that speed depends on; configurations and backends are chosen by it.
+    people want it, for it waits for the device. `views` says of a result which argument it is a view of; all others are new
+    memory, and under a compiler it is too. `tuning_key` names arguments and answers the numbers and words that speed depends on; configurations and backends are chosen by it.
     """
 
     def declare(definition: Callable[P, R]) -> Operator[P, R]:
         from tilestack.contract.library import define
 
         op = type("Operator", (Operator,), {})(
-            definition, list(cases), cost, check, gradient, outputs, spreads_nan, fake, mutates, consumes, dtypes or {}, tuning_key, check_values
+            definition, list(cases), cost, check, gradient, outputs, spreads_nan, fake, mutates, consumes, dtypes or {}, tuning_key, check_values, views or {}
         )  # fmt: skip
         registry.add_operator(op)
         try:

@@ -286,11 +286,17 @@ def repeat({arguments}):
         if tensor is None:
             return "None"
         owner = self.owner(tensor)
-        name, made = self.names[id(owner)], shapes[id(owner)]
-        if name in self.parameters or name.startswith("w"):
-            if tensor is not owner or name.startswith("w"):
-                raise Untraceable
+        name, made = self.names[id(owner)], shapes.get(id(owner), owner)
+        if name in self.parameters and tensor is owner:
             return name
+        if name.startswith("w"):
+            raise Untraceable
+        if name in self.parameters:
+            shape, strides = self.constant(tuple(tensor.shape)), self.constant(tuple(tensor.stride()))
+            behind = self.constant(tensor.storage_offset() - owner.storage_offset())
+            if tensor.dtype != owner.dtype:
+                raise Untraceable
+            return f"{name}.as_strided({shape}, {strides}, {name}.storage_offset() + {behind})"
         if extent(tensor) == extent(made) and (tensor.shape, tensor.stride()) == (made.shape, made.stride()):
             return name
         if tensor.dtype != owner.dtype:

@@ -22,20 +22,10 @@ def split_and_turn(
     Triton kernels run and pairs are not interleaved, the gradient of heads is written in one piece; compilers see plain
     operators.
     """
-    q, k, v = heads.split(sizes, 2)
-    turn = cos, sin, positions
-    arguments = (q, k, *turn, interleaved) if norms is None else (q, k, *norms, *turn, interleaved, eps)
-    operator = ops.rope if norms is None else ops.qk_norm_rope
-    named = dict(zip(operator.parameters, arguments, strict=True))
-    if not interleaved and in_one_piece(heads) and operator.resolve(named, with_gradient=True).backend == "triton":
-        from tilestack.kernels.attention.qkv import SplitAndTurn
-
-        return SplitAndTurn.apply(heads, *(norms or (None, None)), *turn, sizes, eps)
-    return *operator(*arguments), v
-
-
-def in_one_piece(heads: Tensor) -> bool:
-    """Whether the gradient of heads is ours to lay out: wanted, not traced, and of a tensor with memory."""
-    return (
-        torch.is_grad_enabled() and heads.requires_grad and type(heads) is Tensor and not torch.compiler.is_compiling()
-    )
+    if torch.compiler.is_compiling():  # where results are new memory, and a view of heads is cheaper
+        q, k, v = heads.split(sizes, 2)
+        if norms is None:
+            return *ops.rope(q, k, cos, sin, positions), v
+        return *ops.qk_norm_rope(q, k, *norms, cos, sin, positions, False, eps), v
+    q_weight, k_weight = norms or (None, None)
+    return ops.qkv_rope(heads, q_weight, k_weight, cos, sin, positions, sizes[0], sizes[1], eps)

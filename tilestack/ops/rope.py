@@ -264,6 +264,83 @@ def rope_(
     k.copy_(turned[1])
 
 
+def qkv_case(make, batch, sequence, query_heads, key_heads, head_dim, rotary, source, kind):
+    turned = rope_case(make, batch, sequence, query_heads, key_heads, head_dim, rotary, source, False)
+    weight = (lambda: make.normal(head_dim, mean=1)) if kind == "norm" else (lambda: None)
+    return dict(
+        heads=make.normal(batch, sequence, query_heads + 2 * key_heads, head_dim),
+        q_weight=weight(),
+        k_weight=weight(),
+        cos=turned["cos"],
+        sin=turned["sin"],
+        positions=turned["positions"],
+        q_heads=query_heads,
+        k_heads=key_heads,
+    )
+
+
+def qkv_takes(
+    heads: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_heads: int,
+    k_heads: int,
+) -> bool | str:
+    if heads.ndim != 4 or min(q_heads, k_heads) < 1 or q_heads + k_heads > heads.shape[2]:
+        return f"heads must be [batch, tokens, q + k + v heads, dim], not {tuple(heads.shape)} with {q_heads} + {k_heads} of q and k"
+    q, k = heads[:, :, :q_heads], heads[:, :, q_heads : q_heads + k_heads]
+    if q_weight is None or k_weight is None:
+        return q_weight is k_weight or "q_weight and k_weight go together"
+    reason = norm_rope_takes(q, k, q_weight, k_weight, cos, sin, positions)
+    return reason if reason is not True else True
+
+
+def qkv_cost(heads: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, q_heads: int, k_heads: int) -> Cost:
+    turned = heads[:, :, : q_heads + k_heads]
+    angles = [rows_named(table, positions, heads.shape[1]) for table in (cos, sin)]
+    flops = 3 * turned.numel()
+    return Cost(flops, flops, read=[turned, *angles], write=[turned], backward_read=angles, backward_write=[heads])
+
+
+@operator(
+    cases=cases(
+        qkv_case,
+        check=[
+            (1, 1, 1, 1, 2, 2, "none", "plain"),
+            (2, 5, 4, 2, 16, 16, "batch", "plain"),
+            (1, 5, 4, 2, 24, 10, "shared", "norm"),
+            (2, 3, 3, 1, 16, 16, "batch", "norm"),
+            (2, 0, 4, 2, 16, 16, "batch", "plain"),
+        ],
+        bench=[(4, 2048, 16, 8, 128, 128, "batch", "norm"), (1, 4096, 32, 8, 128, 128, "batch", "plain")],
+    ),
+    cost=qkv_cost,
+    check=qkv_takes,
+    outputs=("turned_q", "turned_k", "v"),
+    views=dict(v="heads"),
+)
+def qkv_rope(
+    heads: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_heads: int,
+    k_heads: int,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values out of one projection, [batch, tokens, q + k + v heads, dim]: `rope` of q and k, after
+    their norms where there are weights (`qk_norm_rope`), and v, a view."""
+    q, k, v = heads.split((q_heads, k_heads, heads.shape[2] - q_heads - k_heads), 2)
+    if q_weight is None or k_weight is None:
+        return *rope.definition(q, k, cos, sin, positions), v
+    return *qk_norm_rope.definition(q, k, q_weight, k_weight, cos, sin, positions, eps=eps), v
+
+
 @operator(
     cases=cases(norm_rope_case, check=CHECKS, bench=BENCHES[:2]),
     cost=norm_rope_cost,

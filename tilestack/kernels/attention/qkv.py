@@ -9,20 +9,20 @@ Split and turned by themselves, dq and dk would be tensors of their own, written
 concatenation that is the gradient of a split.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.contract.autograd import once_only
+from tilestack.contract import Extras, implements
 from tilestack.contract.launch import launch
+from tilestack.contract.repeat import straight_line
 from tilestack.kernels.attention.qk_norm_rope import norm_turn_back
 from tilestack.kernels.attention.rope import (
     ELEMENTS,
     WARPS,
+    fresh,
     heads_of,
     load,
     rows_of_tile,
@@ -58,48 +58,79 @@ def copy_heads(x: Tensor, out: Tensor) -> None:
     launch(copy_heads_kernel, grid, x, out, sequence, *strides, **named, WIDTH=tile["REST"], num_warps=WARPS)
 
 
-class SplitAndTurn(torch.autograd.Function):
-    """(turned q, turned k, v) of heads, normalised first where there are weights. A view of heads is the v."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        heads: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor | None,
-        sizes: tuple[int, int, int],
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = heads.split(sizes, 2)
-        ctx.sizes, ctx.eps, ctx.shape = sizes, eps, heads.shape
-        if q_weight is None or k_weight is None:
-            ctx.save_for_backward(cos, sin, positions, None, None, None)
-            return *ops.rope(q, k, cos, sin, positions), v
-        ctx.save_for_backward(cos, sin, positions, heads, q_weight, k_weight)
-        return *ops.qk_norm_rope(q, k, q_weight, k_weight, cos, sin, positions, eps=eps), v
-
-    @staticmethod
-    def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
-            found = gradients_of(ctx, *map(heads_of, arriving))
-        if torch.is_grad_enabled():
-            operator = ops.rope if found[1] is None else ops.qk_norm_rope
-            found = once_only(operator.implementations["triton"], found, (*arriving, *ctx.saved_tensors))
-        return *found, None, None, None, None, None
+def split(heads: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, ...]:
+    return heads.split((q_heads, k_heads, heads.shape[2] - q_heads - k_heads), 2)
 
 
-def gradients_of(ctx: Any, q_grad: Tensor, k_grad: Tensor, v_grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Of heads and of the norms' weights."""
-    cos, sin, positions, heads, q_weight, k_weight = ctx.saved_tensors
-    gradient = torch.empty(ctx.shape, dtype=q_grad.dtype, device=q_grad.device)
-    dq, dk, dv = gradient.split(ctx.sizes, 2)
-    copy_heads(v_grad, dv)
-    if heads is None:
-        turn(q_grad, k_grad, (dq, dk), (None, None), cos, sin, positions, False, back=True)
-        return gradient, None, None
-    q, k, _ = heads_of(heads).split(ctx.sizes, 2)
-    dweights = norm_turn_back(q_grad, k_grad, q, k, (dq, dk), (q_weight, k_weight), cos, sin, positions, False, ctx.eps)
-    return gradient, dweights[0], dweights[1]
+def qkv_rope_backward(
+    grad_turned_q: Tensor,
+    grad_turned_k: Tensor,
+    grad_v: Tensor,
+    heads: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_heads: int,
+    k_heads: int,
+    eps: float,
+) -> tuple[Tensor | None, ...]:
+    """With norms, whose gradients need the heads that went in."""
+    grads = heads_of(grad_turned_q), heads_of(grad_turned_k)
+    gradient = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    dq, dk, dv = split(gradient, q_heads, k_heads)
+    copy_heads(heads_of(grad_v), dv)
+    q, k, _ = split(heads_of(heads), q_heads, k_heads)
+    dweights = norm_turn_back(
+        *grads, q, k, (dq, dk), (q_weight.contiguous(), k_weight.contiguous()), cos, sin, positions, False, eps
+    )
+    return gradient, *dweights, None, None, None
+
+
+def turned_back(
+    grad_turned_q: Tensor,
+    grad_turned_k: Tensor,
+    grad_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_heads: int,
+    k_heads: int,
+) -> tuple[Tensor | None, ...]:
+    """Without norms, of which nothing but the angles is kept."""
+    grads = heads_of(grad_turned_q), heads_of(grad_turned_k), heads_of(grad_v)
+    batch, sequence, _, head_dim = grads[0].shape
+    shape = batch, sequence, sum(grad.shape[2] for grad in grads), head_dim
+    gradient = torch.empty(shape, dtype=grads[0].dtype, device=grads[0].device)
+    dq, dk, dv = split(gradient, q_heads, k_heads)
+    copy_heads(grads[2], dv)
+    turn(grads[0], grads[1], (dq, dk), (None, None), cos, sin, positions, False, back=True)
+    return gradient, None, None, None, None, None
+
+
+def turned(
+    heads: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    q_heads: int,
+    k_heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = split(heads, q_heads, k_heads)
+    q, k = heads_of(q), heads_of(k)
+    dense = lambda weight: None if weight is None else weight.contiguous()
+    weights = dense(q_weight), dense(k_weight)
+    return *turn(q, k, fresh(q, k), weights, cos, sin, positions, False, eps), v
+
+
+implements(
+    ops.qkv_rope,
+    backend="triton",
+    repeat=straight_line,
+    backward=qkv_rope_backward,
+    extras=Extras(turned, turned_back, when=lambda q_weight: q_weight is None),
+)(turned)
