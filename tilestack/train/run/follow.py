@@ -53,8 +53,8 @@ def follow(
     is how many tokens a row of a batch has at least, data.sequence where it is not said.
     """
     console = console or Console(stderr=True)
-    refuse_own_output(recipe, folder)
     place = RunFolder(folder, command)
+    refuse_own_output(recipe, folder)
     with place.held():
         if fresh:
             place.start_over()
