@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,10 @@ def follow(
     place = RunFolder(folder, command)
     refuse_own_output(recipe, folder)
     with place.held():
-        if fresh:
-            place.start_over()
-        trainer, tokenizer = make_trainer(
-            recipe, place, prepare, row or recipe.data.sequence, profile, provenance or {}, console
-        )
+        with place.starting_over() if fresh else nullcontext():
+            trainer, tokenizer = make_trainer(
+                recipe, place, prepare, row or recipe.data.sequence, profile, provenance or {}, console
+            )
         figures = trainer.run()
         if trainer.finished:
             leave_model(trainer, tokenizer)
