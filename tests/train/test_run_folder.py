@@ -8,10 +8,11 @@ import pytest
 
 from tilestack.cli import main
 from tilestack.files import MARKER, ForeignFolder, whole_folder
+from tilestack.train.align import KINDS
 from tilestack.train.errors import TrainingError
 from tilestack.train.run.folder import RunFolder
 
-COMMANDS = {"train": "demo", "sft": "sft", "dpo": "dpo", "grpo": "grpo"}
+COMMANDS = {"train": "demo", **{kind: kind for kind in KINDS}}
 
 
 def files_of(folder):
