@@ -141,7 +141,7 @@ def contents(folder: Path) -> str:
     """Some of what is in a folder, for an error."""
     if not folder.is_dir():
         return "it is a file"
-    names = sorted(path.name for path in folder.iterdir())
+    names = sorted((path.name for path in folder.iterdir()), key=lambda name: (name.startswith("."), name))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"it holds {', '.join(names[:3])}{more}"
 

@@ -59,7 +59,7 @@ def test_the_table_is_for_people(tilestack):
 
 def test_wrong_words_are_one_line(tilestack):
     assert tilestack("recipe", "xyzzy")[2].startswith("error: no key is called or means 'xyzzy'")
-    assert "--for must be one of train, sft, dpo, grpo, not 'x'" in tilestack("recipe", "--for", "x")[2]
+    assert "--for must be one of train, sft, dpo, kto, grpo, not 'x'" in tilestack("recipe", "--for", "x")[2]
     code, _, error = tilestack("train", "demo", "--set", "lr=3")
     assert (code, error) == (1, "error: no setting lr; did you mean optimizer.lr?\n")
 

@@ -49,7 +49,7 @@ def test_no_template_takes_more_memory_than_it_may(template):
     with pytest.raises(DataError, match="the chat template takes more memory than it may have"):
         render(template, MESSAGES)
     assert render("{{ messages[0].content }}", MESSAGES) == "Hi"
-    worker = chat_process._process(os.getpid()).worker
+    worker = chat_process._processes(os.getpid()).queue[-1].worker
     with open(f"/proc/{worker.pid}/status") as status:
         (peak,) = [int(line.split()[1]) for line in status if line.startswith("VmPeak")]
     assert peak <= chat_process.MEMORY // 1024
@@ -58,7 +58,7 @@ def test_no_template_takes_more_memory_than_it_may(template):
 def test_a_template_that_does_not_end_is_stopped(monkeypatch):
     monkeypatch.setattr(chat_process, "SECONDS", 0.5)
     render("x", MESSAGES)
-    process, began = chat_process._process(os.getpid()), time.monotonic()
+    process, began = chat_process._processes(os.getpid()).queue[-1], time.monotonic()
     stopped = process.worker
     loop = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
     with pytest.raises(DataError, match=r"took more than 0.5 seconds for a conversation"):
@@ -71,21 +71,21 @@ def test_a_template_that_does_not_end_is_stopped(monkeypatch):
 
 def test_a_process_that_died_is_said_and_started_anew():
     render("x", MESSAGES)
-    worker = chat_process._process(os.getpid()).worker
+    worker = chat_process._processes(os.getpid()).queue[-1].worker
     worker.kill()
     worker.wait()
     assert render("x", MESSAGES) == "x"
-    assert chat_process._process(os.getpid()).worker is not worker
+    assert chat_process._processes(os.getpid()).queue[-1].worker is not worker
 
 
 def test_one_process_serves_all_and_leaves_with_whoever_asked():
     render(CHATML, MESSAGES)
-    worker = chat_process._process(os.getpid()).worker
+    worker = chat_process._processes(os.getpid()).queue[-1].worker
     render(CHATML, MESSAGES)
-    assert chat_process._process(os.getpid()).worker is worker
+    assert chat_process._processes(os.getpid()).queue[-1].worker is worker
     code = (
-        "import os; from tilestack.data.chat_process import _process; from tilestack.data.chat import render\n"
-        "render('x', [{'role': 'user', 'content': 'Hi'}]); print(_process(os.getpid()).worker.pid)"
+        "import os; from tilestack.data.chat_process import _processes; from tilestack.data.chat import render\n"
+        "render('x', [{'role': 'user', 'content': 'Hi'}]); print(_processes(os.getpid()).queue[-1].worker.pid)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""

@@ -305,7 +305,8 @@ def test_trackers_follow_a_run_and_its_continuation_under_one_name(tmp_path, mon
     assert (identity, identity == second[4]) == (second[4], True)
     assert made["trackio"].started[0][1] == f"run-{identity}"
     assert [step for _, step in made["torch.utils.tensorboard"].started] == [0, 2]
-    RunFolder(tmp_path).start_over()
+    with RunFolder(tmp_path).starting_over():
+        pass
     Trainer(recipe(run={"steps": 2, **every}), seeded(), Counting(), tmp_path).run()
     assert made["wandb"].started[-1][4] != identity
 

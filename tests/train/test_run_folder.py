@@ -1,16 +1,18 @@
 """A run keeps to its own folder: what is someone else's is refused before anything happens to it."""
 
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from tilestack.cli import main
-from tilestack.files import MARKER, ForeignFolder
+from tilestack.files import MARKER, ForeignFolder, whole_folder
+from tilestack.train.align import KINDS
 from tilestack.train.errors import TrainingError
 from tilestack.train.run.folder import RunFolder
 
-COMMANDS = {"train": "demo", "sft": "sft", "dpo": "dpo", "grpo": "grpo"}
+COMMANDS = {"train": "demo", **{kind: kind for kind in KINDS}}
 
 
 def files_of(folder):
@@ -107,3 +109,39 @@ def test_a_run_does_not_read_from_the_folder_it_writes_to(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["sft", "sft", "--folder", str(tmp_path / "run"), "--set", f"data.tokenizer={tmp_path / 'run' / 'model'}"])
     assert "lies in the run's own folder" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_fresh_start_that_fails_leaves_the_run_as_it_was(tmp_path, capsys):
+    run = tmp_path / "run"
+    with RunFolder(run).held():
+        for name in ("metrics.jsonl", "speed.jsonl", "recipe.toml", "checkpoints/notes.txt"):
+            (run / name).parent.mkdir(exist_ok=True)
+            (run / name).write_text("precious")
+        for name in ("checkpoints/step-000004", "broken-step-000002"):
+            with whole_folder(run / name) as hidden:
+                (hidden / "weights").write_text("precious")
+    before = files_of(run)
+    with pytest.raises(SystemExit) as ended:
+        main(
+            [
+                "train",
+                "demo",
+                "--folder",
+                str(run),
+                "--fresh",
+                "--set",
+                "data.corpus=files",
+                "--set",
+                "data.files=['x']",
+            ]
+        )
+    assert (ended.value.code, files_of(run)) == (1, before)
+    assert "no data at x" in capsys.readouterr().err
+
+    folder = RunFolder(run)
+    with folder.held(), folder.starting_over():
+        assert not (run / "checkpoints").exists()
+        shutil.copytree(run, tmp_path / "killed")  # as a kill would leave it here
+    assert set(files_of(run)) == {MARKER, "recipe.toml", "checkpoints/notes.txt"}
+    with RunFolder(tmp_path / "killed").held():
+        assert files_of(tmp_path / "killed") == before

@@ -12,8 +12,6 @@ from tilestack.cli.common import JsonFile, console, write_json
 if TYPE_CHECKING:
     from tilestack.train.settings import Key
 
-COMMANDS = ("train", "sft", "dpo", "grpo")
-
 
 def add_to(app: typer.Typer) -> None:
     app.command("recipe")(recipe_command)
@@ -24,20 +22,21 @@ def recipe_command(
         list[str] | None,
         typer.Argument(help="Only keys that are called so, contain it, or are near it: lr, data.batch.", show_default=False),
     ] = None,
-    command: Annotated[str, typer.Option("--for", help="Whose recipe: train, sft, dpo or grpo.")] = "train",
+    command: Annotated[str, typer.Option("--for", help="Whose recipe: that of train, sft, dpo, kto or grpo.")] = "train",
     json_: JsonFile = None,
 ) -> None:  # fmt: skip
     """List what a recipe can say: every key, its default, what it accepts and means. Each works with --set key=value.
 
     A dot marks the keys that may change when a run is continued; the others say which run it is.
     """
-    if command not in COMMANDS:
-        raise ValueError(f"--for must be one of {', '.join(COMMANDS)}, not {command!r}")
     from tilestack.train import Recipe
     from tilestack.train.align import KINDS
     from tilestack.train.settings import keys_of
 
-    keys = list(keys_of(KINDS[command].recipe if command in KINDS else Recipe))
+    recipes: dict[str, type[Recipe]] = {"train": Recipe, **{name: kind.recipe for name, kind in KINDS.items()}}
+    if command not in recipes:
+        raise ValueError(f"--for must be one of {', '.join(recipes)}, not {command!r}")
+    keys = list(keys_of(recipes[command]))
     found = wanted(keys, words or [])
     write_json(json_, [asdict(key) for key in found])
     if str(json_) != "-":

@@ -3,6 +3,7 @@
 from tilestack.data import corpora, formats
 from tilestack.data.baseline import Baselines, baselines
 from tilestack.data.chat import CHATML, Conversation, Message
+from tilestack.data.chat_cache import ChatCache
 from tilestack.data.errors import DataError
 from tilestack.data.packing import NO_LABEL, Batch, answer_labels, pack
 from tilestack.data.readers import located, read, texts
@@ -15,6 +16,7 @@ __all__ = [
     "NO_LABEL",
     "Baselines",
     "Batch",
+    "ChatCache",
     "Conversation",
     "DataError",
     "Message",

@@ -1,7 +1,7 @@
-"""The process in which chat templates run, seen from here: started once, asked by lines of JSON, stopped when it is late.
+"""The processes in which chat templates run, seen from here: started once, asked by lines of JSON, stopped when late.
 
-It is kept between questions, since starting it takes longer than most of them. One that died or was stopped is started
-anew by the next question.
+There is one for each core, and many conversations are shared among them. They are kept between questions, since starting
+one takes longer than most of them. One that died or was stopped is started anew by the next question.
 """
 
 import atexit
@@ -13,8 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from queue import LifoQueue
 from typing import Any
 
 from tilestack.data.errors import DataError, needs
@@ -22,29 +24,60 @@ from tilestack.data.errors import DataError, needs
 PROGRAM = Path(__file__).with_name("chat_worker.py")
 MEMORY = 1 << 29  # bytes that it may take in all
 SECONDS = 10.0  # for one conversation
-PART = 1 << 18  # characters of conversations that are asked about at a time
+PART = 1 << 16  # characters of conversations that are asked about at a time
 
 
 def ask(template: str, what: str, conversations: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """What the worker says of each conversation, in order; see `chat_worker` for the words."""
+    """What the workers say of each conversation, in order; see `chat_worker` for the words."""
     needs("jinja2", "a chat template")
-    process = _process(os.getpid())  # a process that was forked from this one needs a worker of its own
-    part: list[str] = []
-    for number, conversation in enumerate(conversations):
+    free = _processes(os.getpid())  # a process that was forked from this one needs workers of its own
+
+    def answers(part: Sequence[str]) -> list[dict[str, Any]]:
+        process = free.get()
         try:
-            part.append(json.dumps(conversation))
+            return process.ask(template, what, part)
+        finally:
+            free.put(process)
+
+    first, *others = _parts(conversations) or [[]]
+    if not others:
+        yield from answers(first) if first else ()
+        return
+    with ThreadPoolExecutor(cores()) as asking:
+        for replies in asking.map(answers, [first, *others]):
+            yield from replies
+
+
+def _parts(conversations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Conversations in JSON, some at a time."""
+    parts: list[list[str]] = []
+    size = PART
+    for conversation in conversations:
+        try:
+            line = json.dumps(conversation)
         except (TypeError, ValueError, RecursionError) as problem:
             raise DataError(f"a conversation must be what JSON can hold: {problem}") from problem
-        if sum(map(len, part)) >= PART or number == len(conversations) - 1:
-            yield from process.ask(template, what, part)
-            part = []
+        if size >= PART:
+            parts.append([])
+            size = 0
+        parts[-1].append(line)
+        size += len(line)
+    return parts
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @lru_cache(maxsize=1)
-def _process(owner: int) -> "ChatProcess":
-    made = ChatProcess()
-    atexit.register(made.stop)
-    return made
+def _processes(owner: int) -> "LifoQueue[ChatProcess]":
+    """The workers that nobody is asking; the one used last comes first, so that a few questions start but one."""
+    free: LifoQueue[ChatProcess] = LifoQueue()
+    for _ in range(cores()):
+        free.put(made := ChatProcess())
+        atexit.register(made.stop)
+    return free
 
 
 class ChatProcess:

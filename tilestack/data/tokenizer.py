@@ -19,6 +19,7 @@ from tokenizers import AddedToken
 from tilestack import models
 from tilestack.data import tokenizer_sources
 from tilestack.data.chat import CHATML, Conversation, Message, render, render_answers
+from tilestack.data.chat_cache import ChatCache, digest_of_chats
 from tilestack.data.errors import DataError
 from tilestack.data.tokenizer_sources import END_OF_TEXT, TURN_END, TURN_START
 
@@ -47,6 +48,7 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         self.backend, self.template = backend, template
+        self.chat_cache: ChatCache | None = None  # where conversations are kept once they are tokenised
         self.bos, self.eos, self.pad = (self._id_of(token) for token in (bos, eos, pad))
 
     @classmethod
@@ -110,12 +112,22 @@ class Tokenizer:
     ) -> list[list[tuple[list[int], list[int]]]]:
         """What is to be learned from each conversation: ids, and a mask that is 1 on the assistant's answers, their end
         tokens included. Most conversations are one sequence; those that the template writes differently as they grow are
-        several. With `last_only` each is one, of which only the last answer is marked."""
+        several. With `last_only` each is one, of which only the last answer is marked. What is in `chat_cache` is taken
+        from there, and what is not is put there."""
         given = self._template_tokens() | variables
+        key = ""
+        if self.chat_cache:
+            asked = [(each.messages, each.tools) for each in conversations]
+            key = digest_of_chats(self.fingerprint, self._template(), given, last_only, asked)
+            if (kept := self.chat_cache.load(key)) is not None:
+                return kept
         rendered = render_answers(self._template(), conversations, last_only=last_only, **given)
         texts = [each.text for sequences in rendered for each in sequences]
         encoded = iter(self.backend.encode_batch(texts, add_special_tokens=False))
-        return [[_with_mask(next(encoded), each.answers) for each in sequences] for sequences in rendered]
+        found = [[_with_mask(next(encoded), each.answers) for each in sequences] for sequences in rendered]
+        if self.chat_cache:
+            self.chat_cache.save(key, found)
+        return found
 
     def for_chat(self, template: str | None = None) -> "Tokenizer":
         """The tokenizer of a model that is taught to chat: with the template given or else in use, and with what ends an

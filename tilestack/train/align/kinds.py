@@ -56,11 +56,14 @@ def align(
     def prepare(_: Console) -> tuple[data.Tokenizer, MakeObjective]:
         found = find_tokenizer(KINDS[kind], recipe, folder)
         tokenizer = found.for_chat(read_template(recipe))
+        tokenizer.chat_cache = chats = data.ChatCache(folder / "chats")
 
         def make(model: Any, device: torch.device) -> Objective:
             ends = (*tokenizer.stops, *found.stops, *model.config.eos)
             model.config = replace(model.config, eos=tuple(dict.fromkeys(ends)))
-            return KINDS[kind].objective(recipe, model, tokenizer, device, cache)
+            objective = KINDS[kind].objective(recipe, model, tokenizer, device, cache)
+            chats.sweep()
+            return objective
 
         return tokenizer, make
 

@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tilestack.files import MARKER, ForeignFolder, clean_parts, contents, discard, read_marker, write_marker
+from tilestack.files import MARKER, ForeignFolder, clean_parts, contents, discard, read_marker, unused, write_marker
 from tilestack.train import metrics
 from tilestack.train.errors import TrainingError
+
+BEFORE = ".before"  # where a run is while another is to take its place
+LOGS = (metrics.METRICS, metrics.SPEED)
 
 
 class RunFolder:
@@ -55,6 +58,7 @@ class RunFolder:
             if not read_marker(self.path):
                 write_marker(self.path, command=self.command)
             clean_parts(self.path)
+            self.put_back()
             self._held = True
             try:
                 yield
@@ -64,10 +68,33 @@ class RunFolder:
                     (self.path / MARKER).unlink()
                     self.path.rmdir()
 
-    def start_over(self) -> None:
-        """Remove the run's checkpoints and metrics, so that it starts from nothing. The model it made stays until the new
-        one takes its place."""
-        for folder in (*self.checkpoints.glob("step-*"), *self.path.glob("broken-step-*")):
-            discard(folder)
-        for name in (metrics.METRICS, metrics.SPEED):
-            (self.path / name).unlink(missing_ok=True)
+    @contextmanager
+    def starting_over(self) -> Iterator[None]:
+        """Inside, the run's checkpoints and metrics are aside, so that it starts from nothing; they are removed at the end,
+        and put back after an error. The model it made stays until the new one takes its place."""
+        before = self.path / BEFORE
+        before.mkdir(exist_ok=True)
+        for made in (*self.path.glob("broken-step-*"), self.checkpoints, *(self.path / name for name in LOGS)):
+            if made.exists():
+                made.rename(before / made.name)
+        try:
+            yield
+        except BaseException:
+            self.put_back()
+            raise
+        for made in (*before.glob("checkpoints/step-*"), *before.glob("broken-step-*")):
+            discard(made)
+        for name in LOGS:
+            (before / name).unlink(missing_ok=True)
+        self.put_back()  # what is not ours
+
+    def put_back(self) -> None:
+        """Undo a start that did not come about, this process's or one's that was killed."""
+        before = self.path / BEFORE
+        for path in before.iterdir() if before.is_dir() else ():
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+            else:
+                path.rename(unused(self.path / path.name))
+        if before.is_dir():
+            before.rmdir()

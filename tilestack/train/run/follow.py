@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,13 @@ def follow(
     is how many tokens a row of a batch has at least, data.sequence where it is not said.
     """
     console = console or Console(stderr=True)
-    refuse_own_output(recipe, folder)
     place = RunFolder(folder, command)
+    refuse_own_output(recipe, folder)
     with place.held():
-        if fresh:
-            place.start_over()
-        trainer, tokenizer = make_trainer(
-            recipe, place, prepare, row or recipe.data.sequence, profile, provenance or {}, console
-        )
+        with place.starting_over() if fresh else nullcontext():
+            trainer, tokenizer = make_trainer(
+                recipe, place, prepare, row or recipe.data.sequence, profile, provenance or {}, console
+            )
         figures = trainer.run()
         if trainer.finished:
             leave_model(trainer, tokenizer)
