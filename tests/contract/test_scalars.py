@@ -76,3 +76,15 @@ def test_optional_numbers_and_lists_are_part_of_a_signature():
         for dims, scale in (([0], None), ([1], None), ([1], 2), ([1], 2.0), ([0, 1], True)):
             assert torch.equal(scaled_sum(X, dims, scale), scaled_sum.definition(X, dims, scale))
     assert asked == [((0,), None), ((1,), None), ((1,), 2.0), ((0, 1), 1.0)]
+
+
+def test_autocast_is_part_of_a_signature():
+    x, weight = torch.randn(4, 8), torch.randn(5, 8)
+    for name in ("torch", "aten", "triton"):
+        with backend(name):
+            found = [ops.linear(x, weight).dtype]
+            for dtype in (torch.bfloat16, torch.float16):
+                with torch.autocast("cpu", dtype=dtype):
+                    found.append(ops.linear(x, weight).dtype)
+            found.append(ops.linear(x, weight).dtype)
+        assert found == [torch.float32, torch.bfloat16, torch.float16, torch.float32]

@@ -1,7 +1,7 @@
 """A call: its signature, and the plan that runs every call of that signature.
 
-A signature is all that a choice of implementation may depend on: the chosen backend, whether bits are to repeat, whether
-a gradient is wanted, each tensor's class, shape, strides, dtype and device, and the value of every other argument. The
+A signature is all that a choice of implementation may depend on: the chosen backend, whether bits are to repeat, what
+autocast wants, whether a gradient is wanted, each tensor's class, shape, strides, dtype and device, and the value of every other argument. The
 first call of a signature checks the arguments, resolves a backend and makes a plan; the next ones find it in a
 dictionary. Plans that were not used lately are forgotten, so that ever-changing shapes stay bounded.
 """
@@ -100,7 +100,8 @@ def __call__(self, {declared}, *, out=None):
 {lines(*coerced)}
     try:
         _key = (
-            _entered(), _deterministic(), _transforming(), _forward_ad._current_level, {" or ".join(views)},
+            _entered(), _deterministic(), _autocasting() and _autocast(), _transforming(), _forward_ad._current_level,
+            {" or ".join(views)},
             _grad_enabled() and ({" or ".join(grads)}), {", ".join(parts)},
         )
         _run = _plans.get(_key)
@@ -121,6 +122,8 @@ def __call__(self, {declared}, *, out=None):
         _grad_enabled=torch.is_grad_enabled,
         _entered=entered,
         _forward_ad=forward_ad,
+        _autocasting=torch._C._is_any_autocast_enabled,
+        _autocast=autocast,
         _transforming=torch._C._are_functorch_transforms_active,
         _deterministic=torch._C._get_deterministic_algorithms,
         _plans=op.plans.recent,
@@ -133,6 +136,11 @@ def __call__(self, {declared}, *, out=None):
     call = write_function("__call__", text, scope)
     call.__doc__ = op.definition.__doc__
     return call
+
+
+def autocast() -> tuple:
+    """The dtypes that products are lowered to, where they are."""
+    return tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda"))
 
 
 OPTIONAL_NUMBERS = (float | None, int | None, bool | None)
