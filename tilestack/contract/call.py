@@ -1,9 +1,9 @@
 """A call: its signature, and the plan that runs every call of that signature.
 
 A signature is all that a choice of implementation may depend on: the chosen backend, whether bits are to repeat, what
-autocast wants, whether a gradient is wanted, each tensor's class, shape, strides, dtype and device, and the value of every other argument. The
-first call of a signature checks the arguments, resolves a backend and makes a plan; the next ones find it in a
-dictionary. Plans that were not used lately are forgotten, so that ever-changing shapes stay bounded.
+autocast wants, whether a gradient is wanted, each tensor's class, shape, strides, dtype and device, and the value of every
+other argument. The first call of a signature checks the arguments, resolves a backend and makes a plan; the next ones find
+it in a dictionary. Plans that were not used lately are forgotten, so that ever-changing shapes stay bounded.
 """
 
 import functools
