@@ -30,36 +30,44 @@ def alone(decoder, ids):
     return torch.cat([decoder(token[None, None], context=cache)[0] for token in ids])
 
 
-def poisoned(config, device="cpu"):
-    pool = models.PagedCache(config, PAGES, PAGE, device=device)
+def poisoned(config):
+    pool = models.PagedCache(config, PAGES, PAGE)
     for kept in filter(lambda kept: kept is not None, (pool.keys, pool.values)):
         kept.fill_(torch.nan)
     return pool
 
 
-def batches(pool, device="cpu"):
+def any_steps(draw):
+    """The sequences in chunks of any sizes, at least one token in each forward."""
+    left = list(LENGTHS)
+    while any(left):
+        new = [draw.randint(0, min(count, 6)) for count in left]
+        if any(new):
+            left = [count - read for count, read in zip(left, new, strict=True)]
+            yield new
+
+
+def batches(pool, steps=STEPS, seed=0):
     """For each forward: (its context, which tokens of which sequence it reads)."""
     free = list(range(1, PAGES))
-    random.Random(0).shuffle(free)
-    tables = block_tables_of([[free.pop() for _ in range(-(-length // PAGE))] for length in LENGTHS], device)
+    random.Random(seed).shuffle(free)
+    tables = block_tables_of([[free.pop() for _ in range(-(-length // PAGE))] for length in LENGTHS])
     done = [0] * len(LENGTHS)
-    for new in STEPS:
+    for new in steps:
         reads = [range(start, start + count) for start, count in zip(done, new, strict=True)]
         done = [read.stop for read in reads]
-        offsets = torch.tensor(list(itertools.accumulate(new, initial=0)), dtype=torch.int32, device=device)
-        lengths = torch.tensor(done, dtype=torch.int32, device=device)
+        offsets = torch.tensor(list(itertools.accumulate(new, initial=0)), dtype=torch.int32)
+        lengths = torch.tensor(done, dtype=torch.int32)
         yield models.PagedBatch(pool, tables, lengths, offsets, PADDED, max(new)), reads
     assert tuple(done) == LENGTHS
 
 
 @torch.no_grad()
-@families
-def test_ragged_batches_are_as_sequences_alone(family):
-    decoder = tiny.ours(family)
+def check_as_alone(decoder, steps, seed=0):
     texts = tiny.ids(len(LENGTHS), max(LENGTHS))
     expected = [alone(decoder, text[:length]) for text, length in zip(texts, LENGTHS, strict=True)]
     found = [[] for _ in LENGTHS]
-    for batch, reads in batches(poisoned(decoder.config)):
+    for batch, reads in batches(poisoned(decoder.config), steps, seed):
         ids = torch.cat([text[read.start : read.stop] for text, read in zip(texts, reads, strict=True)])
         padding = torch.full((PADDED - len(ids),), 3)
         logits = decoder(torch.cat((ids, padding)), context=batch)
@@ -69,6 +77,18 @@ def test_ragged_batches_are_as_sequences_alone(family):
             kept.append(part)
     for whole, parts in zip(expected, found, strict=True):
         torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-4, atol=1e-5)
+
+
+@families
+def test_ragged_batches_are_as_sequences_alone(family):
+    check_as_alone(tiny.ours(family), STEPS)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v2"])
+def test_so_are_chunks_of_any_sizes(family):
+    decoder = tiny.ours(family)
+    for seed in range(5):
+        check_as_alone(decoder, any_steps(random.Random(seed)), seed)
 
 
 @torch.no_grad()
