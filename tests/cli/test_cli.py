@@ -105,6 +105,35 @@ def test_verify_names_the_case_that_a_planted_backend_gets_wrong(tilestack, tmp_
     assert "WRONG add planted 33 plain float32 forward: out: 1 of 33 elements are out of bound, worst at [32]" in wrong
 
 
+CRASHING = """
+from tilestack import implements, ops
+
+@implements(ops.relu, backend="crashing")
+def relu(x):
+    return undefined + x
+"""
+
+
+def test_a_crash_in_a_kernel_of_ones_own_is_shown_once_with_its_place(tilestack, tmp_path):
+    (tmp_path / "crashing.py").write_text(CRASHING)
+    arguments = (
+        "--backend",
+        "crashing",
+        "--load",
+        str(tmp_path / "crashing.py"),
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    )
+    done = tilestack("verify", "relu", *arguments, "--quick")
+    assert done.returncode == 1
+    shown = " ".join(done.stdout.split())
+    assert shown.count("WRONG") == 1
+    assert "more: NameError: name 'undefined' is not defined" in shown
+    assert "crashing.py:6)" in "".join(done.stdout.split())
+
+
 def test_json_to_standard_output_is_only_json(tilestack):
     done = tilestack("verify", "relu", "--device", "cpu", "--quick", "--dtype", "float32", "--json", "-")
     assert done.returncode == 0

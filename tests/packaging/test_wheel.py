@@ -105,7 +105,7 @@ def test_the_readme_from_an_empty_folder(tilestack, environment, desk):
     shorter = {
         "train": changes(*TINY, *TINY_TEXT),
         "sft": changes(*TINY, "data.sequence=128"),
-        "grpo": changes("run.steps=1", "data.batch=2", "evaluation.batches=1", "evaluation.sample_tokens=2", "grpo.max_tokens=2"),
+        "grpo": changes("run.steps=2", "schedule.warmup=1", "data.batch=2", "evaluation.batches=1", "evaluation.sample_tokens=2", "grpo.max_new_tokens=2"),
         "parity": ["--steps", "1"],
         "demo": changes(*TINY, *TINY_TEXT),
         "generate": ["--max-tokens", "2"],

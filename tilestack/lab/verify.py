@@ -26,6 +26,7 @@ from tilestack.contract.cases import Case, Make
 from tilestack.contract.implementation import Implementation
 from tilestack.contract.operator import Operator, as_tuple
 from tilestack.lab import oracle, variants
+from tilestack.lab.refuted import crash_line, refutations
 
 REDRAWS = 16  # more draws of arguments with a small result, which the definition may get exact by luck
 SMALL, LARGE = 1 << 14, 1 << 17  # elements of the smallest result, and of all, up to which to draw again
@@ -125,9 +126,7 @@ def prove(claim: Claim) -> Proof:
             return check_gradient(claim, arguments)
         return compare(claim, arguments)
     except Exception as failure:
-        return claim.proof(
-            False, math.inf, message=f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
-        )
+        return claim.proof(False, math.inf, message=crash_line(failure))
 
 
 def proves_formula(claim: Claim) -> bool:
@@ -329,14 +328,9 @@ def render(proofs: list[Proof], device: torch.device) -> Group:
             str(sum(p.ok is None for p in mine)),
             f"{worst:.2f}",
         )
-    refuted = [
-        f"[red]WRONG[/red] {p.op} {p.backend} {p.case} {p.variant} {p.dtype} {p.direction}: {escape(p.message)}"
-        for p in proofs
-        if p.ok is False
-    ]
     reasons = Counter((p.op, p.backend, p.message) for p in proofs if p.ok is None and p.backend != "torch")
     untried = [
         f"[dim]not tried: {op} {name}, {count}×: {escape(message)}[/dim]"
         for (op, name, message), count in reasons.items()
     ]
-    return Group(table, *refuted, *untried)
+    return Group(table, *refutations(proofs), *untried)
