@@ -3,12 +3,14 @@
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
 
 from tilestack.data import DataError, corpora, prepared
 from tilestack.data.prepared import prepare_tokens
+from tilestack.files import ForeignFolder
 
 
 @dataclass
@@ -18,6 +20,7 @@ class Texts:
     most_bytes: int = 0
     tokenizer: str = ""
     vocabulary: int = 300
+    tokens: str = ""
 
 
 @pytest.fixture
@@ -86,7 +89,9 @@ def test_a_run_that_goes_on_refuses_other_texts_and_does_without_those_that_are_
     run = tmp_path / "run"
     prepare_tokens(texts("old one"), run)
     settings = texts("new one")
-    with pytest.raises(DataError, match=r"text\.jsonl changed since the run in .* began; put it back, or start over"):
+    with pytest.raises(
+        DataError, match=r"text\.jsonl changed since the tokens in .* were made; put it back, or start over"
+    ):
         prepare_tokens(settings, run, resumes=True)
     shutil.move(tmp_path / "text.jsonl", tmp_path / "gone.jsonl")
     assert read(prepare_tokens(settings, run, resumes=True)) == ["old one"]
@@ -104,3 +109,24 @@ def test_the_python_corpus_is_followed_too(tmp_path, monkeypatch, made):
     assert read(prepare_tokens(settings, tmp_path / "run")) == ["import this\n"]
     (library / "one.py").write_text("import that\n")
     assert read(prepare_tokens(settings, tmp_path / "run")) == ["import that\n"]
+
+
+def test_runs_of_the_same_texts_share_a_folder_of_tokens_and_others_are_refused(texts, tmp_path, made):
+    settings = texts("some text")
+    settings.tokens = str(tmp_path / "shared")
+    with ThreadPoolExecutor(3) as pool:  # at once
+        found = list(pool.map(lambda run: read(prepare_tokens(settings, tmp_path / run)), ("one", "two", "three")))
+    assert found == [["some text"]] * 3
+    assert len(made) == 1
+    assert not (tmp_path / "one").exists()
+    (tmp_path / "text.jsonl").write_text('{"text": "other text"}')
+    with pytest.raises(DataError, match=r"text\.jsonl changed since .*name another folder in data\.tokens"):
+        prepare_tokens(settings, tmp_path / "four")
+    settings = texts("some text")
+    settings.tokens, settings.vocabulary = str(tmp_path / "shared"), 310
+    with pytest.raises(DataError, match=r"data\.vocabulary changed since .*name another folder in data\.tokens"):
+        prepare_tokens(settings, tmp_path / "four")
+    settings.tokens = str(tmp_path)
+    with pytest.raises(ForeignFolder):
+        prepare_tokens(settings, tmp_path / "four")
+    assert len(made) == 1

@@ -6,8 +6,10 @@ data/
   made_from.json  the settings and what the files held; others make them anew
 """
 
+import fcntl
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +21,7 @@ from tilestack.data.fingerprints import changed_files, fingerprints
 from tilestack.data.readers import files_behind, texts
 from tilestack.data.tokenizer import Tokenizer
 from tilestack.data.tokens import TokenFile, write_tokens
-from tilestack.files import whole_folder, write_text_whole
+from tilestack.files import beside, whole_folder, write_text_whole
 
 FOLDER, MADE_FROM = "data", "made_from.json"
 
@@ -37,6 +39,8 @@ class TextSettings(Protocol):
     def tokenizer(self) -> str: ...
     @property
     def vocabulary(self) -> int: ...
+    @property
+    def tokens(self) -> str: ...
 
 
 def documents(settings: TextSettings) -> Iterator[str]:
@@ -72,31 +76,50 @@ def prepare_tokens(
     changed; the folder appears when both are complete. Where the settings name no tokenizer it is that of the model
     `tokenizer_of`, else one is trained on the texts.
 
-    A run that `resumes` goes on with its tokens even where the files are gone, and refuses files that have changed.
+    A run that `resumes` goes on with its tokens even where the files are gone, and refuses files that have changed. So does
+    a run that shares its tokens with others, in the folder `settings.tokens`.
     """
-    target, named = folder / FOLDER, settings.tokenizer or tokenizer_of
+    target = Path(settings.tokens) if settings.tokens else folder / FOLDER
+    with one_at_a_time(target) if settings.tokens else nullcontext():
+        update_tokens(settings, target, settings.tokenizer or tokenizer_of, resumes, console)
+    tokenizer, tokens = Tokenizer.load(target / "tokenizer"), TokenFile(target / "tokens")
+    tokens.check(tokenizer)
+    return tokenizer, tokens
+
+
+def update_tokens(settings: TextSettings, target: Path, named: str, resumes: bool, console: Console | None) -> None:
+    """Make the tokens of a folder, unless they are there and still follow from the texts and the tokenizer."""
     known = read_made_from(target)
     asked = {
         "corpus": settings.corpus, "files": list(settings.files), "most_bytes": settings.most_bytes,
         "tokenizer": named, "vocabulary": settings.vocabulary,
     }  # fmt: skip
-    alike = {name: known.get(name) for name in asked} == asked
-    if not (resumes and alike and is_missing(settings, named)):
-        given = Tokenizer.load(named) if named else None
-        asked["sources"] = fingerprints(sources(settings), known.get("sources", ()))
-        asked["fingerprint"] = given.fingerprint if given else ""
-        changed = what_changed(known, asked) if alike else list(asked)
-        if changed and resumes:
-            raise DataError(
-                f"{', '.join(changed[:3])} changed since the run in {folder} began; put it back, or start over (--fresh)"
-            )
-        if changed:
-            make(target, settings, given, asked, console)
-        elif asked != known:  # touched, and yet the same
-            write_text_whole(target / MADE_FROM, json.dumps(asked))
-    tokenizer, tokens = Tokenizer.load(target / "tokenizer"), TokenFile(target / "tokens")
-    tokens.check(tokenizer)
-    return tokenizer, tokens
+    changed = [f"data.{name}" for name, value in asked.items() if known.get(name) != value]
+    if resumes and not changed and is_missing(settings, named):
+        return
+    given = Tokenizer.load(named) if named else None
+    asked["sources"] = fingerprints(sources(settings), known.get("sources", ()))
+    asked["fingerprint"] = given.fingerprint if given else ""
+    changed += what_changed(known, asked)
+    if changed and known and (resumes or settings.tokens):
+        told = ", ".join(changed[:3])
+        raise DataError(
+            f"{told} changed since the tokens in {target} were made; put it back, or "
+            + ("name another folder in data.tokens" if settings.tokens else "start over (--fresh)")
+        )
+    if changed:
+        make(target, settings, given, asked, console)
+    elif asked != known:  # touched, and yet the same
+        write_text_whole(target / MADE_FROM, json.dumps(asked))
+
+
+@contextmanager
+def one_at_a_time(target: Path) -> Iterator[None]:
+    """Let runs that share a folder of tokens wait for whoever makes them."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(beside(target, "tilestack-lock"), "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def make(

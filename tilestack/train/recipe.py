@@ -96,6 +96,7 @@ class Data:
     validation: float = setting(0.02, "share of the documents that is held out; 0 holds out none", low=0, high=0.5)
     tokenizer: str = setting("", "a folder or file; empty takes the model's, or trains one on the corpus")
     vocabulary: int = setting(4096, "tokens of a tokenizer to train", low=257)
+    tokens: str = setting("", "a folder for the tokens, which runs of the same texts share; empty is the run's own")
     sequence: int = setting(256, "tokens in a row", low=2)
     batch: int = setting(8, "rows in a micro-batch", low=1, operational=True)
     accumulate: int = setting(1, "micro-batches in a step", low=1, operational=True)

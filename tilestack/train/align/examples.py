@@ -32,6 +32,8 @@ class ExampleData(Data):
         super().__post_init__()
         if self.most_bytes:
             raise RecipeError("data.most_bytes is for running text; data.examples says how many examples to take")
+        if self.tokens:
+            raise RecipeError("data.tokens is for running text; conversations are kept in the run's own folder")
         if self.weights and len(self.weights) != len(self.files):
             raise RecipeError(
                 f"data.weights are {len(self.weights)}, and data.files {len(self.files)}: give one for each"
