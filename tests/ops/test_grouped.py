@@ -6,6 +6,7 @@ import torch
 from tilestack import contract, ops
 from tilestack.contract import backend
 from tilestack.kernels import aten
+from tilestack.kernels.matmul.grouped import zero_rows_past
 from tilestack.tuning.preferences import look_up
 
 
@@ -74,13 +75,39 @@ def test_pytorchs_kernel_says_what_it_wants():
         (lambda x, w, o: (x.float(), w, o), "must have one dtype"),
         (lambda x, w, o: (x, w, o.long()), "must be a vector of int32"),
         (lambda x, w, o: (x, w, o[1:]), "where each of the 2 groups ends, not 1"),
-        (lambda x, w, o: (x, w, o - 1), r"rise to the number of rows, 7, but are \[2, 6\]"),
+        (lambda x, w, o: (x, w, o + 1), r"rise up to at most the 7 rows, but are \[4, 8\]"),
         (lambda x, w, o: (x, w, torch.tensor([9, 7], dtype=torch.int32)), r"but are \[9, 7\]"),
     ],
 )
 def test_what_makes_no_sense_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         ops.grouped_linear(*change(*arguments([3, 7])))
+
+
+@pytest.mark.parametrize("which", ["torch", "triton"])
+def test_rows_past_the_last_offset_are_zero_and_have_no_gradient(which, monkeypatch):
+    """In memory that held something else before, as freshly taken memory may."""
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: torch.full(*args, fill_value=torch.nan, **kwargs))
+    x, weight, offsets = arguments([3, 7])
+    x = x.detach().requires_grad_()
+    with backend(which):
+        out = ops.grouped_linear(x, weight, offsets - 2)
+    whole = ops.grouped_linear.definition(x[:5], weight, offsets - 2)
+    assert torch.equal(out[5:], torch.zeros_like(out[5:]))
+    torch.testing.assert_close(out[:5], whole)
+    dx, dweight = torch.autograd.grad(out, (x, weight), torch.ones_like(out))
+    assert torch.equal(dx[5:], torch.zeros_like(dx[5:]))
+    expected = torch.autograd.grad(whole, (x, weight), torch.ones_like(whole))
+    torch.testing.assert_close(dx, expected[0])
+    torch.testing.assert_close(dweight, expected[1])
+
+
+@pytest.mark.parametrize("last", [0, 63, 64, 150, 200])
+def test_zeros_are_written_past_the_last_offset_alone(last):
+    """As behind PyTorch's own product."""
+    out = torch.ones(200, 130, dtype=torch.float16)
+    zero_rows_past(out, torch.tensor([last // 2, last], dtype=torch.int32))
+    assert torch.equal(out, (torch.arange(200) < last).half()[:, None].expand_as(out))
 
 
 def test_a_meta_tensor_has_the_shape_of_a_result():

@@ -6,17 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-# Asked once: torch.compile cannot trace the question.
-KNOWS_AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
+from tilestack.ops.autocast import KNOWS_AUTOCAST, lowered
 
-
-def lowered(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The arguments of a linear layer: under autocast in its dtype, so that they agree, otherwise as they are."""
-    device = x.device.type
-    if device not in KNOWS_AUTOCAST or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+__all__ = ["full_precision", "lowered", "raised"]
 
 
 def full_precision(device: str) -> AbstractContextManager:

@@ -10,6 +10,7 @@ from torch import Tensor
 from tilestack.contract.cases import cases
 from tilestack.contract.operator import Cost, operator
 from tilestack.ops.activation import gelu, gelu_kind
+from tilestack.ops.autocast import lower_when_traced, lowered
 from tilestack.ops.elementwise import SHAPES
 from tilestack.ops.matmul import linear, shapes_agree
 from tilestack.ops.numerics import wide
@@ -129,4 +130,8 @@ def halves_meet_weight(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool |
 )
 def swiglu_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """swiglu(x) @ weight.T + bias: a gated feed-forward layer from its gated pair on."""
+    x, weight, bias = lowered(x, weight, bias)
     return linear.definition(swiglu.definition(x), weight, bias)
+
+
+lower_when_traced(swiglu_linear)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tilestack.contract.cases import cases
 from tilestack.contract.operator import Cost, operator
+from tilestack.ops.autocast import lower_when_traced, lowered
 
 
 def grouped_case(make, rows, groups, inner, columns, spread="uneven"):
@@ -15,13 +16,14 @@ def grouped_case(make, rows, groups, inner, columns, spread="uneven"):
 
 
 def ends(make, rows, groups, spread):
-    """Where groups end: drawn at random, all alike, or all rows in the last but one of them."""
+    """Where groups end: drawn at random, all alike, all rows in the last but one of them, or some rows in none."""
     if spread == "even":
         return (torch.arange(1, groups + 1, device=make.device) * rows // groups).int()
     if spread == "one":
         return (torch.arange(groups, device=make.device) >= groups - 2).int() * rows
-    drawn = make.integers(groups - 1, high=rows + 1, dtype=torch.int32).sort().values
-    return torch.cat([drawn, drawn.new_full((1,), rows)])
+    last = rows // 2 if spread == "short" else rows
+    drawn = make.integers(groups - 1, high=last + 1, dtype=torch.int32).sort().values
+    return torch.cat([drawn, drawn.new_full((1,), last)])
 
 
 def groups_agree(x: Tensor, weight: Tensor, offsets: Tensor) -> bool | str:
@@ -37,10 +39,10 @@ def groups_agree(x: Tensor, weight: Tensor, offsets: Tensor) -> bool | str:
 
 
 def sizes_of(offsets: Tensor, rows: int) -> list[int]:
-    """How many rows each group has."""
-    ends = [0, *offsets.tolist()]
-    if ends[-1] != rows or ends != sorted(ends):
-        raise ValueError(f"grouped_linear: offsets must rise to the number of rows, {rows}, but are {ends[1:]}")
+    """How many rows each group has, and how many are left that belong to none."""
+    ends = [0, *offsets.tolist(), rows]
+    if ends != sorted(ends):
+        raise ValueError(f"grouped_linear: offsets must rise up to at most the {rows} rows, but are {ends[1:-1]}")
     return [end - start for start, end in itertools.pairwise(ends)]
 
 
@@ -52,7 +54,7 @@ def a_product_each(x: Tensor, weight: Tensor) -> Cost:
     cases=cases(
         grouped_case,
         check=[
-            (1, 1, 1, 1), (20, 2, 17, 33), (40, 4, 24, 8, "one"), (12, 9, 16, 8),
+            (1, 1, 1, 1), (20, 2, 17, 33), (40, 4, 24, 8, "one"), (12, 9, 16, 8), (40, 3, 24, 8, "short"),
             (0, 3, 8, 8), (8, 3, 0, 8), (8, 3, 8, 0),
         ],
         bench=[
@@ -63,14 +65,19 @@ def a_product_each(x: Tensor, weight: Tensor) -> Cost:
     ),
     cost=a_product_each,
     check=groups_agree,
-    fake=lambda x, weight, offsets: x.new_empty(x.shape[0], weight.shape[1]),
+    fake=lambda x, weight, offsets: lowered(x)[0].new_empty(x.shape[0], weight.shape[1]),
     tuning_key=lambda x, weight: (x.shape[0], *weight.shape),
 )  # fmt: skip
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """x[rows of group g] @ weight[g].T for every group; weight is [groups, out, in].
 
-    Group g has the rows offsets[g - 1] up to offsets[g], so offsets are where groups end: rising, the last of them the
-    number of rows. A kernel cannot raise an error where they are not; its rows of no group are then left undefined.
+    Group g has the rows offsets[g - 1] up to offsets[g], so offsets are where groups end: rising, up to at most the number
+    of rows. Rows past the last of them belong to no group: theirs are zeros, and they have no gradient.
     """
-    rows = x.split(sizes_of(offsets, x.shape[0]))
-    return torch.cat([mine @ matrix.T for mine, matrix in zip(rows, weight.unbind(), strict=True)])
+    x, weight = lowered(x, weight)
+    *rows, left = x.split(sizes_of(offsets, x.shape[0]))
+    products = [mine @ matrix.T for mine, matrix in zip(rows, weight.unbind(), strict=True)]
+    return torch.cat([*products, left.new_zeros(left.shape[0], weight.shape[1])])
+
+
+lower_when_traced(grouped_linear)

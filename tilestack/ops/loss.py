@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilestack.contract.cases import cases
 from tilestack.contract.operator import Cost, operator
+from tilestack.ops.autocast import lower_when_traced, lowered
 from tilestack.ops.numerics import named_rows_exist, wide
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -161,4 +162,8 @@ def linear_cross_entropy(
     reduction: str = "mean",
 ) -> Tensor:
     """cross_entropy(x @ weight.T, labels, ...): the head of a language model and its loss; weight is [vocabulary, hidden]."""
+    x, weight = lowered(x, weight)
     return cross_entropy.definition(x @ weight.T, labels, ignore_index, label_smoothing, z_loss, softcap, reduction)
+
+
+lower_when_traced(linear_cross_entropy)

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from tilestack.contract.cases import cases
 from tilestack.contract.operator import Cost, operator
+from tilestack.ops.autocast import lower_when_traced, lowered
 
 
 def linear_case(make, rows, columns, inner, bias="bias"):
@@ -47,6 +48,10 @@ def multiply_adds(x: Tensor, weight: Tensor) -> Cost:
     tuning_key=lambda x, weight: (x.shape[:-1].numel(), *weight.shape),
 )
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias; weight is [out, in], as torch.nn.Linear keeps it."""
+    """x @ weight.T + bias; weight is [out, in], as torch.nn.Linear keeps it. Under autocast all three are in its dtype."""
+    x, weight, bias = lowered(x, weight, bias)
     product = x @ weight.T
     return product if bias is None else product + bias
+
+
+lower_when_traced(linear)

@@ -30,6 +30,7 @@ from tilestack import ops
 from tilestack.contract import Extras, implements
 from tilestack.kernels.loss.cross_entropy import Options, losses_and_gradients, one_scalar_arrives, scale_in_place
 from tilestack.kernels.tiles import as_matrix, cdiv
+from tilestack.ops.autocast import lowered
 
 CHUNK_BYTES = 192 << 20  # of logits at a time
 MANY = 13  # chunks, as that makes of 8192 rows and 150 thousand words; where it would be more,
@@ -84,6 +85,8 @@ def chunked(
     fill: Callable[..., None],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Fill the losses, where wanted, and answer the gradients of x and weight that are needed, given each row's scale."""
+    dtypes = x.dtype, weight.dtype
+    x, weight = lowered(x, weight)
     rows, labels = as_matrix(x).contiguous(), labels.reshape(-1)
     losses = None if losses is None else losses.view(-1)
     dx = torch.empty_like(rows) if needs[0] else None
@@ -106,7 +109,7 @@ def chunked(
             torch.addmm(dweight, logits.T, rows[part], beta=0 if start == 0 else 1, out=dweight)
         if dx is not None:
             side.join()
-    return None if dx is None else dx.view(x.shape), dweight
+    return None if dx is None else dx.view(x.shape).to(dtypes[0]), None if dweight is None else dweight.to(dtypes[1])
 
 
 def losses_and_gradients_by_aten(

@@ -8,7 +8,7 @@
     |        |  ← 14          +-------+
 
 There is no waiting for the sizes: as many programs start as tiles could be needed at most, each counts through the
-groups which tile is its own, and those left over return.
+groups which tile is its own, and those left over return. Rows past the last group are one more, whose C is zero.
 
 The gradient of A is the same product with B transposed. That of B adds up over the rows of a group: one program per
 tile of each group's B, walking along its rows.
@@ -24,27 +24,31 @@ from tilestack.contract import implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.tiles import accumulator, cdiv, next_power
+from tilestack.ops.autocast import lowered
+
+ZEROED = 64, 128  # rows and columns of a tile of zeros
 
 
 @triton.jit
 def grouped_linear_fwd_kernel(
     a_ptr, b_ptr, ends_ptr, c_ptr,  # [M, K], [groups, K, N], [groups], [M, N]
-    N, K, a_stride_m, a_stride_k, b_stride_g, b_stride_k, b_stride_n, groups,
+    M, N, K, a_stride_m, a_stride_k, b_stride_g, b_stride_k, b_stride_n, groups,
     GROUPS: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     g = tl.arange(0, GROUPS)
-    ends = tl.load(ends_ptr + g, mask=g < groups, other=0)
-    starts = tl.load(ends_ptr + g - 1, mask=(g > 0) & (g < groups), other=0)
+    ends = tl.minimum(tl.load(ends_ptr + g, mask=g < groups, other=M), M)
+    starts = tl.minimum(tl.load(ends_ptr + g - 1, mask=(g > 0) & (g <= groups), other=tl.where(g > 0, M, 0)), M)
     tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
     tiles_so_far = tl.cumsum(tiles, 0)
     tile = tl.program_id(0)
     done = tiles_so_far <= tile  # the groups that end before this tile
     group = tl.sum(done.to(tl.int32), 0)
-    if group >= groups:
+    if group > groups:
         return
-    first_row = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
+    first_row = tl.sum(tl.where(g == group, starts, 0), 0)
     first_row += (tile - tl.sum(tl.where(done, tiles, 0), 0)) * BLOCK_M
-    end = tl.load(ends_ptr + group)
+    end = tl.sum(tl.where(g == group, ends, 0), 0)
+    K = tl.where(group < groups, K, 0)  # rows past the last group are multiplied with nothing
     m = first_row.to(tl.int64) + tl.arange(0, BLOCK_M)[:, None]
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     k = tl.arange(0, BLOCK_K).to(tl.int64)
@@ -64,13 +68,13 @@ def grouped_linear_fwd_kernel(
 @triton.jit
 def grouped_linear_bwd_kernel(
     grad_ptr, x_ptr, ends_ptr, dweight_ptr,  # [M, N], [M, K], [groups], [groups, N, K]
-    N, K, grad_stride_m, grad_stride_n, x_stride_m, x_stride_k,
+    M, N, K, grad_stride_m, grad_stride_n, x_stride_m, x_stride_k,
     ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(2).to(tl.int64)
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     k = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    end = tl.load(ends_ptr + group)
+    end = tl.minimum(tl.load(ends_ptr + group), M)
     start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
     total = tl.zeros([BLOCK_N, BLOCK_K], ACC)
     for first in range(start, end, BLOCK_M):
@@ -84,6 +88,29 @@ def grouped_linear_bwd_kernel(
     tl.store(place, total.to(dweight_ptr.dtype.element_ty), mask=(n < N) & (k < K))
 
 
+@triton.jit
+def zero_rows_past_kernel(out_ptr, ends_ptr, rows, columns, groups, ROWS: tl.constexpr, COLS: tl.constexpr):
+    first = tl.load(ends_ptr + groups - 1)
+    row = tl.program_id(0).to(tl.int64) * ROWS
+    if row + ROWS > first:
+        row += tl.arange(0, ROWS)[:, None]
+        for start in range(0, columns, COLS):
+            column = start + tl.arange(0, COLS)[None, :]
+            inside = (row >= first) & (row < rows) & (column < columns)
+            tl.store(out_ptr + row * columns + column, tl.zeros([ROWS, COLS], out_ptr.dtype.element_ty), mask=inside)
+
+
+def zero_rows_past(out: Tensor, offsets: Tensor) -> Tensor:
+    """`out`, contiguous, with zeros written to the rows past the last offset; where there are none, hardly more than a launch."""
+    rows, columns = out.shape
+    grid = (cdiv(rows, ZEROED[0]),)
+    launch(
+        zero_rows_past_kernel, grid, out, offsets, rows, columns, len(offsets),
+        ROWS=ZEROED[0], COLS=ZEROED[1], num_warps=4,
+    )  # fmt: skip
+    return out
+
+
 def blocks(dtype: torch.dtype, *sizes: int) -> tuple[int, int, int, int]:
     """(M, N, K, warps) of a tile: large where the matrices are."""
     block = (128, 128, 64, 8) if dtype.itemsize == 2 else (64, 64, 16, 4)
@@ -91,15 +118,16 @@ def blocks(dtype: torch.dtype, *sizes: int) -> tuple[int, int, int, int]:
 
 
 def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """a[rows of group g] @ b[g], for operands of any strides."""
+    """a[rows of group g] @ b[g], for operands of any strides; zero in rows of no group."""
     (M, K), (groups, _, N) = a.shape, b.shape
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)
     block_m, block_n, block_k, warps = blocks(a.dtype, M // groups, N)
-    most_tiles = min(M, (M + groups * (block_m - 1)) // block_m)  # if each group ended with a tile of one row
+    # If each group, and what is left past the last of them, ended with a tile of one row.
+    most_tiles = min(M, (M + (groups + 1) * (block_m - 1)) // block_m)
     grid = most_tiles, cdiv(N, block_n)
     launch(
-        grouped_linear_fwd_kernel, grid, a, b, offsets.contiguous(), c, N, K, *a.stride(), *b.stride(), groups,
-        GROUPS=next_power(groups), ACC=accumulator(a.dtype), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        grouped_linear_fwd_kernel, grid, a, b, offsets.contiguous(), c, M, N, K, *a.stride(), *b.stride(), groups,
+        GROUPS=next_power(groups + 1), ACC=accumulator(a.dtype), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=warps, num_stages=3,
     )  # fmt: skip
     return c
@@ -112,7 +140,7 @@ def gradient_of_weight(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     block_n, block_k, block_m, warps = blocks(x.dtype, N, K)
     grid = cdiv(N, block_n), cdiv(K, block_k), groups
     launch(
-        grouped_linear_bwd_kernel, grid, grad, x, offsets.contiguous(), dweight, N, K, *grad.stride(), *x.stride(),
+        grouped_linear_bwd_kernel, grid, grad, x, offsets.contiguous(), dweight, len(x), N, K, *grad.stride(), *x.stride(),
         ACC=accumulator(x.dtype), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=3,
     )  # fmt: skip
     return dweight
@@ -121,10 +149,12 @@ def gradient_of_weight(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 def grouped_linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, None]:
-    dx = grouped_matmul(grad, weight, offsets) if needs[0] else None
-    return dx, gradient_of_weight(grad, x, offsets) if needs[1] else None, None
+    """What arrives has the dtype of the product, which autocast may have lowered; gradients have those of their tensors."""
+    dx = grouped_matmul(grad, weight.to(grad.dtype), offsets).to(x.dtype) if needs[0] else None
+    return dx, gradient_of_weight(grad, x.to(grad.dtype), offsets).to(weight.dtype) if needs[1] else None, None
 
 
 @implements(ops.grouped_linear, backend="triton", repeat=straight_line, backward=grouped_linear_backward)
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    x, weight = lowered(x, weight)
     return grouped_matmul(x, weight.mT, offsets)

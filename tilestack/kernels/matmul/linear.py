@@ -20,6 +20,7 @@ from tilestack.contract import implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.tiles import accumulator, as_matrix, cdiv
+from tilestack.ops.autocast import lowered
 
 
 @triton.jit
@@ -64,13 +65,15 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 def linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, ...]:
-    grad, rows = as_matrix(grad), as_matrix(x)
-    dx = matmul(grad, weight).view(x.shape) if needs[0] else None
-    dweight = matmul(grad.T, rows) if needs[1] else None
-    dbias = grad.sum(0) if needs[2] and bias is not None else None
+    """What arrives has the dtype of the product, which autocast may have lowered; gradients have those of their tensors."""
+    grad, rows = as_matrix(grad), as_matrix(x).to(grad.dtype)
+    dx = matmul(grad, weight.to(grad.dtype)).view(x.shape).to(x.dtype) if needs[0] else None
+    dweight = matmul(grad.T, rows).to(weight.dtype) if needs[1] else None
+    dbias = grad.sum(0, dtype=bias.dtype) if needs[2] and bias is not None else None
     return dx, dweight, dbias
 
 
 @implements(ops.linear, backend="triton", repeat=straight_line, backward=linear_backward)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    x, weight, bias = lowered(x, weight, bias)
     return matmul(as_matrix(x), weight.T, bias).view(*x.shape[:-1], weight.shape[0])

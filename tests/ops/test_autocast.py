@@ -1,0 +1,95 @@
+"""Under torch.autocast our products do what PyTorch's own do, on every backend: operands in its dtype, gradients in theirs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tilestack import backend, ops
+from tilestack.contract.backends import usable
+
+CPU = torch.device("cpu")
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def gated(x):
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+OFFSETS = torch.tensor([2, 6], dtype=torch.int32)
+LABELS = torch.tensor([1, 4, 0, 2, 2, 3])
+# An operator and PyTorch's way to say the same.
+PAIRS = {
+    "linear": (ops.linear, F.linear, (drawn(6, 16), drawn(8, 16, seed=1), drawn(8, seed=2))),
+    "linear without bias": (ops.linear, F.linear, (drawn(6, 16), drawn(8, 16, seed=1))),
+    "swiglu_linear": (
+        ops.swiglu_linear,
+        lambda x, weight, bias: F.linear(gated(x), weight, bias),
+        (drawn(6, 32), drawn(8, 16, seed=1), drawn(8, seed=2)),
+    ),
+    "grouped_linear": (
+        lambda x, weight: ops.grouped_linear(x, weight, OFFSETS),
+        lambda x, weight: torch.cat([F.linear(x[:2], weight[0]), F.linear(x[2:], weight[1])]),
+        (drawn(6, 16), drawn(2, 8, 16, seed=1)),
+    ),
+    "linear_cross_entropy": (
+        lambda x, weight: ops.linear_cross_entropy(x, weight, LABELS),
+        lambda x, weight: F.cross_entropy(F.linear(x, weight).float(), LABELS),
+        (drawn(6, 16), drawn(5, 16, seed=1)),
+    ),
+    "linear_cross_entropy by row": (
+        lambda x, weight: ops.linear_cross_entropy(x, weight, LABELS, reduction="none").sum(),
+        lambda x, weight: F.cross_entropy(F.linear(x, weight).float(), LABELS, reduction="sum"),
+        (drawn(6, 16), drawn(5, 16, seed=1)),
+    ),
+}
+
+
+def run(function, tensors):
+    with torch.autocast("cpu", torch.float16):
+        out = function(*tensors)
+    return out, torch.autograd.grad(out.float().sum(), tensors)
+
+
+@pytest.mark.parametrize("which", ["torch", "aten", "triton", "auto"])
+@pytest.mark.parametrize(("ours", "theirs", "tensors"), PAIRS.values(), ids=PAIRS)
+def test_every_backend_lowers_as_pytorch_does(which, ours, theirs, tensors):
+    if which != "auto" and (reason := usable(which, CPU)) is not True:
+        pytest.skip(str(reason))
+    expected, gradients = run(theirs, tensors)
+    try:
+        with backend(which):
+            out, found = run(ours, tensors)
+    except Exception as refusal:
+        if "cannot run" in str(refusal) or "has no aten" in str(refusal):
+            pytest.skip(str(refusal))
+        raise
+    assert out.dtype == expected.dtype
+    torch.testing.assert_close(out, expected, rtol=5e-3, atol=5e-3)
+    for mine, torchs in zip(found, gradients, strict=True):
+        assert mine.dtype == torchs.dtype == torch.float32
+        torch.testing.assert_close(mine, torchs, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("which", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["linear", "grouped_linear", "swiglu_linear"])
+def test_compiled_calls_as_well(which, name):
+    ours, _, tensors = PAIRS[name]
+    torch.compiler.reset()  # a backend is chosen while tracing
+    with backend(which):
+        eager = run(ours, tensors)
+        compiled = run(torch.compile(ours, backend="aot_eager", fullgraph=True), tensors)
+    assert compiled[0].dtype == eager[0].dtype == torch.float16
+    assert torch.equal(compiled[0], eager[0])
+    for mine, theirs in zip(compiled[1], eager[1], strict=True):
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
+
+
+def test_float64_stays_as_in_pytorch():
+    x, weight = drawn(3, 4).double(), drawn(2, 4).double()
+    with torch.autocast("cpu", torch.float16):
+        assert ops.linear(x, weight).dtype == F.linear(x, weight).dtype == torch.float64

@@ -1,0 +1,44 @@
+"""What torch.autocast does to the operands of PyTorch's own matrix products, done to those of ours.
+
+Every implementation of a product lowers its operands as its first step, so that all of them have the result's dtype of
+`F.linear`. Where a compiler traces a call there is an entry for autocast in the dispatcher: what it traces as one opaque
+operator runs later, where autocast is off.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilestack.contract import Operator
+from tilestack.contract.library import LIBRARY
+
+# Asked once: torch.compile cannot trace the question.
+KNOWS_AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
+DISPATCH_KEYS = ("AutocastCPU", "AutocastCUDA")
+
+
+def lowered(x: Tensor, *others: Tensor | None) -> tuple:
+    """The operands of a product: in autocast's dtype where it is on, but for float64; otherwise as they are."""
+    device = x.device.type
+    if device not in KNOWS_AUTOCAST or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x, *others
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), *(t.to(dtype) if t is not None and t.is_floating_point() else t for t in others)
+
+
+def lower_when_traced(op: Operator) -> None:
+    """Give an operator its entry for autocast in PyTorch's dispatcher."""
+    keys = [getattr(torch._C.DispatchKey, name) for name in DISPATCH_KEYS]
+    without = torch._C.DispatchKeySet(keys[0]) | torch._C.DispatchKeySet(keys[1])
+    opaque = getattr(torch.ops.tilestack, op.name)
+
+    def run(*values: Any, **chosen: str) -> Any:
+        arguments = op.bind(*values)
+        operands = lowered(*(arguments[name] for name in op.tensors))
+        arguments |= dict(zip(op.tensors, operands, strict=True))
+        with torch._C._ExcludeDispatchKeyGuard(without):
+            return opaque(*arguments.values(), **chosen)
+
+    for name in DISPATCH_KEYS:
+        LIBRARY.impl(op.name, run, name)
