@@ -95,18 +95,15 @@ def test_programs_are_a_multiple_of_the_granule(rows, most, granule):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("centred", [False, True])
 def test_a_rows_bits_are_its_own(dtype, centred):
-    """Equal rows, however they start, have equal results and gradients, and so has each of them alone."""
-    row, arriving = random(1, 1029, dtype=dtype), random(2, 1029, dtype=dtype)[1:]
-    x, grad = row.repeat(17, 1), arriving.repeat(17, 1)
+    """Equal rows, however they start, have equal results, and so has each of them alone."""
+    x = random(1, 1029, dtype=dtype).repeat(17, 1)
     weight = random(1029, dtype=dtype) + 1
     out, residual = norm_forward(x, weight, weight, 1e-5, centred, x)
     codes, scale = norm_forward(x, weight, None, 1e-5, centred, None, torch.int8)
-    dx = norm_backward(grad, x, weight, centred, 1e-5, centred)[0]
     for one in range(17):
         alone = slice(one, one + 1)
         assert torch.equal(norm_forward(x[alone], weight, weight, 1e-5, centred, x[alone])[0], out[:1])
-        assert torch.equal(norm_backward(grad[alone], x[alone], weight, centred, 1e-5, centred)[0], dx[:1])
-    for result in (out, residual, codes, scale, dx):
+    for result in (out, residual, codes, scale):
         assert torch.equal(result, result[:1].expand_as(result))
 
 

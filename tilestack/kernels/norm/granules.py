@@ -10,9 +10,11 @@ So a row is kept as two tiles: its body, and its ends, head and tail together, f
 by one. Rows a multiple of V apart start alike. A program that strides over the rows by such a multiple has each column
 in the same place throughout: what belongs to columns, a weight or its gradient, can stay in registers.
 
-Rows that start differently are added up in different orders. So that a row's result is its own all the same, its sums are
-made of float64 that lie on a grid set by the row's largest magnitude: they add up without rounding, in any order. It takes
-a maximum and three float64 additions an element, for which data-centre GPUs have the units and others few.
+Rows that start differently are added up in different orders. So that a row's norm is its own all the same, sums of the
+forward are made of float64 that lie on a grid set by the row's largest magnitude: they add up without rounding, in any
+order. It takes a maximum, a conversion and three float64 additions an element, for which data-centre GPUs have the units
+and others few. In the backward, which adds up twice as much, that cost more than half of the speed: there a row's gradient
+may differ in its last bit from that of an equal row that starts elsewhere.
 """
 
 import triton
@@ -79,13 +81,18 @@ def on_grid(x, grid):
 
 @triton.jit
 def sum_ragged(body, ends):
+    return tl.sum(body, 0) + tl.sum(ends, 0)
+
+
+@triton.jit
+def sum_ragged_on_grid(body, ends):
     """The sum of a row, to the bit the same wherever its body begins: on a grid the order of additions does not matter."""
     grid = grid_of(tl.maximum(tl.max(tl.abs(body), 0), tl.max(tl.abs(ends), 0)))
     return (tl.sum(on_grid(body, grid), 0) + tl.sum(on_grid(ends, grid), 0)).to(body.dtype)
 
 
 @triton.jit
-def sum_as_ragged(x):
+def sum_rows_on_grid(x):
     """The same of each row of a tile."""
     grid = grid_of(tl.max(tl.abs(x), 1, keep_dims=True))
     return tl.sum(on_grid(x, grid), 1, keep_dims=True).to(x.dtype)

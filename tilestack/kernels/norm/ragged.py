@@ -19,6 +19,7 @@ from tilestack.kernels.norm.granules import (
     ragged,
     store_ragged,
     sum_ragged,
+    sum_ragged_on_grid,
 )
 from tilestack.kernels.quantised.codes import codes_of, magnitudes, scale_of
 from tilestack.kernels.tiles import accumulator, multiprocessors, shared_memory, wide
@@ -33,13 +34,13 @@ STAGES = 3  # a row at work and the others on their way
 
 @triton.jit
 def ragged_statistics(x, x_ends, places, columns, eps, CENTRED: tl.constexpr):
-    """(x - mean, or x itself) of body and ends, and 1 / std."""
+    """(x - mean, or x itself) of body and ends, and 1 / std; to the bit the same wherever the body begins."""
     _, inside, _, end_inside = places
     if CENTRED:
-        mean = sum_ragged(x, x_ends) / columns
+        mean = sum_ragged_on_grid(x, x_ends) / columns
         x = tl.where(inside, x - mean, 0.0)
         x_ends = tl.where(end_inside, x_ends - mean, 0.0)
-    return x, x_ends, tl.rsqrt(sum_ragged(x * x, x_ends * x_ends) / columns + eps)
+    return x, x_ends, tl.rsqrt(sum_ragged_on_grid(x * x, x_ends * x_ends) / columns + eps)
 
 
 @triton.jit
@@ -93,7 +94,10 @@ def norm_ragged_bwd_kernel(
     for row in tl.range(program.to(tl.int64), rows, tl.num_programs(0), num_stages=STAGES):
         x, x_ends = load_ragged(x_ptr, row, x_stride, places, ACC, V)
         grad, grad_ends = load_ragged(grad_ptr, row, grad_stride, places, ACC, V)
-        x, x_ends, rstd = ragged_statistics(x, x_ends, places, columns, eps, CENTRED)
+        if CENTRED:
+            centre = sum_ragged(x, x_ends) / columns
+            x, x_ends = tl.where(places[1], x - centre, 0.0), tl.where(places[3], x_ends - centre, 0.0)
+        rstd = tl.rsqrt(sum_ragged(x * x, x_ends * x_ends) / columns + eps)
         g, g_ends = grad, grad_ends
         if HAS_WEIGHT:
             g, g_ends = grad * weight.to(ACC), grad_ends * weight_ends.to(ACC)

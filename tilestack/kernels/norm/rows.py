@@ -27,7 +27,7 @@ from tilestack.contract.repeat import straight_line
 from tilestack.kernels.memory.columns import sum_columns
 from tilestack.kernels.norm import long, ragged
 from tilestack.kernels.norm import wide as wide_rows
-from tilestack.kernels.norm.granules import sum_as_ragged
+from tilestack.kernels.norm.granules import sum_rows_on_grid
 from tilestack.kernels.quantised.codes import HALVES_AND_SINGLE, codes_of, magnitudes, scale_of, writes_fp8
 from tilestack.kernels.tiles import (
     accumulator,
@@ -57,7 +57,7 @@ SHORT_PROGRAMS = 4  # on each multiprocessor
 def sum_along(x, RAGGED: tl.constexpr):
     """The sum of each row of a tile; RAGGED ones as those are summed that start off 16 bytes, to the bit."""
     if RAGGED:
-        return sum_as_ragged(x)
+        return sum_rows_on_grid(x)
     else:
         return tl.sum(x, 1, keep_dims=True)
 
@@ -107,7 +107,7 @@ def norm_bwd_kernel(
     grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, dx_ptr, partial_ptr,
     rows, columns, grad_stride, grad_sum_stride, x_stride, eps,
     CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACC: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+    ACC: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, COLS)[None, :]
@@ -123,10 +123,7 @@ def norm_bwd_kernel(
             # Loaded here, where the cache has it, rather than held: a wide row leaves no registers for it.
             g = grad * tl.load(weight_ptr + column, mask=column < columns, other=0).to(ACC)
         if CENTRED:
-            x = tl.where(inside, x - sum_along(x, RAGGED) / columns, 0.0)
-        if RAGGED:
-            squares, product, total = sum_as_ragged(x * x), sum_as_ragged(g * x), sum_as_ragged(g)
-        elif CENTRED:
+            x = tl.where(inside, x - tl.sum(x, 1, keep_dims=True) / columns, 0.0)
             squares, product, total = sum_three(x * x, g * x, g, 1, True)
         else:
             squares, product = sum_two(x * x, g * x, 1, True)
@@ -215,7 +212,7 @@ def norm_backward(
         CENTRED=centred, HAS_RESIDUAL=grad_sum is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias_too,
         ACC=accumulator(x.dtype),
     )  # fmt: skip
-    if columns > beyond and not (centred or odd(columns)) and wide_rows.fits(columns, x.dtype):
+    if columns > beyond and not (centred or odd(columns)) and wide_rows.fits(columns, x.dtype, grad_sum is not None):
         partial = wide_rows.backward(tensors, dx, strides, float(eps), flags)
     elif columns > beyond:
         partial = long.backward(tensors, dx, strides, float(eps), flags)
@@ -236,8 +233,7 @@ def norm_backward(
         stages = min(ahead, shared_memory(x.device) // (resident * stage))
         launch(
             norm_bwd_kernel, (programs,), *tensors, dx, partial, rows, columns, *strides, float(eps),
-            **flags, RAGGED=ragged.granule(columns, x.element_size()) > 0, ROWS=height, COLS=width,
-            STAGES=max(stages, 1), num_warps=warps,
+            **flags, ROWS=height, COLS=width, STAGES=max(stages, 1), num_warps=warps,
         )  # fmt: skip
     if weight is None:
         return dx, None, None

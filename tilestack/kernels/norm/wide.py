@@ -22,7 +22,8 @@ from tilestack.kernels.tiles import cdiv, multiprocessors, next_power
 COLS = 2048  # of a chunk
 WARPS = 16
 STAGES = 5  # a chunk at work and the others on their way, in the first visit
-MOST_CHUNKS = 14  # whose sums are kept
+MOST_CHUNKS = 14  # whose sums are kept without spills,
+MOST_WITH_RESIDUAL, MOST_OF_SINGLES = 8, 7  # where a third tensor is read, and in float32
 SECTOR = 32  # bytes that a prefetch brings
 
 
@@ -47,11 +48,11 @@ def norm_wide_bwd_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     lane = tl.arange(0, COLS)
     dweight: tl.tuple = ()
-    for _ in tl.static_range(CHUNKS):
+    for _chunk in tl.static_range(CHUNKS):
         dweight += (tl.zeros([COLS], ACC),)
     for row in range(program.to(tl.int64), rows, programs):
         x_row, grad_row = x_ptr + row * x_stride, grad_ptr + row * grad_stride
-        _, rstd, product, _ = row_averages(
+        _mean, rstd, product, _average = row_averages(
             x_row, grad_row, weight_ptr, columns, eps, False, HAS_WEIGHT, ACC, COLS, STAGES
         )
         if PREFETCH:  # noqa: SIM102, the first is known to the compiler
@@ -80,9 +81,10 @@ def norm_wide_bwd_kernel(
             tl.store(partial_ptr + program * columns + column, dweight[chunk], mask=column < columns)
 
 
-def fits(columns: int, dtype: torch.dtype) -> bool:
+def fits(columns: int, dtype: torch.dtype, residual: bool) -> bool:
     """Whether registers hold the running sums of dweight of rows this wide."""
-    return COLS <= columns <= MOST_CHUNKS * COLS and dtype.itemsize <= 4
+    most = MOST_OF_SINGLES if dtype.itemsize > 2 else MOST_WITH_RESIDUAL if residual else MOST_CHUNKS
+    return COLS <= columns <= most * COLS and dtype.itemsize <= 4
 
 
 def backward(
