@@ -144,6 +144,17 @@ def test_untried_claims_are_counted(tmp_path):
     assert "<b class=good>180</b><span>proofs, none fails" in page
 
 
+def test_proofs_that_were_kept_of_this_machine_stand_under_it_without_measurements(tmp_path):
+    kept = {
+        "cpu": Section("Proved on cpu", "3 of 52 backends are proved.", "the table"),
+        "other": Section("No", "", ""),
+    }
+    page = written(tmp_path, [], [], CPU, kept_proofs=kept)
+    assert "3 of 52 backends" in section(page, "this-machine-proved-on-cpu")
+    assert "this-machine-proofs" not in page
+    assert "No proofs here" not in page
+
+
 def test_nothing_is_fetched_from_the_network(tmp_path):
     whole = write_report(tmp_path / "report.html", [small_result()], many_proofs(), MACHINE).read_text(encoding="utf-8")
     assert whole.count("* plotly.js v") == 1  # inlined, once
@@ -153,7 +164,7 @@ def test_nothing_is_fetched_from_the_network(tmp_path):
 
 def test_empty_states_name_the_command(tmp_path):
     page = written(tmp_path, [], [], {"cpu": "Imaginary CPU"})
-    assert "<code>tilestack verify</code>" in section(page, "this-machine-proofs")
+    assert "<code>tilestack verify --save</code>" in section(page, "this-machine-proofs")
     assert "<code>tilestack bench --save</code>" in section(page, "on-a-gpu")
     assert "plotly" not in page
 

@@ -150,6 +150,10 @@ def report_command(
     folders = dict.fromkeys(folder.resolve() for folder in (shipped("results"), Path("results")))
     runs = [run for folder in folders for run in measured.results_under(folder)]
     found = json.loads(proofs.read_text()) if proofs else []
+    stamp = machine.stamp()
     kept = {slug: proved.section(folder, slug) for folder in folders for slug in proved.gpus(folder)}
-    path = report.write_report(output, runs, found, machine.stamp(), kept_proofs=kept)
+    for folder in folders:
+        if (folder / stamp["slug"] / "proofs.json").is_file():  # of this machine, also without a GPU
+            kept[stamp["slug"]] = proved.section(folder, stamp["slug"])
+    path = report.write_report(output, runs, found, stamp, kept_proofs=kept)
     console.print(f"wrote {path}")

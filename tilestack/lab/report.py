@@ -20,7 +20,7 @@ from tilestack.lab.plots import (
 )
 from tilestack.lab.rows import FASTER, SLOWER
 
-VERIFY = "tilestack verify"
+VERIFY = "tilestack verify --save"
 FACTS = {
     "gpu": "GPU", "cpu": "CPU", "driver": "driver", "torch": "torch", "triton": "Triton", "python": "Python",
     "commit": "commit", "date": "date, UTC",
@@ -34,14 +34,16 @@ def write_report(
     """Write the page on a machine. Proofs and further sections were made here, so they stand under its name; results
     stand under the name of the machine that each file says it was measured on, and so do proofs kept of one, by slug."""
     slugs = sorted({run.slug for run in results}, key=lambda slug: (slug == "cpu", slug))
-    figures, here, elsewhere = proof_cards(proofs), [proof_section(proofs)], []
+    kept_here = (kept_proofs or {}).get(machine.get("slug", ""))
+    shown = [] if kept_here and not proofs else [proof_section(proofs)]
+    figures, here, elsewhere = proof_cards(proofs), [*shown, *filter(None, [kept_here])], []
     for slug in slugs:
         runs = [run for run in results if run.slug == slug]
         newest = max(runs, key=lambda run: run.machine.get("date", ""))
         found, kept = contests(runs), (kept_proofs or {}).get(slug)
         if same_machine(newest.machine, machine):
             figures += glance(found)
-            here += [*filter(None, [kept]), *measured_sections(found, newest)]
+            here += measured_sections(found, newest)
         else:
             elsewhere.append(measured_elsewhere(found, runs, newest, kept))
     mine = Part("This machine", f"What was proved, measured and made on {name_of(machine)}, where this page was written.", facts_of(machine), cards(figures), [*here, *sections])  # fmt: skip
