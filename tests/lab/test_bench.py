@@ -175,6 +175,31 @@ def test_tables_say_cpu_and_show_losses_like_wins():
     assert "out of memory [/bytes]" in shown.get()
 
 
+def test_a_narrow_terminal_cuts_no_number():
+    row = Row(
+        "softmax",
+        "1024x16384x-1",
+        "float32",
+        "backward",
+        "torch",
+        732044.1,
+        0.67,
+        732044.1,
+        0.00123,
+        0.00456,
+        0.03,
+        0.04,
+        how="cpu",
+    )
+    console = Console(width=80)
+    with console.capture() as shown:
+        for table in bench_tables.tables([row], stamp("cpu")):
+            console.print(table)
+    assert "…" not in shown.get()
+    for whole in ("backward", "torch", "732 ms", "1.23", "GB/s", "1024x16384x-1"):
+        assert whole in shown.get()
+
+
 def test_peers_are_named_after_operators_and_take_their_arguments():
     operators = {described.name: described for described in ops.operators()}
     for functions in (idioms.IDIOMS, *(functions for _, functions in peers.LIBRARIES.values())):

@@ -6,35 +6,53 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from tilestack.lab.measured import microseconds
 from tilestack.lab.peers import is_peer
 from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER, Row
 
 COLOURS = {FASTER: "green", SLOWER: "red", EQUAL: "yellow", SAME_KERNEL: "yellow"}
 
 COLUMNS: dict[str, Callable[[Row], str]] = {
-    "time µs": lambda row: number(row.time_us, ".1f"),
+    "time": lambda row: microseconds(row.time_us),
     "±": lambda row: number(row.spread, ".0%"),
-    "host µs": lambda row: number(row.host_us, ".1f"),
-    "TB/s": lambda row: number(row.tb_per_s, ".2f"),
-    "TFLOP/s": lambda row: number(row.tflops, ".0f"),
+    "host": lambda row: "–" if row.how == "cpu" else microseconds(row.host_us),  # on a CPU it is the time itself
+    "TB/s": lambda row: "–" if row.how == "cpu" else number(row.tb_per_s, ".2f"),
+    "TFLOP/s": lambda row: "–" if row.how == "cpu" else number(row.tflops, ".0f"),
+    "GB/s": lambda row: thousands(row.tb_per_s) if row.how == "cpu" and not is_arithmetic(row) else "–",
+    "GFLOP/s": lambda row: thousands(row.tflops) if row.how == "cpu" and is_arithmetic(row) else "–",
     "of roof": lambda row: number(row.roof_fraction, ".0%"),
     "× best peer": lambda row: ratio(row),
     "peak MiB": lambda row: number(row.peak_mib, ".0f"),
 }
 
 
-EMPTY = ("–", "0", "0.00")
+MUCH = 10  # operations a byte, about where a CPU has more to compute than to read
+EMPTY = ("–", "0", "0.00", "0.0 µs")
 
 
 def number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
+def thousands(value: float | None) -> str:
+    """Of a unit a thousand times smaller, which a CPU's rates are counted in."""
+    return "–" if value is None else f"{1e3 * value:.3g}"
+
+
+def is_arithmetic(row: Row) -> bool:
+    """Whether a row has so much to compute for each byte that its rate is one of arithmetic."""
+    return (row.tflops or 0) > MUCH * (row.tb_per_s or 0)
+
+
 def ratio(row: Row) -> str:
     if row.ratio_to_best_peer is None:
         return "–"
     colour = "dim" if is_peer(row.backend) else COLOURS.get(row.verdict, "default")
-    said = f" {row.verdict}" if row.verdict in (EQUAL, SAME_KERNEL) and not is_peer(row.backend) else ""
+    said = (
+        "\n" + row.verdict.replace(" ", "\n")
+        if row.verdict in (EQUAL, SAME_KERNEL) and not is_peer(row.backend)
+        else ""
+    )
     return f"[{colour}]{row.ratio_to_best_peer:.2f}{said}[/]"
 
 
@@ -49,10 +67,11 @@ def tables(rows: Sequence[Row], machine: dict[str, Any]) -> list[Table]:
         # What is the same or nothing in every row says nothing, and a terminal is narrow.
         several, noted = "," in dtypes, any(row.note for row in mine)
         columns = [heading for heading, cell in COLUMNS.items() if any(cell(row) not in EMPTY for row in mine)]
-        for heading in ("case", "direction", "backend"):
-            table.add_column(heading, overflow="fold")
+        table.add_column("case", overflow="fold")  # what gives way where a terminal is narrow
+        for heading in ("direction", "backend"):
+            table.add_column(heading, no_wrap=True)
         for heading in columns:
-            table.add_column(heading, justify="right")
+            table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
         if noted:
             table.add_column("note")
         last = None
