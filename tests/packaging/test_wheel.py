@@ -141,4 +141,5 @@ def test_the_doctor_names_packages_that_can_be_installed(tilestack):
     found = {finding["what"]: finding for finding in json.loads(tilestack("doctor", "--json").stdout)}
     advice = [finding["fix"] for what, finding in found.items() if what.startswith("extra ") and finding["fix"]]
     assert advice
+    assert "extra dev" not in found
     assert all(re.match(r"pip install '", fix) and "tilestack" not in fix for fix in advice)
