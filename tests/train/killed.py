@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo
 from tiny import Counting, TinyModel, recipe
 
 from tilestack.train import Trainer, checkpoint

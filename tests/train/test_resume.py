@@ -6,6 +6,7 @@ import multiprocessing
 import random
 import signal
 import time
+from pathlib import Path
 
 import killed
 import numpy as np
@@ -26,7 +27,9 @@ PROCESSES.set_forkserver_preload(["killed"])
 
 def start(folder, dies_at=None):
     process = PROCESSES.Process(target=killed.train, args=(folder, dies_at))
-    process.start()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(Path(__file__).parent))  # by which the server finds what it is to preload
+        process.start()
     return process
 
 
