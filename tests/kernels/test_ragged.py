@@ -21,7 +21,7 @@ def one_by_one(monkeypatch):
 
     def run(function, *arguments):
         with monkeypatch.context() as patched:
-            patched.setattr(norm_ragged, "NARROWEST", 1 << 30)
+            patched.setattr(norm_ragged, "NARROWEST_RAGGED", 1 << 30)
             return function(*arguments)
 
     return run

@@ -25,7 +25,7 @@ def below_diagonal(rows, columns):
 @pytest.fixture(params=["in registers", "long"])
 def rows_kept(request, monkeypatch):
     if request.param == "long":
-        monkeypatch.setattr(kernels, "WIDEST", 16)
+        monkeypatch.setattr(kernels, "WIDEST_SOFTMAX", 16)
         monkeypatch.setattr(kernels, "CHUNK", 32)
 
 

@@ -30,7 +30,7 @@ def rows_kept(request, monkeypatch):
     if request.param == "read again":
         monkeypatch.setattr(kernels, "HELD", 16)
     if request.param == "long":
-        monkeypatch.setattr(kernels, "WIDEST", 16)
+        monkeypatch.setattr(kernels, "WIDEST_SOFTMAX", 16)
         monkeypatch.setattr(kernels, "CHUNK_BYTES", 128)
         monkeypatch.setattr(kernels, "BACKWARD_CHUNK_BYTES", 128)
 

@@ -22,7 +22,7 @@ from tilestack.contract import implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.attention.rope import (
-    fresh,
+    empty_like_pair,
     heads_of,
     load_angles,
     load_heads,
@@ -30,12 +30,12 @@ from tilestack.kernels.attention.rope import (
     root,
     rows_of_tile,
     store_heads,
-    tile_of,
+    tile_of_heads,
     turn,
     walk,
 )
 from tilestack.kernels.memory.columns import sum_columns
-from tilestack.kernels.tiles import cdiv, multiprocessors
+from tilestack.kernels.tiles import cdiv, multiprocessors, widened
 
 BACK_ELEMENTS, BACK_WARPS = 2048, 4  # of a tile, and of the program that turns it back
 BACK_PROGRAMS = 5  # for each multiprocessor, at most: each has a line of partial sums
@@ -137,12 +137,11 @@ def norm_turn_back(
     """Write the gradients of q and k into `out`; returns those of both weights, [2, head_dim]."""
     (batch, sequence, positions_stride), strides = walk(positions, q_grad, k_grad, q, k, *out)
     q_heads, k_heads, (table, pairs) = q.shape[2], k.shape[2], cos.shape
-    tile = tile_of(q, k, sequence, pairs, interleaved, BACK_ELEMENTS)
+    tile = tile_of_heads(q, k, sequence, pairs, interleaved, BACK_ELEMENTS)
     tiles = batch * cdiv(sequence, tile["TOKENS"])
     rounds = cdiv(max(tiles, 1), BACK_PROGRAMS * multiprocessors(q.device))
     programs = cdiv(max(tiles, 1), rounds)  # as many as share the tiles evenly
-    scratch = torch.float64 if q.dtype == torch.float64 else torch.float32
-    partial = torch.empty((2, programs, q.shape[3]), dtype=scratch, device=q.device)
+    partial = torch.empty((2, programs, q.shape[3]), dtype=widened(q.dtype), device=q.device)
     launch(
         norm_rope_bwd_kernel, (programs if q.shape[3] else 0,),
         q_grad, k_grad, q, k, *(weight.contiguous() for weight in weights), cos.contiguous(), sin.contiguous(),
@@ -166,7 +165,7 @@ def qk_norm_rope_backward(
     interleaved: bool,
     eps: float,
 ) -> tuple[Tensor | None, ...]:
-    dq, dk = fresh(q, k)
+    dq, dk = empty_like_pair(q, k)
     dweights = norm_turn_back(
         heads_of(grad_turned_q), heads_of(grad_turned_k), heads_of(q), heads_of(k), (dq, dk), (q_weight, k_weight),
         cos, sin, positions, interleaved, eps,
@@ -188,4 +187,4 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     q, k = heads_of(q), heads_of(k)
     weights = q_weight.contiguous(), k_weight.contiguous()
-    return turn(q, k, fresh(q, k), weights, cos, sin, positions, interleaved, eps)
+    return turn(q, k, empty_like_pair(q, k), weights, cos, sin, positions, interleaved, eps)

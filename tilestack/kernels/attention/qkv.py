@@ -22,12 +22,12 @@ from tilestack.kernels.attention.qk_norm_rope import norm_turn_back
 from tilestack.kernels.attention.rope import (
     ELEMENTS,
     WARPS,
-    fresh,
+    empty_like_pair,
     heads_of,
-    load,
+    load_head_columns,
     rows_of_tile,
-    store,
-    tile_of,
+    store_head_columns,
+    tile_of_heads,
     turn,
     walk,
 )
@@ -46,13 +46,13 @@ def copy_heads_kernel(
     column = tl.arange(0, WIDTH)[None, :]
     x_ptr += batch * x_batch_stride + token * x_stride + head * x_head_stride
     out_ptr += batch * out_batch_stride + token * out_stride + head * out_head_stride
-    x = load(x_ptr + column, inside, column, WHOLE, DIM, WIDTH)
-    store(out_ptr + column, x, inside, column, WHOLE, DIM, WIDTH)
+    x = load_head_columns(x_ptr + column, inside, column, WHOLE, DIM, WIDTH)
+    store_head_columns(out_ptr + column, x, inside, column, WHOLE, DIM, WIDTH)
 
 
 def copy_heads(x: Tensor, out: Tensor) -> None:
     (batch, sequence, _), strides = walk(None, x, out)
-    tile = tile_of(x, x, sequence, 0, False, ELEMENTS)
+    tile = tile_of_heads(x, x, sequence, 0, False, ELEMENTS)
     grid = batch * cdiv(sequence, tile["TOKENS"]), x.shape[2] // tile["HEADS"] if x.shape[3] else 0
     named = {name: tile[name] for name in ("WHOLE", "HEADS", "TOKENS", "DIM")}
     launch(copy_heads_kernel, grid, x, out, sequence, *strides, **named, WIDTH=tile["REST"], num_warps=WARPS)
@@ -124,7 +124,7 @@ def turned(
     q, k = heads_of(q), heads_of(k)
     dense = lambda weight: None if weight is None else weight.contiguous()
     weights = dense(q_weight), dense(k_weight)
-    return *turn(q, k, fresh(q, k), weights, cos, sin, positions, False, eps), v
+    return *turn(q, k, empty_like_pair(q, k), weights, cos, sin, positions, False, eps), v
 
 
 implements(

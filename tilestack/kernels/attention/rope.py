@@ -31,7 +31,7 @@ PROGRAMS = 16  # for each multiprocessor, below which the heads of a token are s
 
 
 @triton.jit
-def load(ptr, inside, column, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+def load_head_columns(ptr, inside, column, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
     """Rows' columns, of which COLUMNS exist, masked only where something may be missing."""
     if WHOLE and COLUMNS == WIDTH:
         x = tl.load(ptr)
@@ -43,7 +43,7 @@ def load(ptr, inside, column, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH:
 
 
 @triton.jit
-def store(ptr, value, inside, column, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+def store_head_columns(ptr, value, inside, column, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
     value = value.to(ptr.dtype.element_ty)
     if WHOLE and COLUMNS == WIDTH:
         tl.store(ptr, value)
@@ -59,16 +59,16 @@ def load_heads(ptr, inside, WHOLE: tl.constexpr, INTERLEAVED: tl.constexpr, ACC:
     """First and second elements of the pairs, and the rest (meaningless without any), of the heads at these pointers."""
     if INTERLEAVED:
         both = tl.arange(0, 2 * WIDTH)[None, :]
-        x = load(ptr + both, inside, both, WHOLE, 2 * PAIRS, 2 * WIDTH).to(ACC)
+        x = load_head_columns(ptr + both, inside, both, WHOLE, 2 * PAIRS, 2 * WIDTH).to(ACC)
         first, second = tl.split(tl.reshape(x, [x.shape[0], WIDTH, 2]))
     else:
         pair = tl.arange(0, WIDTH)[None, :]
-        first = load(ptr + pair, inside, pair, WHOLE, PAIRS, WIDTH).to(ACC)
-        second = load(ptr + PAIRS + pair, inside, pair, WHOLE, PAIRS, WIDTH).to(ACC)
+        first = load_head_columns(ptr + pair, inside, pair, WHOLE, PAIRS, WIDTH).to(ACC)
+        second = load_head_columns(ptr + PAIRS + pair, inside, pair, WHOLE, PAIRS, WIDTH).to(ACC)
     rest = first
     if REST:
         column = tl.arange(0, REST)[None, :]
-        rest = load(ptr + 2 * PAIRS + column, inside, column, WHOLE, DIM - 2 * PAIRS, REST).to(ACC)
+        rest = load_head_columns(ptr + 2 * PAIRS + column, inside, column, WHOLE, DIM - 2 * PAIRS, REST).to(ACC)
     return first, second, rest
 
 
@@ -85,14 +85,14 @@ def store_heads(ptr, first, second, rest, inside, WHOLE: tl.constexpr, INTERLEAV
     if INTERLEAVED:
         both = tl.arange(0, 2 * WIDTH)[None, :]
         x = tl.reshape(tl.join(first, second), [first.shape[0], 2 * WIDTH])
-        store(ptr + both, x, inside, both, WHOLE, 2 * PAIRS, 2 * WIDTH)
+        store_head_columns(ptr + both, x, inside, both, WHOLE, 2 * PAIRS, 2 * WIDTH)
     else:
         pair = tl.arange(0, WIDTH)[None, :]
-        store(ptr + pair, first, inside, pair, WHOLE, PAIRS, WIDTH)
-        store(ptr + PAIRS + pair, second, inside, pair, WHOLE, PAIRS, WIDTH)
+        store_head_columns(ptr + pair, first, inside, pair, WHOLE, PAIRS, WIDTH)
+        store_head_columns(ptr + PAIRS + pair, second, inside, pair, WHOLE, PAIRS, WIDTH)
     if REST:
         column = tl.arange(0, REST)[None, :]
-        store(ptr + 2 * PAIRS + column, rest, inside, column, WHOLE, DIM - 2 * PAIRS, REST)
+        store_head_columns(ptr + 2 * PAIRS + column, rest, inside, column, WHOLE, DIM - 2 * PAIRS, REST)
 
 
 @triton.jit
@@ -113,11 +113,11 @@ def load_angles(cos_ptr, sin_ptr, positions_ptr, batch, token, inside, positions
     """Cosines and sines of the rows' tokens: NaN where a position is outside the tables, zero where nothing exists."""
     pair = tl.arange(0, WIDTH)[None, :]
     if positions_ptr is None:
-        cos = load(cos_ptr + token * PAIRS + pair, inside, pair, WHOLE, PAIRS, WIDTH).to(ACC)
-        sin = load(sin_ptr + token * PAIRS + pair, inside, pair, WHOLE, PAIRS, WIDTH).to(ACC)
+        cos = load_head_columns(cos_ptr + token * PAIRS + pair, inside, pair, WHOLE, PAIRS, WIDTH).to(ACC)
+        sin = load_head_columns(sin_ptr + token * PAIRS + pair, inside, pair, WHOLE, PAIRS, WIDTH).to(ACC)
     else:
         place = positions_ptr + batch * positions_stride + token
-        position = load(place, inside, token, WHOLE, 1, 1).to(tl.int64)
+        position = load_head_columns(place, inside, token, WHOLE, 1, 1).to(tl.int64)
         mask = (position >= 0) & (position < table)
         if PAIRS != WIDTH:
             mask = mask & (pair < PAIRS)
@@ -209,7 +209,7 @@ def walk(positions: Tensor | None, *tensors: Tensor) -> tuple[tuple[int, int, in
     return (batch, sequence, sequence if own_positions else 0), [step for t in tensors for step in t.stride()[:3]]
 
 
-def tile_of(q: Tensor, k: Tensor, sequence: int, pairs: int, interleaved: bool, elements: int) -> dict:
+def tile_of_heads(q: Tensor, k: Tensor, sequence: int, pairs: int, interleaved: bool, elements: int) -> dict:
     head_dim, common = q.shape[3], math.gcd(q.shape[2], k.shape[2])
     rows = max(1, elements // next_power(head_dim))
     heads = min(rows, max(1, common & -common))
@@ -242,7 +242,7 @@ def turn(
     """Turn q and k into `out`, which may be q and k themselves."""
     (batch, sequence, positions_stride), strides = walk(positions, q, k, *out)
     q_heads, k_heads, (table, pairs) = q.shape[2], k.shape[2], cos.shape
-    tile = tile_of(q, k, sequence, pairs, interleaved, ELEMENTS)
+    tile = tile_of_heads(q, k, sequence, pairs, interleaved, ELEMENTS)
     tiles = batch * cdiv(sequence, tile["TOKENS"])
     blocks = (q_heads + k_heads) // tile["HEADS"] if q.shape[3] else 0
     shares = min(blocks, cdiv(PROGRAMS * multiprocessors(q.device), max(tiles, 1)))
@@ -255,7 +255,7 @@ def turn(
     return out
 
 
-def fresh(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def empty_like_pair(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
 
 
@@ -268,7 +268,7 @@ def rope_backward(
     interleaved: bool,
 ) -> tuple[Tensor | None, ...]:
     q, k = heads_of(grad_turned_q), heads_of(grad_turned_k)
-    dq, dk = turn(q, k, fresh(q, k), (None, None), cos, sin, positions, interleaved, back=True)
+    dq, dk = turn(q, k, empty_like_pair(q, k), (None, None), cos, sin, positions, interleaved, back=True)
     return dq, dk, None, None, None
 
 
@@ -277,7 +277,7 @@ def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
     q, k = heads_of(q), heads_of(k)
-    return turn(q, k, fresh(q, k), (None, None), cos, sin, positions, interleaved)
+    return turn(q, k, empty_like_pair(q, k), (None, None), cos, sin, positions, interleaved)
 
 
 @implements(

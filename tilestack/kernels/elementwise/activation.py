@@ -18,34 +18,34 @@ from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.elementwise.arithmetic import exp_of, one_over
 from tilestack.kernels.elementwise.bits import backward_of_bits, empty_bits, relu_and_bits
-from tilestack.kernels.elementwise.vectors import BLOCK, block_of, flat, grid_over, load, store
+from tilestack.kernels.elementwise.vectors import BLOCK, block_of, flat, grid_over, load_block, store_block
 from tilestack.kernels.tiles import wide
 
 
 @triton.jit
 def activation_fwd_kernel(x_ptr, out_ptr, n, cap, KIND: tl.constexpr, BLOCK: tl.constexpr):
     offsets, whole = block_of(n, BLOCK)
-    x = wide(load(x_ptr, offsets, whole, n))
+    x = wide(load_block(x_ptr, offsets, whole, n))
     HALF: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
     if KIND == "softcap":
         y = softcap_of(x, cap, HALF)
     else:
         y = activate(x, KIND, HALF)
-    store(out_ptr, offsets, y.to(out_ptr.dtype.element_ty), whole, n)
+    store_block(out_ptr, offsets, y.to(out_ptr.dtype.element_ty), whole, n)
 
 
 @triton.jit
 def activation_bwd_kernel(grad_ptr, kept_ptr, out_ptr, n, cap, KIND: tl.constexpr, BLOCK: tl.constexpr):
     offsets, whole = block_of(n, BLOCK)
-    grad = wide(load(grad_ptr, offsets, whole, n))
-    kept = wide(load(kept_ptr, offsets, whole, n))
+    grad = wide(load_block(grad_ptr, offsets, whole, n))
+    kept = wide(load_block(kept_ptr, offsets, whole, n))
     HALF: tl.constexpr = kept_ptr.dtype.element_ty.primitive_bitwidth == 16
     if KIND == "softcap":
         twice = kept * (2 / cap) if HALF else 2 * kept / cap
         d = 4 * sigmoid_slope(twice, HALF)  # 1 - tanh²(u) without the cancellation
     else:
         d = slope(kept, KIND, HALF)
-    store(out_ptr, offsets, (grad * d).to(out_ptr.dtype.element_ty), whole, n)
+    store_block(out_ptr, offsets, (grad * d).to(out_ptr.dtype.element_ty), whole, n)
 
 
 @triton.jit

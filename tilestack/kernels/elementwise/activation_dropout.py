@@ -15,7 +15,7 @@ from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.elementwise.activation import activate, slope
 from tilestack.kernels.elementwise.dropout import kept_bits, kept_scale, slabs_of
-from tilestack.kernels.elementwise.vectors import load, store
+from tilestack.kernels.elementwise.vectors import load_block, store_block
 from tilestack.kernels.tiles import cdiv, wide
 from tilestack.ops.random import SLAB, dropped_below
 
@@ -34,11 +34,11 @@ def activation_dropout_fwd_kernel(
     bits = kept_bits(seed_ptr, below, SLAB)
     for first in range(0, 4, TOGETHER):
         offsets, kept, whole = slabs_of(bits, first, n, TOGETHER, SLAB)
-        x = wide(load(x_ptr, offsets, whole, n))
+        x = wide(load_block(x_ptr, offsets, whole, n))
         y = activate(x, KIND, HALF) * kept_scale(below, x.dtype)
         if GATED:
-            y *= wide(load(up_ptr, offsets, whole, n))
-        store(out_ptr, offsets, tl.where(kept, y, 0.0).to(out_ptr.dtype.element_ty), whole, n)
+            y *= wide(load_block(up_ptr, offsets, whole, n))
+        store_block(out_ptr, offsets, tl.where(kept, y, 0.0).to(out_ptr.dtype.element_ty), whole, n)
 
 
 @triton.jit
@@ -51,15 +51,15 @@ def activation_dropout_bwd_kernel(
     bits = kept_bits(seed_ptr, below, SLAB)
     for first in range(0, 4, TOGETHER):
         offsets, kept, whole = slabs_of(bits, first, n, TOGETHER, SLAB)
-        x = wide(load(x_ptr, offsets, whole, n))
-        grad = wide(load(grad_ptr, offsets, whole, n)) * kept_scale(below, x.dtype)
+        x = wide(load_block(x_ptr, offsets, whole, n))
+        grad = wide(load_block(grad_ptr, offsets, whole, n)) * kept_scale(below, x.dtype)
         dx = grad * slope(x, KIND, HALF)
         # What is dropped is dropped last, so that a NaN there goes no further.
         if GATED:
-            dx *= wide(load(up_ptr, offsets, whole, n))
+            dx *= wide(load_block(up_ptr, offsets, whole, n))
             dup = tl.where(kept, grad * activate(x, KIND, HALF), 0.0)
-            store(dup_ptr, offsets, dup.to(dup_ptr.dtype.element_ty), whole, n)
-        store(dx_ptr, offsets, tl.where(kept, dx, 0.0).to(dx_ptr.dtype.element_ty), whole, n)
+            store_block(dup_ptr, offsets, dup.to(dup_ptr.dtype.element_ty), whole, n)
+        store_block(dx_ptr, offsets, tl.where(kept, dx, 0.0).to(dx_ptr.dtype.element_ty), whole, n)
 
 
 def forward(x: Tensor, up: Tensor | None, seed: Tensor, p: float, kind: str) -> Tensor:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack.contract.launch import launch
-from tilestack.kernels.elementwise.vectors import load, store
+from tilestack.kernels.elementwise.vectors import load_block, store_block
 from tilestack.kernels.tiles import cdiv, wide
 
 BLOCK = 2048  # elements of a program
@@ -38,19 +38,19 @@ def lines_of(n, BLOCK: tl.constexpr):
 @triton.jit
 def relu_bits_fwd_kernel(x_ptr, out_ptr, bits_ptr, n, BLOCK: tl.constexpr):
     line, elements, whole = lines_of(n, BLOCK)
-    x = load(x_ptr, elements, whole, n)
+    x = load_block(x_ptr, elements, whole, n)
     counts = ~(wide(x) <= 0)  # this way round a NaN does
-    store(out_ptr, elements, tl.where(counts, x, 0.0).to(x.dtype), whole, n)
-    store(bits_ptr, line, packed(counts), whole, tl.cdiv(n, 8))
+    store_block(out_ptr, elements, tl.where(counts, x, 0.0).to(x.dtype), whole, n)
+    store_block(bits_ptr, line, packed(counts), whole, tl.cdiv(n, 8))
 
 
 @triton.jit
 def bits_bwd_kernel(grad_ptr, bits_ptr, dx_ptr, n, BLOCK: tl.constexpr):
     line, elements, whole = lines_of(n, BLOCK)
-    grad = load(grad_ptr, elements, whole, n)
-    byte = load(bits_ptr, line, whole, tl.cdiv(n, 8)).to(tl.int32)
+    grad = load_block(grad_ptr, elements, whole, n)
+    byte = load_block(bits_ptr, line, whole, tl.cdiv(n, 8)).to(tl.int32)
     counts = (byte[:, None] >> tl.arange(0, 8)[None, :] & 1) != 0
-    store(dx_ptr, elements, tl.where(counts, grad, 0.0).to(grad.dtype), whole, n)
+    store_block(dx_ptr, elements, tl.where(counts, grad, 0.0).to(grad.dtype), whole, n)
 
 
 def empty_bits(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from tilestack.contract import implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.elementwise.arithmetic import INTERPRETED
-from tilestack.kernels.elementwise.vectors import load, store
+from tilestack.kernels.elementwise.vectors import load_block, store_block
 from tilestack.kernels.tiles import cdiv, wide
 from tilestack.ops.random import SLAB, dropped_below
 
@@ -87,9 +87,9 @@ def dropout_kernel(x_ptr, out_ptr, seed_ptr, n, below, TOGETHER: tl.constexpr, S
     bits = kept_bits(seed_ptr, below, SLAB)
     for first in range(0, 4, TOGETHER):
         offsets, kept, whole = slabs_of(bits, first, n, TOGETHER, SLAB)
-        x = wide(load(x_ptr, offsets, whole, n))
+        x = wide(load_block(x_ptr, offsets, whole, n))
         x = tl.where(kept, x * kept_scale(below, x.dtype), 0.0)
-        store(out_ptr, offsets, x.to(out_ptr.dtype.element_ty), whole, n)
+        store_block(out_ptr, offsets, x.to(out_ptr.dtype.element_ty), whole, n)
 
 
 def dropout_backward(grad: Tensor, seed: Tensor, p: float) -> tuple[Tensor, None]:

@@ -31,7 +31,7 @@ TILE = 2048  # elements of gate that a program takes
 
 
 @triton.jit
-def tile_of(rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
+def tile_of_matrix(rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
     """This program's (row, first column, whether the tile lies wholly inside); tiles are counted along rows."""
     across = tl.cdiv(columns, COLS)
     row = (tl.program_id(0) // across).to(tl.int64) * ROWS
@@ -79,7 +79,7 @@ def gated_fwd_kernel(
     rows, columns, out_stride, gate_stride, up_stride,
     KIND: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row, start, whole = tile_of(rows, columns, ROWS, COLS)
+    row, start, whole = tile_of_matrix(rows, columns, ROWS, COLS)
     gate, up = load_halves(
         gate_ptr, up_ptr, row, start, whole, rows, columns, gate_stride, up_stride, INTERLEAVED, ROWS, COLS
     )
@@ -93,7 +93,7 @@ def gated_bwd_kernel(
     rows, columns, grad_stride, gate_stride, up_stride, d_stride,
     KIND: tl.constexpr, INTERLEAVED: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row, start, whole = tile_of(rows, columns, ROWS, COLS)
+    row, start, whole = tile_of_matrix(rows, columns, ROWS, COLS)
     grad = load_tile(grad_ptr, row, start, whole, rows, columns, grad_stride, COLS)
     gate, up = load_halves(
         gate_ptr, up_ptr, row, start, whole, rows, columns, gate_stride, up_stride, INTERLEAVED, ROWS, COLS

@@ -45,7 +45,7 @@ def block_of(n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load(pointer, offsets, whole, n):
+def load_block(pointer, offsets, whole, n):
     if whole:
         x = tl.load(pointer + offsets)
     else:
@@ -54,7 +54,7 @@ def load(pointer, offsets, whole, n):
 
 
 @triton.jit
-def store(pointer, offsets, value, whole, n):
+def store_block(pointer, offsets, value, whole, n):
     if whole:
         tl.store(pointer + offsets, value)
     else:
@@ -64,21 +64,23 @@ def store(pointer, offsets, value, whole, n):
 @triton.jit
 def axpy_fwd_kernel(x_ptr, y_ptr, out_ptr, n, alpha, BLOCK: tl.constexpr):
     offsets, whole = block_of(n, BLOCK)
-    x = wide(load(x_ptr, offsets, whole, n))
-    y = wide(load(y_ptr, offsets, whole, n))
-    store(out_ptr, offsets, (alpha * x + y).to(out_ptr.dtype.element_ty), whole, n)
+    x = wide(load_block(x_ptr, offsets, whole, n))
+    y = wide(load_block(y_ptr, offsets, whole, n))
+    store_block(out_ptr, offsets, (alpha * x + y).to(out_ptr.dtype.element_ty), whole, n)
 
 
 @triton.jit
 def add_fwd_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
     offsets, whole = block_of(n, BLOCK)
-    store(out_ptr, offsets, load(x_ptr, offsets, whole, n) + load(y_ptr, offsets, whole, n), whole, n)
+    store_block(out_ptr, offsets, load_block(x_ptr, offsets, whole, n) + load_block(y_ptr, offsets, whole, n), whole, n)
 
 
 @triton.jit
 def scale_kernel(x_ptr, out_ptr, n, alpha, BLOCK: tl.constexpr):
     offsets, whole = block_of(n, BLOCK)
-    store(out_ptr, offsets, (alpha * wide(load(x_ptr, offsets, whole, n))).to(out_ptr.dtype.element_ty), whole, n)
+    store_block(
+        out_ptr, offsets, (alpha * wide(load_block(x_ptr, offsets, whole, n))).to(out_ptr.dtype.element_ty), whole, n
+    )
 
 
 @implements(ops.add, backend="triton", invariant=True, repeat=straight_line, backward=lambda grad: (grad, grad))

@@ -23,9 +23,9 @@ from tilestack import ops
 from tilestack.contract import implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
-from tilestack.kernels.tiles import accumulator, cdiv, next_power
+from tilestack.kernels.tiles import accumulator, cdiv, next_power, widened
 
-WIDEST = 1024  # columns of a program
+EMBEDDED_COLUMNS = 1024  # columns of a program
 TOKENS = 8  # rows of a gathering program
 TILE = 16  # sorted tokens whose gradients a program adds up
 PIECES = 32, 128  # lines and columns that a program loads together to join the pieces of a run
@@ -148,7 +148,7 @@ def embedding_join_kernel(
         tl.store(dweight_ptr + row * width + column, total.to(dweight_ptr.dtype.element_ty), mask=inside)
 
 
-def columns_of(width: int, most: int = WIDEST) -> tuple[int, int]:
+def columns_of(width: int, most: int = EMBEDDED_COLUMNS) -> tuple[int, int]:
     """(columns of a program, programs that cover a row)."""
     columns = min(next_power(max(width, 1)), most)
     return columns, cdiv(width, columns)
@@ -179,8 +179,7 @@ def embedding_backward(grad: Tensor, ids: Tensor, weight: Tensor, padding_idx: i
     ordered, order, dweight = sorted_and_zeros(ids, weight)
     tokens, padding = ids.numel(), -1 if padding_idx is None else padding_idx
     tiles = cdiv(tokens, TILE)
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    pieces = torch.empty((tiles, 2, width), dtype=wide, device=grad.device)
+    pieces = torch.empty((tiles, 2, width), dtype=widened(weight.dtype), device=grad.device)
     columns, across = columns_of(width)
     launch(
         embedding_bwd_kernel, (tiles, across), arriving, ordered, order, dweight, pieces,

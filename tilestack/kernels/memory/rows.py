@@ -23,7 +23,7 @@ from tilestack.contract.repeat import straight_line
 from tilestack.kernels.tiles import accumulator, cdiv, next_power
 
 TILE = 4096  # elements of a gathering program
-WIDEST = 1024  # its columns
+GATHERED_COLUMNS = 1024  # its columns
 ACROSS = 2048  # bytes of a row in a scattering program
 TOGETHER = 8  # inputs of one place added at once, after the first
 STAGES = 4  # those that are added, those on their way, and the numbers of the next, where places have many inputs
@@ -118,7 +118,7 @@ def gathered(x: Tensor, index: Tensor) -> Tensor:
     source = as_rows(x)
     rows, columns = source.shape
     out = torch.empty((len(index), *x.shape[1:]), dtype=x.dtype, device=x.device)
-    width = min(next_power(max(columns, 1)), WIDEST)
+    width = min(next_power(max(columns, 1)), GATHERED_COLUMNS)
     height = TILE // width
     grid = (cdiv(len(index), height) * cdiv(columns, width),)
     launch(

@@ -24,7 +24,7 @@ from tilestack.contract import implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.memory.columns import sum_columns
-from tilestack.kernels.tiles import accumulator, next_power
+from tilestack.kernels.tiles import accumulator, next_power, widened
 
 LARGEST_TILE = 8192  # elements that a program holds of each tensor
 
@@ -196,8 +196,7 @@ def group_norm_backward(
     (images, channels), sizes, constants = tiling(x, groups)
     has_weight = weight is not None
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    shares = torch.empty((2 * has_weight, images, channels), dtype=wide, device=x.device)
+    shares = torch.empty((2 * has_weight, images, channels), dtype=widened(x.dtype), device=x.device)
     weight = None if weight is None else weight.contiguous()
     launch(
         group_norm_bwd_kernel, (images * groups,), grad.contiguous(), x.contiguous(), weight, dx, shares, *sizes, float(eps),

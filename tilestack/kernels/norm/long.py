@@ -16,7 +16,7 @@ from torch import Tensor
 from tilestack.contract.launch import launch
 from tilestack.kernels.norm.averages import row_averages
 from tilestack.kernels.quantised.codes import codes_of, magnitudes, scale_of
-from tilestack.kernels.tiles import accumulator, cdiv, multiprocessors
+from tilestack.kernels.tiles import accumulator, cdiv, multiprocessors, shared_memory, widened
 
 CHUNK = 16384  # columns per step of a walk along a row
 AVERAGED, AVERAGED_WARPS, AVERAGED_STAGES = 2048, 4, 4  # columns per step of the walk that finds a row's averages
@@ -182,18 +182,19 @@ def backward(
     """Writes dx; returns dweight and dbias, as far as there are any, in shares still to be summed: [0 to 2, P, columns]."""
     grad, _, x, weight = tensors
     rows, columns = x.shape
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     programs = min(rows, max(1, STRIP_PROGRAMS * multiprocessors(x.device) // cdiv(columns, STRIP)))
-    stats = torch.empty((rows, 4), dtype=wide, device=x.device)
+    stats = torch.empty((rows, 4), dtype=widened(x.dtype), device=x.device)
     sums = flags["HAS_WEIGHT"] + flags["HAS_BIAS"]
-    partial = torch.empty((sums, programs, columns), dtype=wide, device=x.device)
+    partial = torch.empty((sums, programs, columns), dtype=widened(x.dtype), device=x.device)
     averaged = {name: flags[name] for name in ("CENTRED", "HAS_WEIGHT", "ACC")}
+    # A tile of each tensor that is read, for each stage but the one at work.
+    fitting = lambda tile, tensors: 1 + shared_memory(x.device) // (tile * tensors * x.element_size())
     launch(
         norm_long_averages_kernel, (rows,), grad, x, weight, stats, columns, strides[0], strides[2], eps,
-        **averaged, CHUNK=AVERAGED, STAGES=AVERAGED_STAGES, num_warps=AVERAGED_WARPS,
+        **averaged, CHUNK=AVERAGED, STAGES=min(AVERAGED_STAGES, fitting(AVERAGED, 3)), num_warps=AVERAGED_WARPS,
     )  # fmt: skip
     launch(
         norm_long_bwd_kernel, (cdiv(columns, STRIP), programs), *tensors, stats, dx, partial, rows, columns, *strides,
-        **flags, CHUNK=STRIP, STAGES=STRIP_STAGES, num_warps=STRIP_WARPS,
+        **flags, CHUNK=STRIP, STAGES=min(STRIP_STAGES, fitting(STRIP, 3)), num_warps=STRIP_WARPS,
     )  # fmt: skip
     return partial

@@ -24,8 +24,8 @@ from tilestack.kernels.norm.granules import (
 from tilestack.kernels.quantised.codes import codes_of, magnitudes, scale_of
 from tilestack.kernels.tiles import accumulator, multiprocessors, shared_memory, wide
 
-NARROWEST = 1024  # columns; several shorter rows share a tile, in `rows.py`
-WIDEST = 8192  # columns of a body that fit in registers with all that is held of them
+NARROWEST_RAGGED = 1024  # columns; several shorter rows share a tile, in `rows.py`
+WIDEST_BODY = 8192  # columns of a body that fit in registers with all that is held of them
 ELEMENTS = 1024  # of a body in a warp
 FORWARD_WARPS = 16  # on each multiprocessor
 BACKWARD_WARPS = 8
@@ -126,10 +126,10 @@ def norm_ragged_bwd_kernel(
 
 def granule(columns: int, element_size: int, *matrices: Tensor | None) -> int:
     """V of rows that belong here, 0 of others; those of float64 do not, for which registers do not suffice."""
-    if columns < NARROWEST or element_size == 8:
+    if columns < NARROWEST_RAGGED or element_size == 8:
         return 0
     found = granule_of(columns, element_size, *matrices)
-    return found if found and body_width(columns, found) <= WIDEST else 0
+    return found if found and body_width(columns, found) <= WIDEST_BODY else 0
 
 
 def forward(

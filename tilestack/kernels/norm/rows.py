@@ -43,7 +43,7 @@ from tilestack.kernels.tiles import (
 )
 from tilestack.ops.quantised import LARGEST_CODE
 
-WIDEST = 32768  # columns the forward keeps in registers
+WIDEST_FORWARD = 32768  # columns the forward keeps in registers
 WIDEST_TWO_SUMS = 8192  # and the backward, beside the running sums of dweight and dbias;
 WIDEST_BACKWARD = 16384  # up to here without that of dbias, where rows start off 16 bytes and other ways would be slow
 
@@ -172,7 +172,7 @@ def norm_forward(
         LARGEST_CODE=LARGEST_CODE[codes] if codes else 0,
     )  # fmt: skip
     size = min(x.element_size(), out.element_size())
-    if columns > WIDEST:
+    if columns > WIDEST_FORWARD:
         long.forward(tensors, columns, strides, float(eps), flags)
     elif granule := ragged.granule(columns, size, source, added):
         ragged.forward(tensors, columns, strides, float(eps), flags, granule)

@@ -17,7 +17,7 @@ from tilestack.kernels.quantised.codes import HALVES_AND_SINGLE, codes_of, magni
 from tilestack.kernels.tiles import cdiv, rows_of, tile_of_rows, wide
 from tilestack.ops.quantised import LARGEST_CODE
 
-WIDEST = 32768  # columns that one program keeps in registers
+WIDEST_QUANTISED = 32768  # columns that one program keeps in registers
 
 
 @triton.jit
@@ -38,7 +38,10 @@ def gated_quantised_fwd_kernel(
 
 
 def in_registers(gate: Tensor) -> bool | str:
-    return gate.shape[-1] <= WIDEST or f"rows of {gate.shape[-1]} columns do not fit in registers, {WIDEST} do"
+    return (
+        gate.shape[-1] <= WIDEST_QUANTISED
+        or f"rows of {gate.shape[-1]} columns do not fit in registers, {WIDEST_QUANTISED} do"
+    )
 
 
 def in_registers_as_fp8(gate: Tensor) -> bool | str:

@@ -21,7 +21,7 @@ from tilestack import ops
 from tilestack.contract import implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
-from tilestack.kernels.softmax.rows import WIDEST
+from tilestack.kernels.softmax.rows import WIDEST_SOFTMAX
 from tilestack.kernels.tiles import accumulator, cdiv, rows_of, tile_of_rows, wide
 
 CHUNK = 8192  # columns per step of the long-row kernels
@@ -176,7 +176,7 @@ def forward(x: Tensor, mask: Tensor | None, scale: float, places: tuple[int, ...
     rows, columns = source.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     arguments = source, mask, out, rows, columns, source.stride(0), float(scale), *places
-    if columns <= WIDEST:
+    if columns <= WIDEST_SOFTMAX:
         height, width, warps = tile_of_rows(columns)
         grid = (cdiv(rows, height),)
         launch(
@@ -196,7 +196,7 @@ def backward(grad: Tensor, out: Tensor, scale: float, causal: bool) -> Tensor:
     dx = torch.empty_like(out, memory_format=torch.contiguous_format)
     height_of_matrix = out.shape[-2] if causal else 1
     arguments = arriving, y, dx, rows, columns, arriving.stride(0), y.stride(0), float(scale), height_of_matrix
-    if columns <= WIDEST:
+    if columns <= WIDEST_SOFTMAX:
         height, width, warps = tile_of_rows(columns)
         grid = (cdiv(rows, height),)
         launch(masked_softmax_bwd_kernel, grid, *arguments, CAUSAL=causal, ROWS=height, COLS=width, num_warps=warps)

@@ -24,10 +24,10 @@ from tilestack.contract import Extras, implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.elementwise.arithmetic import exp_of
-from tilestack.kernels.elementwise.gated import load_tile, store_tile, tile_of, tiles_over
+from tilestack.kernels.elementwise.gated import load_tile, store_tile, tile_of_matrix, tiles_over
 from tilestack.kernels.tiles import accumulator, cdiv, rows_of, shared_memory, tile_of_rows, wide
 
-WIDEST = 32768  # columns that one program keeps in registers
+WIDEST_SOFTMAX = 32768  # columns that one program keeps in registers
 HELD = 8192  # columns of which softmax backward keeps both tensors there, and leaves registers for another program
 CHUNK_BYTES = 8192  # of a long row per step of its forward
 STAGES = 5  # a chunk that is worked on, and those on their way to shared memory
@@ -185,7 +185,7 @@ def logsumexp_bwd_kernel(
     rows, columns, x_stride,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row, start, whole = tile_of(rows, columns, ROWS, COLS)
+    row, start, whole = tile_of_matrix(rows, columns, ROWS, COLS)
     x = load_tile(x_ptr, row, start, whole, rows, columns, x_stride, COLS)
     lse = tl.load(lse_ptr + row, mask=row < rows, other=0)
     grad = wide(tl.load(grad_ptr + row, mask=row < rows, other=0))
@@ -205,7 +205,7 @@ def distribution(x: Tensor, dim: int, log: bool = False, scale: Tensor | None = 
     rows, columns = source.shape
     out = torch.empty_like(source, memory_format=torch.contiguous_format)
     tensors, flags = (source, scale, out), dict(LOG=log, SCALED=scale is not None)
-    if columns <= WIDEST:
+    if columns <= WIDEST_SOFTMAX:
         height, width, warps = tile_of_rows(columns)
         launch(
             softmax_fwd_kernel, (cdiv(rows, height),), *tensors, rows, columns, source.stride(0),
@@ -224,7 +224,7 @@ def distribution_backward(grad: Tensor, out: Tensor, dim: int, log: bool) -> Ten
     y, grad = rows_of(moved), rows_of(last_and_back(grad, dim))
     rows, columns = y.shape
     dx = torch.empty_like(y, memory_format=torch.contiguous_format)
-    if columns <= WIDEST:
+    if columns <= WIDEST_SOFTMAX:
         height, width, warps = tile_of_rows(columns)
         held = log or columns <= HELD
         launch(
@@ -305,7 +305,7 @@ def logsumexp(x: Tensor, dim: int, lse: Tensor | None = None) -> Tensor:
     source = rows_of(moved)
     rows, columns = source.shape
     out = torch.empty(moved.shape[:-1], dtype=x.dtype, device=x.device)
-    if columns <= WIDEST:
+    if columns <= WIDEST_SOFTMAX:
         height, width, warps = tile_of_rows(columns)
         launch(
             logsumexp_fwd_kernel, (cdiv(rows, height),), source, out, lse, rows, columns, source.stride(0),
