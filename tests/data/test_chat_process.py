@@ -25,6 +25,8 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
         ("{% for i in range(100000) %}{{ 'a' * 1000 }}{% endfor %}", "more than 16,777,216 characters"),
         ("{% for i in range(999999999) %}{% endfor %}", "failed|refused"),
         ("{{ messages[0]['content'] + 1 }}", "failed on these messages"),
+        ("{{ raise_exception('one\n\ntwo ' + 'x' * 5000) }}", r"refused: one two x{491,493}$"),
+        ("{% for m in messages %}" * 30 + "{% endfor %}" * 30, "failed on these messages"),  # more than Python nests
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "failed on these messages"),
     ],
 )
@@ -85,11 +87,31 @@ def test_one_process_serves_all_and_leaves_with_whoever_asked():
     assert chat_process._processes(os.getpid()).queue[-1].worker is worker
     code = (
         "import os; from tilestack.data.chat_process import _processes; from tilestack.data.chat import render\n"
-        "render('x', [{'role': 'user', 'content': 'Hi'}]); print(_processes(os.getpid()).queue[-1].worker.pid)"
+        "render('x', [{'role': 'user', 'content': 'Hi'}]); worker = _processes(os.getpid()).queue[-1].worker\n"
+        "if os.fork() == 0: raise SystemExit\n"  # which ends as programs do, and leaves the worker alone
+        "os.wait(); assert worker.poll() is None; print(worker.pid)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert not os.path.exists(f"/proc/{int(done.stdout)}")
+
+
+def test_threads_and_forked_processes_are_served_alike():
+    import concurrent.futures
+    import multiprocessing
+
+    asked = [[{"role": "user", "content": f"{number}"}] for number in range(200)]
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda messages: render("{{ messages[0].content }}", messages), asked))
+    assert found == [f"{number}" for number in range(200)]
+    reading, writing = multiprocessing.get_context("fork").Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=lambda: writing.send(render("forked", MESSAGES)))
+    child.start()
+    assert render("parent", MESSAGES) == "parent"
+    assert reading.poll(30)
+    assert reading.recv() == "forked"
+    child.join()
+    assert render("parent", MESSAGES) == "parent"
 
 
 def test_what_json_cannot_hold_is_refused():

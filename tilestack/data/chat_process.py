@@ -84,6 +84,7 @@ class ChatProcess:
     """The worker, which is started when it is first asked."""
 
     def __init__(self) -> None:
+        self.owner = os.getpid()
         self.worker: subprocess.Popen[bytes] | None = None
         self.unread = bytearray()
         self.turn = threading.Lock()
@@ -141,6 +142,6 @@ class ChatProcess:
 
     def stop(self) -> None:
         worker, self.worker = self.worker, None
-        if worker is not None:
+        if worker is not None and os.getpid() == self.owner:  # a fork that ends takes nothing from its parent
             worker.kill()
             worker.communicate()  # closes the pipes and waits for its end

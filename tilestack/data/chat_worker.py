@@ -101,10 +101,16 @@ def render(template: str, messages: list[Any], **variables: Any) -> str:
                 raise Refused(f"the chat template made more than {LONGEST:,} characters; it is not usable")
             pieces.append(piece)
     except TemplateError as problem:
-        raise Refused(f"the chat template refused: {problem}") from problem
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as problem:
-        raise Refused(f"the chat template failed on these messages: {problem}") from problem
+        raise Refused(f"the chat template refused: {one_line(problem)}") from problem
+    except (Refused, MemoryError):
+        raise
+    except Exception as problem:  # whatever a program by a stranger comes to
+        raise Refused(f"the chat template failed on these messages: {one_line(problem)}") from problem
     return "".join(pieces)
+
+
+def one_line(problem: Exception) -> str:
+    return " ".join(str(problem).split())[:500]
 
 
 Spans = list[tuple[int, int]]

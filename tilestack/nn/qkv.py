@@ -22,10 +22,11 @@ def split_and_turn(
     Triton kernels run and pairs are not interleaved, the gradient of heads is written in one piece; compilers see plain
     operators.
     """
-    if torch.compiler.is_compiling():  # where results are new memory, and a view of heads is cheaper
+    # Of interleaved pairs there is no joint operator; compilers make new memory of results, and a view of heads is cheaper.
+    if interleaved or torch.compiler.is_compiling():
         q, k, v = heads.split(sizes, 2)
         if norms is None:
-            return *ops.rope(q, k, cos, sin, positions), v
-        return *ops.qk_norm_rope(q, k, *norms, cos, sin, positions, False, eps), v
+            return *ops.rope(q, k, cos, sin, positions, interleaved), v
+        return *ops.qk_norm_rope(q, k, *norms, cos, sin, positions, interleaved, eps), v
     q_weight, k_weight = norms or (None, None)
     return ops.qkv_rope(heads, q_weight, k_weight, cos, sin, positions, sizes[0], sizes[1], eps)

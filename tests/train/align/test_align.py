@@ -16,6 +16,7 @@ from tilestack.nn.lora import merge_lora
 from tilestack.train.align import KINDS, align
 from tilestack.train.align.dpo import DPO
 from tilestack.train.align.grpo import GRPO
+from tilestack.train.align.kto import KTO
 from tilestack.train.align.sft import SFT
 from tilestack.train.run.follow import export
 
@@ -56,11 +57,11 @@ def weights(folder):
     return dict(unfused(models.load(folder / "model")))
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("sft", 2), ("dpo", 0), ("grpo", 0), ("grpo", 2)])
+@pytest.mark.parametrize(("kind", "rank"), [("sft", 2), ("dpo", 0), ("kto", 2), ("grpo", 0), ("grpo", 2)])
 def test_a_run_that_is_cut_off_ends_as_if_it_had_not_been(kind, rank, base, tmp_path, monkeypatch):
     lora = {"rank": rank, "dropout": 0.1 if rank else 0.0}
     straight = follow(kind, tmp_path / "straight", base, lora=lora)
-    objective = {"sft": SFT, "dpo": DPO, "grpo": GRPO}[kind]
+    objective = {"sft": SFT, "dpo": DPO, "kto": KTO, "grpo": GRPO}[kind]
     loss, calls = objective.loss, []
 
     def failing(self, *arguments):
@@ -112,6 +113,7 @@ def test_runs_write_the_figures_of_their_kind(base, tmp_path):
     expected = {
         "sft": {"validation_loss", "exact_answers"},
         "dpo": {"margin", "accuracy", "reward_chosen", "reward_rejected", "validation_margin"},
+        "kto": {"reward_good", "reward_bad", "kl", "validation_accuracy"},
         "grpo": {"reward", "reward_std", "kl", "ratio", "answer_tokens", "groups_alike", "validation_reward"},
     }
     for kind, names in expected.items():

@@ -57,10 +57,11 @@ class ArithmeticData(ExampleData):
 
 @dataclass(frozen=True)
 class Examples(Generic[T]):
-    """Examples to learn from, the number of the file that each is from, and examples held out."""
+    """Examples to learn from, the number of the file that each is from, what files weigh, and examples held out."""
 
     learned: list[T]
     sources: list[int]
+    weights: tuple[float, ...]
     held: list[T]
 
 
@@ -84,7 +85,7 @@ def gathered(
         held = [item for number, (_, item) in enumerate(found) if number in chosen]
     known = {repr(prompt(item)) for item in held}
     kept = [(source, item) for source, item in found if repr(prompt(item)) not in known]
-    return Examples([item for _, item in kept], [source for source, _ in kept], held)
+    return Examples([item for _, item in kept], [source for source, _ in kept], settings.weights, held)
 
 
 def from_files(files: Sequence[str], read: Callable[[Row], Iterable[T]]) -> Iterator[tuple[int, T]]:

@@ -100,7 +100,7 @@ class GRPO:
         if recipe.grpo.beta:
             # With adapters, the reference is the model without them; else a copy, made before the first step.
             self.reference = model if lora_layers(model) else copy.deepcopy(model).requires_grad_(False).eval()
-        self.deck = Deck(len(self.tasks), recipe.run.seed, sources, recipe.data.weights)
+        self.deck = Deck(len(self.tasks), recipe.run.seed, sources, found.weights)
         self.rollouts = 0  # made so far; the next one's seed follows from it
         self.pending: list[Rollout] = []
 
@@ -119,7 +119,7 @@ class GRPO:
     def rollout(self) -> Rollout:
         """New answers of the policy as it is now, with rewards and what the reference thinks of them."""
         chosen = [self.tasks[number] for number in self.deck.deal(self.recipe.data.batch)]
-        prompts = [self.prompt(task) for task in chosen for _ in range(self.settings.group)]
+        prompts = [prompt for task in chosen for prompt in [self.prompt(task)] * self.settings.group]
         was_training = self.policy.training
         self.policy.eval()
         with self.autocast():

@@ -87,8 +87,7 @@ class PairObjective(Generic[P]):
             with execution.autocast(recipe.precision, device):  # as the policy will be asked
                 asked = reference_log_probs(model, sequences, device, cache).view(-1, 2)
         self.reference, self.held_reference = asked[: len(self.pairs)], asked[len(self.pairs) :]
-        weights = getattr(recipe.data, "weights", ())
-        self.deck = Deck(len(self.pairs), recipe.run.seed, sources, weights)
+        self.deck = Deck(len(self.pairs), recipe.run.seed, sources, found.weights)
 
     def fitting(self, pairs: Iterator[P], sources: Sequence[int]) -> tuple[list[P], list[int]]:
         """The pairs of which both sequences fit into a row, and the sources of each."""

@@ -75,7 +75,7 @@ class SFT:
                 f"none of {len(found.learned)} conversations fits into data.sequence = {recipe.data.sequence}"
             )
         self.most = max(recipe.data.sequence // 16, 1)  # conversations in a row; short ones are common here
-        self.deck = Deck(len(self.sequences), recipe.run.seed, sources, recipe.data.weights)
+        self.deck = Deck(len(self.sequences), recipe.run.seed, sources, found.weights)
         self.taken = 0
         self.rows = self.packed()
 
