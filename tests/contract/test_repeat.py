@@ -4,16 +4,19 @@ The kernels here take addresses and compute on the host, so that a wrong address
 """
 
 import ctypes
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 
 from tilestack import contract, ops
 from tilestack.contract import backend, source_of
 from tilestack.contract import workspace as workspaces
+from tilestack.contract.call import copied
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 
@@ -361,3 +364,59 @@ def test_forward_and_backward_of_a_gradient_are_repeated_each():
     assert torch.equal(out, 2 * x)
     out.backward(torch.ones(3))
     assert torch.equal(x.grad, 1 + 2 * x)
+
+
+def test_a_workspace_outlives_the_allocations_behind_it(monkeypatch):
+    """While a graph is captured nobody else keeps it, and freed memory would be given out again at once."""
+    alive = []
+
+    def captured(name, shape, dtype, device):
+        with _disable_current_modes():
+            tensor = on_gpu(*shape)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    def through_a_workspace(x, y):
+        between = workspaces.workspace("between", x.shape, x.dtype, x.device)
+        out = torch.empty_like(x)
+        launch(kernel, (1,), x, y, between, x.numel(), 1.0, BLOCK=8)
+        launch(kernel, (1,), between, y, out, x.numel(), 1.0, BLOCK=8)
+        return out
+
+    monkeypatch.setattr(workspaces, "_find", captured)
+    repeated = Repeated(through_a_workspace)
+    for _ in range(3):
+        repeated(on_gpu(4), on_gpu(4))
+    assert repeated.own == 2
+    allocate = torch.empty_strided
+    still_there = []
+    monkeypatch.setitem(
+        repeated.run.__globals__,
+        "allocate",
+        lambda *shape, **kind: still_there.append(alive[-1]() is not None) or allocate(*shape, **kind),
+    )
+    repeated(on_gpu(4), on_gpu(4))
+    assert still_there == [True]
+
+
+def test_what_is_there_in_one_call_and_not_in_the_next_takes_the_own_way():
+    """A backward may be handed an extra or None: no signature says which."""
+    for first, then in ((None, on_gpu(4)), (on_gpu(4), None)):
+        repeated = Repeated(weighted_sum, strides_known=False)
+        x = on_gpu(4)
+        for _ in range(3):
+            repeated(x, first, 0.5)
+        assert repeated.own == 2
+        expected = x if then is None else x + 0.5 * then
+        assert torch.equal(torch.Tensor(repeated(x, then, 0.5)), torch.Tensor(expected))
+        assert repeated.own == 3
+
+
+def test_a_place_that_does_not_fit_is_refused_in_every_call():
+    def into(place, *values):
+        copied(place, weighted_sum(*values))
+
+    repeated = Repeated(weighted_sum, places=1, otherwise=into)
+    for _ in range(4):
+        with pytest.raises(ValueError, match="but the result is"):
+            repeated(on_gpu(2, 4), on_gpu(4), on_gpu(4), 0.5)

@@ -180,7 +180,7 @@ class Operator(Generic[P, R]):
     @functools.cached_property
     def floating(self) -> set[str]:
         """The arguments that are floating point, as its cases make them."""
-        made = self.bind(**self.cases[0].build(Make(torch.float32, "meta"))) if self.cases else {}
+        made = self.cases[0].build(Make(torch.float32, "meta")) if self.cases else {}
         return {name for name, value in made.items() if isinstance(value, Tensor) and value.is_floating_point()}
 
     def warm_up(self, *args: Any, **kwargs: Any) -> None:

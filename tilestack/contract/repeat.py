@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilestack.contract.call import copied
 from tilestack.contract.descriptors import Tile
 from tilestack.contract.launch import Launched, notes, noting
 from tilestack.contract.operator import as_tuple
@@ -79,8 +80,7 @@ def straight_line(
         keep(record.written(own, result, strides_known, values[:places]) or own)
         if not places:
             return result
-        for place, made in zip(values, as_tuple(result), strict=False):
-            place.copy_(made)
+        copied(values[:places], result)
         return None
 
     return run
@@ -175,6 +175,7 @@ class Repeated:
         ]
         if not strides_known:
             guards += [f"{name}.stride() != {self.constant(tuple(t.stride()))}" for name, t in tensors.items()]
+            guards += [f"{name} is not None" for name, value in named.items() if value is None]
         guards += [f"{name} != {self.constant(value)}" for name, value in named.items() if is_option(value)]
         guards += [self.overlaps(p, place, name, t) for p, place in zip(given, self.places, strict=True) for name, t in tensors.items()]  # fmt: skip
         shapes = self.shapes_of_allocations()
@@ -187,7 +188,10 @@ class Repeated:
         arguments = ", ".join((*given, *self.parameters))
         text = f"""
 def repeat({arguments}):
-{lines(*addresses)}
+    try:
+{lines(*addresses, indent=8)}
+    except AttributeError:  # None, where a tensor was noted
+        return own({arguments})
     if {" or ".join(guards)}:
         return own({arguments})
     stream = stream_of({device})
@@ -243,7 +247,7 @@ def repeat({arguments}):
         if isinstance(event, Workspace):
             name = self.names[id(event.tensor)] = f"w{len(self.names)}"
             asked = ", ".join(map(self.constant, event[1:]))
-            return f"{name}_at = workspace({asked}).data_ptr()"
+            return f"{name} = workspace({asked}); {name}_at = {name}.data_ptr()"  # held: in a graph nobody else does
         if id(event) not in shapes or id(event) in self.names:
             return ""
         return self.allocate(event, shapes[id(event)])
