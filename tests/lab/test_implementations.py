@@ -44,4 +44,5 @@ def test_every_implementation_is_proved(name):
             dtypes = [str(d).removeprefix("torch.") for d in default_dtypes(CPU) if d in implementation.dtypes]
             directions = ["forward", *(["backward"] if implementation.backward is not None else [])]
             assert proved >= set(itertools.product(directions, dtypes))
-            assert any(p.ok and SAYS_NOTHING not in p.message for p in mine), "no case says something of every result"
+            telling = any(p.ok and SAYS_NOTHING not in p.message for p in mine)
+            assert telling or not dtypes, "no case says something of every result"

@@ -17,7 +17,8 @@ one that is very wrong somewhere:
     scale, in halves      the errors' sum, with the signs and weights of the truth, over its norm: a factor does not cancel
 
 The last two are projections of N errors on a direction. Those of fair roundings have the same root mean square as a single
-error, so SIGNIFICANT of these are added; those of a fault shared by all elements are √N times as large.
+error, so SIGNIFICANT of these are added; those of a fault shared by all elements are √N times as large. What all share, a
+factor or a mean, may itself be rounded once: half a unit of every element.
 
 In float64 the definition is its own truth, and a result must have half of the digits right. Integers are right when they
 equal the reference. What has no finite element, or nothing but zeros, is not wrong, but says nothing either (`silent`).
@@ -74,6 +75,8 @@ def own_error(reference: Tensor, truth: Tensor) -> Own:
     if reference.dtype in CODES:
         beyond_half = off_nearest(reference, truth)
         return (max(float(beyond_half.max()), 0.0) if beyond_half.numel() else 0.0), 0.0, 0.0, 0.0
+    if not reference.is_floating_point():
+        return 0.0, 0.0, 0.0, 0.0
     finite = reference.isfinite() & truth.isfinite()
     if reference.dtype == torch.float64:
         half_the_digits = largest(truth[finite]) * torch.finfo(torch.float64).eps ** 0.5
@@ -137,9 +140,10 @@ def judge(result: Tensor, reference: Tensor, truth: Tensor, own: Own) -> Verdict
     typical = 2 * own[1] + root_mean_square(unit)
     clauses = [("in the root mean square", root_mean_square(off), typical)]
     if half:
-        offset, factor = shared_errors(signed, exact)
-        clauses.append(("as a common offset", offset, 2 * own[2] + SIGNIFICANT * typical))
-        clauses.append(("as a common factor", factor, 2 * own[3] + SIGNIFICANT * typical))
+        rounded_once = shared_errors(exact.abs() * resolution.eps / 2, exact.abs())
+        names = "as a common offset", "as a common factor"
+        for place, (drift, once) in enumerate(zip(shared_errors(signed, exact), rounded_once, strict=True)):
+            clauses.append((names[place], drift, 2 * own[2 + place] + SIGNIFICANT * typical + once))
     for what, average, most in clauses:
         if average > most:
             return Verdict(average, most, f"off by {average:.3g} {what}, allowed {most:.3g}")
