@@ -19,6 +19,7 @@ from tilestack.cli.common import (
     load_files,
     pick_dtypes,
     pick_operators,
+    progress_bar,
     prove_all,
     write_json,
     write_text,
@@ -75,6 +76,14 @@ def verify_command(
     large: Annotated[bool, typer.Option(help="Also the large shapes that bench measures.")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that prove at the same time.")] = 1,
     save: Annotated[bool, typer.Option("--save", help="Keep what was proved in results/<gpu>/proofs.json.")] = False,
+    mutate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OP",
+            help="Instead, break the kernels of this operator in many small ways and show which the proofs catch.",
+            show_default=False,
+        ),
+    ] = None,
     json_: JsonFile = None,
     load: Load = None,
 ) -> None:
@@ -82,6 +91,8 @@ def verify_command(
 
     Every backend, case, memory layout, dtype and direction is tried. TILESTACK_BACKEND narrows it to one backend.
     """
+    if mutate is not None:
+        return mutate_operator(mutate, json_)
     place = kernel_device(device)
     if save and quick:
         raise ValueError("--save keeps proofs in every variant; leave --quick out")
@@ -107,6 +118,29 @@ def verify_command(
         console.print(verify.render(found, place))
     if any(proof.ok is False for proof in found):
         raise typer.Exit(1)
+
+
+def mutate_operator(name: str, json_: Path | None) -> None:
+    """Mutants of the file in which an operator's kernels lie, and what became of each."""
+    kernel_device("cpu")
+    import warnings
+
+    from tilestack.lab import mutation
+
+    (operator,) = pick_operators([name])
+    suite = mutation.Suite(mutation.module_of(operator), tried=[operator])
+    warnings.simplefilter("ignore")  # a broken kernel divides by zero and worse
+    with progress_bar() as progress:
+        drawn = suite.mutants()
+        outcomes = [suite.outcome(mutant) for mutant in progress.track(drawn, description=f"mutants of {name}")]
+    write_json(json_, [outcome.row() for outcome in outcomes])
+    if str(json_) != "-":
+        console.print(mutation.render(outcomes))
+        for outcome in outcomes:
+            if not outcome.caught:
+                console.print(
+                    f"survived: line {outcome.mutant.line}, {outcome.mutant.name}", highlight=False, markup=False
+                )
 
 
 def explain_command(
