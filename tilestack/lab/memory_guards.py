@@ -57,12 +57,22 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-class GuardedMemory(TorchDispatchMode):
-    """Inside, new CPU tensors have guards before and after them, and `check` refuses what has written over one.
+@contextmanager
+def guarded_memory(device: torch.device) -> Iterator[None]:
+    """Inside, new CPU tensors have guards before and after them; refuses what writes over one.
 
-    Not on a GPU: there a call may repeat its allocations by address (`contract/repeat.py`), and compute-sanitizer sees
-    more than guards do.
+    Not on a GPU, where a call is to run as it always does, repetition included, and compute-sanitizer sees more.
     """
+    if device.type != "cpu":
+        yield
+        return
+    with GuardedMemory() as guarded:
+        yield
+    guarded.check()
+
+
+class GuardedMemory(TorchDispatchMode):
+    """Puts guards around every allocation on a CPU."""
 
     def __init__(self) -> None:
         super().__init__()
