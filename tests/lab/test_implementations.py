@@ -8,7 +8,7 @@ import torch
 
 from tilestack import ops
 from tilestack.contract.backends import usable
-from tilestack.lab import variants
+from tilestack.lab import invariance, variants
 from tilestack.lab.verify import SAYS_NOTHING, claims, default_dtypes, prove
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ class Sample:
     def takes(self, claim):
         if claim.variant == "plain":
             return True
-        turn = self.places[claim.case] + variants.ALL.index(claim.variant)
+        turn = self.places[claim.case] + [*variants.ALL, invariance.ALONE].index(claim.variant)
         return turn % {torch.float32: 4, torch.float16: 8}.get(claim.dtype, turn + 1) == 0
 
 

@@ -90,7 +90,7 @@ def softmax_with(fault="none"):
         if fault == "overflow":
             return (wide.exp() / wide.exp().sum(dim, keepdim=True)).to(x.dtype)
         if fault == "into an input":
-            x.sub_(x.amax(dim, keepdim=True) if x.numel() else 0)
+            x.data.sub_(x.amax(dim, keepdim=True) if x.numel() else 0)  # as a kernel would, unseen by autograd
         if fault == "non-contiguous":
             flat = torch.as_strided(x, x.shape, torch.empty(x.shape).stride())
             return torch.softmax(flat, dim)

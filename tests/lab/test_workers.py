@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilestack import ops
-from tilestack.lab import proofs
+from tilestack.lab import proofs, proved
 from tilestack.lab.source import source_hash
 from tilestack.lab.verify import Proof
 from tilestack.lab.workers import Task, prove_tasks, tasks_for
@@ -50,20 +50,19 @@ def test_proofs_are_kept_by_source_and_replaced_by_later_ones(tmp_path: Path):
     proofs.save_proofs(path, when("b"), [proof(False, "backward"), proof(None, message="it has no backward")])
     forward, backward = proofs.load_proofs(path)
     assert forward == dict(
-        op="relu", backend="triton", dtype="float16", direction="forward", proved=2, wrong=0, says_nothing=1,
+        op="relu", backend="triton", dtype="float16", direction="forward", proved=2, wrong=0, says_nothing=1, worst=0.0,
         source=source_hash("relu", "triton"), commit="a", date="2031-01-01T00:00:00Z",
     )  # fmt: skip
     assert (backward["wrong"], backward["commit"]) == (1, "b")
-    assert proofs.stands(forward)
-    assert not proofs.stands(backward)
-    assert not proofs.stands(forward | dict(source="another"))
+    (line,) = [line for line in proved.lines(tmp_path, "h200") if (line.op, line.backend) == ("relu", "triton")]
+    assert line.status == "1 of 3 claims fail"
     proofs.save_proofs(path, when("c"), [proof(True)])
     assert [line["commit"] for line in proofs.load_proofs(path)] == ["c", "b"]
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path):
     path = tmp_path / "proofs.json"
-    path.write_text(json.dumps([1]))
+    path.write_text(json.dumps({"rows": []}))
     with pytest.raises(ValueError, match="not a file of proofs"):
         proofs.load_proofs(path)
     assert proofs.load_proofs(tmp_path / "none.json") == []

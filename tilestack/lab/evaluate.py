@@ -26,20 +26,15 @@ Results = dict[str, Tensor]
 Standard = tuple[Tensor, Tensor, oracle.Own]  # the definition's result in the dtype, the truth, the definition's error
 
 
-def mutated_by(operator: Operator) -> tuple[str, ...]:
-    """The arguments that an operator writes; they are results too."""
-    return tuple(getattr(operator, "mutates", ()))
-
-
 def arguments_of(
     operator: Operator, case: Case, variant: str, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> dict[str, Any]:
     built = operator.bind(**case.build(Make(dtype, device, seed)))
-    return variants.vary(built, variant, mutated_by(operator))
+    return variants.vary(built, variant, operator.mutates)
 
 
 def tensors_to_read(operator: Operator, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    written = mutated_by(operator)
+    written = operator.mutates
     return {name: t for name, t in arguments.items() if isinstance(t, Tensor) and name not in written}
 
 
@@ -56,7 +51,7 @@ def forward_of(
     read = tensors_to_read(operator, arguments) if watched else {}
     with torch.no_grad(), unchanged(read.items()):
         results = dict(zip(operator.outputs, as_tuple(function(**arguments)), strict=True))
-    return results | {f"{name} afterwards": arguments[name] for name in mutated_by(operator)}
+    return results | {f"{name} afterwards": arguments[name] for name in operator.mutates}
 
 
 def gradients_of(

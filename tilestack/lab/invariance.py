@@ -13,16 +13,11 @@ import torch
 from torch import Tensor
 
 from tilestack.contract.cases import Case
-from tilestack.contract.implementation import Implementation
 from tilestack.contract.operator import Operator, as_tuple
 from tilestack.lab.evaluate import arguments_of, float_leaves
 from tilestack.lab.memory_guards import same_bits
 
 ALONE = "alone"  # the name of the variant
-
-
-def is_promised_by(implementation: Implementation) -> bool:
-    return bool(getattr(implementation, "invariant", False))
 
 
 @dataclass(frozen=True)
@@ -32,6 +27,15 @@ class Rows:
     arguments: dict[str, Any]
     cut: tuple[str, ...]
     count: int
+
+    @property
+    def tried(self) -> list[int]:
+        return sorted({0, self.count // 2, self.count - 1})
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there is a gradient that has rows: of the others, sums over all rows, nothing is promised."""
+        return any(self.arguments[name].is_floating_point() for name in self.cut)
 
     def alone(self, row: int) -> dict[str, Any]:
         return self.arguments | {name: self.arguments[name][row : row + 1] for name in self.cut}
@@ -50,9 +54,10 @@ def rows_of_case(operator: Operator, case: Case, dtype: torch.dtype, device: tor
 def possible_rows(operator: Operator, arguments: dict[str, Any]) -> Iterator[Rows]:
     """Ways to cut a call into rows: the first tensor, with as many others of as many rows as possible."""
     tensors = [name for name in operator.tensors if isinstance(arguments[name], Tensor) and arguments[name].ndim]
-    first, *others = tensors
-    count = len(arguments[first])
-    others = [name for name in others if len(arguments[name]) == count]
+    if not tensors:
+        return
+    first, count = tensors[0], len(arguments[tensors[0]])
+    others = [name for name in tensors[1:] if len(arguments[name]) == count]
     for number in range(len(others), -1, -1):
         for chosen in itertools.combinations(others, number):
             yield Rows(arguments, (first, *chosen), count)
@@ -62,22 +67,24 @@ def is_row_by_row(operator: Operator, rows: Rows) -> bool:
     with torch.no_grad():
         try:
             together = as_tuple(operator.definition(**rows.arguments))
-            alone = as_tuple(operator.definition(**rows.alone(rows.count - 1)))
+            alone = {row: as_tuple(operator.definition(**rows.alone(row))) for row in rows.tried}
         except (RuntimeError, ValueError, IndexError):
             return False
+    if any(not whole.ndim or len(whole) != rows.count for whole in together):
+        return False
+    equal = lambda whole, found: torch.allclose(whole.double(), found.double(), equal_nan=True)
     return all(
-        whole.ndim > 0
-        and len(whole) == rows.count
-        and torch.allclose(whole[-1:].double(), row.double(), equal_nan=True)
-        for whole, row in zip(together, alone, strict=True)
+        equal(whole[row : row + 1], found)
+        for row, results in alone.items()
+        for whole, found in zip(together, results, strict=True)
     )
 
 
 def difference(function: Callable, operator: Operator, rows: Rows, direction: str) -> str:
-    """The first row that is not the same alone as among the others; empty when there is none."""
+    """Which of the first, middle and last row is not the same alone as among the others; empty when none is."""
     evaluate = row_results if direction == "forward" else row_gradients
     together = evaluate(function, operator, rows.arguments, rows.cut, slice(None))
-    for row in range(rows.count):
+    for row in rows.tried:
         alone = evaluate(function, operator, rows.alone(row), rows.cut, slice(row, row + 1))
         for name, whole in together.items():
             if not same_bits(whole[row : row + 1], alone[name]):

@@ -1,10 +1,10 @@
 """Proofs on disk: `results/<gpu>/proofs.json` = {"machine": stamp, "proofs": […]}, what was proved of which source.
 
 A line is an operator on a backend in one dtype and direction, with how many claims were proved, refuted and found to say
-nothing, the hash of the source they were tried on, and the commit. It stands as long as the source has that hash.
+nothing, the largest error as a part of what is allowed, the hash of the source they were tried on, and the commit.
+`lab/proved.py` says which of them stand: those whose source has that hash.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ def load_proofs(path: Path) -> list[Line]:
     """The lines of a file; none where there is no file."""
     if not path.exists():
         return []
-    found = json.loads(path.read_text())
-    if not isinstance(found, dict) or "proofs" not in found:
+    found = results.read_json(path)
+    if NAME not in found:
         raise ValueError(f"{path} is not a file of proofs; restore it or delete it")
-    return found["proofs"]
+    return found[NAME]
 
 
 def lines_of(proofs: Iterable[Proof], machine: dict[str, Any]) -> list[Line]:
@@ -41,6 +41,7 @@ def lines_of(proofs: Iterable[Proof], machine: dict[str, Any]) -> list[Line]:
             proved=sum(p.ok is True for p in mine),
             wrong=sum(p.ok is False for p in mine),
             says_nothing=sum(p.says_nothing for p in mine),
+            worst=max((p.error / p.bound for p in mine if p.ok and p.bound), default=0.0),
             source=source_hash(mine[0].op, mine[0].backend),
             commit=machine["commit"],
             date=machine["date"],
@@ -54,8 +55,3 @@ def save_proofs(path: Path, machine: dict[str, Any], proofs: Iterable[Proof]) ->
     identity = lambda line: tuple(line[name] for name in IDENTITY)
     merged = {identity(line): line for line in [*load_proofs(path), *lines_of(proofs, machine)]}
     results.save(path, {"machine": machine, NAME: list(merged.values())})
-
-
-def stands(line: Line) -> bool:
-    """Whether a line proves the source as it is now."""
-    return not line["wrong"] and line["proved"] > 0 and line["source"] == source_hash(line["op"], line["backend"])
