@@ -94,11 +94,9 @@ def reasons():
         return json.load(file)
 
 
-@pytest.mark.parametrize(
-    ("file", "claims"), [("elementwise.vectors", 40), ("softmax.rows", 30), ("loss.cross_entropy", 30)]
-)
-def test_a_sample_is_caught(file, claims):
-    """Eight mutants of each of these files; `python -m tests.mutation` tries all mutants of all files."""
-    suite = Suite(f"tilestack.kernels.{file}", most_claims=claims)
-    outcomes = [suite.outcome(mutant) for mutant in suite.mutants(8, seed=1)]
+@pytest.mark.parametrize("file", ["elementwise.vectors", "softmax.rows", "loss.cross_entropy"])
+def test_a_sample_is_caught(file):
+    """Five mutants of each of these files; `python -m tests.mutation` tries all mutants of all files."""
+    suite = Suite(f"tilestack.kernels.{file}", most_claims=90)
+    outcomes = [suite.outcome(mutant) for mutant in suite.mutants(5, seed=1)]
     assert {o.mutant.name for o in outcomes if not o.caught} <= reasons().keys()
