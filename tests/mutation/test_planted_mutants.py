@@ -38,7 +38,7 @@ PLANTED = {
     "the gradient of a bias is lost in wide rows": (
         "norm.rows",
         [("sum_columns(arriving[None], weight.dtype)[0]", "0 * sum_columns(arriving[None], weight.dtype)[0]")],
-        dict(operator="layer_norm", case="2x8200", direction="backward"),
+        dict(operator="layer_norm", case="3x8200", direction="backward"),
     ),
     "the last share of many lines is dropped": (
         "memory.columns",
