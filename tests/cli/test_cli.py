@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from tilestack.cli import main
 from tilestack.contract import BackendError, backends
 from tilestack.extras import install_command
+from tilestack.lab.source import source_hash
 
 NINE = {"add", "axpy", "relu", "gelu", "silu", "softmax", "rms_norm", "layer_norm", "linear"}
 PLANTED = """
@@ -134,6 +136,15 @@ def test_a_crash_in_a_kernel_of_ones_own_is_shown_once_with_its_place(tilestack,
     assert "crashing.py:6)" in "".join(done.stdout.split())
 
 
+def test_verify_keeps_what_was_proved_of_which_source(tilestack, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = tilestack("verify", "relu", "--device", "cpu", "--dtype", "float32", "--backend", "triton", "--save")
+    assert done.returncode == 0, done.stderr
+    (forward, backward, *_) = json.loads(Path("results/cpu/proofs.json").read_text())["proofs"]
+    assert forward["source"] == backward["source"] == source_hash("relu", "triton")
+    assert forward["proved"] > 0 == forward["wrong"]
+
+
 def test_json_to_standard_output_is_only_json(tilestack):
     done = tilestack("verify", "relu", "--device", "cpu", "--quick", "--dtype", "float32", "--json", "-")
     assert done.returncode == 0
@@ -155,6 +166,7 @@ def test_the_environment_narrows_each_operator_by_itself(tilestack):
         (["verify", "--dtype", "float12"], {}, "no dtype float12; choose from float16, bfloat16, float32, float64"),
         (["verify", "--device", "tpu"], {}, "--device must be cuda or cpu, not 'tpu'"),
         (["verify", "--load", "no-such-file.py"], {}, "no file no-such-file.py to load"),
+        (["verify", "relu", "--device", "cpu", "--save", "--quick"], {}, "--save keeps proofs in every variant; leave --quick out"),
         (["verify", "--no-such-option"], {}, "No such option: --no-such-option"),
         (["no-such-command"], {}, "No such command 'no-such-command'."),
         (["verify"], {"TILESTACK_BACKEND": "a,b"}, "cannot read the backend choice 'a,b': write `triton` or `triton,softmax=torch`"),

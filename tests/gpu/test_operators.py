@@ -10,7 +10,8 @@ from tilestack.contract import backend
 from tilestack.contract import launch as launcher
 from tilestack.contract.cases import Make
 from tilestack.contract.operator import as_tuple
-from tilestack.lab.verify import claims, poisoned_memory, prove, same_bits
+from tilestack.lab.memory_guards import poisoned_memory, same_bits
+from tilestack.lab.verify import claims, prove
 
 DIRECTIONS = [
     (described.name, direction)

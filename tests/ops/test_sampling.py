@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,19 +42,62 @@ def test_tokens_come_as_often_as_softmax_says(temperature):
     chi_square_fits(ids, torch.softmax(logits.double() / temperature, 0))
 
 
+LIKELY = torch.tensor([0.4, 0.2, 0.15, 0.1, 0.1, 0.05])
+FILTERED = (  # and how many of these tokens stay
+    (dict(top_k=3), 3),
+    (dict(top_p=0.7), 3),
+    (dict(min_p=0.3), 3),
+    (dict(top_k=4), 5),  # the fourth and fifth are equal
+    (dict(top_k=3, top_p=0.75), 2),  # two are 0.6 of all, but 0.8 of what top_k left
+    (dict(top_p=0.0), 1),
+)
+
+
 def test_filters_keep_their_tokens_and_the_proportions_among_them():
-    likely = torch.tensor([0.4, 0.2, 0.15, 0.1, 0.1, 0.05])
-    for filters, kept in (
-        (dict(top_k=3), 3),
-        (dict(top_p=0.7), 3),
-        (dict(min_p=0.3), 3),
-        (dict(top_k=4), 5),  # the fourth and fifth are equal
-        (dict(top_k=3, top_p=0.75), 2),  # two are 0.6 of all, but 0.8 of what top_k left
-        (dict(top_p=0.0), 1),
-    ):
+    likely = LIKELY
+    for filters, kept in FILTERED:
         probabilities = torch.where(torch.arange(6) < kept, likely, 0).double()
         ids = ops.sample(likely.log().expand(2000, 6), **settings(2000, **filters))
         chi_square_fits(ids, probabilities / probabilities.sum())
+
+
+@pytest.mark.parametrize("filters", [{}, *(filters for filters, _ in FILTERED)], ids=str)
+def test_the_kernel_draws_what_the_definition_draws(filters):
+    logits, chosen = LIKELY.log().expand(8, 6), settings(8, **filters)
+    with contract.backend("triton"):
+        assert torch.equal(ops.sample(logits, **chosen), ops.sample.definition(logits, **chosen))
+
+
+def at_the_border(rows=16):
+    """Logits of two tokens in each row, how likely the second is, and which rows float32 holds without rounding."""
+    second = -torch.linspace(0.05, 0.6, 4000)
+    likelihood = torch.exp(second)
+    p = 1 / (1 + likelihood)
+    exact = (1 + likelihood - likelihood == 1) & (p * (1 + likelihood) == 1)
+    exact &= likelihood == torch.from_numpy(np.exp(second.numpy()))  # as the interpreter has it
+    chosen = exact.nonzero()[:rows, 0]
+    assert len(chosen) == rows
+    return torch.stack([torch.zeros(rows), second[chosen]], 1), likelihood[chosen], p[chosen]
+
+
+def test_a_token_right_at_the_border_of_min_p_stays():
+    logits, likelihood, _ = at_the_border()
+    chosen = settings(len(logits), top_k=2) | dict(min_p=likelihood)
+    wanted = ops.sample.definition(logits, **chosen)
+    assert 0 < wanted.sum() < len(wanted)
+    for k in (2, 0):  # decided over the row, and in its span
+        with contract.backend("triton"):
+            assert torch.equal(ops.sample(logits, **chosen | dict(top_k=torch.full_like(chosen["top_k"], k))), wanted)
+
+
+def test_a_token_right_at_the_border_of_top_p_goes():
+    """Those before it have just the share that was asked for, and are enough."""
+    logits, _, p = at_the_border()
+    chosen = settings(len(logits)) | dict(top_p=p)
+    assert ops.sample.definition(logits, **settings(len(logits))).any()  # the seeds do draw it
+    with contract.backend("triton"):
+        assert not ops.sample(logits, **chosen).any()
+    assert not ops.sample.definition(logits, **chosen).any()
 
 
 def test_top_p_is_a_share_of_all_top_k_keeps_whatever_min_p_drops():

@@ -1,12 +1,10 @@
 """What the commands share: options, the choice of device, operators and dtypes, and where results are written."""
 
 import ctypes
-import importlib.util
 import json
 import os
 import sys
-import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from tilestack.contract.operator import Operator
-    from tilestack.lab.verify import Claim, Proof
+    from tilestack.lab.verify import Proof
+    from tilestack.lab.workers import Task
 
 console = Console()
 
@@ -92,24 +91,9 @@ def pick_dtypes(text: str | None) -> list["torch.dtype"] | None:
 
 
 def load_files(paths: Iterable[Path] | None) -> None:
-    for path in paths or ():
-        if not path.is_file():
-            raise FileNotFoundError(f"no file {path} to load")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if spec is None or spec.loader is None:
-            raise ValueError(f"{path} is not a Python file")
-        try:
-            spec.loader.exec_module(importlib.util.module_from_spec(spec))
-        except Exception as problem:
-            raise ValueError(f"{path}:{line_of(problem, path)}: {type(problem).__name__}: {problem}") from problem
+    from tilestack.lab import workers
 
-
-def line_of(problem: Exception, path: Path) -> int:
-    """The line of a file that an error came from, or in which it could not be read."""
-    if isinstance(problem, SyntaxError):
-        return problem.lineno or 1
-    lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if Path(frame.filename) == path]
-    return next((line for line in reversed(lines) if line), 1)
+    workers.load_files(paths)
 
 
 def write_json(target: Path | None, rows: Any) -> None:
@@ -138,9 +122,25 @@ def progress_bar() -> Progress:
     )
 
 
-def prove_all(claims: Iterable["Claim"]) -> list["Proof"]:
-    from tilestack.lab.verify import prove
+def prove_all(
+    tasks: Sequence["Task"],
+    jobs: int = 1,
+    files: Sequence[Path] = (),
+    save: Callable[[list["Proof"]], None] | None = None,
+) -> list["Proof"]:
+    """The proofs of all tasks, in their order; each operator's are saved as soon as it is done."""
+    from tilestack.lab.workers import prove_tasks
 
-    listed = list(claims)
+    done: dict[Task, list[Proof]] = {}
     with progress_bar() as progress:
-        return [prove(claim) for claim in progress.track(listed, description="verifying")]
+        bar = progress.add_task("verifying", total=len(tasks))
+        for task, proofs in prove_tasks(tasks, jobs, files):
+            done[task] = proofs
+            wrong = sum(proof.ok is False for found in done.values() for proof in found)
+            progress.update(
+                bar, advance=1, description=f"verified {task.operator}" + (f", {wrong} wrong" if wrong else "")
+            )
+            same = [other for other in tasks if other.operator == task.operator]
+            if save and all(other in done for other in same):
+                save([proof for other in same for proof in done[other]])
+    return [proof for task in tasks for proof in done[task]]

@@ -40,6 +40,7 @@ def demo_command(
     place = kernel_device(None)
     from tilestack.extras import MissingExtra
     from tilestack.lab import bench, bench_tables, machine, measured, report, results, verify
+    from tilestack.lab.workers import tasks_for
     from tilestack.train import Recipe
     from tilestack.train.run.folder import RunFolder
 
@@ -50,7 +51,8 @@ def demo_command(
     console.print(machine.render(machine.doctor()))
     console.rule("2. Are the kernels right?")
     only = {described.name: "triton" for described in operators}
-    proofs = prove_all(verify.claims(operators, place, only=only, dtypes=pick_dtypes("float32"), every_variant=False))
+    tasks = tasks_for(operators, place, only=only, dtypes=pick_dtypes("float32"), kinds=("check",), every_variant=False)
+    proofs = prove_all(tasks)
     console.print(verify.render(proofs, place))
     console.rule("3. A model, trained here")
     show_training = train_demonstration(recipe, output, fresh)

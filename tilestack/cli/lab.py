@@ -19,6 +19,7 @@ from tilestack.cli.common import (
     load_files,
     pick_dtypes,
     pick_operators,
+    progress_bar,
     prove_all,
     write_json,
     write_text,
@@ -73,6 +74,16 @@ def verify_command(
     dtype: Dtypes = None,
     quick: Annotated[bool, typer.Option(help="Only plain layouts and values, for a first look.")] = False,
     large: Annotated[bool, typer.Option(help="Also the large shapes that bench measures.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that prove at the same time.")] = 1,
+    save: Annotated[bool, typer.Option("--save", help="Keep what was proved in results/<gpu>/proofs.json.")] = False,
+    mutate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OP",
+            help="Instead, break the kernels of this operator in many small ways and show which the proofs catch.",
+            show_default=False,
+        ),
+    ] = None,
     json_: JsonFile = None,
     load: Load = None,
 ) -> None:
@@ -80,20 +91,56 @@ def verify_command(
 
     Every backend, case, memory layout, dtype and direction is tried. TILESTACK_BACKEND narrows it to one backend.
     """
+    if mutate is not None:
+        return mutate_operator(mutate, json_)
     place = kernel_device(device)
-    from tilestack.lab import verify
+    if save and quick:
+        raise ValueError("--save keeps proofs in every variant; leave --quick out")
+    from tilestack.lab import machine, proofs, results, verify
+    from tilestack.lab.workers import tasks_for
 
     load_files(load)
     chosen = pick_operators(operators)
-    only = verify.chosen_backends(chosen, place, backend)
-    kinds = ("check", "bench") if large else ("check",)
-    claims = verify.claims(chosen, place, only=only, dtypes=pick_dtypes(dtype), kinds=kinds, every_variant=not quick)
-    proofs = prove_all(claims)
-    write_json(json_, [asdict(proof) for proof in proofs])
+    tasks = tasks_for(
+        chosen,
+        place,
+        only=verify.chosen_backends(chosen, place, backend),
+        dtypes=pick_dtypes(dtype),
+        kinds=("check", "bench") if large else ("check",),
+        every_variant=not quick,
+    )
+    stamp = machine.stamp(place.type)
+    target = results.path_of(stamp["slug"], proofs.NAME)
+    keep = lambda found: proofs.save_proofs(target, stamp, found)
+    found = prove_all(tasks, jobs, load or (), keep if save else None)
+    write_json(json_, [asdict(proof) for proof in found])
     if str(json_) != "-":
-        console.print(verify.render(proofs, place))
-    if any(proof.ok is False for proof in proofs):
+        console.print(verify.render(found, place))
+    if any(proof.ok is False for proof in found):
         raise typer.Exit(1)
+
+
+def mutate_operator(name: str, json_: Path | None) -> None:
+    """Mutants of the file in which an operator's kernels lie, and what became of each."""
+    kernel_device("cpu")
+    import warnings
+
+    from tilestack.lab import mutation
+
+    (operator,) = pick_operators([name])
+    suite = mutation.Suite(mutation.module_of(operator), tried=[operator])
+    warnings.simplefilter("ignore")  # a broken kernel divides by zero and worse
+    with progress_bar() as progress:
+        drawn = suite.mutants()
+        outcomes = [suite.outcome(mutant) for mutant in progress.track(drawn, description=f"mutants of {name}")]
+    write_json(json_, [outcome.row() for outcome in outcomes])
+    if str(json_) != "-":
+        console.print(mutation.render(outcomes))
+        for outcome in outcomes:
+            if not outcome.caught:
+                console.print(
+                    f"survived: line {outcome.mutant.line}, {outcome.mutant.name}", highlight=False, markup=False
+                )
 
 
 def explain_command(

@@ -6,11 +6,22 @@ For one set of arguments there are three results of an operator:
     reference  the definition in the dtype under test
     result     the implementation under test
 
-The reference is off from the truth by what the dtype costs. A result may be off by twice that, plus one unit in the
-last place of its row's largest element: |result - truth| ≤ 2 · max|reference - truth| + ulp(row), and the same for the
-root mean square, so that a kernel that is a little wrong everywhere is caught as surely as one that is very wrong
-somewhere. In float64 the definition is its own truth, and a result must have half of the digits right.
-Integers are right when they equal the reference.
+The reference is off from the truth by what the dtype costs. A result may be off by twice that, plus what rounding the
+truth itself would cost, and that in four ways, so that a kernel that is a little wrong everywhere is caught as surely as
+one that is very wrong somewhere:
+
+    anywhere              |result - truth| ≤ 2 · max|reference - truth| + one unit in the last place of the row's largest
+    root mean square      the same of the errors' root mean square; in half precision a result is rounded but once, so that
+                          half a unit of each element itself, not of its row's largest, is all that is added
+    offset, in halves     the errors' sum, with their signs, over √N: roundings cancel, an offset does not
+    scale, in halves      the errors' sum, with the signs and weights of the truth, over its norm: a factor does not cancel
+
+The last two are projections of N errors on a direction. Those of fair roundings have the same root mean square as a single
+error, so SIGNIFICANT of these are added; those of a fault shared by all elements are √N times as large. What all share, a
+factor or a mean, may itself be rounded once: half a unit of every element.
+
+In float64 the definition is its own truth, and a result must have half of the digits right. Integers are right when they
+equal the reference. What has no finite element, or nothing but zeros, is not wrong, but says nothing either (`silent`).
 
 Codes (int8, fp8) are right when they are the nearest to the truth, which the definition leaves unrounded in float64:
 |code - truth| ≤ half a step between codes there, plus twice what the reference needs beyond that half, plus a few units
@@ -25,6 +36,7 @@ import torch
 from torch import Tensor
 
 CODES = (torch.int8, torch.float8_e4m3fn)
+SIGNIFICANT = 6  # standard deviations: fair roundings exceed them once in a billion trials
 UNITS_BEFORE_ROUNDING = 16  # a sum, a root, a maximum, two quotients and a few products, each good to a unit or two
 
 
@@ -45,19 +57,42 @@ def root_mean_square(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
 
 
-def own_error(reference: Tensor, truth: Tensor) -> tuple[float, float]:
-    """(largest, root mean square) error of the definition itself where both are finite."""
+def silent(reference: Tensor, truth: Tensor) -> str:
+    """Why agreeing with a reference would say nothing; empty when it says something, or there is nothing to say."""
+    if not reference.numel():
+        return ""
+    finite = reference.double().isfinite() & truth.double().isfinite()
+    if not bool(finite.any()):
+        return "nothing in it is finite"
+    return "" if bool(reference.double()[finite].any()) else "all of it is zero"
+
+
+Own = tuple[float, float, float, float]
+
+
+def own_error(reference: Tensor, truth: Tensor) -> Own:
+    """The definition's own (largest, root mean square, offset, scale) error where both are finite."""
     if reference.dtype in CODES:
         beyond_half = off_nearest(reference, truth)
-        return (max(float(beyond_half.max()), 0.0) if beyond_half.numel() else 0.0), 0.0
+        return (max(float(beyond_half.max()), 0.0) if beyond_half.numel() else 0.0), 0.0, 0.0, 0.0
+    if not reference.is_floating_point():
+        return 0.0, 0.0, 0.0, 0.0
     finite = reference.isfinite() & truth.isfinite()
     if reference.dtype == torch.float64:
-        return (largest(truth[finite]) * torch.finfo(torch.float64).eps ** 0.5,) * 2
-    off = (reference.double() - truth)[finite]
-    return largest(off), root_mean_square(off)
+        half_the_digits = largest(truth[finite]) * torch.finfo(torch.float64).eps ** 0.5
+        return half_the_digits, half_the_digits, 0.0, 0.0
+    exact = truth[finite]
+    off = reference.double()[finite] - exact
+    return largest(off), root_mean_square(off), *shared_errors(off, exact)
 
 
-def judge(result: Tensor, reference: Tensor, truth: Tensor, own: tuple[float, float]) -> Verdict:
+def shared_errors(off: Tensor, truth: Tensor) -> tuple[float, float]:
+    """How much of the errors is an offset, and how much a factor: their projections on ones and on the truth."""
+    size = float(truth.norm())
+    return abs(float(off.sum())) / max(off.numel(), 1) ** 0.5, abs(float(off @ truth)) / size if size else 0.0
+
+
+def judge(result: Tensor, reference: Tensor, truth: Tensor, own: Own) -> Verdict:
     """Accept or refuse a result; `own` is the definition's own error, from this draw of the arguments or several."""
     if result.shape != reference.shape:
         return Verdict(math.inf, 0.0, f"shape {tuple(result.shape)} instead of {tuple(reference.shape)}")
@@ -79,13 +114,16 @@ def judge(result: Tensor, reference: Tensor, truth: Tensor, own: tuple[float, fl
                 f"{int(wrong.sum())} elements are {kind} in one of kernel and definition only, first at {_first(wrong)}",
             )
     finite = reference.isfinite() & truth.isfinite()
-    off = (result.double() - truth)[finite].abs()
+    exact = truth[finite]
+    signed = result.double()[finite] - exact
+    off = signed.abs()
     if not off.numel():
         return Verdict(0.0, 0.0)
     resolution = torch.finfo(result.dtype)
     magnitude = torch.where(finite, truth.abs(), 0)
     row_largest = magnitude.amax(-1, keepdim=True).expand_as(magnitude) if magnitude.ndim else magnitude
-    unit = (row_largest[finite] * resolution.eps).clamp_min(resolution.smallest_normal)
+    least = smallest_unit(result.dtype)
+    unit = (row_largest[finite] * resolution.eps).clamp_min(least)
     allowed = 2 * own[0] + unit
     worst = int((off - allowed).argmax())
     error, bound = float(off[worst]), float(allowed[worst])
@@ -96,15 +134,29 @@ def judge(result: Tensor, reference: Tensor, truth: Tensor, own: tuple[float, fl
             bound,
             f"{int((off > allowed).sum())} of {off.numel()} elements are out of bound, worst at {where}: off by {error:.3g}, allowed {bound:.3g}",
         )
-    average, allowed_average = root_mean_square(off), 2 * own[1] + root_mean_square(unit)
-    if average > allowed_average:
-        return Verdict(
-            average, allowed_average, f"off by {average:.3g} in the root mean square, allowed {allowed_average:.3g}"
-        )
+    half = resolution.bits == 16
+    if half:
+        unit = (exact.abs() * resolution.eps).clamp_min(least) / 2
+    typical = 2 * own[1] + root_mean_square(unit)
+    clauses = [("in the root mean square", root_mean_square(off), typical)]
+    if half:
+        rounded_once = shared_errors(exact.abs() * resolution.eps / 2, exact.abs())
+        names = "as a common offset", "as a common factor"
+        for place, (drift, once) in enumerate(zip(shared_errors(signed, exact), rounded_once, strict=True)):
+            clauses.append((names[place], drift, 2 * own[2 + place] + SIGNIFICANT * typical + once))
+    for what, average, most in clauses:
+        if average > most:
+            return Verdict(average, most, f"off by {average:.3g} {what}, allowed {most:.3g}")
     return Verdict(error, bound)
 
 
-def judge_codes(result: Tensor, reference: Tensor, truth: Tensor, own: tuple[float, float]) -> Verdict:
+def smallest_unit(dtype: torch.dtype) -> float:
+    """The step between the smallest numbers; GPUs take float32's below the normal ones for zero, not float16's."""
+    format = torch.finfo(dtype)
+    return format.smallest_normal * (format.eps if dtype == torch.float16 else 1)
+
+
+def judge_codes(result: Tensor, reference: Tensor, truth: Tensor, own: Own) -> Verdict:
     if bool((wrong := result.double().isnan() != reference.double().isnan()).any()):
         return Verdict(math.inf, 0.0, f"NaN in one of kernel and definition only, first at {_first(wrong)}")
     off = off_nearest(result, truth)

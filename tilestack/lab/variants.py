@@ -1,9 +1,13 @@
-"""Variants of a case that break kernels: the same arguments laid out awkwardly in memory, very large, or with a NaN.
+"""Variants of a case that break kernels: the same call laid out awkwardly in memory, very large, or with a NaN.
 
-Each changes the arguments of any operator, so that a new operator is tried in all of them without a line of its own.
+Each changes the arguments of any operator, and the gradients that arrive at its results, so that a new operator is tried
+in all of them without a line of its own. A tensor lies alone in memory of its own, and before, between and after its
+elements lies what must not be read: NaN, or zeros where there is none. No two tensors of a call have the same strides
+where that can be helped, so that a kernel that takes one for another's is seen.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,30 +15,59 @@ from torch import Tensor
 
 Arguments = dict[str, Any]
 
-
-def plain(x: Tensor) -> Tensor:
-    return x
+GUARD = 1024  # elements that must not be read, before and after a tensor; a multiple of any alignment
 
 
-def strided(x: Tensor) -> Tensor:
+def placed(x: Tensor, strides: Sequence[int], start: int = GUARD) -> Tensor:
+    """x in memory of its own, with these strides, from element `start` on."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True)) if x.numel() else 0
+    memory = x.new_full((start + reach + GUARD,), math.nan if x.is_floating_point() else 0)
+    return memory.as_strided(x.shape, strides, start).copy_(x)
+
+
+def strides_with(shape: Sequence[int], step: int = 1, pad: int = 0, lines: int = 0) -> list[int]:
+    """Strides of rows whose elements lie `step` apart, with `pad` elements after a row and `lines` rows after a matrix."""
+    strides, reach = [], step
+    for place, size in enumerate(reversed(shape)):
+        strides.append(reach)
+        reach *= max(size, 1)
+        reach += (pad, lines * reach // max(size, 1))[place] if place < 2 else 0
+    return strides[::-1]
+
+
+def plain(x: Tensor, place: int) -> Tensor:
+    """Contiguous."""
+    return placed(x, strides_with(x.shape))
+
+
+def padded(x: Tensor, place: int) -> Tensor:
+    """The first columns of a wider matrix, whose rows start on 16 bytes wherever those of x would."""
+    return placed(x, strides_with(x.shape, pad=16 * (place + 1)))
+
+
+def ragged(x: Tensor, place: int) -> Tensor:
+    """The first columns and lines of a wider and longer matrix, whose rows start anywhere."""
+    return placed(x, strides_with(x.shape, pad=2 * place + 1, lines=1))
+
+
+def strided(x: Tensor, place: int) -> Tensor:
     """Every second element of a row twice as long."""
-    if x.ndim == 0:
-        return x
-    return x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])[..., ::2].copy_(x)
+    return placed(x, strides_with(x.shape, step=2))
 
 
-def transposed(x: Tensor) -> Tensor:
+def transposed(x: Tensor, place: int) -> Tensor:
     """Columns contiguous instead of rows."""
-    return x.mT.contiguous().mT if x.ndim > 1 else x
+    return placed(x.mT, strides_with(x.mT.shape)).mT if x.ndim > 1 else plain(x, place)
 
 
-def offset(x: Tensor) -> Tensor:
-    """Contiguous, but starting one element into its memory, so that it is not aligned to 16 bytes."""
-    return x.new_zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
+def offset(x: Tensor, place: int) -> Tensor:
+    """Contiguous, but starting an odd number of elements into its memory, so that it is not aligned to 16 bytes."""
+    return placed(x, strides_with(x.shape), start=GUARD + 2 * place + 1)
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = dict(
-    plain=plain, strided=strided, transposed=transposed, offset=offset
+Layout = Callable[[Tensor, int], Tensor]
+LAYOUTS: dict[str, Layout] = dict(
+    plain=plain, padded=padded, ragged=ragged, strided=strided, transposed=transposed, offset=offset
 )
 
 
@@ -54,14 +87,32 @@ def with_nan(arguments: Arguments) -> Arguments:
     return arguments | {name: poisoned}
 
 
-VALUES: dict[str, Callable[[Arguments], Arguments]] = dict(large=large, nan=with_nan)
+def expanded(x: Tensor, place: int) -> Tensor:
+    """The first of x in the place of all others, which is what `expand` gives: a stride of zero."""
+    if not x.is_floating_point() or not x.numel() or not x.ndim:
+        return plain(x, place)
+    return plain(x[:1], place).expand(x.shape)
+
+
+# These change values, and so the definition's results.
+VALUES: dict[str, Callable[[Arguments], Arguments]] = dict(large=large, nan=with_nan, expanded=lambda given: given)
 ALL = [*LAYOUTS, *VALUES]
 
 
-def vary(arguments: Arguments, variant: str) -> Arguments:
-    if variant in VALUES:
-        return VALUES[variant](arguments)
-    return {name: LAYOUTS[variant](value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+def vary(arguments: Arguments, variant: str, written: Sequence[str] = ()) -> Arguments:
+    """The arguments of a call in a variant; what is `written` cannot be expanded."""
+    arguments = VALUES.get(variant, lambda given: given)(arguments)
+    tensors = [name for name, value in arguments.items() if isinstance(value, Tensor)]
+    for place, name in enumerate(tensors):
+        layout = LAYOUTS.get(variant, plain) if variant != "expanded" or name in written else expanded
+        arguments = arguments | {name: layout(arguments[name], place)}
+    return arguments
+
+
+def vary_gradients(arriving: Sequence[Tensor], variant: str, place: int) -> list[Tensor]:
+    """The gradients that arrive at a call's results in a variant; `place` is how many tensors the call has besides."""
+    layout = expanded if variant == "expanded" else LAYOUTS.get(variant, plain)
+    return [layout(gradient, place + number) for number, gradient in enumerate(arriving)]
 
 
 def first_float(arguments: Arguments) -> str | None:

@@ -55,6 +55,7 @@ def a_product_each(x: Tensor, weight: Tensor) -> Cost:
         grouped_case,
         check=[
             (1, 1, 1, 1), (20, 2, 17, 33), (40, 4, 24, 8, "one"), (12, 9, 16, 8), (40, 3, 24, 8, "short"),
+            (260, 2, 17, 130, "even"),
             (0, 3, 8, 8), (8, 3, 0, 8), (8, 3, 8, 0),
         ],
         bench=[

@@ -83,6 +83,13 @@ def ignored_case(make, rows, classes, _):
     return logits_case(make, rows, classes) | labels_case(make, (rows,), classes, ignored=slice(None))
 
 
+def unknown_case(make, rows, classes, _):
+    """Labels of which some are another number that is to be ignored, and some no class at all."""
+    labels = make.integers(rows, high=classes)
+    labels[1::5], labels[2::5], labels[3::5] = 3, -100, classes
+    return dict(logits=make.normal(rows, classes, scale=4), labels=labels, ignore_index=3, reduction="none")
+
+
 def padded_case(make, rows, classes, _):
     """The last three classes do not exist, as in a vocabulary padded to a round size."""
     logits = make.normal(rows, classes, scale=4)
@@ -96,10 +103,11 @@ def full(build: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
 
 
 @operator(
-    cases=cases(logits_case, check=[(1, 1), (4, 33), (2, 3, 128), (5, 1000), (2, 32001), (0, 16)])
+    cases=cases(logits_case, check=[(1, 1), (4, 33), (2, 3, 128), (5, 1000), (2, 32001), (1, 65600), (0, 16)])
     + cases(logits_case, check=[(5, 65, option) for option in OPTIONS])
     + cases(ignored_case, check=[(5, 1000, "ignored")])
     + cases(padded_case, check=[(4, 40, "padded")])
+    + cases(unknown_case, check=[(11, 33, "unknown")])
     + cases(full(logits_case), check=[], bench=[(8192, 32000), (8192, 128256), (8192, 151936)]),
     cost=lambda logits: Cost(flops=5 * logits.numel(), backward_flops=4 * logits.numel()),
     check=logits_fit,

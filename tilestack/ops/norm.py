@@ -10,8 +10,7 @@ from tilestack.ops.numerics import wide
 # A row of one element is its own mean and a row of two is always ±1: their gradients are rounding around zero, which
 # nothing can be held against.
 CENTRED_CHECKS = [shape for shape in ROW_CHECKS if shape[-1] != 1] + [(1, 3)]
-WIDE_CHECK = (3, 8200)  # wider than a backward holds in registers
-LONG_CHECK = (2, 33000)  # longer than a kernel holds in registers
+LONG_CHECKS = [(1, 8192), (3, 8200), (1, 12001), (2, 33000)]  # longer than tiles of one, two and no sums
 RAGGED_CHECK = (9, 1029)  # rows that start in every place between two 16-byte borders
 
 
@@ -45,7 +44,7 @@ def row_cases(build, checks=ROW_CHECKS) -> list[Case]:
     """Rows of every awkward length, without a weight, in mixed dtypes, and at sizes worth measuring."""
     bare = lambda make, *size: {name: t for name, t in build(make, *size).items() if name in ("x", "residual")}
     return [
-        *cases(build, check=[*checks, RAGGED_CHECK, WIDE_CHECK, LONG_CHECK], bench=ROW_BENCHES),
+        *cases(build, check=[*checks, RAGGED_CHECK, *LONG_CHECKS], bench=ROW_BENCHES),
         *cases(mixed(build), check=[(3, 66)]),
         *cases(bare, check=[(3, 64)]),
     ]

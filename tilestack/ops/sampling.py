@@ -73,18 +73,22 @@ def exponential(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 def sample_case(make, rows, vocabulary, filters):
     """Rows that differ in everything; `filters` says which of the filters are used."""
-    kinds = dict(none="", all="tkpm", greedy="g", topk="tk", topp="tp", minp="tm", mixed="tkpmg")[filters]
+    kinds = dict(none="", all="tkpm", greedy="g", topk="tk", topp="tp", minp="tm", mixed="tkpmg", tail="p")[filters]
 
     def drawn(kind, low, high, off):
         used = make.uniform(rows, low=low, high=high, dtype=torch.float32)
         return used if kind in kinds else torch.full_like(used, off)
 
+    logits = make.normal(rows, vocabulary, scale=3)
+    if filters == "tail":  # much of the mass lies with many tokens a thousand times less likely than the likeliest
+        logits = logits / 10
+        logits[:, vocabulary // 2] = 7
     k = make.integers(rows, low=1, high=min(vocabulary, 60) + 1, dtype=torch.int32)
     temperature = drawn("t", 0.5, 1.5, 1.0)
     if "g" in kinds:
         temperature = temperature * (torch.arange(rows, device=temperature.device) % 2)
     return dict(
-        logits=make.normal(rows, vocabulary, scale=3),
+        logits=logits,
         seeds=make.integers(rows, low=-(2**62), high=2**62),
         temperature=temperature,
         top_k=k if "k" in kinds else torch.zeros_like(k),
@@ -114,6 +118,7 @@ def sample_takes(
             *((2, 40, kind) for kind in ("none", "all", "greedy", "topk", "topp", "minp")),
             (2, 5000, "mixed"),
             (2, 9000, "none"),
+            (8, 5000, "tail"),
             (1, 1, "all"),
             (0, 16, "all"),
         ],

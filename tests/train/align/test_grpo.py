@@ -61,6 +61,23 @@ def test_answers_are_the_policys_and_advantages_their_groups():
     torch.testing.assert_close(batch.advantages.view(3, 4).sum(-1), torch.zeros(3), atol=1e-5, rtol=0)
 
 
+def test_every_answer_is_rewarded_for_the_task_it_answers():
+    objective = grpo(decoder())
+    asked = []
+
+    def reward(task, text):
+        asked.append((task.prompt, text))
+        return float(len(asked))
+
+    objective.reward = reward
+    batch = objective.next_batch()
+    assert batch.rewards.flatten().tolist() == [float(number) for number in range(1, 13)]  # three tasks, four answers
+    for (prompt, text), ids, labels in zip(asked, batch.rows.ids, batch.rows.labels, strict=True):
+        assert text == tokenizer().decode(labels[labels != NO_LABEL].tolist())
+        assert prompt in tokenizer().decode(ids[: (labels != NO_LABEL).nonzero()[0, 0] + 1].tolist())
+    assert len({prompt for prompt, _ in asked}) == 3
+
+
 @pytest.mark.parametrize("average", ["token", "sequence"])
 def test_the_gradient_on_new_answers_is_that_of_reinforce(average):
     model = decoder()

@@ -91,7 +91,7 @@ def masked_softmax_long_fwd_kernel(
     lane = tl.arange(0, CHUNK)
     end = columns
     if CAUSAL:
-        end, _ = reach(row, columns, height)
+        end = reach(row, columns, height)[0]
     largest = tl.full([CHUNK], -float("inf"), ACC)
     total = tl.zeros([CHUNK], ACC)
     for start in range(0, end, CHUNK):
@@ -154,7 +154,7 @@ def masked_softmax_long_bwd_kernel(
     inner = tl.zeros([CHUNK], ACC)
     end = columns
     if CAUSAL:
-        end, _ = reach(row, columns, height)
+        end = reach(row, columns, height)[0]
     for start in range(0, end, CHUNK):
         grad, y, _ = load_gradient(
             grad_ptr, y_ptr, row, start + lane, start + lane < columns, columns, grad_stride, y_stride, height, CAUSAL

@@ -216,7 +216,7 @@ def distribution(x: Tensor, dim: int, log: bool = False, scale: Tensor | None = 
             softmax_long_fwd_kernel, (rows,), *tensors, columns, source.stride(0),
             **flags, ACC=accumulator(x.dtype), CHUNK=CHUNK_BYTES // x.element_size(), STAGES=STAGES, num_warps=8,
         )  # fmt: skip
-    return last_and_back(out.view(moved.shape), dim) if x.ndim != 2 or moved is not x else out
+    return last_and_back(out.view(moved.shape), dim).contiguous() if x.ndim != 2 or moved is not x else out
 
 
 def distribution_backward(grad: Tensor, out: Tensor, dim: int, log: bool) -> Tensor:

@@ -1,0 +1,32 @@
+"""Thresholds that no small case crosses, and what to make of them so that one does.
+
+Each is proved like any other code, with its constants lowered: by name of a file of kernels, the constants, and the
+operators whose cases then cross them.
+"""
+
+import contextlib
+import importlib
+
+LOWERED = {
+    "columns summed in shares": ("memory.columns", dict(FEW_LINES=2), ["layer_norm", "group_norm"]),
+    "logits in several chunks": (
+        "loss.linear_cross_entropy",
+        dict(CHUNK_BYTES=4 * 65 * 2, ROW_MULTIPLE=1, MANY=1),
+        ["linear_cross_entropy"],
+    ),
+    "ids sorted, not counted": ("memory.embedding", dict(COUNTED=16), ["embedding"]),
+    "gates too long for registers": ("quantised.gated", dict(WIDEST=512), ["silu_mul_int8"]),
+}
+
+
+@contextlib.contextmanager
+def lowered(file, constants):
+    module = importlib.import_module(f"tilestack.kernels.{file}")
+    before = {name: getattr(module, name) for name in constants}
+    for name, value in constants.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)

@@ -1,0 +1,60 @@
+"""Every branch that a launcher takes by size is taken both ways by some case, and proved there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lowered import LOWERED, lowered
+
+from tilestack import ops
+from tilestack.lab.mutation import elements_of
+from tilestack.lab.verify import claims, prove
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+SMALL = 4096  # elements of a call that takes the interpreter little time
+GPU_ONLY = "asked only where there is a GPU; tests/gpu and `tilestack verify` there take both ways"
+TOO_LARGE = "the other way takes tensors larger than memory here"
+UNDECIDED = {
+    "attention.aten has_flash: q.numel() > 0": GPU_ONLY,
+    "attention.aten has_flash: q.shape[3] == v.shape[3] <= 256": GPU_ONLY,
+    "attention.aten trusted_kernels: q.numel() > 0": GPU_ONLY,
+    "hopper.attention takes: q.numel() > 0": GPU_ONLY,
+    "hopper.attention_backward by_rows: min(x.stride()[:2]) > 0": GPU_ONLY,
+    "quantised.codes writes_fp8: target.arch >= 89": GPU_ONLY,
+    "softmax.rows distribution_backward: shared_memory(out.device) > 4 * BACKWARD_CHUNK_BYTES": GPU_ONLY,
+    "memory.embedding sorted_and_zeros: vocabulary < 2**30": TOO_LARGE,
+    "memory.permute index_up_to: farthest < 2**31": TOO_LARGE,
+    "memory.rows sorted_by_place: rows <= torch.iinfo(d).max": TOO_LARGE,
+    "softmax.masked places_in_mask: shape[-1] > 1": "the other way takes a mask that is strided, one of the layouts",
+    "optim.steps log: x > 0": "optimizers are no operators; tests/optim takes both ways",
+}
+
+
+def test_every_size_that_a_launcher_looks_at_is_on_both_sides_of_its_threshold():
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("thresholds.py"))],
+        env=os.environ | dict(TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path])),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = set(json.loads(done.stdout))
+    assert found - set(UNDECIDED) == set(), "add a case that crosses it, or lower it in lowered.py"
+    assert set(UNDECIDED) - found == set(), "these are crossed now: strike them off the list"
+
+
+@pytest.mark.parametrize("what", LOWERED)
+def test_what_lies_beyond_a_lowered_threshold_is_proved(what):
+    file, constants, names = LOWERED[what]
+    with lowered(file, constants):
+        for name in names:
+            operator = ops.operator_named(name)
+            tried = claims([operator], CPU, only={name: "triton"}, dtypes=[torch.float32], every_variant=False)
+            proofs = [prove(claim) for claim in tried if elements_of(claim.case) <= SMALL]
+            assert not [proof for proof in proofs if proof.ok is False]
+            assert any(proof.ok for proof in proofs)

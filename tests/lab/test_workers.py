@@ -1,0 +1,68 @@
+"""Proofs in several processes: the same as in one, and a worker that dies takes nothing with it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilestack import ops
+from tilestack.lab import proofs, proved
+from tilestack.lab.source import source_hash
+from tilestack.lab.verify import Proof
+from tilestack.lab.workers import Task, prove_tasks, tasks_for
+
+CPU = torch.device("cpu")
+DYING = """
+import os
+from tilestack import contract, ops
+
+contract.implements(ops.axpy, backend="dying")(lambda x, y, alpha: os._exit(7))
+"""
+
+
+def quick(*names, backend=None):
+    only = dict.fromkeys(names, backend) if backend else {}
+    operators = [ops.operator_named(name) for name in names]
+    return tasks_for(operators, CPU, only=only, dtypes=[torch.float32], kinds=("check",), every_variant=False)
+
+
+def test_workers_prove_what_one_process_proves_and_outlive_one_that_dies(tmp_path: Path):
+    dying = tmp_path / "dying.py"
+    dying.write_text(DYING)
+    tasks = [*quick("add", "relu"), Task("axpy", torch.float32, CPU, "dying", every_variant=False)]
+    found = dict(prove_tasks(tasks, jobs=2, files=[dying]))
+    assert set(found) == set(tasks)
+    assert all(found[task] == task.proofs() for task in tasks[:2])
+    (refuted,) = found[tasks[2]]
+    assert refuted.ok is False
+    assert refuted.message == "the process that proved it died, exit code 7"
+
+
+def proof(ok, direction="forward", message=""):
+    return Proof("relu", "triton", "33", "plain", "float16", direction, ok, message=message)
+
+
+def test_proofs_are_kept_by_source_and_replaced_by_later_ones(tmp_path: Path):
+    path = tmp_path / "h200" / "proofs.json"
+    when = lambda commit: dict(commit=commit, date="2031-01-01T00:00:00Z")
+    proofs.save_proofs(path, when("a"), [proof(True), proof(True), proof(None, message="says nothing: out")])
+    proofs.save_proofs(path, when("b"), [proof(False, "backward"), proof(None, message="it has no backward")])
+    forward, backward = proofs.load_proofs(path)
+    assert forward == dict(
+        op="relu", backend="triton", dtype="float16", direction="forward", proved=2, wrong=0, says_nothing=1, worst=0.0,
+        source=source_hash("relu", "triton"), commit="a", date="2031-01-01T00:00:00Z",
+    )  # fmt: skip
+    assert (backward["wrong"], backward["commit"]) == (1, "b")
+    (line,) = [line for line in proved.lines(tmp_path, "h200") if (line.op, line.backend) == ("relu", "triton")]
+    assert line.status == "1 of 3 claims fail"
+    proofs.save_proofs(path, when("c"), [proof(True)])
+    assert [line["commit"] for line in proofs.load_proofs(path)] == ["c", "b"]
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path):
+    path = tmp_path / "proofs.json"
+    path.write_text(json.dumps({"rows": []}))
+    with pytest.raises(ValueError, match="not a file of proofs"):
+        proofs.load_proofs(path)
+    assert proofs.load_proofs(tmp_path / "none.json") == []

@@ -1,0 +1,102 @@
+"""The mutants are what they say, are tried without harm, and a sample of them is caught."""
+
+import ast
+import json
+
+import pytest
+
+from tilestack.lab.mutants import KINDS, Mutant, mutants_of
+from tilestack.lab.mutation import Suite, dependents_of, kernel_modules
+from tilestack.lab.source import file_of_module
+
+KERNEL = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_kernel(x_ptr, out_ptr, n, x_stride, y_stride, BLOCK: tl.constexpr):
+    \"\"\"1 + 1\"\"\"
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (lane < n) & (lane >= 0)
+    x = tl.load(x_ptr + lane * x_stride, mask=inside, other=0)
+    total = x
+    total += x / 2.0
+    tl.store(out_ptr + lane, total, mask=inside)
+
+
+def add(x):
+    out = launch(add_kernel, (1,), x, out, x.stride(0), num_warps=4)
+    return x.contiguous() * 2
+"""
+EXPECTED = {
+    ("stride", "x_stride", "y_stride"),
+    ("mask", "(lane < n) & (lane >= 0)", "lane < n"),
+    ("mask", "inside", "(inside) | True"),
+    ("comparison", "lane < n", "lane <= n"),
+    ("constant", "0", "1"),
+    ("constant", "2.0", "2.02"),
+    ("scale", "x / 2.0", "(x)"),
+    ("term", "total += x / 2.0", "total = x / 2.0"),
+    ("argument", "x, out", "out, x"),
+    ("argument", "x.contiguous()", "x"),
+    ("stride", "x.stride(0)", "x.shape[-1]"),
+    ("scale", "x.contiguous() * 2", "(x.contiguous())"),
+}
+
+
+def test_one_thing_is_wrong_in_each(tmp_path):
+    path = tmp_path / "add.py"
+    path.write_text(KERNEL)
+    found = mutants_of("add", path)
+    changes = {(m.kind, m.before, m.after) for m in found}
+    assert changes >= EXPECTED
+    assert {kind for kind, _, _ in changes} == set(KINDS)
+    assert not [m for m in found if "warps" in m.before or "1 + 1" in m.before]
+    assert len({m.name for m in found}) == len(found)
+    for mutant in found:
+        ast.parse(mutant.source)
+        assert mutant.source != KERNEL
+        assert len(mutant.source.splitlines()) == len(KERNEL.splitlines())
+
+
+def test_what_imports_a_mutant_is_executed_again_after_it():
+    assert "tilestack.kernels.norm.rows" in dependents_of("tilestack.kernels.memory.columns")
+    everything = dependents_of("tilestack.kernels.tiles")
+    assert everything.index("tilestack.kernels.memory.columns") < everything.index("tilestack.kernels.norm.rows")
+    assert len(everything) < len(kernel_modules())
+
+
+@pytest.fixture(scope="module")
+def vectors():
+    return Suite("tilestack.kernels.elementwise.vectors", most_claims=40)
+
+
+def broken(suite, old, new):
+    source = suite.path.read_text()
+    assert old in source
+    return Mutant(suite.module, "", "", old, new, 1, 0, source.replace(old, new, 1))
+
+
+def test_the_original_survives_and_a_crash_is_a_catch(vectors):
+    before = vectors.path.read_bytes()
+    assert not vectors.outcome(Mutant(vectors.module, "", "", "", "", 1, 0, before.decode())).caught
+    died = vectors.outcome(broken(vectors, "def ", "import os; os.abort()\n\n\ndef "))
+    assert died.caught
+    assert "SIGABRT" in died.message
+    assert "SyntaxError" in vectors.outcome(broken(vectors, "def ", "def def ")).message
+    assert vectors.path.read_bytes() == before == file_of_module(vectors.module).read_bytes()
+    assert all(claim.operator(**claim.arguments()) is not None for claim in vectors.claims[:1])
+
+
+def reasons():
+    with open(__file__.replace("test_mutants.py", "survivors.json")) as file:
+        return json.load(file)
+
+
+@pytest.mark.parametrize("file", ["elementwise.vectors", "softmax.rows", "loss.cross_entropy"])
+def test_a_sample_is_caught(file):
+    """Five mutants of each of these files; `python -m tests.mutation` tries all mutants of all files."""
+    suite = Suite(f"tilestack.kernels.{file}", most_claims=90)
+    outcomes = [suite.outcome(mutant) for mutant in suite.mutants(5, seed=1)]
+    assert {o.mutant.name for o in outcomes if not o.caught} <= reasons().keys()

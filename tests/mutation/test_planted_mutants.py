@@ -1,0 +1,93 @@
+"""Bugs that an audit planted and the suite of its day let live: the harness catches each, by the claim that shows it."""
+
+import pytest
+import torch
+
+from tilestack import ops
+from tilestack.lab.mutants import Mutant
+from tilestack.lab.mutation import CPU, Suite
+from tilestack.lab.verify import claims
+
+# file: what was planted, and the claim that catches it; a constant is lowered where no small case crosses it
+PLANTED = {
+    "linear_cross_entropy takes the wrong part of what arrives": (
+        "loss.linear_cross_entropy",
+        [("else scale[part]", "else scale[: len(rows[part])]"), ("CHUNK_BYTES = 192 << 20", "CHUNK_BYTES = 520"), ("MANY = 13", "MANY = 1"), ("ROW_MULTIPLE = 128", "ROW_MULTIPLE = 1")],
+        dict(operator="linear_cross_entropy", case="5x8x65xnone", direction="backward"),
+    ),
+    "norm's backward reads what arrives by the stride of x": (
+        "norm.rows",
+        [("grad_ptr + row * grad_stride + column", "grad_ptr + row * x_stride + column")],
+        dict(operator="rms_norm", case="3x33", direction="backward", variant="padded"),
+    ),
+    "softmax's backward reads its output by the stride of what arrives": (
+        "softmax.rows",
+        [("y_ptr + row * y_stride + column", "y_ptr + row * grad_stride + column")],
+        dict(operator="softmax", case="3x33x-1", direction="backward", variant="padded"),
+    ),
+    "cross_entropy ignores the stride of its rows": (
+        "loss.cross_entropy",
+        [("logits_ptr += row * logits_stride", "logits_ptr += row * columns")],
+        dict(operator="cross_entropy", case="4x33", variant="padded"),
+    ),
+    "cross_entropy compares labels with -100": (
+        "loss.cross_entropy",
+        [("if label == ignore_index:", "if label == -100:")],
+        dict(operator="cross_entropy", case="11x33xunknown"),
+    ),
+    "the gradient of a bias is lost in wide rows": (
+        "norm.rows",
+        [("sum_columns(arriving[None], weight.dtype)[0]", "0 * sum_columns(arriving[None], weight.dtype)[0]")],
+        dict(operator="layer_norm", case="3x8200", direction="backward"),
+    ),
+    "the last share of many lines is dropped": (
+        "memory.columns",
+        [("x, lines = partial, shares", "x, lines = partial, shares - 1"), ("FEW_LINES = 1024", "FEW_LINES = 2")],
+        dict(operator="group_norm", case="2x3x4", direction="backward"),
+    ),
+    "softmax of halves does not subtract the maximum": (
+        "softmax.rows",
+        [("x = x - tl.max(x, 1, keep_dims=True)", "x = x - (0 if HALF else 1) * tl.max(x, 1, keep_dims=True)")],
+        dict(operator="softmax", case="3x33x-1", variant="large", dtype=torch.float16),
+    ),
+    "the bound on what top_p keeps is too high": (
+        "sampling",
+        [("(1 - p) / vocabulary, 0.0)", "(1 - p) * 0.02, 0.0)")],
+        dict(operator="sample", case="8x5000xtail"),
+    ),
+    "norm's backward writes over what arrives": (
+        "norm.rows",
+        [("    dx = torch.empty_like(x, memory_format=torch.contiguous_format)\n    tensors = arriving", "    dx = grad if grad.is_contiguous() and grad.dtype == x.dtype else torch.empty_like(x)\n    tensors = arriving")],
+        dict(operator="rms_norm", case="3x33", direction="backward"),
+    ),
+    "relu writes over its input": (
+        "elementwise.activation",
+        [("    (x,) = flat(x)\n    out = torch.empty_like(x)\n", "    (x,) = flat(x)\n    out = x if kind == 'relu' else torch.empty_like(x)\n")],
+        dict(operator="relu", case="33"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_once_survived_is_caught(what):
+    file, changes, where = PLANTED[what]
+    wanted = dict(direction="forward", variant="plain", dtype=torch.float32) | where
+    operator = ops.operator_named(wanted.pop("operator"))
+    suite = Suite(f"tilestack.kernels.{file}", most_claims=0, tried=[operator])
+    suite.claims = [
+        claim
+        for claim in claims([operator], CPU, only={operator.name: "triton"}, dtypes=[wanted["dtype"]])
+        if (claim.case.name, claim.direction, claim.variant) == (wanted["case"], wanted["direction"], wanted["variant"])
+    ]
+    assert len(suite.claims) == 1
+    source = suite.path.read_text()
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new, 1)
+    outcome = suite.outcome(Mutant(suite.module, "", "", "", "", 1, 0, source))
+    assert outcome.caught
+    assert "Error" not in outcome.message, "it must be refuted, not broken"
+    lowered = suite.path.read_text()
+    for old, new in changes[1:]:
+        lowered = lowered.replace(old, new, 1)
+    assert not suite.outcome(Mutant(suite.module, "", "", "", "", 1, 0, lowered)).message, "without it all is well"

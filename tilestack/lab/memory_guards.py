@@ -1,0 +1,93 @@
+"""Memory that shows what a kernel does with it: what it leaves unwritten, and what it writes that is not its own."""
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilestack.lab.variants import GUARD
+
+aten = torch.ops.aten
+ALLOCATIONS = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+
+
+class WrittenOutside(Exception):
+    """A kernel wrote where it had no business: into an input, or beyond the end of its own memory."""
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    dense = (t.clone(memory_format=torch.contiguous_format).view(-1) for t in (a, b))
+    return torch.equal(*(t.view(torch.uint8) for t in dense))
+
+
+def whole_memory(x: Tensor) -> Tensor:
+    """All the bytes of the memory in which a tensor lies."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+
+
+@contextmanager
+def unchanged(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
+    """Refuses what changes one of these tensors, or what lies around it in its memory."""
+    before = [(name, tensor, whole_memory(tensor).clone()) for name, tensor in tensors]
+    yield
+    for name, tensor, bytes_before in before:
+        if not torch.equal(whole_memory(tensor), bytes_before):
+            raise WrittenOutside(f"it writes into {name}, which is only to be read")
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Inside, new uninitialised tensors hold NaN, or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextmanager
+def guarded_memory(device: torch.device) -> Iterator[None]:
+    """Inside, new CPU tensors have guards before and after them; refuses what writes over one.
+
+    Not on a GPU, where a call is to run as it always does, repetition included, and compute-sanitizer sees more.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    with GuardedMemory() as guarded:
+        yield
+    guarded.check()
+
+
+class GuardedMemory(TorchDispatchMode):
+    """Puts guards around every allocation on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guards: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func not in ALLOCATIONS or not out.numel() or out.device.type != "cpu":
+            return out
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(out.shape, out.stride(), strict=True))
+        memory = torch.empty(GUARD + reach + GUARD, dtype=out.dtype)
+        for guard in (memory[:GUARD], memory[-GUARD:]):
+            self.guards.append((guard, guard.clone()))
+        return memory.as_strided(out.shape, out.stride(), GUARD)
+
+    def check(self) -> None:
+        if not all(torch.equal(guard.view(torch.uint8), before.view(torch.uint8)) for guard, before in self.guards):
+            raise WrittenOutside("it writes before or beyond the memory that it allocated")

@@ -1,0 +1,57 @@
+"""Proofs on disk: `results/<gpu>/proofs.json` = {"machine": stamp, "proofs": […]}, what was proved of which source.
+
+A line is an operator on a backend in one dtype and direction, with how many claims were proved, refuted and found to say
+nothing, the largest error as a part of what is allowed, the hash of the source they were tried on, and the commit.
+`lab/proved.py` says which of them stand: those whose source has that hash.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tilestack.lab import results
+from tilestack.lab.source import source_hash
+from tilestack.lab.verify import Proof
+
+NAME = "proofs"
+IDENTITY = ("op", "backend", "dtype", "direction")
+
+Line = dict[str, Any]
+
+
+def load_proofs(path: Path) -> list[Line]:
+    """The lines of a file; none where there is no file."""
+    if not path.exists():
+        return []
+    found = results.read_json(path)
+    if NAME not in found:
+        raise ValueError(f"{path} is not a file of proofs; restore it or delete it")
+    return found[NAME]
+
+
+def lines_of(proofs: Iterable[Proof], machine: dict[str, Any]) -> list[Line]:
+    """What was tried, summed up by operator, backend, dtype and direction."""
+    groups: dict[tuple, list[Proof]] = {}
+    for proof in proofs:
+        if proof.ok is not None or proof.says_nothing:
+            groups.setdefault(tuple(getattr(proof, name) for name in IDENTITY), []).append(proof)
+    return [
+        dict(zip(IDENTITY, identity, strict=True))
+        | dict(
+            proved=sum(p.ok is True for p in mine),
+            wrong=sum(p.ok is False for p in mine),
+            says_nothing=sum(p.says_nothing for p in mine),
+            worst=max((p.error / p.bound for p in mine if p.ok and p.bound), default=0.0),
+            source=source_hash(mine[0].op, mine[0].backend),
+            commit=machine["commit"],
+            date=machine["date"],
+        )
+        for identity, mine in groups.items()
+    ]
+
+
+def save_proofs(path: Path, machine: dict[str, Any], proofs: Iterable[Proof]) -> None:
+    """Add a run's lines to a file, new or old: a line of the same identity is replaced where it stands."""
+    identity = lambda line: tuple(line[name] for name in IDENTITY)
+    merged = {identity(line): line for line in [*load_proofs(path), *lines_of(proofs, machine)]}
+    results.save(path, {"machine": machine, NAME: list(merged.values())})

@@ -1,0 +1,151 @@
+"""Proving in several processes at once: a task is an operator in one dtype, and a worker proves one after another.
+
+On a GPU most of the time goes into compiling kernels and evaluating definitions, so workers share one well. A worker that
+dies, or whose GPU context a kernel has broken, takes no other task with it: its own is refuted, and another takes its place.
+"""
+
+import importlib.util
+import multiprocessing
+import traceback
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from tilestack.contract.operator import Operator
+from tilestack.contract.registry import operator_named
+from tilestack.lab.verify import Proof, claims, default_dtypes, prove
+
+BROKEN_CONTEXT = "CUDA error"  # after which every later call on the GPU fails in the same process
+
+
+@dataclass(frozen=True)
+class Task:
+    """All claims of an operator in one dtype, on one backend or all of them."""
+
+    operator: str
+    dtype: torch.dtype
+    device: torch.device
+    backend: str | None = None
+    kinds: tuple[str, ...] = ("check",)
+    every_variant: bool = True
+
+    def proofs(self) -> list[Proof]:
+        only = {self.operator: self.backend} if self.backend else None
+        found = claims(
+            [operator_named(self.operator)],
+            self.device,
+            only=only,
+            dtypes=[self.dtype],
+            kinds=self.kinds,
+            every_variant=self.every_variant,
+        )
+        return [prove(claim) for claim in found]
+
+    def refuted(self, message: str) -> Proof:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return Proof(self.operator, self.backend or "any", "any", "any", dtype, "any", False, message=message)
+
+
+def tasks_for(
+    operators: Iterable[Operator],
+    device: torch.device,
+    *,
+    only: dict[str, str],
+    dtypes: Sequence[torch.dtype] | None,
+    kinds: tuple[str, ...],
+    every_variant: bool,
+) -> list[Task]:
+    return [
+        Task(operator.name, dtype, device, only.get(operator.name), kinds, every_variant)
+        for operator in operators
+        for dtype in dtypes or default_dtypes(device)
+    ]
+
+
+def prove_tasks(tasks: Sequence[Task], jobs: int = 1, files: Sequence[Path] = ()) -> Iterator[tuple[Task, list[Proof]]]:
+    """Each task with its proofs, as they are done: in this process, or in as many others; `files` are run there first."""
+    if jobs == 1:
+        yield from ((task, task.proofs()) for task in tasks)
+        return
+    waiting = deque(tasks)
+    busy: dict[Connection, tuple[BaseProcess, Task]] = {}
+    idle: list[tuple[Connection, BaseProcess]] = []
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < jobs:
+                connection, process = idle.pop() if idle else start_worker(files)
+                task = waiting.popleft()
+                connection.send(task)
+                busy[connection] = process, task
+            for ready in wait(list(busy)):
+                connection = cast(Connection, ready)
+                process, task = busy.pop(connection)
+                try:
+                    proofs = connection.recv()
+                except EOFError:
+                    process.join()
+                    yield task, [task.refuted(f"the process that proved it died, exit code {process.exitcode}")]
+                    continue
+                if is_broken(proofs):
+                    connection.close()
+                else:
+                    idle.append((connection, process))
+                yield task, proofs
+    finally:
+        for process in [process for process, _ in busy.values()] + [process for _, process in idle]:
+            process.kill()
+
+
+def start_worker(files: Sequence[Path]) -> tuple[Connection, BaseProcess]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(theirs, files), daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
+
+
+def work(connection: Connection, files: Sequence[Path]) -> None:
+    torch.set_num_threads(1)
+    load_files(files)
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        proofs = task.proofs()
+        connection.send(proofs)
+        if is_broken(proofs):
+            return
+
+
+def is_broken(proofs: Iterable[Proof]) -> bool:
+    return any(proof.ok is False and BROKEN_CONTEXT in proof.message for proof in proofs)
+
+
+def load_files(paths: Iterable[Path] | None) -> None:
+    """Run Python files that register operators and backends from outside."""
+    for path in paths or ():
+        if not path.is_file():
+            raise FileNotFoundError(f"no file {path} to load")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None:
+            raise ValueError(f"{path} is not a Python file")
+        try:
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        except Exception as problem:
+            raise ValueError(f"{path}:{line_of(problem, path)}: {type(problem).__name__}: {problem}") from problem
+
+
+def line_of(problem: Exception, path: Path) -> int:
+    """The line of a file that an error came from, or in which it could not be read."""
+    if isinstance(problem, SyntaxError):
+        return problem.lineno or 1
+    lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if Path(frame.filename) == path]
+    return next((line for line in reversed(lines) if line), 1)
