@@ -151,6 +151,16 @@ def test_views_are_found_again_by_their_offset():
     assert repeated.own == 2
 
 
+def test_a_call_that_only_writes_returns_nothing():
+    repeated = Repeated(lambda x, y: launch(kernel, (1,), x, y, x, x.numel(), 1.0, BLOCK=8))
+    for _ in range(4):
+        x, y = on_gpu(4), on_gpu(4)
+        expected = x + y
+        assert repeated(x, y) is None
+        assert torch.equal(x, expected)
+    assert repeated.own == 2
+
+
 def test_a_result_may_be_a_view_of_an_argument():
     repeated = Repeated(lambda x, y: (weighted_sum(x, y), x[1:].T))
     for offset in range(5):

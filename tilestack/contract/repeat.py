@@ -184,7 +184,7 @@ class Repeated:
                 self.put(name, place, result, shapes)
         body = [self.line(event, shapes) for event in self.record.events]
         results = listed(self.given(tensor, shapes) for tensor in self.results)
-        returned = "None" if self.places else results.removesuffix(", ") if one else f"({results})"
+        returned = "None" if self.places or not self.results else results.removesuffix(", ") if one else f"({results})"
         arguments = ", ".join((*given, *self.parameters))
         text = f"""
 def repeat({arguments}):

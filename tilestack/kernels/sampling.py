@@ -473,7 +473,7 @@ class Candidates:
         )  # fmt: skip
 
 
-@implements(ops.topk, backend="triton", repeat=straight_line, dtypes=NARROW)
+@implements(ops.topk, backend="triton", dtypes=NARROW)
 def topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     source = rows_of(logits)
     rows = source.shape[0]

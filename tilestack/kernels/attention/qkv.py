@@ -67,8 +67,8 @@ def qkv_rope_backward(
     grad_turned_k: Tensor,
     grad_v: Tensor,
     heads: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     positions: Tensor | None,
@@ -76,7 +76,9 @@ def qkv_rope_backward(
     k_heads: int,
     eps: float,
 ) -> tuple[Tensor | None, ...]:
-    """With norms, whose gradients need the heads that went in."""
+    """With norms, whose gradients need the heads that went in; without, for a compiler, which keeps what any call may need."""
+    if q_weight is None or k_weight is None:
+        return turned_back(grad_turned_q, grad_turned_k, grad_v, cos, sin, positions, q_heads, k_heads)
     grads = heads_of(grad_turned_q), heads_of(grad_turned_k)
     gradient = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
     dq, dk, dv = split(gradient, q_heads, k_heads)

@@ -91,9 +91,9 @@ def grouped_linear_bwd_kernel(
 @triton.jit
 def zero_rows_past_kernel(out_ptr, ends_ptr, rows, columns, groups, ROWS: tl.constexpr, COLS: tl.constexpr):
     first = tl.load(ends_ptr + groups - 1)
-    row = tl.program_id(0).to(tl.int64) * ROWS
-    if row + ROWS > first:
-        row += tl.arange(0, ROWS)[:, None]
+    top = tl.program_id(0).to(tl.int64) * ROWS
+    if top + ROWS > first:
+        row = top + tl.arange(0, ROWS)[:, None]
         for start in range(0, columns, COLS):
             column = start + tl.arange(0, COLS)[None, :]
             inside = (row >= first) & (row < rows) & (column < columns)
