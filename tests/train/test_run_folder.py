@@ -111,6 +111,17 @@ def test_a_run_does_not_read_from_the_folder_it_writes_to(tmp_path, capsys):
     assert "lies in the run's own folder" in capsys.readouterr().err.replace("\n", " ")
 
 
+def test_a_model_that_is_not_the_runs_is_found_before_it_trains(tmp_path, capsys):
+    run = tmp_path / "run"
+    with RunFolder(run).held():
+        (run / "model").mkdir()
+        (run / "model" / "mine.safetensors").write_text("precious")
+    with pytest.raises(SystemExit):
+        main(["train", "demo", "--folder", str(run)])
+    assert "model was not made by tilestack (it holds mine.safetensors)" in capsys.readouterr().err
+    assert set(files_of(run)) == {MARKER, "model/mine.safetensors"}
+
+
 def test_a_fresh_start_that_fails_leaves_the_run_as_it_was(tmp_path, capsys):
     run = tmp_path / "run"
     with RunFolder(run).held():

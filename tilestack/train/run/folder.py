@@ -9,12 +9,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tilestack.files import MARKER, ForeignFolder, clean_parts, contents, discard, read_marker, unused, write_marker
+from tilestack.files import (
+    MARKER,
+    ForeignFolder,
+    clean_parts,
+    contents,
+    discard,
+    read_marker,
+    refuse_foreign,
+    unused,
+    write_marker,
+)
 from tilestack.train import metrics
 from tilestack.train.errors import TrainingError
 
 BEFORE = ".before"  # where a run is while another is to take its place
 LOGS = (metrics.METRICS, metrics.SPEED)
+LEFT = ("data", "adapter", "model")  # folders that a run replaces as a whole
 
 
 class RunFolder:
@@ -59,6 +70,8 @@ class RunFolder:
                 write_marker(self.path, command=self.command)
             clean_parts(self.path)
             self.put_back()
+            for name in LEFT:
+                refuse_foreign(self.path / name)  # better now than when the training is done
             self._held = True
             try:
                 yield
