@@ -299,3 +299,12 @@ def test_backward_through_a_first_derivative_is_refused_by_name():
         (first,) = torch.autograd.grad(ops.softmax(x).square().sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="softmax has no second derivative on triton"):
         (first.sum() + x.sum()).backward()
+
+
+@pytest.mark.parametrize("made", [lambda x: (x, x), lambda x: None], ids=["two", "none"])
+def test_another_number_of_results_than_declared_is_refused_in_every_call(made):
+    implements(ops.relu, backend="miscounted")(made)
+    with backend("miscounted"):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"relu on miscounted has returned \d results .* declares 1 \(out\)"):
+                ops.relu(torch.ones(3))

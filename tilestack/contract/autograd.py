@@ -52,8 +52,6 @@ def differentiable(
 def write_function_class(implementation: Implementation, extras: Extras | None) -> type[torch.autograd.Function]:
     """Whose `apply` takes (pair, *arguments). Underscores keep our names apart from those of the operator."""
     op = implementation.operator
-    if op.lists:
-        raise NotImplementedError(f"{op.name} takes a list of tensors, for which only AUTOGRAD makes gradients")
     parameters, tensors, outputs = op.parameters, op.tensors, op.outputs
     named = [n for n in parameters_of(extras.backward if extras else implementation.own_backward) if n != "config"]
     handed = extras.names(op) if extras else []

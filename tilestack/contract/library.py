@@ -28,6 +28,7 @@ from tilestack.contract import registry
 from tilestack.contract.autograd import gradient_of_definition, per_parameter
 from tilestack.contract.backends import BackendError
 from tilestack.contract.backends import backend as on_backend
+from tilestack.contract.call import resolve
 from tilestack.contract.implementation import Extras, Implementation
 from tilestack.contract.named import call_named, parameters_of
 from tilestack.contract.operator import Operator, as_tuple
@@ -64,7 +65,7 @@ def define(op: Operator) -> Callable:
         op.validate(arguments)
         given = op.given_tensors(arguments)
         with_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
-        implementation = op.resolve(arguments, with_gradient)
+        implementation = resolve(op, arguments, with_gradient)
         untraceable = op.reads_values and implementation.forward is op.definition
         if implementation.differentiates_itself and not untraceable:
             return implementation.forward(*values)
