@@ -308,3 +308,32 @@ def test_another_number_of_results_than_declared_is_refused_in_every_call(made):
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"relu on miscounted has returned \d results .* declares 1 \(out\)"):
                 ops.relu(torch.ones(3))
+
+
+def test_what_a_backward_writes_over_is_copied_where_the_graph_is_kept():
+    extras = Extras(
+        lambda x: (x.relu(), (x > 0).to(x.dtype)),
+        lambda grad, mask: mask.mul_(grad),
+        when=lambda x: True,
+        overwrites=("mask",),
+    )
+    implements(ops.relu, backend="overwriting", backward=lambda grad, out: grad, extras=extras)(torch.relu)
+    x = leaf(4, 8)
+    with backend("overwriting"):
+        out = ops.relu(x)
+    grad = torch.full((4, 8), 3.0)
+    first, second = (torch.autograd.grad(out, x, grad, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, 3 * (x > 0))
+    assert torch.equal(first, second)
+
+
+def test_a_backward_notes_nothing_for_a_second_derivative():
+    seen = []
+    implements(
+        ops.relu, backend="noting", backward=lambda grad, out: seen.append(torch.is_grad_enabled()) or grad * (out > 0)
+    )(torch.relu)
+    x = leaf(4)
+    with backend("noting"):
+        torch.autograd.grad(ops.relu(x).sum(), x, create_graph=True)
+        torch.autograd.grad(ops.relu(x).sum(), x)
+    assert seen == [False, False]

@@ -263,3 +263,51 @@ def test_no_gradient_is_dropped_under_a_compiler(write_cache, chosen):
         else:
             add_up(x).sum().backward()
             assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+def test_everything_written_is_told_whatever_the_way():
+    """Plainly, into given memory, and by what repeats either; an argument that is left out is not told."""
+    faster = []
+
+    def repeat(function, keep, strides_known=True, places=0, otherwise=None):
+        faster.append(lambda: keep(otherwise or function))
+        return otherwise or function
+
+    def write_both(x: Tensor, first: Tensor, second: Tensor | None = None) -> Tensor:
+        return x * 1
+
+    some = cases(lambda make, n: dict(x=make.normal(n), first=make.normal(n)), check=[(3,)])
+    op = operator(cases=some, mutates=("first", "second"))(named(write_both))
+    implements(op, backend="mine", repeat=repeat)(op.definition)
+    x, first, second, out = (torch.ones(3) for _ in range(4))
+    versions = lambda: [t._version for t in (x, first, second, out)]
+    with backend("mine"):
+        for options, told in (
+            (dict(second=second), (0, 1, 1, 0)),
+            (dict(out=out, second=second), (0, 1, 1, 1)),
+            (dict(out=out), (0, 1, 0, 1)),
+            ({}, (0, 1, 0, 0)),
+        ):
+            for call in range(3):
+                before = versions()
+                op(x, first, **options)
+                assert [now > then for now, then in zip(versions(), before, strict=True)] == list(map(bool, told))
+                if call == 0:
+                    faster[-1]()
+
+
+def test_a_plan_for_given_memory_is_for_memory_laid_out_like_that():
+    seen = []
+
+    def repeat(function, keep, strides_known=True, places=0, otherwise=None):
+        seen.append(places)
+        return otherwise or function
+
+    implements(ops.relu, backend="mine", backward=lambda grad, out: grad, repeat=repeat)(torch.relu)
+    x = torch.randn(4, 4)
+    with backend("mine"):
+        for _ in range(2):
+            ops.relu(x)
+            for out in (torch.empty(4, 4), torch.empty(4, 4).T, torch._neg_view(torch.empty(4, 4))):
+                torch.testing.assert_close(ops.relu(x, out=out), torch.relu(x))
+    assert seen == [0, 1, 1]

@@ -40,9 +40,8 @@ def differentiable(
     function: Any = implementation.functions.get(extras is not None)
     if function is None:
         function = implementation.functions[extras is not None] = write_function_class(implementation, extras)
-    # Where no transform of torch.func is at work, all that `Function.apply` adds to the method it inherits is checks.
-    transforming = torch._C._are_functorch_transforms_active()
-    apply = function.apply if transforming else super(torch.autograd.Function, function).apply
+    # Transforms of torch.func are refused before; without one, all that `Function.apply` adds to what it inherits is checks.
+    apply = super(torch.autograd.Function, function).apply
     backward = extras.backward if extras else implementation.own_backward
     if config is not None and "config" in parameters_of(backward):
         backward = functools.partial(backward, config=config)

@@ -186,6 +186,8 @@ def plan(op: "Operator", key: tuple | None, values: tuple) -> Callable:
     if forward_ad._current_level >= 0:
         refuse_tangents(implementation, given)
         key = None  # whether a tensor has a tangent is no part of a signature
+    if torch._C._are_functorch_transforms_active():
+        refuse_transforms(implementation)
     run = make_plan(op, implementation, arguments, given, with_gradient, key)
     if op.check_values is not None and checks_values(op.device_of(arguments)):
         run = functools.partial(check_values_and_run, op, run)
@@ -319,6 +321,16 @@ def refuse_tangents(implementation: Any, given: dict[str, Tensor]) -> None:
         )
 
 
+def refuse_transforms(implementation: Any) -> None:
+    """Inside vmap, grad and their like even what a kernel allocates is a tensor without memory."""
+    if not implementation.differentiates_itself:
+        op = implementation.operator
+        raise NotImplementedError(
+            f"{op.name} cannot be transformed by torch.func on {implementation.backend}; run it `with "
+            f"tilestack.backend({op.name}='torch')` inside vmap, grad and their like"
+        )
+
+
 def into(op: "Operator", out: Any, key: tuple | None, values: tuple) -> Any:
     """A call whose results go into given memory: written there by a repeated call, copied there by any other."""
     arguments = dict(zip(op.parameters, values, strict=True))
@@ -344,7 +356,8 @@ def plan_into(op: "Operator", key: tuple | None, arguments: dict[str, Any], plac
     op.validate(arguments)
     given = op.given_tensors(arguments).values()
     checked = op.check_values is not None and checks_values(op.device_of(arguments))
-    if checked or forward_ad._current_level >= 0 or any(t.is_neg() or not has_memory(t) for t in (*given, *places)):
+    transforming = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    if checked or transforming or any(t.is_neg() or not has_memory(t) for t in (*given, *places)):
         return lambda *values: copied(values[:count], op(*values[count:]), op.name)
     implementation = op.resolve(arguments)
     config = registry.configuration(implementation, arguments)
