@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilestack import contract
-from tilestack.contract import backend
+from tilestack.contract import backend, call
 from tilestack.contract.cases import cases
 
 pytestmark = pytest.mark.usefixtures("outside")
@@ -115,3 +115,25 @@ def test_the_device_is_in_the_signature(of_every_kind):
             x = torch.ones(2, 2, device=device)
             assert op(x, None, []).device.type == device
     assert len(seen) == 2
+
+
+def test_what_was_not_used_lately_is_forgotten_last(monkeypatch):
+    monkeypatch.setattr(call, "PLANS_KEPT", 2)
+    plans, made = call.Plans(), {key: (lambda: None) for key in "abcd"}
+    for key in "abc":
+        plans.keep(key, made[key])
+    assert plans.find("a") is made["a"], "the generation before the recent one is still known"
+    faster = lambda: None
+    plans.replace("b", made["b"], faster)
+    assert plans.find("b") is faster, "and a plan in it can be replaced"
+    for key in "cd":
+        plans.keep(key, made[key])
+    plans.replace("c", made["d"], faster)
+    assert plans.find("c") is made["c"], "but only the plan that was meant"
+    for key in "abcd":
+        plans.forget(key)
+    assert len(plans) == 0
+    plans.keep("a", made["a"])
+    plans.older["b"] = made["b"]
+    plans.clear()
+    assert plans.find("a") is plans.find("b") is None

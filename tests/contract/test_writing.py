@@ -311,3 +311,9 @@ def test_a_plan_for_given_memory_is_for_memory_laid_out_like_that():
             for out in (torch.empty(4, 4), torch.empty(4, 4).T, torch._neg_view(torch.empty(4, 4))):
                 torch.testing.assert_close(ops.relu(x, out=out), torch.relu(x))
     assert seen == [0, 1, 1]
+
+
+def test_warming_up_leaves_what_is_written_as_it_was(write_cache):
+    cache = torch.zeros(3)
+    write_cache.warm_up(cache, torch.ones(3))
+    assert torch.equal(cache, torch.zeros(3))
