@@ -5,12 +5,13 @@ import inspect
 import pickle
 import pydoc
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.contract import AUTOGRAD, Extras, backend, implements, operator, registry
+from tilestack.contract import AUTOGRAD, Extras, backend, call, implements, operator, registry
 from tilestack.contract.cases import cases
 
 pytestmark = pytest.mark.usefixtures("mine")
@@ -299,3 +300,84 @@ def test_backward_through_a_first_derivative_is_refused_by_name():
         (first,) = torch.autograd.grad(ops.softmax(x).square().sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="softmax has no second derivative on triton"):
         (first.sum() + x.sum()).backward()
+
+
+@pytest.mark.parametrize("made", [lambda x: (x, x), lambda x: None], ids=["two", "none"])
+def test_another_number_of_results_than_declared_is_refused_in_every_call(made):
+    implements(ops.relu, backend="miscounted")(made)
+    with backend("miscounted"):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"relu on miscounted has returned \d results .* declares 1 \(out\)"):
+                ops.relu(torch.ones(3))
+
+
+def test_what_a_backward_writes_over_is_copied_where_the_graph_is_kept():
+    extras = Extras(
+        lambda x: (x.relu(), (x > 0).to(x.dtype)),
+        lambda grad, mask: mask.mul_(grad),
+        when=lambda x: True,
+        overwrites=("mask",),
+    )
+    implements(ops.relu, backend="overwriting", backward=lambda grad, out: grad, extras=extras)(torch.relu)
+    x = leaf(4, 8)
+    with backend("overwriting"):
+        out = ops.relu(x)
+    grad = torch.full((4, 8), 3.0)
+    first, second = (torch.autograd.grad(out, x, grad, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, 3 * (x > 0))
+    assert torch.equal(first, second)
+
+
+def test_a_backward_notes_nothing_for_a_second_derivative():
+    seen = []
+    implements(
+        ops.relu, backend="noting", backward=lambda grad, out: seen.append(torch.is_grad_enabled()) or grad * (out > 0)
+    )(torch.relu)
+    x = leaf(4)
+    with backend("noting"):
+        torch.autograd.grad(ops.relu(x).sum(), x, create_graph=True)
+        torch.autograd.grad(ops.relu(x).sum(), x)
+    assert seen == [False, False]
+
+
+def test_warming_up_runs_the_backward_too():
+    ran = []
+    implements(ops.relu, backend="warm", backward=lambda grad, out: ran.append(1) or grad * (out > 0))(torch.relu)
+    with backend("warm"):
+        ops.relu.warm_up(leaf(4))
+    assert len(ran) == call.WARM_UP_CALLS
+
+
+def test_what_a_call_consumes_may_be_written():
+    def use_up(x: Tensor) -> Tensor:
+        return x.mul_(2).clone()
+
+    use_up.__name__ = "use_up_what_is_given"
+    op = operator(cases=some_cases, consumes=("x",))(use_up)
+    assert torch.equal(op(torch.ones(3)), torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize(("given", "kind"), [(1, bool), (np.bool_(True), bool), (True, int), (np.int64(3), int)])
+def test_implementations_get_numbers_of_the_declared_kind(given, kind):
+    seen = []
+    op = tells_kind_of_flag if kind is bool else tells_kind_of_count
+    implements(op, backend="kinds")(lambda x, number: seen.append(type(number)) or x.clone())
+    with backend("kinds"):
+        op(torch.ones(3), given)
+    assert seen == [kind]
+
+
+@operator(cases=some_cases)
+def tells_kind_of_flag(x: Tensor, number: bool = False) -> Tensor:
+    return x.clone()
+
+
+@operator(cases=some_cases)
+def tells_kind_of_count(x: Tensor, number: int = 0) -> Tensor:
+    return x.clone()
+
+
+def test_the_innermost_choice_for_an_operator_wins():
+    implements(ops.relu, backend="inner")(lambda x: x + 7)
+    with backend(relu="torch"), backend(relu="inner"):
+        assert torch.equal(ops.relu(torch.zeros(2)), torch.full((2,), 7.0))

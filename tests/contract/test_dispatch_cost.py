@@ -33,11 +33,12 @@ def small_arguments(described):
     return tuple(described.bind(**case.build(Make())).values())
 
 
-def nothing(*values):
-    return values[0]
-
-
 def replace_all_by_nothing(described):
+    results = len(described.outputs)
+
+    def nothing(*values):
+        return None if results == 0 else values[0] if results == 1 else values[:1] * results
+
     for name in described.implementations:
         described.implementations[name].forward = nothing
 
@@ -73,7 +74,7 @@ def test_a_known_signature_costs_a_look_up(name, choice):
     if described.mutates:  # autograd is told
         assert calls[-1] == "increment_version"
         calls = [call for call in calls if call != "increment_version" and not call.endswith("run_and_tell")]
-    assert calls[-1] == "nothing"
+    assert calls[-1].endswith("nothing")
     # The test's lambda, the operator, PyTorch's "are we compiling?", the hash of a chosen backend; then the kernel.
     allowed = {"__call__", "is_compiling", "is_dynamo_compiling", "is_scripting", "__hash__", "nothing"}
     assert {call.rpartition(".")[2] for call in calls[1:]} <= allowed

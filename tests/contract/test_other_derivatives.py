@@ -38,3 +38,22 @@ def test_a_negated_view_keeps_its_sign(name):
     other = X.clone().requires_grad_()
     torch.nn.functional.silu(-other).sum().backward()
     torch.testing.assert_close(leaf.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f: torch.func.vmap(f)(X.view(5, 1)),
+        lambda f: torch.func.grad(lambda x: f(x).sum())(X),
+        lambda f: torch.func.grad(lambda x: f(X).sum() + x.sum())(X),
+        lambda f: torch.func.hessian(lambda x: f(x).sum())(X),
+    ],
+    ids=["vmap", "grad", "grad beside", "hessian"],
+)
+def test_transforms_work_on_torch_and_are_refused_by_name_on_triton(transformed):
+    with backend("torch"):
+        torch.testing.assert_close(transformed(ops.silu), transformed(torch.nn.functional.silu))
+    with backend("triton"):
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match=r"silu (cannot be transformed by torch.func|has no forward)"):
+                transformed(ops.silu)

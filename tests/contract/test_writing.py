@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tilestack import contract, ops
 from tilestack.contract import backend, implements, operator
@@ -184,3 +185,135 @@ def test_dtypes_are_declared_for_each_argument():
         op(index, index)
     with backend("mine"), pytest.raises(contract.BackendError, match="index is int64, it takes int32"):
         op(x, index)
+
+
+def test_out_keeps_to_what_a_call_without_it_does():
+    x = torch.randn(4, 8)
+    expected, given = torch.nn.functional.silu(-x), torch._neg_view(x)
+    with backend("triton"):
+        for _ in range(2):
+            assert torch.equal(ops.silu(given, out=torch.empty(4, 8)), ops.silu(given))
+            torch.testing.assert_close(ops.silu(given, out=torch.empty(4, 8)), expected)
+            torch.testing.assert_close(ops.silu(given, out=torch._neg_view(torch.empty(4, 8))), expected)
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="silu has no forward-mode derivative"):
+            ops.silu(forward_ad.make_dual(x, x), out=torch.empty(4, 8))
+        contract.check_values(True)
+        try:
+            with pytest.raises(IndexError):
+                ops.embedding(torch.tensor([9]), x, out=torch.empty(1, 8))
+        finally:
+            contract.check_values(None)
+
+
+def test_an_undeclared_write_is_refused_in_every_call():
+    def sneaky(x: Tensor) -> Tensor:
+        return x.add_(1).clone()
+
+    op = operator(cases=cases(lambda make, n: dict(x=make.normal(n)), check=[(3,)]))(named(sneaky))
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="has written into x"):
+            op(torch.zeros(3))
+
+
+def test_an_argument_may_lie_beside_one_that_is_written(write_cache):
+    both = torch.ones(2, 3)
+    for shift in (1.0, 2.0):  # views of one tensor share its version
+        write_cache(both[0], both[1], shift)
+        assert torch.equal(both[0], both[1] + shift)
+
+
+def test_what_is_written_may_be_left_out_or_a_list():
+    def count_up(x: Tensor, counters: list[Tensor], cache: Tensor | None = None) -> Tensor:
+        for counter in counters if cache is None else [*counters, cache]:
+            counter.add_(1)
+        return x * 1
+
+    some = cases(lambda make, n: dict(x=make.normal(n), counters=[make.normal(n)]), check=[(3,)])
+    op = operator(cases=some, mutates=("counters", "cache"))(named(count_up))
+    counter, x = torch.zeros(3), torch.ones(3)
+    op(torch._neg_view(x), [counter])
+    assert torch.equal(op(x, [counter], out=torch.empty(3)), x)
+    assert torch.equal(counter, torch.full((3,), 2.0))
+    op.warm_up(x, [counter])
+    assert torch.equal(counter, torch.full((3,), 2.0))
+    before = counter._version
+    op(x, [counter])
+    assert counter._version > before
+    with pytest.raises(ValueError, match=r"writes into counters\[0\], which cannot be a negated view"):
+        op(x, [torch._neg_view(counter)])
+
+
+@pytest.mark.parametrize("chosen", ["torch", "mine"])
+def test_no_gradient_is_dropped_under_a_compiler(write_cache, chosen):
+    def total_of(xs: list[Tensor]) -> Tensor:
+        return torch.stack(xs).sum(0)
+
+    total = operator(cases=cases(lambda make, n: dict(xs=[make.normal(n)]), check=[(3,)]))(named(total_of))
+    implements(total, backend="mine", backward=lambda grad: [grad])(lambda xs: torch.stack(list(xs)).sum(0))
+    x = torch.ones(3, requires_grad=True)
+    torch.compiler.reset()
+    with backend(**{write_cache.name: "torch", total.name: chosen}):
+        write = torch.compile(lambda cache, x: write_cache(cache, x), backend="aot_eager")
+        with pytest.raises(Exception, match="writes into cache and has no gradient"):
+            write(torch.zeros(3), x)
+        add_up = torch.compile(lambda x: total([x, x]), backend="aot_eager")
+        if chosen == "mine":
+            with pytest.raises(Exception, match="for which only AUTOGRAD makes gradients"):
+                add_up(x)
+        else:
+            add_up(x).sum().backward()
+            assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+def test_everything_written_is_told_whatever_the_way():
+    """Plainly, into given memory, and by what repeats either; an argument that is left out is not told."""
+    faster = []
+
+    def repeat(function, keep, strides_known=True, places=0, otherwise=None):
+        faster.append(lambda: keep(otherwise or function))
+        return otherwise or function
+
+    def write_both(x: Tensor, first: Tensor, second: Tensor | None = None) -> Tensor:
+        return x * 1
+
+    some = cases(lambda make, n: dict(x=make.normal(n), first=make.normal(n)), check=[(3,)])
+    op = operator(cases=some, mutates=("first", "second"))(named(write_both))
+    implements(op, backend="mine", repeat=repeat)(op.definition)
+    x, first, second, out = (torch.ones(3) for _ in range(4))
+    versions = lambda: [t._version for t in (x, first, second, out)]
+    with backend("mine"):
+        for options, told in (
+            (dict(second=second), (0, 1, 1, 0)),
+            (dict(out=out, second=second), (0, 1, 1, 1)),
+            (dict(out=out), (0, 1, 0, 1)),
+            ({}, (0, 1, 0, 0)),
+        ):
+            for call in range(3):
+                before = versions()
+                op(x, first, **options)
+                assert [now > then for now, then in zip(versions(), before, strict=True)] == list(map(bool, told))
+                if call == 0:
+                    faster[-1]()
+
+
+def test_a_plan_for_given_memory_is_for_memory_laid_out_like_that():
+    seen = []
+
+    def repeat(function, keep, strides_known=True, places=0, otherwise=None):
+        seen.append(places)
+        return otherwise or function
+
+    implements(ops.relu, backend="mine", backward=lambda grad, out: grad, repeat=repeat)(torch.relu)
+    x = torch.randn(4, 4)
+    with backend("mine"):
+        for _ in range(2):
+            ops.relu(x)
+            for out in (torch.empty(4, 4), torch.empty(4, 4).T, torch._neg_view(torch.empty(4, 4))):
+                torch.testing.assert_close(ops.relu(x, out=out), torch.relu(x))
+    assert seen == [0, 1, 1]
+
+
+def test_warming_up_leaves_what_is_written_as_it_was(write_cache):
+    cache = torch.zeros(3)
+    write_cache.warm_up(cache, torch.ones(3))
+    assert torch.equal(cache, torch.zeros(3))

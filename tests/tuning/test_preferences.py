@@ -180,3 +180,18 @@ def test_auto_leaves_what_is_not_deterministic_alone_where_bits_are_to_repeat(mo
         assert names() == ["aten"]
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_words_alone_are_a_bucket_too():
+    measured = {" causal": ["aten"], " full": ["triton"], "3 full": ["mine"]}
+    assert preferences.nearest(" causal", measured) == " causal"
+    assert preferences.nearest(" full", measured) == " full"
+    assert preferences.nearest(" other", measured) is None
+
+
+@pytest.mark.usefixtures("outside")
+@pytest.mark.parametrize("key", [7, (7.5,), (None,)])
+def test_a_tuning_key_of_another_kind_is_refused(key, monkeypatch):
+    monkeypatch.setattr(ops.softmax, "tuning_key", lambda x: key)
+    with pytest.raises(TypeError, match="the tuning_key of softmax answers a tuple of whole numbers and words, not"):
+        preferences.bucket_of(ops.softmax, arguments_of(8, 8))

@@ -40,20 +40,20 @@ def differentiable(
     function: Any = implementation.functions.get(extras is not None)
     if function is None:
         function = implementation.functions[extras is not None] = write_function_class(implementation, extras)
-    # Where no transform of torch.func is at work, all that `Function.apply` adds to the method it inherits is checks.
-    transforming = torch._C._are_functorch_transforms_active()
-    apply = function.apply if transforming else super(torch.autograd.Function, function).apply
+    # Transforms of torch.func are refused before; without one, all that `Function.apply` adds to what it inherits is checks.
+    apply = super(torch.autograd.Function, function).apply
     backward = extras.backward if extras else implementation.own_backward
     if config is not None and "config" in parameters_of(backward):
         backward = functools.partial(backward, config=config)
-    return functools.partial(apply, Pair(extras.forward if extras else forward, backward, implementation.repeat))
+    if extras:
+        asks = config is not None and "config" in parameters_of(extras.forward)
+        forward = functools.partial(extras.forward, config=config) if asks else extras.forward
+    return functools.partial(apply, Pair(forward, backward, implementation.repeat))
 
 
 def write_function_class(implementation: Implementation, extras: Extras | None) -> type[torch.autograd.Function]:
     """Whose `apply` takes (pair, *arguments). Underscores keep our names apart from those of the operator."""
     op = implementation.operator
-    if op.lists:
-        raise NotImplementedError(f"{op.name} takes a list of tensors, for which only AUTOGRAD makes gradients")
     parameters, tensors, outputs = op.parameters, op.tensors, op.outputs
     named = [n for n in parameters_of(extras.backward if extras else implementation.own_backward) if n != "config"]
     handed = extras.names(op) if extras else []
@@ -94,7 +94,10 @@ def backward(ctx, {listed(op.grads)}):
     }))
     else:
         _found = _pair.backward({listed(named)})
-    {listed(f"_d{name}" for name in tensors)} = {"_as_tuple(_found)" if len(tensors) == 1 else "_found"}
+    try:
+        {listed(f"_d{name}" for name in tensors)} = {"_as_tuple(_found)" if len(tensors) == 1 else "_found"}
+    except (TypeError, ValueError):
+        raise _miscounted(_implementation, _found) from None
     return None, {listed(f"_d{name} if {wanted[name]} else None" if name in tensors else "None" for name in parameters)}
 """
     scope: dict[str, Any] = dict(
@@ -103,11 +106,21 @@ def backward(ctx, {listed(op.grads)}):
         _no_grad=torch.no_grad,
         _as_tuple=as_tuple,
         _once_only=once_only,
+        _miscounted=miscounted,
         _keeps_graph=torch._C._autograd._get_current_graph_task_keep_graph,
     )
     write_function("forward", text, scope)
     methods = {name: staticmethod(scope[name]) for name in ("forward", "backward")}
     return type(f"{op.name}_{implementation.backend}", (torch.autograd.Function,), methods)
+
+
+def miscounted(implementation: Implementation, found: Any) -> TypeError:
+    """The error for a backward that does not return a gradient for each tensor argument."""
+    op = implementation.operator
+    return TypeError(
+        f"the backward of {op.name} on {implementation.backend} returned {len(as_tuple(found))} gradients; it returns one "
+        f"for each of {', '.join(op.tensors)}, None where there is none"
+    )
 
 
 def once_only(

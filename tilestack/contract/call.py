@@ -55,6 +55,10 @@ class Plans:
             if generation.get(key) is plan:
                 generation[key] = faster
 
+    def forget(self, key: Any) -> None:
+        self.recent.pop(key, None)
+        self.older.pop(key, None)
+
     def clear(self) -> None:
         self.recent.clear()
         self.older.clear()
@@ -178,20 +182,30 @@ def plan(op: "Operator", key: tuple | None, values: tuple) -> Callable:
     if any(tensor.is_neg() for tensor in given.values()):
         return functools.partial(without_negated_views, op)
     with_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values())
-    if op.mutates and with_gradient:
-        raise RuntimeError(
-            f"{op.name} writes into {', '.join(op.mutates)} and has no gradient; call it under torch.no_grad()"
-        )
-    implementation = op.resolve(arguments, with_gradient)
+    implementation = resolve(op, arguments, with_gradient)
     if forward_ad._current_level >= 0:
         refuse_tangents(implementation, given)
         key = None  # whether a tensor has a tangent is no part of a signature
+    if torch._C._are_functorch_transforms_active():
+        refuse_transforms(implementation)
     run = make_plan(op, implementation, arguments, given, with_gradient, key)
     if op.check_values is not None and checks_values(op.device_of(arguments)):
         run = functools.partial(check_values_and_run, op, run)
     if key is not None:
         op.plans.keep(key, run)
-    return functools.partial(first_call, op, implementation, run, list(given.items()))
+    return functools.partial(first_call, op, implementation, key, run, list(given.items()))
+
+
+def resolve(op: "Operator", arguments: dict[str, Any], with_gradient: bool) -> Any:
+    """The implementation of a call, unless a gradient is wanted that nobody has."""
+    if op.mutates and with_gradient:
+        raise RuntimeError(
+            f"{op.name} writes into {', '.join(op.mutates)} and has no gradient; call it under torch.no_grad()"
+        )
+    implementation = op.resolve(arguments, with_gradient)
+    if op.lists and with_gradient and not implementation.differentiates_itself:
+        raise NotImplementedError(f"{op.name} takes a list of tensors, for which only AUTOGRAD makes gradients")
+    return implementation
 
 
 def make_plan(
@@ -203,8 +217,7 @@ def make_plan(
     key: tuple | None,
 ) -> Callable:
     """The function for one signature."""
-    not_memory = any(type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in given.values())
-    if not_memory or (op.reads_values and any(t.is_meta for t in given.values())):
+    if not all(map(has_memory, given.values())) or (op.reads_values and any(t.is_meta for t in given.values())):
         return op.traced  # fake tensors and others without memory have their own way with an operator
     config = registry.configuration(implementation, arguments)
     forward = implementation.forward if config is None else functools.partial(implementation.forward, config=config)
@@ -218,6 +231,11 @@ def make_plan(
         op, implementation.repeat(forward, lambda faster: op.plans.replace(key, run, bumping(op, faster)))
     )
     return run
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is what a kernel takes it for; not so a fake one, nor a class with its own way of dispatching."""
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def check_values_and_run(op: "Operator", run: Callable, *values: Any) -> Any:
@@ -244,24 +262,47 @@ def bumping(op: "Operator", run: Callable) -> Callable:
 
 
 def first_call(
-    op: "Operator", implementation: Any, run: Callable, given: Sequence[tuple[str, Tensor]], *values: Any
+    op: "Operator",
+    implementation: Any,
+    key: tuple | None,
+    run: Callable,
+    given: Sequence[tuple[str, Tensor]],
+    *values: Any,
 ) -> Any:
-    """Run the first call of a signature, and refuse one that writes where the operator does not say so."""
-    written = [(name, tensor, tensor._version) for name, tensor in given if not tensor.is_inference()]
+    """Run the first call of a signature, and forget its plan if it breaks what the operator promises."""
+    before = [(name, tensor, tensor._version) for name, tensor in given if not tensor.is_inference()]
     out = run(*values)
-    for name, tensor, version in written:
-        if tensor._version != version and name.partition("[")[0] not in (*op.mutates, *op.consumes):
-            raise RuntimeError(
-                f"{op.name} on {implementation.backend} has written into {name}; an operator that does declares it: "
-                f"@operator(mutates=({name!r},))"
-            )
+    if broken := broken_promise(op, before, out):
+        op.plans.forget(key)
+        raise RuntimeError(f"{op.name} on {implementation.backend} {broken}")
     return out
+
+
+def broken_promise(op: "Operator", before: Sequence[tuple[str, Tensor, int]], out: Any) -> str:
+    """What a call has done that its operator does not declare; empty where all is well."""
+    written = [tensor for name, tensor, _ in before if name.partition("[")[0] in (*op.mutates, *op.consumes)]
+    for name, tensor, version in before:
+        # What lies in the memory of an argument that is written shares its version.
+        if tensor._version != version and not any(same_memory(tensor, other) for other in written):
+            return f"has written into {name}; an operator that does declares it: @operator(mutates=({name!r},))"
+    results = 0 if out is None else len(out) if isinstance(out, list | tuple) else 1
+    if results != len(op.outputs):
+        declared = f"{len(op.outputs)} ({', '.join(op.outputs)})" if op.outputs else "none"
+        return (
+            f"has returned {results} results where the operator declares {declared}; return those, or declare outputs"
+        )
+    return ""
+
+
+def same_memory(x: Tensor, y: Tensor) -> bool:
+    return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
 def without_negated_views(op: "Operator", *values: Any) -> Any:
     """Kernels read memory, and a negated view's memory has the other sign."""
-    if any(values[op.parameters.index(name)].is_neg() for name in op.mutates):
-        raise ValueError(f"{op.name} writes into {', '.join(op.mutates)}, which cannot be a negated view")
+    given = op.given_tensors(dict(zip(op.parameters, values, strict=True)))
+    if written := [name for name, t in given.items() if t.is_neg() and name.partition("[")[0] in op.mutates]:
+        raise ValueError(f"{op.name} writes into {', '.join(written)}, which cannot be a negated view")
     resolve = lambda value: value.resolve_neg() if isinstance(value, Tensor) else value
     return op(
         *([resolve(item) for item in value] if isinstance(value, list | tuple) else resolve(value) for value in values)
@@ -280,6 +321,16 @@ def refuse_tangents(implementation: Any, given: dict[str, Tensor]) -> None:
         )
 
 
+def refuse_transforms(implementation: Any) -> None:
+    """Inside vmap, grad and their like even what a kernel allocates is a tensor without memory."""
+    if not implementation.differentiates_itself:
+        op = implementation.operator
+        raise NotImplementedError(
+            f"{op.name} cannot be transformed by torch.func on {implementation.backend}; run it `with "
+            f"tilestack.backend({op.name}='torch')` inside vmap, grad and their like"
+        )
+
+
 def into(op: "Operator", out: Any, key: tuple | None, values: tuple) -> Any:
     """A call whose results go into given memory: written there by a repeated call, copied there by any other."""
     arguments = dict(zip(op.parameters, values, strict=True))
@@ -291,18 +342,23 @@ def into(op: "Operator", out: Any, key: tuple | None, values: tuple) -> Any:
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*op.given_tensors(arguments).values(), *places)):
         raise RuntimeError(f"{op.name}: out= has no gradient; call it under torch.no_grad()")
     if key is not None:
-        key = ("into", key, *((p.shape, p.stride(), p.dtype, p.device) for p in places))
+        key = ("into", key, *((p.shape, p.stride(), p.dtype, p.device, p.is_neg()) for p in places))
     run = op.plans.find(key) if key is not None else None
     if run is None:
-        run = plan_into(op, key, arguments)
+        run = plan_into(op, key, arguments, places)
     run(*places, *values)
     return out
 
 
-def plan_into(op: "Operator", key: tuple | None, arguments: dict[str, Any]) -> Callable:
+def plan_into(op: "Operator", key: tuple | None, arguments: dict[str, Any], places: Sequence[Tensor]) -> Callable:
     """A function of the given places, then the arguments."""
     count = len(op.outputs)
     op.validate(arguments)
+    given = op.given_tensors(arguments).values()
+    checked = op.check_values is not None and checks_values(op.device_of(arguments))
+    transforming = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    if checked or transforming or any(t.is_neg() or not has_memory(t) for t in (*given, *places)):
+        return lambda *values: copied(values[:count], op(*values[count:]), op.name)
     implementation = op.resolve(arguments)
     config = registry.configuration(implementation, arguments)
     forward = implementation.forward if config is None else functools.partial(implementation.forward, config=config)
@@ -329,7 +385,10 @@ def bumping_into(op: "Operator", run: Callable) -> Callable:
 
     def run_and_tell(*values: Any) -> None:
         run(*values)
-        torch.autograd.graph.increment_version([*values[:count], *(values[place] for place in also)])
+        torch.autograd.graph.increment_version(values[:count])
+        for place in also:
+            if values[place] is not None:
+                torch.autograd.graph.increment_version(values[place])
 
     return run_and_tell
 
@@ -352,7 +411,7 @@ def warm_up(op: "Operator", arguments: dict[str, Any]) -> None:
     """Call an operator, and its gradient where one is wanted, until nothing about the signature is new."""
     for _ in range(WARM_UP_CALLS):
         copies = {
-            name: value.clone() if name in (*op.mutates, *op.consumes) and isinstance(value, Tensor) else value
+            name: clones_of(value) if name in (*op.mutates, *op.consumes) else value
             for name, value in arguments.items()
         }
         found = op(*copies.values())
@@ -362,3 +421,10 @@ def warm_up(op: "Operator", arguments: dict[str, Any]) -> None:
         wanted = [t for t in op.given_tensors(copies).values() if t.requires_grad]
         if results:
             torch.autograd.grad(results, wanted, [torch.ones_like(r) for r in results], allow_unused=True)
+
+
+def clones_of(value: Any) -> Any:
+    """A tensor, a list of them or None, to be written in place of the given one."""
+    if isinstance(value, list | tuple):
+        return [tensor.clone() for tensor in value]
+    return None if value is None else value.clone()

@@ -1,5 +1,6 @@
 """One way to run an operator: its forward and backward, their limits, and what they promise."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -8,7 +9,15 @@ import torch
 from torch import Tensor
 
 from tilestack.contract.backends import AUTO, usable, wants_invariance
-from tilestack.contract.named import Reason, answer_of, call_named, parameters_of, refuse_unknown
+from tilestack.contract.named import (
+    Reason,
+    answer_of,
+    call_named,
+    parameters_of,
+    refuse_bare_dtypes,
+    refuse_unknown,
+    refuse_words,
+)
 
 if TYPE_CHECKING:
     from tilestack.contract.operator import Operator
@@ -42,7 +51,7 @@ class Extras:
 
     def names(self, op: "Operator") -> list[str]:
         """The extras, by the names the backward has for them."""
-        known = *op.grads, *op.parameters, *op.outputs, "needs"
+        known = *op.grads, *op.parameters, *op.outputs, "needs", "config"
         return [name for name in parameters_of(self.backward) if name not in known]
 
     @property
@@ -105,6 +114,22 @@ class Implementation:
         return self.backward == AUTOGRAD
 
 
+def refuse_other_arguments(where: str, forward: Callable, parameters: Sequence[str], **config: Any) -> None:
+    """Raise when a forward cannot be called with an operator's arguments."""
+    try:
+        signature = inspect.signature(forward)
+    except ValueError:  # written in C
+        return
+    try:
+        signature.bind(*parameters, **config)
+    except TypeError as error:
+        asked = f"{', '.join(parameters)}{' by position, and config by name' if config else ' by position'}"
+        raise TypeError(
+            f"the forward of {where} takes {signature}, but is given {asked}: {error}"
+            + ("" if config else "; a `config` comes with `configs`")
+        ) from None
+
+
 def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -137,7 +162,23 @@ def implements(
     if backend in (AUTO, "torch") or not backend.isidentifier():
         raise ValueError(f"a backend of your own needs a name of its own, not {backend!r}")
 
+    where = f"{op.name} on {backend}"
+    if not (backward is None or backward == AUTOGRAD or callable(backward)):
+        raise TypeError(f"the backward of {where} is a function, AUTOGRAD or None, not {backward!r}")
+    if configs is not None and not (isinstance(configs, Mapping) and configs):
+        raise TypeError(f"the configs of {where} map names to configurations, the first being the default: {configs!r}")
+    refuse_bare_dtypes(where, dtypes)
+    if isinstance(dtypes, Mapping) and (unknown := [n for n in dtypes if n not in (*op.tensors, *op.lists)]):
+        raise TypeError(f"the dtypes of {where} name {', '.join(unknown)}; its tensors are {', '.join(op.tensors)}")
+    if extras is not None:
+        refuse_words(where, overwrites=extras.overwrites)
+        refuse_unknown(f"the extras' when of {where}", extras.when, op.parameters)
+        refuse_unknown(f"the extras' fake of {where}", extras.fake, [*op.parameters, "needs"])
+        if unknown := [name for name in extras.overwrites if name not in extras.names(op)]:
+            raise TypeError(f"the extras of {where} overwrite {', '.join(unknown)}; they are {extras.names(op)}")
+
     def register(forward: Callable) -> Callable:
+        refuse_other_arguments(where, forward, op.parameters, **({"config": None} if configs else {}))
         options = [name for name in op.parameters if name not in op.tensors]
         kept = list(dict.fromkeys([*op.grads, *op.saved, *options, "needs"]))
         named = [*kept, "config"] if configs else kept

@@ -28,6 +28,7 @@ from tilestack.contract import registry
 from tilestack.contract.autograd import gradient_of_definition, per_parameter
 from tilestack.contract.backends import BackendError
 from tilestack.contract.backends import backend as on_backend
+from tilestack.contract.call import resolve
 from tilestack.contract.implementation import Extras, Implementation
 from tilestack.contract.named import call_named, parameters_of
 from tilestack.contract.operator import Operator, as_tuple
@@ -64,7 +65,7 @@ def define(op: Operator) -> Callable:
         op.validate(arguments)
         given = op.given_tensors(arguments)
         with_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
-        implementation = op.resolve(arguments, with_gradient)
+        implementation = resolve(op, arguments, with_gradient)
         untraceable = op.reads_values and implementation.forward is op.definition
         if implementation.differentiates_itself and not untraceable:
             return implementation.forward(*values)
@@ -171,14 +172,14 @@ class Gradient:
     def run(self, *values: Any, backend: str = "") -> Any:
         available = dict(zip(self.names, values, strict=True))
         implementation = self.implementation(available, backend)
+        config = {"config": implementation and registry.configuration(implementation, available)}
         with torch.no_grad():
             if self.extras is not None:
                 handed = {name: given_back(available[name], name in self.extras.overwrites) for name in self.handed}
-                found = as_tuple(call_named(self.extras.backward, available | handed))
+                found = as_tuple(call_named(self.extras.backward, available | handed | config))
             elif implementation is None:
                 found = gradient_of_definition(self.op, available)
             else:
-                config = {"config": registry.configuration(implementation, available)}
                 found = as_tuple(call_named(implementation.own_backward, available | config))
         return self.results(found, available, values)
 
@@ -254,8 +255,10 @@ def define_with_extras(op: Operator, backend: str) -> Callable:
 
     def run(*values: Any, backend: str = backend) -> tuple[Tensor, ...]:
         *arguments, needs = values
+        named = dict(zip(op.parameters, arguments, strict=True))
+        also = {"needs": needs, "config": registry.configuration(op.implementations[backend], named)}
         with torch.no_grad():
-            made = extras.forward(*arguments, **({"needs": needs} if extras.asks_needs else {}))
+            made = extras.forward(*arguments, **{k: v for k, v in also.items() if k in parameters_of(extras.forward)})
         out, *handed = made if gradient.handed else (made,)
         return results(out, handed, values)
 

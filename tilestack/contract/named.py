@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,3 +30,17 @@ def refuse_unknown(role: str, function: Callable | None, available: Sequence[str
     """Raise when a function that is part of a contract names what it cannot be given."""
     if missing := [name for name in parameters_of(function) if name not in available] if function else []:
         raise TypeError(f"{role} names {', '.join(missing)}; it has {', '.join(available)}")
+
+
+def refuse_words(role: str, **options: Any) -> None:
+    """Raise where one word stands for a tuple of them: Python would take its letters."""
+    for option, value in options.items():
+        if isinstance(value, str):
+            raise TypeError(f"{role}: {option} is a tuple of names, not {value!r}; write {option}=({value!r},)")
+
+
+def refuse_bare_dtypes(role: str, dtypes: Any) -> None:
+    """Raise where one dtype stands for a tuple of them."""
+    for declared in dtypes.values() if isinstance(dtypes, Mapping) else (dtypes,):
+        if isinstance(declared, torch.dtype):
+            raise TypeError(f"{role}: dtypes are given as a tuple, not {declared}; write ({declared},)")

@@ -29,7 +29,17 @@ from tilestack.contract import registry
 from tilestack.contract.call import Plans, warm_up, write_call
 from tilestack.contract.cases import Case, Make
 from tilestack.contract.implementation import AUTOGRAD, FLOATS, Implementation, short
-from tilestack.contract.named import Reason, answer_of, call_named, parameters_of, refuse_unknown
+from tilestack.contract.named import (
+    Reason,
+    answer_of,
+    call_named,
+    parameters_of,
+    refuse_bare_dtypes,
+    refuse_unknown,
+    refuse_words,
+)
+
+TENSORS = (Tensor, Tensor | None, list[Tensor], Sequence[Tensor])  # what an argument made of tensors may be
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,8 +84,8 @@ class Operator(Generic[P, R]):
         self.signature = inspect.signature(definition)
         self.parameters = list(self.signature.parameters)
         self.annotations = typing.get_type_hints(definition)
-        if unannotated := [name for name in self.parameters if name not in self.annotations]:
-            raise TypeError(f"{self.name}: annotate {', '.join(unannotated)}; annotations are an operator's schema")
+        refuse_unclear(self.name, self.signature, self.annotations, outputs)
+        refuse_words(self.name, outputs=outputs, mutates=mutates, consumes=consumes)
         of_type = lambda *types: [name for name in self.parameters if self.annotations[name] in types]
         self.tensors = of_type(Tensor, Tensor | None)
         self.optional = of_type(Tensor | None)
@@ -99,8 +109,13 @@ class Operator(Generic[P, R]):
         for role, names in (("mutates", self.mutates), ("consumes", self.consumes), ("dtypes", self.dtypes)):
             if unknown := [name for name in names if name not in (*self.tensors, *self.lists)]:
                 raise TypeError(f"{self.name}: {role} names {', '.join(unknown)}, which is no tensor argument of it")
-        if reserved := {"out", "backend", "config", "needs"} & set(self.parameters):
-            raise TypeError(f"{self.name}: an argument cannot be called {', '.join(sorted(reserved))}")
+        taken = {"out", "backend", "config", "needs", "ctx", "self", *self.grads, *self.outputs}
+        if reserved := taken & set(self.parameters):
+            raise TypeError(
+                f"{self.name}: an argument cannot be called {', '.join(sorted(reserved))}, which gradients, results or "
+                "the call itself are called; give it another name"
+            )
+        refuse_bare_dtypes(self.name, dtypes)
         refuse_unknown(f"the cost of {self.name}", cost, self.parameters)
         refuse_unknown(f"the check of {self.name}", check, self.parameters)
         refuse_unknown(f"the tuning_key of {self.name}", tuning_key, self.parameters)
@@ -175,7 +190,7 @@ class Operator(Generic[P, R]):
                     f"{self.name}: {name} must be {' or '.join(map(short, accepted))}, not {short(tensor.dtype)}"
                 )
         if self.check is not None and (reason := answer_of(self.check, arguments)) is not True:
-            raise ValueError(f"{self.name}: {reason}")
+            raise ValueError(f"{self.name}: {reason or 'its `check` refuses these arguments'}")
 
     @functools.cached_property
     def floating(self) -> set[str]:
@@ -213,6 +228,23 @@ class Operator(Generic[P, R]):
         )
         backward = size(outputs if declared.arriving is None else declared.arriving) + size(write)
         return (declared.flops + flops, forward + backward) if direction == "both" else (flops, backward + size(read))
+
+
+def refuse_unclear(name: str, signature: inspect.Signature, hints: dict[str, Any], outputs: Sequence | None) -> None:
+    """Raise where a definition leaves open what its arguments and results are."""
+    for argument, declared in signature.parameters.items():
+        if declared.kind is not declared.POSITIONAL_OR_KEYWORD:
+            raise TypeError(f"{name}: {argument} must be an ordinary argument, which implementations get by position")
+        if argument not in hints:
+            raise TypeError(f"{name}: annotate {argument}; annotations are an operator's schema")
+        if "Tensor" in str(hints[argument]) and hints[argument] not in TENSORS:
+            raise TypeError(
+                f"{name}: {argument} is {hints[argument]}; tensors come as Tensor, Tensor | None or list[Tensor]"
+            )
+    several = typing.get_args(hints["return"]) if typing.get_origin(hints.get("return")) is tuple else ()
+    if several and Ellipsis not in several and len(several) != len(outputs or ()):
+        given = f"outputs names {len(outputs)}" if outputs else "outputs names none of them"
+        raise TypeError(f"{name} returns {len(several)} results, but {given}; give each a name: outputs=(...)")
 
 
 def as_tuple(value: Any) -> tuple:

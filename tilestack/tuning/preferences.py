@@ -64,7 +64,7 @@ def nearest(bucket: str, measured: Iterable[str]) -> str | None:
 
 def parts_of(bucket: str) -> tuple[list[int], list[str]]:
     numbers, *words = bucket.split(" ")
-    return [int(number) for number in numbers.split("x")], words
+    return [int(number) for number in numbers.split("x") if number], words
 
 
 def bucket_of(op: Operator, arguments: dict[str, Any]) -> tuple[str, str]:
@@ -87,7 +87,10 @@ def key_of(op: Operator, arguments: dict[str, Any]) -> tuple | None:
         return None if not isinstance(first, Tensor) else (first.numel(), first.shape[-1] if first.ndim else 1)
     if any(name not in arguments for name in parameters_of(op.tuning_key)):
         return None
-    return call_named(op.tuning_key, arguments)
+    key = call_named(op.tuning_key, arguments)
+    if not isinstance(key, tuple) or not all(isinstance(part, int | str | torch.SymInt) for part in key):
+        raise TypeError(f"the tuning_key of {op.name} answers a tuple of whole numbers and words, not {key!r}")
+    return key
 
 
 def gpu_slug(name: str) -> str:
