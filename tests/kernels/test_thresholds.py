@@ -30,6 +30,7 @@ UNDECIDED = {
     "memory.embedding sorted_and_zeros: vocabulary < 2**30": TOO_LARGE,
     "memory.permute index_up_to: farthest < 2**31": TOO_LARGE,
     "memory.rows sorted_by_place: rows <= torch.iinfo(d).max": TOO_LARGE,
+    "norm.rows norm_forward: ragged.granule(columns, size) > 0": "the other way takes rows apart, one of the layouts",
     "softmax.masked places_in_mask: shape[-1] > 1": "the other way takes a mask that is strided, one of the layouts",
     "optim.steps log: x > 0": "optimizers are no operators; tests/optim takes both ways",
 }
