@@ -8,7 +8,7 @@ import contextlib
 import importlib
 
 LOWERED = {
-    "columns summed in shares": ("memory.columns", dict(FEW_LINES=2), ["layer_norm", "group_norm", "reduce_sum"]),
+    "columns summed in shares": ("memory.columns", dict(FEW_LINES=200), ["reduce_sum"]),
     "logits in several chunks": (
         "loss.linear_cross_entropy",
         dict(CHUNK_BYTES=4 * 65 * 2, ROW_MULTIPLE=1, MANY=1),
