@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tilestack.lab.compile import INSTRUCTIONS, KernelReport, gate
+from tilestack.lab import compile
+from tilestack.lab.compile import INSTRUCTIONS, KernelReport, gate, spills_no_longer_owed
 
 SOUND = KernelReport(
     operator="linear",
@@ -59,6 +60,18 @@ def test_a_sound_report_passes():
 def test_each_fault_is_named(fault, reason):
     (found,) = gate(replace(SOUND, **fault))
     assert reason in found
+
+
+def test_a_spill_is_owed_up_to_its_limit_on_its_gpu(monkeypatch):
+    monkeypatch.setattr(compile, "SPILLS_OWED", {"matmul_kernel": ({90: 16}, "a reason")})
+    owing = replace(SOUND, spill_bytes=16)
+    assert gate(owing) == []
+    assert gate(replace(owing, spill_bytes=20)) == ["spills 20 bytes of registers, owed are at most 16 on sm_90"]
+    assert gate(replace(owing, capability=100, instructions=dict.fromkeys(INSTRUCTIONS, 0) | dict(tcgen05=2)))
+    assert gate(replace(owing, kernel="another_kernel"))
+    assert spills_no_longer_owed([SOUND, owing]) == []
+    assert spills_no_longer_owed([SOUND]) == ["matmul_kernel on sm_90"]
+    assert spills_no_longer_owed([replace(SOUND, kernel="another_kernel")]) == []  # it was not compiled
 
 
 @pytest.mark.parametrize(

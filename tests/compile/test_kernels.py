@@ -6,7 +6,7 @@ On sm_90 in all cases that tell something; on the others in one of each operator
 import pytest
 from rich.console import Console
 
-from tilestack.lab.compile import KernelReport, gate
+from tilestack.lab.compile import KernelReport, gate, spills_no_longer_owed
 from tilestack.lab.explain import render_explain
 
 WALK = """
@@ -22,23 +22,6 @@ reports = explain(capability=int(sys.argv[1]), dtypes=dtypes, every_bench=False)
 print(json.dumps([report.row() for report in reports]))
 """
 
-# Kernels whose spills are known and not yet cured; every other gate holds for them too.
-ODD = "rows of odd length give each element an address of its own, and some tiles run out of registers for them"
-SPILLS_OWED = {
-    "norm_long_fwd_kernel": ODD,
-    "norm_long_bwd_kernel": ODD,
-    "softmax_bwd_kernel": ODD,
-    "group_norm_fwd_kernel": ODD,
-    "group_norm_bwd_kernel": "its largest tile is a few registers too many before sm_90",
-    "gather_kernel": "a few bytes on sm_100, in the smallest case",
-    "attention_bwd_kernel": "addresses that never change are fetched again in each step, beside two sums of 64 registers each",
-    "matmul_kernel": "ptxas spills a few bytes of the float32 tiles below the register limit",
-}
-
-
-def owed(report: KernelReport) -> bool:
-    return report.kernel in SPILLS_OWED and all(reason.startswith("spills") for reason in gate(report))
-
 
 @pytest.mark.parametrize(("capability", "dtypes"), [(80, "bfloat16"), (90, "bfloat16,float32"), (100, "bfloat16")])
 def test_kernels_pass_the_gates(uninterpreted, capability, dtypes):
@@ -47,11 +30,10 @@ def test_kernels_pass_the_gates(uninterpreted, capability, dtypes):
     assert {"forward", "backward"} == {report.direction for report in reports}
     assert set(dtypes.split(",")) == {report.dtype for report in reports}
     failing = [report for report in reports if gate(report)]
-    unexpected = [report for report in failing if not owed(report)]
-    if unexpected:
+    if failing:
         console = Console(width=200)
         with console.capture() as table:
-            console.print(render_explain(unexpected))
+            console.print(render_explain(failing))
         pytest.fail(table.get(), pytrace=False)
-    if failing:
-        pytest.xfail("; ".join(f"{kernel}: {SPILLS_OWED[kernel]}" for kernel in sorted({r.kernel for r in failing})))
+    unneeded = [entry for entry in spills_no_longer_owed(reports) if entry.endswith(f"sm_{capability}")]
+    assert not unneeded, "these spill no longer: strike them off SPILLS_OWED in lab/compile.py"

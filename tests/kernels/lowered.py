@@ -8,14 +8,14 @@ import contextlib
 import importlib
 
 LOWERED = {
-    "columns summed in shares": ("memory.columns", dict(FEW_LINES=2), ["layer_norm", "group_norm"]),
+    "columns summed in shares": ("memory.columns", dict(FEW_LINES=200), ["reduce_sum"]),
     "logits in several chunks": (
         "loss.linear_cross_entropy",
         dict(CHUNK_BYTES=4 * 65 * 2, ROW_MULTIPLE=1, MANY=1),
         ["linear_cross_entropy"],
     ),
     "ids sorted, not counted": ("memory.embedding", dict(COUNTED=16), ["embedding"]),
-    "gates too long for registers": ("quantised.gated", dict(WIDEST=512), ["silu_mul_int8"]),
+    "gates too long for registers": ("quantised.gated", dict(WIDEST_QUANTISED=512), ["silu_mul_int8"]),
 }
 
 

@@ -82,7 +82,7 @@ def floating(value):
 def call_all(operators):
     for operator in operators:
         for case in (case for case in operator.cases if case.kind == "check"):
-            for dtype in (torch.float16, torch.float32):
+            for dtype in (torch.float16, torch.float32, torch.float64):
                 for backend, implementation in operator.implementations.items():
                     arguments = operator.bind(**case.build(Make(dtype)))
                     if backend != "torch" and not implementation.refuses(arguments, CPU):

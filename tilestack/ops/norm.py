@@ -10,7 +10,7 @@ from tilestack.ops.numerics import wide
 # A row of one element is its own mean and a row of two is always ±1: their gradients are rounding around zero, which
 # nothing can be held against.
 CENTRED_CHECKS = [shape for shape in ROW_CHECKS if shape[-1] != 1] + [(1, 3)]
-LONG_CHECKS = [(1, 8192), (3, 8200), (1, 12001), (2, 33000)]  # longer than tiles of one, two and no sums
+LONG_CHECKS = [(4, 1024), (1, 8192), (3, 8200), (1, 12001), (2, 33000)]  # longer than tiles of one, two and no sums
 RAGGED_CHECK = (9, 1029)  # rows that start in every place between two 16-byte borders
 
 
