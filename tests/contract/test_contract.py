@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.contract import AUTOGRAD, Extras, backend, call, implements, operator, registry
+from tilestack.contract import AUTOGRAD, Extras, backend, call, check_values, implements, operator, registry
 from tilestack.contract.cases import cases
 
 pytestmark = pytest.mark.usefixtures("mine")
@@ -381,3 +381,19 @@ def test_the_innermost_choice_for_an_operator_wins():
     implements(ops.relu, backend="inner")(lambda x: x + 7)
     with backend(relu="torch"), backend(relu="inner"):
         assert torch.equal(ops.relu(torch.zeros(2)), torch.full((2,), 7.0))
+
+
+def test_a_new_implementation_a_need_and_checking_values_count_from_the_next_call_on():
+    x, rows = torch.zeros(2), torch.tensor([9])
+    with backend("renewed"):
+        for added in (1, 2):
+            implements(ops.relu, backend="renewed")(lambda x, added=added: x + added)
+            assert torch.equal(ops.relu(x), torch.full((2,), float(added)))
+    with backend("triton"):
+        ops.embedding(rows, torch.randn(4, 3))
+        check_values(True)
+        try:
+            with pytest.raises(IndexError):
+                ops.embedding(rows, torch.randn(4, 3))
+        finally:
+            check_values(None)
