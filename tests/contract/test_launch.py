@@ -227,3 +227,69 @@ def test_an_unknown_launcher_is_called_as_triton_calls_it():
 def test_a_tile_must_be_named_as_a_descriptor():
     with pytest.raises(TypeError, match="takes a tile as n; name it n_desc"):
         launch(Kernel(), (1,), OnGpu(16), None, Tile(OnGpu(16), (4,), (1,), (4,)), 0.5, BLOCK=64)
+
+
+def test_another_current_device_is_left_for_the_launch_and_found_again(monkeypatch):
+    entered = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or torch.no_grad())
+    kernel = Kernel()
+    launch(kernel, (1,), OnGpu(16), None, 5, 0.5, BLOCK=64)
+    launch(kernel, (1,), OnGpu(16), None, 5, 0.5, BLOCK=64)
+    assert entered == [0], "to compile; then it is the current one"
+    other = Kernel()
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    for _ in range(2):
+        launch(other, (1,), OnGpu(16), None, 5, 0.5, BLOCK=64)
+    assert entered == [0, 0, 0]
+
+
+def test_true_and_false_are_told_apart():
+    kernel = Kernel()
+    for n in (True, False, True):
+        launch(kernel, (1,), OnGpu(16), None, n, 0.5, BLOCK=64)
+    assert [values[-3] for values in kernel.direct] == [False, True][-len(kernel.direct) :]
+    assert len(launcher._by_values) == 2
+
+
+class MovesTiles:
+    """A kernel(x_desc, out_ptr) whose Triton encodes descriptors in a way we do not know."""
+
+    __name__ = "moves_tiles"
+    arg_names = ("x_desc", "out_ptr")
+    params = tuple(SimpleNamespace(name=name, is_constexpr=False) for name in arg_names)
+
+    def __init__(self):
+        self.compiled_for, self.given = [], []
+
+    def __getitem__(self, grid):
+        def run(x, out):
+            self.compiled_for.append(tuple(x.block_shape))
+            return SimpleNamespace(run=lambda *values: self.given.append(values), function=0, packed_metadata=None)
+
+        return run
+
+
+def test_a_tile_of_another_block_is_compiled_again_and_one_of_another_shape_encoded_again(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
+    kernel, x, out = MovesTiles(), torch.randn(16, 16), OnGpu(16)
+    block = lambda shape, size: Tile(x, shape, (shape[1], 1), size)
+    for tile in (block((16, 16), (8, 8)), block((16, 16), (4, 8)), block((8, 32), (8, 8)), block((16, 16), (8, 8))):
+        launch(kernel, (1,), tile, out)
+    assert kernel.compiled_for == [(8, 8), (4, 8)]
+    assert [list(values[-2].shape) for values in kernel.given] == [[8, 32], [16, 16]]
+
+
+def test_noting_ends_with_its_block_even_in_an_error():
+    from triton import knobs
+
+    hooks = list(knobs.runtime.launch_enter_hook.calls)
+    for fails in (False, True):
+        try:
+            with launcher.noting([]):
+                assert launcher.notes
+                assert not fails
+        except AssertionError:
+            assert fails
+        assert not launcher.notes
+        assert list(knobs.runtime.launch_enter_hook.calls) == hooks

@@ -57,3 +57,18 @@ def test_transforms_work_on_torch_and_are_refused_by_name_on_triton(transformed)
         for _ in range(2):
             with pytest.raises(NotImplementedError, match=r"silu (cannot be transformed by torch.func|has no forward)"):
                 transformed(ops.silu)
+
+
+def test_a_second_derivative_is_refused_where_a_gradient_comes_from_extras_alone():
+    """A product with the Hessian of a loss: the loss's own second derivative must not be left out without a word."""
+    targets, direction = torch.tensor([1, 2]), torch.randn(2, 5)
+    product = lambda loss: torch.autograd.functional.vhp(
+        lambda x: loss(x.tanh(), targets), torch.randn(2, 5), direction, strict=False
+    )
+    with backend("torch"):
+        assert product(ops.cross_entropy)[1].any()
+    with (
+        backend("triton"),
+        pytest.raises(NotImplementedError, match="cross_entropy has no second derivative on triton"),
+    ):
+        product(ops.cross_entropy)

@@ -195,3 +195,9 @@ def test_a_tuning_key_of_another_kind_is_refused(key, monkeypatch):
     monkeypatch.setattr(ops.softmax, "tuning_key", lambda x: key)
     with pytest.raises(TypeError, match="the tuning_key of softmax answers a tuple of whole numbers and words, not"):
         preferences.bucket_of(ops.softmax, arguments_of(8, 8))
+
+
+def test_a_configuration_belongs_to_its_backend():
+    assert registry.config_in("mine:wide", "mine") == "wide"
+    assert registry.config_in("other:wide", "mine") == ""
+    assert registry.config_in("mine", "mine") == ""

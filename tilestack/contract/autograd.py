@@ -64,6 +64,9 @@ def write_function_class(implementation: Implementation, extras: Extras | None) 
     wanted = {name: f"_wanted[{parameters.index(name) + 1}]" for name in tensors}
     needs = f"[{listed(wanted.values())}]"
     asks = extras is not None and extras.asks_needs
+    # Extras are made from arguments: of one that is not kept besides, a second derivative could not even be refused later.
+    linked = not handed or any(name in kept for name in outputs)
+    unlinked = [wanted[name] for name in tensors if not linked and name not in kept]
     text = f"""
 def forward(ctx, _pair, {listed(parameters)}):
 {
@@ -87,6 +90,8 @@ def backward(ctx, {listed(op.grads)}):
         )
     }
     if _grad_enabled():
+        if {" or ".join(unlinked) or "False"}:
+            raise _no_second_derivative(_implementation.operator.name, _implementation.backend)
         with _no_grad():
             _found = _as_tuple(_pair.backward({listed(named)}))
         _found = _once_only(_implementation, _found, ({listed(op.grads)}{
@@ -107,6 +112,7 @@ def backward(ctx, {listed(op.grads)}):
         _as_tuple=as_tuple,
         _once_only=once_only,
         _miscounted=miscounted,
+        _no_second_derivative=no_second_derivative,
         _keeps_graph=torch._C._autograd._get_current_graph_task_keep_graph,
     )
     write_function("forward", text, scope)
@@ -133,6 +139,12 @@ def once_only(
     )
 
 
+def no_second_derivative(operator: str, backend: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{operator} has no second derivative on {backend}; run it `with tilestack.backend({operator}='torch')` to differentiate twice"
+    )
+
+
 class OnceOnly(torch.autograd.Function):
     """Passes a first derivative on and refuses to differentiate it again."""
 
@@ -143,10 +155,7 @@ class OnceOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _):
-        operator, backend = ctx.about
-        raise NotImplementedError(
-            f"{operator} has no second derivative on {backend}; run it `with tilestack.backend({operator}='torch')` to differentiate twice"
-        )
+        raise no_second_derivative(*ctx.about)
 
 
 def gradient_of_definition(op: Operator, available: dict[str, Any]) -> tuple[Tensor | None, ...]:
