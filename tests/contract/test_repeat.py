@@ -15,6 +15,7 @@ from triton import knobs
 
 from tilestack import contract, ops
 from tilestack.contract import backend, source_of
+from tilestack.contract import launch as launcher
 from tilestack.contract import workspace as workspaces
 from tilestack.contract.call import copied
 from tilestack.contract.launch import launch
@@ -430,3 +431,118 @@ def test_a_place_that_does_not_fit_is_refused_in_every_call():
     for _ in range(4):
         with pytest.raises(ValueError, match="but the result is"):
             repeated(on_gpu(2, 4), on_gpu(4), on_gpu(4), 0.5)
+
+
+@pytest.mark.parametrize(("size", "start", "own"), [(8, 4, 1), (8, 8, 0), (8, 0, 1), (4, 4, 0)])
+def test_a_place_over_an_argument_is_written_once_that_is_read(size, start, own):
+    """Elements past those of the place are the argument's, from behind and from before."""
+    into = lambda place, *values: place.copy_(weighted_sum(*values))
+    for swapped in (False, True):
+        repeated = Repeated(weighted_sum, places=1, otherwise=into)
+        for _ in range(3):
+            repeated(on_gpu(size), on_gpu(size), on_gpu(size), 0.5)
+        before, memory, y = repeated.own, on_gpu(3 * size), on_gpu(size)
+        x, place = memory[:size], memory[start : start + size]
+        if swapped:
+            x, place = place, x
+        expected = torch.Tensor(x + 0.5 * y)
+        repeated(place, x, y, 0.5)
+        assert torch.equal(torch.Tensor(place), expected)
+        assert repeated.own - before == own
+
+
+def test_a_wide_argument_reaches_further_than_the_place():
+    def first_column_doubled(x):
+        out = torch.empty(4)
+        launch(kernel, (1,), x, x, out, 4, 1.0, BLOCK=8)
+        return out
+
+    repeated = Repeated(first_column_doubled, places=1, otherwise=lambda p, x: p.copy_(first_column_doubled(x)))
+    for _ in range(3):
+        repeated(on_gpu(4), on_gpu(16))
+    memory = on_gpu(16)
+    before = repeated.own
+    repeated(memory[12:], memory)  # behind the place's own length, but in the argument
+    repeated(memory[:4], memory)
+    assert repeated.own - before == 2
+
+
+def test_an_argument_that_is_returned_is_copied_to_its_place():
+    def both(x, y):
+        return weighted_sum(x, y), y
+
+    def into(first, second, x, y):
+        first.copy_(weighted_sum(x, y))
+        second.copy_(y)
+
+    repeated = Repeated(both, places=2, otherwise=into)
+    for _ in range(5):
+        first, second, x, y = (on_gpu(4) for _ in range(4))
+        repeated(first, second, x, y)
+        assert torch.equal(torch.Tensor(first), torch.Tensor(x + y))
+        assert torch.equal(torch.Tensor(second), torch.Tensor(y))
+
+
+def test_nothing_is_noted_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr("tilestack.contract.repeat.capturing", lambda: True)
+    repeated = Repeated(weighted_sum)
+    for _ in range(4):
+        repeated(on_gpu(4), on_gpu(4), 0.5)
+    assert repeated.own == 4
+
+
+def test_lists_of_tensors_are_not_repeated():
+    repeated = Repeated(lambda x, ys: weighted_sum(x, ys[0]))
+    for _ in range(4):
+        x, y = on_gpu(4), on_gpu(4)
+        assert torch.equal(torch.Tensor(repeated(x, [y])), torch.Tensor(x + y))
+    assert repeated.own == 4
+
+
+def test_a_result_of_another_dtype_than_its_memory_keeps_it():
+    def as_bits(x, y):
+        return weighted_sum(x, y).view(torch.int32)
+
+    repeated = Repeated(as_bits)
+    for _ in range(4):
+        x, y = on_gpu(4), on_gpu(4)
+        assert torch.equal(torch.Tensor(repeated(x, y).view(torch.float32)), torch.Tensor(x + y))
+
+
+def test_the_grid_is_repeated_in_its_order(monkeypatch):
+    seen = []
+
+    def over_a_grid(x, y):
+        out = torch.empty_like(x)
+        launch(kernel, (2, 3), x, y, out, x.numel(), 1.0, BLOCK=8)
+        return out
+
+    compute_on_host = Launcher.launch
+    monkeypatch.setattr(
+        Launcher,
+        "launch",
+        staticmethod(lambda x, y, z, *values: seen.append((x, y, z)) or compute_on_host(x, y, z, *values)),
+    )
+    launcher._by_values.clear()
+    launcher._compiled.clear()
+    repeated = Repeated(over_a_grid)
+    for _ in range(4):
+        repeated(on_gpu(4), on_gpu(4))
+    assert repeated.own == 2
+    assert set(seen) == {(2, 3, 1)}
+
+
+def test_a_view_into_another_argument_is_not_taken_for_either():
+    """Both arguments lie in one memory, and the view of the first begins where the second does."""
+
+    def second_half(x, y):
+        out = torch.empty(4)
+        launch(kernel, (1,), x[4:].as_subclass(OnGpu), None, out, 4, 1.0, BLOCK=8)
+        return out
+
+    repeated = Repeated(second_half)
+    for _ in range(3):
+        memory = on_gpu(8)
+        repeated(memory, memory[4:])
+    x, y = on_gpu(8), on_gpu(4)
+    assert torch.equal(torch.Tensor(repeated(x, y)), torch.Tensor(x[4:]))
