@@ -92,3 +92,15 @@ def test_extras_reach_the_backward_under_a_compiler():
     out.backward(torch.arange(5.0))
     assert made
     assert torch.equal(x.grad, 2 * torch.arange(5.0) * (x > 0))
+
+
+@pytest.mark.usefixtures("outside")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_runs_the_very_implementation_of_the_forward(reentrant):
+    ran = []
+    contract.implements(ops.relu, backend="mine", backward=contract.AUTOGRAD)(lambda x: ran.append(1) or torch.relu(x))
+    x = torch.randn(4, requires_grad=True)
+    with backend("mine"):
+        out = checkpoint(lambda x: ops.relu(x) * 2, x, use_reentrant=reentrant)
+    out.sum().backward()
+    assert len(ran) == 2

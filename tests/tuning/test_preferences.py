@@ -201,3 +201,15 @@ def test_a_configuration_belongs_to_its_backend():
     assert registry.config_in("mine:wide", "mine") == "wide"
     assert registry.config_in("other:wide", "mine") == ""
     assert registry.config_in("mine", "mine") == ""
+
+
+@pytest.mark.usefixtures("outside")
+def test_a_new_table_counts_from_the_next_call_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(preferences, "TABLES", tmp_path)
+    machine = dict(slug="tested")
+    for fastest, other in (("triton", "aten"), ("aten", "triton")):
+        ops.softmax(torch.ones(2))
+        assert len(ops.softmax.plans)
+        preferences.write_table(dict(machine=machine, rows=[row(fastest, 1.0), row(other, 9.0)]), tmp_path)
+        assert preferences.table_of("tested")["softmax"]["default"] == [fastest, other]
+        assert not len(ops.softmax.plans)
