@@ -104,3 +104,22 @@ def test_recomputation_runs_the_very_implementation_of_the_forward(reentrant):
         out = checkpoint(lambda x: ops.relu(x) * 2, x, use_reentrant=reentrant)
     out.sum().backward()
     assert len(ran) == 2
+
+
+@pytest.mark.usefixtures("outside")
+def test_extras_registered_anew_are_the_ones_that_are_compiled():
+    found = []
+    for scale in (2.0, 7.0):
+        extras = contract.Extras(
+            lambda x, scale=scale: (torch.relu(x), torch.full_like(x, scale)),
+            lambda grad, factor: grad * factor,
+            when=lambda x: True,
+            fake=lambda x: torch.empty_like(x),
+        )
+        contract.implements(ops.relu, backend="mine", backward=lambda grad, out: grad, extras=extras)(torch.relu)
+        torch.compiler.reset()
+        x = torch.ones(1, requires_grad=True)
+        with backend("mine"):
+            torch.compile(lambda x: ops.relu(x), fullgraph=True, backend="aot_eager")(x).backward()
+        found.append(x.grad.item())
+    assert found == [2.0, 7.0]

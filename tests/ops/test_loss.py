@@ -292,4 +292,9 @@ class TestCompiled:
         arguments = ops.linear_cross_entropy.bind(**head_arguments())
         arguments["x"].requires_grad_(needs[0])
         arguments["weight"].requires_grad_(needs[1])
-        torch.library.opcheck(define_with_extras(ops.linear_cross_entropy, "triton"), (*arguments.values(), needs))
+        torch.library.opcheck(
+            define_with_extras(
+                ops.linear_cross_entropy, "triton", ops.linear_cross_entropy.implementations["triton"].extras
+            ),
+            (*arguments.values(), needs),
+        )

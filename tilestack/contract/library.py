@@ -72,7 +72,7 @@ def define(op: Operator) -> Callable:
         extras = implementation.extras_of(arguments) if with_gradient else None
         if extras is not None and extras.fake is not None:
             needs = [isinstance(arguments[name], Tensor) and arguments[name].requires_grad for name in op.tensors]
-            found = define_with_extras(op, implementation.backend)(*values, needs)
+            found = define_with_extras(op, implementation.backend, extras)(*values, needs)
             return found[0] if len(op.outputs) == 1 else tuple(found[: len(op.outputs)])
         return opaque(*values, backend=implementation.backend)
 
@@ -241,11 +241,11 @@ class Gradient:
 
 
 @functools.cache
-def define_with_extras(op: Operator, backend: str) -> Callable:
+def define_with_extras(op: Operator, backend: str, extras: Extras) -> Callable:
     """`<name>_with_extras_<backend>(arguments, needs) -> (results, extras)` and the gradient that takes them."""
     name = f"{op.name}_with_extras_{backend}"
-    extras = op.implementations[backend].extras
-    assert extras is not None
+    if hasattr(torch.ops.tilestack, name):  # of a backend that was registered anew; PyTorch keeps names for good
+        name = f"{name}_{id(extras)}"
     assert extras.fake is not None
     imagine = extras.fake
 

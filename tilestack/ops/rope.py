@@ -305,6 +305,24 @@ def qkv_cost(heads: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, 
     return Cost(flops, flops, read=[turned, *angles], write=[turned], backward_read=angles, backward_write=[heads])
 
 
+def qkv_rope_gradient(
+    grad_turned_q: Tensor, grad_turned_k: Tensor, grad_v: Tensor, heads: Tensor, q_weight: Tensor | None,
+    k_weight: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, q_heads: int, k_heads: int, eps: float,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    dq_weight = dk_weight = None
+    turned = grad_turned_q, grad_turned_k
+    if q_weight is None or k_weight is None:
+        dq, dk, *_ = rope_gradient(*turned, cos, sin, positions, False)
+    else:
+        q, k = heads[:, :, :q_heads], heads[:, :, q_heads : q_heads + k_heads]
+        dq, dk, dq_weight, dk_weight, *_ = qk_norm_rope_gradient(
+            *turned, q, k, q_weight, k_weight, cos, sin, positions, False, eps
+        )
+    assert dq is not None
+    assert dk is not None
+    return torch.cat((dq, dk, grad_v), 2), dq_weight, dk_weight, None, None, None
+
+
 @operator(
     cases=cases(
         qkv_case,
@@ -319,6 +337,7 @@ def qkv_cost(heads: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, 
     ),
     cost=qkv_cost,
     check=qkv_takes,
+    gradient=qkv_rope_gradient,
     outputs=("turned_q", "turned_k", "v"),
     views=dict(v="heads"),
 )
