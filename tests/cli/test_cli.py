@@ -104,7 +104,7 @@ def test_verify_names_the_case_that_a_planted_backend_gets_wrong(tilestack, tmp_
     )
     assert done.returncode == 1
     wrong = " ".join(done.stdout.split())  # as a narrow terminal wraps it
-    assert "WRONG add planted 33 plain float32 forward: out: 1 of 33 elements are out of bound, worst at [32]" in wrong
+    assert "WRONG add planted 33, plain float32 forward: out: 1 of 33 elements are out of bound, worst at [32]" in wrong
 
 
 CRASHING = """

@@ -62,7 +62,7 @@ def test_header_names_the_machine(page):
 def test_every_row_is_in_the_table_with_its_numbers(page):
     rows = table_rows(section(page, "this-machine-every-measurement"))
     assert len(rows) == len(small_result().rows)
-    ours = next(row for row in rows if row[:5] == ["softmax", "8192x4096x-1", "bfloat16", "forward", "triton"])
+    ours = next(row for row in rows if row[:5] == ["softmax", "8192×4096, dim -1", "bfloat16", "forward", "triton"])
     assert ours[5:12] == ["80.0 µs", "1.0%", "9.5 µs", "3.36", "6.25", "84%", "1.25×"]
     failed = next(row for row in rows if row[4] == "liger")
     assert failed[5:] == ["–"] * 8 + ["ran out of &lt;memory&gt;"]
@@ -220,7 +220,7 @@ def test_every_commit_and_the_dates_of_saved_rows_are_told(tmp_path):
 
 def test_a_processor_counts_in_thousands_less(tmp_path):
     page = written(tmp_path, [replace(small_result(), machine=CPU)], [], CPU)
-    ours = next(row for row in table_rows(section(page, "this-machine-every-measurement")) if row[:2] == ["softmax", "8192x4096x-1"])  # fmt: skip
+    ours = next(row for row in table_rows(section(page, "this-machine-every-measurement")) if row[:2] == ["softmax", "8192×4096, dim -1"])  # fmt: skip
     assert ours[8:10] == ["3,355", "6,250"]
     head = re.search(r"<thead>.*?</thead>", section(page, "this-machine-every-measurement"))[0]
     assert "GB/s" in head

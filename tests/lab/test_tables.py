@@ -36,8 +36,8 @@ def test_headline_has_one_line_per_operator(root):
     header, _, *rows = cells(written)
     assert header[0] == "operator"
     assert sorted(rows) == [
-        ["`linear`", "4096x4096x4096xplain bfloat16 forward", "400 µs", "344 TFLOP/s", "49%", "0.55× (slower than aten)", "9.5 µs", "0 of 1"],
-        ["`softmax`", "8192x4096x-1 bfloat16 forward", "80.0 µs", "3.36 TB/s", "84%", "**1.25×** compile", "9.5 µs", "1 of 2"],
+        ["`linear`", "4096 rows, 4096 columns, inner 4096, bfloat16 forward", "400 µs", "344 TFLOP/s", "49%", "0.55× (slower than aten)", "9.5 µs", "0 of 1"],
+        ["`softmax`", "8192×4096, dim -1, bfloat16 forward", "80.0 µs", "3.36 TB/s", "84%", "**1.25×** compile", "9.5 µs", "1 of 2"],
     ]  # fmt: skip
     assert written.endswith(STAMP)
 
@@ -51,10 +51,10 @@ def test_training_has_a_line_per_candidate_and_stays_out_of_the_headline(root):
     steps.append(row("train", "tiny, 2x8", "plain", None, note="out of memory"))
     save(root, replace(small_result(), rows=steps), "train")
     assert cells(table("training imaginary", root))[2:] == [
-        ["tiny, 2x8", "**tilestack**", "8,000", "2.0 ms", "2.0 GiB", "4.160 → 3.500", "1.50×"],
-        ["tiny, 2x8", "transformers", "5,333", "3.0 ms", "2.0 GiB", "not recorded", "–"],
-        ["tiny, 2x8", "plain", "out of memory", "–", "–", "–", "–"],
-        ["tiny, 2x8", "not tried: tilestack-compile, plain-compile, transformers-compile, transformers-liger", "–", "–", "–", "–", "–"],
+        ["tiny, 2×8", "**tilestack**", "8,000", "2.0 ms", "2.0 GiB", "4.160 → 3.500", "1.50×"],
+        ["tiny, 2×8", "transformers", "5,333", "3.0 ms", "2.0 GiB", "not recorded", "–"],
+        ["tiny, 2×8", "plain", "out of memory", "–", "–", "–", "–"],
+        ["tiny, 2×8", "not tried: tilestack-compile, plain-compile, transformers-compile, transformers-liger", "–", "–", "–", "–", "–"],
     ]  # fmt: skip
     assert "train" not in table("headline imaginary", root)
 
@@ -67,10 +67,10 @@ def test_operator_table_has_every_case_in_the_order_asked_for(root):
     written = table("operator imaginary softmax,linear", root)
     _, _, *rows = cells(written)
     assert [(r[0], r[1], r[3], r[7]) for r in rows] == [
-        ("`softmax`", "8192x4096x-1", "forward", "**1.25×** compile"),
-        ("`softmax`", "8192x1024x-1", "forward", "0.75× (slower than aten)"),
-        ("`softmax`", "8192x4096x-1", "backward", "no peer"),
-        ("`linear`", "4096x4096x4096xplain", "forward", "0.55× (slower than aten)"),
+        ("`softmax`", "8192×4096, dim -1", "forward", "**1.25×** compile"),
+        ("`softmax`", "8192×1024, dim -1", "forward", "0.75× (slower than aten)"),
+        ("`softmax`", "8192×4096, dim -1", "backward", "no peer"),
+        ("`linear`", "4096 rows, 4096 columns, inner 4096", "forward", "0.55× (slower than aten)"),
     ]
     assert written.endswith(STAMP)
 

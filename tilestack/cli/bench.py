@@ -47,7 +47,9 @@ def bench_command(
     ] = None,
     dtype: Dtypes = None,
     direction: Annotated[str, typer.Option(help="Comma-separated: forward, backward, both.")] = "forward,backward",
-    case: Annotated[str, typer.Option(help="bench, check, or the name of one case.")] = "bench",
+    case: Annotated[
+        str, typer.Option(help="bench, check, or the name of one case, which `tilestack ops NAME` lists.")
+    ] = "bench",
     save: Annotated[
         bool,
         typer.Option(

@@ -1,6 +1,6 @@
 """What an operator is, what an implementation of it promises, and the machinery that turns both into a fast call.
 
-    what people write     operator.py, implementation.py, cases.py, named.py
+    what people write     operator.py, implementation.py, cases.py, labels.py (a case in words), named.py
     who runs a call       backends.py (the choices), registry.py (the rule), recompute.py (checkpointing keeps a choice)
     how it runs           call.py (signature and plan), autograd.py (gradients), library.py (under a compiler)
     how kernels run       launch.py (a launch), descriptors.py (TMA), workspace.py (counters and partial sums),

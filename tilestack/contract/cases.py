@@ -1,5 +1,6 @@
 """Inputs for proving and measuring operators: each case is a name and a recipe that builds the arguments anywhere."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -38,13 +39,26 @@ class Case:
     name: str
     build: Callable[[Make], dict[str, Any]]
     kind: str = "check"
+    sizes: tuple[tuple[str, Any], ...] = ()  # by the names that the builder gives them, where it does
+
+    @property
+    def label(self) -> str:
+        """The case in words; `name` is its identity, in results and on the command line."""
+        from tilestack.contract.labels import label_of_arguments, label_of_sizes
+
+        return label_of_sizes(self.sizes) if self.sizes else label_of_arguments(self.build(Make(device="meta")))
 
 
 def cases(build: Callable[..., dict[str, Any]], *, check: Iterable[tuple], bench: Iterable[tuple] = ()) -> list[Case]:
     """A case for each size: `build(make, *size)` makes the arguments, and the size is the name (`3x1000`, `4x33xtanh`)."""
+    parameters = list(inspect.signature(build).parameters.values())[1:]
+    named = all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in parameters)
 
     def case(size: tuple, kind: str) -> Case:
-        return Case("x".join(map(str, size)) or "scalar", lambda make: build(make, *size), kind)
+        sizes = (
+            tuple((parameter.name, value) for parameter, value in zip(parameters, size, strict=False)) if named else ()
+        )
+        return Case("x".join(map(str, size)) or "scalar", lambda make: build(make, *size), kind, sizes)
 
     return [*(case(size, "check") for size in check), *(case(size, "bench") for size in bench)]
 

@@ -6,6 +6,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from tilestack.lab.labels import case_label
 from tilestack.lab.measured import microseconds
 from tilestack.lab.peers import is_peer
 from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER, Row
@@ -76,7 +77,8 @@ def tables(rows: Sequence[Row], machine: dict[str, Any]) -> list[Table]:
             table.add_column("note")
         last = None
         for row in mine:
-            about = f"{row.case} {row.dtype}" if several else row.case, row.direction
+            label = case_label(row.op, row.case)
+            about = f"{label}, {row.dtype}" if several else label, row.direction
             if last is not None and about != last:
                 table.add_section()
             cells = [COLUMNS[heading](row) for heading in columns]

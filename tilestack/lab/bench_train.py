@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from tilestack.lab.labels import case_label
 from tilestack.lab.peers import OF_TRAINING, importable
 from tilestack.lab.rows import Row, Stored, set_ratios
 from tilestack.lab.stale import TRAINING, is_current, present_source
@@ -183,7 +184,7 @@ def render(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['ratio_to_best_peer']:.2f}×" if row["ratio_to_best_peer"] else "–",
             f"{row['first_loss']:.3f} → {row['last_loss']:.3f}" if row["first_loss"] is not None else "–",
         ]
-        table.add_row(row["case"], row["backend"], *shown, row["note"])
+        table.add_row(case_label(TRAINING, row["case"]), row["backend"], *shown, row["note"])
     return table
 
 

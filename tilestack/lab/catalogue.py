@@ -17,6 +17,7 @@ from tilestack.contract.backends import usable
 from tilestack.contract.cases import Make
 from tilestack.contract.operator import Operator
 from tilestack.contract.registry import candidates
+from tilestack.lab.labels import labels_of
 
 
 def catalogue(device: torch.device, chosen: Sequence[Operator]) -> list[dict[str, Any]]:
@@ -56,12 +57,17 @@ def render_operator(described: Operator, device: torch.device) -> Group:
     for name, implementation in described.implementations.items():
         here = usable(name, device)
         table.add_row(name, "yes" if here is True else escape(str(here)), implementation.forward.__module__)
+    cases = Table("measured on", "--case")
+    for case in described.cases:
+        if case.kind == "bench":
+            cases.add_row(labels_of(described.name)[case.name], case.name)
     signature = str(described.signature).replace("torch.", "")
     return Group(
         Text.assemble((described.name, "bold"), signature),
         Text(inspect.cleandoc(described.__doc__ or ""), style="dim"),
         f"defined in {described.definition.__module__}; auto takes {automatic(described, device)} here",
         table,
+        *([cases] if cases.row_count else []),
         f"prove it: tilestack verify {described.name}    measure it: tilestack bench {described.name}",
     )
 

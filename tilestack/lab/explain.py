@@ -11,6 +11,7 @@ from torch import Tensor
 from tilestack.contract import Case, Operator, operator_named, operators
 from tilestack.contract.cases import Make
 from tilestack.lab.compile import CAPABILITIES, INSTRUCTIONS, KernelReport, compiled_kernels, gate
+from tilestack.lab.labels import case_label
 
 DTYPES = (torch.bfloat16, torch.float32)
 VECTOR = 16  # a row length it divides lets Triton load whole vectors
@@ -67,7 +68,7 @@ def render_explain(reports: Sequence[KernelReport]) -> Table:
         failures = gate(report)
         table.add_row(
             f"{report.operator} {report.direction}",
-            f"{report.case} {report.dtype}",
+            f"{case_label(report.operator, report.case)}, {report.dtype}",
             report.kernel,
             f"{report.num_warps}",
             f"{report.registers}",

@@ -12,6 +12,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from tilestack.contract import operators
+from tilestack.lab.labels import case_label
 from tilestack.lab.peers import BORROWED, is_peer
 from tilestack.lab.results import load_all
 from tilestack.lab.rows import EQUAL, FASTER, SLOWER, Stored, times_faster, verdict
@@ -106,6 +107,11 @@ class Contest:
     @property
     def name(self) -> str:
         return f"{self.op} {self.direction}"
+
+    @property
+    def label(self) -> str:
+        """The case in words."""
+        return case_label(self.op, self.case)
 
     def compute_bound(self, row: Row) -> bool:
         """Whether arithmetic rather than memory sets this row's roof."""

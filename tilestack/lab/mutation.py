@@ -30,6 +30,7 @@ from tilestack.contract.operator import Operator
 from tilestack.contract.registry import operators
 from tilestack.lab.evaluate import compute_standards
 from tilestack.lab.explain import elements
+from tilestack.lab.labels import case_label
 from tilestack.lab.mutants import KINDS, Mutant, mutants_of
 from tilestack.lab.source import KERNELS, file_of_module, files_behind, imported_kernels
 from tilestack.lab.verify import Claim, claims, prove
@@ -148,7 +149,8 @@ class Suite:
                 )
                 found = prove(now, self.standards)
                 if found.ok is not True:
-                    return f"{found.op} {found.case} {found.variant} {found.dtype} {found.direction}: {found.message}"
+                    which = f"{case_label(found.op, found.case)}, {found.variant} {found.dtype} {found.direction}"
+                    return f"{found.op} {which}: {found.message}"
                 if time.process_time() > end:
                     break
         return ""

@@ -51,7 +51,7 @@ def kernel_families() -> dict[str, str]:
 def hover(contest: Contest, row: dict[str, Any]) -> str:
     lines = [
         f"<b>{contest.name}</b>",
-        f"{contest.case} {contest.dtype}, {row['backend']}",
+        f"{contest.label}, {contest.dtype}, {row['backend']}",
         f"{microseconds(row['time_us'])}, {units_of(contest.run).rate(contest, row)}, {percent(row.get('roof_fraction'))} of the roof",
     ]
     if row is contest.ours and contest.peer:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
+from tilestack.lab.labels import case_label
+
 if TYPE_CHECKING:
     from tilestack.lab.verify import Proof
 
@@ -44,7 +46,7 @@ def refutations(proofs: Iterable["Proof"]) -> list[str]:
             groups.setdefault((proof.op, proof.backend, proof.message, *case), []).append(proof)
     lines = []
     for first, *others in groups.values():
-        which = f"{first.case} {first.variant} {first.dtype} {first.direction}"
+        which = f"{case_label(first.op, first.case)}, {first.variant} {first.dtype} {first.direction}"
         more = f" and {len(others)} more" if others else ""
         lines.append(f"[red]WRONG[/red] {first.op} {first.backend} {which}{more}: {escape(first.message)}")
     return lines

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tilestack.lab.labels import case_label
 from tilestack.lab.measured import Contest, Result, contests, mean_ratio, microseconds, percent, score, times
 from tilestack.lab.page import Part, Section, cards, empty, table, text, write_page
 from tilestack.lab.plots import (
@@ -132,7 +133,7 @@ def proof_section(proofs: Sequence[dict[str, Any]]) -> Section:
         used = "infinite" if math.isinf(worst) else percent(worst if bounded else None)
         rows.append([text(op), text(backend), text(dtype), text(direction), (outcome, -wrong), (len(members), len(members)), (used + meter, min(worst, 1e9))])  # fmt: skip
     listed = "".join(
-        f"<li><b>{text(p['op'])}</b> on {text(p['backend'])}, {text(p['case'])} {text(p['variant'])}, {text(p['dtype'])} {text(p['direction'])}: {text(p['message'] or 'error beyond its bound')}</li>"
+        f"<li><b>{text(p['op'])}</b> on {text(p['backend'])}, {text(case_label(p['op'], p['case']))}, {text(p['variant'])}, {text(p['dtype'])} {text(p['direction'])}: {text(p['message'] or 'error beyond its bound')}</li>"
         for p in failures
     )
     heading = f"{len(failures)} of {len(tried)} proofs fail"
@@ -175,7 +176,7 @@ def table_section(found: Sequence[Contest], units: Units) -> Section:
                 against = (f'<b class="{tone}">{times(contest.ratio)}{said}</b>', contest.ratio)
             old = f"older source, {contest.commit}" if row is contest.ours and contest.stale else ""
             rows.append([
-                text(contest.op), text(contest.case), text(contest.dtype), text(contest.direction), text(row["backend"]),
+                text(contest.op), text(contest.label), text(contest.dtype), text(contest.direction), text(row["backend"]),
                 number("time_us", microseconds), number("spread", lambda value: f"{100 * value:.1f}%"), number("host_us", microseconds),
                 number("tb_per_s", scaled), number("tflops", scaled), number("roof_fraction", percent), against,
                 number("peak_mib", "{:,.0f}".format), f'<span class="muted">{text("; ".join(filter(None, (row.get("note"), old))))}</span>',

@@ -110,7 +110,7 @@ def headline(found: list[Contest], names: str = "") -> str:
         best = max(first, key=lambda contest: contest.ours["roof_fraction"] or 0)  # type: ignore[index]
         row = best.ours
         assert row is not None
-        rows.append([marked(f"`{op}`", ours), f"{best.case} {best.dtype} {best.direction}", microseconds(row["time_us"]), rate(best, row), percent(row["roof_fraction"]), against_peer(best), microseconds(row["host_us"]), str(score(ours))])  # fmt: skip
+        rows.append([marked(f"`{op}`", ours), f"{best.label}, {best.dtype} {best.direction}", microseconds(row["time_us"]), rate(best, row), percent(row["roof_fraction"]), against_peer(best), microseconds(row["host_us"]), str(score(ours))])  # fmt: skip
         used += ours
     if not rows:
         return ""
@@ -125,7 +125,7 @@ def operator(found: list[Contest], names: str) -> str:
     for contest in sorted((c for c in found if c.op in wanted), key=lambda c: wanted.index(c.op)):
         if (row := contest.ours) is None:
             continue
-        rows.append([marked(f"`{contest.op}`", [contest]), contest.case, contest.dtype, contest.direction, microseconds(row["time_us"]), rate(contest, row), percent(row["roof_fraction"]), against_peer(contest), microseconds(row["host_us"])])  # fmt: skip
+        rows.append([marked(f"`{contest.op}`", [contest]), contest.label, contest.dtype, contest.direction, microseconds(row["time_us"]), rate(contest, row), percent(row["roof_fraction"]), against_peer(contest), microseconds(row["host_us"])])  # fmt: skip
         used.append(contest)
     if not rows:
         return ""
@@ -137,7 +137,7 @@ def training(found: list[Contest]) -> str:
     """Whole training steps: a line per candidate, fastest first, then those that failed and those that were not tried."""
     rows, used = [], [contest for contest in found if contest.op == TRAINING]
     for contest in used:
-        case = marked(contest.case, [contest])
+        case = marked(contest.label, [contest])
         for row in contest.timed:
             name = f"**{row['backend']}**" if row is contest.ours else row["backend"]
             ratio = "–" if row["ratio_to_best_peer"] is None else times(row["ratio_to_best_peer"])
@@ -155,7 +155,7 @@ def training(found: list[Contest]) -> str:
     if not rows:
         return ""
     header = ["model, micro-batch", "trained by", "tokens/s", "step", "peak memory", "loss, first to last step", "against the best peer"]  # fmt: skip
-    return markdown(header, rows, left=2) + "\n\n" + stamps(used) + older(used, lambda contest: contest.case)
+    return markdown(header, rows, left=2) + "\n\n" + stamps(used) + older(used, lambda contest: contest.label)
 
 
 def roofs(found: list[Contest]) -> str:
