@@ -44,3 +44,9 @@ def test_pre_commit_runs_the_linters_of_make_lint():
 
 def test_the_citation_names_the_version():
     assert yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())["version"] == tilestack.__version__
+
+
+def test_the_changelog_has_dated_notes_for_the_version():
+    """What `make release` asks for before anything else."""
+    notes = (REPOSITORY / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## \[{re.escape(tilestack.__version__)}\] - \d{{4}}-\d\d-\d\d$", notes, re.MULTILINE)
