@@ -77,12 +77,19 @@ def test_on_a_gpu_steps_are_timed_by_events_and_waited_for_once(monkeypatch):
 
 def test_other_work_is_refused(monkeypatch):
     losses = {"tilestack": 4.1, "plain": 4.1001, "transformers": 4.3}
-    monkeypatch.setattr(bench_train, "apart", lambda name, *_: made(1.0, losses[name]))
+    take_turns(monkeypatch, lambda name, work: made(1.0, losses[name]))
     rows = {row["backend"]: row for row in bench_train.bench_train(WORK, list(losses))}
     assert rows["transformers"]["note"] == "not the same work: its first loss is 4.3000, of the others 4.1001"
     assert rows["transformers"]["time_us"] is None
     assert rows["tilestack"]["time_us"] == rows["plain"]["time_us"] == 1e6
     assert rows["tilestack"]["verdict"] == "equal"
+
+
+def take_turns(monkeypatch, figures_of):
+    """What the processes of candidates answer, without processes."""
+    monkeypatch.setattr(
+        bench_train, "in_turn", lambda names, work, timeout: {name: figures_of(name, work) for name in names}
+    )
 
 
 def made(seconds, loss=4.0):
@@ -91,7 +98,8 @@ def made(seconds, loss=4.0):
 
 def test_rows_compare_with_the_fastest_peer_and_keep_failures(monkeypatch):
     seconds = {"tilestack": 0.5, "plain": 1.0, "transformers": 2.0}
-    monkeypatch.setattr(bench_train, "apart", lambda name, *_: made(seconds[name]) if name in seconds else {"note": "out of memory"})  # fmt: skip
+    out_of_memory = {"note": "out of memory"}
+    take_turns(monkeypatch, lambda name, work: made(seconds[name]) if name in seconds else out_of_memory)
     rows = bench_train.bench_train(WORK, [*seconds, "transformers-compile"])
     by_name = {row["backend"]: row for row in rows}
     assert by_name["tilestack"]["ratio_to_best_peer"] == 2.0
@@ -109,7 +117,7 @@ def test_rows_compare_with_the_fastest_peer_and_keep_failures(monkeypatch):
 
 
 def test_rows_carry_the_source_of_ours_and_stale_works_are_those_of_another(monkeypatch):
-    monkeypatch.setattr(bench_train, "apart", lambda *_: made(1.0))
+    take_turns(monkeypatch, lambda name, work: made(1.0))
     rows = bench_train.bench_train(WORK, ["tilestack", "plain"])
     assert [bool(row["source"]) for row in rows] == [True, False]
     other = replace(WORK, batch=4)
@@ -122,9 +130,18 @@ def test_a_process_of_its_own_tells_what_went_wrong(work):
     assert found["note"].startswith("RuntimeError: Expected one of cpu, cuda")
 
 
+def test_on_a_gpu_each_candidate_has_it_to_itself(monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench_train, "write_weights", lambda work, folder: work)
+    monkeypatch.setattr(bench_train, "apart", lambda name, work, timeout: asked.append(name) or made(1.0))
+    rows = bench_train.bench_train(replace(WORK, device="cuda"), ["tilestack", "plain"])
+    assert asked == ["tilestack", "plain"]
+    assert rows[0]["how"] == "time of whole steps, queued one after another"
+
+
 def test_the_command_reads_its_work_from_recipes(monkeypatch, tmp_path, capsys, outside):
     asked = []
-    monkeypatch.setattr(bench_train, "apart", lambda candidate, work, timeout: asked.append((candidate, work)) or made(1.0))  # fmt: skip
+    take_turns(monkeypatch, lambda name, work: asked.append((name, work)) or made(1.0))
     arguments = [
         "bench",
         "train",

@@ -299,6 +299,7 @@ def training_works(
             dtype or ("bfloat16" if on_gpu else "float32"),
             place.type,
             read.run.backend,
+            steps=10 if on_gpu else 30,  # a CPU has other things to do in between
         )
         published = PUBLISHED.get(name, ()) if recipes is None else ()
         works += [replace(work, batch=int(size)) for size in sizes or published] or [work]

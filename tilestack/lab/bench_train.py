@@ -2,8 +2,8 @@
 and with Liger's kernels (train_steps.py).
 
 Each candidate runs in a process of its own, so that its peak memory is its own and nothing is patched for the others. That
-they do the same work is seen in their losses. Steps are timed by events between them: nothing waits for the GPU until all
-are done.
+they do the same work is seen in their losses. On a GPU, which the candidate has to itself, steps are timed by events between
+them: nothing waits for the GPU until all are done. On a CPU the candidates take their steps in turn (train_turns.py).
 
     python -m tilestack.lab.bench_train '{"candidate": "tilestack", "config": {…}, …}'      one candidate, as JSON
 """
@@ -24,11 +24,12 @@ import torch
 from rich.table import Table
 
 from tilestack.lab.labels import case_label
-from tilestack.lab.peers import OF_TRAINING, importable
+from tilestack.lab.peers import OF_TRAINING, importable, is_peer
 from tilestack.lab.rows import Row, Stored, set_ratios
 from tilestack.lab.stale import TRAINING, is_current, present_source
 from tilestack.lab.timing import median_and_spread
 from tilestack.lab.train_steps import Work, step_of, write_weights
+from tilestack.lab.train_turns import failure_note, in_turn, ratio_quartiles
 
 OURS = ("tilestack", "tilestack-compile")
 CANDIDATES = (*OURS, *OF_TRAINING)
@@ -116,25 +117,51 @@ def bench_train(
     tried = available(candidates)
     with tempfile.TemporaryDirectory() as folder:
         same = write_weights(work, Path(folder))
-        for candidate in tried:
-            say(f"{candidate}, {work.case}")
-            found[candidate] = apart(candidate, same, timeout)
+        if work.device == "cpu":
+            say(f"{', '.join(tried)} in turn, {work.case}")
+            found = in_turn(tried, same, timeout)
+        else:
+            for candidate in tried:
+                say(f"{candidate}, {work.case}")
+                found[candidate] = apart(candidate, same, timeout)
     refuse_other_work(found)
     for candidate, figures in found.items():
         row = Row(
-            TRAINING, work.case, work.dtype, "step", candidate, how="time of whole steps, queued one after another",
+            TRAINING, work.case, work.dtype, "step", candidate, how=how_timed(work),
             note=figures.get("note", ""), source=present_source(TRAINING, candidate),
         )  # fmt: skip
         if "seconds" in figures:
             row.time_us, row.spread, row.peak_mib = figures["seconds"] * 1e6, figures["spread"], figures["peak_mib"]
         rows.append(row)
     set_ratios(rows)
+    quartiles = quartiles_against_best_peer(rows, found)
     return [
         row.as_dict()
         | {"tokens_per_s": work.tokens / row.time_us * 1e6 if row.time_us else None, "tried": tried}
         | {name: found[row.backend].get(name) for name in ("first_loss", "last_loss")}
+        | ({"ratio_quartiles": quartiles[row.backend]} if row.backend in quartiles else {})
         for row in rows
     ]
+
+
+def how_timed(work: Work) -> str:
+    if work.device == "cpu":
+        return f"time of whole steps taken in turn, {work.steps} each on {work.threads} threads"
+    return "time of whole steps, queued one after another"
+
+
+def quartiles_against_best_peer(
+    rows: Sequence[Row], found: dict[str, dict[str, Any]]
+) -> dict[str, tuple[float, float]]:
+    """Of candidates that took their steps in turn, between which ratios half of the rounds lie."""
+    timed = [row for row in rows if row.time_us and found[row.backend].get("laps")]
+    timed.sort(key=lambda row: row.time_us or 0.0)
+    quartiles = {}
+    for row in timed:
+        peer = next((other for other in timed if is_peer(other.backend) and other is not row), None)
+        if peer is not None:
+            quartiles[row.backend] = ratio_quartiles(found[row.backend]["laps"], found[peer.backend]["laps"])
+    return quartiles
 
 
 def refuse_other_work(found: dict[str, dict[str, Any]]) -> None:
@@ -165,8 +192,7 @@ def apart(candidate: str, work: Work, timeout: float) -> dict[str, Any]:
         return {"note": f"not done after {timeout:.0f} s"}
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1])
-    said = done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"]
-    return {"note": "out of memory" if "OutOfMemoryError" in done.stderr else said[-1][:200]}
+    return {"note": failure_note(done.stderr, done.returncode)}
 
 
 def render(rows: Sequence[dict[str, Any]]) -> Table:
@@ -181,11 +207,19 @@ def render(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else "–",
             f"{row['time_us'] / 1e3:,.1f} ms" if row["time_us"] else "–",
             f"{row['peak_mib'] / 1024:.1f}" if row["peak_mib"] else "–",
-            f"{row['ratio_to_best_peer']:.2f}×" if row["ratio_to_best_peer"] else "–",
+            ratio_with_spread(row),
             f"{row['first_loss']:.3f} → {row['last_loss']:.3f}" if row["first_loss"] is not None else "–",
         ]
         table.add_row(case_label(TRAINING, row["case"]), row["backend"], *shown, row["note"])
     return table
+
+
+def ratio_with_spread(row: dict[str, Any]) -> str:
+    """The ratio, and where half of the rounds lie; a ratio that is nearer to one than they are wide says nothing."""
+    if not row["ratio_to_best_peer"]:
+        return "–"
+    low, high = row.get("ratio_quartiles") or (None, None)
+    return f"{row['ratio_to_best_peer']:.2f}×" + (f" ({low:.2f}–{high:.2f})" if low else "")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ class Work:
     warmup: int = 4
     steps: int = 10
     weights: str = ""  # the folder that every candidate loads
+    threads: int = field(default_factory=torch.get_num_threads)  # of each candidate, on a CPU
 
     @property
     def case(self) -> str:

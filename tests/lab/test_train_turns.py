@@ -1,0 +1,83 @@
+"""Training steps in turn: the candidates meet the same machine, and the ratio has a spread."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from test_bench_train import WORK
+
+from tilestack.lab import bench_train, train_turns
+from tilestack.lab.train_steps import write_weights
+from tilestack.lab.train_turns import Failed, failure_note, in_turn, ratio_quartiles, rotated
+
+
+class Pretended:
+    """A candidate whose steps take what the machine takes at the moment: slower and slower, for whoever has the turn."""
+
+    clock = 0.0
+    order: list[str] = []
+    needs = {"tilestack": 1.0, "plain": 0.8}
+
+    def __init__(self, name, work, timeout):
+        self.name = name
+
+    def answer(self):
+        return {"loss": 4.0}
+
+    def step(self):
+        type(self).clock += 1
+        self.order.append(self.name)
+        if self.name not in self.needs:
+            raise Failed("ValueError: no such thing")
+        return {"seconds": self.needs[self.name] * (1 + self.clock / 100), "loss": 3.0}
+
+    def end(self):
+        pass
+
+
+def test_a_machine_that_slows_down_does_not_change_the_ratio(monkeypatch):
+    monkeypatch.setattr(train_turns, "Candidate", Pretended)
+    monkeypatch.setattr(Pretended, "order", [])
+    work = replace(WORK, steps=20)
+    rows = {row["backend"]: row for row in bench_train.bench_train(work, ["tilestack", "plain", "transformers"])}
+    assert Pretended.order[:6] == ["tilestack", "plain", "transformers", "plain", "tilestack", "tilestack"]
+    ours = rows["tilestack"]
+    assert ours["ratio_to_best_peer"] == pytest.approx(0.8, rel=0.02)  # one after another it would be 0.94
+    low, high = ours["ratio_quartiles"]
+    assert 0.78 < low < 0.8 < high < 0.82
+    assert ours["how"] == f"time of whole steps taken in turn, 20 each on {torch.get_num_threads()} threads"
+    assert rows["transformers"]["note"] == "ValueError: no such thing"
+    assert f"0.80× ({low:.2f}–{high:.2f})" in bench_train.ratio_with_spread(ours)
+
+
+def test_the_order_rotates():
+    assert [rotated(["a", "b", "c"], number) for number in range(3)] == [
+        ["a", "b", "c"],
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+    ]
+
+
+def test_quartiles_are_of_the_rounds():
+    assert ratio_quartiles([1.0, 1.0, 1.0, 1.0, 1.0], [0.8, 0.9, 1.0, 1.1, 1.2]) == pytest.approx((0.9, 1.1))
+
+
+def test_a_process_takes_a_step_whenever_it_is_asked(tmp_path):
+    found = in_turn(["plain"], replace(write_weights(WORK, tmp_path), steps=3, threads=1), 100)["plain"]
+    assert len(found["laps"]) == 3
+    assert found["seconds"] == sorted(found["laps"])[1]
+    assert found["last_loss"] < found["first_loss"]
+
+
+def test_a_process_that_ended_is_quoted():
+    assert failure_note("Traceback\nValueError: no weights\n", 1) == "ValueError: no weights"
+    assert failure_note("torch.OutOfMemoryError: tried to\nsee the docs", 1) == "out of memory"
+    assert failure_note("", -9) == "ended with code -9"
+
+
+def test_a_candidate_that_takes_too_long_is_ended(tmp_path):
+    began = time.monotonic()
+    found = in_turn(["plain"], replace(WORK, weights=str(tmp_path)), 0.05)
+    assert found == {"plain": {"note": "not done after 0 s"}}
+    assert time.monotonic() - began < 20
