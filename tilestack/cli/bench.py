@@ -300,6 +300,7 @@ def training_works(
             place.type,
             read.run.backend,
             steps=10 if on_gpu else 30,  # a CPU has other things to do in between
+            seconds=60,
         )
         published = PUBLISHED.get(name, ()) if recipes is None else ()
         works += [replace(work, batch=int(size)) for size in sizes or published] or [work]

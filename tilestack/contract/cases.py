@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilestack.contract.labels import label_of_arguments, label_of_sizes
+
 
 class Make:
     """Builds reproducible random arguments in one dtype on one device (`meta` for shapes alone)."""
@@ -44,8 +46,6 @@ class Case:
     @property
     def label(self) -> str:
         """The case in words; `name` is its identity, in results and on the command line."""
-        from tilestack.contract.labels import label_of_arguments, label_of_sizes
-
         return label_of_sizes(self.sizes) if self.sizes else label_of_arguments(self.build(Make(device="meta")))
 
 
@@ -55,9 +55,7 @@ def cases(build: Callable[..., dict[str, Any]], *, check: Iterable[tuple], bench
     named = all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in parameters)
 
     def case(size: tuple, kind: str) -> Case:
-        sizes = (
-            tuple((parameter.name, value) for parameter, value in zip(parameters, size, strict=False)) if named else ()
-        )
+        sizes = tuple((known.name, value) for known, value in zip(parameters, size, strict=False)) if named else ()
         return Case("x".join(map(str, size)) or "scalar", lambda make: build(make, *size), kind, sizes)
 
     return [*(case(size, "check") for size in check), *(case(size, "bench") for size in bench)]

@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from tilestack.lab.labels import case_label
@@ -139,28 +140,27 @@ def bench_train(
         row.as_dict()
         | {"tokens_per_s": work.tokens / row.time_us * 1e6 if row.time_us else None, "tried": tried}
         | {name: found[row.backend].get(name) for name in ("first_loss", "last_loss")}
-        | ({"ratio_quartiles": quartiles[row.backend]} if row.backend in quartiles else {})
+        | quartiles.get(row.backend, {})
         for row in rows
     ]
 
 
 def how_timed(work: Work) -> str:
     if work.device == "cpu":
-        return f"time of whole steps taken in turn, {work.steps} each on {work.threads} threads"
+        return f"time of whole steps taken in turn, at least {work.steps} each, threads {work.threads}"
     return "time of whole steps, queued one after another"
 
 
-def quartiles_against_best_peer(
-    rows: Sequence[Row], found: dict[str, dict[str, Any]]
-) -> dict[str, tuple[float, float]]:
-    """Of candidates that took their steps in turn, between which ratios half of the rounds lie."""
-    timed = [row for row in rows if row.time_us and found[row.backend].get("laps")]
+def quartiles_against_best_peer(rows: Sequence[Row], found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of candidates that took their steps in turn, the ratio round by round: its median and where half of them lie."""
+    timed = [row for row in rows if row.time_us and len(found[row.backend].get("laps", ())) > 1]
     timed.sort(key=lambda row: row.time_us or 0.0)
     quartiles = {}
     for row in timed:
         peer = next((other for other in timed if is_peer(other.backend) and other is not row), None)
         if peer is not None:
-            quartiles[row.backend] = ratio_quartiles(found[row.backend]["laps"], found[peer.backend]["laps"])
+            low, middle, high = ratio_quartiles(found[row.backend]["laps"], found[peer.backend]["laps"])
+            quartiles[row.backend] = {"ratio_to_best_peer": middle, "ratio_quartiles": [low, high]}
     return quartiles
 
 
@@ -195,22 +195,30 @@ def apart(candidate: str, work: Work, timeout: float) -> dict[str, Any]:
     return {"note": failure_note(done.stderr, done.returncode)}
 
 
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else "–",
+    "step": lambda row: f"{row['time_us'] / 1e3:,.1f} ms" if row["time_us"] else "–",
+    "peak\nGiB": lambda row: f"{row['peak_mib'] / 1024:.1f}" if row["peak_mib"] else "–",
+    "× best peer": lambda row: ratio_with_spread(row),
+    "loss": lambda row: f"{row['first_loss']:.2f} → {row['last_loss']:.2f}" if row["first_loss"] is not None else "–",
+}
+
+
 def render(rows: Sequence[dict[str, Any]]) -> Table:
+    """A line per candidate; what is nothing in every line is left out, since a terminal is narrow."""
     table = Table(title="training steps", title_justify="left")
-    for heading in ("model, micro-batch", "candidate"):
-        table.add_column(heading)
-    for heading in ("tokens/s", "step", "peak GiB", "× best peer", "loss"):
-        table.add_column(heading, justify="right")
-    table.add_column("note")
+    table.add_column("model, micro-batch", overflow="fold")
+    table.add_column("candidate", no_wrap=True)
+    columns = {heading: cell for heading, cell in COLUMNS.items() if any(cell(row) != "–" for row in rows)}
+    for heading in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    noted = any(row["note"] for row in rows)
+    if noted:
+        table.add_column("note", overflow="fold")
     for row in rows:
-        shown = [
-            f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else "–",
-            f"{row['time_us'] / 1e3:,.1f} ms" if row["time_us"] else "–",
-            f"{row['peak_mib'] / 1024:.1f}" if row["peak_mib"] else "–",
-            ratio_with_spread(row),
-            f"{row['first_loss']:.3f} → {row['last_loss']:.3f}" if row["first_loss"] is not None else "–",
-        ]
-        table.add_row(case_label(TRAINING, row["case"]), row["backend"], *shown, row["note"])
+        shown = [cell(row) for cell in columns.values()]
+        notes = [escape(row["note"])] if noted else []
+        table.add_row(case_label(TRAINING, row["case"]), row["backend"], *shown, *notes)
     return table
 
 
@@ -219,7 +227,7 @@ def ratio_with_spread(row: dict[str, Any]) -> str:
     if not row["ratio_to_best_peer"]:
         return "–"
     low, high = row.get("ratio_quartiles") or (None, None)
-    return f"{row['ratio_to_best_peer']:.2f}×" + (f" ({low:.2f}–{high:.2f})" if low else "")
+    return f"{row['ratio_to_best_peer']:.2f}×" + (f"\n{low:.2f}–{high:.2f}" if low else "")
 
 
 if __name__ == "__main__":

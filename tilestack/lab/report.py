@@ -176,7 +176,7 @@ def table_section(found: Sequence[Contest], units: Units) -> Section:
                 against = (f'<b class="{tone}">{times(contest.ratio)}{said}</b>', contest.ratio)
             old = f"older source, {contest.commit}" if row is contest.ours and contest.stale else ""
             rows.append([
-                text(contest.op), text(contest.label), text(contest.dtype), text(contest.direction), text(row["backend"]),
+                text(contest.op), f'<span class="case">{text(contest.label)}</span>', text(contest.dtype), text(contest.direction), text(row["backend"]),
                 number("time_us", microseconds), number("spread", lambda value: f"{100 * value:.1f}%"), number("host_us", microseconds),
                 number("tb_per_s", scaled), number("tflops", scaled), number("roof_fraction", percent), against,
                 number("peak_mib", "{:,.0f}".format), f'<span class="muted">{text("; ".join(filter(None, (row.get("note"), old))))}</span>',

@@ -29,6 +29,8 @@ import torch
 from tilestack.lab.timing import median_and_spread
 from tilestack.lab.train_steps import Work, step_of
 
+MOST_ROUNDS = 300
+
 
 class Failed(Exception):
     """A candidate that ended, with a line that says why."""
@@ -98,11 +100,13 @@ def in_turn(names: Sequence[str], work: Work, timeout: float) -> dict[str, dict[
             running[name] = Candidate(name, work, timeout)
             if (ready := asked(name, "answer")) is not None:
                 found[name] = {"first_loss": ready["loss"], "laps": []}
-        for number in range(work.steps):
+        number = 0
+        while running and not enough(number, sum(sum(found[name]["laps"]) for name in running), work):
             for name in rotated(list(running), number):
                 if (step := asked(name, "step")) is not None:
                     found[name]["laps"].append(step["seconds"])
                     found[name]["last_loss"] = step["loss"]
+            number += 1
     finally:
         for candidate in running.values():
             candidate.end()
@@ -112,14 +116,18 @@ def in_turn(names: Sequence[str], work: Work, timeout: float) -> dict[str, dict[
     return {name: found[name] for name in names}
 
 
+def enough(rounds: int, seconds: float, work: Work) -> bool:
+    """Short steps are taken more often: a median of few of them moves with whatever else the machine does."""
+    return rounds >= work.steps and (seconds >= work.seconds or rounds >= MOST_ROUNDS)
+
+
 def rotated(names: list[str], by: int) -> list[str]:
     return [names[(place + by) % len(names)] for place in range(len(names))]
 
 
-def ratio_quartiles(laps: Sequence[float], peers: Sequence[float]) -> tuple[float, float]:
-    """Between which ratios half of the rounds lie: how many times faster than the peer's step of the same round."""
-    low, _, high = quantiles([peer / own for own, peer in zip(laps, peers, strict=True)], n=4, method="inclusive")
-    return low, high
+def ratio_quartiles(laps: Sequence[float], peers: Sequence[float]) -> list[float]:
+    """How many times faster than the peer's step of the same round: the median, between the ends of the middle half."""
+    return quantiles([peer / own for own, peer in zip(laps, peers, strict=True)], n=4, method="inclusive")
 
 
 def serve(name: str, work: Work) -> None:
