@@ -143,7 +143,7 @@ def compiled_kernels(
         extras = implementation.extras_of(arguments)
         outputs = as_tuple(implementation.forward(*arguments.values()))
         asked = {"needs": needs} if extras and extras.asks_needs else {}
-        handed = extras.forward(*arguments.values(), **asked)[1:] if extras else ()
+        handed = extras.forward(*arguments.values(), **asked)[1:] if extras and extras.names(operator) else ()
         if direction == "backward":
             gpu.launched.clear()
             available = arguments | dict(zip(operator.outputs, outputs, strict=True))
