@@ -48,6 +48,7 @@ def test_a_machine_that_slows_down_does_not_change_the_ratio(monkeypatch):
     assert ours["ratio_to_best_peer"] == pytest.approx(0.8, rel=0.02)  # one after another it would be 0.94
     low, high = ours["ratio_quartiles"]
     assert 0.78 < low < 0.8 < high < 0.82
+    assert ours["verdict"] == "slower"
     assert ours["how"] == f"time of whole steps taken in turn, at least 20 each, threads {torch.get_num_threads()}"
     assert rows["transformers"]["note"] == "ValueError: no such thing"
     page = io.StringIO()

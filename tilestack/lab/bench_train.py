@@ -26,7 +26,7 @@ from rich.table import Table
 
 from tilestack.lab.labels import case_label
 from tilestack.lab.peers import OF_TRAINING, importable, is_peer
-from tilestack.lab.rows import Row, Stored, set_ratios
+from tilestack.lab.rows import EQUAL, FASTER, SLOWER, Row, Stored, set_ratios
 from tilestack.lab.stale import TRAINING, is_current, present_source
 from tilestack.lab.timing import median_and_spread
 from tilestack.lab.train_steps import Work, step_of, write_weights
@@ -160,7 +160,8 @@ def quartiles_against_best_peer(rows: Sequence[Row], found: dict[str, dict[str, 
         peer = next((other for other in timed if is_peer(other.backend) and other is not row), None)
         if peer is not None:
             low, middle, high = ratio_quartiles(found[row.backend]["laps"], found[peer.backend]["laps"])
-            quartiles[row.backend] = {"ratio_to_best_peer": middle, "ratio_quartiles": [low, high]}
+            verdict = FASTER if low > 1 else SLOWER if high < 1 else EQUAL
+            quartiles[row.backend] = {"ratio_to_best_peer": middle, "ratio_quartiles": [low, high], "verdict": verdict}
     return quartiles
 
 
