@@ -28,6 +28,11 @@ def groups_well(x, groups, weight):
     return shares_dtype(x, weight)
 
 
+def sums_well(x, dim):
+    long = x.device.type == "cpu" and x.dtype == torch.float32 and x.ndim > 0 and x.shape[dim] > 8192
+    return not long or "on the CPU, PyTorch's own softmax loses digits of rows longer than 8192 in float32"
+
+
 def groups_on_hopper(x, weight):
     """What torch._grouped_mm asks for; elsewhere than on Hopper it leaves rubbish in the gradient of an empty group."""
     if not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] != 9:
@@ -71,7 +76,7 @@ implements(ops.sigmoid, backend="aten", backward=AUTOGRAD)(torch.sigmoid)
 implements(ops.tanh, backend="aten", backward=AUTOGRAD)(torch.tanh)
 implements(ops.silu, backend="aten", backward=AUTOGRAD)(F.silu)
 implements(ops.gelu, backend="aten", backward=AUTOGRAD)(lambda x, approximate: F.gelu(x, approximate=approximate))
-implements(ops.softmax, backend="aten", backward=AUTOGRAD)(lambda x, dim: torch.softmax(x, dim))
+implements(ops.softmax, backend="aten", backward=AUTOGRAD, when=sums_well)(lambda x, dim: torch.softmax(x, dim))
 implements(ops.log_softmax, backend="aten", backward=AUTOGRAD)(lambda x, dim: torch.log_softmax(x, dim))
 # In half precision its gradient is made from the rounded result.
 implements(ops.logsumexp, backend="aten", backward=AUTOGRAD, dtypes=(torch.float32, torch.float64))(

@@ -37,8 +37,8 @@ INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
     "mma": r"\bmma\.sync",
     "tcgen05": r"\btcgen05\.mma",
-    "ld.v4": r"\bld\.global[\w.:]*\.v[48]\b",
-    "st.v4": r"\bst\.global[\w.:]*\.v[48]\b",
+    "ld.v4": r"\bld\.global[\w.:]*\.(?:v[48]|v2\.[a-z]64)\b",
+    "st.v4": r"\bst\.global[\w.:]*\.(?:v[48]|v2\.[a-z]64)\b",
     "cp.async": r"\bcp\.async\.c[ag]\.",
     "tma": r"\bcp\.async\.bulk\.tensor",
 }

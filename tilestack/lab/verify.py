@@ -231,6 +231,9 @@ def prove_alone(claim: Claim) -> Proof:
 def check_gradient(claim: Claim) -> Proof:
     """Finite differences of the forward against the backward, in float64 on small arguments."""
     arguments = claim.arguments()
+    results = as_tuple(claim.operator.definition(**arguments))
+    if any(result.is_floating_point() and not result.isfinite().all() for result in results):
+        return claim.proof(None, message=f"{SAYS_NOTHING}: there are no differences of what is not finite")
     # An argument that the definition detaches is a constant, and finite differences would not see that.
     named = differentiable_arguments(claim.operator, arguments)
     leaves = {name: leaf for name, leaf in float_leaves(claim.operator, arguments).items() if name in named}
