@@ -22,7 +22,7 @@ from torch import Tensor
 from tilestack.contract.backends import AUTO, backend, chosen
 from tilestack.contract.cases import Case, Make
 from tilestack.contract.implementation import Implementation
-from tilestack.contract.operator import Operator
+from tilestack.contract.operator import Operator, as_tuple
 from tilestack.lab import invariance, oracle, variants
 from tilestack.lab.evaluate import (
     EVALUATE,
