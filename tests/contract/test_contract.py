@@ -70,8 +70,21 @@ def saved_bytes():
     return measure
 
 
+@operator(cases=some_cases)
+def tells_kind_of_flag(x: Tensor, number: bool = False) -> Tensor:
+    return x.clone()
+
+
+@operator(cases=some_cases)
+def tells_kind_of_count(x: Tensor, number: int = 0) -> Tensor:
+    return x.clone()
+
+
 # In the registry only while these tests run, so that no other test meets them.
-MINE = {described.name: registry._operators.pop(described.name) for described in (pick_and_total, sum_over)}
+MINE = {
+    described.name: registry._operators.pop(described.name)
+    for described in (pick_and_total, sum_over, tells_kind_of_flag, tells_kind_of_count)
+}
 
 
 @pytest.fixture
@@ -365,16 +378,6 @@ def test_implementations_get_numbers_of_the_declared_kind(given, kind):
     with backend("kinds"):
         op(torch.ones(3), given)
     assert seen == [kind]
-
-
-@operator(cases=some_cases)
-def tells_kind_of_flag(x: Tensor, number: bool = False) -> Tensor:
-    return x.clone()
-
-
-@operator(cases=some_cases)
-def tells_kind_of_count(x: Tensor, number: int = 0) -> Tensor:
-    return x.clone()
 
 
 def test_the_innermost_choice_for_an_operator_wins():

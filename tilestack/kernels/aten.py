@@ -29,8 +29,11 @@ def groups_well(x, groups, weight):
 
 
 def sums_well(x, dim):
-    long = x.device.type == "cpu" and x.dtype == torch.float32 and x.ndim > 0 and x.shape[dim] > 8192
-    return not long or "on the CPU, PyTorch's own softmax loses digits of rows longer than 8192 in float32"
+    length = x.shape[dim] if x.ndim else 1
+    return (
+        not (x.device.type == "cpu" and x.dtype == torch.float32 and length > 8192)
+        or "on the CPU, PyTorch's own softmax loses digits of rows longer than 8192 in float32"
+    )
 
 
 def groups_on_hopper(x, weight):

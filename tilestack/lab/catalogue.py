@@ -26,7 +26,7 @@ def catalogue(device: torch.device, chosen: Sequence[Operator]) -> list[dict[str
             name=described.name,
             family=described.family,
             signature=str(described.signature).replace("torch.", ""),
-            summary=(described.__doc__ or "").strip().splitlines()[0],
+            summary=next(iter((described.__doc__ or "").strip().splitlines()), ""),
             backends=list(described.implementations),
             usable=[name for name in described.implementations if usable(name, device) is True],
             auto=automatic(described, device),
