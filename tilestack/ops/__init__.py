@@ -4,6 +4,7 @@ A file here is a family of operators, and every operator defined in one is found
 and type checkers, and `make docs` writes it.
 """
 
+import gc
 import importlib
 import pkgutil
 
@@ -12,10 +13,14 @@ from tilestack.contract.registry import operator_named, operators
 
 __all__ = ["operator_named", "operators"]
 
+_collected = gc.isenabled()
+gc.disable()  # declaring makes many objects and no garbage, and a collection walks all of PyTorch's
 for _family in pkgutil.iter_modules(__path__):
     _found = vars(importlib.import_module(f"{__name__}.{_family.name}")).values()
     for _operator in [value for value in _found if isinstance(value, Operator)]:
         globals()[_operator.name] = _operator
         __all__.append(_operator.name)
+if _collected:
+    gc.enable()
 
 __all__ = sorted(set(__all__))
