@@ -4,19 +4,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tilestack import contract, data, models, nn, ops, optim, train
+    from tilestack import contract, data, engine, models, nn, ops, optim, train
     from tilestack.contract import BackendError, backend, batch_invariant, configure_backend, implements, operator
+    from tilestack.engine import LLM, SamplingParams
     from tilestack.nn.patch import patch, unpatch
 
 __version__ = "0.1.0"
 __all__ = [
-    "BackendError", "backend", "batch_invariant", "configure_backend", "contract", "data", "implements", "models", "nn", "operator", "ops",
+    "LLM", "BackendError", "SamplingParams", "backend", "batch_invariant", "configure_backend", "contract", "data", "engine", "implements", "models", "nn", "operator", "ops",
     "optim", "patch", "train", "unpatch",
 ]  # fmt: skip
 
 # Where each name lives. All of them load when first used, so that the command line answers `--help` without PyTorch.
 _HOMES = {
+    "LLM": "tilestack.engine",
     "BackendError": "tilestack.contract",
+    "SamplingParams": "tilestack.engine",
     "backend": "tilestack.contract",
     "batch_invariant": "tilestack.contract",
     "configure_backend": "tilestack.contract",

@@ -107,6 +107,18 @@ def target_modules(adapted: Sequence[str], everything: Sequence[str]) -> list[st
 
 def load_adapters(model: Decoder, folder: Path | str) -> None:
     """Give a decoder the adapters of a folder; its other parameters are frozen. `merge_lora` makes them part of it."""
+    found, scale = read_adapters(model, folder)
+    widest = max(a.shape[-2] for a, _ in found.values())
+    layers = add_lora(model, list(found), widest, scale * widest)  # alpha / rank stays what it was
+    with torch.no_grad():
+        for path, (a, b) in found.items():
+            layer, rank = layers[path], a.shape[-2]
+            layer.lora_A.zero_()[..., :rank, :] = a
+            layer.lora_B.zero_()[..., :rank] = b
+
+
+def read_adapters(model: Decoder, folder: Path | str) -> tuple[dict[str, "Factors"], float]:
+    """The adapters of a folder by the paths of a decoder's layers, which do not change; and the scale of their products."""
     file = AdapterFile(Path(folder))
     found: dict[str, Factors] = {}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -128,13 +140,7 @@ def load_adapters(model: Decoder, folder: Path | str) -> None:
         raise AdapterError(f"{folder}: the model has no layer for {', '.join(sorted(file.unused)[:3])}")
     if not found:
         raise AdapterError(f"{folder}: there are no adapters in {WEIGHTS}")
-    widest = max(a.shape[-2] for a, _ in found.values())
-    layers = add_lora(model, list(found), widest, file.scale * widest)  # alpha / rank stays what it was
-    with torch.no_grad():
-        for path, (a, b) in found.items():
-            layer, rank = layers[path], a.shape[-2]
-            layer.lora_A.zero_()[..., :rank, :] = a
-            layer.lora_B.zero_()[..., :rank] = b
+    return found, file.scale
 
 
 Factors = tuple[Tensor, Tensor]  # A and B of one adapter, or of one for each expert

@@ -14,6 +14,7 @@ Shapes: S sequences, T tokens, L = blocks · page.
 """
 
 from collections.abc import Iterable
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -71,6 +72,12 @@ class PagedBatch:
         pages = block_tables[self.sequence, self.positions // cache.page]
         self.slots = torch.where(real, pages * cache.page + self.positions % cache.page, 0)
         self.row = torch.where(real, self.row, most_queries)  # padding has a row of its own
+
+    def over(self, cache: PagedCache) -> "PagedBatch":
+        """The same tokens in the same pages of another model's cache."""
+        other = copy(self)
+        other.cache = cache
+        return other
 
     def start(self, batch: int, tokens: int) -> Tensor:
         if (batch, tokens) != (1, self.tokens):

@@ -1,0 +1,80 @@
+"""A tiny model in float64, so that the order of sums decides nothing, and engines around it."""
+
+import functools
+
+import tiny_models as tiny
+import torch
+
+from tilestack import models
+from tilestack.engine import Engine, EngineSettings, Request, SamplingParams
+
+
+@functools.cache
+def decoder(family="smollm2"):
+    return tiny.ours(family).double()
+
+
+def make_engine(*, pages=64, page=4, family="smollm2", draft=None, **settings):
+    """An engine whose pool has so many pages."""
+    model = decoder(family)
+    numbers = sum(heads * dim for heads, dim in filter(None, model.config.cached_shapes))
+    memory = pages * page * model.config.layers * numbers * 8
+    usual = dict(kv_memory=memory, page=page, max_sequences=8, step_tokens=16, queue=None)
+    return Engine(model, None, EngineSettings(**(usual | settings)), draft=draft)
+
+
+def serve(engine, requests, after_step=lambda engine: None):
+    """Every request's answers, token by token, served together."""
+    for request in requests:
+        engine.add(request)
+    found = {request.id: [[] for _ in range(request.params.drawn)] for request in requests}
+    while engine.busy:
+        for request, delta in engine.step():
+            assert delta.error is None, delta.error
+            found[request.id][delta.choice] += delta.ids
+        after_step(engine)
+    return found
+
+
+def check_pages(engine):
+    """No page is lost, none is anybody's twice, and whoever shares one reads the same tokens in it."""
+    pool, running = engine.pool, engine.scheduler.running
+    users = [0] * len(pool.users)
+    for sequence in running:
+        assert len(set(sequence.pages)) == len(sequence.pages)
+        assert len(sequence.pages) * pool.page >= sequence.kept
+        for page in sequence.pages:
+            users[page] += 1
+    assert users == pool.users
+    assert users[0] == 0
+    assert {page for page, count in enumerate(users) if not count and page} == set(pool.free)
+    for page in {page for sequence in running for page in sequence.pages if users[page] > 1}:
+        inside = {
+            tuple(sequence.ids[(place := sequence.pages.index(page)) * pool.page : (place + 1) * pool.page])
+            for sequence in running
+            if page in sequence.pages
+        }
+        assert len(inside) == 1
+        assert len(next(iter(inside))) == pool.page
+    rows = [sequence.row for sequence in running]
+    assert sorted(rows + engine.scheduler.free_rows) == list(range(engine.settings.max_sequences))
+
+
+def check_empty(engine):
+    check_pages(engine)
+    assert not engine.busy
+    assert not engine.scheduler.running
+    assert engine.pool.used == 0
+    assert not engine.requests
+    assert not engine.held
+    assert not engine.runner.swapped
+
+
+def alone(prompt, count, family="smollm2"):
+    """What greedy decoding in a contiguous cache of its own gives."""
+    steps = models.generate(decoder(family), torch.tensor([prompt]), max_new_tokens=count)
+    return [int(step[0]) for step in steps]
+
+
+def greedy(id, prompt, count, **params):
+    return Request(id, prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **params))

@@ -1,0 +1,147 @@
+"""Requests of any kind, in any order, in a pool that is too small: each gets what it would get alone, and no page is lost."""
+
+import random
+
+import pytest
+from engines import alone, check_empty, check_pages, greedy, make_engine, serve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilestack.engine import Request, SamplingParams
+
+PROMPTS = [
+    [3, 5, 7, 11, 13, 17, 19, 23, 29],
+    [3, 5, 7, 11, 13, 17, 19, 23, 31, 37],
+    [4],
+    [3, 5, 7, 11],
+    list(range(20, 44)),
+]
+
+
+def requests(count=5, **params):
+    return [greedy(f"r{n}", PROMPTS[n % len(PROMPTS)], 6 + n, **params) for n in range(count)]
+
+
+@pytest.mark.parametrize("family", ["smollm2", "mistral", "qwen3_moe", "deepseek_v2", "gemma3"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_served_together_they_answer_as_alone(family, overlap):
+    engine = make_engine(family=family, overlap=overlap)
+    found = serve(engine, requests(), check_pages)
+    for request in requests():
+        assert found[request.id] == [alone(request.prompt, request.params.max_tokens, family)]
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("swap", [0, 1 << 20])
+def test_too_few_pages_for_all_of_them(swap):
+    engine = make_engine(pages=14, swap_memory=swap)
+    found = serve(engine, requests(8), check_pages)
+    assert engine.stats().preemptions > 0
+    for request in requests(8):
+        assert found[request.id] == [alone(request.prompt, request.params.max_tokens)]
+    check_empty(engine)
+
+
+class Traffic:
+    """Arrivals, cancellations and steps as hypothesis draws them."""
+
+    def __init__(self, **settings):
+        self.engine = make_engine(**settings)
+        self.found, self.asked, self.cancelled = {}, {}, set()
+
+    def run(self, events):
+        for kind, number in events:
+            if kind == "arrive":
+                self.arrive(number)
+            elif kind == "cancel" and self.asked:
+                id = sorted(self.asked)[number % len(self.asked)]
+                if id in self.engine.requests:
+                    self.cancelled.add(id)
+                self.note(self.engine.cancel(id))
+            else:
+                self.note(self.engine.step())
+            check_pages(self.engine)
+        for _ in range(2000):
+            if not self.engine.busy:
+                break
+            self.note(self.engine.step())
+            check_pages(self.engine)
+
+    def arrive(self, number):
+        draw = random.Random(number)
+        prompt = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31][: draw.randint(1, 10)] + [
+            draw.randint(0, 96) for _ in range(draw.randint(0, 9))
+        ]
+        params = SamplingParams(
+            temperature=draw.choice([0.0, 0.0, 1.0]), seed=number, max_tokens=draw.randint(1, 12), ignore_eos=draw.random() < 0.7,
+            n=draw.choice([1, 1, 2]), top_k=draw.choice([0, 20]), repetition_penalty=draw.choice([1.0, 1.0, 1.3]),
+        )  # fmt: skip
+        request = Request(
+            f"r{len(self.asked)}", prompt, params, priority=draw.choice([0, 0, 1]), salt=draw.choice(["", "x"])
+        )
+        self.asked[request.id] = request
+        self.found[request.id] = [[] for _ in range(params.n)]
+        self.engine.add(request)
+
+    def note(self, news):
+        for request, delta in news:
+            assert delta.error is None
+            self.found[request.id][delta.choice] += delta.ids
+
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["arrive", "step", "step", "step", "cancel"]), st.integers(0, 40)), max_size=40
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(events=EVENTS, pages=st.integers(8, 20), overlap=st.booleans(), swap=st.sampled_from([0, 4000, 1 << 20]), tokens=st.integers(3, 20), lookup=st.booleans())  # fmt: skip
+def test_any_traffic_in_a_small_pool(events, pages, overlap, swap, tokens, lookup):
+    traffic = Traffic(
+        pages=pages, overlap=overlap, swap_memory=swap, step_tokens=tokens, max_sequences=3,
+        speculate="lookup" if lookup else None,
+    )  # fmt: skip
+    traffic.run(events)
+    check_empty(traffic.engine)
+    for id, request in traffic.asked.items():
+        alone = Request(id, request.prompt, request.params)
+        expected = serve(make_engine(overlap=False, prefix_caching=False, step_tokens=64), [alone])[id]
+        if id in traffic.cancelled:
+            assert all(whole[: len(part)] == part for part, whole in zip(traffic.found[id], expected, strict=True)), id
+        else:
+            assert traffic.found[id] == expected, id
+
+
+def test_a_prefix_is_computed_once_and_only_shared_within_a_salt():
+    engine = make_engine()
+    prompt = list(range(1, 22))
+    serve(engine, [greedy("first", prompt, 4)])
+    again, other = greedy("again", prompt, 4), Request("other", prompt, SamplingParams(max_tokens=4), salt="tenant")
+    serve(engine, [again, other], check_pages)
+    assert again.cached == 20
+    assert other.cached == 0
+    check_empty(engine)
+
+
+def test_equal_hashes_are_not_enough_to_share(monkeypatch):
+    from tilestack.engine import pages
+
+    monkeypatch.setattr(pages, "page_key", lambda before, ids: b"same")
+    engine = make_engine()
+    serve(engine, [greedy("first", list(range(1, 10)), 2)])
+    second = greedy("second", list(range(40, 49)), 2)
+    found = serve(engine, [second])
+    assert second.cached == 0
+    assert found["second"] == [alone(second.prompt, 2)]
+
+
+def test_the_urgent_come_first_and_the_last_give_way():
+    engine = make_engine(max_sequences=1)
+    order = []
+    late, urgent = greedy("late", [5, 6], 3), greedy("urgent", [7, 8], 3)
+    late.priority, urgent.priority = 1, 0
+    for request in (late, urgent):
+        engine.add(request)
+    while engine.busy:
+        order += [request.id for request, delta in engine.step() if delta.finish]
+    assert order == ["urgent", "late"]

@@ -1,0 +1,230 @@
+"""The engine for programs that wait: a thread takes its steps, and requests stream into any asyncio loop.
+
+    async with AsyncEngine.load("smollm2") as engine:
+        stream = engine.submit(ids, SamplingParams(max_tokens=64))
+        async for delta in stream:
+            print(delta.text, end="")
+
+Only the thread touches the engine. Others leave what they want in its inbox, and find deltas in their loop.
+"""
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from tilestack.data import Tokenizer
+from tilestack.engine.engine import Engine, EngineStats, News, QueueFull
+from tilestack.engine.outputs import Delta, TokenLogprob, Usage
+from tilestack.engine.params import RequestError, SamplingParams
+from tilestack.engine.sequence import Request
+from tilestack.engine.settings import EngineSettings
+
+log = logging.getLogger(__name__)
+
+
+class EngineClosed(RuntimeError):
+    """The engine takes no more requests."""
+
+
+class Stream:
+    """What comes of a request: iterate for its deltas. Leaving an `async with` block cancels what is left of it."""
+
+    def __init__(self, engine: "AsyncEngine", request: Request, loop: asyncio.AbstractEventLoop):
+        self.engine, self.request, self.loop = engine, request, loop
+        self.deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self.ended = False
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self.read()
+
+    async def read(self) -> AsyncIterator[Delta]:
+        while not self.ended or not self.deltas.empty():
+            delta = await self.deltas.get()
+            if delta is None:
+                return
+            yield delta
+
+    def cancel(self) -> None:
+        """End the request, at any moment."""
+        if not self.ended:
+            self.engine.cancel(self.request)
+
+    async def __aenter__(self) -> "Stream":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
+
+    def receive(self, deltas: list[Delta], ended: bool) -> None:
+        """Called in the loop."""
+        for delta in deltas:
+            self.deltas.put_nowait(delta)
+        if ended:
+            self.ended = True
+            self.deltas.put_nowait(None)
+
+    @property
+    def usage(self) -> Usage:
+        return self.engine.engine.usage(self.request)
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        return self.request.prompt_logprobs if self.request.params.prompt_logprobs is not None else None
+
+
+class AsyncEngine:
+    def __init__(self, engine: Engine, model_name: str = ""):
+        self.engine, self.model_name = engine, model_name
+        self.inbox: queue.SimpleQueue[Callable[[], list[News]]] = queue.SimpleQueue()
+        self.streams: dict[Request, Stream] = {}
+        self.numbers = itertools.count()
+        self.thread: threading.Thread | None = None
+        self.closing = self.closed = False
+        self.entering = 0  # requests in the inbox
+
+    @classmethod
+    def load(cls, model: str | Path, settings: EngineSettings | None = None) -> "AsyncEngine":
+        return cls(Engine.load(model, settings), Path(model).name)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        assert self.engine.tokenizer is not None
+        return self.engine.tokenizer
+
+    @property
+    def context(self) -> int:
+        return self.engine.context
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return self.engine.adapter_names
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def start(self) -> "AsyncEngine":
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
+            self.thread.start()
+        return self
+
+    async def __aenter__(self) -> "AsyncEngine":
+        return self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        id: str | None = None,
+        priority: int = 0,
+        adapter: str | None = None,
+        salt: str = "",
+    ) -> Stream:
+        """Queue a request from within a loop; raises RequestError, QueueFull or EngineClosed at once."""
+        if self.closing or self.closed:
+            raise EngineClosed("the engine is being closed")
+        request = Request(id or f"request-{next(self.numbers)}", list(prompt), params, priority, adapter, salt)
+        self.engine.check(request, self.entering)
+        stream = Stream(self, request, asyncio.get_running_loop())
+
+        def enter() -> list[News]:
+            self.entering -= params.drawn
+            self.streams[request] = stream
+            try:
+                self.engine.add(request)
+            except (RequestError, QueueFull, ModuleNotFoundError) as problem:
+                self.deliver([(request, Delta(0, finish="error", error=str(problem)))])
+            return []
+
+        self.entering += params.drawn
+        self.inbox.put(enter)
+        return stream
+
+    def cancel(self, request: Request) -> None:
+        self.inbox.put(lambda: self.engine.cancel(request.id) if request in self.streams else [])
+
+    async def embed(self, ids: list[int], pooling: str = "mean") -> list[float]:
+        """A text as a vector of length 1, by the mean of its tokens' hidden states or by the last."""
+        if not 1 <= len(ids) <= self.context:
+            raise RequestError(f"the text has {len(ids)} tokens, and the model reads 1 to {self.context}")
+        if pooling not in ("mean", "last"):
+            raise RequestError(f"no pooling {pooling!r}; choose from mean, last")
+        if self.closing or self.closed:
+            raise EngineClosed("the engine is being closed")
+        found: Future[list[float]] = Future()
+
+        def compute() -> list[News]:
+            if found.set_running_or_notify_cancel():
+                try:
+                    found.set_result(self.engine.runner.embed(ids, pooling))
+                except Exception as problem:
+                    found.set_exception(problem)
+            return []
+
+        self.inbox.put(compute)
+        return await asyncio.wrap_future(found)
+
+    async def close(self, drain: float = 0.0) -> None:
+        """Take no more requests, give those that run so many seconds, cancel the rest, and end the thread."""
+        self.closing = True
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + drain
+        while (self.streams or self.entering) and loop.time() < ends and self.thread is not None:
+            await asyncio.sleep(0.02)
+        self.closed = True
+        self.inbox.put(list)
+        if self.thread is not None:
+            await loop.run_in_executor(None, self.thread.join)
+
+    def run(self) -> None:
+        """The thread: take what is in the inbox, take a step, hand on what came of it."""
+        while not self.closed:
+            try:
+                if not self.engine.busy:
+                    self.deliver(self.inbox.get()())
+                while not self.inbox.empty():
+                    self.deliver(self.inbox.get()())
+                if self.engine.busy:
+                    self.deliver(self.engine.step())
+            except Exception as problem:
+                log.exception("the engine failed")
+                self.deliver(self.engine.fail_all(problem))
+        self.deliver(self.engine.fail_all(EngineClosed("the engine was closed"), "cancelled"))
+        while not self.inbox.empty():
+            self.inbox.get()()
+        for request in list(self.streams):
+            self.deliver([(request, Delta(0, finish="cancelled"))], ended=True)
+
+    def deliver(self, news: list[News], ended: bool = False) -> None:
+        """Hand deltas to their streams, with one call into each loop that waits for some."""
+        by_stream: dict[Stream, list[Delta]] = defaultdict(list)
+        for request, delta in news:
+            if request in self.streams:
+                by_stream[self.streams[request]].append(delta)
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, list[Delta], bool]]] = defaultdict(list)
+        for stream, deltas in by_stream.items():
+            done = ended or stream.request.ended
+            if done:
+                del self.streams[stream.request]
+            by_loop[stream.loop].append((stream, deltas, done))
+        for loop, received in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(hand_over, received)
+            except RuntimeError:  # the loop is closed, and with it whoever waited
+                log.debug("a loop was closed before its requests had ended")
+
+
+def hand_over(received: list[tuple[Stream, list[Delta], Any]]) -> None:
+    for stream, deltas, done in received:
+        stream.receive(deltas, done)

@@ -1,0 +1,360 @@
+"""The engine: requests go in, steps are taken, and what each step added to the answers comes out.
+
+One request through it: `add` checks it and makes a sequence of each answer; the scheduler lets it run when there is room;
+every `step` the runner computes its part of the batch and draws a token; one step later the host reads it, decodes it,
+looks for stops, and hands it on. Whatever ends, its pages and its row are free for the next.
+"""
+
+import itertools
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from tilestack import models
+from tilestack.data import Tokenizer
+from tilestack.device import pick_device
+from tilestack.engine.adapters import ServedAdapters
+from tilestack.engine.outputs import Completion, Delta, TokenLogprob, Usage
+from tilestack.engine.pages import PagePool
+from tilestack.engine.params import RequestError
+from tilestack.engine.runner import Runner, Step
+from tilestack.engine.scheduler import Part, Plan, Scheduler
+from tilestack.engine.sequence import Request, Sequence, first_seeds
+from tilestack.engine.settings import EngineSettings, bytes_of_token, make_cache
+from tilestack.engine.speculation import Drafter, DraftModel, LookUp
+from tilestack.engine.structure import Structures
+from tilestack.engine.text import TextStream
+from tilestack.models import Decoder, PagedCache
+
+log = logging.getLogger(__name__)
+News = tuple[Request, Delta]
+
+
+class QueueFull(RuntimeError):
+    """More requests wait than may; come again later."""
+
+
+@dataclass
+class EngineStats:
+    """How the engine is doing: now, and in all since it started."""
+
+    waiting: int
+    running: int
+    pages: int
+    pages_used: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    requests: int = 0
+    steps: int = 0
+
+
+class Engine:
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer | None = None,
+        settings: EngineSettings | None = None,
+        draft: Decoder | None = None,
+    ):
+        self.settings = settings = settings or EngineSettings()
+        self.decoder, self.tokenizer = decoder.eval(), tokenizer
+        weight = decoder.embedding.weight
+        self.vocabulary = decoder.config.vocabulary
+        self.context = min(decoder.config.positions, settings.context or decoder.config.positions)
+        step_tokens = settings.step_tokens or (8192 if weight.device.type == "cuda" else 512)
+        cache = make_cache(decoder, settings, self.context, step_tokens)
+        self.pool = PagePool(len(cache.keys[0]), settings.page)
+        self.context = min(self.context, self.pool.pages * settings.page)
+        self.adapters = ServedAdapters(decoder, settings.adapters) if settings.adapters else None
+        kept = None
+        if draft is not None:
+            if draft.config.vocabulary != self.vocabulary:
+                raise ValueError(
+                    f"the draft model has {draft.config.vocabulary} tokens and the model {self.vocabulary}: "
+                    "they must share a tokenizer"
+                )
+            kept = PagedCache(draft.config, len(cache.keys[0]), settings.page, weight.dtype, weight.device)
+        self.runner = Runner(
+            decoder,
+            cache,
+            rows=settings.max_sequences,
+            context=self.context,
+            adapters=self.adapters,
+            draft=None if draft is None or kept is None else (draft.eval(), kept),
+        )
+        self.drafter: Drafter | None = None
+        if settings.speculate is not None:
+            self.drafter = DraftModel(self.runner) if draft is not None else LookUp()
+        self.scheduler = Scheduler(
+            self.pool,
+            rows=settings.max_sequences,
+            step_tokens=step_tokens,
+            prefix_caching=settings.prefix_caching,
+            draft_tokens=settings.draft_tokens if self.drafter else 0,
+            swap_tokens=settings.swap_memory // bytes_of_token(decoder.config, weight.dtype),
+        )
+        self.structures = Structures(tokenizer, self.vocabulary)
+        self.ends = frozenset((*(tokenizer.stops if tokenizer else ()), *decoder.config.eos))
+        self.arrivals = itertools.count()
+        self.requests: dict[str, Request] = {}
+        self.held: dict[Request, list[Completion]] = {}  # answers of which the best are given when all have ended
+        self.flying: Step | None = None
+        self.totals = EngineStats(0, 0, 0, 0)
+
+    @classmethod
+    def load(cls, model: str | Path, settings: EngineSettings | None = None) -> "Engine":
+        """An engine for a model by its name, folder or file."""
+        settings = settings or EngineSettings()
+        device = pick_device(settings.device)
+        usual = "bfloat16" if device.type == "cuda" else "float32"
+        dtype = getattr(torch, settings.dtype or usual, None)
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"no dtype {settings.dtype}; choose from float32, bfloat16, float16")
+        decoder = models.load(model, dtype=dtype, device=device)
+        tokenizer = Tokenizer.load(model)
+        tokenizer.check_against(decoder.config.vocabulary)
+        draft = None
+        if settings.speculate not in (None, "lookup"):
+            draft = models.load(settings.speculate, dtype=dtype, device=device)
+            if not Tokenizer.load(settings.speculate).same_ids(tokenizer):
+                raise ValueError(f"{settings.speculate} has another tokenizer than {model}, so it cannot draft for it")
+        return cls(decoder, tokenizer, settings, draft)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running or self.flying)
+
+    def stats(self) -> EngineStats:
+        return replace(
+            self.totals,
+            waiting=len(self.scheduler.waiting),
+            running=len(self.scheduler.running),
+            pages=self.pool.pages,
+            pages_used=self.pool.used,
+            preemptions=self.scheduler.preemptions,
+        )
+
+    def check(self, request: Request, entering: int = 0) -> None:
+        """Refuse what cannot be served; touches nothing, so any thread may ask. `entering` sequences are on their way."""
+        params, prompt = request.params, request.prompt
+        if not prompt:
+            raise RequestError("the prompt is empty; there must be at least one token to go on from")
+        if len(prompt) >= self.context:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; at most {self.context - 1} leave room for an answer"
+            )
+        for name, ids in (("the prompt", prompt), ("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
+            if wrong := [token for token in ids if not 0 <= token < self.vocabulary]:
+                raise RequestError(f"{name} has token {wrong[0]}, and the model has 0 to {self.vocabulary - 1}")
+        if request.adapter is not None and request.adapter not in self.adapter_names:
+            raise RequestError(
+                f"there is no adapter {request.adapter!r}; there are: {', '.join(self.adapter_names) or 'none'}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop texts need a tokenizer, and the engine has none")
+        most = self.settings.queue
+        waiting = len(self.scheduler.waiting) + entering
+        if most is not None and waiting + params.drawn > most + len(self.scheduler.free_rows):
+            raise QueueFull(f"{waiting} requests wait already, of at most {most}")
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        return tuple(self.adapters.numbers) if self.adapters else ()
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.check(request)
+        if request.id in self.requests:
+            raise RequestError(f"a request with the id {request.id!r} is being served")
+        params = request.params
+        most = self.context - len(request.prompt)
+        limit = len(request.prompt) + min(most, params.max_tokens or most)
+        backend = self.tokenizer.backend if self.tokenizer else None
+        request.prompt_logprobs = [None]
+        for choice, seed in enumerate(first_seeds(params)):
+            sequence = Sequence(
+                request,
+                choice,
+                next(self.arrivals),
+                limit,
+                seed,
+                TextStream(backend, params.stop, params.keep_stop),
+                frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else self.ends),
+                self.structures.matcher(params.structure),
+                # Penalties and grammars change with every token, so their drafts would have to be drawn one by one.
+                speculates=self.drafter is not None and not params.penalises and params.structure is None,
+                adapter=self.adapters.numbers[request.adapter] if self.adapters and request.adapter else 0,
+            )
+            request.sequences.append(sequence)
+        for sequence in request.sequences:
+            self.scheduler.add(sequence)
+        self.requests[request.id] = request
+        if params.drawn > params.n:
+            self.held[request] = [Completion() for _ in request.sequences]
+        self.totals.requests += 1
+        self.totals.prompt_tokens += len(request.prompt)
+
+    def cancel(self, id: str) -> list[News]:
+        """End a request, wherever it is; none with that id is no error, since it may just have ended."""
+        request = self.requests.get(id)
+        return [] if request is None else self.end(request.sequences, "cancelled")
+
+    def step(self) -> list[News]:
+        """Launch a step, and read the one before it (without overlap, the same)."""
+        plan = self.scheduler.schedule()
+        news: list[News] = []
+        launched = None
+        try:
+            launched = self.launch(plan)
+        except Exception as problem:
+            news += self.fail(plan.parts, problem)
+        steps = [self.flying] if self.settings.overlap else [self.flying, launched]
+        self.flying = launched if self.settings.overlap else None
+        for step in filter(None, steps):
+            try:
+                news += self.read(step)
+            except Exception as problem:
+                news += self.fail(step.parts + (self.flying.parts if self.flying else []), problem)
+                self.flying = None
+        return news
+
+    def launch(self, plan: Plan) -> Step | None:
+        if not plan.parts:
+            self.runner.swap(plan)
+            return None
+        if self.drafter is not None:
+            self.drafter.fill(plan.parts)
+        self.totals.steps += 1
+        return self.runner.launch(plan)
+
+    def read(self, step: Step) -> list[News]:
+        """What a step added to the answers."""
+        news: list[News] = []
+        tokens, place = step.read(), 0
+        for part in step.parts:
+            self.note_prompt(part, step)
+            if not part.draws:
+                continue
+            count = len(part.drafts) + 1
+            if not part.sequence.ended:
+                news += self.go_on(part, tokens[place : place + count], step, place)
+            place += count
+        return news
+
+    def note_prompt(self, part: Part, step: Step) -> None:
+        told = part.sequence.request.prompt_logprobs
+        for place, logprob in enumerate(step.prompt_logprobs.get(part.sequence, ()), part.start + 1):
+            if place == len(told):  # else it was told before the sequence had to begin again
+                told.append(logprob)
+
+    def go_on(self, part: Part, tokens: list[int], step: Step, place: int) -> list[News]:
+        """A sequence with its new tokens: the drafts that were right, and the token after them."""
+        sequence = part.sequence
+        sequence.in_flight -= 1
+        taken, text, finish = 0, "", None
+        for token in tokens:
+            if token < 0:
+                what = (
+                    "no token is allowed by the structure" if sequence.matcher else "the model's logits are not finite"
+                )
+                return self.end([sequence], "error", what)
+            taken += 1
+            piece, finish = self.take(sequence, token)
+            text += piece
+            if finish or (taken <= len(part.drafts) and token != part.drafts[taken - 1]):
+                break
+        self.totals.completion_tokens += taken
+        self.totals.drafted += len(part.drafts)
+        self.totals.accepted += min(taken - 1, len(part.drafts))
+        if sequence.row >= 0:
+            sequence.kept += taken - 1
+            self.scheduler.remember(sequence)
+        logprobs = self.told(sequence, step, place, taken)
+        if finish:
+            return self.end(
+                [sequence], finish, ids=tuple(tokens[:taken]), text=text + sequence.text.rest(), logprobs=logprobs
+            )
+        return self.publish(sequence, Delta(sequence.choice, tuple(tokens[:taken]), text, logprobs))
+
+    def take(self, sequence: Sequence, token: int) -> tuple[str, str | None]:
+        """One more token: its text, and why the answer ends with it, if it does."""
+        sequence.ids.append(token)
+        may_end = len(sequence.ids) - sequence.prompt >= sequence.params.min_tokens
+        if may_end and token in sequence.stops:
+            return "", "stop"
+        text = sequence.text.add(token, may_end)
+        if sequence.text.stopped_by is not None:
+            return text, "stop"
+        if sequence.matcher is not None and not sequence.matcher.accept(token):
+            return text, "stop"
+        return text, "length" if len(sequence.ids) >= sequence.limit else None
+
+    def told(self, sequence: Sequence, step: Step, place: int, count: int) -> tuple[TokenLogprob, ...]:
+        top = sequence.logprobs
+        return () if top is None else tuple(step.told(place + number, top) for number in range(count))
+
+    def publish(self, sequence: Sequence, delta: Delta) -> list[News]:
+        """Hand a delta on; where the best of several are asked for, when all of them are there."""
+        request = sequence.request
+        if request not in self.held:
+            return [(request, delta)]
+        self.held[request][sequence.choice].add(delta)
+        if not request.ended:
+            return []
+        mean = lambda found: sum(each.logprob for each in found.logprobs) / max(1, len(found.logprobs))
+        found = sorted(self.held.pop(request), key=mean, reverse=True)[: request.params.n]
+        told = request.params.logprobs is not None
+        return [
+            (request, Delta(place, tuple(each.ids), each.text, tuple(each.logprobs) if told else (), each.finish, each.stopped_by, delta.error))
+            for place, each in enumerate(found)
+        ]  # fmt: skip
+
+    def end(
+        self,
+        sequences: Iterable[Sequence],
+        finish: str,
+        error: str | None = None,
+        ids: tuple[int, ...] = (),
+        text: str = "",
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> list[News]:
+        """End sequences, all for the same reason."""
+        news: list[News] = []
+        for sequence in sequences:
+            if sequence.ended:
+                continue
+            self.scheduler.remove(sequence)
+            stopped_by: str | int | None = sequence.text.stopped_by
+            if finish == "stop" and stopped_by is None and sequence.ids[-1] in sequence.params.stop_ids:
+                stopped_by = sequence.ids[-1]
+            request = sequence.request
+            if request.ended:
+                self.requests.pop(request.id, None)
+                self.totals.cached_tokens += request.cached
+            news += self.publish(sequence, Delta(sequence.choice, ids, text, logprobs, finish, stopped_by, error))
+        return news
+
+    def fail(self, parts: Iterable[Part], problem: Exception) -> list[News]:
+        """A step broke: those in it end with an error, and nobody trusts what it wrote. The engine goes on."""
+        log.exception("a step failed", exc_info=problem)
+        self.pool.forget_all()
+        for sequence in self.scheduler.running:
+            sequence.keys = []
+        return self.end([part.sequence for part in parts], "error", f"{type(problem).__name__}: {problem}")
+
+    def fail_all(self, problem: Exception, finish: str = "error") -> list[News]:
+        """End whatever there is."""
+        self.flying = None
+        everything = [*self.scheduler.running, *self.scheduler.waiting]
+        return self.end(everything, finish, None if finish == "cancelled" else f"{type(problem).__name__}: {problem}")
+
+    def usage(self, request: Request) -> Usage:
+        made = sum(len(sequence.ids) - sequence.prompt for sequence in request.sequences)
+        return Usage(len(request.prompt), request.cached, made)

@@ -1,0 +1,113 @@
+"""Many prompts at once, offline: `LLM(model).generate(prompts, params)` and `.chat(conversations, params)`."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tilestack.data import Message, Tokenizer
+from tilestack.engine.engine import Engine
+from tilestack.engine.outputs import Completion, RequestOutput
+from tilestack.engine.params import RequestError, SamplingParams
+from tilestack.engine.sequence import Request
+from tilestack.engine.settings import EngineSettings
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model that answers lists of prompts, as fast as it can.
+
+    llm = tilestack.LLM("smollm2")
+    llm.chat([{"role": "user", "content": "What is the capital of France?"}]).text
+    [output.text for output in llm.generate(["Once upon", "In the beginning"], tilestack.SamplingParams(max_tokens=64))]
+    """
+
+    def __init__(self, model: "str | Path | Engine", settings: EngineSettings | None = None, **changed: Any):
+        """`changed` are settings by name, such as max_sequences=8."""
+        if not isinstance(model, Engine):
+            given = vars(settings) if settings is not None else {}
+            model = Engine.load(model, EngineSettings(**{**given, "queue": None, **changed}))
+        self.engine = model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.engine.tokenizer is None:
+            raise RequestError("the engine has no tokenizer, so prompts are token ids")
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None = None,
+        progress: bool = True,
+    ) -> Any:
+        """What follows each prompt, a text or token ids: a RequestOutput for one prompt, a list of them for a list."""
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        given: list[Any] = [prompts] if one else list(prompts)
+        asked = (
+            [params or SamplingParams()] * len(given)
+            if params is None or isinstance(params, SamplingParams)
+            else list(params)
+        )
+        if len(asked) != len(given):
+            raise ValueError(f"{len(given)} prompts and {len(asked)} parameters; give one for all, or one for each")
+        encode = lambda prompt: self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        requests = [
+            Request(f"{number}", encode(prompt), wanted, adapter=adapter)
+            for number, (prompt, wanted) in enumerate(zip(given, asked, strict=True))
+        ]
+        found = self.run(requests, progress and not one)
+        return found[0] if one else found
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        adapter: str | None = None,
+        progress: bool = True,
+    ) -> Any:
+        """The model's next turn in a conversation (a list of messages), or in each of several."""
+        one = len(conversations) > 0 and isinstance(conversations[0], dict)
+        given: list[Any] = [conversations] if one else list(conversations)
+        texts = [self.tokenizer.chat(messages, add_generation_prompt=True, tools=tools) for messages in given]
+        ids = [self.tokenizer.encode(text, bare=True) for text in texts]
+        found = self.generate(ids, params, adapter=adapter, progress=progress and not one)
+        return found[0] if one else found
+
+    def run(self, requests: Iterable[Request], progress: bool = False) -> list[RequestOutput]:
+        """Serve requests to their end; an error in one is an error of all, and leaves the engine empty."""
+        requests = list(requests)
+        found = {request: [Completion() for _ in range(request.params.n)] for request in requests}
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bars:
+            bar = bars.add_task("answering", total=len(requests))
+            try:
+                for request in requests:
+                    self.engine.check(request)
+                for request in requests:
+                    self.engine.add(request)
+                while self.engine.busy:
+                    for request, delta in self.engine.step():
+                        if delta.error:
+                            raise RuntimeError(f"request {request.id} failed: {delta.error}")
+                        found[request][delta.choice].add(delta)
+                        bars.update(
+                            bar, advance=bool(delta.finish and request.ended and delta.choice == request.params.n - 1)
+                        )
+            finally:
+                for request in requests:
+                    self.engine.cancel(request.id)
+        return [
+            RequestOutput(
+                request.id, request.prompt, found[request], self.engine.usage(request),
+                request.prompt_logprobs if request.params.prompt_logprobs is not None else None,
+            )
+            for request in requests
+        ]  # fmt: skip

@@ -1,0 +1,219 @@
+"""The runner computes what the scheduler planned: one forward over a flat batch, and the tokens drawn after it.
+
+What the device has to know of a sequence lies in tables, a row for each that runs, and only what changed is sent: its pages
+as they are taken, its settings once. The token drawn last stays on the device too, so that the next step can be launched
+before the host has read it:
+
+    host     plan 1 │ launch 1 │ plan 2 │ launch 2 │ read 1 │ plan 3 │ launch 3 │ read 2 …
+    device            step 1 ───────────│ step 2 ────────────────────│ step 3 ────────── …
+
+Shapes: T tokens of the step, S sequences in it, D tokens drawn, R rows, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tilestack.engine.adapters import ServedAdapters
+from tilestack.engine.outputs import TokenLogprob
+from tilestack.engine.sampling import Draws, SamplingRows, logprobs_of
+from tilestack.engine.scheduler import Part, Plan
+from tilestack.engine.sequence import Sequence
+from tilestack.models import Decoder, PagedBatch, PagedCache
+
+PROMPT_ROWS = 256  # prompt tokens whose logits are there at a time, when their log-probabilities are asked for
+
+
+@dataclass
+class Step:
+    """A step on its way: what was asked, and where the answer will be."""
+
+    parts: list[Part]
+    tokens: Tensor  # [D], in host memory once `ready`
+    ready: torch.cuda.Event | None
+    logprobs: tuple[Tensor, Tensor, Tensor] | None = None  # of each token; the likeliest [D, top], and theirs
+    prompt_logprobs: dict[Sequence, list[TokenLogprob]] = field(default_factory=dict)
+
+    def read(self) -> list[int]:
+        """The tokens, waiting for them."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return self.tokens.tolist()
+
+    def told(self, place: int, top: int) -> TokenLogprob:
+        """What is told of the token at a place, with so many of the likeliest."""
+        assert self.logprobs is not None
+        own, ids, values = self.logprobs
+        likeliest = zip(ids[place, :top].tolist(), values[place, :top].tolist(), strict=True)
+        return TokenLogprob(int(self.tokens[place]), float(own[place]), tuple(likeliest))
+
+
+class Runner:
+    """A decoder, its pages, and the rows of the sequences that run."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: PagedCache,
+        *,
+        rows: int,
+        context: int,
+        adapters: ServedAdapters | None = None,
+        draft: tuple[Decoder, PagedCache] | None = None,
+    ):
+        self.decoder, self.cache, self.adapters, self.draft = decoder, cache, adapters, draft
+        self.device = decoder.embedding.weight.device
+        self.tables = torch.zeros(rows + 1, -(-context // cache.page), dtype=torch.int64, device=self.device)
+        self.last_ids = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
+        self.sampling = SamplingRows(rows, decoder.config.vocabulary, self.device)
+        self.synced: list[tuple[Sequence | None, int]] = [
+            (None, 0)
+        ] * rows  # whose row it is, and how many pages it knows
+        self.swapped: dict[Sequence, list[Tensor]] = {}
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Step:
+        """Begin a step, and whatever it needs before; nothing here waits for the device."""
+        self.swap(plan)
+        parts = plan.parts
+        self.sync_rows([part.sequence for part in parts])
+        batch, ids = self.batch_of(parts)
+        hidden = self.forward(parts, ids, batch)
+        draws = Draws()
+        places: list[int] = []
+        for part, offset in offsets_of(parts):
+            if part.draws:
+                draws.add(part)
+                places += range(offset + part.count - 1, offset + len_of(part))
+        tokens, logprobs = torch.zeros(0, dtype=torch.int64), None
+        if places:
+            rows = self.indices([sequence.row for sequence in draws.sequences])
+            logits = self.decoder.logits(hidden[self.indices(places)])
+            drawn = self.sampling.draw(logits, draws, rows)
+            self.last_ids[rows] = drawn.clamp(min=0).long()  # drafted sequences are read before they go on
+            top = max((asked.logprobs for asked in draws.sequences if asked.logprobs is not None), default=None)
+            if top is not None:
+                found = logprobs_of(logits, drawn.clamp(min=0), top)
+                logprobs = (self.to_host(found[0]), self.to_host(found[1]), self.to_host(found[2]))
+            tokens = self.to_host(drawn)
+        told = self.prompt_logprobs(parts, hidden)
+        ready = None
+        if self.device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        return Step(parts, tokens, ready, logprobs, told)
+
+    def forward(self, parts: List[Part], ids: Tensor, batch: PagedBatch) -> Tensor:
+        """Hidden states [T, hidden] of a batch. A model that drafts reads along, so that its pages hold the same tokens."""
+        if self.draft is not None:
+            draft, cache = self.draft
+            draft.hidden(ids, context=batch.over(cache))
+        if self.adapters is None:
+            return self.decoder.hidden(ids, context=batch)
+        with self.adapters.chosen([(part.sequence.adapter, len_of(part)) for part in parts]):
+            return self.decoder.hidden(ids, context=batch)
+
+    def batch_of(self, parts: List[Part]) -> tuple[PagedBatch, Tensor]:
+        """The step as the model reads it: where its tokens lie, and which they are [T]."""
+        ids: list[int] = []
+        unread, unread_rows = [], []  # places of tokens that only the device knows
+        for part in parts:
+            sequence, end = part.sequence, part.start + part.count
+            ids += sequence.ids[part.start : end]
+            if end > len(sequence.ids):
+                unread.append(len(ids))
+                unread_rows.append(sequence.row)
+                ids.append(0)
+            ids += part.drafts
+        counts = [len_of(part) for part in parts]
+        lengths = [part.start + count for part, count in zip(parts, counts, strict=True)]
+        given = self.indices(ids)
+        if unread:
+            given[self.indices(unread)] = self.last_ids[self.indices(unread_rows)]
+        rows = self.indices([part.sequence.row for part in parts])
+        batch = PagedBatch(
+            self.cache,
+            self.tables[rows, : -(-max(lengths) // self.cache.page)],
+            self.indices(lengths),
+            self.indices(list(accumulate(counts, initial=0))),
+            tokens=len(ids),
+            most_queries=max(counts),
+        )
+        return batch, given
+
+    def sync_rows(self, sequences: List[Sequence]) -> None:
+        """Send what the tables lack of these sequences."""
+        rows: list[int] = []
+        columns: list[int] = []
+        pages: list[int] = []
+        for sequence in sequences:
+            whose, known = self.synced[sequence.row]
+            if whose is not sequence:
+                known = 0
+                self.sampling.enter(sequence)
+                self.last_ids[sequence.row] = sequence.ids[-1]
+            new = sequence.pages[known:]
+            rows += [sequence.row] * len(new)
+            columns += range(known, len(sequence.pages))
+            pages += new
+            self.synced[sequence.row] = sequence, len(sequence.pages)
+        if pages:
+            self.tables[self.indices(rows), self.indices(columns)] = self.indices(pages)
+
+    def swap(self, plan: Plan) -> None:
+        """Copy pages to host memory and back; the steps before and after see it done, since one stream does it all."""
+        caches = [self.cache] + ([self.draft[1]] if self.draft else [])
+        kept = [tensor for cache in caches for tensor in (cache.keys, cache.values) if tensor is not None]
+        for sequence, pages in plan.swapped_out:
+            self.swapped[sequence] = [tensor[:, self.indices(pages)].cpu() for tensor in kept]
+        for sequence, pages in plan.swapped_in:
+            for tensor, held in zip(kept, self.swapped.pop(sequence), strict=True):
+                tensor[:, self.indices(pages)] = held.to(self.device)
+
+    def prompt_logprobs(self, parts: List[Part], hidden: Tensor) -> dict[Sequence, list[TokenLogprob]]:
+        """Of the prompt's tokens that follow those of this step, where a request wants them told."""
+        told: dict[Sequence, list[TokenLogprob]] = {}
+        for part, offset in offsets_of(parts):
+            sequence, top = part.sequence, part.sequence.params.prompt_logprobs
+            if top is None or sequence.choice or part.start >= sequence.prompt - 1:
+                continue
+            following = sequence.ids[part.start + 1 : min(part.start + part.count, sequence.prompt - 1) + 1]
+            told[sequence] = []
+            for first in range(0, len(following), PROMPT_ROWS):
+                ids = self.indices(following[first : first + PROMPT_ROWS])
+                logits = self.decoder.logits(hidden[offset + first : offset + first + len(ids)])
+                step = Step([], ids.cpu(), None, tuple(map(self.to_host, logprobs_of(logits, ids, top))))  # type: ignore[arg-type]
+                told[sequence] += [step.told(place, top) for place in range(len(ids))]
+        return told
+
+    @torch.inference_mode()
+    def embed(self, ids: List[int], pooling: str) -> list[float]:
+        """A text as one vector of length 1: the mean of its hidden states, or the last of them."""
+        hidden = self.decoder.hidden(self.indices(ids)).float()
+        vector = hidden.mean(0) if pooling == "mean" else hidden[-1]
+        return torch.nn.functional.normalize(vector, dim=0).tolist()
+
+    def indices(self, values: List[int]) -> Tensor:
+        """Integers on the device, sent without waiting."""
+        made = torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        return made.to(self.device, non_blocking=True)
+
+    def to_host(self, values: Tensor) -> Tensor:
+        return values.to("cpu", non_blocking=True) if self.device.type == "cuda" else values
+
+
+def len_of(part: Part) -> int:
+    """A part's tokens, those that are guesses included."""
+    return part.count + len(part.drafts)
+
+
+def offsets_of(parts: List[Part]) -> Iterator[tuple[Part, int]]:
+    """Parts with the place of their first token in the batch."""
+    offset = 0
+    for part in parts:
+        yield part, offset
+        offset += len_of(part)

@@ -1,0 +1,126 @@
+"""From logits to tokens: what each request asked for, a row of settings for each sequence that runs.
+
+The noise of a token depends on the sequence's seed and the token's place in its answer alone. So a text is the same
+whatever is served beside it, and drawing at several places at once, as speculation does, draws what would have been drawn
+one by one.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy
+import torch
+from torch import Tensor
+
+from tilestack import ops
+from tilestack.engine.scheduler import Part
+from tilestack.engine.sequence import Sequence
+
+
+@dataclass
+class Draws:
+    """The places in a step that are followed by a new token: which sequence's, and how far it is."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)  # the new token's place in the answer
+
+    def add(self, part: Part) -> None:
+        for place in range(len(part.drafts) + 1):
+            self.sequences.append(part.sequence)
+            self.indices.append(part.index + place)
+
+
+class SamplingRows:
+    """The settings of sequences that run, as tensors on the device, a row each; a row more is for what is padding."""
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device):
+        self.vocabulary, self.device = vocabulary, device
+        table = lambda dtype: torch.zeros(rows + 1, dtype=dtype, device=device)
+        self.temperature, self.top_p, self.min_p = table(torch.float32), table(torch.float32), table(torch.float32)
+        self.top_k = table(torch.int32)
+        self.repetition, self.presence, self.frequency = (table(torch.float32) for _ in range(3))
+        self.seen: Tensor | None = None  # [rows + 1, V]: tokens of the prompt or the answer
+        self.counts: Tensor | None = None  # [rows + 1, V]: how often each was drawn
+
+    def enter(self, sequence: Sequence) -> None:
+        """A sequence begins to run in its row."""
+        params, row = sequence.params, sequence.row
+        for table, value in (
+            (self.temperature, params.temperature),
+            (self.top_k, params.top_k),
+            (self.top_p, params.top_p),
+            (self.min_p, params.min_p),
+            (self.repetition, params.repetition_penalty),
+            (self.presence, params.presence_penalty),
+            (self.frequency, params.frequency_penalty),
+        ):
+            table[row] = value
+        if params.penalises:
+            self.count_tokens(sequence)
+
+    def count_tokens(self, sequence: Sequence) -> None:
+        if self.seen is None or self.counts is None:
+            shape = len(self.temperature), self.vocabulary
+            self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            self.counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        ids = torch.tensor(sequence.ids, device=self.device)
+        self.seen[sequence.row] = False
+        self.seen[sequence.row, ids] = True
+        self.counts[sequence.row] = torch.bincount(ids[sequence.prompt :], minlength=self.vocabulary).int()
+
+    def draw(self, logits: Tensor, draws: Draws, rows: Tensor) -> Tensor:
+        """A token [D] for each of logits [D, V], -1 where none is likely; `rows` [D] are the sequences'."""
+        sequences = draws.sequences
+        logits = self.adjusted(logits.float(), draws, rows)
+        if all(sequence.params.temperature == 0 for sequence in sequences):
+            drawn = torch.where(logits.amax(-1).isfinite(), ops.argmax(logits), -1)
+        else:
+            seeds = [sequence.seed + index for sequence, index in zip(sequences, draws.indices, strict=True)]
+            settings = self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows]
+            drawn = ops.sample(logits, torch.tensor(seeds, device=self.device), *settings)
+        if self.counts is not None and self.seen is not None:
+            penalised = torch.tensor([sequence.params.penalises for sequence in sequences], device=self.device)
+            at = rows, drawn.clamp(min=0).long()
+            self.counts.index_put_(at, penalised.int(), accumulate=True)
+            self.seen[at] |= penalised
+        return drawn
+
+    def adjusted(self, logits: Tensor, draws: Draws, rows: Tensor) -> Tensor:
+        """Logits with penalties, biases, and -inf where a token must not come."""
+        sequences = draws.sequences
+        if any(sequence.params.penalises for sequence in sequences):
+            logits = self.penalised(logits, rows)
+        places: list[int] = []
+        tokens: list[int] = []
+        biases: list[float] = []
+        for place, (sequence, index) in enumerate(zip(sequences, draws.indices, strict=True)):
+            banned = sequence.stops if index < sequence.params.min_tokens else ()
+            changes = dict(sequence.params.logit_bias) | dict.fromkeys(banned, -torch.inf)
+            places += [place] * len(changes)
+            tokens += changes.keys()
+            biases += changes.values()
+        if places:
+            at = torch.tensor(places, device=self.device), torch.tensor(tokens, device=self.device)
+            logits = logits.index_put(at, torch.tensor(biases, device=self.device), accumulate=True)
+        bound = [place for place, sequence in enumerate(sequences) if sequence.matcher]
+        if bound:
+            allowed = numpy.stack([matcher.allowed() for place in bound if (matcher := sequences[place].matcher)])
+            mask = torch.from_numpy(allowed).to(self.device)
+            at_bound = torch.tensor(bound, device=self.device)
+            logits = logits.index_copy(0, at_bound, torch.where(mask, logits[at_bound], -torch.inf))
+        return logits
+
+    def penalised(self, logits: Tensor, rows: Tensor) -> Tensor:
+        assert self.seen is not None
+        assert self.counts is not None
+        counts, seen = self.counts[rows], self.seen[rows]
+        # Rows without penalties have 1, 0 and 0 here, and what the tables say of them does not matter.
+        factor = self.repetition[rows, None]
+        logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+        return logits - self.presence[rows, None] * (counts > 0) - self.frequency[rows, None] * counts
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities [D] of tokens [D] under logits [D, V], and the `top` likeliest: tokens and values [D, top]."""
+    found = torch.log_softmax(logits.float(), -1)
+    values, ids = torch.topk(found, min(top, logits.shape[-1]), dim=-1)
+    return found.gather(1, tokens[:, None].long())[:, 0], ids, values

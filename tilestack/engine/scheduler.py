@@ -1,0 +1,173 @@
+"""Who computes what in the next step.
+
+A step is a flat batch of tokens: a chunk of a prompt here, one token of decoding there. Sequences that run come first, by
+priority and arrival, each with the tokens it lacks; then those that wait, as long as tokens, rows and pages last. When
+pages run out the newest of the least priority gives its own back, and computes again what it had (or copies it to host
+memory and back, where that is allowed).
+
+Nothing here touches the device, so a schedule can be made while the step before is still being computed.
+"""
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from tilestack.engine.pages import PagePool
+from tilestack.engine.sequence import Sequence
+
+
+@dataclass
+class Part:
+    """One sequence's tokens of a step: `count` from `start` on, and then room for some drafts."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    draws: bool  # whether the last of them is followed by a new token
+    index: int  # the new token's place in the answer
+    room: int = 0
+    drafts: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Plan:
+    parts: list[Part] = field(default_factory=list)
+    swapped_out: list[tuple[Sequence, list[int]]] = field(default_factory=list)  # pages to copy before the step
+    swapped_in: list[tuple[Sequence, list[int]]] = field(default_factory=list)
+
+
+class Scheduler:
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        rows: int,
+        step_tokens: int,
+        prefix_caching: bool = True,
+        draft_tokens: int = 0,
+        swap_tokens: int = 0,
+    ):
+        self.pool, self.step_tokens, self.prefix_caching = pool, step_tokens, prefix_caching
+        self.draft_tokens, self.swap_tokens = draft_tokens, swap_tokens
+        self.free_rows = list(range(rows))[::-1]
+        self.waiting: list[Sequence] = []  # both in the order in which they are served
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self.reserve = pool.pages // 100  # pages that are left to those who run
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=lambda each: each.order)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence that has ended, wherever it is. Steps in flight may still write into its pages: who takes them next
+        writes in a later step, and steps follow each other."""
+        sequence.ended = True
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.give_back(sequence)
+        else:
+            self.waiting.remove(sequence)
+            self.swap_tokens += sequence.swapped
+
+    def schedule(self) -> Plan:
+        plan, left, preempted = Plan(), self.step_tokens, self.preemptions
+        for sequence in list(self.running):
+            if sequence.row < 0 or sequence.waits_to_be_read:  # preempted by one before it, or nothing to compute
+                continue
+            count = min(sequence.drawn - sequence.kept, left)
+            if not count:
+                continue
+            room = self.room_for_drafts(sequence, left - count)
+            if self.find_pages(sequence, sequence.kept + count + room, plan):
+                left -= self.enter(plan, sequence, count, room)
+        if self.preemptions == preempted:  # else the pages would go back and forth
+            self.admit(plan, left)
+        return plan
+
+    def admit(self, plan: Plan, left: int) -> None:
+        """Let sequences begin that wait, in their order, while there is room."""
+        while self.waiting and self.free_rows and left > 0 and not self.waiting[0].in_flight:
+            sequence = self.waiting[0]
+            pages, keys = self.known_beginning(sequence)
+            need = self.pages_for(sequence.drawn) - len(pages)
+            free = len(self.pool.free) - sum(not self.pool.users[page] for page in pages)
+            if need > free - (self.reserve if self.running else 0):
+                break
+            self.waiting.pop(0)
+            insort(self.running, sequence, key=lambda each: each.order)
+            sequence.row = self.free_rows.pop()
+            for page in pages:
+                self.pool.share(page)
+            sequence.pages, sequence.keys, sequence.kept = pages, keys, len(pages) * self.pool.page
+            if sequence.choice == 0 and not sequence.index:
+                sequence.request.cached = sequence.kept
+            if sequence.swapped:
+                self.take_pages(sequence, sequence.swapped)
+                plan.swapped_in.append((sequence, list(sequence.pages)))
+                sequence.kept, sequence.swapped = sequence.swapped, 0
+                self.swap_tokens += sequence.kept
+            count = min(sequence.drawn - sequence.kept, left)
+            self.take_pages(sequence, sequence.kept + count)
+            left -= self.enter(plan, sequence, count)
+
+    def enter(self, plan: Plan, sequence: Sequence, count: int, room: int = 0) -> int:
+        """Put a sequence's tokens into the plan; how many of the step's they are."""
+        draws = sequence.kept + count == sequence.drawn
+        plan.parts.append(Part(sequence, sequence.kept, count, draws, sequence.index, room))
+        sequence.kept += count
+        sequence.in_flight += draws
+        self.remember(sequence)
+        return count + room
+
+    def remember(self, sequence: Sequence) -> None:
+        """Let others find the pages that are full of tokens the host knows."""
+        if not self.prefix_caching:
+            return
+        page, known = self.pool.page, min(sequence.kept, len(sequence.ids))
+        while (place := len(sequence.keys)) < known // page:
+            before = sequence.keys[-1] if sequence.keys else sequence.root
+            ids = sequence.ids[place * page : (place + 1) * page]
+            sequence.keys.append(self.pool.remember(sequence.pages[place], before, ids))
+
+    def known_beginning(self, sequence: Sequence) -> tuple[list[int], list[bytes]]:
+        """Pages that hold a sequence's first tokens; the last one is computed in any case, for what follows it."""
+        if not self.prefix_caching or sequence.swapped or sequence.params.prompt_logprobs is not None:
+            return [], []
+        return self.pool.find(sequence.root, sequence.ids[:-1])
+
+    def room_for_drafts(self, sequence: Sequence, left: int) -> int:
+        """Tokens that may be guessed behind the one to decode; the token after them has to fit too."""
+        if not sequence.speculates or sequence.drawn - sequence.kept != 1 or sequence.index < 1:
+            return 0
+        return max(0, min(self.draft_tokens, left, sequence.limit - sequence.drawn - 1))
+
+    def find_pages(self, sequence: Sequence, tokens: int, plan: Plan) -> bool:
+        """Give a sequence pages for so many tokens, from the last in the order if need be; False: it was the last."""
+        need = self.pages_for(tokens) - len(sequence.pages)
+        while need > len(self.pool.free):
+            last = self.running[-1]
+            self.preempt(last, plan)
+            if last is sequence:
+                return False
+        self.take_pages(sequence, tokens)
+        return True
+
+    def preempt(self, sequence: Sequence, plan: Plan) -> None:
+        self.preemptions += 1
+        self.running.remove(sequence)
+        if sequence.kept <= self.swap_tokens:
+            plan.swapped_out.append((sequence, sequence.pages[: self.pages_for(sequence.kept)]))
+            sequence.swapped = sequence.kept
+            self.swap_tokens -= sequence.kept
+        self.give_back(sequence)
+        self.add(sequence)
+
+    def give_back(self, sequence: Sequence) -> None:
+        self.free_rows.append(sequence.row)
+        self.pool.release(sequence.pages)
+        sequence.row, sequence.kept, sequence.pages, sequence.keys = -1, 0, [], []
+
+    def take_pages(self, sequence: Sequence, tokens: int) -> None:
+        sequence.pages += [self.pool.take() for _ in range(self.pages_for(tokens) - len(sequence.pages))]
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.pool.page)

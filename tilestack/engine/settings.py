@@ -1,0 +1,78 @@
+"""What an engine is started with. Whatever is left out follows from the model and the machine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tilestack.engine.params import check_between
+from tilestack.models import Decoder, ModelConfig, PagedCache
+
+CPU_CACHE = 1 << 30  # bytes of keys and values on a CPU, unless told
+GPU_SHARE = 0.9  # of a GPU's memory that the engine uses in all, unless told
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    device: str | None = None
+    dtype: str | None = None  # bfloat16 on GPUs, float32 on CPUs
+    context: int | None = None  # the longest text, prompt and answer; the model's own
+    max_sequences: int = 256  # that run at a time
+    step_tokens: int | None = None  # that a step computes at most: a long prompt is read in chunks of this size
+    page: int = 16  # tokens in a page
+    kv_memory: int | None = None  # bytes for keys and values
+    swap_memory: int = 0  # bytes of host memory for those of sequences that had to give way; 0: they are computed again
+    prefix_caching: bool = True
+    overlap: bool = True  # launch a step before the one before it is read
+    speculate: str | None = None  # "lookup", or a smaller model with the same tokenizer
+    draft_tokens: int = 4
+    queue: int | None = 1024  # sequences that may wait; None: any number
+    adapters: Mapping[str, str | Path] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, low in (("context", 1), ("max_sequences", 1), ("step_tokens", 1), ("page", 1), ("draft_tokens", 1)):
+            check_between(name, getattr(self, name), low, 2**31 - 1)
+        for name, low in (("kv_memory", 1), ("swap_memory", 0), ("queue", 0)):
+            check_between(name, getattr(self, name), low, 2**62)
+
+
+def bytes_of_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What a token's keys and values take in all layers."""
+    numbers = sum(heads * dim for heads, dim in filter(None, config.cached_shapes))
+    return config.layers * numbers * dtype.itemsize
+
+
+@torch.inference_mode()
+def memory_for_pages(decoder: Decoder, step_tokens: int) -> int:
+    """Bytes left for keys and values: on a GPU, what remains of its memory beside the largest step there can be."""
+    device = decoder.embedding.weight.device
+    if device.type != "cuda":
+        return CPU_CACHE
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    length = min(step_tokens, decoder.config.positions)
+    rows = max(1, step_tokens // length)
+    hidden = decoder.hidden(torch.zeros(rows, length, dtype=torch.int64, device=device))
+    decoder.logits(hidden.flatten(0, 1)[:256]).float()
+    torch.cuda.synchronize(device)
+    step = torch.cuda.max_memory_allocated(device) - before
+    del hidden
+    torch.cuda.empty_cache()
+    free, whole = torch.cuda.mem_get_info(device)
+    return int(free - step - (1 - GPU_SHARE) * whole)
+
+
+def make_cache(decoder: Decoder, settings: EngineSettings, context: int, step_tokens: int) -> PagedCache:
+    """Pages for as many tokens as the memory holds, and no more than can be used at a time."""
+    weight = decoder.embedding.weight
+    memory = settings.kv_memory or memory_for_pages(decoder, step_tokens)
+    page = bytes_of_token(decoder.config, weight.dtype) * settings.page
+    useful = settings.max_sequences * -(-context // settings.page)
+    pages = min(memory // page, useful)
+    if pages < 1:
+        raise ValueError(
+            f"{memory / 1e6:.1f} MB hold no page of {settings.page} tokens, which takes {page / 1e6:.1f} MB; give more "
+            "kv_memory, a smaller model, or a GPU with more memory"
+        )
+    return PagedCache(decoder.config, int(pages) + 1, settings.page, weight.dtype, weight.device)

@@ -1,0 +1,76 @@
+"""Speculation: tokens are guessed, and the model reads all guesses in one step instead of one after the other.
+
+At each guess the model draws the token it would have drawn there anyway, with the noise that belongs to that place (see
+sampling.py). As long as it draws what was guessed, the next place was read with the right tokens before it and its token
+stands too; the first that differs is the right token after all and the rest is void. So the text is, token for token, the
+text without speculation, at any temperature: exact in distribution because it is the same draw. A guess x is accepted
+with the probability p(x) that the model gives it, as by rejection sampling of a guess that is certain.
+"""
+
+from collections.abc import Sequence as List
+from typing import Protocol
+
+import torch
+
+from tilestack.engine.runner import Runner
+from tilestack.engine.sampling import Draws
+from tilestack.engine.scheduler import Part
+from tilestack.models import PagedBatch
+
+
+class Drafter(Protocol):
+    def fill(self, parts: List[Part]) -> None:
+        """Give parts that have room for them some drafts."""
+        ...
+
+
+class LookUp:
+    """Guesses by looking up what followed the last few tokens where they stood before: prompts are often quoted."""
+
+    def __init__(self, longest: int = 4, window: int = 8192):
+        self.longest, self.window = longest, window
+
+    def fill(self, parts: List[Part]) -> None:
+        for part in parts:
+            if part.room:
+                part.drafts = self.guess(part.sequence.ids[-self.window :], part.room)
+
+    def guess(self, ids: list[int], count: int) -> list[int]:
+        """What followed the last time that the longest ending of the text occurred."""
+        for size in range(min(self.longest, len(ids) - 1), 0, -1):
+            ending = ids[-size:]
+            for start in range(len(ids) - size - 1, -1, -1):
+                if ids[start : start + size] == ending:
+                    return ids[start + size : start + size + count]
+        return []
+
+
+class DraftModel:
+    """Guesses of a smaller model with the same tokenizer. Its pages have the numbers of the large model's: it reads along
+    with every step, and draws its guesses with the noise that the large model will draw with at those places."""
+
+    def __init__(self, runner: Runner):
+        self.runner = runner
+
+    @torch.inference_mode()
+    def fill(self, parts: List[Part]) -> None:
+        guessing = [part for part in parts if part.room]
+        if not guessing or self.runner.draft is None:
+            return
+        decoder, cache = self.runner.draft
+        self.runner.sync_rows([part.sequence for part in guessing])
+        indices = self.runner.indices
+        rows = indices([part.sequence.row for part in guessing])
+        tables = self.runner.tables[rows]
+        ids = indices([part.sequence.ids[-1] for part in guessing])
+        lengths = indices([part.start + part.count for part in guessing])
+        guesses = []
+        for place in range(max(part.room for part in guessing)):
+            offsets = torch.arange(len(guessing) + 1, device=ids.device)
+            batch = PagedBatch(cache, tables, lengths + place, offsets, tokens=len(guessing), most_queries=1)
+            logits = decoder.logits(decoder.hidden(ids, context=batch))
+            draws = Draws([part.sequence for part in guessing], [part.index + place for part in guessing])
+            ids = self.runner.sampling.draw(logits, draws, rows).clamp(min=0).long()
+            guesses.append(ids)
+        for part, drafts in zip(guessing, torch.stack(guesses, 1).tolist(), strict=True):
+            part.drafts = drafts[: part.room]

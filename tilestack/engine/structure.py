@@ -1,0 +1,71 @@
+"""Structured output: which tokens may come next so that the answer keeps its form. The work is done by llguidance."""
+
+from functools import cached_property
+from typing import Any
+
+import numpy
+
+from tilestack.data import Tokenizer
+from tilestack.engine.params import RequestError, Structure
+from tilestack.extras import MissingExtra, install_command
+
+
+class Matcher:
+    """One answer's way through its grammar."""
+
+    def __init__(self, matcher: Any, vocabulary: int):
+        self.matcher, self.vocabulary = matcher, vocabulary
+
+    def allowed(self) -> numpy.ndarray:
+        """A boolean for every token of the vocabulary: whether it may come next."""
+        bits = numpy.frombuffer(self.matcher.compute_bitmask(), dtype=numpy.uint8)
+        found = numpy.unpackbits(bits, bitorder="little")[: self.vocabulary].astype(bool)
+        return numpy.pad(found, (0, self.vocabulary - len(found)))
+
+    def accept(self, token: int) -> bool:
+        """Take a step; false where the grammar ends, with this token or before it."""
+        return not self.matcher.is_stopped() and self.matcher.consume_token(token) and not self.matcher.is_stopped()
+
+
+class Structures:
+    """Grammars over one tokenizer's tokens."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocabulary: int):
+        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+
+    @cached_property
+    def library(self) -> Any:
+        try:
+            import llguidance
+        except ModuleNotFoundError:
+            raise MissingExtra(f"structured output needs llguidance: {install_command('server')}") from None
+        return llguidance
+
+    @cached_property
+    def tokens(self) -> Any:
+        assert self.tokenizer is not None
+        return self.library.LLTokenizer(
+            self.tokenizer.backend.to_str(), n_vocab=self.vocabulary, eos_token=self.tokenizer.eos
+        )
+
+    def matcher(self, structure: Structure | None) -> Matcher | None:
+        """The beginning of a grammar; a RequestError says what is wrong with it."""
+        if structure is None:
+            return None
+        if self.tokenizer is None:
+            raise RequestError("a structure is a form of text, and the engine has no tokenizer")
+        make = self.library.LLMatcher
+        try:
+            if structure.kind == "regex":
+                grammar = make.grammar_from_regex(structure.text)
+            elif structure.kind == "grammar":
+                grammar = make.grammar_from_lark(structure.text)
+            else:
+                schema = structure.text if structure.kind == "json_schema" else '{"type": "object"}'
+                grammar = make.grammar_from_json_schema(schema)
+        except ValueError as problem:
+            raise RequestError(f"the {structure.kind} cannot be read: {problem}") from None
+        matcher = make(self.tokens, grammar)
+        if matcher.is_error():
+            raise RequestError(f"the {structure.kind} cannot be read: {matcher.get_error()}")
+        return Matcher(matcher, self.vocabulary)
