@@ -31,7 +31,8 @@ def serve(engine, requests, after_step=lambda engine: None):
     while engine.busy:
         for request, delta in engine.step():
             assert delta.error is None, delta.error
-            found[request.id][delta.choice] += delta.ids
+            if request.id in found:
+                found[request.id][delta.choice] += delta.ids
         after_step(engine)
     return found
 

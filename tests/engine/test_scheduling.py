@@ -135,13 +135,19 @@ def test_equal_hashes_are_not_enough_to_share(monkeypatch):
     assert found["second"] == [alone(second.prompt, 2)]
 
 
-def test_the_urgent_come_first_and_the_last_give_way():
-    engine = make_engine(max_sequences=1)
-    order = []
-    late, urgent = greedy("late", [5, 6], 3), greedy("urgent", [7, 8], 3)
-    late.priority, urgent.priority = 1, 0
-    for request in (late, urgent):
-        engine.add(request)
+@pytest.mark.parametrize("begun", [0, 4])
+def test_the_urgent_come_first_and_those_who_run_give_way(begun):
+    engine, order, found = make_engine(max_sequences=1), [], []
+    late, urgent = greedy("late", [5, 6], 9), greedy("urgent", [7, 8], 3)
+    late.priority = 1
+    engine.add(late)
+    news = [each for _ in range(begun) for each in engine.step()]
+    engine.add(urgent)
     while engine.busy:
-        order += [request.id for request, delta in engine.step() if delta.finish]
+        news += engine.step()
+    for request, delta in news:
+        order += [request.id] if delta.finish else []
+        found += delta.ids if request is late else ()
     assert order == ["urgent", "late"]
+    assert found == alone([5, 6], 9)
+    check_empty(engine)

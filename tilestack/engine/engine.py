@@ -272,7 +272,7 @@ class Engine:
                 break
         self.totals.completion_tokens += taken
         self.totals.drafted += len(part.drafts)
-        self.totals.accepted += min(taken - 1, len(part.drafts))
+        self.totals.accepted += sum(map(int.__eq__, part.drafts, tokens[:taken]))
         if sequence.row >= 0:
             sequence.kept += taken - 1
             self.scheduler.remember(sequence)
@@ -331,6 +331,7 @@ class Engine:
             if sequence.ended:
                 continue
             self.scheduler.remove(sequence)
+            self.runner.forget(sequence)
             stopped_by: str | int | None = sequence.text.stopped_by
             if finish == "stop" and stopped_by is None and sequence.ids[-1] in sequence.params.stop_ids:
                 stopped_by = sequence.ids[-1]

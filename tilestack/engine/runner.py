@@ -151,8 +151,8 @@ class Runner:
         columns: list[int] = []
         pages: list[int] = []
         for sequence in sequences:
-            whose, known = self.synced[sequence.row]
-            if whose is not sequence:
+            admission, known = self.synced[sequence.row]
+            if admission != sequence.admission:
                 known = 0
                 self.sampling.enter(sequence)
                 self.last_ids[sequence.row] = sequence.ids[-1]
@@ -160,7 +160,7 @@ class Runner:
             rows += [sequence.row] * len(new)
             columns += range(known, len(sequence.pages))
             pages += new
-            self.synced[sequence.row] = sequence, len(sequence.pages)
+            self.synced[sequence.row] = sequence.admission, len(sequence.pages)
         if pages:
             self.tables[self.indices(rows), self.indices(columns)] = self.indices(pages)
 
@@ -173,6 +173,10 @@ class Runner:
         for sequence, pages in plan.swapped_in:
             for tensor, held in zip(kept, self.swapped.pop(sequence), strict=True):
                 tensor[:, self.indices(pages)] = held.to(self.device)
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence has ended: drop what host memory holds of it."""
+        self.swapped.pop(sequence, None)
 
     def prompt_logprobs(self, parts: List[Part], hidden: Tensor) -> dict[Sequence, list[TokenLogprob]]:
         """Of the prompt's tokens that follow those of this step, where a request wants them told."""

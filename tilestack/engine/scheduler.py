@@ -9,6 +9,7 @@ Nothing here touches the device, so a schedule can be made while the step before
 """
 
 from bisect import insort
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tilestack.engine.pages import PagePool
@@ -51,7 +52,7 @@ class Scheduler:
         self.free_rows = list(range(rows))[::-1]
         self.waiting: list[Sequence] = []  # both in the order in which they are served
         self.running: list[Sequence] = []
-        self.preemptions = 0
+        self.preemptions = self.admissions = 0
         self.reserve = pool.pages // 100  # pages that are left to those who run
 
     def add(self, sequence: Sequence) -> None:
@@ -69,7 +70,9 @@ class Scheduler:
             self.swap_tokens += sequence.swapped
 
     def schedule(self) -> Plan:
-        plan, left, preempted = Plan(), self.step_tokens, self.preemptions
+        plan, left = Plan(), self.step_tokens
+        self.make_way(plan)
+        preempted = self.preemptions
         for sequence in list(self.running):
             if sequence.row < 0 or sequence.waits_to_be_read:  # preempted by one before it, or nothing to compute
                 continue
@@ -83,18 +86,31 @@ class Scheduler:
             self.admit(plan, left)
         return plan
 
+    def make_way(self, plan: Plan) -> None:
+        """Let those who run give way to the first who waits, as long as it needs it and has priority over them."""
+        while self.waiting and self.running:
+            first, last = self.waiting[0], self.running[-1]
+            if last.request.priority <= first.request.priority or first.in_flight or self.has_room(first):
+                return
+            self.preempt(last, plan)
+
+    def has_room(self, sequence: Sequence, found: Collection[int] = ()) -> bool:
+        """Whether a sequence that waits could begin, with so many pages that were found."""
+        need = self.pages_for(sequence.drawn) - len(found)
+        free = len(self.pool.free) - sum(not self.pool.users[page] for page in found)
+        return bool(self.free_rows) and need <= free - (self.reserve if self.running else 0)
+
     def admit(self, plan: Plan, left: int) -> None:
         """Let sequences begin that wait, in their order, while there is room."""
-        while self.waiting and self.free_rows and left > 0 and not self.waiting[0].in_flight:
+        while self.waiting and left > 0 and not self.waiting[0].in_flight:
             sequence = self.waiting[0]
             pages, keys = self.known_beginning(sequence)
-            need = self.pages_for(sequence.drawn) - len(pages)
-            free = len(self.pool.free) - sum(not self.pool.users[page] for page in pages)
-            if need > free - (self.reserve if self.running else 0):
+            if not self.has_room(sequence, pages):
                 break
             self.waiting.pop(0)
             insort(self.running, sequence, key=lambda each: each.order)
-            sequence.row = self.free_rows.pop()
+            self.admissions += 1
+            sequence.row, sequence.admission = self.free_rows.pop(), self.admissions
             for page in pages:
                 self.pool.share(page)
             sequence.pages, sequence.keys, sequence.kept = pages, keys, len(pages) * self.pool.page

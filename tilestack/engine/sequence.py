@@ -59,6 +59,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of the pages that are remembered
     row: int = -1  # its place in the runner's tables while it runs
+    admission: int = 0  # a new number each time that it begins to run
     swapped: int = 0  # tokens that lie in host memory while it waits
     ended: bool = False
 

@@ -1,0 +1,159 @@
+"""Requests that stream into asyncio: together, cut off, over the limit, in a model that breaks, and when it closes."""
+
+import asyncio
+
+import pytest
+import torch
+from engines import alone, check_empty, decoder, make_engine
+
+from tilestack.engine import AsyncEngine, EngineClosed, QueueFull, RequestError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def running(test):
+    """Runs a test of one coroutine with a time limit."""
+
+    def run():
+        asyncio.run(asyncio.wait_for(test(), 60))
+
+    return run
+
+
+async def whole(stream):
+    deltas = [delta async for delta in stream]
+    return [token for delta in deltas for token in delta.ids], deltas[-1]
+
+
+async def quiet(engine):
+    while engine.engine.busy or engine.streams or engine.entering:
+        await asyncio.sleep(0.01)
+    check_empty(engine.engine)
+
+
+def serving(**settings):
+    return AsyncEngine(make_engine(**settings), "tiny")
+
+
+async def test_streams_side_by_side():
+    async with serving() as engine:
+        streams = [engine.submit([n + 1, 5], GREEDY) for n in range(12)]
+        found = await asyncio.gather(*map(whole, streams))
+        for n, (ids, last) in enumerate(found):
+            assert ids == alone([n + 1, 5], 8)
+            assert last.finish == "length"
+        assert streams[0].usage.prompt == 2
+        assert streams[0].usage.completion == 8
+        await quiet(engine)
+
+
+async def test_what_is_cut_off_leaves_nothing():
+    async with serving(max_sequences=4) as engine:
+        long = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+        streams = [engine.submit([n % 90 + 1] * 3, long) for n in range(200)]
+        await asyncio.sleep(0.1)
+        for stream in streams:
+            stream.cancel()
+            stream.cancel()
+        last = [(await whole(stream))[1] for stream in streams]
+        assert {delta.finish for delta in last} <= {"cancelled", "length"}
+        assert any(delta.finish == "cancelled" for delta in last)
+        ids, _ = await asyncio.wait_for(whole(engine.submit([4, 5], GREEDY)), 5)
+        assert ids == alone([4, 5], 8)
+        await quiet(engine)
+
+
+async def test_leaving_the_block_cancels():
+    async with serving() as engine:
+        async with engine.submit([1, 2], SamplingParams(max_tokens=50, ignore_eos=True)) as stream:
+            async for _ in stream:
+                break
+        await quiet(engine)
+
+
+async def test_a_full_queue_and_bad_requests_are_refused_at_once():
+    async with serving(max_sequences=1, queue=2) as engine:
+        streams = [engine.submit([1, 2], SamplingParams(max_tokens=40, ignore_eos=True)) for _ in range(3)]
+        with pytest.raises(QueueFull, match="at most 2"):
+            streams += [engine.submit([1, 2], GREEDY) for _ in range(3)]
+        with pytest.raises(RequestError, match="empty"):
+            engine.submit([], GREEDY)
+        with pytest.raises(RequestError, match="no adapter 'x'"):
+            engine.submit([1], GREEDY, adapter="x")
+        for stream in streams:
+            stream.cancel()
+        await quiet(engine)
+
+
+async def test_a_step_that_breaks_ends_its_requests_and_not_the_engine():
+    engine = serving(overlap=True)
+    forward, broken = engine.engine.runner.decoder.hidden, True
+
+    def hidden(*given, **named):
+        if broken:
+            raise RuntimeError("the model fell over")
+        return forward(*given, **named)
+
+    engine.engine.runner.decoder = Wrapped(decoder(), hidden)
+    async with engine:
+        streams = [engine.submit([n + 1, 2], GREEDY) for n in range(3)]
+        for _, last in await asyncio.gather(*map(whole, streams)):
+            assert last.finish == "error"
+            assert "fell over" in last.error
+        broken = False
+        ids, _ = await whole(engine.submit([4, 5], GREEDY))
+        assert ids == alone([4, 5], 8)
+        await quiet(engine)
+
+
+class Wrapped:
+    def __init__(self, decoder, hidden):
+        self.decoder, self.hidden = decoder, hidden
+
+    def __getattr__(self, name):
+        return getattr(self.decoder, name)
+
+
+async def test_logits_that_are_not_finite_are_an_error():
+    engine = serving()
+    engine.engine.runner.decoder = Wrapped(
+        decoder(), lambda *given, **named: decoder().hidden(*given, **named) * torch.nan
+    )
+    async with engine:
+        for params in (GREEDY, SamplingParams(max_tokens=3)):
+            _, last = await whole(engine.submit([4, 5], params))
+            assert last.finish == "error"
+            assert "not finite" in last.error
+        await quiet(engine)
+
+
+async def test_closing_drains_and_then_cancels():
+    engine = serving().start()
+    short = engine.submit([1, 2], GREEDY)
+    await engine.close(drain=30)
+    assert (await whole(short))[1].finish == "length"
+    with pytest.raises(EngineClosed):
+        engine.submit([1, 2], GREEDY)
+
+    engine = serving().start()
+    stream = engine.submit([1, 2], SamplingParams(max_tokens=55, ignore_eos=True))
+    await engine.close()
+    assert (await whole(stream))[1].finish in ("cancelled", "length")
+
+
+async def test_embeddings():
+    async with serving() as engine:
+        ids = [3, 5, 7]
+        states = decoder().hidden(torch.tensor(ids)).float()
+        for pooling, state in (("mean", states.mean(0)), ("last", states[-1])):
+            expected = torch.nn.functional.normalize(state, dim=0)
+            torch.testing.assert_close(torch.tensor(await engine.embed(ids, pooling)), expected)
+        with pytest.raises(RequestError, match="no pooling"):
+            await engine.embed(ids, "middle")
+        with pytest.raises(RequestError, match="0 tokens"):
+            await engine.embed([])
+
+
+for _name, _test in list(globals().items()):
+    if _name.startswith("test_") and asyncio.iscoroutinefunction(_test):
+        globals()[_name] = running(_test)

@@ -1,0 +1,213 @@
+"""What a request asks for is what happens to its tokens: against plain decoding with the same rules written out."""
+
+import math
+
+import pytest
+import torch
+from engines import alone, check_empty, decoder, make_engine, serve
+
+from tilestack.engine import Request, RequestError, SamplingParams
+
+PROMPT = [3, 5, 7, 11, 13, 5, 5]
+
+
+def ask(engine=None, prompt=PROMPT, **params):
+    engine = engine or make_engine()
+    request = Request(
+        "r", list(prompt), SamplingParams(**({"temperature": 0, "max_tokens": 12, "ignore_eos": True} | params))
+    )
+    engine.add(request)
+    news = []
+    while engine.busy:
+        news += engine.step()
+    check_empty(engine)
+    return request, [delta for _, delta in news]
+
+
+def tokens_of(deltas, choice=0):
+    return [token for delta in deltas if delta.choice == choice for token in delta.ids]
+
+
+def by_hand(rule, count=12):
+    """Greedy decoding where `rule(logits, ids)` changes the logits [V] of the next token."""
+    ids = list(PROMPT)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(rule(decoder()(torch.tensor([ids]))[0, -1], ids).argmax()))
+    return ids[len(PROMPT) :]
+
+
+def penalties(repetition=1.0, presence=0.0, frequency=0.0):
+    def rule(logits, ids):
+        logits = logits.clone()
+        for token in set(ids):
+            logits[token] = logits[token] / repetition if logits[token] > 0 else logits[token] * repetition
+        for token in set(ids[len(PROMPT) :]):
+            logits[token] -= presence + frequency * ids[len(PROMPT) :].count(token)
+        return logits
+
+    return rule
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("asked", [dict(repetition=1.7), dict(presence=1.1), dict(frequency=0.8), dict(repetition=0.6, presence=-0.5, frequency=0.4)])  # fmt: skip
+def test_penalties(asked, overlap):
+    _, deltas = ask(make_engine(overlap=overlap), **{f"{name}_penalty": value for name, value in asked.items()})
+    assert tokens_of(deltas) == by_hand(penalties(**asked))
+    assert tokens_of(deltas) != alone(PROMPT, 12)
+
+
+def test_penalties_of_one_leave_the_others_alone():
+    engine = make_engine()
+    plain = [
+        Request(f"p{n}", [n + 1, 5], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)) for n in range(3)
+    ]
+    penal = Request("x", PROMPT, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, frequency_penalty=2))
+    found = serve(engine, [plain[0], penal, *plain[1:]])
+    found |= {"late": serve(engine, [Request("late", [2, 5], plain[0].params)])["late"]}  # in a row that was penalised
+    assert found["x"] == [by_hand(penalties(frequency=2), 9)]
+    assert [found[each.id] for each in plain] == [[alone(each.prompt, 9)] for each in plain]
+    assert found["late"] == [alone([2, 5], 9)]
+
+
+def test_biases_and_bans():
+    favourite = {40: 100.0, 41: -100.0}
+    assert tokens_of(ask(logit_bias=favourite)[1]) == [40] * 12
+    first = alone(PROMPT, 1)[0]
+    banned = {first: -1000.0}
+    assert tokens_of(ask(logit_bias=banned)[1]) == by_hand(
+        lambda logits, ids: logits.index_fill(0, torch.tensor([first]), -math.inf)
+    )
+
+
+def test_no_stop_before_the_least_number_of_tokens():
+    whole = alone(PROMPT, 12)
+    stop = whole[3]
+    ended = whole.index(stop) + 1
+    _, deltas = ask(stop_ids=(stop,))
+    assert tokens_of(deltas) == whole[:ended]
+    assert (deltas[-1].finish, deltas[-1].stopped_by) == ("stop", stop)
+    _, deltas = ask(stop_ids=(stop,), min_tokens=8)
+    found = tokens_of(deltas)
+    assert stop not in found[:8]
+    assert len(found) >= 8
+
+
+def test_ends_count_unless_they_are_ignored():
+    end = decoder().config.eos[0]
+    _, deltas = ask(logit_bias={end: 100.0}, ignore_eos=False)
+    assert tokens_of(deltas) == [end]
+    assert deltas[-1].finish == "stop"
+    _, deltas = ask(logit_bias={end: 100.0})
+    assert tokens_of(deltas) == [end] * 12
+    assert deltas[-1].finish == "length"
+
+
+def test_the_context_ends_an_answer():
+    _, deltas = ask(make_engine(context=10), max_tokens=None)
+    assert len(tokens_of(deltas)) == 3
+    assert deltas[-1].finish == "length"
+
+
+def test_logprobs_are_the_models_own():
+    request, deltas = ask(logprobs=3, prompt_logprobs=2, temperature=0.7, seed=5, repetition_penalty=1.4)
+    told = [each for delta in deltas for each in delta.logprobs]
+    ids = PROMPT + tokens_of(deltas)
+    with torch.no_grad():
+        truth = torch.log_softmax(decoder()(torch.tensor([ids]))[0], -1)
+    assert [each.id for each in told] == ids[len(PROMPT) :]
+    for place, each in enumerate(told, len(PROMPT) - 1):
+        assert each.logprob == pytest.approx(float(truth[place, each.id]), abs=1e-5)
+        values, tokens = truth[place].topk(3)
+        assert [token for token, _ in each.top] == tokens.tolist()
+        assert [value for _, value in each.top] == pytest.approx(values.tolist(), abs=1e-5)
+    assert request.prompt_logprobs[0] is None
+    assert len(request.prompt_logprobs) == len(PROMPT)
+    for place, each in enumerate(request.prompt_logprobs[1:]):
+        assert each.id == PROMPT[place + 1]
+        assert each.logprob == pytest.approx(float(truth[place, each.id]), abs=1e-5)
+        assert len(each.top) == 2
+
+
+def test_prompt_logprobs_of_a_prompt_in_chunks_that_was_preempted():
+    prompt = [(7 * n) % 97 for n in range(40)]
+    engine = make_engine(pages=16, step_tokens=6, max_sequences=4)
+    asked = Request(
+        "p", prompt, SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0, ignore_eos=True), priority=1
+    )
+    engine.add(asked)
+    for _ in range(3):
+        engine.step()
+    serve(
+        engine,
+        [
+            Request(f"u{n}", [n + 1] * 9, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+            for n in range(3)
+        ],
+    )
+    assert engine.stats().preemptions
+    with torch.no_grad():
+        truth = torch.log_softmax(decoder()(torch.tensor([prompt]))[0], -1)
+    assert [each and each.id for each in asked.prompt_logprobs] == [None, *prompt[1:]]
+    for place, each in enumerate(asked.prompt_logprobs[1:]):
+        assert each.logprob == pytest.approx(float(truth[place, each.id]), abs=1e-5)
+
+
+def test_draws_follow_the_distribution_and_the_seed_alone():
+    params = dict(temperature=1.3, top_p=0.9, max_tokens=1)
+    engine = make_engine(max_sequences=64, step_tokens=512, pages=256)
+    requests = [Request(f"{n}", PROMPT, SamplingParams(seed=n, **params)) for n in range(600)]
+    found = serve(engine, requests)
+    drawn = torch.tensor([found[request.id][0][0] for request in requests]).bincount(minlength=97) / 600
+    with torch.no_grad():
+        truth = torch.softmax(decoder()(torch.tensor([PROMPT]))[0, -1] / 1.3, -1)
+    values, order = truth.sort(descending=True)
+    kept = order[(values.cumsum(0) - values) < 0.9]
+    share = torch.zeros(97, dtype=truth.dtype).index_copy(0, kept, truth[kept] / truth[kept].sum())
+    assert set(drawn.nonzero().flatten().tolist()) <= set(kept.tolist())
+    assert float((drawn - share).abs().sum()) / 2 < 0.15  # total variation; 600 draws of this law stay below
+    again = serve(make_engine(), [Request("z", PROMPT, SamplingParams(seed=17, **params))])
+    assert again["z"] == found["17"]
+
+
+def test_several_answers_differ_and_the_best_are_chosen():
+    request, deltas = ask(temperature=1.0, seed=4, n=3)
+    answers = [tokens_of(deltas, choice) for choice in range(3)]
+    assert len({tuple(answer) for answer in answers}) == 3
+    assert request.cached == 0
+    _, best = ask(temperature=1.0, seed=4, n=1, best_of=3, logprobs=0)
+    _, told = ask(temperature=1.0, seed=4, n=3, logprobs=0)
+    means = [
+        sum(each.logprob for delta in told if delta.choice == choice for each in delta.logprobs) for choice in range(3)
+    ]
+    assert [delta.choice for delta in best] == [0]
+    assert tokens_of(best) == answers[means.index(max(means))]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (dict(temperature=-1), "temperature must lie between"),
+        (dict(temperature=float("nan")), "temperature must be a number"),
+        (dict(top_p=2), "top_p"),
+        (dict(n=0), "n must lie"),
+        (dict(n=3, best_of=2), "best_of"),
+        (dict(max_tokens=0), "max_tokens"),
+        (dict(min_tokens=5, max_tokens=2), "min_tokens is 5"),
+        (dict(stop=("",)), "must not be empty"),
+        (dict(logit_bias={999: 1.0}), "token 999"),
+        (dict(stop_ids=(-1,)), "token -1"),
+        (dict(stop=("x",)), "tokenizer"),
+    ],
+)
+def test_what_cannot_be_served_is_said(wrong, said):
+    with pytest.raises(RequestError, match=said):
+        ask(**wrong)
+
+
+@pytest.mark.parametrize(("prompt", "said"), [([], "empty"), ([97], "token 97"), ([1] * 64, "64 tokens")])
+def test_prompts_that_cannot_be_served(prompt, said):
+    engine = make_engine()
+    with pytest.raises(RequestError, match=said):
+        engine.add(Request("r", prompt, SamplingParams()))
+    check_empty(engine)
