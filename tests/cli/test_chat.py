@@ -10,6 +10,7 @@ import torch
 from tilestack import cli, data, models
 from tilestack.cli import chat, speaker
 from tilestack.data.chat import CHATML
+from tilestack.engine import Engine
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +85,17 @@ def test_one_interrupt_at_the_prompt_does_not_leave(talk):
 
 
 def test_an_interrupt_stops_the_answer_and_keeps_what_was_said(talk, monkeypatch):
-    def interrupted(decoder, ids, **_):
-        yield torch.tensor([70])
-        raise KeyboardInterrupt
+    read, step = [], Engine.step
 
-    monkeypatch.setattr(models, "generate", interrupted)
+    def interrupted(engine):
+        if len(read) == 1:
+            read.append("interrupted")
+            raise KeyboardInterrupt
+        news = step(engine)
+        read.extend(news[:1])
+        return news
+
+    monkeypatch.setattr(Engine, "step", interrupted)
     code, shown, sent = talk("the cat", "the dog", "/quit")
     assert code == 0
     assert "stopped; 1 token in" in shown

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tilestack import cli, data, models
-from tilestack.cli.speaker import up_to
 from tilestack.data.chat import CHATML
 
 
@@ -80,12 +79,3 @@ def test_bad_input_is_one_line(capsys, folder, arguments, line):
     assert code == 1
     assert line in error
     assert len(error.strip().splitlines()) == 1
-
-
-def test_text_that_may_begin_a_stop_is_held_back():
-    pieces = ["a", "b", "<", "/", "x", "</", "end", ">", "more"]
-    found = list(up_to(pieces, ["</end>"]))
-    assert "".join(found) == "ab</x"
-    assert found[:3] == ["a", "b", ""]
-    assert list(up_to(["a<"], ["</end>"])) == ["a", "<"]
-    assert "".join(up_to(["one two"], ["two", "one"])) == ""

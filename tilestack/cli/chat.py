@@ -93,7 +93,7 @@ def answer_aloud(speaker: Speaker, messages: Messages, opening: int, max_tokens:
         forgotten += 1
     if speaker.room(ids) < 1:
         messages.pop()
-        console.print(f"that is {len(ids)} tokens, and the model reads {speaker.decoder.config.positions}", style="dim")
+        console.print(f"that is {len(ids)} tokens, and the model reads {speaker.engine.context}", style="dim")
         return
     if forgotten:
         console.print(f"(the conversation is full; {forgotten} of the oldest turns forgotten)", style="dim")

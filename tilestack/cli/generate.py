@@ -51,7 +51,7 @@ def generate_command(
     chat = speaker.chats and not raw
     ids = speaker.chat_ids([{"role": "user", "content": given}]) if chat else speaker.tokenizer.encode(given)
     if speaker.room(ids) < 1:
-        most = speaker.decoder.config.positions - 1
+        most = speaker.engine.context - 1
         raise ValueError(f"the prompt has {len(ids)} tokens; this model takes 1 to {most} and an answer")
     sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     speech = speaker.speak(ids, max_tokens, stop or (), **sampling)

@@ -2,7 +2,7 @@
 
 import importlib.util
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,21 +45,17 @@ def check_packages(model: str) -> None:
 
 
 class Speaker:
-    """A decoder with its tokenizer, ready to continue token ids."""
+    """An engine for one text at a time, ready to continue token ids. What it has read it remembers: of a conversation, each
+    turn is computed once."""
 
     def __init__(self, model: str, device: str | None = None):
         check_packages(model)
-        import torch
+        from tilestack.engine import Engine, EngineSettings
 
-        from tilestack import data, models
-        from tilestack.device import pick_device
-
-        self.device = pick_device(device)
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.decoder = models.load(model, dtype=dtype, device=self.device)
-        self.tokenizer = data.Tokenizer.load(model)
-        self.tokenizer.check_against(self.decoder.config.vocabulary)
-        self.ends = (*self.tokenizer.stops, *self.decoder.config.eos)
+        self.engine = Engine.load(model, EngineSettings(device=device, max_sequences=1))
+        assert self.engine.tokenizer is not None
+        self.tokenizer: Tokenizer = self.engine.tokenizer
+        self.device = self.engine.runner.device
 
     @property
     def chats(self) -> bool:
@@ -72,42 +68,41 @@ class Speaker:
 
     def room(self, ids: Sequence[int]) -> int:
         """How many tokens may follow a prompt; none after one that is empty or as long as the model reads."""
-        return self.decoder.config.positions - len(ids) if ids else 0
+        return self.engine.context - len(ids) if ids else 0
 
     def speak(self, ids: list[int], max_tokens: int, stops: Sequence[str] = (), **sampling: Any) -> "Speech":
         """What the model says after a prompt."""
-        return Speech(self, ids, min(max_tokens, self.room(ids)), stops, sampling)
+        return Speech(self, ids, max_tokens, stops, sampling)
 
 
 class Speech:
     """One text as it is drawn: iterate for its pieces; the figures are there at any time."""
 
     def __init__(self, speaker: Speaker, ids: list[int], most: int, stops: Sequence[str], sampling: dict[str, Any]):
-        self.speaker, self.ids, self.most, self.stops, self.sampling = speaker, ids, most, stops, sampling
+        from tilestack.engine import Request, SamplingParams
+
+        self.speaker = speaker
+        self.request = Request("speech", ids, SamplingParams(max_tokens=most, stop=tuple(stops), **sampling))
         self.made: list[int] = []
+        self.finish: str | None = None  # why it ended, in the words of OpenAI's API
         self.began = self.first = self.last = 0.0  # when the prompt was given, and the first and last token came
 
     def __iter__(self) -> Iterator[str]:
-        return up_to(decoded(self._tokens(), self.speaker.tokenizer), self.stops)
-
-    def _tokens(self) -> Iterator[int]:
-        import torch
-
-        from tilestack import models
-
+        engine = self.speaker.engine
         self.began = time.perf_counter()
-        prompt = torch.tensor([self.ids], device=self.speaker.device)
-        ends = self.speaker.ends
-        for step in models.generate(self.speaker.decoder, prompt, max_new_tokens=self.most, stop=ends, **self.sampling):
-            self.made.append(int(step[0]))
-            self.last = time.perf_counter()
-            self.first = self.first or self.last
-            yield self.made[-1]
-
-    @property
-    def finish(self) -> str:
-        """Why it ended, in the words of OpenAI's API."""
-        return "length" if len(self.made) == self.most and self.made[-1] not in self.speaker.ends else "stop"
+        engine.add(self.request)
+        try:
+            while engine.busy:
+                for _, delta in engine.step():
+                    if delta.error:
+                        raise RuntimeError(delta.error)
+                    self.made += delta.ids
+                    self.finish = delta.finish
+                    self.last = time.perf_counter()
+                    self.first = self.first or self.last
+                    yield delta.text
+        finally:
+            engine.cancel(self.request.id)
 
     @property
     def seconds(self) -> float:
@@ -118,27 +113,6 @@ class Speech:
         if len(self.made) < 2:
             return f"{len(self.made)} token{'s' if len(self.made) != 1 else ''} in {self.seconds:.2f} s"
         rate = (len(self.made) - 1) / max(self.last - self.first, 1e-9)
-        return f"{len(self.made)} tokens, {rate:.1f} tokens/s; {len(self.ids)} of the prompt read in {self.first - self.began:.2f} s"
-
-
-def decoded(tokens: Iterable[int], tokenizer: "Tokenizer") -> Iterator[str]:
-    """Tokens as text; a character that spans several comes with its last."""
-    from tokenizers.decoders import DecodeStream
-
-    stream: Any = DecodeStream(skip_special_tokens=True)
-    for token in tokens:
-        yield stream.step(tokenizer.backend, token) or ""
-
-
-def up_to(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
-    """Text up to the first stop. What may be the beginning of one is held back until more is known."""
-    held = ""
-    for piece in pieces:
-        held += piece
-        if found := [held.find(stop) for stop in stops if stop in held]:
-            yield held[: min(found)]
-            return
-        begun = max((n for stop in stops for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0)
-        yield held[: len(held) - begun]
-        held = held[len(held) - begun :]
-    yield held
+        read = len(self.request.prompt) - self.request.cached
+        known = f", {self.request.cached} known" if self.request.cached else ""
+        return f"{len(self.made)} tokens, {rate:.1f} tokens/s; {read} of the prompt read in {self.first - self.began:.2f} s{known}"

@@ -70,9 +70,7 @@ class Runner:
         self.tables = torch.zeros(rows + 1, -(-context // cache.page), dtype=torch.int64, device=self.device)
         self.last_ids = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
         self.sampling = SamplingRows(rows, decoder.config.vocabulary, self.device)
-        self.synced: list[tuple[Sequence | None, int]] = [
-            (None, 0)
-        ] * rows  # whose row it is, and how many pages it knows
+        self.synced = [(0, 0)] * rows  # of each row, the admission that it is of, and how many of its pages it knows
         self.swapped: dict[Sequence, list[Tensor]] = {}
 
     @torch.inference_mode()

@@ -1,0 +1,60 @@
+"""Adapters side by side: each request gets what the model with its adapter alone would say."""
+
+import pytest
+import tiny_models as tiny
+import torch
+from engines import check_empty, greedy, make_engine, serve
+
+from tilestack import models
+from tilestack.engine import Engine, EngineSettings
+from tilestack.models.adapters import AdapterError, load_adapters, save_adapters
+from tilestack.nn.lora import add_lora, lora_parameters
+
+
+def saved(folder, targets, rank, seed):
+    model = tiny.ours("smollm2").double()
+    add_lora(model, targets, rank, alpha=2.0 * rank)
+    torch.manual_seed(seed)
+    for _, parameter in lora_parameters(model):
+        torch.nn.init.normal_(parameter, std=0.3)
+    save_adapters(model, folder)
+    return folder
+
+
+def alone_with(folder, prompt, count):
+    model = tiny.ours("smollm2").double()
+    if folder:
+        load_adapters(model, folder)
+    return [int(step[0]) for step in models.generate(model, torch.tensor([prompt]), max_new_tokens=count)]
+
+
+def test_requests_with_different_adapters_in_one_batch(tmp_path):
+    folders = {
+        "a": saved(tmp_path / "a", ["*.qkv", "*.down"], 2, 1),
+        "b": saved(tmp_path / "b", ["*.qkv", "*.output"], 3, 2),
+    }
+    engine = Engine(
+        tiny.ours("smollm2").double(), None, EngineSettings(page=4, step_tokens=16, adapters=folders, kv_memory=1 << 20)
+    )
+    assert engine.adapter_names == ("a", "b")
+    prompt = [3, 5, 7, 11, 13, 17, 19, 23, 29]
+    requests = []
+    for number, name in enumerate(["a", None, "b", "a", None]):
+        request = greedy(f"{number}", prompt[: 9 - number % 2], 10)
+        request.adapter = name
+        requests.append(request)
+    found = serve(engine, requests)
+    answers = [alone_with(folders.get(request.adapter), request.prompt, 10) for request in requests]
+    assert [found[request.id] for request in requests] == [[answer] for answer in answers]
+    assert len({tuple(answer) for answer in answers[:3]}) == 3
+    check_empty(engine)
+
+
+def test_adapters_that_cannot_be_served_are_named(tmp_path):
+    model = tiny.ours("qwen2", tie_word_embeddings=False)
+    add_lora(model, ["head"], 2, 4.0)
+    save_adapters(model, tmp_path / "head")
+    with pytest.raises(AdapterError, match="adapters of head"):
+        Engine(tiny.ours("qwen2", tie_word_embeddings=False), None, EngineSettings(adapters={"x": tmp_path / "head"}))
+    with pytest.raises(AdapterError, match="holds no adapters"):
+        make_engine(adapters={"x": tmp_path})
