@@ -46,19 +46,6 @@ def test_a_row_ends_at_its_stop_and_the_others_go_on():
         assert bool((found[row, end:] == found[row, end]).all())
 
 
-@pytest.mark.parametrize("family", ["smollm2", "mistral", "deepseek_v2"])
-def test_rows_of_different_lengths_answer_as_they_would_alone(family):
-    decoder, ids, lengths = tiny.ours(family), tiny.ids(batch=3, tokens=9), [5, 9, 7]
-    alone = [rows(decoder, ids[row : row + 1, :n], max_new_tokens=6)[0] for row, n in enumerate(lengths)]
-    found = rows(decoder, ids, lengths=torch.tensor(lengths), max_new_tokens=6)
-    for row, n in enumerate(lengths):
-        assert torch.equal(found[row, : n - 5], ids[row, 5:n])  # what was left of its prompt
-        assert torch.equal(found[row, n - 5 :][:6], alone[row])
-    stop = int(ids[1, 6])  # in a prompt it stops nothing
-    stopped = rows(decoder, ids, lengths=torch.tensor(lengths), max_new_tokens=6, stop=[stop])
-    assert torch.equal(stopped[1, :4], ids[1, 5:])
-
-
 def test_what_is_generated_can_be_trained_on():
     decoder, ids = tiny.ours("smollm2"), tiny.ids(tokens=5)
     made = rows(decoder, ids, max_new_tokens=3)

@@ -64,7 +64,7 @@ class Engine:
         draft: Decoder | None = None,
     ):
         self.settings = settings = settings or EngineSettings()
-        self.decoder, self.tokenizer = decoder.eval(), tokenizer
+        self.decoder, self.tokenizer = decoder, tokenizer
         weight = decoder.embedding.weight
         self.vocabulary = decoder.config.vocabulary
         self.context = min(decoder.config.positions, settings.context or decoder.config.positions)
@@ -87,7 +87,7 @@ class Engine:
             rows=settings.max_sequences,
             context=self.context,
             adapters=self.adapters,
-            draft=None if draft is None or kept is None else (draft.eval(), kept),
+            draft=None if draft is None or kept is None else (draft, kept),
         )
         self.drafter: Drafter | None = None
         if settings.speculate is not None:
@@ -117,12 +117,12 @@ class Engine:
         dtype = getattr(torch, settings.dtype or usual, None)
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"no dtype {settings.dtype}; choose from float32, bfloat16, float16")
-        decoder = models.load(model, dtype=dtype, device=device)
+        decoder = models.load(model, dtype=dtype, device=device).eval()
         tokenizer = Tokenizer.load(model)
         tokenizer.check_against(decoder.config.vocabulary)
         draft = None
         if settings.speculate not in (None, "lookup"):
-            draft = models.load(settings.speculate, dtype=dtype, device=device)
+            draft = models.load(settings.speculate, dtype=dtype, device=device).eval()
             if not Tokenizer.load(settings.speculate).same_ids(tokenizer):
                 raise ValueError(f"{settings.speculate} has another tokenizer than {model}, so it cannot draft for it")
         return cls(decoder, tokenizer, settings, draft)

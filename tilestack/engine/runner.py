@@ -73,7 +73,7 @@ class Runner:
         self.synced = [(0, 0)] * rows  # of each row, the admission that it is of, and how many of its pages it knows
         self.swapped: dict[Sequence, list[Tensor]] = {}
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def launch(self, plan: Plan) -> Step:
         """Begin a step, and whatever it needs before; nothing here waits for the device."""
         self.swap(plan)
@@ -192,7 +192,7 @@ class Runner:
                 told[sequence] += [step.told(place, top) for place in range(len(ids))]
         return told
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def embed(self, ids: List[int], pooling: str) -> list[float]:
         """A text as one vector of length 1: the mean of its hidden states, or the last of them."""
         hidden = self.decoder.hidden(self.indices(ids)).float()

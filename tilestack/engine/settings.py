@@ -43,7 +43,7 @@ def bytes_of_token(config: ModelConfig, dtype: torch.dtype) -> int:
     return config.layers * numbers * dtype.itemsize
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def memory_for_pages(decoder: Decoder, step_tokens: int) -> int:
     """Bytes left for keys and values: on a GPU, what remains of its memory beside the largest step there can be."""
     device = decoder.embedding.weight.device

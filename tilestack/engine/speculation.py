@@ -52,7 +52,7 @@ class DraftModel:
     def __init__(self, runner: Runner):
         self.runner = runner
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def fill(self, parts: List[Part]) -> None:
         guessing = [part for part in parts if part.room]
         if not guessing or self.runner.draft is None:

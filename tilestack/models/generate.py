@@ -63,16 +63,12 @@ def generate(
     min_p: float = 0.0,
     seed: int = 0,
     stop: Sequence[int] = (),
-    lengths: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """The next token of every row of ids [rows, tokens], step by step, as tensors [rows].
 
     Greedy at temperature 0. A row that has drawn a token of `stop` gives that token again from there on; the iterator
-    ends when all rows have, or after `max_new_tokens`.
-
-    Where rows have `lengths` of their own and are filled on the right, all begin behind the shortest: a longer row first
-    gives what is left of its own ids, and then draws `max_new_tokens` like the others, of which a row that began earlier
-    gives more.
+    ends when all rows have, or after `max_new_tokens`. For rows of different lengths, and for many of them, see
+    `tilestack.engine`: this is the plain way that it is held against.
     """
     if ids.ndim != 2 or not ids.shape[1]:
         raise ValueError(f"ids must be [rows, tokens] with at least one token, not {tuple(ids.shape)}")
@@ -81,24 +77,16 @@ def generate(
     )
     weight = decoder.embedding.weight
     cache = KVCache(decoder.config, ids.shape[0], ids.shape[1] + max_new_tokens, weight.dtype, weight.device)
-    given, columns = ids, ids.shape[1]
-    first = columns if lengths is None else int(lengths.min())
-    if not 1 <= first <= columns:
-        raise ValueError(f"lengths must lie between 1 and the {columns} columns of ids, and one is {first}")
-    asked = ids.new_full((ids.shape[0],), columns) if lengths is None else lengths
     stops = torch.tensor(list(stop), dtype=ids.dtype, device=ids.device)
     ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
     last: Tensor | None = None
-    ids = given[:, :first]
-    for place in range(first, columns + max_new_tokens):
+    for _ in range(max_new_tokens):
         hidden = decoder.hidden(ids, context=cache)[:, -1]
         drawn = sampler(decoder.logits(hidden)).to(ids.dtype)
         last = drawn if last is None else torch.where(ended, last, drawn)
-        if place < columns:
-            last = torch.where(place < asked, given[:, place], last)
         yield last
         if len(stop):
-            ended = ended | (torch.isin(last, stops) & (place >= asked))
+            ended = ended | torch.isin(last, stops)
             if bool(ended.all()):  # the one place that waits for the device, and only where there is a stop
                 return
         ids = last[:, None]

@@ -1,11 +1,11 @@
-"""Answers: the same whoever answers beside, in batches by tokens rather than by exact lengths."""
+"""Answers: the same whoever answers beside, whatever their lengths."""
 
 import pytest
 import torch
 from small import decoder, tokenizer
 
 from tilestack.train.evaluation import answers as module
-from tilestack.train.evaluation.answers import answers, batches
+from tilestack.train.evaluation.answers import answers
 
 STOPS = tokenizer().stops
 
@@ -26,24 +26,30 @@ def test_what_is_drawn_follows_from_the_seed():
     assert all(len(answer) == 6 for answer in draw(1))
 
 
-def test_prompts_of_like_length_share_a_batch_up_to_a_budget_of_tokens():
-    lengths = [10, 12, 11, 100, 14, 13, 101]
-    assert sorted(map(sorted, batches(lengths, 8))) == [[0, 1, 2, 4, 5], [3, 6]]
-    assert [len(batch) for batch in batches([10] * 7, 10, budget=60)] == [3, 3, 1]
-    assert [len(batch) for batch in batches([1000], 10, budget=60)] == [1]  # what is too large goes alone
-    assert list(batches([], 8)) == []
-
-
-def test_sixteen_lengths_take_as_many_forwards_as_one_and_their_spread(monkeypatch):
-    forwards = []
-    model = decoder()
-    hidden = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda ids, **more: forwards.append(ids.shape) or hidden(ids, **more))
+def test_sixteen_lengths_take_as_many_forwards_as_one(monkeypatch):
+    model, forwards = decoder(), []
+    embedded = model.embedded
+    monkeypatch.setattr(model, "embedded", lambda ids: forwards.append(ids.numel()) or embedded(ids))
     prompts = [[7] * size for size in range(20, 36)]
     answers(model, prompts, max_new_tokens=32, stop=())
-    assert len(forwards) == 32 + 15
-    assert sum(rows for rows, _ in forwards) == 16 * len(forwards)
-    assert module.BUDGET > 16 * 67
+    assert len(forwards) == 32
+    assert forwards[1:] == [16] * 31
+
+
+def test_equal_prompts_are_read_once(monkeypatch):
+    model, forwards = decoder(), []
+    embedded = model.embedded
+    monkeypatch.setattr(model, "embedded", lambda ids: forwards.append(ids.numel()) or embedded(ids))
+    found = answers(model, [[7, 8] * 20] * 4, max_new_tokens=3, stop=(), temperature=1.0)
+    assert forwards == [40 + 3 * 8, 4, 4]  # two of the three pages are shared
+    assert len({tuple(answer) for answer in found}) > 1
+
+
+def test_memory_for_a_few_at_a_time_is_enough(monkeypatch):
+    prompts = [[n + 3] * 9 for n in range(20)]
+    whole = answers(decoder(), prompts, max_new_tokens=12, stop=())
+    monkeypatch.setattr(module, "BUDGET", 64)
+    assert answers(decoder(), prompts, max_new_tokens=12, stop=()) == whole
 
 
 @pytest.mark.parametrize("stop", [(), STOPS])

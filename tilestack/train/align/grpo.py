@@ -130,7 +130,6 @@ class GRPO:
                 stop=self.tokenizer.stops,
                 temperature=self.settings.temperature,
                 seed=self.recipe.run.seed * 1_000_003 + self.rollouts,
-                device=self.device,
             )
         self.rollouts += 1
         texts = [self.tokenizer.decode(answer) for answer in found]
@@ -193,14 +192,13 @@ class GRPO:
             [self.prompt(task) for task in held],
             max_new_tokens=self.settings.max_new_tokens,
             stop=self.tokenizer.stops,
-            device=self.device,
         )
         rewards = [self.reward(task, self.tokenizer.decode(text)) for task, text in zip(held, found, strict=True)]
         return {"validation_reward": sum(rewards) / len(rewards)}
 
     def sample(self, model: Any) -> list[str]:
         prompts = [self.prompt(task) for task in self.held[:3]]
-        return shown_answers(model, self.tokenizer, prompts, self.recipe.evaluation, self.device)
+        return shown_answers(model, self.tokenizer, prompts, self.recipe.evaluation)
 
     def prompt(self, task: corpora.Task) -> list[int]:
         messages = list(task.messages) or [formats.user(task.prompt)]

@@ -113,7 +113,7 @@ class PairObjective(Generic[P]):
             yield self.held[first : first + size], self.held_reference[first : first + size]
 
     def sample(self, model: Any) -> list[str]:
-        return shown_answers(model, self.tokenizer, self.prompts, self.recipe.evaluation, self.device)
+        return shown_answers(model, self.tokenizer, self.prompts, self.recipe.evaluation)
 
     def state_dict(self) -> dict[str, Any]:
         return self.deck.state_dict()

@@ -127,7 +127,8 @@ class SFT:
             nats = sum(float(next_token_loss(model, batch.to(self.device))) for batch in batches)
             loss = nats / sum(batch.valid for batch in batches)
             figures = {"validation_loss": loss, "validation_perplexity": math.exp(min(loss, 700))}
-        if asked := [each for each in self.held[:limit] if is_answered(each)]:
+        reads = lambda each: len(self.prompt(each)) < model.config.positions
+        if asked := [each for each in self.held[:limit] if is_answered(each) and reads(each)]:
             figures["exact_answers"] = self.share_exact(model, asked)
         return figures
 
@@ -137,7 +138,6 @@ class SFT:
             [self.prompt(each) for each in asked],
             max_new_tokens=self.recipe.evaluation.sample_tokens,
             stop=self.tokenizer.stops,
-            device=self.device,
         )
         texts = (self.tokenizer.decode(answer).strip() for answer in found)
         exact = [text == each.messages[-1]["content"].strip() for text, each in zip(texts, asked, strict=True)]
@@ -145,7 +145,7 @@ class SFT:
 
     def sample(self, model: Any) -> list[str]:
         prompts = [self.prompt(each) for each in self.held[:3] if is_answered(each)]
-        return shown_answers(model, self.tokenizer, prompts, self.recipe.evaluation, self.device)
+        return shown_answers(model, self.tokenizer, prompts, self.recipe.evaluation)
 
     def prompt(self, conversation: Conversation) -> list[int]:
         return prompt_ids(self.tokenizer, conversation.messages[:-1], conversation.tools)

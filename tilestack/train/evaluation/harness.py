@@ -10,8 +10,9 @@ import torch
 
 from tilestack import ops
 from tilestack.data import NO_LABEL
+from tilestack.engine import Request, SamplingParams
 from tilestack.extras import MissingExtra, install_command
-from tilestack.train.evaluation.answers import answers
+from tilestack.train.evaluation.answers import answer_all
 from tilestack.train.evaluation.evaluate import BUDGET, batched_by_length, beginning, continuation, score, windows
 from tilestack.train.evaluation.log_probs import Scored, in_rows
 
@@ -56,21 +57,22 @@ class Harness:
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """For (context, options): the text that follows, up to the first of options["until"]."""
-        return [self.generated(*request.args) for request in requests]
+        asked = [self.asked(f"{number}", *request.args) for number, request in enumerate(requests)]
+        return [output.text for output in answer_all(self.model, asked, self.tokenizer)]
 
-    def generated(self, context: str, options: dict[str, Any]) -> str:
+    def asked(self, id: str, context: str, options: dict[str, Any]) -> Request:
         room = options.get("max_gen_toks", 256)
-        temperature = options.get("temperature", 0.0) if options.get("do_sample") else 0.0
-        ids = (beginning(self.tokenizer) + self.tokenizer.encode(context, bare=True))[-max(self.length - room, 1) :]
-        stop = [] if self.tokenizer.eos is None else [self.tokenizer.eos]
-        (answer,) = answers(
-            self.model, [ids], max_new_tokens=room, stop=stop, temperature=temperature, device=self.place
-        )
-        text = self.tokenizer.decode([token for token in answer if token not in stop])
         until = options.get("until") or []
-        for end in [until] if isinstance(until, str) else until:
-            text = text.split(end)[0] if end else text
-        return text
+        params = SamplingParams(
+            temperature=options.get("temperature", 0.0) if options.get("do_sample") else 0.0,
+            seed=0,
+            max_tokens=room,
+            stop=tuple(end for end in ([until] if isinstance(until, str) else until) if end),
+            stop_ids=() if self.tokenizer.eos is None else (self.tokenizer.eos,),
+            ignore_eos=True,
+        )
+        ids = beginning(self.tokenizer) + self.tokenizer.encode(context, bare=True)
+        return Request(id, ids[-max(self.length - room, 1) :], params)
 
     def fitted(self, sequence: Scored) -> Scored:
         """The last tokens that the model can read; what is cut off is context first."""
