@@ -24,8 +24,9 @@ def requests(count=5, **params):
 
 @pytest.mark.parametrize("family", ["smollm2", "mistral", "qwen3_moe", "deepseek_v2", "gemma3"])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_served_together_they_answer_as_alone(family, overlap):
-    engine = make_engine(family=family, overlap=overlap)
+@pytest.mark.parametrize("graphs", [True, False])
+def test_served_together_they_answer_as_alone(family, overlap, graphs):
+    engine = make_engine(family=family, overlap=overlap, graphs=graphs)
     found = serve(engine, requests(), check_pages)
     for request in requests():
         assert found[request.id] == [alone(request.prompt, request.params.max_tokens, family)]
@@ -95,10 +96,10 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=25, deadline=None)
-@given(events=EVENTS, pages=st.integers(8, 20), overlap=st.booleans(), swap=st.sampled_from([0, 4000, 1 << 20]), tokens=st.integers(3, 20), lookup=st.booleans())  # fmt: skip
-def test_any_traffic_in_a_small_pool(events, pages, overlap, swap, tokens, lookup):
+@given(events=EVENTS, pages=st.integers(8, 20), overlap=st.booleans(), swap=st.sampled_from([0, 4000, 1 << 20]), tokens=st.integers(3, 20), lookup=st.booleans(), graphs=st.booleans())  # fmt: skip
+def test_any_traffic_in_a_small_pool(events, pages, overlap, swap, tokens, lookup, graphs):
     traffic = Traffic(
-        pages=pages, overlap=overlap, swap_memory=swap, step_tokens=tokens, max_sequences=3,
+        pages=pages, overlap=overlap, swap_memory=swap, step_tokens=tokens, max_sequences=3, graphs=graphs,
         speculate="lookup" if lookup else None,
     )  # fmt: skip
     traffic.run(events)

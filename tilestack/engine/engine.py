@@ -88,6 +88,7 @@ class Engine:
             context=self.context,
             adapters=self.adapters,
             draft=None if draft is None or kept is None else (draft, kept),
+            graphs=weight.device.type == "cuda" if settings.graphs is None else settings.graphs,
         )
         self.drafter: Drafter | None = None
         if settings.speculate is not None:

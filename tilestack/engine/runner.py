@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tilestack.engine.adapters import ServedAdapters
+from tilestack.engine.decoding import DecodingSteps
 from tilestack.engine.outputs import TokenLogprob
 from tilestack.engine.sampling import Draws, SamplingRows, logprobs_of
 from tilestack.engine.scheduler import Part, Plan
@@ -64,6 +65,7 @@ class Runner:
         context: int,
         adapters: ServedAdapters | None = None,
         draft: tuple[Decoder, PagedCache] | None = None,
+        graphs: bool = False,
     ):
         self.decoder, self.cache, self.adapters, self.draft = decoder, cache, adapters, draft
         self.device = decoder.embedding.weight.device
@@ -71,6 +73,7 @@ class Runner:
         self.last_ids = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
         self.sampling = SamplingRows(rows, decoder.config.vocabulary, self.device)
         self.synced = [(0, 0)] * rows  # of each row, the admission that it is of, and how many of its pages it knows
+        self.decoding = DecodingSteps(self, rows) if graphs else None
         self.swapped: dict[Sequence, list[Tensor]] = {}
 
     @torch.no_grad()
@@ -79,6 +82,8 @@ class Runner:
         self.swap(plan)
         parts = plan.parts
         self.sync_rows([part.sequence for part in parts])
+        if self.decoding is not None and self.decoding.take(parts):
+            return Step(parts, self.to_host(self.decoding.launch(parts)), self.record())
         batch, ids = self.batch_of(parts)
         hidden = self.forward(parts, ids, batch)
         draws = Draws()
@@ -99,11 +104,7 @@ class Runner:
                 logprobs = (self.to_host(found[0]), self.to_host(found[1]), self.to_host(found[2]))
             tokens = self.to_host(drawn)
         told = self.prompt_logprobs(parts, hidden)
-        ready = None
-        if self.device.type == "cuda":
-            ready = torch.cuda.Event()
-            ready.record()
-        return Step(parts, tokens, ready, logprobs, told)
+        return Step(parts, tokens, self.record(), logprobs, told)
 
     def forward(self, parts: List[Part], ids: Tensor, batch: PagedBatch) -> Tensor:
         """Hidden states [T, hidden] of a batch. A model that drafts reads along, so that its pages hold the same tokens."""
@@ -203,6 +204,14 @@ class Runner:
         """Integers on the device, sent without waiting."""
         made = torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         return made.to(self.device, non_blocking=True)
+
+    def record(self) -> torch.cuda.Event | None:
+        """A mark in the device's work up to here, which can be waited for."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def to_host(self, values: Tensor) -> Tensor:
         return values.to("cpu", non_blocking=True) if self.device.type == "cuda" else values

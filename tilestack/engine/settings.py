@@ -25,6 +25,7 @@ class EngineSettings:
     swap_memory: int = 0  # bytes of host memory for those of sequences that had to give way; 0: they are computed again
     prefix_caching: bool = True
     overlap: bool = True  # launch a step before the one before it is read
+    graphs: bool | None = None  # decode in CUDA graphs; None: on a GPU
     speculate: str | None = None  # "lookup", or a smaller model with the same tokenizer
     draft_tokens: int = 4
     queue: int | None = 1024  # sequences that may wait; None: any number
