@@ -84,13 +84,24 @@ def bench_command(
         int | None,
         typer.Option(help="bench train: tokens of a sequence; the recipe's when left out.", min=2, show_default=False),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="bench serve: a model's folder, file or name; random weights of Qwen3-0.6B's shape when left out.",
+            show_default=False,
+        ),
+    ] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(help="bench serve: comma-separated workloads, such as 'throughput,batch 1'.", show_default=False),
+    ] = None,
 ) -> None:
     """Measure kernels against the machine's roofs and against the fastest peer, in one run.
 
     Kernel time is CUDA-graph replay on cold caches; host time is the cost of a plain call. Without a GPU the definitions
     are timed on the CPU, and the tables say so. `bench memory` sweeps access patterns, `bench host` times calls on small
-    tensors, `bench optim` optimizers, `bench train` whole training steps beside transformers and Liger, and `bench all`
-    all of these, which is every speed in the README and the documentation. `bench startup` times imports and the command
+    tensors, `bench optim` optimizers, `bench train` whole training steps beside transformers and Liger, `bench serve` the
+    engine beside vLLM and transformers, and `bench all` all of these, which is every speed in the README and the documentation. `bench startup` times imports and the command
     line.
     """
     if operators == ["startup"]:
@@ -115,6 +126,7 @@ def bench_command(
         "train": lambda: bench_training(
             asked, training_works(place, recipe, micro_batch, sequence, dtype), split(backend)
         ),
+        "serve": functools.partial(bench_serving, asked, model, split(backend), split(workload)),
     }
     if everything:
         kernels()
@@ -325,4 +337,21 @@ def bench_training(asked: Asked, works: list["Work"], candidates: list[str] | No
     if rows and str(asked.json) != "-":
         console.print(bench_train.render(rows))
     if asked.save and rows:
+        console.print(f"saved in {target}")
+
+
+def bench_serving(asked: Asked, model: str | None, candidates: list[str] | None, only: list[str] | None) -> None:
+    """Engines on the same workloads, each in a process of its own."""
+    from tilestack.lab import bench_serve, results
+    from tilestack.lab.roofs import measured
+
+    if asked.is_over():
+        return
+    rows = bench_serve.bench_serve(asked.place.type, model, candidates, only, Console(stderr=True).print)
+    write_json(asked.json, rows)
+    if rows and str(asked.json) != "-":
+        console.print(bench_serve.render(rows))
+    if asked.save and rows:
+        target = asked.results_file("serve")
+        results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), rows)
         console.print(f"saved in {target}")

@@ -1,0 +1,63 @@
+"""`bench serve`: workloads as they are described, bytes counted by hand, and a run of the engine on one of them."""
+
+import pytest
+
+from tilestack import cli, models
+from tilestack.lab import bench_serve, serve_candidates
+from tilestack.lab.serve_workloads import Workload, workloads
+
+CONFIG = models.ModelConfig.from_hf(bench_serve.QWEN3)
+
+
+def test_the_throughput_workload_is_the_one_engines_are_compared_by():
+    found = {each.name: each for each in workloads(CONFIG)}
+    work = found["throughput"]
+    assert len(work.prompts) == 256
+    assert all(100 <= size <= 1024 for size in [*map(len, work.prompts), *work.answers])
+    assert set(found) == {"throughput", "batch 1", "batch 8", "batch 64", "first token", "prefix", "long", "copying"}
+    assert len({tuple(prompt[:1024]) for prompt in found["prefix"].prompts}) == 1
+
+
+def test_bytes_that_cannot_be_avoided_by_hand():
+    work = Workload("two", [[1, 2], [3]], [3, 2])
+    numbers = 28 * 2 * 8 * 128
+    tokens = (2 + 3 + 4) + (1 + 2)  # kept tokens that each step of each answer reads
+    assert work.moved(CONFIG, 1000) == 2 * (3 * 1000 + numbers * tokens)
+
+
+def test_a_workload_that_the_model_cannot_read_is_left_out():
+    short = models.ModelConfig.from_hf(bench_serve.SMALL | {"max_position_embeddings": 96})
+    assert {each.name for each in workloads(short, 32)} < {each.name for each in workloads(CONFIG)} | {"batch 2"}
+
+
+def test_the_engine_answers_a_workload_and_the_figure_is_its_rate(monkeypatch):
+    asked = dict(
+        device="cpu",
+        model=None,
+        shape=bench_serve.SMALL | dict(num_hidden_layers=1, vocab_size=128),
+        scale=32,
+        only=["throughput", "batch 1"],
+    )
+    rows = list(serve_candidates.results("tilestack", asked))
+    assert [row["case"] for row in rows] == ["throughput", "batch 1"]
+    assert rows[0]["figure"] == pytest.approx(rows[0]["answered"] / rows[0]["seconds"], rel=1e-3)
+    assert rows[1]["unit"] == "ms/step"
+    with monkeypatch.context() as patched:
+        patched.setattr(serve_candidates, "timed", lambda *_: 1.0)
+        assert serve_candidates.measure(None, workloads(CONFIG)[0], 10)[0] == pytest.approx(
+            sum(workloads(CONFIG)[0].answers)
+        )
+
+
+def test_engines_that_are_not_there_are_named(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "serve", "--device", "cpu", "--backend", "nope"])
+    assert "no engine nope; choose from tilestack" in capsys.readouterr().err
+
+
+def test_rows_are_shown_beside_the_best_other():
+    row = lambda backend, seconds: dict(
+        case="throughput", backend=backend, figure=1 / seconds, unit="tokens/s", seconds=seconds, roof=0.5
+    )
+    table = bench_serve.render([row("tilestack", 1.0), row("tilestack lookup", 0.5), row("vllm", 2.0)])
+    assert list(table.columns[-1].cells) == ["2.00×", "4.00×", "0.50×"]

@@ -1,0 +1,144 @@
+"""One engine on the workloads of `bench serve`, in this process; each result is a line that begins with RESULT.
+
+python -m tilestack.lab.serve_candidates "tilestack" asked.json
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilestack import models
+from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams
+from tilestack.lab.serve_workloads import Workload, workloads
+
+REPEATS = 2
+CONTEXT = 4096  # of the engines, where no workload needs more
+
+Serve = Callable[[list[list[int]], list[int], float], int]  # answers prompts with so many tokens; how many it made
+
+
+def decoder_of(asked: dict[str, Any]) -> models.Decoder:
+    dtype = torch.bfloat16 if asked["device"] == "cuda" else torch.float32
+    if asked["model"]:
+        return models.load(asked["model"], dtype=dtype, device=asked["device"]).eval()
+    torch.manual_seed(0)
+    with torch.device(asked["device"]):
+        decoder = models.Decoder(models.ModelConfig.from_hf(asked["shape"]))
+    return decoder.to(dtype).eval()
+
+
+def with_tilestack(decoder: models.Decoder, context: int, speculate: str | None) -> Serve:
+    llm = LLM(Engine(decoder, None, EngineSettings(context=context, queue=None, speculate=speculate)))
+
+    def serve(prompts: list[list[int]], answers: list[int], temperature: float) -> int:
+        asked = [
+            Request(f"{n}", prompt, SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=True, seed=n))
+            for n, (prompt, most) in enumerate(zip(prompts, answers, strict=True))
+        ]
+        return sum(output.usage.completion for output in llm.run(asked))
+
+    return serve
+
+
+def with_vllm(folder: str, context: int) -> Serve:
+    from vllm import LLM as Theirs
+    from vllm import SamplingParams as TheirParams
+
+    llm = Theirs(model=folder, dtype="bfloat16", max_model_len=context, skip_tokenizer_init=True)
+
+    def serve(prompts: list[list[int]], answers: list[int], temperature: float) -> int:
+        params = [
+            TheirParams(temperature=temperature, ignore_eos=True, max_tokens=most, detokenize=False) for most in answers
+        ]
+        found = llm.generate([dict(prompt_token_ids=prompt) for prompt in prompts], params, use_tqdm=False)
+        return sum(len(each.outputs[0].token_ids) for each in found)
+
+    return serve
+
+
+def with_transformers(folder: str, device: str) -> Serve:
+    import transformers
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
+
+    def serve(prompts: list[list[int]], answers: list[int], temperature: float) -> int:
+        ids = torch.tensor(prompts, device=device)
+        sampling = dict(do_sample=True, temperature=temperature) if temperature else dict(do_sample=False)
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), min_new_tokens=answers[0], max_new_tokens=answers[0],
+            pad_token_id=0, **sampling,
+        )  # fmt: skip
+        return made[:, ids.shape[1] :].numel()
+
+    return serve
+
+
+def timed(serve: Serve, workload: Workload, answers: list[int], shift: int, top: int) -> float:
+    """Seconds of one run, with other tokens each time: what a prefix cache knows must not help."""
+    prompts = [[(token + 3571 * shift) % (top + 1) for token in prompt] for prompt in workload.prompts]
+    began = time.perf_counter()
+    made = serve(prompts, answers, workload.temperature)
+    if made != sum(answers):
+        raise RuntimeError(f"{workload.name}: {made} tokens were made, not {sum(answers)}")
+    return time.perf_counter() - began
+
+
+def measure(serve: Serve, workload: Workload, vocabulary: int) -> tuple[float, float]:
+    """The workload's figure, and the seconds it stands for."""
+    top, shifts = min(10_000, vocabulary - 1), iter(range(100))
+    run = lambda answers: min(timed(serve, workload, answers, next(shifts), top) for _ in range(REPEATS))
+    timed(serve, workload, workload.answers, next(shifts), top)
+    seconds = run(workload.answers)
+    if workload.unit == "ms/step":
+        seconds -= run([1] * len(workload.answers))  # the prompts
+        return seconds / (workload.answers[0] - 1) * 1e3, seconds
+    return (seconds * 1e3 if workload.unit == "ms" else workload.answered / seconds), seconds
+
+
+def fits(name: str, workload: Workload) -> bool:
+    if name == "tilestack lookup":
+        return workload.name == "copying"
+    return name != "transformers" or (
+        len(set(map(len, workload.prompts))) == 1 and workload.name not in ("long", "prefix")
+    )
+
+
+def results(name: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    decoder = decoder_of(asked)
+    config = decoder.config
+    chosen = [each for each in workloads(config, asked["scale"]) if not asked["only"] or each.name in asked["only"]]
+    chosen = [each for each in chosen if fits(name, each)]
+    if not chosen:
+        return
+    longest = max(max(map(len, each.prompts)) + max(each.answers) for each in chosen) + 1
+    context = min(config.positions, max(longest, CONTEXT))
+    parameters = sum(each.numel() for each in decoder.parameters())
+    if name.startswith("tilestack"):
+        serve = with_tilestack(decoder, context, "lookup" if "lookup" in name else None)
+    else:
+        folder = asked["model"] or str(saved(decoder, Path(asked["folder"]) / "model"))
+        del decoder
+        serve = with_vllm(folder, context) if name == "vllm" else with_transformers(folder, asked["device"])
+    dtype = "bfloat16" if asked["device"] == "cuda" else "float32"
+    for workload in chosen:
+        figure, seconds = measure(serve, workload, config.vocabulary)
+        moved = workload.moved(config, parameters, 2 if dtype == "bfloat16" else 4)
+        yield dict(op="serve", case=workload.name, dtype=dtype, direction="forward", backend=name, figure=round(figure, 4),
+                   unit=workload.unit, seconds=seconds, moved=moved, answered=workload.answered)  # fmt: skip
+
+
+def saved(decoder: models.Decoder, folder: Path) -> Path:
+    if not folder.exists():
+        models.save(decoder, folder)
+    return folder
+
+
+if __name__ == "__main__":
+    for row in results(sys.argv[1], json.loads(Path(sys.argv[2]).read_text())):
+        print("RESULT " + json.dumps(row), flush=True)
