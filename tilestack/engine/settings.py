@@ -17,6 +17,7 @@ GPU_SHARE = 0.9  # of a GPU's memory that the engine uses in all, unless told
 class EngineSettings:
     device: str | None = None
     dtype: str | None = None  # bfloat16 on GPUs, float32 on CPUs
+    weights: str | None = None  # "int8": a CPU computes with weights of 8 bits
     context: int | None = None  # the longest text, prompt and answer; the model's own
     max_sequences: int = 256  # that run at a time
     step_tokens: int | None = None  # that a step computes at most: a long prompt is read in chunks of this size

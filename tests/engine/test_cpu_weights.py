@@ -1,0 +1,76 @@
+"""Weights packed for a CPU: in blocks the same numbers, in 8 bits close to them."""
+
+import copy
+
+import pytest
+import tiny_models as tiny
+import torch
+
+from tilestack import models
+from tilestack.engine import LLM, Engine, EngineSettings, SamplingParams
+from tilestack.engine.cpu_weights import can_block, pack_for_cpu
+
+
+@pytest.mark.parametrize("family", ["smollm2", "qwen2", "deepseek_v2", "gemma3"])
+@pytest.mark.parametrize("tokens", [1, 5])
+@torch.no_grad()
+def test_blocks_hold_the_same_numbers(family, tokens):
+    if not can_block():
+        pytest.skip("this CPU has no kernels for bfloat16 in blocks")
+    plain = tiny.ours(family).bfloat16()
+    packed = copy.deepcopy(plain)
+    pack_for_cpu(packed, "bfloat16")
+    ids = tiny.ids(tokens=tokens)
+    torch.testing.assert_close(packed(ids), plain(ids), rtol=0.05, atol=0.05)
+    truth = copy.deepcopy(plain).double()(ids)
+    assert (packed(ids) - truth).norm() <= 1.5 * (plain(ids) - truth).norm()
+
+
+@pytest.mark.parametrize("family", ["smollm2", "qwen2", "llama_biased"])
+@torch.no_grad()
+def test_eight_bits_are_as_far_off_as_their_rounding(family):
+    plain = tiny.ours(family)
+    packed = copy.deepcopy(plain)
+    pack_for_cpu(packed, "int8")
+    ids = tiny.ids(tokens=9)
+    found, truth = packed(ids), plain(ids)
+    cosine = torch.nn.functional.cosine_similarity(found.flatten(0, 1), truth.flatten(0, 1), dim=-1)
+    assert float(cosine.mean()) > 0.999  # what one layer may be off is in the test below
+    assert not torch.equal(found, truth)
+    assert (
+        sum(
+            parameter.numel()
+            for parameter in packed.parameters()
+            if parameter.device.type == "cpu" and parameter.ndim > 1
+        )
+        == plain.embedding.weight.numel()
+    )
+
+
+def test_one_layer_in_eight_bits_by_hand():
+    from tilestack.engine.cpu_weights import pack_int8
+    from tilestack.nn import Linear
+
+    torch.manual_seed(0)
+    layer = Linear(24, 7)
+    weight, bias, x = layer.weight.detach().clone(), layer.bias.detach().clone(), torch.randn(3, 24)
+    pack_int8(layer)
+    rounded = lambda t, scale: (t / scale).round().clamp(-128, 127) * scale
+    by_hand = x @ rounded(weight, weight.abs().amax(1, keepdim=True) / 127).T + bias
+    step = (x.max() - x.min()) / 255  # of the activations, which are rounded as they come
+    assert float((layer(x) - by_hand).abs().max()) <= float(step / 2 * weight.abs().sum(1).max()) * 1.1
+
+
+def test_engines_take_them_and_say_what_they_cannot(tmp_path):
+    models.save(tiny.ours("smollm2", vocab_size=300), tmp_path / "model")
+    from tilestack.data import Tokenizer
+
+    Tokenizer.train(["a b c d e f g " * 30], 300).save(tmp_path / "model")
+    for settings in (EngineSettings(weights="int8"), EngineSettings(dtype="bfloat16")):
+        llm = LLM(Engine.load(tmp_path / "model", settings))
+        output = llm.generate([3, 5, 7], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+        assert len(output.completions[0].ids) == 5
+    with pytest.raises(ValueError, match="no weights 'int3'; choose from bfloat16, int8"):
+        Engine.load(tmp_path / "model", EngineSettings(weights="int3"))
+    with pytest.raises(ValueError, match="adapters need plain weights"):
+        Engine.load(tmp_path / "model", EngineSettings(weights="int8", adapters={"x": tmp_path}))
