@@ -168,3 +168,22 @@ def test_arguments_that_make_no_sense_are_refused(changed, message):
     arguments, _ = batch_of([(2, 5), (1, 9)])
     with pytest.raises((ValueError, TypeError), match=message):
         ops.paged_attention(**arguments | changed)
+
+
+def test_turned_and_stored_at_once_is_one_after_the_other():
+    """Into pages of int8, whose codes may be one off where a turned key lies between two."""
+    make = Make(torch.float32)
+    heads, angles = make.normal(6, 8, 16), make.uniform(40, 8, high=6.0)
+    weights, positions = (make.normal(16, mean=1), make.normal(16, mean=1)), torch.tensor([3, 0, 39, 7, 7, 1])
+    slots = torch.tensor([5, -1, 0, 11, 3, 8])
+    room = lambda: [torch.zeros(3, 4, 2, 16, dtype=torch.int8) for _ in "kv"] + [torch.zeros(3, 4, 2) for _ in "kv"]
+    turning = angles.cos(), angles.sin(), positions
+    expected, found = room(), room()
+    q, k = ops.qk_norm_rope(heads[None, :, :4], heads[None, :, 4:6], *weights, *turning[:2], positions[None])
+    ops.kv_write(k[0], heads[:, 6:], slots, *expected)
+    with backend("triton"):
+        turned = ops.qkv_rope_write(heads, *weights, *turning, slots, *found[:2], 4, False, 1e-6, *found[2:])
+    torch.testing.assert_close(turned, q[0])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.float() - theirs.float()).abs().max() <= (1 if ours.dtype == torch.int8 else 1e-6)
+    assert not found[0].flatten(0, 1)[1].any()

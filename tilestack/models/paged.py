@@ -86,11 +86,33 @@ class PagedBatch:
         return self.positions[None]
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
-        pages = self.cache.layer(layer.number)
-        ops.kv_write(k[0], None if v is None else v[0], self.slots, *pages)
-        keys, values, key_scale, value_scale = pages
+        ops.kv_write(k[0], None if v is None else v[0], self.slots, *self.cache.layer(layer.number))
+        return self.seen(layer, q[0])[None]
+
+    def attend_heads(
+        self,
+        layer: AttentionLayer,
+        heads: Tensor,
+        q_heads: int,
+        angles: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        interleaved: bool,
+    ) -> Tensor:
+        keys, values, key_scale, value_scale = self.cache.layer(layer.number)
+        assert values is not None  # latents come through `attend`
+        q_weight, k_weight = norms or (None, None)
+        q = ops.qkv_rope_write(
+            heads[0], q_weight, k_weight, *angles, self.positions, self.slots, keys, values, q_heads, interleaved, eps,
+            key_scale, value_scale,
+        )  # fmt: skip
+        return self.seen(layer, q)[None]
+
+    def seen(self, layer: AttentionLayer, q: Tensor) -> Tensor:
+        """What queries [T, heads, D] see of the pages."""
+        keys, values, key_scale, value_scale = self.cache.layer(layer.number)
         return ops.paged_attention(
-            q[0],
+            q,
             keys,
             values,
             self.block_tables,
@@ -103,7 +125,7 @@ class PagedBatch:
             softcap=layer.softcap,
             key_scale=key_scale,
             value_scale=value_scale,
-        )[None]
+        )
 
 
 def block_tables_of(pages: Iterable[list[int]], device: torch.device | str = "cpu") -> Tensor:

@@ -7,7 +7,7 @@ from tilestack.ops.elementwise import add as add, axpy as axpy
 from tilestack.ops.gated import geglu as geglu, gelu_mul as gelu_mul, silu_mul as silu_mul, swiglu as swiglu, swiglu_linear as swiglu_linear
 from tilestack.ops.group_norm import group_norm as group_norm
 from tilestack.ops.grouped import grouped_linear as grouped_linear
-from tilestack.ops.kv_write import kv_write as kv_write
+from tilestack.ops.kv_write import kv_write as kv_write, qkv_rope_write as qkv_rope_write
 from tilestack.ops.lookup import embedding as embedding
 from tilestack.ops.loss import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
 from tilestack.ops.masked_softmax import causal_softmax as causal_softmax, masked_softmax as masked_softmax

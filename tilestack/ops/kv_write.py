@@ -1,4 +1,5 @@
-"""Putting the keys and values of new tokens into the pages that `paged_attention` reads (`ops/paged.py`).
+"""Putting the keys and values of new tokens into the pages that `paged_attention` reads (`ops/paged.py`): as they are, or
+straight from the projection, normalised and turned on the way.
 
 A slot is a token's place in the pages: page number · tokens of a page + place in the page. Padding has a negative one.
 """
@@ -11,6 +12,7 @@ from tilestack.contract.operator import Cost, operator
 from tilestack.ops.numerics import wide
 from tilestack.ops.paged import INTEGERS, caches_agree
 from tilestack.ops.quantised import quantised
+from tilestack.ops.rope import qk_norm_rope, qkv_case, qkv_takes, rope
 
 
 def rows_fit(name: str, new: Tensor, pages: Tensor, slots: Tensor) -> bool | str:
@@ -136,3 +138,110 @@ def kv_write(
             scale[places] = largest.to(scale.dtype)
             rows = codes if pages.is_floating_point() else codes.round()
         pages[places] = rows.to(pages.dtype)
+
+
+def qkv_write_case(make, tokens, q_heads, k_heads, dim, rotary, kind, interleaved=False, cache="same"):
+    turned = qkv_case(make, 1, tokens, q_heads, k_heads, dim, rotary, "batch", kind)
+    pages = kv_write_case(make, tokens, 2 * tokens + 1, 4, k_heads, dim, dim, cache)
+    names = "q_weight", "k_weight", "cos", "sin", "q_heads"
+    return dict(
+        heads=turned["heads"][0],
+        positions=turned["positions"][0],
+        interleaved=interleaved,
+        **{name: turned[name] for name in names},
+        **{name: pages[name] for name in ("slots", "keys", "values", "key_scale", "value_scale")},
+    )
+
+
+def qkv_write_takes(
+    heads: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    q_heads: int,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+) -> bool | str:
+    if heads.ndim != 3 or keys.ndim != 4 or heads.shape[1] != q_heads + 2 * keys.shape[2]:
+        return f"heads must be [tokens, {q_heads} + 2 · {keys.shape[-2]} heads, dim] for these pages, not {tuple(heads.shape)}"
+    k_heads = keys.shape[2]
+    reason = qkv_takes(heads[None], q_weight, k_weight, cos, sin, positions[None], q_heads, k_heads)
+    if reason is not True:
+        return reason
+    k, v = heads[:, q_heads:].split(k_heads, 1)
+    return kv_write_takes(k, v, slots, keys, values, key_scale, value_scale)
+
+
+def qkv_write_cost(
+    heads: Tensor, q_heads: int, slots: Tensor, keys: Tensor, values: Tensor, key_scale: Tensor | None,
+    value_scale: Tensor | None,
+) -> Cost:  # fmt: skip
+    k, v = heads[:, q_heads:].split(keys.shape[2], 1)
+    pages = kv_write_cost(k, v, slots, keys, values, key_scale, value_scale)
+    q = heads[:, :q_heads]
+    return Cost(7 * heads.numel(), read=[heads, slots], write=[q, *(pages.write or ())])
+
+
+def turned_queries(
+    heads: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor,
+    slots: Tensor, keys: Tensor, values: Tensor, q_heads: int, *_: object, **__: object,
+) -> Tensor:  # fmt: skip
+    return heads.new_empty(heads.shape[0], q_heads, heads.shape[2])
+
+
+@operator(
+    cases=cases(
+        qkv_write_case,
+        check=[  # tokens, query heads, kv heads, head_dim, rotary dimension, norms or not, interleaved, what pages hold
+            (5, 4, 2, 16, 16, "norm"),
+            (3, 3, 1, 24, 10, "plain"),
+            (6, 2, 2, 20, 12, "norm", True),
+            (4, 4, 2, 32, 32, "norm", False, "float8_e4m3fn"),
+            (0, 4, 2, 16, 16, "plain"),
+        ],
+        bench=[
+            (256, 16, 8, 128, 128, "norm"),  # Qwen3-0.6B decoding
+            (8192, 16, 8, 128, 128, "norm"),
+            (8192, 32, 8, 128, 128, "plain", False, "float8_e4m3fn"),
+        ],
+    ),
+    cost=qkv_write_cost,
+    check=qkv_write_takes,
+    check_values=slots_are_apart,
+    mutates=("keys", "values", "key_scale", "value_scale"),
+    dtypes=dict(keys=(), values=()),
+    fake=turned_queries,
+)
+def qkv_rope_write(
+    heads: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    q_heads: int,
+    interleaved: bool = False,
+    eps: float = 1e-6,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> Tensor:
+    """Turned queries [T, q_heads, dim] out of one projection, [T, q + k + v heads, dim]; keys and values go to their pages.
+
+    `rope` of queries and keys, after their norms where there are weights (`qk_norm_rope`), then `kv_write`, in one.
+    """
+    q, k, v = heads.split((q_heads, keys.shape[2], keys.shape[2]), 1)
+    angles = cos, sin, positions[None], interleaved
+    if q_weight is None or k_weight is None:
+        q, k = rope.definition(q[None], k[None], *angles)
+    else:
+        q, k = qk_norm_rope.definition(q[None], k[None], q_weight, k_weight, *angles, eps)
+    kv_write.definition(k[0], v, slots, keys, values, key_scale, value_scale)
+    return q[0]

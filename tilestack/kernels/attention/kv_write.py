@@ -22,6 +22,21 @@ from tilestack.ops.quantised import LARGEST_CODE
 
 
 @triton.jit
+def exact_scale(largest, LARGEST_CODE: tl.constexpr):
+    scale = tl.div_rn(tl.maximum(largest, SMALLEST_ROW), tl.full(largest.shape, LARGEST_CODE, tl.float32))
+    return tl.where(largest < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def exact_codes(x, scale, CODES: tl.constexpr):
+    """x / scale, to the nearest integer where codes are integers, of which none stands for NaN."""
+    x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    if tl.int8 == CODES:
+        x = (tl.where(x == x, x, 0.0) + NO_FRACTION) - NO_FRACTION
+    return x
+
+
+@triton.jit
 def store_in_page(
     x, pages_ptr, scale_ptr, page, in_page, head, inside,
     page_stride, stride, head_stride, dim_stride, scale_page_stride, scale_stride, scale_head_stride,
@@ -32,14 +47,10 @@ def store_in_page(
     place = pages_ptr + page * page_stride + in_page * stride + head * head_stride + element * dim_stride
     if scale_ptr is not None:
         x = x.to(tl.float32)
-        largest = tl.max(magnitudes(x), 1, keep_dims=True)
-        scale = tl.div_rn(tl.maximum(largest, SMALLEST_ROW), tl.full(largest.shape, LARGEST_CODE, tl.float32))
-        scale = tl.where(largest < float("inf"), scale, float("nan"))
+        scale = exact_scale(tl.max(magnitudes(x), 1, keep_dims=True), LARGEST_CODE)
         scale_at = page * scale_page_stride + in_page * scale_stride + head * scale_head_stride
         tl.store(scale_ptr + scale_at, scale, mask=inside)
-        x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-        if pages_ptr.dtype.element_ty == tl.int8:
-            x = (tl.where(x == x, x, 0.0) + NO_FRACTION) - NO_FRACTION
+        x = exact_codes(x, scale, pages_ptr.dtype.element_ty)
     tl.store(place, x.to(pages_ptr.dtype.element_ty), mask=inside & (element < DIM))
 
 
