@@ -92,6 +92,24 @@ def test_so_are_chunks_of_any_sizes(family):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v2"])
+def test_codes_in_the_pool_are_nearly_the_numbers(family, dtype):
+    decoder, ids = tiny.ours(family), tiny.ids(1, 14)[0]
+    logits = {}
+    for kind in (torch.float32, dtype):
+        pool = models.PagedCache(decoder.config, PAGES, PAGE, dtype=kind)
+        table, found = block_tables_of([[3, 1, 4, 2]]), []
+        for length, new in ((9, 9), (10, 1), (14, 4)):
+            ends = torch.tensor([0, new], dtype=torch.int32)
+            batch = models.PagedBatch(pool, table, torch.tensor([length], dtype=torch.int32), ends, new, new)
+            found.append(decoder(ids[length - new : length], context=batch))
+        logits[kind] = torch.cat(found)
+    error = (logits[dtype] - logits[torch.float32]).norm() / logits[torch.float32].norm()
+    assert 1e-4 < error < (0.02 if dtype == torch.int8 else 0.06)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("family", ["smollm2", "mistral", "gemma3", "qwen3_moe", "deepseek_v2"])
 def test_a_forward_asks_the_device_nothing(family):
     """On `meta` there is nothing to read: a shape or a branch that depended on contents would raise."""

@@ -51,7 +51,8 @@ def forward_of(
     read = tensors_to_read(operator, arguments) if watched else {}
     with torch.no_grad(), unchanged(read.items()):
         results = dict(zip(operator.outputs, as_tuple(function(**arguments)), strict=True))
-    return results | {f"{name} afterwards": arguments[name] for name in operator.mutates}
+    written = [name for name in operator.mutates if arguments[name] is not None]
+    return results | {f"{name} afterwards": arguments[name] for name in written}
 
 
 def gradients_of(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilestack.models.config import ModelConfig
-from tilestack.models.context import AttentionLayer, Context
+from tilestack.models.context import AttentionLayer, Context, TurningContext
 from tilestack.models.norm import Norm
 from tilestack.models.rotary import Angles
 from tilestack.nn import Linear
@@ -54,6 +54,12 @@ class Attention(torch.nn.Module):
                 norms = self.q_norm.scale, self.k_norm.scale
         heads = qkv.unflatten(-1, (-1, config.head_dim))  # [B, T, heads of q, k and v, D]
         cos, sin = places.whole if self.layer.window is None else places.local
+        if isinstance(context, TurningContext):
+            return self.output(
+                context.attend_heads(
+                    self.layer, heads, config.heads, (cos, sin), norms, config.norm_eps, config.rotary_interleaved
+                ).flatten(2)
+            )
         q, k, v = split_and_turn(
             heads, self.split, cos, sin, places.positions, norms, config.norm_eps, config.rotary_interleaved
         )

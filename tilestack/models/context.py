@@ -12,7 +12,7 @@ Shapes: B batch, T new tokens, D of queries and keys, V of values.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -40,6 +40,24 @@ class Context(Protocol):
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
         """What the queries [B, T, heads, D] see, [B, T, heads, V]; keys and values, [B, T, kv_heads, …], are kept."""
+        ...
+
+
+@runtime_checkable
+class TurningContext(Protocol):
+    """A context that takes a projection as it is, and turns what it keeps on the way into its memory."""
+
+    def attend_heads(
+        self,
+        layer: AttentionLayer,
+        heads: Tensor,
+        q_heads: int,
+        angles: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        interleaved: bool,
+    ) -> Tensor:
+        """What the queries of heads, [B, T, q + k + v heads, D], see, [B, T, q_heads, D]."""
         ...
 
 

@@ -1,16 +1,16 @@
 """Keys and values in pages: sequences of any lengths share one pool of memory, and one forward serves them all.
 
     block_tables [S, blocks]          pages [layers, pages, page, heads, dim]
-      sequence 0   7 2 9 ·              page 0 is nobody's: what is padding is written there
+      sequence 0   7 2 9 ·              page 0 is nobody's: tables are filled up with it
       sequence 1   4 · · ·              page 7 holds tokens 0 … page - 1 of sequence 0, page 2 the next, …
 
 A batch is flat, [tokens]: the new tokens of every sequence one after the other, a chunk of a prompt here and one token
 of decoding there. Where they stand, what they see and where they are kept is in device tensors, so that a forward waits
 for nothing and a CUDA graph can replay it with other contents.
 
-`paged_attention` is the definition, in plain PyTorch, of what a kernel is to do.
+Attention and what fills the pages are the operators `paged_attention` and `kv_write` (ops/paged.py, ops/kv_write.py).
 
-Shapes: S sequences, T tokens, L = blocks · page.
+Shapes: S sequences, T tokens.
 """
 
 from collections.abc import Iterable
@@ -19,15 +19,18 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from tilestack import ops
 from tilestack.models.cache import kept_zeros
 from tilestack.models.config import ModelConfig
 from tilestack.models.context import AttentionLayer
-from tilestack.ops.attention import grouped, scale_or_usual
-from tilestack.ops.numerics import wide
+from tilestack.ops.paged import CODES
 
 
 class PagedCache:
-    """The pool: `pages` pages of `page` tokens for every layer. Page 0 takes what is padding, so hand out the others."""
+    """The pool: `pages` pages of `page` tokens for every layer. Page 0 is nobody's, so hand out the others.
+
+    Of dtype int8 or float8_e4m3fn it holds codes, with a scale for each token and head.
+    """
 
     def __init__(
         self,
@@ -39,6 +42,14 @@ class PagedCache:
     ):
         self.page = page
         self.keys, self.values = kept_zeros(config, pages, page, dtype=dtype, device=device)
+        scale_of = lambda kept: None if kept is None else torch.zeros(kept.shape[:-1], device=device)
+        coded = dtype in CODES
+        self.key_scale, self.value_scale = (scale_of(kept) if coded else None for kept in (self.keys, self.values))
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Keys, values, and the scales of both, of one layer."""
+        of_layer = lambda kept: None if kept is None else kept[number]
+        return self.keys[number], of_layer(self.values), of_layer(self.key_scale), of_layer(self.value_scale)
 
 
 class PagedBatch:
@@ -63,15 +74,12 @@ class PagedBatch:
         self.cache, self.block_tables, self.lengths, self.cu_queries = cache, block_tables, lengths, cu_queries
         self.tokens, self.most_queries, self.longest = tokens, most_queries, block_tables.shape[1] * cache.page
         token = torch.arange(tokens, device=lengths.device)
-        sequence = torch.searchsorted(cu_queries, token, right=True) - 1
+        sequence = (torch.searchsorted(cu_queries, token, right=True) - 1).clamp(max=len(lengths) - 1)  # [T]
         real = token < cu_queries[-1]
-        self.sequence = sequence.clamp(max=len(lengths) - 1)  # [T]
-        self.row = token - cu_queries[self.sequence]  # [T]: the token's place among the new ones of its sequence
-        new = cu_queries.diff()[self.sequence]
-        self.positions = torch.where(real, lengths[self.sequence] - new + self.row, 0)
-        pages = block_tables[self.sequence, self.positions // cache.page]
-        self.slots = torch.where(real, pages * cache.page + self.positions % cache.page, 0)
-        self.row = torch.where(real, self.row, most_queries)  # padding has a row of its own
+        before = lengths - cu_queries.diff()  # tokens of each sequence that are not new
+        self.positions = torch.where(real, before[sequence] + token - cu_queries[sequence], 0)
+        pages = block_tables[sequence, self.positions // cache.page]
+        self.slots = torch.where(real, pages * cache.page + self.positions % cache.page, -1)
 
     def over(self, cache: PagedCache) -> "PagedBatch":
         """The same tokens in the same pages of another model's cache."""
@@ -85,50 +93,46 @@ class PagedBatch:
         return self.positions[None]
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
-        keys, values = self.cache.keys[layer.number], None
-        write_pages(keys, self.slots, k[0])
-        if v is not None and self.cache.values is not None:
-            values = self.cache.values[layer.number]
-            write_pages(values, self.slots, v[0])
-        return paged_attention(q[0], keys, values, self, layer)[None]
+        ops.kv_write(k[0], None if v is None else v[0], self.slots, *self.cache.layer(layer.number))
+        return self.seen(layer, q[0])[None]
 
+    def attend_heads(
+        self,
+        layer: AttentionLayer,
+        heads: Tensor,
+        q_heads: int,
+        angles: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        interleaved: bool,
+    ) -> Tensor:
+        keys, values, key_scale, value_scale = self.cache.layer(layer.number)
+        assert values is not None  # latents come through `attend`
+        q_weight, k_weight = norms or (None, None)
+        q = ops.qkv_rope_write(
+            heads[0], q_weight, k_weight, *angles, self.positions, self.slots, keys, values, q_heads, interleaved, eps,
+            key_scale, value_scale,
+        )  # fmt: skip
+        return self.seen(layer, q)[None]
 
-def write_pages(pages: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Store tokens [T, heads, dim] in their slots of the pages [pages, page, heads, dim]."""
-    pages.flatten(0, 1).index_copy_(0, slots, new.to(pages.dtype))
-
-
-def paged_attention(q: Tensor, keys: Tensor, values: Tensor | None, batch: PagedBatch, layer: AttentionLayer) -> Tensor:
-    """What queries [T, heads, dim] see of their sequences' pages, [T, heads, dim of v], in float32 and rounded once.
-
-    A query sees the tokens of its sequence up to its own, no more than `window` of them. Without values, they are the
-    first elements of the keys.
-    """
-    rows = len(batch.lengths), batch.most_queries + 1
-    places = batch.sequence * rows[1] + batch.row
-    padded = q.new_zeros(rows[0] * rows[1], *q.shape[1:]).index_copy_(0, places, q).unflatten(0, rows)
-    k = keys[batch.block_tables].flatten(1, 2)  # [S, L, kv_heads, dim]
-    v = k[..., : layer.value_dim] if values is None else values[batch.block_tables].flatten(1, 2)
-    there = torch.arange(k.shape[1], device=q.device) < batch.lengths[:, None]
-    v = torch.where(there[..., None, None], v, 0)  # what another sequence left behind may be NaN, and 0 · NaN is too
-    scores = grouped(padded, k) * scale_or_usual(layer.scale, q[None]) @ wide(k).permute(0, 2, 3, 1)
-    if layer.softcap is not None:
-        scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    by_query = scores.unflatten(2, (-1, rows[1]))  # [S, kv_heads, group, rows, L]
-    seen = what_is_seen(batch, k.shape[1], layer.window)[:, None, None]
-    weights = torch.softmax(torch.where(seen, by_query, -torch.inf), -1).flatten(2, 3)
-    out = (weights @ wide(v).transpose(1, 2)).unflatten(2, (-1, rows[1]))  # [S, kv_heads, group, rows, dim of v]
-    return out.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)[places].to(q.dtype)
-
-
-def what_is_seen(batch: PagedBatch, keys: int, window: int | None) -> Tensor:
-    """[S, rows, L]: which of its sequence's tokens each new token sees; a row that is nobody's sees the first."""
-    row = torch.arange(batch.most_queries + 1, device=batch.lengths.device)
-    place = (batch.lengths - batch.cu_queries.diff())[:, None] + row  # [S, rows]: the position of each row
-    place = torch.minimum(place, batch.lengths[:, None] - 1).clamp(min=0)[..., None]
-    key = torch.arange(keys, device=batch.lengths.device)
-    seen = key <= place
-    return seen if window is None else seen & (key > place - window)
+    def seen(self, layer: AttentionLayer, q: Tensor) -> Tensor:
+        """What queries [T, heads, D] see of the pages."""
+        keys, values, key_scale, value_scale = self.cache.layer(layer.number)
+        return ops.paged_attention(
+            q,
+            keys,
+            values,
+            self.block_tables,
+            self.lengths,
+            self.cu_queries,
+            self.most_queries,
+            value_dim=layer.value_dim if values is None else None,
+            window=layer.window,
+            scale=layer.scale,
+            softcap=layer.softcap,
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
 
 
 def block_tables_of(pages: Iterable[list[int]], device: torch.device | str = "cpu") -> Tensor:

@@ -7,12 +7,14 @@ from tilestack.ops.elementwise import add as add, axpy as axpy
 from tilestack.ops.gated import geglu as geglu, gelu_mul as gelu_mul, silu_mul as silu_mul, swiglu as swiglu, swiglu_linear as swiglu_linear
 from tilestack.ops.group_norm import group_norm as group_norm
 from tilestack.ops.grouped import grouped_linear as grouped_linear
+from tilestack.ops.kv_write import kv_write as kv_write, qkv_rope_write as qkv_rope_write
 from tilestack.ops.lookup import embedding as embedding
 from tilestack.ops.loss import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
 from tilestack.ops.masked_softmax import causal_softmax as causal_softmax, masked_softmax as masked_softmax
 from tilestack.ops.matmul import linear as linear
 from tilestack.ops.memory import copy as copy, gather_rows as gather_rows, permute as permute, reduce_sum as reduce_sum, scatter_rows as scatter_rows, strided_copy as strided_copy, transpose as transpose
 from tilestack.ops.norm import add_layer_norm as add_layer_norm, add_rms_norm as add_rms_norm, layer_norm as layer_norm, rms_norm as rms_norm
+from tilestack.ops.paged import paged_attention as paged_attention
 from tilestack.ops.quantised_gated import silu_mul_fp8 as silu_mul_fp8, silu_mul_int8 as silu_mul_int8
 from tilestack.ops.quantised_norm import add_rms_norm_fp8 as add_rms_norm_fp8, add_rms_norm_int8 as add_rms_norm_int8, rms_norm_fp8 as rms_norm_fp8, rms_norm_int8 as rms_norm_int8
 from tilestack.ops.random import dropout as dropout

@@ -39,6 +39,13 @@ def writes_fp8(x: Tensor) -> bool | str:
     """What an implementation with fp8 codes answers to `when`."""
     if x.device.type == "cpu":
         return "Triton's interpreter rounds to fp8 wrongly just below powers of two; this needs a GPU"
+    return reads_fp8(x)
+
+
+def reads_fp8(x: Tensor) -> bool | str:
+    """Whether there are instructions that convert from and to fp8 where x lies."""
+    if x.device.type == "cpu":
+        return True
     target = triton.runtime.driver.active.get_current_target()
     return (
         target.backend != "cuda" or target.arch >= 89 or f"fp8 needs compute capability 8.9, this GPU has {target.arch}"

@@ -1,0 +1,339 @@
+"""Attention over pages: one kernel for prompts, chunks of them and decoding, side by side in one batch.
+
+What limits decoding is reading the keys and values once, so a program reads them for all the queries that share them.
+The rows of a tile are the new tokens of a sequence times the heads of its group, and a program owns ROWS of them, one head
+of keys, and a part of what they see:
+
+    sequence 0: 1 token  × 4 heads   |████            |                keys  0 ──────── split 0 ──┬── split 1 ──── length
+    sequence 1: 9 tokens × 4 heads   |████████████████|                      page 7 · page 2 · …  │  page 9 · …
+                                     |████████████████|                              KEYS at a time, by the block table
+                                     |████            |
+    padding                          |zeros
+
+Where sequences are few, what they see is split, so that there is work for the whole GPU: every program leaves the sum of
+its exponentials, the largest score they are relative to, and its weighted values. The program that comes last, by a
+counter, merges them in the order of the keys, so that bits do not depend on who was last. The grid follows from shapes
+alone: how long sequences are, and so where splits begin, is read in the kernel.
+
+Tiles of sequence s begin at tile cu_queries[s] · group / ROWS + s, which leaves room for the last tile of each; a program
+finds its sequence by bisection. Where sequences are too short for that to save tiles, each has the same number of them.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilestack import ops
+from tilestack.contract import implements
+from tilestack.contract.implementation import FLOATS
+from tilestack.contract.launch import launch
+from tilestack.contract.repeat import straight_line
+from tilestack.contract.workspace import workspace
+from tilestack.kernels.elementwise.activation import tanh_of
+from tilestack.kernels.quantised.codes import reads_fp8
+from tilestack.kernels.tiles import accumulator, cdiv, multiprocessors, next_power, shared_memory, widened
+
+PROGRAMS = 4  # for each multiprocessor, below which what a tile sees is split
+LEAST_SPAN = 128  # keys that are worth a program of their own
+HOPPER_SHARED = 200_000  # bytes of shared memory that GPUs before it do not have
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def sequence_of_tile(tile, cu_ptr, sequences, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """(the sequence that a tile belongs to, `sequences` for padding; its first row there)."""
+    low = 0
+    high = sequences
+    while low < high:
+        middle = (low + high + 1) // 2
+        starts_before = tl.load(cu_ptr + middle) * GROUP // ROWS + middle <= tile
+        low = tl.where(starts_before, middle, low)
+        high = tl.where(starts_before, high, middle - 1)
+    return low, (tile - tl.load(cu_ptr + low) * GROUP // ROWS - low) * ROWS
+
+
+@triton.jit
+def finite_or_zero(largest):
+    """What exponents are taken relative to: the largest score, zero where there is none."""
+    return tl.where(largest == float("-inf"), 0.0, largest)
+
+
+@triton.jit
+def merge(largest, total, values, other_largest, other_total, other_values):
+    """Two parts of a softmax-weighted sum as one; each is relative to the largest score it has met, in powers of two."""
+    common = tl.maximum(largest, other_largest)
+    at = finite_or_zero(common)
+    mine, its = tl.exp2(largest - at), tl.exp2(other_largest - at)
+    return common, total * mine + other_total * its, values * mine[:, None] + other_values * its[:, None]
+
+
+@triton.jit
+def store_part(largest, total, values, parts_ptr, sums_ptr, line, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """A part for others to merge: its rows from `line` on."""
+    row = line + tl.arange(0, ROWS)
+    tl.store(parts_ptr + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], values)
+    tl.store(sums_ptr + row * 2, largest)
+    tl.store(sums_ptr + row * 2 + 1, total)
+
+
+@triton.jit
+def comes_last(count_ptr, programs):
+    """Whether all others of so many programs have been here, and what they stored before can be read."""
+    tl.debug_barrier()  # all threads of this program have stored before one of them counts
+    is_last = tl.atomic_add(count_ptr, 1, sem="acq_rel") == programs - 1
+    tl.debug_barrier()
+    if is_last:
+        tl.store(count_ptr, 0)  # as the next call expects it
+    return is_last
+
+
+@triton.jit
+def merged_parts(parts_ptr, sums_ptr, line, parts, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """(the sum of exponentials, the weighted values) of all parts, in their order."""
+    largest = tl.full([ROWS], float("-inf"), ACC)
+    total = tl.zeros([ROWS], ACC)
+    values = tl.zeros([ROWS, WIDTH], ACC)
+    for part in range(parts):
+        row = line + part * ROWS + tl.arange(0, ROWS)
+        # Past the L1, which knows nothing of what other multiprocessors wrote.
+        its_largest = tl.load(sums_ptr + row * 2, cache_modifier=".cg")
+        its_total = tl.load(sums_ptr + row * 2 + 1, cache_modifier=".cg")
+        its_values = tl.load(parts_ptr + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], cache_modifier=".cg")
+        largest, total, values = merge(largest, total, values, its_largest, its_total, its_values)
+    return total, values
+
+
+@triton.jit
+def load_rows(ptr, at, stride, there, FIRST: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """[rows, WIDTH]: COUNT elements from FIRST on of the rows that lie at these places, zero where nothing is."""
+    element = tl.arange(0, WIDTH)
+    inside = there[:, None] & (element < COUNT)[None, :]
+    return tl.load(ptr + at[:, None] + (FIRST + element)[None, :] * stride, mask=inside, other=0.0)
+
+
+@triton.jit
+def decoded(codes, DTYPE: tl.constexpr):
+    """Codes, or what needs none, as the numbers that tensor cores multiply."""
+    if tl.float64 == DTYPE:
+        codes = codes.to(tl.float32 if codes.dtype.primitive_bitwidth == 8 else DTYPE)
+    return codes.to(DTYPE)
+
+
+@triton.jit
+def paged_attention_kernel(
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,  # [T, heads, DIM], [pages, PAGE, kv_heads, …] and their scales
+    tables_ptr, lengths_ptr, cu_ptr, out_ptr,  # [S, blocks], [S], [S + 1], [T, heads, VALUE_DIM]
+    parts_ptr, sums_ptr, counts_ptr,  # [tiles, kv_heads, SPLITS, ROWS, VALUE_WIDTH], […, ROWS, 2], [tiles, kv_heads]
+    tokens, sequences, tiles_each, kv_heads, table_stride, block_stride, q_stride, q_head_stride, q_dim_stride,
+    k_page_stride, k_stride, k_head_stride, k_dim_stride, v_page_stride, v_stride, v_head_stride, v_dim_stride,
+    k_scale_page_stride, k_scale_stride, k_scale_head_stride, v_scale_page_stride, v_scale_stride, v_scale_head_stride,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST_SPAN: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, heads of keys, splits). Without v_ptr, the first VALUE_DIM elements of a key are its value, and REST
+    is the width of the others; the keys are then read in two parts, of which one is both."""
+    LATENT: tl.constexpr = v_ptr is None
+    FIRST_DIM: tl.constexpr = VALUE_DIM if LATENT else DIM  # of the part of keys that is read first
+    FIRST_WIDTH: tl.constexpr = VALUE_WIDTH if LATENT else WIDTH
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if tiles_each == 0:
+        sequence, first_row = sequence_of_tile(tile, cu_ptr, sequences, GROUP, ROWS)
+    else:
+        sequence = tl.minimum(tile // tiles_each, sequences)
+        first_row = (tile - sequence * tiles_each) * ROWS
+    start = tl.load(cu_ptr + sequence)
+    end = tl.load(cu_ptr + sequence + 1, mask=sequence < sequences, other=tokens)
+    rows = ((end - start) * GROUP).to(tl.int32)
+    if first_row >= rows:
+        return
+    row = first_row + tl.arange(0, ROWS)
+    inside = row < rows
+    query = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    place = (start + query).to(tl.int64)
+    element = tl.arange(0, VALUE_WIDTH)
+    out_at = out_ptr + (place * kv_heads * GROUP + head)[:, None] * VALUE_DIM + element[None, :]
+    out_inside = inside[:, None] & (element < VALUE_DIM)[None, :]
+    if sequence == sequences:
+        if split == 0:
+            tl.store(out_at, tl.zeros([ROWS, VALUE_WIDTH], out_ptr.dtype.element_ty), mask=out_inside)
+        return
+
+    before = (tl.load(lengths_ptr + sequence) - (end - start)).to(tl.int32)  # tokens that are not new
+    position = before + query
+    stop = before + (tl.minimum(first_row + ROWS, rows) - 1) // GROUP + 1
+    low = 0
+    if WINDOW is not None:
+        low = tl.maximum(before + first_row // GROUP - WINDOW + 1, 0) // KEYS * KEYS
+    span = tl.maximum(tl.cdiv(tl.cdiv(stop - low, SPLITS), KEYS) * KEYS, LEAST_SPAN)
+    splits = tl.cdiv(stop - low, span)  # those that have any keys
+    if split >= splits:
+        return
+    low += split * span
+    high = tl.minimum(low + span, stop)
+
+    q_at = place * q_stride + head * q_head_stride
+    q = load_rows(q_ptr, q_at, q_dim_stride, inside, 0, FIRST_DIM, FIRST_WIDTH)
+    if LATENT and REST:
+        q_rest = load_rows(q_ptr, q_at, q_dim_stride, inside, VALUE_DIM, DIM - VALUE_DIM, REST)
+    largest = tl.full([ROWS], float("-inf"), ACC)
+    total = tl.zeros([ROWS], ACC)
+    values = tl.zeros([ROWS, VALUE_WIDTH], ACC)
+    for first_key in range(low, high, KEYS):
+        key = first_key + tl.arange(0, KEYS)
+        there = key < high
+        block = tl.load(
+            tables_ptr + sequence.to(tl.int64) * table_stride + key // PAGE * block_stride, mask=there, other=0
+        )
+        page, in_page = block.to(tl.int64), key % PAGE
+        k_at = page * k_page_stride + in_page * k_stride + kv_head * k_head_stride
+        k = decoded(load_rows(k_ptr, k_at, k_dim_stride, there, 0, FIRST_DIM, FIRST_WIDTH), q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
+        if LATENT and REST:
+            k_rest = load_rows(k_ptr, k_at, k_dim_stride, there, VALUE_DIM, DIM - VALUE_DIM, REST)
+            scores = tl.dot(q_rest, tl.trans(decoded(k_rest, q.dtype)), scores, input_precision="ieee", out_dtype=ACC)
+        if k_scale_ptr is not None:
+            scale_at = page * k_scale_page_stride + in_page * k_scale_stride + kv_head * k_scale_head_stride
+            k_scale = tl.load(k_scale_ptr + scale_at, mask=there, other=0).to(ACC)
+            scores *= k_scale[None, :]
+        if SOFTCAP is None:
+            scores *= SCALE * LOG2_E
+        else:
+            scores = SOFTCAP * LOG2_E * tanh_of(scores * (SCALE / SOFTCAP), False)
+        seen = there[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW is not None:
+            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        top = tl.maximum(largest, tl.max(scores, 1))
+        at = finite_or_zero(top)  # a row may see none of these keys, nor any before
+        weights = tl.exp2(scores - at[:, None])
+        weights_total = tl.sum(weights, 1)
+        if LATENT:
+            v = k
+        else:
+            v_at = page * v_page_stride + in_page * v_stride + kv_head * v_head_stride
+            v = decoded(load_rows(v_ptr, v_at, v_dim_stride, there, 0, VALUE_DIM, VALUE_WIDTH), q.dtype)
+        fade = tl.exp2(largest - at)
+        values *= fade[:, None]
+        if k_scale_ptr is None:
+            values = tl.dot(weights.to(q.dtype), v, values, input_precision="ieee", out_dtype=ACC)
+        else:
+            # Scales go with the weights, by their largest here, lest a half precision lose small ones.
+            if not LATENT:
+                scale_at = page * v_scale_page_stride + in_page * v_scale_stride + kv_head * v_scale_head_stride
+                k_scale = tl.load(v_scale_ptr + scale_at, mask=there, other=0).to(ACC)
+            unit = tl.maximum(tl.max(k_scale, 0), 1e-37)
+            weights *= (k_scale / unit)[None, :]
+            values += unit * tl.dot(weights.to(q.dtype), v, input_precision="ieee", out_dtype=ACC)
+        total = total * fade + weights_total
+        largest = top
+
+    if SPLITS > 1:
+        is_last = True
+        line = (tile.to(tl.int64) * kv_heads + kv_head) * SPLITS * ROWS
+        if splits > 1:
+            store_part(largest, total, values, parts_ptr, sums_ptr, line + split * ROWS, ROWS, VALUE_WIDTH)
+            is_last = comes_last(counts_ptr + tile * kv_heads + kv_head, splits)
+        if is_last:
+            if splits > 1:
+                total, values = merged_parts(parts_ptr, sums_ptr, line, splits, ACC, ROWS, VALUE_WIDTH)
+            tl.store(out_at, (values / total[:, None]).to(out_ptr.dtype.element_ty), mask=out_inside)
+    else:
+        tl.store(out_at, (values / total[:, None]).to(out_ptr.dtype.element_ty), mask=out_inside)
+
+
+class PagedTile(NamedTuple):
+    """How a batch is cut, from shapes alone."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    tiles: int
+    each: int  # tiles of a sequence; 0 where programs look for theirs
+    splits: int
+
+
+def paged_tile(q: Tensor, keys: Tensor, most_queries: int, sequences: int, longest: int, width: int) -> PagedTile:
+    """Tiles for so many sequences of at most so many tokens, whose keys and values are `width` wide at most."""
+    tokens, kv_heads, half = q.shape[0], keys.shape[2], q.element_size() == 2
+    group = q.shape[1] // kv_heads
+    most_rows = min(most_queries, tokens) * group
+    rows = min(max(next_power(most_rows), 16), 64 if half and width <= 256 else 32 if half else 16)
+    # What multiplies without tensor cores holds its operands in registers; before Hopper, so do tiles of many rows.
+    crowded = rows == 64 and width > 64 and shared_memory(q.device) < HOPPER_SHARED
+    at_a_time = 16 if not half else 32 if width > 128 or crowded else 64
+    each = cdiv(most_rows, rows)
+    alike, sought = sequences * each + cdiv(tokens * group, rows), tokens * group // rows + sequences + 1
+    tiles = min(alike, sought)
+    splits = next_power(cdiv(PROGRAMS * multiprocessors(q.device), max(tiles * kv_heads, 1)))
+    return PagedTile(
+        rows,
+        at_a_time,
+        warps=8 if width > 256 or not (half or keys.dtype == q.dtype) else 4,
+        stages=2 if width > 256 or not half else 3,
+        tiles=tiles,
+        each=each if alike <= sought else 0,
+        splits=min(splits, next_power(cdiv(longest, LEAST_SPAN))),
+    )
+
+
+def takes_pages(q: Tensor, keys: Tensor) -> bool | str:
+    if keys.dtype == torch.float8_e4m3fn:
+        return reads_fp8(keys)
+    return keys.dtype in (q.dtype, torch.int8) or f"pages of {keys.dtype} and queries of {q.dtype} do not multiply"
+
+
+@implements(
+    ops.paged_attention,
+    backend="triton",
+    repeat=straight_line,
+    dtypes=(*FLOATS, torch.float8_e4m3fn),
+    when=takes_pages,
+)
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    block_tables: Tensor,
+    lengths: Tensor,
+    cu_queries: Tensor,
+    most_queries: int,
+    value_dim: int | None,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+) -> Tensor:
+    (tokens, heads, dim), (_, page, kv_heads, _) = q.shape, keys.shape
+    sequences, blocks = block_tables.shape
+    value_dim = value_dim if values is None else values.shape[3]
+    assert value_dim is not None
+    out = torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
+    width = lambda size: max(next_power(size), 16)  # the least that tensor cores multiply
+    wide_value, rest = width(value_dim), width(dim - value_dim) if values is None and dim > value_dim else 0
+    widest = wide_value if values is None else max(wide_value, width(dim))
+    tile = paged_tile(q, keys, most_queries, sequences, blocks * page, widest)
+    parts = sums = counts = None
+    if tile.splits > 1:
+        many = tile.tiles, kv_heads, tile.splits, tile.rows
+        parts, sums = (torch.empty((*many, last), dtype=widened(q.dtype), device=q.device) for last in (wide_value, 2))
+        counts = workspace("paged_attention", many[:2], torch.int32, q.device)
+    strides = lambda x, most: (0,) * most if x is None else x.stride()[:most]
+    launch(
+        paged_attention_kernel, (tile.tiles if tokens else 0, kv_heads, tile.splits),
+        q, keys, values, key_scale, value_scale, block_tables, lengths.contiguous(), cu_queries.contiguous(), out,
+        parts, sums, counts,
+        tokens, sequences, tile.each, kv_heads, *block_tables.stride(), *q.stride(), *keys.stride(), *strides(values, 4),
+        *strides(key_scale, 3), *strides(value_scale, 3),
+        SCALE=dim**-0.5 if scale is None else scale, SOFTCAP=softcap, WINDOW=window, PAGE=page, GROUP=heads // kv_heads,
+        SPLITS=tile.splits, LEAST_SPAN=LEAST_SPAN, ACC=accumulator(q.dtype), ROWS=tile.rows, KEYS=tile.keys,
+        VALUE_DIM=value_dim, VALUE_WIDTH=wide_value, DIM=dim, WIDTH=width(dim), REST=rest,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
