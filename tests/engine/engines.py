@@ -1,12 +1,14 @@
 """A tiny model in float64, so that the order of sums decides nothing, and engines around it."""
 
 import functools
+from dataclasses import replace
 
 import tiny_models as tiny
 import torch
 
 from tilestack import models
 from tilestack.engine import Engine, EngineSettings, Request, SamplingParams
+from tilestack.engine.settings import bytes_of_token, cache_dtype
 
 
 @functools.cache
@@ -17,10 +19,9 @@ def decoder(family="smollm2"):
 def make_engine(*, pages=64, page=4, family="smollm2", draft=None, **settings):
     """An engine whose pool has so many pages."""
     model = decoder(family)
-    numbers = sum(heads * dim for heads, dim in filter(None, model.config.cached_shapes))
-    memory = pages * page * model.config.layers * numbers * 8
-    usual = dict(kv_memory=memory, page=page, max_sequences=8, step_tokens=16, queue=None)
-    return Engine(model, None, EngineSettings(**(usual | settings)), draft=draft)
+    made = EngineSettings(**(dict(page=page, max_sequences=8, step_tokens=16, queue=None) | settings))
+    memory = pages * page * bytes_of_token(model.config, cache_dtype(made, torch.float64))
+    return Engine(model, None, replace(made, kv_memory=memory), draft=draft)
 
 
 def serve(engine, requests, after_step=lambda engine: None):

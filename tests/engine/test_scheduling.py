@@ -43,6 +43,17 @@ def test_too_few_pages_for_all_of_them(swap):
     check_empty(engine)
 
 
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+@pytest.mark.parametrize("family", ["smollm2", "deepseek_v2"])
+def test_keys_and_values_in_eight_bits(kept, family):
+    expected = serve(make_engine(family=family, kv_dtype=kept), requests(8))
+    engine = make_engine(family=family, kv_dtype=kept, pages=14, swap_memory=1 << 20)
+    assert serve(engine, requests(8), check_pages) == expected  # a token's codes depend on the token alone
+    assert engine.stats().preemptions
+    with pytest.raises(ValueError, match="no kv_dtype 'int3'"):
+        make_engine(kv_dtype="int3")
+
+
 class Traffic:
     """Arrivals, cancellations and steps as hypothesis draws them."""
 

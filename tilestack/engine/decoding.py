@@ -4,7 +4,8 @@ Most steps of a busy engine are such, and a graph launches all of their kernels,
 one call. A graph has a fixed size, so a batch is filled up to the next with rows that are nobody's: they read and write
 page 0. What differs from step to step is one small tensor,
 
-    inputs [3, size]     the rows, how long their sequences are with the new token, and the seeds of their noise
+    inputs [4, size]     the rows, how long their sequences are with the new token, the seeds of their noise, and the
+                         tokens to go on from, -1 for those that only the device knows
 
 and everything else is looked up by row in the runner's tables. Without a GPU the same function is simply called.
 
@@ -64,6 +65,7 @@ class DecodingSteps:
                 [sequence.row for sequence in sequences] + [self.padding] * more,
                 [part.start + 1 for part in parts] + [1] * more,
                 [part.sequence.seed + part.index for part in parts] + [0] * more,
+                [-1 if sequence.in_flight > 1 else sequence.ids[-1] for sequence in sequences] + [0] * more,
             ],
             pin_memory=self.runner.device.type == "cuda",
         )
@@ -77,11 +79,12 @@ class DecodingSteps:
         return drawn[: len(parts)]
 
     def compute(self, inputs: Tensor) -> Tensor:
-        """One token for each row of `inputs` [3, G]."""
-        runner, (rows, lengths, seeds) = self.runner, inputs
+        """One token for each row of `inputs` [4, G]."""
+        runner, (rows, lengths, seeds, known) = self.runner, inputs
         each = torch.arange(len(rows) + 1, device=rows.device)
         batch = PagedBatch(runner.cache, runner.tables[rows], lengths, each, tokens=len(rows), most_queries=1)
-        logits = runner.decoder.logits(runner.decoder.hidden(runner.last_ids[rows], context=batch)).float()
+        ids = torch.where(known < 0, runner.last_ids[rows], known)
+        logits = runner.decoder.logits(runner.decoder.hidden(ids, context=batch)).float()
         settings = runner.sampling
         drawn = ops.sample(
             logits, seeds, settings.temperature[rows], settings.top_k[rows], settings.top_p[rows], settings.min_p[rows]
@@ -91,7 +94,7 @@ class DecodingSteps:
 
     def capture(self, size: int) -> None:
         """Record the step for a size; all sizes share their memory, since one runs at a time."""
-        inputs = torch.tensor([[self.padding], [1], [0]], device=self.runner.device).repeat(1, size)
+        inputs = torch.tensor([[self.padding], [1], [0], [0]], device=self.runner.device).repeat(1, size)
         self.compute(inputs)  # compiles kernels, and lets the operators settle on their plans
         self.compute(inputs)
         self.compute(inputs)

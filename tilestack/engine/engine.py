@@ -81,7 +81,7 @@ class Engine:
                     f"the draft model has {draft.config.vocabulary} tokens and the model {self.vocabulary}: "
                     "they must share a tokenizer"
                 )
-            kept = PagedCache(draft.config, len(cache.keys[0]), settings.page, weight.dtype, weight.device)
+            kept = PagedCache(draft.config, len(cache.keys[0]), settings.page, cache.keys.dtype, weight.device)
         self.runner = Runner(
             decoder,
             cache,
@@ -100,7 +100,7 @@ class Engine:
             step_tokens=step_tokens,
             prefix_caching=settings.prefix_caching,
             draft_tokens=settings.draft_tokens if self.drafter else 0,
-            swap_tokens=settings.swap_memory // bytes_of_token(decoder.config, weight.dtype),
+            swap_tokens=settings.swap_memory // bytes_of_token(decoder.config, cache.keys.dtype),
         )
         self.structures = Structures(tokenizer, self.vocabulary)
         self.ends = frozenset((*(tokenizer.stops if tokenizer else ()), *decoder.config.eos))

@@ -166,7 +166,7 @@ class Runner:
     def swap(self, plan: Plan) -> None:
         """Copy pages to host memory and back; the steps before and after see it done, since one stream does it all."""
         caches = [self.cache] + ([self.draft[1]] if self.draft else [])
-        kept = [tensor for cache in caches for tensor in (cache.keys, cache.values) if tensor is not None]
+        kept = [tensor for cache in caches for tensor in cache.tensors()]
         for sequence, pages in plan.swapped_out:
             self.swapped[sequence] = [tensor[:, self.indices(pages)].cpu() for tensor in kept]
         for sequence, pages in plan.swapped_in:

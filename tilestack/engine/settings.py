@@ -8,6 +8,7 @@ import torch
 
 from tilestack.engine.params import check_between
 from tilestack.models import Decoder, ModelConfig, PagedCache
+from tilestack.ops.paged import CODES
 
 CPU_CACHE = 1 << 30  # bytes of keys and values on a CPU, unless told
 GPU_SHARE = 0.9  # of a GPU's memory that the engine uses in all, unless told
@@ -23,6 +24,7 @@ class EngineSettings:
     step_tokens: int | None = None  # that a step computes at most: a long prompt is read in chunks of this size
     page: int = 16  # tokens in a page
     kv_memory: int | None = None  # bytes for keys and values
+    kv_dtype: str | None = None  # that they are kept in: the model's own, or "int8" or "fp8" for half of the memory
     swap_memory: int = 0  # bytes of host memory for those of sequences that had to give way; 0: they are computed again
     prefix_caching: bool = True
     overlap: bool = True  # launch a step before the one before it is read
@@ -39,10 +41,19 @@ class EngineSettings:
             check_between(name, getattr(self, name), low, 2**62)
 
 
+def cache_dtype(settings: EngineSettings, dtype: torch.dtype) -> torch.dtype:
+    """What keys and values of a model of some dtype are kept in."""
+    known = {None: dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+    if settings.kv_dtype not in known:
+        raise ValueError(f"no kv_dtype {settings.kv_dtype!r}; choose from int8, fp8, or leave it out")
+    return known[settings.kv_dtype]
+
+
 def bytes_of_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What a token's keys and values take in all layers."""
-    numbers = sum(heads * dim for heads, dim in filter(None, config.cached_shapes))
-    return config.layers * numbers * dtype.itemsize
+    """What a token's keys and values take in all layers, with a scale for each head where they are codes."""
+    shapes = list(filter(None, config.cached_shapes))
+    scale = 4 if dtype in CODES else 0
+    return config.layers * sum(heads * (dim * dtype.itemsize + scale) for heads, dim in shapes)
 
 
 @torch.no_grad()
@@ -69,7 +80,8 @@ def make_cache(decoder: Decoder, settings: EngineSettings, context: int, step_to
     """Pages for as many tokens as the memory holds, and no more than can be used at a time."""
     weight = decoder.embedding.weight
     memory = settings.kv_memory or memory_for_pages(decoder, step_tokens)
-    page = bytes_of_token(decoder.config, weight.dtype) * settings.page
+    dtype = cache_dtype(settings, weight.dtype)
+    page = bytes_of_token(decoder.config, dtype) * settings.page
     useful = settings.max_sequences * -(-context // settings.page)
     pages = min(memory // page, useful)
     if pages < 1:
@@ -77,4 +89,4 @@ def make_cache(decoder: Decoder, settings: EngineSettings, context: int, step_to
             f"{memory / 1e6:.1f} MB hold no page of {settings.page} tokens, which takes {page / 1e6:.1f} MB; give more "
             "kv_memory, a smaller model, or a GPU with more memory"
         )
-    return PagedCache(decoder.config, int(pages) + 1, settings.page, weight.dtype, weight.device)
+    return PagedCache(decoder.config, int(pages) + 1, settings.page, dtype, weight.device)

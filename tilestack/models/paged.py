@@ -46,6 +46,11 @@ class PagedCache:
         coded = dtype in CODES
         self.key_scale, self.value_scale = (scale_of(kept) if coded else None for kept in (self.keys, self.values))
 
+    def tensors(self) -> list[Tensor]:
+        """All that it holds, each [layers, pages, …]."""
+        kept = (self.keys, self.values, self.key_scale, self.value_scale)
+        return [tensor for tensor in kept if tensor is not None]
+
     def layer(self, number: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Keys, values, and the scales of both, of one layer."""
         of_layer = lambda kept: None if kept is None else kept[number]
