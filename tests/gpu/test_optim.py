@@ -62,6 +62,7 @@ def test_errs_no_more_than_torch(name, options, dtype):
         lambda p: optim.AdamW(p, stochastic_rounding=True),
         lambda p: optim.AdamW(p, master_weights=True),
         lambda p: optim.AdamW8bit(p),
+        lambda p: optim.Muon(p, master_weights=True, clip_norm=1.0),
     ],
 )
 @pytest.mark.parametrize("new_gradients", [False, True])
@@ -129,3 +130,37 @@ def test_a_found_infinity_changes_nothing():
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
     assert int(optimizer.state[params[0]]["step"]) == 1
+
+
+@pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
+def test_muon_errs_no_more_than_torchs_over_50_steps(rule):
+    shapes, runs = [(256, 640), (640, 256), (256, 640), (130, 70)], []
+    kinds = (optim.Muon, torch.float32, {}), (torch.optim.Muon, torch.float32, {})
+    for kind, dtype, more in (*kinds, (optim.Muon, torch.float64, dict(ns_dtype=torch.float64))):
+        g = torch.Generator("cuda").manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(s, device="cuda", generator=g).to(dtype)) for s in shapes]
+        optimizer = kind(params, lr=0.02, adjust_lr_fn=rule, **more)
+        for step in range(50):
+            give_gradients(params, step)
+            optimizer.step()
+        runs.append([param.detach().double() for param in params])
+    for ours, theirs, truth in zip(*runs, strict=True):
+        own = theirs - truth
+        assert bool(((ours - truth).abs() <= 2 * own.abs().max() + torch.finfo(torch.float32).eps * truth.abs()).all())
+        assert (ours - truth).norm() <= 1.2 * own.norm()
+
+
+def test_muon_waits_for_nothing():
+    params = [torch.nn.Parameter(torch.randn(s, device="cuda")) for s in [(64, 96), (96, 64), (64,)]]
+    optimizer = optim.Muon(params, clip_norm=1.0)
+    give_gradients(params, 0)
+    optimizer.step()
+    optimizer.found_inf = torch.tensor(0.0, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -50,3 +50,14 @@ def test_rows_are_complete_and_consistent():
         assert row["roof_fraction"] > 0
         assert row["host_us"] > 0
     assert rows[0]["ratio_to_best_peer"] == pytest.approx(best / rows[0]["time_us"])
+
+
+def test_muon_is_held_against_torchs_on_hidden_matrices_alone():
+    shapes = {"qwen3-0.6b": [(1 << 16, 2), (24, 16), (16,)], "100x2560x1024": [(8, 8)]}
+    asked = ["muon"], list(shapes), ["float32"], "cpu", shapes
+    (rows,) = bench_optim.bench_optim(*asked)
+    assert [row["backend"] for row in rows] == ["torch", "torch.optim"]
+    flops = 5 * (16 * 17 * 24 + 16 * 17 * 16 + 2 * 16 * 16 * 24)
+    for row in rows:
+        assert row["tflops"] == pytest.approx(flops / row["time_us"] * 1e-6)
+        assert row["tb_per_s"] == pytest.approx(20 * 24 * 16 / row["time_us"] * 1e-6)

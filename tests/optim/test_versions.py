@@ -9,6 +9,7 @@ MAKERS = {
     "sgd": lambda params: optim.SGD(params, lr=0.1),
     "momentum": lambda params: optim.SGD(params, lr=0.1, momentum=0.9),
     "adamw": lambda params: optim.AdamW(params, lr=0.1, amsgrad=True),
+    "muon": lambda params: optim.Muon(params, lr=0.1, ns_dtype=torch.float32),
     "adamw8bit": lambda params: optim.AdamW8bit(params, lr=0.1, min_8bit_size=64),
 }
 

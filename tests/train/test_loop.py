@@ -14,7 +14,7 @@ from tilestack import backend, configure_backend, optim
 from tilestack.train import Loss, RecipeError, Trainer, fp8, metrics
 from tilestack.train.errors import TrainingError
 from tilestack.train.metrics import Progress
-from tilestack.train.optimizers import AveragedWeights, Routed, is_hidden_matrix, make_optimizer
+from tilestack.train.optimizers import AveragedWeights, is_hidden_matrix, make_optimizer
 from tilestack.train.run.folder import RunFolder
 from tilestack.train.run.provenance import ABOUT
 
@@ -65,7 +65,7 @@ def test_the_loss_falls_and_every_step_is_written(tmp_path):
 
 @pytest.mark.parametrize(("optimizer", "kernels"), [("adamw", "torch"), ("adamw", "triton"), ("muon", "torch")])
 def test_a_step_that_is_not_finite_stops_the_run_and_is_saved(tmp_path, optimizer, kernels, outside):
-    configure_backend(f"torch,adamw={kernels},clip_grad_norm={kernels}")
+    configure_backend(f"torch,{optimizer}={kernels},clip_grad_norm={kernels}")
     settings = recipe(run={"steps": 20, "log_every": 8}, optimizer={"name": optimizer}, checkpoint={"every": 0})
     with pytest.raises(TrainingError, match=r"^step 11 has a loss of nan; stopped.*broken-step-000011"):
         Trainer(settings, seeded(), Counting(spoil=11), tmp_path).run()
@@ -187,7 +187,7 @@ def test_parameters_go_to_the_optimizer_that_suits_them():
     matrices = {"layers.0.weight", "layers.1.weight"}
     assert where[0] == (matrices, 0.5, 0.3)
     assert where[1] == (set(named.values()) - matrices, 0.25, 0.0)
-    assert isinstance(made, Routed)
+    assert isinstance(made, optim.Muon)
     router, experts = torch.empty(4, 8), torch.empty(4, 8, 8)
     assert not is_hidden_matrix("layers.0.mlp.router.weight", router)
     assert is_hidden_matrix("layers.0.mlp.gate_up", experts)

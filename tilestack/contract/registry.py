@@ -21,7 +21,7 @@ _operators: dict[str, "Operator"] = {}
 not_loaded: dict[str, str] = {}  # files of kernels that could not be imported here, and why
 
 # No operators, but their steps run on kernels too, and a backend can be chosen for them: by name, since they lie above.
-OPTIMIZERS = ("sgd", "adam", "adamw", "adamw8bit", "clip_grad_norm")
+OPTIMIZERS = ("sgd", "adam", "adamw", "adamw8bit", "muon", "clip_grad_norm")
 
 # Asked by `auto` on CUDA for the fastest backends of a call, best first; the tuning tables answer once kernels load.
 # `triton:tall` is the backend triton in its configuration `tall`.

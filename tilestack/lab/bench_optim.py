@@ -18,6 +18,7 @@ from tilestack.lab.roofs import Roofs, measured
 from tilestack.lab.rows import Row, Stored, set_ratios
 from tilestack.lab.stale import is_current, present_source
 from tilestack.lab.timing import Call, Candidate, measure
+from tilestack.ops.gram import iteration_cost
 
 Shape = tuple[int, ...]
 OURS = "triton"
@@ -34,8 +35,10 @@ def qwen3_shapes(layers: int = 28, hidden: int = 1024, inner: int = 3072, vocabu
 
 CASES: dict[str, Callable[[], list[Shape]]] = {
     "100x2560x1024": lambda: [(2560, 1024)] * 100,
+    "100x2048x1280": lambda: [(2048, 1280)] * 100,
     "qwen3-0.6b": qwen3_shapes,
 }
+ONLY = {"100x2560x1024": lambda name: name != "muon", "100x2048x1280": lambda name: name == "muon"}  # cases of some
 
 Maker = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -57,6 +60,11 @@ def clipped_adamw(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return optimizer
 
 
+def hidden_matrices(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Those that Muon is for: an embedding has more rows than any of them."""
+    return [param for param in params if param.ndim == 2 and max(param.shape) < 1 << 16]
+
+
 # What is timed per optimizer: ours, then torch's own ways. 8-bit AdamW has none in torch and is held against AdamW's.
 CONTESTS: dict[str, dict[str, Maker]] = {
     "adamw": {
@@ -72,6 +80,10 @@ CONTESTS: dict[str, dict[str, Maker]] = {
         OURS: functools.partial(optim.SGD, momentum=0.9),
         "fused": functools.partial(torch.optim.SGD, momentum=0.9, fused=True),
         "foreach": functools.partial(torch.optim.SGD, momentum=0.9, foreach=True),
+    },
+    "muon": {
+        OURS: lambda params: optim.Muon(hidden_matrices(params)),
+        "torch.optim": lambda params: torch.optim.Muon(hidden_matrices(params)),
     },
 }
 HALF_ONLY = ("adamw_stochastic", "adamw_master")
@@ -93,6 +105,12 @@ def bytes_of_a_step(params: Sequence[Tensor], optimizer: torch.optim.Optimizer) 
     return read + written
 
 
+def flops_of_a_step(shapes: Sequence[Shape]) -> float:
+    """The products of Newton–Schulz, half of each symmetric one."""
+    on_meta = hidden_matrices([torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes])
+    return sum(iteration_cost(param, steps=5).flops for param in on_meta)
+
+
 def calls(
     make: Maker, shapes: list[Shape], dtype: torch.dtype, device: str, moved: dict[str, int], name: str, n: int
 ) -> list[Call]:
@@ -104,7 +122,7 @@ def calls(
             param.grad = torch.randn_like(param) * 1e-2
         optimizer = make(params)
         optimizer.step()
-        moved[name] = bytes_of_a_step(params, optimizer)
+        moved[name] = bytes_of_a_step([param for param in params if param in optimizer.state], optimizer)
         made.append(optimizer.step)
     return made
 
@@ -125,7 +143,8 @@ def bench_optim(
     roofs = measured(device)
     current = {(row["op"], row["case"], row["dtype"]) for row in kept if is_current(row)}
     for name, case, dtype in itertools.product(optimizers, cases, dtypes):
-        if (name, case, dtype) not in current and (name not in HALF_ONLY or dtype == "bfloat16"):
+        meant = ONLY.get(case, lambda name: True)(name) and (name not in HALF_ONLY or dtype == "bfloat16")
+        if meant and (name, case, dtype) not in current:
             tensors = shapes[case] if shapes else CASES[case]()
             yield [row.as_dict() for row in contest(name, case, tensors, getattr(torch, dtype), device, roofs)]
 
@@ -161,7 +180,9 @@ def contest(name: str, case: str, shapes: list[Shape], dtype: torch.dtype, devic
         row.time_us, row.spread, row.host_us = timing.time_us, timing.spread, timing.host_us
         row.peak_mib = timing.peak_mib
         row.tb_per_s = moved[label] / timing.time_us * 1e-6
-        row.tflops = 0.0
-        row.roof_fraction = roofs.floor_us(0, moved[label], dtype_name) / timing.time_us
+        flops = flops_of_a_step(shapes) if name == "muon" else 0
+        row.tflops = flops / timing.time_us * 1e-6
+        arithmetic = "bfloat16" if flops else dtype_name
+        row.roof_fraction = roofs.floor_us(flops, moved[label], arithmetic) / timing.time_us
     set_ratios(rows)
     return rows

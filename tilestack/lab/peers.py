@@ -139,7 +139,7 @@ COMPILED = [f"{name}{suffix}" for name in ("compile", "eager-compile") for suffi
 
 # Whose best time a ratio is taken against: of operators, of torch.optim's steps, and of whole training steps.
 OF_OPERATORS = ("aten", *COMPILED, "eager", *LIBRARIES)
-OF_OPTIMIZERS = ("fused", "foreach")
+OF_OPTIMIZERS = ("fused", "foreach", "torch.optim")
 OF_TRAINING = ("plain", "plain-compile", "transformers", "transformers-compile", "transformers-liger")
 PEERS = (*OF_OPERATORS, *OF_OPTIMIZERS, *OF_TRAINING)
 

@@ -6,7 +6,7 @@ both ways follow it.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,16 +42,18 @@ class Source(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
-def layout(config: ModelConfig) -> dict[str, list[Piece]]:
-    """The pieces of every parameter, by its name in the decoder; in the order of a Hugging Face model."""
+def layout(config: ModelConfig, fused: Collection[str] | None = None) -> dict[str, list[Piece]]:
+    """The pieces of every parameter, by its name in the decoder; in the order of a Hugging Face model. `fused` are those of
+    our fused projections that are one piece, by default as the family keeps them."""
     tensors = FAMILIES[config.family].tensors
+    fused = tensors.fused if fused is None else fused
     found = {"embedding.weight": [Piece("model.embed_tokens.weight", config.vocabulary)]}
     for layer in range(config.layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
-        attention = latent_attention_layout(config) if config.kv_rank else attention_layout(config)
+        attention = latent_attention_layout(config) if config.kv_rank else attention_layout(config, fused)
         sparse = config.sparse(layer)
         block = tensors.experts_block if sparse else "mlp"
-        mlp = experts_layout(config) if sparse else mlp_layout(config.intermediate, config, "")
+        mlp = experts_layout(config, fused) if sparse else mlp_layout(config.intermediate, config, fused, "")
         for name, pieces in attention.items():
             found[f"{ours}.attention.{name}"] = [Piece(f"{theirs}.self_attn.{p.name}", p.rows) for p in pieces]
         for name, pieces in mlp.items():
@@ -66,9 +68,15 @@ def layout(config: ModelConfig) -> dict[str, list[Piece]]:
     return found
 
 
-def attention_layout(config: ModelConfig) -> dict[str, list[Piece]]:
+def rows_of_matrices(config: ModelConfig) -> dict[str, list[int]]:
+    """The rows of each matrix in every parameter that is made of several, by its name in the decoder."""
+    pieces = layout(config, fused=())
+    return {name: [piece.rows for piece in some] for name, some in pieces.items() if len(some) > 1}
+
+
+def attention_layout(config: ModelConfig, fused: Collection[str]) -> dict[str, list[Piece]]:
     sizes = [("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)]
-    if "qkv" in FAMILIES[config.family].tensors.fused:
+    if "qkv" in fused:
         sizes = [("qkv", config.heads + 2 * config.kv_heads)]
     found = {
         f"qkv.{kind}": [Piece(f"{name}_proj.{kind}", heads * config.head_dim) for name, heads in sizes]
@@ -98,9 +106,9 @@ def latent_attention_layout(config: ModelConfig) -> dict[str, list[Piece]]:
     return found
 
 
-def mlp_layout(intermediate: int, config: ModelConfig, prefix: str) -> dict[str, list[Piece]]:
+def mlp_layout(intermediate: int, config: ModelConfig, fused: Collection[str], prefix: str) -> dict[str, list[Piece]]:
     sizes = [("gate", intermediate), ("up", intermediate)]
-    if "gate_up" in FAMILIES[config.family].tensors.fused:
+    if "gate_up" in fused:
         sizes = [("gate_up", 2 * intermediate)]
     found = {}
     for kind in ("weight", *(["bias"] if config.mlp_bias else [])):
@@ -109,7 +117,7 @@ def mlp_layout(intermediate: int, config: ModelConfig, prefix: str) -> dict[str,
     return found
 
 
-def experts_layout(config: ModelConfig) -> dict[str, list[Piece]]:
+def experts_layout(config: ModelConfig, fused: Collection[str]) -> dict[str, list[Piece]]:
     names = FAMILIES[config.family].tensors.expert
     gate, up, down = (lambda expert, name=name: f"experts.{expert}.{name}.weight" for name in names)
     width, every = config.expert_intermediate, range(config.experts)
@@ -119,7 +127,7 @@ def experts_layout(config: ModelConfig) -> dict[str, list[Piece]]:
         "down": [Piece(down(expert), config.hidden) for expert in every],
     }
     if config.shared_intermediate:
-        shared = mlp_layout(config.shared_intermediate, config, "shared_experts.")
+        shared = mlp_layout(config.shared_intermediate, config, fused, "shared_experts.")
         found |= {f"shared.{name}": pieces for name, pieces in shared.items()}
     return found
 

@@ -4,11 +4,13 @@ Half-precision tensors are computed in float32 and rounded once, when they are s
 its sign when maximising, one over the loss scale, the clipping coefficient.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilestack.ops.gram import newton_schulz
 from tilestack.ops.numerics import wide
 
 
@@ -48,6 +50,27 @@ def sgd_step(
         momentum_buffer.copy_(m)
         g = g + m * group["momentum"] if group["nesterov"] else m
     param.copy_(p - g * float(group["lr"]))
+
+
+def muon_step(
+    group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any], factor: Any,
+    matrices: Callable[[Tensor], Sequence[Tensor]], ratio: Callable[[Tensor], float], dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Muon of each of the `matrices` that a parameter is made of; `ratio` is what its learning rate is multiplied by."""
+    lr, momentum = float(group["lr"]), group["momentum"]
+    a, b, c = group["ns_coefficients"]
+    master = state.get("master_param", param)
+    g, m = wide(grad) * factor, wide(state["momentum_buffer"])
+    m = m + (g - m) * (1 - momentum)
+    state["momentum_buffer"].copy_(m)
+    update = g + (m - g) * momentum if group["nesterov"] else m
+    p = (wide(master) * (1 - lr * group["weight_decay"])).contiguous()
+    for target, direction in zip(matrices(p), matrices(update.contiguous()), strict=True):
+        ortho = newton_schulz.definition(direction.to(dtype), group["ns_steps"], a, b, c, group["eps"])
+        target.sub_(ortho.to(target.dtype), alpha=lr * ratio(target))
+    if "master_param" in state:
+        master.copy_(p)
+    param.copy_(p)
 
 
 def scramble(x: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ class MultiTensor(torch.optim.Optimizer):
                 device = key[0]
                 if takes_kernels(self.name, device):
                     there = (None if x is None else x.to(device, non_blocking=True) for x in (scale, clip, found_inf))
-                    walked = [walkable(param) for param in params]
+                    walked = [self._walked(group, param) for param in params]
                     grads = [gradient(param, walk) for param, walk in zip(params, walked, strict=True)]
                     self._launch(group, (number, *key), params, [walked, grads], Factors(*there))
                     torch.autograd.graph.increment_version(params)  # which autograd has not seen to be written
@@ -135,6 +135,10 @@ class MultiTensor(torch.optim.Optimizer):
     def _kind(self, param: Tensor) -> tuple:
         """What else parallel parameters must share."""
         return ()
+
+    def _walked(self, group: dict[str, Any], param: Tensor) -> Tensor:
+        """A parameter as kernels walk over it, itself where they can; what is written to a copy is copied back."""
+        return walkable(param)
 
     def _define(self, group: dict[str, Any], param: Tensor, ordinal: int, factor: float) -> None:
         """Step one parameter in plain PyTorch."""

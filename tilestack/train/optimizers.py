@@ -1,12 +1,11 @@
 """How gradients become updates: the optimizer of a recipe, its learning rate over the run, and the average of the weights.
 
 Matrices inside the network are decayed, and Muon may step them. Embeddings, the output head, norms, biases and routers
-are not decayed and belong to AdamW: an embedding's rows are looked up rather than multiplied through, and a router's
-few rows must not be made equally loud.
+are not decayed and belong to AdamW (`optim.muon.is_hidden_matrix`).
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,13 +14,10 @@ from torch import Tensor, nn
 
 from tilestack import optim
 from tilestack.contract.backends import AUTO, chosen
+from tilestack.models.decoder import Decoder
+from tilestack.models.weights import rows_of_matrices
+from tilestack.optim.muon import is_hidden_matrix
 from tilestack.train.recipe import Optimizer, Precision, Schedule
-
-OUTSIDE = ("embed", "head", "router")  # parts of the names of parameters that are no hidden matrices
-
-
-def is_hidden_matrix(name: str, param: Tensor) -> bool:
-    return param.ndim >= 2 and not any(word in part for part in name.split(".") for word in OUTSIDE)
 
 
 def make_optimizer(model: nn.Module, settings: Optimizer, precision: Precision, seed: int) -> Any:
@@ -33,16 +29,7 @@ def make_optimizer(model: nn.Module, settings: Optimizer, precision: Precision, 
     others = [param for name, param in named if not is_hidden_matrix(name, param)]
     decay = settings.weight_decay
     if settings.name == "muon":
-        # torch's Muon takes matrices only: experts, stacked in three dimensions, stay with AdamW.
-        matrices = [param for param in hidden if param.ndim == 2]
-        stacked = [param for param in hidden if param.ndim > 2]
-        parts: list[torch.optim.Optimizer] = []
-        if matrices:
-            momentum = settings.muon_momentum
-            parts.append(torch.optim.Muon(matrices, lr=settings.muon_lr, momentum=momentum, weight_decay=decay))
-        if rest := groups(stacked, others, decay):  # none where adapters alone are trained
-            parts.append(adamw(rest, settings, precision, seed))
-        made: Any = Routed(parts)
+        made: Any = muon(named, model, settings, precision)
     elif settings.name == "sgd":
         made = optim.SGD(groups(hidden, others, decay), lr=settings.lr, momentum=settings.momentum)
     else:
@@ -58,6 +45,23 @@ def groups(decayed: Sequence[Tensor], others: Sequence[Tensor], decay: float) ->
         for params, weight in ((decayed, decay), (others, 0.0))
         if params
     ]  # fmt: skip
+
+
+def muon(
+    named: Sequence[tuple[str, Tensor]], model: nn.Module, settings: Optimizer, precision: Precision
+) -> optim.Muon:
+    """Muon for hidden matrices, those of a decoder's fused projections apart, and AdamW for the rest."""
+    return optim.Muon(
+        named,
+        lr=settings.muon_lr,
+        momentum=settings.muon_momentum,
+        weight_decay=settings.weight_decay,
+        adjust_lr_fn=settings.muon_rule,
+        adamw=dict(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=0.0),
+        splits=rows_of_matrices(model.config) if isinstance(model, Decoder) else None,
+        ns_dtype=torch.bfloat16 if named[0][1].is_cuda else torch.float32,  # which a CPU multiplies faster
+        master_weights=precision.parameters == "bfloat16",
+    )
 
 
 def adamw(params: list[dict[str, Any]], settings: Optimizer, precision: Precision, seed: int) -> torch.optim.AdamW:
@@ -106,50 +110,6 @@ def load_states(optimizer: Any, saved: dict[str, Any]) -> None:
     optimizer.load_state_dict(saved)
     for group, given in zip(optimizer.param_groups, settings, strict=True):
         group.update(given)
-
-
-class Routed:
-    """Several optimizers, each for parameters of its own, that act and are saved as one."""
-
-    def __init__(self, parts: Iterable[torch.optim.Optimizer]):
-        self.parts = list(parts)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [group for part in self.parts for group in part.param_groups]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none)
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state dicts in one: parameters are numbered on from part to part."""
-        state, param_groups, first = {}, [], 0
-        for part in self.parts:
-            own = part.state_dict()
-            state.update({first + number: values for number, values in own["state"].items()})
-            param_groups += [group | {"params": [first + n for n in group["params"]]} for group in own["param_groups"]]
-            first += sum(len(group["params"]) for group in own["param_groups"])
-        return {"state": state, "param_groups": param_groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        waiting, first = list(state_dict["param_groups"]), 0
-        if len(waiting) != len(self.param_groups):
-            raise ValueError(f"the saved optimizer has {len(waiting)} groups, this one {len(self.param_groups)}")
-        for part in self.parts:
-            own, waiting = waiting[: len(part.param_groups)], waiting[len(part.param_groups) :]
-            numbers = [number for group in own for number in group["params"]]
-            part.load_state_dict(
-                {
-                    "state": {n - first: state_dict["state"][n] for n in numbers if n in state_dict["state"]},
-                    "param_groups": [group | {"params": [n - first for n in group["params"]]} for group in own],
-                }
-            )
-            first += len(numbers)
 
 
 class AveragedWeights:

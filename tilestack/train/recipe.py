@@ -126,6 +126,12 @@ class Optimizer:
     momentum: float = setting(0.9, "of sgd", low=0, high=1, operational=True)
     muon_lr: float = setting(0.02, "the highest learning rate of hidden matrices under muon", above=0, operational=True)
     muon_momentum: float = setting(0.95, "of muon", low=0, high=1, operational=True)
+    muon_rule: str = setting(
+        "original",
+        "what muon_lr is multiplied by for a matrix: its shape's, or what gives updates the size of AdamW's",
+        choices=("original", "match_rms_adamw"),
+        operational=True,
+    )
     clip: float = setting(1.0, "the global norm gradients are clipped to; 0 leaves them alone", low=0, operational=True)
 
     def __post_init__(self) -> None:
@@ -221,10 +227,16 @@ class Recipe:
             raise RecipeError(
                 f"schedule.warmup ({self.schedule.warmup}) must be shorter than run.steps ({self.run.steps})"
             )
-        if self.optimizer.name in ("sgd", "muon") and self.precision.parameters == "bfloat16":
+        half = self.precision.parameters == "bfloat16"
+        if self.optimizer.name == "sgd" and half:
             raise RecipeError(
-                f'optimizer.name "{self.optimizer.name}" loses small updates of bfloat16 parameters; '
+                'optimizer.name "sgd" loses small updates of bfloat16 parameters; '
                 'set precision.parameters = "float32", with precision.compute = "bfloat16" for speed'
+            )
+        if self.optimizer.name == "muon" and half and self.precision.updates != "master":
+            raise RecipeError(
+                f'optimizer.name "muon" has no precision.updates = "{self.precision.updates}" for bfloat16 parameters; '
+                'set precision.updates = "master"'
             )
 
     @classmethod
