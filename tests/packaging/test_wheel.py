@@ -127,6 +127,7 @@ def test_the_demo_runs_whole_and_what_it_made_can_be_used(tilestack, desk):
     page = (desk / "runs/demo/report.html").read_text()
     assert "<h2>On NVIDIA H200</h2>" in page
     assert 'id="this-machine-a-model-trained-here"' in page
+    assert 'id="on-nvidia-h200-proved-on-h200"' in page
     hint = shlex.split(re.search(r"talk to the model: tilestack (.*)", told)[1])
     assert "2 tokens" in tilestack(*hint, "--max-tokens", "2").stderr
     assert {name for name in files_of(desk / "runs") if not name.startswith("demo/")} == others

@@ -39,7 +39,7 @@ def demo_command(
     """Show the whole stack on this machine in a few minutes: doctor, proofs, a model trained, measurements, a report."""
     place = kernel_device(None)
     from tilestack.extras import MissingExtra
-    from tilestack.lab import bench, bench_tables, machine, measured, report, results, verify
+    from tilestack.lab import bench, bench_tables, machine, measured, proved, report, results, verify
     from tilestack.lab.workers import tasks_for
     from tilestack.train import Recipe
     from tilestack.train.run.folder import RunFolder
@@ -66,8 +66,9 @@ def demo_command(
     console.rule("5. The report")
     found = measured.results_under(output / "results") + measured.results_under(shipped("results"))
     try:
+        kept = proved.sections([shipped("results")], stamp["slug"])
         written = report.write_report(
-            output / "report.html", found, [asdict(p) for p in proofs], stamp, [show_training()]
+            output / "report.html", found, [asdict(p) for p in proofs], stamp, [show_training()], kept
         )
         console.print(f"open [bold]{written}[/bold] in a browser")
     except MissingExtra as missing:

@@ -194,13 +194,9 @@ def report_command(
         changed = [*update_tables(root), *catalogue.update_stub()]
         console.print("\n".join(f"renewed {path}" for path in changed) or "tables are up to date")
         return
-    folders = dict.fromkeys(folder.resolve() for folder in (shipped("results"), Path("results")))
+    folders = list(dict.fromkeys(folder.resolve() for folder in (shipped("results"), Path("results"))))
     runs = [run for folder in folders for run in measured.results_under(folder)]
     found = json.loads(proofs.read_text()) if proofs else []
     stamp = machine.stamp()
-    kept = {slug: proved.section(folder, slug) for folder in folders for slug in proved.gpus(folder)}
-    for folder in folders:
-        if (folder / stamp["slug"] / "proofs.json").is_file():  # of this machine, also without a GPU
-            kept[stamp["slug"]] = proved.section(folder, stamp["slug"])
-    path = report.write_report(output, runs, found, stamp, kept_proofs=kept)
+    path = report.write_report(output, runs, found, stamp, kept_proofs=proved.sections(folders, stamp["slug"]))
     console.print(f"wrote {path}")
