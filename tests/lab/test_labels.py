@@ -50,6 +50,15 @@ def test_results_of_no_operator_keep_their_names():
     assert case_label("rope", "4x2048x16x8x128x128xbatchxFalse").startswith("batch 4, sequence 2048, 16 query heads")
 
 
+def test_what_the_tables_show_most_is_words():
+    assert (
+        case_label("embedding", "8192x151936x1024x8") == "8192 tokens, vocabulary 151936, width 1024, 8 different ids"
+    )
+    assert case_label("qk_norm_rope", "4x2048x16x8x128x128xbatchxFalse") == (
+        "batch 4, sequence 2048, 16 query heads, 8 key heads, head dim 128, rotary 128, positions batch"
+    )
+
+
 def test_a_refutation_says_the_case_in_words():
     proof = Proof("softmax", "triton", "2x8200x-1", "plain", "float32", "forward", False, 1.0, 0.5, "out: wrong")
     assert refutations([proof]) == ["[red]WRONG[/red] softmax triton 2×8200, dim -1, plain float32 forward: out: wrong"]
