@@ -139,9 +139,13 @@ class Asked:
     began: float
 
     def results_file(self, name: str) -> Path:
+        """Where results of a name are kept; refused before anything is measured where they are of another machine."""
         from tilestack.lab import results
 
-        return results.path_of(self.stamp["slug"], name)
+        path = results.path_of(self.stamp["slug"], name)
+        if self.save:
+            results.refuse_other_machine(path, self.stamp)
+        return path
 
     def kept_rows(self, name: str) -> list[dict[str, Any]]:
         """The rows of a results file, none where there is no file."""

@@ -59,6 +59,7 @@ def demo_command(
     console.rule("4. How fast is this machine, and what runs on it?")
     stamp = machine.stamp(place.type)
     target = results.path_of(stamp["slug"], "kernels", output / "results")
+    target.unlink(missing_ok=True)  # of an earlier demo, perhaps on another machine
     peers = None if place.type == "cpu" else ["triton", "aten"]
     rows = bench.bench(operators, backends=peers, device=place, save=target, console=Console(stderr=True))
     for table in bench_tables.tables(rows, stamp):

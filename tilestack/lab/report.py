@@ -19,6 +19,7 @@ from tilestack.lab.plots import (
     roofline_section,
     units_of,
 )
+from tilestack.lab.results import same_machine
 from tilestack.lab.rows import FASTER, SLOWER
 
 VERIFY = "tilestack verify --save"
@@ -57,11 +58,6 @@ def write_report(
     if elsewhere:
         written.insert(1, ("with saved figures of", ", ".join(part.title.removeprefix("On ") for part in elsewhere)))
     return write_page(Path(path), "Proved right, measured honestly", subtitle, written, "", content)
-
-
-def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two stamps are of one kind of machine: the same GPU, or without one the same CPU."""
-    return (one.get("gpu") or one.get("cpu")) == (other.get("gpu") or other.get("cpu"))
 
 
 def name_of(machine: dict[str, Any]) -> str:
