@@ -34,7 +34,12 @@ def test_an_error_of_the_system_names_its_file_and_no_number(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").touch()
     for arguments in (
+        ["verify", "add", "--save", "--device", "cpu"],
+        ["bench", "add", "--save", "--device", "cpu"],
+        ["demo", "--output", str(tmp_path / "file" / "demo")],
         ["verify", "add", "--json", str(tmp_path)],
         ["explain", "add", "--ptx", str(tmp_path / "file" / "folder")],
         ["report", "--output", str(tmp_path / "file" / "page.html")],

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 console = Console()
 
 
-def writable_file(path: Path | None) -> Path | None:
+Place = TypeVar("Place", Path, Path | None)
+
+
+def writable_file(path: Place) -> Place:
     """Refuse a file that cannot be written before the work is done that should go into it."""
     if path is None or str(path) == "-":
         return path
@@ -36,7 +39,7 @@ def writable_file(path: Path | None) -> Path | None:
     return path
 
 
-def writable_folder(path: Path | None) -> Path | None:
+def writable_folder(path: Place) -> Place:
     """Refuse a folder in which no file can be written, likewise."""
     if path is not None:
         writable_file(path / "file")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from tilestack.cli.common import console, kernel_device, pick_dtypes, pick_operators, prove_all
+from tilestack.cli.common import console, kernel_device, pick_dtypes, pick_operators, prove_all, writable_folder
 from tilestack.cli.recipes import find_recipe
 from tilestack.cli.train import Set
 from tilestack.shipped import shipped
@@ -29,7 +29,11 @@ def add_to(app: typer.Typer) -> None:
 
 def demo_command(
     output: Annotated[
-        Path, typer.Option(help="Where to put what the demo makes: a run, its model, measurements, the report.")
+        Path,
+        typer.Option(
+            help="Where to put what the demo makes: a run, its model, measurements, the report.",
+            callback=writable_folder,
+        ),
     ] = Path("runs/demo"),
     set_: Set = None,
     fresh: Annotated[

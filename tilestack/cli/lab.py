@@ -114,7 +114,7 @@ def verify_command(
     stamp = machine.stamp(place.type)
     target = results.path_of(stamp["slug"], proofs.NAME)
     if save:
-        results.refuse_other_machine(target, stamp)
+        results.refuse_other_machine(writable_file(target), stamp)
     keep = lambda found: proofs.save_proofs(target, stamp, found)
     found = prove_all(tasks, jobs, load or (), keep if save else None)
     write_json(json_, [asdict(proof) for proof in found])
