@@ -1,6 +1,7 @@
 """Commands used wrongly, as people do in their second hour: one clear line, before any work, and nothing lost."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -121,3 +122,18 @@ def test_what_is_no_text_comes_as_what_can_be_read_of_it(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(ValueError, match="reads standard input, and there is none"):
         given_text("-")
+
+
+def test_ctrl_c_while_the_imports_run_shows_no_traceback(tmp_path):
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow/typer.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(30)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tilestack", "--help"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "slow"), *sys.path])},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=10)[1] == ""
+    assert process.returncode == -signal.SIGINT
