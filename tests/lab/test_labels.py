@@ -5,7 +5,7 @@ import pytest
 from tilestack.contract import operators
 from tilestack.contract.cases import cases
 from tilestack.contract.labels import label_of_arguments, phrase
-from tilestack.lab.catalogue import render_operator
+from tilestack.lab.catalogue import render_operator, unwrapped
 from tilestack.lab.labels import case_label, labels_of
 from tilestack.lab.refuted import refutations
 from tilestack.lab.verify import Proof
@@ -75,3 +75,11 @@ def test_one_operator_in_full_lists_its_cases_in_words_and_by_name():
     Console(file=page, width=200).print(render_operator(described, torch.device("cpu")))
     assert "batch 64, queries 1, 4096 keys, 32 heads" in page.getvalue()
     assert "64x1x4096x32x8x128x128xcausal" in page.getvalue()
+    narrow = io.StringIO()
+    Console(file=narrow, width=80).print(render_operator(described, torch.device("cpu")))
+    assert "…" not in narrow.getvalue()
+    assert "Rows are aligned at their ends" in narrow.getvalue()  # the docstring breaks its lines elsewhere
+
+
+def test_formulas_in_a_docstring_keep_their_lines():
+    assert unwrapped("One\n    line.\n\n        a = b\n        c = d\n    ") == "One line.\n\n    a = b\n    c = d"
