@@ -34,12 +34,17 @@ dist: .venv/ready
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 
-# What is published: dist/ of a version whose notes are written and whose tests pass, from a clean checkout.
+# What is published: dist/ of a version that is new, whose notes are written and whose tests pass, from a clean checkout.
+# The very files of dist/ are then unpacked, installed into an environment of their own, and run.
 release: .venv/ready
-	@version=$$($(BIN)/python -m tilestack --version) && grep -q "^## \[$$version\]" CHANGELOG.md || \
+	@version=$$($(BIN)/python -m tilestack --version) && grep -q "^## \[$$version\] - " CHANGELOG.md || \
 	  { echo "CHANGELOG.md has no notes for $$version: move what is under Unreleased below a heading '## [$$version] - date'"; exit 1; }
+	@version=$$($(BIN)/python -m tilestack --version) && test -z "$$(git tag --list v$$version)" || \
+	  { echo "v$$version is a tag already; raise __version__ in tilestack/__init__.py and CITATION.cff"; exit 1; }
 	@test -z "$$(git status --porcelain)" || { echo "there are uncommitted changes; commit them first"; exit 1; }
 	$(MAKE) test dist
+	TILESTACK_DIST=dist $(BIN)/python -m pytest tests/packaging
+	@echo "dist/ is checked; now git tag v$$($(BIN)/python -m tilestack --version) and publish it"
 
 clean:
 	rm -rf .venv runs build dist

@@ -10,12 +10,13 @@ from rich.console import Console
 from tilestack import contract, ops
 from tilestack.contract.cases import Make
 from tilestack.lab import bench as lab
-from tilestack.lab import bench_tables, idioms, peers, results, watch
+from tilestack.lab import bench_tables, idioms, peers, results, roofs, watch
 from tilestack.lab.bench import bench
 from tilestack.lab.machine import stamp
 from tilestack.lab.roofs import Roofs
 from tilestack.lab.rows import Row
 from tilestack.lab.stale import present_source
+from tilestack.lab.timing import Timing
 
 ROOFS = Roofs(copy_tb_per_s=0.01, matmul_tflops={"float32": 0.05}, host_floor_us=2.0)
 
@@ -56,6 +57,21 @@ def test_the_figures_of_a_row_agree_with_one_another():
     forward = {row.backend: row for row in rows if row.direction == "forward"}
     assert forward["torch"].ratio_to_best_peer == pytest.approx(forward["aten"].time_us / forward["torch"].time_us)
     assert forward["aten"].ratio_to_best_peer == 1.0
+
+
+def test_more_than_the_roof_of_a_cpu_is_explained():
+    row = lambda: Row("rms_norm", "5x1000", "float32", "forward", "aten")
+    timing = lambda time_us: Timing(time_us=time_us, how="cpu")
+    above, below = (lab.figures(row(), timing(time_us), 0, 1e6, ROOFS) for time_us in (80.0, 110.0))
+    assert (above.roof_fraction, above.note) == (pytest.approx(1.25), "the inputs stay in cache")
+    assert (below.roof_fraction, below.note) == (pytest.approx(100 / 110), "")
+
+
+def test_the_roof_of_a_cpu_is_the_best_that_was_seen(monkeypatch):
+    seen = iter([9e-6, 3e-6, 7e-6])
+    monkeypatch.setattr(roofs, "average_seconds", lambda call, times: next(seen))
+    monkeypatch.setattr(roofs, "CPU_ATTEMPTS", 3)
+    assert roofs.least_us(lambda: None) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward", "both"])

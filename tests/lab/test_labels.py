@@ -5,7 +5,7 @@ import pytest
 from tilestack.contract import operators
 from tilestack.contract.cases import cases
 from tilestack.contract.labels import label_of_arguments, phrase
-from tilestack.lab.catalogue import render_operator
+from tilestack.lab.catalogue import render_operator, unwrapped
 from tilestack.lab.labels import case_label, labels_of
 from tilestack.lab.refuted import refutations
 from tilestack.lab.verify import Proof
@@ -50,6 +50,15 @@ def test_results_of_no_operator_keep_their_names():
     assert case_label("rope", "4x2048x16x8x128x128xbatchxFalse").startswith("batch 4, sequence 2048, 16 query heads")
 
 
+def test_what_the_tables_show_most_is_words():
+    assert (
+        case_label("embedding", "8192x151936x1024x8") == "8192 tokens, vocabulary 151936, width 1024, 8 different ids"
+    )
+    assert case_label("qk_norm_rope", "4x2048x16x8x128x128xbatchxFalse") == (
+        "batch 4, sequence 2048, 16 query heads, 8 key heads, head dim 128, rotary 128, positions batch"
+    )
+
+
 def test_a_refutation_says_the_case_in_words():
     proof = Proof("softmax", "triton", "2x8200x-1", "plain", "float32", "forward", False, 1.0, 0.5, "out: wrong")
     assert refutations([proof]) == ["[red]WRONG[/red] softmax triton 2×8200, dim -1, plain float32 forward: out: wrong"]
@@ -66,3 +75,11 @@ def test_one_operator_in_full_lists_its_cases_in_words_and_by_name():
     Console(file=page, width=200).print(render_operator(described, torch.device("cpu")))
     assert "batch 64, queries 1, 4096 keys, 32 heads" in page.getvalue()
     assert "64x1x4096x32x8x128x128xcausal" in page.getvalue()
+    narrow = io.StringIO()
+    Console(file=narrow, width=80).print(render_operator(described, torch.device("cpu")))
+    assert "…" not in narrow.getvalue()
+    assert "Rows are aligned at their ends" in narrow.getvalue()  # the docstring breaks its lines elsewhere
+
+
+def test_formulas_in_a_docstring_keep_their_lines():
+    assert unwrapped("One\n    line.\n\n        a = b\n        c = d\n    ") == "One line.\n\n    a = b\n    c = d"

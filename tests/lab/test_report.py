@@ -48,6 +48,11 @@ def table_rows(html: str) -> list[list[str]]:
     ]
 
 
+def headings(page: str) -> list[str]:
+    head = re.search(r"<thead>.*?</thead>", section(page, "this-machine-every-measurement"))[0]
+    return re.findall(r"<th [^>]*>(.*?)</th>", head)
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> str:
     proofs = [proof("add"), proof("softmax", error=0.008), proof("softmax", ok=False, error=0.5, message="out: <tail> unwritten")]  # fmt: skip
@@ -62,10 +67,18 @@ def test_header_names_the_machine(page):
 def test_every_row_is_in_the_table_with_its_numbers(page):
     rows = table_rows(section(page, "this-machine-every-measurement"))
     assert len(rows) == len(small_result().rows)
-    ours = next(row for row in rows if row[:5] == ["softmax", "8192×4096, dim -1", "bfloat16", "forward", "triton"])
-    assert ours[5:12] == ["80.0 µs", "1.0%", "9.5 µs", "3.36", "6.25", "84%", "1.25×"]
-    failed = next(row for row in rows if row[4] == "liger")
-    assert failed[5:] == ["–"] * 8 + ["ran out of &lt;memory&gt;"]
+    ours = next(row for row in rows if row[:3] == ["softmax forward", "8192×4096, dim -1 bfloat16", "triton"])
+    assert ours[3:10] == ["80.0 µs", "1.0%", "9.5 µs", "3.36", "6.25", "84%", "1.25×"]
+    failed = next(row for row in rows if row[2] == "liger")
+    assert failed[3:] == ["–"] * 8 + ["ran out of &lt;memory&gt;"]
+
+
+def test_columns_that_no_row_fills_are_left_out(page, tmp_path):
+    assert headings(page)[3:6] == ["time", "spread", "host"]
+    assert headings(page)[-1] == "note"
+    rows = [row | {"how": "cpu", "note": "", "peak_mib": None} for row in small_result().rows if row["time_us"]]
+    on_a_cpu = written(tmp_path, [replace(small_result(), rows=rows, machine=CPU)], [], CPU)
+    assert headings(on_a_cpu) == ["operator", "case", "backend", "time", "spread", "GB/s", "GFLOP/s", "of roof", "× best peer"]  # fmt: skip
 
 
 def test_a_loss_is_as_visible_as_a_win(page):
@@ -220,11 +233,9 @@ def test_every_commit_and_the_dates_of_saved_rows_are_told(tmp_path):
 
 def test_a_processor_counts_in_thousands_less(tmp_path):
     page = written(tmp_path, [replace(small_result(), machine=CPU)], [], CPU)
-    ours = next(row for row in table_rows(section(page, "this-machine-every-measurement")) if row[:2] == ["softmax", "8192×4096, dim -1"])  # fmt: skip
-    assert ours[8:10] == ["3,355", "6,250"]
-    head = re.search(r"<thead>.*?</thead>", section(page, "this-machine-every-measurement"))[0]
-    assert "GB/s" in head
-    assert "GFLOP/s" in head
+    ours = next(row for row in table_rows(section(page, "this-machine-every-measurement")) if row[:2] == ["softmax forward", "8192×4096, dim -1 bfloat16"])  # fmt: skip
+    assert ours[6:8] == ["3,355", "6,250"]
+    assert headings(page)[6:8] == ["GB/s", "GFLOP/s"]
     assert plots(page)["roofline"]["layout"]["yaxis"]["title"]["text"] == "GFLOP/s"
 
 
@@ -256,7 +267,7 @@ def test_of_two_runs_of_a_contest_the_later_counts(tmp_path):
     rows = table_rows(
         section(written(tmp_path, [later, small_result()], [], MACHINE), "this-machine-every-measurement")
     )
-    assert {row[5] for row in rows if row[0] == "linear"} == {"77.0 µs"}
+    assert {row[3] for row in rows if row[0] == "linear forward"} == {"77.0 µs"}
     assert len(rows) == len(small_result().rows)
 
 
@@ -298,8 +309,8 @@ def test_what_was_measured_on_an_older_source_says_so_and_a_draw_is_no_win(tmp_p
     rows = contest("softmax", "8192x4096x-1", 100.0, {"aten": 103.0}, spread=0.05)
     rows = [row | {"source": "another", "commit": "0ld0000"} for row in rows]
     page = written(tmp_path, [replace(small_result(), rows=rows)], [], MACHINE)
-    ours = next(row for row in table_rows(section(page, "this-machine-every-measurement")) if row[4] == "triton")
-    assert (ours[11], ours[-1]) == ("1.03× equal", "older source, 0ld0000")
+    ours = next(row for row in table_rows(section(page, "this-machine-every-measurement")) if row[2] == "triton")
+    assert (ours[9], ours[-1]) == ("1.03× equal", "older source, 0ld0000")
     assert "0 of 1</b><span>cases won, 0 lost, 1 equal" in page
 
 

@@ -10,8 +10,9 @@ from rich.console import Console
 from test_bench_train import WORK
 
 from tilestack.lab import bench_train, train_turns
+from tilestack.lab.rows import verdict_of_rounds
 from tilestack.lab.train_steps import write_weights
-from tilestack.lab.train_turns import Failed, enough, failure_note, in_turn, ratio_quartiles, rotated
+from tilestack.lab.train_turns import Failed, enough, failure_note, in_turn, ratio_quartiles, rotated, timed_step
 
 
 class Pretended:
@@ -49,11 +50,11 @@ def test_a_machine_that_slows_down_does_not_change_the_ratio(monkeypatch):
     low, high = ours["ratio_quartiles"]
     assert 0.78 < low < 0.8 < high < 0.82
     assert ours["verdict"] == "slower"
-    assert ours["how"] == f"time of whole steps taken in turn, at least 20 each, threads {torch.get_num_threads()}"
+    assert ours["how"] == "processor time of whole steps on one thread, taken in turn, at least 20 each"
     assert rows["transformers"]["note"] == "ValueError: no such thing"
     page = io.StringIO()
     Console(file=page, width=80).print(bench_train.render([ours, rows["plain"]]))
-    assert all(shown in page.getvalue() for shown in ("tilestack", "0.80×", f"{low:.2f}–{high:.2f}"))
+    assert all(shown in page.getvalue() for shown in ("tilestack", "0.80× slower", f"{low:.2f}–{high:.2f}"))
     assert "…" not in page.getvalue()
 
 
@@ -76,8 +77,39 @@ def test_quartiles_are_of_the_rounds():
     assert ratio_quartiles([1.0, 1.0, 1.0, 1.0, 1.0], [0.8, 0.9, 1.0, 1.1, 1.2]) == pytest.approx([0.9, 1.0, 1.1])
 
 
+def test_the_verdict_is_that_of_half_of_the_rounds():
+    verdicts = [
+        verdict_of_rounds(*ends) for ends in ((1.02, 1.3), (0.7, 0.97), (0.97, 1.04), (0.999, 1.001), (0.7, 1.1))
+    ]
+    assert verdicts == ["faster", "slower", "equal", "equal", "unclear"]
+
+
+def test_rounds_that_differ_too_much_are_said_to_be_unclear(monkeypatch):
+    class Disturbed(Pretended):
+        def step(self):
+            found = super().step()
+            return found | {"seconds": found["seconds"] * (1.5 if self.clock % 3 == 0 else 0.9)}
+
+    monkeypatch.setattr(train_turns, "Candidate", Disturbed)
+    rows = bench_train.bench_train(replace(WORK, steps=20), ["tilestack", "plain"])
+    assert rows[0]["verdict"] == "unclear"
+    page = io.StringIO()
+    Console(file=page, width=80).print(bench_train.render(rows))
+    assert "try again when less is running" in page.getvalue()
+
+
+def test_time_that_a_step_waits_is_not_counted():
+    def step():
+        time.sleep(0.3)
+        return torch.tensor(2.0)
+
+    found = timed_step(step)
+    assert found["loss"] == 2.0
+    assert found["seconds"] < 0.2
+
+
 def test_a_process_takes_a_step_whenever_it_is_asked(tmp_path):
-    found = in_turn(["plain"], replace(write_weights(WORK, tmp_path), steps=3, threads=1), 100)["plain"]
+    found = in_turn(["plain"], replace(write_weights(WORK, tmp_path), steps=3), 100)["plain"]
     assert len(found["laps"]) == 3
     assert found["seconds"] == sorted(found["laps"])[1]
     assert found["last_loss"] < found["first_loss"]

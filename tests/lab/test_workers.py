@@ -1,6 +1,8 @@
 """Proofs in several processes: the same as in one, and a worker that dies takes nothing with it."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from tilestack import ops
 from tilestack.lab import proofs, proved
 from tilestack.lab.source import source_hash
 from tilestack.lab.verify import Proof
-from tilestack.lab.workers import Task, prove_tasks, tasks_for
+from tilestack.lab.workers import Task, prove_tasks, start_worker, tasks_for
 
 CPU = torch.device("cpu")
 DYING = """
@@ -37,6 +39,17 @@ def test_workers_prove_what_one_process_proves_and_outlive_one_that_dies(tmp_pat
     (refuted,) = found[tasks[2]]
     assert refuted.ok is False
     assert refuted.message == "the process that proved it died, exit code 7"
+
+
+def test_ctrl_c_in_the_terminal_is_not_for_a_worker(capfd):
+    connection, process = start_worker([])
+    os.kill(process.pid, signal.SIGINT)  # while it imports
+    (task,) = quick("relu")
+    connection.send(task)
+    os.kill(process.pid, signal.SIGINT)  # and while it proves, perhaps
+    assert connection.recv() == task.proofs()
+    process.kill()
+    assert "KeyboardInterrupt" not in capfd.readouterr().err
 
 
 def proof(ok, direction="forward", message=""):

@@ -1,9 +1,14 @@
 """What the project promises in several places is the same in all of them."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 import tilestack
@@ -50,3 +55,42 @@ def test_the_changelog_has_dated_notes_for_the_version():
     """What `make release` asks for before anything else."""
     notes = (REPOSITORY / "CHANGELOG.md").read_text()
     assert re.search(rf"^## \[{re.escape(tilestack.__version__)}\] - \d{{4}}-\d\d-\d\d$", notes, re.MULTILINE)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A repository with a Makefile and nothing to build: `make release` ends at what it asks for, or at its tests."""
+    for name in ("Makefile", "CHANGELOG.md", "pyproject.toml", "constraints.txt"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    (tmp_path / "Makefile").write_text(
+        (tmp_path / "Makefile").read_text().replace("$(MAKE) test dist", "@echo and now the tests; exit 1")
+    )
+    (tmp_path / ".gitignore").write_text(".venv\n")
+    (tmp_path / ".venv").mkdir()
+    ready = tmp_path / ".venv/ready"
+    ready.touch()
+    os.utime(ready, times=(2**32, 2**32))
+    git = lambda *words: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)  # fmt: skip
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "all")
+    return tmp_path, git
+
+
+def test_a_release_asks_for_notes_a_new_version_and_a_clean_checkout(checkout):
+    folder, git = checkout
+
+    def release() -> str:
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        command = ["make", "release", f"BIN={Path(sys.executable).parent}"]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode != 0
+        return done.stdout
+
+    assert "and now the tests" in release()
+    (folder / "more.txt").touch()
+    assert "there are uncommitted changes" in release()
+    git("tag", f"v{tilestack.__version__}")
+    assert f"v{tilestack.__version__} is a tag already" in release()
+    (folder / "CHANGELOG.md").write_text("## [Unreleased]\n")
+    assert f"CHANGELOG.md has no notes for {tilestack.__version__}" in release()

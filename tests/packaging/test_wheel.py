@@ -30,7 +30,10 @@ TINY_TEXT = ["data.most_bytes=400000", "data.validation=0.3"]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A folder with an sdist of the checkout, and a wheel made from that sdist."""
+    """A folder with an sdist of the checkout, and a wheel made from that sdist; TILESTACK_DIST names one that is to be
+    published."""
+    if published := os.environ.get("TILESTACK_DIST"):
+        return REPOSITORY / published
     source, out = tmp_path_factory.mktemp("source") / "tilestack", tmp_path_factory.mktemp("dist")
     shutil.copytree(REPOSITORY, source, ignore=LEFT_OUT)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
@@ -93,6 +96,7 @@ def test_wheel_and_sdist_carry_what_the_commands_need(built):
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "CHANGELOG.md", "LICENSE", "Makefile", "constraints.txt", "tests/conftest.py"} <= packed
+    assert {".github/workflows/test.yml", ".pre-commit-config.yaml"} <= packed  # which its tests read
 
 
 def test_the_readme_from_an_empty_folder(tilestack, environment, desk):
@@ -127,6 +131,7 @@ def test_the_demo_runs_whole_and_what_it_made_can_be_used(tilestack, desk):
     page = (desk / "runs/demo/report.html").read_text()
     assert "<h2>On NVIDIA H200</h2>" in page
     assert 'id="this-machine-a-model-trained-here"' in page
+    assert 'id="on-nvidia-h200-proved-on-h200"' in page
     hint = shlex.split(re.search(r"talk to the model: tilestack (.*)", told)[1])
     assert "2 tokens" in tilestack(*hint, "--max-tokens", "2").stderr
     assert {name for name in files_of(desk / "runs") if not name.startswith("demo/")} == others

@@ -57,3 +57,25 @@ def log_prob(model, ids, mask) -> torch.Tensor:
 
 def through_json(state):
     return json.loads(json.dumps(state))
+
+
+def evaluated_around_steps(objective, model, steps: int) -> tuple[dict[str, float], dict[str, float]]:
+    """What evaluation finds before and after some steps of Adam."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    with torch.no_grad():
+        before = objective.evaluate(model)
+    for _ in range(steps):
+        loss = objective.loss(model, objective.next_batch())
+        optimizer.zero_grad()
+        (loss.total / loss.count).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return before, objective.evaluate(model)
+
+
+def batches_after_a_saved_place(objective, twin):
+    """Pairs of batches: of an objective that went on, and of its twin that was given its place by way of a file."""
+    for _ in range(7):
+        objective.next_batch()
+    twin.load_state_dict(through_json(objective.state_dict()))
+    return [(objective.next_batch(), twin.next_batch()) for _ in range(12)]

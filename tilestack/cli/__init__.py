@@ -4,6 +4,7 @@ Bad input ends in one clear line and exit code 1; `tilestack --debug …` shows 
 before a command runs, so that `--help` and a misspelt command answer at once.
 """
 
+import io
 import sys
 from typing import Annotated
 
@@ -45,6 +46,9 @@ def options(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; the process ends with its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ✓ shows a ?, and no result is lost over it
     error = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         sys.exit(app(arguments or ["--help"], standalone_mode=False) or 0)
@@ -58,6 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def in_words(problem: Exception) -> str:
-    """What went wrong, for a person; errors of the command line itself name their option."""
+    """What went wrong, for a person; errors of the command line itself name their option, those of the system their file."""
+    if isinstance(problem, OSError) and problem.strerror:
+        names = " and ".join(str(name) for name in (problem.filename, problem.filename2) if name is not None)
+        return f"{names}: {problem.strerror.lower()}" if names else problem.strerror.lower()
     named = getattr(problem, "format_message", None)
     return (named() if named else str(problem)).strip() or type(problem).__name__

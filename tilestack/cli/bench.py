@@ -21,6 +21,7 @@ from tilestack.cli.common import (
     kernel_device,
     load_files,
     pick_operators,
+    writable_file,
     write_json,
 )
 
@@ -151,9 +152,13 @@ class Asked:
     began: float
 
     def results_file(self, name: str) -> Path:
+        """Where results of a name are kept; before anything is measured, one that cannot take this machine's is refused."""
         from tilestack.lab import results
 
-        return results.path_of(self.stamp["slug"], name)
+        path = results.path_of(self.stamp["slug"], name)
+        if self.save:
+            results.refuse_other_machine(writable_file(path), self.stamp)
+        return path
 
     def kept_rows(self, name: str) -> list[dict[str, Any]]:
         """The rows of a results file, none where there is no file."""

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -20,6 +20,31 @@ if TYPE_CHECKING:
     from tilestack.lab.workers import Task
 
 console = Console()
+
+
+Place = TypeVar("Place", Path, Path | None)
+
+
+def writable_file(path: Place) -> Place:
+    """Refuse a file that cannot be written before the work is done that should go into it."""
+    if path is None or str(path) == "-":
+        return path
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file")
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if there.is_file() and there != path.absolute():
+        raise ValueError(f"cannot write {path}: {there} is a file")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"cannot write {path}: no permission to write {there}")
+    return path
+
+
+def writable_folder(path: Place) -> Place:
+    """Refuse a folder in which no file can be written, likewise."""
+    if path is not None:
+        writable_file(path / "file")
+    return path
+
 
 Operators = Annotated[
     list[str] | None, typer.Argument(help="Operators by name; all of them when left out.", show_default=False)
@@ -38,12 +63,26 @@ Dtypes = Annotated[
 ]
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", help="Also write the rows to this file; - for standard output.", show_default=False),
+    typer.Option(
+        "--json",
+        help="Also write the rows to this file; - for standard output.",
+        callback=writable_file,
+        show_default=False,
+    ),
 ]
 Load = Annotated[
     list[Path] | None,
     typer.Option(help="A Python file to run first, such as one that registers your own backend.", show_default=False),
 ]
+
+
+def given_text(argument: str) -> str:
+    """What was given on the command line, or with - on standard input."""
+    if argument == "-":
+        if sys.stdin is None:
+            raise ValueError("- reads standard input, and there is none")
+        return sys.stdin.read()
+    return os.fsencode(argument).decode(errors="replace")  # bytes that are no text come as half characters
 
 
 def kernel_device(name: str | None) -> "torch.device":

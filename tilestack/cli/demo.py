@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from tilestack.cli.common import console, kernel_device, pick_dtypes, pick_operators, prove_all
+from tilestack.cli.common import console, kernel_device, pick_dtypes, pick_operators, prove_all, writable_folder
 from tilestack.cli.recipes import find_recipe
 from tilestack.cli.train import Set
 from tilestack.shipped import shipped
@@ -29,7 +29,11 @@ def add_to(app: typer.Typer) -> None:
 
 def demo_command(
     output: Annotated[
-        Path, typer.Option(help="Where to put what the demo makes: a run, its model, measurements, the report.")
+        Path,
+        typer.Option(
+            help="Where to put what the demo makes: a run, its model, measurements, the report.",
+            callback=writable_folder,
+        ),
     ] = Path("runs/demo"),
     set_: Set = None,
     fresh: Annotated[
@@ -39,7 +43,7 @@ def demo_command(
     """Show the whole stack on this machine in a few minutes: doctor, proofs, a model trained, measurements, a report."""
     place = kernel_device(None)
     from tilestack.extras import MissingExtra
-    from tilestack.lab import bench, bench_tables, machine, measured, report, results, verify
+    from tilestack.lab import bench, bench_tables, machine, measured, proved, report, results, verify
     from tilestack.lab.workers import tasks_for
     from tilestack.train import Recipe
     from tilestack.train.run.folder import RunFolder
@@ -59,6 +63,7 @@ def demo_command(
     console.rule("4. How fast is this machine, and what runs on it?")
     stamp = machine.stamp(place.type)
     target = results.path_of(stamp["slug"], "kernels", output / "results")
+    target.unlink(missing_ok=True)  # of an earlier demo, perhaps on another machine
     peers = None if place.type == "cpu" else ["triton", "aten"]
     rows = bench.bench(operators, backends=peers, device=place, save=target, console=Console(stderr=True))
     for table in bench_tables.tables(rows, stamp):
@@ -66,8 +71,9 @@ def demo_command(
     console.rule("5. The report")
     found = measured.results_under(output / "results") + measured.results_under(shipped("results"))
     try:
+        kept = proved.sections([shipped("results")], stamp["slug"])
         written = report.write_report(
-            output / "report.html", found, [asdict(p) for p in proofs], stamp, [show_training()]
+            output / "report.html", found, [asdict(p) for p in proofs], stamp, [show_training()], kept
         )
         console.print(f"open [bold]{written}[/bold] in a browser")
     except MissingExtra as missing:

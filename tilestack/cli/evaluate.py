@@ -51,8 +51,8 @@ def eval_command(
     """
     if not texts and choices is None and tasks is None:
         raise ValueError("there is nothing to evaluate: name texts, --choices FILE or --tasks NAMES")
-    if length < 1 or (limit is not None and limit < 1):
-        raise ValueError("--length and --limit must be at least 1")
+    if any(number is not None and number < 1 for number in (length, stride, limit)):
+        raise ValueError("--length, --stride and --limit must be at least 1")
     import torch
 
     from tilestack import data, models

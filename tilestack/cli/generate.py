@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from tilestack.cli.common import given_text
 from tilestack.cli.speaker import (
     DeviceName,
     MaxTokens,
@@ -47,7 +48,7 @@ def generate_command(
     if max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1, not {max_tokens}")
     speaker = Speaker(model, device)
-    given = sys.stdin.read() if prompt == "-" else prompt
+    given = given_text(prompt)
     chat = speaker.chats and not raw
     ids = speaker.chat_ids([{"role": "user", "content": given}]) if chat else speaker.tokenizer.encode(given)
     if speaker.room(ids) < 1:

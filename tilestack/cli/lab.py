@@ -21,6 +21,8 @@ from tilestack.cli.common import (
     pick_operators,
     progress_bar,
     prove_all,
+    writable_file,
+    writable_folder,
     write_json,
     write_text,
 )
@@ -111,6 +113,8 @@ def verify_command(
     )
     stamp = machine.stamp(place.type)
     target = results.path_of(stamp["slug"], proofs.NAME)
+    if save:
+        results.refuse_other_machine(writable_file(target), stamp)
     keep = lambda found: proofs.save_proofs(target, stamp, found)
     found = prove_all(tasks, jobs, load or (), keep if save else None)
     write_json(json_, [asdict(proof) for proof in found])
@@ -151,7 +155,8 @@ def explain_command(
     dtype: Dtypes = "bfloat16",
     quick: Annotated[bool, typer.Option(help="A few telling cases instead of every bench case.")] = False,
     ptx: Annotated[
-        Path | None, typer.Option(help="Write each kernel's PTX into this folder.", show_default=False)
+        Path | None,
+        typer.Option(help="Write each kernel's PTX into this folder.", callback=writable_folder, show_default=False),
     ] = None,
     json_: JsonFile = None,
 ) -> None:
@@ -170,11 +175,7 @@ def explain_command(
 
 
 def report_command(
-    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/report.html"),
-    proofs: Annotated[
-        Path | None,
-        typer.Option(help="Proofs saved by `verify --json`; those of `verify --save` are found.", show_default=False),
-    ] = None,
+    output: Annotated[Path, typer.Option(help="The page to write.", callback=writable_file)] = Path("runs/report.html"),
     tables: Annotated[
         bool,
         typer.Option("--tables", help="Instead, renew the tables in a checkout's README and docs from its results."),
@@ -182,7 +183,7 @@ def report_command(
 ) -> None:
     """Write one self-contained page: proofs, roofline and peers, each under the machine it was made on.
 
-    Shown are the results that come with tilestack and those saved in results/ here by `bench --save`.
+    Shown are the results that come with tilestack and those saved in results/ here by `bench --save` and `verify --save`.
     """
     root = checkout()
     if tables and root is None:
@@ -194,13 +195,8 @@ def report_command(
         changed = [*update_tables(root), *catalogue.update_stub()]
         console.print("\n".join(f"renewed {path}" for path in changed) or "tables are up to date")
         return
-    folders = dict.fromkeys(folder.resolve() for folder in (shipped("results"), Path("results")))
+    folders = list(dict.fromkeys(folder.resolve() for folder in (shipped("results"), Path("results"))))
     runs = [run for folder in folders for run in measured.results_under(folder)]
-    found = json.loads(proofs.read_text()) if proofs else []
     stamp = machine.stamp()
-    kept = {slug: proved.section(folder, slug) for folder in folders for slug in proved.gpus(folder)}
-    for folder in folders:
-        if (folder / stamp["slug"] / "proofs.json").is_file():  # of this machine, also without a GPU
-            kept[stamp["slug"]] = proved.section(folder, stamp["slug"])
-    path = report.write_report(output, runs, found, stamp, kept_proofs=kept)
+    path = report.write_report(output, runs, [], stamp, kept_proofs=proved.sections(folders, stamp["slug"]))
     console.print(f"wrote {path}")

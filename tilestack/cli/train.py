@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tilestack.cli import recipe_keys
-from tilestack.cli.common import JsonFile, console, kernel_device, write_json
+from tilestack.cli.common import JsonFile, console, kernel_device, writable_file, write_json
 from tilestack.cli.recipes import find_recipe
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def parity_command(
         list[str] | None,
         typer.Option(help="Swap this operator alone; all that the backend has when left out.", show_default=False),
     ] = None,
-    output: Annotated[Path, typer.Option(help="The page with the curves.")] = Path("runs/parity.html"),
+    output: Annotated[Path, typer.Option(help="The page with the curves.", callback=writable_file)] = Path("runs/parity.html"),
     device: Annotated[str | None, typer.Option(help="cuda or cpu, where kernels are interpreted.", show_default=False)] = None,
     save: Annotated[bool, typer.Option("--save", help="Keep the curves in results/<machine>/parity.")] = False,
     json_: JsonFile = None,
@@ -116,12 +116,13 @@ def parity_command(
     from tilestack import ops
     from tilestack.data.prepared import prepare_tokens
     from tilestack.extras import MissingExtra
-    from tilestack.lab.parity import new_model, parity
+    from tilestack.lab.parity import chosen_backend, new_model, parity
     from tilestack.train import Recipe
     from tilestack.train.pretrain import Pretraining
 
     for operator in swap or ():
         ops.operator_named(operator)  # a misspelt one is better known before four models are trained
+    chosen_backend(backend, swap or ())  # and so is a backend that they lack
     on_gpu = place.type == "cuda"
     name = recipe or Path("pretrain-100m" if on_gpu else "parity")
     # The definitions keep every score of attention, so they are given a smaller batch than training would take, and with

@@ -34,7 +34,11 @@ class Start:
 def time_start(arguments: list[str]) -> tuple[float, float]:
     """Wall and processor seconds of one Python process with these arguments, which must succeed."""
     began = time.perf_counter()
-    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is not for it
+    )
     _, status, used = os.wait4(process.pid, 0)
     wall = time.perf_counter() - began
     process.returncode = os.waitstatus_to_exitcode(status)

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from tilestack.lab.labels import case_label
 from tilestack.lab.peers import OF_TRAINING, importable, is_peer
-from tilestack.lab.rows import EQUAL, FASTER, SLOWER, Row, Stored, set_ratios
+from tilestack.lab.rows import UNCLEAR, Row, Stored, set_ratios, verdict_of_rounds
 from tilestack.lab.stale import TRAINING, is_current, present_source
 from tilestack.lab.timing import median_and_spread
 from tilestack.lab.train_steps import Work, step_of, write_weights
@@ -147,7 +147,7 @@ def bench_train(
 
 def how_timed(work: Work) -> str:
     if work.device == "cpu":
-        return f"time of whole steps taken in turn, at least {work.steps} each, threads {work.threads}"
+        return f"processor time of whole steps on one thread, taken in turn, at least {work.steps} each"
     return "time of whole steps, queued one after another"
 
 
@@ -160,8 +160,7 @@ def quartiles_against_best_peer(rows: Sequence[Row], found: dict[str, dict[str, 
         peer = next((other for other in timed if is_peer(other.backend) and other is not row), None)
         if peer is not None:
             low, middle, high = ratio_quartiles(found[row.backend]["laps"], found[peer.backend]["laps"])
-            verdict = FASTER if low > 1 else SLOWER if high < 1 else EQUAL
-            quartiles[row.backend] = {"ratio_to_best_peer": middle, "ratio_quartiles": [low, high], "verdict": verdict}
+            quartiles[row.backend] = {"ratio_to_best_peer": middle, "ratio_quartiles": [low, high], "verdict": verdict_of_rounds(low, high)}  # fmt: skip
     return quartiles
 
 
@@ -207,7 +206,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def render(rows: Sequence[dict[str, Any]]) -> Table:
     """A line per candidate; what is nothing in every line is left out, since a terminal is narrow."""
-    table = Table(title="training steps", title_justify="left")
+    table = Table(title="training steps", title_justify="left", caption=explanation(rows), caption_justify="left")
     table.add_column("model, micro-batch", overflow="fold")
     table.add_column("candidate", no_wrap=True)
     columns = {heading: cell for heading, cell in COLUMNS.items() if any(cell(row) != "–" for row in rows)}
@@ -224,11 +223,24 @@ def render(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def ratio_with_spread(row: dict[str, Any]) -> str:
-    """The ratio, and where half of the rounds lie; a ratio that is nearer to one than they are wide says nothing."""
+    """The ratio, and of steps taken in turn also where half of the rounds lie and what that says."""
     if not row["ratio_to_best_peer"]:
         return "–"
     low, high = row.get("ratio_quartiles") or (None, None)
-    return f"{row['ratio_to_best_peer']:.2f}×" + (f"\n{low:.2f}–{high:.2f}" if low else "")
+    said = f" {row['verdict']}" if row["backend"] in OURS else ""
+    return f"{row['ratio_to_best_peer']:.2f}×" + (f"{said}\n{low:.2f}–{high:.2f}" if low else "")
+
+
+def explanation(rows: Sequence[dict[str, Any]]) -> str | None:
+    """How to read the figures of steps that were taken in turn."""
+    in_rounds = [row for row in rows if row.get("ratio_quartiles")]
+    if not in_rounds:
+        return None
+    how = "; ".join(dict.fromkeys(row["how"] for row in in_rounds))
+    words = f"{how}. A ratio is the median of the rounds; below it, where half of them lie."
+    if any(row["verdict"] == UNCLEAR for row in in_rounds if row["backend"] in OURS):
+        words += " Unclear: the rounds differ too much to say who is faster; try again when less is running here."
+    return words
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.console import Group
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from tilestack import ops
@@ -53,23 +53,30 @@ def render(rows: list[dict[str, Any]]) -> Table:
 
 def render_operator(described: Operator, device: torch.device) -> Group:
     """One operator in full: what it computes, where it is defined, and each backend with where it is and why not here."""
-    table = Table("backend", "here", "defined in")
+    table = Table("backend", "here", Column("defined in", overflow="fold"))
     for name, implementation in described.implementations.items():
         here = usable(name, device)
         table.add_row(name, "yes" if here is True else escape(str(here)), implementation.forward.__module__)
-    cases = Table("measured on", "--case")
+    cases = Table("measured on", Column("--case", overflow="fold"))
     for case in described.cases:
         if case.kind == "bench":
             cases.add_row(labels_of(described.name)[case.name], case.name)
     signature = str(described.signature).replace("torch.", "")
     return Group(
         Text.assemble((described.name, "bold"), signature),
-        Text(inspect.cleandoc(described.__doc__ or ""), style="dim"),
+        Text(unwrapped(described.__doc__ or ""), style="dim"),
         f"defined in {described.definition.__module__}; auto takes {automatic(described, device)} here",
         table,
         *([cases] if cases.row_count else []),
         f"prove it: tilestack verify {described.name}    measure it: tilestack bench {described.name}",
     )
+
+
+def unwrapped(docstring: str) -> str:
+    """A docstring whose paragraphs are a line each, so that a terminal breaks them at its own width."""
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    is_drawn = lambda text: any(line.startswith(" ") for line in text.splitlines())  # as a formula is
+    return "\n\n".join(text if is_drawn(text) else " ".join(text.splitlines()) for text in paragraphs)
 
 
 STUB = Path(ops.__file__).with_suffix(".pyi")

@@ -17,6 +17,7 @@ def path_of(folder: Path, slug: str) -> Path:
 def merge(folder: Path, machine: dict[str, Any], model: str, run: dict[str, Any]) -> Path:
     """Keep a run, in the place of an earlier one of its name."""
     path = path_of(folder, machine["slug"])
+    results.refuse_other_machine(path, machine)
     before = results.read_json(path)["runs"] if path.exists() else []
     stamped = run | {"commit": machine["commit"]}
     runs = {kept["name"]: kept for kept in before} | {run["name"]: stamped}

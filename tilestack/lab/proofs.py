@@ -52,6 +52,7 @@ def lines_of(proofs: Iterable[Proof], machine: dict[str, Any]) -> list[Line]:
 
 def save_proofs(path: Path, machine: dict[str, Any], proofs: Iterable[Proof]) -> None:
     """Add a run's lines to a file, new or old: a line of the same identity is replaced where it stands."""
+    results.refuse_other_machine(path, machine)
     identity = lambda line: tuple(line[name] for name in IDENTITY)
     merged = {identity(line): line for line in [*load_proofs(path), *lines_of(proofs, machine)]}
     results.save(path, {"machine": machine, NAME: list(merged.values())})

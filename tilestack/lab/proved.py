@@ -86,6 +86,12 @@ def gpus(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*") if path.is_dir() and path.name != "cpu")
 
 
+def sections(folders: Sequence[Path], here: str) -> dict[str, Section]:
+    """By slug, the proofs kept of every GPU in some folders, and of this machine, which may have none."""
+    shown = lambda folder: {*gpus(folder), *([here] if (folder / here / "proofs.json").is_file() else [])}
+    return {slug: section(folder, slug) for folder in folders for slug in shown(folder)}
+
+
 def section(folder: Path, slug: str) -> Section:
     """The proofs of a GPU as a part of the report."""
     found = lines(folder, slug)

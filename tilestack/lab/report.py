@@ -19,9 +19,11 @@ from tilestack.lab.plots import (
     roofline_section,
     units_of,
 )
+from tilestack.lab.results import same_machine
 from tilestack.lab.rows import FASTER, SLOWER
 
 VERIFY = "tilestack verify --save"
+NOTHING = '<span class="muted">–</span>'  # in a cell
 FACTS = {
     "gpu": "GPU", "cpu": "CPU", "driver": "driver", "torch": "torch", "triton": "Triton", "python": "Python",
     "commit": "commit", "date": "date, UTC",
@@ -56,11 +58,6 @@ def write_report(
     if elsewhere:
         written.insert(1, ("with saved figures of", ", ".join(part.title.removeprefix("On ") for part in elsewhere)))
     return write_page(Path(path), "Proved right, measured honestly", subtitle, written, "", content)
-
-
-def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two stamps are of one kind of machine: the same GPU, or without one the same CPU."""
-    return (one.get("gpu") or one.get("cpu")) == (other.get("gpu") or other.get("cpu"))
 
 
 def name_of(machine: dict[str, Any]) -> str:
@@ -161,28 +158,41 @@ def measured_sections(found: Sequence[Contest], newest: Result) -> list[Section]
 
 def table_section(found: Sequence[Contest], units: Units) -> Section:
     lede = "Medians, with the interquartile range as spread. Click a header to sort; type words to filter."
-    title = "Every measurement"
-    rows = []
-    for contest in found:
-        for row in sorted(contest.rows, key=lambda row: (row.get("time_us") is None, row.get("time_us"))):
-            number = lambda key, shown: (
-                (shown(row[key]), row[key]) if row.get(key) is not None else '<span class="muted">–</span>'
-            )
-            scaled = lambda value: digits(units.factor * value)
-            against: Any = number("ratio_to_best_peer", times)
-            if row is contest.ours and contest.ratio is not None:
-                tone = {FASTER: "good", SLOWER: "bad"}.get(contest.verdict, "muted")
-                said = "" if contest.verdict in (FASTER, SLOWER) else f" {contest.verdict}"
-                against = (f'<b class="{tone}">{times(contest.ratio)}{said}</b>', contest.ratio)
-            old = f"older source, {contest.commit}" if row is contest.ours and contest.stale else ""
-            rows.append([
-                text(contest.op), f'<span class="case">{text(contest.label)}</span>', text(contest.dtype), text(contest.direction), text(row["backend"]),
-                number("time_us", microseconds), number("spread", lambda value: f"{100 * value:.1f}%"), number("host_us", microseconds),
-                number("tb_per_s", scaled), number("tflops", scaled), number("roof_fraction", percent), against,
-                number("peak_mib", "{:,.0f}".format), f'<span class="muted">{text("; ".join(filter(None, (row.get("note"), old))))}</span>',
-            ])  # fmt: skip
-    header = [
-        "operator", "case", "dtype", "direction", "backend", "time", "spread", "host", units.bandwidth, units.arithmetic,
-        "of roof", "× best peer", "peak MiB", "note",
-    ]  # fmt: skip
-    return Section(title, lede, table(header, rows, left=5, filtered=True) if rows else empty("No measurements here. Run", BENCH))  # fmt: skip
+    rows = [
+        measurement(contest, row, units)
+        for contest in found
+        for row in sorted(contest.rows, key=lambda row: (row.get("time_us") is None, row.get("time_us")))
+    ]
+    # What no row has is left out: a page is only so wide.
+    header = [name for name in (rows[0] if rows else ()) if any(cells[name] != NOTHING for cells in rows)]
+    shown = table(header, [[cells[name] for name in header] for cells in rows], left=3, filtered=True)
+    return Section("Every measurement", lede, shown if rows else empty("No measurements here. Run", BENCH))
+
+
+def measurement(contest: Contest, row: dict[str, Any], units: Units) -> dict[str, Any]:
+    """The cells of one row by their headings."""
+    number = lambda key, shown: (shown(row[key]), row[key]) if row.get(key) is not None else NOTHING
+    scaled = lambda value: digits(units.factor * value)
+    against: Any = number("ratio_to_best_peer", times)
+    if row is contest.ours and contest.ratio is not None:
+        tone = {FASTER: "good", SLOWER: "bad"}.get(contest.verdict, "muted")
+        said = "" if contest.verdict in (FASTER, SLOWER) else f" <small>{contest.verdict}</small>"
+        against = (f'<b class="{tone}">{times(contest.ratio)}{said}</b>', contest.ratio)
+    old = f"older source, {contest.commit}" if row is contest.ours and contest.stale else ""
+    notes = "; ".join(filter(None, (row.get("note"), old)))
+    return {
+        "operator": f"{text(contest.op)} <small>{text(contest.direction)}</small>",
+        "case": f'<span class="case">{text(contest.label)}</span> <small>{text(contest.dtype)}</small>',
+        "backend": text(row["backend"]),
+        "time": number("time_us", microseconds),
+        "spread": number("spread", lambda value: f"{100 * value:.1f}%"),
+        "host": NOTHING
+        if row.get("how") == "cpu"
+        else number("host_us", microseconds),  # on a CPU it is the time itself
+        units.bandwidth: number("tb_per_s", scaled),
+        units.arithmetic: number("tflops", scaled),
+        "of roof": number("roof_fraction", percent),
+        "× best peer": against,
+        "peak MiB": number("peak_mib", "{:,.0f}".format),
+        "note": f'<span class="note">{text(notes)}</span>' if notes else NOTHING,
+    }

@@ -36,9 +36,25 @@ def load_all(folder: Path = FOLDER) -> dict[Path, Results]:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); restore it or delete it") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a file of results: it holds no object; restore it or delete it")
+    return found
+
+
+def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two stamps are of one kind of machine: the same GPU, or without one the same CPU."""
+    return (one.get("gpu") or one.get("cpu")) == (other.get("gpu") or other.get("cpu"))
+
+
+def refuse_other_machine(path: Path, machine: dict[str, Any]) -> None:
+    """Refuse to add to a file of another machine: its figures would stand under the name of this one."""
+    there = read_json(path).get("machine", machine) if path.exists() else machine
+    if not same_machine(there, machine):
+        name = lambda stamp: stamp.get("gpu") or stamp.get("cpu")
+        raise ValueError(f"{path} holds figures of {name(there)}, and this is {name(machine)}; move it away first")
 
 
 def save(path: Path, results: Results) -> None:
@@ -58,6 +74,7 @@ def save(path: Path, results: Results) -> None:
 
 def merge(path: Path, machine: dict[str, Any], roofs: dict[str, Any], rows: Iterable[dict[str, Any]]) -> Results:
     """Add a run's rows to a file, new or old: rows of the same identity are replaced where they stand."""
+    refuse_other_machine(path, machine)
     identity = lambda row: tuple(row[name] for name in IDENTITY)
     before = load(path)["rows"] if path.exists() else []
     when = {name: machine[name] for name in ("commit", "date")}

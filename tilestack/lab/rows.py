@@ -2,7 +2,9 @@
 
 A ratio is the fastest peer's time over the row's own, so above 1 is a win; a peer is held against the fastest of the
 *other* peers, and has 1.0 when it is alone. A difference within the spread of either time, or one that two decimals do
-not show, is no difference: the two are equal. Kernels, optimizers and training steps all take their ratios from here.
+not show, is no difference: the two are equal. Where candidates took turns and the ratio of each round is known, half of the
+rounds must agree; if they lie too far apart to say so, the verdict is that it is unclear. Kernels, optimizers and training
+steps all take their ratios from here.
 """
 
 from collections.abc import Sequence
@@ -11,7 +13,8 @@ from typing import Any
 
 from tilestack.lab.peers import BORROWED, is_peer
 
-FASTER, SLOWER, EQUAL, SAME_KERNEL = "faster", "slower", "equal", "same kernel"
+FASTER, SLOWER, EQUAL, SAME_KERNEL, UNCLEAR = "faster", "slower", "equal", "same kernel", "unclear"
+WIDE = 0.1  # quartiles of a ratio that are further apart, around 1, do not say that two are equal
 
 Stored = dict[str, Any]  # a row as it is kept on disk
 
@@ -30,7 +33,7 @@ class Row:
     tflops: float | None = None
     roof_fraction: float | None = None
     ratio_to_best_peer: float | None = None
-    verdict: str = ""  # against that peer: faster, slower, equal or same kernel
+    verdict: str = ""  # against that peer: one of the words above
     peak_mib: float | None = None
     how: str = ""
     note: str = ""
@@ -68,8 +71,17 @@ def verdict(ours: Stored, peer: Stored) -> str:
     """How a timed row stands against a timed peer, in a word."""
     if BORROWED.get((ours["op"], ours["backend"], ours["direction"])):
         return SAME_KERNEL
+    if quartiles := ours.get("ratio_quartiles"):
+        return verdict_of_rounds(*quartiles)
     times, against = (ours["time_us"], peer["time_us"]), times_faster(ours["time_us"], peer["time_us"])
     noise = max(row["time_us"] * (row.get("spread") or 0.0) for row in (ours, peer))
     if abs(times[0] - times[1]) <= noise or (against is not None and round(against, 2) == 1):
         return EQUAL
     return FASTER if times[0] < times[1] else SLOWER
+
+
+def verdict_of_rounds(low: float, high: float) -> str:
+    """How a candidate stands against a peer when half of the rounds have a ratio between low and high."""
+    if round(low, 2) > 1 or round(high, 2) < 1:
+        return FASTER if low > 1 else SLOWER
+    return EQUAL if high - low <= WIDE else UNCLEAR

@@ -32,7 +32,7 @@ from tilestack.lab.measured import (
     times,
 )
 from tilestack.lab.results import read_json
-from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER
+from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER, UNCLEAR
 from tilestack.lab.stale import TRAINING
 
 OLD = "†"
@@ -59,6 +59,7 @@ def against_peer(contest: Contest) -> str:
         FASTER: f"**{shown}** {peer}",
         SLOWER: f"{shown} (slower than {peer})",
         EQUAL: f"{shown} (equal to {peer})",
+        UNCLEAR: f"{shown} (unclear against {peer}: the rounds differ too much)",
         SAME_KERNEL: f"{shown} {peer} (no win: this is {contest.borrowed}'s kernel)",
     }[contest.verdict]
 
@@ -141,7 +142,7 @@ def training(found: list[Contest]) -> str:
         for row in contest.timed:
             name = f"**{row['backend']}**" if row is contest.ours else row["backend"]
             ratio = "–" if row["ratio_to_best_peer"] is None else times(row["ratio_to_best_peer"])
-            ratio += " (equal)" if row is contest.ours and contest.verdict == EQUAL else ""
+            ratio += f" ({contest.verdict})" if row is contest.ours and contest.verdict in (EQUAL, UNCLEAR) else ""
             losses = [row.get(key) for key in ("first_loss", "last_loss")]
             loss = " → ".join(f"{value:.3f}" for value in losses) if None not in losses else "not recorded"
             rows.append([case, name, f"{row['tokens_per_s']:,.0f}", f"{row['time_us'] / 1e3:.1f} ms", f"{row['peak_mib'] / 1024:.1f} GiB", loss, ratio])  # fmt: skip

@@ -37,7 +37,6 @@ class Work:
     steps: int = 10
     weights: str = ""  # the folder that every candidate loads
     seconds: float = 0.0  # on a CPU: further rounds until the steps took so long together, at most MOST_ROUNDS
-    threads: int = field(default_factory=torch.get_num_threads)  # of each candidate, on a CPU
 
     @property
     def case(self) -> str:

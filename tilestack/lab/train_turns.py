@@ -1,13 +1,14 @@
 """Training steps on a CPU, taken in turn: each candidate in a process of its own, one step each per round.
 
-A CPU is shared with whatever else the machine does, and runs slower when it is warm. Candidates measured one after another
-meet different machines, and their ratio says more about that than about them. In turn they meet the same one:
+A CPU is shared with whatever else the machine does, and runs slower when it is warm. So what counts is the processor time of
+one thread, which does not run while others have the core, and candidates do not come one after another, when they would meet
+different machines. In turn they meet the same one:
 
     round 1:   ours   plain   transformers
     round 2:   plain   transformers   ours        the order rotates, so that nobody always follows the same one
     …
 
-Every candidate has the same number of threads; the others wait for their line of input meanwhile.
+The others wait for their line of input meanwhile, which costs nothing.
 
     python -m tilestack.lab.train_turns '{"candidate": "tilestack", "config": {…}, …}'      a step for each line of input
 """
@@ -27,7 +28,7 @@ from typing import IO, Any
 import torch
 
 from tilestack.lab.timing import median_and_spread
-from tilestack.lab.train_steps import Work, step_of
+from tilestack.lab.train_steps import Step, Work, step_of
 
 MOST_ROUNDS = 300
 
@@ -131,17 +132,22 @@ def ratio_quartiles(laps: Sequence[float], peers: Sequence[float]) -> list[float
 
 
 def serve(name: str, work: Work) -> None:
-    """Take a step for every line of input, and answer how long it took; what libraries print goes to the errors."""
+    """Take a step for every line of input, and answer its processor time; what libraries print goes to the errors."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    torch.set_num_threads(work.threads)
+    torch.set_num_threads(1)  # of several, processor time counts those that wait for each other too
     step = step_of(name, work)
     losses = [step().item() for _ in range(work.warmup)]
     print(json.dumps({"loss": losses[0]}), file=answers)
     for _ in sys.stdin:
-        began = time.perf_counter()
-        loss = step().item()
-        print(json.dumps({"seconds": time.perf_counter() - began, "loss": loss}), file=answers)
+        print(json.dumps(timed_step(step)), file=answers)
+
+
+def timed_step(step: Step) -> dict[str, float]:
+    """The loss of a step and the processor time it took; what it waited while others ran is not in it."""
+    began = time.process_time()
+    loss = step().item()
+    return {"seconds": time.process_time() - began, "loss": loss}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ dies, or whose GPU context a kernel has broken, takes no other task with it: its
 
 import importlib.util
 import multiprocessing
+import signal
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -106,7 +107,11 @@ def start_worker(files: Sequence[Path]) -> tuple[Connection, BaseProcess]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs, files), daemon=True)
-    process.start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process, which ends them
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
     return ours, process
 

@@ -114,7 +114,8 @@ def locate(name: str | Path) -> Path:
     if path.is_file() and path.suffix != ".gguf":
         raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
     if path.is_dir() and not (path / CONFIG).is_file():
-        raise CheckpointError(f"{path} has no {CONFIG}, so it is no model")
+        within = f"; the model of this run is {path / 'model'}" if (path / "model" / CONFIG).is_file() else ""
+        raise CheckpointError(f"{path} has no {CONFIG}, so it is no model{within}")
     return path
 
 

@@ -161,10 +161,10 @@ BENCHES = [
 ]
 
 
-def rope_case(make, batch, sequence, query_heads, key_heads, head_dim, rotary, source, interleaved):
+def rope_case(make, batch, sequence, query_heads, key_heads, head_dim, rotary, positions, interleaved):
     longest = max(2 * sequence, 1)
     angles = make.uniform(longest, rotary // 2, high=2 * math.pi, dtype=torch.float32)
-    shape = dict(none=None, shared=(sequence,), batch=(batch, sequence))[source]
+    shape = dict(none=None, shared=(sequence,), batch=(batch, sequence))[positions]
     fused = make.normal(batch, sequence, query_heads + key_heads, head_dim)
     return dict(
         q=fused[:, :, :query_heads],
@@ -176,11 +176,9 @@ def rope_case(make, batch, sequence, query_heads, key_heads, head_dim, rotary, s
     )
 
 
-def norm_rope_case(make, *size):
-    head_dim = size[4]
-    return rope_case(make, *size) | dict(
-        q_weight=make.normal(head_dim, mean=1), k_weight=make.normal(head_dim, mean=1), eps=1e-6
-    )
+def norm_rope_case(make, batch, sequence, query_heads, key_heads, head_dim, rotary, positions, interleaved):
+    turned = rope_case(make, batch, sequence, query_heads, key_heads, head_dim, rotary, positions, interleaved)
+    return turned | dict(q_weight=make.normal(head_dim, mean=1), k_weight=make.normal(head_dim, mean=1), eps=1e-6)
 
 
 def rope_cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Cost:
@@ -264,8 +262,8 @@ def rope_(
     k.copy_(turned[1])
 
 
-def qkv_case(make, batch, sequence, query_heads, key_heads, head_dim, rotary, source, kind):
-    turned = rope_case(make, batch, sequence, query_heads, key_heads, head_dim, rotary, source, False)
+def qkv_case(make, batch, sequence, query_heads, key_heads, head_dim, rotary, positions, kind):
+    turned = rope_case(make, batch, sequence, query_heads, key_heads, head_dim, rotary, positions, False)
     weight = (lambda: make.normal(head_dim, mean=1)) if kind == "norm" else (lambda: None)
     return dict(
         heads=make.normal(batch, sequence, query_heads + 2 * key_heads, head_dim),

@@ -4,7 +4,15 @@ import math
 
 import pytest
 import torch
-from small import CPU, decoder, log_prob, recipe, through_json, tokenizer
+from small import (
+    CPU,
+    batches_after_a_saved_place,
+    decoder,
+    evaluated_around_steps,
+    log_prob,
+    recipe,
+    tokenizer,
+)
 
 from tilestack.data import DataError
 from tilestack.nn.lora import add_lora, without_lora
@@ -71,16 +79,7 @@ def test_without_a_reference_none_is_asked(tmp_path):
 def test_steps_raise_the_chosen_over_the_rejected():
     model = decoder()
     objective = dpo(model, data={"batch": 8})
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    with torch.no_grad():
-        before = objective.evaluate(model)
-    for _ in range(12):
-        loss = objective.loss(model, objective.next_batch())
-        optimizer.zero_grad()
-        (loss.total / loss.count).backward()
-        optimizer.step()
-    with torch.no_grad():
-        after = objective.evaluate(model)
+    before, after = evaluated_around_steps(objective, model, 12)
     assert after["validation_margin"] > before["validation_margin"] + 0.5
     assert after["validation_loss"] < before["validation_loss"]
     assert after["validation_accuracy"] > 0.5
@@ -109,12 +108,7 @@ def test_with_adapters_the_reference_is_the_model_without_them():
 
 def test_a_saved_place_continues_with_the_same_batches(tmp_path):
     model = decoder()
-    objective, twin = dpo(model, tmp_path), dpo(model, tmp_path)
-    for _ in range(7):
-        objective.next_batch()
-    twin.load_state_dict(through_json(objective.state_dict()))
-    for _ in range(12):
-        ours, theirs = objective.next_batch(), twin.next_batch()
+    for ours, theirs in batches_after_a_saved_place(dpo(model, tmp_path), dpo(model, tmp_path)):
         assert torch.equal(ours.rows.ids, theirs.rows.ids)
         assert torch.equal(ours.reference, theirs.reference)
     assert len(list(tmp_path.iterdir())) == 1  # the reference was asked once for both

@@ -5,7 +5,15 @@ import math
 
 import pytest
 import torch
-from small import CPU, decoder, log_prob, recipe, through_json, tokenizer
+from small import (
+    CPU,
+    batches_after_a_saved_place,
+    decoder,
+    evaluated_around_steps,
+    log_prob,
+    recipe,
+    tokenizer,
+)
 
 from tilestack.data import DataError
 from tilestack.data.formats import Judged, user
@@ -57,28 +65,14 @@ def test_a_stranger_answers_another_prompt():
 def test_steps_raise_good_answers_and_lower_bad_ones():
     model = decoder()
     objective = kto(model, data={"batch": 8})
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    with torch.no_grad():
-        before = objective.evaluate(model)
-    for _ in range(25):
-        loss = objective.loss(model, objective.next_batch())
-        optimizer.zero_grad()
-        (loss.total / loss.count).backward()
-        optimizer.step()
-    with torch.no_grad():
-        after = objective.evaluate(model)
+    before, after = evaluated_around_steps(objective, model, 25)
     assert after["validation_loss"] < before["validation_loss"] - 0.05
     assert after["validation_accuracy"] > 0.6
 
 
 def test_a_saved_place_continues_with_the_same_batches(tmp_path):
     model = decoder()
-    objective, twin = kto(model, tmp_path), kto(model, tmp_path)
-    for _ in range(7):
-        objective.next_batch()
-    twin.load_state_dict(through_json(objective.state_dict()))
-    for _ in range(12):
-        ours, theirs = objective.next_batch(), twin.next_batch()
+    for ours, theirs in batches_after_a_saved_place(kto(model, tmp_path), kto(model, tmp_path)):
         assert torch.equal(ours.rows.ids, theirs.rows.ids)
         assert torch.equal(ours.good, theirs.good)
     assert len(list(tmp_path.iterdir())) == 1  # the reference was asked once for both

@@ -42,7 +42,7 @@ class RunFolder:
 
     def refuse_others(self) -> None:
         """Refuse a folder that is not a run, or that of another command."""
-        elsewhere = "train in a folder of its own: --folder NAME"
+        elsewhere = f"give it a folder of its own: {'--output' if self.command == 'demo' else '--folder'} NAME"
         if self.path.exists() and not self.path.is_dir():
             raise ForeignFolder(f"{self.path} is a file; {elsewhere}")
         about = read_marker(self.path)
