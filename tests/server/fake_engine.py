@@ -1,6 +1,7 @@
 """An engine without a model: it says what a test tells it to, a token at a time, through the same interface as the real one."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -114,3 +115,11 @@ class FakeStream:
     @property
     def usage(self):
         return Usage(len(self.prompt), min(1, len(self.prompt)), self.made)
+
+
+def empty_within(fake, seconds):
+    """Whether the engine holds no request, now or soon."""
+    ends = time.monotonic() + seconds
+    while fake.live and time.monotonic() < ends:
+        time.sleep(0.01)
+    return not fake.live

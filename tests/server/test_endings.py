@@ -7,6 +7,7 @@ import time
 
 import httpx2
 import pytest
+from fake_engine import empty_within
 
 from tilestack.server.settings import Limits
 
@@ -37,13 +38,6 @@ async def abandon(url, count, seconds, begun):
     await asyncio.sleep(seconds)
     for writer in writers:
         writer.close()
-
-
-def empty_within(fake, seconds):
-    ends = time.monotonic() + seconds
-    while fake.live and time.monotonic() < ends:
-        time.sleep(0.01)
-    return not fake.live
 
 
 @pytest.mark.parametrize("stream", [False, True])
