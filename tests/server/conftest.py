@@ -5,9 +5,11 @@ from contextlib import ExitStack, contextmanager
 
 import httpx2
 import pytest
+import torch
 import uvicorn
 from fake_engine import FakeEngine
 
+from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.data.chat import CHATML
 from tilestack.server.app import create_app
@@ -22,6 +24,20 @@ def tokenizer():
     made = Tokenizer.train([TEXT], 400)
     made.template = CHATML
     return made
+
+
+@pytest.fixture(scope="session")
+def folder(tokenizer, tmp_path_factory):
+    """A tiny random model that goes on until it is told to stop."""
+    folder = tmp_path_factory.mktemp("served") / "tiny"
+    torch.manual_seed(0)
+    shape = dict(layers=1, heads=2, kv_heads=1, head_dim=16, positions=4096)
+    decoder = models.Decoder(models.ModelConfig(tokenizer.vocabulary, 32, 64, **shape))
+    with torch.no_grad():
+        decoder.head.weight[list(tokenizer.stops)] = 0  # never the likeliest
+    models.save(decoder, folder)
+    tokenizer.save(folder)
+    return folder
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 from tilestack.data import Tokenizer
 from tilestack.engine import Delta, EngineClosed, QueueFull, RequestError, TokenLogprob, Usage
@@ -32,6 +33,7 @@ class FakeEngine:
 
     def __post_init__(self):
         self.live = set()
+        self.engine = SimpleNamespace(structures=SimpleNamespace(matcher=lambda structure: None))
 
     def start(self):
         return self

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -27,10 +28,15 @@ GRACE = 2.0  # seconds for answers that were ended to reach their clients
 class DrainingServer(uvicorn.Server):
     """uvicorn, which goes on listening while it drains, so that new requests hear why they are not answered."""
 
-    def __init__(self, config: uvicorn.Config, drain: Drain, seconds: float):
+    def __init__(self, config: uvicorn.Config, drain: Drain, seconds: float, ready: Callable[[], None]):
         super().__init__(config)
-        self.drain, self.seconds = drain, seconds
+        self.drain, self.seconds, self.ready = drain, seconds, ready
         self.until = 0.0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.drain.begun:
@@ -67,8 +73,13 @@ def address_of(listening: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def run_server(engine: "AsyncEngine", settings: ServerSettings, listening: socket.socket) -> None:
-    """Serve until a signal comes."""
+def run_server(
+    engine: "AsyncEngine",
+    settings: ServerSettings,
+    listening: socket.socket,
+    greet: Callable[[str], None] = lambda address: None,
+) -> None:
+    """Serve until a signal comes; `greet` is called with the address when requests are taken."""
     log_to_stderr()
     app = create_app(engine, settings)
     config = uvicorn.Config(
@@ -81,8 +92,13 @@ def run_server(engine: "AsyncEngine", settings: ServerSettings, listening: socke
         lifespan="on",
         backlog=2048,
     )
-    server = DrainingServer(config, app.state.service.drain, settings.drain)
-    log.info("listening", extra={"fields": {"address": address_of(listening), "model": app.state.service.name}})
+
+    def ready() -> None:
+        address = address_of(listening)
+        log.info("listening", extra={"fields": {"address": address, "model": app.state.service.name}})
+        greet(address)
+
+    server = DrainingServer(config, app.state.service.drain, settings.drain, ready)
     server.run(sockets=[listening])
     if not server.started:
         sys.exit(1)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
+from tilestack.engine.params import SamplingParams
 from tilestack.server.chat_answers import ChatAnswers
 from tilestack.server.completion_answers import CompletionAnswers
 from tilestack.server.drain import Drain
@@ -58,6 +59,11 @@ class Service:
         vocabulary = self.engine.tokenizer.vocabulary
         check_prompt(ids, vocabulary, self.engine.context, self.settings.limits, param, room)
 
+    async def check_structure(self, params: SamplingParams) -> None:
+        """Refuse a form that cannot be read. The engine reads it again, but in its own thread, where it is too late for that."""
+        if params.structure is not None:
+            await asyncio.to_thread(self.engine.engine.structures.matcher, params.structure)
+
     def head(self, prefix: str, model: str | None) -> dict[str, Any]:
         return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model or self.name}
 
@@ -66,6 +72,7 @@ class Service:
     ) -> Response:
         """Let the engine answer, and shape what comes as the client asked for it."""
         limits = self.settings.limits
+        await self.check_structure(prompts[0][1])
         running = Running(self.engine, self.metrics, prompts, limits.request_seconds, self.settings.retry_after)
         options = dict(
             priority=request.priority or 0, adapter=self.adapter(request.model), salt=request.cache_salt or ""
