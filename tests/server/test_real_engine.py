@@ -98,6 +98,11 @@ def test_structures_that_cannot_be_read_are_refused_and_others_are_kept_to(url):
     assert kept.json()["choices"][0]["message"]["content"] in ("the cat", "the dog")
 
 
+def test_tokens_that_the_model_does_not_know_are_refused(url):
+    refused = httpx2.post(url + "/v1/completions", json={"prompt": [5, 10**6]})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
 def test_log_probabilities_and_embeddings_of_a_real_model(url):
     asked = {"prompt": "the cat sat", "max_tokens": 3, "echo": True, "logprobs": 2, "ignore_eos": True}
     told = httpx2.post(url + "/v1/completions", json=asked).json()["choices"][0]["logprobs"]

@@ -85,7 +85,6 @@ def test_a_chat_is_refused(here, change, param, said):
         ({"prompt": []}, "at least 1"),
         ({"prompt": [[]]}, "at least 1"),
         ({"prompt": [1, "a"]}, "prompt"),
-        ({"prompt": [10**6]}, "does not know"),
         ({"prompt": [-1]}, "greater than or equal to 0"),
         ({"prompt": ["a"] * 5}, "5 prompts in a request; this server gives at most 4"),
         ({"prompt": "a " * 400}, "at most 300 are accepted"),
@@ -97,6 +96,10 @@ def test_a_chat_is_refused(here, change, param, said):
 )
 def test_a_completion_is_refused(here, change, said):
     assert said in refused(here.post("/v1/completions", json=TEXT | change))["message"]
+
+
+def test_unknown_tokens_have_no_embedding(here):
+    assert "token 1000000 is unknown" in refused(here.post("/v1/embeddings", json={"input": [5, 10**6]}))["message"]
 
 
 @pytest.mark.parametrize(

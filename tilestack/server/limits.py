@@ -49,8 +49,8 @@ def most_structure(limits: Limits, form: Any, param: str) -> None:
         most(limits.structure_characters, size, param, "characters of structure")
 
 
-def check_prompt(ids: list[int], vocabulary: int, context: int, limits: Limits, param: str, room: int = 1) -> None:
-    """Refuse a prompt that is empty, too long to be answered, or not made of the model's tokens."""
+def check_prompt(ids: list[int], context: int, limits: Limits, param: str, room: int = 1) -> None:
+    """Refuse a prompt that is empty, or too long to be answered."""
     if not ids:
         raise refuse(f"{param} has no tokens", param, "empty_prompt")
     longest = min(context - room, limits.prompt_tokens or context)
@@ -61,5 +61,3 @@ def check_prompt(ids: list[int], vocabulary: int, context: int, limits: Limits, 
             param=param,
             code="context_length_exceeded",
         )
-    if not all(0 <= token < vocabulary for token in ids):
-        raise refuse(f"{param} holds tokens that the model does not know; there are {vocabulary:,}", param)

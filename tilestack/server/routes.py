@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from tilestack.server.chat_answers import ChatAnswers
 from tilestack.server.completion_answers import CompletionAnswers
-from tilestack.server.errors import ERROR_SCHEMA, ApiError
+from tilestack.server.errors import ERROR_SCHEMA, ApiError, refuse
 from tilestack.server.limits import check_limits, most
 from tilestack.server.prompts import chat_ids, text_ids
 from tilestack.server.sampling import chat_params, completion_params
@@ -65,6 +65,8 @@ def openai_routes(service: Service) -> APIRouter:
         each = await unless_client_leaves(http, text_ids(engine.tokenizer, given, "input"))
         for ids in each:
             service.check_prompt(ids, "input", room=0)
+            if max(ids) >= engine.tokenizer.vocabulary:
+                raise refuse(f"token {max(ids)} is unknown; there are {engine.tokenizer.vocabulary:,}", "input")
 
         async def vectors() -> list[list[float]]:
             async with asyncio.timeout(limits.request_seconds):

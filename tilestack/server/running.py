@@ -5,7 +5,7 @@ holds nothing of it afterwards.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from tilestack.engine.outputs import Completion, Delta, Usage
 from tilestack.engine.params import SamplingParams
 from tilestack.server.errors import ApiError
 from tilestack.server.metrics import Metrics, Stopwatch
+from tilestack.server.pacing import paced
 
 if TYPE_CHECKING:
     from tilestack.engine import AsyncEngine
@@ -24,8 +25,18 @@ Prompt = tuple[list[int], SamplingParams]
 class Running:
     """The answers to the prompts of one request. Those of the second prompt are numbered after those of the first."""
 
-    def __init__(self, engine: "AsyncEngine", metrics: Metrics, prompts: Sequence[Prompt], seconds: float, retry: int):
+    def __init__(
+        self,
+        engine: "AsyncEngine",
+        metrics: Metrics,
+        prompts: Sequence[Prompt],
+        *,
+        seconds: float,
+        retry: int,
+        interval: Callable[[], float],
+    ):
         self.engine, self.prompts, self.seconds, self.retry = engine, prompts, seconds, retry
+        self.interval = interval  # seconds between events of a stream
         self.deadline = asyncio.get_running_loop().time() + seconds
         self.watch = Stopwatch(metrics)
         self.streams: list[Any] = []
@@ -66,7 +77,7 @@ class Running:
         self.watch.ended()
 
     async def _numbered(self, number: int, first: int) -> AsyncIterator[Delta]:
-        async for delta in self.streams[number]:
+        async for delta in paced(self.streams[number], self.interval):
             yield replace(delta, choice=delta.choice + first) if first else delta
 
     async def _mixed(self) -> AsyncIterator[Delta]:

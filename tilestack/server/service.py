@@ -56,8 +56,7 @@ class Service:
         return model
 
     def check_prompt(self, ids: list[int], param: str, room: int = 1) -> None:
-        vocabulary = self.engine.tokenizer.vocabulary
-        check_prompt(ids, vocabulary, self.engine.context, self.settings.limits, param, room)
+        check_prompt(ids, self.engine.context, self.settings.limits, param, room)
 
     async def check_structure(self, params: SamplingParams) -> None:
         """Refuse a form that cannot be read. The engine reads it again, but in its own thread, where it is too late for that."""
@@ -71,9 +70,15 @@ class Service:
         self, http: Request, request: Sampled, prompts: Sequence[Prompt], answers: ChatAnswers | CompletionAnswers
     ) -> Response:
         """Let the engine answer, and shape what comes as the client asked for it."""
-        limits = self.settings.limits
         await self.check_structure(prompts[0][1])
-        running = Running(self.engine, self.metrics, prompts, limits.request_seconds, self.settings.retry_after)
+        running = Running(
+            self.engine,
+            self.metrics,
+            prompts,
+            seconds=self.settings.limits.request_seconds,
+            retry=self.settings.retry_after,
+            interval=lambda: len(self.drain.running) / self.settings.events_per_second,
+        )
         options = dict(
             priority=request.priority or 0, adapter=self.adapter(request.model), salt=request.cache_salt or ""
         )
