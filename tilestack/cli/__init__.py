@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilestack
-from tilestack.cli import align, bench, chat, demo, evaluate, generate, lab, serve, train
+from tilestack.cli import align, bench, chat, demo, evaluate, generate, lab, load, serve, train
 
 app = typer.Typer(
     name="tilestack",
@@ -22,7 +22,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for part in (lab, bench, train, align, evaluate, generate, chat, serve, demo):
+for part in (lab, bench, train, align, evaluate, generate, chat, serve, load, demo):
     part.add_to(app)
 
 
