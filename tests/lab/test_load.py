@@ -16,7 +16,7 @@ from tilestack import cli
 from tilestack.lab.load import Ask, Objectives, Outcome, Target, make_workload, run_load, summary
 from tilestack.lab.load.arrivals import arrival_times
 from tilestack.lab.load.figures import percentile
-from tilestack.lab.load.plot import latency_plot
+from tilestack.lab.load.plot import latency_plot, ticks
 from tilestack.lab.load.workload import LONGEST, Prefixes, parse_length
 
 
@@ -164,6 +164,17 @@ def test_the_command_writes_what_vllm_bench_serve_does(endpoint, tmp_path, capsy
 
 def test_a_plot_of_nothing_says_so():
     assert "nothing measured" in latency_plot([], summary([]), "<nobody>")
+
+
+@pytest.mark.parametrize(
+    ("least", "most"), [(3.0, 3.0), (0.0, 0.0), (12.0, 480.0), (0.5, 9000.0), (99.0, 100.0), (1e-9, 1e9)]
+)
+def test_a_scale_spans_what_was_measured(least, most):
+    scale = ticks(least, most)
+    assert len(scale) >= 2
+    assert scale == sorted(set(scale))
+    assert scale[0] <= max(least, 1e-3)
+    assert scale[-1] >= most
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 from tilestack.lab.load.client import Outcome
 from tilestack.lab.load.figures import milliseconds, percentile
-from tilestack.lab.page import COLOURS
+from tilestack.lab.page import COLOURS, digits
 
 PANELS = {
     "ttft": ("time to first token", "blue"),
@@ -15,7 +15,7 @@ PANELS = {
     "itl": ("between tokens", "teal"),
     "e2el": ("whole answer", "amber"),
 }
-WIDTH, HEIGHT, LEFT, TOP, GAP = 300, 220, 54, 64, 40
+WIDTH, HEIGHT, LEFT, TOP, GAP = 280, 220, 54, 64, 62
 POINTS = 200  # of a curve
 
 
@@ -51,34 +51,37 @@ def panel(values: Sequence[float], name: str, words: str, tone: str) -> str:
         return (
             f'{label}<text x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle" fill="{muted}">nothing measured</text>'
         )
-    low = math.floor(math.log10(max(values[0], 1e-3)) * 2) / 2
-    high = max(math.ceil(math.log10(max(values[-1], 1e-3)) * 2) / 2, low + 0.5)
-    across = lambda value: WIDTH * (math.log10(max(value, 1e-3)) - low) / (high - low)
+    scale = ticks(percentile(values, 0.5), values[-1])
+    low, high = math.log10(scale[0]), math.log10(scale[-1])
+    across = lambda value: WIDTH * max(0.0, (math.log10(max(value, scale[0])) - low) / (high - low))
     up = lambda percent: HEIGHT * (1 - percent / 100)
     drawn = [label]
     for percent in (0, 25, 50, 75, 100):
         drawn.append(f'<line x2="{WIDTH}" y1="{up(percent)}" y2="{up(percent)}" stroke="{rule}"/>')
         drawn.append(f'<text x="-6" y="{up(percent) + 4}" text-anchor="end" fill="{muted}">{percent}%</text>')
-    for tick in ticks(low, high):
+    for tick in scale:
         drawn.append(f'<line x1="{across(tick):.1f}" x2="{across(tick):.1f}" y2="{HEIGHT}" stroke="{rule}"/>')
         drawn.append(
-            f'<text x="{across(tick):.1f}" y="{HEIGHT + 18}" text-anchor="middle" fill="{muted}">{tick:g}</text>'
+            f'<text x="{across(tick):.1f}" y="{HEIGHT + 18}" text-anchor="middle" fill="{muted}">{tick:,g}</text>'
         )
     curve = [(percentile(values, 100 * point / POINTS), 100 * point / POINTS) for point in range(POINTS + 1)]
     path = " ".join(f"{across(value):.1f},{up(percent):.1f}" for value, percent in curve)
     drawn.append(f'<polyline points="{path}" fill="none" stroke="{line}" stroke-width="2"/>')
     for percent in (50, 90, 99):
         value = percentile(values, percent)
-        near = across(value) > WIDTH * 0.6
+        side, anchor = (8, "start") if across(value) < WIDTH / 3 else (-8, "end")
         drawn.append(f'<circle cx="{across(value):.1f}" cy="{up(percent):.1f}" r="4" fill="{line}"/>')
         drawn.append(
-            f'<text x="{across(value) + (-8 if near else 8):.1f}" y="{up(percent) + 14:.1f}" fill="{ink}" '
-            f'text-anchor="{"end" if near else "start"}">p{percent} {value:.3g}</text>'
+            f'<text x="{across(value) + side:.1f}" y="{up(percent) + 14:.1f}" fill="{ink}" text-anchor="{anchor}">'
+            f"p{percent} {digits(value)}</text>"
         )
     return "".join(drawn)
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """1, 3, 10, 30, … within the scale."""
-    tens = range(math.floor(low), math.ceil(high) + 1)
-    return [tick for ten in tens for tick in (10.0**ten, 3 * 10.0**ten) if low <= math.log10(tick) <= high + 1e-9]
+def ticks(least: float, most: float) -> list[float]:
+    """1, 2, 5, 10, … around what was measured; thinned out where it spans several powers of ten."""
+    tens = range(math.floor(math.log10(max(least, 1e-3))), math.ceil(math.log10(max(most, 1e-3))) + 1)
+    every = [round(step * 10.0**ten, 6) for ten in tens for step in ((1, 2, 5) if len(tens) < 4 else (1,))]
+    first = max((place for place, tick in enumerate(every) if tick <= least), default=0)
+    last = min((place for place, tick in enumerate(every) if tick >= most), default=len(every) - 1)
+    return every[first : max(last, first + 1) + 1]
