@@ -61,6 +61,12 @@ def serve_command(
             rich_help_panel=ENGINE,
         ),
     ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="int8: compute with weights of 8 bits, on a CPU.", show_default=False, rich_help_panel=ENGINE
+        ),
+    ] = None,
     context: Annotated[
         int | None,
         typer.Option(
@@ -171,6 +177,7 @@ def serve_command(
         EngineSettings(
             device=device,
             dtype=dtype,
+            weights=weights,
             context=context,
             max_sequences=max_sequences,
             step_tokens=step_tokens,
