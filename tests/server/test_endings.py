@@ -9,6 +9,9 @@ import httpx2
 import pytest
 from fake_engine import empty_within
 
+from tilestack.engine import EngineClosed
+from tilestack.extras import MissingExtra
+from tilestack.server.request_log import JsonLines
 from tilestack.server.settings import Limits
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -96,15 +99,17 @@ def test_time_that_is_up_is_a_504(serve, fake):
     assert empty_within(fake, 1)
 
 
-def test_time_that_is_up_in_a_stream_is_an_event(serve, fake):
+def test_time_that_is_up_in_a_stream_is_an_event(serve, fake, caplog):
     fake.pace = 0.02
     url = serve(fake, limits=Limits(request_seconds=0.2))
-    late = httpx2.post(url + "/v1/chat/completions", json=CHAT | {"stream": True})
+    with caplog.at_level(logging.INFO, "tilestack.server"):
+        late = httpx2.post(url + "/v1/chat/completions", json=CHAT | {"stream": True})
     *_, error, done = [line.removeprefix("data: ") for line in late.text.split("\n\n") if line]
     assert late.status_code == 200
     assert done == "[DONE]"
     assert json.loads(error)["error"]["code"] == "timeout"
     assert empty_within(fake, 1)
+    assert [record.fields["error"] for record in caplog.records if record.getMessage() == "request"] == ["timeout"]
 
 
 def test_a_fault_of_ours_is_a_500_with_an_id_and_a_traceback_in_the_log(serve, fake, caplog):
@@ -121,8 +126,6 @@ def test_a_fault_of_ours_is_a_500_with_an_id_and_a_traceback_in_the_log(serve, f
 
 
 def test_a_request_is_one_line_of_json_in_the_log(serve, fake, caplog):
-    from tilestack.server.request_log import JsonLines
-
     with caplog.at_level(logging.INFO, "tilestack.server"):
         httpx2.post(
             serve(fake) + "/v1/chat/completions", json=CHAT | {"max_tokens": 3}, headers={"X-Request-Id": "a\tb"}
@@ -132,6 +135,21 @@ def test_a_request_is_one_line_of_json_in_the_log(serve, fake, caplog):
     assert line["id"].startswith("req-")
     assert (line["path"], line["status"], line["completion_tokens"]) == ("/v1/chat/completions", 200, 3)
     assert line["first_token_seconds"] >= 0
+
+
+def test_what_the_engine_cannot_do_here_or_any_more_has_a_status(serve, fake):
+    def missing(structure):
+        raise MissingExtra("structured output needs llguidance: pip install llguidance")
+
+    async def closed(ids, pooling):
+        raise EngineClosed("closed")
+
+    fake.engine.structures.matcher, fake.embed = missing, closed
+    url = serve(fake)
+    absent = httpx2.post(url + "/v1/chat/completions", json=CHAT | {"response_format": {"type": "json_object"}})
+    assert (absent.status_code, absent.json()["error"]["code"]) == (501, "not_installed")
+    ending = httpx2.post(url + "/v1/embeddings", json={"input": "a"})
+    assert (ending.status_code, ending.json()["error"]["code"]) == (503, "ending")
 
 
 def test_metrics(serve, fake):

@@ -65,6 +65,7 @@ def refused(response, status=400):
         ({"stream_options": {"include_usage": True}}, None, "stream: true"),
         ({"stream": True, "prompt_logprobs": 1}, None, "cannot be streamed"),
         ({"tool_choice": "required"}, None, "no tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, None, "auto cannot promise"),
         ({"response_format": {"type": "xml"}}, "response_format", "'xml'"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "holds 2"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),

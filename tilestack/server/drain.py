@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tilestack.server.running import ending
+from tilestack.server.errors import ending
 
 if TYPE_CHECKING:
     from tilestack.server.running import Running

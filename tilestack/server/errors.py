@@ -10,7 +10,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from tilestack.data.errors import DataError
-from tilestack.engine.params import RequestError
+from tilestack.engine import EngineClosed, RequestError
+from tilestack.extras import MissingExtra
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -65,6 +66,12 @@ def refuse(message: str, param: str | None = None, code: str | None = None) -> A
     return ApiError(400, message, param=param, code=code)
 
 
+def ending() -> ApiError:
+    return ApiError(
+        503, "the server is ending; try another, or again later", code="ending", headers={"Retry-After": "5"}
+    )
+
+
 def add_handlers(app: FastAPI) -> None:
     """Answer whatever is raised in one shape."""
 
@@ -84,6 +91,14 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(DataError)
     async def unservable(request: Request, problem: ValueError) -> JSONResponse:
         return refuse(str(problem)).response()
+
+    @app.exception_handler(EngineClosed)
+    async def closed(request: Request, problem: EngineClosed) -> JSONResponse:
+        return ending().response()
+
+    @app.exception_handler(MissingExtra)
+    async def not_installed(request: Request, problem: MissingExtra) -> JSONResponse:
+        return ApiError(501, str(problem), code="not_installed").response()
 
 
 def explain_malformed(found: Sequence[Any], body: Any) -> ApiError:

@@ -40,11 +40,13 @@ class EventStream(StreamingResponse):
     def __init__(self, running: Running, events: AsyncIterator[bytes], ended: Callable[[], None]):
         super().__init__(events, media_type="text/event-stream", headers=HEADERS)
         self.running, self.ended = running, ended
+        self.problem: str | None = None  # what ended it early, for the log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
+            scope["state"]["log"]["error"] = self.problem
             self.ended()
 
     async def stream_response(self, send: Send) -> None:
@@ -57,6 +59,7 @@ class EventStream(StreamingResponse):
             await self.end_with(problem, send)
 
     async def end_with(self, problem: ApiError, send: Send) -> None:
+        self.problem = problem.code
         last = f"data: {encode(problem.body())}\n\n".encode() + DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
 

@@ -90,6 +90,7 @@ def run_server(
         timeout_graceful_shutdown=1,
         timeout_keep_alive=30,
         lifespan="on",
+        ws="none",
         backlog=2048,
     )
 

@@ -61,7 +61,8 @@ class RequestLog:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         name = given if ACCEPTED_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
-        fields: dict[str, Any] = {"id": name, "method": scope["method"], "path": scope["path"]}
+        client = (scope.get("client") or (None,))[0]
+        fields: dict[str, Any] = {"id": name, "client": client, "method": scope["method"], "path": scope["path"]}
         scope.setdefault("state", {})["log"] = fields
         began, status = time.perf_counter(), 0
 

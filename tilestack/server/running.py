@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tilestack.engine import EngineClosed, QueueFull
+from tilestack.engine import QueueFull
 from tilestack.engine.outputs import Completion, Delta, Usage
 from tilestack.engine.params import SamplingParams
-from tilestack.server.errors import ApiError
+from tilestack.server.errors import ApiError, ending
 from tilestack.server.metrics import Metrics, Stopwatch
 from tilestack.server.pacing import paced
 
@@ -46,23 +46,17 @@ class Running:
         return sum(params.n for _, params in self.prompts)
 
     def submit(self, id: str, **options: Any) -> None:
-        """Hand all prompts to the engine, or none."""
+        """Hand all prompts to the engine, or none; whoever calls cancels those that were."""
         try:
             for number, (ids, params) in enumerate(self.prompts):
                 self.streams.append(self.engine.submit(ids, params, id=f"{id}-{number}", **options))
         except QueueFull as full:
-            self.cancel()
             raise ApiError(
                 429,
                 f"too many requests wait already: {full}",
                 code="queue_full",
                 headers={"Retry-After": str(self.retry)},
             ) from full
-        except EngineClosed as closed:
-            raise ending() from closed
-        except BaseException:
-            self.cancel()
-            raise
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """What comes of all prompts, in the order it comes; an answer that fails ends the request."""
@@ -129,12 +123,6 @@ class Running:
     def usage(self) -> Usage:
         each = [stream.usage for stream in self.streams]
         return Usage(sum(u.prompt for u in each), sum(u.cached for u in each), sum(u.completion for u in each))
-
-
-def ending() -> ApiError:
-    return ApiError(
-        503, "the server is ending; try another, or again later", code="ending", headers={"Retry-After": "5"}
-    )
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:

@@ -82,11 +82,10 @@ class Service:
         options = dict(
             priority=request.priority or 0, adapter=self.adapter(request.model), salt=request.cache_salt or ""
         )
-        running.submit(answers.shared["id"], **options)
-        self.drain.running.add(running)
-
         with ExitStack() as cleanup:
             cleanup.callback(self.ended, http, running)
+            running.submit(answers.shared["id"], **options)
+            self.drain.running.add(running)
             if request.stream:
                 events = await unless_client_leaves(http, started(running, answers.events(running)))
                 return EventStream(running, events, cleanup.pop_all().close)

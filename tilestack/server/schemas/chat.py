@@ -67,7 +67,7 @@ class Function(Body):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object.")
-    strict: Literal[False] | None = None
+    strict: bool | None = Field(None, description="true: only with a tool_choice that makes the model call.")
 
 
 class Tool(Body):
@@ -125,6 +125,10 @@ class ChatRequest(Sampled):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; give one")
         names = [tool.function.name for tool in self.tools or ()]
+        if self.tool_choice in (None, "auto") and any(tool.function.strict for tool in self.tools or ()):
+            raise ValueError(
+                "a strict function needs tool_choice: required, or its name; auto cannot promise its schema"
+            )
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
             raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
         if self.tool_choice == "required" and not names:
