@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilestack
-from tilestack.cli import align, bench, chat, demo, evaluate, generate, lab, train
+from tilestack.cli import align, bench, chat, demo, evaluate, generate, lab, load, serve, train
 
 app = typer.Typer(
     name="tilestack",
@@ -23,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for part in (lab, bench, train, align, evaluate, generate, chat, demo):
+for part in (lab, bench, train, align, evaluate, generate, chat, serve, load, demo):
     part.add_to(app)
 
 

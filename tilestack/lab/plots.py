@@ -7,7 +7,7 @@ from typing import Any
 
 from tilestack.contract import operators
 from tilestack.lab.measured import Contest, Result, mean_ratio, microseconds, percent, times
-from tilestack.lab.page import MARKS, SERIES, Section, colour, empty, plot
+from tilestack.lab.page import MARKS, SERIES, Section, colour, digits, empty, plot
 
 BENCH = "tilestack bench --save"
 KERNELS = "tilestack.kernels."
@@ -26,11 +26,6 @@ class Units:
         """A row's rate in the unit of its roof: arithmetic where that is the limit, else bandwidth."""
         number, unit = (row["tflops"], self.arithmetic) if contest.compute_bound(row) else (row.get("tb_per_s"), self.bandwidth)  # fmt: skip
         return "–" if number is None else f"{digits(self.factor * number)} {unit}"
-
-
-def digits(value: float) -> str:
-    """Three digits, without an exponent."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def units_of(run: Result) -> Units:

@@ -1,0 +1,127 @@
+"""An engine without a model: it says what a test tells it to, a token at a time, through the same interface as the real one."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from tilestack.data import Tokenizer
+from tilestack.engine import Delta, EngineClosed, QueueFull, RequestError, TokenLogprob, Usage
+from tilestack.engine.engine import EngineStats
+
+
+def count_up(prompt: str) -> str:
+    return " ".join(map(str, range(1000)))
+
+
+@dataclass
+class FakeEngine:
+    """Answers each prompt with `says(prompt)`, cut at max_tokens; waits `pace` seconds before each token."""
+
+    tokenizer: Tokenizer
+    says: Callable[[str], str] = count_up
+    pace: float = 0.0
+    model_name: str = "fake"
+    context: int = 2048
+    adapters: tuple[str, ...] = ("pirate",)
+    queue: int = 64  # requests that may run; there is no other queue
+    vector: tuple[float, ...] = (0.6, 0.8)
+    submitted: list = field(default_factory=list)
+    totals: EngineStats = field(default_factory=lambda: EngineStats(waiting=0, running=0, pages=8, pages_used=2))
+    closed: bool = False
+
+    def __post_init__(self):
+        self.live = set()
+        self.engine = SimpleNamespace(structures=SimpleNamespace(matcher=lambda structure: None))
+
+    def start(self):
+        return self
+
+    async def close(self, drain=0.0):
+        self.closed = True
+        for stream in list(self.live):
+            stream.cancel()
+
+    def submit(self, prompt, params, *, id, priority=0, adapter=None, salt=""):
+        if self.closed:
+            raise EngineClosed("closed")
+        if len(self.live) >= self.queue:
+            raise QueueFull(f"{len(self.live)} wait")
+        if adapter is not None and adapter not in self.adapters:
+            raise RequestError(f"no adapter {adapter}")
+        self.submitted.append((prompt, params, dict(id=id, priority=priority, adapter=adapter, salt=salt)))
+        return FakeStream(self, prompt, params)
+
+    async def embed(self, ids, pooling="mean"):
+        return list(self.vector if pooling == "mean" else self.vector[::-1])
+
+    def stats(self):
+        self.totals.running = len(self.live)
+        return self.totals
+
+
+class FakeStream:
+    def __init__(self, engine, prompt, params):
+        self.engine, self.prompt, self.params = engine, prompt, params
+        self.made, self.cancelled = 0, False
+        self.prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None, *(TokenLogprob(token, -0.5, ((token, -0.5),)) for token in prompt[1:])]
+        self.deltas: asyncio.Queue = asyncio.Queue()
+        engine.live.add(self)
+        self.task = asyncio.ensure_future(self.work())
+        self.task.add_done_callback(self.end)
+
+    def end(self, task):
+        self.engine.live.discard(self)
+        if task.cancelled():
+            self.deltas.put_nowait(Delta(0, finish="cancelled"))
+        self.deltas.put_nowait(None)
+
+    async def work(self):
+        text = self.engine.tokenizer.decode(self.prompt)
+        if "explode" in text:
+            self.deltas.put_nowait(Delta(0, finish="error", error="RuntimeError: the model broke"))
+            return
+        ids = self.engine.tokenizer.encode(self.engine.says(text), bare=True)
+        most = self.params.max_tokens or self.engine.context - len(self.prompt)
+        for place, token in enumerate(ids[:most]):
+            await asyncio.sleep(self.engine.pace)
+            for choice in range(self.params.n):
+                self.put(choice, token)
+            if place == 0 and "break later" in text:
+                self.deltas.put_nowait(Delta(0, finish="error", error="RuntimeError: the model broke"))
+                return
+        finish = "length" if len(ids) > most else "stop"
+        for choice in range(self.params.n):
+            self.deltas.put_nowait(Delta(choice, finish=finish))
+
+    def put(self, choice, token):
+        self.made += 1
+        self.engine.totals.completion_tokens += 1
+        told = ()
+        if self.params.logprobs is not None:
+            told = (TokenLogprob(token, -0.25, ((token, -0.25), (0, float("-inf")))[: self.params.logprobs]),)
+        self.deltas.put_nowait(Delta(choice, (token,), self.engine.tokenizer.decode([token]), told))
+
+    async def __aiter__(self):
+        while (delta := await self.deltas.get()) is not None:
+            yield delta
+
+    def cancel(self):
+        if not self.cancelled and not self.task.done():
+            self.cancelled = True
+            self.task.cancel()
+
+    @property
+    def usage(self):
+        return Usage(len(self.prompt), min(1, len(self.prompt)), self.made)
+
+
+def empty_within(fake, seconds):
+    """Whether the engine holds no request, now or soon."""
+    ends = time.monotonic() + seconds
+    while fake.live and time.monotonic() < ends:
+        time.sleep(0.01)
+    return not fake.live

@@ -1,0 +1,128 @@
+"""The chat page in real headless Chromium: type, stream, stop, reload, and what a hostile model may not do."""
+
+import pytest
+from browser import Browser, chromium
+from fake_engine import empty_within
+
+pytestmark = pytest.mark.skipif(
+    chromium() is None, reason="there is no Chromium here: apt-get install chromium, or put google-chrome on the PATH"
+)
+LAST = "[...document.querySelectorAll('article.assistant')].at(-1)"
+DONE = f"{LAST}?.querySelector('.figures')?.textContent"
+
+
+@pytest.fixture
+def browse(tmp_path):
+    opened = []
+
+    def start(url, **about):
+        opened.append(Browser(tmp_path / str(len(opened)), **about))
+        opened[-1].open(url)
+        return opened[-1]
+
+    yield start
+    for browser in opened:
+        browser.close()
+
+
+def say(browser, text):
+    browser.run("document.getElementById('prompt').focus()")
+    browser.type(text)
+    browser.press("Enter")
+
+
+def text_of(browser, what=LAST):
+    return browser.run(f"{what}.querySelector('.text').innerText")
+
+
+def test_a_conversation(browse, serve, fake):
+    fake.adapters = ()
+    page = browse(serve(fake))
+    assert page.wait("document.getElementById('model').value === 'fake' && document.title") == "fake · tilestack"
+
+    page.type("first line")
+    page.press("Enter", shift=True)
+    page.type("second line")
+    fake.says = lambda prompt: "A **bold** answer to it."
+    page.press("Enter")
+    figures = page.wait(DONE)
+    assert "tokens" in figures
+    assert "tokens/s" in page.run("document.getElementById('speed').textContent")
+    assert text_of(page) == "A bold answer to it."
+    assert page.run(f"{LAST}.querySelector('strong').textContent") == "bold"
+    assert text_of(page, "document.querySelector('article.user')") == "first line\nsecond line"
+
+    fake.says, fake.pace = (lambda prompt: "word " * 500), 0.02
+    say(page, "go on and on")
+    page.wait(f"{LAST}.querySelector('.text').innerText.startsWith('word word')")
+    assert page.run("document.getElementById('send').textContent") == "Stop"
+    page.press("Escape")
+    assert page.wait(f"document.querySelectorAll('article').length === 4 && {DONE}").startswith("stopped")
+    page.wait("document.getElementById('send').textContent === 'Send'")
+    stopped = text_of(page)
+    assert empty_within(fake, 1)
+    assert len(stopped) < 1000
+
+    page.reload()
+    page.wait("document.querySelectorAll('article').length === 4")
+    assert text_of(page) == stopped
+    fake.says, fake.pace = (lambda prompt: "Yes."), 0.0
+    say(page, "do you remember?")
+    page.wait(f"document.querySelectorAll('article').length === 6 && {DONE}")
+    remembered = fake.tokenizer.decode(fake.submitted[-1][0])
+    assert "first line\nsecond line" in remembered
+    assert "A **bold** answer to it." in remembered
+
+    page.run("document.getElementById('new').click()")
+    page.reload()
+    assert page.run("document.querySelectorAll('article').length") == 0
+    assert not page.complaints
+
+
+def test_the_stop_button_and_parameters(browse, serve, fake):
+    page = browse(serve(fake), width=400, height=800)
+    page.run("document.getElementById('settings').click()")
+    for name, value in (("system", "Be kind."), ("temperature", "0"), ("max_tokens", "300"), ("seed", "5")):
+        page.run(f"document.getElementById('{name}').value = '{value}'; document.getElementById('{name}').oninput()")
+    page.press("Escape")
+    fake.pace = 0.02
+    say(page, "hello")
+    page.wait(f"{LAST}?.querySelector('.text').innerText.length > 4")
+    page.run("document.getElementById('send').click()")
+    assert page.wait(DONE).startswith("stopped")
+    prompt, params, _ = fake.submitted[0]
+    assert "system\nBe kind." in fake.tokenizer.decode(prompt)
+    assert (params.temperature, params.max_tokens, params.seed) == (0, 300, 5)
+    page.reload()
+    assert page.run("document.getElementById('system').value") == "Be kind."
+    assert page.run("document.documentElement.scrollWidth") <= 400
+
+
+def test_what_a_model_writes_is_text(browse, serve, fake):
+    hostile = "<img src=x onerror='window.hurt=1'> <script>window.hurt=1</script> [x](javascript:window.hurt=1)"
+    fake.says = lambda prompt: hostile + "\n```\n</code><b>x</b>\n```\n- **<i>y</i>**"
+    page = browse(serve(fake))
+    say(page, "<b>me too</b>")
+    page.wait(DONE)
+    assert hostile in text_of(page)
+    assert page.run("document.querySelectorAll('#log img, #log script, #log b:not(#greeting b), #log i').length") == 0
+    assert page.run("[...document.querySelectorAll('#log a')].length") == 0
+    assert page.run("window.hurt") is None
+
+
+def test_a_key_is_asked_for_and_errors_are_shown(browse, serve, fake):
+    page = browse(serve(fake, api_key="secret"))
+    page.wait("document.getElementById('panel').open")
+    page.run("document.getElementById('key').value = 'secret'")
+    page.run("document.querySelector('#panel button').click()")
+    page.wait("document.getElementById('model').value === 'fake'")
+    say(page, "explode")
+    page.wait("document.querySelector('article.error')?.innerText.includes('the model broke')")
+    fake.queue = 0
+    page.run(f"{LAST}.querySelector('.again').click()")
+    page.wait("document.querySelector('article.error')?.innerText.includes('too many requests')")
+    fake.queue, fake.says = 64, lambda prompt: "Fine again."
+    say(page, "one more")
+    page.wait(DONE)
+    assert text_of(page) == "Fine again."
+    assert page.run("document.querySelectorAll('article.error').length") == 0

@@ -1,0 +1,169 @@
+"""How requests end that do not end by themselves: clients that leave, time that is up, queues that are full."""
+
+import asyncio
+import json
+import logging
+import time
+
+import httpx2
+import pytest
+from fake_engine import empty_within
+
+from tilestack.engine import EngineClosed
+from tilestack.extras import MissingExtra
+from tilestack.server.request_log import JsonLines
+from tilestack.server.settings import Limits
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+async def cut_off(url, seconds, count, **body):
+    """So many requests at once, given up after some seconds."""
+    limits = httpx2.Limits(max_connections=count)
+    async with httpx2.AsyncClient(base_url=url, timeout=30, limits=limits) as client:
+        asked = [asyncio.wait_for(client.post("/v1/chat/completions", json=CHAT | body), seconds) for _ in range(count)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def abandon(url, count, seconds, begun):
+    """So many requests, every other one streamed, whose connections are closed some seconds after all have begun."""
+    address = httpx2.URL(url)
+    writers = []
+    for number in range(count):
+        _, writer = await asyncio.open_connection(address.host, address.port)
+        body = json.dumps(CHAT | {"stream": number % 2 == 0, "max_tokens": 1000}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        writer.write(f"{head}\r\n\r\n".encode() + body)
+        writers.append(writer)
+    async with asyncio.timeout(60):
+        while not begun():
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(seconds)
+    for writer in writers:
+        writer.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_takes_its_request_along(serve, fake, stream):
+    fake.pace = 0.05
+    gone = asyncio.run(cut_off(serve(fake), 0.3, 1, stream=stream, max_tokens=1000))
+    assert isinstance(gone[0], TimeoutError)
+    assert fake.submitted
+    assert empty_within(fake, 1)
+
+
+def test_a_stream_that_is_closed_ends_its_request(serve, fake):
+    fake.pace = 0.02
+    url = serve(fake)
+    with httpx2.stream("POST", url + "/v1/chat/completions", json=CHAT | {"stream": True}) as response:
+        events = response.iter_lines()
+        next(events)
+        assert fake.live
+    assert empty_within(fake, 1)
+
+
+def test_two_hundred_requests_cut_off_leave_an_engine_that_answers(serve, fake):
+    fake.pace, fake.queue = 0.05, 1000
+    url = serve(fake)
+    asyncio.run(abandon(url, 200, 0.5, lambda: len(fake.submitted) == 200))
+    began = time.monotonic()
+    assert httpx2.post(url + "/v1/chat/completions", json=CHAT | {"max_tokens": 1}).status_code == 200
+    assert time.monotonic() - began < 1
+    assert empty_within(fake, 1)
+
+
+def test_a_full_queue_answers_429_and_when_to_come_back(serve, fake):
+    fake.pace, fake.queue = 0.05, 2
+    answers = asyncio.run(cut_off(serve(fake), 10, 5, max_tokens=5))
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429]
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json()["error"] | {"message": ""} == {
+        "message": "", "type": "rate_limit_error", "param": None, "code": "queue_full",
+    }  # fmt: skip
+
+
+def test_of_several_prompts_all_are_queued_or_none(serve, fake):
+    fake.pace, fake.queue = 0.05, 2
+    answer = httpx2.post(serve(fake) + "/v1/completions", json={"prompt": ["a", "b", "c"]})
+    assert answer.status_code == 429
+    assert empty_within(fake, 1)
+
+
+def test_time_that_is_up_is_a_504(serve, fake):
+    fake.pace = 0.2
+    url = serve(fake, limits=Limits(request_seconds=0.1))
+    for stream in (False, True):
+        late = httpx2.post(url + "/v1/chat/completions", json=CHAT | {"stream": stream})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+    assert empty_within(fake, 1)
+
+
+def test_time_that_is_up_in_a_stream_is_an_event(serve, fake, caplog):
+    fake.pace = 0.02
+    url = serve(fake, limits=Limits(request_seconds=0.2))
+    with caplog.at_level(logging.INFO, "tilestack.server"):
+        late = httpx2.post(url + "/v1/chat/completions", json=CHAT | {"stream": True})
+    *_, error, done = [line.removeprefix("data: ") for line in late.text.split("\n\n") if line]
+    assert late.status_code == 200
+    assert done == "[DONE]"
+    assert json.loads(error)["error"]["code"] == "timeout"
+    assert empty_within(fake, 1)
+    assert [record.fields["error"] for record in caplog.records if record.getMessage() == "request"] == ["timeout"]
+
+
+def test_a_fault_of_ours_is_a_500_with_an_id_and_a_traceback_in_the_log(serve, fake, caplog):
+    def broken(*_, **__):
+        raise ZeroDivisionError("secret of the inside")
+
+    fake.submit = broken
+    with caplog.at_level(logging.INFO, "tilestack.server"):
+        answer = httpx2.post(serve(fake) + "/v1/chat/completions", json=CHAT, headers={"X-Request-Id": "it"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
+    assert "secret" not in answer.text
+    assert "it" in answer.json()["error"]["message"]
+    assert any(record.exc_info for record in caplog.records)
+
+
+def test_a_request_is_one_line_of_json_in_the_log(serve, fake, caplog):
+    with caplog.at_level(logging.INFO, "tilestack.server"):
+        httpx2.post(
+            serve(fake) + "/v1/chat/completions", json=CHAT | {"max_tokens": 3}, headers={"X-Request-Id": "a\tb"}
+        )
+    (record,) = [record for record in caplog.records if record.getMessage() == "request"]
+    line = json.loads(JsonLines().format(record))
+    assert line["id"].startswith("req-")
+    assert (line["path"], line["status"], line["completion_tokens"]) == ("/v1/chat/completions", 200, 3)
+    assert line["first_token_seconds"] >= 0
+
+
+def test_what_the_engine_cannot_do_here_or_any_more_has_a_status(serve, fake):
+    def missing(structure):
+        raise MissingExtra("structured output needs llguidance: pip install llguidance")
+
+    async def closed(ids, pooling):
+        raise EngineClosed("closed")
+
+    fake.engine.structures.matcher, fake.embed = missing, closed
+    url = serve(fake)
+    absent = httpx2.post(url + "/v1/chat/completions", json=CHAT | {"response_format": {"type": "json_object"}})
+    assert (absent.status_code, absent.json()["error"]["code"]) == (501, "not_installed")
+    ending = httpx2.post(url + "/v1/embeddings", json={"input": "a"})
+    assert (ending.status_code, ending.json()["error"]["code"]) == (503, "ending")
+
+
+def test_metrics(serve, fake):
+    url = serve(fake)
+    httpx2.post(url + "/v1/chat/completions", json=CHAT | {"max_tokens": 3})
+    httpx2.get(url + "/v1/nothing")
+    text = httpx2.get(url + "/metrics").text
+    for line in (
+        "tilestack_kv_use 0.25",
+        "tilestack_requests_running 0.0",
+        "tilestack_completion_tokens_total 3.0",
+        "tilestack_time_to_first_token_seconds_count 1.0",
+        "tilestack_inter_token_seconds_count 2.0",
+        'tilestack_http_requests_total{path="/v1/chat/completions",status="200"} 1.0',
+        'tilestack_http_requests_total{path="other",status="404"} 1.0',
+    ):
+        assert line in text

@@ -1,0 +1,212 @@
+"""The real `openai` client against the server: what a person does who changes nothing but the address."""
+
+import json
+
+import openai
+import pytest
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = 'I will look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+@pytest.fixture
+def ask(serve, fake):
+    with openai.OpenAI(base_url=serve(fake) + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def user(text="hello"):
+    return [{"role": "user", "content": text}]
+
+
+def test_a_chat(ask, fake):
+    answer = ask.chat.completions.create(model="fake", messages=user(), max_tokens=5, temperature=0.5, seed=7)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
+    assert (
+        fake.tokenizer.encode(choice.message.content, bare=True)
+        == fake.tokenizer.encode("0 1 2 3 4 5 6", bare=True)[:5]
+    )
+    ((prompt, params, options),) = fake.submitted
+    assert fake.tokenizer.decode(prompt, special=True) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert (params.temperature, params.seed, params.max_tokens, params.top_p) == (0.5, 7, 5, 1.0)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 5)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
+    assert options["id"].startswith(answer.id)
+
+
+def test_a_chat_streams(ask):
+    stream = ask.chat.completions.create(
+        model="fake", messages=user(), max_tokens=20, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    texts, finishes, usages = {0: "", 1: ""}, {}, []
+    for chunk in stream:
+        usages += [chunk.usage] if chunk.usage else []
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            if choice.finish_reason:
+                finishes[choice.index] = choice.finish_reason
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("0 1 2 3")
+    assert finishes == {0: "length", 1: "length"}
+    assert [usage.completion_tokens for usage in usages] == [40]
+
+
+def test_log_probabilities_of_a_chat(ask):
+    answer = ask.chat.completions.create(
+        model="fake", messages=user(), max_tokens=3, logprobs=True, top_logprobs=2, extra_body={"prompt_logprobs": 1}
+    )
+    told = answer.choices[0].logprobs.content
+    assert [entry.logprob for entry in told] == [-0.25] * 3
+    assert bytes(b for entry in told for b in entry.bytes).decode() == answer.choices[0].message.content
+    assert told[0].top_logprobs[1].logprob == -9999.0
+    assert answer.prompt_logprobs[0] is None
+    assert all(entry["logprob"] == -0.5 for each in answer.prompt_logprobs[1:] for entry in each.values())
+
+
+def test_log_probabilities_stream(ask):
+    stream = ask.chat.completions.create(model="fake", messages=user(), max_tokens=3, logprobs=True, stream=True)
+    told = [
+        entry for chunk in stream for choice in chunk.choices if choice.logprobs for entry in choice.logprobs.content
+    ]
+    assert [entry.logprob for entry in told] == [-0.25] * 3
+
+
+def test_a_function_is_called(ask, fake):
+    fake.says = lambda prompt: "It rains in Oslo." if "tool\nrain" in prompt else CALL
+    answer = ask.chat.completions.create(model="fake", messages=user("Weather in Oslo?"), tools=[TOOL])
+    (choice,) = answer.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I will look.")
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Oslo"})
+    assert '"name": "get_weather"' in fake.tokenizer.decode(fake.submitted[0][0])
+
+    told = [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    after = ask.chat.completions.create(model="fake", messages=user("Weather in Oslo?") + told, tools=[TOOL])
+    assert after.choices[0].message.content == "It rains in Oslo."
+    assert '{"city": "Oslo"}' in fake.tokenizer.decode(fake.submitted[1][0])
+
+
+def test_a_function_is_called_in_a_stream(ask, fake):
+    fake.says = lambda _: CALL
+    text, calls, finish = "", [], None
+    for chunk in ask.chat.completions.create(model="fake", messages=user(), tools=[TOOL], stream=True):
+        (choice,) = chunk.choices
+        text += choice.delta.content or ""
+        calls += choice.delta.tool_calls or []
+        finish = choice.finish_reason or finish
+    assert (text, finish) == ("I will look.", "tool_calls")
+    assert [(call.index, call.function.name) for call in calls] == [(0, "get_weather")]
+    assert json.loads(calls[0].function.arguments) == {"city": "Oslo"}
+
+
+def test_a_function_that_must_be_called_is_asked_for_by_a_schema(ask, fake):
+    fake.says = lambda _: '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
+    chosen = {"type": "function", "function": {"name": "get_weather"}}
+    answer = ask.chat.completions.create(model="fake", messages=user(), tools=[TOOL], tool_choice=chosen)
+    assert answer.choices[0].message.tool_calls[0].function.arguments == '{"city": "Oslo"}'
+    structure = fake.submitted[0][1].structure
+    assert structure.kind == "json_schema"
+    assert json.loads(structure.text)["properties"]["name"] == {"const": "get_weather"}
+
+
+def test_tools_that_may_not_be_called_are_text(ask, fake):
+    fake.says = lambda _: CALL
+    answer = ask.chat.completions.create(model="fake", messages=user(), tools=[TOOL], tool_choice="none")
+    assert answer.choices[0].message.content == CALL
+    assert "get_weather" not in fake.tokenizer.decode(fake.submitted[0][0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json", ""),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array"}}}},
+            "json_schema",
+            '{"type": "array"}',
+        ),
+        ({"extra_body": {"structured_outputs": {"regex": "a+"}}}, "regex", "a+"),
+        ({"extra_body": {"structured_outputs": {"grammar": 'start: "a"'}}}, "grammar", 'start: "a"'),
+        ({"extra_body": {"structured_outputs": {"choice": ["a", "b."]}}}, "regex", "(a)|(b\\.)"),
+    ],
+)
+def test_forms_of_answers(ask, fake, asked, kind, text):
+    ask.chat.completions.create(model="fake", messages=user(), max_tokens=1, **asked)
+    structure = fake.submitted[0][1].structure
+    assert (structure.kind, structure.text) == (kind, text)
+
+
+def test_what_vllm_takes_besides(ask, fake):
+    beside = dict(
+        top_k=5, min_p=0.1, repetition_penalty=1.2, min_tokens=2, ignore_eos=True, stop_token_ids=[3], priority=4
+    )
+    extra = beside | dict(cache_salt="s", include_stop_str_in_output=True)
+    ask.chat.completions.create(model="pirate", messages=user(), max_tokens=3, stop="x", extra_body=extra)
+    ((_, params, options),) = fake.submitted
+    assert (params.top_k, params.min_p, params.repetition_penalty, params.min_tokens) == (5, 0.1, 1.2, 2)
+    assert (params.ignore_eos, params.stop_ids, params.keep_stop, params.stop) == (True, (3,), True, ("x",))
+    assert (options["priority"], options["salt"], options["adapter"]) == (4, "s", "pirate")
+
+
+def test_completions_of_texts_and_ids(ask, fake):
+    one = ask.completions.create(model="fake", prompt="the cat")
+    assert one.usage.completion_tokens == 16
+    ids = fake.tokenizer.encode("the cat")
+    for prompt in (["the cat", "the dog"], [ids, ids]):
+        several = ask.completions.create(model="fake", prompt=prompt, max_tokens=2, n=2)
+        assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+        assert several.usage.completion_tokens == 8
+    assert ask.completions.create(model="fake", prompt=ids, max_tokens=1).usage.prompt_tokens == len(ids)
+
+
+def test_completions_stream(ask):
+    texts = ["", ""]
+    for chunk in ask.completions.create(model="fake", prompt=["a", "b"], max_tokens=9, stream=True, echo=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts[0].startswith("a0 1 2")
+    assert texts[1].startswith("b0 1 2")
+
+
+def test_echo_with_log_probabilities(ask, fake):
+    answer = ask.completions.create(model="fake", prompt="the cat", max_tokens=2, echo=True, logprobs=1)
+    told = answer.choices[0].logprobs
+    prompt = len(fake.tokenizer.encode("the cat"))
+    assert answer.choices[0].text.startswith("the cat0")
+    assert told.token_logprobs == [None] + [-0.5] * (prompt - 1) + [-0.25] * 2
+    assert len(told.tokens) == len(told.text_offset) == len(told.top_logprobs) == prompt + 2
+
+
+def test_embeddings(ask):
+    asked = ask.embeddings.create(model="fake", input=["the cat", "the dog"])  # base64 beneath
+    assert [entry.embedding for entry in asked.data] == [pytest.approx([0.6, 0.8])] * 2
+    last = ask.embeddings.create(model="fake", input="x", encoding_format="float", extra_body={"pooling": "last"})
+    assert last.data[0].embedding == [0.8, 0.6]
+
+
+def test_models(ask):
+    assert [model.id for model in ask.models.list()] == ["fake", "pirate"]
+    assert ask.models.retrieve("pirate").max_model_len == 2048
+    with pytest.raises(openai.NotFoundError, match="no model 'other' here; there is fake, pirate"):
+        ask.models.retrieve("other")
+    with pytest.raises(openai.NotFoundError):
+        ask.chat.completions.create(model="other", messages=user())
+
+
+def test_failures_of_the_model(ask, fake):
+    with pytest.raises(openai.InternalServerError, match="the model broke"):
+        ask.chat.completions.create(model="fake", messages=user("explode"))
+    with pytest.raises(openai.InternalServerError, match="the model broke"):
+        ask.chat.completions.create(model="fake", messages=user("explode"), stream=True)
+    with pytest.raises(openai.APIError, match="the model broke"):
+        list(ask.chat.completions.create(model="fake", messages=user("break later"), stream=True))
+    assert ask.chat.completions.create(model="fake", messages=user(), max_tokens=1).choices
+    assert not fake.live

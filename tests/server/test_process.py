@@ -1,0 +1,94 @@
+"""The server as a process: SIGTERM lets requests end and no more begin; a second one does not wait."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import httpx2
+import pytest
+from server_process import process
+
+from tilestack import cli
+from tilestack.engine import LLM, EngineSettings, SamplingParams
+
+FAKE = str(Path(__file__).with_name("server_process.py"))
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
+
+
+def texts(lines):
+    """What the events of a stream add up to, and the error in them."""
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    said = "".join(choice["delta"].get("content", "") for event in events for choice in event.get("choices", ()))
+    return said, [event["error"]["code"] for event in events if "error" in event]
+
+
+def test_sigterm_drains(folder):
+    """The whole command, with a real model: its text is that of any process, and its end is orderly."""
+    command = ["-m", "tilestack", "serve", "--model", str(folder), "--port", "0", "--device", "cpu", "--drain", "60"]
+    asked = {"prompt": "the cat", "max_tokens": 64, "seed": 7, "temperature": 1.0}
+    with process(*command, TILESTACK_API_KEY="secret") as server:
+        with httpx2.Client(base_url=server.url, headers={"Authorization": "Bearer secret"}, timeout=60) as client:
+            drawn = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+            with client.stream(
+                "POST", "/v1/chat/completions", json=CHAT | {"max_tokens": 600, "ignore_eos": True}
+            ) as stream:
+                lines = stream.iter_lines()
+                first = next(lines)
+                server.signal()
+                server.wait_for("ending")
+                refused = client.post("/v1/completions", json=asked)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "ending")
+                assert refused.headers["retry-after"]
+                assert client.get("/health").status_code == 503
+                *rest, done = [line for line in lines if line]
+        assert server.end() == 0
+    assert done == "data: [DONE]"
+    assert texts([first, *rest])[1] == []
+    assert json.loads(rest[-1][6:])["choices"][0]["finish_reason"] == "length"
+    assert all(json.loads(line) for line in server.lines)
+    assert "secret" not in "".join(server.lines)
+
+    llm = LLM(str(folder), EngineSettings(device="cpu"))
+    (here,) = llm.generate(["the cat"], SamplingParams(max_tokens=64, seed=7))
+    assert here.text == drawn
+
+
+def test_what_does_not_end_in_time_is_ended_with_an_error():
+    with process(FAKE, "0.05", "0.3") as server:
+        with httpx2.stream("POST", server.url + "/v1/chat/completions", json=CHAT, timeout=20) as stream:
+            lines = stream.iter_lines()
+            first = next(lines)
+            server.signal(signal.SIGINT)
+            said, errors = texts([first, *lines])
+        assert server.end() == 0
+    assert said
+    assert errors == ["ending"]
+
+
+def test_a_second_signal_ends_at_once():
+    with process(FAKE, "0.05", "600") as server:
+        with httpx2.stream("POST", server.url + "/v1/chat/completions", json=CHAT, timeout=20) as stream:
+            next(stream.iter_lines())
+            server.signal()
+            server.wait_for("ending")
+            began = time.monotonic()
+            server.signal()
+            assert server.end() == 128 + signal.SIGTERM
+        assert time.monotonic() - began < 5
+
+
+def error_of(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", *arguments])
+    assert ended.value.code == 1
+    return capsys.readouterr().err
+
+
+def test_bad_input_is_one_line(folder, capsys, monkeypatch, fake, serve):
+    taken = httpx2.URL(serve(fake)).port
+    assert "cannot listen on 127.0.0.1" in error_of(["--model", str(folder), "--port", str(taken)], capsys)
+    assert "NAME=FOLDER" in error_of(["--model", str(folder), "--port", "0", "--adapter", "x"], capsys)
+    assert "nowhere" in error_of(["--model", "nowhere", "--port", "0"], capsys)
+    monkeypatch.setenv("TILESTACK_API_KEY", " ")
+    assert "API key is empty" in error_of(["--model", str(folder)], capsys)

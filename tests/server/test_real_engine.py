@@ -1,0 +1,160 @@
+"""The server around the real engine: a tiny random model, many clients, and what goes wrong on the way."""
+
+import asyncio
+import gc
+import random
+import resource
+import threading
+import time
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+from conftest import served
+from test_endings import abandon
+
+from tilestack.engine import AsyncEngine, EngineSettings
+
+SMALL = EngineSettings(device="cpu", max_sequences=16, kv_memory=1 << 20, step_tokens=256)
+CHAT = {"messages": [{"role": "user", "content": "the cat sat"}]}
+
+
+@pytest.fixture
+def engine(folder):
+    return AsyncEngine.load(folder, SMALL)
+
+
+@pytest.fixture
+def url(engine):
+    with served(engine) as address:
+        yield address
+
+
+def idle_within(engine, seconds):
+    ends = time.monotonic() + seconds
+    while (stats := engine.stats()).waiting + stats.running and time.monotonic() < ends:
+        time.sleep(0.01)
+    return stats.waiting + stats.running + stats.pages_used == 0
+
+
+def test_the_same_seed_gives_the_same_text_streamed_or_not_alone_or_among_others(url):
+    asked = dict(model="tiny", messages=CHAT["messages"], seed=11, max_tokens=24)
+    with openai.OpenAI(base_url=url + "/v1", api_key="none") as client:
+        alone = client.chat.completions.create(**asked)
+        streamed = client.chat.completions.create(**asked, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == alone.choices[0].message.content
+        again = client.chat.completions.create(**asked, n=3)
+    assert again.choices[0].message.content == alone.choices[0].message.content
+    assert alone.usage.completion_tokens <= 24
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_two_hundred_requests_cut_off_leave_an_empty_engine(url, engine):
+    begun = lambda: engine.stats().requests == 200
+    asyncio.run(abandon(url, 200, 0.5, begun))
+    began = time.monotonic()
+    assert httpx2.post(url + "/v1/chat/completions", json=CHAT | {"max_tokens": 1}, timeout=30).status_code == 200
+    assert time.monotonic() - began < 1
+    assert idle_within(engine, 2)
+
+
+def test_an_exception_in_the_model_fails_those_requests_and_the_server_lives(url, engine, monkeypatch):
+    asked = CHAT | {"max_tokens": 4}
+
+    def broken(*_):
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as broken_for_now:
+        broken_for_now.setattr(engine.engine.runner, "launch", broken)
+        for stream in (False, True):
+            failed = httpx2.post(url + "/v1/chat/completions", json=asked | {"stream": stream})
+            assert (failed.status_code, failed.json()["error"]["code"]) == (500, "model_error")
+    assert httpx2.post(url + "/v1/chat/completions", json=asked).status_code == 200
+    assert httpx2.get(url + "/health").status_code == 200
+    assert idle_within(engine, 2)
+
+
+def test_a_full_queue_answers_429(folder):
+    engine = AsyncEngine.load(folder, EngineSettings(device="cpu", max_sequences=1, queue=1))
+
+    async def ask_at_once(address):
+        async with httpx2.AsyncClient(base_url=address, timeout=60) as client:
+            body = CHAT | {"max_tokens": 100, "ignore_eos": True}
+            return await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for _ in range(8)))
+
+    with served(engine) as address:
+        statuses = [answer.status_code for answer in asyncio.run(ask_at_once(address))]
+    assert set(statuses) == {200, 429}
+
+
+def test_structures_that_cannot_be_read_are_refused_and_others_are_kept_to(url):
+    for form in ({"regex": "("}, {"json": "{"}, {"grammar": "start: nothing"}, {"json": {"type": "nonsense"}}):
+        refused = httpx2.post(url + "/v1/chat/completions", json=CHAT | {"structured_outputs": form})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+    kept = httpx2.post(
+        url + "/v1/chat/completions", json=CHAT | {"structured_outputs": {"choice": ["the cat", "the dog"]}}
+    )
+    assert kept.json()["choices"][0]["message"]["content"] in ("the cat", "the dog")
+
+
+def test_tokens_that_the_model_does_not_know_are_refused(url):
+    refused = httpx2.post(url + "/v1/completions", json={"prompt": [5, 10**6]})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_log_probabilities_and_embeddings_of_a_real_model(url):
+    asked = {"prompt": "the cat sat", "max_tokens": 3, "echo": True, "logprobs": 2, "ignore_eos": True}
+    told = httpx2.post(url + "/v1/completions", json=asked).json()["choices"][0]["logprobs"]
+    assert told["token_logprobs"][0] is None
+    assert all(logprob <= 0 for logprob in told["token_logprobs"][1:])
+    assert len(told["tokens"]) == len(told["token_logprobs"])
+    vector = httpx2.post(url + "/v1/embeddings", json={"input": "the cat"}).json()["data"][0]["embedding"]
+    assert sum(x * x for x in vector) == pytest.approx(1, abs=1e-4)
+
+
+def memory() -> int:
+    """Bytes that this process holds now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+async def soak(url, count, seed):
+    """Requests of every kind, some of them wrong, some cut off, 32 at a time."""
+    dice, turns, statuses = random.Random(seed), asyncio.Semaphore(32), []
+
+    async def one(client):
+        kind, size = dice.random(), dice.randrange(1, 6)
+        path, body = "/v1/completions", {"prompt": "the cat " * dice.randrange(1, 9), "max_tokens": size}
+        if kind < 0.3:
+            path, body = "/v1/chat/completions", CHAT | {"max_tokens": size, "stream": kind < 0.15}
+        elif kind < 0.4:
+            body |= {"temperature": "hot"}
+        elif kind < 0.5:
+            body |= {"n": 2, "logprobs": 2}
+        elif kind < 0.6:
+            path, body = "/v1/embeddings", {"input": "the dog"}
+        async with turns:
+            try:
+                wait = 0.005 if kind > 0.95 else 30
+                statuses.append((await client.post(path, json=body, timeout=wait)).status_code)
+            except httpx2.TimeoutException:
+                statuses.append(0)
+
+    async with httpx2.AsyncClient(base_url=url, limits=httpx2.Limits(max_connections=32)) as client:
+        await asyncio.gather(*(one(client) for _ in range(count)))
+    return statuses
+
+
+def test_five_thousand_mixed_requests_leave_memory_flat(url, engine):
+    held, statuses = [], []
+    for part in range(5):
+        statuses += asyncio.run(soak(url, 1000, part))
+        assert idle_within(engine, 5)
+        gc.collect()
+        held.append(memory())
+    assert set(statuses) <= {0, 200, 400}
+    assert statuses.count(200) > 3500
+    assert statuses.count(400) > 300
+    assert held[-1] - held[1] < 24 << 20, [each >> 20 for each in held]
+    assert threading.active_count() < 40

@@ -1,0 +1,191 @@
+"""What is refused, and how: in OpenAI's shape, with the field and the limit named, and never with a 5xx."""
+
+import json
+import socket
+from contextlib import suppress
+
+import httpx2
+import pytest
+from conftest import served
+from fake_engine import FakeEngine
+
+from tilestack.server.settings import Limits, ServerSettings
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+TEXT = {"prompt": "hello", "max_tokens": 2}
+LIMITS = Limits(
+    body_bytes=20000, output_tokens=100, prompt_tokens=300, stops=4, stop_characters=20, choices=4, prompts=4
+)
+
+
+@pytest.fixture(scope="module")
+def here(tokenizer):
+    with (
+        served(FakeEngine(tokenizer), ServerSettings(port=0, limits=LIMITS)) as url,
+        httpx2.Client(base_url=url, timeout=10) as client,
+    ):
+        yield client
+
+
+def refused(response, status=400):
+    assert response.status_code == status, response.text
+    assert response.headers["x-request-id"]
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        ({"functions": []}, "functions", "functions is not supported"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0", "'wizard'"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, None, ""),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0", "content or tool_calls"),
+        ({"temperature": "hot"}, "temperature", 'not "hot"'),
+        ({"temperature": -1}, None, "temperature must lie between 0 and 100"),
+        ({"temperature": True}, "temperature", ""),
+        ({"top_p": 3}, None, "top_p"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 5}, "n", "at most 4"),
+        ({"max_tokens": 101}, "max_tokens", "at most 100"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, None, "differ"),
+        ({"min_tokens": 3}, None, "min_tokens is 3"),
+        ({"stop": ["a"] * 5}, "stop", "5 stop texts"),
+        ({"stop": "a" * 21}, "stop", "21 characters"),
+        ({"stop": [""]}, None, "empty"),
+        ({"stop": {"a": 1}}, None, ""),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x", ""),
+        ({"logit_bias": {"1": 5000}}, None, "logit_bias of token 1"),
+        ({"top_logprobs": 2}, None, "logprobs: true"),
+        ({"logprobs": True, "top_logprobs": 50}, "top_logprobs", "at most 20"),
+        ({"stream_options": {"include_usage": True}}, None, "stream: true"),
+        ({"stream": True, "prompt_logprobs": 1}, None, "cannot be streamed"),
+        ({"tool_choice": "required"}, None, "no tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, None, "auto cannot promise"),
+        ({"response_format": {"type": "xml"}}, "response_format", "'xml'"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "holds 2"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
+        ({"seed": 2**70}, None, "seed"),
+    ],
+)
+def test_a_chat_is_refused(here, change, param, said):
+    error = refused(here.post("/v1/chat/completions", json=CHAT | change))
+    assert error["param"] == param or param is None
+    assert said in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"prompt": []}, "at least 1"),
+        ({"prompt": [[]]}, "at least 1"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [-1]}, "greater than or equal to 0"),
+        ({"prompt": ["a"] * 5}, "5 prompts in a request; this server gives at most 4"),
+        ({"prompt": "a " * 400}, "at most 300 are accepted"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2, "stream": True}, "cannot be streamed"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"logprobs": 21}, "at most 20"),
+    ],
+)
+def test_a_completion_is_refused(here, change, said):
+    assert said in refused(here.post("/v1/completions", json=TEXT | change))["message"]
+
+
+def test_unknown_tokens_have_no_embedding(here):
+    assert "token 1000000 is unknown" in refused(here.post("/v1/embeddings", json={"input": [5, 10**6]}))["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"null", b'"hello"', b"\xff\xfe", b'{"messages": ' + b"[" * 9000, b"{" * 9000, b"1" * 9000,
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b'{"temperature": NaN, "messages": [{"role": "user", "content": "x"}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
+        b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": "\\udc00"}}}]}',
+    ],
+)  # fmt: skip
+def test_malformed_bodies(here, body):
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
+        refused(here.post(path, content=body, headers={"Content-Type": "application/json"}))
+
+
+def test_other_content_types_are_not_read(here):
+    """A form of another site can send text/plain without being asked; JSON it cannot."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+        refused(here.post("/v1/chat/completions", content=json.dumps(CHAT), headers={"Content-Type": kind}))
+
+
+def test_large_bodies_are_ended_while_they_arrive(here):
+    big = json.dumps(CHAT | {"user": "x" * 30000}).encode()
+    assert refused(here.post("/v1/chat/completions", content=big), 413)["code"] == "body_too_large"
+
+    sent = 0
+
+    def forever():
+        nonlocal sent
+        while sent < 100 << 20:
+            sent += 1000
+            yield b" " * 1000
+
+    with suppress(httpx2.TransportError):  # where the server had closed the connection before all was sent
+        refused(here.post("/v1/completions", content=forever(), headers={"Content-Type": "application/json"}), 413)
+    assert sent < 50 << 20
+    assert here.post("/v1/completions", json=TEXT).status_code == 200
+
+
+def test_slow_bodies_are_ended(serve, fake):
+    url = httpx2.URL(serve(fake, limits=Limits(upload_seconds=0.2)))
+    with socket.create_connection((url.host, url.port), timeout=5) as slow:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        slow.sendall(head)
+        assert b"408" in slow.recv(4096).split(b"\r\n")[0]
+
+
+def test_unknown_paths_and_methods(here):
+    assert "/v1/other" in refused(here.get("/v1/other"), 404)["message"]
+    assert "GET" in refused(here.get("/v1/completions"), 405)["message"]
+    refused(here.post("/health"), 405)
+    refused(here.get("/v1/models/nobody"), 404)
+
+
+def test_a_hostile_template_ends_and_others_are_served(serve, tokenizer, monkeypatch):
+    from tilestack.data import chat_process
+
+    monkeypatch.setattr(chat_process, "SECONDS", 0.5)
+    hostile = {
+        "memory": "{{ '%1000000000d' % 1 }}",
+        "time": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "python": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "refuses": "{{ raise_exception('roles must alternate') }}",
+        "malformed": "{% for %}",
+    }
+    before = tokenizer.template
+    url = serve(FakeEngine(tokenizer))
+    try:
+        for template in hostile.values():
+            tokenizer.template = template
+            refused(httpx2.post(url + "/v1/chat/completions", json=CHAT, timeout=10))
+            assert httpx2.post(url + "/v1/completions", json=TEXT).status_code == 200
+    finally:
+        tokenizer.template = before
+    assert httpx2.post(url + "/v1/chat/completions", json=CHAT).status_code == 200
+
+
+def test_tools_are_refused_where_the_template_takes_none(serve, tokenizer):
+    before, tool = tokenizer.template, {"type": "function", "function": {"name": "f"}}
+    tokenizer.template = "{{ messages[0].content }}"
+    try:
+        error = refused(
+            httpx2.post(serve(FakeEngine(tokenizer)) + "/v1/chat/completions", json=CHAT | {"tools": [tool]})
+        )
+    finally:
+        tokenizer.template = before
+    assert error["param"] == "tools"

@@ -1,0 +1,69 @@
+"""Calls found in text: whole or in pieces of any size, with text around them, malformed, or cut off."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+
+from tilestack.server.tools import CallReader, WholeCall, undecided
+
+WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+TIME = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+
+
+def read(text, cuts=(), most=None):
+    """The text and the calls that are found, when it comes in pieces."""
+    reader = CallReader(most)
+    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    found = [reader.feed(text[a:b]) for a, b in itertools.pairwise(edges)] + [reader.end()]
+    return "".join(each.text for each in found), [
+        (call.name, json.loads(call.arguments)) for each in found for call in each.calls
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "left", "names"),
+    [
+        ("just text  ", "just text  ", []),
+        (WEATHER, "", ["weather"]),
+        (f"Let me see.\n{WEATHER}\n{TIME}\n", "Let me see.", ["weather", "time"]),
+        (WEATHER.removesuffix("</tool_call>"), "", ["weather"]),
+        ("a < b and <tool", "a < b and <tool", []),
+        ("<tool_call>not json</tool_call> after", "<tool_call>not json</tool_call> after", []),
+        ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
+        ("<tool_call>" + "[" * 5000, "<tool_call>" + "[" * 5000, []),
+        ('<tool_call>{"name": "cut', '<tool_call>{"name": "cut', []),
+    ],
+)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is not a slow strategy
+@given(cuts=some.lists(some.integers(0, 10**6), max_size=12))
+def test_calls_are_found_however_the_text_is_cut(text, left, names, cuts):
+    said, calls = read(text, cuts)
+    assert (said, [name for name, _ in calls]) == (left, names)
+
+
+def test_at_most_so_many_calls():
+    assert [name for name, _ in read(WEATHER + TIME, most=1)[1]] == ["weather"]
+
+
+def test_arguments_may_be_a_text_already():
+    assert read('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>')[1] == [("f", {"a": 1})]
+
+
+def test_text_is_not_held_back_longer_than_needed():
+    reader = CallReader()
+    assert reader.feed("so <").text == "so"
+    assert reader.feed("b> it").text == " <b> it"
+    assert undecided("x <tool_ca") == len(" <tool_ca")
+
+
+def test_an_answer_that_is_a_call():
+    reader = WholeCall()
+    assert not reader.feed('{"name": "f", ').text
+    reader.feed('"arguments": {}}')
+    assert [call.name for call in reader.end().calls] == ["f"]
+    cut = WholeCall()
+    cut.feed('{"name')
+    assert cut.end().text == '{"name'

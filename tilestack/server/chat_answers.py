@@ -1,0 +1,104 @@
+"""The answer to a chat, whole or in events: text, calls of functions, log-probabilities, and why it ended."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilestack.engine.outputs import Completion, Delta, TokenLogprob
+from tilestack.server.events import DONE, Chunks
+from tilestack.server.running import Running, usage_body
+from tilestack.server.sampling import must_call
+from tilestack.server.schemas import ChatRequest
+from tilestack.server.token_text import TokenTexts
+from tilestack.server.tools import Call, CallReader, WholeCall
+
+
+@dataclass(frozen=True)
+class ChatAnswers:
+    """Shapes what the engine gives for one chat; `shared` is its id, time and model."""
+
+    request: ChatRequest
+    texts: TokenTexts
+    shared: dict[str, Any]
+
+    def reader(self) -> CallReader | WholeCall | None:
+        """What finds calls in an answer, where there may be any."""
+        if not self.request.tools or self.request.tool_choice == "none":
+            return None
+        if must_call(self.request):
+            return WholeCall()
+        return CallReader(most=1 if self.request.parallel_tool_calls is False else None)
+
+    def whole(self, completions: Sequence[Completion], running: Running) -> dict[str, Any]:
+        body = {
+            **self.shared,
+            "object": "chat.completion",
+            "choices": [self.choice(number, completion) for number, completion in enumerate(completions)],
+            "usage": usage_body(running.usage),
+        }
+        if self.request.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self.texts.prompt(running.streams[0].prompt_logprobs)
+        return body
+
+    def choice(self, number: int, completion: Completion) -> dict[str, Any]:
+        text, calls, reader = completion.text, [], self.reader()
+        if reader:
+            first, last = reader.feed(text), reader.end()
+            text, calls = first.text + last.text, first.calls + last.calls
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        if calls:
+            message["tool_calls"] = [call.body() for call in calls]
+        return {
+            "index": number,
+            "message": message,
+            "logprobs": self.logprobs(completion.logprobs),
+            "finish_reason": "tool_calls" if calls and completion.finish == "stop" else completion.finish,
+            "stop_reason": completion.stopped_by,
+        }
+
+    def logprobs(self, told: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return {"content": [self.texts.chat(each) for each in told], "refusal": None} if self.request.logprobs else None
+
+    async def events(self, running: Running) -> AsyncIterator[bytes]:
+        chunks = Chunks({**self.shared, "object": "chat.completion.chunk"}, self.request.wants_usage)
+        choices: dict[int, ChatChoice] = {}
+        async for delta in running.deltas():
+            if (choice := choices.get(delta.choice)) is None:
+                choice = choices[delta.choice] = ChatChoice(delta.choice, self.reader())
+                yield chunks.choice(choice.body({"role": "assistant", "content": ""}))
+            told = self.logprobs(delta.logprobs) if delta.logprobs else None
+            for body in choice.bodies(delta, told):
+                yield chunks.choice(body)
+        if self.request.wants_usage:
+            yield chunks.usage(running.usage)
+        yield DONE
+
+
+class ChatChoice:
+    """One answer in events."""
+
+    def __init__(self, number: int, reader: CallReader | WholeCall | None):
+        self.number, self.reader, self.calls = number, reader, 0
+
+    def bodies(self, delta: Delta, told: dict[str, Any] | None) -> list[dict[str, Any]]:
+        """What a piece of the answer adds."""
+        text, calls = delta.text, []
+        if self.reader:
+            found = self.reader.feed(delta.text)
+            text, calls = found.text, found.calls
+            if delta.finish:
+                last = self.reader.end()
+                text, calls = text + last.text, calls + last.calls
+        made = [self.body({"content": text}, told)] if text or told else []
+        made += [self.body({"tool_calls": [self.called(call)]}) for call in calls]
+        if delta.finish:
+            finish = "tool_calls" if self.calls and delta.finish == "stop" else delta.finish
+            made.append(self.body({}) | {"finish_reason": finish, "stop_reason": delta.stopped_by})
+        return made
+
+    def body(self, delta: dict[str, Any], told: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {"index": self.number, "delta": delta, "logprobs": told, "finish_reason": None}
+
+    def called(self, call: Call) -> dict[str, Any]:
+        self.calls += 1
+        return {"index": self.calls - 1, **call.body()}

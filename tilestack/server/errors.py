@@ -1,0 +1,129 @@
+"""Every error in OpenAI's shape, whoever found it: the routes, FastAPI, or Starlette."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from tilestack.data.errors import DataError
+from tilestack.engine import EngineClosed, RequestError
+from tilestack.extras import MissingExtra
+
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(HTTPException):
+    """A request that is answered with an error; `param` is the field at fault and `code` a word for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(status, message, dict(headers or {}))
+        self.param, self.code = param, code
+
+    def body(self) -> dict[str, Any]:
+        return error_body(self.status_code, str(self.detail), self.param, self.code)
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status_code, self.headers)
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def refuse(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The error of a request that is wrong in itself."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def ending() -> ApiError:
+    return ApiError(
+        503, "the server is ending; try another, or again later", code="ending", headers={"Retry-After": "5"}
+    )
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Answer whatever is raised in one shape."""
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, problem: HTTPException) -> JSONResponse:
+        if isinstance(problem, ApiError):
+            return problem.response()
+        message = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+        body = error_body(problem.status_code, message.get(problem.status_code, str(problem.detail)))
+        return JSONResponse(body, problem.status_code, problem.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, problem: RequestValidationError) -> JSONResponse:
+        return explain_malformed(problem.errors(), problem.body).response()
+
+    @app.exception_handler(RequestError)
+    @app.exception_handler(DataError)
+    async def unservable(request: Request, problem: ValueError) -> JSONResponse:
+        return refuse(str(problem)).response()
+
+    @app.exception_handler(EngineClosed)
+    async def closed(request: Request, problem: EngineClosed) -> JSONResponse:
+        return ending().response()
+
+    @app.exception_handler(MissingExtra)
+    async def not_installed(request: Request, problem: MissingExtra) -> JSONResponse:
+        return ApiError(501, str(problem), code="not_installed").response()
+
+
+def explain_malformed(found: Sequence[Any], body: Any) -> ApiError:
+    """What is wrong with a body, from what pydantic found: the field first, then what was given and what is accepted."""
+    # Of a field that may be several things, each of them complains. That it is something else says least.
+    telling = lambda error: (error["type"] == "extra_forbidden", not error["type"].endswith("_type"), len(error["loc"]))
+    first = max(found, key=telling)
+    if first["type"] == "json_invalid":
+        return refuse(f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+    param = field_path(first["loc"][1:], body, first["type"] == "missing")
+    if first["type"] == "extra_forbidden":
+        return refuse(f"{param} is not supported", param, "unsupported_parameter")
+    if first["type"] == "missing":
+        return refuse(f"{param or 'a JSON body'} is missing", param or None, "missing_parameter")
+    given = json.dumps(first.get("input"), default=str)
+    shown = given if len(given) <= 80 else given[:77] + "…"
+    said = first["msg"].removeprefix("Value error, ")
+    return refuse(f"{param or 'the body'}: {said[:1].lower()}{said[1:]}, not {shown}", param or None, "invalid_value")
+
+
+def field_path(location: Sequence[Any], body: Any, missing: bool) -> str:
+    """Where in the body a field is, without pydantic's names for what it may be."""
+    path = []
+    for part in location:
+        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int)):
+            path.append(str(part))
+            body = body[part]
+    return ".".join([*path, str(location[-1])] if missing and location else path)

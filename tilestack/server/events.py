@@ -1,0 +1,80 @@
+"""Answers as server-sent events: pieces of JSON, the usage where it was asked for, and [DONE].
+
+An error after the first event cannot change the status any more; it is an event of its own, which OpenAI's clients raise.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from tilestack.engine.outputs import Usage
+from tilestack.server.errors import ApiError
+from tilestack.server.running import Running, usage_body
+
+DONE = b"data: [DONE]\n\n"
+encode = json.JSONEncoder(separators=(",", ":")).encode
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the second keeps nginx from holding events back
+
+
+class Chunks:
+    """Writes the events of one answer; what all of them share is written once."""
+
+    def __init__(self, shared: dict[str, Any], wants_usage: bool):
+        self.head = f'data: {encode(shared)[:-1]},"choices":['
+        self.tail = '],"usage":null}\n\n' if wants_usage else "]}\n\n"
+
+    def choice(self, body: dict[str, Any]) -> bytes:
+        return f"{self.head}{encode(body)}{self.tail}".encode()
+
+    def usage(self, usage: Usage) -> bytes:
+        return f'{self.head}],"usage":{encode(usage_body(usage))}}}\n\n'.encode()
+
+
+class EventStream(StreamingResponse):
+    """Sends events until they end, the time is up, or the client leaves; `ended` is called in any case."""
+
+    def __init__(self, running: Running, events: AsyncIterator[bytes], ended: Callable[[], None]):
+        super().__init__(events, media_type="text/event-stream", headers=HEADERS)
+        self.running, self.ended = running, ended
+        self.problem: str | None = None  # what ended it early, for the log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            scope["state"]["log"]["error"] = self.problem
+            self.ended()
+
+    async def stream_response(self, send: Send) -> None:
+        try:
+            async with asyncio.timeout_at(self.running.deadline):
+                await super().stream_response(send)
+        except TimeoutError:
+            await self.end_with(self.running.late(), send)
+        except ApiError as problem:
+            await self.end_with(problem, send)
+
+    async def end_with(self, problem: ApiError, send: Send) -> None:
+        self.problem = problem.code
+        last = f"data: {encode(problem.body())}\n\n".encode() + DONE
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def started(running: Running, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The events, of which the first is there: what goes wrong before has a status of its own."""
+    try:
+        async with asyncio.timeout_at(running.deadline):
+            first = await anext(events)
+    except TimeoutError:
+        raise running.late() from None
+
+    async def all_of_them() -> AsyncIterator[bytes]:
+        yield first
+        async for event in events:
+            yield event
+
+    return all_of_them()

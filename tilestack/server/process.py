@@ -1,0 +1,106 @@
+"""The server as a process: it says where it listens, and ends in order.
+
+The first SIGTERM or Ctrl-C turns new requests away and gives running ones their time; the process then ends with 0. A
+second ends it at once.
+"""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from tilestack.server.app import create_app
+from tilestack.server.drain import Drain
+from tilestack.server.request_log import log, log_to_stderr
+from tilestack.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from tilestack.engine import AsyncEngine
+
+GRACE = 2.0  # seconds for answers that were ended to reach their clients
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, which goes on listening while it drains, so that new requests hear why they are not answered."""
+
+    def __init__(self, config: uvicorn.Config, drain: Drain, seconds: float, ready: Callable[[], None]):
+        super().__init__(config)
+        self.drain, self.seconds, self.ready = drain, seconds, ready
+        self.until = 0.0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.drain.begun:
+            os._exit(128 + sig)
+        self.drain.begun = True
+        self.until = time.monotonic() + self.seconds
+        log.info("ending", extra={"fields": {"running": self.drain.requests, "drain_seconds": self.seconds}})
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.drain.begun and not self.should_exit:
+            over = time.monotonic() - self.until
+            if over > 0:
+                self.drain.cancel()
+            self.should_exit = self.drain.requests == 0 or over > GRACE
+        return await super().on_tick(counter)
+
+
+def listen(settings: ServerSettings) -> socket.socket:
+    """A socket at the server's address; taken before the model is loaded, since that may last."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, protocol)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except (OSError, OverflowError) as problem:
+        raise ValueError(f"cannot listen on {settings.host} port {settings.port}: {problem}") from problem
+    return made
+
+
+def address_of(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def run_server(
+    engine: "AsyncEngine",
+    settings: ServerSettings,
+    listening: socket.socket,
+    greet: Callable[[str], None] = lambda address: None,
+) -> None:
+    """Serve until a signal comes; `greet` is called with the address when requests are taken."""
+    log_to_stderr()
+    app = create_app(engine, settings)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=30,
+        lifespan="on",
+        ws="none",
+        backlog=2048,
+    )
+
+    def ready() -> None:
+        address = address_of(listening)
+        log.info("listening", extra={"fields": {"address": address, "model": app.state.service.name}})
+        greet(address)
+
+    server = DrainingServer(config, app.state.service.drain, settings.drain, ready)
+    server.run(sockets=[listening])
+    if not server.started:
+        sys.exit(1)
+    log.info("ended")

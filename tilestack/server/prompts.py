@@ -1,0 +1,88 @@
+"""From what a client sends to token ids: conversations through the model's chat template, texts through its tokenizer.
+
+Both run in threads, so that a long text or a slow template holds up nobody else. Templates are programs by strangers;
+`tilestack.data.chat` renders them in a process of its own with limits of memory and time.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from tilestack.data import Tokenizer
+from tilestack.data.chat import CHATML
+from tilestack.data.errors import DataError
+from tilestack.server.errors import refuse
+from tilestack.server.schemas.chat import AssistantMessage, ChatRequest, Content, Message, ToolCall, ToolMessage
+
+RESERVED = {"messages", "tools", "add_generation_prompt"}
+
+
+async def text_ids(tokenizer: Tokenizer, prompts: Sequence[str] | Sequence[list[int]], param: str) -> list[list[int]]:
+    """The ids of texts; ids are taken as they are."""
+
+    def encode() -> list[list[int]]:
+        return [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+
+    return await encoded(encode, param)
+
+
+async def chat_ids(tokenizer: Tokenizer, request: ChatRequest) -> list[int]:
+    """The ids of a conversation, up to where the answer begins."""
+    variables = dict(request.chat_template_kwargs or {})
+    if taken := RESERVED & set(variables):
+        raise refuse(f"chat_template_kwargs must not set {', '.join(sorted(taken))}", "chat_template_kwargs")
+    if request.tools and request.tool_choice != "none":
+        if "tools" not in (CHATML if tokenizer.template is None else tokenizer.template):
+            raise refuse("the chat template of this model takes no tools", "tools", "unsupported_parameter")
+        variables["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
+    messages = [template_message(message) for message in request.messages]
+
+    def encode() -> list[int]:
+        return tokenizer.encode(tokenizer.chat(messages, add_generation_prompt=True, **variables), bare=True)
+
+    return await encoded(encode, "messages")
+
+
+async def warm_up(tokenizer: Tokenizer) -> None:
+    """Start the processes that render templates, so that the first conversation need not wait for them."""
+    with suppress(DataError):  # a model that was not taught to converse is served all the same
+        await asyncio.to_thread(tokenizer.chat, [{"role": "user", "content": "hello"}], add_generation_prompt=True)
+
+
+async def encoded(encode: Any, param: str) -> Any:
+    try:
+        return await asyncio.to_thread(encode)
+    except (UnicodeEncodeError, TypeError) as problem:  # half of a surrogate pair, which JSON can say and text cannot
+        raise refuse(f"{param} holds what is not text: {problem}", param) from problem
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """A message as templates read it: content as one text, arguments of calls as objects."""
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    found["content"] = plain_text(message.content)
+    if message.name is not None:
+        found["name"] = message.name
+    if isinstance(message, ToolMessage):
+        found["tool_call_id"] = message.tool_call_id
+    if isinstance(message, AssistantMessage):
+        if message.tool_calls:
+            found["tool_calls"] = [template_call(call) for call in message.tool_calls]
+        if message.reasoning_content is not None:
+            found["reasoning_content"] = message.reasoning_content
+    return found
+
+
+def plain_text(content: Content | None) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+
+
+def template_call(call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise refuse(f"the arguments of the call {call.id!r} are not a JSON object", "messages")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

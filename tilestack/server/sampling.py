@@ -1,0 +1,107 @@
+"""From a request's fields to the engine's parameters. What was left out takes the engine's defaults."""
+
+import json
+import re
+from dataclasses import fields
+from typing import Any
+
+from tilestack.engine.params import SamplingParams, Structure
+from tilestack.server.errors import refuse
+from tilestack.server.schemas.chat import ChatRequest, SchemaFormat, ToolChoice
+from tilestack.server.schemas.common import Sampled, StructuredOutputs
+from tilestack.server.schemas.completion import CompletionRequest
+
+SAME = {field.name for field in fields(SamplingParams)} - {"stop", "stop_ids", "logit_bias", "logprobs", "structure"}
+COMPLETION_TOKENS = 16  # OpenAI's default for completions
+
+
+def common_params(request: Sampled, **others: Any) -> dict[str, Any]:
+    """The parameters that both kinds of request name alike, and `others`."""
+    given = {name: value for name in SAME if (value := getattr(request, name, None)) is not None}
+    given |= {name: value for name, value in others.items() if value is not None}
+    return given | dict(
+        top_k=0 if request.top_k in (None, -1) else request.top_k,
+        stop=request.stops,
+        stop_ids=tuple(request.stop_token_ids or ()),
+        keep_stop=bool(request.include_stop_str_in_output),
+        logit_bias={int(token): bias for token, bias in (request.logit_bias or {}).items()},
+    )
+
+
+def completion_params(request: CompletionRequest, room: int) -> SamplingParams:
+    """For a prompt after which there is room for so many tokens."""
+    prompt_logprobs = request.prompt_logprobs
+    if request.echo and request.logprobs is not None:
+        prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
+    structure = structure_of(request.structured_outputs) if request.structured_outputs else None
+    return SamplingParams(
+        **common_params(
+            request,
+            max_tokens=min(request.max_tokens or COMPLETION_TOKENS, room),
+            logprobs=request.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            structure=structure,
+        )
+    )
+
+
+def chat_params(request: ChatRequest, room: int, most: int) -> SamplingParams:
+    """For a conversation after which there is room for so many tokens; one that names no limit gets `most`."""
+    wanted = request.max_completion_tokens or request.max_tokens or most
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return SamplingParams(
+        **common_params(request, max_tokens=min(wanted, room), logprobs=logprobs, structure=chat_structure(request))
+    )
+
+
+def chat_structure(request: ChatRequest) -> Structure | None:
+    """The form of a chat's answer, from the one field that asks for it."""
+    forms = []
+    if request.response_format and request.response_format.type != "text":
+        forms.append(response_structure(request.response_format))
+    if request.structured_outputs:
+        forms.append(structure_of(request.structured_outputs))
+    if must_call(request):
+        forms.append(Structure("json_schema", json.dumps(call_schema(request))))
+    if len(forms) > 1:
+        raise refuse("one of response_format, structured_outputs and a tool that must be called, not several")
+    return forms[0] if forms else None
+
+
+def response_structure(form: Any) -> Structure:
+    if isinstance(form, SchemaFormat):
+        return Structure("json_schema", json.dumps(form.json_schema.schema_))
+    return Structure("json")
+
+
+def structure_of(form: StructuredOutputs) -> Structure:
+    if form.json_ is not None:
+        return Structure("json_schema", form.json_ if isinstance(form.json_, str) else json.dumps(form.json_))
+    if form.choice is not None:
+        return Structure("regex", "|".join(f"({re.escape(text)})" for text in form.choice))
+    if form.regex is not None:
+        return Structure("regex", form.regex)
+    return Structure("grammar", form.grammar or "")
+
+
+def must_call(request: ChatRequest) -> bool:
+    return request.tool_choice == "required" or isinstance(request.tool_choice, ToolChoice)
+
+
+def call_schema(request: ChatRequest) -> dict[str, Any]:
+    """The JSON of a call of one of the tools, or of the one that was chosen."""
+    chosen = request.tool_choice.function.name if isinstance(request.tool_choice, ToolChoice) else None
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.function.name},
+                "arguments": tool.function.parameters or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in request.tools or ()
+        if chosen in (None, tool.function.name)
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}

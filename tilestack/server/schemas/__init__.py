@@ -1,0 +1,8 @@
+"""What a client may send. A field that is not here is refused, rather than ignored: an answer that silently lacks what
+was asked for is worse than none."""
+
+from tilestack.server.schemas.chat import ChatRequest
+from tilestack.server.schemas.completion import CompletionRequest
+from tilestack.server.schemas.embedding import EmbeddingRequest
+
+__all__ = ["ChatRequest", "CompletionRequest", "EmbeddingRequest"]

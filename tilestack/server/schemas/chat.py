@@ -1,0 +1,136 @@
+"""`POST /v1/chat/completions`: a conversation, and the functions that may be called in it."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from tilestack.server.schemas.common import Body, Sampled
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+Content = str | list[TextPart]
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str = Field(description="JSON, as the model wrote it.")
+
+
+class ToolCall(Body):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+    index: int | None = None
+
+
+class Instruction(Body):
+    role: Literal["system", "developer", "user"]
+    content: Content
+    name: str | None = None
+
+
+class AssistantMessage(Body):
+    """An answer of before. Clients send back what they got, so the fields that a server leaves empty are accepted empty."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: list[ToolCall] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = Field(None, max_length=0)
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def says_something(self) -> "AssistantMessage":
+        if self.content is None and not self.tool_calls:
+            raise ValueError("an assistant's message needs content or tool_calls")
+        return self
+
+
+class ToolMessage(Body):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+    name: str | None = None
+
+
+Message = Annotated[Instruction | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class Function(Body):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object.")
+    strict: bool | None = Field(None, description="true: only with a tool_choice that makes the model call.")
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class ToolChoice(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Body):
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class PlainFormat(Body):
+    type: Literal["text", "json_object"]
+
+
+ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
+
+
+class ChatRequest(Sampled):
+    """A conversation to be continued by the assistant."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, description="OpenAI's newer name of max_tokens.")
+    logprobs: bool | None = Field(None, description="Tell each token's log-probability.")
+    top_logprobs: int | None = Field(None, ge=0, description="And those of this many likeliest in its place.")
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: only the first call is given.")
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template, such as enable_thinking."
+    )
+
+    @model_validator(mode="after")
+    def fields_agree(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs need logprobs: true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ; give one")
+        names = [tool.function.name for tool in self.tools or ()]
+        if self.tool_choice in (None, "auto") and any(tool.function.strict for tool in self.tools or ()):
+            raise ValueError(
+                "a strict function needs tool_choice: required, or its name; auto cannot promise its schema"
+            )
+        if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice is required, and there are no tools")
+        return self

@@ -1,0 +1,123 @@
+"""What the routes stand on: the engine, the settings, and the steps that all of them take."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from tilestack.engine.params import SamplingParams
+from tilestack.server.chat_answers import ChatAnswers
+from tilestack.server.completion_answers import CompletionAnswers
+from tilestack.server.drain import Drain
+from tilestack.server.errors import ApiError
+from tilestack.server.events import EventStream, started
+from tilestack.server.limits import check_prompt
+from tilestack.server.metrics import Metrics
+from tilestack.server.running import Prompt, Running
+from tilestack.server.schemas.common import Sampled
+from tilestack.server.settings import ServerSettings
+from tilestack.server.token_text import TokenTexts
+
+if TYPE_CHECKING:
+    from tilestack.engine import AsyncEngine
+
+Result = TypeVar("Result")
+
+
+class ClientLeft(ApiError):
+    """Nobody reads the answer any more. The status is the one that nginx logs."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client closed the connection", code="client_left")
+
+
+class Service:
+    """One engine behind one server."""
+
+    def __init__(self, engine: "AsyncEngine", settings: ServerSettings):
+        self.engine, self.settings = engine, settings
+        self.name = settings.name or engine.model_name
+        self.began = int(time.time())
+        self.metrics, self.drain = Metrics(engine), Drain()
+        self.texts = TokenTexts(engine.tokenizer)
+
+    def adapter(self, model: str | None) -> str | None:
+        """The adapter that a request names as its model; None for the model itself."""
+        if model in (None, self.name):
+            return None
+        if model not in self.engine.adapters:
+            known = ", ".join((self.name, *self.engine.adapters))
+            raise ApiError(404, f"no model {model!r} here; there is {known}", param="model", code="model_not_found")
+        return model
+
+    def check_prompt(self, ids: list[int], param: str, room: int = 1) -> None:
+        check_prompt(ids, self.engine.context, self.settings.limits, param, room)
+
+    async def check_structure(self, params: SamplingParams) -> None:
+        """Refuse a form that cannot be read. The engine reads it again, but in its own thread, where it is too late for that."""
+        if params.structure is not None:
+            await asyncio.to_thread(self.engine.engine.structures.matcher, params.structure)
+
+    def head(self, prefix: str, model: str | None) -> dict[str, Any]:
+        return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model or self.name}
+
+    async def answer(
+        self, http: Request, request: Sampled, prompts: Sequence[Prompt], answers: ChatAnswers | CompletionAnswers
+    ) -> Response:
+        """Let the engine answer, and shape what comes as the client asked for it."""
+        await self.check_structure(prompts[0][1])
+        running = Running(
+            self.engine,
+            self.metrics,
+            prompts,
+            seconds=self.settings.limits.request_seconds,
+            retry=self.settings.retry_after,
+            interval=lambda: len(self.drain.running) / self.settings.events_per_second,
+        )
+        options = dict(
+            priority=request.priority or 0, adapter=self.adapter(request.model), salt=request.cache_salt or ""
+        )
+        with ExitStack() as cleanup:
+            cleanup.callback(self.ended, http, running)
+            running.submit(answers.shared["id"], **options)
+            self.drain.running.add(running)
+            if request.stream:
+                events = await unless_client_leaves(http, started(running, answers.events(running)))
+                return EventStream(running, events, cleanup.pop_all().close)
+            completions = await unless_client_leaves(http, running.completions())
+            return JSONResponse(answers.whole(completions, running))
+
+    def ended(self, http: Request, running: Running) -> None:
+        """However a request ended, the engine is done with it, and its figures are in the log."""
+        running.cancel()
+        self.drain.running.discard(running)
+        usage, first = running.usage, running.watch.first
+        http.scope["state"]["log"] |= {
+            "prompt_tokens": usage.prompt,
+            "cached_tokens": usage.cached,
+            "completion_tokens": usage.completion,
+            "first_token_seconds": None if first is None else round(first, 4),
+        }
+
+
+async def unless_client_leaves(http: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of some work, which is given up when the client goes before it is there."""
+
+    async def left() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.create_task(work), asyncio.create_task(left())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeft
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()

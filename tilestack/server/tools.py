@@ -1,0 +1,109 @@
+"""Calls of functions in what a model writes, as Hermes and Qwen do: <tool_call>{"name": …, "arguments": …}</tool_call>.
+
+Text is given on as it comes; what may be the beginning of a call is held back until more is known. A call that is not
+JSON stays text, so that nothing that the model wrote is lost.
+"""
+
+import json
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function that the model wants called."""
+
+    name: str
+    arguments: str  # JSON
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+    def body(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass
+class Found:
+    """What a piece of text has come to."""
+
+    text: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+
+class CallReader:
+    """Splits one answer, piece by piece, into text and calls; at most `most` calls are given."""
+
+    def __init__(self, most: int | None = None):
+        self.held, self.inside, self.seen, self.most = "", False, 0, most
+
+    def feed(self, piece: str) -> Found:
+        """What is certain after this piece."""
+        self.held += piece
+        found = Found()
+        while self.inside or OPEN in self.held:
+            if not self.inside:
+                before, self.held = self.held.split(OPEN, 1)
+                found.text += before.rstrip() if self.seen == 0 else before.strip()
+                self.inside = True
+            if CLOSE not in self.held:
+                return found
+            written, self.held = self.held.split(CLOSE, 1)
+            self.inside = False
+            self._take(written, CLOSE, found)
+        free = len(self.held) - undecided(self.held)
+        found.text += self.held[:free] if self.seen == 0 else self.held[:free].lstrip()
+        self.held = self.held[free:]
+        return found
+
+    def end(self) -> Found:
+        """What is left when the answer has ended, which may be within a call."""
+        found = Found()
+        left, self.held = self.held, ""
+        if self.inside:
+            self._take(left, "", found)
+        elif left.strip() or self.seen == 0:
+            found.text = left
+        return found
+
+    def _take(self, written: str, close: str, found: Found) -> None:
+        call = parse_call(written)
+        if call is None:
+            found.text += OPEN + written + close
+        elif self.most is None or self.seen < self.most:
+            self.seen += 1
+            found.calls.append(call)
+
+
+class WholeCall:
+    """An answer that is a call and nothing else, since it was made to be one."""
+
+    def __init__(self) -> None:
+        self.held = ""
+
+    def feed(self, piece: str) -> Found:
+        self.held += piece
+        return Found()
+
+    def end(self) -> Found:
+        call = parse_call(self.held)
+        return Found(calls=[call]) if call else Found(text=self.held)
+
+
+def undecided(text: str) -> int:
+    """How many characters at the end may yet belong to a call: the beginning of its mark, and the space before."""
+    begun = next((n for n in range(min(len(OPEN) - 1, len(text)), 0, -1) if text.endswith(OPEN[:n])), 0)
+    certain = text[: len(text) - begun]
+    return begun + len(certain) - len(certain.rstrip())
+
+
+def parse_call(written: str) -> Call | None:
+    try:
+        read = json.loads(written)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(read, dict) or not isinstance(read.get("name"), str):
+        return None
+    arguments = read.get("arguments", read.get("parameters", {}))
+    return Call(read["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
