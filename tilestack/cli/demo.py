@@ -40,7 +40,7 @@ def demo_command(
         bool, typer.Option("--fresh", help="Forget the demo that is in the folder and start over.")
     ] = False,
 ) -> None:
-    """Show the whole stack on this machine in a few minutes: doctor, proofs, a model trained, measurements, a report."""
+    """Show the whole stack on this machine in a few minutes: doctor, proofs, a model trained and served, measurements, a report."""
     place = kernel_device(None)
     from tilestack.extras import MissingExtra
     from tilestack.lab import bench, bench_tables, machine, measured, proved, report, results, verify
@@ -60,7 +60,9 @@ def demo_command(
     console.print(verify.render(proofs, place))
     console.rule("3. A model, trained here")
     show_training = train_demonstration(recipe, output, fresh)
-    console.rule("4. How fast is this machine, and what runs on it?")
+    console.rule("4. The model, served")
+    served = serve_demonstration(output / "model", place.type)
+    console.rule("5. How fast is this machine, and what runs on it?")
     stamp = machine.stamp(place.type)
     target = results.path_of(stamp["slug"], "kernels", output / "results")
     target.unlink(missing_ok=True)  # of an earlier demo, perhaps on another machine
@@ -68,12 +70,12 @@ def demo_command(
     rows = bench.bench(operators, backends=peers, device=place, save=target, console=Console(stderr=True))
     for table in bench_tables.tables(rows, stamp):
         console.print(table)
-    console.rule("5. The report")
+    console.rule("6. The report")
     found = measured.results_under(output / "results") + measured.results_under(shipped("results"))
     try:
         kept = proved.sections([shipped("results")], stamp["slug"])
         written = report.write_report(
-            output / "report.html", found, [asdict(p) for p in proofs], stamp, [show_training()], kept
+            output / "report.html", found, [asdict(p) for p in proofs], stamp, [show_training(), *served], kept
         )
         console.print(f"open [bold]{written}[/bold] in a browser")
     except MissingExtra as missing:
@@ -86,6 +88,27 @@ def demo_command(
 def continue_with(folder: Path) -> str:
     """A command that shows the demo's model at its best: drawn from its likelier tokens, not the likeliest each time."""
     return f"tilestack generate --model {folder / 'model'} --raw --temperature 0.6 --top-k 40 'def main('"
+
+
+def serve_demonstration(model: Path, device: str) -> list["Section"]:
+    """Ask a server of the model once, and show what came; nothing where the server's packages are missing."""
+    import importlib.util
+
+    from tilestack.extras import install_command
+    from tilestack.lab.served import serve_once, served_section
+
+    if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
+        console.print(escape(f"no server, since its packages are missing: {install_command('server')}"), soft_wrap=True)
+        return []
+    served = serve_once(model, "def main(", device)
+    console.print(Text.assemble((served.prompt, "bold"), served.answer))
+    console.print(
+        f"{served.tokens} tokens over HTTP, the first after {served.first_ms:.0f} ms; yourself: "
+        f"[bold]tilestack serve --model {model}[/bold]",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return [served_section(served)]
 
 
 def train_demonstration(recipe: "Recipe", folder: Path, fresh: bool) -> Callable[[], "Section"]:
