@@ -27,7 +27,7 @@ def test_a_server_answers_once_and_ends(folder):
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path):
-    with pytest.raises(RuntimeError, match="the server did not start: .*nothing"):
+    with pytest.raises(RuntimeError, match=r"the server did not start: .*nothing"):
         serve_once(tmp_path / "nothing", "the cat", "cpu")
 
 
