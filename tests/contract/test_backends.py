@@ -226,3 +226,10 @@ def test_what_a_backend_needs_may_change_while_running(ran):
         contract.register_backend("here", lambda device: "it went home")
         with pytest.raises(BackendError, match="it went home"):
             ops.relu(X)
+
+
+def test_a_variant_of_a_backend_needs_what_the_backend_does():
+    reason = backends.usable("triton", torch.device("meta"))
+    assert "need a CUDA tensor" in str(reason)
+    assert backends.usable("triton_naive", torch.device("meta")) == reason
+    assert backends.usable("mine_naive", torch.device("meta")) is True

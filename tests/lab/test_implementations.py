@@ -17,11 +17,14 @@ NAMES = [operator.name for operator in ops.operators()]
 
 @dataclass(frozen=True)
 class Sample:
-    """Plainly in every case and dtype; besides, each layout and kind of values in some cases, more of them in float32."""
+    """Plainly in every case and dtype; besides, each layout and kind of values in some cases, more of them in float32, and
+    each configuration in some."""
 
     places: dict
 
     def takes(self, claim):
+        if claim.config:
+            return (self.places[claim.case] + list(claim.implementation.configs).index(claim.config)) % 4 == 0
         if claim.variant == "plain":
             return True
         turn = self.places[claim.case] + [*variants.ALL, invariance.ALONE].index(claim.variant)

@@ -95,6 +95,30 @@ def test_a_configuration_is_the_one_that_measured_fastest(monkeypatch):
     assert given == [configs["wide"]]
 
 
+@pytest.mark.usefixtures("outside")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_configuration_chosen_by_name_is_that_of_the_forward_and_its_gradient(compiled):
+    given = []
+    configs = {"tall": dict(BLOCK=128), "wide": dict(BLOCK=64)}
+    contract.implements(
+        ops.softmax,
+        backend="mine",
+        configs=configs,
+        backward=lambda grad, out, config: given.append(config) or grad * 1,
+    )(lambda x, dim, config: given.append(config) or torch.softmax(x, dim))
+    x = torch.randn(4, 8, requires_grad=True)
+    run = torch.compile(lambda x: ops.softmax(x), backend="aot_eager") if compiled else ops.softmax
+    with contract.backend("", softmax="mine:wide"):
+        out = run(x)
+    out.sum().backward()
+    assert given == [configs["wide"]] * 2
+    with (
+        pytest.raises(contract.BackendError, match="softmax on mine has no configuration 'low'; it has tall, wide"),
+        contract.backend("", softmax="mine:low"),
+    ):
+        ops.softmax(x)
+
+
 def test_a_configuration_is_ranked_by_name():
     rows = [row("triton", 10.0) | dict(config="tall"), row("triton", 8.0) | dict(config="wide"), row("aten", 9.0)]
     assert preferences.make_table(rows)["softmax"]["default"] == ["triton:wide", "aten", "triton:tall"]

@@ -1,6 +1,7 @@
 """Which backend runs an operator: the choices people make, and what each backend needs to run at all.
 
-A choice is a default and exceptions by operator, written `triton` or `triton,softmax=torch`. The innermost
+A choice is a default and exceptions by operator, written `triton` or `triton,softmax=torch`; `triton:tall` is triton in
+its configuration `tall`, and `triton_naive` a variant of it, a backend that needs of a device what `triton` does. The innermost
 `with backend(...)` wins over TILESTACK_BACKEND, that over `configure_backend(...)` (recipes use it), that over `auto`.
 """
 
@@ -157,7 +158,13 @@ def register_backend(name: str, needs: Callable[[torch.device], bool | str]) -> 
 
 def usable(name: str, device: torch.device) -> bool | str:
     """True when a backend can run on a device, otherwise the reason. A backend nobody described runs anywhere."""
-    return _needs[name](device) if name in _needs else True
+    needs = _needs.get(name) or _needs.get(family_of(name))
+    return needs(device) if needs else True
+
+
+def family_of(name: str) -> str:
+    """The backend whose needs a variant shares: `triton` for `triton_naive`, and for itself."""
+    return name.partition("_")[0]
 
 
 _values_checked: bool | None = None

@@ -72,9 +72,10 @@ def define(op: Operator) -> Callable:
         extras = implementation.extras_of(arguments) if with_gradient else None
         if extras is not None and extras.fake is not None:
             needs = [isinstance(arguments[name], Tensor) and arguments[name].requires_grad for name in op.tensors]
-            found = define_with_extras(op, implementation.backend, extras)(*values, needs)
+            run_with_extras = define_with_extras(op, implementation.backend, extras)
+            found = run_with_extras(*values, needs, backend=registry.choice_made(implementation))
             return found[0] if len(op.outputs) == 1 else tuple(found[: len(op.outputs)])
-        return opaque(*values, backend=implementation.backend)
+        return opaque(*values, backend=registry.choice_made(implementation))
 
     return allowed_in_graphs(traced)
 
@@ -172,7 +173,7 @@ class Gradient:
     def run(self, *values: Any, backend: str = "") -> Any:
         available = dict(zip(self.names, values, strict=True))
         implementation = self.implementation(available, backend)
-        config = {"config": implementation and registry.configuration(implementation, available)}
+        config = {"config": implementation and registry.configuration(implementation, available, backend)}
         with torch.no_grad():
             if self.extras is not None:
                 handed = {name: given_back(available[name], name in self.extras.overwrites) for name in self.handed}
@@ -187,7 +188,7 @@ class Gradient:
         """Whose backward runs: the forward's, or where no forward says, the one that is resolved now."""
         if not backend:
             return registry.resolve_backward(self.op, available, available[self.op.grads[0]].device)
-        chosen = self.op.implementations.get(backend)
+        chosen = self.op.implementations.get(backend.partition(":")[0])
         if chosen is None:
             raise BackendError(f"{self.op.name} was compiled on {backend}, a backend that is not registered now")
         return chosen if callable(chosen.backward) else None
@@ -256,7 +257,10 @@ def define_with_extras(op: Operator, backend: str, extras: Extras) -> Callable:
     def run(*values: Any, backend: str = backend) -> tuple[Tensor, ...]:
         *arguments, needs = values
         named = dict(zip(op.parameters, arguments, strict=True))
-        also = {"needs": needs, "config": registry.configuration(op.implementations[backend], named)}
+        also = {
+            "needs": needs,
+            "config": registry.configuration(op.implementations[backend.partition(":")[0]], named, backend),
+        }
         with torch.no_grad():
             made = extras.forward(*arguments, **{k: v for k, v in also.items() if k in parameters_of(extras.forward)})
         out, *handed = made if gradient.handed else (made,)

@@ -90,11 +90,15 @@ def resolve(op: "Operator", arguments: dict[str, Any], device: torch.device, wit
         if wants_invariance() and (reason := op.implementations["torch"].refuses(arguments, device, with_gradient)):
             raise BackendError(f"{op.name} cannot run here: {reason}, nor is any other backend that can take the call")
         return op.implementations["torch"]
+    name, _, config = name.partition(":")
     if name not in op.implementations:
         raise BackendError(
             f"{op.name} has no {name} backend{why_missing(name, device)}; it has {', '.join(op.implementations)}"
         )
     implementation = op.implementations[name]
+    if config and config not in implementation.configs:
+        there_are = f"it has {', '.join(implementation.configs)}" if implementation.configs else "it has none"
+        raise BackendError(f"{op.name} on {name} has no configuration {config!r}; {there_are}")
     if reason := implementation.refuses(arguments, device, with_gradient):
         others = [b for b, other in op.implementations.items() if not other.refuses(arguments, device, with_gradient)]
         raise BackendError(f"{op.name} cannot run on {name}: {reason}; {', '.join(others) or 'no other backend'} can")
@@ -108,15 +112,24 @@ def why_missing(name: str, device: torch.device) -> str:
     return f" ({'; '.join(reasons)})" if reasons else ""
 
 
-def configuration(implementation: "Implementation", arguments: dict[str, Any]) -> Any:
-    """The launch configuration for a call: the one that measured fastest, else the implementation's first; None if it has none."""
+def configuration(implementation: "Implementation", arguments: dict[str, Any], choice: str = "") -> Any:
+    """The launch configuration for a call: the one `choice` names, which is the choice in force where it is empty, else the
+    one that measured fastest, else the implementation's first; None if it has none."""
     configs, op = implementation.configs, implementation.operator
     if not configs:
         return None
+    if (config := config_in(choice or chosen(op.name), implementation.backend)) in configs:
+        return configs[config]
     device = op.device_of(arguments)
     ranked = _preference(op, arguments, device) if _preference and device.type == "cuda" else []
     named = (config for name in ranked if (config := config_in(name, implementation.backend)) in configs)
     return configs[next(named, next(iter(configs)))]
+
+
+def choice_made(implementation: "Implementation") -> str:
+    """The implementation's backend, and its configuration where one was chosen by name: what a compiled graph keeps."""
+    choice = chosen(implementation.operator.name)
+    return choice if config_in(choice, implementation.backend) else implementation.backend
 
 
 def config_in(ranked: str, backend: str) -> str:
@@ -129,7 +142,7 @@ def resolve_backward(op: "Operator", available: dict[str, Any], device: torch.de
     """Where only what a gradient keeps is at hand: the implementation whose backward runs, None for the definition's."""
     load_kernels()
     name = chosen(op.name)
-    options = candidates(op, available, device) if name == AUTO else [op.implementations[name]]
+    options = candidates(op, available, device) if name == AUTO else [op.implementations[name.partition(":")[0]]]
     return next(
         (option for option in options if callable(option.backward) and not option.refuses(available, device, True)),
         None,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilestack.contract import Case, Operator, backend
 from tilestack.contract.autograd import gradient_of_definition
-from tilestack.contract.backends import interpreting, usable
+from tilestack.contract.backends import family_of, interpreting, usable
 from tilestack.contract.cases import Make
 from tilestack.contract.library import memory_of
 from tilestack.contract.operator import as_tuple
@@ -140,7 +140,7 @@ def names_of(described: Operator, device: str) -> list[str]:
     if device == "cuda":
         return [name for name in described.implementations if name != "torch"]
     here = torch.device(device)
-    return [name for name in described.implementations if name != "triton" and usable(name, here) is True]
+    return [name for name in described.implementations if family_of(name) != "triton" and usable(name, here) is True]
 
 
 def directions_of(described: Operator, wanted: Sequence[str]) -> list[str]:
@@ -208,7 +208,7 @@ def refusal(described: Operator, name: str, peers: dict[str, Peer], arguments: d
         return ""
     if name not in described.implementations:
         return f"{described.name} has no backend or peer {name} here"
-    if name == "triton" and device.type == "cpu" and interpreting():
+    if family_of(name) == "triton" and device.type == "cpu" and interpreting():
         return "Triton's interpreter is for proofs; its times mean nothing"
     return described.implementations[name].refuses(arguments, device, direction != "forward")
 

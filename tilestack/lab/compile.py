@@ -25,7 +25,7 @@ from triton.runtime.cache import get_cache_manager
 from tilestack.contract import BackendError, Case, Implementation, Operator
 from tilestack.contract.backends import interpreting
 from tilestack.contract.cases import Make
-from tilestack.contract.named import call_named
+from tilestack.contract.named import call_named, parameters_of
 from tilestack.contract.operator import as_tuple
 from tilestack.kernels.tiles import wide
 
@@ -74,11 +74,12 @@ class KernelReport:
     seconds: float  # spent compiling just now; 0 when Triton had it in its cache
     digest: str = field(repr=False)  # equal for identical compilations
     ptx: str = field(repr=False)
-    operator: str = ""  # these five are empty for a kernel launched outside an operator
+    operator: str = ""  # these six are empty for a kernel launched outside an operator
     backend: str = ""
     case: str = ""
     dtype: str = ""
     direction: str = ""
+    config: str = ""
 
     def row(self) -> dict[str, Any]:
         """The report as JSON takes it, without the PTX, with the verdict."""
@@ -128,8 +129,10 @@ def compiled_kernels(
     dtype: torch.dtype,
     direction: str,
     capability: int,
+    config: str = "",
 ) -> list[KernelReport]:
-    """A report of every kernel an implementation launches for a case; empty when it refuses it or launches none."""
+    """A report of every kernel an implementation launches for a case, in its first configuration or the named one; empty
+    when it refuses it or launches none."""
     arguments = operator.bind(**case.build(Make(dtype, "meta")))
     tensors = {name: arguments[name] for name in operator.tensors if arguments[name] is not None}
     if any((a := implementation.accepted(name, t)) and t.dtype not in a for name, t in tensors.items()):
@@ -141,14 +144,19 @@ def compiled_kernels(
         if implementation.when is not None and call_named(implementation.when, arguments) is not True:
             return []
         extras = implementation.extras_of(arguments)
-        outputs = as_tuple(implementation.forward(*arguments.values()))
-        asked = {"needs": needs} if extras and extras.asks_needs else {}
+        named = (
+            dict(config=implementation.configs[config or next(iter(implementation.configs))])
+            if implementation.configs
+            else {}
+        )
+        outputs = as_tuple(implementation.forward(*arguments.values(), **named))
+        asked = {n: v for n, v in (named | dict(needs=needs)).items() if extras and n in parameters_of(extras.forward)}
         handed = extras.forward(*arguments.values(), **asked)[1:] if extras and extras.names(operator) else ()
         if direction == "backward":
             gpu.launched.clear()
             available = arguments | dict(zip(operator.outputs, outputs, strict=True))
             available |= {name: torch.empty_like(out) for name, out in zip(operator.grads, outputs, strict=True)}
-            available["needs"] = needs
+            available |= named | dict(needs=needs)
             call_named(implementation.own_backward, available)
             if extras:
                 call_named(extras.backward, available | dict(zip(extras.names(operator), handed, strict=True)))
@@ -160,6 +168,7 @@ def compiled_kernels(
                 case=case.name,
                 dtype=str(dtype).removeprefix("torch."),
                 direction=direction,
+                config=config,
             )
             for report in gpu.reports()
         ]

@@ -9,6 +9,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tilestack.contract import Case, Operator, operator_named, operators
+from tilestack.contract.backends import family_of
 from tilestack.contract.cases import Make
 from tilestack.lab.compile import CAPABILITIES, INSTRUCTIONS, KernelReport, compiled_kernels, gate
 from tilestack.lab.labels import case_label
@@ -22,16 +23,19 @@ def explain(
 ) -> list[KernelReport]:
     """A report of each kernel that the named operators (all when none is named) launch, identical ones once.
 
-    The cases are every bench case or, for a quick look, a few; see `telling_cases`.
+    The cases are every bench case or, for a quick look, a few; see `telling_cases`. All of them in an implementation's
+    first configuration, the largest in every other one too.
     """
     found: dict[str, KernelReport] = {}
     for operator in [operator_named(name) for name in names] or operators():
-        backends = [name for name in operator.implementations if capability in CAPABILITIES.get(name, ())]
+        backends = [n for n in operator.implementations if capability in CAPABILITIES.get(family_of(n), ())]
         cases = telling_cases(operator, every_bench)
         for backend, case, dtype, direction in product(backends, cases, dtypes, ("forward", "backward")):
             implementation = operator.implementations[backend]
-            for report in compiled_kernels(operator, implementation, case, dtype, direction, capability):
-                found.setdefault(report.digest, report)
+            others = list(implementation.configs)[1:] if case is max(cases, key=elements) else []
+            for config in ("", *others):
+                for report in compiled_kernels(operator, implementation, case, dtype, direction, capability, config):
+                    found.setdefault(report.digest, report)
     return list(found.values())
 
 
@@ -69,7 +73,7 @@ def render_explain(reports: Sequence[KernelReport]) -> Table:
         table.add_row(
             f"{report.operator} {report.direction}",
             f"{case_label(report.operator, report.case)}, {report.dtype}",
-            report.kernel,
+            f"{report.kernel} {report.config}".rstrip(),
             f"{report.num_warps}",
             f"{report.registers}",
             f"{report.spill_bytes:,}",

@@ -10,7 +10,7 @@ the backward with finite differences of the forward.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,13 +74,14 @@ class Claim:
     dtype: torch.dtype
     direction: str
     device: torch.device
+    config: str = ""  # the configuration by name, the implementation's first where it is empty
 
     def proof(self, ok: bool | None, error: float = 0.0, bound: float = 0.0, message: str = "") -> Proof:
         names = (
             self.operator.name,
             self.implementation.backend,
             self.case.name,
-            self.variant,
+            self.config or self.variant,
             str(self.dtype).removeprefix("torch."),
             self.direction,
         )
@@ -119,7 +120,7 @@ def claims(
 ) -> Iterator[Claim]:
     """All that can be claimed of the operators' implementations. Empty arguments have no variants.
 
-    `only` narrows an operator, by name, to one backend.
+    `only` narrows an operator, by name, to one backend. Configurations but the first are tried in plain variants.
     """
     for described in operators:
         asked = (only or {}).get(described.name)
@@ -138,7 +139,10 @@ def claims(
                             continue
                         # Innermost, so that all implementations are judged by one evaluation of the definition.
                         for implementation in implementations:
-                            yield Claim(described, implementation, case, variant, dtype, direction, device)
+                            claim = Claim(described, implementation, case, variant, dtype, direction, device)
+                            yield claim
+                            if variant == "plain" and direction != "gradcheck":
+                                yield from (replace(claim, config=name) for name in list(implementation.configs)[1:])
                     for implementation in implementations if direction != "gradcheck" and 0 not in sizes else ():
                         if implementation.invariant:
                             yield Claim(described, implementation, case, invariance.ALONE, dtype, direction, device)
@@ -253,6 +257,8 @@ def implementation_of(claim: Claim) -> Callable:
     described, name = claim.operator, claim.implementation.backend
     if name == "torch":
         return as_declared(described)
+    if claim.config:
+        name = f"{name}:{claim.config}"
 
     def call(**arguments: Any) -> Any:
         with backend("", **{described.name: name}):
