@@ -15,13 +15,13 @@ def some_requests(temperature):
     return [Request(f"r{n}", COPIED[n:] if n % 2 else [n + 1, 9], params(n)) for n in range(5)]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("overlap", "graphs"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("drafts", ["lookup", "the model itself", "another model"])
-def test_the_text_is_the_text_without_it(drafts, temperature, overlap):
+def test_the_text_is_the_text_without_it(drafts, temperature, overlap, graphs):
     expected = serve(make_engine(), some_requests(temperature))
     draft = {"lookup": None, "the model itself": decoder(), "another model": tiny.ours("qwen2").double()}[drafts]
-    engine = make_engine(speculate=drafts, draft=draft, overlap=overlap, step_tokens=24)
+    engine = make_engine(speculate=drafts, draft=draft, overlap=overlap, graphs=graphs, step_tokens=24)
     assert serve(engine, some_requests(temperature), check_pages) == expected
     check_empty(engine)
     stats = engine.stats()

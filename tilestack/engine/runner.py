@@ -97,7 +97,7 @@ class Runner:
             rows = self.indices([sequence.row for sequence in draws.sequences])
             logits = self.decoder.logits(hidden[self.indices(places)])
             drawn = self.sampling.draw(logits, draws, rows)
-            self.last_ids[rows] = drawn.clamp(min=0).long()  # drafted sequences are read before they go on
+            self.last_ids[rows] = drawn.clamp(min=0).long()  # of drafts any one: they are read before they go on
             top = max((asked.logprobs for asked in draws.sequences if asked.logprobs is not None), default=None)
             if top is not None:
                 found = logprobs_of(logits, drawn.clamp(min=0), top)
@@ -149,12 +149,14 @@ class Runner:
         rows: list[int] = []
         columns: list[int] = []
         pages: list[int] = []
+        read: dict[int, int] = {}  # rows whose last token the host knows, and the device may not: drafts can be wrong
         for sequence in sequences:
             admission, known = self.synced[sequence.row]
             if admission != sequence.admission:
                 known = 0
                 self.sampling.enter(sequence)
-                self.last_ids[sequence.row] = sequence.ids[-1]
+            if admission != sequence.admission or sequence.speculates:
+                read[sequence.row] = sequence.ids[-1]
             new = sequence.pages[known:]
             rows += [sequence.row] * len(new)
             columns += range(known, len(sequence.pages))
@@ -162,6 +164,8 @@ class Runner:
             self.synced[sequence.row] = sequence.admission, len(sequence.pages)
         if pages:
             self.tables[self.indices(rows), self.indices(columns)] = self.indices(pages)
+        if read:
+            self.last_ids[self.indices(list(read))] = self.indices(list(read.values()))
 
     def swap(self, plan: Plan) -> None:
         """Copy pages to host memory and back; the steps before and after see it done, since one stream does it all."""
