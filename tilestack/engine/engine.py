@@ -161,8 +161,8 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens; at most {self.context - 1} leave room for an answer"
             )
         for name, ids in (("the prompt", prompt), ("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
-            if wrong := [token for token in ids if not 0 <= token < self.vocabulary]:
-                raise RequestError(f"{name} has token {wrong[0]}, and the model has 0 to {self.vocabulary - 1}")
+            if wrong := [token for token in ids if not isinstance(token, int) or not 0 <= token < self.vocabulary]:
+                raise RequestError(f"{name} has token {wrong[0]!r}, and the model has 0 to {self.vocabulary - 1}")
         if request.adapter is not None and request.adapter not in self.adapter_names:
             raise RequestError(
                 f"there is no adapter {request.adapter!r}; there are: {', '.join(self.adapter_names) or 'none'}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tilestack.engine.params import check_between
+from tilestack.engine.params import check_whole
 from tilestack.models import Decoder, ModelConfig, PagedCache
 
 CPU_CACHE = 1 << 30  # bytes of keys and values on a CPU, unless told
@@ -34,9 +34,9 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         for name, low in (("context", 1), ("max_sequences", 1), ("step_tokens", 1), ("page", 1), ("draft_tokens", 1)):
-            check_between(name, getattr(self, name), low, 2**31 - 1)
+            check_whole(name, getattr(self, name), low, 2**31 - 1)
         for name, low in (("kv_memory", 1), ("swap_memory", 0), ("queue", 0)):
-            check_between(name, getattr(self, name), low, 2**62)
+            check_whole(name, getattr(self, name), low, 2**62)
 
 
 def bytes_of_token(config: ModelConfig, dtype: torch.dtype) -> int:
