@@ -7,6 +7,7 @@ import torch
 
 from tilestack import models
 from tilestack.engine import Engine, EngineSettings, Request, SamplingParams
+from tilestack.engine.settings import bytes_of_token
 
 
 @functools.cache
@@ -17,8 +18,7 @@ def decoder(family="smollm2"):
 def make_engine(*, pages=64, page=4, family="smollm2", draft=None, **settings):
     """An engine whose pool has so many pages."""
     model = decoder(family)
-    numbers = sum(heads * dim for heads, dim in filter(None, model.config.cached_shapes))
-    memory = pages * page * model.config.layers * numbers * 8
+    memory = pages * page * bytes_of_token(torch.float64, model, draft)
     usual = dict(kv_memory=memory, page=page, max_sequences=8, step_tokens=16, queue=None)
     return Engine(model, None, EngineSettings(**(usual | settings)), draft=draft)
 

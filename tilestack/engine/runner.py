@@ -77,10 +77,8 @@ class Runner:
         self.swapped: dict[Sequence, list[Tensor]] = {}
 
     @torch.no_grad()
-    def launch(self, plan: Plan) -> Step:
-        """Begin a step, and whatever it needs before; nothing here waits for the device."""
-        self.swap(plan)
-        parts = plan.parts
+    def launch(self, parts: list[Part]) -> Step:
+        """Begin a step; nothing here waits for the device."""
         self.sync_rows([part.sequence for part in parts])
         if self.decoding is not None and self.decoding.take(parts):
             return Step(parts, self.to_host(self.decoding.launch(parts)), self.record())

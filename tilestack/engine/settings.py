@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tilestack.engine.params import check_whole
-from tilestack.models import Decoder, ModelConfig, PagedCache
+from tilestack.models import Decoder, PagedCache
 
 CPU_CACHE = 1 << 30  # bytes of keys and values on a CPU, unless told
 GPU_SHARE = 0.9  # of a GPU's memory that the engine uses in all, unless told
@@ -39,10 +39,11 @@ class EngineSettings:
             check_whole(name, getattr(self, name), low, 2**62)
 
 
-def bytes_of_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What a token's keys and values take in all layers."""
-    numbers = sum(heads * dim for heads, dim in filter(None, config.cached_shapes))
-    return config.layers * numbers * dtype.itemsize
+def bytes_of_token(dtype: torch.dtype, *decoders: Decoder | None) -> int:
+    """What a token's keys and values take in all layers of the models that read it."""
+    configs = [decoder.config for decoder in decoders if decoder is not None]
+    numbers = [config.layers * heads * dim for config in configs for heads, dim in filter(None, config.cached_shapes)]
+    return sum(numbers) * dtype.itemsize
 
 
 @torch.no_grad()
@@ -65,11 +66,14 @@ def memory_for_pages(decoder: Decoder, step_tokens: int) -> int:
     return int(free - step - (1 - GPU_SHARE) * whole)
 
 
-def make_cache(decoder: Decoder, settings: EngineSettings, context: int, step_tokens: int) -> PagedCache:
-    """Pages for as many tokens as the memory holds, and no more than can be used at a time."""
+def make_cache(
+    decoder: Decoder, settings: EngineSettings, context: int, step_tokens: int, draft: Decoder | None = None
+) -> PagedCache:
+    """Pages for as many tokens as the memory holds, those of a model that drafts beside them, and no more than can be
+    used at a time."""
     weight = decoder.embedding.weight
     memory = settings.kv_memory or memory_for_pages(decoder, step_tokens)
-    page = bytes_of_token(decoder.config, weight.dtype) * settings.page
+    page = bytes_of_token(weight.dtype, decoder, draft) * settings.page
     useful = settings.max_sequences * -(-context // settings.page)
     pages = min(memory // page, useful)
     if pages < 1:
