@@ -20,7 +20,7 @@ def make_engine(*, pages=64, page=4, family="smollm2", draft=None, **settings):
     """An engine whose pool has so many pages."""
     model = decoder(family)
     made = EngineSettings(**(dict(page=page, max_sequences=8, step_tokens=16, queue=None) | settings))
-    memory = pages * page * bytes_of_token(model.config, cache_dtype(made, torch.float64))
+    memory = pages * page * bytes_of_token(cache_dtype(made, torch.float64), model, draft)
     return Engine(model, None, replace(made, kv_memory=memory), draft=draft)
 
 

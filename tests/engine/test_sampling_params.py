@@ -73,6 +73,7 @@ def test_penalties_of_one_leave_the_others_alone():
 def test_biases_and_bans():
     favourite = {40: 100.0, 41: -100.0}
     assert tokens_of(ask(logit_bias=favourite)[1]) == [40] * 12
+    assert tokens_of(ask(logit_bias={40: 100, 41: -100})[1]) == [40] * 12  # as whole numbers, which clients send
     first = alone(PROMPT, 1)[0]
     banned = {first: -1000.0}
     assert tokens_of(ask(logit_bias=banned)[1]) == by_hand(
@@ -170,6 +171,14 @@ def test_draws_follow_the_distribution_and_the_seed_alone():
     assert again["z"] == found["17"]
 
 
+def test_every_seed_draws_a_text_of_its_own():
+    seeds = [0, 1, -1, 2**62, -(2**62), 2**63, -(2**63), 2**64 - 1]
+    found = [tokens_of(ask(temperature=2.0, seed=seed)[1]) for seed in seeds]
+    assert len({tuple(answer) for answer in found}) == len(seeds)
+    assert found == [tokens_of(ask(temperature=2.0, seed=seed)[1]) for seed in seeds]
+    assert tokens_of(ask(temperature=2.0)[1]) != tokens_of(ask(temperature=2.0)[1])
+
+
 def test_several_answers_differ_and_the_best_are_chosen():
     request, deltas = ask(temperature=1.0, seed=4, n=3)
     answers = [tokens_of(deltas, choice) for choice in range(3)]
@@ -195,6 +204,10 @@ def test_several_answers_differ_and_the_best_are_chosen():
         (dict(max_tokens=0), "max_tokens"),
         (dict(min_tokens=5, max_tokens=2), "min_tokens is 5"),
         (dict(stop=("",)), "must not be empty"),
+        (dict(stop="END"), "a tuple of texts, not 'END'"),
+        (dict(n=1.5), "n must be a whole number, not 1.5"),
+        (dict(max_tokens=2.0), "max_tokens must be a whole"),
+        (dict(seed=2**64), "seed must lie"),
         (dict(logit_bias={999: 1.0}), "token 999"),
         (dict(stop_ids=(-1,)), "token -1"),
         (dict(stop=("x",)), "tokenizer"),
@@ -205,7 +218,10 @@ def test_what_cannot_be_served_is_said(wrong, said):
         ask(**wrong)
 
 
-@pytest.mark.parametrize(("prompt", "said"), [([], "empty"), ([97], "token 97"), ([1] * 64, "64 tokens")])
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [([], "empty"), ([97], "token 97"), ([1, 2.0], "token 2.0"), (["a"], "token 'a'"), ([1] * 64, "64 tokens")],
+)
 def test_prompts_that_cannot_be_served(prompt, said):
     engine = make_engine()
     with pytest.raises(RequestError, match=said):

@@ -135,6 +135,17 @@ def test_a_prefix_is_computed_once_and_only_shared_within_a_salt():
     check_empty(engine)
 
 
+def test_what_a_request_computed_itself_was_not_cached():
+    engine = make_engine(max_sequences=1, step_tokens=8)
+    late = greedy("late", list(range(1, 22)), 3)
+    late.priority = 1
+    engine.add(late)
+    engine.step()
+    serve(engine, [greedy("urgent", [7, 8], 3)])
+    assert engine.stats().preemptions == 1
+    assert late.cached == 0
+
+
 def test_equal_hashes_are_not_enough_to_share(monkeypatch):
     from tilestack.engine import pages
 

@@ -2,9 +2,11 @@
 
 import pytest
 import tiny_models as tiny
+import torch
 from engines import alone, check_empty, check_pages, decoder, greedy, make_engine, serve
 
 from tilestack.engine import Request, SamplingParams
+from tilestack.engine.settings import bytes_of_token
 from tilestack.engine.speculation import LookUp
 
 COPIED = [3, 5, 7, 11, 13, 17] * 4
@@ -15,13 +17,13 @@ def some_requests(temperature):
     return [Request(f"r{n}", COPIED[n:] if n % 2 else [n + 1, 9], params(n)) for n in range(5)]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("overlap", "graphs"), [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("drafts", ["lookup", "the model itself", "another model"])
-def test_the_text_is_the_text_without_it(drafts, temperature, overlap):
+def test_the_text_is_the_text_without_it(drafts, temperature, overlap, graphs):
     expected = serve(make_engine(), some_requests(temperature))
     draft = {"lookup": None, "the model itself": decoder(), "another model": tiny.ours("qwen2").double()}[drafts]
-    engine = make_engine(speculate=drafts, draft=draft, overlap=overlap, step_tokens=24)
+    engine = make_engine(speculate=drafts, draft=draft, overlap=overlap, graphs=graphs, step_tokens=24)
     assert serve(engine, some_requests(temperature), check_pages) == expected
     check_empty(engine)
     stats = engine.stats()
@@ -64,3 +66,62 @@ def test_look_up_takes_what_followed_the_longest_ending():
 def test_models_that_do_not_share_a_vocabulary_are_refused():
     with pytest.raises(ValueError, match="share a tokenizer"):
         make_engine(speculate="model", draft=tiny.ours("smollm2", vocab_size=50).double())
+    with pytest.raises(ValueError, match="reads 32 tokens and a text may have 64"):
+        make_engine(speculate="model", draft=tiny.ours("smollm2", max_position_embeddings=32).double())
+
+
+@pytest.mark.parametrize("page", [1, 4, 32])
+def test_drafts_up_to_the_last_token_that_fits(page):
+    asked = dict(speculate="model", draft=decoder(), draft_tokens=9, step_tokens=64)
+    engine = make_engine(page=page, pages=256 // page, **asked)
+    ends = [greedy(f"r{n}", [n + 1] * (3 * n + 2), 100) for n in range(4)]  # each with other room left at the end
+    found = serve(engine, ends, check_pages)
+    for request in ends:
+        assert found[request.id] == [alone(request.prompt, 64 - len(request.prompt))]
+    check_empty(engine)
+
+
+def test_nobody_gives_way_to_guesses():
+    requests = lambda: [greedy(f"r{n}", COPIED[n : n + 8], 16 + 20 * n) for n in range(2)]
+    plain, fast = make_engine(pages=12), make_engine(pages=12, speculate="lookup", draft_tokens=8)
+    assert serve(fast, requests(), check_pages) == serve(plain, requests())
+    assert fast.stats().drafted
+    assert not plain.stats().preemptions
+    assert not fast.stats().preemptions
+
+
+def test_a_model_that_drafts_has_its_pages_within_the_memory():
+    memory = 100_000
+    engine = make_engine(speculate="model", draft=decoder(), kv_memory=memory)
+    caches = engine.runner.cache, engine.runner.draft[1]
+    of_a_page = [cache.keys[:, 0].nbytes + cache.values[:, 0].nbytes for cache in caches]
+    assert memory - sum(of_a_page) < sum(of_a_page) * engine.pool.pages <= memory
+
+
+@pytest.mark.parametrize("breaks", ["fill", "launch"])
+def test_a_step_that_breaks_loses_nobody_who_gave_way_in_it(breaks, monkeypatch):
+    engine = make_engine(pages=12, swap_memory=1 << 20, speculate="lookup", overlap=False)
+    requests = [greedy(f"r{n}", COPIED[:9], 20) for n in range(3)]
+    for request in requests:
+        engine.add(request)
+    whose = engine.drafter if breaks == "fill" else engine.runner
+    real, news = getattr(whose, breaks), []
+
+    def broken(parts):
+        if engine.stats().preemptions == 1:
+            raise RuntimeError("broken once")
+        return real(parts)
+
+    monkeypatch.setattr(whose, breaks, broken)
+    while not engine.stats().preemptions:
+        news += engine.step()
+    monkeypatch.undo()
+    while engine.busy:
+        news += engine.step()
+        check_pages(engine)
+    ends = {request.id: delta for request, delta in news if delta.finish}
+    assert len(ends) == 3
+    assert all(delta.finish == "length" or "broken once" in delta.error for delta in ends.values())
+    assert engine.scheduler.swap_tokens == (1 << 20) // bytes_of_token(torch.float64, decoder())
+    check_empty(engine)
+    assert serve(engine, [greedy("next", [3, 5], 5)])["next"] == [alone([3, 5], 5)]

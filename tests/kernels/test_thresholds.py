@@ -29,7 +29,6 @@ UNDECIDED = {
     "quantised.codes reads_fp8: target.arch >= 89": GPU_ONLY,
     "matmul.tma has_tma: shared_memory(x.device) >= PIPELINE_BYTES": GPU_ONLY,
     "matmul.tma lies_in_rows: step >= matrix.shape[1]": "the other way takes expanded rows, one of the layouts",
-    "quantised.codes writes_fp8: target.arch >= 89": GPU_ONLY,
     "softmax.rows distribution_backward: shared_memory(out.device) > 4 * BACKWARD_CHUNK_BYTES": GPU_ONLY,
     "memory.embedding sorted_and_zeros: vocabulary < 2**30": TOO_LARGE,
     "memory.permute index_up_to: farthest < 2**31": TOO_LARGE,

@@ -25,7 +25,7 @@ from tilestack.engine.runner import Runner, Step
 from tilestack.engine.scheduler import Part, Plan, Scheduler
 from tilestack.engine.sequence import Request, Sequence, first_seeds
 from tilestack.engine.settings import EngineSettings, bytes_of_token, make_cache
-from tilestack.engine.speculation import Drafter, DraftModel, LookUp
+from tilestack.engine.speculation import Drafter, DraftModel, LookUp, check_draft
 from tilestack.engine.structure import Structures
 from tilestack.engine.text import TextStream
 from tilestack.models import Decoder, PagedCache
@@ -70,17 +70,14 @@ class Engine:
         self.vocabulary = decoder.config.vocabulary
         self.context = min(decoder.config.positions, settings.context or decoder.config.positions)
         step_tokens = settings.step_tokens or (8192 if weight.device.type == "cuda" else 512)
-        cache = make_cache(decoder, settings, self.context, step_tokens)
+        if draft is not None:
+            check_draft(draft, decoder, self.context)
+        cache = make_cache(decoder, settings, self.context, step_tokens, draft)
         self.pool = PagePool(len(cache.keys[0]), settings.page)
         self.context = min(self.context, self.pool.pages * settings.page)
         self.adapters = ServedAdapters(decoder, settings.adapters) if settings.adapters else None
         kept = None
         if draft is not None:
-            if draft.config.vocabulary != self.vocabulary:
-                raise ValueError(
-                    f"the draft model has {draft.config.vocabulary} tokens and the model {self.vocabulary}: "
-                    "they must share a tokenizer"
-                )
             kept = PagedCache(draft.config, len(cache.keys[0]), settings.page, cache.keys.dtype, weight.device)
         self.runner = Runner(
             decoder,
@@ -100,7 +97,7 @@ class Engine:
             step_tokens=step_tokens,
             prefix_caching=settings.prefix_caching,
             draft_tokens=settings.draft_tokens if self.drafter else 0,
-            swap_tokens=settings.swap_memory // bytes_of_token(decoder.config, cache.keys.dtype),
+            swap_tokens=settings.swap_memory // bytes_of_token(cache.keys.dtype, decoder, draft),
         )
         self.structures = Structures(tokenizer, self.vocabulary)
         self.ends = frozenset((*(tokenizer.stops if tokenizer else ()), *decoder.config.eos))
@@ -161,8 +158,8 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens; at most {self.context - 1} leave room for an answer"
             )
         for name, ids in (("the prompt", prompt), ("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
-            if wrong := [token for token in ids if not 0 <= token < self.vocabulary]:
-                raise RequestError(f"{name} has token {wrong[0]}, and the model has 0 to {self.vocabulary - 1}")
+            if wrong := [token for token in ids if not isinstance(token, int) or not 0 <= token < self.vocabulary]:
+                raise RequestError(f"{name} has token {wrong[0]!r}, and the model has 0 to {self.vocabulary - 1}")
         if request.adapter is not None and request.adapter not in self.adapter_names:
             raise RequestError(
                 f"there is no adapter {request.adapter!r}; there are: {', '.join(self.adapter_names) or 'none'}"
@@ -224,25 +221,27 @@ class Engine:
         try:
             launched = self.launch(plan)
         except Exception as problem:
-            news += self.fail(plan.parts, problem)
+            swapped = [sequence for sequence, _ in plan.swapped_out]  # perhaps without their pages in host memory
+            news += self.fail([*swapped, *(part.sequence for part in plan.parts)], problem)
         steps = [self.flying] if self.settings.overlap else [self.flying, launched]
         self.flying = launched if self.settings.overlap else None
         for step in filter(None, steps):
             try:
                 news += self.read(step)
             except Exception as problem:
-                news += self.fail(step.parts + (self.flying.parts if self.flying else []), problem)
+                later = self.flying.parts if self.flying else []
+                news += self.fail([part.sequence for part in (*step.parts, *later)], problem)
                 self.flying = None
         return news
 
     def launch(self, plan: Plan) -> Step | None:
+        self.runner.swap(plan)  # before anything is written into the pages that were given back
         if not plan.parts:
-            self.runner.swap(plan)
             return None
         if self.drafter is not None:
             self.drafter.fill(plan.parts)
         self.totals.steps += 1
-        return self.runner.launch(plan)
+        return self.runner.launch(plan.parts)
 
     def read(self, step: Step) -> list[News]:
         """What a step added to the answers."""
@@ -352,13 +351,13 @@ class Engine:
             news += self.publish(sequence, Delta(sequence.choice, ids, text, logprobs, finish, stopped_by, error))
         return news
 
-    def fail(self, parts: Iterable[Part], problem: Exception) -> list[News]:
+    def fail(self, sequences: Iterable[Sequence], problem: Exception) -> list[News]:
         """A step broke: those in it end with an error, and nobody trusts what it wrote. The engine goes on."""
         log.exception("a step failed", exc_info=problem)
         self.pool.forget_all()
         for sequence in self.scheduler.running:
             sequence.keys = []
-        return self.end([part.sequence for part in parts], "error", f"{type(problem).__name__}: {problem}")
+        return self.end(sequences, "error", f"{type(problem).__name__}: {problem}")
 
     def fail_all(self, problem: Exception, finish: str = "error") -> list[News]:
         """End whatever there is."""

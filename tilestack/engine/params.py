@@ -55,12 +55,15 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("temperature", 0, 100),
-            ("top_k", 0, 2**31 - 1),
             ("top_p", 0, 1),
             ("min_p", 0, 1),
             ("repetition_penalty", 0.01, 100),
             ("presence_penalty", -100, 100),
             ("frequency_penalty", -100, 100),
+        ):
+            check_between(name, getattr(self, name), low, high)
+        for name, low, high in (
+            ("top_k", 0, 2**31 - 1),
             ("n", 1, 1024),
             ("min_tokens", 0, 2**31 - 1),
             ("best_of", self.n, 1024),
@@ -69,11 +72,13 @@ class SamplingParams:
             ("prompt_logprobs", 0, 128),
             ("seed", -(2**63), 2**64 - 1),
         ):
-            check_between(name, getattr(self, name), low, high)
+            check_whole(name, getattr(self, name), low, high)
         for token, bias in self.logit_bias.items():
             check_between(f"logit_bias of token {token}", bias, -1000, 1000)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens} and max_tokens only {self.max_tokens}")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
+            raise RequestError(f"stop must be a tuple of texts, not {self.stop!r}")
         if not all(self.stop):
             raise RequestError("a stop text must not be empty")
 
@@ -95,3 +100,10 @@ def check_between(name: str, value: Any, low: float, high: float) -> None:
         raise RequestError(f"{name} must be a number, not {value!r}")
     if not low <= value <= high:
         raise RequestError(f"{name} must lie between {low} and {high}, not {value}")
+
+
+def check_whole(name: str, value: Any, low: int, high: int) -> None:
+    """The same for what is counted."""
+    if isinstance(value, float):
+        raise RequestError(f"{name} must be a whole number, not {value!r}")
+    check_between(name, value, low, high)

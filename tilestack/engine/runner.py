@@ -77,10 +77,8 @@ class Runner:
         self.swapped: dict[Sequence, list[Tensor]] = {}
 
     @torch.no_grad()
-    def launch(self, plan: Plan) -> Step:
-        """Begin a step, and whatever it needs before; nothing here waits for the device."""
-        self.swap(plan)
-        parts = plan.parts
+    def launch(self, parts: list[Part]) -> Step:
+        """Begin a step; nothing here waits for the device."""
         self.sync_rows([part.sequence for part in parts])
         if self.decoding is not None and self.decoding.take(parts):
             return Step(parts, self.to_host(self.decoding.launch(parts)), self.record())
@@ -97,7 +95,7 @@ class Runner:
             rows = self.indices([sequence.row for sequence in draws.sequences])
             logits = self.decoder.logits(hidden[self.indices(places)])
             drawn = self.sampling.draw(logits, draws, rows)
-            self.last_ids[rows] = drawn.clamp(min=0).long()  # drafted sequences are read before they go on
+            self.last_ids[rows] = drawn.clamp(min=0).long()  # of drafts any one: the host will know
             top = max((asked.logprobs for asked in draws.sequences if asked.logprobs is not None), default=None)
             if top is not None:
                 found = logprobs_of(logits, drawn.clamp(min=0), top)
@@ -154,7 +152,6 @@ class Runner:
             if admission != sequence.admission:
                 known = 0
                 self.sampling.enter(sequence)
-                self.last_ids[sequence.row] = sequence.ids[-1]
             new = sequence.pages[known:]
             rows += [sequence.row] * len(new)
             columns += range(known, len(sequence.pages))

@@ -100,7 +100,7 @@ class SamplingRows:
             biases += changes.values()
         if places:
             at = torch.tensor(places, device=self.device), torch.tensor(tokens, device=self.device)
-            logits = logits.index_put(at, torch.tensor(biases, device=self.device), accumulate=True)
+            logits = logits.index_put(at, torch.tensor(biases, dtype=logits.dtype, device=self.device), accumulate=True)
         bound = [place for place, sequence in enumerate(sequences) if sequence.matcher]
         if bound:
             allowed = numpy.stack([matcher.allowed() for place in bound if (matcher := sequences[place].matcher)])

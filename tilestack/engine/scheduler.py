@@ -79,7 +79,7 @@ class Scheduler:
             count = min(sequence.drawn - sequence.kept, left)
             if not count:
                 continue
-            room = self.room_for_drafts(sequence, left - count)
+            room = self.room_for_drafts(sequence, count, left - count)
             if self.find_pages(sequence, sequence.kept + count + room, plan):
                 left -= self.enter(plan, sequence, count, room)
         if self.preemptions == preempted:  # else the pages would go back and forth
@@ -109,13 +109,13 @@ class Scheduler:
                 break
             self.waiting.pop(0)
             insort(self.running, sequence, key=lambda each: each.order)
+            if sequence.choice == 0 and not sequence.admission:
+                sequence.request.cached = len(pages) * self.pool.page
             self.admissions += 1
             sequence.row, sequence.admission = self.free_rows.pop(), self.admissions
             for page in pages:
                 self.pool.share(page)
             sequence.pages, sequence.keys, sequence.kept = pages, keys, len(pages) * self.pool.page
-            if sequence.choice == 0 and not sequence.index:
-                sequence.request.cached = sequence.kept
             if sequence.swapped:
                 self.take_pages(sequence, sequence.swapped)
                 plan.swapped_in.append((sequence, list(sequence.pages)))
@@ -150,11 +150,13 @@ class Scheduler:
             return [], []
         return self.pool.find(sequence.root, sequence.ids[:-1])
 
-    def room_for_drafts(self, sequence: Sequence, left: int) -> int:
-        """Tokens that may be guessed behind the one to decode; the token after them has to fit too."""
+    def room_for_drafts(self, sequence: Sequence, count: int, left: int) -> int:
+        """Tokens that may be guessed behind the one to decode; the token after them has to fit too. Nobody gives way to
+        guesses, so they take only pages that are free."""
         if not sequence.speculates or sequence.drawn - sequence.kept != 1 or sequence.index < 1:
             return 0
-        return max(0, min(self.draft_tokens, left, sequence.limit - sequence.drawn - 1))
+        pages = (len(sequence.pages) + len(self.pool.free)) * self.pool.page - sequence.kept - count
+        return max(0, min(self.draft_tokens, left, sequence.limit - sequence.drawn - 1, pages))
 
     def find_pages(self, sequence: Sequence, tokens: int, plan: Plan) -> bool:
         """Give a sequence pages for so many tokens, from the last in the order if need be; False: it was the last."""

@@ -99,5 +99,6 @@ class Sequence:
 
 def first_seeds(params: SamplingParams) -> list[int]:
     """A seed for each answer, so far apart that no two draw the same noise."""
-    draw = random.Random(params.seed) if params.seed is not None else random.SystemRandom()
+    # By its digits: of a number, Random would take the magnitude alone.
+    draw = random.Random(f"{params.seed}") if params.seed is not None else random.SystemRandom()
     return [draw.randrange(-(2**62), 2**62) for _ in range(params.drawn)]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from tilestack.engine.params import check_between
-from tilestack.models import Decoder, ModelConfig, PagedCache
+from tilestack.engine.params import check_whole
+from tilestack.models import Decoder, PagedCache
 from tilestack.ops.paged import CODES
 
 CPU_CACHE = 1 << 30  # bytes of keys and values on a CPU, unless told
@@ -36,9 +36,9 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         for name, low in (("context", 1), ("max_sequences", 1), ("step_tokens", 1), ("page", 1), ("draft_tokens", 1)):
-            check_between(name, getattr(self, name), low, 2**31 - 1)
+            check_whole(name, getattr(self, name), low, 2**31 - 1)
         for name, low in (("kv_memory", 1), ("swap_memory", 0), ("queue", 0)):
-            check_between(name, getattr(self, name), low, 2**62)
+            check_whole(name, getattr(self, name), low, 2**62)
 
 
 def cache_dtype(settings: EngineSettings, dtype: torch.dtype) -> torch.dtype:
@@ -49,11 +49,13 @@ def cache_dtype(settings: EngineSettings, dtype: torch.dtype) -> torch.dtype:
     return known[settings.kv_dtype]
 
 
-def bytes_of_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What a token's keys and values take in all layers, with a scale for each head where they are codes."""
-    shapes = list(filter(None, config.cached_shapes))
+def bytes_of_token(dtype: torch.dtype, *decoders: Decoder | None) -> int:
+    """What a token's keys and values take in all layers of the models that read it, with a scale for each head where they
+    are codes."""
     scale = 4 if dtype in CODES else 0
-    return config.layers * sum(heads * (dim * dtype.itemsize + scale) for heads, dim in shapes)
+    configs = [decoder.config for decoder in decoders if decoder is not None]
+    shapes = [(config.layers, *shape) for config in configs for shape in filter(None, config.cached_shapes)]
+    return sum(layers * heads * (dim * dtype.itemsize + scale) for layers, heads, dim in shapes)
 
 
 @torch.no_grad()
@@ -76,12 +78,15 @@ def memory_for_pages(decoder: Decoder, step_tokens: int) -> int:
     return int(free - step - (1 - GPU_SHARE) * whole)
 
 
-def make_cache(decoder: Decoder, settings: EngineSettings, context: int, step_tokens: int) -> PagedCache:
-    """Pages for as many tokens as the memory holds, and no more than can be used at a time."""
+def make_cache(
+    decoder: Decoder, settings: EngineSettings, context: int, step_tokens: int, draft: Decoder | None = None
+) -> PagedCache:
+    """Pages for as many tokens as the memory holds, those of a model that drafts beside them, and no more than can be
+    used at a time."""
     weight = decoder.embedding.weight
     memory = settings.kv_memory or memory_for_pages(decoder, step_tokens)
     dtype = cache_dtype(settings, weight.dtype)
-    page = bytes_of_token(decoder.config, dtype) * settings.page
+    page = bytes_of_token(dtype, decoder, draft) * settings.page
     useful = settings.max_sequences * -(-context // settings.page)
     pages = min(memory // page, useful)
     if pages < 1:

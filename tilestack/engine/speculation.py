@@ -15,13 +15,27 @@ import torch
 from tilestack.engine.runner import Runner
 from tilestack.engine.sampling import Draws
 from tilestack.engine.scheduler import Part
-from tilestack.models import PagedBatch
+from tilestack.models import Decoder, PagedBatch
 
 
 class Drafter(Protocol):
     def fill(self, parts: List[Part]) -> None:
         """Give parts that have room for them some drafts."""
         ...
+
+
+def check_draft(draft: Decoder, decoder: Decoder, context: int) -> None:
+    """Refuse a model that cannot draft for another whose texts have up to `context` tokens."""
+    ours, theirs = draft.config, decoder.config
+    if ours.vocabulary != theirs.vocabulary:
+        raise ValueError(
+            f"the draft model has {ours.vocabulary} tokens and the model {theirs.vocabulary}: they must share a tokenizer"
+        )
+    if ours.positions < context:
+        raise ValueError(
+            f"the draft model reads {ours.positions} tokens and a text may have {context}; give a context of at most "
+            f"{ours.positions}"
+        )
 
 
 class LookUp:
@@ -54,7 +68,8 @@ class DraftModel:
 
     @torch.no_grad()
     def fill(self, parts: List[Part]) -> None:
-        guessing = [part for part in parts if part.room]
+        # Those with the most room first, so that whoever has no more of it drops off the end.
+        guessing = sorted((part for part in parts if part.room), key=lambda part: -part.room)
         if not guessing or self.runner.draft is None:
             return
         decoder, cache = self.runner.draft
@@ -65,12 +80,15 @@ class DraftModel:
         ids = indices([part.sequence.ids[-1] for part in guessing])
         lengths = indices([part.start + part.count for part in guessing])
         guesses = []
-        for place in range(max(part.room for part in guessing)):
-            offsets = torch.arange(len(guessing) + 1, device=ids.device)
-            batch = PagedBatch(cache, tables, lengths + place, offsets, tokens=len(guessing), most_queries=1)
-            logits = decoder.logits(decoder.hidden(ids, context=batch))
-            draws = Draws([part.sequence for part in guessing], [part.index + place for part in guessing])
-            ids = self.runner.sampling.draw(logits, draws, rows).clamp(min=0).long()
+        for place in range(guessing[0].room):
+            going = [part for part in guessing if part.room > place]
+            count = len(going)
+            offsets = torch.arange(count + 1, device=ids.device)
+            batch = PagedBatch(cache, tables[:count], lengths[:count] + place, offsets, tokens=count, most_queries=1)
+            logits = decoder.logits(decoder.hidden(ids[:count], context=batch))
+            draws = Draws([part.sequence for part in going], [part.index + place for part in going])
+            ids = self.runner.sampling.draw(logits, draws, rows[:count]).clamp(min=0).long()
             guesses.append(ids)
-        for part, drafts in zip(guessing, torch.stack(guesses, 1).tolist(), strict=True):
-            part.drafts = drafts[: part.room]
+        for drafts in (guess.tolist() for guess in guesses):
+            for part, token in zip(guessing, drafts, strict=False):
+                part.drafts.append(token)

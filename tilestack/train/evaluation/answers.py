@@ -52,7 +52,7 @@ def answer_all(model: Any, requests: Sequence[Request], tokenizer: Tokenizer | N
     settings = EngineSettings(
         context=longest + 1,
         max_sequences=min(len(requests), MOST_ANSWERS),
-        kv_memory=max(tokens, longest + PAGE) * bytes_of_token(model.config, model.embedding.weight.dtype),
+        kv_memory=max(tokens, longest + PAGE) * bytes_of_token(model.embedding.weight.dtype, model),
         page=PAGE,
         queue=None,
     )
