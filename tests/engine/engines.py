@@ -21,7 +21,7 @@ def make_engine(*, pages=64, page=4, family="smollm2", draft=None, **settings):
     model = decoder(family)
     made = EngineSettings(**(dict(page=page, max_sequences=8, step_tokens=16, queue=None) | settings))
     memory = pages * page * bytes_of_token(cache_dtype(made, torch.float64), model, draft)
-    return Engine(model, None, replace(made, kv_memory=memory), draft=draft)
+    return Engine(model, None, replace(made, kv_memory=made.kv_memory or memory), draft=draft)
 
 
 def serve(engine, requests, after_step=lambda engine: None):
