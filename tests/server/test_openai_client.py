@@ -59,6 +59,16 @@ def test_a_chat_streams(ask):
     assert [usage.completion_tokens for usage in usages] == [40]
 
 
+def test_usage_in_every_event(ask):
+    options = {"continuous_usage_stats": True}
+    stream = ask.chat.completions.create(
+        model="fake", messages=user(), max_tokens=9, stream=True, extra_body={"stream_options": options}
+    )
+    told = [chunk.usage.completion_tokens for chunk in stream]
+    assert told == sorted(told)
+    assert told[-1] == 9
+
+
 def test_log_probabilities_of_a_chat(ask):
     answer = ask.chat.completions.create(
         model="fake", messages=user(), max_tokens=3, logprobs=True, top_logprobs=2, extra_body={"prompt_logprobs": 1}

@@ -31,7 +31,7 @@ def test_sigterm_drains(folder):
         with httpx2.Client(base_url=server.url, headers={"Authorization": "Bearer secret"}, timeout=60) as client:
             drawn = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
             with client.stream(
-                "POST", "/v1/chat/completions", json=CHAT | {"max_tokens": 600, "ignore_eos": True}
+                "POST", "/v1/chat/completions", json=CHAT | {"max_tokens": 300, "ignore_eos": True}
             ) as stream:
                 lines = stream.iter_lines()
                 first = next(lines)

@@ -60,7 +60,7 @@ class ChatAnswers:
         return {"content": [self.texts.chat(each) for each in told], "refusal": None} if self.request.logprobs else None
 
     async def events(self, running: Running) -> AsyncIterator[bytes]:
-        chunks = Chunks({**self.shared, "object": "chat.completion.chunk"}, self.request.wants_usage)
+        chunks = Chunks({**self.shared, "object": "chat.completion.chunk"}, self.request, running)
         choices: dict[int, ChatChoice] = {}
         async for delta in running.deltas():
             if (choice := choices.get(delta.choice)) is None:
@@ -70,7 +70,7 @@ class ChatAnswers:
             for body in choice.bodies(delta, told):
                 yield chunks.choice(body)
         if self.request.wants_usage:
-            yield chunks.usage(running.usage)
+            yield chunks.usage()
         yield DONE
 
 

@@ -48,7 +48,7 @@ class CompletionAnswers:
         return self.prompts[number // (self.request.n or 1)] if self.request.echo else ""
 
     async def events(self, running: Running) -> AsyncIterator[bytes]:
-        chunks = Chunks({**self.shared, "object": "text_completion"}, self.request.wants_usage)
+        chunks = Chunks({**self.shared, "object": "text_completion"}, self.request, running)
         offsets: dict[int, int] = {}
         async for delta in running.deltas():
             begins = delta.choice not in offsets
@@ -58,7 +58,7 @@ class CompletionAnswers:
             if text or delta.finish or delta.logprobs:
                 yield chunks.choice(self.piece(delta, text, offset))
         if self.request.wants_usage:
-            yield chunks.usage(running.usage)
+            yield chunks.usage()
         yield DONE
 
     def piece(self, delta: Delta, text: str, offset: int) -> dict[str, Any]:

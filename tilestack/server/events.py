@@ -11,9 +11,9 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tilestack.engine.outputs import Usage
 from tilestack.server.errors import ApiError
 from tilestack.server.running import Running, usage_body
+from tilestack.server.schemas.common import Sampled
 
 DONE = b"data: [DONE]\n\n"
 encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -23,15 +23,20 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the second
 class Chunks:
     """Writes the events of one answer; what all of them share is written once."""
 
-    def __init__(self, shared: dict[str, Any], wants_usage: bool):
+    def __init__(self, shared: dict[str, Any], request: Sampled, running: Running):
+        self.running, self.always = running, request.wants_usage_always
         self.head = f'data: {encode(shared)[:-1]},"choices":['
-        self.tail = '],"usage":null}\n\n' if wants_usage else "]}\n\n"
+        self.tail = '],"usage":null}\n\n' if request.wants_usage else "]}\n\n"
 
     def choice(self, body: dict[str, Any]) -> bytes:
-        return f"{self.head}{encode(body)}{self.tail}".encode()
+        return f"{self.head}{encode(body)}{self.usage_tail() if self.always else self.tail}".encode()
 
-    def usage(self, usage: Usage) -> bytes:
-        return f'{self.head}],"usage":{encode(usage_body(usage))}}}\n\n'.encode()
+    def usage(self) -> bytes:
+        """The event that tells what the request has cost."""
+        return f"{self.head}{self.usage_tail()}".encode()
+
+    def usage_tail(self) -> str:
+        return f'],"usage":{encode(usage_body(self.running.usage))}}}\n\n'
 
 
 class EventStream(StreamingResponse):

@@ -13,6 +13,7 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="A last event tells what the request cost in tokens.")
+    continuous_usage_stats: bool | None = Field(None, description="So does every event, as far as it has come.")
     include_obfuscation: Literal[False] | None = None
 
 
@@ -71,6 +72,10 @@ class Sampled(Body):
     @property
     def wants_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_always(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
     def stream_options_need_a_stream(self) -> "Sampled":
