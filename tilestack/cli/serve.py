@@ -27,6 +27,12 @@ def serve_command(
     drain: Annotated[
         float, typer.Option(help="Seconds that running requests are given when the server is told to end.", min=0)
     ] = 30.0,
+    events_per_second: Annotated[
+        float,
+        typer.Option(
+            help="Of all streams together; tokens that come faster share an event, and the engine is spared.", min=1
+        ),
+    ] = 2500.0,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -167,7 +173,15 @@ def serve_command(
         request_seconds=timeout,
     )
     settings = ServerSettings(
-        host, port, name, api_key, tuple(cors or ()), tuple(allow_host or ()), drain=drain, limits=limits
+        host=host,
+        port=port,
+        name=name,
+        api_key=api_key,
+        cors=tuple(cors or ()),
+        hosts=tuple(allow_host or ()),
+        drain=drain,
+        events_per_second=events_per_second,
+        limits=limits,
     )
     listening = listen(settings)
     from tilestack.engine import AsyncEngine, EngineSettings
