@@ -52,15 +52,11 @@ def process(*command, **environment):
 
 
 if __name__ == "__main__":
-    from conftest import TEXT
     from fake_engine import FakeEngine
+    from server_thread import small_tokenizer
 
-    from tilestack.data import Tokenizer
-    from tilestack.data.chat import CHATML
     from tilestack.server.process import listen, run_server
     from tilestack.server.settings import ServerSettings
 
-    tokenizer = Tokenizer.train([TEXT], 400)
-    tokenizer.template = CHATML
     settings = ServerSettings(port=0, drain=float(sys.argv[2]))
-    run_server(FakeEngine(tokenizer, pace=float(sys.argv[1])), settings, listen(settings))
+    run_server(FakeEngine(small_tokenizer(), pace=float(sys.argv[1])), settings, listen(settings))

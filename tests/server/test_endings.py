@@ -66,10 +66,10 @@ def test_two_hundred_requests_cut_off_leave_an_engine_that_answers(serve, fake):
     fake.pace, fake.queue = 0.05, 1000
     url = serve(fake)
     asyncio.run(abandon(url, 200, 0.5, lambda: len(fake.submitted) == 200))
+    assert empty_within(fake, 5)
     began = time.monotonic()
     assert httpx2.post(url + "/v1/chat/completions", json=CHAT | {"max_tokens": 1}).status_code == 200
     assert time.monotonic() - began < 1
-    assert empty_within(fake, 1)
 
 
 def test_a_full_queue_answers_429_and_when_to_come_back(serve, fake):

@@ -3,11 +3,11 @@
 import hypothesis
 import pytest
 import schemathesis
-from conftest import served
 from fake_engine import FakeEngine
 from hypothesis import HealthCheck
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
+from server_thread import served
 
 PLAIN = ["GET /", "GET /health", "GET /metrics", "GET /v1/models"]  # they take nothing that could be wrong
 OTHERS = ["GET /v1/models/{name}", "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/embeddings"]

@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import httpx2
 import pytest
-from conftest import served
 from fake_engine import FakeEngine
+from server_thread import served
 
 from tilestack.server.settings import Limits, ServerSettings
 
