@@ -98,6 +98,23 @@ def test_structures_that_cannot_be_read_are_refused_and_others_are_kept_to(url):
     assert kept.json()["choices"][0]["message"]["content"] in ("the cat", "the dog")
 
 
+def test_hostile_stop_texts(url):
+    """Some that every text holds, some that none does, some that are long and nearly there again and again."""
+    asked = {"prompt": "the cat sat", "max_tokens": 48, "ignore_eos": True, "seed": 3}
+    free = httpx2.post(url + "/v1/completions", json=asked).json()["choices"][0]["text"]
+    often = max(free, key=free.count)
+    for stops in (
+        [often],
+        [often * 200 + "x"],
+        ["\x00", "\ufffd", "🙂", "(a+)+$"],
+        [f"{free[:20]}{place}" for place in range(16)],
+    ):
+        choice = httpx2.post(url + "/v1/completions", json=asked | {"stop": stops}).json()["choices"][0]
+        cut = min([free.find(stop) for stop in stops if stop in free], default=len(free))
+        assert choice["text"] == free[:cut]
+        assert choice["stop_reason"] in (*stops, None)
+
+
 def test_tokens_that_the_model_does_not_know_are_refused(url):
     refused = httpx2.post(url + "/v1/completions", json={"prompt": [5, 10**6]})
     assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
