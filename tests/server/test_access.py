@@ -37,6 +37,7 @@ def test_the_key_opens(serve, fake):
 
 def test_a_loopback_server_answers_to_its_own_names_only(client):
     assert client.get("/health", headers={"Host": "localhost:1234"}).status_code == 200
+    assert client.get("/health", headers={"Host": ""}).status_code == 200  # as balancers ask, over HTTP/1.0
     refused = client.post("/v1/completions", json=TEXT, headers={"Host": "rebound.example"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "unknown_host")
 

@@ -30,7 +30,8 @@ class Access:
     def problem(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if self.hosts is not None and host_name(host) not in self.hosts:
+        # Who sends no Host is no browser, and cannot have been led here.
+        if self.hosts is not None and host and host_name(host) not in self.hosts:
             return ApiError(
                 403,
                 f"this server does not answer to the name {host!r}; start it with --allow-host",
