@@ -59,7 +59,7 @@ def ratio(row: Row) -> str:
 
 def tables(rows: Sequence[Row], machine: dict[str, Any]) -> list[Table]:
     """A table per operator, losses shown like wins; on a CPU the title says that these are no kernel figures."""
-    where = machine["gpu"] or f"CPU only ({machine['cpu']}): definitions, not kernels"
+    where = machine["gpu"] or f"CPU only (one thread of {machine['cpu']}): definitions, not kernels"
     found = []
     for op in dict.fromkeys(row.op for row in rows):
         mine = [row for row in rows if row.op == op]
