@@ -106,6 +106,15 @@ def test_a_translation_marks_its_links_to_english_pages(page):
     assert not unmarked
 
 
+def test_both_indexes_list_the_same_pages():
+    listed = lambda folder: {
+        Path(target).name
+        for target in re.findall(r"\]\(([^)\s]+\.md)\)", (folder / "README.md").read_text(encoding="utf-8"))
+        if Path(target).name not in ("README.md", "CONTRIBUTING.md")
+    }
+    assert listed(REPOSITORY / "docs/zh") == listed(REPOSITORY / "docs")
+
+
 def test_every_page_is_in_the_index():
     index = (REPOSITORY / "docs" / "README.md").read_text(encoding="utf-8")
     pages = [p.relative_to(REPOSITORY / "docs").as_posix() for p in PAGES if p.is_relative_to(REPOSITORY / "docs")]

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tilestack.lab import memory
 from tilestack.lab.memory import SWEEPS, Point, measured_at, named
@@ -34,13 +33,6 @@ def test_a_point_is_measured_on_the_definition_without_a_gpu():
     assert (point.sweep, point.setting, point.backend, point.how) == ("stride", 4, "torch", "cpu")
     assert point.time_us is not None
     assert point.tb_per_s == pytest.approx(2 * 2**12 * 2 / point.time_us * 1e-6)
-
-
-def test_the_number_of_threads_is_put_back():
-    before = torch.get_num_threads()
-    with memory.one_thread_on("cpu"):
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before
 
 
 POINT = Point("stride", 1, "triton", 100.0, 0.01, 3.0, "graph", "", present_source("strided_copy", "triton"))

@@ -56,7 +56,7 @@ def test_one_failing_candidate_leaves_the_others_and_says_why():
         return [lambda: 1 / 0] * n
 
     found = measure(
-        {"bad": Candidate(cannot_prepare), "worse": Candidate(fails_when_called), "good": Candidate(sleeper(1e-4))},
+        {"bad": Candidate(cannot_prepare), "worse": Candidate(fails_when_called), "good": Candidate(busy(1e-4))},
         0,
         "cpu",
         seconds=0.01,
@@ -69,14 +69,14 @@ def test_one_failing_candidate_leaves_the_others_and_says_why():
 
 
 def test_more_work_takes_longer_and_both_take_as_long_as_they_say():
-    found = measure({"short": Candidate(sleeper(1e-3)), "long": Candidate(sleeper(1e-2))}, 0, "cpu", seconds=0.05)
+    found = measure({"short": Candidate(busy(1e-3)), "long": Candidate(busy(1e-2))}, 0, "cpu", seconds=0.05)
     assert 1e3 <= found["short"].time_us < found["long"].time_us
     assert found["long"].time_us >= 1e4
 
 
 def test_candidates_take_turns():
     order = []
-    candidate = lambda name: Candidate(lambda n: [lambda: (order.append(name), time.sleep(2e-3))] * n)
+    candidate = lambda name: Candidate(lambda n: [lambda: (order.append(name), compute_for(2e-3))] * n)
     measure({"a": candidate("a"), "b": candidate("b")}, 0, "cpu", seconds=0)
     sampled = order[4:]  # two calls each to warm up
     assert sampled == ["a", "b"] * (len(sampled) // 2)
@@ -111,5 +111,24 @@ def test_out_of_memory_is_told_in_three_words():
     assert timing.in_one_line(torch.cuda.OutOfMemoryError("Tried to allocate 20 GiB …")) == "out of memory"
 
 
-def sleeper(seconds):
-    return lambda n: [lambda: time.sleep(seconds)] * n
+def compute_for(seconds):
+    until = time.process_time() + seconds
+    while time.process_time() < until:
+        pass
+
+
+def busy(seconds):
+    return lambda n: [lambda: compute_for(seconds)] * n
+
+
+def test_a_cpu_is_timed_on_one_thread_whose_number_is_put_back():
+    before, seen = torch.get_num_threads(), []
+    call = lambda: seen.append(torch.get_num_threads())
+    measure({"call": Candidate(lambda copies: [call])}, 1, "cpu", seconds=0.001)
+    assert set(seen) == {1}
+    assert torch.get_num_threads() == before
+
+
+def test_what_a_call_waits_on_a_cpu_is_not_counted():
+    timing = measure({"call": Candidate(lambda copies: [lambda: time.sleep(0.01)])}, 1, "cpu", seconds=0.001)["call"]
+    assert timing.time_us < 5_000

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -62,20 +63,51 @@ def desk(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("desk")
 
 
+def variables() -> dict[str, str]:
+    """The environment's variables, without those that tests set."""
+    hidden = ("PYTHONPATH", "TRITON_INTERPRET", "TILESTACK_BACKEND")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return kept | {
+        "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"
+    }  # fmt: skip
+
+
 @pytest.fixture
 def tilestack(environment, desk):
     def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess:
-        hidden = ("PYTHONPATH", "TRITON_INTERPRET", "TILESTACK_BACKEND")
-        clean = {name: value for name, value in os.environ.items() if name not in hidden}
-        clean |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
         done = subprocess.run(
-            [environment / "tilestack", *arguments], cwd=desk, env=clean, capture_output=True, text=True
+            [environment / "tilestack", *arguments], cwd=desk, env=variables(), capture_output=True, text=True
         )
         assert done.returncode == code, done.stdout + done.stderr
         assert "Traceback" not in done.stdout + done.stderr
         return done
 
     return run
+
+
+@pytest.fixture
+def serve(environment, desk):
+    """Starts a server on a free port and answers its address; it is told to end by Ctrl-C, and must do so in peace."""
+    started = []
+
+    def run(*arguments: str) -> str:
+        command = [environment / "tilestack", "serve", *arguments, "--port", "0"]
+        server = subprocess.Popen(
+            command, cwd=desk, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+        started.append(server)
+        said = []
+        for line in server.stdout:
+            said.append(line)
+            if address := re.search(r" on (http://127\.0\.0\.1:\d+):", line):
+                return address[1]
+        raise AssertionError("".join(said))
+
+    yield run
+    for server in started:
+        server.send_signal(signal.SIGINT)
+        assert "Traceback" not in server.communicate(timeout=60)[0]
 
 
 def changes(*settings: str) -> list[str]:
@@ -99,7 +131,7 @@ def test_wheel_and_sdist_carry_what_the_commands_need(built):
     assert {".github/workflows/test.yml", ".pre-commit-config.yaml"} <= packed  # which its tests read
 
 
-def test_the_readme_from_an_empty_folder(tilestack, environment, desk):
+def test_the_readme_from_an_empty_folder(tilestack, serve, environment, desk):
     """Every command of README's shell blocks, with settings that make the training short."""
     site = next(environment.parent.glob("lib/python3*/site-packages/tilestack"))
     before = files_of(site)
@@ -113,11 +145,17 @@ def test_the_readme_from_an_empty_folder(tilestack, environment, desk):
         "parity": ["--steps", "1"],
         "demo": changes(*TINY, *TINY_TEXT),
         "generate": ["--max-tokens", "2"],
+        "load": ["--requests", "2", "--input", "8", "--output", "2", "--warmup", "0"],
     }  # fmt: skip
-    assert {"generate", "train", "sft", "grpo", "parity", "report"} <= {command[0] for command in commands}
+    assert {"generate", "serve", "load", "train", "sft", "grpo", "parity", "report"} <= {
+        command[0] for command in commands
+    }
     for name, *rest in commands:
         if name == "chat":
             continue  # needs a person
+        if name == "serve":
+            shorter["load"].insert(0, serve(*rest))
+            continue
         tilestack(name, *rest, *shorter.get(name, []))
     assert {path.name for path in desk.iterdir()} == {"runs"}
     assert (desk / "runs/python/model/model.safetensors").is_file()

@@ -64,7 +64,8 @@ def tables(rows: Sequence[Row], machine: dict[str, Any]) -> list[Table]:
     for op in dict.fromkeys(row.op for row in rows):
         mine = [row for row in rows if row.op == op]
         dtypes = ", ".join(dict.fromkeys(row.dtype for row in mine))
-        table = Table(title=f"{op} in {dtypes} on {where}", title_justify="left")
+        timed = None if machine["gpu"] else "processor time of one thread"
+        table = Table(title=f"{op} in {dtypes} on {where}", title_justify="left", caption=timed, caption_justify="left")
         # What is the same or nothing in every row says nothing, and a terminal is narrow.
         several, noted = "," in dtypes, any(row.note for row in mine)
         columns = [heading for heading, cell in COLUMNS.items() if any(cell(row) not in EMPTY for row in mine)]

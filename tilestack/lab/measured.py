@@ -196,7 +196,7 @@ def method(rows: Iterable[Row]) -> str:
     words = {
         "graph": "kernel time by CUDA-graph replay with cold caches",
         "events": "kernel time by CUDA events",
-        "cpu": "wall time on the CPU",
+        "cpu": "processor time of one CPU thread",
     }
     used = dict.fromkeys(row.get("how") for row in rows)
     return " and ".join(words.get(how, str(how)) for how in sorted(filter(None, used))) or "method not recorded"

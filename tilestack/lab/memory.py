@@ -7,8 +7,7 @@ Without a GPU the definitions are measured, small and on one thread: a CPU's cac
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -133,10 +132,7 @@ def bench_memory(device: str | None = None, save: Path | None = None, console: C
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     machine, points = stamp(device), []
     total = sum(len(sweep.settings) for sweep in SWEEPS)
-    with (
-        one_thread_on(device),
-        Progress(console=console or Console(quiet=True), transient=True, disable=console is None) as progress,
-    ):
+    with Progress(console=console or Console(quiet=True), transient=True, disable=console is None) as progress:
         task = progress.add_task("memory", total=total)
         for sweep in SWEEPS:
             for setting in sweep.settings:
@@ -157,17 +153,6 @@ def draw(run: dict[str, Any], page: Path) -> Path:
         ("date, UTC", machine["date"][:16].replace("T", " ")),
     ]
     return write_page(page, "What a memory access costs", subtitle(machine), facts, "", [section(run)])
-
-
-@contextmanager
-def one_thread_on(device: str) -> Iterator[None]:
-    """On a CPU, one thread: several wait for one another, which says nothing about memory."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if device == "cpu" else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def measured_at(sweep: Sweep, setting: int, device: str, elements: int | None = None) -> list[Point]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilestack.lab.timing import Call, Candidate, average_seconds, measure
+from tilestack.lab.timing import Call, Candidate, measure, one_thread_on, processor_seconds
 
 CPU_ATTEMPTS = 30
 
@@ -28,10 +28,10 @@ class Roofs:
 
 
 def least_us(call: Call) -> float:
-    """The least time of a call on a CPU. A median has in it what else was running, and then operators that are measured
-    later, when less is, would stand above the roof."""
-    call()
-    return min(average_seconds(call, 1) for _ in range(CPU_ATTEMPTS)) * 1e6
+    """The least time of a call on a CPU, where caches and clocks are shared with what else is running."""
+    with one_thread_on("cpu"):
+        call()
+        return min(processor_seconds(call, 1) for _ in range(CPU_ATTEMPTS)) * 1e6
 
 
 @functools.cache

@@ -7,7 +7,8 @@ another copy of the inputs and writes another output, so that what it reads has 
                               |<--- at least twice the L2 passes through in between --->|
 
 The candidates take turns, one replay each per round, so that clocks and heat are the same for all of them. Host time is
-what plain calls take on the host's clock while nobody waits for the GPU. On a CPU there is one clock and no graph.
+what plain calls take on the host's clock while nobody waits for the GPU. On a CPU there is no graph, and what counts is the
+processor time of one thread: others have the cores too, and several threads wait for one another when they do.
 """
 
 import math
@@ -15,8 +16,8 @@ import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,7 +83,7 @@ def measure(
             failed[name] = Timing(note=in_one_line(error))
             samplers.pop(name, None)
 
-    with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
+    with one_thread_on(device.type), torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
         for name, candidate in candidates.items():
             make = (lambda c: OnCuda(c, working_set, device, seconds)) if on_cuda else (lambda c: OnCpu(c, seconds))
             if (sampler := attempt(name, lambda: make(candidate))) is not None:
@@ -100,22 +101,20 @@ def measure(
 
 
 class OnCpu:
-    """Samples on the host's clock; calls too short for it are timed several at once."""
+    """Samples of processor time; calls too short for its clock are timed several at once."""
 
     host_batches = 0  # the host is the device
 
     def __init__(self, candidate: Candidate, seconds: float):
         (self.call,) = candidate.prepare(1)
         self.call()
-        began = time.perf_counter()
-        self.call()
-        once = time.perf_counter() - began
+        once = processor_seconds(self.call, 1)
         self.calls = max(1, int(1e-3 / max(once, 1e-9)))
         self.rounds = within(CPU_ROUNDS, seconds / (once * self.calls))
         self.samples: list[float] = []
 
     def sample(self) -> None:
-        self.samples.append(average_seconds(self.call, self.calls))
+        self.samples.append(processor_seconds(self.call, self.calls))
 
     def sample_host(self) -> None:
         raise NotImplementedError("on a CPU the host is the device")
@@ -241,11 +240,27 @@ def median_and_spread(samples: Sequence[float]) -> tuple[float, float]:
     return middle, (upper - lower) / middle
 
 
-def average_seconds(call: Call, times: int) -> float:
-    began = time.perf_counter()
+def average_seconds(call: Call, times: int, clock: Callable[[], float] = time.perf_counter) -> float:
+    began = clock()
     for _ in range(times):
         call()
-    return (time.perf_counter() - began) / times
+    return (clock() - began) / times
+
+
+def processor_seconds(call: Call, times: int) -> float:
+    """What a call costs this process, not counting when others have the core."""
+    return average_seconds(call, times, time.process_time)
+
+
+@contextmanager
+def one_thread_on(device: str) -> Iterator[None]:
+    """On a CPU, one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if device == "cpu" else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def in_one_line(error: BaseException) -> str:
