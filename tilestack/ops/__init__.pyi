@@ -3,6 +3,7 @@ from tilestack.contract.registry import operator_named as operator_named, operat
 from tilestack.ops.activation import gelu as gelu, relu as relu, sigmoid as sigmoid, silu as silu, softcap as softcap, squared_relu as squared_relu, tanh as tanh
 from tilestack.ops.activation_dropout import activation_dropout as activation_dropout, gated_dropout as gated_dropout
 from tilestack.ops.attention import attention as attention
+from tilestack.ops.conv import conv2d as conv2d, conv2d_int8 as conv2d_int8
 from tilestack.ops.elementwise import add as add, axpy as axpy
 from tilestack.ops.gated import geglu as geglu, gelu_mul as gelu_mul, silu_mul as silu_mul, swiglu as swiglu, swiglu_linear as swiglu_linear
 from tilestack.ops.gram import gram as gram, newton_schulz as newton_schulz
