@@ -6,8 +6,12 @@ import torch
 
 from tilestack import nn
 
-NAMES = ["GELU", "GroupNorm", "LayerNorm", "Linear", "RMSNorm", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh"]
+NAMES = ["Conv2d", "GELU", "GroupNorm", "LayerNorm", "Linear", "RMSNorm", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh"]
 CASES = [
+    ("Conv2d", dict(in_channels=4, out_channels=6, kernel_size=3, padding=1), (2, 4, 5, 6)),
+    ("Conv2d", dict(in_channels=4, out_channels=6, kernel_size=(1, 2), stride=(2, 1), groups=2, bias=False), (4, 5, 6)),
+    ("Conv2d", dict(in_channels=2, out_channels=3, kernel_size=2, padding="same", dilation=3), (1, 2, 5, 6)),
+    ("Conv2d", dict(in_channels=2, out_channels=3, kernel_size=3, padding=1, padding_mode="circular"), (1, 2, 4, 4)),
     ("Linear", dict(in_features=24, out_features=17), (2, 3, 24)),
     ("Linear", dict(in_features=24, out_features=17, bias=False), (24,)),
     ("RMSNorm", dict(normalized_shape=24), (5, 24)),

@@ -1,7 +1,7 @@
 """Modules on our operators, under PyTorch's names. `tilestack.patch` puts them into a model that is already there."""
 
 from tilestack.nn.mlp import MLP
-from tilestack.nn.modules import GELU, GroupNorm, LayerNorm, Linear, ReLU, RMSNorm, Sigmoid, SiLU, Softmax, Tanh
+from tilestack.nn.modules import GELU, Conv2d, GroupNorm, LayerNorm, Linear, ReLU, RMSNorm, Sigmoid, SiLU, Softmax, Tanh
 from tilestack.nn.moe import MoE
 from tilestack.nn.router import Balance, LoadWindow, Router
 
@@ -9,6 +9,7 @@ __all__ = [
     "GELU",
     "MLP",
     "Balance",
+    "Conv2d",
     "GroupNorm",
     "LayerNorm",
     "Linear",

@@ -8,6 +8,7 @@ too.
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tilestack import ops
@@ -17,6 +18,20 @@ from tilestack.nn.autocast import lowered, raised
 class Linear(torch.nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return ops.linear(*lowered(input, self.weight, self.bias))
+
+
+class Conv2d(torch.nn.Conv2d):
+    """Padding by "same", or by other values than zeros, is added to the image first, as PyTorch does."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        padding, sides = self.padding, self._reversed_padding_repeated_twice  # left, right, top, bottom
+        if self.padding_mode != "zeros" or isinstance(padding, str):
+            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+            input, padding = F.pad(input, sides, mode=mode), (0, 0)
+        images = input if input.ndim == 4 else input[None]
+        images, weight, bias = lowered(images, weight, bias)
+        out = ops.conv2d(images, weight, bias, self.stride, padding, self.dilation, self.groups)
+        return out if input.ndim == 4 else out[0]
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -72,6 +72,7 @@ class TransposedLinear:
 
 OPERATORS: dict[type, str] = {
     nn.Linear: "linear",
+    nn.Conv2d: "conv2d",
     nn.RMSNorm: "rms_norm",
     nn.LayerNorm: "layer_norm",
     nn.GroupNorm: "group_norm",
@@ -92,6 +93,7 @@ OPERATORS: dict[type, str] = {
 KNOWN: dict[type[torch.nn.Module], type] = {
     getattr(torch.nn, ours.__name__): ours for ours in OPERATORS if issubclass(ours, torch.nn.Module)
 }
+FORWARDS = ("forward", "_conv_forward")  # what a module computes is in these
 KNOWN_BY_NAME = {"transformers.pytorch_utils.Conv1D": TransposedLinear}
 
 NORMS = (RootMeanSquareNorm, RootMeanSquareNormLikeInput, RootMeanSquareNormLikeWeight)
@@ -126,7 +128,9 @@ def recognise(module: torch.nn.Module) -> Match | str | None:
         return None
     if reason := unusual(module):
         return reason
-    if base is not None and kind.forward is not base.forward:
+    if base is not None and any(
+        getattr(kind, name) is not getattr(base, name) for name in FORWARDS if hasattr(base, name)
+    ):
         return f"it overrides the forward of torch.nn.{base.__name__}"
     return Match(OPERATORS[ours], ours) if ours else tried_out(module, CANDIDATES[ending or ""])
 

@@ -3,6 +3,7 @@ from tilestack.contract.registry import operator_named as operator_named, operat
 from tilestack.ops.activation import gelu as gelu, relu as relu, sigmoid as sigmoid, silu as silu, softcap as softcap, squared_relu as squared_relu, tanh as tanh
 from tilestack.ops.activation_dropout import activation_dropout as activation_dropout, gated_dropout as gated_dropout
 from tilestack.ops.attention import attention as attention
+from tilestack.ops.conv import conv2d as conv2d, conv2d_int8 as conv2d_int8
 from tilestack.ops.elementwise import add as add, axpy as axpy
 from tilestack.ops.gated import geglu as geglu, gelu_mul as gelu_mul, silu_mul as silu_mul, swiglu as swiglu, swiglu_linear as swiglu_linear
 from tilestack.ops.gram import gram as gram, newton_schulz as newton_schulz
@@ -22,3 +23,4 @@ from tilestack.ops.random import dropout as dropout
 from tilestack.ops.rope import qk_norm_rope as qk_norm_rope, qkv_rope as qkv_rope, rope as rope, rope_ as rope_
 from tilestack.ops.sampling import argmax as argmax, sample as sample, topk as topk
 from tilestack.ops.softmax import log_softmax as log_softmax, logsumexp as logsumexp, softmax as softmax
+from tilestack.ops.sparse import block_sparse_dds as block_sparse_dds, block_sparse_dsd as block_sparse_dsd, block_sparse_sdd as block_sparse_sdd, csr_matmul as csr_matmul

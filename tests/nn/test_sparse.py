@@ -1,0 +1,125 @@
+"""Sparse matrices against the dense ones they stand for: products, gradients, conversions."""
+
+import pytest
+import torch
+
+from tilestack import backend, contract, ops
+from tilestack.contract import BackendError
+from tilestack.nn.sparse import BlockSparse, CompressedRows, prune_2_4, semi_structured
+
+
+def holes(rows, columns, side, seed=0):
+    """A float64 matrix of which about half of the blocks are zero, one line of them wholly."""
+    generator = torch.Generator().manual_seed(seed)
+    there = torch.rand(rows // side, columns // side, generator=generator) < 0.5
+    there[0] = False
+    dense = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    return dense * there.repeat_interleave(side, 0).repeat_interleave(side, 1)
+
+
+@pytest.mark.parametrize("chosen", ["torch", "triton"])
+@pytest.mark.parametrize("side", [16, 64, 128])
+def test_products_and_gradients_are_those_of_the_dense_matrix(chosen, side):
+    dense = holes(3 * side, 2 * side, side, seed=1)
+    sparse = BlockSparse.from_dense(dense, side)
+    assert 0 < len(sparse.values) < 6
+    right, left = torch.randn(2 * side, 5).double(), torch.randn(7, 3 * side).double()
+    for product in (lambda m: m @ right, lambda m: left @ m, lambda m: m.T @ left.T):
+        results = []
+        for matrix, leaf in ((sparse, sparse.values), (dense, dense)):
+            leaf.requires_grad_()
+            with backend(chosen):
+                out = product(matrix)
+                (gradient,) = torch.autograd.grad(out.square().sum(), leaf)
+            results.append((out.detach(), gradient))
+            leaf.requires_grad_(False)
+        (out, gradient), (expected, whole) = results
+        torch.testing.assert_close(out, expected)
+        spread = BlockSparse(gradient, sparse.rows, sparse.columns, sparse.shape).to_dense()
+        torch.testing.assert_close(spread, whole * (dense != 0))
+
+
+@pytest.mark.parametrize("chosen", ["torch", "triton"])
+def test_sampled_products_have_the_wanted_blocks_alone(chosen):
+    dense = holes(48, 32, 16)
+    sparse = BlockSparse.from_dense(dense, 16)
+    a, b = torch.randn(48, 21).double(), torch.randn(21, 32).double()
+    with backend(chosen):
+        found = sparse.sample(a, b)
+    torch.testing.assert_close(found.to_dense(), (a @ b) * (dense != 0))
+
+
+def test_blocks_at_one_place_add_up():
+    values = torch.randn(2, 16, 16).double()
+    place = torch.zeros(2, dtype=torch.int32)
+    twice = BlockSparse(values, place, place, (16, 16))
+    x = torch.randn(16, 3).double()
+    for chosen in ("torch", "triton"):
+        with backend(chosen):
+            torch.testing.assert_close(twice @ x, values.sum(0) @ x)
+    torch.testing.assert_close(twice.to_dense(), values.sum(0))
+
+
+def test_conversions_round_trip():
+    dense = holes(64, 96, 16)
+    sparse = BlockSparse.from_dense(dense, 16)
+    assert torch.equal(sparse.to_dense(), dense)
+    assert torch.equal(sparse.to_torch().to_dense(), dense)
+    for other in (
+        dense.to_sparse_bsr((16, 16)),
+        dense.to_sparse(),
+        dense.to_sparse_csr(),
+        dense.to_sparse_bsr((32, 32)),
+    ):
+        assert torch.equal(BlockSparse.from_torch(other, 16).to_dense(), dense)
+        rows = CompressedRows.from_torch(other if other.layout != torch.sparse_bsr else dense.to_sparse())
+        assert torch.equal(rows.to_dense(), dense)
+    assert torch.equal(CompressedRows.from_dense(dense).to_torch().to_dense(), dense)
+
+
+@pytest.mark.parametrize("chosen", ["torch", "triton"])
+@pytest.mark.parametrize("columns", [None, 3, 130])
+def test_compressed_rows_times_matrices_and_vectors(chosen, columns):
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(9, 40, generator=generator, dtype=torch.float64)
+    dense = dense * (torch.rand(9, 40, generator=generator) < 0.2)
+    dense[4] = 0
+    sparse = CompressedRows.from_dense(dense)
+    x = torch.randn(40, *([] if columns is None else [columns]), generator=generator, dtype=torch.float64)
+    values, x = sparse.values.requires_grad_(), x.requires_grad_()
+    whole = dense.clone().requires_grad_()
+    with backend(chosen):
+        out = sparse @ x
+        found = torch.autograd.grad(out.square().sum(), (values, x))
+    expected = whole @ x
+    torch.testing.assert_close(out, expected)
+    dense_gradient, x_gradient = torch.autograd.grad(expected.square().sum(), (whole, x))
+    torch.testing.assert_close(found[0], dense_gradient[dense != 0])
+    torch.testing.assert_close(found[1], x_gradient)
+
+
+def test_two_of_four():
+    x = torch.tensor([[1.0, -3.0, 2.0, 0.5, 0.0, 0.0, 4.0, 4.0]])
+    assert prune_2_4(x).tolist() == [[0.0, -3.0, 2.0, 0.0, 0.0, 0.0, 4.0, 4.0]]
+    with pytest.raises(ValueError, match="multiples of four"):
+        prune_2_4(torch.ones(2, 6))
+    with pytest.raises(BackendError, match=r"sparse tensor cores .* this matrix is on cpu"):
+        semi_structured(prune_2_4(torch.randn(64, 64)))
+
+
+def test_refusals_say_what_does_not_fit():
+    values, place = torch.randn(1, 16, 16), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        BlockSparse.from_dense(torch.randn(20, 16), 16)
+    with pytest.raises(ValueError, match="blocks have sides of 16, 32, 64, 128"):
+        BlockSparse(torch.randn(1, 8, 8), place, place, (8, 8))
+    with pytest.raises(ValueError, match="there are 1 blocks, but rows are"):
+        ops.block_sparse_dsd(values, place[:0], place, torch.randn(16, 2), 1)
+    contract.check_values(True)
+    try:
+        with pytest.raises((ValueError, IndexError), match=r"rows\[0\] is 3, which names none of 1 rows"):
+            ops.block_sparse_dsd(values, place + 3, place, torch.randn(16, 2), 1)
+    finally:
+        contract.check_values(None)
+    with pytest.raises(ValueError, match="the inner sides differ"):
+        CompressedRows.from_dense(torch.eye(3)) @ torch.randn(4)

@@ -1,0 +1,94 @@
+"""conv2d against PyTorch's own over geometries the cases leave out, and conv2d_int8 against sums of whole numbers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tilestack import backend, nn, ops, patch
+
+LAST = torch.channels_last
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("stride", "padding", "dilation", "taps", "groups"),
+    [((1, 1), (0, 0), (1, 1), (1, 1), 1), ((2, 1), (1, 0), (1, 2), (2, 3), 1), ((3, 2), (2, 2), (2, 1), (3, 2), 2),
+     ((1, 3), (3, 1), (1, 1), (2, 2), 4)],
+)  # fmt: skip
+@pytest.mark.parametrize("order", [torch.contiguous_format, LAST])
+def test_every_geometry_and_its_gradients(stride, padding, dilation, taps, groups, order):
+    x = drawn(2, 4, 6, 7).contiguous(memory_format=order).requires_grad_()
+    weight = drawn(8, 4 // groups, *taps, seed=1).contiguous(memory_format=order).requires_grad_()
+    bias = drawn(8, seed=2).requires_grad_()
+    expected = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    with backend("triton"):
+        out = ops.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    torch.testing.assert_close(out, expected)
+    assert out.stride() == expected.stride()
+    arriving = drawn(*out.shape, seed=3)
+    for found, truth in zip(
+        *(torch.autograd.grad(y, (x, weight, bias), arriving) for y in (out, expected)), strict=True
+    ):
+        torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.parametrize("chosen", ["torch", "triton"])
+def test_sums_of_codes_are_exact(chosen):
+    """The largest codes there are, over as many as 600 terms: with scales of one, whole numbers come out whole."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-128, 128, (1, 150, 3, 3), generator=generator, dtype=torch.int8)
+    x[0, :, 0, 0] = -128
+    weight = torch.randint(-128, 128, (3, 150, 2, 2), generator=generator, dtype=torch.int8)
+    weight[0] = -128
+    expected = F.conv2d(x.long(), weight.long(), padding=1)
+    one, ones = torch.ones((), dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    with backend(chosen):
+        assert torch.equal(ops.conv2d_int8(x, weight, one, ones, padding=(1, 1)).long(), expected)
+        scale = torch.tensor([0.5, 0.25, 2.0], dtype=torch.float64)
+        out = ops.conv2d_int8(x, weight, one * 4, scale, torch.tensor([1.0, 2.0, 3.0]).double(), padding=(1, 1))
+        half = ops.conv2d_int8(x, weight, one.float(), ones.float() / 1024, padding=(1, 1), dtype="float16")
+    assert torch.equal(out, expected * (4 * scale)[:, None, None] + torch.tensor([1.0, 2.0, 3.0])[:, None, None])
+    assert torch.equal(half, (expected / 1024).half())
+
+
+def test_a_partial_sum_for_each_part_of_many_places(monkeypatch):
+    monkeypatch.setattr("tilestack.kernels.conv.implicit_gemm.PLACES_EACH", 32)
+    x, weight = drawn(2, 2, 7, 8), drawn(3, 2, 2, 2, seed=1).requires_grad_()
+    expected = F.conv2d(x, weight)
+    with backend("triton"):
+        out = ops.conv2d(x, weight)
+    arriving = drawn(*out.shape, seed=2)
+    torch.testing.assert_close(*(torch.autograd.grad(y, weight, arriving)[0] for y in (out, expected)))
+
+
+def test_refusals_say_what_does_not_fit():
+    x, weight = torch.randn(1, 4, 5, 5), torch.randn(6, 4, 3, 3)
+    for arguments, message in {
+        (x[0], weight): r"x is \[N, C, H, W\]",
+        (x, weight, None, (0, 1)): "stride must be two numbers, positive",
+        (x, weight, None, (1, 1), (-1, 0)): "padding must be two numbers, not negative",
+        (x, weight, None, (1, 1), (0, 0), (1, 1), 2): "2 groups of 4 channels and 6 filters do not fit x",
+        (x, torch.randn(6, 4, 7, 3)): r"filters of \(7, 3\) taps.*do not fit into \(5, 5\)",
+        (x, weight, torch.randn(5)): r"bias must have shape \(6,\)",
+        (x, weight.double()): "must have one dtype",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            ops.conv2d(*arguments)
+
+
+def test_patch_knows_convolutions_and_leaves_those_that_compute_something_else():
+    class Standardised(torch.nn.Conv2d):
+        def _conv_forward(self, input, weight, bias):
+            return super()._conv_forward(input, weight - weight.mean(), bias)
+
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), Standardised(3, 3, 1))
+    x = torch.randn(1, 2, 5, 5)
+    before = model(x)
+    report = patch(model)
+    assert report.swapped == {"0": "conv2d"}
+    assert "overrides the forward" in report.left["1"]
+    assert isinstance(model[0], nn.Conv2d)
+    torch.testing.assert_close(model(x), before)

@@ -1,0 +1,1 @@
+"""Convolutions as matrix products whose operand is never written out."""
