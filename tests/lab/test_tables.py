@@ -42,6 +42,19 @@ def test_headline_has_one_line_per_operator(root):
     assert written.endswith(STAMP)
 
 
+def test_a_ladder_has_a_column_per_backend(root):
+    small = small_result()
+    (case,) = {row["case"] for row in small.rows if row["op"] == "linear"}
+    product = dict(moved=100_663_296, flops=137_438_953_472)
+    rungs = [row("linear", case, name, time, **product) for name, time in (("triton_naive", 800.0), ("gluon", 200.0))]
+    save(root, replace(small, rows=[*small.rows, *rungs]))
+    header, _, only = cells(table("ladder imaginary linear triton_naive,triton,triton_persistent,gluon,aten", root))
+    assert header[3:] == ["`triton_naive`", "`triton`", "`triton_persistent`", "`gluon`", "`aten`"]
+    assert only[3:] == ["172 TFLOP/s", "344 TFLOP/s", "–", "687 TFLOP/s", "625 TFLOP/s"]
+    assert "not measured yet" in table("ladder imaginary softmax triton_naive,gluon", root)
+    assert "not measured yet" in table("ladder unknown linear triton,aten", root)
+
+
 def test_training_has_a_line_per_candidate_and_stays_out_of_the_headline(root):
     steps = [
         row("train", "tiny, 2x8", name, time, tokens_per_s=16e6 / time, ratio_to_best_peer=ratio, peak_mib=2048.0)

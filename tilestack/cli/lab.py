@@ -34,6 +34,7 @@ def add_to(app: typer.Typer) -> None:
     app.command("ops")(ops_command)
     app.command("verify")(verify_command)
     app.command("explain")(explain_command)
+    app.command("tune")(tune_command)
     app.command("report")(report_command)
 
 
@@ -145,6 +146,49 @@ def mutate_operator(name: str, json_: Path | None) -> None:
                 console.print(
                     f"survived: line {outcome.mutant.line}, {outcome.mutant.name}", highlight=False, markup=False
                 )
+
+
+def tune_command(
+    operators: Operators = None,
+    dtype: Dtypes = None,
+    case: Annotated[
+        str, typer.Option(help="bench, check, or the name of one case, which `tilestack ops NAME` lists.")
+    ] = "bench",
+    budget: Annotated[
+        float | None,
+        typer.Option(min=0, help="Begin no case that would end after so many seconds.", show_default=False),
+    ] = None,
+    kept: Annotated[int, typer.Option(min=1, help="Configurations of a backend to time; a model picks them.")] = 8,
+    ship: Annotated[bool, typer.Option("--ship", help="In a checkout, also add to the table that is shipped.")] = False,
+    json_: JsonFile = None,
+    load: Load = None,
+) -> None:
+    """Find the fastest backend and configuration of operators on this GPU, and keep them for [bold]auto[/bold].
+
+    Every candidate is proved on a case before it is timed on it. Only operators with configurations are tuned unless some
+    are named. What is found goes to the user's cache as it comes, and is asked before the tables that are shipped.
+    """
+    import torch
+
+    from tilestack.lab import machine, tune
+    from tilestack.tuning import preferences
+
+    tune.needs_gpu()
+    load_files(load)
+    chosen = pick_operators(operators)
+    if not operators:
+        chosen = [op for op in chosen if any(way.configs for way in op.implementations.values())]
+    slug = machine.stamp("cuda")["slug"]
+    tables = [preferences.user_table_path(slug), *([preferences.TABLES / f"{slug}.json"] if ship else [])]
+    found = []
+    for tuned in tune.tune(chosen, pick_dtypes(dtype) or [torch.bfloat16], case, kept, budget, console):
+        found.append(tuned)
+        for table in tables:
+            preferences.add_to_table(table, tuned.rows())
+    write_json(json_, [row for tuned in found for row in tuned.rows()])
+    if str(json_) != "-":
+        console.print(tune.render(found))
+        console.print(f"auto reads {tables[0]}")
 
 
 def explain_command(

@@ -8,7 +8,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from tilestack.contract import Case, Operator, operator_named, operators
+from tilestack.contract import Case, Implementation, Operator, operator_named, operators
 from tilestack.contract.backends import family_of
 from tilestack.contract.cases import Make
 from tilestack.lab.compile import CAPABILITIES, INSTRUCTIONS, KernelReport, compiled_kernels, gate
@@ -32,11 +32,23 @@ def explain(
         cases = telling_cases(operator, every_bench)
         for backend, case, dtype, direction in product(backends, cases, dtypes, ("forward", "backward")):
             implementation = operator.implementations[backend]
-            others = list(implementation.configs)[1:] if case is max(cases, key=elements) else []
-            for config in ("", *others):
-                for report in compiled_kernels(operator, implementation, case, dtype, direction, capability, config):
+            for report in compiled_kernels(operator, implementation, case, dtype, direction, capability):
+                found.setdefault(report.digest, report)
+        for backend, dtype, direction in product(backends, dtypes, ("forward", "backward")):
+            implementation = operator.implementations[backend]
+            for config in list(implementation.configs)[1:]:
+                for report in of_largest_case(operator, implementation, cases, dtype, direction, capability, config):
                     found.setdefault(report.digest, report)
     return list(found.values())
+
+
+def of_largest_case(
+    operator: Operator, implementation: Implementation, cases: Sequence[Case], *rest: Any
+) -> list[KernelReport]:
+    """The reports of the largest case that an implementation takes."""
+    from_largest = sorted(cases, key=elements, reverse=True)
+    reports = (compiled_kernels(operator, implementation, case, *rest) for case in from_largest)
+    return next(filter(None, reports), [])
 
 
 def telling_cases(operator: Operator, every_bench: bool = False) -> list[Case]:

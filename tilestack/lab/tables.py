@@ -4,6 +4,7 @@ A table stands between two markers and is rewritten in place by `make docs`:
 
     <!-- table: headline h200 -->                     one line per operator, its best case; of some with their names
     <!-- table: operator h200 softmax,rms_norm -->    every case of some operators, both directions
+    <!-- table: ladder h200 linear triton,aten -->    some backends of an operator side by side, a line per case
     <!-- table: training h200 -->                     whole training steps, ours and every peer's
     <!-- table: roofs h200 -->                        what the machine can do at best
     <!-- table: memory h200 stride -->                one sweep of `tilestack bench memory`, a line per setting
@@ -134,6 +135,23 @@ def operator(found: list[Contest], names: str) -> str:
     return markdown(header, rows, left=4) + "\n\n" + stamps(used) + older(used)
 
 
+def ladder(found: list[Contest], op: str, names: str) -> str:
+    """The rates of the named backends side by side, a line for each case that at least two of them were timed on."""
+    wanted = names.split(",")
+    rows, used = [], []
+    for contest in (c for c in found if c.op == op):
+        by_backend = {row["backend"]: row for row in contest.timed}
+        if sum(name in by_backend for name in wanted) < 2:
+            continue
+        rates = [rate(contest, by_backend[name]) if name in by_backend else "–" for name in wanted]
+        rows.append([marked(contest.label, [contest]), contest.dtype, contest.direction, *rates])
+        used.append(contest)
+    if not rows:
+        return ""
+    header = ["case", "dtype", "direction", *(f"`{name}`" for name in wanted)]
+    return markdown(header, rows, left=3) + "\n\n" + stamps(used) + older(used)
+
+
 def training(found: list[Contest]) -> str:
     """Whole training steps: a line per candidate, fastest first, then those that failed and those that were not tried."""
     rows, used = [], [contest for contest in found if contest.op == TRAINING]
@@ -232,12 +250,19 @@ def proofs(folder: Path, slug: str) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     "headline": headline,
     "operator": operator,
+    "ladder": ladder,
     "training": training,
     "roofs": roofs,
 }
 FOLDERS: dict[str, Callable[[Path, str], str]] = {"parity": parity, "proofs": proofs}  # from files of their own
-WORDS = {"headline": (1, 2), "operator": (2,), "training": (1,), "roofs": (1,)}  # how many follow the name
-USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `training GPU`, `roofs GPU`, `parity GPU`, `proofs GPU` and `memory GPU SWEEP`"
+WORDS = {
+    "headline": (1, 2),
+    "operator": (2,),
+    "ladder": (3,),
+    "training": (1,),
+    "roofs": (1,),
+}  # how many follow the name
+USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `proofs GPU` and `memory GPU SWEEP`"
 
 
 def table(name: str, root: Path, where: str = "") -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 from tilestack.contract.backends import AUTO, backend, chosen
 from tilestack.contract.cases import Case, Make
 from tilestack.contract.implementation import Implementation
+from tilestack.contract.named import parameters_of
 from tilestack.contract.operator import Operator, as_tuple
 from tilestack.lab import invariance, oracle, variants
 from tilestack.lab.evaluate import (
@@ -141,11 +142,19 @@ def claims(
                         for implementation in implementations:
                             claim = Claim(described, implementation, case, variant, dtype, direction, device)
                             yield claim
-                            if variant == "plain" and direction != "gradcheck":
+                            if variant == "plain" and depends_on_config(implementation, direction):
                                 yield from (replace(claim, config=name) for name in list(implementation.configs)[1:])
                     for implementation in implementations if direction != "gradcheck" and 0 not in sizes else ():
                         if implementation.invariant:
                             yield Claim(described, implementation, case, invariance.ALONE, dtype, direction, device)
+
+
+def depends_on_config(implementation: Implementation, direction: str) -> bool:
+    """Whether another configuration is another claim: a backward that names none is the same in all of them."""
+    backward = implementation.backward
+    return direction == "forward" or (
+        direction == "backward" and callable(backward) and "config" in parameters_of(backward)
+    )
 
 
 def prove(claim: Claim, find_standards: Callable[..., dict[str, Standard]] = standards_of) -> Proof:

@@ -6,6 +6,11 @@ from tilestack.contract.cases import cases
 from tilestack.contract.operator import Cost, operator
 from tilestack.ops.autocast import lower_when_traced, lowered
 
+# The rows of a step: decoding one sequence, some, many; a short prompt, a long one, a training step. And the layers that
+# they meet: [out, in] of Llama-3-8B's projections, of Qwen3-0.6B's, and the latter's head.
+ROWS = (1, 16, 64, 512, 2048, 8192)
+LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336), (3072, 1024), (151936, 1024))
+
 
 def linear_case(make, rows, columns, inner, bias="bias"):
     # A weight of scale 1/sqrt(K) keeps outputs near one, as in a model at initialisation.
@@ -39,8 +44,22 @@ def multiply_adds(x: Tensor, weight: Tensor) -> Cost:
 @operator(
     cases=cases(
         linear_case,
-        check=[(1, 1, 1), (5, 17, 33), (64, 64, 64), (70, 130, 40, "plain"), (0, 8, 8), (8, 0, 8), (8, 8, 0)],
-        bench=[(4096, 4096, 4096, "plain"), (8192, 8192, 1024, "plain"), (8192, 8192, 8192, "plain")],
+        check=[
+            (1, 1, 1),
+            (5, 17, 33),
+            (64, 64, 64),
+            (70, 130, 40, "plain"),
+            (3, 24, 304),
+            (16, 40, 304, "plain"),
+            (0, 8, 8),
+            (8, 0, 8),
+            (8, 8, 0),
+        ],
+        bench=[
+            *((side, side, side, "plain") for side in (4096, 8192)),
+            (8192, 8192, 1024, "plain"),
+            *((rows, *layer, "plain") for layer in LAYERS for rows in ROWS),
+        ],
     )
     + cases(batched_case, check=[(2, 3, 16, 20), (16, 20)]),
     cost=multiply_adds,

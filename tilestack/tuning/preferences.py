@@ -10,11 +10,16 @@ of the operator's `tuning_key` and its words (the first tensor's elements and la
 
 Between the sizes that were measured the nearest bucket with the same words speaks. A GPU without a table runs Triton where
 there is a choice, except for what PyTorch's libraries are known to do best.
+
+`tilestack tune` measures more on the machine it runs on and keeps it in the user's cache, a table of the same form that
+is asked first, bucket by bucket.
 """
 
 import functools
 import json
+import os
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,7 +45,7 @@ def install() -> None:
 
 def preferred(op: Operator, arguments: dict[str, Any], device: torch.device) -> list[str]:
     """The backends of a call, fastest first; empty where nothing is known."""
-    return look_up(table_of(gpu_slug(torch.cuda.get_device_name(device))), op, arguments)
+    return look_up(known_of(gpu_slug(torch.cuda.get_device_name(device))), op, arguments)
 
 
 def look_up(table: dict[str, Entry], op: Operator, arguments: dict[str, Any]) -> list[str]:
@@ -100,19 +105,97 @@ def gpu_slug(name: str) -> str:
 
 
 @functools.cache
+def known_of(slug: str) -> dict[str, Entry]:
+    """All that is known of a GPU: what was measured on this machine over what is shipped."""
+    return merged(table_of(slug), user_table_of(slug))
+
+
+@functools.cache
 def table_of(slug: str) -> dict[str, Entry]:
     path = TABLES / f"{slug}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def write_table(results: dict[str, Any], folder: Path = TABLES) -> Path:
-    """Make a GPU's table from its measured results."""
-    path = folder / f"{results['machine']['slug']}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(make_table(results["rows"]), indent=1, sort_keys=True) + "\n")
+def user_table_of(slug: str) -> dict[str, Entry]:
+    """What `tilestack tune` kept; a file that is none of ours counts for nothing, with a warning."""
+    path = user_table_path(slug)
+    if not path.exists():
+        return {}
+    try:
+        return checked_table(json.loads(path.read_text()))
+    except ValueError as error:
+        warnings.warn(f"{path} is no table of `tilestack tune` ({error}); delete it", stacklevel=2)
+        return {}
+
+
+def user_table_path(slug: str) -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "tilestack" / "tuning" / f"{slug}.json"
+
+
+def checked_table(table: Any) -> dict[str, Entry]:
+    """The table, or a ValueError where it is not of our form."""
+    words = lambda value: isinstance(value, list) and all(isinstance(word, str) for word in value)
+    for op, entry in table.items() if isinstance(table, dict) else [("", None)]:
+        if not isinstance(entry, dict) or not words(entry.get("default")):
+            raise ValueError(f"{op or 'it'} has no ranking by default")
+        for dtype, buckets in entry.items():
+            if dtype != "default" and not (isinstance(buckets, dict) and all(map(words, buckets.values()))):
+                raise ValueError(f"{op} in {dtype} is no ranking by bucket")
+    return table
+
+
+def merged(under: dict[str, Entry], over: dict[str, Entry]) -> dict[str, Entry]:
+    """Two tables as one: where both know a bucket, the second speaks; a default is the first's, which has more cases."""
+    table = dict(under)
+    for op, entry in over.items():
+        known = under.get(op, {})
+        by_dtype = {dtype: known.get(dtype, {}) | found for dtype, found in entry.items() if dtype != "default"}
+        table[op] = known | by_dtype | dict(default=known.get("default", entry["default"]))
+    return table
+
+
+def add_to_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Merge what was measured into a table on disk, whole or not at all."""
+    known = checked_table(json.loads(path.read_text())) if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".part")
+    fresh.write_text(json.dumps(merged(known, make_table(rows)), indent=1, sort_keys=True) + "\n")
+    fresh.replace(path)
+    forget_tables()
+
+
+def forget_tables() -> None:
+    """Read the tables again at the next call."""
     table_of.cache_clear()
+    known_of.cache_clear()
     registry.forget_plans()
+
+
+def write_table(results: dict[str, Any], folder: Path = TABLES) -> Path:
+    """Make a GPU's table from its measured results, which were measured in the configurations that were known."""
+    slug = results["machine"]["slug"]
+    path = folder / f"{slug}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    table = with_configs(make_table(results["rows"]), known_of(slug))
+    path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    forget_tables()
     return path
+
+
+def with_configs(table: dict[str, Entry], known: dict[str, Entry]) -> dict[str, Entry]:
+    """A table whose backends have the configurations that a call gets from a known one."""
+
+    def named(backend: str, ranking: list[str]) -> str:
+        return next((name for name in ranking if name.partition(":")[0] == backend), backend)
+
+    for op, entry in table.items():
+        for dtype, buckets in entry.items():
+            measured = known.get(op, {}).get(dtype, {})
+            for bucket in buckets if dtype != "default" and measured else ():
+                if near := nearest(bucket, measured):
+                    buckets[bucket] = [named(backend, measured[near]) for backend in buckets[bucket]]
+    return table
 
 
 def make_table(rows: list[dict[str, Any]]) -> dict[str, Entry]:

@@ -37,8 +37,9 @@ from tilestack.contract.descriptors import Tile
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.matmul.products import HALVES, linear_by, linear_gradients_by
-from tilestack.kernels.matmul.tma import empty_rows, has_tma, movable
+from tilestack.kernels.matmul.tma import can_move, empty_rows, movable
 from tilestack.kernels.tiles import cdiv, multiprocessors
+from tilestack.tuning.model import Gpu, product_us
 
 K_BYTES = 128  # of a step along K: a row of a tile is what one swizzled line of shared memory holds
 WARPS = 8  # that multiply
@@ -53,6 +54,9 @@ class Config(NamedTuple):
     slots: int
     store_n: int
     band: int = 8
+
+    def model_us(self, M: int, N: int, K: int, gpu: Gpu) -> float:
+        return product_us(M, N, K, self.m, self.n, gpu)
 
 
 CONFIGS = {
@@ -219,10 +223,6 @@ def hopper_product(a: Tensor, b: Tensor, bias: Tensor | None, config: Config) ->
     return c.contiguous()
 
 
-def takes(x: Tensor, weight: Tensor) -> bool | str:
-    return has_tma(x) if weight.numel() else "TMA moves no empty matrix"
-
-
 def linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool], config: Config
 ) -> tuple[Tensor | None, ...]:
@@ -234,7 +234,7 @@ def linear_backward(
     backend="gluon",
     repeat=straight_line,
     backward=linear_backward,
-    when=takes,
+    when=can_move,
     dtypes=HALVES,
     configs=CONFIGS,
 )

@@ -29,28 +29,39 @@ from tilestack.kernels.tiles import accumulator, cdiv
 @triton.jit
 def tile_of_product(
     a_ptr, b_ptr, tile_m, tile_n, M, N, K, a_stride_m, a_stride_k, b_stride_k, b_stride_n,
-    EVEN_K: tl.constexpr, ACC: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of a @ b, its rows and its columns; places outside of a and b count as zeros."""
     m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = sum_along_k(
+        a_ptr + m * a_stride_m, b_ptr + n * b_stride_n, m < M, n < N, K, a_stride_k, b_stride_k, EVEN_K, ACC, BLOCK_K
+    )
+    return total, m, n
+
+
+@triton.jit
+def sum_along_k(
+    a_ptr, b_ptr, has_m, has_n, K, a_stride_k, b_stride_k,  # where rows of a and columns of b begin, and which there are
+    EVEN_K: tl.constexpr, ACC: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Rows of a times columns of b, BLOCK_K steps at a time; without masks along K where it is a multiple of them."""
     k = tl.arange(0, BLOCK_K).to(tl.int64)
-    a_ptr += m * a_stride_m + k[None, :] * a_stride_k
-    b_ptr += k[:, None] * b_stride_k + n * b_stride_n
-    total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    a_ptr += k[None, :] * a_stride_k
+    b_ptr += k[:, None] * b_stride_k
+    total = tl.zeros([a_ptr.shape[0], b_ptr.shape[1]], ACC)
     for start in range(0, K, BLOCK_K):
         if EVEN_K:
-            a = tl.load(a_ptr, mask=m < M, other=0)
-            b = tl.load(b_ptr, mask=n < N, other=0)
+            a = tl.load(a_ptr, mask=has_m, other=0)
+            b = tl.load(b_ptr, mask=has_n, other=0)
         else:
             left = K - start
-            a = tl.load(a_ptr, mask=(m < M) & (k[None, :] < left), other=0)
-            b = tl.load(b_ptr, mask=(k[:, None] < left) & (n < N), other=0)
+            a = tl.load(a_ptr, mask=has_m & (k[None, :] < left), other=0)
+            b = tl.load(b_ptr, mask=(k[:, None] < left) & has_n, other=0)
         total = tl.dot(a, b, total, input_precision="ieee", out_dtype=ACC)
         a_ptr += tl.cast(a_stride_k, tl.int64) * BLOCK_K
         b_ptr += tl.cast(b_stride_k, tl.int64) * BLOCK_K
-    return total, m, n
+    return total
 
 
 @triton.jit
@@ -77,10 +88,13 @@ def matmul_naive_kernel(
 def block_of_product(a: Tensor, b: Tensor) -> dict[str, int]:
     """The tile of the first three rungs, the same for any number of rows of a; without tensor cores a smaller one."""
     # Where Triton cannot see vectors, each element takes an address of its own: half as many fit into registers.
-    in_vectors = a.shape[1] % 16 == 0 and all(1 in (s := matrix.stride()) and max(s) % 16 == 0 for matrix in (a, b))
+    sizes = [a.shape[1], b.shape[1], *(max(matrix.stride()) for matrix in (a, b))]
+    in_vectors = not any(size % 16 for size in sizes) and 1 in a.stride() and 1 in b.stride()
     if a.element_size() > 2:
         return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32 if in_vectors else 16, num_warps=4)
-    return dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64 if in_vectors else 32, num_warps=8)
+    if not in_vectors:
+        return dict(BLOCK_M=128, BLOCK_N=64, BLOCK_K=32, num_warps=8)
+    return dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8)
 
 
 def naive_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

@@ -29,8 +29,9 @@ from tilestack.contract.repeat import straight_line
 from tilestack.kernels.matmul.epilogue import PLAIN, Epilogue, finish_tile
 from tilestack.kernels.matmul.ordered import tile_in_bands
 from tilestack.kernels.matmul.products import HALVES, linear_by, linear_gradients_by
-from tilestack.kernels.matmul.tma import has_tma, movable
+from tilestack.kernels.matmul.tma import can_move, movable
 from tilestack.kernels.tiles import cdiv, multiprocessors
+from tilestack.tuning.model import Gpu, product_us
 
 
 class Config(NamedTuple):
@@ -42,6 +43,9 @@ class Config(NamedTuple):
     stages: int
     warps: int
     band: int = 8
+
+    def model_us(self, M: int, N: int, K: int, gpu: Gpu) -> float:
+        return product_us(M, N, K, self.m, self.n, gpu)
 
 
 CONFIGS = {
@@ -71,11 +75,9 @@ def matmul_persistent_kernel(
             a = a_desc.load([k, first_m]).T if A_TURNED else a_desc.load([first_m, k])
             b = b_desc.load([first_n, k]).T if B_TURNED else b_desc.load([k, first_n])
             total = tl.dot(a, b, total)
-        m = tl.cast(first_m, tl.int64) + tl.arange(0, BLOCK_M)[:, None]
-        n = tl.cast(first_n, tl.int64) + tl.arange(0, BLOCK_N)[None, :]
         finish_tile(
-            total, m, n, M, N, bias_ptr, residual_ptr, residual_stride_m, residual_stride_n, seed_ptr, below, pre_ptr,
-            c_ptr, ACTIVATION,
+            total, tl.cast(first_m, tl.int64), tl.cast(first_n, tl.int64), M, N,
+            bias_ptr, residual_ptr, residual_stride_m, residual_stride_n, seed_ptr, below, pre_ptr, c_ptr, ACTIVATION,
         )  # fmt: skip
 
 
@@ -87,6 +89,8 @@ def persistent_product(a: Tensor, b: Tensor, bias: Tensor | None, config: Config
         return c.zero_()  # TMA moves no empty matrix; only a gradient, which has no bias, adds up over nothing
     bias = None if bias is None else bias.contiguous()
     (a, a_turned), (b, b_turned) = movable(a), movable(b)
+    # Rows of C that hold no vectors take an address for each element of a tile: half as many fit into registers.
+    config = config._replace(n=min(config.n, 128)) if N % 16 else config
     a_tile = Tile.of(a, (config.k, config.m) if a_turned else (config.m, config.k))
     b_tile = Tile.of(b, (config.n, config.k) if b_turned else (config.k, config.n))
     programs = min(multiprocessors(c.device), cdiv(M, config.m) * cdiv(N, config.n))
@@ -97,10 +101,6 @@ def persistent_product(a: Tensor, b: Tensor, bias: Tensor | None, config: Config
         BLOCK_M=config.m, BLOCK_N=config.n, BLOCK_K=config.k, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return c
-
-
-def takes(x: Tensor, weight: Tensor) -> bool | str:
-    return has_tma(x) if weight.numel() else "TMA moves no empty matrix"
 
 
 def linear_backward(
@@ -114,7 +114,7 @@ def linear_backward(
     backend="triton_persistent",
     repeat=straight_line,
     backward=linear_backward,
-    when=takes,
+    when=can_move,
     dtypes=HALVES,
     configs=CONFIGS,
 )

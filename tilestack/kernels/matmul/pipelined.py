@@ -38,13 +38,13 @@ def matmul_pipelined_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_n = tile_in_bands(tl.program_id(0), M, N, BAND, BLOCK_M, BLOCK_N)
-    total, m, n = tile_of_product(
+    total, _, _ = tile_of_product(
         a_ptr, b_ptr, tile_m, tile_n, M, N, K, a_stride_m, a_stride_k, b_stride_k, b_stride_n,
         EVEN_K, ACC, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     finish_tile(
-        total, m, n, M, N, bias_ptr, residual_ptr, residual_stride_m, residual_stride_n, seed_ptr, below, pre_ptr, c_ptr,
-        ACTIVATION,
+        total, tile_m.to(tl.int64) * BLOCK_M, tile_n.to(tl.int64) * BLOCK_N, M, N,
+        bias_ptr, residual_ptr, residual_stride_m, residual_stride_n, seed_ptr, below, pre_ptr, c_ptr, ACTIVATION,
     )  # fmt: skip
 
 

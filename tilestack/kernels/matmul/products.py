@@ -8,7 +8,7 @@ A product takes its two matrices with any strides, so a transpose is a view and 
 last dimension of x are merged into rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def linear_by(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) 
 
 
 def linear_gradients_by(
-    product: Product, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool]
+    product: Product, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """What arrives has the dtype of the product, which autocast may have lowered; gradients have those of their tensors."""
     grad, rows = as_matrix(grad), as_matrix(x).to(grad.dtype)
@@ -37,3 +37,14 @@ def linear_gradients_by(
     dweight = product(grad.T, rows, None).to(weight.dtype) if needs[1] else None
     dbias = grad.sum(0, dtype=bias.dtype) if needs[2] and bias is not None else None
     return dx, dweight, dbias
+
+
+def linear_again(product: Product, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The rows of x @ weightᵀ + bias once more, in the dtype that the forward's had."""
+    return as_matrix(linear_by(product, x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)))
+
+
+def has_at_most(most: int, x: Tensor) -> bool | str:
+    """Whether x has rows, and not too many; for the `when` of products that are made for few."""
+    rows = x.shape[:-1].numel()
+    return 0 < rows <= most or f"it takes 1 to {most} rows, not {rows}"

@@ -44,9 +44,9 @@ def empty_rows(rows: int, columns: int, like: Tensor) -> Tensor:
     return torch.empty((rows, padded), dtype=like.dtype, device=like.device)[:, :columns]
 
 
-def has_tma(x: Tensor) -> bool | str:
-    """Whether a GPU has TMA and the shared memory to wait for it; the interpreter plays along."""
-    return (
-        shared_memory(x.device) >= PIPELINE_BYTES
-        or "it needs TMA and more than 200 kB of shared memory: compute capability 9.0 or 10.0"
-    )
+def can_move(x: Tensor, weight: Tensor) -> bool | str:
+    """Whether the GPU has TMA and the shared memory to wait for it, and there is something to move; the interpreter plays
+    along."""
+    if shared_memory(x.device) < PIPELINE_BYTES:
+        return "it needs TMA and more than 200 kB of shared memory: compute capability 9.0 or 10.0"
+    return weight.numel() > 0 or "TMA moves no empty matrix"

@@ -1,0 +1,70 @@
+"""What `tilestack tune` proves and times, on a CPU and with a made-up clock."""
+
+import dataclasses
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tilestack import contract, ops
+from tilestack.cli import app
+from tilestack.contract import BackendError
+from tilestack.lab import tune
+from tilestack.lab.timing import Timing
+from tilestack.tuning.preferences import make_table
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to tune on")
+def test_without_a_gpu_it_explains_itself():
+    result = CliRunner().invoke(app, ["tune", "linear"])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit | BackendError)
+    with pytest.raises(BackendError, match="there is no CUDA GPU here"):
+        tune.needs_gpu()
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """A search for softmax over two configurations of a backend, one of them wrong."""
+    configs = {"right": 1.0, "wrong": 1.5, "slow": 1.0}
+    monkeypatch.setattr(ops.softmax, "implementations", dict(ops.softmax.implementations))
+    contract.implements(ops.softmax, backend="mine", configs=configs, backward=contract.AUTOGRAD)(
+        lambda x, dim, config: torch.softmax(x, dim) * config
+    )
+    asked = []
+
+    def measure(ways, moved, device):
+        asked.extend(ways)
+        return {name: Timing(time_us=2.0 if name == "mine:right" else 5.0) for name in ways}
+
+    monkeypatch.setattr(tune, "measure", measure)
+    case = next(case for case in ops.softmax.cases if case.kind == "check")
+    search = tune.Search(ops.softmax, case, torch.float32, CPU)
+    monkeypatch.setattr(search, "candidates", lambda: ["mine:right", "mine:wrong", "mine:slow", "aten"])
+    yield search, asked
+    ops.softmax.plans.clear()
+
+
+def test_every_candidate_is_proved_before_it_is_timed(searched):
+    search, asked = searched
+    found = search.run(kept=8, over=lambda: False)
+    assert "mine:wrong" not in asked
+    assert found.trials[0].name == "mine:right"
+    assert found.trials[0].time_us == 4.0, "forward and backward together"
+    wrong = next(trial for trial in found.trials if trial.name == "mine:wrong")
+    assert wrong.note.startswith("wrong: forward")
+    rows = [row | dict(case=found.case.name) for row in found.rows()]
+    assert make_table(rows)["softmax"]["default"][:1] == ["mine:right"]
+    assert tune.render([found]).row_count == 1
+    nothing = dataclasses.replace(found, trials=[dataclasses.replace(t, time_us=None) for t in found.trials])
+    assert tune.render([nothing]).row_count == 1
+
+
+def test_candidates_are_all_backends_in_all_configurations():
+    case = next(case for case in ops.linear.cases if case.name == "3x24x304")
+    names = tune.Search(ops.linear, case, torch.float16, CPU).candidates()
+    assert {"aten", "triton", "triton_gemv:2x512", "triton_split_k:64 columns, 4 splits"} <= set(names)
+    assert "torch" not in names
+    assert "triton_gemv" not in names

@@ -1,0 +1,124 @@
+"""A linear layer of up to 64 rows, as in decoding: the sum along K is shared out, so that all multiprocessors read weights.
+
+One row of tiles of C is all there is, N / BLOCK_N programs: for N = 4096 and tiles of 128, 32 of them on a GPU with 132
+multiprocessors. So SPLITS programs share a tile, each with a part of K:
+
+            K: part 0 | part 1 | part 2 | part 3
+    tile n    program    program  program  program      each writes its partial sum in float32 and counts itself;
+                  ↓         ↓        ↓        ↓         whoever counts last adds up all parts, in order, and stores
+               part[0]   part[1]  part[2]  part[3]
+
+The order of the addition does not depend on who came last: the same bits in every run. The counters are a workspace, zero
+between calls: the last of a tile sets its own back.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilestack import ops
+from tilestack.contract import implements
+from tilestack.contract.launch import launch
+from tilestack.contract.repeat import straight_line
+from tilestack.contract.workspace import workspace
+from tilestack.kernels.matmul.naive import store_with_bias, sum_along_k
+from tilestack.kernels.matmul.pipelined import linear_backward
+from tilestack.kernels.matmul.products import has_at_most, linear_by
+from tilestack.kernels.tiles import accumulator, cdiv, next_power, widened
+from tilestack.tuning.model import Gpu, product_us
+
+MOST_ROWS = 64  # of x, a tile's height
+LEAST_ROWS = 16  # of a tile that tensor cores multiply
+
+
+class Config(NamedTuple):
+    """Columns of a tile, the step along K, the programs that share a tile, and steps in flight."""
+
+    n: int
+    k: int
+    splits: int
+    stages: int = 4
+    warps: int = 4
+
+    def model_us(self, M: int, N: int, K: int, gpu: Gpu) -> float:
+        return product_us(M, N, K, max(next_power(M), LEAST_ROWS), self.n, gpu, self.splits)
+
+
+CONFIGS = {
+    "64 columns, 4 splits": Config(64, 64, 4),
+    "64 columns, 1 split": Config(64, 64, 1),
+    "64 columns, 2 splits": Config(64, 64, 2),
+    "64 columns, 8 splits": Config(64, 64, 8),
+    "32 columns, 1 split": Config(32, 128, 1),
+    "32 columns, 4 splits": Config(32, 128, 4),
+    "128 columns, 4 splits": Config(128, 64, 4),
+    "128 columns, 8 splits": Config(128, 64, 8),
+}
+
+
+@triton.jit
+def matmul_split_k_kernel(
+    a_ptr, b_ptr, bias_ptr, parts_ptr, counts_ptr, c_ptr,  # [M, K], [K, N], [N] or None, [SPLITS, M, N], [tiles], [M, N]
+    M, N, K, a_stride_m, a_stride_k, b_stride_k, b_stride_n,
+    SPLITS: tl.constexpr, EVEN_K: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
+    n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
+    first = part.to(tl.int64) * share
+    total = sum_along_k(
+        a_ptr + first * a_stride_k + m * a_stride_m, b_ptr + first * b_stride_k + n * b_stride_n, m < M, n < N,
+        tl.minimum(K - part * share, share), a_stride_k, b_stride_k, EVEN_K, ACC, BLOCK_K,
+    )  # fmt: skip
+    if SPLITS == 1:
+        store_with_bias(total, m, n, bias_ptr, c_ptr, M, N)
+    else:
+        inside = (m < M) & (n < N)
+        size = tl.cast(M, tl.int64) * N
+        place = m * N + n
+        tl.store(parts_ptr + part * size + place, total, mask=inside)
+        tl.debug_barrier()  # all threads have stored before one of them counts
+        before = tl.atomic_add(counts_ptr + tile, 1, sem="acq_rel")
+        tl.debug_barrier()
+        if before == SPLITS - 1:
+            total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+            for other in range(SPLITS):
+                total += tl.load(parts_ptr + other * size + place, mask=inside, other=0, cache_modifier=".cg")
+            store_with_bias(total, m, n, bias_ptr, c_ptr, M, N)
+            tl.store(counts_ptr + tile, 0)
+
+
+def split_product(a: Tensor, b: Tensor, bias: Tensor | None, config: Config) -> Tensor:
+    """a @ b + bias for up to 64 rows of a, matrices of any strides."""
+    (M, K), N = a.shape, b.shape[1]
+    c = torch.empty((M, N), dtype=a.dtype, device=a.device)
+    bias = None if bias is None else bias.contiguous()
+    tiles = cdiv(N, config.n)
+    split = config.splits > 1
+    parts = torch.empty((config.splits, M, N), dtype=widened(a.dtype), device=a.device) if split else None
+    counts = workspace("split_k_counts", (tiles,), torch.int32, a.device) if split else None
+    launch(
+        matmul_split_k_kernel, (tiles, config.splits), a, b, bias, parts, counts, c, M, N, K, *a.stride(), *b.stride(),
+        SPLITS=config.splits, EVEN_K=K % config.k == 0, ACC=accumulator(a.dtype),
+        BLOCK_M=max(next_power(M), LEAST_ROWS), BLOCK_N=config.n, BLOCK_K=config.k,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    return c
+
+
+@implements(
+    ops.linear,
+    backend="triton_split_k",
+    repeat=straight_line,
+    backward=linear_backward,
+    when=lambda x: has_at_most(MOST_ROWS, x),
+    configs=CONFIGS,
+)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config) -> Tensor:
+    return linear_by(lambda a, b, c: split_product(a, b, c, config), x, weight, bias)
