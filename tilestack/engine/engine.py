@@ -158,8 +158,7 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens; at most {self.context - 1} leave room for an answer"
             )
         for name, ids in (("the prompt", prompt), ("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
-            if wrong := [token for token in ids if not isinstance(token, int) or not 0 <= token < self.vocabulary]:
-                raise RequestError(f"{name} has token {wrong[0]!r}, and the model has 0 to {self.vocabulary - 1}")
+            self.check_tokens(name, ids)
         if request.adapter is not None and request.adapter not in self.adapter_names:
             raise RequestError(
                 f"there is no adapter {request.adapter!r}; there are: {', '.join(self.adapter_names) or 'none'}"
@@ -170,6 +169,10 @@ class Engine:
         waiting = len(self.scheduler.waiting) + entering
         if most is not None and waiting + params.drawn > most + len(self.scheduler.free_rows):
             raise QueueFull(f"{waiting} requests wait already, of at most {most}")
+
+    def check_tokens(self, name: str, ids: Iterable[int]) -> None:
+        if wrong := [token for token in ids if not isinstance(token, int) or not 0 <= token < self.vocabulary]:
+            raise RequestError(f"{name} has token {wrong[0]!r}, and the model has 0 to {self.vocabulary - 1}")
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
