@@ -225,6 +225,22 @@ def test_of_what_is_free_the_least_recently_used_is_forgotten_first():
         pool.release(first[:1])
 
 
+def test_who_is_cancelled_in_host_memory_leaves_nothing_there():
+    engine = make_engine(max_sequences=1, swap_memory=1 << 20)
+    late = greedy("late", [5, 6], 9)
+    late.priority = 1
+    engine.add(late)
+    engine.step()
+    engine.add(greedy("urgent", [7, 8], 9))
+    engine.step()
+    assert engine.runner.swapped
+    engine.cancel("late")
+    assert not engine.runner.swapped
+    check_pages(engine)
+    serve(engine, [])
+    check_empty(engine)
+
+
 @pytest.mark.parametrize("kind", [dict(page=1, pages=64), dict(page=256, pages=8), dict(step_tokens=1), dict(max_sequences=1), dict(speculate="lookup", draft_tokens=30, step_tokens=3), dict(page=16, pages=4, context=13), dict(page=64, pages=1), dict(page=32, pages=2, swap_memory=1 << 20, family="deepseek_v2")])  # fmt: skip
 def test_odd_settings(kind):
     engine = make_engine(**kind)

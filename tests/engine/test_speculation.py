@@ -155,3 +155,16 @@ def test_a_step_that_breaks_loses_nobody_who_gave_way_in_it(breaks, monkeypatch)
     assert engine.scheduler.swap_tokens == (1 << 20) // bytes_of_token(torch.float64, decoder())
     check_empty(engine)
     assert serve(engine, [greedy("next", [3, 5], 5)])["next"] == [alone([3, 5], 5)]
+
+
+def test_what_a_draft_model_read_is_copied_to_host_memory_too():
+    engine = make_engine(max_sequences=1, swap_memory=1 << 20, speculate="model", draft=decoder(), overlap=False)
+    late = greedy("late", COPIED, 30)
+    late.priority = 1
+    engine.add(late)
+    for _ in range(4):
+        engine.step()
+    serve(engine, [greedy("urgent", [9] * 40, 3)])
+    stats = engine.stats()
+    assert stats.preemptions == 1
+    assert stats.accepted == stats.drafted > 20
