@@ -8,6 +8,7 @@ import torch
 
 from tilestack import models
 from tilestack.engine import Engine, EngineSettings, Request, SamplingParams
+from tilestack.engine.runner import len_of
 from tilestack.engine.settings import bytes_of_token, cache_dtype
 
 
@@ -21,7 +22,19 @@ def make_engine(*, pages=64, page=4, family="smollm2", draft=None, **settings):
     model = decoder(family)
     made = EngineSettings(**(dict(page=page, max_sequences=8, step_tokens=16, queue=None) | settings))
     memory = pages * page * bytes_of_token(cache_dtype(made, torch.float64), model, draft)
-    return Engine(model, None, replace(made, kv_memory=made.kv_memory or memory), draft=draft)
+    engine = Engine(model, None, replace(made, kv_memory=made.kv_memory or memory), draft=draft)
+    launch = engine.runner.launch
+
+    def within_limits(parts):
+        assert 0 < sum(map(len_of, parts)) <= engine.scheduler.step_tokens
+        assert len({part.sequence for part in parts}) == len(parts)
+        for part in parts:
+            assert part.start + len_of(part) < part.sequence.limit
+            assert len(part.sequence.pages) == -(-(part.start + part.count + part.room) // page)
+        return launch(parts)
+
+    engine.runner.launch = within_limits
+    return engine
 
 
 def serve(engine, requests, after_step=lambda engine: None):
@@ -58,6 +71,16 @@ def check_pages(engine):
         }
         assert len(inside) == 1
         assert len(next(iter(inside))) == pool.page
+    for key, page in pool.remembered.items():
+        assert pool.contents[page][0] == key
+        assert len(pool.contents[page][2]) == pool.page
+    assert len(pool.contents) == len(pool.remembered)
+    held = sum(sequence.swapped for sequence in engine.scheduler.waiting)
+    of_a_token = bytes_of_token(
+        engine.runner.cache.keys.dtype, engine.decoder, engine.runner.draft and engine.runner.draft[0]
+    )
+    assert engine.scheduler.swap_tokens + held == engine.settings.swap_memory // of_a_token
+    assert engine.scheduler.swap_tokens >= 0
     rows = [sequence.row for sequence in running]
     assert sorted(rows + engine.scheduler.free_rows) == list(range(engine.settings.max_sequences))
 

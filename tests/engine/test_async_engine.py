@@ -1,6 +1,7 @@
 """Requests that stream into asyncio: together, cut off, over the limit, in a model that breaks, and when it closes."""
 
 import asyncio
+import functools
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 def running(test):
     """Runs a test of one coroutine with a time limit."""
 
-    def run():
-        asyncio.run(asyncio.wait_for(test(), 60))
+    @functools.wraps(test)
+    def run(**fixtures):
+        asyncio.run(asyncio.wait_for(test(**fixtures), 60))
 
     return run
 
@@ -152,6 +154,76 @@ async def test_embeddings():
             await engine.embed(ids, "middle")
         with pytest.raises(RequestError, match="0 tokens"):
             await engine.embed([])
+        with pytest.raises(RequestError, match="the text has token 97"):
+            await engine.embed([1, 97])
+
+
+async def test_a_request_that_cannot_be_added_ends_alone(monkeypatch):
+    async with serving() as engine:
+        add = engine.engine.add
+        refuse = lambda request: add(request) if request.id != "odd" else [].pop()
+        monkeypatch.setattr(engine.engine, "add", refuse)
+        good = engine.submit([1, 2], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+        odd = engine.submit([1, 2], GREEDY, id="odd")
+        assert "pop from empty list" in (await whole(odd))[1].error
+        assert (await whole(good))[0] == alone([1, 2], 30)
+        await quiet(engine)
+
+
+async def test_an_engine_that_never_ran_ends_its_streams_when_it_closes():
+    engine = serving()
+    streams = [engine.submit([1, 2], GREEDY), engine.submit([1, 2], SamplingParams(n=2))]
+    await engine.close()
+    for stream in streams:
+        assert (await whole(stream))[1].finish == "cancelled"
+    check_empty(engine.engine)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_streams_end_when_the_thread_dies(monkeypatch):
+    class Panic(BaseException):
+        pass
+
+    engine = serving()
+
+    def panic():
+        raise Panic
+
+    monkeypatch.setattr(engine.engine, "step", panic)
+    engine.start()
+    assert (await whole(engine.submit([1, 2], GREEDY)))[1].finish == "cancelled"
+    with pytest.raises(EngineClosed):
+        engine.submit([1, 2], GREEDY)
+    await engine.close()
+
+
+async def test_requests_of_a_loop_that_was_closed_are_cancelled():
+    async with serving() as engine:
+
+        async def leave():
+            engine.submit([1, 2], SamplingParams(max_tokens=60, ignore_eos=True))
+            await asyncio.sleep(0)
+
+        await asyncio.get_running_loop().run_in_executor(None, asyncio.run, leave())
+        ids, _ = await whole(engine.submit([4, 5], GREEDY))
+        assert ids == alone([4, 5], 8)
+        await quiet(engine)
+
+
+async def test_many_threads_submit_and_cancel_at_once():
+    async with serving(max_sequences=4) as engine:
+
+        async def busy(seed):
+            for n in range(12):
+                stream = engine.submit([seed + 1, n + 1], SamplingParams(max_tokens=3, n=2, ignore_eos=True))
+                if n % 3 == 0:
+                    stream.cancel()
+                assert (await whole(stream))[1].finish in ("length", "cancelled")
+
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(loop.run_in_executor(None, asyncio.run, busy(seed)) for seed in range(4)))
+        await quiet(engine)
+        assert engine.entering == 0
 
 
 for _name, _test in list(globals().items()):

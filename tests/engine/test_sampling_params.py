@@ -154,6 +154,35 @@ def test_prompt_logprobs_of_a_prompt_in_chunks_that_was_preempted():
         assert each.logprob == pytest.approx(float(truth[place, each.id]), abs=1e-5)
 
 
+def test_prompt_logprobs_are_told_of_a_prompt_that_is_remembered():
+    engine = make_engine()
+    asked = [
+        Request(f"{n}", PROMPT * 2, SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, n=2))
+        for n in range(2)
+    ]
+    for request in asked:
+        serve(engine, [request])
+    assert len(asked[0].prompt_logprobs) == len(PROMPT) * 2
+    assert [each and each.id for each in asked[1].prompt_logprobs] == [
+        each and each.id for each in asked[0].prompt_logprobs
+    ]
+
+
+def test_prompt_logprobs_beside_others_in_the_step():
+    engine = make_engine(step_tokens=64)
+    asked = [
+        Request(f"{n}", PROMPT[n:], SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=n)) for n in range(3)
+    ]
+    serve(engine, asked)
+    for n, request in enumerate(asked):
+        assert [each and each.id for each in request.prompt_logprobs] == [None, *PROMPT[n + 1 :]]
+        with torch.no_grad():
+            truth = torch.log_softmax(decoder()(torch.tensor([PROMPT[n:]]))[0], -1)
+        for place, each in enumerate(request.prompt_logprobs[1:]):
+            assert each.logprob == pytest.approx(float(truth[place, each.id]), abs=1e-5)
+            assert [token for token, _ in each.top] == truth[place].topk(n).indices.tolist()
+
+
 def test_draws_follow_the_distribution_and_the_seed_alone():
     params = dict(temperature=1.3, top_p=0.9, max_tokens=1)
     engine = make_engine(max_sequences=64, step_tokens=512, pages=256)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilestack.engine import Request, SamplingParams
+from tilestack.engine.pages import PagePool
 
 PROMPTS = [
     [3, 5, 7, 11, 13, 17, 19, 23, 29],
@@ -173,4 +174,98 @@ def test_the_urgent_come_first_and_those_who_run_give_way(begun):
         found += delta.ids if request is late else ()
     assert order == ["urgent", "late"]
     assert found == alone([5, 6], 9)
+    check_empty(engine)
+
+
+def test_among_equals_nobody_gives_way_and_the_first_ends_first():
+    engine, order = make_engine(max_sequences=2), []
+    for n in range(5):
+        engine.add(greedy(f"r{n}", [n + 1] * 5, 6))
+    while engine.busy:
+        order += [request.id for request, delta in engine.step() if delta.finish]
+    assert order == sorted(order)
+    assert engine.stats().preemptions == 0
+
+
+def test_who_gave_way_with_a_token_in_flight_goes_on_with_that_token():
+    """The urgent one shares its beginning with who runs, so there is room again for who gave way, in the same step."""
+    engine, found = make_engine(pages=10, max_sequences=3), {"a": [], "b": [], "urgent": []}
+    first, late, urgent = (
+        greedy("b", list(range(1, 18)), 6),
+        greedy("a", [5, 6, 7], 9),
+        greedy("urgent", list(range(1, 18)), 3),
+    )
+    late.priority = 1
+
+    def step():
+        for request, delta in engine.step():
+            found[request.id] += delta.ids
+
+    engine.add(first)
+    engine.add(late)
+    for _ in range(4):
+        step()
+    engine.add(urgent)
+    while engine.busy:
+        step()
+        check_pages(engine)
+    assert engine.stats().preemptions > 0
+    assert found == {each.id: alone(each.prompt, each.params.max_tokens) for each in (first, late, urgent)}
+
+
+def test_of_what_is_free_the_least_recently_used_is_forgotten_first():
+    pool = PagePool(7, 2)
+    first, second = [pool.take() for _ in range(3)], [pool.take() for _ in range(2)]
+    for pages, start in ((first, 0), (second, 50)):
+        key = b""
+        for place, page in enumerate(pages):
+            key = pool.remember(page, key, [start + place, 1])
+    texts = [[0, 1, 1, 1, 2, 1], [50, 1, 51, 1]]
+    pool.release(first)
+    pool.release(second)
+    assert [pool.find(b"", text)[0] for text in texts] == [first, second]
+    pool.take()  # the page that was never used
+    pool.take()
+    assert [pool.find(b"", text)[0] for text in texts] == [first[:2], second]  # a text loses its last page first
+    for page in pool.find(b"", texts[0])[0]:
+        pool.share(page)
+    pool.release(first[:2])  # used again, so now the second text is the older
+    pool.take()
+    assert [pool.find(b"", text)[0] for text in texts] == [first[:2], second[:1]]
+    with pytest.raises(AssertionError, match="released by nobody"):
+        pool.release(first[:1])
+
+
+def test_who_is_cancelled_in_host_memory_leaves_nothing_there():
+    engine = make_engine(max_sequences=1, swap_memory=1 << 20)
+    late = greedy("late", [5, 6], 9)
+    late.priority = 1
+    engine.add(late)
+    engine.step()
+    engine.add(greedy("urgent", [7, 8], 9))
+    engine.step()
+    assert engine.runner.swapped
+    engine.cancel("late")
+    assert not engine.runner.swapped
+    check_pages(engine)
+    serve(engine, [])
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("kind", [dict(page=1, pages=64), dict(page=256, pages=8), dict(step_tokens=1), dict(max_sequences=1), dict(speculate="lookup", draft_tokens=30, step_tokens=3), dict(page=16, pages=4, context=13), dict(page=64, pages=1), dict(page=32, pages=2, swap_memory=1 << 20, family="deepseek_v2")])  # fmt: skip
+def test_odd_settings(kind):
+    engine = make_engine(**kind)
+    asked = [greedy(f"r{n}", PROMPTS[n % 4], 3) for n in range(6)]
+    found = serve(engine, asked, check_pages)
+    family = kind.get("family", "smollm2")
+    assert found == {each.id: [alone(each.prompt, 3, family)] for each in asked}
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "gemma3"])
+def test_swapping_of_latents_and_windows(family):
+    engine = make_engine(pages=14, swap_memory=1 << 20, family=family)
+    found = serve(engine, requests(8), check_pages)
+    assert engine.stats().preemptions > 0
+    assert found == {each.id: [alone(each.prompt, each.params.max_tokens, family)] for each in requests(8)}
     check_empty(engine)

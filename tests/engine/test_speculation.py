@@ -4,8 +4,11 @@ import pytest
 import tiny_models as tiny
 import torch
 from engines import alone, check_empty, check_pages, decoder, greedy, make_engine, serve
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tilestack.engine import Request, SamplingParams
+from tilestack.engine.scheduler import Part
 from tilestack.engine.settings import bytes_of_token
 from tilestack.engine.speculation import LookUp
 
@@ -54,13 +57,40 @@ def test_penalised_requests_do_without():
     assert engine.stats().drafted == 0
 
 
+def looked_up(ids, count, **limits):
+    """The look-up through the interface that the engine uses, its text given in two pieces."""
+    drafter, sequence = LookUp(**limits), greedy("r", ids, 9)
+    for end in (len(ids) // 2, len(ids)):
+        sequence.ids = ids[:end]
+        part = Part(sequence, 0, 1, True, 1, room=count)
+        drafter.fill([part])
+    return part.drafts
+
+
 def test_look_up_takes_what_followed_the_longest_ending():
-    guess = LookUp(longest=3).guess
+    guess = lambda ids, count: looked_up(ids, count, longest=3)
     assert guess([1, 2, 3, 9, 8, 2, 3, 7, 6, 1, 2, 3], 3) == [9, 8, 2]  # after 1 2 3, though 2 3 came later too
     assert guess([2, 3, 5, 2, 3, 6, 4, 2, 3], 2) == [6, 4]  # the last time counts
     assert guess([5, 5, 5], 4) == [5]
     assert guess([1, 2, 3], 4) == []
     assert guess([1], 4) == []
+
+
+@given(
+    ids=st.lists(st.sampled_from([0, 1, 256, 65536, 257]), min_size=1, max_size=24),  # whose bytes overlap
+    count=st.integers(1, 5),
+    longest=st.integers(1, 4),
+    window=st.integers(2, 30),
+)
+def test_look_up_is_by_tokens_within_its_window(ids, count, longest, window):
+    seen = ids[-window:]
+    expected = []
+    for size in range(min(longest, len(seen) - 1), 0, -1):
+        places = [place for place in range(len(seen) - size) if seen[place : place + size] == seen[-size:]]
+        if places:
+            expected = seen[places[-1] + size :][:count]
+            break
+    assert looked_up(ids, count, longest=longest, window=window) == expected
 
 
 def test_models_that_do_not_share_a_vocabulary_are_refused():
@@ -125,3 +155,16 @@ def test_a_step_that_breaks_loses_nobody_who_gave_way_in_it(breaks, monkeypatch)
     assert engine.scheduler.swap_tokens == (1 << 20) // bytes_of_token(torch.float64, decoder())
     check_empty(engine)
     assert serve(engine, [greedy("next", [3, 5], 5)])["next"] == [alone([3, 5], 5)]
+
+
+def test_what_a_draft_model_read_is_copied_to_host_memory_too():
+    engine = make_engine(max_sequences=1, swap_memory=1 << 20, speculate="model", draft=decoder(), overlap=False)
+    late = greedy("late", COPIED, 30)
+    late.priority = 1
+    engine.add(late)
+    for _ in range(4):
+        engine.step()
+    serve(engine, [greedy("urgent", [9] * 40, 3)])
+    stats = engine.stats()
+    assert stats.preemptions == 1
+    assert stats.accepted == stats.drafted > 20

@@ -5,7 +5,8 @@
         async for delta in stream:
             print(delta.text, end="")
 
-Only the thread touches the engine. Others leave what they want in its inbox, and find deltas in their loop.
+Only the thread touches the engine. Others leave what they want in its inbox, and find deltas in their loop. Whatever
+happens to the thread, every stream ends.
 """
 
 import asyncio
@@ -87,7 +88,8 @@ class AsyncEngine:
         self.numbers = itertools.count()
         self.thread: threading.Thread | None = None
         self.closing = self.closed = False
-        self.entering = 0  # requests in the inbox
+        self.entering = 0  # sequences in the inbox
+        self.lock = threading.Lock()  # of what several threads change: `closing` and `entering`
 
     @classmethod
     def load(cls, model: str | Path, settings: EngineSettings | None = None) -> "AsyncEngine":
@@ -132,24 +134,32 @@ class AsyncEngine:
         salt: str = "",
     ) -> Stream:
         """Queue a request from within a loop; raises RequestError, QueueFull or EngineClosed at once."""
-        if self.closing or self.closed:
-            raise EngineClosed("the engine is being closed")
         request = Request(id or f"request-{next(self.numbers)}", list(prompt), params, priority, adapter, salt)
         self.engine.check(request, self.entering)
         stream = Stream(self, request, asyncio.get_running_loop())
 
         def enter() -> list[News]:
-            self.entering -= params.drawn
+            with self.lock:
+                self.entering -= params.drawn
             self.streams[request] = stream
             try:
                 self.engine.add(request)
-            except (RequestError, QueueFull, ModuleNotFoundError) as problem:
-                self.deliver([(request, Delta(0, finish="error", error=str(problem)))])
+            except Exception as problem:
+                if not isinstance(problem, RequestError | QueueFull | ModuleNotFoundError):
+                    log.exception("a request could not be added")
+                self.deliver([(request, Delta(0, finish="error", error=str(problem)))], ended=True)
             return []
 
-        self.entering += params.drawn
-        self.inbox.put(enter)
+        self.leave(enter, params.drawn)
         return stream
+
+    def leave(self, wish: Callable[[], list[News]], entering: int = 0) -> None:
+        """Put a wish into the inbox, which brings so many sequences; once the engine is closing nobody would read it."""
+        with self.lock:
+            if self.closing:
+                raise EngineClosed("the engine is being closed")
+            self.entering += entering
+            self.inbox.put(wish)
 
     def cancel(self, request: Request) -> None:
         self.inbox.put(lambda: self.engine.cancel(request.id) if request in self.streams else [])
@@ -158,10 +168,9 @@ class AsyncEngine:
         """A text as a vector of length 1, by the mean of its tokens' hidden states or by the last."""
         if not 1 <= len(ids) <= self.context:
             raise RequestError(f"the text has {len(ids)} tokens, and the model reads 1 to {self.context}")
+        self.engine.check_tokens("the text", ids)
         if pooling not in ("mean", "last"):
             raise RequestError(f"no pooling {pooling!r}; choose from mean, last")
-        if self.closing or self.closed:
-            raise EngineClosed("the engine is being closed")
         found: Future[list[float]] = Future()
 
         def compute() -> list[News]:
@@ -172,39 +181,53 @@ class AsyncEngine:
                     found.set_exception(problem)
             return []
 
-        self.inbox.put(compute)
+        self.leave(compute)
         return await asyncio.wrap_future(found)
 
     async def close(self, drain: float = 0.0) -> None:
         """Take no more requests, give those that run so many seconds, cancel the rest, and end the thread."""
-        self.closing = True
+        with self.lock:
+            self.closing = True
         loop = asyncio.get_running_loop()
         ends = loop.time() + drain
         while (self.streams or self.entering) and loop.time() < ends and self.thread is not None:
             await asyncio.sleep(0.02)
         self.closed = True
         self.inbox.put(list)
-        if self.thread is not None:
-            await loop.run_in_executor(None, self.thread.join)
+        self.start()  # one that never ran ends what was asked of it all the same
+        assert self.thread is not None
+        await loop.run_in_executor(None, self.thread.join)
 
     def run(self) -> None:
         """The thread: take what is in the inbox, take a step, hand on what came of it."""
-        while not self.closed:
-            try:
-                if not self.engine.busy:
-                    self.deliver(self.inbox.get()())
-                while not self.inbox.empty():
-                    self.deliver(self.inbox.get()())
-                if self.engine.busy:
-                    self.deliver(self.engine.step())
-            except Exception as problem:
-                log.exception("the engine failed")
-                self.deliver(self.engine.fail_all(problem))
-        self.deliver(self.engine.fail_all(EngineClosed("the engine was closed"), "cancelled"))
+        try:
+            while not self.closed:
+                try:
+                    if not self.engine.busy:
+                        self.deliver(self.inbox.get()())
+                    self.read_inbox()
+                    if self.engine.busy:
+                        self.deliver(self.engine.step())
+                except Exception as problem:
+                    log.exception("the engine failed")
+                    self.deliver(self.engine.fail_all(problem))
+        finally:
+            with self.lock:
+                self.closing = self.closed = True
+            self.end_all()
+
+    def read_inbox(self) -> None:
         while not self.inbox.empty():
-            self.inbox.get()()
-        for request in list(self.streams):
-            self.deliver([(request, Delta(0, finish="cancelled"))], ended=True)
+            self.deliver(self.inbox.get()())
+
+    def end_all(self) -> None:
+        """The thread ends: so does whatever there is, wherever it is."""
+        try:
+            self.read_inbox()
+            self.deliver(self.engine.fail_all(EngineClosed("the engine was closed"), "cancelled"))
+        finally:
+            for request in list(self.streams):
+                self.deliver([(request, Delta(0, finish="cancelled"))], ended=True)
 
     def deliver(self, news: list[News], ended: bool = False) -> None:
         """Hand deltas to their streams, with one call into each loop that waits for some."""
@@ -223,6 +246,9 @@ class AsyncEngine:
                 loop.call_soon_threadsafe(hand_over, received)
             except RuntimeError:  # the loop is closed, and with it whoever waited
                 log.debug("a loop was closed before its requests had ended")
+                for stream, _, _ in received:
+                    self.streams.pop(stream.request, None)
+                    self.engine.cancel(stream.request.id)
 
 
 def hand_over(received: list[tuple[Stream, list[Delta], Any]]) -> None:

@@ -158,8 +158,7 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens; at most {self.context - 1} leave room for an answer"
             )
         for name, ids in (("the prompt", prompt), ("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
-            if wrong := [token for token in ids if not isinstance(token, int) or not 0 <= token < self.vocabulary]:
-                raise RequestError(f"{name} has token {wrong[0]!r}, and the model has 0 to {self.vocabulary - 1}")
+            self.check_tokens(name, ids)
         if request.adapter is not None and request.adapter not in self.adapter_names:
             raise RequestError(
                 f"there is no adapter {request.adapter!r}; there are: {', '.join(self.adapter_names) or 'none'}"
@@ -170,6 +169,10 @@ class Engine:
         waiting = len(self.scheduler.waiting) + entering
         if most is not None and waiting + params.drawn > most + len(self.scheduler.free_rows):
             raise QueueFull(f"{waiting} requests wait already, of at most {most}")
+
+    def check_tokens(self, name: str, ids: Iterable[int]) -> None:
+        if wrong := [token for token in ids if not isinstance(token, int) or not 0 <= token < self.vocabulary]:
+            raise RequestError(f"{name} has token {wrong[0]!r}, and the model has 0 to {self.vocabulary - 1}")
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
@@ -184,7 +187,7 @@ class Engine:
         most = self.context - len(request.prompt)
         limit = len(request.prompt) + min(most, params.max_tokens or most)
         backend = self.tokenizer.backend if self.tokenizer else None
-        request.prompt_logprobs = [None]
+        sequences = []
         for choice, seed in enumerate(first_seeds(params)):
             sequence = Sequence(
                 request,
@@ -199,8 +202,9 @@ class Engine:
                 speculates=self.drafter is not None and not params.penalises and params.structure is None,
                 adapter=self.adapters.numbers[request.adapter] if self.adapters and request.adapter else 0,
             )
-            request.sequences.append(sequence)
-        for sequence in request.sequences:
+            sequences.append(sequence)
+        request.sequences, request.prompt_logprobs, request.cached = sequences, [None], 0
+        for sequence in sequences:
             self.scheduler.add(sequence)
         self.requests[request.id] = request
         if params.drawn > params.n:
@@ -253,15 +257,20 @@ class Engine:
                 continue
             count = len(part.drafts) + 1
             if not part.sequence.ended:
-                news += self.go_on(part, tokens[place : place + count], step, place)
+                try:
+                    news += self.go_on(part, tokens[place : place + count], step, place)
+                except Exception as problem:  # of its text or its grammar, and no other's
+                    log.exception("an answer failed", exc_info=problem)
+                    news += self.end([part.sequence], "error", f"{type(problem).__name__}: {problem}")
             place += count
         return news
 
     def note_prompt(self, part: Part, step: Step) -> None:
-        told = part.sequence.request.prompt_logprobs
-        for place, logprob in enumerate(step.prompt_logprobs.get(part.sequence, ()), part.start + 1):
+        told, top = part.sequence.request.prompt_logprobs, part.sequence.params.prompt_logprobs or 0
+        found = [(each, row) for each in step.prompt_logprobs.get(part.sequence, ()) for row in range(len(each.tokens))]
+        for place, (each, row) in enumerate(found, part.start + 1):
             if place == len(told):  # else it was told before the sequence had to begin again
-                told.append(logprob)
+                told.append(each.at(row, top))
 
     def go_on(self, part: Part, tokens: list[int], step: Step, place: int) -> list[News]:
         """A sequence with its new tokens: the drafts that were right, and the token after them."""
@@ -273,6 +282,8 @@ class Engine:
                 what = (
                     "no token is allowed by the structure" if sequence.matcher else "the model's logits are not finite"
                 )
+                for page in sequence.pages:  # they may hold what is not finite, which others must not find
+                    self.pool.forget(page)
                 return self.end([sequence], "error", what)
             taken += 1
             piece, finish = self.take(sequence, token)
@@ -307,7 +318,9 @@ class Engine:
 
     def told(self, sequence: Sequence, step: Step, place: int, count: int) -> tuple[TokenLogprob, ...]:
         top = sequence.logprobs
-        return () if top is None else tuple(step.told(place + number, top) for number in range(count))
+        if top is None or step.logprobs is None:
+            return ()
+        return tuple(step.logprobs.at(place + number, top) for number in range(count))
 
     def publish(self, sequence: Sequence, delta: Delta) -> list[News]:
         """Hand a delta on; where the best of several are asked for, when all of them are there."""
@@ -317,11 +330,10 @@ class Engine:
         self.held[request][sequence.choice].add(delta)
         if not request.ended:
             return []
-        mean = lambda found: sum(each.logprob for each in found.logprobs) / max(1, len(found.logprobs))
-        found = sorted(self.held.pop(request), key=mean, reverse=True)[: request.params.n]
+        found = sorted(self.held.pop(request), key=how_good, reverse=True)[: request.params.n]
         told = request.params.logprobs is not None
         return [
-            (request, Delta(place, tuple(each.ids), each.text, tuple(each.logprobs) if told else (), each.finish, each.stopped_by, delta.error))
+            (request, Delta(place, tuple(each.ids), each.text, tuple(each.logprobs) if told else (), each.finish, each.stopped_by, each.error))
             for place, each in enumerate(found)
         ]  # fmt: skip
 
@@ -360,11 +372,18 @@ class Engine:
         return self.end(sequences, "error", f"{type(problem).__name__}: {problem}")
 
     def fail_all(self, problem: Exception, finish: str = "error") -> list[News]:
-        """End whatever there is."""
+        """End whatever there is; nobody trusts what was written."""
         self.flying = None
+        self.pool.forget_all()
         everything = [*self.scheduler.running, *self.scheduler.waiting]
         return self.end(everything, finish, None if finish == "cancelled" else f"{type(problem).__name__}: {problem}")
 
     def usage(self, request: Request) -> Usage:
         made = sum(len(sequence.ids) - sequence.prompt for sequence in request.sequences)
         return Usage(len(request.prompt), request.cached, made)
+
+
+def how_good(answer: Completion) -> tuple[bool, float]:
+    """An answer's rank among several: one that came to its end before one that did not, then by its mean likelihood."""
+    mean = sum(each.logprob for each in answer.logprobs) / max(1, len(answer.logprobs))
+    return answer.finish in ("stop", "length"), mean

@@ -35,12 +35,13 @@ class Completion:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: str | None = None
     stopped_by: str | int | None = None
+    error: str | None = None
 
     def add(self, delta: Delta) -> None:
         self.text += delta.text
         self.ids += delta.ids
         self.logprobs += delta.logprobs
-        self.finish, self.stopped_by = delta.finish, delta.stopped_by
+        self.finish, self.stopped_by, self.error = delta.finish, delta.stopped_by, delta.error
 
 
 @dataclass(frozen=True)

@@ -30,27 +30,35 @@ PROMPT_ROWS = 256  # prompt tokens whose logits are there at a time, when their 
 
 
 @dataclass
+class Told:
+    """Log-probabilities on their way to host memory: there once their step is read."""
+
+    tokens: Tensor  # [D]
+    own: Tensor  # [D]: of these tokens
+    ids: Tensor  # [D, top]: the likeliest
+    values: Tensor  # [D, top]: and theirs
+
+    def at(self, place: int, top: int) -> TokenLogprob:
+        """Of the token at a place, with so many of the likeliest."""
+        likeliest = zip(self.ids[place, :top].tolist(), self.values[place, :top].tolist(), strict=True)
+        return TokenLogprob(int(self.tokens[place]), float(self.own[place]), tuple(likeliest))
+
+
+@dataclass
 class Step:
     """A step on its way: what was asked, and where the answer will be."""
 
     parts: list[Part]
     tokens: Tensor  # [D], in host memory once `ready`
     ready: torch.cuda.Event | None
-    logprobs: tuple[Tensor, Tensor, Tensor] | None = None  # of each token; the likeliest [D, top], and theirs
-    prompt_logprobs: dict[Sequence, list[TokenLogprob]] = field(default_factory=dict)
+    logprobs: Told | None = None
+    prompt_logprobs: dict[Sequence, list[Told]] = field(default_factory=dict)
 
     def read(self) -> list[int]:
         """The tokens, waiting for them."""
         if self.ready is not None:
             self.ready.synchronize()
         return self.tokens.tolist()
-
-    def told(self, place: int, top: int) -> TokenLogprob:
-        """What is told of the token at a place, with so many of the likeliest."""
-        assert self.logprobs is not None
-        own, ids, values = self.logprobs
-        likeliest = zip(ids[place, :top].tolist(), values[place, :top].tolist(), strict=True)
-        return TokenLogprob(int(self.tokens[place]), float(own[place]), tuple(likeliest))
 
 
 class Runner:
@@ -97,10 +105,9 @@ class Runner:
             drawn = self.sampling.draw(logits, draws, rows)
             self.last_ids[rows] = drawn.clamp(min=0).long()  # of drafts any one: the host will know
             top = max((asked.logprobs for asked in draws.sequences if asked.logprobs is not None), default=None)
-            if top is not None:
-                found = logprobs_of(logits, drawn.clamp(min=0), top)
-                logprobs = (self.to_host(found[0]), self.to_host(found[1]), self.to_host(found[2]))
             tokens = self.to_host(drawn)
+            if top is not None:
+                logprobs = self.told(tokens, logits, drawn.clamp(min=0), top)
         told = self.prompt_logprobs(parts, hidden)
         return Step(parts, tokens, self.record(), logprobs, told)
 
@@ -174,9 +181,9 @@ class Runner:
         """A sequence has ended: drop what host memory holds of it."""
         self.swapped.pop(sequence, None)
 
-    def prompt_logprobs(self, parts: List[Part], hidden: Tensor) -> dict[Sequence, list[TokenLogprob]]:
+    def prompt_logprobs(self, parts: List[Part], hidden: Tensor) -> dict[Sequence, list[Told]]:
         """Of the prompt's tokens that follow those of this step, where a request wants them told."""
-        told: dict[Sequence, list[TokenLogprob]] = {}
+        told: dict[Sequence, list[Told]] = {}
         for part, offset in offsets_of(parts):
             sequence, top = part.sequence, part.sequence.params.prompt_logprobs
             if top is None or sequence.choice or part.start >= sequence.prompt - 1:
@@ -184,11 +191,15 @@ class Runner:
             following = sequence.ids[part.start + 1 : min(part.start + part.count, sequence.prompt - 1) + 1]
             told[sequence] = []
             for first in range(0, len(following), PROMPT_ROWS):
-                ids = self.indices(following[first : first + PROMPT_ROWS])
+                ids = following[first : first + PROMPT_ROWS]
                 logits = self.decoder.logits(hidden[offset + first : offset + first + len(ids)])
-                step = Step([], ids.cpu(), None, tuple(map(self.to_host, logprobs_of(logits, ids, top))))  # type: ignore[arg-type]
-                told[sequence] += [step.told(place, top) for place in range(len(ids))]
+                told[sequence].append(self.told(torch.tensor(ids), logits, self.indices(ids), top))
         return told
+
+    def told(self, on_host: Tensor, logits: Tensor, tokens: Tensor, top: int) -> Told:
+        """What is told of tokens [D], which the host finds in `on_host`."""
+        own, ids, values = logprobs_of(logits, tokens, top)
+        return Told(on_host, self.to_host(own), self.to_host(ids), self.to_host(values))
 
     @torch.no_grad()
     def embed(self, ids: List[int], pooling: str) -> list[float]:

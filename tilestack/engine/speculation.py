@@ -7,15 +7,20 @@ text without speculation, at any temperature: exact in distribution because it i
 with the probability p(x) that the model gives it, as by rejection sampling of a guess that is certain.
 """
 
+from array import array
 from collections.abc import Sequence as List
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
 from tilestack.engine.runner import Runner
 from tilestack.engine.sampling import Draws
 from tilestack.engine.scheduler import Part
+from tilestack.engine.sequence import Sequence
 from tilestack.models import Decoder, PagedBatch
+
+WIDTH = array("i").itemsize  # bytes of a token in a text to be searched
 
 
 class Drafter(Protocol):
@@ -39,23 +44,32 @@ def check_draft(draft: Decoder, decoder: Decoder, context: int) -> None:
 
 
 class LookUp:
-    """Guesses by looking up what followed the last few tokens where they stood before: prompts are often quoted."""
+    """Guesses by looking up what followed the last few tokens where they stood before: prompts are often quoted.
+
+    Texts are kept as bytes, four for a token, since those can be searched much faster than lists."""
 
     def __init__(self, longest: int = 4, window: int = 8192):
         self.longest, self.window = longest, window
+        self.texts: WeakKeyDictionary[Sequence, bytearray] = WeakKeyDictionary()
 
     def fill(self, parts: List[Part]) -> None:
         for part in parts:
             if part.room:
-                part.drafts = self.guess(part.sequence.ids[-self.window :], part.room)
+                text = self.texts.setdefault(part.sequence, bytearray())
+                text += array("i", part.sequence.ids[len(text) // WIDTH :]).tobytes()
+                part.drafts = self.guess(text, part.room)
 
-    def guess(self, ids: list[int], count: int) -> list[int]:
+    def guess(self, text: bytearray, count: int) -> list[int]:
         """What followed the last time that the longest ending of the text occurred."""
-        for size in range(min(self.longest, len(ids) - 1), 0, -1):
-            ending = ids[-size:]
-            for start in range(len(ids) - size - 1, -1, -1):
-                if ids[start : start + size] == ending:
-                    return ids[start + size : start + size + count]
+        first = max(0, len(text) - self.window * WIDTH)
+        for size in range(min(self.longest, (len(text) - first) // WIDTH - 1), 0, -1):
+            ending = bytes(text[-size * WIDTH :])
+            end = len(text) - WIDTH  # before which an earlier occurrence ends
+            while (place := text.rfind(ending, first, end)) >= 0:
+                if place % WIDTH == 0:
+                    follows = place + size * WIDTH
+                    return array("i", bytes(text[follows : follows + count * WIDTH])).tolist()
+                end = place + len(ending) - 1  # it began within a token
         return []
 
 

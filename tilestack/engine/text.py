@@ -7,11 +7,37 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 
+class StopText:
+    """A text to be found in one that comes in pieces, each character read once (Knuth, Morris and Pratt): `begun` says how
+    much of it the text so far ends with."""
+
+    def __init__(self, text: str):
+        self.text, self.begun = text, 0
+        self.shorter = [0]  # for every beginning of it, the longest shorter one with which that ends
+        length = 0
+        for character in text[1:]:
+            length = self.longer(length, character)
+            self.shorter.append(length)
+
+    def longer(self, length: int, character: str) -> int:
+        while length and self.text[length] != character:
+            length = self.shorter[length - 1]
+        return length + (self.text[length] == character)
+
+    def find(self, piece: str) -> int:
+        """Where in the next piece it is complete, the number of characters up to its end; 0: not yet."""
+        for place, character in enumerate(piece, 1):
+            self.begun = self.longer(self.begun, character)
+            if self.begun == len(self.text):
+                return place
+        return 0
+
+
 class TextStream:
     """The text of one answer. `add` gives what can be shown; `stopped_by` is the stop text that was found."""
 
     def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str] = (), keep_stop: bool = False):
-        self.tokenizer, self.stops, self.keep_stop = tokenizer, tuple(stops), keep_stop
+        self.tokenizer, self.stops, self.keep_stop = tokenizer, [StopText(stop) for stop in stops], keep_stop
         self.stream: Any = DecodeStream(skip_special_tokens=True)
         self.held = ""
         self.stopped_by: str | None = None
@@ -20,17 +46,18 @@ class TextStream:
         """The text that is certain after one more token; where `stops_count`, up to the first stop."""
         if self.tokenizer is None:
             return ""
-        self.held += self.stream.step(self.tokenizer, token) or ""
+        piece = self.stream.step(self.tokenizer, token) or ""
+        before = len(self.held)
+        self.held += piece
         if not stops_count:
             return self.shown(len(self.held))
-        found = [(self.held.find(stop), stop) for stop in self.stops if stop in self.held]
-        if found:
-            place, self.stopped_by = min(found)
+        ends = [(before + end, stop.text) for stop in self.stops if (end := stop.find(piece))]
+        if ends:
+            place, self.stopped_by = min((end - len(text), text) for end, text in ends)
             text = self.held[: place + (len(self.stopped_by) if self.keep_stop else 0)]
             self.held = ""
             return text
-        begun = (n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
-        return self.shown(len(self.held) - max(begun, default=0))
+        return self.shown(len(self.held) - max((stop.begun for stop in self.stops), default=0))
 
     def rest(self) -> str:
         """What was held back, at the end of the answer."""

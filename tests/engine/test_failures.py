@@ -1,0 +1,170 @@
+"""What goes wrong for one stays with one, and what the device has not written yet is not read."""
+
+import math
+
+import pytest
+import torch
+from engines import alone, check_empty, check_pages, decoder, greedy, make_engine, serve
+
+from tilestack.engine import Request, SamplingParams
+from tilestack.engine.text import TextStream
+
+PROMPT = [3, 5, 7, 11, 13, 5, 5, 2, 9]
+
+
+class LateHost:
+    """Host memory as a GPU writes it: after the launch, and surely there only when the step's event was waited for."""
+
+    def __init__(self, runner, monkeypatch):
+        self.pending = []
+        monkeypatch.setattr(runner, "to_host", self.to_host)
+        monkeypatch.setattr(runner, "record", self.record)
+
+    def to_host(self, values):
+        late = torch.full_like(values, -7 if not values.is_floating_point() else math.nan)
+        self.pending.append((late, values.clone()))
+        return late
+
+    def record(self):
+        copies, self.pending = self.pending, []
+        return type("Event", (), {"synchronize": lambda _: [late.copy_(values) for late, values in copies]})()
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("speculate", [None, "lookup"])
+def test_nothing_is_read_before_the_device_has_written_it(monkeypatch, graphs, speculate):
+    def ask():
+        requests = [
+            Request(f"r{n}", PROMPT[n:], SamplingParams(temperature=0, max_tokens=9, n=2, logprobs=n % 3 or None, prompt_logprobs=n % 2 or None))
+            for n in range(5)
+        ]  # fmt: skip
+        engine = make_engine(graphs=graphs, speculate=speculate)
+        return engine, requests
+
+    engine, requests = ask()
+    expected = serve(engine, requests)
+    late_engine, late = ask()
+    LateHost(late_engine.runner, monkeypatch)
+    assert serve(late_engine, late) == expected
+    assert [request.prompt_logprobs for request in late] == [request.prompt_logprobs for request in requests]
+
+
+class PoisonedFor:
+    """A model that gives NaN wherever a token stands, as long as it is broken."""
+
+    def __init__(self, token):
+        self.token, self.broken = token, True
+
+    def __getattr__(self, name):
+        return getattr(decoder(), name)
+
+    def hidden(self, ids, **named):
+        found = decoder().hidden(ids, **named)
+        return torch.where((ids == self.token)[:, None], torch.nan, found) if self.broken else found
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_logits_that_are_not_finite_end_one_sequence_alone(overlap):
+    engine = make_engine(overlap=overlap)
+    engine.runner.decoder = model = PoisonedFor(96)
+    sick, well = [4] * 12 + [96], [4] * 12 + [5]
+    for request in (greedy("well", well, 8), greedy("sick", sick, 8)):
+        engine.add(request)
+    ends, made = {}, {"well": [], "sick": []}
+    while engine.busy:
+        for request, delta in engine.step():
+            made[request.id] += delta.ids
+            ends[request.id] = delta
+        check_pages(engine)
+    assert made == {"well": alone(well, 8), "sick": []}
+    assert ends["well"].error is None
+    assert "not finite" in ends["sick"].error
+    check_empty(engine)
+    model.broken = False
+    again = greedy("again", [*sick, 1, 2, 3], 4)
+    assert serve(engine, [again])["again"] == [alone(again.prompt, 4)]
+    assert again.cached <= 12
+
+
+def test_a_step_that_breaks_once_while_another_is_in_flight(monkeypatch):
+    for broken_at in range(1, 9):
+        engine = make_engine(speculate="lookup" if broken_at % 2 else None, step_tokens=6)
+        for n in range(3):
+            engine.add(greedy(f"r{n}", PROMPT[n:], 6))
+        launch, count, ends = engine.runner.launch, 0, {}
+
+        def broken(parts):
+            nonlocal count
+            count += 1
+            if count == broken_at:
+                launch(parts)
+                raise RuntimeError("broken once")
+            return launch(parts)
+
+        monkeypatch.setattr(engine.runner, "launch", broken)
+        while engine.busy:
+            ends |= {request.id: delta for request, delta in engine.step() if delta.finish}
+            check_pages(engine)
+        assert len(ends) == 3
+        assert any(delta.error for delta in ends.values())
+        check_empty(engine)
+        assert not engine.pool.remembered or all(
+            page in engine.pool.contents for page in engine.pool.remembered.values()
+        )
+        found = serve(engine, [greedy(f"again{n}", PROMPT[n:], 6) for n in range(3)])
+        assert found == {f"again{n}": [alone(PROMPT[n:], 6)] for n in range(3)}
+
+
+def test_an_answer_whose_text_cannot_be_read_fails_alone(monkeypatch):
+    class Refuses(TextStream):
+        def add(self, token, stops_count=True):
+            raise ValueError("no such piece")
+
+    engine = make_engine()
+    sick, well = greedy("sick", [4, 5], 8), greedy("well", [6, 7], 8)
+    engine.add(sick)
+    engine.add(well)
+    sick.sequences[0].text = Refuses(None)
+    ends, made = {}, []
+    while engine.busy:
+        for request, delta in engine.step():
+            ends[request.id] = delta
+            made += delta.ids if request is well else ()
+    assert "no such piece" in ends["sick"].error
+    assert made == alone([6, 7], 8)
+    check_empty(engine)
+
+
+def best_of_three(spoil):
+    engine = make_engine()
+    request = Request("r", PROMPT, SamplingParams(seed=4, max_tokens=6, ignore_eos=True, best_of=3))
+    engine.add(request)
+    news = []
+    while engine.busy:
+        news += engine.step()
+        news += spoil(engine, request)
+    check_empty(engine)
+    return [delta for _, delta in news]
+
+
+def test_the_best_of_several_is_one_that_came_to_its_end():
+    whole = best_of_three(lambda engine, request: [])
+    assert [delta.finish for delta in whole] == ["length"]
+    good = [
+        best_of_three(lambda engine, request, choice=choice: engine.end([request.sequences[choice]], "error", "spoilt"))
+        for choice in range(3)
+    ]
+    for (delta,) in good:
+        assert (delta.finish, delta.error) == ("length", None)
+        assert len(delta.ids) == 6
+    assert sum(delta.ids == whole[0].ids for (delta,) in good) == 2
+    (delta,) = best_of_three(lambda engine, request: engine.end(request.sequences[:2], "error", "spoilt"))
+    assert delta.finish == "length"
+
+
+def test_a_request_can_be_added_again_when_it_has_ended():
+    engine, request = make_engine(), greedy("r", PROMPT, 5, prompt_logprobs=0)
+    first = serve(engine, [request])
+    assert serve(engine, [request]) == first == {"r": [alone(PROMPT, 5)]}
+    assert engine.usage(request).completion == 5
+    assert len(request.prompt_logprobs) == len(PROMPT)
