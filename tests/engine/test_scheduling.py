@@ -269,3 +269,17 @@ def test_swapping_of_latents_and_windows(family):
     assert engine.stats().preemptions > 0
     assert found == {each.id: [alone(each.prompt, each.params.max_tokens, family)] for each in requests(8)}
     check_empty(engine)
+
+
+def test_a_prompt_is_not_looked_up_while_there_is_no_row_for_it(monkeypatch):
+    engine, looked = make_engine(max_sequences=1), 0
+    find = engine.pool.find
+
+    def counted(*given):
+        nonlocal looked
+        looked += 1
+        return find(*given)
+
+    monkeypatch.setattr(engine.pool, "find", counted)
+    serve(engine, [greedy("first", list(range(1, 22)), 9), greedy("second", list(range(1, 22)), 9)])
+    assert looked == 2

@@ -99,8 +99,8 @@ class Engine:
             draft_tokens=settings.draft_tokens if self.drafter else 0,
             swap_tokens=settings.swap_memory // bytes_of_token(cache.keys.dtype, decoder, draft),
         )
-        self.structures = Structures(tokenizer, self.vocabulary)
         self.ends = frozenset((*(tokenizer.stops if tokenizer else ()), *decoder.config.eos))
+        self.structures = Structures(tokenizer, self.vocabulary, self.ends)
         self.arrivals = itertools.count()
         self.requests: dict[str, Request] = {}
         self.held: dict[Request, list[Completion]] = {}  # answers of which the best are given when all have ended

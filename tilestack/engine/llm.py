@@ -98,9 +98,7 @@ class LLM:
                         if delta.error:
                             raise RuntimeError(f"request {request.id} failed: {delta.error}")
                         found[request][delta.choice].add(delta)
-                        bars.update(
-                            bar, advance=bool(delta.finish and request.ended and delta.choice == request.params.n - 1)
-                        )
+                    bars.update(bar, completed=len(requests) - len(self.engine.requests))
             finally:
                 for request in requests:
                     self.engine.cancel(request.id)

@@ -102,7 +102,7 @@ class Scheduler:
 
     def admit(self, plan: Plan, left: int) -> None:
         """Let sequences begin that wait, in their order, while there is room."""
-        while self.waiting and left > 0 and not self.waiting[0].in_flight:
+        while self.waiting and self.free_rows and left > 0 and not self.waiting[0].in_flight:
             sequence = self.waiting[0]
             pages, keys = self.known_beginning(sequence)
             if not self.has_room(sequence, pages):

@@ -1,5 +1,6 @@
 """Structured output: which tokens may come next so that the answer keeps its form. The work is done by llguidance."""
 
+from collections.abc import Collection
 from functools import cached_property
 from typing import Any
 
@@ -30,8 +31,9 @@ class Matcher:
 class Structures:
     """Grammars over one tokenizer's tokens."""
 
-    def __init__(self, tokenizer: Tokenizer | None, vocabulary: int):
-        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+    def __init__(self, tokenizer: Tokenizer | None, vocabulary: int, ends: Collection[int] = ()):
+        """`ends` are the tokens that may end a text, the tokenizer's own among them."""
+        self.tokenizer, self.vocabulary, self.ends = tokenizer, vocabulary, sorted(ends)
 
     @cached_property
     def library(self) -> Any:
@@ -45,7 +47,7 @@ class Structures:
     def tokens(self) -> Any:
         assert self.tokenizer is not None
         return self.library.LLTokenizer(
-            self.tokenizer.backend.to_str(), n_vocab=self.vocabulary, eos_token=self.tokenizer.eos
+            self.tokenizer.backend.to_str(), n_vocab=self.vocabulary, eos_token=self.ends or self.tokenizer.eos
         )
 
     def matcher(self, structure: Structure | None) -> Matcher | None:
