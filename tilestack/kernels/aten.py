@@ -86,6 +86,12 @@ implements(ops.logsumexp, backend="aten", backward=AUTOGRAD, dtypes=(torch.float
     lambda x, dim: torch.logsumexp(x, dim)
 )
 implements(ops.linear, backend="aten", backward=AUTOGRAD)(F.linear)
+implements(ops.gram, backend="aten", backward=AUTOGRAD)(lambda x: x @ x.mT)
+implements(ops.conv2d, backend="aten", backward=AUTOGRAD)(
+    lambda x, weight, bias, stride, padding, dilation, groups: F.conv2d(
+        x, weight, bias, tuple(stride), tuple(padding), tuple(dilation), groups
+    )
+)
 implements(
     ops.grouped_linear,
     backend="aten",
