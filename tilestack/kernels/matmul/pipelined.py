@@ -37,8 +37,10 @@ def matmul_pipelined_kernel(
     ACTIVATION: tl.constexpr, HAS_K: tl.constexpr, EVEN_K: tl.constexpr, ACC: tl.constexpr, BAND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    if HAS_K:
-        tl.assume(K > 0)  # or Triton 3.6 makes Hopper's products wait for each other where much follows the loop
+    if HAS_K and seed_ptr is not None:
+        tl.assume(
+            K > 0
+        )  # or Triton 3.6 makes Hopper's products wait for each other, with the loop of dropout after theirs
     tile_m, tile_n = tile_in_bands(tl.program_id(0), M, N, BAND, BLOCK_M, BLOCK_N)
     total, _, _ = tile_of_product(
         a_ptr, b_ptr, tile_m, tile_n, M, N, K, a_stride_m, a_stride_k, b_stride_k, b_stride_n,
