@@ -30,6 +30,16 @@ PAIRS = {
         lambda x, weight, bias: F.linear(gated(x), weight, bias),
         (drawn(6, 32), drawn(8, 16, seed=1), drawn(8, seed=2)),
     ),
+    "fused_linear": (
+        lambda x, weight, bias, residual: ops.fused_linear(x, weight, bias, residual, activation="silu"),
+        lambda x, weight, bias, residual: F.silu(F.linear(x, weight, bias)) + residual.half(),
+        (drawn(6, 16), drawn(8, 16, seed=1), drawn(8, seed=2), drawn(6, 8, seed=3)),
+    ),
+    "linear_swiglu": (
+        ops.linear_swiglu,
+        lambda x, weight, bias: gated(F.linear(x, weight, bias)),
+        (drawn(6, 16), drawn(8, 16, seed=1), drawn(8, seed=2)),
+    ),
     "grouped_linear": (
         lambda x, weight: ops.grouped_linear(x, weight, OFFSETS),
         lambda x, weight: torch.cat([F.linear(x[:2], weight[0]), F.linear(x[2:], weight[1])]),

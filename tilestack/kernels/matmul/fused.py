@@ -1,4 +1,4 @@
-"""Linear layers with what follows them, on the pipelined product: the epilogue of its kernel, and the gradients.
+"""Linear layers with what follows them, on the pipelined and the persistent product: their epilogue, and the gradients.
 
     forward    out = dropout(activation(pre)) + residual,  pre = x @ weightᵀ + bias
     backward   dpre = dropout(grad) · activation′(pre)          one pass over M · N
@@ -8,6 +8,9 @@ Where a gradient is wanted of an activation, the forward stores pre too, and han
 remember it, the backward multiplies again.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,53 +18,68 @@ from tilestack import ops
 from tilestack.contract import Extras, implements
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.matmul.epilogue import Epilogue, epilogue_backward
+from tilestack.kernels.matmul.persistent import CONFIGS, Config, persistent_product
 from tilestack.kernels.matmul.pipelined import pipelined_product
-from tilestack.kernels.matmul.products import linear_again, linear_gradients_by
+from tilestack.kernels.matmul.products import HALVES, linear_again, linear_gradients_by
+from tilestack.kernels.matmul.tma import can_move
 from tilestack.kernels.tiles import as_matrix
 from tilestack.ops.autocast import lowered
 
 Gradients = tuple[Tensor | None, ...]
 
 
-def fused_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, activation: str,
-    p: float, keep_pre: bool,
+def fused_by(
+    product: Callable[..., Tensor], keep_pre: bool, x: Tensor, weight: Tensor, bias: Tensor | None,
+    residual: Tensor | None, seed: Tensor | None, activation: str, p: float,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The result, and what its activation was given if that is to be kept."""
     x, weight, bias, residual = lowered(x, weight, bias, residual)
     rows, columns = as_matrix(x), weight.shape[0]
     pre = torch.empty((len(rows), columns), dtype=x.dtype, device=x.device) if keep_pre else None
     epilogue = Epilogue(activation, None if residual is None else as_matrix(residual), seed, p, pre)
-    out = pipelined_product(rows, weight.T, bias, epilogue)
+    out = product(rows, weight.T, bias, epilogue=epilogue)
     return out.view(*x.shape[:-1], columns), pre
 
 
-def fused_linear_and_pre(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, activation: str, p: float
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    return fused_product(x, weight, bias, residual, seed, activation, p, keep_pre=True)
-
-
-def fused_linear_backward_from_pre(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None,
-    activation: str, p: float, needs: tuple[bool, ...], pre: Tensor | None,
+def gradients_by(
+    product: Callable[..., Tensor], grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
+    residual: Tensor | None, seed: Tensor | None, activation: str, p: float, needs: tuple[bool, ...], pre: Tensor | None,
 ) -> Gradients:  # fmt: skip
+    """From what the activation was given, computed again where it was not kept."""
+    if activation != "none" and pre is None:
+        pre = linear_again(product, grad.dtype, x, weight, bias)
     dpre = epilogue_backward(as_matrix(grad), pre, activation, seed, p)
-    dx, dweight, dbias = linear_gradients_by(pipelined_product, dpre, x, weight, bias, needs[:3])
+    dx, dweight, dbias = linear_gradients_by(product, dpre, x, weight, bias, needs[:3])
     dresidual = grad.to(residual.dtype) if residual is not None and needs[3] else None
     return dx, dweight, dbias, dresidual, None
 
 
-def fused_linear_backward(
+def empty_pre(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[:-1].numel(), weight.shape[0]), dtype=lowered(x)[0].dtype)
+
+
+def has_activation(activation: str) -> bool:
+    return activation != "none"
+
+
+def pipelined_and_pre(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, activation: str, p: float
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    return fused_by(pipelined_product, True, x, weight, bias, residual, seed, activation, p)
+
+
+def pipelined_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None,
     activation: str, p: float, needs: tuple[bool, ...],
 ) -> Gradients:  # fmt: skip
-    pre = None if activation == "none" else linear_again(pipelined_product, grad.dtype, x, weight, bias)
-    return fused_linear_backward_from_pre(grad, x, weight, bias, residual, seed, activation, p, needs, pre)
+    return gradients_by(pipelined_product, grad, x, weight, bias, residual, seed, activation, p, needs, None)
 
 
-def empty_pre(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((x.shape[:-1].numel(), weight.shape[0]), dtype=lowered(x)[0].dtype)
+def pipelined_backward_from_pre(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None,
+    activation: str, p: float, needs: tuple[bool, ...], pre: Tensor,
+) -> Gradients:  # fmt: skip
+    return gradients_by(pipelined_product, grad, x, weight, bias, residual, seed, activation, p, needs, pre)
 
 
 @implements(
@@ -69,15 +87,61 @@ def empty_pre(x: Tensor, weight: Tensor) -> Tensor:
     backend="triton",
     invariant=True,
     repeat=straight_line,
-    backward=fused_linear_backward,
-    extras=Extras(
-        fused_linear_and_pre,
-        fused_linear_backward_from_pre,
-        when=lambda activation: activation != "none",
-        fake=empty_pre,
-    ),
+    backward=pipelined_backward,
+    extras=Extras(pipelined_and_pre, pipelined_backward_from_pre, when=has_activation, fake=empty_pre),
 )
-def fused_linear(
+def fused_linear_pipelined(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, activation: str, p: float
 ) -> Tensor:  # fmt: skip
-    return fused_product(x, weight, bias, residual, seed, activation, p, keep_pre=False)[0]
+    return fused_by(pipelined_product, False, x, weight, bias, residual, seed, activation, p)[0]
+
+
+def persistent_and_pre(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: None, activation: str, p: float,
+    config: Config,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    product = functools.partial(persistent_product, config=config)
+    return fused_by(product, True, x, weight, bias, residual, seed, activation, p)
+
+
+def persistent_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: None,
+    activation: str, p: float, needs: tuple[bool, ...], config: Config,
+) -> Gradients:  # fmt: skip
+    product = functools.partial(persistent_product, config=config)
+    return gradients_by(product, grad, x, weight, bias, residual, seed, activation, p, needs, None)
+
+
+def persistent_backward_from_pre(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: None,
+    activation: str, p: float, needs: tuple[bool, ...], pre: Tensor, config: Config,
+) -> Gradients:  # fmt: skip
+    product = functools.partial(persistent_product, config=config)
+    return gradients_by(product, grad, x, weight, bias, residual, seed, activation, p, needs, pre)
+
+
+def leaves_registers(x: Tensor, weight: Tensor, seed: Tensor | None) -> bool | str:
+    """Beside a loop over tiles there is no room for dropout, nor for an address of each element of a result."""
+    if seed is not None:
+        return "its loop over tiles leaves no registers for dropout"
+    if weight.shape[0] % 16:
+        return f"it takes multiples of 16 columns, not {weight.shape[0]}"
+    return can_move(x, weight)
+
+
+@implements(
+    ops.fused_linear,
+    backend="triton_persistent",
+    repeat=straight_line,
+    backward=persistent_backward,
+    extras=Extras(persistent_and_pre, persistent_backward_from_pre, when=has_activation, fake=empty_pre),
+    when=leaves_registers,
+    dtypes=HALVES,
+    configs={"128x128": CONFIGS["128x128"], "64x128": CONFIGS["64x128"]},
+)
+def fused_linear_persistent(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: None, activation: str, p: float,
+    config: Config,
+) -> Tensor:  # fmt: skip
+    product = functools.partial(persistent_product, config=config)
+    return fused_by(product, False, x, weight, bias, residual, seed, activation, p)[0]

@@ -34,9 +34,13 @@ from tilestack.kernels.tiles import accumulator, cdiv
 def matmul_pipelined_kernel(
     a_ptr, b_ptr, bias_ptr, residual_ptr, seed_ptr, pre_ptr, c_ptr,  # [M, K], [K, N], [N], [M, N], [], [M, N], [M, N]
     M, N, K, a_stride_m, a_stride_k, b_stride_k, b_stride_n, residual_stride_m, residual_stride_n, below,
-    ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, ACC: tl.constexpr, BAND: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_K: tl.constexpr, EVEN_K: tl.constexpr, ACC: tl.constexpr, BAND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    if HAS_K and seed_ptr is not None:
+        tl.assume(
+            K > 0
+        )  # or Triton 3.6 makes Hopper's products wait for each other, with the loop of dropout after theirs
     tile_m, tile_n = tile_in_bands(tl.program_id(0), M, N, BAND, BLOCK_M, BLOCK_N)
     total, _, _ = tile_of_product(
         a_ptr, b_ptr, tile_m, tile_n, M, N, K, a_stride_m, a_stride_k, b_stride_k, b_stride_n,
@@ -59,7 +63,7 @@ def pipelined_product(a: Tensor, b: Tensor, bias: Tensor | None, epilogue: Epilo
     launch(
         matmul_pipelined_kernel, grid, a, b, bias, residual, seed, pre, c,
         M, N, K, *a.stride(), *b.stride(), *strides, below,
-        ACTIVATION=epilogue.activation, EVEN_K=K % block["BLOCK_K"] == 0,
+        ACTIVATION=epilogue.activation, HAS_K=K > 0, EVEN_K=K % block["BLOCK_K"] == 0,
         ACC=accumulator(a.dtype), BAND=BAND, **block, num_stages=3,
     )  # fmt: skip
     return c
