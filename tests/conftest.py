@@ -23,6 +23,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(needs_gpu)
 
 
+@pytest.fixture(autouse=True)
+def values_looked_at():
+    """Undoes what commands decide about looking at values: they own their process, and a test does not."""
+    yield
+    if backends._values_checked is not None:
+        backends.check_values(None)
+
+
 @pytest.fixture
 def outside():
     """Undoes what a test registers or configures: operators, implementations, backends' needs, and choices."""

@@ -11,6 +11,7 @@ import typer
 from tilestack.cli.common import console
 from tilestack.cli.speaker import (
     DeviceName,
+    Dtype,
     MaxTokens,
     MinP,
     ModelName,
@@ -19,6 +20,7 @@ from tilestack.cli.speaker import (
     Temperature,
     TopK,
     TopP,
+    Weights,
 )
 
 HELP = "/reset begins a new conversation, /quit or Ctrl-D ends; Ctrl-C stops an answer"
@@ -41,11 +43,13 @@ def chat_command(
     min_p: MinP = 0.0,
     seed: Seed = 0,
     device: DeviceName = None,
+    dtype: Dtype = None,
+    weights: Weights = None,
 ) -> None:
     """Talk to a model. /reset begins anew, /quit ends; Ctrl-C stops an answer and not the program."""
     if max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1, not {max_tokens}")
-    speaker = Speaker(model, device)
+    speaker = Speaker(model, device, dtype, weights)
     if not speaker.chats:
         raise ValueError(
             f"{model} has no chat template, so it was not taught to converse; use tilestack generate --raw"

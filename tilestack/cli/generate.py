@@ -9,6 +9,7 @@ import typer
 from tilestack.cli.common import given_text
 from tilestack.cli.speaker import (
     DeviceName,
+    Dtype,
     MaxTokens,
     MinP,
     ModelName,
@@ -17,6 +18,7 @@ from tilestack.cli.speaker import (
     Temperature,
     TopK,
     TopP,
+    Weights,
 )
 
 
@@ -40,6 +42,8 @@ def generate_command(
         list[str] | None, typer.Option(help="Stop before this text; may be given several times.", show_default=False)
     ] = None,
     device: DeviceName = None,
+    dtype: Dtype = None,
+    weights: Weights = None,
     json_: Annotated[
         bool, typer.Option("--json", help="Print one JSON object at the end instead of the text.")
     ] = False,
@@ -47,7 +51,7 @@ def generate_command(
     """Let a model answer a prompt, or continue it with --raw. How fast it went is told on standard error."""
     if max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1, not {max_tokens}")
-    speaker = Speaker(model, device)
+    speaker = Speaker(model, device, dtype, weights)
     given = given_text(prompt)
     chat = speaker.chats and not raw
     ids = speaker.chat_ids([{"role": "user", "content": given}]) if chat else speaker.tokenizer.encode(given)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from tilestack.cli.common import console
-from tilestack.cli.speaker import DeviceName, ModelName, check_packages
+from tilestack.cli.speaker import DeviceName, Dtype, ModelName, Weights, check_packages, trust_engine
 
 ENGINE, LIMITS, ACCESS = "Engine", "Limits of a request", "Who may ask"
 GIB = 1 << 30
@@ -59,20 +59,8 @@ def serve_command(
         ),
     ] = None,
     device: DeviceName = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="float32, bfloat16 or float16; bfloat16 on a GPU and float32 on a CPU when left out.",
-            show_default=False,
-            rich_help_panel=ENGINE,
-        ),
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            help="int8: compute with weights of 8 bits, on a CPU.", show_default=False, rich_help_panel=ENGINE
-        ),
-    ] = None,
+    dtype: Dtype = None,
+    weights: Weights = None,
     context: Annotated[
         int | None,
         typer.Option(
@@ -99,6 +87,14 @@ def serve_command(
         typer.Option(
             help="GiB for keys and values; what the GPU has left, or 1 on a CPU, when left out.",
             min=0.001,
+            show_default=False,
+            rich_help_panel=ENGINE,
+        ),
+    ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="int8 or fp8: keep keys and values in 8 bits, for about half of the memory.",
             show_default=False,
             rich_help_panel=ENGINE,
         ),
@@ -186,6 +182,7 @@ def serve_command(
     listening = listen(settings)
     from tilestack.engine import AsyncEngine, EngineSettings
 
+    trust_engine()
     engine = AsyncEngine.load(
         model,
         EngineSettings(
@@ -196,6 +193,7 @@ def serve_command(
             max_sequences=max_sequences,
             step_tokens=step_tokens,
             kv_memory=None if kv_memory is None else int(kv_memory * GIB),
+            kv_dtype=kv_dtype,
             swap_memory=int(swap_memory * GIB),
             prefix_caching=prefix_caching,
             overlap=overlap,

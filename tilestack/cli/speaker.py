@@ -24,6 +24,25 @@ Seed = Annotated[int, typer.Option(help="The same seed draws the same text.")]
 DeviceName = Annotated[
     str | None, typer.Option("--device", help="cuda or cpu; the GPU when there is one.", show_default=False)
 ]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        help="float32, bfloat16 or float16; bfloat16 on a GPU and float32 on a CPU when left out.",
+        show_default=False,
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option("--weights", help="int8: compute with weights of 8 bits, on a CPU.", show_default=False),
+]
+
+
+def trust_engine() -> None:
+    """Let operators not look at the values of indices: the engine knows the tokens and the pages it hands them."""
+    from tilestack.contract import check_values
+
+    check_values(False)
 
 
 def check_packages(model: str) -> None:
@@ -48,11 +67,13 @@ class Speaker:
     """An engine for one text at a time, ready to continue token ids. What it has read it remembers: of a conversation, each
     turn is computed once."""
 
-    def __init__(self, model: str, device: str | None = None):
+    def __init__(self, model: str, device: str | None = None, dtype: str | None = None, weights: str | None = None):
         check_packages(model)
         from tilestack.engine import Engine, EngineSettings
 
-        self.engine = Engine.load(model, EngineSettings(device=device, max_sequences=1))
+        trust_engine()
+        settings = EngineSettings(device=device, dtype=dtype, weights=weights, max_sequences=1)
+        self.engine = Engine.load(model, settings)
         assert self.engine.tokenizer is not None
         self.tokenizer: Tokenizer = self.engine.tokenizer
         self.device = self.engine.runner.device
