@@ -110,7 +110,7 @@ def test_eval_of_texts_questions_and_token_files(tilestack, model, tmp_path):
         (["--tasks", "hellaswag"], f"tasks by name need lm_eval: pip install -e '{shipped.checkout()}[evaluation]'"),
         (["--choices", "bad.jsonl"], 'bad.jsonl:1: a question needs "choices", a list of two or more texts'),
         (["bad.jsonl"], "bad.jsonl:1: expected a string under 'text'; this record has prompt (str)"),
-        (["good.txt", "--length", "0"], "--length and --limit must be at least 1"),
+        (["good.txt", "--length", "0"], "--length, --stride and --limit must be at least 1"),
         (["good.txt", "--stride", "9999"], "the stride of windows must lie between 1 and their length 256, not 9999"),
     ],
 )

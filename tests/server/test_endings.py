@@ -130,6 +130,9 @@ def test_a_request_is_one_line_of_json_in_the_log(serve, fake, caplog):
         httpx2.post(
             serve(fake) + "/v1/chat/completions", json=CHAT | {"max_tokens": 3}, headers={"X-Request-Id": "a\tb"}
         )
+        deadline = time.monotonic() + 5  # the line is written when the answer is gone
+        while "request" not in caplog.messages and time.monotonic() < deadline:
+            time.sleep(0.01)
     (record,) = [record for record in caplog.records if record.getMessage() == "request"]
     line = json.loads(JsonLines().format(record))
     assert line["id"].startswith("req-")
