@@ -70,7 +70,7 @@ def test_engines_take_them_and_say_what_they_cannot(tmp_path):
         llm = LLM(Engine.load(tmp_path / "model", settings))
         output = llm.generate([3, 5, 7], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
         assert len(output.completions[0].ids) == 5
-    with pytest.raises(ValueError, match="no weights 'int3'; choose from bfloat16, int8"):
+    with pytest.raises(ValueError, match="no weights 'int3'; int8 is what there is"):
         Engine.load(tmp_path / "model", EngineSettings(weights="int3"))
     with pytest.raises(ValueError, match="adapters need plain weights"):
         Engine.load(tmp_path / "model", EngineSettings(weights="int8", adapters={"x": tmp_path}))

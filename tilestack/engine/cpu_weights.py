@@ -15,8 +15,6 @@ from torch import Tensor
 from tilestack.models import Decoder
 from tilestack.nn import Linear
 
-WEIGHTS = ("bfloat16", "int8")
-
 
 class BlockedLinear(Linear):
     """A bfloat16 layer whose weight lies in blocks."""
@@ -36,11 +34,23 @@ class Int8Linear(Linear):
         return torch.ops.quantized.linear_dynamic(input.float(), self.packed).to(input.dtype)
 
 
+def packing_of(weights: str | None, adapted: bool, dtype: torch.dtype, device: torch.device) -> str | None:
+    """How a model's weights are to be packed: as asked, or bfloat16 in blocks where the CPU can; None: not at all."""
+    if weights is None:
+        blocks = device.type == "cpu" and dtype == torch.bfloat16 and can_block() and not adapted
+        return "bfloat16" if blocks else None
+    if weights != "int8":
+        raise ValueError(f"no weights {weights!r}; int8 is what there is, and leaving it out keeps those of the model")
+    if device.type != "cpu":
+        raise ValueError("weights of int8 are for CPUs so far; leave them out on a GPU")
+    if adapted:
+        raise ValueError("adapters need plain weights, so weights of int8 cannot be had with them")
+    return weights
+
+
 @torch.no_grad()
 def pack_for_cpu(decoder: Decoder, weights: str) -> None:
-    """Pack a decoder's linear layers and its head."""
-    if weights not in WEIGHTS:
-        raise ValueError(f"no weights {weights!r}; choose from {', '.join(WEIGHTS)}")
+    """Pack a decoder's linear layers and its head: bfloat16 in blocks, or int8."""
     if decoder.head is None:
         head = Linear(decoder.config.hidden, decoder.config.vocabulary, bias=False, device="meta")
         head.weight = torch.nn.Parameter(decoder.embedding.weight, requires_grad=False)

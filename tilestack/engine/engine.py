@@ -17,7 +17,7 @@ from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.device import pick_device
 from tilestack.engine.adapters import ServedAdapters
-from tilestack.engine.cpu_weights import can_block, pack_for_cpu
+from tilestack.engine.cpu_weights import pack_for_cpu, packing_of
 from tilestack.engine.outputs import Completion, Delta, TokenLogprob, Usage
 from tilestack.engine.pages import PagePool
 from tilestack.engine.params import RequestError
@@ -116,15 +116,10 @@ class Engine:
         dtype = getattr(torch, settings.dtype or usual, None)
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"no dtype {settings.dtype}; choose from float32, bfloat16, float16")
+        packed = packing_of(settings.weights, bool(settings.adapters), dtype, device)
         decoder = models.load(model, dtype=dtype, device=device).eval()
-        if settings.weights is not None and device.type != "cpu":
-            raise ValueError(f"weights={settings.weights!r} is for CPUs so far; leave it out on a GPU")
-        if settings.adapters and settings.weights is not None:
-            raise ValueError(f"adapters need plain weights, so weights={settings.weights!r} cannot be had with them")
-        if settings.weights is not None:
-            pack_for_cpu(decoder, settings.weights)
-        elif device.type == "cpu" and dtype == torch.bfloat16 and can_block() and not settings.adapters:
-            pack_for_cpu(decoder, "bfloat16")
+        if packed is not None:
+            pack_for_cpu(decoder, packed)
         tokenizer = Tokenizer.load(model)
         tokenizer.check_against(decoder.config.vocabulary)
         draft = None
