@@ -25,7 +25,7 @@ print(json.dumps(rows))
 def test_the_step_passes_the_gates(uninterpreted, capability):
     rows = uninterpreted("-c", WALK, str(capability))
     assert {row["kernel"] for row in rows} == {
-        "muon_momentum_kernel", "inverse_norm_kernel", "gram_fwd_kernel", "newton_schulz_product_kernel", "muon_apply_kernel",
+        "muon_momentum_kernel", "norm_of_matrices_kernel", "gram_fwd_kernel", "newton_schulz_product_kernel", "muon_apply_kernel",
     }  # fmt: skip
     assert [(row["kernel"], row["failures"]) for row in rows if row["failures"]] == []
     own = [row for row in rows if row["kernel"].startswith("muon")]

@@ -69,6 +69,14 @@ def device(monkeypatch):
         remembered.clear()
 
 
+def test_a_constant_may_be_none():
+    kernel = Kernel()
+    for _ in range(2):
+        launch(kernel, (1,), OnGpu(64), None, 5, 0.5, BLOCK=None, num_warps=None)
+    assert kernel.ordinary == [((1,), kernel.ordinary[0][1], dict(BLOCK=None))]
+    assert kernel.direct
+
+
 def test_the_second_launch_goes_straight_to_the_c_launcher():
     kernel = Kernel()
     for address in (16, 32, 160):

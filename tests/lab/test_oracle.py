@@ -73,3 +73,15 @@ def test_what_says_nothing(values, reason):
     assert silent(torch.tensor(values), torch.tensor(values, dtype=torch.float64)) == reason
     whole = torch.tensor([int(v) for v in values if v == v and abs(v) < 9])
     assert bool(silent(whole, whole)) == (whole.numel() > 0 and not whole.any())
+
+
+def test_infinity_is_open_only_where_the_truth_is_as_large_as_the_largest_number():
+    largest = torch.finfo(torch.float16).max
+    truth = torch.tensor([1.0, largest * 1.0001, -largest * 1.0001]).double()
+    finite, infinite = truth.clamp(-largest, largest).half(), torch.tensor([1.0, torch.inf, -torch.inf]).half()
+    for reference, result in ((finite, infinite), (infinite, finite), (infinite, infinite)):
+        assert not judge(result, reference, truth, own_error(reference, truth)).message
+    for wrong in (torch.tensor([torch.inf, largest, -largest]), torch.tensor([1.0, -torch.inf, -largest])):
+        assert "inf in one" in judge(wrong.half(), finite, truth, own_error(finite, truth)).message
+    truth = torch.tensor([1.0, torch.inf]).double()
+    assert judge(torch.tensor([1.0, largest]).half(), truth.half(), truth, (0.0,) * 4).message

@@ -37,6 +37,13 @@ def test_a_mean_over_the_batch_has_no_rows():
     assert rows_of_case(ops.cross_entropy, case_of(ops.cross_entropy, "5x1000"), torch.float32, CPU) is None
 
 
+def test_an_argument_that_stays_whole_makes_no_row():
+    """One row and a residual of seventy give seventy rows, which are compared with none."""
+    operator = ops.operator_named("fused_linear")
+    case = case_of(operator, "70x130x40xbias+gelu+dropout+residual")
+    assert rows_of_case(operator, case, torch.float64, CPU) is None
+
+
 def rounds_by_batch(x, weight, eps):
     """Whose rows are divided where there is one and multiplied where there are more."""
     root = torch.sqrt(x.square().mean(-1, keepdim=True) + eps)

@@ -199,7 +199,7 @@ def values_of(names: Sequence[str], arguments: list, encoders: Sequence[Callable
 def first_launch(kernel: Any, grid: tuple[int, ...], arguments: list, options: dict[str, Any]) -> Callable:
     """Launch the ordinary way, and make of what was compiled a function of grid, stream and values."""
     thread = threading.get_ident()
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None or name in kernel.arg_names}
     values = [a.descriptor() if isinstance(a, Tile) else a for a in arguments]
     _compiling_for.add(thread)
     try:

@@ -87,7 +87,7 @@ implements(ops.logsumexp, backend="aten", backward=AUTOGRAD, dtypes=(torch.float
 )
 implements(ops.linear, backend="aten", backward=AUTOGRAD)(F.linear)
 implements(ops.gram, backend="aten", backward=AUTOGRAD)(lambda x: x @ x.mT)
-implements(ops.conv2d, backend="aten", backward=AUTOGRAD)(
+implements(ops.conv2d, backend="aten", backward=AUTOGRAD, deterministic=False)(  # cuDNN adds up gradients atomically
     lambda x, weight, bias, stride, padding, dilation, groups: F.conv2d(
         x, weight, bias, tuple(stride), tuple(padding), tuple(dilation), groups
     )

@@ -72,7 +72,9 @@ def is_row_by_row(operator: Operator, rows: Rows) -> bool:
             return False
     if any(not whole.ndim or len(whole) != rows.count for whole in together):
         return False
-    equal = lambda whole, found: torch.allclose(whole.double(), found.double(), equal_nan=True)
+    equal = lambda whole, found: (
+        whole.shape == found.shape and torch.allclose(whole.double(), found.double(), equal_nan=True)
+    )
     return all(
         equal(whole[row : row + 1], found)
         for row, results in alone.items()

@@ -20,6 +20,8 @@ The last two are projections of N errors on a direction. Those of fair roundings
 error, so SIGNIFICANT of these are added; those of a fault shared by all elements are √N times as large. What all share, a
 factor or a mean, may itself be rounded once: half a unit of every element.
 
+Where the truth is as close to the largest number as that, a result may be infinite or not, as it falls out.
+
 In float64 the definition is its own truth, and a result must have half of the digits right. Integers are right when they
 equal the reference. What has no finite element, or nothing but zeros, is not wrong, but says nothing either (`silent`).
 
@@ -105,21 +107,22 @@ def judge(result: Tensor, reference: Tensor, truth: Tensor, own: Own) -> Verdict
         if not bool(wrong.any()):
             return Verdict(0.0, 0.0)
         return Verdict(math.inf, 0.0, f"{int(wrong.sum())} of {wrong.numel()} differ, first at {_first(wrong)}")
-    for kind, test in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
-        wrong = test(result) != test(reference)
+    resolution = torch.finfo(result.dtype)
+    overflow = resolution.max * (1 - resolution.eps) - 2 * own[0]
+    for kind, test, sign in (("NaN", torch.isnan, 0), ("inf", torch.isposinf, 1), ("-inf", torch.isneginf, -1)):
+        wrong = (test(result) != test(reference)) & ~(truth.isfinite() & (sign * truth >= overflow))
         if bool(wrong.any()):
             return Verdict(
                 math.inf,
                 0.0,
                 f"{int(wrong.sum())} elements are {kind} in one of kernel and definition only, first at {_first(wrong)}",
             )
-    finite = reference.isfinite() & truth.isfinite()
+    finite = reference.isfinite() & truth.isfinite() & result.isfinite()
     exact = truth[finite]
     signed = result.double()[finite] - exact
     off = signed.abs()
     if not off.numel():
         return Verdict(0.0, 0.0)
-    resolution = torch.finfo(result.dtype)
     magnitude = torch.where(finite, truth.abs(), 0)
     row_largest = magnitude.amax(-1, keepdim=True).expand_as(magnitude) if magnitude.ndim else magnitude
     least = smallest_unit(result.dtype)

@@ -26,6 +26,7 @@ from tilestack import ops
 from tilestack.contract import implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
+from tilestack.kernels.matmul.naive import add_product
 from tilestack.kernels.tiles import accumulator, cdiv, widened
 from tilestack.ops.autocast import lowered
 
@@ -43,12 +44,22 @@ def lower_triangle(index):
 
 
 @triton.jit
+def ratio(x, y):
+    """x / y, correctly rounded, so that a number divided by itself is 1."""
+    if x.dtype == tl.float64:
+        z = x / y
+    else:
+        z = tl.div_rn(x, y)
+    return z
+
+
+@triton.jit
 def gram_fwd_kernel(
-    x_ptr, plus_ptr, scale_ptr, out_ptr,  # [stack, M, K], [stack, M, M] or None, [stack] or None, [stack, M, M]
+    x_ptr, plus_ptr, norm_ptr, out_ptr,  # [stack, M, K], [stack, M, M] or None, [stack] or None, [stack, M, M]
     M, K, x_stride_s, x_stride_m, x_stride_k, tiles, alpha: tl.float64, beta: tl.float64,
     ACC: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """alpha · X Xᵀ, with X times its scale where there is one; plus beta times a symmetric matrix where there is one."""
+    """alpha · X Xᵀ, with X divided by its norm where that is given; plus beta times a symmetric matrix where there is one."""
     matrix = (tl.program_id(0) // tiles).to(tl.int64)
     row, column = lower_triangle(tl.program_id(0) % tiles)
     m = row.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
@@ -62,14 +73,13 @@ def gram_fwd_kernel(
         left = K - start
         a = tl.load(a_ptr, mask=(m < M) & (k[None, :] < left), other=0)
         b = tl.load(b_ptr, mask=(k[:, None] < left) & (n < M), other=0)
-        total = tl.dot(a, b, total, input_precision="ieee", out_dtype=ACC)
+        total = add_product(total, a, b)
         a_ptr += tl.cast(x_stride_k, tl.int64) * BLOCK_K
         b_ptr += tl.cast(x_stride_k, tl.int64) * BLOCK_K
-    factor = tl.full([], alpha, ACC)
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr + matrix).to(ACC)
-        factor = factor * scale * scale
-    total *= factor
+    if norm_ptr is not None:
+        norm = tl.load(norm_ptr + matrix)
+        total = ratio(total, tl.broadcast_to(norm * norm, total.shape))
+    total *= tl.full([], alpha, ACC)
     inside = (m < M) & (n < M)
     place = matrix * M * M + m * M + n
     if plus_ptr is not None:
@@ -102,18 +112,18 @@ def gram_bwd_kernel(
         grad = tl.load(grad_ptr + m * grad_stride_m + across * grad_stride_n, mask=inside, other=0)
         turned = tl.load(grad_ptr + across * grad_stride_m + m * grad_stride_n, mask=inside, other=0)
         x = tl.load(x_ptr + down * x_stride_m + k * x_stride_k, mask=(down < M) & (k < K), other=0)
-        total = tl.dot(grad, x, total, input_precision="ieee", out_dtype=ACC)
-        total = tl.dot(turned, x, total, input_precision="ieee", out_dtype=ACC)
+        total = add_product(total, grad, x)
+        total = add_product(total, turned, x)
     tl.store(dx_ptr + matrix * M * K + m * K + k, total.to(dx_ptr.dtype.element_ty), mask=(m < M) & (k < K))
 
 
 @triton.jit
 def newton_schulz_product_kernel(
-    a_ptr, b_ptr, plus_ptr, scale_ptr, out_ptr,  # contiguous [stack, M, K], [stack, K, N], [stack, M, N], [stack], [stack, M, N]
+    a_ptr, b_ptr, plus_ptr, norm_ptr, out_ptr,  # contiguous [stack, M, K], [stack, K, N], [stack, M, N], [stack], [stack, M, N]
     M, N, K, tiles_m, tiles_n, beta: tl.float64,
     ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A B + beta · plus, all times the scale where there is one. GROUP rows of tiles go together, so that what is read of
+    """A B + beta · plus, all divided by the norm where it is given. GROUP rows of tiles go together, so that what is read of
     A and B by programs that run at a time is small enough to stay in the cache."""
     matrix = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
     tile = tl.program_id(0) % (tiles_m * tiles_n)
@@ -130,14 +140,14 @@ def newton_schulz_product_kernel(
         left = K - start
         a = tl.load(a_ptr, mask=(m < M) & (k[None, :] < left), other=0)
         b = tl.load(b_ptr, mask=(k[:, None] < left) & (n < N), other=0)
-        total = tl.dot(a, b, total, input_precision="ieee", out_dtype=ACC)
+        total = add_product(total, a, b)
         a_ptr += BLOCK_K
         b_ptr += tl.cast(N, tl.int64) * BLOCK_K
     inside = (m < M) & (n < N)
     place = matrix * M * N + m * N + n
     total += tl.full([], beta, ACC) * tl.load(plus_ptr + place, mask=inside, other=0).to(ACC)
-    if scale_ptr is not None:
-        total *= tl.load(scale_ptr + matrix).to(ACC)
+    if norm_ptr is not None:
+        total = ratio(total, tl.broadcast_to(tl.load(norm_ptr + matrix), total.shape))
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -151,15 +161,19 @@ def squares_of_matrices_kernel(x_ptr, partial_ptr, elements, parts, ACC: tl.cons
 
 
 @triton.jit
-def inverse_norm_kernel(partial_ptr, inverse_ptr, parts, eps: tl.float64, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per matrix: 1 / max(norm, eps), from the sums of squares of its parts, added in their order."""
+def norm_of_matrices_kernel(partial_ptr, norm_ptr, parts, eps: tl.float64, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per matrix: max(norm, eps), from the sums of squares of its parts, added in their order."""
     total = tl.zeros([BLOCK], ACC)
     for start in range(0, parts, BLOCK):
         lane = start + tl.arange(0, BLOCK)
         total += tl.load(partial_ptr + tl.program_id(0).to(tl.int64) * parts + lane, mask=lane < parts, other=0)
-    norm = tl.sqrt(tl.sum(total, 0))
+    squares = tl.sum(total, 0)
+    if ACC == tl.float64:
+        norm = tl.sqrt(squares)
+    else:
+        norm = tl.sqrt_rn(squares)
     least = tl.full([], eps, ACC)
-    tl.store(inverse_ptr + tl.program_id(0), 1 / tl.where(norm < least, least, norm))  # this way round a NaN stays one
+    tl.store(norm_ptr + tl.program_id(0), tl.where(norm < least, least, norm))  # this way round a NaN stays one
 
 
 def tile_for(dtype: torch.dtype, *sizes: int) -> tuple[int, int, dict[str, int]]:
@@ -171,52 +185,52 @@ def tile_for(dtype: torch.dtype, *sizes: int) -> tuple[int, int, dict[str, int]]
 
 
 def gram_of_stack(
-    x: Tensor, plus: Tensor | None = None, scale: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
+    x: Tensor, plus: Tensor | None = None, norm: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
 ) -> Tensor:
-    """alpha · x xᵀ · scale² + beta · plus for a stack [stack, M, K] of any strides; `plus` is symmetric and contiguous."""
+    """alpha · x xᵀ / norm² + beta · plus for a stack [stack, M, K] of any strides; `plus` is symmetric and contiguous."""
     stack, M, K = x.shape
     out = torch.empty((stack, M, M), dtype=x.dtype, device=x.device)
     block, block_k, pace = tile_for(x.dtype, M)
     tiles = cdiv(M, block) * (cdiv(M, block) + 1) // 2
     launch(
-        gram_fwd_kernel, (stack * tiles,), x, plus, scale, out, M, K, *x.stride(), tiles, alpha, beta,
+        gram_fwd_kernel, (stack * tiles,), x, plus, norm, out, M, K, *x.stride(), tiles, alpha, beta,
         ACC=accumulator(x.dtype), BLOCK=block, BLOCK_K=block_k, **pace,
     )  # fmt: skip
     return out
 
 
-def newton_schulz_product(x: Tensor, symmetric: Tensor, side: int, scale: Tensor | None, beta: float) -> Tensor:
-    """(beta · x + the product of x with a symmetric matrix on its `side`) · scale, of contiguous stacks."""
+def newton_schulz_product(x: Tensor, symmetric: Tensor, side: int, norm: Tensor | None, beta: float) -> Tensor:
+    """(beta · x + the product of x with a symmetric matrix on its `side`) / norm, of contiguous stacks."""
     a, b = (symmetric, x) if side == LEFT else (x, symmetric)
     stack, M, K, N = *a.shape, b.shape[2]
     out = torch.empty_like(x)
     block, block_k, pace = tile_for(x.dtype, M, N)
     tiles = cdiv(M, block), cdiv(N, block)
     launch(
-        newton_schulz_product_kernel, (stack * tiles[0] * tiles[1],), a, b, x, scale, out, M, N, K, *tiles, beta,
+        newton_schulz_product_kernel, (stack * tiles[0] * tiles[1],), a, b, x, norm, out, M, N, K, *tiles, beta,
         ACC=accumulator(x.dtype), BLOCK_M=block, BLOCK_N=block, BLOCK_K=block_k, GROUP=8, **pace,
     )  # fmt: skip
     return out
 
 
-def inverse_norms(partial: Tensor, eps: float) -> Tensor:
-    """1 / max(norm, eps) of each matrix, from the sums of squares [stack, parts] of its parts."""
+def norms_of(partial: Tensor, eps: float) -> Tensor:
+    """max(norm, eps) of each matrix, from the sums of squares [stack, parts] of its parts."""
     stack, parts = partial.shape
-    inverse = torch.empty(stack, dtype=partial.dtype, device=partial.device)
+    norms = torch.empty(stack, dtype=partial.dtype, device=partial.device)
     launch(
-        inverse_norm_kernel, (stack,), partial, inverse, parts, eps, ACC=accumulator(partial.dtype), BLOCK=1024, num_warps=4,
+        norm_of_matrices_kernel, (stack,), partial, norms, parts, eps, ACC=accumulator(partial.dtype), BLOCK=1024, num_warps=4,
     )  # fmt: skip
-    return inverse
+    return norms
 
 
-def iterate(x: Tensor, inverse: Tensor, steps: int, a: float, b: float, c: float) -> Tensor:
-    """The steps on a contiguous stack [stack, M, N] whose matrices are to be multiplied with `inverse` [stack] first."""
+def iterate(x: Tensor, norms: Tensor, steps: int, a: float, b: float, c: float) -> Tensor:
+    """The steps on a contiguous stack [stack, M, N] whose matrices are to be divided by `norms` [stack] first."""
     side = RIGHT if x.shape[1] > x.shape[2] else LEFT
     for step in range(steps):
-        scale = inverse if step == 0 else None
-        squares = gram_of_stack(x.mT if side == RIGHT else x, scale=scale)
+        norm = norms if step == 0 else None
+        squares = gram_of_stack(x.mT if side == RIGHT else x, norm=norm)
         update = gram_of_stack(squares, plus=squares, alpha=c, beta=b)
-        x = newton_schulz_product(x, update, side, scale, a)
+        x = newton_schulz_product(x, update, side, norm, a)
     return x
 
 
@@ -252,7 +266,7 @@ def newton_schulz(x: Tensor, steps: int, a: float, b: float, c: float, eps: floa
         squares_of_matrices_kernel, (matrices * parts,), stack, partial, elements, parts,
         ACC=accumulator(x.dtype), BLOCK=SQUARED, num_warps=8,
     )  # fmt: skip
-    inverse = inverse_norms(partial, eps)
+    norms = norms_of(partial, eps)
     if steps == 0:
-        return (x * inverse.view(*x.shape[:-2], 1, 1)).to(x.dtype)
-    return iterate(stack, inverse, steps, a, b, c).view(x.shape)
+        return (x / norms.view(*x.shape[:-2], 1, 1)).to(x.dtype)
+    return iterate(stack, norms, steps, a, b, c).view(x.shape)

@@ -41,6 +41,17 @@ def tile_of_product(
 
 
 @triton.jit
+def add_product(total, a, b):
+    """total + a @ b. Without tensor cores every product is added on its own, and a long sum of one sign loses digits: the
+    products of a step are added up by themselves first."""
+    if a.dtype == tl.float32:
+        # Any number but 0 keeps Triton from making one sum of the two.
+        step = tl.dot(a, b, input_precision="ieee", out_dtype=total.dtype, max_num_imprecise_acc=1)
+        return total + step
+    return tl.dot(a, b, total, input_precision="ieee", out_dtype=total.dtype)
+
+
+@triton.jit
 def sum_along_k(
     a_ptr, b_ptr, has_m, has_n, K, a_stride_k, b_stride_k,  # where rows of a and columns of b begin, and which there are
     EVEN_K: tl.constexpr, ACC: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -58,7 +69,7 @@ def sum_along_k(
             left = K - start
             a = tl.load(a_ptr, mask=has_m & (k[None, :] < left), other=0)
             b = tl.load(b_ptr, mask=(k[:, None] < left) & has_n, other=0)
-        total = tl.dot(a, b, total, input_precision="ieee", out_dtype=ACC)
+        total = add_product(total, a, b)
         a_ptr += tl.cast(a_stride_k, tl.int64) * BLOCK_K
         b_ptr += tl.cast(b_stride_k, tl.int64) * BLOCK_K
     return total

@@ -35,7 +35,7 @@ LEAST_ROWS = 16  # of a tile that tensor cores multiply
 
 
 class Config(NamedTuple):
-    """Columns of a tile, the step along K, the programs that share a tile, and steps in flight."""
+    """Columns of a tile, the step along K, the programs that share a tile, and steps in flight of two bytes an element."""
 
     n: int
     k: int
@@ -107,7 +107,7 @@ def split_product(a: Tensor, b: Tensor, bias: Tensor | None, config: Config) -> 
         matmul_split_k_kernel, (tiles, config.splits), a, b, bias, parts, counts, c, M, N, K, *a.stride(), *b.stride(),
         SPLITS=config.splits, EVEN_K=K % config.k == 0, ACC=accumulator(a.dtype),
         BLOCK_M=max(next_power(M), LEAST_ROWS), BLOCK_N=config.n, BLOCK_K=config.k,
-        num_warps=config.warps, num_stages=config.stages,
+        num_warps=config.warps, num_stages=max(config.stages * 2 // a.element_size(), 1),
     )  # fmt: skip
     return c
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack.contract.launch import launch
-from tilestack.kernels.matmul.gram import inverse_norms, iterate
+from tilestack.kernels.matmul.gram import iterate, norms_of
 from tilestack.kernels.optim.multi_tensor import Table, address, fetch, place, put, triton_dtype
 from tilestack.kernels.optim.steps import WARPS, aligned, is_skipped, rate_of
 from tilestack.kernels.tiles import accumulator, widened
@@ -152,8 +152,8 @@ def step_muon(
         STATE_TYPE=triton_dtype(state), UPDATE_TYPE=triton_dtype(inner), ACC=accumulator(acc),
         MAXIMIZE=group["maximize"], NESTEROV=group["nesterov"], BLOCK=table.block, num_warps=WARPS,
     )  # fmt: skip
-    inverse = inverse_norms(partial, float(group["eps"]))
-    ortho = iterate(update, inverse, group["ns_steps"], *group["ns_coefficients"])
+    norms = norms_of(partial, float(group["eps"]))
+    ortho = iterate(update, norms, group["ns_steps"], *group["ns_coefficients"])
     lr, lr_tensor = rate_of(group["lr"], device)
     launch(
         muon_apply_kernel, (table.programs,), table.entries, table.blocks, lr_tensor, found_inf, ortho, table.tensors,
