@@ -168,7 +168,7 @@ def norm_of_matrices_kernel(partial_ptr, norm_ptr, parts, eps: tl.float64, ACC: 
         lane = start + tl.arange(0, BLOCK)
         total += tl.load(partial_ptr + tl.program_id(0).to(tl.int64) * parts + lane, mask=lane < parts, other=0)
     squares = tl.sum(total, 0)
-    if ACC == tl.float64:
+    if squares.dtype == tl.float64:
         norm = tl.sqrt(squares)
     else:
         norm = tl.sqrt_rn(squares)
