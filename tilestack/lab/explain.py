@@ -52,12 +52,13 @@ def of_largest_case(
 
 
 def telling_cases(operator: Operator, every_bench: bool = False) -> list[Case]:
-    """The cases worth compiling: the largest of each set of options, the largest odd one, the largest of each kind."""
+    """The cases worth compiling: the largest of each set of options and integers, the largest odd one, the largest of each kind."""
     largest: dict[Any, Case] = {}
     for case in sorted(operator.cases, key=elements):
         arguments = operator.bind(**case.build(Make(device="meta")))
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        options = tuple((name, name in tensors or value) for name, value in arguments.items())
+        kinds = {name: value.is_floating_point() or value.dtype for name, value in tensors.items()}
+        options = tuple((name, kinds.get(name, value)) for name, value in arguments.items())
         traits: list[Any] = [options, case.name if every_bench and case.kind == "bench" else case.kind]
         if any(tensor.ndim and tensor.shape[-1] % VECTOR for tensor in tensors.values()):
             traits.append("odd")

@@ -44,7 +44,11 @@ class Rows:
 def rows_of_case(operator: Operator, case: Case, dtype: torch.dtype, device: torch.device) -> Rows | None:
     """A case as rows; None where its results are not made row by row."""
     arguments = arguments_of(operator, case, "plain", dtype, device)
-    exact = arguments_of(operator, case, "plain", torch.float64, device)
+    # Beside fewer rows, indices may name what is not there: an exception on a CPU, and the end of the process on a GPU.
+    indexed = any(isinstance(value, Tensor) and not value.is_floating_point() for value in arguments.values())
+    if indexed and case.kind != "check" and device.type != "cpu":
+        return None
+    exact = arguments_of(operator, case, "plain", torch.float64, torch.device("cpu") if indexed else device)
     for rows in possible_rows(operator, arguments):
         if is_row_by_row(operator, Rows(exact, rows.cut, rows.count)):
             return rows

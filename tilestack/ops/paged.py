@@ -174,7 +174,7 @@ MIXES: dict[str, list[tuple[int, int]]] = dict(  # for each sequence, its new to
 MIXES["chunked"] = [(1, 1024)] * 63 + [(512, 1024)]
 
 PAGED_RULES: dict[str, dict[str, Any]] = dict(
-    plain={}, window=dict(window=20), capped=dict(softcap=2.0), scaled=dict(scale=0.3)
+    plain={}, long={}, window=dict(window=20), capped=dict(softcap=2.0), scaled=dict(scale=0.3)
 )
 
 
@@ -200,9 +200,10 @@ def paged_case(make, mix, page, heads, kv_heads, dim, value_dim, cache="same", r
     blocks = [-(-length // page) for length in total]
     order = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(0)) + 1
     rows = [torch.nn.functional.pad(part, (0, max(blocks) + 1 - len(part))) for part in order.split(blocks)]
-    tables = torch.stack(rows).int()
-    lengths = torch.tensor(total, dtype=torch.int32)
-    ends = torch.tensor([0, *new]).cumsum(0).int()
+    integer = torch.int64 if rule == "long" else torch.int32
+    tables = torch.stack(rows).to(integer)
+    lengths = torch.tensor(total, dtype=integer)
+    ends = torch.tensor([0, *new]).cumsum(0).to(integer)
     live = None if make.device.type == "meta" else slots_of(tables.long(), lengths, page).to(make.device)
     shape = sum(blocks) + 1, page, kv_heads
     keys, key_scale = drawn_pages(make, (*shape, dim), live, cache)
@@ -242,7 +243,7 @@ def paged_result(
         paged_case,
         check=[  # the batch, page, heads, kv_heads, dim, dim of v, what pages hold, what is seen
             ("decode", 16, 4, 2, 16, 16),
-            ("mixed", 16, 6, 2, 16, 24),
+            ("mixed", 16, 6, 2, 16, 24, "same", "long"),
             ("mixed", 4, 2, 2, 24, 24, "same", "window"),
             ("mixed", 32, 8, 1, 16, 16, "int8"),
             ("decode", 16, 4, 2, 16, 16, "float8_e4m3fn"),

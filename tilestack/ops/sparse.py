@@ -4,6 +4,8 @@ S, D: which of result, left and right is sparse. A sparse matrix in blocks is `v
 block its `rows` and `columns`, counted in blocks and in any order; blocks at the same place add up.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -155,14 +157,13 @@ def block_sparse_sdd(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, side: 
 
 def csr_case(make, rows, inner, each, columns):
     """`each` elements a row on average, of none to twice as many."""
-    counts = [each * (place % 3) for place in range(rows)]
-    ends = torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
-    elements = int(ends[-1])
+    ends = list(itertools.accumulate((each * (place % 3) for place in range(rows)), initial=0))
+    elements = ends[-1]
     x = make.normal(inner, columns) if columns else make.normal(inner)
     return dict(
         values=make.normal(elements),
         columns=make.integers(elements, high=inner, dtype=torch.int32),
-        offsets=ends.to(make.device),
+        offsets=torch.tensor(ends, device=make.device),
         x=x,
     )
 

@@ -43,16 +43,21 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def first_tile(sequence, cu_ptr, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    return tl.load(cu_ptr + sequence).to(tl.int32) * GROUP // ROWS + sequence
+
+
+@triton.jit
 def sequence_of_tile(tile, cu_ptr, sequences, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """(the sequence that a tile belongs to, `sequences` for padding; its first row there)."""
     low = 0
     high = sequences
     while low < high:
         middle = (low + high + 1) // 2
-        starts_before = tl.load(cu_ptr + middle) * GROUP // ROWS + middle <= tile
+        starts_before = first_tile(middle, cu_ptr, GROUP, ROWS) <= tile
         low = tl.where(starts_before, middle, low)
         high = tl.where(starts_before, high, middle - 1)
-    return low, (tile - tl.load(cu_ptr + low) * GROUP // ROWS - low) * ROWS
+    return low, (tile - first_tile(low, cu_ptr, GROUP, ROWS)) * ROWS
 
 
 @triton.jit
@@ -112,14 +117,6 @@ def load_rows(ptr, at, stride, there, FIRST: tl.constexpr, COUNT: tl.constexpr, 
     element = tl.arange(0, WIDTH)
     inside = there[:, None] & (element < COUNT)[None, :]
     return tl.load(ptr + at[:, None] + (FIRST + element)[None, :] * stride, mask=inside, other=0.0)
-
-
-@triton.jit
-def decoded(codes, DTYPE: tl.constexpr):
-    """Codes, or what needs none, as the numbers that tensor cores multiply."""
-    if tl.float64 == DTYPE:
-        codes = codes.to(tl.float32 if codes.dtype.primitive_bitwidth == 8 else DTYPE)
-    return codes.to(DTYPE)
 
 
 @triton.jit
@@ -191,11 +188,11 @@ def paged_attention_kernel(
         )
         page, in_page = block.to(tl.int64), key % PAGE
         k_at = page * k_page_stride + in_page * k_stride + kv_head * k_head_stride
-        k = decoded(load_rows(k_ptr, k_at, k_dim_stride, there, 0, FIRST_DIM, FIRST_WIDTH), q.dtype)
+        k = load_rows(k_ptr, k_at, k_dim_stride, there, 0, FIRST_DIM, FIRST_WIDTH).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
         if LATENT and REST:
             k_rest = load_rows(k_ptr, k_at, k_dim_stride, there, VALUE_DIM, DIM - VALUE_DIM, REST)
-            scores = tl.dot(q_rest, tl.trans(decoded(k_rest, q.dtype)), scores, input_precision="ieee", out_dtype=ACC)
+            scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision="ieee", out_dtype=ACC)
         if k_scale_ptr is not None:
             scale_at = page * k_scale_page_stride + in_page * k_scale_stride + kv_head * k_scale_head_stride
             k_scale = tl.load(k_scale_ptr + scale_at, mask=there, other=0).to(ACC)
@@ -216,7 +213,7 @@ def paged_attention_kernel(
             v = k
         else:
             v_at = page * v_page_stride + in_page * v_stride + kv_head * v_head_stride
-            v = decoded(load_rows(v_ptr, v_at, v_dim_stride, there, 0, VALUE_DIM, VALUE_WIDTH), q.dtype)
+            v = load_rows(v_ptr, v_at, v_dim_stride, there, 0, VALUE_DIM, VALUE_WIDTH).to(q.dtype)
         fade = tl.exp2(largest - at)
         values *= fade[:, None]
         if k_scale_ptr is None:
@@ -283,6 +280,8 @@ def paged_tile(q: Tensor, keys: Tensor, most_queries: int, sequences: int, longe
 
 
 def takes_pages(q: Tensor, keys: Tensor) -> bool | str:
+    if q.dtype == torch.float64 and keys.dtype != q.dtype:
+        return "Triton multiplies no codes in float64"
     if keys.dtype == torch.float8_e4m3fn:
         return reads_fp8(keys)
     return keys.dtype in (q.dtype, torch.int8) or f"pages of {keys.dtype} and queries of {q.dtype} do not multiply"
