@@ -29,6 +29,8 @@ def next_token_loss(model: Any, batch: data.Batch) -> Tensor:
 class Pretraining:
     """The objective of a language model on a token file, part of which is held out."""
 
+    fixed_shapes = True
+
     def __init__(self, recipe: Recipe, tokenizer: data.Tokenizer, tokens: data.TokenFile, device: torch.device):
         self.recipe, self.tokenizer, self.tokens, self.device = recipe, tokenizer, tokens, device
         share = recipe.data.validation
@@ -67,7 +69,7 @@ class Pretraining:
         for _ in range(self.recipe.evaluation.batches):
             batch = next(stream)
             total += next_token_loss(model, batch.to(self.device))
-            count += batch.valid
+            count += int(batch.valid)
             size += int(bytes_of[batch.labels[batch.labels != data.NO_LABEL]].sum())
         return {"validation_loss": float(total) / count, "bits_per_byte": float(total) / math.log(2) / size}
 

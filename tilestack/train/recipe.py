@@ -35,6 +35,12 @@ class Run:
         choices=("off", "default", "reduce-overhead", "max-autotune"),
         operational=True,
     )
+    graph: str = setting(
+        "auto",
+        "whole steps as CUDA graphs: auto is on where batches have one shape and the GPU's kernels take them",
+        choices=("auto", "on", "off"),
+        operational=True,
+    )
     activation_checkpointing: bool = setting(
         False, "compute activations again in the backward instead of keeping them", operational=True
     )
