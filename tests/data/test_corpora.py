@@ -21,6 +21,16 @@ def test_the_python_sources_are_there_in_order_and_capped():
     compile(documents[0].text, documents[0].name, "exec")
 
 
+def test_libraries_join_the_sources_under_their_own_names():
+    alone, joined = corpora.python_files(), corpora.python_files(libraries=True)
+    assert alone.items() <= joined.items()
+    assert {name.split("/")[0] for name in joined.keys() - alone.keys()} >= {"torch", "numpy", "sympy"}
+    assert not any(set(name.split("/")) & {"tests", "testing"} for name in joined)
+    few = [document.name for document in corpora.python_sources(300_000, libraries=True)]
+    assert few == sorted(few)
+    assert any(name.startswith("torch/") for name in few)
+
+
 @pytest.mark.parametrize("difficulty", [1, 2, 3])
 def test_arithmetic_is_right(difficulty):
     tasks = list(corpora.arithmetic(300, seed=3, difficulty=difficulty))

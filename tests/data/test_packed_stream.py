@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilestack.data import NO_LABEL, DataError, Packed, write_tokens
+from tilestack.data.tokens import write_parts
 
 LENGTH = 24
 OPTIONS = dict(length=LENGTH, batch=3, seed=5, window=7)
@@ -120,3 +121,59 @@ def test_what_makes_no_sense_is_refused(file):
             Packed(file, **OPTIONS | {name: value})
     with pytest.raises(DataError, match="no document in its validation split"):
         Packed(file, **OPTIONS, split="validation")
+
+
+@pytest.fixture(scope="module")
+def mixture(tokenizer, tmp_path_factory):
+    """Two parts, the second a sixth as long as the first; the words of each begin with a letter of its own."""
+    texts = lambda letter, count: [" ".join(f"{letter}{n}" for _ in range(n % 7 + 3)) for n in range(count)]
+    folder = tmp_path_factory.mktemp("mixture") / "tokens"
+    return write_parts(folder, [texts("a", 120), texts("b", 20)], tokenizer)
+
+
+def shares(stream, tokenizer, epochs):
+    """Of the tokens of some epochs, how many are of each part, by the letters of their documents."""
+    found = {"a": 0, "b": 0}
+    for batch in stream:
+        if stream.epoch >= epochs:
+            return found
+        for start, end in pairwise(batch.cu_seqlens.tolist()):
+            ids = batch.ids.flatten()[start:end]
+            letters = [letter for letter in "ab" if letter in tokenizer.decode(ids.tolist())]
+            if len(letters) == 1:
+                found[letters[0]] += end - start
+    return found
+
+
+@pytest.mark.parametrize(("weights", "share"), [((1.0, 1.0), 0.5), ((1.0, 9.0), 0.9), ((99.0, 1.0), 0.01)])
+def test_weights_say_how_many_tokens_are_of_each_part(mixture, tokenizer, weights, share):
+    found = shares(Packed(mixture, 64, 2, 5, weights=weights), tokenizer, epochs=3)
+    assert found["b"] / sum(found.values()) == pytest.approx(share, abs=0.01)
+    whole = int(mixture.ends[-1])
+    assert sum(found.values()) == pytest.approx(3 * whole, rel=0.02)  # an epoch is as long as without weights
+
+
+def test_a_mixture_differs_from_epoch_to_epoch_and_goes_on_where_it_was(mixture):
+    make = lambda: Packed(mixture, 64, 2, 5, window=16, weights=(1.0, 3.0))
+    stream = make()
+    batches = list(islice(stream, 90))
+    assert stream.epoch > 2
+    assert not same(batches[0], batches[30])
+    for place in (0, 11, 47):
+        other = make()
+        for _ in range(place):
+            next(other)
+        again = make()
+        again.load_state_dict(json.loads(json.dumps(other.state_dict())))
+        assert all(same(a, b) for a, b in zip(islice(again, 20), batches[place:], strict=False))
+    with pytest.raises(DataError, match=r"weights was \[1.0, 3.0\], is \[1.0, 1.0\]"):
+        Packed(mixture, 64, 2, 5, window=16, weights=(1.0, 1.0)).load_state_dict(stream.state_dict())
+
+
+def test_weights_for_what_is_not_there_are_refused(mixture, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"3 weights are given, and .* has 2 parts"):
+        Packed(mixture, 64, 2, weights=(1.0, 1.0, 1.0))
+    empty = write_parts(tmp_path / "tokens", [["some text"], [""], ["held out"]], tokenizer, held_out=1)
+    with pytest.raises(DataError, match="part 2 of the mixture has no document in the train split"):
+        Packed(empty, 64, 2, split="train", weights=(1.0, 1.0))
+    assert next(Packed(empty, 64, 2, split="validation")).valid > 0

@@ -82,8 +82,8 @@ def test_the_documents_of_a_row_are_limited_so_that_shapes_are_fixed():
 def test_a_batch_moves():
     (batch,) = pack([([1, 2], [2, 3])], 4, 1)
     moved = batch.to("meta")
-    assert moved.ids.device == moved.cu_seqlens.device == torch.device("meta")
-    assert moved.valid == 2
+    assert moved.ids.device == moved.cu_seqlens.device == moved.valid.device == torch.device("meta")
+    assert (batch.to("cpu").valid, moved.valid.dtype) == (2, torch.int64)
 
 
 @pytest.mark.parametrize("length", [64, 2048])

@@ -16,6 +16,7 @@ from tilestack.files import ForeignFolder
 @dataclass
 class Texts:
     files: list[str]
+    validation_files: tuple[str, ...] = ()
     corpus: str = "files"
     most_bytes: int = 0
     tokenizer: str = ""
@@ -35,13 +36,13 @@ def texts(tmp_path):
 @pytest.fixture
 def made(monkeypatch):
     """How often tokens were written."""
-    calls, write = [], prepared.write_tokens
+    calls, write = [], prepared.write_parts
 
     def counting(*args, **kwargs):
         calls.append(args)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(prepared, "write_tokens", counting)
+    monkeypatch.setattr(prepared, "write_parts", counting)
     return calls
 
 
@@ -130,3 +131,28 @@ def test_runs_of_the_same_texts_share_a_folder_of_tokens_and_others_are_refused(
     with pytest.raises(ForeignFolder):
         prepare_tokens(settings, tmp_path / "four")
     assert len(made) == 1
+
+
+def test_files_to_hold_out_are_held_out_whole_and_no_copy_of_them_is_learned(tmp_path, made):
+    lines = {"a": ["one", "two", "shared"], "b": ["", "three"], "held": ["shared", "four"], "more": ["five"]}
+    for name, texts in lines.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path = lambda name: str(tmp_path / f"{name}.jsonl")
+    settings = Texts([path("a"), path("b")], (path("held"), path("more")))
+    tokenizer, tokens = prepare_tokens(settings, tmp_path / "run")
+    assert (tokens.meta["parts"], tokens.meta["empty"], tokens.meta["held_out"]) == ([3, 1, 2, 1], 1, 2)
+    split = lambda name: list(tokens.texts(tokenizer, name, 0.5))
+    assert (split("train"), split("validation")) == (["one", "two", "three"], ["shared", "four", "five"])
+    assert list(prepared.documents(settings)) == ["one", "two", "shared", "", "three", "shared", "four", "five"]
+    assert tokens.parts_of(tokens.documents()).tolist() == [0, 0, 0, 1, 2, 2, 3]
+    (tmp_path / "more.jsonl").write_text(json.dumps({"text": "changed"}) + "\n")
+    assert read(prepare_tokens(settings, tmp_path / "run"))[-1] == "changed"
+    prepare_tokens(Texts([path("a"), path("b")], (path("held"),)), tmp_path / "run")
+    assert len(made) == 3
+
+
+def test_most_bytes_are_of_all_files_together(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name}{n}"}) + "\n" for n in range(4)))
+    settings = Texts([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], most_bytes=11)
+    assert read(prepare_tokens(settings, tmp_path / "run")) == ["a0", "a1", "a2", "a3", "b0", "b1"]

@@ -91,9 +91,9 @@ def test_equal_shapes_go_together_and_pieces_apart(path):
     torch.testing.assert_close(fused[0], torch.cat([p.detach() for p in separate]), rtol=0, atol=0)
     assert not torch.allclose(fused[0], whole[0], atol=1e-3)
     if path == "triton":
-        shapes = [key[-2] for key in joined._tables]
+        shapes = [key[-2] for key in joined._tables.kept]
         assert shapes == [(12, 8), (4, 8)]
-        assert [table.tensors for table in joined._tables.values()] == [1, 2]
+        assert [table.tensors for table in joined._tables.kept.values()] == [1, 2]
 
 
 def test_launches_are_cut_where_they_grow_too_large(path, monkeypatch):
@@ -105,7 +105,7 @@ def test_launches_are_cut_where_they_grow_too_large(path, monkeypatch):
     take_steps(optim.Muon(whole, ns_dtype=torch.float32), whole, 1)
     assert all(torch.equal(a, b) for a, b in zip(params, whole, strict=True))
     if path == "triton":
-        assert [table.tensors for table in cut._tables.values()] == [2, 1]
+        assert [table.tensors for table in cut._tables.kept.values()] == [2, 1]
 
 
 def test_stacks_and_filters_are_matrices():

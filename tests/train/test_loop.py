@@ -136,7 +136,7 @@ def test_each_step_takes_the_rate_of_its_number_and_the_average_that_of_its_own(
 
         def watched(step=step, optimizer=optimizer, trainer=trainer, stop=stop):
             nonlocal average
-            rates.append(optimizer.param_groups[0]["lr"])
+            rates.append(float(optimizer.param_groups[0]["lr"]))
             step()
             n = len(rates) - 1
             decay = min(0.9, (1 + n) / (10 + n))
@@ -168,11 +168,13 @@ def test_the_average_follows_and_is_what_is_judged():
     start = model.head.weight.detach().clone()
     with torch.no_grad():
         model.head.weight += 1
-    average.update(10**6)
+    average.begin(10**6)
+    average.update()
     with average.applied():
         torch.testing.assert_close(model.head.weight, start + 0.1)
     torch.testing.assert_close(model.head.weight, start + 1)
-    average.update(0)  # early steps count for more
+    average.begin(0)  # early steps count for more
+    average.update()
     torch.testing.assert_close(average.averages["head.weight"], start + 1 - 0.9 * 0.1)
 
 

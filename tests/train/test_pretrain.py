@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from itertools import pairwise
 
 import pytest
 import torch
@@ -130,6 +131,35 @@ def test_a_finished_run_is_a_folder_that_transformers_opens(tilestack, small, tm
     assert "another run: data.sequence differs" in said
     code, _ = tilestack("train", small(), "--folder", str(folder), "--set", "data.sequence=16", "--fresh")
     assert (code, (folder / "metrics.jsonl").read_bytes() != before) == (0, True)
+
+
+def test_files_are_mixed_by_weight_and_others_held_out(tilestack, small, tmp_path):
+    """The second file is one document in many, and a third of what is read; validation is on a file of its own."""
+    for name, count in (("more", 1), ("held", 3)):
+        lines = (json.dumps({"text": f"{name} {number} is here {name}"}) for number in range(count))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    files = [str(tmp_path / "text.jsonl"), str(tmp_path / "more.jsonl")]
+    changes = [
+        f"data.files={json.dumps(files)}", "data.weights=[2, 1]",
+        f'data.validation_files=["{tmp_path / "held.jsonl"}"]',
+    ]  # fmt: skip
+    path = small()
+    recipe = Recipe.load(path, changes)
+    tokenizer, tokens = prepare_tokens(recipe.data, tmp_path / "run")
+    objective = Pretraining(recipe, tokenizer, tokens, torch.device("cpu"))
+    assert objective.counts["documents held out"] == 3
+    told = []
+    for _ in range(200):
+        batch = objective.next_batch()
+        texts = [tokenizer.decode(batch.ids.flatten()[a:b].tolist()) for a, b in pairwise(batch.cu_seqlens.tolist())]
+        assert not any("held" in text for text in texts)
+        told += [
+            ("more" in text, b - a) for text, (a, b) in zip(texts, pairwise(batch.cu_seqlens.tolist()), strict=True)
+        ]
+    assert sum(size for more, size in told if more) / sum(size for _, size in told) == pytest.approx(1 / 3, abs=0.1)
+    wrong = ["--set", 'data.validation_files=["nowhere.jsonl"]', "--folder", str(tmp_path / "none")]
+    code, said = tilestack("train", str(path), *wrong)
+    assert (code, "nowhere.jsonl" in said, said.count("\n")) == (1, True, 1)
 
 
 def test_a_run_thrown_back_to_a_checkpoint_ends_the_same(tilestack, small, tmp_path):

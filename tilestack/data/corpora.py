@@ -4,6 +4,7 @@ Everything made is determined by its seed: the first hundred of a thousand are t
 """
 
 import hashlib
+import importlib.util
 import os
 import random
 import re
@@ -18,7 +19,11 @@ from typing import Any
 from tilestack.data.chat import Message
 
 # Installed packages, tests, and modules generated from tables of data.
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+LEFT_OUT = {
+    "site-packages", "dist-packages", "test", "tests", "idle_test", "testing", "benchmarks", "encodings", "pydoc_data",
+    "__pycache__",
+}  # fmt: skip
+LIBRARIES = ("torch", "numpy", "sympy", "networkx", "mpmath", "triton")  # which are there wherever tilestack runs
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 NAMES = ("Ada", "Alan", "Barbara", "Donald", "Edsger", "Grace", "Ken", "Margaret")
 THINGS = ("apples", "books", "coins", "marbles", "pencils", "tickets")
@@ -52,39 +57,44 @@ class Preference:
     tools: list[dict[str, Any]] | None = None
 
 
-def python_sources(most_bytes: int | None = None) -> Iterator[Document]:
-    """The standard library of the running interpreter, without its tests and tables, file by file in order of name.
-    `most_bytes` keeps a sample of about that size, spread over the whole library."""
-    root, paths = python_files(most_bytes)
-    for path in paths:
+def python_sources(most_bytes: int | None = None, libraries: bool = False) -> Iterator[Document]:
+    """The standard library of the running interpreter, without its tests and tables, file by file in order of name; with
+    `libraries`, PyTorch and what it stands on too. `most_bytes` keeps a sample of about that size, spread over all."""
+    for name, path in python_files(most_bytes, libraries).items():
         try:
             with tokenize.open(path) as file:  # heeds the encoding the file declares
                 text = file.read()
         except (SyntaxError, UnicodeDecodeError):
             continue
         if text.strip():
-            yield Document(path.relative_to(root).as_posix(), text)
+            yield Document(name, text)
 
 
-def python_files(most_bytes: int | None = None) -> tuple[Path, list[Path]]:
-    """The folder of the standard library, and the files of it that `python_sources` reads."""
+def python_files(most_bytes: int | None = None, libraries: bool = False) -> dict[str, Path]:
+    """The files that `python_sources` reads, by name and in its order."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = []
+    found = {path.relative_to(root).as_posix(): path for path in _sources_below(root)}
+    for spec in map(importlib.util.find_spec, LIBRARIES if libraries else ()):
+        for place in (spec and spec.submodule_search_locations) or ():
+            above = Path(place).parent
+            found |= {path.relative_to(above).as_posix(): path for path in _sources_below(Path(place))}
+    if most_bytes is not None:
+        found = _sample(found, most_bytes)
+    return dict(sorted(found.items()))
+
+
+def _sources_below(root: Path) -> Iterator[Path]:
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in LEFT_OUT]
-        paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    if most_bytes is not None:
-        paths = _sample(root, paths, most_bytes)
-    return root, sorted(paths, key=lambda path: path.relative_to(root).as_posix())
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
-def _sample(root: Path, paths: list[Path], most_bytes: int) -> list[Path]:
-    by_hash = lambda path: hashlib.blake2b(path.relative_to(root).as_posix().encode()).digest()
-    kept = []
-    for path in sorted(paths, key=by_hash):
-        size = path.stat().st_size
+def _sample(files: dict[str, Path], most_bytes: int) -> dict[str, Path]:
+    kept = {}
+    for name in sorted(files, key=lambda name: hashlib.blake2b(name.encode()).digest()):
+        size = files[name].stat().st_size
         if size <= most_bytes:
-            kept.append(path)
+            kept[name] = files[name]
             most_bytes -= size
     return kept
 

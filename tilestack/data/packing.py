@@ -28,15 +28,14 @@ class Batch:
     labels: Tensor  # [B, T] int64
     positions: Tensor  # [B, T] int64, from 0 in each document
     cu_seqlens: Tensor  # [documents + 1] int32
-    valid: int  # labels that count
+    valid: Tensor  # labels that count, a number
 
     def to(self, device: torch.device | str) -> "Batch":
         """On another device; a copy to a GPU is not waited for."""
         move = lambda tensor: tensor.pin_memory().to(device, non_blocking=True)
         if torch.device(device).type != "cuda":
             move = lambda tensor: tensor.to(device)
-        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "valid"}
-        return Batch(**{name: move(tensor) for name, tensor in tensors.items()}, valid=self.valid)
+        return Batch(*(move(getattr(self, field.name)) for field in fields(self)))
 
 
 Sequences = Sequence[tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]]  # ids and labels of each
@@ -88,8 +87,8 @@ def collate(rows: Sequence[Sequences], length: int, most: int, padding: int = 0)
         if start < length:
             documents += 1
             ends[documents] = (number + 1) * length
-    tensor = torch.from_numpy
-    return Batch(tensor(ids), tensor(labels), tensor(positions), tensor(ends), int((labels != NO_LABEL).sum()))
+    valid = np.asarray((labels != NO_LABEL).sum())
+    return Batch(*map(torch.from_numpy, (ids, labels, positions, ends, valid)))
 
 
 def pack(sequences: Sequences, length: int, batch: int, *, padding: int = 0, most: int | None = None) -> list[Batch]:

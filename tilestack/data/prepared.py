@@ -8,8 +8,10 @@ data/
 
 import fcntl
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +22,7 @@ from tilestack.data.errors import DataError
 from tilestack.data.fingerprints import changed_files, fingerprints
 from tilestack.data.readers import files_behind, texts
 from tilestack.data.tokenizer import Tokenizer
-from tilestack.data.tokens import TokenFile, write_tokens
+from tilestack.data.tokens import TokenFile, write_parts
 from tilestack.files import beside, whole_folder, write_text_whole
 
 FOLDER, MADE_FROM = "data", "made_from.json"
@@ -34,6 +36,8 @@ class TextSettings(Protocol):
     @property
     def files(self) -> Sequence[str]: ...
     @property
+    def validation_files(self) -> Sequence[str]: ...
+    @property
     def most_bytes(self) -> int: ...
     @property
     def tokenizer(self) -> str: ...
@@ -43,25 +47,40 @@ class TextSettings(Protocol):
     def tokens(self) -> str: ...
 
 
-def documents(settings: TextSettings) -> Iterator[str]:
-    """The texts of a corpus, up to the number of bytes that is wanted."""
-    if settings.corpus == "python":
-        yield from (document.text for document in corpora.python_sources(settings.most_bytes or None))
+def parts(settings: TextSettings) -> Iterator[Iterator[str]]:
+    """The texts to learn from, those of each file in turn, up to the number of bytes that is wanted."""
+    if settings.corpus != "files":
+        found = corpora.python_sources(settings.most_bytes or None, libraries=settings.corpus == "libraries")
+        yield (document.text for document in found)
         return
-    left = settings.most_bytes or None
-    for source in settings.files:
+    left = settings.most_bytes or math.inf
+
+    def up_to_most(source: str) -> Iterator[str]:
+        nonlocal left
         for text in texts(source):
-            if left is not None and left <= 0:
+            if left <= 0:
                 return
             yield text
-            left = None if left is None else left - len(text.encode())
+            left -= len(text.encode())
+
+    yield from map(up_to_most, settings.files)
+
+
+def held_out_parts(settings: TextSettings) -> Iterator[Iterator[str]]:
+    return map(texts, settings.validation_files)
+
+
+def documents(settings: TextSettings) -> Iterator[str]:
+    """All texts, in the order of their tokens."""
+    return chain.from_iterable(chain(parts(settings), held_out_parts(settings)))
 
 
 def sources(settings: TextSettings) -> list[Path]:
     """The files that the texts are read from; a dataset of the hub has none here."""
-    if settings.corpus == "python":
-        return corpora.python_files(settings.most_bytes or None)[1]
-    return [file for source in settings.files for file in files_behind(source)]
+    read = [file for source in (*settings.files, *settings.validation_files) for file in files_behind(source)]
+    if settings.corpus == "files":
+        return read
+    return [*corpora.python_files(settings.most_bytes or None, settings.corpus == "libraries").values(), *read]
 
 
 def prepare_tokens(
@@ -90,11 +109,12 @@ def prepare_tokens(
 def update_tokens(settings: TextSettings, target: Path, named: str, resumes: bool, console: Console | None) -> None:
     """Make the tokens of a folder, unless they are there and still follow from the texts and the tokenizer."""
     known = read_made_from(target)
-    asked = {
-        "corpus": settings.corpus, "files": list(settings.files), "most_bytes": settings.most_bytes,
-        "tokenizer": named, "vocabulary": settings.vocabulary,
+    asked: dict[str, Any] = {
+        "corpus": settings.corpus, "files": list(settings.files), "validation_files": list(settings.validation_files),
+        "most_bytes": settings.most_bytes, "tokenizer": named, "vocabulary": settings.vocabulary,
     }  # fmt: skip
-    changed = [f"data.{name}" for name, value in asked.items() if known.get(name) != value]
+    before = {"validation_files": []} | known  # which tokens of earlier versions say nothing of
+    changed = [f"data.{name}" for name, value in asked.items() if before.get(name) != value]
     if resumes and not changed and is_missing(settings, named):
         return
     given = Tokenizer.load(named) if named else None
@@ -126,9 +146,16 @@ def make(
     target: Path, settings: TextSettings, given: Tokenizer | None, asked: dict[str, Any], console: Console | None
 ) -> None:
     with whole_folder(target) as hidden:
-        tokenizer = given or Tokenizer.train(documents(settings), settings.vocabulary)
+        tokenizer = given or Tokenizer.train(chain.from_iterable(parts(settings)), settings.vocabulary)
         tokenizer.save(hidden / "tokenizer")
-        write_tokens(hidden / "tokens", documents(settings), tokenizer, source=settings.corpus, console=console)
+        write_parts(
+            hidden / "tokens",
+            chain(parts(settings), held_out_parts(settings)),
+            tokenizer,
+            held_out=len(settings.validation_files),
+            source=settings.corpus,
+            console=console,
+        )
         (hidden / MADE_FROM).write_text(json.dumps(asked))
 
 
@@ -140,7 +167,7 @@ def what_changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def is_missing(settings: TextSettings, named: str) -> bool:
     """Whether some of what the tokens were made from is no longer there."""
-    paths = [*settings.files, *([named] if "/" in named else [])]
+    paths = [*settings.files, *settings.validation_files, *([named] if "/" in named else [])]
     return any(not path.startswith("hf:") and not Path(path).exists() for path in paths)
 
 

@@ -4,11 +4,14 @@ Nothing random is stored. The order of documents follows from the seed and the e
 time, and the rows of a window are dealt in an order that follows from seed, epoch and window. So the cursor is three
 numbers (epoch, window, row), and a stream that is given one continues bit for bit: it packs that one window again.
 
+With weights, an epoch is as many tokens as there are, and each part of the file as large a share of them as its weight is:
+one that has too few repeats documents, one that has too many leaves some for other epochs.
+
 The cursor counts rows of all ranks together. Each rank packs the same windows and takes its share of the rows, so a run
 may continue on another number of ranks, or with another batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -34,6 +37,7 @@ class Packed:
         *,
         split: str = "all",
         validation: float = 0.0,
+        weights: Sequence[float] = (),
         epochs: int | None = None,
         rank: int = 0,
         world: int = 1,
@@ -41,7 +45,8 @@ class Packed:
         most: int | None = None,
         padding: int = 0,
     ):
-        """`split` is all, train or validation, where `validation` is the share of documents held out. `epochs` ends the
+        """`split` is all, train or validation, where `validation` is the share of documents held out. `weights` are those
+        of the file's parts, as many as are not held out. `epochs` ends the
         stream; its last batch then may have empty rows. `window` is how many documents are packed together, `most` how
         many a row may hold."""
         for name, value in (("length", length), ("batch", batch), ("world", world), ("window", window)):
@@ -66,7 +71,10 @@ class Packed:
             "window": window,
             "most": self.most,
         }
-        self._windows = -(-len(self._documents) // window)
+        self._weights = tuple(weights)
+        if weights:
+            self._made_with["weights"] = list(weights)
+            self._refuse_empty_parts(split)
         self._go_to(0, 0, 0)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -93,6 +101,22 @@ class Packed:
             raise DataError(f"the saved place in the data is another stream's: {told}")
         self._go_to(state["epoch"], state["window"], state["row"])
 
+    def _refuse_empty_parts(self, split: str) -> None:
+        """A weight for nothing would silently be another mixture."""
+        parts = len(self.file.meta.get("parts", ())) - self.file.meta.get("held_out", 0)
+        if len(self._weights) != parts:
+            raise ValueError(
+                f"{len(self._weights)} weights are given, and {self.file.folder} has {parts} parts to weigh"
+            )
+        counts = np.bincount(self.file.parts_of(self._documents), minlength=parts)
+        if empty := [number + 1 for number in range(parts) if not counts[number]]:
+            raise DataError(f"part {empty[0]} of the mixture has no document in the {split} split; leave it out")
+
+    @property
+    def documents(self) -> int:
+        """How many documents the stream reads."""
+        return len(self._documents)
+
     @property
     def epoch(self) -> int:
         """Passes over the documents that are complete."""
@@ -116,14 +140,32 @@ class Packed:
                 self._row += 1
                 return self._rows[self._row - 1]
             self._rows, self._row, self._window = None, 0, self._window + 1
-            if self._window == self._windows:
+            if self._order is not None and self._window * self._made_with["window"] >= len(self._order):
                 self._order, self._window, self._epoch = None, 0, self._epoch + 1
         return None
+
+    def _drawn(self) -> np.ndarray:
+        """The documents of this epoch, in their order."""
+        random = self._random(self._epoch)
+        if not self._weights:
+            return self._documents[random.permutation(len(self._documents))]
+        parts, ends = self.file.parts_of(self._documents), self.file.ends.astype(np.int64)
+        sizes = np.diff(ends, prepend=0)[self._documents]
+        members = [np.flatnonzero(parts == part) for part in range(len(self._weights))]
+        total = sum(weight for weight, mine in zip(self._weights, members, strict=True) if len(mine))
+        drawn = []
+        for weight, mine in zip(self._weights, members, strict=True):
+            if len(mine):
+                whole, rest = divmod(round(int(sizes.sum()) * weight / total), int(sizes[mine].sum()))
+                some = random.permutation(mine)
+                few = np.searchsorted(np.cumsum(sizes[some]) - sizes[some] / 2, rest)
+                drawn += [mine] * whole + [some[:few]]
+        return self._documents[random.permutation(np.concatenate(drawn))]
 
     def _pack(self) -> list[list[Piece]]:
         """The rows of this window, in the order in which they are dealt."""
         if self._order is None:
-            self._order = self._documents[self._random(self._epoch).permutation(len(self._documents))]
+            self._order = self._drawn()
         window = self._made_with["window"]
         pieces = []
         for document in self._order[self._window * window : (self._window + 1) * window].tolist():

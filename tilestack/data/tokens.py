@@ -5,6 +5,8 @@
     ├── documents.bin   per document three uint64: where its tokens end, its bytes of text, a hash of its text
     └── meta.json       counts, the fingerprint of the tokenizer, and a digest of both it and the documents
 
+Documents may come in parts, each a source of its own that a mixture can weigh, and the last of which may be held out.
+
 A folder is written under another name and renamed when it is complete, so one that exists is whole.
 """
 
@@ -54,15 +56,28 @@ class TokenFile:
 
     def documents(self, split: str = "all", validation: float = 0.0) -> np.ndarray:
         """The documents of a split. Which it belongs to follows from a document's text alone, so copies stay together
-        and a corpus that grows moves none of its documents."""
+        and a corpus that grows moves none of its documents. Parts that are held out take the place of the share."""
         if split not in ("all", "train", "validation"):
             raise ValueError(f"split must be all, train or validation, not {split!r}")
         if not 0 <= validation < 1:
             raise ValueError(f"validation must be a share of at least 0 and below 1, not {validation}")
         if split == "all":
             return np.arange(len(self))
+        if first := self.first_held_out:
+            copies = np.isin(self.hashes, self.hashes[first:])  # themselves, and what equals one of them
+            return np.flatnonzero(~copies) if split == "train" else np.arange(first, len(self))
         held_out = self.hashes < np.uint64(validation * 2**64)
         return np.flatnonzero(held_out if split == "validation" else ~held_out)
+
+    @property
+    def first_held_out(self) -> int:
+        """The first document of the parts that are held out; 0 where none is."""
+        parts, held_out = self.meta.get("parts", ()), self.meta.get("held_out", 0)
+        return sum(parts[:-held_out]) if held_out else 0
+
+    def parts_of(self, documents: np.ndarray) -> np.ndarray:
+        """The number of the part that each of the documents came in."""
+        return np.searchsorted(np.cumsum(self.meta.get("parts", ())), documents, side="right")
 
     def texts(self, tokenizer: Tokenizer, split: str = "all", validation: float = 0.0) -> Iterator[str]:
         """The documents of a split as text again."""
@@ -88,19 +103,33 @@ def write_tokens(
 ) -> TokenFile:
     """Tokenise documents on all cores into a new token file. `source` is kept in meta.json for whoever reads it later;
     `console` shows progress. What a killed run left half-written is swept away by the next."""
+    return write_parts(folder, [documents], tokenizer, source=source, console=console)
+
+
+def write_parts(
+    folder: str | Path,
+    parts: Iterable[Iterable[str]],
+    tokenizer: Tokenizer,
+    *,
+    held_out: int = 0,
+    source: str = "",
+    console: Console | None = None,
+) -> TokenFile:
+    """`write_tokens` of documents from several sources, each a part; the last `held_out` of them are for validation."""
     folder = Path(folder)
     if folder.exists():
         raise FileExistsError(f"{folder} exists already; remove it or choose another folder")
     with whole_folder(folder) as hidden:
-        meta = _write(hidden, documents, tokenizer, console or Console(quiet=True))
-        content = json.dumps(meta | {"source": source}, indent=2) + "\n"
+        meta = _write(hidden, parts, tokenizer, console or Console(quiet=True))
+        content = json.dumps(meta | {"held_out": held_out, "source": source}, indent=2) + "\n"
         (hidden / "meta.json").write_text(content, encoding="utf-8")
     return TokenFile(folder)
 
 
-def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console: Console) -> dict[str, Any]:
+def _write(folder: Path, parts: Iterable[Iterable[str]], tokenizer: Tokenizer, console: Console) -> dict[str, Any]:
     dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
     count, written, text_bytes, empty = 0, 0, 0, 0
+    of_parts: list[int] = []
     digest = hashlib.blake2b(tokenizer.fingerprint.encode(), digest_size=16)
     columns = (TextColumn("tokenising"), TextColumn("{task.fields[said]}"), TimeElapsedColumn())
     with (
@@ -109,7 +138,8 @@ def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console
         Progress(*columns, console=console, transient=True) as progress,
     ):
         task = progress.add_task("tokenising", total=None, said="")
-        for batch in _batches(documents):
+        for part, batch in _batches(parts):
+            of_parts += [0] * (part + 1 - len(of_parts))
             texts = [text for text in batch if text]
             empty += len(batch) - len(texts)
             if not texts:
@@ -123,6 +153,7 @@ def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console
             index.write(entries)
             digest.update(entries)
             count, written, text_bytes = count + len(texts), int(ends[-1]), text_bytes + sum(map(len, raw))
+            of_parts[part] += len(texts)
             progress.update(task, said=f"{count:,} documents, {text_bytes / 1e6:,.1f} MB, {written:,} tokens")
     if not count:
         raise DataError("there is no document to tokenise")
@@ -130,6 +161,7 @@ def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console
         "format": FORMAT,
         "dtype": dtype.name,
         "documents": count,
+        "parts": of_parts,
         "empty": empty,
         "tokens": written,
         "bytes": text_bytes,
@@ -139,20 +171,20 @@ def _write(folder: Path, documents: Iterable[str], tokenizer: Tokenizer, console
     }
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in lists of some megabytes."""
-    texts: list[str] = []
-    size = 0
-    for text in documents:
-        if not isinstance(text, str):
-            raise TypeError(f"a document is a str, not a {type(text).__name__}")
-        texts.append(text)
-        size += len(text) + 1
-        if size >= CHARACTERS_AT_ONCE:
-            yield texts
-            texts, size = [], 0
-    if texts:
-        yield texts
+def _batches(parts: Iterable[Iterable[str]]) -> Iterator[tuple[int, list[str]]]:
+    """Texts in lists of some megabytes, each with the number of its part."""
+    for part, documents in enumerate(parts):
+        texts: list[str] = []
+        size = 0
+        for text in documents:
+            if not isinstance(text, str):
+                raise TypeError(f"a document is a str, not a {type(text).__name__}")
+            texts.append(text)
+            size += len(text) + 1
+            if size >= CHARACTERS_AT_ONCE:
+                yield part, texts
+                texts, size = [], 0
+        yield part, texts
 
 
 def _hash(text: bytes) -> int:

@@ -3,7 +3,6 @@
 Shapes: T tokens, H hidden, E experts, K experts of each token.
 """
 
-from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -40,18 +39,25 @@ def imbalance(tokens_per_expert: Tensor) -> Tensor:
 
 
 class LoadWindow:
-    """The loads of the last steps together. An expert with no token in all of them is dead, one in a single step is not."""
+    """The loads of the last steps together. An expert with no token in all of them is dead, one in a single step is not.
+
+    They are rows of one tensor that stays in its place, the newest last, so that a CUDA graph can go on adding to it.
+    """
 
     def __init__(self, steps: int = 100):
-        self.loads: deque[Tensor] = deque(maxlen=steps)
+        self.steps = steps
+        self.loads: Tensor | None = None  # [steps, E], zeros before the first
 
     def add(self, tokens_per_expert: Tensor) -> None:
-        self.loads.append(tokens_per_expert.detach())
+        if self.loads is None:
+            self.loads = tokens_per_expert.new_zeros(self.steps, len(tokens_per_expert))
+        self.loads.copy_(self.loads.roll(-1, 0))
+        self.loads[-1].copy_(tokens_per_expert.detach())
 
     def total(self) -> Tensor:
-        if not self.loads:
+        if self.loads is None:
             raise ValueError("there are no loads yet; add tokens_per_expert of a step first")
-        return torch.stack(tuple(self.loads)).sum(0)
+        return self.loads.sum(0)
 
     def imbalance(self) -> Tensor:
         return imbalance(self.total())

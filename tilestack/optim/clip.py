@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from tilestack.optim.multi_tensor import takes_kernels, walkable
+from tilestack.optim.multi_tensor import KeptTables, takes_kernels, walkable
 
 
 def total_norm(grads: list[Tensor]) -> Tensor:
@@ -21,11 +21,17 @@ def coefficient_of(norm: Tensor, max_norm: float) -> Tensor:
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    tables: KeptTables | None = None,
 ) -> Tensor:
     """Scale the gradients in place so that their global norm is at most max_norm, and return what it was, as
     torch.nn.utils.clip_grad_norm_ does; the norm of half-precision gradients comes in float32. The host never waits,
-    unless error_if_nonfinite asks it to."""
+    unless error_if_nonfinite asks it to. Tables that the caller keeps from step to step are not made anew, and with them a
+    CUDA graph can capture it."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [param.grad for param in parameters if param.grad is not None]
     if not grads or norm_type != 2 or len({grad.device for grad in grads}) > 1:
@@ -38,19 +44,18 @@ def clip_grad_norm_(
         return norm
 
     from tilestack.kernels.optim.grad_norm import BLOCK, gradient_norm, scale_gradients
-    from tilestack.kernels.optim.multi_tensor import Table
 
+    kept = tables or KeptTables("clip_grad_norm_")
     by_dtype = defaultdict(list)
     for grad in grads:
         by_dtype[grad.dtype].append((grad, walkable(grad)))
-    tables = []
+    by_table = []
     for dtype, pairs in by_dtype.items():
-        table = Table([grad.numel() for grad, _ in pairs], 1, BLOCK, device)
-        table.point([walked for _, walked in pairs])
-        tables.append((table, dtype))
-    norm, coefficient = gradient_norm(tables, max_norm, None)
+        walks = [walked for _, walked in pairs]
+        by_table.append((kept.find((dtype,), walks, [walks], BLOCK), dtype))
+    norm, coefficient = gradient_norm(by_table, max_norm, None)
     refuse_nonfinite(norm, error_if_nonfinite)
-    for table, dtype in tables:
+    for table, dtype in by_table:
         scale_gradients(table, dtype, coefficient)
     for grad, walked in (pair for pairs in by_dtype.values() for pair in pairs):
         if walked is not grad:

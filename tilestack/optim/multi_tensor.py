@@ -53,6 +53,41 @@ class Factors(NamedTuple):
     found_inf: Tensor | None
 
 
+class KeptTables:
+    """The tables of the tensors that are walked together, kept from step to step; a graph under capture gets its own."""
+
+    def __init__(self, owner: str):
+        self.owner = owner
+        self.kept: dict[tuple, Any] = {}
+        self.captured: dict[tuple, list] = defaultdict(list)  # what graphs read, which must never change
+
+    def forget(self) -> None:
+        self.kept.clear()
+
+    def find(self, key: tuple, params: list[Tensor], columns: list[list[Tensor]], block: int, record: int = 0) -> Any:
+        """The table of these tensors, whose rows name those of the columns."""
+        from tilestack.kernels.optim.multi_tensor import Table
+
+        lengths = [param.numel() for param in params]
+        table: Any = self.kept.get(key)
+        fits = table is not None and table.lengths == lengths and len(table.addresses) == len(columns) + 1
+        if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            for captured in self.captured[key]:
+                if captured.names(*columns):
+                    return captured
+            if not fits:
+                raise RuntimeError(
+                    f"{self.owner}: run one step with the same gradients before capturing one in a CUDA graph"
+                )
+            # A graph takes the table over, or gets a copy that names its own tensors.
+            table = self.kept.pop(key) if table.names(*columns) else table.for_capture()
+            self.captured[key].append(table)
+        elif not fits:
+            table = self.kept[key] = Table(lengths, len(columns), block, params[0].device, record)
+        table.point(*columns)
+        return table
+
+
 class MultiTensor(torch.optim.Optimizer):
     """An optimizer that steps all tensors of a group at once. `clip_norm` clips by the global norm inside the step,
     without touching the gradients; the norm is then `grad_norm`."""
@@ -66,14 +101,14 @@ class MultiTensor(torch.optim.Optimizer):
             raise ValueError(f"{type(self).__name__} cannot be differentiated through; use torch.optim's for that")
         if clip_norm is not None and clip_norm <= 0:
             raise ValueError(f"clip_norm must be positive or None, not {clip_norm}")
+        self._tables = KeptTables(type(self).__name__)
         super().__init__(params, *args, **kwargs)
         self.clip_norm = clip_norm
         self.grad_norm: Tensor | None = None
         self._forget()
-        self._captured: dict[tuple, list] = defaultdict(list)
 
     def _forget(self) -> None:
-        self._tables: dict[tuple, Any] = {}
+        self._tables.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {name: getattr(self, name) for name in self.options}  # type: ignore[misc]
@@ -81,8 +116,8 @@ class MultiTensor(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.grad_norm = None
+        self.__dict__.setdefault("_tables", KeptTables(type(self).__name__))
         self._forget()
-        self.__dict__.setdefault("_captured", defaultdict(list))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -151,27 +186,7 @@ class MultiTensor(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _table(self, key: tuple, params: list[Tensor], columns: list[list[Tensor]], block: int, record: int = 0) -> Any:
-        """The table of these tensors, kept from step to step; a graph under capture gets one of its own."""
-        from tilestack.kernels.optim.multi_tensor import Table
-
-        lengths = [param.numel() for param in params]
-        table: Any = self._tables.get(key)
-        fits = table is not None and table.lengths == lengths and len(table.addresses) == len(columns) + 1
-        if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            for captured in self._captured[key]:
-                if captured.names(*columns):
-                    return captured
-            if not fits:
-                raise RuntimeError(
-                    f"{type(self).__name__}: run one step with the same gradients before capturing one in a CUDA graph"
-                )
-            # What a graph reads must never change: it takes the table over, or gets a copy that names its own tensors.
-            table = self._tables.pop(key) if table.names(*columns) else table.for_capture()
-            self._captured[key].append(table)
-        elif not fits:
-            table = self._tables[key] = Table(lengths, len(columns), block, params[0].device, record)
-        table.point(*columns)
-        return table
+        return self._tables.find(key, params, columns, block, record)
 
     def _clipping(self, params: list[Tensor], scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """(norm of the gradients, what to multiply them by), both on the device."""

@@ -34,8 +34,11 @@ class Balancing:
             return 0.0
         balances = [mixture.balance for mixture in self.mixtures]
         loads = [balance.tokens_per_expert for balance in balances]
-        before = self.loads or [torch.zeros_like(load) for load in loads]
-        self.loads = [earlier + load for earlier, load in zip(before, loads, strict=True)]
+        if self.loads is None:
+            self.loads = [load.clone() for load in loads]
+        else:
+            for sum_so_far, load in zip(self.loads, loads, strict=True):
+                sum_so_far.add_(load)
         weights = self.settings
         costs = [weights.auxiliary_loss * b.auxiliary_loss + weights.z_loss * b.z_loss for b in balances]
         return torch.stack(costs).mean()
@@ -58,7 +61,7 @@ class Balancing:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The windows of loads, so that a resumed run counts the same dead experts."""
-        return {f"{i}": torch.stack(tuple(window.loads)) for i, window in enumerate(self.windows) if window.loads}
+        return {f"{i}": window.loads for i, window in enumerate(self.windows) if window.loads is not None}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for number, loads in state.items():

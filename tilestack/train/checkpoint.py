@@ -178,7 +178,9 @@ def pack_optimizer(state_dict: dict[str, Any]) -> tuple[dict[str, Tensor], dict[
     for number, state in state_dict["state"].items():
         for name, value in state.items():
             (tensors if isinstance(value, Tensor) else values)[f"{number}.{name}"] = value
-    return tensors, {"param_groups": state_dict["param_groups"], "values": values}
+    plain = lambda value: value.item() if isinstance(value, Tensor) else value  # a learning rate on the device
+    groups = [{name: plain(value) for name, value in group.items()} for group in state_dict["param_groups"]]
+    return tensors, {"param_groups": groups, "values": values}
 
 
 def unpack_optimizer(tensors: Mapping[str, Tensor], packed: Mapping[str, Any]) -> dict[str, Any]:

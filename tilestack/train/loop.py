@@ -18,22 +18,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tilestack import optim
 from tilestack.device import pick_device
 from tilestack.nn.lora import lora_parameters
-from tilestack.optim.multi_tensor import MultiTensor
 from tilestack.train import checkpoint, execution, metrics
 from tilestack.train.balancing import Balancing
 from tilestack.train.checkpoint import save_broken_step
 from tilestack.train.errors import TrainingError
 from tilestack.train.metrics import Progress
 from tilestack.train.objective import Objective
-from tilestack.train.optimizers import AveragedWeights, load_states, make_optimizer, rate_share, set_rates
+from tilestack.train.optimizers import AveragedWeights, load_states, make_optimizer
 from tilestack.train.recipe import Recipe
 from tilestack.train.run.folder import RunFolder
 from tilestack.train.run.interruption import Interruption
 from tilestack.train.run.profile import StepProfiler
 from tilestack.train.run.provenance import begin, changes
+from tilestack.train.static_step import choose_steps
+from tilestack.train.step import Step, Steps
 
 
 @dataclass
@@ -41,9 +41,13 @@ class Pending:
     """A step whose figures are still on the device, with its batches in case they prove to be bad."""
 
     step: int
-    figures: dict[str, Tensor]
+    names: list[str]  # of the figures
+    figures: Tensor  # [names]
     rate: float
     batches: list[Any]
+
+    def figure(self, name: str) -> Tensor:
+        return self.figures[self.names.index(name)]
 
 
 @dataclass(frozen=True)
@@ -81,18 +85,17 @@ class Trainer:
         if self.checkpoints.steps():
             changes(self.folder, recipe)
         self.runner = execution.prepare(model, recipe, self.device)
-        self.parameters = [param for param in model.parameters() if param.requires_grad]
-        self.graphs = execution.uses_graphs(recipe.run.compile, self.device)
-        for param in self.parameters if self.graphs else ():
-            param.grad = torch.zeros_like(param)  # in memory of its own, which no replay of a graph writes over
+        parameters = [param for param in model.parameters() if param.requires_grad]
         self.optimizer = make_optimizer(model, recipe.optimizer, recipe.precision, recipe.run.seed)
         self.balancing = Balancing(model, recipe.model)
         self.average = AveragedWeights(model, recipe.ema.decay) if recipe.ema.decay else None
         self.progress, self.after_evaluation = progress or Progress(recipe), after_evaluation
+        parts = self.optimizer, self.balancing, self.average, self.device
+        self.one_step = Step(recipe, self.runner, objective, parameters, *parts)
+        self.steps: Steps = choose_steps(self.one_step, self.progress.say)
         self.step = 0  # steps done
         self.clock, self.tokens = time.perf_counter(), 0  # since the speed was last told
         self.pending: list[Pending] = []
-        self.broken = torch.zeros((), device=self.device)  # bad steps so far; from one too many on nothing is updated
         self.skipped = 0  # bad steps that the host knows of
         self.updating = False  # whether weights and optimizer are between two steps
         self.saved = 0  # the step of the last checkpoint
@@ -167,55 +170,16 @@ class Trainer:
 
     def train_step(self) -> None:
         """One step: its micro-batches, their gradients, an update. Nothing is waited for."""
-        rate = rate_share(self.recipe.schedule, self.step, self.recipe.run.steps)
-        set_rates(self.optimizer, rate)
-        accumulate = self.recipe.data.accumulate
-        batches, sums, count = [], dict[str, Tensor](), torch.zeros((), device=self.device)
-        for _ in range(accumulate):
-            batch = self.objective.next_batch()
-            batches.append(batch)
-            if self.graphs:
-                torch.compiler.cudagraph_mark_step_begin()
-            with execution.autocast(self.recipe.precision, self.device):
-                loss = self.objective.loss(self.runner, batch)
-            valid = loss.count if isinstance(loss.count, Tensor) else count.new_full((), loss.count)
-            total = loss.total + self.balancing.loss() * valid
-            (total / valid.clamp(min=1) if accumulate == 1 else total).backward()
-            count += valid
-            self.tokens += loss.tokens
-            for name, value in {"loss": loss.total, **loss.metrics}.items():
-                sums[name] = sums.get(name, 0) + value.detach().float()
-        figures = {name: value / count.clamp(min=1) for name, value in sums.items()}
-        if accumulate > 1:
-            torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], count.clamp(min=1))
-        figures["grad_norm"] = self._clip()
+        rate = self.steps.begin(self.step) * self.recipe.optimizer.lr
+        batches: list[Any] = []
+        for number in range(self.recipe.data.accumulate):
+            batches.append(self.objective.next_batch())
+            self.tokens += self.steps.micro_batch(batches[-1], first=number == 0)
         self.updating = True
-        figures |= self.balancing.finish_step()
-        self._update(figures)
-        self.pending.append(Pending(self.step + 1, figures, rate * self.recipe.optimizer.lr, batches))
+        figures = self.steps.update()
+        self.pending.append(Pending(self.step + 1, self.one_step.names, figures, rate, batches))
         self.step += 1
         self.updating = False
-
-    def _clip(self) -> Tensor:
-        """The norm of the gradients, which are scaled down where the recipe bounds it."""
-        if self.recipe.optimizer.clip:
-            return optim.clip_grad_norm_(self.parameters, self.recipe.optimizer.clip)
-        grads = [param.grad for param in self.parameters if param.grad is not None]
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
-
-    def _update(self, figures: dict[str, Tensor]) -> None:
-        """Step the optimizer, unless a figure of this step is not finite, or those of more steps than may be skipped."""
-        bad = ~(torch.isfinite(figures["loss"]) & torch.isfinite(figures["grad_norm"]))
-        self.broken = self.broken + bad
-        skip = bad | (self.broken > self.recipe.run.skip_broken)
-        if isinstance(self.optimizer, MultiTensor):
-            self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
-            self.optimizer.step()
-        elif not skip.item():  # torch's own optimizers cannot skip on the device
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self.graphs)
-        if self.average:
-            self.average.update(self.step)
 
     def _look_around(self) -> None:
         """After a step: log, evaluate, sample and save what is due."""
@@ -244,10 +208,9 @@ class Trainer:
         """Fetch the figures of all pending steps at once, and write them down."""
         if not self.pending:
             return
-        names = list(self.pending[0].figures)
-        table = torch.stack([torch.stack([p.figures[name].float() for name in names]) for p in self.pending]).tolist()
+        table = torch.stack([pending.figures for pending in self.pending]).tolist()
         for pending, values in zip(self.pending, table, strict=True):
-            row = {"step": pending.step, **dict(zip(names, values, strict=True)), "lr": pending.rate}
+            row = {"step": pending.step, **dict(zip(pending.names, values, strict=True)), "lr": pending.rate}
             self._write(row)
             if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
                 self._stop_or_skip(pending, row)
@@ -313,7 +276,8 @@ class Trainer:
             self.average.load_state_dict(saved.tensors["average"])
         self.objective.load_state_dict(saved.state["objective"])
         self.step, self.latest, self.skipped = (saved.state[name] for name in ("step", "latest", "skipped"))
-        self.saved, self.broken = self.step, self.broken + self.skipped
+        self.saved = self.step
+        self.one_step.broken.fill_(self.skipped)
         for log, length in zip((self.log, self.speed), saved.state["lengths"], strict=True):
             log.cut(length)
         checkpoint.RandomState.unpacked(saved.tensors["rng"], saved.state["rng"]).restore()

@@ -21,7 +21,8 @@ from tilestack.train.recipe import Optimizer, Precision, Schedule
 
 
 def make_optimizer(model: nn.Module, settings: Optimizer, precision: Precision, seed: int) -> Any:
-    """One optimizer for every parameter that learns. Each group keeps its highest rate as `initial_lr`."""
+    """One optimizer for every parameter that learns. Each group keeps its highest rate as `initial_lr`; its rate is a tensor
+    beside its parameters, which `set_rates` fills, so that a CUDA graph reads it anew in every replay."""
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     if not named:
         raise ValueError("no parameter of the model requires a gradient; there is nothing to train")
@@ -36,6 +37,7 @@ def make_optimizer(model: nn.Module, settings: Optimizer, precision: Precision, 
         made = adamw(groups(hidden, others, decay), settings, precision, seed)
     for group in made.param_groups:
         group["initial_lr"] = group["lr"]
+        group["lr"] = torch.tensor(group["lr"], dtype=torch.float64, device=group["params"][0].device)
     return made
 
 
@@ -101,7 +103,7 @@ def rate_share(schedule: Schedule, step: int, steps: int) -> float:
 def set_rates(optimizer: Any, share: float) -> None:
     """Set every group's learning rate to a share of its highest."""
     for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * share
+        group["lr"].fill_(group["initial_lr"] * share)
 
 
 def load_states(optimizer: Any, saved: dict[str, Any]) -> None:
@@ -120,13 +122,19 @@ class AveragedWeights:
         self.decay = decay
         self.parameters = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.averages = {name: param.detach().float().clone() for name, param in self.parameters.items()}
+        self.share = torch.zeros((), device=next(iter(self.averages.values())).device)  # of the next step's weights
+
+    def begin(self, step: int) -> None:
+        """Prepare for the update after a step, the first being 0."""
+        self.share.fill_(1 - min(self.decay, (1 + step) / (10 + step)))
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Move towards the parameters after a step, the first being 0."""
-        decay = min(self.decay, (1 + step) / (10 + step))
-        targets = [param.detach().float() for param in self.parameters.values()]
-        torch._foreach_lerp_(list(self.averages.values()), targets, 1 - decay)
+    def update(self) -> None:
+        """Move towards the parameters, as far as `begin` said."""
+        averages = list(self.averages.values())
+        apart = torch._foreach_sub([param.detach().float() for param in self.parameters.values()], averages)
+        torch._foreach_mul_(apart, self.share)
+        torch._foreach_add_(averages, apart)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Pretraining: predict every next token of packed documents, and leave a folder that transformers can open."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +29,32 @@ def next_token_loss(model: Any, batch: data.Batch) -> Tensor:
 class Pretraining:
     """The objective of a language model on a token file, part of which is held out."""
 
+    fixed_shapes = True
+
     def __init__(self, recipe: Recipe, tokenizer: data.Tokenizer, tokens: data.TokenFile, device: torch.device):
         self.recipe, self.tokenizer, self.tokens, self.device = recipe, tokenizer, tokens, device
         share = recipe.data.validation
         held_out = len(tokens.documents("validation", share))
+        if recipe.data.validation_files and not held_out:
+            raise DataError(f"there is no text in data.validation_files = {list(recipe.data.validation_files)}")
         if share and not held_out:
             raise DataError(
                 f"none of the {len(tokens):,} documents falls into the share of {share} that data.validation holds out; "
                 "set it higher, or to 0 to hold out none"
             )
-        self.stream = self._stream("train" if share else "all")
+        self.stream = self._stream("train" if recipe.data.holds_out else "all", recipe.data.weights)
         self.counts = {
-            "documents": len(tokens) - held_out,
+            "documents": self.stream.documents,
             "documents held out": held_out,
             "empty documents left out": tokens.meta.get("empty", 0),
             "tokens": tokens.meta["tokens"],
         }
 
-    def _stream(self, split: str) -> data.Packed:
+    def _stream(self, split: str, weights: Sequence[float] = ()) -> data.Packed:
         settings = self.recipe.data
         return data.Packed(
-            self.tokens, settings.sequence, settings.batch, self.recipe.run.seed, split=split, validation=settings.validation
+            self.tokens, settings.sequence, settings.batch, self.recipe.run.seed, split=split,
+            validation=settings.validation, weights=weights,
         )  # fmt: skip
 
     def next_batch(self) -> data.Batch:
@@ -60,14 +65,14 @@ class Pretraining:
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """The loss on the same held-out batches every time, in nats a token and in bits a byte of text."""
-        if not self.recipe.data.validation:
+        if not self.recipe.data.holds_out:
             return {}
         stream, bytes_of = self._stream("validation"), torch.tensor(self.tokenizer.token_bytes)
         total, count, size = torch.zeros((), device=self.device), 0, 0
         for _ in range(self.recipe.evaluation.batches):
             batch = next(stream)
             total += next_token_loss(model, batch.to(self.device))
-            count += batch.valid
+            count += int(batch.valid)
             size += int(bytes_of[batch.labels[batch.labels != data.NO_LABEL]].sum())
         return {"validation_loss": float(total) / count, "bits_per_byte": float(total) / math.log(2) / size}
 

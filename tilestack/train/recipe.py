@@ -5,6 +5,7 @@ written back in full into the run's folder. What says which run it is (model, da
 continued; what is operational can.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,12 @@ class Run:
         "off",
         "the mode of torch.compile",
         choices=("off", "default", "reduce-overhead", "max-autotune"),
+        operational=True,
+    )
+    graph: str = setting(
+        "auto",
+        "whole steps as CUDA graphs: auto is on where batches have one shape and the GPU's kernels take them",
+        choices=("auto", "on", "off"),
         operational=True,
     )
     activation_checkpointing: bool = setting(
@@ -90,8 +97,14 @@ class Model:
 class Data:
     """What the model reads: a built-in corpus or files, and how they become batches of tokens."""
 
-    corpus: str = setting("python", "the built-in text, or files of one's own", choices=("python", "files"))
+    corpus: str = setting(
+        "python",
+        "Python's own sources, with libraries those of PyTorch and what it stands on too, or files of one's own",
+        choices=("python", "libraries", "files"),
+    )
     files: tuple[str, ...] = setting((), "files and folders to read: text, JSONL, parquet, or hf:name")
+    weights: tuple[float, ...] = setting((), "how much each of data.files counts in the mixture; empty is by its size")
+    validation_files: tuple[str, ...] = setting((), "files to hold out, in place of the share data.validation")
     most_bytes: int = setting(0, "bytes of text to take; 0 takes all", low=0)
     validation: float = setting(0.02, "share of the documents that is held out; 0 holds out none", low=0, high=0.5)
     tokenizer: str = setting("", "a folder or file; empty takes the model's, or trains one on the corpus")
@@ -106,6 +119,17 @@ class Data:
             raise RecipeError('data.files must name at least one file or folder where data.corpus is "files"')
         if self.files and self.corpus != "files":
             raise RecipeError(f'data.files are given, but data.corpus is "{self.corpus}"; set data.corpus = "files"')
+        if self.weights and len(self.weights) != len(self.files):
+            raise RecipeError(
+                f"data.weights are {len(self.weights)}, and data.files {len(self.files)}: give one for each"
+            )
+        if not all(0 < weight < math.inf for weight in self.weights):
+            raise RecipeError("data.weights must be above 0; leave a file out of data.files instead")
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.validation or self.validation_files)
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,9 @@ MADE = 5000  # examples that are made where nobody says how many
 
 @dataclass(frozen=True)
 class ExampleData(Data):
-    """Examples rather than running text: how many of them, made or read, and how files are mixed."""
+    """Examples rather than running text: how many of them, made or read."""
 
     examples: int = setting(0, "examples to take; 0 is all that files hold, and 5000 where code makes them", low=0)
-    weights: tuple[float, ...] = setting((), "how much each of data.files counts in the mixture; empty is by its rows")
-    validation_files: tuple[str, ...] = setting((), "files to hold out, in place of the share data.validation")
     chat_template: str = setting("", "a file with the chat template; empty is the tokenizer's, or else ChatML")
 
     def __post_init__(self) -> None:
@@ -34,12 +32,6 @@ class ExampleData(Data):
             raise RecipeError("data.most_bytes is for running text; data.examples says how many examples to take")
         if self.tokens:
             raise RecipeError("data.tokens is for running text; conversations are kept in the run's own folder")
-        if self.weights and len(self.weights) != len(self.files):
-            raise RecipeError(
-                f"data.weights are {len(self.weights)}, and data.files {len(self.files)}: give one for each"
-            )
-        if any(weight <= 0 for weight in self.weights):
-            raise RecipeError("data.weights must be above 0; leave a file out of data.files instead")
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ def texts(recipe: SFTRecipe) -> Iterator[str]:
 class SFT:
     """Answers as an objective; see `tilestack.train.objective`."""
 
+    fixed_shapes = True
+
     def __init__(self, recipe: SFTRecipe, tokenizer: Tokenizer, device: torch.device):
         self.recipe, self.tokenizer, self.device = recipe, tokenizer, device
         found = conversations(recipe.data, recipe.run.seed)
@@ -125,7 +127,7 @@ class SFT:
         batches = pack(self.held_sequences, settings.sequence, settings.batch, most=self.most)
         if batches := batches[: self.recipe.evaluation.batches]:
             nats = sum(float(next_token_loss(model, batch.to(self.device))) for batch in batches)
-            loss = nats / sum(batch.valid for batch in batches)
+            loss = nats / sum(int(batch.valid) for batch in batches)
             figures = {"validation_loss": loss, "validation_perplexity": math.exp(min(loss, 700))}
         reads = lambda each: len(self.prompt(each)) < model.config.positions
         if asked := [each for each in self.held[:limit] if is_answered(each) and reads(each)]:

@@ -75,7 +75,7 @@ def refuse_own_output(recipe: Recipe, folder: Path) -> None:
         "model.path": [recipe.model.path],
         "data.tokenizer": [recipe.data.tokenizer],
         "data.files": recipe.data.files,
-        "data.validation_files": getattr(recipe.data, "validation_files", ()),
+        "data.validation_files": recipe.data.validation_files,
     }
     for key, paths in read.items():
         for path in filter(None, paths):

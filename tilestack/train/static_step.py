@@ -1,0 +1,188 @@
+"""A step over buffers that stay in place, captured as CUDA graphs: a thousand launches become two.
+
+Small models are bound by the host that launches their kernels. Once the first steps have compiled and settled everything,
+
+    first     the first micro-batch: gradients are made
+    more      any other micro-batch: gradients are added to
+    update    division, clipping, the verdict, optimizer, average, figures
+
+are each captured, and every later step copies its batches into the buffer and replays them: first, more as often as there
+are further micro-batches, update. They share their memory, since they always run in this order. What the host decides comes
+in tensors (step.py), and the figures are copied out, as the next replay may write over them.
+
+Captured or not, the arithmetic is that of `Step`, so a run may resume in another way than it began. Without a GPU the same
+calls run over the same buffer, one kernel at a time.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilestack.optim.multi_tensor import MultiTensor, takes_kernels
+from tilestack.train.checkpoint import tensors_in
+from tilestack.train.recipe import Recipe
+from tilestack.train.settings import RecipeError
+from tilestack.train.step import Step
+
+WARM_UP = 3  # steps before the capture: kernels compile, operators settle on their plans, states come to be
+
+
+def why_not_static(recipe: Recipe, objective: Any, optimizer: Any, device: torch.device) -> str:
+    """Why the steps of a run cannot be captured whole; empty where they can."""
+    if not getattr(objective, "fixed_shapes", False):
+        return f"batches of {type(objective).__name__} differ in shape"
+    if recipe.run.compile != "off":
+        return f'run.compile = "{recipe.run.compile}" has ways of its own'
+    if device.type != "cuda":
+        return ""
+    if recipe.run.activation_checkpointing:
+        return "run.activation_checkpointing looks at random states on the host"
+    if not isinstance(optimizer, MultiTensor) or not takes_kernels(optimizer.name, device):
+        return "the optimizer runs without kernels, and waits for the device"
+    return ""
+
+
+def choose_steps(step: Step, say: Callable[[str], Any]) -> "Step | StaticStep":
+    """A step as `run.graph` wants it run."""
+    recipe, wanted = step.recipe, step.recipe.run.graph
+    reason = why_not_static(recipe, step.objective, step.optimizer, step.device)
+    if wanted == "on" and reason:
+        raise RecipeError(f'run.graph = "on" cannot be: {reason}; set it to "auto" or "off"')
+    if wanted == "on" or (wanted == "auto" and not reason and step.device.type == "cuda"):
+        return StaticStep(step, must=wanted == "on", say=say)
+    return step
+
+
+class StaticStep:
+    """Runs a step over one buffer for batches; on CUDA from the fourth step on as graphs. Where a capture fails, or the
+    host would wait inside a step, it goes on without graphs and says why, unless they `must` be."""
+
+    def __init__(self, step: Step, must: bool = False, say: Callable[[str], Any] = print):
+        self.step, self.must, self.say = step, must, say
+        self.batch: Any = None  # the buffer
+        self.tokens = self.done = 0  # tokens of a micro-batch, steps that are finished
+        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        self.figures: Tensor | None = None  # where the graphs leave them
+        self.stream = torch.cuda.Stream(step.device) if step.device.type == "cuda" else None
+        self.given_up = self.stream is None
+
+    def begin(self, number: int) -> float:
+        return self.step.begin(number)
+
+    def micro_batch(self, batch: Any, first: bool) -> int:
+        if self.batch is None:
+            self.batch = map_tensors(batch, lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
+        else:
+            fill(self.batch, batch)
+        if first and self.done == WARM_UP and not self.given_up:
+            self._capture_all()
+        if graph := self.graphs.get("first" if first else "more"):
+            graph.replay()
+        else:
+            with self._beside(), self._watched():
+                self.tokens = self.step.micro_batch(self.batch, first)
+        return self.tokens
+
+    def update(self) -> Tensor:
+        if graph := self.graphs.get("update"):
+            graph.replay()
+            assert self.figures is not None
+            return self.figures.clone()
+        with self._beside(), self._watched():
+            figures = self.step.update()
+        self.done += 1
+        return figures
+
+    def _capture_all(self) -> None:
+        """Capture the parts of a step; none of them runs yet."""
+        here = torch.cuda.current_stream()
+        try:
+            self._capture("first", lambda: self.step.micro_batch(self.batch, True))
+            if self.step.recipe.data.accumulate > 1:
+                self._capture("more", lambda: self.step.micro_batch(self.batch, False))
+            self.figures = self._capture("update", self.step.update)
+        except Exception as problem:
+            self.graphs.clear()
+            self.step.forget()
+            # What a capture that fails leaves behind: its stream as the current one, and chance as if it were under way.
+            torch.cuda.set_stream(here)
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
+            self._give_up(f"{type(problem).__name__}, {str(problem).partition(chr(10))[0]}", problem)
+
+    def _capture(self, name: str, call: Callable[[], Any]) -> Any:
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
+        with torch.cuda.graph(graph, pool=pool, stream=self.stream):
+            result = call()
+        self.graphs[name] = graph
+        return result
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Inside, work is queued on the stream of the captures, by which autograd knows the gradients."""
+        if self.given_up or self.stream is None:
+            yield
+            return
+        here = torch.cuda.current_stream()
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            yield
+        here.wait_stream(self.stream)
+
+    def _watched(self) -> Any:
+        """In the last step before the capture: give up where the host waits for the device, which no graph can."""
+        return self._without_waiting() if self.done == WARM_UP - 1 and not self.given_up else nullcontext()
+
+    @contextmanager
+    def _without_waiting(self) -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        waits = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+        for warning in caught:
+            if warning not in waits:
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        if waits:
+            self._give_up(f"{waits[0].filename}:{waits[0].lineno} waits for the device")
+
+    def _give_up(self, reason: str, cause: Exception | None = None) -> None:
+        if self.must:
+            raise RecipeError(f'run.graph = "on" cannot be: {reason}; set it to "auto" or "off"') from cause
+        self.given_up = True
+        torch.cuda.empty_cache()  # which holds a step's memory for a stream that is not used any more
+        self.say(f"steps are not captured in CUDA graphs: {reason}")
+
+
+def fill(buffer: Any, batch: Any) -> None:
+    """Copy a batch into a buffer that was made for one like it."""
+    for (name, mine), (_, given) in zip(tensors_in(buffer), tensors_in(batch), strict=True):
+        if mine.shape != given.shape:
+            raise ValueError(
+                f"{name} of shape {list(given.shape)} comes after one of {list(mine.shape)}, not fixed_shapes"
+            )
+        mine.copy_(given)
+
+
+def map_tensors(value: Any, call: Callable[[Tensor], Any]) -> Any:
+    """A batch like this one, made of what the call makes of its tensors."""
+    if isinstance(value, Tensor):
+        return call(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(item, call) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(item, call) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {field.name: map_tensors(getattr(value, field.name), call) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **changed)
+    return value

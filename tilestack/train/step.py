@@ -1,0 +1,124 @@
+"""What a step computes: its micro-batches one after another, then an update. Nothing is waited for.
+
+    begin(number)                 what the host decides for this step: learning rates, the weight of the average
+    micro_batch(batch, first)     forward and backward; gradients, losses and counts add up
+    update()                      gradients divided and clipped, the verdict on them, optimizer, average; the figures
+
+All of the host's say lies in tensors that `begin` fills, and what goes on from step to step lies in tensors that stay where
+they are. So the very same calls can be captured as CUDA graphs and replayed (static_step.py).
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tilestack import optim
+from tilestack.optim.multi_tensor import KeptTables, MultiTensor
+from tilestack.train import execution
+from tilestack.train.balancing import Balancing
+from tilestack.train.objective import Objective
+from tilestack.train.optimizers import AveragedWeights, rate_share, set_rates
+from tilestack.train.recipe import Recipe
+
+
+class Steps(Protocol):
+    """What the loop asks for: a `Step`, or one that runs it in another way."""
+
+    def begin(self, number: int) -> float:
+        """Prepare the step of this number, the first being 0; its learning rate as a share of the highest."""
+
+    def micro_batch(self, batch: Any, first: bool) -> int:
+        """Add up a micro-batch; how many tokens went through the model."""
+
+    def update(self) -> Tensor:
+        """Finish the step; its figures, in the order of `Step.names`."""
+
+
+class Step:
+    def __init__(
+        self,
+        recipe: Recipe,
+        runner: Any,
+        objective: Objective,
+        parameters: Sequence[Tensor],
+        optimizer: Any,
+        balancing: Balancing,
+        average: AveragedWeights | None,
+        device: torch.device,
+    ):
+        self.recipe, self.runner, self.objective, self.device = recipe, runner, objective, device
+        self.parameters, self.optimizer, self.balancing, self.average = parameters, optimizer, balancing, average
+        self.compiled_graphs = execution.uses_graphs(recipe.run.compile, device)
+        for param in parameters if self.compiled_graphs else ():
+            param.grad = torch.zeros_like(param)  # in memory of its own, which no replay of a graph writes over
+        self.clip_tables = KeptTables("clip_grad_norm_")
+        self.broken = torch.zeros((), device=device)  # bad steps so far; from one too many on nothing is updated
+        self.names: list[str] = []  # of the figures
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what a step that was not finished has added up."""
+        self.count: Tensor | None = None
+        self.sums: dict[str, Tensor] = {}
+        self.balancing.loads = None
+        self.optimizer.zero_grad(set_to_none=not self.compiled_graphs)
+
+    def begin(self, number: int) -> float:
+        share = rate_share(self.recipe.schedule, number, self.recipe.run.steps)
+        set_rates(self.optimizer, share)
+        if self.average:
+            self.average.begin(number)
+        return share
+
+    def micro_batch(self, batch: Any, first: bool) -> int:
+        if self.compiled_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        with execution.autocast(self.recipe.precision, self.device):
+            loss = self.objective.loss(self.runner, batch)
+        valid = loss.count if isinstance(loss.count, Tensor) else torch.full((), loss.count, device=self.device)
+        total = loss.total + self.balancing.loss() * valid
+        (total / valid.clamp(min=1) if self.recipe.data.accumulate == 1 else total).backward()
+        added = {"loss": loss.total, **loss.metrics}
+        if first or self.count is None:
+            self.count = valid.detach().to(torch.float32, copy=True)
+            self.sums = {name: value.detach().to(torch.float32, copy=True) for name, value in added.items()}
+        else:
+            self.count.add_(valid)
+            for name, value in added.items():
+                self.sums[name].add_(value.detach().float())
+        return loss.tokens
+
+    def update(self) -> Tensor:
+        assert self.count is not None
+        count = self.count.clamp(min=1)
+        figures = {name: value / count for name, value in self.sums.items()}
+        if self.recipe.data.accumulate > 1:
+            torch._foreach_div_([param.grad for param in self.parameters if param.grad is not None], count)
+        figures["grad_norm"] = self._clip()
+        figures |= self.balancing.finish_step()
+        self._step_unless_broken(figures)
+        if self.average:
+            self.average.update()
+        self.names = list(figures)
+        return torch.stack([value.float() for value in figures.values()])
+
+    def _clip(self) -> Tensor:
+        """The norm of the gradients, which are scaled down where the recipe bounds it."""
+        if self.recipe.optimizer.clip:
+            return optim.clip_grad_norm_(self.parameters, self.recipe.optimizer.clip, tables=self.clip_tables)
+        grads = [param.grad for param in self.parameters if param.grad is not None]
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
+
+    def _step_unless_broken(self, figures: dict[str, Tensor]) -> None:
+        """Step the optimizer, unless a figure of this step is not finite, or those of more steps than may be skipped."""
+        bad = ~(torch.isfinite(figures["loss"]) & torch.isfinite(figures["grad_norm"]))
+        self.broken.add_(bad)
+        skip = bad | (self.broken > self.recipe.run.skip_broken)
+        if isinstance(self.optimizer, MultiTensor):
+            self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not skip.item():  # torch's own optimizers cannot skip on the device
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=not self.compiled_graphs)
