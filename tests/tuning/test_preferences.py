@@ -153,7 +153,30 @@ def test_the_table_ranks_by_forward_and_backward_together():
         row("triton", 1.0, "both"),
     ]  # fmt: skip
     table = preferences.make_table(rows)
-    assert table == {"softmax": {"default": ["aten", "triton"], "bfloat16": {"25x12": ["aten", "triton"]}}}
+    both, forward = ["aten", "triton"], ["triton", "torch", "aten"]
+    assert table == {"softmax": {"default": both, "bfloat16": {"25x12": both}, "bfloat16 forward": {"25x12": forward}}}
+    ask = lambda columns, **gradient: preferences.look_up(table, ops.softmax, arguments_of(8192, columns), **gradient)
+    assert ask(4096) == both
+    assert ask(4096, with_gradient=False) == forward
+
+
+def test_without_gradients_the_nearest_bucket_of_both_rankings_speaks():
+    entry = {
+        "default": [],
+        "bfloat16": {"25x12": ["aten"], "15x12": ["aten"]},
+        "bfloat16 forward": {"15x12": ["triton"]},
+    }
+    ask = lambda rows: preferences.look_up(
+        {"softmax": entry}, ops.softmax, arguments_of(rows, 4096), with_gradient=False
+    )
+    assert ask(8) == ["triton"]
+    assert ask(8192) == ["aten"]
+
+
+def test_a_forward_measured_alone_says_nothing_of_calls_with_gradients():
+    rows = [row("triton", 10.0) | dict(forward_only=True), row("aten", 20.0) | dict(forward_only=True)]
+    table = preferences.make_table(rows)
+    assert table == {"softmax": {"default": ["triton", "aten"], "bfloat16 forward": {"25x12": ["triton", "aten"]}}}
 
 
 def test_the_default_weighs_every_case_alike_whatever_its_size():
@@ -187,9 +210,9 @@ def test_auto_follows_a_written_table(tmp_path, monkeypatch):
     assert json.loads(path.read_text())["softmax"]["default"] == ["aten", "triton"]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     ops.operators()  # loads the kernels, which install the tables
-    candidates = registry.candidates(ops.softmax, arguments_of(8192, 4096), torch.device("cuda"))
+    candidates = registry.candidates(ops.softmax, arguments_of(8192, 4096), torch.device("cuda"), True)
     assert [c.backend for c in candidates][:2] == ["aten", "triton"]
-    candidates = registry.candidates(ops.relu, dict(x=torch.empty(4, device="meta")), torch.device("cuda"))
+    candidates = registry.candidates(ops.relu, dict(x=torch.empty(4, device="meta")), torch.device("cuda"), True)
     assert [c.backend for c in candidates] == ["triton"]
     preferences.table_of.cache_clear()
 
@@ -197,7 +220,7 @@ def test_auto_follows_a_written_table(tmp_path, monkeypatch):
 def test_auto_leaves_what_is_not_deterministic_alone_where_bits_are_to_repeat(monkeypatch):
     ops.operators()  # which installs the tables
     monkeypatch.setattr(registry, "_preference", lambda *_: ["gluon", "aten"])
-    names = lambda: [c.backend for c in registry.candidates(ops.attention, {}, torch.device("cuda"))]
+    names = lambda: [c.backend for c in registry.candidates(ops.attention, {}, torch.device("cuda"), True)]
     assert names() == ["gluon", "aten"]
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -159,6 +159,12 @@ def tune_command(
         typer.Option(min=0, help="Begin no case that would end after so many seconds.", show_default=False),
     ] = None,
     kept: Annotated[int, typer.Option(min=1, help="Configurations of a backend to time; a model picks them.")] = 8,
+    backend: Annotated[
+        str | None, typer.Option(help="Comma-separated backends; all but torch when left out.", show_default=False)
+    ] = None,
+    forward: Annotated[
+        bool, typer.Option("--forward", help="Only the forward, for calls without gradients, as in serving.")
+    ] = False,
     ship: Annotated[bool, typer.Option("--ship", help="In a checkout, also add to the table that is shipped.")] = False,
     json_: JsonFile = None,
     load: Load = None,
@@ -181,7 +187,8 @@ def tune_command(
     slug = machine.stamp("cuda")["slug"]
     tables = [preferences.user_table_path(slug), *([preferences.TABLES / f"{slug}.json"] if ship else [])]
     found = []
-    for tuned in tune.tune(chosen, pick_dtypes(dtype) or [torch.bfloat16], case, kept, budget, console):
+    named = backend.split(",") if backend else []
+    for tuned in tune.tune(chosen, pick_dtypes(dtype) or [torch.bfloat16], case, kept, named, forward, budget, console):
         found.append(tuned)
         for table in tables:
             preferences.add_to_table(table, tuned.rows())

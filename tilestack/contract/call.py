@@ -219,7 +219,7 @@ def make_plan(
     """The function for one signature."""
     if not all(map(has_memory, given.values())) or (op.reads_values and any(t.is_meta for t in given.values())):
         return op.traced  # fake tensors and others without memory have their own way with an operator
-    config = registry.configuration(implementation, arguments)
+    config = registry.configuration(implementation, arguments, with_gradient=with_gradient)
     forward = implementation.forward if config is None else functools.partial(implementation.forward, config=config)
     if with_gradient and not implementation.differentiates_itself:
         from tilestack.contract.autograd import differentiable

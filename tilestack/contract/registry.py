@@ -23,9 +23,9 @@ not_loaded: dict[str, str] = {}  # files of kernels that could not be imported h
 # No operators, but their steps run on kernels too, and a backend can be chosen for them: by name, since they lie above.
 OPTIMIZERS = ("sgd", "adam", "adamw", "adamw8bit", "muon", "clip_grad_norm")
 
-# Asked by `auto` on CUDA for the fastest backends of a call, best first; the tuning tables answer once kernels load.
-# `triton:tall` is the backend triton in its configuration `tall`.
-Preference = Callable[["Operator", dict[str, Any], torch.device], list[str]]
+# Asked by `auto` on CUDA for the fastest backends of a call, with a gradient or without, best first; the tuning tables
+# answer once kernels load. `triton:tall` is the backend triton in its configuration `tall`.
+Preference = Callable[["Operator", dict[str, Any], torch.device, bool], list[str]]
 _preference: Preference | None = None
 
 
@@ -84,7 +84,7 @@ def resolve(op: "Operator", arguments: dict[str, Any], device: torch.device, wit
     load_kernels()
     name = chosen(op.name)
     if name == AUTO:
-        for candidate in candidates(op, arguments, device):
+        for candidate in candidates(op, arguments, device, with_gradient):
             if not candidate.refuses(arguments, device, with_gradient):
                 return candidate
         if wants_invariance() and (reason := op.implementations["torch"].refuses(arguments, device, with_gradient)):
@@ -112,7 +112,9 @@ def why_missing(name: str, device: torch.device) -> str:
     return f" ({'; '.join(reasons)})" if reasons else ""
 
 
-def configuration(implementation: "Implementation", arguments: dict[str, Any], choice: str = "") -> Any:
+def configuration(
+    implementation: "Implementation", arguments: dict[str, Any], choice: str = "", with_gradient: bool = True
+) -> Any:
     """The launch configuration for a call: the one `choice` names, which is the choice in force where it is empty, else the
     one that measured fastest, else the implementation's first; None if it has none."""
     configs, op = implementation.configs, implementation.operator
@@ -121,7 +123,7 @@ def configuration(implementation: "Implementation", arguments: dict[str, Any], c
     if (config := config_in(choice or chosen(op.name), implementation.backend)) in configs:
         return configs[config]
     device = op.device_of(arguments)
-    ranked = _preference(op, arguments, device) if _preference and device.type == "cuda" else []
+    ranked = _preference(op, arguments, device, with_gradient) if _preference and device.type == "cuda" else []
     named = (config for name in ranked if (config := config_in(name, implementation.backend)) in configs)
     return configs[next(named, next(iter(configs)))]
 
@@ -142,18 +144,21 @@ def resolve_backward(op: "Operator", available: dict[str, Any], device: torch.de
     """Where only what a gradient keeps is at hand: the implementation whose backward runs, None for the definition's."""
     load_kernels()
     name = chosen(op.name)
-    options = candidates(op, available, device) if name == AUTO else [op.implementations[name.partition(":")[0]]]
+    options = candidates(op, available, device, True) if name == AUTO else [op.implementations[name.partition(":")[0]]]
     return next(
         (option for option in options if callable(option.backward) and not option.refuses(available, device, True)),
         None,
     )
 
 
-def candidates(op: "Operator", arguments: dict[str, Any], device: torch.device) -> list["Implementation"]:
+def candidates(
+    op: "Operator", arguments: dict[str, Any], device: torch.device, with_gradient: bool
+) -> list["Implementation"]:
     """What `auto` tries, in order: on CUDA the measured preference, then Triton; elsewhere the definition."""
     if device.type != "cuda":
         return [op.implementations["torch"]]
-    preferred = [name.partition(":")[0] for name in (_preference(op, arguments, device) if _preference else [])]
+    ranked = _preference(op, arguments, device, with_gradient) if _preference else []
+    preferred = [name.partition(":")[0] for name in ranked]
     known = [op.implementations[name] for name in dict.fromkeys((*preferred, "triton")) if name in op.implementations]
     repeats = torch.are_deterministic_algorithms_enabled()
     return [way for way in known if way.deterministic or not repeats]

@@ -38,7 +38,9 @@ def catalogue(device: torch.device, chosen: Sequence[Operator]) -> list[dict[str
 def automatic(described: Operator, device: torch.device) -> str:
     """What `auto` would take for the operator's largest case in bfloat16."""
     arguments = described.bind(**described.cases[-1].build(Make(torch.bfloat16, "meta")))
-    fitting = (c for c in candidates(described, arguments, device) if not c.refuses(arguments, device))
+    fitting = (
+        c for c in candidates(described, arguments, device, with_gradient=False) if not c.refuses(arguments, device)
+    )
     return next(fitting, described.implementations["torch"]).backend
 
 

@@ -39,11 +39,15 @@ class Tuned:
     dtype: torch.dtype
     times: Mapping[tuple[str, str], float]  # by candidate and direction, µs
     trials: Sequence[Trial]
+    forward_only: bool = False  # of an operator that has a backward too
 
     def rows(self) -> list[dict[str, Any]]:
         """As tables of preferences are made of them."""
-        about = dict(op=self.operator.name, case=self.case.name, dtype=str(self.dtype).removeprefix("torch."))
+        about: dict[str, Any] = dict(
+            op=self.operator.name, case=self.case.name, dtype=str(self.dtype).removeprefix("torch.")
+        )
         names = ((*name.partition(":")[::2], direction, us) for (name, direction), us in self.times.items())
+        about |= dict(forward_only=True) if self.forward_only else {}
         return [about | dict(backend=b, config=c or None, direction=d, time_us=us) for b, c, d, us in names]
 
 
@@ -61,10 +65,13 @@ def tune(
     dtypes: Sequence[torch.dtype],
     cases: str = "bench",
     kept: int = KEPT,
+    backends: Sequence[str] = (),
+    forward: bool = False,
     budget: float | None = None,
     console: Console | None = None,
 ) -> Iterator[Tuned]:
-    """Search for the fastest way through every case; none is begun that would probably end after `budget` seconds."""
+    """Search for the fastest way through every case, of some backends or all; of its `forward` alone, or both directions.
+    None is begun that would probably end after `budget` seconds."""
     load_kernels()
     device = torch.device("cuda", torch.cuda.current_device())
     subjects = [
@@ -81,7 +88,7 @@ def tune(
         if watch.is_over():
             return
         over = lambda: budget is not None and watch.elapsed() > budget
-        yield Search(described, case, dtype, device).run(kept, over)
+        yield Search(described, case, dtype, device, backends, forward).run(kept, over)
         watch.done += 1
         watch.tell(f"{described.name} {case.name}")
 
@@ -89,25 +96,36 @@ def tune(
 class Search:
     """The search for one subject: its candidates, and what predicting, verifying and timing one means."""
 
-    def __init__(self, described: Operator, case: Case, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        described: Operator,
+        case: Case,
+        dtype: torch.dtype,
+        device: torch.device,
+        backends: Sequence[str] = (),
+        forward: bool = False,
+    ):
         self.operator, self.case, self.dtype, self.device = described, case, dtype, device
+        self.backends, self.forward = backends, forward
         self.arguments = described.bind(**case.build(Make(dtype, device)))
         self.times: dict[tuple[str, str], float] = {}
 
     def run(self, kept: int, over: Any) -> Tuned:
         trials = search(self.candidates(), self.predict, self.verify, self.time, kept, over)
-        return Tuned(self.operator, self.case, self.dtype, self.times, trials)
+        return Tuned(self.operator, self.case, self.dtype, self.times, trials, self.forward)
 
     @functools.cached_property
     def directions(self) -> list[str]:
-        wanted = DIRECTIONS if differentiable(self.operator, self.arguments) else DIRECTIONS[:1]
+        both = not self.forward and differentiable(self.operator, self.arguments)
+        wanted = DIRECTIONS if both else DIRECTIONS[:1]
         return directions_of(self.operator, wanted)
 
     def candidates(self) -> list[str]:
         """`triton`, or `triton:tall` for each configuration, of every backend that takes the call."""
         found = []
         for name, way in self.operator.implementations.items():
-            if name != "torch" and not way.refuses(self.arguments, self.device, with_gradient=False):
+            asked = name in self.backends if self.backends else name != "torch"
+            if asked and not way.refuses(self.arguments, self.device, with_gradient=False):
                 found += [f"{name}:{config}" for config in way.configs] or [name]
         return found
 

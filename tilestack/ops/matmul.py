@@ -10,6 +10,7 @@ from tilestack.ops.autocast import lower_when_traced, lowered
 # they meet: [out, in] of Llama-3-8B's projections, of Qwen3-0.6B's, and the latter's head.
 ROWS = (1, 16, 64, 512, 2048, 8192)
 LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336), (3072, 1024), (151936, 1024))
+QWEN3_ROWS, QWEN3 = (1, 8, 64, 256), ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))  # decoding its 0.6B
 
 
 def linear_case(make, rows, columns, inner, bias="bias"):
@@ -59,6 +60,7 @@ def multiply_adds(x: Tensor, weight: Tensor) -> Cost:
             *((side, side, side, "plain") for side in (4096, 8192)),
             (8192, 8192, 1024, "plain"),
             *((rows, *layer, "plain") for layer in LAYERS for rows in ROWS),
+            *((rows, *layer, "plain") for layer in QWEN3 for rows in QWEN3_ROWS),
         ],
     )
     + cases(batched_case, check=[(2, 3, 16, 20), (16, 20)]),

@@ -2,10 +2,12 @@
 measured results.
 
 `tables/<gpu>.json` holds, for every operator, backends best first, `triton:tall` for one in its configuration `tall`: by
-dtype and bucket of sizes, and a default for dtypes that were not measured. A bucket is the powers of two below the numbers
+dtype and bucket of sizes, of forward and backward together and of the forward alone, which is all that calls without
+gradients need; and a default for dtypes that were not measured. A bucket is the powers of two below the numbers
 of the operator's `tuning_key` and its words (the first tensor's elements and last dimension where it has none):
 
-    {"softmax": {"default": ["triton", "aten"], "bfloat16": {"25x12": ["triton", "aten"]}},
+    {"softmax": {"default": ["triton", "aten"], "bfloat16": {"25x12": ["triton", "aten"]},
+                 "bfloat16 forward": {"25x12": ["aten", "triton"]}},
      "attention": {"default": ["aten"], "bfloat16": {"6x12x12x7 causal": ["gluon", "aten"]}}}
 
 Between the sizes that were measured the nearest bucket with the same words speaks. A GPU without a table runs Triton where
@@ -21,7 +23,7 @@ import os
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +45,17 @@ def install() -> None:
     registry.set_preference(preferred)
 
 
-def preferred(op: Operator, arguments: dict[str, Any], device: torch.device) -> list[str]:
+def preferred(op: Operator, arguments: dict[str, Any], device: torch.device, with_gradient: bool) -> list[str]:
     """The backends of a call, fastest first; empty where nothing is known."""
-    return look_up(known_of(gpu_slug(torch.cuda.get_device_name(device))), op, arguments)
+    return look_up(known_of(gpu_slug(torch.cuda.get_device_name(device))), op, arguments, with_gradient)
 
 
-def look_up(table: dict[str, Entry], op: Operator, arguments: dict[str, Any]) -> list[str]:
+def look_up(table: dict[str, Entry], op: Operator, arguments: dict[str, Any], with_gradient: bool = True) -> list[str]:
     entry = table.get(op.name)
     if entry is None:
         return UNMEASURED.get(op.name, [])
     dtype, bucket = bucket_of(op, arguments)
-    measured = entry.get(dtype, {})
+    measured = entry.get(dtype, {}) | ({} if with_gradient else entry.get(f"{dtype} forward", {}))
     near = nearest(bucket, measured) if bucket else None
     return measured[near] if near else entry["default"]
 
@@ -198,8 +200,17 @@ def with_configs(table: dict[str, Entry], known: dict[str, Entry]) -> dict[str, 
     return table
 
 
+def slowdowns_of(times: dict[str, float]) -> Iterator[tuple[str, float]]:
+    """How much slower than the fastest each is; with a microsecond more for each, since a backward that only passes its
+    gradient on takes none."""
+    best = min(times.values(), default=0.0)
+    yield from ((name, (time + 1) / (best + 1)) for name, time in times.items())
+
+
 def make_table(rows: list[dict[str, Any]]) -> dict[str, Entry]:
-    """Backends by time, forward and backward added up; a backend that lacks one of the two is left out of that case."""
+    """Backends by time: forward and backward added up, where a backend that lacks one of the two is left out of that case;
+    and where there are two, the forward alone. Rows that are `forward_only` say nothing of both."""
+    forward_only = {(row["op"], row["dtype"], row["case"]) for row in rows if row.get("forward_only")}
     times: dict[tuple, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         operator = registry.operator_named(row["op"])
@@ -214,14 +225,16 @@ def make_table(rows: list[dict[str, Any]]) -> dict[str, Entry]:
         if case is None:
             continue  # measured before the operator's cases changed
         directions = {direction for found in by_backend.values() for direction in found}
-        totals = {name: sum(found.values()) for name, found in by_backend.items() if set(found) == directions}
-        best = min(totals.values(), default=0.0)
-        bucket = bucket_of(operator, operator.bind(**case.build(Make(getattr(torch, dtype), "meta"))))
-        for backend, total in totals.items():
-            # A microsecond more for each, since a backward that only passes its gradient on takes none.
-            slowdown = (total + 1) / (best + 1)
-            slowdowns[op, *bucket][backend].append(slowdown)
+        _, bucket = bucket_of(operator, operator.bind(**case.build(Make(getattr(torch, dtype), "meta"))))
+        both = {name: sum(found.values()) for name, found in by_backend.items() if set(found) == directions}
+        for backend, slowdown in slowdowns_of(both):
             slowdowns[op, "default"][backend].append(slowdown)
+            if (op, dtype, case_name) not in forward_only:
+                slowdowns[op, dtype, bucket][backend].append(slowdown)
+        if len(directions) > 1 or (op, dtype, case_name) in forward_only:
+            forward = {name: found["forward"] for name, found in by_backend.items() if "forward" in found}
+            for backend, slowdown in slowdowns_of(forward):
+                slowdowns[op, f"{dtype} forward", bucket][backend].append(slowdown)
 
     table: dict[str, Entry] = defaultdict(dict)
     for (op, *where), found in slowdowns.items():
