@@ -80,7 +80,7 @@ def test_configurations_have_their_predictions():
     of_persistent = {name: config.model_us(512, 4096, 4096, Gpu()) for name, config in persistent.CONFIGS.items()}
     assert of_persistent["128x128"] < of_persistent["128x256"], "64 tiles are too few"
     of_split = {name: config.model_us(16, 4096, 14336, Gpu()) for name, config in split_k.CONFIGS.items()}
-    assert min(of_split, key=of_split.__getitem__) != "64 columns, 1 split"
+    assert min(of_split, key=of_split.__getitem__) != "64x64x1"
 
 
 @pytest.fixture
@@ -107,10 +107,10 @@ def asked(*sizes):
 
 def test_what_a_user_tuned_is_asked_before_what_is_shipped(cache):
     shipped = asked(8192, 8192, 8192)
-    preferences.add_to_table(cache, [row("aten", 9.0), row("triton_split_k", 8.0, "64 columns, 4 splits")])
-    assert asked(16, 4096, 4096) == ["triton_split_k:64 columns, 4 splits", "aten"]
+    preferences.add_to_table(cache, [row("aten", 9.0), row("triton_split_k", 8.0, "64x64x4")])
+    assert asked(16, 4096, 4096) == ["triton_split_k:64x64x4", "aten"]
     assert asked(8192, 8192, 8192) == shipped
-    preferences.add_to_table(cache, [row("aten", 7.0), row("triton_split_k", 8.0, "64 columns, 4 splits")])
+    preferences.add_to_table(cache, [row("aten", 7.0), row("triton_split_k", 8.0, "64x64x4")])
     assert asked(16, 4096, 4096)[0] == "aten", "a bucket measured anew replaces the old one"
     assert list(json.loads(cache.read_text())) == ["linear"]
 
@@ -135,7 +135,7 @@ def test_no_call_of_a_user_tunes_anything(cache, monkeypatch):
 
 
 def test_a_benchmark_keeps_the_configurations_it_was_measured_in(cache, tmp_path):
-    preferences.add_to_table(cache, [row("aten", 9.0), row("triton_split_k", 8.0, "64 columns, 4 splits")])
+    preferences.add_to_table(cache, [row("aten", 9.0), row("triton_split_k", 8.0, "64x64x4")])
     results = dict(machine=dict(slug="h200"), rows=[row("aten", 7.0), row("triton_split_k", 8.0), row("triton", 9.0)])
     table = json.loads(preferences.write_table(results, tmp_path / "tables").read_text())
-    assert table["linear"]["bfloat16"]["4x12x12"] == ["aten", "triton_split_k:64 columns, 4 splits", "triton"]
+    assert table["linear"]["bfloat16"]["4x12x12"] == ["aten", "triton_split_k:64x64x4", "triton"]

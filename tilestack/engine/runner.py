@@ -14,13 +14,16 @@ from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilestack.engine.adapters import ServedAdapters
+from tilestack.engine.captured import CapturedSteps
 from tilestack.engine.decoding import DecodingSteps
 from tilestack.engine.outputs import TokenLogprob
+from tilestack.engine.reading import ReadingSteps
 from tilestack.engine.sampling import Draws, SamplingRows, logprobs_of
 from tilestack.engine.scheduler import Part, Plan
 from tilestack.engine.sequence import Sequence
@@ -81,15 +84,16 @@ class Runner:
         self.last_ids = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
         self.sampling = SamplingRows(rows, decoder.config.vocabulary, self.device)
         self.synced = [(0, 0)] * rows  # of each row, the admission that it is of, and how many of its pages it knows
-        self.decoding = DecodingSteps(self, rows) if graphs else None
+        self.graph_memory: Any = None  # which all graphs share, since one runs at a time
+        self.captured: list[CapturedSteps] = [kind(self, rows) for kind in (DecodingSteps, ReadingSteps) if graphs]
         self.swapped: dict[Sequence, list[Tensor]] = {}
 
     @torch.no_grad()
     def launch(self, parts: list[Part]) -> Step:
         """Begin a step; nothing here waits for the device."""
         self.sync_rows([part.sequence for part in parts])
-        if self.decoding is not None and self.decoding.take(parts):
-            return Step(parts, self.to_host(self.decoding.launch(parts)), self.record())
+        if self.draft is None and (kind := next((each for each in self.captured if each.take(parts)), None)):
+            return Step(parts, self.to_host(kind.launch(parts)), self.record())
         batch, ids = self.batch_of(parts)
         hidden = self.forward(parts, ids, batch)
         draws = Draws()

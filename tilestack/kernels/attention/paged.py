@@ -37,6 +37,7 @@ from tilestack.kernels.quantised.codes import reads_fp8
 from tilestack.kernels.tiles import accumulator, cdiv, multiprocessors, next_power, shared_memory, widened
 
 PROGRAMS = 4  # for each multiprocessor, below which what a tile sees is split
+DECODE = 64, 4, 3  # keys at a time, warps and loads under way of a tile of few queries
 LEAST_SPAN = 128  # keys that are worth a program of their own
 HOPPER_SHARED = 200_000  # bytes of shared memory that GPUs before it do not have
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -264,6 +265,10 @@ def paged_tile(q: Tensor, keys: Tensor, most_queries: int, sequences: int, longe
     # What multiplies without tensor cores holds its operands in registers; before Hopper, so do tiles of many rows.
     crowded = rows == 64 and width > 64 and shared_memory(q.device) < HOPPER_SHARED
     at_a_time = 16 if not half else 32 if width > 128 or crowded else 64
+    warps = 8 if width > 256 or not (half or keys.dtype == q.dtype) else 4
+    stages = 2 if width > 256 or not half else 3
+    if rows == 16 and half and width <= 128:
+        at_a_time, warps, stages = DECODE
     each = cdiv(most_rows, rows)
     alike, sought = sequences * each + cdiv(tokens * group, rows), tokens * group // rows + sequences + 1
     tiles = min(alike, sought)
@@ -271,8 +276,8 @@ def paged_tile(q: Tensor, keys: Tensor, most_queries: int, sequences: int, longe
     return PagedTile(
         rows,
         at_a_time,
-        warps=8 if width > 256 or not (half or keys.dtype == q.dtype) else 4,
-        stages=2 if width > 256 or not half else 3,
+        warps,
+        stages,
         tiles=tiles,
         each=each if alike <= sought else 0,
         splits=min(splits, next_power(cdiv(longest, LEAST_SPAN))),

@@ -47,16 +47,8 @@ class Config(NamedTuple):
         return product_us(M, N, K, max(next_power(M), LEAST_ROWS), self.n, gpu, self.splits)
 
 
-CONFIGS = {
-    "64 columns, 4 splits": Config(64, 64, 4),
-    "64 columns, 1 split": Config(64, 64, 1),
-    "64 columns, 2 splits": Config(64, 64, 2),
-    "64 columns, 8 splits": Config(64, 64, 8),
-    "32 columns, 1 split": Config(32, 128, 1),
-    "32 columns, 4 splits": Config(32, 128, 4),
-    "128 columns, 4 splits": Config(128, 64, 4),
-    "128 columns, 8 splits": Config(128, 64, 8),
-}
+SHAPES = ((64, 64, 4), (64, 64, 1), (64, 64, 2), (64, 64, 8), (32, 128, 1), (32, 128, 4), (128, 64, 4), (128, 64, 8))
+CONFIGS = {f"{n}x{k}x{splits}": Config(n, k, splits) for n, k, splits in SHAPES}
 
 
 @triton.jit

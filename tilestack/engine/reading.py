@@ -1,0 +1,81 @@
+"""Steps that read: chunks of prompts, guesses and single tokens side by side, from one small tensor that holds in turn
+
+    ids, their rows                 [T]        -1 for a token that only the device knows, the last of its row
+    rows, lengths                   [S]        of the sequences
+    cu_queries                      [S + 1]    where their new tokens begin
+    places, their rows, seeds       [P]        the tokens that are followed by a new one
+
+The host takes about a third of a millisecond for a layer's kernels, which is longer than the device computes them for a
+thousand tokens; so it is here that a prompt's first token is won. Longer steps keep the device busy as they are.
+
+Shapes: T tokens, S sequences, P places, those that fill up included; P is S. In steps of few tokens they are as many as
+these, so that a guess at any place fits; in others few, or as many as there are rows.
+"""
+
+from collections.abc import Sequence as List
+from itertools import accumulate
+
+from torch import Tensor
+
+from tilestack.engine.captured import CapturedSteps, Size, is_plain
+from tilestack.engine.scheduler import Part
+
+FEW, MOST = 64, 2048  # tokens of a step
+FEW_SEQUENCES = 8
+
+
+def filled_up(tokens: int) -> int:
+    """Tokens that a step is filled up to: powers of two while they are few, and then to an eighth or less of more."""
+    power = 1 << max(tokens - 1, 0).bit_length()
+    unit = power if tokens <= FEW else max(FEW, power // 8)
+    return -(-tokens // unit) * unit
+
+
+class ReadingSteps(CapturedSteps):
+    def take(self, parts: List[Part]) -> bool:
+        tokens = sum(part.count + len(part.drafts) for part in parts)
+        if not 0 < tokens <= MOST or not all(map(is_plain, parts)):
+            return False
+        return tokens <= FEW or not any(part.drafts for part in parts)
+
+    def size_of(self, parts: List[Part]) -> Size:
+        tokens = filled_up(sum(part.count + len(part.drafts) for part in parts))
+        few = min(FEW_SEQUENCES, self.rows)
+        return Size(tokens, tokens if tokens <= FEW else few if len(parts) <= few else self.rows)
+
+    def inputs(self, parts: List[Part], size: Size) -> list[int]:
+        ids: list[int] = []
+        token_rows: list[int] = []
+        places: list[int] = []
+        place_rows: list[int] = []
+        seeds: list[int] = []
+        counts = []
+        for part in parts:
+            sequence, end = part.sequence, part.start + part.count
+            new = [*sequence.ids[part.start : end], *([-1] if end > len(sequence.ids) else []), *part.drafts]
+            ids += new
+            token_rows += [sequence.row] * len(new)
+            counts.append(len(new))
+            if part.draws:
+                drawn = len(part.drafts) + 1
+                places += range(len(ids) - drawn, len(ids))
+                place_rows += [sequence.row] * drawn
+                seeds += range(sequence.seed + part.index, sequence.seed + part.index + drawn)
+        no_token = size.tokens - len(ids)
+        idle, no_place = size.sequences - len(parts), size.sequences - len(places)
+        return [
+            *ids, *[0] * no_token, *token_rows, *[self.padding] * no_token,
+            *(part.sequence.row for part in parts), *[self.padding] * idle,
+            *(part.start + count for part, count in zip(parts, counts, strict=True)), *[0] * idle,
+            *accumulate(counts, initial=0), *[len(ids)] * idle,
+            *places, *[0] * no_place, *place_rows, *[self.padding] * no_place, *seeds, *[0] * no_place,
+        ]  # fmt: skip
+
+    def compute(self, inputs: Tensor, size: Size) -> Tensor:
+        tokens, most = size
+        ids, token_rows, rows, lengths, cu_queries, places, place_rows, seeds = inputs.split(
+            [tokens, tokens, most, most, most + 1, most, most, most]
+        )
+        batch = self.batch_of(rows, lengths, cu_queries, tokens=tokens, most_queries=tokens)
+        hidden = self.runner.decoder.hidden(self.known_or_last(ids, token_rows), context=batch)
+        return self.draw(hidden[places], place_rows, seeds)
