@@ -109,6 +109,7 @@ def extras(**options):
         (dict(configs=dict(a=1)), forward, "but is given x, y, k by position, and config by name"),
         ({}, lambda x, y, k, config: (x, y), "a `config` comes with `configs`"),
         (dict(configs=["a"]), forward, "map names to configurations"),
+        (dict(configs={"64 columns, 4 splits": 1}), forward, "cannot be chosen by name"),
         (dict(backward="auto"), forward, "is a function, AUTOGRAD or None, not 'auto'"),
         (dict(dtypes=torch.float32), forward, "dtypes are given as a tuple"),
         (dict(dtypes=dict(z=(torch.float32,))), forward, "name z; its tensors are x, y"),

@@ -168,7 +168,7 @@ def implements(
     if configs is not None and not (isinstance(configs, Mapping) and configs):
         raise TypeError(f"the configs of {where} map names to configurations, the first being the default: {configs!r}")
     if wrong := [name for name in configs or () if set(name) & set(",:=")]:
-        raise ValueError(f"the config {wrong[0]!r} of {where} cannot be chosen by name: no comma, colon or = in it")
+        raise TypeError(f"the config {wrong[0]!r} of {where} cannot be chosen by name: no comma, colon or = in it")
     refuse_bare_dtypes(where, dtypes)
     if isinstance(dtypes, Mapping) and (unknown := [n for n in dtypes if n not in (*op.tensors, *op.lists)]):
         raise TypeError(f"the dtypes of {where} name {', '.join(unknown)}; its tensors are {', '.join(op.tensors)}")
