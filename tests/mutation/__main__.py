@@ -32,7 +32,7 @@ def main() -> int:
         "files", nargs="*", help="files of kernels, as `norm.rows`; all that an operator runs when left out"
     )
     parser.add_argument("--most", type=int, help="so many mutants of each file, drawn at random; all when left out")
-    parser.add_argument("--seconds", type=float, default=10, help="of proofs of each sort before a mutant has survived")
+    parser.add_argument("--seconds", type=float, default=6, help="of proofs of each sort before a mutant has survived")
     parser.add_argument("--survivors", action="store_true", help="try only those again that have survived")
     parser.add_argument("--report", action="store_true", help="try nothing, show what is kept")
     chosen = parser.parse_args()

@@ -38,7 +38,7 @@ from tilestack.lab.labels import case_label
 from tilestack.lab.mutants import KINDS, Mutant, mutants_of
 from tilestack.lab.reach import Lines, forget_cached_results, reached_lines
 from tilestack.lab.source import KERNELS, file_of_module, files_behind, imported_kernels
-from tilestack.lab.verify import Claim, claims, prove
+from tilestack.lab.verify import WITHOUT_EXTRAS, Claim, claims, prove
 
 CPU = torch.device("cpu")
 BACKEND = "triton"  # and those whose names begin with it
@@ -138,7 +138,7 @@ class Suite:
         *,
         original: Original | None = None,
         tried: Sequence[Operator] | None = None,
-        seconds: float = 10.0,
+        seconds: float = 6.0,
         seed: int = 0,
     ):
         self.module, self.seconds, self.seed = module, seconds, seed
@@ -202,7 +202,9 @@ class Suite:
             # Seen by the parent even where what follows never comes back.
             message = "it crashes"
             try:
-                resource.setrlimit(resource.RLIMIT_CPU, (int(self.seconds) + 30,) * 2)  # for a kernel that never ends
+                resource.setrlimit(
+                    resource.RLIMIT_CPU, (2 * int(self.seconds) + 10,) * 2
+                )  # for a kernel that never ends
                 silence()
                 message = self.refutation(held, mutant)
             except BaseException as failure:
@@ -257,7 +259,7 @@ elements_of = functools.cache(elements)
 
 def is_first_look(claim: Claim) -> bool:
     return (
-        claim.variant == "plain"
+        claim.variant in ("plain", WITHOUT_EXTRAS)
         and not claim.config
         and claim.dtype == torch.float32
         and claim.direction != "gradcheck"

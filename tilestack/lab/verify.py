@@ -7,6 +7,7 @@ leaves out is seen; inputs, and what lies around inputs and outputs, must stay a
 the backward with finite differences of the forward.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,11 +20,13 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from tilestack.contract.autograd import differentiable
 from tilestack.contract.backends import AUTO, backend, chosen
 from tilestack.contract.cases import Case, Make
 from tilestack.contract.implementation import Implementation
 from tilestack.contract.named import parameters_of
 from tilestack.contract.operator import Operator, as_tuple
+from tilestack.contract.registry import configuration
 from tilestack.lab import invariance, oracle, variants
 from tilestack.lab.evaluate import (
     EVALUATE,
@@ -41,6 +44,7 @@ from tilestack.lab.refuted import crash_line, refutations
 GRADCHECKED = 1 << 12  # elements beyond which gradcheck would take too long
 CALLS_ON_GPU = 4  # of one signature: the third is the first that a repetition may answer
 SAYS_NOTHING = "says nothing"
+WITHOUT_EXTRAS = "without extras"  # the backward that gets none, which is what torch.ops and some compiled graphs run
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,8 @@ def claims(
                     for implementation in implementations if direction != "gradcheck" and 0 not in sizes else ():
                         if implementation.invariant:
                             yield Claim(described, implementation, case, invariance.ALONE, dtype, direction, device)
+                        if direction == "backward" and implementation.extras and callable(implementation.backward):
+                            yield Claim(described, implementation, case, WITHOUT_EXTRAS, dtype, direction, device)
 
 
 def depends_on_config(implementation: Implementation, direction: str) -> bool:
@@ -164,6 +170,8 @@ def prove(claim: Claim, find_standards: Callable[..., dict[str, Standard]] = sta
         return claim.proof(None, message="the definition itself")
     if reason := implementation.refuses(claim.arguments(), claim.device, claim.direction != "forward"):
         return claim.proof(None, message=reason)
+    if claim.variant == WITHOUT_EXTRAS and implementation.extras_of(claim.arguments()) is None:
+        return claim.proof(None, message="its forward hands nothing on here")
     try:
         if claim.direction == "gradcheck":
             return check_gradient(claim)
@@ -266,12 +274,25 @@ def implementation_of(claim: Claim) -> Callable:
     described, name = claim.operator, claim.implementation.backend
     if name == "torch":
         return as_declared(described)
+    if claim.variant == WITHOUT_EXTRAS:
+        return without_extras(claim.implementation)
     if claim.config:
         name = f"{name}:{claim.config}"
 
     def call(**arguments: Any) -> Any:
         with backend("", **{described.name: name}):
             return described(**arguments)
+
+    return call
+
+
+def without_extras(implementation: Implementation) -> Callable:
+    """An implementation with the backward that is given nothing but what the operator keeps."""
+
+    def call(**arguments: Any) -> Any:
+        config = configuration(implementation, arguments)
+        forward = functools.partial(implementation.forward, **({} if config is None else {"config": config}))
+        return differentiable(implementation, None, forward, config)(*arguments.values())
 
     return call
 
