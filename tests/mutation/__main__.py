@@ -54,7 +54,7 @@ def files_with_operators() -> list[str]:
 def try_file(file: str, suite: mutation.Suite, most: int | None, again: bool, commit: str) -> None:
     """Go on with a file from where it was left, or try its survivors again."""
     every = suite.mutants()
-    source = mutation_results.code_hash(suite.module)
+    source = mutation_results.code_hash(file)
     found = mutation_results.load().get(file)
     if found is None or found.source != source:
         found = mutation_results.Tried(source, len(every))

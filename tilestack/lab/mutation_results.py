@@ -8,19 +8,24 @@ reason that begins with `equivalent` says that nothing is wrong with the mutant.
 import hashlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from tilestack.lab import results
 from tilestack.lab.mutants import KINDS
-from tilestack.lab.mutation import Outcome
-from tilestack.lab.source import KERNELS, code_of, file_of_module
+from tilestack.lab.source import code_of
 
+if TYPE_CHECKING:
+    from tilestack.lab.mutation import Outcome
+
+KERNELS = Path(__file__).parents[1] / "kernels"
 FOLDER = Path(__file__).parents[2] / "results"
 NAME, REASONS = "mutation.json", "mutation_reasons.json"
 EQUIVALENT = "equivalent"
 WANTED = 0.95
+COMMAND = "python -m tests.mutation"
 
 
 @dataclass
@@ -34,7 +39,7 @@ class Tried:
     caught: dict[str, list[int]] = field(default_factory=dict)
     survivors: dict[str, int] = field(default_factory=dict)  # with how many claims reach it and are true of it
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: "Outcome") -> None:
         mutant = outcome.mutant
         counts = self.caught.setdefault(mutant.kind, [0, 0])
         if mutant.name in self.survivors:  # tried again
@@ -64,6 +69,11 @@ class Family:
     tried = property(lambda self: sum(found.tried for found in self.files.values()))
     caught = property(lambda self: sum(found.caught_of_all for found in self.files.values()))
 
+    @property
+    def others(self) -> int:
+        """Survivors that something is wrong with."""
+        return self.tried - self.caught - self.equivalent
+
     def caught_of_kind(self, kind: str) -> str:
         """`3/4`: how many mutants of a kind were caught, of how many; empty where there is none."""
         counts = [found.caught[kind] for found in self.files.values() if kind in found.caught]
@@ -75,9 +85,10 @@ class Family:
         return self.caught / max(self.tried - self.equivalent, 1)
 
 
-def code_hash(module: str) -> str:
-    path = file_of_module(module)
-    return hashlib.sha256(code_of(path).encode()).hexdigest()[:16] if path else ""
+def code_hash(file: str) -> str:
+    """Of a file of kernels, as `norm.rows`; empty where there is none any more."""
+    path = (KERNELS / file.replace(".", "/")).with_suffix(".py")
+    return hashlib.sha256(code_of(path).encode()).hexdigest()[:16] if path.exists() else ""
 
 
 def load(folder: Path = FOLDER) -> dict[str, Tried]:
@@ -86,7 +97,8 @@ def load(folder: Path = FOLDER) -> dict[str, Tried]:
 
 
 def reasons(folder: Path = FOLDER) -> dict[str, str]:
-    return results.read_json(folder / REASONS)
+    path = folder / REASONS
+    return results.read_json(path) if path.exists() else {}
 
 
 def save(file: str, found: Tried, folder: Path = FOLDER) -> None:
@@ -105,7 +117,7 @@ def families(folder: Path = FOLDER) -> list[Family]:
             name,
             mine,
             sum(map(excused, mine.values())),
-            [file for file, found in mine.items() if found.source != code_hash(f"{KERNELS}.{file}")],
+            [file for file, found in mine.items() if found.source != code_hash(file)],
         )
         for name, mine in of_family.items()
     ]
