@@ -341,6 +341,21 @@ def test_what_a_backward_writes_over_is_copied_where_the_graph_is_kept():
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_an_implementation_may_hand_extras_on_in_some_calls_only(first):
+    """Whichever comes first, calls with extras and without each get the backward that is theirs."""
+    extras = Extras(lambda x: (x.relu(), x > 0), lambda grad, mask: grad * mask * 2, when=lambda x: x.is_contiguous())
+    implements(ops.relu, backend="sometimes", backward=lambda grad, out: grad * (out > 0) * 3, extras=extras)(
+        torch.relu
+    )
+    x = torch.randn(4, 8)
+    with backend("sometimes"):
+        for contiguous in (first, not first, first):
+            given = (x if contiguous else x.T.contiguous().T).requires_grad_()
+            (found,) = torch.autograd.grad(ops.relu(given).sum(), given)
+            assert torch.equal(found, (x > 0) * (2.0 if contiguous else 3.0))
+
+
 def test_a_backward_notes_nothing_for_a_second_derivative():
     seen = []
     implements(

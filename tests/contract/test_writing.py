@@ -270,7 +270,10 @@ def test_everything_written_is_told_whatever_the_way():
     faster = []
 
     def repeat(function, keep, strides_known=True, places=0, otherwise=None):
-        faster.append(lambda: keep(otherwise or function))
+        def by_address(place, *values):  # as a repeated launch writes, of which autograd sees nothing
+            place.numpy()[:] = function(*values).numpy()
+
+        faster.append(lambda: keep(by_address if places else function))
         return otherwise or function
 
     def write_both(x: Tensor, first: Tensor, second: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from tilestack import contract, ops
 from tilestack.contract.launch import launch
-from tilestack.lab.verify import Claim, claims, prove
+from tilestack.lab.verify import WITHOUT_EXTRAS, Claim, claims, prove
 
 CPU = torch.device("cpu")
 
@@ -243,3 +243,17 @@ def test_a_call_that_reads_the_memory_of_an_earlier_one_is_caught(monkeypatch):
     assert Claim(**vars(claim) | dict(device=torch.device("cuda"))).calls > 3
     monkeypatch.setattr(Claim, "calls", 4)
     assert prove(claim).message == "out: call 3 on the same arguments differs from the first"
+
+
+@pytest.mark.usefixtures("outside")
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_backward_that_gets_no_extras_is_proved_too(factor):
+    """In every call that is made as a user would, the extras hide it."""
+    extras = contract.Extras(
+        lambda x: (x.relu(), x <= 0), lambda grad, off: grad.masked_fill(off, 0), when=lambda x: True
+    )
+    contract.implements(
+        ops.relu, backend="handing", backward=lambda grad, out: factor * grad.masked_fill(out <= 0, 0), extras=extras
+    )(torch.relu)
+    refuted = wrong(proofs_of(ops.relu, "handing", ["33"]))
+    assert {proof.variant for proof in refuted} == ({WITHOUT_EXTRAS} if factor > 1 else set())

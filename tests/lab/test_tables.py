@@ -9,6 +9,7 @@ from made_up import MACHINE, contest, row, small_result
 
 from tilestack.lab.generated import stale_tables, update_tables
 from tilestack.lab.measured import Result, contests, results_under
+from tilestack.lab.mutation_results import code_hash
 from tilestack.lab.stale import present_source
 from tilestack.lab.tables import TableError, table
 
@@ -222,3 +223,28 @@ def test_markers_shown_as_code_are_left_alone(root):
 def test_this_repository_is_fresh():
     repository = Path(__file__).resolve().parents[2]
     assert stale_tables(repository) == [], "run `make docs` and commit what it changes"
+
+
+def test_mutants_are_counted_by_family_and_survivors_have_their_reasons(root):
+    assert table("mutation", root).startswith("_nothing was tried yet: `python -m tests.mutation`")
+    of_today = dict(source=code_hash("tiles"), mutants=9, commit="abc1234")
+    tiles = dict(
+        tried=4, caught={"mask": [1, 2], "term": [1, 2]}, survivors={"tiles f: a → b": 7, "tiles g: a | b → a": 7}
+    )
+    rows = dict(tried=5, caught={"mask": [5, 5]}, survivors={})
+    kept = {"tiles": of_today | tiles, "norm.rows": of_today | rows | dict(source="another")}
+    (root / "results" / "mutation.json").write_text(json.dumps({"files": kept}))
+    (root / "results" / "mutation_reasons.json").write_text(json.dumps({"tiles f: a → b": "equivalent: as it says"}))
+    written = table("mutation", root)
+    assert cells(written)[2:] == [
+        ["norm †", "1", "9", "5", "5", "0", "0", "100.0%"],
+        ["tiles", "1", "9", "4", "2", "1", "1", "66.7%"],
+        ["all †", "2", "18", "9", "7", "1", "1", "87.5%"],
+    ]
+    assert "at commit abc1234" in written
+    assert written.endswith("of an older source: `norm.rows`._")
+    listed = table("survivors", root).splitlines()[2:]
+    assert listed == [
+        "| `tiles` | `f: a → b` | equivalent: as it says |",
+        "| `tiles` | `g: a \\| b → a` | **not known yet** |",
+    ]

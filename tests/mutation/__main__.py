@@ -1,10 +1,12 @@
 """The whole mutation suite: `python -m tests.mutation [FILE ...]` tries mutants of files of kernels, `norm.rows` and so on.
 
-What becomes of each file is kept in results/mutation.json as soon as it is done, in place of what was there of it. The
-exit code is 1 when fewer than 95% of all that the file knows are caught, or a survivor has no reason.
+What becomes of each mutant is kept in results/mutation.json at once, and the same command goes on where it was stopped; a
+file whose code has changed begins again. The exit code is 1 when fewer than 95% of all that the file knows are caught, or
+a survivor has no reason.
 """
 
 import argparse
+import gc
 import os
 import sys
 
@@ -16,9 +18,9 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from tests.mutation import kept
 from tilestack import ops
-from tilestack.lab import machine, mutation
+from tilestack.lab import machine, mutation, mutation_results
+from tilestack.lab.mutants import Mutant
 from tilestack.lab.source import KERNELS
 
 console = Console()
@@ -30,22 +32,44 @@ def main() -> int:
         "files", nargs="*", help="files of kernels, as `norm.rows`; all that an operator runs when left out"
     )
     parser.add_argument("--most", type=int, help="so many mutants of each file, drawn at random; all when left out")
-    parser.add_argument("--claims", type=int, default=250, help="drawn at random, that each mutant is held against")
-    parser.add_argument("--seconds", type=float, default=60, help="of proofs before a mutant counts as a survivor")
+    parser.add_argument("--seconds", type=float, default=6, help="of proofs of each sort before a mutant has survived")
+    parser.add_argument("--survivors", action="store_true", help="try only those again that have survived")
+    parser.add_argument("--report", action="store_true", help="try nothing, show what is kept")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     ops.operators()
-    modules = [f"{KERNELS}.{file}" for file in chosen.files] or kept.modules_with_operators()
-    for module in modules:
-        suite = mutation.Suite(module, chosen.claims, chosen.seconds)
-        drawn = suite.mutants(chosen.most)
-        outcomes = [
-            suite.outcome(mutant) for mutant in track(drawn, module, console=Console(stderr=True), transient=True)
-        ]
-        console.print(mutation.render(outcomes))
-        kept.keep(outcomes, len(suite.claims), len(suite.mutants()), machine.commit())
-    return kept.report(console)
+    original, commit = mutation.Original(), machine.commit()
+    for file in [] if chosen.report else chosen.files or files_with_operators():
+        suite = mutation.Suite(f"{KERNELS}.{file}", original=original, seconds=chosen.seconds)
+        try_file(file, suite, chosen.most, chosen.survivors, commit)
+    return mutation_results.report(console)
+
+
+def files_with_operators() -> list[str]:
+    modules = [module for module in mutation.kernel_modules() if mutation.operators_behind(module)]
+    return [module.removeprefix(f"{KERNELS}.") for module in modules]
+
+
+def try_file(file: str, suite: mutation.Suite, most: int | None, again: bool, commit: str) -> None:
+    """Go on with a file from where it was left, or try its survivors again."""
+    every = suite.mutants()
+    source = mutation_results.code_hash(file)
+    found = mutation_results.load().get(file)
+    if found is None or found.source != source:
+        found = mutation_results.Tried(source, len(every))
+    survived = lambda mutant: mutant.name in found.survivors
+    chosen: list[Mutant] = list(filter(survived, every)) if again else every[found.tried : most]
+    if chosen and not suite.looks:
+        console.print(f"{file}: nothing that runs on a CPU reaches it")
+        chosen = []
+    gc.freeze()  # so that a child which collects garbage copies nothing
+    for mutant in track(chosen, file, console=Console(stderr=True), transient=True):
+        found.add(suite.outcome(mutant))
+        found.commit = commit
+        mutation_results.save(file, found)
+    if not found.tried:
+        mutation_results.save(file, found)
 
 
 if __name__ == "__main__":

@@ -85,18 +85,38 @@ def test_every_backend_lowers_as_pytorch_does(which, ours, theirs, tensors):
 
 
 @pytest.mark.parametrize("which", ["torch", "triton"])
-@pytest.mark.parametrize("name", ["linear", "grouped_linear", "swiglu_linear"])
+@pytest.mark.parametrize(
+    "name", ["linear", "grouped_linear", "swiglu_linear", "fused_linear", "linear_swiglu", "linear_cross_entropy"]
+)
 def test_compiled_calls_as_well(which, name):
     ours, _, tensors = PAIRS[name]
     torch.compiler.reset()  # a backend is chosen while tracing
     with backend(which):
         eager = run(ours, tensors)
         compiled = run(torch.compile(ours, backend="aot_eager", fullgraph=True), tensors)
-    assert compiled[0].dtype == eager[0].dtype == torch.float16
+    assert compiled[0].dtype == eager[0].dtype == (torch.float32 if name == "linear_cross_entropy" else torch.float16)
     assert torch.equal(compiled[0], eager[0])
     for mine, theirs in zip(compiled[1], eager[1], strict=True):
         assert mine.dtype == theirs.dtype
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("which", ["torch", "aten", "triton"])
+def test_a_loss_in_float16_is_made_with_the_scale_that_arrives(which):
+    """Of a confident model the gradient of a mean underflows in float16, unless loss scaling comes before the rounding."""
+    labels = torch.arange(4)
+    x, weight = (18 * torch.eye(5)[labels]).requires_grad_(), torch.eye(5).requires_grad_()
+    found = {}
+    for name, loss in (
+        ("ours", lambda: ops.linear_cross_entropy(x, weight, labels)),
+        ("theirs", lambda: F.cross_entropy(F.linear(x, weight).float(), labels)),
+    ):
+        with backend(which), torch.autocast("cpu", torch.float16):
+            scaled = loss() * 65536
+        found[name] = torch.autograd.grad(scaled, (x, weight))
+    for ours, theirs in zip(found["ours"], found["theirs"], strict=True):
+        assert theirs.count_nonzero()
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-6)
 
 
 def test_float64_stays_as_in_pytorch():

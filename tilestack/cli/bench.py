@@ -217,7 +217,7 @@ def check_candidates(names: list[str], operators: list["Operator"]) -> None:
     """Refuse a name that is no backend of any of the operators and no peer."""
     from tilestack.lab.peers import OF_OPERATORS
 
-    known = sorted({*OF_OPERATORS, *(name for described in operators for name in described.implementations)})
+    known = sorted({*OF_OPERATORS, *(name for operator in operators for name in operator.implementations)})
     if unknown := [name for name in names if name not in known]:
         what = operators[0].name if len(operators) == 1 else "these operators"
         has = "has" if len(operators) == 1 else "have"

@@ -54,7 +54,7 @@ def demo_command(
     console.rule("1. What is here")
     console.print(machine.render(machine.doctor()))
     console.rule("2. Are the kernels right?")
-    only = {described.name: "triton" for described in operators}
+    only = {operator.name: "triton" for operator in operators}
     tasks = tasks_for(operators, place, only=only, dtypes=pick_dtypes("float32"), kinds=("check",), every_variant=False)
     proofs = prove_all(tasks)
     console.print(verify.render(proofs, place))

@@ -64,8 +64,8 @@ def ops_command(
     if json_:
         print(json.dumps(catalogue(place, chosen), indent=1))
     elif operators:
-        for described in chosen:
-            console.print(render_operator(described, place))
+        for operator in chosen:
+            console.print(render_operator(operator, place))
     else:
         console.print(render(catalogue(place, chosen)))
 

@@ -279,6 +279,8 @@ def define_with_extras(op: Operator, backend: str, extras: Extras) -> Callable:
         return *gradient.backward(ctx, *arriving), None
 
     torch.library.register_autograd(f"tilestack::{name}", backward, setup_context=gradient.setup_context, lib=LIBRARY)
+    if op.autocast_entry is not None:
+        op.autocast_entry(name)
     return getattr(torch.ops.tilestack, name)
 
 

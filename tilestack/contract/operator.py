@@ -126,6 +126,7 @@ class Operator(Generic[P, R]):
         self.implementations: dict[str, Implementation] = {}
         self.plans = Plans()
         self.traced: Callable = definition  # until the operator is known to torch.library
+        self.autocast_entry: Callable[[str], None] | None = None  # makes one of its torch.library operators lower
         self.__name__, self.__doc__, self.__module__, self.__wrapped__ = (
             self.name,
             definition.__doc__,

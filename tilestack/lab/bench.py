@@ -77,13 +77,13 @@ def bench(
     if unknown := [dtype for dtype in dtypes if not isinstance(getattr(torch, dtype, None), torch.dtype)]:
         raise ValueError(f"no dtype is called {', '.join(unknown)}; write bfloat16, float16 or float32")
     subjects = [
-        Subject(described, case, dtype, directions_of(described, directions))
-        for described in operators
+        Subject(operator, case, dtype, directions_of(operator, directions))
+        for operator in operators
         for dtype in dtypes
-        for case in cases_of(described, cases, dtype, device)
+        for case in cases_of(operator, cases, dtype, device)
     ]
     if not subjects:
-        named = ", ".join(described.name for described in operators) or "no operator"
+        named = ", ".join(operator.name for operator in operators) or "no operator"
         raise ValueError(f"nothing to measure: {named} has no case {cases!r}; write bench, check or a case's name")
     if stale is not None:
         subjects = not_of_the_present(subjects, stale, device)
@@ -134,59 +134,59 @@ def has_direction(subject: Subject, direction: str) -> bool:
     return bool(differentiable(subject.operator, subject.operator.bind(**made)))
 
 
-def names_of(described: Operator, device: str) -> list[str]:
+def names_of(operator: Operator, device: str) -> list[str]:
     """The backends timed unless some are asked for: on a GPU all but the definition, which is no peer and is slow; on a
     CPU those that run there but for Triton, whose interpreter is for proofs."""
     if device == "cuda":
-        return [name for name in described.implementations if name != "torch"]
+        return [name for name in operator.implementations if name != "torch"]
     here = torch.device(device)
-    return [name for name in described.implementations if family_of(name) != "triton" and usable(name, here) is True]
+    return [name for name in operator.implementations if family_of(name) != "triton" and usable(name, here) is True]
 
 
-def directions_of(described: Operator, wanted: Sequence[str]) -> list[str]:
+def directions_of(operator: Operator, wanted: Sequence[str]) -> list[str]:
     """Where gradients are made in the forward, a backward alone says nothing: both are timed together."""
-    ahead = any(found.extras and found.extras.overwrites for found in described.implementations.values())
+    ahead = any(found.extras and found.extras.overwrites for found in operator.implementations.values())
     return list(dict.fromkeys("both" if ahead and direction == "backward" else direction for direction in wanted))
 
 
-def cases_of(described: Operator, wanted: str, dtype: str, device: str) -> list[Case]:
+def cases_of(operator: Operator, wanted: str, dtype: str, device: str) -> list[Case]:
     """The cases of a kind or name; for the bench on a CPU, the largest case there that does not take minutes."""
     if wanted == "bench" and device == "cpu":
         costs = {}
-        for case in described.cases:
-            flops, moved = described.cost(described.bind(**case.build(Make(getattr(torch, dtype), "meta"))))
+        for case in operator.cases:
+            flops, moved = operator.cost(operator.bind(**case.build(Make(getattr(torch, dtype), "meta"))))
             if flops <= CPU_FLOPS and moved <= CPU_BYTES:
                 costs[case] = moved
         return [max(costs, key=costs.__getitem__)] if costs else []
-    kinds = [case for case in described.cases if case.kind == wanted]
-    return kinds or [case for case in described.cases if case.name == wanted]
+    kinds = [case for case in operator.cases if case.kind == wanted]
+    return kinds or [case for case in operator.cases if case.name == wanted]
 
 
 def compare(subject: Subject, backends: Sequence[str] | None, device: str, roofs: Roofs) -> Iterator[list[Row]]:
     """The rows of one subject, direction by direction, so that a peer compiles once for all of them."""
-    described, directions = subject.operator, subject.directions
-    blank = functools.partial(Row, described.name, subject.case.name, subject.dtype)
+    operator, directions = subject.operator, subject.directions
+    blank = functools.partial(Row, operator.name, subject.case.name, subject.dtype)
     try:
-        arguments = described.bind(**subject.case.build(Make(getattr(torch, subject.dtype), device)))
+        arguments = operator.bind(**subject.case.build(Make(getattr(torch, subject.dtype), device)))
     except Exception as error:
         yield from ([blank(direction, "inputs", note=in_one_line(error))] for direction in directions)
         return
-    peers = peers_of(described) if device == "cuda" or backends else {}
-    names = backends or [*names_of(described, device), *peers]
+    peers = peers_of(operator) if device == "cuda" or backends else {}
+    names = backends or [*names_of(operator, device), *peers]
     for direction in directions:
-        wanted = differentiable(described, arguments) if direction != "forward" else []
+        wanted = differentiable(operator, arguments) if direction != "forward" else []
         if direction != "forward" and not wanted:
             yield []
             continue
         refused: dict[str, str] = {}
         candidates: dict[str, Candidate] = {}
         for name in names:
-            if reason := refusal(described, name, peers, arguments, direction):
+            if reason := refusal(operator, name, peers, arguments, direction):
                 refused |= {name: reason} if backends or not is_peer(name) else {}
             else:
-                peer = peers.get(name) or Peer(described, functools.partial(backend, name))
-                candidates[name] = candidate_of(described, peer, arguments, wanted, direction)
-        flops, moved = described.cost(arguments, direction)
+                peer = peers.get(name) or Peer(operator, functools.partial(backend, name))
+                candidates[name] = candidate_of(operator, peer, arguments, wanted, direction)
+        flops, moved = operator.cost(arguments, direction)
         timings = measure(candidates, moved, device) | {name: Timing(note=text) for name, text in refused.items()}
         found = [figures(blank(direction, name), timings[name], flops, moved, roofs) for name in timings]
         for row in found:
@@ -199,43 +199,43 @@ def compare(subject: Subject, backends: Sequence[str] | None, device: str, roofs
         torch.compiler.reset()  # or every case would add to what the compiler keeps
 
 
-def refusal(described: Operator, name: str, peers: dict[str, Peer], arguments: dict[str, Any], direction: str) -> str:
+def refusal(operator: Operator, name: str, peers: dict[str, Peer], arguments: dict[str, Any], direction: str) -> str:
     """Why a backend or peer cannot be timed on these arguments; empty when it can."""
-    device = described.device_of(arguments)
+    device = operator.device_of(arguments)
     if name in LIBRARIES and device.type != "cuda":
         return f"{name} needs a GPU"
     if name in peers:
         return ""
-    if name not in described.implementations:
-        return f"{described.name} has no backend or peer {name} here"
+    if name not in operator.implementations:
+        return f"{operator.name} has no backend or peer {name} here"
     if family_of(name) == "triton" and device.type == "cpu" and interpreting():
         return "Triton's interpreter is for proofs; its times mean nothing"
-    return described.implementations[name].refuses(arguments, device, direction != "forward")
+    return operator.implementations[name].refuses(arguments, device, direction != "forward")
 
 
-def differentiable(described: Operator, arguments: dict[str, Any]) -> list[str]:
+def differentiable(operator: Operator, arguments: dict[str, Any]) -> list[str]:
     """The arguments whose gradients are worth timing: floating-point tensors, less those whose gradient is None.
 
     None at all where every gradient is a view of one that arrives, as for a transpose: its backward runs nothing. Nor
     has an operator a gradient that writes into its arguments.
     """
-    if described.mutates:
+    if operator.mutates:
         return []
-    floats = {name: isinstance(t := arguments[name], Tensor) and t.is_floating_point() for name in described.tensors}
-    if described.gradient is None:
+    floats = {name: isinstance(t := arguments[name], Tensor) and t.is_floating_point() for name in operator.tensors}
+    if operator.gradient is None:
         return [name for name, is_float in floats.items() if is_float]
     meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
-    outputs = as_tuple(described.fake(**meta))
+    outputs = as_tuple(operator.fake(**meta))
     arriving = [torch.empty_like(output) for output in outputs]
-    available = meta | dict(zip(described.outputs, outputs, strict=True)) | {"needs": tuple(floats.values())}
-    found = gradient_of_definition(described, available | dict(zip(described.grads, arriving, strict=True)))
+    available = meta | dict(zip(operator.outputs, outputs, strict=True)) | {"needs": tuple(floats.values())}
+    found = gradient_of_definition(operator, available | dict(zip(operator.grads, arriving, strict=True)))
     gradients = {name: g for name, g in zip(floats, found, strict=True) if floats[name] and g is not None}
     passed_on = all(any(memory_of(gradient) == memory_of(grad) for grad in arriving) for gradient in gradients.values())
     return [] if passed_on else list(gradients)
 
 
 def candidate_of(
-    described: Operator, peer: Peer, arguments: dict[str, Any], wanted: Sequence[str], direction: str
+    operator: Operator, peer: Peer, arguments: dict[str, Any], wanted: Sequence[str], direction: str
 ) -> Candidate:
     """A way to run an operator, as something to time in one direction."""
     run = peer.run

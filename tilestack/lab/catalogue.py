@@ -23,25 +23,25 @@ from tilestack.lab.labels import labels_of
 def catalogue(device: torch.device, chosen: Sequence[Operator]) -> list[dict[str, Any]]:
     return [
         dict(
-            name=described.name,
-            family=described.family,
-            signature=str(described.signature).replace("torch.", ""),
-            summary=next(iter((described.__doc__ or "").strip().splitlines()), ""),
-            backends=list(described.implementations),
-            usable=[name for name in described.implementations if usable(name, device) is True],
-            auto=automatic(described, device),
+            name=operator.name,
+            family=operator.family,
+            signature=str(operator.signature).replace("torch.", ""),
+            summary=next(iter((operator.__doc__ or "").strip().splitlines()), ""),
+            backends=list(operator.implementations),
+            usable=[name for name in operator.implementations if usable(name, device) is True],
+            auto=automatic(operator, device),
         )
-        for described in chosen
+        for operator in chosen
     ]
 
 
-def automatic(described: Operator, device: torch.device) -> str:
+def automatic(operator: Operator, device: torch.device) -> str:
     """What `auto` would take for the operator's largest case in bfloat16."""
-    arguments = described.bind(**described.cases[-1].build(Make(torch.bfloat16, "meta")))
+    arguments = operator.bind(**operator.cases[-1].build(Make(torch.bfloat16, "meta")))
     fitting = (
-        c for c in candidates(described, arguments, device, with_gradient=False) if not c.refuses(arguments, device)
+        c for c in candidates(operator, arguments, device, with_gradient=False) if not c.refuses(arguments, device)
     )
-    return next(fitting, described.implementations["torch"]).backend
+    return next(fitting, operator.implementations["torch"]).backend
 
 
 def render(rows: list[dict[str, Any]]) -> Table:
@@ -53,24 +53,24 @@ def render(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def render_operator(described: Operator, device: torch.device) -> Group:
+def render_operator(operator: Operator, device: torch.device) -> Group:
     """One operator in full: what it computes, where it is defined, and each backend with where it is and why not here."""
     table = Table("backend", "here", Column("defined in", overflow="fold"))
-    for name, implementation in described.implementations.items():
+    for name, implementation in operator.implementations.items():
         here = usable(name, device)
         table.add_row(name, "yes" if here is True else escape(str(here)), implementation.forward.__module__)
     cases = Table("measured on", Column("--case", overflow="fold"))
-    for case in described.cases:
+    for case in operator.cases:
         if case.kind == "bench":
-            cases.add_row(labels_of(described.name)[case.name], case.name)
-    signature = str(described.signature).replace("torch.", "")
+            cases.add_row(labels_of(operator.name)[case.name], case.name)
+    signature = str(operator.signature).replace("torch.", "")
     return Group(
-        Text.assemble((described.name, "bold"), signature),
-        Text(unwrapped(described.__doc__ or ""), style="dim"),
-        f"defined in {described.definition.__module__}; auto takes {automatic(described, device)} here",
+        Text.assemble((operator.name, "bold"), signature),
+        Text(unwrapped(operator.__doc__ or ""), style="dim"),
+        f"defined in {operator.definition.__module__}; auto takes {automatic(operator, device)} here",
         table,
         *([cases] if cases.row_count else []),
-        f"prove it: tilestack verify {described.name}    measure it: tilestack bench {described.name}",
+        f"prove it: tilestack verify {operator.name}    measure it: tilestack bench {operator.name}",
     )
 
 

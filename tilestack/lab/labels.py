@@ -15,7 +15,7 @@ def case_label(op: str, case: str) -> str:
 @functools.cache
 def labels_of(op: str) -> dict[str, str]:
     """The label of every case of an operator by name; of cases with the same words, the name beside them."""
-    described = next((found for found in operators() if found.name == op), None)
-    labels = {case.name: case.label for case in described.cases} if described else {}
+    operator = next((found for found in operators() if found.name == op), None)
+    labels = {case.name: case.label for case in operator.cases} if operator else {}
     counted = Counter(labels.values())
     return {name: label if counted[label] == 1 else f"{label} ({name})" for name, label in labels.items()}

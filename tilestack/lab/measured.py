@@ -131,7 +131,7 @@ def contests(results: Iterable[Result]) -> list[Contest]:
         for key, rows in groups.items():
             found[run.slug, *key] = Contest(*key, rows, run)
     order = {"forward": 0, "backward": 1}
-    names = [described.name for described in operators()]
+    names = [operator.name for operator in operators()]
     place = lambda op: (names.index(op) if op in names else len(names), op)
     # A case keeps the place its run gave it: sizes do not sort as text.
     return sorted(found.values(), key=lambda c: (place(c.op), c.dtype, order.get(c.direction, 2)))
@@ -139,7 +139,7 @@ def contests(results: Iterable[Result]) -> list[Contest]:
 
 def family_of(op: str) -> str:
     """The file an operator is defined in, which is its family; results may outlive an operator's name."""
-    return next((described.family for described in operators() if described.name == op), "other")
+    return next((operator.family for operator in operators() if operator.name == op), "other")
 
 
 @dataclass(frozen=True)

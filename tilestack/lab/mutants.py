@@ -38,6 +38,7 @@ class Mutant:
     number: int
     line: int
     source: str = field(repr=False, compare=False)
+    statement: range = range(0)  # the lines of the statement that is changed, or of its head; unknown when empty
 
     @property
     def name(self) -> str:
@@ -59,12 +60,26 @@ def mutants_of(module: str, path: Path) -> list[Mutant]:
     found = []
     for function in functions_of(ast.parse(source)):
         changes = kernel_changes(function, source) if is_kernel(function) else launcher_changes(function, source)
+        statements = statements_of(function)
         for change in changes:
             before = one_line(text_of(change.node, source))
             what = function.name, change.kind, before, one_line(change.text)
             seen[what] += 1
+            line: int = change.node.lineno  # type: ignore[attr-defined]
             mutated = replaced(source, change.node, change.text)
-            found.append(Mutant(module, *what, seen[what], change.node.lineno, mutated))  # type: ignore[attr-defined]
+            found.append(Mutant(module, *what, seen[what], line, mutated, statements.get(line, range(line, line + 1))))
+    return found
+
+
+def statements_of(function: ast.FunctionDef) -> dict[int, range]:
+    """By line, the lines of the innermost statement there; of one that holds others, the lines before those."""
+    found: dict[int, range] = {}
+    for node in ast.walk(function):  # the outer ones first
+        if isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            end = body[0].lineno if body else (node.end_lineno or node.lineno) + 1
+            lines = range(node.lineno, max(end, node.lineno + 1))
+            found |= dict.fromkeys(lines, lines)
     return found
 
 

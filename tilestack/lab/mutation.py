@@ -2,15 +2,19 @@
 
 Each runs in a child of this process, which inherits the definition's results and may crash, hang or write over memory as
 it likes. There the mutant, and every file of kernels that imports it, is executed again from a copy; the files themselves
-are never touched. Claims are tried until one is refuted: each case plainly first, the others in an order drawn once.
+are never touched.
 
-    parent:  prove the original, keep the standards ──fork──▶  child:  execute the mutant, prove until refuted
-                                                    ──fork──▶  child:  …
+    parent:  prove claims of the original, keep the standards ──fork──▶  child:  execute the mutant, prove until refuted
+                                                              ──fork──▶  child:  …
+
+A claim can only refute a mutant whose line it reaches, so nothing else is tried: first every case plainly, the quickest
+first; then, for what outlives that, the other variants and dtypes of the cases that reach it, in an order drawn once.
 """
 
 import faulthandler
 import functools
 import importlib
+import itertools
 import os
 import random
 import resource
@@ -18,10 +22,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.table import Table
@@ -32,24 +36,41 @@ from tilestack.lab.evaluate import compute_standards
 from tilestack.lab.explain import elements
 from tilestack.lab.labels import case_label
 from tilestack.lab.mutants import KINDS, Mutant, mutants_of
+from tilestack.lab.reach import Lines, forget_cached_results, reached_lines
 from tilestack.lab.source import KERNELS, file_of_module, files_behind, imported_kernels
-from tilestack.lab.verify import Claim, claims, prove
+from tilestack.lab.verify import WITHOUT_EXTRAS, Claim, claims, prove
 
 CPU = torch.device("cpu")
-BACKEND = "triton"
+BACKEND = "triton"  # and those whose names begin with it
+IDENTITY = ("op", "backend", "case", "variant", "dtype", "direction")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant: caught, with what the harness said of it, or not."""
+    """What became of a mutant: caught, with what the harness said of it, or not, with how hard it tried."""
 
     mutant: Mutant
     caught: bool
     message: str
+    claims: int = 0  # that reach a survivor and are true of it
 
     def row(self) -> dict[str, Any]:
         """The outcome as JSON takes it."""
         return dict(mutant=self.mutant.name, kind=self.mutant.kind, line=self.mutant.line, caught=self.caught, message=self.message)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FirstLook:
+    """A case tried plainly on the original: what it costs, and the lines that it reaches."""
+
+    claim: Claim
+    seconds: float
+    lines: Lines
+
+    def reaches(self, path: Path, lines: Iterable[int]) -> bool:
+        return not self.lines.get(str(path), set()).isdisjoint(lines)
 
 
 def kernel_modules() -> list[str]:
@@ -63,45 +84,117 @@ def module_of(operator: Operator) -> str:
     return operator.implementations[BACKEND].forward.__module__
 
 
+def backends_of(operator: Operator) -> list[str]:
+    return [name for name in operator.implementations if name.startswith(BACKEND)]
+
+
 def operators_behind(module: str) -> list[Operator]:
     """The operators that run a file of kernels."""
     path = file_of_module(module)
-    return [op for op in operators() if BACKEND in op.implementations and path in files_of(op)]
+    return [operator for operator in operators() if path in files_of(operator)]
 
 
 def files_of(operator: Operator) -> set[Path]:
-    implementation = operator.implementations[BACKEND]
-    return files_behind(implementation.forward) | files_behind(implementation.backward)
+    ways = [operator.implementations[name] for name in backends_of(operator)]
+    return {path for way in ways for path in files_behind(way.forward) | files_behind(way.backward)}
+
+
+class Original:
+    """What is known of the kernels as they are, whichever file is mutated: true claims, their standards and their reach."""
+
+    def __init__(self) -> None:
+        self.standards = functools.cache(compute_standards)
+        self.known: dict[tuple[str, ...], bool] = {}
+        self.claims_of = functools.cache(all_claims)
+        self.first_looks = functools.cache(self._first_looks)
+
+    def holds(self, claim: Claim) -> bool:
+        identity = tuple(getattr(claim.proof(None), name) for name in IDENTITY)
+        if identity not in self.known:
+            self.known[identity] = prove(claim, self.standards).ok is True
+        return self.known[identity]
+
+    def _first_looks(self, operator: Operator) -> list[FirstLook]:
+        names = kernel_modules()
+        files = [str(file_of_module(name)) for name in names]
+        found = []
+        for claim in filter(is_first_look, self.claims_of(operator)):
+            forget_cached_results(sys.modules[name] for name in names)
+            start = time.process_time()
+            with reached_lines(files) as lines:
+                holds = self.holds(claim)
+            seconds = time.process_time() - start
+            if holds:
+                found.append(FirstLook(claim, seconds, {file: mine for file, mine in lines.items() if mine}))
+        return found
 
 
 class Suite:
-    """The claims that a file's mutants are held against: all of them are true of the original, and its standards known."""
+    """The claims that mutants of a file are held against, all of them true of the original."""
 
     def __init__(
         self,
         module: str,
-        most_claims: int | None = None,
-        seconds: float = 60.0,
-        seed: int = 0,
+        *,
+        original: Original | None = None,
         tried: Sequence[Operator] | None = None,
+        seconds: float = 6.0,
+        seed: int = 0,
     ):
-        self.module, self.seconds = module, seconds
+        self.module, self.seconds, self.seed = module, seconds, seed
         path = file_of_module(module)
         assert path is not None, f"{module} has no file"
         self.path = path
-        self.standards = functools.cache(compute_standards)
-        drawn = list(all_claims(operators_behind(module) if tried is None else tried))
-        random.Random(seed).shuffle(drawn)
-        # Operators of the file itself first, and of each every case once, so that no branch is left to chance.
-        drawn.sort(key=lambda claim: (module_of(claim.operator) != module, not is_first_look(claim)))
-        self.claims = [claim for claim in drawn[:most_claims] if prove(claim, self.standards).ok]
+        self.original = original or Original()
+        self.operators = operators_behind(module) if tried is None else tried
 
-    def mutants(self, most: int | None = None, seed: int = 0) -> list[Mutant]:
-        """All mutants of the file, or so many drawn from them."""
+    def mutants(self, most: int | None = None) -> list[Mutant]:
+        """The mutants of the file in an order drawn once, or the first so many."""
         found = mutants_of(self.module, self.path)
-        return found if most is None or most >= len(found) else random.Random(seed).sample(found, most)
+        random.Random(self.seed).shuffle(found)
+        return found[:most]
+
+    @functools.cached_property
+    def looks(self) -> list[FirstLook]:
+        """The first looks that reach the file; none where nothing that runs here does."""
+        mine = [look for operator in self.operators for look in self.original.first_looks(operator)]
+        return [look for look in mine if str(self.path) in look.lines]
 
     def outcome(self, mutant: Mutant) -> Outcome:
+        """Try a mutant on what reaches it; on what reaches its file, where that is nothing: it may run at import."""
+        looks = [look for look in self.looks if look.reaches(self.path, mutant.statement)] or self.looks
+        quickest = sorted(looks, key=lambda look: look.seconds)
+        first = [
+            look.claim for look in alternating(quickest, lambda look: (look.claim.case.name, look.claim.direction))
+        ]
+        outcome = self.against(first, mutant)
+        if outcome.caught:
+            return outcome
+        others = self.other_claims(looks)
+        return replace(self.against(others, mutant), claims=len(first) + len(others))
+
+    def other_claims(self, looks: Sequence[FirstLook]) -> list[Claim]:
+        """Variants and dtypes of the cases of some first looks, each kind in turn, for about as long as is given."""
+        costs = {(look.claim.operator.name, look.claim.implementation.backend, look.claim.case.name, look.claim.direction): look.seconds for look in looks}  # fmt: skip
+        drawn = []
+        for operator in self.operators:
+            for claim in itertools.filterfalse(is_first_look, self.original.claims_of(operator)):
+                direction = "forward" if claim.direction == "forward" else "backward"
+                cost = costs.get((operator.name, claim.implementation.backend, claim.case.name, direction))
+                if cost is not None:
+                    drawn.append((claim, cost))
+        random.Random(self.seed).shuffle(drawn)
+        found, left = [], self.seconds
+        for claim, cost in alternating(drawn, lambda priced: (priced[0].variant, priced[0].direction)):
+            left -= cost
+            if left < 0:
+                break
+            if self.original.holds(claim):
+                found.append(claim)
+        return found
+
+    def against(self, held: Sequence[Claim], mutant: Mutant) -> Outcome:
+        """Try a mutant on some claims, in a child."""
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
@@ -109,9 +202,11 @@ class Suite:
             # Seen by the parent even where what follows never comes back.
             message = "it crashes"
             try:
-                resource.setrlimit(resource.RLIMIT_CPU, (int(self.seconds) + 30,) * 2)  # for a kernel that never ends
+                resource.setrlimit(
+                    resource.RLIMIT_CPU, (2 * int(self.seconds) + 10,) * 2
+                )  # for a kernel that never ends
                 silence()
-                message = self.refutation(mutant)
+                message = self.refutation(held, mutant)
             except BaseException as failure:
                 message = f"{type(failure).__name__}: {failure}"[:200]
             finally:
@@ -124,9 +219,9 @@ class Suite:
         if not said:
             ended = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"exit {status}"
             said = f"=it ends its process: {ended}"
-        return Outcome(mutant, said != "=", said.removeprefix("="))
+        return Outcome(mutant, said != "=", said.removeprefix("="), len(held))
 
-    def refutation(self, mutant: Mutant) -> str:
+    def refutation(self, held: Sequence[Claim], mutant: Mutant) -> str:
         """What the harness says of a mutant, in this process, which is spoilt by it; empty when it finds nothing."""
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / self.path.name
@@ -137,17 +232,9 @@ class Suite:
                 assert path is not None
                 execute(name, path)
             end = time.process_time() + self.seconds
-            for claim in self.claims:
-                now = Claim(
-                    claim.operator,
-                    claim.operator.implementations[BACKEND],
-                    claim.case,
-                    claim.variant,
-                    claim.dtype,
-                    claim.direction,
-                    claim.device,
-                )
-                found = prove(now, self.standards)
+            for claim in held:
+                again = claim.operator.implementations[claim.implementation.backend]
+                found = prove(replace(claim, implementation=again), self.original.standards)
                 if found.ok is not True:
                     which = f"{case_label(found.op, found.case)}, {found.variant} {found.dtype} {found.direction}"
                     return f"{found.op} {which}: {found.message}"
@@ -156,15 +243,28 @@ class Suite:
         return ""
 
 
-def all_claims(tried: Sequence[Operator]) -> Iterator[Claim]:
-    return claims(tried, CPU, only={operator.name: BACKEND for operator in tried})
+def all_claims(operator: Operator) -> list[Claim]:
+    """What is claimed of an operator's Triton backends on a CPU."""
+    return [claim for name in backends_of(operator) for claim in claims([operator], CPU, only={operator.name: name})]
+
+
+def alternating(values: Iterable[T], group: Callable[[T], Hashable]) -> list[T]:
+    """Values so that each group's first come first, then each group's second, and so on."""
+    counts: dict[Hashable, itertools.count] = {}
+    return sorted(values, key=lambda value: next(counts.setdefault(group(value), itertools.count())))
 
 
 elements_of = functools.cache(elements)
 
 
 def is_first_look(claim: Claim) -> bool:
-    return claim.variant == "plain" and claim.dtype == torch.float32 and elements_of(claim.case) > 1
+    return (
+        claim.variant in ("plain", WITHOUT_EXTRAS)
+        and not claim.config
+        and claim.dtype == torch.float32
+        and claim.direction != "gradcheck"
+        and elements_of(claim.case) > 1
+    )
 
 
 def execute(module: str, path: Path) -> None:

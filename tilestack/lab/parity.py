@@ -59,8 +59,8 @@ class Parity:
 
 def chosen_backend(name: str, swap: Sequence[str]) -> AbstractContextManager[None]:
     """The definitions, except for some operators, or for all that the backend has."""
-    listed = {described.name: described for described in ops.operators()}
-    having = [operator for operator, described in listed.items() if name in described.implementations]
+    listed = {operator.name: operator for operator in ops.operators()}
+    having = [op for op, operator in listed.items() if name in operator.implementations]
     if lacking := [operator for operator in swap if operator in listed and operator not in having]:
         raise ValueError(f"{', '.join(lacking)} has no {name} backend; these have: {', '.join(having)}")
     if not having:

@@ -172,19 +172,19 @@ def importable(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def peers_of(described: Operator) -> dict[str, Peer]:
+def peers_of(operator: Operator) -> dict[str, Peer]:
     """The peers of an operator beyond its registered backends, by name; what is compiled is so afresh each time."""
-    found = compiled("compile", described.definition)
-    if idiom := IDIOMS.get(described.name):
-        run = by_position(described, idiom)
+    found = compiled("compile", operator.definition)
+    if idiom := IDIOMS.get(operator.name):
+        run = by_position(operator, idiom)
         found |= {"eager": Peer(run)} | compiled("eager-compile", run)
     for name, (module, functions) in LIBRARIES.items():
-        if described.name in functions and importable(module):
-            function = functions[described.name]
+        if operator.name in functions and importable(module):
+            function = functions[operator.name]
             if isinstance(function, Prepared):
-                found[name] = Peer(function.run, setup=by_position(described, function.setup))
+                found[name] = Peer(function.run, setup=by_position(operator, function.setup))
             else:
-                found[name] = Peer(by_position(described, function))
+                found[name] = Peer(by_position(operator, function))
     return found
 
 
@@ -200,14 +200,14 @@ def compiled(name: str, function: Callable) -> dict[str, Peer]:
     }
 
 
-def by_position(described: Operator, function: Callable) -> Callable:
+def by_position(operator: Operator, function: Callable) -> Callable:
     """A function that names some of an operator's arguments, as one that takes them all by position."""
-    places = [described.parameters.index(name) for name in parameters_of(function)]
+    places = [operator.parameters.index(name) for name in parameters_of(function)]
 
     def run(*values: Any) -> Any:
         out = function(*(values[place] for place in places))
         if out is NotImplemented:
-            raise NotImplementedError(f"it has no {described.name} for these arguments")
+            raise NotImplementedError(f"it has no {operator.name} for these arguments")
         return out
 
     return run

@@ -35,11 +35,11 @@ def units_of(run: Result) -> Units:
 def kernel_families() -> dict[str, str]:
     """Each operator's family as its kernels are filed, which is coarser than where operators are defined."""
     found = {}
-    for described in operators():
-        for implementation in described.implementations.values():
+    for operator in operators():
+        for implementation in operator.implementations.values():
             folder, _, file = implementation.forward.__module__.removeprefix(KERNELS).partition(".")
             if implementation.forward.__module__.startswith(KERNELS) and file:
-                found[described.name] = file.partition("_")[0] if folder == "hopper" else folder
+                found[operator.name] = file.partition("_")[0] if folder == "hopper" else folder
     return found
 
 

@@ -23,9 +23,9 @@ KERNELS = "tilestack.kernels"
 
 def source_hash(operator_name: str, backend: str) -> str:
     """The hash of what an operator runs on a backend; of its definition alone where the backend has no file of ours."""
-    described = registry.operator_named(operator_name)
-    files = {file_of_module(described.definition.__module__)}
-    if (implementation := described.implementations.get(backend)) is not None:
+    operator = registry.operator_named(operator_name)
+    files = {file_of_module(operator.definition.__module__)}
+    if (implementation := operator.implementations.get(backend)) is not None:
         for function in (implementation.forward, implementation.backward):
             files |= files_behind(function)
     digest = hashlib.sha256()

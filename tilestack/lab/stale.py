@@ -27,9 +27,9 @@ def present_source(op: str, backend: str) -> str:
     """The hash of what an operator, an optimizer or a training step runs today; empty where nothing of ours runs it."""
     if is_peer(backend):
         return ""
-    described = next((found for found in operators() if found.name == op), None)
-    if described is not None:
-        return source_hash(op, backend) if backend in described.implementations else ""
+    operator = next((found for found in operators() if found.name == op), None)
+    if operator is not None:
+        return source_hash(op, backend) if backend in operator.implementations else ""
     return hash_of_parts(OF_A_TRAINING_STEP if op == TRAINING else OF_AN_OPTIMIZER)
 
 

@@ -10,6 +10,8 @@ A table stands between two markers and is rewritten in place by `make docs`:
     <!-- table: memory h200 stride -->                one sweep of `tilestack bench memory`, a line per setting
     <!-- table: parity h200 -->                       losses of training on kernels and on definitions
     <!-- table: proofs h200 -->                       which backends are proved there, of the present source
+    <!-- table: mutation -->                          how many mutants of the kernels the proofs catch, by family
+    <!-- table: survivors -->                         the mutants that they do not, each with the reason
     <!-- /table -->
 
 A loss is written like a win, in words, and what was measured on an older source has a dagger. A table without results
@@ -19,7 +21,7 @@ says "not measured yet".
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tilestack.lab import curves, memory, proved
+from tilestack.lab import curves, memory, mutation_results, proved
 from tilestack.lab.bench_train import CANDIDATES
 from tilestack.lab.measured import (
     Contest,
@@ -247,6 +249,33 @@ def proofs(folder: Path, slug: str) -> str:
     return markdown(header, rows, left=5)
 
 
+def mutation(folder: Path) -> str:
+    """A line per family of kernels: how many mutants of its files were tried, and how many the proofs caught."""
+    found = mutation_results.families(folder)
+    if not found:
+        return f"_nothing was tried yet: `{mutation_results.COMMAND}` fills this table._"
+    rows = [
+        [f"{family.name} {OLD}" if family.stale else family.name, *(f"{count:,}" for count in (len(family.files), family.mutants, family.tried, family.caught, family.equivalent, family.others)), f"{family.share:.1%}" if family.tried else "–"]
+        for family in (*found, mutation_results.total(found))
+    ]  # fmt: skip
+    header = ["family", "files", "mutants", "tried", "caught", "equivalent", "other survivors", "caught, of those that could be"]  # fmt: skip
+    stale = [file for family in found for file in family.stale]
+    commits = dict.fromkeys(tried.commit for family in found for tried in family.files.values() if tried.commit)
+    note = f"\n\n_{OLD} some of it of an older source: {', '.join(f'`{file}`' for file in stale)}._" if stale else ""
+    return markdown(header, rows) + f"\n\n_Tried in Triton's interpreter at commit {', '.join(commits)}._" + note
+
+
+def survivors(folder: Path) -> str:
+    """Every mutant that lives, and why."""
+    known, found = mutation_results.reasons(folder), mutation_results.load(folder)
+    rows = [
+        [f"`{file}`", f"`{name.partition(' ')[2]}`".replace("|", "\\|"), known.get(name, "**not known yet**")]
+        for file, tried in found.items()
+        for name in tried.survivors
+    ]
+    return markdown(["file", "function and change", "why it lives"], rows, left=3) if rows else "_none_"
+
+
 TABLES: dict[str, Callable[..., str]] = {
     "headline": headline,
     "operator": operator,
@@ -255,6 +284,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "roofs": roofs,
 }
 FOLDERS: dict[str, Callable[[Path, str], str]] = {"parity": parity, "proofs": proofs}  # from files of their own
+OF_NO_GPU: dict[str, Callable[[Path], str]] = {"mutation": mutation, "survivors": survivors}
 WORDS = {
     "headline": (1, 2),
     "operator": (2,),
@@ -262,7 +292,7 @@ WORDS = {
     "training": (1,),
     "roofs": (1,),
 }  # how many follow the name
-USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `proofs GPU` and `memory GPU SWEEP`"
+USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
 
 
 def table(name: str, root: Path, where: str = "") -> str:
@@ -275,6 +305,8 @@ def table(name: str, root: Path, where: str = "") -> str:
             written
             or f"_not measured yet: `{memory.COMMAND}` on a machine with the GPU `{words[0]}` fills this table._"
         )
+    if kind in OF_NO_GPU and not words:
+        return OF_NO_GPU[kind](root / "results")
     if kind in FOLDERS and len(words) == 1:
         return FOLDERS[kind](root / "results", words[0])
     if kind not in TABLES or len(words) not in WORDS[kind]:

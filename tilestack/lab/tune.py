@@ -75,22 +75,22 @@ def tune(
     load_kernels()
     device = torch.device("cuda", torch.cuda.current_device())
     subjects = [
-        (described, case, dtype)
-        for described in operators
+        (operator, case, dtype)
+        for operator in operators
         for dtype in dtypes
-        for case in cases_of(described, cases, str(dtype).removeprefix("torch."), device.type)
+        for case in cases_of(operator, cases, str(dtype).removeprefix("torch."), device.type)
     ]
     if not subjects:
-        named = ", ".join(described.name for described in operators) or "no operator"
+        named = ", ".join(operator.name for operator in operators) or "no operator"
         raise ValueError(f"nothing to tune: {named} has no case {cases!r}; write bench or a case's name")
     watch = Watch(len(subjects), budget, console)
-    for described, case, dtype in subjects:
+    for operator, case, dtype in subjects:
         if watch.is_over():
             return
         over = lambda: budget is not None and watch.elapsed() > budget
-        yield Search(described, case, dtype, device, backends, forward).run(kept, over)
+        yield Search(operator, case, dtype, device, backends, forward).run(kept, over)
         watch.done += 1
-        watch.tell(f"{described.name} {case.name}")
+        watch.tell(f"{operator.name} {case.name}")
 
 
 class Search:
@@ -98,16 +98,16 @@ class Search:
 
     def __init__(
         self,
-        described: Operator,
+        operator: Operator,
         case: Case,
         dtype: torch.dtype,
         device: torch.device,
         backends: Sequence[str] = (),
         forward: bool = False,
     ):
-        self.operator, self.case, self.dtype, self.device = described, case, dtype, device
+        self.operator, self.case, self.dtype, self.device = operator, case, dtype, device
         self.backends, self.forward = backends, forward
-        self.arguments = described.bind(**case.build(Make(dtype, device)))
+        self.arguments = operator.bind(**case.build(Make(dtype, device)))
         self.times: dict[tuple[str, str], float] = {}
 
     def run(self, kept: int, over: Any) -> Tuned:

@@ -7,6 +7,7 @@ leaves out is seen; inputs, and what lies around inputs and outputs, must stay a
 the backward with finite differences of the forward.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,11 +20,13 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from tilestack.contract.autograd import differentiable
 from tilestack.contract.backends import AUTO, backend, chosen
 from tilestack.contract.cases import Case, Make
 from tilestack.contract.implementation import Implementation
 from tilestack.contract.named import parameters_of
 from tilestack.contract.operator import Operator, as_tuple
+from tilestack.contract.registry import configuration
 from tilestack.lab import invariance, oracle, variants
 from tilestack.lab.evaluate import (
     EVALUATE,
@@ -41,6 +44,7 @@ from tilestack.lab.refuted import crash_line, refutations
 GRADCHECKED = 1 << 12  # elements beyond which gradcheck would take too long
 CALLS_ON_GPU = 4  # of one signature: the third is the first that a repetition may answer
 SAYS_NOTHING = "says nothing"
+WITHOUT_EXTRAS = "without extras"  # the backward that gets none, which is what torch.ops and some compiled graphs run
 
 
 @dataclass(frozen=True)
@@ -123,30 +127,30 @@ def claims(
 
     `only` narrows an operator, by name, to one backend. Configurations but the first are tried in plain variants.
     """
-    for described in operators:
-        asked = (only or {}).get(described.name)
-        implementations = [i for name, i in described.implementations.items() if asked in (None, name)]
-        for case in (c for c in described.cases if c.kind in kinds):
+    for operator in operators:
+        asked = (only or {}).get(operator.name)
+        implementations = [i for name, i in operator.implementations.items() if asked in (None, name)]
+        for case in (c for c in operator.cases if c.kind in kinds):
             sizes = [t.numel() for t in case.build(Make(device="meta")).values() if isinstance(t, Tensor)]
             tried = variants.ALL if every_variant and 0 not in sizes and case.kind == "check" else ["plain"]
             for dtype in dtypes or default_dtypes(device):
                 small = dtype == torch.float64 and 0 not in sizes and sum(sizes) <= GRADCHECKED
                 directions = ["forward", "backward", *(["gradcheck"] if small else [])]
-                for direction in (
-                    directions if not described.mutates else ["forward"]
-                ):  # what is written has no gradient
+                for direction in directions if not operator.mutates else ["forward"]:  # what is written has no gradient
                     for variant in tried if direction != "gradcheck" else ["plain"]:
-                        if variant == "nan" and direction == "backward" and not described.spreads_nan:
+                        if variant == "nan" and direction == "backward" and not operator.spreads_nan:
                             continue
                         # Innermost, so that all implementations are judged by one evaluation of the definition.
                         for implementation in implementations:
-                            claim = Claim(described, implementation, case, variant, dtype, direction, device)
+                            claim = Claim(operator, implementation, case, variant, dtype, direction, device)
                             yield claim
                             if variant == "plain" and depends_on_config(implementation, direction):
                                 yield from (replace(claim, config=name) for name in list(implementation.configs)[1:])
                     for implementation in implementations if direction != "gradcheck" and 0 not in sizes else ():
                         if implementation.invariant:
-                            yield Claim(described, implementation, case, invariance.ALONE, dtype, direction, device)
+                            yield Claim(operator, implementation, case, invariance.ALONE, dtype, direction, device)
+                        if direction == "backward" and implementation.extras and callable(implementation.backward):
+                            yield Claim(operator, implementation, case, WITHOUT_EXTRAS, dtype, direction, device)
 
 
 def depends_on_config(implementation: Implementation, direction: str) -> bool:
@@ -164,6 +168,8 @@ def prove(claim: Claim, find_standards: Callable[..., dict[str, Standard]] = sta
         return claim.proof(None, message="the definition itself")
     if reason := implementation.refuses(claim.arguments(), claim.device, claim.direction != "forward"):
         return claim.proof(None, message=reason)
+    if claim.variant == WITHOUT_EXTRAS and implementation.extras_of(claim.arguments()) is None:
+        return claim.proof(None, message="its forward hands nothing on here")
     try:
         if claim.direction == "gradcheck":
             return check_gradient(claim)
@@ -263,27 +269,40 @@ def check_gradient(claim: Claim) -> Proof:
 
 def implementation_of(claim: Claim) -> Callable:
     """The operator on the claimed backend; for the definition, whose forward is the oracle, its gradient formula."""
-    described, name = claim.operator, claim.implementation.backend
+    operator, name = claim.operator, claim.implementation.backend
     if name == "torch":
-        return as_declared(described)
+        return as_declared(operator)
+    if claim.variant == WITHOUT_EXTRAS:
+        return without_extras(claim.implementation)
     if claim.config:
         name = f"{name}:{claim.config}"
 
     def call(**arguments: Any) -> Any:
-        with backend("", **{described.name: name}):
-            return described(**arguments)
+        with backend("", **{operator.name: name}):
+            return operator(**arguments)
+
+    return call
+
+
+def without_extras(implementation: Implementation) -> Callable:
+    """An implementation with the backward that is given nothing but what the operator keeps."""
+
+    def call(**arguments: Any) -> Any:
+        config = configuration(implementation, arguments)
+        forward = functools.partial(implementation.forward, **({} if config is None else {"config": config}))
+        return differentiable(implementation, None, forward, config)(*arguments.values())
 
     return call
 
 
 def chosen_backends(operators: Iterable[Operator], device: torch.device, name: str | None) -> dict[str, str]:
     """By operator, the only backend to prove: the named one, or the environment's choice. It must exist and run here."""
-    asked = {described: name or chosen(described.name) for described in operators}
-    explicit = {described: choice for described, choice in asked.items() if choice != AUTO}
-    for described, choice in explicit.items():
-        with backend("", **{described.name: choice}):
-            described.resolve(described.bind(**described.cases[0].build(Make(torch.float32, device))))
-    return {described.name: choice for described, choice in explicit.items()}
+    asked = {operator: name or chosen(operator.name) for operator in operators}
+    explicit = {operator: choice for operator, choice in asked.items() if choice != AUTO}
+    for operator, choice in explicit.items():
+        with backend("", **{operator.name: choice}):
+            operator.resolve(operator.bind(**operator.cases[0].build(Make(torch.float32, device))))
+    return {operator.name: choice for operator, choice in explicit.items()}
 
 
 def render(proofs: list[Proof], device: torch.device) -> Group:

@@ -18,27 +18,40 @@ KNOWS_AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if tor
 DISPATCH_KEYS = ("AutocastCPU", "AutocastCUDA")
 
 
-def lowered(x: Tensor, *others: Tensor | None) -> tuple:
-    """The operands of a product: in autocast's dtype where it is on, but for float64; otherwise as they are."""
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast makes of the operands of a product with x; None where it is off, and for float64."""
     device = x.device.type
     if device not in KNOWS_AUTOCAST or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def lowered(x: Tensor, *others: Tensor | None) -> tuple:
+    """The operands of a product: in autocast's dtype where it is on, but for float64; otherwise as they are."""
+    dtype = autocast_dtype(x)
+    if dtype is None:
         return x, *others
-    dtype = torch.get_autocast_dtype(device)
     return x.to(dtype), *(t.to(dtype) if t is not None and t.is_floating_point() else t for t in others)
 
 
 def lower_when_traced(op: Operator) -> None:
-    """Give an operator its entry for autocast in PyTorch's dispatcher."""
-    keys = [getattr(torch._C.DispatchKey, name) for name in DISPATCH_KEYS]
+    """Give an operator its entry for autocast in PyTorch's dispatcher, and so whatever hands extras on in its place."""
+    op.autocast_entry = lambda name: lower_operands_of(op, name)
+    op.autocast_entry(op.name)
+
+
+def lower_operands_of(op: Operator, name: str) -> None:
+    """The entry of `torch.ops.tilestack.<name>`, which takes the operator's arguments and perhaps more after them."""
+    keys = [getattr(torch._C.DispatchKey, key) for key in DISPATCH_KEYS]
     without = torch._C.DispatchKeySet(keys[0]) | torch._C.DispatchKeySet(keys[1])
-    opaque = getattr(torch.ops.tilestack, op.name)
+    opaque, count = getattr(torch.ops.tilestack, name), len(op.parameters)
 
     def run(*values: Any, **chosen: str) -> Any:
-        arguments = op.bind(*values)
+        arguments = op.bind(*values[:count])
         operands = lowered(*(arguments[name] for name in op.tensors))
         arguments |= dict(zip(op.tensors, operands, strict=True))
         with torch._C._ExcludeDispatchKeyGuard(without):
-            return opaque(*arguments.values(), **chosen)
+            return opaque(*arguments.values(), *values[count:], **chosen)
 
-    for name in DISPATCH_KEYS:
-        LIBRARY.impl(op.name, run, name)
+    for key in DISPATCH_KEYS:
+        LIBRARY.impl(name, run, key)

@@ -30,7 +30,7 @@ from tilestack import ops
 from tilestack.contract import Extras, implements
 from tilestack.kernels.loss.cross_entropy import Options, losses_and_gradients, one_scalar_arrives, scale_in_place
 from tilestack.kernels.tiles import as_matrix, cdiv
-from tilestack.ops.autocast import lowered
+from tilestack.ops.autocast import autocast_dtype, lowered
 
 CHUNK_BYTES = 192 << 20  # of logits at a time
 MANY = 13  # chunks, as that makes of 8192 rows and 150 thousand words; where it would be more,
@@ -185,7 +185,7 @@ def offer(
     extras = Extras(
         loss_and_gradients,
         scaled_gradients,
-        when=lambda x, reduction: one_scalar_arrives(reduction, x.dtype),
+        when=lambda x, reduction: one_scalar_arrives(reduction, autocast_dtype(x) or x.dtype),
         fake=empty_gradients,  # a product saved is worth far more than a pass over dweight
         overwrites=("dx", "dweight"),
     )

@@ -1,0 +1,145 @@
+"""What became of the mutants, on disk: `results/mutation.json` = {"files": {file: what is known of it}}.
+
+A file's mutants are tried in an order drawn once, so how many were tried says which, and a later run goes on from there as
+long as the file's code is the same. Beside it `mutation_reasons.json`, written by people, says why each survivor lives; a
+reason that begins with `equivalent` says that nothing is wrong with the mutant.
+"""
+
+import hashlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from tilestack.lab import results
+from tilestack.lab.mutants import KINDS
+from tilestack.lab.source import code_of
+
+if TYPE_CHECKING:
+    from tilestack.lab.mutation import Outcome
+
+KERNELS = Path(__file__).parents[1] / "kernels"
+FOLDER = Path(__file__).parents[2] / "results"
+NAME, REASONS = "mutation.json", "mutation_reasons.json"
+EQUIVALENT = "equivalent"
+WANTED = 0.95
+COMMAND = "python -m tests.mutation"
+
+
+@dataclass
+class Tried:
+    """What is known of a file's mutants: by kind how many were caught of how many, and the survivors by name."""
+
+    source: str  # a hash of the code
+    mutants: int
+    commit: str = ""
+    tried: int = 0
+    caught: dict[str, list[int]] = field(default_factory=dict)
+    survivors: dict[str, int] = field(default_factory=dict)  # with how many claims reach it and are true of it
+
+    def add(self, outcome: "Outcome") -> None:
+        mutant = outcome.mutant
+        counts = self.caught.setdefault(mutant.kind, [0, 0])
+        if mutant.name in self.survivors:  # tried again
+            del self.survivors[mutant.name]
+        else:
+            self.tried += 1
+            counts[1] += 1
+        counts[0] += outcome.caught
+        if not outcome.caught:
+            self.survivors[mutant.name] = outcome.claims
+
+    @property
+    def caught_of_all(self) -> int:
+        return sum(caught for caught, _ in self.caught.values())
+
+
+@dataclass(frozen=True)
+class Family:
+    """The files of one folder of kernels together."""
+
+    name: str
+    files: dict[str, Tried]
+    equivalent: int
+    stale: list[str]  # files whose code has changed since
+
+    mutants = property(lambda self: sum(found.mutants for found in self.files.values()))
+    tried = property(lambda self: sum(found.tried for found in self.files.values()))
+    caught = property(lambda self: sum(found.caught_of_all for found in self.files.values()))
+
+    @property
+    def others(self) -> int:
+        """Survivors that something is wrong with."""
+        return self.tried - self.caught - self.equivalent
+
+    def caught_of_kind(self, kind: str) -> str:
+        """`3/4`: how many mutants of a kind were caught, of how many; empty where there is none."""
+        counts = [found.caught[kind] for found in self.files.values() if kind in found.caught]
+        return "/".join(map(str, map(sum, zip(*counts, strict=True))))
+
+    @property
+    def share(self) -> float:
+        """How many were caught of those that could be."""
+        return self.caught / max(self.tried - self.equivalent, 1)
+
+
+def code_hash(file: str) -> str:
+    """Of a file of kernels, as `norm.rows`; empty where there is none any more."""
+    path = (KERNELS / file.replace(".", "/")).with_suffix(".py")
+    return hashlib.sha256(code_of(path).encode()).hexdigest()[:16] if path.exists() else ""
+
+
+def load(folder: Path = FOLDER) -> dict[str, Tried]:
+    path = folder / NAME
+    return {file: Tried(**found) for file, found in results.read_json(path)["files"].items()} if path.exists() else {}
+
+
+def reasons(folder: Path = FOLDER) -> dict[str, str]:
+    path = folder / REASONS
+    return results.read_json(path) if path.exists() else {}
+
+
+def save(file: str, found: Tried, folder: Path = FOLDER) -> None:
+    """Put what is known of a file in the place of what was kept of it."""
+    kept = load(folder) | {file: found}
+    results.save(folder / NAME, {"files": {name: asdict(kept[name]) for name in sorted(kept)}})
+
+
+def families(folder: Path = FOLDER) -> list[Family]:
+    files, known = load(folder), reasons(folder)
+    names = dict.fromkeys(file.partition(".")[0] for file in sorted(files))
+    of_family = {name: {f: found for f, found in files.items() if f.partition(".")[0] == name} for name in names}
+    excused = lambda found: sum(known.get(name, "").startswith(EQUIVALENT) for name in found.survivors)
+    return [
+        Family(
+            name,
+            mine,
+            sum(map(excused, mine.values())),
+            [file for file, found in mine.items() if found.source != code_hash(file)],
+        )
+        for name, mine in of_family.items()
+    ]
+
+
+def total(found: list[Family]) -> Family:
+    files = {file: tried for family in found for file, tried in family.files.items()}
+    return Family("all", files, sum(f.equivalent for f in found), [file for f in found for file in f.stale])
+
+
+def report(console: Console) -> int:
+    """The catch rate of all that is kept, and every survivor with its reason; 1 where that is not enough."""
+    table = Table(
+        "family", *KINDS, "tried", "of", "caught", "equivalent", "share", title="Mutants caught, of those tried"
+    )
+    found = families()
+    for family in [*found, total(found)]:
+        counts = [str(count) for count in (family.tried, family.mutants, family.caught, family.equivalent)]
+        table.add_row(family.name, *map(family.caught_of_kind, KINDS), *counts, f"{family.share:.1%}")
+    console.print(table)
+    known = reasons()
+    survivors = [name for tried in total(found).files.values() for name in tried.survivors]
+    for name in survivors:
+        console.print(f"survived: {name}: {known.get(name, 'NO REASON KNOWN')}", highlight=False, markup=False)
+    return int(total(found).share < WANTED or any(name not in known for name in survivors))
