@@ -119,3 +119,13 @@ def test_a_save_that_fails_leaves_what_was_there(folder, monkeypatch):
         models.save(tiny.ours("qwen3"), folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_routers_are_read_and_written_in_float32_whatever_the_model_is_in(tmp_path):
+    models.save(tiny.ours("qwen3_moe").to(torch.bfloat16), tmp_path / "half")
+    for name, decoder in (("own dtype", models.load(tmp_path / "half")), ("given", models.load(tmp_path / "half", dtype=torch.bfloat16))):  # fmt: skip
+        dtypes = {part: param.dtype for part, param in decoder.named_parameters()}
+        routers = {part for part in dtypes if part.endswith("router.weight")}
+        assert routers, name
+        assert {dtypes[part] for part in routers} == {torch.float32}, name
+        assert {dtypes[part] for part in dtypes.keys() - routers} == {torch.bfloat16}, name

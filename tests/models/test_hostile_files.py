@@ -115,6 +115,26 @@ def test_a_hostile_config_beside_real_weights_is_refused_or_harmless(folder):
     assert {True, False} == set(outcomes)
 
 
+def test_a_generation_config_says_where_to_stop_or_is_one_clear_error(folder):
+    """What is no token is refused by the name of its file, what is no token of this model is passed over."""
+    path, config = folder / checkpoints.GENERATION, models.load(folder).config
+    outcomes = []
+    for value in HOSTILE:
+        path.write_text(json.dumps({"eos_token_id": value, "max_new_tokens": value, "_from_model_config": value}))
+        outcomes.append(refused(lambda: models.load(folder), value))
+        if not outcomes[-1]:
+            assert all(0 <= token < config.vocabulary for token in set(models.load(folder).config.eos) - {*config.eos})
+    assert {True, False} == set(outcomes)
+    path.write_text('{"eos_token_id": "x"}')
+    with pytest.raises(models.ConfigError, match=r"generation_config\.json: eos_token_id must be a token's number"):
+        models.load(folder)
+    path.write_text(json.dumps({"eos_token_id": [7, 5, 7, config.vocabulary]}))
+    loaded = models.load(folder)
+    assert loaded.config.eos[-2:] == (7, 5)
+    models.save(loaded, folder)  # and what is saved stops there too
+    assert json.loads(path.read_text())["eos_token_id"][-2:] == [7, 5]
+
+
 @pytest.mark.parametrize("layers", [4097, 4096, 10**9])
 def test_layers_that_are_not_there_are_not_built(layers, folder):
     given = json.loads((folder / "config.json").read_text())
@@ -122,8 +142,8 @@ def test_layers_that_are_not_there_are_not_built(layers, folder):
     assert refused(lambda: models.load(folder), layers)
 
 
-@pytest.mark.parametrize("file", ["config.json", checkpoints.INDEX])
-@pytest.mark.parametrize("text", [DEEP, "", "{", "3", '{"a": 1' + "0" * 5000 + "}", '{"weight_map": "x"}', "\0"])
+@pytest.mark.parametrize("file", ["config.json", checkpoints.INDEX, checkpoints.GENERATION])
+@pytest.mark.parametrize("text", [DEEP, "", "{", "3", '{"a": 1' + "0" * 5000 + "}", '{"weight_map": "x", "eos_token_id": "x"}', "\0"])  # fmt: skip
 def test_json_that_is_none_or_too_deep(file, text, folder):
     (folder / file).write_text(text)
     assert refused(lambda: models.load(folder), text[:20])

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tilestack.nn import MLP, LoadWindow, MoE, Router
@@ -359,3 +360,26 @@ def test_the_dense_layer_is_the_mixture_of_its_one_expert():
     )
     dense.load_state_dict({"gate_up.weight": moe.gate_up.detach()[0], "down.weight": moe.down.detach()[0]})
     torch.testing.assert_close(dense(x), moe(x))
+
+
+def test_a_router_keeps_its_float32_and_no_forward_casts_it():
+    class Casts(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.of = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._to_copy.default:
+                self.of.append(args[0].data_ptr())
+            return func(*args, **(kwargs or {}))
+
+    moe = MoE(8, 16, 4, 2, bias_balancing=True)
+    weight = moe.router.weight.detach().clone()
+    moe.to(torch.bfloat16).half().to("cpu", torch.bfloat16)
+    assert (moe.gate_up.dtype, moe.router.weight.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(moe.router.weight, weight)  # never rounded
+    with torch.no_grad(), Casts() as casts:
+        moe(torch.randn(3, 8, dtype=torch.bfloat16))
+    assert casts.of
+    assert moe.router.weight.data_ptr() not in casts.of
+    assert moe.double().router.weight.dtype == torch.float64

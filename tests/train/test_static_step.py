@@ -2,6 +2,7 @@
 
 import json
 import signal
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tiny import Counting, TinyModel, recipe
 
 from tilestack import configure_backend
 from tilestack.data import NO_LABEL, Batch, pack
-from tilestack.train import RecipeError, Trainer
+from tilestack.train import RecipeError, Trainer, static_step
 from tilestack.train.static_step import StaticStep, fill, map_tensors, why_not_static
 from tilestack.train.step import Step
 
@@ -120,3 +121,58 @@ def test_a_buffer_takes_the_contents_and_refuses_other_shapes():
     assert [tensor.data_ptr() for tensor in (buffer["pairs"][0].ids, buffer["pairs"][1])] == places
     with pytest.raises(ValueError, match=r"of shape \[3\] comes after one of \[2\]"):
         fill(buffer, {"pairs": [batch(9), torch.zeros(3)]})
+
+
+@pytest.fixture
+def pretended_graphs(monkeypatch):
+    """A GPU for StaticStep that is none: a capture runs nothing, and a replay makes the call. Gives what was captured."""
+    captured = []
+
+    class Graph:
+        def __init__(self, call, keep):
+            self.call, self.keep = call, keep
+
+        def replay(self):
+            self.keep(self.call())
+
+    def capture(self, name, call):
+        captured.append(name)
+        self.graphs[name] = Graph(call, lambda result: setattr(self, "figures", result) if name == "update" else None)
+
+    make = StaticStep.__init__
+    monkeypatch.setattr(StaticStep, "__init__", lambda self, *a, **k: (make(self, *a, **k), setattr(self, "given_up", False))[0])  # fmt: skip
+    monkeypatch.setattr(StaticStep, "_capture", capture)
+    monkeypatch.setattr(StaticStep, "_watched", lambda self: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(static_step, "clear_up_after_capture", lambda *_: None)
+    return captured
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_parts_are_captured_once_and_replayed_from_then_on(tmp_path, accumulate, pretended_graphs):
+    settings = dict(data={"accumulate": accumulate}, spoil=accumulate * 15)
+    train(tmp_path / "plain", "off", **settings)
+    train(tmp_path / "graphs", "on", **settings)
+    assert pretended_graphs == (["first", "update"] if accumulate == 1 else ["first", "more", "update"])
+    assert everything(tmp_path / "plain") == everything(tmp_path / "graphs")
+
+
+@pytest.mark.parametrize("fails", ["first", "more", "update"])
+def test_a_capture_that_fails_costs_nothing_but_the_graphs(tmp_path, fails, pretended_graphs, monkeypatch):
+    """What was added up while it was captured is dropped, and the step runs as the others do."""
+    capture = StaticStep._capture
+
+    def failing(self, name, call):
+        call() if name != "update" else None  # here a capture computes, so that what it leaves behind would show
+        if name == fails:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        capture(self, name, call)
+
+    monkeypatch.setattr(StaticStep, "_capture", failing)
+    train(tmp_path / "plain", "off")
+    with pytest.raises(RecipeError, match=r'run\.graph = "on" cannot be: RuntimeError, operation not permitted when'):
+        train(tmp_path / "on", "on")
+    monkeypatch.setattr(static_step, "StaticStep", lambda step, must, say: StaticStep(step, say=say))
+    trainer = train(tmp_path / "graphs", "on")
+    assert everything(tmp_path / "plain") == everything(tmp_path / "graphs")
+    assert trainer.steps.graphs == {}

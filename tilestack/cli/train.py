@@ -44,6 +44,7 @@ Profile = Annotated[
 def add_to(app: typer.Typer) -> None:
     app.command("train")(train_command)
     app.command("parity")(parity_command)
+    app.command("chain")(chain_command)
     recipe_keys.add_to(app)
 
 
@@ -157,6 +158,27 @@ def parity_command(
         console.print(f"{found.name}: {verdict}; largest difference {max(found.differences):.3g}, {found.worst:.0%} of what is allowed; {page}", highlight=False)  # fmt: skip
     if found.broken_at is not None:
         raise typer.Exit(1)
+
+
+def chain_command(
+    folder: Annotated[Path, typer.Option(help="Where the runs go, a folder for each.")] = Path("runs/chain"),
+    save: Annotated[bool, typer.Option("--save", help="Keep the figures in results/<machine>/recipes.")] = False,
+    json_: JsonFile = None,
+) -> None:
+    """Follow the recipes from nothing to a model that answers: train, sft, dpo, grpo, each from the model before it, then
+    generate; with the figures of each. On a GPU pretraining is demo-gpu, elsewhere demo.
+    """
+    import torch
+
+    from tilestack.lab import chain, machine, results
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    said = Console(stderr=True)
+    told = lambda text: said.print(escape(text), highlight=False, soft_wrap=True)
+    found = chain.run_chain(device, folder, chain.run_tilestack, told)
+    write_json(json_, found)
+    if save:
+        console.print(f"kept in {chain.save(results.FOLDER, machine.stamp(device), found)}", highlight=False)
 
 
 def write_parity_page(path: Path, found: "Parity", model: str) -> Path:

@@ -6,11 +6,11 @@ in one step, so a crash leaves the old one or the new one, never half of one.
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from tilestack.files import write_text_whole
 
 FOLDER = Path("results")
 IDENTITY = ("op", "case", "dtype", "direction", "backend")  # rows that agree in these are measurements of one thing
@@ -59,17 +59,7 @@ def refuse_other_machine(path: Path, machine: dict[str, Any]) -> None:
 
 def save(path: Path, results: Results) -> None:
     """Write a results file in one step: readers see the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(results, file, indent=1, allow_nan=False)
-            file.write("\n")
-        os.chmod(temporary, 0o644)  # mkstemp makes it private
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_text_whole(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
 
 
 def merge(path: Path, machine: dict[str, Any], roofs: dict[str, Any], rows: Iterable[dict[str, Any]]) -> Results:

@@ -9,6 +9,7 @@ A table stands between two markers and is rewritten in place by `make docs`:
     <!-- table: roofs h200 -->                        what the machine can do at best
     <!-- table: memory h200 stride -->                one sweep of `tilestack bench memory`, a line per setting
     <!-- table: parity h200 -->                       losses of training on kernels and on definitions
+    <!-- table: recipes cpu -->                       what `tilestack chain` came to, recipe by recipe
     <!-- table: proofs h200 -->                       which backends are proved there, of the present source
     <!-- table: mutation -->                          how many mutants of the kernels the proofs catch, by family
     <!-- table: survivors -->                         the mutants that they do not, each with the reason
@@ -21,7 +22,7 @@ says "not measured yet".
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tilestack.lab import curves, memory, mutation_results, proved
+from tilestack.lab import chain, curves, memory, mutation_results, proved
 from tilestack.lab.bench_train import CANDIDATES
 from tilestack.lab.measured import (
     Contest,
@@ -235,6 +236,23 @@ def parity(folder: Path, slug: str) -> str:
     )
 
 
+def recipes(folder: Path, slug: str) -> str:
+    """The recipes one after another: how long each took, and its figures when first and last measured."""
+    path = chain.path_of(folder, slug)
+    if not path.exists():
+        return f"_not measured yet: `tilestack chain --save` on the machine `{slug}` fills this table._"
+    kept = read_json(path)
+    rows = [
+        [f"`{stage['command']} {stage['recipe']}`", "; ".join(f"{name.replace('_', ' ')} {chain.shown(pair)}" for name, pair in stage["figures"].items()), f"{stage['parameters'] / 1e6:.2f} M", f"{stage['steps']:,}", f"{stage['seconds']:.0f} s"]
+        for stage in kept["stages"]
+    ]  # fmt: skip
+    machine, answers = kept["machine"], kept["answers"]
+    asked = "; ".join(f"“{each['prompt']}” “{each['answer']}” ({'right' if each['right'] else 'wrong'})" for each in answers)  # fmt: skip
+    stamp = f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, commit {machine['commit']}, {machine['date'][:10]}"  # fmt: skip
+    header = ["command", "first evaluation → last", "parameters", "steps", "all of it took"]
+    return f"{markdown(header, rows, left=2)}\n\n_Asked at the end: {asked}. {stamp}._"
+
+
 def proofs(folder: Path, slug: str) -> str:
     """A line per backend of ours: what is proved of it on a GPU, and whether of the present source."""
     lines = proved.lines(folder, slug)
@@ -283,7 +301,11 @@ TABLES: dict[str, Callable[..., str]] = {
     "training": training,
     "roofs": roofs,
 }
-FOLDERS: dict[str, Callable[[Path, str], str]] = {"parity": parity, "proofs": proofs}  # from files of their own
+FOLDERS: dict[str, Callable[[Path, str], str]] = {
+    "parity": parity,
+    "recipes": recipes,
+    "proofs": proofs,
+}  # from files of their own
 OF_NO_GPU: dict[str, Callable[[Path], str]] = {"mutation": mutation, "survivors": survivors}
 WORDS = {
     "headline": (1, 2),
@@ -292,7 +314,7 @@ WORDS = {
     "training": (1,),
     "roofs": (1,),
 }  # how many follow the name
-USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
+USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `recipes MACHINE`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
 
 
 def table(name: str, root: Path, where: str = "") -> str:

@@ -1,5 +1,6 @@
 """Models on disk: Hugging Face folders in and out, GGUF files in, and a few models by name."""
 
+import dataclasses
 import importlib.util
 import json
 from collections.abc import Iterable
@@ -12,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tilestack.files import whole_folder
-from tilestack.models.config import ModelConfig
+from tilestack.models.config import ModelConfig, listed
 from tilestack.models.decoder import Decoder
 from tilestack.models.gguf import GGUF
-from tilestack.models.keys import ConfigError, shown
+from tilestack.models.keys import TOKENS, ConfigError, check_kinds, shown
 from tilestack.models.weights import (
     LONGEST_NAME,
     CheckpointError,
@@ -132,6 +133,9 @@ def load(name: str | Path, *, dtype: torch.dtype | None = None, device: torch.de
             config = source.config
     except ConfigError as problem:
         raise ConfigError(f"{described}: {problem}") from problem
+    if path.is_dir():
+        ends = [token for token in stops_beside(path) if 0 <= token < config.vocabulary]
+        config = dataclasses.replace(config, eos=tuple(dict.fromkeys((*config.eos, *ends))))
     try:
         refuse_more_than_there_is(config, source)
         with torch.device("meta"):
@@ -140,6 +144,17 @@ def load(name: str | Path, *, dtype: torch.dtype | None = None, device: torch.de
     except CheckpointError as problem:
         raise CheckpointError(f"{path}: {problem}") from problem
     return decoder.eval()
+
+
+def stops_beside(folder: Path) -> tuple[int, ...]:
+    """The tokens that end a text by a folder's generation_config.json, which may be more than its config.json says."""
+    path = folder / GENERATION
+    given = read_json(path) if path.is_file() else {}
+    try:
+        check_kinds(given, {"eos_token_id": TOKENS})
+    except ConfigError as problem:
+        raise ConfigError(f"{path}: {problem}") from problem
+    return listed(given.get("eos_token_id"))
 
 
 def save(decoder: Decoder, folder: str | Path, *, shard_size: int = SHARD) -> None:

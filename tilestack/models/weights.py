@@ -17,6 +17,7 @@ from tilestack.models.config import ModelConfig
 from tilestack.models.decoder import Decoder
 from tilestack.models.families import FAMILIES
 from tilestack.models.keys import shown
+from tilestack.nn import Router
 
 FEW = 5  # tensors that an error names before it counts the others
 LONGEST_NAME = 200  # of a tensor or file that an error writes out
@@ -139,16 +140,19 @@ def fill(decoder: Decoder, source: Source, dtype: torch.dtype | None, device: to
     for name, parameter in parameters.items():
         made = torch.empty(0)
         row = 0
+        path, _, attribute = name.rpartition(".")
+        module = decoder.get_submodule(path)
         for piece in pieces[name]:
             tensor = source.read(piece.name)
             if not tensor.is_floating_point() or tensor.element_size() < 2:
                 raise CheckpointError(f"{piece.name} is {tensor.dtype}: quantised weights are not read here")
             if row == 0:
-                made = torch.empty(parameter.shape, dtype=dtype or tensor.dtype, device=device)
+                kept = dtype or tensor.dtype
+                kept = torch.promote_types(kept, torch.float32) if isinstance(module, Router) else kept
+                made = torch.empty(parameter.shape, dtype=kept, device=device)
             as_rows(made)[row : row + piece.rows].copy_(tensor)
             row += piece.rows
-        module, _, attribute = name.rpartition(".")
-        setattr(decoder.get_submodule(module), attribute, torch.nn.Parameter(made, parameter.requires_grad))
+        setattr(module, attribute, torch.nn.Parameter(made, parameter.requires_grad))
     decoder.rotary.rebuild(device)
 
 

@@ -13,6 +13,7 @@ from tilestack.nn.autocast import full_precision
 from tilestack.ops.numerics import wide
 
 SCORINGS = ("softmax", "sigmoid")
+HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -73,7 +74,8 @@ class Router(torch.nn.Module):
     Scores are the softmax of the logits, or their sigmoid. With groups, as in DeepSeek's models, experts lie in groups
     of neighbours and only those of the best `top_groups` can be chosen; a group is as good as its best expert (softmax)
     or its two best (sigmoid). The weights are the chosen scores: made to add up to one (`normalise`), times `scale`. A
-    bias, where there is one, has a say in the choice and none in the weights. All of this is done in float32.
+    bias, where there is one, has a say in the choice and none in the weights. All of this is done in float32, and kept in
+    it whatever the dtype of the model around: a router is small, and casting it would be part of every forward.
     """
 
     bias: Tensor | None
@@ -149,11 +151,13 @@ class Router(torch.nn.Module):
         self.bias += rate * torch.sign(load.mean() - load)
 
     def _apply(self, fn, recurse=True):
-        """The bias moves with the module and keeps its float32: the steps it grows by are lost in half precision."""
-        before = self.bias
+        """Weight and bias move with the module and keep their float32: the steps a bias grows by are lost in half precision."""
+        weight, bias = self.weight.data, self.bias
         super()._apply(fn, recurse)
-        if before is not None and self.bias is not None and self.bias.dtype != before.dtype:
-            self.bias = before.to(self.bias.device)
+        if self.weight.dtype in HALVES:
+            self.weight.data = wide(weight).to(self.weight.device)
+        if bias is not None and self.bias is not None and self.bias.dtype != bias.dtype:
+            self.bias = bias.to(self.bias.device)
         return self
 
     def extra_repr(self) -> str:

@@ -17,7 +17,7 @@ calls run over the same buffer, one kernel at a time.
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -68,8 +68,9 @@ class StaticStep:
         self.tokens = self.done = 0  # tokens of a micro-batch, steps that are finished
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self.figures: Tensor | None = None  # where the graphs leave them
-        self.stream = torch.cuda.Stream(step.device) if step.device.type == "cuda" else None
-        self.given_up = self.stream is None
+        self.given_up = step.device.type != "cuda"
+        self.stream = None if self.given_up else torch.cuda.Stream(step.device)
+        self.pool = None if self.given_up else torch.cuda.graph_pool_handle()  # memory that the graphs share
 
     def begin(self, number: int) -> float:
         return self.step.begin(number)
@@ -79,7 +80,7 @@ class StaticStep:
             self.batch = map_tensors(batch, lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
         else:
             fill(self.batch, batch)
-        if first and self.done == WARM_UP and not self.given_up:
+        if first and self.done == WARM_UP and not (self.graphs or self.given_up):
             self._capture_all()
         if graph := self.graphs.get("first" if first else "more"):
             graph.replay()
@@ -109,16 +110,12 @@ class StaticStep:
         except Exception as problem:
             self.graphs.clear()
             self.step.forget()
-            # What a capture that fails leaves behind: its stream as the current one, and chance as if it were under way.
-            torch.cuda.set_stream(here)
-            generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            generator.graphsafe_set_state(generator.clone_state())
+            clear_up_after_capture(here, self.pool)
             self._give_up(f"{type(problem).__name__}, {str(problem).partition(chr(10))[0]}", problem)
 
     def _capture(self, name: str, call: Callable[[], Any]) -> Any:
         graph = torch.cuda.CUDAGraph()
-        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-        with torch.cuda.graph(graph, pool=pool, stream=self.stream):
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             result = call()
         self.graphs[name] = graph
         return result
@@ -151,7 +148,7 @@ class StaticStep:
                 torch.cuda.set_sync_debug_mode(before)
         waits = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
         for warning in caught:
-            if warning not in waits:
+            if warning not in waits and "Synchronization debug mode" not in str(warning.message):
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         if waits:
             self._give_up(f"{waits[0].filename}:{waits[0].lineno} waits for the device")
@@ -162,6 +159,17 @@ class StaticStep:
         self.given_up = True
         torch.cuda.empty_cache()  # which holds a step's memory for a stream that is not used any more
         self.say(f"steps are not captured in CUDA graphs: {reason}")
+
+
+def clear_up_after_capture(stream: torch.cuda.Stream, pool: Any) -> None:
+    """Undo what a capture that failed leaves behind: its stream as the current one, allocations that go to its pool, and
+    chance as if it were under way."""
+    torch.cuda.set_stream(stream)
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):  # where it got as far as its end
+        torch._C._cuda_endAllocateToPool(device, pool)
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def fill(buffer: Any, batch: Any) -> None:

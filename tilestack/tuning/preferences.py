@@ -33,6 +33,7 @@ from torch import Tensor
 from tilestack.contract import Operator, registry
 from tilestack.contract.cases import Make
 from tilestack.contract.named import call_named, parameters_of
+from tilestack.files import write_text_whole
 
 TABLES = Path(__file__).parent / "tables"
 UNMEASURED: dict[str, list[str]] = {"linear": ["aten"], "attention": ["aten"], "grouped_linear": ["aten"]}
@@ -160,10 +161,7 @@ def merged(under: dict[str, Entry], over: dict[str, Entry]) -> dict[str, Entry]:
 def add_to_table(path: Path, rows: list[dict[str, Any]]) -> None:
     """Merge what was measured into a table on disk, whole or not at all."""
     known = checked_table(json.loads(path.read_text())) if path.exists() else {}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".part")
-    fresh.write_text(json.dumps(merged(known, make_table(rows)), indent=1, sort_keys=True) + "\n")
-    fresh.replace(path)
+    write_text_whole(path, json.dumps(merged(known, make_table(rows)), indent=1, sort_keys=True) + "\n")
     forget_tables()
 
 

@@ -35,6 +35,11 @@ class Needs:
     def all(self) -> int:
         return self.weights + self.gradients + self.states + self.batch
 
+    @property
+    def checkpoint(self) -> int:
+        """Weights that learn, each of which has a gradient as large, and the optimizer's states."""
+        return self.gradients + self.states
+
 
 def least_needs(recipe: Recipe, model: Any, row: int) -> Needs:
     """What a recipe takes at least, with rows of so many tokens; the model may be a description on the meta device."""
@@ -79,9 +84,9 @@ def free_memory(device: torch.device) -> int | None:
 def refuse_beyond_disk(needs: Needs, folder: Path) -> None:
     """Refuse a run whose first checkpoint would fill the disk: it is written before an older one goes."""
     free = shutil.disk_usage(folder).free
-    if needs.weights + needs.states > free:
+    if needs.checkpoint > free:
         raise RecipeError(
-            f"a checkpoint takes {(needs.weights + needs.states) / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free "
+            f"a checkpoint takes {needs.checkpoint / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free "
             f"where {folder} is; make room, or train elsewhere (--folder)"
         )
 

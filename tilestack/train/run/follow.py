@@ -109,8 +109,7 @@ def make_trainer(
         refuse_impossible(recipe, described, least_needs(recipe, described, row), place.path, device)
     tokenizer, make_objective = prepare(console)
     model = build_model(recipe, tokenizer).to(device, execution.DTYPES[recipe.precision.parameters])
-    needs = dataclasses.replace(least_needs(recipe, model, row), weights=0)  # they are there
-    refuse_impossible(recipe, model, needs, place.path, device)
+    refuse_impossible(recipe, model, least_needs(recipe, model, row), place.path, device, has_weights=True)
     refuse_prompts(recipe, tokenizer, model.config.positions)
     if recipe.lora.rank:
         lora = recipe.lora
@@ -166,9 +165,12 @@ def new_model(recipe: Recipe, about: Mapping[str, Any]) -> models.Decoder:
     return models.Decoder(models.ModelConfig.from_hf({**about, **recipe.model.config}, strict=True))
 
 
-def refuse_impossible(recipe: Recipe, model: Any, needs: Needs, folder: Path, device: torch.device) -> None:
+def refuse_impossible(
+    recipe: Recipe, model: Any, needs: Needs, folder: Path, device: torch.device, has_weights: bool = False
+) -> None:
+    """Refuse a run that cannot be; where it `has_weights`, they take no memory beyond what they have."""
     refuse_beyond_positions(recipe, model.config.positions)
-    refuse_beyond_memory(needs, recipe, device)
+    refuse_beyond_memory(dataclasses.replace(needs, weights=0) if has_weights else needs, recipe, device)
     refuse_beyond_disk(needs, folder)
 
 

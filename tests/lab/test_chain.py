@@ -1,0 +1,72 @@
+"""The chain of recipes: each stage is a command that exists, starts from the last model, and its figures are kept."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tilestack.cli.recipes import find_recipe, recipe_names
+from tilestack.lab import chain, tables
+from tilestack.train import Recipe
+from tilestack.train.align import KINDS
+from tilestack.train.settings import RecipeError
+
+MACHINE = {"slug": "cpu", "gpu": "", "cpu": "a CPU", "torch": "2", "commit": "abc", "date": "2026-11-15T00:00:00Z"}
+
+
+class Pretended:
+    """Leaves what a run would: two evaluations and a model of twelve weights; answers every other question right."""
+
+    def __init__(self):
+        self.commands = []
+
+    def __call__(self, command):
+        self.commands.append(list(command))
+        if command[0] == "generate":
+            numbers = [int(word.strip("?,.")) for word in command[1].split() if word.strip("?,.").isdigit()]
+            return f"The answer is {max(numbers) if len(self.commands) % 2 else 0}.\n"
+        folder = chain.Path(command[command.index("--folder") + 1])
+        (folder / "model").mkdir(parents=True)
+        names = ("validation_loss", "bits_per_byte", "exact_answers", "validation_accuracy", "validation_reward")
+        rows = [{"step": 1, "loss": 3.0}, {"step": 1} | dict.fromkeys(names, 2.0), {"step": 9, "loss": 1.0}, {"step": 9} | dict.fromkeys(names, 0.5)]  # fmt: skip
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        save_file({"a": torch.zeros(3, 2), "b": torch.zeros(6)}, folder / "model" / "model.safetensors")
+        return ""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_stage_is_a_recipe_that_reads_with_its_changes(device):
+    for stage in chain.stages(device):
+        kind = Recipe if stage.command == "train" else KINDS[stage.command].recipe
+        changes = [*stage.settings, *(["model.path=before"] if stage.command != "train" else [])]
+        recipe = kind.load(find_recipe(chain.Path(stage.recipe)), changes)
+        assert stage.recipe in recipe_names()
+        assert bool(recipe.model.path) != bool(recipe.model.config)
+        assert (recipe.run.backend == "") == (device == "cuda")
+    with pytest.raises(RecipeError, match="exclude each other"):  # which is why sft gives its own model up
+        KINDS["sft"].recipe.load(find_recipe(chain.Path("sft")), ["model.path=before"])
+
+
+def test_stages_follow_each_other_and_their_figures_fill_the_table(tmp_path):
+    run, said = Pretended(), []
+    found = chain.run_chain("cpu", tmp_path / "runs", run, said.append)
+    assert [command[0] for command in run.commands] == ["train", "sft", "dpo", "grpo", *["generate"] * chain.QUESTIONS]
+    starts = [[word for word in command if word.startswith("model.path=")] for command in run.commands[:4]]
+    before = lambda name: [f"model.path={tmp_path / 'runs' / name / 'model'}"]
+    assert starts == [[], before("train"), before("sft"), before("dpo")]
+    assert run.commands[-1][3] == str(tmp_path / "runs/grpo/model")
+    assert [stage["parameters"] for stage in found["stages"]] == [12] * 4
+    assert "train demo: 9 steps in 0 s; validation loss 2.000 → 0.500, bits per byte 2.000 → 0.500" in said
+
+    chain.save(tmp_path / "results", MACHINE, found)
+    written = tables.table("recipes cpu", tmp_path)
+    assert "| `sft sft` | validation loss 2.000 → 0.500; exact answers 2.000 → 0.500 | 0.00 M | 9 | 0 s |" in written
+    assert [written.count(f"({word})") for word in ("right", "wrong")] == [2, 1]
+    assert "a CPU, torch 2, commit abc, 2026-11-15" in written
+    assert "`tilestack chain --save` on the machine `h200`" in tables.table("recipes h200", tmp_path)
+
+
+def test_a_stage_that_fails_ends_the_chain(tmp_path):
+    with pytest.raises(ChildProcessError, match="tilestack sft ended with 1, and the chain with it"):
+        chain.run_tilestack(["sft", "no-such-recipe"])
