@@ -202,7 +202,7 @@ def tile_of(matrix: Tensor, block: tuple[int, int]) -> Tile:
 def hopper_product(a: Tensor, b: Tensor, bias: Tensor | None, config: Config) -> Tensor:
     """a @ b + bias for matrices of any strides; those that TMA cannot move are copied."""
     (M, K), N = a.shape, b.shape[1]
-    c = empty_rows(M, N, a)
+    c = empty_rows(M, N, like=a)
     if 0 in (M, N, K):
         return (
             c.contiguous().zero_()
