@@ -143,19 +143,41 @@ def multiply_tiles(
 
 
 @gluon.jit
-def store_columns(c_desc, c_s, tile, m, n, PARTS: gl.constexpr):
-    """Store a tile through one buffer, in 1, 2 or 4 parts of its columns; the last is still on its way on return."""
+def store_columns(c_desc, c_s, tile, m, n, PARTS: gl.constexpr, matrix=None):
+    """Store a tile through one buffer, in 1, 2 or 4 parts of its columns; the last is still on its way on return.
+
+    Where c is a stack, `matrix` is the number of the one to store to.
+    """
+    ROWS: gl.constexpr = tile.shape[0]
+    COLUMNS: gl.constexpr = tile.shape[1]
     if PARTS == 1:
         tma.store_wait(pendings=0)
-        c_s.store(tile)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(c_desc, [m, n], c_s)
+        if matrix is None:
+            c_s.store(tile)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(c_desc, [m, n], c_s)
+        else:
+            c_s.reshape([ROWS, COLUMNS]).store(tile)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(c_desc, [matrix, m, n], c_s)
     else:
-        ROWS: gl.constexpr = tile.shape[0]
-        HALF: gl.constexpr = tile.shape[1] // 2
+        HALF: gl.constexpr = COLUMNS // 2
         left, right = tile.reshape([ROWS, 2, HALF]).permute((0, 2, 1)).split()
-        store_columns(c_desc, c_s, left, m, n, PARTS // 2)
-        store_columns(c_desc, c_s, right, m, n + HALF, PARTS // 2)
+        store_columns(c_desc, c_s, left, m, n, PARTS // 2, matrix)
+        store_columns(c_desc, c_s, right, m, n + HALF, PARTS // 2, matrix)
+
+
+@gluon.jit
+def ring_of(a_desc, b_desc, SLOTS: gl.constexpr):
+    """Shared memory for the tiles of SLOTS steps, and the barriers that say which of them are full and which free."""
+    a_s = gl.allocate_shared_memory(a_desc.dtype, [SLOTS] + a_desc.block_type.shape, a_desc.layout)
+    b_s = gl.allocate_shared_memory(b_desc.dtype, [SLOTS] + b_desc.block_type.shape, b_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    return a_s, b_s, full, free
 
 
 @gluon.jit
@@ -166,14 +188,8 @@ def matmul_hopper_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WARPS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    a_s = gl.allocate_shared_memory(a_desc.dtype, [SLOTS] + a_desc.block_type.shape, a_desc.layout)
-    b_s = gl.allocate_shared_memory(b_desc.dtype, [SLOTS] + b_desc.block_type.shape, b_desc.layout)
+    a_s, b_s, full, free = ring_of(a_desc, b_desc, SLOTS)
     c_s = gl.allocate_shared_memory(c_desc.dtype, c_desc.block_type.shape, c_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=1)
     HAS_BIAS: gl.constexpr = bias_ptr is not None
     gl.warp_specialize(
         [
@@ -195,7 +211,7 @@ def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))
 
 
-def tile_of(matrix: Tensor, block: tuple[int, int]) -> Tile:
+def tile_of(matrix: Tensor, block: tuple[int, ...]) -> Tile:
     return Tile.of(matrix, block, layout_of(block, matrix.dtype))
 
 
