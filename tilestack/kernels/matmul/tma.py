@@ -43,12 +43,13 @@ def lies_in_rows(matrix: Tensor) -> bool:
     return side_by_side == 1 and aligned and steps[-1] >= matrix.shape[-1] and min(steps) > 0
 
 
-def empty_rows(*sizes: int, like: Tensor) -> Tensor:
+def empty_rows(*sizes: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """New memory for a matrix or a stack of them that TMA can move: contiguous where that suffices, else of padded rows."""
     *leading, columns = sizes
-    multiple = ALIGNMENT // like.element_size()
+    dtype = dtype or like.dtype
+    multiple = ALIGNMENT // dtype.itemsize
     padded = cdiv(columns, multiple) * multiple
-    return torch.empty((*leading, padded), dtype=like.dtype, device=like.device)[..., :columns]
+    return torch.empty((*leading, padded), dtype=dtype, device=like.device)[..., :columns]
 
 
 def can_move(x: Tensor, weight: Tensor) -> bool | str:
