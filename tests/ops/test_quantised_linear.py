@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tilestack import backend, ops
+from tilestack.kernels.quantised.fp8 import rounds_to_halves
 
 
 def integers(*shape, seed=0):
@@ -64,3 +65,48 @@ def test_what_does_not_fit_is_said(change, message):
 def test_codes_are_int8():
     with pytest.raises(TypeError, match="x must be int8, not float32"):
         ops.linear_int8(ones(2, 16), integers(4, 16), ones(2), ones(4))
+
+
+def fp8(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("chosen", ["torch", "triton"])
+def test_each_block_of_codes_has_its_scale(chosen):
+    """Scales that are powers of two of blocks that hold one number each: nothing is rounded, so all is exact."""
+    x, weight = torch.zeros(2, 3, 300), torch.zeros(140, 300)
+    places = torch.tensor([0, 127, 128, 255, 256, 299])
+    x[..., places], weight[:, places] = 1.5, 1.75
+    x_scale, scale = 2.0 ** torch.arange(18).view(2, 3, 3), 2.0 ** -torch.arange(6.0).view(2, 3)
+    with backend(linear_fp8=chosen):
+        out = ops.linear_fp8(x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn), x_scale, scale)
+    of_output = scale[torch.arange(140) // 128]
+    assert torch.equal(out, 2 * 1.5 * 1.75 * x_scale @ of_output.T)
+
+
+@pytest.mark.parametrize("chosen", ["torch", "triton"])
+@pytest.mark.parametrize(("of_x", "of_weight"), [((), (40,)), ((3,), ()), ((3,), (40,)), ((), ())])
+def test_one_scale_or_one_for_each_row(chosen, of_x, of_weight):
+    x, weight = fp8(3, 96), fp8(40, 96, seed=1)
+    x_scale, scale = 0.5 + torch.rand(of_x), 0.5 + torch.rand(of_weight)
+    with backend(linear_fp8=chosen):
+        out = ops.linear_fp8(x, weight, x_scale, scale)
+    torch.testing.assert_close(out, x.float() @ weight.float().T * (x_scale.view(-1, 1) * scale))
+
+
+def test_float32_is_more_than_tensor_cores_add_up():
+    on_gpu = [t.to("meta") for t in (fp8(3, 96), ones(40))]
+    assert "too few for a result in float32" in rounds_to_halves(*on_gpu, "")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(x_scale=ones(2)), r"one for each of \(3,\) rows and 40 outputs, not x_scale \(2,\)"),
+        (dict(weight_scale=ones(1, 2)), r"blocks of 128 codes have scales \(3, 2\) and \(1, 2\), not x_scale \(3,\)"),
+        (dict(weight_scale=ones(2, 2), x_scale=ones(3, 2)), "blocks of 128 codes have scales"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        ops.linear_fp8(**dict(x=fp8(3, 160), weight=fp8(40, 160), x_scale=ones(3), weight_scale=ones(40)) | change)

@@ -103,3 +103,102 @@ def linear_int8(
     sums = (codes @ weights.T).to(wide(weight_scale).dtype)
     scaled = sums * (wide(x_scale)[..., None] * wide(weight_scale))
     return (scaled if bias is None else scaled + wide(bias)).to(result_dtype(weight_scale, dtype))
+
+
+BLOCK = 128  # codes along K, and along N, that share a scale
+E4M3 = torch.float8_e4m3fn
+BY = ("tensor", "rows", "blocks")
+
+
+def blocks_of(size: int) -> int:
+    return -(-size // BLOCK)
+
+
+def fp8_case(make, rows, columns, inner, by="rows", bias="plain"):
+    """`by` is what shares a scale: all of a tensor, its rows, or blocks."""
+    shapes = dict(
+        tensor=((), ()),
+        rows=((rows,), (columns,)),
+        blocks=((rows, blocks_of(inner)), (blocks_of(columns), blocks_of(inner))),
+    )
+    x_shape, weight_shape = shapes[by]
+    made = dict(
+        x=make.normal(rows, inner, dtype=E4M3),
+        weight=make.normal(columns, inner, dtype=E4M3),
+        x_scale=make.uniform(*x_shape, low=0.5, high=1.5),
+        weight_scale=make.uniform(*weight_shape, low=0.5, high=1.5) * max(inner, 1) ** -0.5,
+    )
+    return made | (dict(bias=make.normal(columns)) if bias == "bias" else {})
+
+
+def by_blocks(weight_scale: Tensor) -> bool:
+    return weight_scale.ndim == 2
+
+
+def fp8_agrees(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: str
+) -> bool | str:
+    if (found := codes_agree(x, weight, bias, dtype)) is not True:
+        return found
+    rows, columns, inner = x.shape[:-1], weight.shape[:1], blocks_of(x.shape[-1])
+    given = f"x_scale {tuple(x_scale.shape)} and weight_scale {tuple(weight_scale.shape)}"
+    if by_blocks(weight_scale):
+        right = x_scale.shape == (*rows, inner) and weight_scale.shape == (blocks_of(weight.shape[0]), inner)
+        wanted = f"{(*rows, inner)} and {(blocks_of(weight.shape[0]), inner)}"
+        return right or f"blocks of {BLOCK} codes have scales {wanted}, not {given}"
+    right = x_scale.shape in ((), rows) and weight_scale.shape in ((), columns)
+    return (
+        right or f"a scale is one number, or one for each of {tuple(rows)} rows and {columns[0]} outputs, not {given}"
+    )
+
+
+def spread_over_blocks(scale: Tensor, *sizes: int) -> Tensor:
+    """The scale of each code along the last dimensions, whose sizes these are."""
+    for dim, size in enumerate(sizes, -len(sizes)):
+        scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, size)
+    return scale
+
+
+@operator(
+    cases=cases(
+        fp8_case,
+        check=[
+            (1, 1, 1),
+            (5, 17, 33, "tensor", "bias"),
+            (64, 64, 64, "tensor"),
+            (70, 130, 48, "rows", "bias"),
+            (20, 24, 304),
+            (20, 144, 304, "blocks", "bias"),
+            (3, 16, 33, "blocks"),
+            (0, 8, 8),
+            (8, 0, 8, "blocks"),
+            (8, 16, 0, "rows", "bias"),
+        ],
+        bench=[
+            *((side, side, side, by) for side in (4096, 8192) for by in BY),
+            *((rows, *LAYERS[1], "rows") for rows in (16, 512, 8192)),
+        ],
+    ),
+    cost=eight_bit_cost,
+    check=fp8_agrees,
+    dtypes=dict(x=(E4M3,), weight=(E4M3,)),
+    tuning_key=lambda x, weight, weight_scale: (
+        x.shape[:-1].numel(), *weight.shape, "blocks" if by_blocks(weight_scale) else ""
+    ),
+)  # fmt: skip
+def linear_fp8(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None = None, dtype: str = ""
+) -> Tensor:
+    """x @ weight.T + bias of float8_e4m3fn codes; weight is [out, in].
+
+    Each operand has one scale, or one for each row ([..., rows] of x, [out] of weight), or both have them for blocks: 128
+    codes of a row of x, 128 by 128 of weight. The result is in the dtype given or that of weight_scale.
+    """
+    precise = wide(weight_scale).dtype
+    codes, weights, x_scale, scale = (t.to(precise) for t in (x, weight, x_scale, weight_scale))
+    if by_blocks(weight_scale):
+        codes = codes * spread_over_blocks(x_scale, x.shape[-1])
+        out = codes @ (weights * spread_over_blocks(scale, *weight.shape)).T
+    else:
+        out = (codes @ weights.T) * ((x_scale[..., None] if x_scale.ndim else x_scale) * scale)
+    return (out if bias is None else out + wide(bias)).to(result_dtype(weight_scale, dtype))

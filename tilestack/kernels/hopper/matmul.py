@@ -168,15 +168,16 @@ def store_columns(c_desc, c_s, tile, m, n, PARTS: gl.constexpr, matrix=None):
 
 
 @gluon.jit
-def ring_of(a_desc, b_desc, SLOTS: gl.constexpr):
-    """Shared memory for the tiles of SLOTS steps, and the barriers that say which of them are full and which free."""
+def ring_of(a_desc, b_desc, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr = 1):
+    """Shared memory for the tiles of SLOTS steps, and the barriers that say which of them are full and which free: when
+    each of the consumers has said so."""
     a_s = gl.allocate_shared_memory(a_desc.dtype, [SLOTS] + a_desc.block_type.shape, a_desc.layout)
     b_s = gl.allocate_shared_memory(b_desc.dtype, [SLOTS] + b_desc.block_type.shape, b_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=CONSUMERS)
     return a_s, b_s, full, free
 
 
@@ -208,7 +209,8 @@ def matmul_hopper_kernel(
 
 @functools.cache
 def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))
+    name = "float8e4nv" if dtype == torch.float8_e4m3fn else str(dtype).removeprefix("torch.")
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, name))
 
 
 def tile_of(matrix: Tensor, block: tuple[int, ...]) -> Tile:
