@@ -26,3 +26,4 @@ from tilestack.ops.rope import qk_norm_rope as qk_norm_rope, qkv_rope as qkv_rop
 from tilestack.ops.sampling import argmax as argmax, sample as sample, topk as topk
 from tilestack.ops.softmax import log_softmax as log_softmax, logsumexp as logsumexp, softmax as softmax
 from tilestack.ops.sparse import block_sparse_dds as block_sparse_dds, block_sparse_dsd as block_sparse_dsd, block_sparse_sdd as block_sparse_sdd, csr_matmul as csr_matmul
+from tilestack.ops.weight_only import linear_weight_only as linear_weight_only
