@@ -43,5 +43,17 @@ def test_what_lies_otherwise_is_copied_into_padded_rows(matrix):
 
 
 def test_new_rows_are_contiguous_where_that_suffices():
-    assert empty_rows(3, 16, drawn(1)).is_contiguous()
-    assert empty_rows(3, 17, drawn(1)).stride() == (24, 1)
+    assert empty_rows(3, 16, like=drawn(1)).is_contiguous()
+    assert empty_rows(3, 17, like=drawn(1)).stride() == (24, 1)
+
+
+def test_a_stack_of_matrices_lies_as_its_matrices_do():
+    stack = drawn(3, 5, 16)
+    assert movable(stack) == (stack, False)
+    assert movable(stack.mT).turned
+    assert movable(stack[:, 1:3]).rows.data_ptr() == stack[:, 1:3].data_ptr()
+    for lies_otherwise in (drawn(3, 5, 17), drawn(1, 5, 16).expand(3, 5, 16), drawn(3, 81)[:, 1:].view(3, 5, 16)):
+        copy, turned = movable(lies_otherwise)
+        assert not turned
+        assert lies_in_rows(copy)
+        assert torch.equal(copy, lies_otherwise)

@@ -84,11 +84,11 @@ def test_what_makes_no_sense_is_refused(change, message):
         ops.grouped_linear(*change(*arguments([3, 7])))
 
 
-@pytest.mark.parametrize("which", ["torch", "triton"])
+@pytest.mark.parametrize("which", ["torch", "triton", "triton_persistent"])
 def test_rows_past_the_last_offset_are_zero_and_have_no_gradient(which, monkeypatch):
     """In memory that held something else before, as freshly taken memory may."""
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: torch.full(*args, fill_value=torch.nan, **kwargs))
-    x, weight, offsets = arguments([3, 7])
+    x, weight, offsets = arguments([3, 7], dtype=torch.float16 if which == "triton_persistent" else torch.float64)
     x = x.detach().requires_grad_()
     with backend(which):
         out = ops.grouped_linear(x, weight, offsets - 2)
@@ -100,6 +100,24 @@ def test_rows_past_the_last_offset_are_zero_and_have_no_gradient(which, monkeypa
     expected = torch.autograd.grad(whole, (x, weight), torch.ones_like(whole))
     torch.testing.assert_close(dx, expected[0])
     torch.testing.assert_close(dweight, expected[1])
+
+
+@pytest.mark.parametrize("config", ["64x128", "128x128"])
+@pytest.mark.parametrize("ends", [[70, 70, 200], [64, 128, 130]])
+def test_what_is_not_finite_in_one_group_stays_there(config, ends):
+    """Tiles of the persistent product reach into the rows of the next group, and a weight's steps must not."""
+    x, weight, offsets = arguments(ends, dtype=torch.float16)
+    with torch.no_grad():
+        x[ends[0] :] = torch.nan
+        weight[1:] = torch.inf
+    with backend(f"triton_persistent:{config}"):
+        out = ops.grouped_linear(x, weight, offsets)
+        dx, dweight = torch.autograd.grad(out, (x, weight), torch.ones_like(out))
+    mine = slice(ends[0])
+    torch.testing.assert_close(out[mine], x[mine] @ weight[0].T)
+    torch.testing.assert_close(dx[mine], torch.ones_like(out[mine]) @ weight[0])
+    torch.testing.assert_close(dweight[0], torch.ones_like(out[mine]).T @ x[mine])
+    assert dweight[-1].isnan().all()
 
 
 @pytest.mark.parametrize("last", [0, 63, 64, 150, 200])

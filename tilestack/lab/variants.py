@@ -116,6 +116,6 @@ def vary_gradients(arriving: Sequence[Tensor], variant: str, place: int) -> list
 
 
 def first_float(arguments: Arguments) -> str | None:
-    return next(
-        (name for name, value in arguments.items() if isinstance(value, Tensor) and value.is_floating_point()), None
-    )
+    """The first floating tensor; codes of 8 bits are no numbers to be made larger, their scales are."""
+    tensors = ((name, value) for name, value in arguments.items() if isinstance(value, Tensor))
+    return next((name for name, value in tensors if value.is_floating_point() and value.element_size() > 1), None)

@@ -143,19 +143,42 @@ def multiply_tiles(
 
 
 @gluon.jit
-def store_columns(c_desc, c_s, tile, m, n, PARTS: gl.constexpr):
-    """Store a tile through one buffer, in 1, 2 or 4 parts of its columns; the last is still on its way on return."""
+def store_columns(c_desc, c_s, tile, m, n, PARTS: gl.constexpr, matrix=None):
+    """Store a tile through one buffer, in 1, 2 or 4 parts of its columns; the last is still on its way on return.
+
+    Where c is a stack, `matrix` is the number of the one to store to.
+    """
+    ROWS: gl.constexpr = tile.shape[0]
+    COLUMNS: gl.constexpr = tile.shape[1]
     if PARTS == 1:
         tma.store_wait(pendings=0)
-        c_s.store(tile)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(c_desc, [m, n], c_s)
+        if matrix is None:
+            c_s.store(tile)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(c_desc, [m, n], c_s)
+        else:
+            c_s.reshape([ROWS, COLUMNS]).store(tile)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(c_desc, [matrix, m, n], c_s)
     else:
-        ROWS: gl.constexpr = tile.shape[0]
-        HALF: gl.constexpr = tile.shape[1] // 2
+        HALF: gl.constexpr = COLUMNS // 2
         left, right = tile.reshape([ROWS, 2, HALF]).permute((0, 2, 1)).split()
-        store_columns(c_desc, c_s, left, m, n, PARTS // 2)
-        store_columns(c_desc, c_s, right, m, n + HALF, PARTS // 2)
+        store_columns(c_desc, c_s, left, m, n, PARTS // 2, matrix)
+        store_columns(c_desc, c_s, right, m, n + HALF, PARTS // 2, matrix)
+
+
+@gluon.jit
+def ring_of(a_desc, b_desc, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr = 1):
+    """Shared memory for the tiles of SLOTS steps, and the barriers that say which of them are full and which free: when
+    each of the consumers has said so."""
+    a_s = gl.allocate_shared_memory(a_desc.dtype, [SLOTS] + a_desc.block_type.shape, a_desc.layout)
+    b_s = gl.allocate_shared_memory(b_desc.dtype, [SLOTS] + b_desc.block_type.shape, b_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=CONSUMERS)
+    return a_s, b_s, full, free
 
 
 @gluon.jit
@@ -166,14 +189,8 @@ def matmul_hopper_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WARPS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    a_s = gl.allocate_shared_memory(a_desc.dtype, [SLOTS] + a_desc.block_type.shape, a_desc.layout)
-    b_s = gl.allocate_shared_memory(b_desc.dtype, [SLOTS] + b_desc.block_type.shape, b_desc.layout)
+    a_s, b_s, full, free = ring_of(a_desc, b_desc, SLOTS)
     c_s = gl.allocate_shared_memory(c_desc.dtype, c_desc.block_type.shape, c_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=1)
     HAS_BIAS: gl.constexpr = bias_ptr is not None
     gl.warp_specialize(
         [
@@ -192,17 +209,18 @@ def matmul_hopper_kernel(
 
 @functools.cache
 def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))
+    name = "float8e4nv" if dtype == torch.float8_e4m3fn else str(dtype).removeprefix("torch.")
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, name))
 
 
-def tile_of(matrix: Tensor, block: tuple[int, int]) -> Tile:
+def tile_of(matrix: Tensor, block: tuple[int, ...]) -> Tile:
     return Tile.of(matrix, block, layout_of(block, matrix.dtype))
 
 
 def hopper_product(a: Tensor, b: Tensor, bias: Tensor | None, config: Config) -> Tensor:
     """a @ b + bias for matrices of any strides; those that TMA cannot move are copied."""
     (M, K), N = a.shape, b.shape[1]
-    c = empty_rows(M, N, a)
+    c = empty_rows(M, N, like=a)
     if 0 in (M, N, K):
         return (
             c.contiguous().zero_()

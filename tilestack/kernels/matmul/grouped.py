@@ -14,6 +14,8 @@ The gradient of A is the same product with B transposed. That of B adds up over 
 tile of each group's B, walking along its rows.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +28,18 @@ from tilestack.contract.repeat import straight_line
 from tilestack.kernels.tiles import accumulator, cdiv, next_power
 from tilestack.ops.autocast import lowered
 
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]  # of two operands and where groups end
+
 ZEROED = 64, 128  # rows and columns of a tile of zeros
+
+
+@triton.jit
+def spans_of_groups(ends_ptr, M, groups, GROUPS: tl.constexpr):
+    """The first row of each group and where it ends; the rows past the last group are one more, and what follows is empty."""
+    g = tl.arange(0, GROUPS)
+    ends = tl.minimum(tl.load(ends_ptr + g, mask=g < groups, other=M), M)
+    starts = tl.minimum(tl.load(ends_ptr + g - 1, mask=(g > 0) & (g <= groups), other=tl.where(g > 0, M, 0)), M)
+    return starts, ends
 
 
 @triton.jit
@@ -36,8 +49,7 @@ def grouped_linear_fwd_kernel(
     GROUPS: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     g = tl.arange(0, GROUPS)
-    ends = tl.minimum(tl.load(ends_ptr + g, mask=g < groups, other=M), M)
-    starts = tl.minimum(tl.load(ends_ptr + g - 1, mask=(g > 0) & (g <= groups), other=tl.where(g > 0, M, 0)), M)
+    starts, ends = spans_of_groups(ends_ptr, M, groups, GROUPS)
     tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
     tiles_so_far = tl.cumsum(tiles, 0)
     tile = tl.program_id(0)
@@ -146,12 +158,24 @@ def gradient_of_weight(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     return dweight
 
 
+def gradients_by(
+    product: Product,
+    weight_product: Product,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, None]:
+    """What arrives has the dtype of the product, which autocast may have lowered; gradients have those of their tensors."""
+    dx = product(grad, weight.to(grad.dtype), offsets).to(x.dtype) if needs[0] else None
+    return dx, weight_product(grad, x.to(grad.dtype), offsets).to(weight.dtype) if needs[1] else None, None
+
+
 def grouped_linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, None]:
-    """What arrives has the dtype of the product, which autocast may have lowered; gradients have those of their tensors."""
-    dx = grouped_matmul(grad, weight.to(grad.dtype), offsets).to(x.dtype) if needs[0] else None
-    return dx, gradient_of_weight(grad, x.to(grad.dtype), offsets).to(weight.dtype) if needs[1] else None, None
+    return gradients_by(grouped_matmul, gradient_of_weight, grad, x, weight, offsets, needs)
 
 
 @implements(ops.grouped_linear, backend="triton", repeat=straight_line, backward=grouped_linear_backward)

@@ -52,6 +52,28 @@ CONFIGS = {f"{n}x{k}x{splits}": Config(n, k, splits) for n, k, splits in SHAPES}
 
 
 @triton.jit
+def is_last_part(total, places, inside, count_ptr, SPLITS: tl.constexpr):
+    """Leave a partial sum, count it, and answer whether all others of its tile are there; the last sets the count back."""
+    tl.store(places, total, mask=inside)
+    tl.debug_barrier()  # all threads have stored before one of them counts
+    before = tl.atomic_add(count_ptr, 1, sem="acq_rel")
+    tl.debug_barrier()
+    is_last = before == SPLITS - 1
+    if is_last:
+        tl.store(count_ptr, 0)
+    return is_last
+
+
+@triton.jit
+def sum_of_parts(places, size, inside, SPLITS: tl.constexpr):
+    """The partial sums of a tile added up, always in the same order; `size` lies between one part and the next."""
+    total = tl.zeros(places.shape, places.dtype.element_ty)
+    for part in range(SPLITS):
+        total += tl.load(places + part * size, mask=inside, other=0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
 def matmul_split_k_kernel(
     a_ptr, b_ptr, bias_ptr, parts_ptr, counts_ptr, c_ptr,  # [M, K], [K, N], [N] or None, [SPLITS, M, N], [tiles], [M, N]
     M, N, K, a_stride_m, a_stride_k, b_stride_k, b_stride_n,
@@ -73,17 +95,9 @@ def matmul_split_k_kernel(
     else:
         inside = (m < M) & (n < N)
         size = tl.cast(M, tl.int64) * N
-        place = m * N + n
-        tl.store(parts_ptr + part * size + place, total, mask=inside)
-        tl.debug_barrier()  # all threads have stored before one of them counts
-        before = tl.atomic_add(counts_ptr + tile, 1, sem="acq_rel")
-        tl.debug_barrier()
-        if before == SPLITS - 1:
-            total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
-            for other in range(SPLITS):
-                total += tl.load(parts_ptr + other * size + place, mask=inside, other=0, cache_modifier=".cg")
+        if is_last_part(total, parts_ptr + part * size + m * N + n, inside, counts_ptr + tile, SPLITS):
+            total = sum_of_parts(parts_ptr + m * N + n, size, inside, SPLITS)
             store_with_bias(total, m, n, bias_ptr, c_ptr, M, N)
-            tl.store(counts_ptr + tile, 0)
 
 
 def split_product(a: Tensor, b: Tensor, bias: Tensor | None, config: Config) -> Tensor:

@@ -16,7 +16,7 @@ PIPELINE_BYTES = 200_000  # of shared memory, to hold tiles of three or four ste
 
 
 class Movable(NamedTuple):
-    """A matrix for TMA: `rows` is the matrix itself, or its transpose where `turned`."""
+    """A matrix, or a stack of them, for TMA: `rows` is the matrix itself, or its transpose where `turned`."""
 
     rows: Tensor
     turned: bool
@@ -25,23 +25,31 @@ class Movable(NamedTuple):
 def movable(matrix: Tensor) -> Movable:
     if lies_in_rows(matrix):
         return Movable(matrix, False)
-    if lies_in_rows(matrix.T):
-        return Movable(matrix.T, True)
-    rows, columns = matrix.shape
-    return Movable(empty_rows(rows, columns, matrix).copy_(matrix), False)
+    if lies_in_rows(matrix.mT):
+        return Movable(matrix.mT, True)
+    return Movable(in_rows(matrix), False)
+
+
+def in_rows(matrix: Tensor) -> Tensor:
+    """The matrix itself where it lies in rows that TMA can move, else a copy that does."""
+    return matrix if lies_in_rows(matrix) else empty_rows(*matrix.shape, like=matrix).copy_(matrix)
 
 
 def lies_in_rows(matrix: Tensor) -> bool:
-    step, side_by_side = matrix.stride()
-    aligned = (step * matrix.element_size() | matrix.data_ptr()) % ALIGNMENT == 0
-    return side_by_side == 1 and aligned and step >= matrix.shape[1]
+    *steps, side_by_side = matrix.stride()
+    aligned = (
+        all(step * matrix.element_size() % ALIGNMENT == 0 for step in steps) and matrix.data_ptr() % ALIGNMENT == 0
+    )
+    return side_by_side == 1 and aligned and steps[-1] >= matrix.shape[-1] and min(steps) > 0
 
 
-def empty_rows(rows: int, columns: int, like: Tensor) -> Tensor:
-    """New memory for a matrix that TMA can move: contiguous where that suffices, else with padded rows."""
-    multiple = ALIGNMENT // like.element_size()
+def empty_rows(*sizes: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """New memory for a matrix or a stack of them that TMA can move: contiguous where that suffices, else of padded rows."""
+    *leading, columns = sizes
+    dtype = dtype or like.dtype
+    multiple = ALIGNMENT // dtype.itemsize
     padded = cdiv(columns, multiple) * multiple
-    return torch.empty((rows, padded), dtype=like.dtype, device=like.device)[:, :columns]
+    return torch.empty((*leading, padded), dtype=dtype, device=like.device)[..., :columns]
 
 
 def can_move(x: Tensor, weight: Tensor) -> bool | str:

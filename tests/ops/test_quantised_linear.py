@@ -1,0 +1,112 @@
+"""Linear layers of codes: exact sums of integers up to the last one that int32 holds, and errors for people."""
+
+import pytest
+import torch
+
+from tilestack import backend, ops
+from tilestack.kernels.quantised.fp8 import rounds_to_halves
+
+
+def integers(*shape, seed=0):
+    return torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+
+
+def ones(*shape):
+    return torch.ones(shape)
+
+
+@pytest.mark.parametrize("chosen", ["torch", "triton"])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_sums_of_codes_are_exact(chosen, zeros):
+    x, weight = integers(3, 5, 96), integers(40, 96, seed=1)
+    x_zero, weight_zero = (integers(3, 5, seed=2), integers(40, seed=3)) if zeros else (None, None)
+    with backend(linear_int8=chosen):
+        out = ops.linear_int8(x, weight, ones(3, 5), ones(40), None, x_zero, weight_zero)
+    left = x.long() - (x_zero.long()[..., None] if zeros else 0)
+    right = weight.long() - (weight_zero.long()[:, None] if zeros else 0)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, (left @ right.T).float())  # below 2^24: float32 holds each of them
+
+
+def test_terms_that_wrap_around_wrap_back():
+    """The largest sum that int32 holds, of whose terms with zero points none fits."""
+    x = torch.full((1, 33024), -128, dtype=torch.int8)
+    zero = torch.full((1,), 127, dtype=torch.int8)
+    with backend(linear_int8="triton:16x64"):
+        out = ops.linear_int8(x, x, ones(1), ones(1), None, zero, zero)
+    assert out.item() == torch.tensor(255 * 255 * 33024).float().item()
+
+
+def test_results_come_in_the_dtype_asked_for():
+    x, weight = integers(2, 16), integers(4, 16)
+    assert ops.linear_int8(x, weight, ones(2), ones(4), dtype="bfloat16").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(weight=integers(4, 5)), "x ends in K and weight is"),
+        (dict(bias=ones(3)), r"bias must have shape \(4,\), not \(3,\)"),
+        (dict(x_scale=ones(2, 1)), r"x_scale has one number for each row, shape \(2,\), not \(2, 1\)"),
+        (dict(weight_zero=integers(1)), r"weight_zero has one number for each column, shape \(4,\), not \(1,\)"),
+        (dict(dtype="int8"), "dtype must be float16, bfloat16, float32 or '', not 'int8'"),
+        (
+            dict(x=integers(2, 40000), weight=integers(4, 40000), x_zero=integers(2)),
+            "sums over 40000 products may pass what int32 holds; at most 33025 do not",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said(change, message):
+    given = dict(x=integers(2, 16), weight=integers(4, 16), x_scale=ones(2), weight_scale=ones(4))
+    with pytest.raises(ValueError, match=message):
+        ops.linear_int8(**given | change)
+
+
+def test_codes_are_int8():
+    with pytest.raises(TypeError, match="x must be int8, not float32"):
+        ops.linear_int8(ones(2, 16), integers(4, 16), ones(2), ones(4))
+
+
+def fp8(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("chosen", ["torch", "triton"])
+def test_each_block_of_codes_has_its_scale(chosen):
+    """Scales that are powers of two of blocks that hold one number each: nothing is rounded, so all is exact."""
+    x, weight = torch.zeros(2, 3, 300), torch.zeros(140, 300)
+    places = torch.tensor([0, 127, 128, 255, 256, 299])
+    x[..., places], weight[:, places] = 1.5, 1.75
+    x_scale, scale = 2.0 ** torch.arange(18).view(2, 3, 3), 2.0 ** -torch.arange(6.0).view(2, 3)
+    with backend(linear_fp8=chosen):
+        out = ops.linear_fp8(x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn), x_scale, scale)
+    of_output = scale[torch.arange(140) // 128]
+    assert torch.equal(out, 2 * 1.5 * 1.75 * x_scale @ of_output.T)
+
+
+@pytest.mark.parametrize("chosen", ["torch", "triton"])
+@pytest.mark.parametrize(("of_x", "of_weight"), [((), (40,)), ((3,), ()), ((3,), (40,)), ((), ())])
+def test_one_scale_or_one_for_each_row(chosen, of_x, of_weight):
+    x, weight = fp8(3, 96), fp8(40, 96, seed=1)
+    x_scale, scale = 0.5 + torch.rand(of_x), 0.5 + torch.rand(of_weight)
+    with backend(linear_fp8=chosen):
+        out = ops.linear_fp8(x, weight, x_scale, scale)
+    torch.testing.assert_close(out, x.float() @ weight.float().T * (x_scale.view(-1, 1) * scale))
+
+
+def test_float32_is_more_than_tensor_cores_add_up():
+    on_gpu = [t.to("meta") for t in (fp8(3, 96), ones(40))]
+    assert "too few for a result in float32" in rounds_to_halves(*on_gpu, "")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(x_scale=ones(2)), r"one for each of \(3,\) rows and 40 outputs, not x_scale \(2,\)"),
+        (dict(weight_scale=ones(1, 2)), r"blocks of 128 codes have scales \(3, 2\) and \(1, 2\), not x_scale \(3,\)"),
+        (dict(weight_scale=ones(2, 2), x_scale=ones(3, 2)), "blocks of 128 codes have scales"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        ops.linear_fp8(**dict(x=fp8(3, 160), weight=fp8(40, 160), x_scale=ones(3), weight_scale=ones(40)) | change)
