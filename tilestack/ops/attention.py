@@ -162,6 +162,7 @@ RULES: dict[str, dict[str, Any]] = dict(
     wide=dict(window=1024),
     scaled=dict(scale=0.3),
     capped=dict(softcap=2.0),
+    around=dict(window=5, causal=False),
     documents={},
     documents_window=dict(window=2),
     documents_around=dict(window=3, causal=False),
@@ -210,9 +211,11 @@ def attention_key(
             (2, 10, 10, 4, 2, 16, 16, "documents"),
             (1, 17, 17, 2, 1, 8, 8, "documents_window"),
             (2, 8, 8, 2, 2, 8, 8, "documents_around"),
+            (1, 5, 21, 2, 1, 192, 128, "causal"),
+            (1, 19, 40, 1, 1, 80, 80, "around"),
             (0, 4, 4, 2, 1, 8, 8, "causal"),
-            (2, 200, 200, 4, 2, 128, 128, "causal"),  # whole tiles and a rest, of the heads that large kernels take
-            (1, 256, 256, 2, 2, 128, 128, "full"),
+            (2, 136, 136, 2, 1, 128, 128, "causal"),  # whole tiles and a rest, of the heads that large kernels take
+            (1, 256, 256, 1, 1, 128, 128, "full"),
             (1, 70, 70, 3, 1, 128, 128, "scaled"),
         ],
         bench=[
