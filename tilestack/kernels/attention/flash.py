@@ -11,8 +11,9 @@ turns up, what was added before fades by the difference (the online softmax):
                +------+------+------+        total   = total · fade + Σ 2^(s - top)
                                              values  = values · fade + 2^(s - top) @ V
 
-What is left for the backward (flash_backward.py) is one number a row, lse = largest + log₂ total, from which any tile of the
-softmax is made again: 2^(s - lse). Scores are in powers of two, the scale having log₂ e in it.
+What is left for the backward (flash_backward.py) are two numbers a row, the largest score and 1 / total, from which any tile
+of the softmax is made again: 2^(s - largest) / total. Their sum as one logarithm would do, but where scores are large,
+float32 would round away what tells one row's total from another's. Scores are in powers of two, the scale having log₂ e in it.
 """
 
 from typing import NamedTuple
@@ -192,7 +193,9 @@ def flash_fwd_kernel(
     out_ptr += (batch * queries * heads + head) * VALUE_DIM
     store_tile(out_ptr, query, heads * VALUE_DIM, values / total[:, None], inside, VALUE_DIM, VALUE_WIDTH)
     if lse_ptr is not None:
-        tl.store(lse_ptr + (batch * heads + head) * queries + query, largest + tl.log2(total), mask=inside)
+        line = lse_ptr + ((batch * heads + head) * queries + query) * 2
+        tl.store(line, largest, mask=inside)
+        tl.store(line + 1, 1 / total, mask=inside)
 
 
 class Rules(NamedTuple):
@@ -218,7 +221,7 @@ def flash_forward(
 ) -> tuple[Tensor, Tensor | None]:
     (batch, queries, heads, dim), (_, keys, kv_heads, value_dim) = q.shape, v.shape
     out = torch.empty((batch, queries, heads, value_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, queries), dtype=widened(q.dtype), device=q.device) if keep_lse else None
+    lse = torch.empty((batch, heads, queries, 2), dtype=widened(q.dtype), device=q.device) if keep_lse else None
     width, half = max(width_of(dim), width_of(value_dim)), q.element_size() == 2
     tile = lambda length, most: min(max(next_power(length), 16), most)
     rows = tile(queries, 64 if half else 32)

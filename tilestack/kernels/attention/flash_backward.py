@@ -1,6 +1,6 @@
-"""The backward of flash attention in plain Triton: the softmax made again from one number a row, and no atomic additions.
+"""The backward of flash attention in plain Triton: the softmax made again from two numbers a row, and no atomic additions.
 
-With P = 2^(scores - lse) and delta = Σ dO · O for each row,
+With P = 2^(scores - largest) / total and delta = Σ dO · O for each row,
 
     dV = Pᵀ dO        dP = dO Vᵀ        dS = P · (dP - delta)        dK = scale · dSᵀ Q        dQ = scale · dS K
 
@@ -104,7 +104,8 @@ def flash_bwd_keys_kernel(
             inside = query < queries
             q = load_tile(q_at, query, q_stride, q_dim_stride, inside, DIM, WIDTH)
             grad = load_tile(grad_at, query, grad_stride, grad_dim_stride, inside, VALUE_DIM, VALUE_WIDTH)
-            lse = tl.load(lse_ptr + line + query, mask=inside, other=float("inf"))
+            largest = tl.load(lse_ptr + (line + query) * 2, mask=inside, other=float("inf"))
+            share = tl.load(lse_ptr + (line + query) * 2 + 1, mask=inside, other=0.0)
             delta = tl.load(delta_ptr + line + query, mask=inside, other=0.0)
             products = tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=ACC)
             scores, slope = scaled_scores(products, SCALE, SOFTCAP)
@@ -112,7 +113,7 @@ def flash_bwd_keys_kernel(
             seen = sees(
                 query[None, :], key[:, None], begin[None, :], finish[None, :], offset, keys, CAUSAL, WINDOW, DOCUMENTS
             )
-            weights = tl.where(seen & inside[None, :], tl.exp2(scores - lse[None, :]), 0.0)
+            weights = tl.where(seen & inside[None, :], tl.exp2(scores - largest[None, :]) * share[None, :], 0.0)
             dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision="ieee", out_dtype=ACC)
             dweights = tl.dot(v, tl.trans(grad), input_precision="ieee", out_dtype=ACC)
             dscores = weights * (dweights - delta[None, :]) * slope
@@ -148,7 +149,8 @@ def flash_bwd_queries_kernel(
     q = load_tile(q_at, query, q_stride, q_dim_stride, inside, DIM, WIDTH)
     grad = load_tile(grad_at, query, grad_stride, grad_dim_stride, inside, VALUE_DIM, VALUE_WIDTH)
     line = (batch * heads + head) * queries
-    lse = tl.load(lse_ptr + line + query, mask=inside, other=float("inf"))
+    largest = tl.load(lse_ptr + (line + query) * 2, mask=inside, other=float("inf"))
+    share = tl.load(lse_ptr + (line + query) * 2 + 1, mask=inside, other=0.0)
     delta = tl.load(delta_ptr + line + query, mask=inside, other=0.0)
     k_ptr += batch * k_batch_stride + kv_head * k_head_stride
     v_ptr += batch * v_batch_stride + kv_head * v_head_stride
@@ -161,7 +163,7 @@ def flash_bwd_queries_kernel(
         products = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
         scores, slope = scaled_scores(products, SCALE, SOFTCAP)
         seen = sees(query[:, None], key[None, :], start[:, None], end[:, None], offset, keys, CAUSAL, WINDOW, DOCUMENTS)
-        weights = tl.where(seen & inside[:, None], tl.exp2(scores - lse[:, None]), 0.0)
+        weights = tl.where(seen & inside[:, None], tl.exp2(scores - largest[:, None]) * share[:, None], 0.0)
         dweights = tl.dot(grad, tl.trans(v), input_precision="ieee", out_dtype=ACC)
         dscores = weights * (dweights - delta[:, None]) * slope
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee", out_dtype=ACC)
@@ -174,7 +176,7 @@ def flash_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     (batch, queries, heads, dim), (_, keys, kv_heads, value_dim) = q.shape, v.shape
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta = torch.empty_like(lse)
+    delta = torch.empty(lse.shape[:3], dtype=lse.dtype, device=lse.device)
     acc, half, widths = accumulator(q.dtype), q.element_size() == 2, (width_of(dim), width_of(value_dim))
     launch(
         delta_kernel, (cdiv(queries, 32), batch * heads), out, grad, delta, queries, heads, *out.stride(), *grad.stride(),

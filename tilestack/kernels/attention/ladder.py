@@ -51,7 +51,7 @@ def attention_and_lse(
 
 def empty_lse(q: Tensor) -> Tensor:
     batch, queries, heads, _ = q.shape
-    return q.new_empty((batch, heads, queries), dtype=widened(q.dtype))
+    return q.new_empty((batch, heads, queries, 2), dtype=widened(q.dtype))
 
 
 def backward_from_lse(
