@@ -31,9 +31,7 @@ from tilestack.kernels.tiles import wide
 
 # Bytes of shared memory one program may use, by compute capability.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-CAPABILITIES = dict.fromkeys(("triton", "standard", "blocked"), tuple(SHARED_LIMIT)) | {
-    "gluon": (90,)
-}  # what each backend's kernels are written for
+CAPABILITIES = {"triton": tuple(SHARED_LIMIT), "gluon": (90,)}  # what each backend's kernels are written for
 
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",

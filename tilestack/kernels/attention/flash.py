@@ -89,20 +89,29 @@ def store_tile(ptr, row, row_stride, value, there, DIM: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
-def scaled_scores(products, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+def load_queries(ptr, row, row_stride, dim_stride, there, FACTOR: tl.constexpr, SCALED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """Queries, where SCALED already times what scores are multiplied by: of large scores that keeps a rounding away."""
+    q = load_tile(ptr, row, row_stride, dim_stride, there, DIM, WIDTH)
+    return q * FACTOR if SCALED else q
+
+
+@triton.jit
+def scores_of(products, FACTOR: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
     """(scores in powers of two, what a gradient is multiplied by on its way back through the cap)."""
+    if not SCALED:
+        products = products * FACTOR
     if SOFTCAP is None:
-        return products * (SCALE * LOG2_E), 1.0
+        return products, 1.0
     else:
-        bent = tanh_of(products * (SCALE / SOFTCAP), False)
+        bent = tanh_of(products, False)
         return bent * (SOFTCAP * LOG2_E), (1 - bent) * (1 + bent)
 
 
 @triton.jit
 def sees(query, key, start, end, offset, keys, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
     """Which queries see which keys; all four come broadcast against each other, start and end those of the query."""
+    seen = key < keys
     ahead = key - query - offset
-    seen = (key < keys) & (ahead == ahead)
     if CAUSAL:
         seen = seen & (ahead <= 0)
     if WINDOW is not None:
@@ -116,13 +125,12 @@ def sees(query, key, start, end, offset, keys, CAUSAL: tl.constexpr, WINDOW: tl.
 
 @triton.jit
 def document_of(bounds_ptr, at, there, DOCUMENTS: tl.constexpr):
-    """(first token, token after the last) of the documents of some tokens."""
+    """(first token, token after the last) of the documents of some tokens; anything where there are none."""
+    start, end = at, at
     if DOCUMENTS:
         start = tl.load(bounds_ptr + 2 * at, mask=there, other=2147483647)
         end = tl.load(bounds_ptr + 2 * at + 1, mask=there, other=0)
-    else:
-        start, end = tl.zeros_like(at), tl.zeros_like(at)
-    return start.to(tl.int32), end.to(tl.int32)
+    return start, end
 
 
 @triton.jit
@@ -152,8 +160,8 @@ def flash_fwd_kernel(
     queries, keys, heads,
     q_batch_stride, q_stride, q_head_stride, q_dim_stride, k_batch_stride, k_stride, k_head_stride, k_dim_stride,
     v_batch_stride, v_stride, v_head_stride, v_dim_stride,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr,
-    ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    FACTOR: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of queries, batch · heads); the last queries, which see most, come first."""
@@ -166,9 +174,8 @@ def flash_fwd_kernel(
     start, end = document_of(bounds_ptr, batch * queries + query, inside, DOCUMENTS)
     low, high = keys_seen_by(first_query, start, end, offset, queries, keys, CAUSAL, WINDOW, DOCUMENTS, ROWS, KEYS)
 
-    q = load_tile(
-        q_ptr + batch * q_batch_stride + head * q_head_stride, query, q_stride, q_dim_stride, inside, DIM, WIDTH
-    )
+    q_ptr += batch * q_batch_stride + head * q_head_stride
+    q = load_queries(q_ptr, query, q_stride, q_dim_stride, inside, FACTOR, SCALED, DIM, WIDTH)
     k_ptr += batch * k_batch_stride + kv_head * k_head_stride
     v_ptr += batch * v_batch_stride + kv_head * v_head_stride
     largest = tl.full([ROWS], float("-inf"), ACC)
@@ -179,7 +186,7 @@ def flash_fwd_kernel(
         there = key < keys
         k = load_tile(k_ptr, key, k_stride, k_dim_stride, there, DIM, WIDTH)
         products = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
-        scores, _ = scaled_scores(products, SCALE, SOFTCAP)
+        scores, _ = scores_of(products, FACTOR, SCALED, SOFTCAP)
         seen = sees(query[:, None], key[None, :], start[:, None], end[:, None], offset, keys, CAUSAL, WINDOW, DOCUMENTS)
         scores = tl.where(seen, scores, float("-inf"))
         top = tl.maximum(largest, tl.max(scores, 1))
@@ -207,8 +214,18 @@ class Rules(NamedTuple):
     causal: bool
 
     @property
-    def constants(self) -> dict:
-        return dict(SCALE=self.scale, SOFTCAP=self.softcap, WINDOW=self.window, CAUSAL=self.causal)
+    def factor(self) -> float:
+        """Of products of queries and keys, scores are this many times as large, before a cap and in powers of two after."""
+        return self.scale * LOG2_E.value if self.softcap is None else self.scale / self.softcap
+
+    def constants(self, dtype: torch.dtype) -> dict:
+        return dict(
+            FACTOR=self.factor,
+            SCALED=dtype == widened(dtype),  # a half would be rounded
+            SOFTCAP=self.softcap,
+            WINDOW=self.window,
+            CAUSAL=self.causal,
+        )
 
 
 def width_of(dim: int) -> int:
@@ -229,7 +246,7 @@ def flash_forward(
     launch(
         flash_fwd_kernel, (cdiv(queries, rows), batch * heads), q, k, v, bounds, out, lse,
         queries, keys, heads, *q.stride(), *k.stride(), *v.stride(),
-        **rules.constants, GROUP=heads // kv_heads, ACC=accumulator(q.dtype), ROWS=rows, KEYS=at_a_time,
+        **rules.constants(q.dtype), GROUP=heads // kv_heads, ACC=accumulator(q.dtype), ROWS=rows, KEYS=at_a_time,
         DIM=dim, WIDTH=width_of(dim), VALUE_DIM=value_dim, VALUE_WIDTH=width_of(value_dim),
         num_warps=4 if half else 8, num_stages=2,
     )  # fmt: skip

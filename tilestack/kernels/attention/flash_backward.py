@@ -1,18 +1,22 @@
 """The backward of flash attention in plain Triton: the softmax made again from two numbers a row, and no atomic additions.
 
-With P = 2^(scores - largest) / total and delta = Σ dO · O for each row,
+With P = 2^(scores - largest) / total for each row,
 
     dV = Pᵀ dO        dP = dO Vᵀ        dS = P · (dP - delta)        dK = scale · dSᵀ Q        dQ = scale · dS K
 
-dK and dV are sums over queries, dQ is one over keys, so each has programs that own it and walk over the other side:
+where delta is Σ P · dP of the row, which is Σ dO · O. Halves take it from O, which is one tile. In wider formats the rounding
+of O would be what is left of a gradient that cancels, so there the sum is made over the keys, in a walk of its own.
 
-                     queries →                              keys →
-              +----+----+----+----+                 +----+----+----+
-    KEYS      | Sᵀ |    |    |    |  → dK, dV       | S  |    |    |  → dQ       ROWS
-              +----+----+----+----+                 +----+----+----+
+dK and dV are sums over queries, dQ is one over keys, so each has programs that own it and walk over the other side; those
+of dQ come first and leave delta to the others:
+
+                     keys →                          queries →
+              +----+----+----+                +----+----+----+----+
+    ROWS      | S  |    |    |  → dQ          | Sᵀ |    |    |    |  → dK, dV      KEYS
+              +----+----+----+                +----+----+----+----+
 
 That makes S and dP twice, seven products in place of five, and nothing has to be added up in memory: the same bits in every
-run, whatever the GPU. On the left the scores are made transposed, so that Pᵀ and dSᵀ are left operands as they come, and a
+run, whatever the GPU. On the right the scores are made transposed, so that Pᵀ and dSᵀ are left operands as they come, and a
 program walks over the queries of every head that shares its keys.
 """
 
@@ -23,11 +27,13 @@ from torch import Tensor
 
 from tilestack.contract.launch import launch
 from tilestack.kernels.attention.flash import (
+    LOG2_E,
     Rules,
     document_of,
     keys_seen_by,
+    load_queries,
     load_tile,
-    scaled_scores,
+    scores_of,
     sees,
     store_tile,
     width_of,
@@ -36,20 +42,79 @@ from tilestack.kernels.tiles import accumulator, cdiv, next_power
 
 
 @triton.jit
-def delta_kernel(
-    out_ptr, grad_ptr, delta_ptr,  # [B, S, heads, DIM] twice, [B, heads, S]
-    queries, heads, out_batch_stride, out_stride, out_head_stride, out_dim_stride,
-    grad_batch_stride, grad_stride, grad_head_stride, grad_dim_stride,
-    ACC: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+def softmax_and_gradient(
+    q, grad, k_ptr, v_ptr, query, first_key, start, end, largest, share, offset, keys, k_stride, k_dim_stride, v_stride, v_dim_stride,
+    FACTOR: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    DOCUMENTS: tl.constexpr, ACC: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """For some queries and KEYS keys: (P, dP, the slope of the cap, K)."""
+    key = first_key + tl.arange(0, KEYS)
+    there = key < keys
+    k = load_tile(k_ptr, key, k_stride, k_dim_stride, there, DIM, WIDTH)
+    v = load_tile(v_ptr, key, v_stride, v_dim_stride, there, VALUE_DIM, VALUE_WIDTH)
+    products = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
+    scores, slope = scores_of(products, FACTOR, SCALED, SOFTCAP)
+    seen = sees(query[:, None], key[None, :], start[:, None], end[:, None], offset, keys, CAUSAL, WINDOW, DOCUMENTS)
+    weights = tl.where(seen, tl.exp2(scores - largest[:, None]) * share[:, None], 0.0)
+    return weights, tl.dot(grad, tl.trans(v), input_precision="ieee", out_dtype=ACC), slope, k
+
+
+@triton.jit
+def flash_bwd_queries_kernel(
+    q_ptr, k_ptr, v_ptr, bounds_ptr, grad_ptr, lse_ptr, delta_ptr, out_ptr, dq_ptr,
+    queries, keys, heads,
+    q_batch_stride, q_stride, q_head_stride, q_dim_stride, k_batch_stride, k_stride, k_head_stride, k_dim_stride,
+    v_batch_stride, v_stride, v_head_stride, v_dim_stride,
+    grad_batch_stride, grad_stride, grad_head_stride, grad_dim_stride,
+    out_batch_stride, out_stride, out_head_stride, out_dim_stride,
+    SCALE: tl.constexpr, FACTOR: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr, GROUP: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of queries, batch · heads); also writes delta, for those who own keys."""
+    DOCUMENTS: tl.constexpr = bounds_ptr is not None
+    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    kv_head, offset = head // GROUP, keys - queries
+    query = first_query + tl.arange(0, ROWS)
     inside = query < queries
-    out_ptr += batch * out_batch_stride + head * out_head_stride
+    start, end = document_of(bounds_ptr, batch * queries + query, inside, DOCUMENTS)
+    low, high = keys_seen_by(first_query, start, end, offset, queries, keys, CAUSAL, WINDOW, DOCUMENTS, ROWS, KEYS)
+    q_ptr += batch * q_batch_stride + head * q_head_stride
     grad_ptr += batch * grad_batch_stride + head * grad_head_stride
-    out = load_tile(out_ptr, query, out_stride, out_dim_stride, inside, DIM, WIDTH).to(ACC)
-    grad = load_tile(grad_ptr, query, grad_stride, grad_dim_stride, inside, DIM, WIDTH).to(ACC)
-    tl.store(delta_ptr + (batch * heads + head) * queries + query, tl.sum(out * grad, 1), mask=inside)
+    q = load_queries(q_ptr, query, q_stride, q_dim_stride, inside, FACTOR, SCALED, DIM, WIDTH)
+    grad = load_tile(grad_ptr, query, grad_stride, grad_dim_stride, inside, VALUE_DIM, VALUE_WIDTH)
+    line = (batch * heads + head) * queries
+    largest = tl.load(lse_ptr + (line + query) * 2, mask=inside, other=float("inf"))
+    share = tl.load(lse_ptr + (line + query) * 2 + 1, mask=inside, other=0.0)
+    k_ptr += batch * k_batch_stride + kv_head * k_head_stride
+    v_ptr += batch * v_batch_stride + kv_head * v_head_stride
+    if not SCALED:
+        out_ptr += batch * out_batch_stride + head * out_head_stride
+        out = load_tile(out_ptr, query, out_stride, out_dim_stride, inside, VALUE_DIM, VALUE_WIDTH)
+        delta = tl.sum(out.to(ACC) * grad.to(ACC), 1)
+    else:
+        delta = tl.zeros([ROWS], ACC)
+        for first_key in range(low, high, KEYS):
+            weights, dweights, _, _ = softmax_and_gradient(
+                q, grad, k_ptr, v_ptr, query, first_key, start, end, largest, share, offset, keys,
+                k_stride, k_dim_stride, v_stride, v_dim_stride,
+                FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS, ACC, KEYS, DIM, WIDTH, VALUE_DIM, VALUE_WIDTH,
+            )  # fmt: skip
+            delta += tl.sum(weights * dweights, 1)
+    tl.store(delta_ptr + line + query, delta, mask=inside)
+    dq = tl.zeros([ROWS, WIDTH], ACC)
+    for first_key in range(low, high, KEYS):
+        weights, dweights, slope, k = softmax_and_gradient(
+            q, grad, k_ptr, v_ptr, query, first_key, start, end, largest, share, offset, keys,
+            k_stride, k_dim_stride, v_stride, v_dim_stride,
+            FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS, ACC, KEYS, DIM, WIDTH, VALUE_DIM, VALUE_WIDTH,
+        )  # fmt: skip
+        dscores = weights * (dweights - delta[:, None]) * slope
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee", out_dtype=ACC)
+    dq_ptr += (batch * queries * heads + head) * DIM
+    store_tile(dq_ptr, query, heads * DIM, dq * SCALE, inside, DIM, WIDTH)
 
 
 @triton.jit
@@ -59,8 +124,8 @@ def flash_bwd_keys_kernel(
     q_batch_stride, q_stride, q_head_stride, q_dim_stride, k_batch_stride, k_stride, k_head_stride, k_dim_stride,
     v_batch_stride, v_stride, v_head_stride, v_dim_stride,
     grad_batch_stride, grad_stride, grad_head_stride, grad_dim_stride,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr,
-    ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SCALE: tl.constexpr, FACTOR: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr, GROUP: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of keys, batch · heads of keys)."""
@@ -102,13 +167,13 @@ def flash_bwd_keys_kernel(
         for first_query in range(low, high, ROWS):
             query = first_query + tl.arange(0, ROWS)
             inside = query < queries
-            q = load_tile(q_at, query, q_stride, q_dim_stride, inside, DIM, WIDTH)
+            q = load_queries(q_at, query, q_stride, q_dim_stride, inside, FACTOR, SCALED, DIM, WIDTH)
             grad = load_tile(grad_at, query, grad_stride, grad_dim_stride, inside, VALUE_DIM, VALUE_WIDTH)
             largest = tl.load(lse_ptr + (line + query) * 2, mask=inside, other=float("inf"))
             share = tl.load(lse_ptr + (line + query) * 2 + 1, mask=inside, other=0.0)
             delta = tl.load(delta_ptr + line + query, mask=inside, other=0.0)
             products = tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=ACC)
-            scores, slope = scaled_scores(products, SCALE, SOFTCAP)
+            scores, slope = scores_of(products, FACTOR, SCALED, SOFTCAP)
             begin, finish = document_of(bounds_ptr, batch * queries + query, inside, DOCUMENTS)
             seen = sees(
                 query[None, :], key[:, None], begin[None, :], finish[None, :], offset, keys, CAUSAL, WINDOW, DOCUMENTS
@@ -120,55 +185,10 @@ def flash_bwd_keys_kernel(
             dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee", out_dtype=ACC)
     dk_ptr += (batch * keys * kv_heads + kv_head) * DIM
     dv_ptr += (batch * keys * kv_heads + kv_head) * VALUE_DIM
-    store_tile(dk_ptr, key, kv_heads * DIM, dk * SCALE, there, DIM, WIDTH)
+    # Queries that were SCALED have the scale in them, and besides what took it to the cap, or to powers of two.
+    dk *= SCALE if not SCALED else 1 / LOG2_E if SOFTCAP is None else SOFTCAP
+    store_tile(dk_ptr, key, kv_heads * DIM, dk, there, DIM, WIDTH)
     store_tile(dv_ptr, key, kv_heads * VALUE_DIM, dv, there, VALUE_DIM, VALUE_WIDTH)
-
-
-@triton.jit
-def flash_bwd_queries_kernel(
-    q_ptr, k_ptr, v_ptr, bounds_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr,
-    queries, keys, heads,
-    q_batch_stride, q_stride, q_head_stride, q_dim_stride, k_batch_stride, k_stride, k_head_stride, k_dim_stride,
-    v_batch_stride, v_stride, v_head_stride, v_dim_stride,
-    grad_batch_stride, grad_stride, grad_head_stride, grad_dim_stride,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr,
-    ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Grid (tiles of queries, batch · heads)."""
-    DOCUMENTS: tl.constexpr = bounds_ptr is not None
-    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    kv_head, offset = head // GROUP, keys - queries
-    query = first_query + tl.arange(0, ROWS)
-    inside = query < queries
-    start, end = document_of(bounds_ptr, batch * queries + query, inside, DOCUMENTS)
-    low, high = keys_seen_by(first_query, start, end, offset, queries, keys, CAUSAL, WINDOW, DOCUMENTS, ROWS, KEYS)
-    q_at = q_ptr + batch * q_batch_stride + head * q_head_stride
-    grad_at = grad_ptr + batch * grad_batch_stride + head * grad_head_stride
-    q = load_tile(q_at, query, q_stride, q_dim_stride, inside, DIM, WIDTH)
-    grad = load_tile(grad_at, query, grad_stride, grad_dim_stride, inside, VALUE_DIM, VALUE_WIDTH)
-    line = (batch * heads + head) * queries
-    largest = tl.load(lse_ptr + (line + query) * 2, mask=inside, other=float("inf"))
-    share = tl.load(lse_ptr + (line + query) * 2 + 1, mask=inside, other=0.0)
-    delta = tl.load(delta_ptr + line + query, mask=inside, other=0.0)
-    k_ptr += batch * k_batch_stride + kv_head * k_head_stride
-    v_ptr += batch * v_batch_stride + kv_head * v_head_stride
-    dq = tl.zeros([ROWS, WIDTH], ACC)
-    for first_key in range(low, high, KEYS):
-        key = first_key + tl.arange(0, KEYS)
-        there = key < keys
-        k = load_tile(k_ptr, key, k_stride, k_dim_stride, there, DIM, WIDTH)
-        v = load_tile(v_ptr, key, v_stride, v_dim_stride, there, VALUE_DIM, VALUE_WIDTH)
-        products = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
-        scores, slope = scaled_scores(products, SCALE, SOFTCAP)
-        seen = sees(query[:, None], key[None, :], start[:, None], end[:, None], offset, keys, CAUSAL, WINDOW, DOCUMENTS)
-        weights = tl.where(seen & inside[:, None], tl.exp2(scores - largest[:, None]) * share[:, None], 0.0)
-        dweights = tl.dot(grad, tl.trans(v), input_precision="ieee", out_dtype=ACC)
-        dscores = weights * (dweights - delta[:, None]) * slope
-        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee", out_dtype=ACC)
-    dq_ptr += (batch * queries * heads + head) * DIM
-    store_tile(dq_ptr, query, heads * DIM, dq * SCALE, inside, DIM, WIDTH)
 
 
 def flash_gradients(
@@ -178,29 +198,25 @@ def flash_gradients(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty(lse.shape[:3], dtype=lse.dtype, device=lse.device)
     acc, half, widths = accumulator(q.dtype), q.element_size() == 2, (width_of(dim), width_of(value_dim))
-    launch(
-        delta_kernel, (cdiv(queries, 32), batch * heads), out, grad, delta, queries, heads, *out.stride(), *grad.stride(),
-        ACC=acc, ROWS=32, DIM=value_dim, WIDTH=widths[1], num_warps=4,
-    )  # fmt: skip
     # Whoever owns keys holds two sums in registers, and takes less at a time where these are wide.
     wide, narrow = max(widths) > 128, max(widths) <= 64
     rows, its_keys = (32, 32) if wide or not half else (64, 64)
     its_queries, keys_held = (rows, its_keys) if narrow else (32, its_keys) if half else (16, 16)
     tile = lambda length, most: min(max(next_power(length), 16), most)
     named = dict(
-        **rules.constants, GROUP=heads // kv_heads, ACC=acc, DIM=dim, WIDTH=widths[0], VALUE_DIM=value_dim,
+        **rules.constants(q.dtype), SCALE=rules.scale, GROUP=heads // kv_heads, ACC=acc, DIM=dim, WIDTH=widths[0], VALUE_DIM=value_dim,
         VALUE_WIDTH=widths[1], num_warps=8, num_stages=1,
     )  # fmt: skip
     given = q, k, v, bounds, grad, lse, delta
     sizes = queries, keys, heads, *q.stride(), *k.stride(), *v.stride(), *grad.stride()
+    rows = tile(queries, rows)
+    launch(
+        flash_bwd_queries_kernel, (cdiv(queries, rows), batch * heads), *given, out, dq, *sizes, *out.stride(),
+        ROWS=rows, KEYS=tile(keys, its_keys), **named,
+    )  # fmt: skip
     held = tile(keys, keys_held)
     launch(
         flash_bwd_keys_kernel, (cdiv(keys, held), batch * kv_heads), *given, dk, dv, *sizes,
         ROWS=tile(queries, its_queries), KEYS=held, **named,
-    )  # fmt: skip
-    rows = tile(queries, rows)
-    launch(
-        flash_bwd_queries_kernel, (cdiv(queries, rows), batch * heads), *given, dq, *sizes,
-        ROWS=rows, KEYS=tile(keys, its_keys), **named,
     )  # fmt: skip
     return dq, dk, dv

@@ -1,4 +1,4 @@
-"""The first two rungs of the ladder, to read before flash.py: the same answer with more traffic. Backends `standard`, `blocked`.
+"""The first two rungs of the ladder, to read before flash.py: the same answer with more traffic. Backends `triton_standard`, `triton_blocked`.
 
 Standard attention follows the formula. Every score goes to memory and comes back, in float32:
 
@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.contract import implements, register_backend
-from tilestack.contract.backends import usable
+from tilestack.contract import implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.attention.flash import (
@@ -26,8 +25,9 @@ from tilestack.kernels.attention.flash import (
     document_bounds,
     document_of,
     keys_seen_by,
+    load_queries,
     load_tile,
-    scaled_scores,
+    scores_of,
     sees,
     store_tile,
     width_of,
@@ -36,9 +36,6 @@ from tilestack.kernels.attention.ladder import takes
 from tilestack.kernels.tiles import accumulator, cdiv, tile_of_rows, widened
 from tilestack.ops.attention import scale_or_usual
 
-for rung in ("standard", "blocked"):
-    register_backend(rung, lambda device: usable("triton", device))
-
 ROWS = 32  # of a tile
 LONGEST_ROW = 65536  # scores that one program has in registers
 
@@ -46,11 +43,12 @@ LONGEST_ROW = 65536  # scores that one program has in registers
 @triton.jit
 def masked_tile(
     q, k, query, key, start, end, offset, keys, ACC: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
+    FACTOR: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """A tile of scores, in powers of two."""
     products = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
-    scores, _ = scaled_scores(products, SCALE, SOFTCAP)
+    scores, _ = scores_of(products, FACTOR, SCALED, SOFTCAP)
     seen = sees(query[:, None], key[None, :], start[:, None], end[:, None], offset, keys, CAUSAL, WINDOW, DOCUMENTS)
     return tl.where(seen, scores, float("-inf"))
 
@@ -60,8 +58,8 @@ def scores_kernel(
     q_ptr, k_ptr, bounds_ptr, scores_ptr,  # [B, S, heads, DIM] twice, [B, S, 2], [B, heads, queries, keys]
     queries, keys, heads,
     q_batch_stride, q_stride, q_head_stride, q_dim_stride, k_batch_stride, k_stride, k_head_stride, k_dim_stride,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr,
-    ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    FACTOR: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of queries, tiles of keys, batch · heads)."""
     DOCUMENTS: tl.constexpr = bounds_ptr is not None
@@ -69,14 +67,13 @@ def scores_kernel(
     query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     key = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     inside, there = query < queries, key < keys
-    q = load_tile(
-        q_ptr + batch * q_batch_stride + head * q_head_stride, query, q_stride, q_dim_stride, inside, DIM, WIDTH
-    )
+    q_ptr += batch * q_batch_stride + head * q_head_stride
+    q = load_queries(q_ptr, query, q_stride, q_dim_stride, inside, FACTOR, SCALED, DIM, WIDTH)
     k_ptr += batch * k_batch_stride + head // GROUP * k_head_stride
     k = load_tile(k_ptr, key, k_stride, k_dim_stride, there, DIM, WIDTH)
     start, end = document_of(bounds_ptr, batch * queries + query, inside, DOCUMENTS)
     scores = masked_tile(
-        q, k, query, key, start, end, keys - queries, keys, ACC, SCALE, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS
+        q, k, query, key, start, end, keys - queries, keys, ACC, FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS
     )
     place = scores_ptr + ((batch * heads + head) * queries + query[:, None]) * keys + key[None, :]
     tl.store(place, scores, mask=inside[:, None] & there[None, :])
@@ -122,8 +119,8 @@ def blocked_fwd_kernel(
     queries, keys, heads,
     q_batch_stride, q_stride, q_head_stride, q_dim_stride, k_batch_stride, k_stride, k_head_stride, k_dim_stride,
     v_batch_stride, v_stride, v_head_stride, v_dim_stride,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr,
-    ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    FACTOR: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of queries, batch · heads)."""
@@ -135,9 +132,8 @@ def blocked_fwd_kernel(
     inside = query < queries
     start, end = document_of(bounds_ptr, batch * queries + query, inside, DOCUMENTS)
     low, high = keys_seen_by(first_query, start, end, offset, queries, keys, CAUSAL, WINDOW, DOCUMENTS, ROWS, KEYS)
-    q = load_tile(
-        q_ptr + batch * q_batch_stride + head * q_head_stride, query, q_stride, q_dim_stride, inside, DIM, WIDTH
-    )
+    q_ptr += batch * q_batch_stride + head * q_head_stride
+    q = load_queries(q_ptr, query, q_stride, q_dim_stride, inside, FACTOR, SCALED, DIM, WIDTH)
     k_ptr += batch * k_batch_stride + head // GROUP * k_head_stride
     v_ptr += batch * v_batch_stride + head // GROUP * v_head_stride
 
@@ -145,7 +141,9 @@ def blocked_fwd_kernel(
     for first_key in range(low, high, KEYS):
         key = first_key + tl.arange(0, KEYS)
         k = load_tile(k_ptr, key, k_stride, k_dim_stride, key < keys, DIM, WIDTH)
-        scores = masked_tile(q, k, query, key, start, end, offset, keys, ACC, SCALE, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS)
+        scores = masked_tile(
+            q, k, query, key, start, end, offset, keys, ACC, FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS
+        )
         largest = tl.maximum(largest, tl.max(scores, 1))
     total = tl.zeros([ROWS], ACC)
     values = tl.zeros([ROWS, VALUE_WIDTH], ACC)
@@ -153,7 +151,9 @@ def blocked_fwd_kernel(
         key = first_key + tl.arange(0, KEYS)
         there = key < keys
         k = load_tile(k_ptr, key, k_stride, k_dim_stride, there, DIM, WIDTH)
-        scores = masked_tile(q, k, query, key, start, end, offset, keys, ACC, SCALE, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS)
+        scores = masked_tile(
+            q, k, query, key, start, end, offset, keys, ACC, FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS
+        )
         weights = tl.exp2(scores - largest[:, None])
         total += tl.sum(weights, 1)
         v = load_tile(v_ptr, key, v_stride, v_dim_stride, there, VALUE_DIM, VALUE_WIDTH)
@@ -173,7 +173,7 @@ def takes_rows(q: Tensor, k: Tensor, v: Tensor) -> bool | str:
     return takes(q, k, v)
 
 
-@implements(ops.attention, backend="standard", invariant=True, repeat=straight_line, when=takes_rows)
+@implements(ops.attention, backend="triton_standard", repeat=straight_line, when=takes_rows)
 def standard_attention(
     q: Tensor,
     k: Tensor,
@@ -193,7 +193,7 @@ def standard_attention(
     grid = cdiv(queries, ROWS), cdiv(keys, tile["KEYS"]), batch * heads
     launch(
         scores_kernel, grid, q, k, bounds, scores, queries, keys, heads, *q.stride(), *k.stride(),
-        **rules.constants, **tile, DIM=dim, WIDTH=width_of(dim),
+        **rules.constants(q.dtype), **tile, DIM=dim, WIDTH=width_of(dim),
     )  # fmt: skip
     rows, (height, width, warps) = batch * heads * queries, tile_of_rows(keys)
     launch(softmax_kernel, (cdiv(rows, height),), scores, rows, keys, ROWS=height, WIDTH=width, num_warps=warps)
@@ -204,7 +204,7 @@ def standard_attention(
     return out
 
 
-@implements(ops.attention, backend="blocked", invariant=True, repeat=straight_line, when=takes)
+@implements(ops.attention, backend="triton_blocked", repeat=straight_line, when=takes)
 def blocked_attention(
     q: Tensor,
     k: Tensor,
@@ -221,7 +221,7 @@ def blocked_attention(
     launch(
         blocked_fwd_kernel, (cdiv(queries, ROWS), batch * heads), q, k, v, document_bounds(cu_seqlens, batch, queries), out,
         queries, keys, heads, *q.stride(), *k.stride(), *v.stride(),
-        **rules.constants, GROUP=heads // kv_heads, ACC=accumulator(q.dtype), ROWS=ROWS,
+        **rules.constants(q.dtype), GROUP=heads // kv_heads, ACC=accumulator(q.dtype), ROWS=ROWS,
         DIM=dim, WIDTH=width_of(dim), VALUE_DIM=value_dim, VALUE_WIDTH=width_of(value_dim), **keys_and_warps(q),
     )  # fmt: skip
     return out
