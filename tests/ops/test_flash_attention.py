@@ -8,7 +8,7 @@ import torch
 from tilestack import ops
 from tilestack.contract import backend
 from tilestack.contract.cases import Make
-from tilestack.kernels.attention.flash import document_bounds
+from tilestack.kernels.attention.documents import document_bounds
 
 
 def results(chosen, arguments, options):

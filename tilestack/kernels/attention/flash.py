@@ -11,12 +11,10 @@ turns up, what was added before fades by the difference (the online softmax):
                +------+------+------+        total   = total · fade + Σ 2^(s - top)
                                              values  = values · fade + 2^(s - top) @ V
 
-What is left for the backward (flash_backward.py) are two numbers a row, the largest score and 1 / total, from which any tile
-of the softmax is made again: 2^(s - largest) / total. Their sum as one logarithm would do, but where scores are large,
-float32 would round away what tells one row's total from another's. Scores are in powers of two, the scale having log₂ e in it.
+A sink is a score that was there before the first key. What is left for the backward (flash_backward.py) are two numbers a
+row, the largest score and 1 / total, from which any tile of the softmax is made again: 2^(s - largest) / total. Their sum as
+one logarithm would do, but where scores are large, float32 would round away what tells one row's total from another's.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -24,144 +22,38 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack.contract.launch import launch
-from tilestack.kernels.elementwise.activation import tanh_of
-from tilestack.kernels.tiles import accumulator, cdiv, next_power, widened
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-WIDEST_HEAD = 256
-
-
-@triton.jit
-def document_bounds_kernel(cu_ptr, bounds_ptr, tokens, documents, length, BLOCK: tl.constexpr):
-    """For every token, the first token of its document and the one after its last, counted from the start of its row."""
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < tokens
-    low = tl.zeros([BLOCK], tl.int32)
-    high = low + documents
-    steps = documents
-    while steps > 0:  # the last of the offsets that is not behind the token
-        middle = (low + high + 1) // 2
-        before = tl.load(cu_ptr + middle, mask=inside, other=0) <= token
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle - 1)
-        steps = steps // 2
-    row = token // length * length
-    tl.store(bounds_ptr + 2 * token, (tl.load(cu_ptr + low, mask=inside, other=0) - row).to(tl.int32), mask=inside)
-    end = tl.load(cu_ptr + tl.minimum(low + 1, documents), mask=inside, other=0)
-    tl.store(bounds_ptr + 2 * token + 1, (end - row).to(tl.int32), mask=inside)
-
-
-def document_bounds(cu_seqlens: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """[batch, length, 2], int32; None without documents."""
-    if cu_seqlens is None:
-        return None
-    bounds = torch.empty((batch, length, 2), dtype=torch.int32, device=cu_seqlens.device)
-    tokens, documents = batch * length, cu_seqlens.shape[0] - 1
-    launch(
-        document_bounds_kernel,
-        (cdiv(tokens, 128),),
-        cu_seqlens.contiguous(),
-        bounds,
-        tokens,
-        documents,
-        length,
-        BLOCK=128,
-    )
-    return bounds
-
-
-@triton.jit
-def load_tile(ptr, row, row_stride, dim_stride, there, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """[rows, WIDTH] of a head, whose first DIM elements exist; zero where nothing is."""
-    element = tl.arange(0, WIDTH)
-    inside = there[:, None]
-    if DIM != WIDTH:
-        inside = inside & (element < DIM)[None, :]
-    return tl.load(ptr + row.to(tl.int64)[:, None] * row_stride + element[None, :] * dim_stride, mask=inside, other=0.0)
-
-
-@triton.jit
-def store_tile(ptr, row, row_stride, value, there, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    element = tl.arange(0, WIDTH)
-    inside = there[:, None] & (element < DIM)[None, :]
-    place = ptr + row.to(tl.int64)[:, None] * row_stride + element[None, :]
-    tl.store(place, value.to(ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def load_queries(ptr, row, row_stride, dim_stride, there, FACTOR: tl.constexpr, SCALED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """Queries, where SCALED already times what scores are multiplied by: of large scores that keeps a rounding away."""
-    q = load_tile(ptr, row, row_stride, dim_stride, there, DIM, WIDTH)
-    return q * FACTOR if SCALED else q
-
-
-@triton.jit
-def scores_of(products, FACTOR: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
-    """(scores in powers of two, what a gradient is multiplied by on its way back through the cap)."""
-    if not SCALED:
-        products = products * FACTOR
-    if SOFTCAP is None:
-        return products, 1.0
-    else:
-        bent = tanh_of(products, False)
-        return bent * (SOFTCAP * LOG2_E), (1 - bent) * (1 + bent)
-
-
-@triton.jit
-def sees(query, key, start, end, offset, keys, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Which queries see which keys; all four come broadcast against each other, start and end those of the query."""
-    seen = key < keys
-    ahead = key - query - offset
-    if CAUSAL:
-        seen = seen & (ahead <= 0)
-    if WINDOW is not None:
-        seen = seen & (ahead > -WINDOW)
-        if not CAUSAL:
-            seen = seen & (ahead < WINDOW)
-    if DOCUMENTS:
-        seen = seen & (key >= start) & (key < end)
-    return seen
-
-
-@triton.jit
-def document_of(bounds_ptr, at, there, DOCUMENTS: tl.constexpr):
-    """(first token, token after the last) of the documents of some tokens; anything where there are none."""
-    start, end = at, at
-    if DOCUMENTS:
-        start = tl.load(bounds_ptr + 2 * at, mask=there, other=2147483647)
-        end = tl.load(bounds_ptr + 2 * at + 1, mask=there, other=0)
-    return start, end
-
-
-@triton.jit
-def keys_seen_by(
-    first_query, start, end, offset, queries, keys,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """(the first key, on a tile, and the one after the last) that some of ROWS queries see."""
-    last_query = tl.minimum(first_query + ROWS, queries) - 1
-    low = 0
-    high = keys
-    if CAUSAL:
-        high = tl.minimum(high, last_query + offset + 1)
-    if WINDOW is not None:
-        low = tl.maximum(first_query + offset - WINDOW + 1, 0)
-        if not CAUSAL:
-            high = tl.minimum(high, last_query + offset + WINDOW)
-    if DOCUMENTS:
-        low = tl.maximum(low, tl.min(start, 0))
-        high = tl.minimum(high, tl.max(end, 0))
-    return low // KEYS * KEYS, high
+from tilestack.kernels.attention.documents import document_of
+from tilestack.kernels.attention.scores import (
+    LOG2_E,
+    NO_TERMS,
+    Rules,
+    Terms,
+    at_step,
+    keys_seen_by,
+    load_queries,
+    load_tile,
+    masked_scores,
+    seen_blocks,
+    store_tile,
+    tile_length,
+    width_of,
+)
+from tilestack.kernels.matmul.epilogue import dropped_of
+from tilestack.kernels.tiles import accumulator, cdiv, widened
 
 
 @triton.jit
 def flash_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, bounds_ptr, out_ptr, lse_ptr,  # [B, S, heads, …] five times but for bounds; [B, heads, S]
+    q_ptr, k_ptr, v_ptr, bounds_ptr,  # [B, S, heads, …] three times, [B, S, 2]
+    slopes_ptr, bias_ptr, blocks_ptr, tiles_ptr, seed_ptr, sinks_ptr, order_ptr, counts_ptr,  # see Terms and seen_blocks
+    out_ptr, lse_ptr, stats_ptr,  # [B, S, heads, VALUE_DIM], [B, heads, S], [B, heads, S, 2]
     queries, keys, heads,
     q_batch_stride, q_stride, q_head_stride, q_dim_stride, k_batch_stride, k_stride, k_head_stride, k_dim_stride,
     v_batch_stride, v_stride, v_head_stride, v_dim_stride,
+    slopes_batch_stride, bias_batch_stride, bias_head_stride, bias_stride, bias_key_stride,
+    blocks_batch_stride, blocks_head_stride, below,
     FACTOR: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of queries, batch · heads); the last queries, which see most, come first."""
@@ -171,83 +63,90 @@ def flash_fwd_kernel(
     kv_head, offset = head // GROUP, keys - queries
     query = first_query + tl.arange(0, ROWS)
     inside = query < queries
-    start, end = document_of(bounds_ptr, batch * queries + query, inside, DOCUMENTS)
+    start, end = query, query
+    if DOCUMENTS:
+        start, end = document_of(bounds_ptr, batch * queries + query, inside)
     low, high = keys_seen_by(first_query, start, end, offset, queries, keys, CAUSAL, WINDOW, DOCUMENTS, ROWS, KEYS)
+    mask_at = batch * blocks_batch_stride + head * blocks_head_stride
+    blocks_line = mask_at
+    if blocks_ptr is not None:
+        blocks_line += first_query // BLOCK_Q * tl.cdiv(keys, BLOCK_K)
+        low, high = 0, tl.load(counts_ptr + blocks_line // tl.cdiv(keys, BLOCK_K)) * BLOCK_K
 
     q_ptr += batch * q_batch_stride + head * q_head_stride
     q = load_queries(q_ptr, query, q_stride, q_dim_stride, inside, FACTOR, SCALED, DIM, WIDTH)
     k_ptr += batch * k_batch_stride + kv_head * k_head_stride
     v_ptr += batch * v_batch_stride + kv_head * v_head_stride
+    slope_at = batch * slopes_batch_stride + head
+    bias_at = batch * bias_batch_stride + head * bias_head_stride
+    line = (batch * heads + head) * queries
     largest = tl.full([ROWS], float("-inf"), ACC)
     total = tl.zeros([ROWS], ACC)
+    if sinks_ptr is not None:
+        largest = tl.zeros([ROWS], ACC) + tl.load(sinks_ptr + head).to(ACC) * LOG2_E
+        total = tl.where(largest == float("-inf"), 0.0, 1.0).to(ACC)
     values = tl.zeros([ROWS, VALUE_WIDTH], ACC)
-    for first_key in range(low, high, KEYS):
+    for step in range(low, high, KEYS):
+        first_key = step
+        if blocks_ptr is not None:
+            first_key = at_step(step, order_ptr, blocks_line, BLOCK_K)
         key = first_key + tl.arange(0, KEYS)
         there = key < keys
         k = load_tile(k_ptr, key, k_stride, k_dim_stride, there, DIM, WIDTH)
         products = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
-        scores, _ = scores_of(products, FACTOR, SCALED, SOFTCAP)
-        seen = sees(query[:, None], key[None, :], start[:, None], end[:, None], offset, keys, CAUSAL, WINDOW, DOCUMENTS)
-        scores = tl.where(seen, scores, float("-inf"))
+        scores, _ = masked_scores(
+            products, query[:, None], key[None, :], start[:, None], end[:, None], offset, queries, keys,
+            slopes_ptr, slope_at, bias_ptr, bias_at, bias_stride, bias_key_stride,
+            blocks_ptr, tiles_ptr, mask_at, first_query, first_key,
+            FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS, BLOCK_Q, BLOCK_K,
+        )  # fmt: skip
         top = tl.maximum(largest, tl.max(scores, 1))
         at = tl.where(top == float("-inf"), 0.0, top)  # a row may see none of these keys, nor any before
         weights = tl.exp2(scores - at[:, None])
         fade = tl.exp2(largest - at)
         total = total * fade + tl.sum(weights, 1)
+        if seed_ptr is not None:
+            weights = dropped_of(weights, (line + query[:, None]) * keys + key[None, :], seed_ptr, below)
         v = load_tile(v_ptr, key, v_stride, v_dim_stride, there, VALUE_DIM, VALUE_WIDTH)
         values = tl.dot(weights.to(v.dtype), v, values * fade[:, None], input_precision="ieee", out_dtype=ACC)
         largest = top
+    seen = total != 0  # a query may see no key, and gets zeros
+    total = tl.where(seen, total, 1.0)
     out_ptr += (batch * queries * heads + head) * VALUE_DIM
     store_tile(out_ptr, query, heads * VALUE_DIM, values / total[:, None], inside, VALUE_DIM, VALUE_WIDTH)
     if lse_ptr is not None:
-        line = lse_ptr + ((batch * heads + head) * queries + query) * 2
-        tl.store(line, largest, mask=inside)
-        tl.store(line + 1, 1 / total, mask=inside)
-
-
-class Rules(NamedTuple):
-    """What decides on scores and who sees what, as constants of the kernels."""
-
-    scale: float
-    softcap: float | None
-    window: int | None
-    causal: bool
-
-    @property
-    def factor(self) -> float:
-        """Of products of queries and keys, scores are this many times as large, before a cap and in powers of two after."""
-        return self.scale * LOG2_E.value if self.softcap is None else self.scale / self.softcap
-
-    def constants(self, dtype: torch.dtype) -> dict:
-        return dict(
-            FACTOR=self.factor,
-            SCALED=dtype == widened(dtype),  # a half would be rounded
-            SOFTCAP=self.softcap,
-            WINDOW=self.window,
-            CAUSAL=self.causal,
-        )
-
-
-def width_of(dim: int) -> int:
-    """Elements of a tile's row: a power of two, and no fewer than tensor cores multiply."""
-    return max(next_power(dim), 16)
+        tl.store(lse_ptr + line + query, (largest + tl.log2(total)) / LOG2_E, mask=inside)
+    if stats_ptr is not None:
+        tl.store(stats_ptr + (line + query) * 2, tl.where(seen, largest, 0.0), mask=inside)
+        tl.store(stats_ptr + (line + query) * 2 + 1, tl.where(seen, 1 / total, 0.0), mask=inside)
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, rules: Rules, keep_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor | None,
+    rules: Rules,
+    terms: Terms = NO_TERMS,
+    sinks: Tensor | None = None,
+    *,
+    lse: Tensor | None = None,
+    keep_stats: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    """(the result, what the backward makes the softmax of); `lse` is written where it is given."""
     (batch, queries, heads, dim), (_, keys, kv_heads, value_dim) = q.shape, v.shape
     out = torch.empty((batch, queries, heads, value_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, queries, 2), dtype=widened(q.dtype), device=q.device) if keep_lse else None
+    stats = torch.empty((batch, heads, queries, 2), dtype=widened(q.dtype), device=q.device) if keep_stats else None
     width, half = max(width_of(dim), width_of(value_dim)), q.element_size() == 2
-    tile = lambda length, most: min(max(next_power(length), 16), most)
-    rows = tile(queries, 64 if half else 32)
-    at_a_time = tile(keys, 16 if not half else 64 if width <= 128 else 32)
+    rows = tile_length(queries, 64 if half else 32)
+    at_a_time = tile_length(keys, 16 if not half else 64 if width <= 128 else 32)
+    rows, at_a_time = terms.tile(rows, at_a_time)
     launch(
-        flash_fwd_kernel, (cdiv(queries, rows), batch * heads), q, k, v, bounds, out, lse,
-        queries, keys, heads, *q.stride(), *k.stride(), *v.stride(),
-        **rules.constants(q.dtype), GROUP=heads // kv_heads, ACC=accumulator(q.dtype), ROWS=rows, KEYS=at_a_time,
+        flash_fwd_kernel, (cdiv(queries, rows), batch * heads), q, k, v, bounds,
+        *terms.pointers, sinks, *seen_blocks(terms.blocks), out, lse, stats,
+        queries, keys, heads, *q.stride(), *k.stride(), *v.stride(), *terms.numbers,
+        **rules.constants(q.dtype), **terms.constants, GROUP=heads // kv_heads, ACC=accumulator(q.dtype), ROWS=rows, KEYS=at_a_time,
         DIM=dim, WIDTH=width_of(dim), VALUE_DIM=value_dim, VALUE_WIDTH=width_of(value_dim),
         num_warps=4 if half else 8, num_stages=2,
     )  # fmt: skip
-    return out, lse
+    return out, stats

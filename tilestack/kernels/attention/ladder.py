@@ -1,7 +1,8 @@
 """Attention in plain Triton as the backend `triton`: flash.py forward, flash_backward.py backward, on any GPU.
 
 It takes all that the operator can say: grouped heads, causal or not, windows, documents, a cap, any lengths and strides, head
-sizes up to 256. Where a gradient is wanted, the forward hands on the logarithms of its sums.
+sizes up to 256. Where a gradient is wanted, the forward hands on each row's largest score and the
+share of its sum.
 """
 
 from torch import Tensor
@@ -9,8 +10,10 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.contract import Extras, implements
 from tilestack.contract.repeat import straight_line
-from tilestack.kernels.attention.flash import WIDEST_HEAD, Rules, document_bounds, flash_forward
+from tilestack.kernels.attention.documents import document_bounds
+from tilestack.kernels.attention.flash import flash_forward
 from tilestack.kernels.attention.flash_backward import flash_gradients
+from tilestack.kernels.attention.scores import WIDEST_HEAD, Rules
 from tilestack.kernels.tiles import widened
 from tilestack.ops.attention import scale_or_usual
 
@@ -30,13 +33,14 @@ def forward(
     window: int | None,
     scale: float | None,
     softcap: float | None,
-    keep_lse: bool,
+    keep_stats: bool,
 ) -> tuple[Tensor, Tensor | None]:
     bounds = document_bounds(cu_seqlens, *q.shape[:2])
-    return flash_forward(q, k, v, bounds, Rules(scale_or_usual(scale, q), softcap, window, causal), keep_lse)
+    rules = Rules(scale_or_usual(scale, q), softcap, window, causal)
+    return flash_forward(q, k, v, bounds, rules, keep_stats=keep_stats)
 
 
-def attention_and_lse(
+def attention_and_stats(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -49,12 +53,12 @@ def attention_and_lse(
     return forward(q, k, v, cu_seqlens, causal, window, scale, softcap, True)
 
 
-def empty_lse(q: Tensor) -> Tensor:
+def empty_stats(q: Tensor) -> Tensor:
     batch, queries, heads, _ = q.shape
     return q.new_empty((batch, heads, queries, 2), dtype=widened(q.dtype))
 
 
-def backward_from_lse(
+def backward_from_stats(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -65,11 +69,11 @@ def backward_from_lse(
     scale: float | None,
     softcap: float | None,
     out: Tensor,
-    lse: Tensor,
+    stats: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     bounds = document_bounds(cu_seqlens, *q.shape[:2])
     rules = Rules(scale_or_usual(scale, q), softcap, window, causal)
-    return *flash_gradients(grad, q, k, v, bounds, out, lse, rules), None
+    return *flash_gradients(grad, None, q, k, v, bounds, out, stats, rules)[:3], None
 
 
 def backward(
@@ -86,9 +90,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     """Where no sums were handed on: they are made again."""
     given = q, k, v, cu_seqlens, causal, window, scale, softcap
-    _, lse = attention_and_lse(*given)
-    assert lse is not None
-    return backward_from_lse(grad, *given, out, lse)
+    _, stats = attention_and_stats(*given)
+    assert stats is not None
+    return backward_from_stats(grad, *given, out, stats)
 
 
 @implements(
@@ -97,7 +101,7 @@ def backward(
     invariant=True,
     repeat=straight_line,
     backward=backward,
-    extras=Extras(attention_and_lse, backward_from_lse, when=lambda q: True, fake=empty_lse),
+    extras=Extras(attention_and_stats, backward_from_stats, when=lambda q: True, fake=empty_stats),
     when=takes,
 )
 def attention(

@@ -20,19 +20,17 @@ from tilestack import ops
 from tilestack.contract import implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
-from tilestack.kernels.attention.flash import (
+from tilestack.kernels.attention.documents import document_bounds, document_of
+from tilestack.kernels.attention.ladder import takes
+from tilestack.kernels.attention.scores import (
     Rules,
-    document_bounds,
-    document_of,
     keys_seen_by,
     load_queries,
     load_tile,
-    scores_of,
-    sees,
+    masked_scores,
     store_tile,
     width_of,
 )
-from tilestack.kernels.attention.ladder import takes
 from tilestack.kernels.tiles import accumulator, cdiv, tile_of_rows, widened
 from tilestack.ops.attention import scale_or_usual
 
@@ -41,16 +39,18 @@ LONGEST_ROW = 65536  # scores that one program has in registers
 
 
 @triton.jit
-def masked_tile(
-    q, k, query, key, start, end, offset, keys, ACC: tl.constexpr,
+def tile_of_scores(
+    q, k, query, key, start, end, offset, queries, keys, ACC: tl.constexpr,
     FACTOR: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of scores, in powers of two."""
     products = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
-    scores, _ = scores_of(products, FACTOR, SCALED, SOFTCAP)
-    seen = sees(query[:, None], key[None, :], start[:, None], end[:, None], offset, keys, CAUSAL, WINDOW, DOCUMENTS)
-    return tl.where(seen, scores, float("-inf"))
+    scores, _ = masked_scores(
+        products, query[:, None], key[None, :], start[:, None], end[:, None], offset, queries, keys,
+        None, 0, None, 0, 0, 0, None, None, 0, 0, 0,
+        FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS, None, None,
+    )  # fmt: skip
+    return scores
 
 
 @triton.jit
@@ -71,9 +71,26 @@ def scores_kernel(
     q = load_queries(q_ptr, query, q_stride, q_dim_stride, inside, FACTOR, SCALED, DIM, WIDTH)
     k_ptr += batch * k_batch_stride + head // GROUP * k_head_stride
     k = load_tile(k_ptr, key, k_stride, k_dim_stride, there, DIM, WIDTH)
-    start, end = document_of(bounds_ptr, batch * queries + query, inside, DOCUMENTS)
-    scores = masked_tile(
-        q, k, query, key, start, end, keys - queries, keys, ACC, FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS
+    start, end = query, query
+    if DOCUMENTS:
+        start, end = document_of(bounds_ptr, batch * queries + query, inside)
+    scores = tile_of_scores(
+        q,
+        k,
+        query,
+        key,
+        start,
+        end,
+        keys - queries,
+        queries,
+        keys,
+        ACC,
+        FACTOR,
+        SCALED,
+        SOFTCAP,
+        WINDOW,
+        CAUSAL,
+        DOCUMENTS,
     )
     place = scores_ptr + ((batch * heads + head) * queries + query[:, None]) * keys + key[None, :]
     tl.store(place, scores, mask=inside[:, None] & there[None, :])
@@ -86,8 +103,10 @@ def softmax_kernel(scores_ptr, rows, keys, ROWS: tl.constexpr, WIDTH: tl.constex
     key = tl.arange(0, WIDTH)[None, :]
     inside = (row < rows) & (key < keys)
     scores = tl.load(scores_ptr + row * keys + key, mask=inside, other=float("-inf"))
-    weights = tl.exp2(scores - tl.max(scores, 1, keep_dims=True))
-    tl.store(scores_ptr + row * keys + key, weights / tl.sum(weights, 1, keep_dims=True), mask=inside)
+    largest = tl.max(scores, 1, keep_dims=True)
+    weights = tl.exp2(scores - tl.where(largest == float("-inf"), 0.0, largest))
+    total = tl.sum(weights, 1, keep_dims=True)
+    tl.store(scores_ptr + row * keys + key, weights / tl.where(total == 0, 1.0, total), mask=inside)
 
 
 @triton.jit
@@ -130,7 +149,9 @@ def blocked_fwd_kernel(
     offset = keys - queries
     query = first_query + tl.arange(0, ROWS)
     inside = query < queries
-    start, end = document_of(bounds_ptr, batch * queries + query, inside, DOCUMENTS)
+    start, end = query, query
+    if DOCUMENTS:
+        start, end = document_of(bounds_ptr, batch * queries + query, inside)
     low, high = keys_seen_by(first_query, start, end, offset, queries, keys, CAUSAL, WINDOW, DOCUMENTS, ROWS, KEYS)
     q_ptr += batch * q_batch_stride + head * q_head_stride
     q = load_queries(q_ptr, query, q_stride, q_dim_stride, inside, FACTOR, SCALED, DIM, WIDTH)
@@ -141,24 +162,26 @@ def blocked_fwd_kernel(
     for first_key in range(low, high, KEYS):
         key = first_key + tl.arange(0, KEYS)
         k = load_tile(k_ptr, key, k_stride, k_dim_stride, key < keys, DIM, WIDTH)
-        scores = masked_tile(
-            q, k, query, key, start, end, offset, keys, ACC, FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS
+        scores = tile_of_scores(
+            q, k, query, key, start, end, offset, queries, keys, ACC, FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS
         )
         largest = tl.maximum(largest, tl.max(scores, 1))
+    largest = tl.where(largest == float("-inf"), 0.0, largest)  # a query may see no key
     total = tl.zeros([ROWS], ACC)
     values = tl.zeros([ROWS, VALUE_WIDTH], ACC)
     for first_key in range(low, high, KEYS):
         key = first_key + tl.arange(0, KEYS)
         there = key < keys
         k = load_tile(k_ptr, key, k_stride, k_dim_stride, there, DIM, WIDTH)
-        scores = masked_tile(
-            q, k, query, key, start, end, offset, keys, ACC, FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS
+        scores = tile_of_scores(
+            q, k, query, key, start, end, offset, queries, keys, ACC, FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS
         )
         weights = tl.exp2(scores - largest[:, None])
         total += tl.sum(weights, 1)
         v = load_tile(v_ptr, key, v_stride, v_dim_stride, there, VALUE_DIM, VALUE_WIDTH)
         values = tl.dot(weights.to(v.dtype), v, values, input_precision="ieee", out_dtype=ACC)
     out_ptr += (batch * queries * heads + head) * VALUE_DIM
+    total = tl.where(total == 0, 1.0, total)
     store_tile(out_ptr, query, heads * VALUE_DIM, values / total[:, None], inside, VALUE_DIM, VALUE_WIDTH)
 
 
