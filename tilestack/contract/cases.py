@@ -36,7 +36,8 @@ class Make:
 
 @dataclass(frozen=True)
 class Case:
-    """One set of arguments: `check` cases prove an operator and stay small, `bench` cases have sizes worth measuring."""
+    """One set of arguments: `check` cases prove an operator and stay small, `gpu` cases prove it too where there is a GPU,
+    being too large for the interpreter, `bench` cases have sizes worth measuring."""
 
     name: str
     build: Callable[[Make], dict[str, Any]]
@@ -49,7 +50,13 @@ class Case:
         return label_of_sizes(self.sizes) if self.sizes else label_of_arguments(self.build(Make(device="meta")))
 
 
-def cases(build: Callable[..., dict[str, Any]], *, check: Iterable[tuple], bench: Iterable[tuple] = ()) -> list[Case]:
+def cases(
+    build: Callable[..., dict[str, Any]],
+    *,
+    check: Iterable[tuple],
+    gpu: Iterable[tuple] = (),
+    bench: Iterable[tuple] = (),
+) -> list[Case]:
     """A case for each size: `build(make, *size)` makes the arguments, and the size is the name (`3x1000`, `4x33xtanh`)."""
     parameters = list(inspect.signature(build).parameters.values())[1:]
     named = all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in parameters)
@@ -58,7 +65,8 @@ def cases(build: Callable[..., dict[str, Any]], *, check: Iterable[tuple], bench
         sizes = tuple((known.name, value) for known, value in zip(parameters, size, strict=False)) if named else ()
         return Case("x".join(map(str, size)) or "scalar", lambda make: build(make, *size), kind, sizes)
 
-    return [*(case(size, "check") for size in check), *(case(size, "bench") for size in bench)]
+    kinds = dict(check=check, gpu=gpu, bench=bench)
+    return [case(size, kind) for kind, sizes in kinds.items() for size in sizes]
 
 
 # Row lengths that break kernels: one, odd, just below, at and above a power of two, a few blocks, and nothing at all.

@@ -125,14 +125,16 @@ def claims(
 ) -> Iterator[Claim]:
     """All that can be claimed of the operators' implementations. Empty arguments have no variants.
 
-    `only` narrows an operator, by name, to one backend. Configurations but the first are tried in plain variants.
+    `only` narrows an operator, by name, to one backend. Configurations but the first are tried in plain variants. On a GPU,
+    its own cases are checked like the others.
     """
+    kinds = {*kinds, "gpu"} if device.type == "cuda" and "check" in kinds else set(kinds)
     for operator in operators:
         asked = (only or {}).get(operator.name)
         implementations = [i for name, i in operator.implementations.items() if asked in (None, name)]
         for case in (c for c in operator.cases if c.kind in kinds):
             sizes = [t.numel() for t in case.build(Make(device="meta")).values() if isinstance(t, Tensor)]
-            tried = variants.ALL if every_variant and 0 not in sizes and case.kind == "check" else ["plain"]
+            tried = variants.ALL if every_variant and 0 not in sizes and case.kind != "bench" else ["plain"]
             for dtype in dtypes or default_dtypes(device):
                 small = dtype == torch.float64 and 0 not in sizes and sum(sizes) <= GRADCHECKED
                 directions = ["forward", "backward", *(["gradcheck"] if small else [])]

@@ -127,7 +127,9 @@ def attention_weights(
     if seen is None:
         return torch.softmax(scores, -1), scores
     by_query = scores.unflatten(2, (q.shape[2] // k.shape[2], q.shape[1]))
-    return torch.softmax(torch.where(seen[:, None, None], by_query, -torch.inf).flatten(2, 3), -1), scores
+    sees_some = seen.any(-1, keepdim=True)[:, None, None]  # a query that sees no key has weights of zero, not of 0 / 0
+    hidden = torch.where(seen[:, None, None] | ~sees_some, by_query, -torch.inf)
+    return torch.where(sees_some, torch.softmax(hidden, -1), 0).flatten(2, 3), scores
 
 
 def attention_gradient(
@@ -162,6 +164,7 @@ RULES: dict[str, dict[str, Any]] = dict(
     wide=dict(window=1024),
     scaled=dict(scale=0.3),
     capped=dict(softcap=2.0),
+    around=dict(window=5, causal=False),
     documents={},
     documents_window=dict(window=2),
     documents_around=dict(window=3, causal=False),
@@ -201,19 +204,44 @@ def attention_key(
         check=[  # batch, queries, keys, heads, kv_heads, dim, dim of v, what is seen
             (1, 1, 1, 1, 1, 8, 8, "causal"),
             (2, 9, 9, 4, 2, 16, 16, "causal"),
-            (1, 33, 33, 3, 1, 8, 8, "full"),
-            (2, 1, 13, 4, 2, 16, 16, "causal"),
+            (1, 33, 33, 1, 1, 8, 8, "full"),
+            (2, 1, 13, 2, 1, 16, 16, "causal"),
             (1, 3, 12, 2, 2, 16, 16, "causal"),
             (1, 12, 12, 2, 1, 24, 16, "scaled"),
             (1, 2, 9, 2, 1, 16, 16, "window"),
             (1, 6, 6, 2, 2, 16, 16, "capped"),
-            (2, 10, 10, 4, 2, 16, 16, "documents"),
+            (2, 10, 10, 2, 1, 16, 16, "documents"),
             (1, 17, 17, 2, 1, 8, 8, "documents_window"),
-            (2, 8, 8, 2, 2, 8, 8, "documents_around"),
+            (2, 8, 8, 1, 1, 8, 8, "documents_around"),
+            (1, 19, 40, 1, 1, 24, 24, "around"),
+            (1, 12, 3, 1, 1, 8, 8, "around"),  # the first queries see nothing
+            (1, 3, 5, 1, 1, 192, 128, "causal"),
+            (1, 3, 3, 1, 1, 80, 80, "full"),
             (0, 4, 4, 2, 1, 8, 8, "causal"),
+            (1, 136, 136, 1, 1, 16, 16, "causal"),  # several tiles and a rest
+        ],
+        gpu=[
             (2, 200, 200, 4, 2, 128, 128, "causal"),  # whole tiles and a rest, of the heads that large kernels take
             (1, 256, 256, 2, 2, 128, 128, "full"),
             (1, 70, 70, 3, 1, 128, 128, "scaled"),
+            (2, 1, 13, 4, 2, 16, 16, "causal"),
+            (1, 130, 130, 2, 1, 32, 32, "causal"),
+            (2, 100, 230, 4, 1, 64, 64, "causal"),
+            (1, 129, 129, 3, 1, 80, 80, "causal"),
+            (1, 140, 140, 2, 1, 96, 96, "causal"),
+            (1, 1, 300, 8, 1, 128, 128, "causal"),
+            (1, 90, 150, 2, 2, 192, 128, "causal"),
+            (1, 70, 70, 2, 1, 256, 256, "causal"),
+            (1, 33, 33, 3, 1, 8, 8, "full"),
+            (1, 170, 90, 2, 1, 64, 64, "full"),
+            (1, 60, 110, 1, 1, 256, 256, "full"),
+            (1, 150, 150, 2, 2, 64, 64, "window"),
+            (1, 129, 129, 3, 1, 32, 32, "around"),
+            (1, 60, 110, 2, 1, 256, 256, "capped"),  # Gemma 2
+            (2, 10, 10, 4, 2, 16, 16, "documents"),
+            (2, 120, 120, 2, 1, 96, 96, "documents"),
+            (2, 100, 100, 4, 2, 32, 32, "documents_window"),
+            (2, 8, 8, 2, 2, 8, 8, "documents_around"),
         ],
         bench=[
             (8, 2048, 2048, 16, 8, 128, 128, "causal"),  # Qwen3-0.6B
@@ -248,7 +276,8 @@ def attention(
     aligned at their ends: the last query stands at the last key, as in decoding with a cache. `causal` hides the keys
     after a query; `window` those `window` or more places away from it. `cu_seqlens` are the offsets of documents in
     the batch · queries tokens, from 0 to their number, the start of every row among them; equal offsets are empty
-    documents. `scale` is 1 / √dim if not given; `softcap` c bounds scores as c · tanh(score / c).
+    documents. `scale` is 1 / √dim if not given; `softcap` c bounds scores as c · tanh(score / c). A query that sees no key, as
+    a window may leave it where there are more queries than keys, gets zeros.
     """
     weights, _ = attention_weights(q, k, cu_seqlens, causal, window, scale, softcap)
     return ungrouped(weights @ wide(v).transpose(1, 2), q).to(q.dtype)
