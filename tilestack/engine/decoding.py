@@ -7,11 +7,13 @@ page 0. What differs from step to step is one small tensor,
     inputs [4, size]     the rows, how long their sequences are with the new token, the seeds of their noise, and the
                          tokens to go on from, -1 for those that only the device knows
 
-and everything else is looked up by row in the runner's tables. Without a GPU the same function is simply called.
+and everything else is looked up by row in the runner's tables. Without a GPU the same function is simply called. A batch of
+one may go through the decoder as a single kernel (persistent.py), where that is asked for.
 
 Shapes: G sequences, those that fill up included.
 """
 
+import logging
 from collections.abc import Sequence as List
 from typing import TYPE_CHECKING
 
@@ -23,7 +25,10 @@ from tilestack.engine.scheduler import Part
 from tilestack.models import PagedBatch
 
 if TYPE_CHECKING:
+    from tilestack.engine.persistent import PersistentStep
     from tilestack.engine.runner import Runner
+
+log = logging.getLogger(__name__)
 
 
 def sizes_up_to(most: int) -> list[int]:
@@ -47,9 +52,21 @@ def is_plain(part: Part) -> bool:
     )
 
 
+def persistent_step(runner: "Runner") -> "PersistentStep | None":
+    """The step as a single kernel; where there is none, the reason is logged and decoding goes on as usual."""
+    from tilestack.engine.persistent import PersistentStep  # brings all kernels along
+
+    try:
+        return PersistentStep(runner)
+    except ValueError as reason:
+        log.warning("decoding is not persistent: %s", reason)
+        return None
+
+
 class DecodingSteps:
-    def __init__(self, runner: "Runner", rows: int):
+    def __init__(self, runner: "Runner", rows: int, persistent: bool = False):
         self.runner, self.sizes, self.padding = runner, sizes_up_to(rows), rows
+        self.persistent = persistent_step(runner) if persistent else None
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
 
     def take(self, parts: List[Part]) -> bool:
@@ -81,10 +98,13 @@ class DecodingSteps:
     def compute(self, inputs: Tensor) -> Tensor:
         """One token for each row of `inputs` [4, G]."""
         runner, (rows, lengths, seeds, known) = self.runner, inputs
-        each = torch.arange(len(rows) + 1, device=rows.device)
-        batch = PagedBatch(runner.cache, runner.tables[rows], lengths, each, tokens=len(rows), most_queries=1)
         ids = torch.where(known < 0, runner.last_ids[rows], known)
-        logits = runner.decoder.logits(runner.decoder.hidden(ids, context=batch)).float()
+        if self.persistent is not None and len(rows) == 1:
+            logits = self.persistent.logits(ids, lengths, runner.tables[rows])
+        else:
+            each = torch.arange(len(rows) + 1, device=rows.device)
+            batch = PagedBatch(runner.cache, runner.tables[rows], lengths, each, tokens=len(rows), most_queries=1)
+            logits = runner.decoder.logits(runner.decoder.hidden(ids, context=batch)).float()
         settings = runner.sampling
         drawn = ops.sample(
             logits, seeds, settings.temperature[rows], settings.top_k[rows], settings.top_p[rows], settings.min_p[rows]

@@ -74,6 +74,7 @@ class Runner:
         adapters: ServedAdapters | None = None,
         draft: tuple[Decoder, PagedCache] | None = None,
         graphs: bool = False,
+        persistent: bool = False,
     ):
         self.decoder, self.cache, self.adapters, self.draft = decoder, cache, adapters, draft
         self.device = decoder.embedding.weight.device
@@ -81,8 +82,8 @@ class Runner:
         self.last_ids = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
         self.sampling = SamplingRows(rows, decoder.config.vocabulary, self.device)
         self.synced = [(0, 0)] * rows  # of each row, the admission that it is of, and how many of its pages it knows
-        self.decoding = DecodingSteps(self, rows) if graphs else None
         self.swapped: dict[Sequence, list[Tensor]] = {}
+        self.decoding = DecodingSteps(self, rows, persistent) if graphs else None
 
     @torch.no_grad()
     def launch(self, parts: list[Part]) -> Step:
