@@ -43,7 +43,7 @@ def device_reason(decoder):
 
 
 def engine_of(decoder, **settings):
-    usual = dict(page=16, max_sequences=4, kv_memory=1 << 28, context=3000, queue=None)
+    usual = dict(page=16, max_sequences=4, kv_memory=1 << 29, context=3000, queue=None)
     return Engine(decoder, None, EngineSettings(**(usual | settings)))
 
 
