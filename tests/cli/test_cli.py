@@ -155,13 +155,13 @@ def test_the_environment_narrows_each_operator_by_itself(tilestack):
     arguments = ("verify", "relu", "add", "--device", "cpu", "--quick", "--dtype", "float32", "--json", "-")
     proofs = json.loads(tilestack(*arguments, TILESTACK_BACKEND="relu=aten").stdout)
     backends = {name: {p["backend"] for p in proofs if p["op"] == name} for name in ("relu", "add")}
-    assert backends == {"relu": {"aten"}, "add": {"torch", "aten", "triton"}}
+    assert backends == {"relu": {"aten"}, "add": {"torch", "aten", "cuda", "triton"}}
 
 
 @pytest.mark.parametrize(
     ("arguments", "environment", "line"),
     [
-        (["verify", "softmax", "--device", "cpu"], {"TILESTACK_BACKEND": "cuda"}, "softmax has no cuda backend (CUDA C++ kernels need a CUDA tensor, not one on cpu); it has torch, aten, triton"),
+        (["verify", "softmax", "--device", "cpu"], {"TILESTACK_BACKEND": "cuda"}, "softmax cannot run on cuda: CUDA C++ kernels need a CUDA tensor, not one on cpu; torch, aten, triton can"),
         (["verify", "sofmax"], {}, "no operator is named 'sofmax'; did you mean softmax?"),
         (["verify", "--dtype", "float12"], {}, "no dtype float12; choose from float16, bfloat16, float32, float64"),
         (["verify", "--device", "tpu"], {}, "--device must be cuda or cpu, not 'tpu'"),

@@ -152,7 +152,7 @@ def test_a_misspelt_operator_in_the_environment_is_told_at_the_first_call(enviro
 def test_an_unknown_backend_is_told_with_those_there_are():
     with (
         backend("trition"),
-        pytest.raises(BackendError, match="softmax has no trition backend; it has torch, aten, triton"),
+        pytest.raises(BackendError, match="softmax has no trition backend; it has torch, aten, cuda, triton"),
     ):
         ops.softmax(X)
 

@@ -17,6 +17,19 @@ def test_it_reaches_what_a_kernel_imports_by_way_of_others():
     assert "cross_entropy.py" not in names_behind("softmax")
 
 
+def test_it_reaches_the_cuda_sources_that_a_file_names():
+    assert {"softmax.py", "softmax.cu", "common.cuh", "build.py"} <= names_behind("softmax", "cuda")
+    assert "add.cu" not in names_behind("softmax", "cuda")
+
+
+def test_comments_of_cuda_sources_count_for_nothing(tmp_path):
+    before, after, other = (tmp_path / name for name in ("before.cu", "after.cu", "other.cu"))
+    before.write_text("// a sum\nint f(int x) { return x + 1; }  /* of\ntwo */\n")
+    after.write_text("int f(int x) { return x + 1; }\n\n")
+    other.write_text("int f(int x) { return x - 1; }\n")
+    assert code_of(before) == code_of(after) != code_of(other)
+
+
 def test_every_implementation_has_a_hash_and_different_files_differ():
     hashes = {(op.name, name): source_hash(op.name, name) for op in ops.operators() for name in op.implementations}
     assert all(len(found) == 16 for found in hashes.values())

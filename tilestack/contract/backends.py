@@ -209,8 +209,4 @@ def _gluon_needs(device: torch.device) -> bool | str:
     )
 
 
-def _cuda_needs(device: torch.device) -> bool | str:
-    return device.type == "cuda" or f"CUDA C++ kernels need a CUDA tensor, not one on {device.type}"
-
-
-_needs.update(triton=_triton_needs, gluon=_gluon_needs, cuda=_cuda_needs)
+_needs.update(triton=_triton_needs, gluon=_gluon_needs)

@@ -96,13 +96,11 @@ class CapturedSteps(ABC):
         self.runner.graph_memory = graph.pool()
         self.graphs[size] = graph, inputs, tokens
 
-    def draw(self, hidden: Tensor, rows: Tensor, seeds: Tensor) -> Tensor:
-        """A token after each of these hidden states, for the sequences in these rows; it becomes their last."""
-        runner = self.runner
-        logits = runner.decoder.logits(hidden).float()
-        asked = runner.sampling
+    def draw(self, logits: Tensor, rows: Tensor, seeds: Tensor) -> Tensor:
+        """A token by each of these logits, for the sequences in these rows; it becomes their last."""
+        runner, asked = self.runner, self.runner.sampling
         drawn = ops.sample(
-            logits, seeds, asked.temperature[rows], asked.top_k[rows], asked.top_p[rows], asked.min_p[rows]
+            logits.float(), seeds, asked.temperature[rows], asked.top_k[rows], asked.top_p[rows], asked.min_p[rows]
         )
         runner.last_ids.index_copy_(0, rows, drawn.clamp(min=0).long())
         return drawn

@@ -87,7 +87,10 @@ class Engine:
             adapters=self.adapters,
             draft=None if draft is None or kept is None else (draft, kept),
             graphs=weight.device.type == "cuda" if settings.graphs is None else settings.graphs,
+            persistent=settings.decode == "persistent",
         )
+        if settings.decode == "persistent" and not self.runner.captured:
+            log.warning("decoding is not persistent: it runs in CUDA graphs, which are off")
         self.drafter: Drafter | None = None
         if settings.speculate is not None:
             self.drafter = DraftModel(self.runner) if draft is not None else LookUp()

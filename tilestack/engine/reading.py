@@ -77,5 +77,6 @@ class ReadingSteps(CapturedSteps):
             [tokens, tokens, most, most, most + 1, most, most, most]
         )
         batch = self.batch_of(rows, lengths, cu_queries, tokens=tokens, most_queries=tokens)
-        hidden = self.runner.decoder.hidden(self.known_or_last(ids, token_rows), context=batch)
-        return self.draw(hidden[places], place_rows, seeds)
+        decoder = self.runner.decoder
+        hidden = decoder.hidden(self.known_or_last(ids, token_rows), context=batch)
+        return self.draw(decoder.logits(hidden[places]), place_rows, seeds)

@@ -77,6 +77,7 @@ class Runner:
         adapters: ServedAdapters | None = None,
         draft: tuple[Decoder, PagedCache] | None = None,
         graphs: bool = False,
+        persistent: bool = False,
     ):
         self.decoder, self.cache, self.adapters, self.draft = decoder, cache, adapters, draft
         self.device = decoder.embedding.weight.device
@@ -85,8 +86,10 @@ class Runner:
         self.sampling = SamplingRows(rows, decoder.config.vocabulary, self.device)
         self.synced = [(0, 0)] * rows  # of each row, the admission that it is of, and how many of its pages it knows
         self.graph_memory: Any = None  # which all graphs share, since one runs at a time
-        self.captured: list[CapturedSteps] = [kind(self, rows) for kind in (DecodingSteps, ReadingSteps) if graphs]
         self.swapped: dict[Sequence, list[Tensor]] = {}
+        self.captured: list[CapturedSteps] = []
+        if graphs:
+            self.captured = [DecodingSteps(self, rows, persistent), ReadingSteps(self, rows)]
 
     @torch.no_grad()
     def launch(self, parts: list[Part]) -> Step:

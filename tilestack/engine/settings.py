@@ -29,6 +29,7 @@ class EngineSettings:
     prefix_caching: bool = True
     overlap: bool = True  # launch a step before the one before it is read
     graphs: bool | None = None  # decode in CUDA graphs; None: on a GPU
+    decode: str | None = None  # "persistent": a batch of one as a single kernel, where the model and the GPU allow it
     speculate: str | None = None  # "lookup", or a smaller model with the same tokenizer
     draft_tokens: int = 4
     queue: int | None = 1024  # sequences that may wait; None: any number
@@ -39,6 +40,8 @@ class EngineSettings:
             check_whole(name, getattr(self, name), low, 2**31 - 1)
         for name, low in (("kv_memory", 1), ("swap_memory", 0), ("queue", 0)):
             check_whole(name, getattr(self, name), low, 2**62)
+        if self.decode not in (None, "persistent"):
+            raise ValueError(f"no way to decode is called {self.decode!r}; choose persistent, or leave it out")
 
 
 def cache_dtype(settings: EngineSettings, dtype: torch.dtype) -> torch.dtype:

@@ -1,9 +1,10 @@
 """`tilestack bench serve`: engines on the same workloads, each in a process of its own, with percent of the memory's roof.
 
-    tilestack           this engine
-    tilestack lookup    with look-up speculation, on what repeats itself
-    vllm                where it is installed
-    transformers        `generate`, for the batches of equal length that it is made for
+    tilestack             this engine
+    tilestack lookup      with look-up speculation, on what repeats itself
+    tilestack persistent  with a batch of one decoded by a single kernel
+    vllm                  where it is installed
+    transformers          `generate`, for the batches of equal length that it is made for
 
 Every candidate answers each workload once to warm up and then a few times with other tokens; the best is kept, since what
 disturbs a run only ever adds to it.
@@ -23,7 +24,7 @@ from rich.table import Table
 from tilestack.lab import machine
 from tilestack.lab.roofs import measured
 
-CANDIDATES = ("tilestack", "tilestack lookup", "vllm", "transformers")
+CANDIDATES = ("tilestack", "tilestack lookup", "tilestack persistent", "vllm", "transformers")
 QWEN3 = dict(
     model_type="qwen3", vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
     num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1e6,

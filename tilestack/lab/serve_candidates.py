@@ -19,6 +19,14 @@ from tilestack.lab.serve_workloads import Workload, workloads
 REPEATS = 2
 CONTEXT = 4096  # of the engines, where no workload needs more
 
+# The engines that are ours: what they are started with, and the one workload that some are for.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "tilestack": {},
+    "tilestack lookup": dict(speculate="lookup"),
+    "tilestack persistent": dict(decode="persistent"),
+}
+ONLY = {"tilestack lookup": "copying", "tilestack persistent": "batch 1"}
+
 Serve = Callable[[list[list[int]], list[int], float], int]  # answers prompts with so many tokens; how many it made
 
 
@@ -32,8 +40,8 @@ def decoder_of(asked: dict[str, Any]) -> models.Decoder:
     return decoder.to(dtype).eval()
 
 
-def with_tilestack(decoder: models.Decoder, context: int, speculate: str | None) -> Serve:
-    llm = LLM(Engine(decoder, None, EngineSettings(context=context, queue=None, speculate=speculate)))
+def with_tilestack(decoder: models.Decoder, context: int, **settings: Any) -> Serve:
+    llm = LLM(Engine(decoder, None, EngineSettings(context=context, queue=None, **settings)))
 
     def serve(prompts: list[list[int]], answers: list[int], temperature: float) -> int:
         asked = [
@@ -102,8 +110,8 @@ def measure(serve: Serve, workload: Workload, vocabulary: int) -> tuple[float, f
 
 
 def fits(name: str, workload: Workload) -> bool:
-    if name == "tilestack lookup":
-        return workload.name == "copying"
+    if name in ONLY:
+        return workload.name == ONLY[name]
     return name != "transformers" or (
         len(set(map(len, workload.prompts))) == 1 and workload.name not in ("long", "prefix")
     )
@@ -120,7 +128,7 @@ def results(name: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     context = min(config.positions, max(longest, CONTEXT))
     parameters = sum(each.numel() for each in decoder.parameters())
     if name.startswith("tilestack"):
-        serve = with_tilestack(decoder, context, "lookup" if "lookup" in name else None)
+        serve = with_tilestack(decoder, context, **SETTINGS[name])
     else:
         folder = asked["model"] or str(saved(decoder, Path(asked["folder"]) / "model"))
         del decoder

@@ -1,8 +1,8 @@
 """What a result was made with: one hash over the source of an implementation and of the definition it replaces.
 
 A row or a proof stays true as long as that source does. The source is the file that holds the implementation, the files
-of kernels/ that it imports, directly or by way of others, and the file that defines the operator. Comments, docstrings
-and blank lines compile to nothing, so they count for nothing.
+of kernels/ that it imports, directly or by way of others, the CUDA C++ beside them that they name, and the file that
+defines the operator. Comments, docstrings and blank lines compile to nothing, so they count for nothing.
 """
 
 import ast
@@ -10,6 +10,8 @@ import functools
 import hashlib
 import importlib.util
 import io
+import itertools
+import re
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -46,7 +48,15 @@ def files_behind(function: Any) -> set[Path]:
         if name not in found and (path := file_of_module(name)) is not None:
             found[name] = path
             waiting += imported_kernels(path)
-    return set(found.values())
+    return {*found.values(), *itertools.chain.from_iterable(map(named_cuda_sources, found.values()))}
+
+
+@functools.cache
+def named_cuda_sources(path: Path) -> frozenset[Path]:
+    """The `.cu` and `.cuh` files in a file's folder whose names it has in it, and those that they have in them."""
+    text = path.read_text()
+    named = [each for each in path.parent.glob("*.cu*") if f'"{each.name}"' in text and each != path]
+    return frozenset(named).union(*map(named_cuda_sources, named))
 
 
 def file_of_module(name: str) -> Path | None:
@@ -92,6 +102,8 @@ def is_module(name: str) -> bool:
 def code_of(path: Path) -> str:
     """A file's text without comments, docstrings and blank lines."""
     text = path.read_text()
+    if path.suffix != ".py":
+        return without_blank_lines(re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL).splitlines())
     lines = text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
@@ -102,4 +114,8 @@ def code_of(path: Path) -> str:
             docstring = node.body[0]
             assert docstring.end_lineno is not None
             lines[docstring.lineno - 1 : docstring.end_lineno] = [""] * (docstring.end_lineno - docstring.lineno + 1)
+    return without_blank_lines(lines)
+
+
+def without_blank_lines(lines: list[str]) -> str:
     return "\n".join(stripped for line in lines if (stripped := line.rstrip()))

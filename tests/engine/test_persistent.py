@@ -1,0 +1,154 @@
+"""When a decode step may be one kernel: which models, shapes and devices, and that everything else goes on with a reason."""
+
+import logging
+
+import pytest
+import torch
+from engines import decoder as decoder_of
+
+from tilestack import models
+from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams
+from tilestack.engine.persistent import PLAIN, shape_of, weights_of, why_not
+from tilestack.kernels.cuda import decode_step
+from tilestack.kernels.cuda.decode_step import DecoderShape, divides, layouts_of, shape_refused
+from tilestack.models import ModelConfig, PagedCache
+
+QWEN3 = DecoderShape(28, 1024, 16, 8, 128, 3072, 151936, True)
+LLAMA = DecoderShape(16, 2048, 32, 8, 64, 8192, 128256, False)
+FITTING = dict(vocabulary=64, hidden=512, intermediate=1024, layers=1, heads=16, kv_heads=8, head_dim=64, positions=64)
+
+
+def test_shapes_that_divide_evenly():
+    assert layouts_of(QWEN3) == [(16, 8), (8, 16)]
+    assert layouts_of(LLAMA) == [(8, 16)]
+    assert not shape_refused(QWEN3)
+    assert not shape_refused(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (dict(hidden=960), "hidden must be a multiple of 256 up to 2048, not 960"),
+        (dict(hidden=4096), "hidden must be a multiple of 256 up to 2048, not 4096"),
+        (dict(head_dim=96), "head_dim must be 64 or 128, not 96"),
+        (dict(heads=12, kv_heads=4), "12 heads and 3072 units do not divide evenly"),
+        (dict(intermediate=3000), "16 heads and 3000 units do not divide evenly"),
+    ],
+)
+def test_shapes_that_do_not(changed, reason):
+    assert reason in shape_refused(DecoderShape(**(QWEN3.__dict__ | changed)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "even"),
+    [(32, 1024, True), (64, 384, True), (48, 384, False), (24, 1024, False), (64, 192, True), (64, 24, False), (0.5, 256, False)],
+)  # fmt: skip
+def test_products_that_give_every_thread_as_much(rows, columns, even):
+    assert divides(rows, columns) is even
+
+
+def made(dtype=torch.bfloat16, **changed):
+    decoder = models.Decoder(ModelConfig(**(FITTING | changed))).to(dtype).eval()
+    return decoder, PagedCache(decoder.config, 5, 16, dtype)
+
+
+def test_a_model_that_fits_is_refused_for_the_device_alone():
+    decoder, cache = made()
+    assert why_not(decoder, cache) == "CUDA C++ kernels need a CUDA tensor, not one on cpu"
+    shape = shape_of(decoder.config)
+    assert shape.constants(16, 8) == dict(
+        LAYERS=1, HIDDEN=512, HEADS=16, KV_HEADS=8, HEAD_DIM=64, INTERMEDIATE=1024, VOCABULARY=64, QK_NORM=0, CLUSTER=16,
+        CLUSTERS=8,
+    )  # fmt: skip
+    weights = weights_of(decoder.layers[0])
+    assert [None if each is None else tuple(each.shape) for each in weights] == [
+        (2048, 512), (512, 1024), (2048, 512), (512, 1024), (512,), (512,), None, None
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (dict(qkv_bias=True), "the model has biases"),
+        (dict(windows=(4,)), "the model has windows"),
+        (dict(experts=2, top_k=1, expert_intermediate=64), "the model has experts"),
+        (dict(logit_softcap=30.0), "the model has capped logits"),
+        (dict(qk_norm="projection"), "the model normalises all its queries together"),
+        (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "the model's rotation depends on the length of a text"),
+        (dict(dtype=torch.float32), "weights, keys and values must all be bfloat16"),
+        (dict(hidden=320), "hidden must be a multiple of 256"),
+    ],
+)  # fmt: skip
+def test_what_the_kernel_has_no_code_for_is_named(changed, reason):
+    assert why_not(*made(**changed)).startswith(reason)
+
+
+def test_an_adapted_layer_is_seen():
+    decoder, cache = made()
+    decoder.layers[0].mlp.down.register_forward_hook(lambda *_: None)
+    assert why_not(decoder, cache) == "linear layers of the model are adapted, quantised or listened to"
+
+
+def test_every_setting_that_the_kernel_ignores_is_a_setting():
+    fields = ModelConfig.__dataclass_fields__
+    assert set(PLAIN) <= set(fields)
+    # The rest it knows of, or looks at by another name.
+    known = {
+        "vocabulary",
+        "hidden",
+        "intermediate",
+        "layers",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "family",
+        "positions",
+        "norm_eps",
+        "tied",
+        "qk_norm",
+    }
+    known |= {"attention_scale", "initial_std", "bos", "eos", "pad"}
+    known |= {"rope_base", "rope_scaling", "local_rope_base"}  # in the tables of angles
+    of_experts_and_latents = {name for name in fields if name.startswith(("expert", "group", "top_", "shared", "dense", "normalise"))}  # fmt: skip
+    of_experts_and_latents |= {"kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim"}
+    assert set(fields) == set(PLAIN) | known | of_experts_and_latents
+
+
+@pytest.mark.parametrize("settings", [dict(graphs=True), dict()])
+def test_where_there_is_none_decoding_goes_on_and_says_why(settings, caplog):
+    decoder = decoder_of()
+    answers = {}
+    for decode in (None, "persistent"):
+        with caplog.at_level(logging.WARNING, "tilestack.engine"):
+            engine = Engine(decoder, None, EngineSettings(page=4, max_sequences=2, kv_memory=1 << 16, decode=decode, **settings))  # fmt: skip
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        answers[decode] = LLM(engine).run([Request("one", [1, 2, 3], params)])[0].completions[0].ids
+    assert answers[None] == answers["persistent"]
+    (record,) = caplog.records
+    assert record.message.startswith("decoding is not persistent: ")
+
+
+def test_another_way_to_decode_is_refused():
+    with pytest.raises(ValueError, match="no way to decode is called 'fast'; choose persistent, or leave it out"):
+        EngineSettings(decode="fast")
+
+
+def test_a_layout_without_room_on_the_gpu_gives_way_to_the_next(monkeypatch):
+    asked = []
+
+    class Functions:
+        def __init__(self, source, **constants):
+            asked.append(constants["CLUSTER"])
+            self.decode_step_fits = constants["CLUSTER"]
+
+    def call(function, device):
+        if function == 16:
+            raise RuntimeError("decode_step_fits: no room")
+
+    monkeypatch.setattr(decode_step, "library", Functions)
+    monkeypatch.setattr(decode_step, "call", call)
+    assert decode_step.fitting_library(QWEN3, torch.device("cuda"))[1] == 16
+    assert asked == [16, 8]
+    monkeypatch.setattr(decode_step, "LAYOUTS", ((16, 8),))
+    with pytest.raises(ValueError, match="8 clusters of 16 blocks: decode_step_fits: no room"):
+        decode_step.fitting_library(QWEN3, torch.device("cuda"))

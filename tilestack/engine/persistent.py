@@ -1,0 +1,101 @@
+"""A batch of one decoded by a single persistent kernel, where the model and the GPU allow it.
+
+The kernel (kernels/cuda/decode_step.py) takes a token and a page table and gives logits; which token comes next is drawn as
+everywhere else. It is made for dense decoders in bfloat16: what a model has that the kernel does not is a reason to go on
+as usual, and the reason is told.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tilestack.kernels.cuda.decode_step import DecoderShape, DecodeStep, device_refused, shape_refused
+from tilestack.models import Decoder, ModelConfig, PagedCache
+from tilestack.nn.mlp import is_untouched
+
+if TYPE_CHECKING:
+    from tilestack.engine.runner import Runner
+
+# What the kernel has no code for: settings of a decoder that must be as they are by default, by the words for others.
+PLAIN = dict(
+    experts="experts",
+    kv_rank="latent attention",
+    windows="windows",
+    qkv_bias="biases",
+    output_bias="biases",
+    mlp_bias="biases",
+    post_norms="norms after its blocks",
+    norm_offset="norms with an offset",
+    attention_softcap="capped scores",
+    logit_softcap="capped logits",
+    embedding_scale="scaled embeddings",
+    residual_scale="a scaled residual stream",
+    logit_divisor="divided logits",
+    rotary_factor="heads that are turned in part",
+    rotary_interleaved="interleaved rotation",
+    activation="another activation than silu",
+    pre_norms="no norms before its blocks",
+)
+
+
+def shape_of(config: ModelConfig) -> DecoderShape:
+    sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary")
+    return DecoderShape(qk_norm=config.qk_norm == "head", **{name: getattr(config, name) for name in sizes})
+
+
+def why_not(decoder: Decoder, cache: PagedCache) -> str:
+    """Why a decoder cannot be stepped by one kernel; empty when it can."""
+    config, weight = decoder.config, decoder.embedding.weight
+    defaults = {name: ModelConfig.__dataclass_fields__[name].default for name in PLAIN}
+    for name, words in PLAIN.items():
+        if getattr(config, name) != defaults[name]:
+            return f"the model has {words}"
+    if config.qk_norm == "projection":
+        return "the model normalises all its queries together"
+    if decoder.rotary.most:
+        return "the model's rotation depends on the length of a text"
+    if any(each.dtype != torch.bfloat16 for each in (*decoder.parameters(), *cache.tensors())):
+        return "weights, keys and values must all be bfloat16"
+    if any(not each.is_contiguous() or each.data_ptr() % 16 for each in decoder.parameters()):
+        return "weights must lie contiguously, on 16 bytes"
+    linears = [*(each for layer in decoder.layers for each in linears_of(layer)), *filter(None, [decoder.head])]
+    if not all(map(is_untouched, linears)):
+        return "linear layers of the model are adapted, quantised or listened to"
+    return shape_refused(shape_of(config)) or device_refused(weight.device)
+
+
+def linears_of(layer: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    """In the order of the kernel's."""
+    return layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down  # type: ignore
+
+
+class PersistentStep:
+    """The step of a runner's decoder; raises ValueError where there is none."""
+
+    def __init__(self, runner: "Runner"):
+        decoder, config = runner.decoder, runner.decoder.config
+        if reason := why_not(decoder, runner.cache) or ("adapters are served" if runner.adapters else ""):
+            raise ValueError(reason)
+        self.runner = runner
+        self.step = DecodeStep(
+            shape_of(config),
+            [weights_of(layer) for layer in decoder.layers],
+            decoder.embedding.weight,
+            decoder.head_weight,
+            decoder.norm.weight,
+            eps=config.norm_eps,
+            scale=config.attention_scale or config.head_dim**-0.5,
+        )
+
+    def logits(self, ids: Tensor, length: Tensor, pages: Tensor) -> Tensor:
+        """Logits [1, V] after the one token of `ids`, the last of `length`, whose sequence has `pages` [1, blocks]."""
+        cache = self.runner.cache
+        (cos, sin), _ = self.runner.decoder.rotary(pages.shape[1] * cache.page)
+        assert cache.values is not None
+        return self.step(ids, length, pages[0], cache.keys, cache.values, cos, sin)
+
+
+def weights_of(layer: torch.nn.Module) -> list[Tensor | None]:
+    norms = (layer.attention_norm, layer.mlp_norm, layer.attention.q_norm, layer.attention.k_norm)  # type: ignore
+    return [each.weight for each in linears_of(layer)] + [None if each is None else each.weight for each in norms]  # type: ignore

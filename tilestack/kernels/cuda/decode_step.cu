@@ -1,0 +1,636 @@
+// One token of one sequence through a whole decoder, in one launch: ids and pages in, logits out.
+//
+// A dense decoder of the Llama kind at batch 1 reads every weight once and does next to nothing with it, so all that counts
+// is that the memory never waits. BLOCKS blocks, one to a multiprocessor, stay for the whole step. Each streams the weights
+// that are its own through a ring in shared memory, RING chunks ahead of what it computes with, whatever phase or layer that
+// is: while blocks wait for each other, the weights keep coming.
+//
+//     chunk    16 bytes a thread, by cp.async. A thread reads only what it brought itself, so the ring needs no barrier.
+//
+// Blocks meet as seldom as can be. A cluster of CLUSTER blocks, which can write into each other's shared memory, owns some
+// heads and some of the feed-forward's units from beginning to end; only what is added to the residual stream is everyone's:
+//
+//     x, norm → qkv of the cluster's heads  ─cluster─▶ attention, a piece of the text to a block ─cluster─▶ merge,
+//     output projection of these heads, a part of every element  ═grid═▶  x += parts, norm →
+//     gate and up of the cluster's units  ─cluster─▶  down projection of these units, a part of every element  ═grid═▶ …
+//
+// Every block keeps all of x in float registers and adds the parts in one order, so that results have the same bits in every
+// run. A row of a product belongs to a warp or a part of one; a norm's factor is multiplied in after the product.
+//
+// Shapes, as macros: LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY, QK_NORM, CLUSTER, CLUSTERS.
+#include "common.cuh"
+
+#include <cooperative_groups.h>
+
+namespace cg = cooperative_groups;
+using bf16 = __nv_bfloat16;
+
+constexpr int THREADS = 512, WARPS = THREADS / 32, BLOCKS = CLUSTER * CLUSTERS;
+constexpr int QUERIES = HEADS / CLUSTERS;          // heads of a cluster
+constexpr int SHARE = HEADS / KV_HEADS;            // heads that share keys and values
+constexpr int KEYS = QUERIES > SHARE ? QUERIES / SHARE : 1;  // heads of keys of a cluster; several clusters may have the same
+constexpr int PER_KEY = QUERIES / KEYS;
+constexpr int UNITS = INTERMEDIATE / CLUSTERS, MY_UNITS = UNITS / CLUSTER;
+constexpr int SEEN = QUERIES * HEAD_DIM;           // elements that a cluster's attention gives
+static_assert(HEADS % CLUSTERS == 0 && (QUERIES % SHARE == 0 || SHARE % QUERIES == 0), "heads over clusters");
+static_assert(INTERMEDIATE % (CLUSTERS * CLUSTER) == 0 && HIDDEN % 256 == 0 && HIDDEN <= 2048, "sizes over blocks");
+static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "sizes of heads");
+
+// ROWS rows of COLUMNS weights: a row to LANES threads, PIECES chunks of it each.
+template <int ROWS_, int COLUMNS> struct Product {
+  static constexpr int ROWS = ROWS_, VECTORS = COLUMNS / 8;
+  static constexpr int LANES = VECTORS % 32 == 0 ? 32 : VECTORS % 16 == 0 ? 16 : 8;
+  static constexpr int PIECES = VECTORS / LANES, AT_ONCE = THREADS / LANES, TURNS = ROWS / AT_ONCE, CHUNKS = TURNS * PIECES;
+  static_assert(COLUMNS % (8 * LANES) == 0 && ROWS % AT_ONCE == 0, "rows and columns over threads");
+};
+using Qkv = Product<(QUERIES + 2 * KEYS) * HEAD_DIM / CLUSTER, HIDDEN>;
+using Output = Product<HIDDEN / CLUSTER, SEEN>;
+using GateUp = Product<2 * MY_UNITS, HIDDEN>;
+using Down = Product<HIDDEN / CLUSTER, UNITS>;
+using Head = Product<WARPS, HIDDEN>;  // as often as there are rows
+constexpr bool ONE_HEAD = HEAD_DIM % Qkv::ROWS == 0;  // of queries, keys or values, whose rows a block has
+constexpr int OUTPUT_AT = Qkv::CHUNKS, GATE_UP_AT = OUTPUT_AT + Output::CHUNKS, DOWN_AT = GATE_UP_AT + GateUp::CHUNKS;
+constexpr int LAYER_CHUNKS = DOWN_AT + Down::CHUNKS;
+constexpr int HEAD_TURNS = (VOCABULARY + BLOCKS * WARPS - 1) / (BLOCKS * WARPS), HEAD_CHUNKS = HEAD_TURNS * Head::PIECES;
+
+struct Layer {
+  const bf16 *qkv, *output, *gate_up, *down, *attention_norm, *mlp_norm, *q_norm, *k_norm;
+};
+struct Step {
+  const Layer* layers;
+  const bf16 *embedding, *head, *norm;
+  const float *cos, *sin;                // [positions, HEAD_DIM / 2]
+  const int64_t *ids, *length, *pages;   // [1], [1] with the new token, [blocks]
+  bf16 *keys, *values;                   // [LAYERS, pool, page, KV_HEADS, HEAD_DIM]
+  float *parts, *logits;                 // [2, CLUSTERS, HIDDEN], [VOCABULARY]
+  unsigned* arrived;                     // zero
+  int64_t pool;                          // pages there are
+  int page;                              // tokens in one
+  float eps, scale;
+};
+
+struct Shared {
+  alignas(16) float x[HIDDEN];                  // the residual stream times a norm's weights
+  float squares[WARPS];
+  float qkv[(QUERIES + 2 * KEYS) * HEAD_DIM];   // written by all blocks of the cluster
+  float q[QUERIES][HEAD_DIM], k[KEYS][HEAD_DIM];
+  float seen[WARPS][SEEN], largest[WARPS][QUERIES], sums[WARPS][QUERIES];                  // of a warp's keys
+  float all_seen[CLUSTER][SEEN], all_largest[CLUSTER][QUERIES], all_sums[CLUSTER][QUERIES];  // of each block's
+  alignas(16) float attended[SEEN];
+  float gate_up[2 * MY_UNITS];
+  alignas(16) float units[UNITS];               // written by all blocks of the cluster
+  Layer layers[LAYERS];
+};
+constexpr int MOST_SHARED = 232448, CHUNK = THREADS * 16;
+constexpr int KEPT = (sizeof(Shared) + 127) / 128 * 128;
+constexpr int RING = (MOST_SHARED - KEPT) / CHUNK < 28 ? (MOST_SHARED - KEPT) / CHUNK : 28;
+constexpr int SHARED_BYTES = KEPT + RING * CHUNK;
+static_assert(RING >= 4, "too little shared memory is left for the ring");
+
+__device__ __forceinline__ float over_lanes(float x, int lanes) {
+#pragma unroll
+  for (int apart = lanes / 2; apart > 0; apart /= 2) x += __shfl_xor_sync(~0u, x, apart);
+  return x;
+}
+
+__device__ __forceinline__ void unpack(const uint4& from, float (&to)[8]) {
+  const __nv_bfloat162* pairs = reinterpret_cast<const __nv_bfloat162*>(&from);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float2 pair = __bfloat1622float2(pairs[i]);
+    to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
+  }
+}
+
+// Stores a number where `at`, in this block's shared memory, lies in that of another block of the cluster.
+__device__ __forceinline__ void tell(int rank, float* at, float value) {
+  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.f32 [there], %2; }" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(at))), "r"(rank), "f"(value) : "memory");
+}
+
+// A barrier of all blocks in two parts, so that loads can be sent off between them.
+struct Grid {
+  unsigned* arrived;
+  unsigned goal;
+  __device__ void arrive() {
+    __syncthreads();
+    goal += BLOCKS;
+    if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
+  }
+  __device__ void wait() {
+    if (threadIdx.x == 0) {
+      unsigned seen;
+      do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
+      while (seen < goal);
+    }
+    __syncthreads();
+  }
+};
+
+// The weights of this thread, in the order in which it will need them.
+struct Stream {
+  const Step& step;
+  const Shared& shared;
+  uint4* ring;  // of this thread
+  int slot, cluster, rank;
+
+  int qkv_at, output_at, gate_up_at, down_at;  // where this thread's part of the first chunks lies
+
+  __device__ Stream(const Step& step, const Shared& shared, uint4* ring, int cluster, int rank)
+      : step(step), shared(shared), ring(ring), slot(0), cluster(cluster), rank(rank) {
+    qkv_at = row_of<Qkv>(0) * HIDDEN + column_of<Qkv>(0);
+    output_at = (rank * Output::ROWS + row_of<Output>(0)) * (HEADS * HEAD_DIM) + cluster * SEEN + column_of<Output>(0);
+    gate_up_at = (cluster * UNITS + rank * MY_UNITS + row_of<GateUp>(0)) * HIDDEN + column_of<GateUp>(0);
+    down_at = (rank * Down::ROWS + row_of<Down>(0)) * INTERMEDIATE + cluster * UNITS + column_of<Down>(0);
+    if (ONE_HEAD) qkv_at += qkv_row(rank * Qkv::ROWS) * HIDDEN;
+  }
+
+  // In the weight, of a row of the cluster's.
+  __device__ __forceinline__ int qkv_row(int row) const {
+    const int first_key = cluster * QUERIES / SHARE;
+    if (row < QUERIES * HEAD_DIM) return cluster * QUERIES * HEAD_DIM + row;
+    if (row < (QUERIES + KEYS) * HEAD_DIM) return (HEADS + first_key - QUERIES) * HEAD_DIM + row;
+    return (HEADS + KV_HEADS + first_key - QUERIES - KEYS) * HEAD_DIM + row;
+  }
+
+  template <typename P> __device__ __forceinline__ static int row_of(int chunk) {
+    return chunk / P::PIECES * P::AT_ONCE + threadIdx.x / P::LANES;
+  }
+  template <typename P> __device__ __forceinline__ static int column_of(int chunk) {
+    return (chunk % P::PIECES * P::LANES + threadIdx.x % P::LANES) * 8;
+  }
+
+  // From the first chunk of a product to the nth, in a weight whose rows are so far apart.
+  template <typename P> __device__ __forceinline__ static int further(int n, int apart) {
+    return n / P::PIECES * P::AT_ONCE * apart + n % P::PIECES * P::LANES * 8;
+  }
+
+  // Where chunk n of a layer lies; n is a constant in all calls but the first, so that little of this is left.
+  __device__ __forceinline__ const bf16* in_layer(int n, int layer) const {
+    const Layer& at = shared.layers[layer];
+    if (n < OUTPUT_AT) {
+      if (ONE_HEAD) return at.qkv + qkv_at + further<Qkv>(n, HIDDEN);
+      return at.qkv + qkv_row(rank * Qkv::ROWS + row_of<Qkv>(n)) * HIDDEN + column_of<Qkv>(n);
+    }
+    if (n < GATE_UP_AT) return at.output + output_at + further<Output>(n - OUTPUT_AT, HEADS * HEAD_DIM);
+    if (n < DOWN_AT) {
+      const bool up = row_of<GateUp>(n - GATE_UP_AT) >= MY_UNITS;
+      return at.gate_up + gate_up_at + further<GateUp>(n - GATE_UP_AT, HIDDEN) + (up ? (INTERMEDIATE - MY_UNITS) * HIDDEN : 0);
+    }
+    return at.down + down_at + further<Down>(n - DOWN_AT, INTERMEDIATE);
+  }
+
+  __device__ __forceinline__ static int64_t head_row(int turn) {
+    return (static_cast<int64_t>(turn) * BLOCKS + blockIdx.x) * WARPS + threadIdx.x / 32;
+  }
+
+  __device__ __forceinline__ void bring(int n, int layer) {
+    layer += n / LAYER_CHUNKS;
+    if (layer < LAYERS) copy(in_layer(n % LAYER_CHUNKS, layer));
+    else bring_head(n % LAYER_CHUNKS + (layer - LAYERS) * LAYER_CHUNKS);
+  }
+  __device__ __forceinline__ void bring_head(int n) {
+    const int64_t row = head_row(n / Head::PIECES);
+    if (n < HEAD_CHUNKS && row < VOCABULARY) copy(step.head + row * HIDDEN + column_of<Head>(n));
+    else commit();
+  }
+  __device__ __forceinline__ void copy(const bf16* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
+                     static_cast<unsigned>(__cvta_generic_to_shared(ring + slot * THREADS))), "l"(from) : "memory");
+    commit();
+  }
+  __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+  // The next chunk; its slot is to be filled again before the next is taken.
+  __device__ __forceinline__ uint4 take() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(RING - 1) : "memory");
+    return ring[slot * THREADS];
+  }
+  __device__ __forceinline__ void advance() { slot = slot == RING - 1 ? 0 : slot + 1; }
+
+  __device__ __forceinline__ uint4 next(int n, int layer) {
+    const uint4 weights = take();
+    bring(n + RING, layer);
+    advance();
+    return weights;
+  }
+};
+
+// This thread's columns of x, for all rows of a product: in registers, or in shared memory where they are too many.
+template <typename P> struct Columns {
+  static constexpr int HELD = P::PIECES <= 4 ? P::PIECES : 0;
+  const float* from;
+  float x[HELD + 1][8];
+
+  __device__ __forceinline__ explicit Columns(const float* from) : from(from) {
+#pragma unroll
+    for (int piece = 0; piece < HELD; piece++) load(piece, x[piece]);
+  }
+  __device__ __forceinline__ void load(int piece, float (&to)[8]) const {
+    const float4* at = reinterpret_cast<const float4*>(from + Stream::column_of<P>(piece));
+    const float4 low = at[0], high = at[1];
+    to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
+    to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
+  }
+  __device__ __forceinline__ float dot(const uint4& weights, int piece) const {
+    float w[8], now[8], sum = 0;
+    unpack(weights, w);
+    if (HELD == 0) load(piece, now);
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum = fmaf(w[i], HELD == 0 ? now[i] : x[HELD == 0 ? 0 : piece][i], sum);
+    return sum;
+  }
+};
+
+// All rows of a product that begins with chunk FIRST of the layer; `emit(row, sum)` is called by all threads of a row.
+template <typename P, int FIRST, typename Emit>
+__device__ __forceinline__ void multiply(Stream& stream, int layer, const float* from, Emit emit) {
+  const Columns<P> columns(from);
+  float sums[P::TURNS];
+#pragma unroll
+  for (int turn = 0; turn < P::TURNS; turn++) {
+    sums[turn] = 0;
+#pragma unroll
+    for (int piece = 0; piece < P::PIECES; piece++)
+      sums[turn] += columns.dot(stream.next(FIRST + turn * P::PIECES + piece, layer), piece);
+  }
+#pragma unroll
+  for (int turn = 0; turn < P::TURNS; turn++)
+    emit(turn * P::AT_ONCE + static_cast<int>(threadIdx.x) / P::LANES, over_lanes(sums[turn], P::LANES));
+}
+
+// The residual stream, every element in every block: a thread has pairs of neighbours.
+struct Residual {
+  static constexpr int PAIRS = (HIDDEN / 2 + THREADS - 1) / THREADS;
+  float2 x[PAIRS];
+  __nv_bfloat162 weights[PAIRS];
+
+  __device__ __forceinline__ static bool has(int pair) { return pair * THREADS + threadIdx.x < HIDDEN / 2; }
+  __device__ __forceinline__ static int at(int pair) { return pair * THREADS + threadIdx.x; }
+
+  __device__ __forceinline__ void embed(const bf16* row) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++)
+      x[i] = has(i) ? __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(row)[at(i)]) : make_float2(0, 0);
+  }
+  __device__ __forceinline__ void bring_weights(const bf16* norm) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++)
+      if (has(i)) weights[i] = reinterpret_cast<const __nv_bfloat162*>(norm)[at(i)];
+  }
+  __device__ __forceinline__ void add(const float* parts) {  // [CLUSTERS, HIDDEN]
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+      if (!has(i)) continue;
+      float2 part[CLUSTERS];
+#pragma unroll
+      for (int c = 0; c < CLUSTERS; c++) part[c] = __ldcg(reinterpret_cast<const float2*>(parts + c * HIDDEN) + at(i));
+      float2 sum = part[0];
+#pragma unroll
+      for (int c = 1; c < CLUSTERS; c++) sum.x += part[c].x, sum.y += part[c].y;
+      x[i].x += sum.x, x[i].y += sum.y;
+    }
+  }
+  // x times the norm's weights into shared memory; answers 1 / rms(x), which is still to be multiplied with.
+  __device__ __forceinline__ float norm(Shared& shared, float eps) {
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+      if (!has(i)) continue;
+      squares += x[i].x * x[i].x + x[i].y * x[i].y;
+      const float2 w = __bfloat1622float2(weights[i]);
+      reinterpret_cast<float2*>(shared.x)[at(i)] = make_float2(x[i].x * w.x, x[i].y * w.y);
+    }
+    squares = over_lanes(squares, 32);
+    if (threadIdx.x % 32 == 0) shared.squares[threadIdx.x / 32] = squares;
+    __syncthreads();
+    float total = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) total += shared.squares[warp];
+    return rsqrtf(total / HIDDEN + eps);
+  }
+};
+
+// What a thread knows of attention from the beginning: its lane's part of the angles, and which keys are its warp's.
+struct Attention {
+  static constexpr int TURNED = HEAD_DIM / 64;        // pairs of a lane
+  static constexpr int LANES = HEAD_DIM / 8;          // to a key
+  static constexpr int AT_ONCE = THREADS / LANES;     // keys of a block
+  static constexpr int AHEAD = KEYS > 1 ? 0 : 2;  // rounds of keys loaded before the queries are there
+  float cos[TURNED], sin[TURNED], norm[2 * TURNED];
+  int position, from, to;
+  int64_t new_slot, ahead_at[AHEAD + 1];
+  uint4 key[AHEAD + 1], value[AHEAD + 1];
+
+  __device__ __forceinline__ static int element() { return threadIdx.x % LANES * 8; }
+  __device__ __forceinline__ int place(int round) const { return from + round * AT_ONCE + static_cast<int>(threadIdx.x) / LANES; }
+  __device__ __forceinline__ static int64_t slot_of(const Step& step, int place) {
+    return __ldg(step.pages + place / step.page) * step.page + place % step.page;
+  }
+  __device__ __forceinline__ static int64_t offset(const Step& step, int layer, int64_t slot, int head) {
+    return ((layer * step.pool * step.page + slot) * KV_HEADS + head) * HEAD_DIM + element();
+  }
+
+  __device__ Attention(const Step& step, int rank, int first_key) {
+    position = static_cast<int>(*step.length) - 1;
+    const int piece = (position + CLUSTER - 1) / CLUSTER;
+    from = min(rank * piece, position), to = min(from + piece, position);
+    new_slot = slot_of(step, position);
+    for (int round = 0; round < AHEAD; round++)
+      ahead_at[round] = place(round) < to ? offset(step, 0, slot_of(step, place(round)), first_key) : 0;
+    for (int i = 0; i < TURNED; i++) {
+      cos[i] = step.cos[static_cast<int64_t>(position) * (HEAD_DIM / 2) + threadIdx.x % 32 + 32 * i];
+      sin[i] = step.sin[static_cast<int64_t>(position) * (HEAD_DIM / 2) + threadIdx.x % 32 + 32 * i];
+    }
+  }
+
+  // Send off the first keys and values of a layer, and the weights of the norms of queries and keys.
+  __device__ __forceinline__ void bring(const Step& step, const Layer& weights, int layer) {
+#pragma unroll
+    for (int round = 0; round < AHEAD; round++) {
+      if (place(round) >= to) continue;
+      const int64_t at = ahead_at[round] + layer * step.pool * step.page * (KV_HEADS * HEAD_DIM);
+      key[round] = *reinterpret_cast<const uint4*>(step.keys + at);
+      value[round] = *reinterpret_cast<const uint4*>(step.values + at);
+    }
+    const int warp = threadIdx.x / 32;
+    if (QK_NORM && warp < QUERIES + KEYS) {
+      const bf16* of_head = warp < QUERIES ? weights.q_norm : weights.k_norm;
+#pragma unroll
+      for (int i = 0; i < 2 * TURNED; i++)
+        norm[i] = __bfloat162float(of_head[threadIdx.x % 32 + 32 * i]);
+    }
+  }
+
+  // Queries and keys, a head to a warp: normalised, turned, and the queries scaled for powers of two. A lane has elements
+  // lane, lane + 32, …, of which those half a head apart are turned together.
+  __device__ __forceinline__ void turn(Shared& shared, const Step& step) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp >= QUERIES + KEYS) return;
+    float x[2 * TURNED], squares = 0;
+#pragma unroll
+    for (int i = 0; i < 2 * TURNED; i++) {
+      x[i] = shared.qkv[warp * HEAD_DIM + lane + 32 * i];
+      squares += x[i] * x[i];
+    }
+    if (QK_NORM) {
+      const float scale = rsqrtf(over_lanes(squares, 32) / HEAD_DIM + step.eps);
+#pragma unroll
+      for (int i = 0; i < 2 * TURNED; i++) x[i] *= scale * norm[i];
+    }
+#pragma unroll
+    for (int i = 0; i < TURNED; i++) {
+      const float low = x[i] * cos[i] - x[i + TURNED] * sin[i], high = x[i + TURNED] * cos[i] + x[i] * sin[i];
+      if (warp < QUERIES) {
+        const float scale = step.scale * 1.4426950408889634f;
+        shared.q[warp][lane + 32 * i] = low * scale, shared.q[warp][lane + 32 * (i + TURNED)] = high * scale;
+      } else {  // rounded, as the cache has it
+        shared.k[warp - QUERIES][lane + 32 * i] = __bfloat162float(__float2bfloat16_rn(low));
+        shared.k[warp - QUERIES][lane + 32 * (i + TURNED)] = __bfloat162float(__float2bfloat16_rn(high));
+      }
+    }
+  }
+
+  // Of one head of keys: what its queries see of this block's piece of the text, a key to LANES threads. The last block has
+  // the new token too, and one of those that have this head keeps it.
+  __device__ __forceinline__ void see(Shared& shared, const Step& step, int layer, int head, int first_key, bool last, bool keeps) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float q[PER_KEY][8], seen[PER_KEY][8], largest[PER_KEY], sum[PER_KEY];
+#pragma unroll
+    for (int g = 0; g < PER_KEY; g++) {
+      largest[g] = -1e30f, sum[g] = 0;
+#pragma unroll
+      for (int i = 0; i < 8; i++) q[g][i] = shared.q[head * PER_KEY + g][element() + i], seen[g][i] = 0;
+    }
+    auto meet = [&](const float (&k)[8], const float (&v)[8], bool there) {
+#pragma unroll
+      for (int g = 0; g < PER_KEY; g++) {
+        float score = 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) score = fmaf(q[g][i], k[i], score);
+        score = over_lanes(score, LANES);
+        if (!there) continue;
+        const float top = fmaxf(largest[g], score), old = exp2f(largest[g] - top), weight = exp2f(score - top);
+#pragma unroll
+        for (int i = 0; i < 8; i++) seen[g][i] = seen[g][i] * old + weight * v[i];
+        sum[g] = sum[g] * old + weight, largest[g] = top;
+      }
+    };
+    auto meet_kept = [&](const uint4& packed_key, const uint4& packed_value, bool there) {
+      float k[8], v[8];
+      unpack(packed_key, k), unpack(packed_value, v);
+      meet(k, v, there);
+    };
+    if (last && warp == 0) {  // the new token
+      float k[8], v[8];
+      uint4 packed_key, packed_value;
+      bf16 *kept_key = reinterpret_cast<bf16*>(&packed_key), *kept_value = reinterpret_cast<bf16*>(&packed_value);
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        k[i] = shared.k[head][element() + i];
+        kept_key[i] = __float2bfloat16_rn(k[i]);
+        kept_value[i] = __float2bfloat16_rn(shared.qkv[(QUERIES + KEYS + head) * HEAD_DIM + element() + i]);
+        v[i] = __bfloat162float(kept_value[i]);
+      }
+      meet(k, v, lane < LANES);
+      if (keeps && lane < LANES) {
+        const int64_t at = offset(step, layer, new_slot, first_key + head);
+        *reinterpret_cast<uint4*>(step.keys + at) = packed_key;
+        *reinterpret_cast<uint4*>(step.values + at) = packed_value;
+      }
+    }
+#pragma unroll
+    for (int round = 0; round < AHEAD; round++)
+      if (from + round * AT_ONCE < to) meet_kept(key[round], value[round], place(round) < to);
+    for (int round = AHEAD; from + round * AT_ONCE < to; round++) {
+      const bool there = place(round) < to;
+      uint4 packed_key{}, packed_value{};
+      if (there) {
+        const int64_t at = offset(step, layer, slot_of(step, place(round)), first_key + head);
+        packed_key = *reinterpret_cast<const uint4*>(step.keys + at);
+        packed_value = *reinterpret_cast<const uint4*>(step.values + at);
+      }
+      meet_kept(packed_key, packed_value, there);
+    }
+#pragma unroll
+    for (int g = 0; g < PER_KEY; g++) {  // the keys of a warp together
+#pragma unroll
+      for (int apart = 16; apart >= LANES; apart /= 2) {
+        const float other = __shfl_xor_sync(~0u, largest[g], apart), top = fmaxf(largest[g], other);
+        const float mine = exp2f(largest[g] - top), theirs = exp2f(other - top);
+        sum[g] = sum[g] * mine + __shfl_xor_sync(~0u, sum[g], apart) * theirs, largest[g] = top;
+#pragma unroll
+        for (int i = 0; i < 8; i++) seen[g][i] = seen[g][i] * mine + __shfl_xor_sync(~0u, seen[g][i], apart) * theirs;
+      }
+      const int query = head * PER_KEY + g;
+      if (lane < LANES) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) shared.seen[warp][query * HEAD_DIM + element() + i] = seen[g][i];
+      }
+      if (lane == 0) shared.largest[warp][query] = largest[g], shared.sums[warp][query] = sum[g];
+    }
+  }
+};
+
+// Of COUNT pieces of a text: element e of what is seen, and what the pieces' sums come to, both relative to `top`.
+template <int COUNT>
+__device__ __forceinline__ void merge(
+    const float (*seen)[SEEN], const float (*largest)[QUERIES], const float (*sums)[QUERIES], int e, float& top, float& sum, float& total) {
+  const int query = e / HEAD_DIM;
+  top = largest[0][query];
+#pragma unroll
+  for (int i = 1; i < COUNT; i++) top = fmaxf(top, largest[i][query]);
+  sum = total = 0;
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    const float weight = exp2f(largest[i][query] - top);
+    total = fmaf(weight, seen[i][e], total), sum = fmaf(weight, sums[i][query], sum);
+  }
+}
+
+__global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_constant__ Step step) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  const cg::cluster_group cluster = cg::this_cluster();
+  const int rank = cluster.block_rank(), number = blockIdx.x / CLUSTER, first_key = number * QUERIES / SHARE;
+  const int t = threadIdx.x;
+  const bool last = rank == CLUSTER - 1, keeps = number * QUERIES % SHARE == 0;
+  float* output_parts = step.parts + number * HIDDEN;
+  float* down_parts = output_parts + CLUSTERS * HIDDEN;
+  Grid grid{step.arrived, 0};
+
+  for (int i = t; i < LAYERS; i += THREADS) shared.layers[i] = step.layers[i];
+  __syncthreads();
+  Stream stream(step, shared, reinterpret_cast<uint4*>(memory + KEPT) + t, number, rank);
+  for (int n = 0; n < RING; n++) {
+    stream.bring(n, 0);
+    stream.advance();
+  }
+  Residual residual;
+  residual.embed(step.embedding + *step.ids * HIDDEN);
+  Attention attention(step, rank, first_key);
+  residual.bring_weights(shared.layers[0].attention_norm);
+  attention.bring(step, shared.layers[0], 0);
+  cluster.sync();  // all have begun, and can be written to
+
+  for (int layer = 0; layer < LAYERS; layer++) {
+    const Layer& weights = shared.layers[layer];
+    float scale = residual.norm(shared, step.eps);
+    multiply<Qkv, 0>(stream, layer, shared.x, [&](int row, float sum) {
+      for (int to = t % Qkv::LANES; to < CLUSTER; to += Qkv::LANES)
+        tell(to, &shared.qkv[rank * Qkv::ROWS + row], sum * scale);
+    });
+    cluster.sync();
+
+    attention.turn(shared, step);
+    __syncthreads();
+    for (int head = 0; head < KEYS; head++) attention.see(shared, step, layer, head, first_key, last, keeps);
+    __syncthreads();
+    for (int e = t; e < SEEN; e += THREADS) {
+      float top, sum, total;
+      merge<WARPS>(shared.seen, shared.largest, shared.sums, e, top, sum, total);
+      for (int to = 0; to < CLUSTER; to++) tell(to, &shared.all_seen[rank][e], total);
+      if (const int to = e % HEAD_DIM; to < CLUSTER) {
+        tell(to, &shared.all_largest[rank][e / HEAD_DIM], top);
+        tell(to, &shared.all_sums[rank][e / HEAD_DIM], sum);
+      }
+    }
+    cluster.sync();
+
+    for (int e = t; e < SEEN; e += THREADS) {
+      float top, sum, total;
+      merge<CLUSTER>(shared.all_seen, shared.all_largest, shared.all_sums, e, top, sum, total);
+      shared.attended[e] = total / sum;
+    }
+    __syncthreads();
+    multiply<Output, OUTPUT_AT>(stream, layer, shared.attended, [&](int row, float sum) {
+      if (t % Output::LANES == 0) output_parts[rank * Output::ROWS + row] = sum;
+    });
+    grid.arrive();
+    residual.bring_weights(weights.mlp_norm);
+    grid.wait();
+
+    residual.add(step.parts);
+    scale = residual.norm(shared, step.eps);
+    multiply<GateUp, GATE_UP_AT>(stream, layer, shared.x, [&](int row, float sum) {
+      if (t % GateUp::LANES == 0) shared.gate_up[row] = sum * scale;
+    });
+    __syncthreads();
+    for (int i = t; i < MY_UNITS * CLUSTER; i += THREADS) {
+      const int unit = i % MY_UNITS, to = i / MY_UNITS;
+      const float gate = shared.gate_up[unit], up = shared.gate_up[MY_UNITS + unit];
+      tell(to, &shared.units[rank * MY_UNITS + unit], gate / (1 + __expf(-gate)) * up);
+    }
+    cluster.sync();
+
+    multiply<Down, DOWN_AT>(stream, layer, shared.units, [&](int row, float sum) {
+      if (t % Down::LANES == 0) down_parts[rank * Down::ROWS + row] = sum;
+    });
+    grid.arrive();
+    if (layer + 1 < LAYERS) {
+      residual.bring_weights(shared.layers[layer + 1].attention_norm);
+      attention.bring(step, shared.layers[layer + 1], layer + 1);
+    } else {
+      residual.bring_weights(step.norm);
+    }
+    grid.wait();
+    residual.add(step.parts + CLUSTERS * HIDDEN);
+  }
+
+  const float scale = residual.norm(shared, step.eps);
+  const Columns<Head> columns(shared.x);
+  for (int turn = 0; turn < HEAD_TURNS; turn++) {
+    float sum = 0;
+#pragma unroll
+    for (int piece = 0; piece < Head::PIECES; piece++) {
+      const uint4 weights = stream.take();
+      stream.bring_head(turn * Head::PIECES + piece + RING);
+      stream.advance();
+      sum += columns.dot(weights, piece);
+    }
+    sum = over_lanes(sum, 32);
+    const int64_t row = Stream::head_row(turn);
+    if (t % 32 == 0 && row < VOCABULARY) step.logits[row] = sum * scale;
+  }
+}
+
+struct Launch {
+  cudaLaunchConfig_t config{};
+  cudaLaunchAttribute attributes[2];
+  explicit Launch(cudaStream_t stream) {
+    cudaFuncSetAttribute(decode_step_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+    cudaFuncSetAttribute(decode_step_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = CLUSTER, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeCooperative;  // all blocks run at a time, or none does
+    attributes[1].val.cooperative = 1;
+    config.gridDim = BLOCKS, config.blockDim = THREADS, config.dynamicSmemBytes = SHARED_BYTES, config.stream = stream;
+    config.attrs = attributes, config.numAttrs = 2;
+  }
+};
+
+// Null where all clusters find room on this GPU at a time, else why not.
+EXPORT decode_step_fits(cudaStream_t stream) {
+  Launch launch(stream);
+  launch.config.numAttrs = 1;
+  int clusters = 0;
+  cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, decode_step_kernel, &launch.config);
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  return clusters >= CLUSTERS ? nullptr : "this GPU has no room for as many clusters at a time";
+}
+
+EXPORT decode_step(
+    const void* layers, const void* embedding, const void* head, const void* norm, const void* cos, const void* sin,
+    const void* ids, const void* length, const void* pages, void* keys, void* values, void* parts, void* logits,
+    void* arrived, int64_t pool, int64_t page, double eps, double scale, cudaStream_t stream) {
+  Step step{
+      static_cast<const Layer*>(layers), static_cast<const bf16*>(embedding), static_cast<const bf16*>(head),
+      static_cast<const bf16*>(norm), static_cast<const float*>(cos), static_cast<const float*>(sin),
+      static_cast<const int64_t*>(ids), static_cast<const int64_t*>(length), static_cast<const int64_t*>(pages),
+      static_cast<bf16*>(keys), static_cast<bf16*>(values), static_cast<float*>(parts), static_cast<float*>(logits),
+      static_cast<unsigned*>(arrived), pool, static_cast<int>(page), static_cast<float>(eps), static_cast<float>(scale)};
+  Launch launch(stream);
+  cudaError_t error = cudaMemsetAsync(arrived, 0, sizeof(unsigned), stream);
+  if (error == cudaSuccess) error = cudaLaunchKernelEx(&launch.config, decode_step_kernel, step);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
