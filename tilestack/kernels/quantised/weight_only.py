@@ -54,10 +54,10 @@ class Config(NamedTuple):
 
 
 CONFIGS = {
-    "16x64, 4 splits": Config(16, 64, 128, 4),
-    "16x64, 1 split": Config(16, 64, 128, 1),
-    "16x32, 8 splits": Config(16, 32, 128, 8),
-    "16x128, 8 splits": Config(16, 128, 128, 8),
+    "16x64x4": Config(16, 64, 128, 4),
+    "16x64x1": Config(16, 64, 128, 1),
+    "16x32x8": Config(16, 32, 128, 8),
+    "16x128x8": Config(16, 128, 128, 8),
     "64x64": Config(64, 64, 128, 1, 3),
     "128x128": Config(128, 128, 64, 1, 3, 8),
 }
