@@ -100,7 +100,7 @@ class CapturedSteps(ABC):
         """A token by each of these logits, for the sequences in these rows; it becomes their last."""
         runner, asked = self.runner, self.runner.sampling
         drawn = ops.sample(
-            logits.float(), seeds, asked.temperature[rows], asked.top_k[rows], asked.top_p[rows], asked.min_p[rows]
+            logits, seeds, asked.temperature[rows], asked.top_k[rows], asked.top_p[rows], asked.min_p[rows]
         )
         runner.last_ids.index_copy_(0, rows, drawn.clamp(min=0).long())
         return drawn
