@@ -248,3 +248,24 @@ def test_mutants_are_counted_by_family_and_survivors_have_their_reasons(root):
         "| `tiles` | `f: a → b` | equivalent: as it says |",
         "| `tiles` | `g: a \\| b → a` | **not known yet** |",
     ]
+
+
+def test_engines_stand_beside_each_other_by_workload(tmp_path):
+    assert "not measured yet" in table("serving imaginary", tmp_path)
+    served = lambda backend, case, figure, unit, seconds: dict(
+        op="serve", case=case, dtype="bfloat16", direction="forward", backend=backend, figure=figure, unit=unit,
+        seconds=seconds, roof=0.5, date="2031-05-06T07:08:09Z", commit="abc1234",
+    )  # fmt: skip
+    rows = [
+        served("tilestack", "batch 1", 1.25, "ms/step", 1.0),
+        served("tilestack lookup", "copying", 5000.4, "tokens/s", 2.0),
+        served("vllm", "batch 1", 2.5, "ms/step", 2.0),
+    ]
+    save(tmp_path, replace(small_result(), rows=rows), "serve")
+    header, _, *lines = cells(written := table("serving imaginary", tmp_path))
+    assert header[-2:] == ["vllm", "against vllm"]
+    assert lines == [
+        ["batch 1", "tilestack", "**1.25** ms/step", "50%", "2.50", "2.00×"],
+        ["copying", "tilestack lookup", "**5,000** tokens/s", "50%", "–", "–"],
+    ]
+    assert written.endswith("tilestack 2031-05-06 07:08, tilestack lookup 2031-05-06 07:08, vllm 2031-05-06 07:08._")

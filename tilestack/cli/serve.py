@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tilestack.cli.common import console
+from tilestack.cli.common import console, progress_bar
 from tilestack.cli.speaker import DeviceName, Dtype, ModelName, Weights, check_packages, trust_engine
 
 ENGINE, LIMITS, ACCESS = "Engine", "Limits of a request", "Who may ask"
@@ -113,6 +113,13 @@ def serve_command(
     overlap: Annotated[
         bool, typer.Option(help="Launch a step before the one before it is read.", rich_help_panel=ENGINE)
     ] = True,
+    warm_up: Annotated[
+        bool,
+        typer.Option(
+            help="On a GPU, capture all graphs before the first request, which would wait for them.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = True,
     speculate: Annotated[
         str | None,
         typer.Option(
@@ -203,6 +210,12 @@ def serve_command(
             adapters=named_folders(adapter or []),
         ),
     )
+
+    if warm_up:
+        with progress_bar() as progress:
+            task = progress.add_task("capturing graphs", total=None)
+            told = lambda done, all: progress.update(task, completed=done, total=all)
+            engine.engine.runner.warm_up(told)
 
     def greet(address: str) -> None:
         told = f"{name or engine.model_name} on {address}: chat in a browser, or ask {address}/v1"

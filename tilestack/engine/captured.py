@@ -63,6 +63,10 @@ class CapturedSteps(ABC):
         """The size that a step is filled up to."""
 
     @abstractmethod
+    def sizes(self) -> list[Size]:
+        """All there can be."""
+
+    @abstractmethod
     def inputs(self, parts: List[Part], size: Size) -> list[int]:
         """What the device has to be told of a step; of no parts, what changes nothing."""
 

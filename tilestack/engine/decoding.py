@@ -54,6 +54,9 @@ class DecodingSteps(CapturedSteps):
         size = next(size for size in sizes_up_to(self.rows) if size >= len(parts))
         return Size(size, size)
 
+    def sizes(self) -> list[Size]:
+        return [Size(size, size) for size in sizes_up_to(self.rows)]
+
     def inputs(self, parts: List[Part], size: Size) -> list[int]:
         sequences, more = [part.sequence for part in parts], size.sequences - len(parts)
         return [

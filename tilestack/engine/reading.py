@@ -43,6 +43,12 @@ class ReadingSteps(CapturedSteps):
         few = min(FEW_SEQUENCES, self.rows)
         return Size(tokens, tokens if tokens <= FEW else few if len(parts) <= few else self.rows)
 
+    def sizes(self) -> list[Size]:
+        few = min(FEW_SEQUENCES, self.rows)
+        tokens = sorted({filled_up(count) for count in range(1, MOST + 1)})
+        small = [Size(count, count) for count in tokens if count <= FEW]
+        return small + [Size(count, most) for count in tokens if count > FEW for most in sorted({few, self.rows})]
+
     def inputs(self, parts: List[Part], size: Size) -> list[int]:
         ids: list[int] = []
         token_rows: list[int] = []

@@ -10,7 +10,7 @@ before the host has read it:
 Shapes: T tokens of the step, S sequences in it, D tokens drawn, R rows, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -117,6 +117,16 @@ class Runner:
                 logprobs = self.told(tokens, logits, drawn.clamp(min=0), top)
         told = self.prompt_logprobs(parts, hidden)
         return Step(parts, tokens, self.record(), logprobs, told)
+
+    @torch.no_grad()
+    def warm_up(self, report: Callable[[int, int], None] = lambda done, all: None) -> None:
+        """Capture all graphs there can be, before the first step needs one; nothing where there are none."""
+        if self.device.type != "cuda" or self.draft is not None:
+            return
+        wanted = [(kind, size) for kind in self.captured for size in kind.sizes() if size not in kind.graphs]
+        for done, (kind, size) in enumerate(wanted, 1):
+            kind.capture(size)
+            report(done, len(wanted))
 
     def forward(self, parts: List[Part], ids: Tensor, batch: PagedBatch) -> Tensor:
         """Hidden states [T, hidden] of a batch. A model that drafts reads along, so that its pages hold the same tokens."""

@@ -9,6 +9,7 @@ A table stands between two markers and is rewritten in place by `make docs`:
     <!-- table: roofs h200 -->                        what the machine can do at best
     <!-- table: memory h200 stride -->                one sweep of `tilestack bench memory`, a line per setting
     <!-- table: parity h200 -->                       losses of training on kernels and on definitions
+    <!-- table: serving h200 -->                      engines on the workloads of `tilestack bench serve`
     <!-- table: recipes cpu -->                       what `tilestack chain` came to, recipe by recipe
     <!-- table: proofs h200 -->                       which backends are proved there, of the present source
     <!-- table: mutation -->                          how many mutants of the kernels the proofs catch, by family
@@ -35,7 +36,7 @@ from tilestack.lab.measured import (
     score,
     times,
 )
-from tilestack.lab.results import read_json
+from tilestack.lab.results import path_of, read_json
 from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER, UNCLEAR
 from tilestack.lab.stale import TRAINING
 
@@ -253,6 +254,30 @@ def recipes(folder: Path, slug: str) -> str:
     return f"{markdown(header, rows, left=2)}\n\n_Asked at the end: {asked}. {stamp}._"
 
 
+def serving(folder: Path, slug: str) -> str:
+    """Engines on the same workloads: a line per workload and way of ours, beside each other engine."""
+    path = path_of(slug, "serve", folder)
+    if not path.exists():
+        return (
+            f"_not measured yet: `tilestack bench serve --save` on a machine with the GPU `{slug}` fills this table._"
+        )
+    rows = read_json(path)["rows"]
+    is_ours = lambda row: row["backend"].partition(" ")[0] == "tilestack"
+    others = list(dict.fromkeys(row["backend"] for row in rows if not is_ours(row)))
+    lines = []
+    for row in filter(is_ours, rows):
+        peers = {other["backend"]: other for other in rows if other["case"] == row["case"]}
+        line = [row["case"], row["backend"], f"**{row['figure']:,.{2 if row['figure'] < 100 else 0}f}** {row['unit']}", percent(row["roof"])]  # fmt: skip
+        for name in others:
+            peer = peers.get(name)
+            line.append(f"{peer['figure']:,.{2 if peer['figure'] < 100 else 0}f}" if peer else "–")
+            line.append(times(peer["seconds"] / row["seconds"]) if peer else "–")
+        lines.append(line)
+    header = ["workload", "engine", "figure", "of the memory's rate", *(word for name in others for word in (name, f"against {name}"))]  # fmt: skip
+    when = dict.fromkeys(f"{row['backend']} {row['date'][:16].replace('T', ' ')}" for row in rows)
+    return f"{markdown(header, lines, left=2)}\n\n_Measured on {read_json(path)['machine']['gpu']}, in UTC: {', '.join(when)}._"
+
+
 def proofs(folder: Path, slug: str) -> str:
     """A line per backend of ours: what is proved of it on a GPU, and whether of the present source."""
     lines = proved.lines(folder, slug)
@@ -304,6 +329,7 @@ TABLES: dict[str, Callable[..., str]] = {
 FOLDERS: dict[str, Callable[[Path, str], str]] = {
     "parity": parity,
     "recipes": recipes,
+    "serving": serving,
     "proofs": proofs,
 }  # from files of their own
 OF_NO_GPU: dict[str, Callable[[Path], str]] = {"mutation": mutation, "survivors": survivors}
@@ -314,7 +340,7 @@ WORDS = {
     "training": (1,),
     "roofs": (1,),
 }  # how many follow the name
-USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `recipes MACHINE`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
+USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `recipes MACHINE`, `serving GPU`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
 
 
 def table(name: str, root: Path, where: str = "") -> str:

@@ -37,8 +37,8 @@ class Run:
         operational=True,
     )
     graph: str = setting(
-        "auto",
-        "whole steps as CUDA graphs: auto is on where batches have one shape and the GPU's kernels take them",
+        "off",
+        "whole steps as CUDA graphs; auto is on where batches have one shape and the GPU's kernels take them",
         choices=("auto", "on", "off"),
         operational=True,
     )

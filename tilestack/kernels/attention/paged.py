@@ -37,7 +37,7 @@ from tilestack.kernels.quantised.codes import reads_fp8
 from tilestack.kernels.tiles import accumulator, cdiv, multiprocessors, next_power, shared_memory, widened
 
 PROGRAMS = 4  # for each multiprocessor, below which what a tile sees is split
-DECODE = 64, 4, 3  # keys at a time, warps and loads under way of a tile of few queries
+DECODE = 128, 4, 2  # keys at a time, warps and loads under way of a tile of few queries
 LEAST_SPAN = 128  # keys that are worth a program of their own
 HOPPER_SHARED = 200_000  # bytes of shared memory that GPUs before it do not have
 LOG2_E = tl.constexpr(1.4426950408889634)

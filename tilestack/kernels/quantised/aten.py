@@ -49,14 +49,20 @@ def multiplies_fp8(
     return True
 
 
+def on_16_bytes(codes: Tensor) -> Tensor:
+    """Codes as cuBLAS takes them: contiguous from an address that 16 divides; copied only if they are not."""
+    codes = codes.contiguous()
+    return codes if codes.data_ptr() % 16 == 0 else codes.clone()
+
+
 @implements(ops.linear_fp8, backend="aten", dtypes=OPERANDS, when=multiplies_fp8)
 def linear_fp8(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: str
 ) -> Tensor:
     by_rows = weight_scale.ndim == 1
     out = torch._scaled_mm(
-        as_matrix(x).contiguous(),
-        weight.contiguous().T,
+        on_16_bytes(as_matrix(x)),
+        on_16_bytes(weight).T,
         scale_a=x_scale.float().view(-1, 1) if by_rows else x_scale.float(),
         scale_b=weight_scale.float().view(1, -1) if by_rows else weight_scale.float(),
         bias=None if bias is None else bias.contiguous(),

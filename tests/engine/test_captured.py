@@ -1,0 +1,34 @@
+"""Steps as graphs: every step has a size that holds it, and all sizes are known beforehand."""
+
+import pytest
+from engines import make_engine
+
+from tilestack.engine.captured import Size
+from tilestack.engine.reading import FEW, MOST, filled_up
+
+
+def test_a_step_is_filled_up_by_an_eighth_at_most_where_it_is_long():
+    for tokens in range(1, MOST + 1):
+        size = filled_up(tokens)
+        assert size >= tokens
+        assert size <= 2 * tokens
+        assert tokens <= 8 * FEW or size <= 1.25 * tokens
+    assert filled_up(MOST) == MOST
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 16])
+def test_all_sizes_are_known_beforehand(rows):
+    engine = make_engine(max_sequences=rows, graphs=True)
+    decoding, reading = engine.runner.captured
+    assert [size.sequences for size in decoding.sizes()][-1] == rows
+    known = set(reading.sizes())
+    for tokens in range(1, MOST + 1):
+        size = filled_up(tokens)
+        for most in {size} if size <= FEW else {min(8, rows), rows}:
+            assert Size(size, most) in known
+
+
+def test_a_cpu_has_nothing_to_warm_up():
+    told = []
+    make_engine(graphs=True).runner.warm_up(lambda *progress: told.append(progress))
+    assert told == []
