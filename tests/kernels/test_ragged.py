@@ -107,6 +107,20 @@ def test_a_rows_bits_are_its_own(dtype, centred):
         assert torch.equal(result, result[:1].expand_as(result))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("centred", [False, True])
+def test_the_bits_of_a_rows_gradient_are_its_own(dtype, centred):
+    """In the invariant mode equal rows, however they start, have equal gradients, and so has each of them alone."""
+    x, grad, more = (random(1 + n, 1029, dtype=dtype)[:1].repeat(17, 1) for n in range(3))
+    weight = random(1029, dtype=dtype) + 1
+    dx = norm_backward(grad, x, weight, centred, 1e-5, centred, more, invariant=True)[0]
+    assert torch.equal(dx, dx[:1].expand_as(dx))
+    for one in range(17):
+        alone = slice(one, one + 1)
+        found = norm_backward(grad[alone], x[alone], weight, centred, 1e-5, centred, more[alone], invariant=True)[0]
+        assert torch.equal(found, dx[:1])
+
+
 def test_sums_on_a_grid_know_no_order():
     x = random(3, 2001, dtype=torch.float32) * torch.logspace(-6, 6, 2001)
     expected = norm_forward(x, None, None, 1e-5, False)[0]

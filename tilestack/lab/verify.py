@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tilestack.contract.autograd import differentiable
-from tilestack.contract.backends import AUTO, backend, chosen
+from tilestack.contract.backends import AUTO, backend, batch_invariant, chosen
 from tilestack.contract.cases import Case, Make
 from tilestack.contract.implementation import Implementation
 from tilestack.contract.named import parameters_of
@@ -244,7 +244,7 @@ def prove_alone(claim: Claim) -> Proof:
         return claim.proof(None, message="its rows are not independent of each other")
     if claim.direction == "backward" and not rows.has_gradients:
         return claim.proof(None, message="none of its gradients has rows")
-    with poisoned_memory():
+    with poisoned_memory(), batch_invariant():
         message = invariance.difference(implementation_of(claim), claim.operator, rows, claim.direction)
     return claim.proof(not message, message=message)
 

@@ -14,7 +14,8 @@ Rows that start differently are added up in different orders. So that a row's no
 forward are made of float64 that lie on a grid set by the row's largest magnitude: they add up without rounding, in any
 order. It takes a maximum, a conversion and three float64 additions an element, for which data-centre GPUs have the units
 and others few. In the backward, which adds up twice as much, that cost more than half of the speed: there a row's gradient
-may differ in its last bit from that of an equal row that starts elsewhere.
+may differ in its last bit from that of an equal row that starts elsewhere, except in the batch-invariant mode, whose
+backward moves elements one by one, in one order.
 """
 
 import triton

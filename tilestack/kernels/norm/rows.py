@@ -15,13 +15,16 @@ which a second kernel sums down: no atomics, so the result is the same in every 
 `wide.py` and `long.py`, those that start off 16 bytes in `ragged.py`.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.contract import implements
+from tilestack.contract import Extras, implements
+from tilestack.contract.backends import wants_invariance
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.memory.columns import sum_columns
@@ -197,8 +200,12 @@ def norm_backward(
     eps: float,
     centred: bool,
     grad_sum: Tensor | None = None,
+    invariant: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, weight and bias; where x is a sum that was handed on, with the gradient that arrives at it."""
+    """Gradients of x, weight and bias; where x is a sum that was handed on, with the gradient that arrives at it.
+
+    Where they must be `invariant`, all rows are added up in one order, whether they start on 16 bytes or not.
+    """
     source, arriving = rows_of(x), rows_of(grad)
     arriving_too = None if grad_sum is None else rows_of(grad_sum)
     weight = None if weight is None else weight.contiguous()
@@ -216,7 +223,7 @@ def norm_backward(
         partial = wide_rows.backward(tensors, dx, strides, float(eps), flags)
     elif columns > beyond:
         partial = long.backward(tensors, dx, strides, float(eps), flags)
-    elif granule := ragged.granule(columns, x.element_size(), arriving, arriving_too, source):
+    elif granule := 0 if invariant else ragged.granule(columns, x.element_size(), arriving, arriving_too, source):
         partial = ragged.backward(tensors, dx, strides, float(eps), flags, granule)
     else:
         height, width, _ = tile_of_rows(columns, elements=backward_elements(columns, centred))
@@ -268,47 +275,94 @@ def backward_shape(height: int, width: int, centred: bool) -> tuple[int, int]:
     return (8, 3) if centred and 1 < height <= 4 else (4, 3)
 
 
-def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor | None, ...]:
-    return norm_backward(grad, x, weight, False, eps, centred=False)[:2]
+def in_one_order(forward: Callable, backward: Callable) -> Extras:
+    """For the batch-invariant mode, chosen with the forward: nothing is handed on, but the backward is another."""
+    return Extras(forward, backward, when=wants_invariance)
 
 
-@implements(ops.rms_norm, backend="triton", invariant=True, repeat=straight_line, backward=rms_norm_backward)
+def rms_norm_backward(invariant: bool) -> Callable:
+    def backward(grad: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor | None, ...]:
+        return norm_backward(grad, x, weight, False, eps, centred=False, invariant=invariant)[:2]
+
+    return backward
+
+
+@implements(
+    ops.rms_norm,
+    backend="triton",
+    invariant=True,
+    repeat=straight_line,
+    backward=rms_norm_backward(False),
+    extras=in_one_order(lambda *given: rms_norm(*given), rms_norm_backward(True)),
+)
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return norm_forward(x, weight, None, eps, centred=False)[0]
 
 
-def layer_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor | None, ...]:
-    return norm_backward(grad, x, weight, bias is not None, eps, centred=True)
+def layer_norm_backward(invariant: bool) -> Callable:
+    def backward(
+        grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor | None, ...]:
+        return norm_backward(grad, x, weight, bias is not None, eps, centred=True, invariant=invariant)
+
+    return backward
 
 
-@implements(ops.layer_norm, backend="triton", invariant=True, repeat=straight_line, backward=layer_norm_backward)
+@implements(
+    ops.layer_norm,
+    backend="triton",
+    invariant=True,
+    repeat=straight_line,
+    backward=layer_norm_backward(False),
+    extras=in_one_order(lambda *given: layer_norm(*given), layer_norm_backward(True)),
+)
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     return norm_forward(x, weight, bias, eps, centred=True)[0]
 
 
-def add_rms_norm_backward(
-    grad_out: Tensor, grad_residual_out: Tensor, weight: Tensor | None, eps: float, residual_out: Tensor
-) -> tuple[Tensor | None, ...]:
-    dsum, dweight, _ = norm_backward(grad_out, residual_out, weight, False, eps, False, grad_residual_out)
-    return dsum, dsum, dweight
+def add_rms_norm_backward(invariant: bool) -> Callable:
+    def backward(
+        grad_out: Tensor, grad_residual_out: Tensor, weight: Tensor | None, eps: float, residual_out: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        dsum, dweight, _ = norm_backward(
+            grad_out, residual_out, weight, False, eps, False, grad_residual_out, invariant=invariant
+        )
+        return dsum, dsum, dweight
+
+    return backward
 
 
-@implements(ops.add_rms_norm, backend="triton", invariant=True, repeat=straight_line, backward=add_rms_norm_backward)
+@implements(
+    ops.add_rms_norm,
+    backend="triton",
+    invariant=True,
+    repeat=straight_line,
+    backward=add_rms_norm_backward(False),
+    extras=in_one_order(lambda *given: add_rms_norm(*given), add_rms_norm_backward(True)),
+)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...]:
     return norm_forward(x, weight, None, eps, centred=False, residual=residual)
 
 
-def add_layer_norm_backward(
-    grad_out: Tensor, grad_residual_out: Tensor, weight: Tensor | None, eps: float, residual_out: Tensor, needs
-) -> tuple[Tensor | None, ...]:
-    dsum, *rest = norm_backward(grad_out, residual_out, weight, needs[3], eps, True, grad_residual_out)
-    return dsum, dsum, *rest
+def add_layer_norm_backward(invariant: bool) -> Callable:
+    def backward(
+        grad_out: Tensor, grad_residual_out: Tensor, weight: Tensor | None, eps: float, residual_out: Tensor, needs
+    ) -> tuple[Tensor | None, ...]:
+        dsum, *rest = norm_backward(
+            grad_out, residual_out, weight, needs[3], eps, True, grad_residual_out, invariant=invariant
+        )
+        return dsum, dsum, *rest
+
+    return backward
 
 
 @implements(
-    ops.add_layer_norm, backend="triton", invariant=True, repeat=straight_line, backward=add_layer_norm_backward
+    ops.add_layer_norm,
+    backend="triton",
+    invariant=True,
+    repeat=straight_line,
+    backward=add_layer_norm_backward(False),
+    extras=in_one_order(lambda *given: add_layer_norm(*given), add_layer_norm_backward(True)),
 )
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
