@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PARITY = $(BIN)/python -m tilestack parity --save --set data.batch=4 --set data.sequence=512 --set data.most_bytes=3000000
 
-.PHONY: demo test lint docs bench dist release clean
+.PHONY: demo test lint docs recipes bench dist release clean
 
 demo: .venv/ready
 	$(BIN)/python -m tilestack demo
@@ -18,6 +18,11 @@ lint: .venv/ready
 	$(BIN)/lint-imports
 
 docs: .venv/ready
+	$(BIN)/python -m tilestack report --tables
+
+# The recipes from nothing to a model that answers, with their figures; then the tables.
+recipes: .venv/ready
+	$(BIN)/python -m tilestack chain --save
 	$(BIN)/python -m tilestack report --tables
 
 # Every figure of README and docs, on a GPU: kernels, memory patterns, optimizers, training and its loss; then the tables.

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tilestack import optim
+from tilestack.optim.multi_tensor import KeptTables
 
 MAKERS = [
     lambda params: optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.3),
@@ -123,6 +124,21 @@ def test_the_norm_is_the_same_bits_in_every_run(path, awkward):
     for param in params:
         param.grad = param.detach().clone()
     assert len({float(optim.clip_grad_norm_(params, 1e9)) for _ in range(3)}) == 1
+
+
+def test_tables_that_are_kept_follow_new_gradients_and_clip_alike(path, awkward):
+    """As a loop does that clips in every step: the same tables, other gradients in other memory."""
+    tables, held = KeptTables("the test"), []
+    for step in range(3):
+        kept, fresh = awkward(torch.float32), awkward(torch.float32)
+        for params in (kept, fresh):
+            for param in params:
+                param.grad = param.detach() * (step + 1)
+        assert torch.equal(optim.clip_grad_norm_(kept, 0.5, tables=tables), optim.clip_grad_norm_(fresh, 0.5))
+        for a, b in zip(kept, fresh, strict=True):
+            assert torch.equal(a.grad, b.grad)
+        held.append([*tables.kept.values()])
+    assert held[0] == held[1] == held[2]  # the very same
 
 
 def test_a_table_is_copied_only_where_it_changed():
