@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilestack import backend, ops
+from tilestack import backend, contract, ops
 from tilestack.kernels.memory.experts import combined, dispatched
 
 either = pytest.mark.parametrize("chosen_backend", ["torch", "triton"])
@@ -62,5 +62,6 @@ def test_a_kernel_reads_and_writes_nothing_at_what_is_no_place():
     ],
 )
 def test_what_does_not_fit_is_said(call, message):
-    with pytest.raises(ValueError, match=message):
+    contract.check_values(True)  # as on CPUs without the interpreter
+    with pytest.raises((ValueError, IndexError), match=message):
         call()
