@@ -88,11 +88,9 @@ class MoE(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         chosen, weights, scores, logits = self.router(tokens)
-        order, offsets = sort_by_expert(chosen, self.router.experts)
-        token = order // self.router.top_k
-        out = self.experts(ops.gather_rows(tokens, token), offsets)
-        weighted = out * weights.flatten()[order, None].to(out.dtype)
-        combined = ops.scatter_rows(weighted, token, tokens.shape[0])
+        places, offsets = ops.expert_places(chosen, self.router.experts)
+        out = self.experts(ops.dispatch_rows(tokens, places), offsets)
+        combined = ops.combine_rows(out, weights, places)
         if torch.is_grad_enabled():
             balance = self.router.balance(offsets.diff(prepend=offsets.new_zeros(1)), scores, logits)
             if not recomputing():
@@ -132,13 +130,6 @@ class MoE(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.gate_up.shape[0]} experts of {self.gate_up.shape[2]}x{self.down.shape[2]}"
-
-
-def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """(places in the flattened choice [T * K], sorted by expert and then token; where each expert's end [E])."""
-    by_expert, order = chosen.flatten().sort(stable=True)
-    every = torch.arange(experts, device=chosen.device)
-    return order, torch.searchsorted(by_expert, every, right=True, out_int32=True)
 
 
 def recomputing() -> bool:

@@ -15,7 +15,7 @@ LEAST_ROWS = 17  # that torch._int_mm takes
 
 def multiplies_integers(x: Tensor, weight: Tensor, x_zero: Tensor | None, weight_zero: Tensor | None) -> bool | str:
     if not x.is_cuda:
-        return "PyTorch's own product of integers is one of GPUs"
+        return "PyTorch's own product of integers needs a GPU"
     if x_zero is not None or weight_zero is not None:
         return "PyTorch's own product of integers has no zero points"
     if x.shape[:-1].numel() < LEAST_ROWS:
