@@ -55,6 +55,10 @@ SPILLS_OWED: dict[str, tuple[dict[int, int], str]] = {
     ),
     "grouped_linear_fwd_kernel": ({90: 1864}, "matrices of odd width give each element an address of its own"),
     "softmax_bwd_kernel": ({90: 32}, "rows of odd length give each element an address of its own"),
+    "flash_bwd_queries_kernel": (
+        {90: 400},
+        "float32 heads beyond 128 have queries and arriving gradients in registers",
+    ),
     "attention_bwd_kernel": ({90: 240}, "addresses that never change are fetched again in each step, beside two sums"),
 }
 

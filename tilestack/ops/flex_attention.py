@@ -203,6 +203,7 @@ def flex_attention_case(make, batch, queries, keys, heads, kv_heads, dim, value_
             (2, 5, 9, 2, 1, 8, 8, "sinks"),
             (1, 18, 18, 2, 2, 8, 8, "slopes"),
             (1, 5, 20, 2, 1, 8, 8, "bias"),
+            (1, 3, 3, 1, 1, 136, 8, "bias"),
             (2, 7, 9, 2, 2, 8, 8, "bias_of_heads"),
             (2, 20, 7, 1, 1, 8, 8, "bias_of_keys"),
             (1, 40, 37, 2, 1, 8, 8, "blocks"),

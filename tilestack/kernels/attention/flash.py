@@ -39,6 +39,7 @@ from tilestack.kernels.attention.scores import (
     width_of,
 )
 from tilestack.kernels.matmul.epilogue import dropped_of
+from tilestack.kernels.matmul.naive import add_product
 from tilestack.kernels.tiles import accumulator, cdiv, widened
 
 
@@ -108,7 +109,7 @@ def flash_fwd_kernel(
         if seed_ptr is not None:
             weights = dropped_of(weights, (line + query[:, None]) * keys + key[None, :], seed_ptr, below)
         v = load_tile(v_ptr, key, v_stride, v_dim_stride, there, VALUE_DIM, VALUE_WIDTH)
-        values = tl.dot(weights.to(v.dtype), v, values * fade[:, None], input_precision="ieee", out_dtype=ACC)
+        values = add_product(values * fade[:, None], weights.to(v.dtype), v)
         largest = top
     seen = total != 0  # a query may see no key, and gets zeros
     total = tl.where(seen, total, 1.0)
@@ -139,7 +140,8 @@ def flash_forward(
     stats = torch.empty((batch, heads, queries, 2), dtype=widened(q.dtype), device=q.device) if keep_stats else None
     width, half = max(width_of(dim), width_of(value_dim)), q.element_size() == 2
     rows = tile_length(queries, 64 if half else 32)
-    at_a_time = tile_length(keys, 16 if not half else 64 if width <= 128 else 32)
+    crowded = width > 128 or (width > 64 and terms.blocks is not None)  # registers
+    at_a_time = tile_length(keys, 16 if not half else 32 if crowded else 64)
     rows, at_a_time = terms.tile(rows, at_a_time)
     launch(
         flash_fwd_kernel, (cdiv(queries, rows), batch * heads), q, k, v, bounds,
@@ -147,6 +149,6 @@ def flash_forward(
         queries, keys, heads, *q.stride(), *k.stride(), *v.stride(), *terms.numbers,
         **rules.constants(q.dtype), **terms.constants, GROUP=heads // kv_heads, ACC=accumulator(q.dtype), ROWS=rows, KEYS=at_a_time,
         DIM=dim, WIDTH=width_of(dim), VALUE_DIM=value_dim, VALUE_WIDTH=width_of(value_dim),
-        num_warps=4 if half else 8, num_stages=2,
+        num_warps=4 if half else 8, num_stages=1 if terms.blocks is not None else 2,
     )  # fmt: skip
     return out, stats

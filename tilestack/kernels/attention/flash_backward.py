@@ -45,6 +45,7 @@ from tilestack.kernels.attention.scores import (
     width_of,
 )
 from tilestack.kernels.matmul.epilogue import dropped_of
+from tilestack.kernels.matmul.naive import add_product
 from tilestack.kernels.tiles import accumulator, cdiv
 
 
@@ -153,7 +154,7 @@ def flash_bwd_queries_kernel(
             FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS, BLOCK_Q, BLOCK_K, ACC, KEYS, DIM, WIDTH, VALUE_DIM, VALUE_WIDTH,
         )  # fmt: skip
         dscores = weights * (dweights - delta[:, None]) * slope
-        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee", out_dtype=ACC)
+        dq = add_product(dq, dscores.to(k.dtype), k)
     dq_ptr += (batch * queries * heads + head) * DIM
     store_tile(dq_ptr, query, heads * DIM, dq * SCALE, inside, DIM, WIDTH)
 
@@ -244,9 +245,9 @@ def flash_bwd_keys_kernel(
                 place = (line + query[None, :]) * keys + key[:, None]
                 dropped = dropped_of(weights, place, seed_ptr, below)
                 dweights = dropped_of(dweights, place, seed_ptr, below)
-            dv = tl.dot(dropped.to(grad.dtype), grad, dv, input_precision="ieee", out_dtype=ACC)
+            dv = add_product(dv, dropped.to(grad.dtype), grad)
             dscores = weights * (dweights - delta[None, :]) * slope
-            dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee", out_dtype=ACC)
+            dk = add_product(dk, dscores.to(q.dtype), q)
     dk_ptr += (batch * keys * kv_heads + kv_head) * DIM
     dv_ptr += (batch * keys * kv_heads + kv_head) * VALUE_DIM
     # Queries that were SCALED have the scale in them, and besides what took it to the cap, or to powers of two.
@@ -274,13 +275,14 @@ def flash_gradients(
     half, widths = q.element_size() == 2, (width_of(dim), width_of(value_dim))
     # Whoever owns keys holds two sums in registers, and takes less at a time where these are wide.
     wide, narrow = max(widths) > 128, max(widths) <= 64
-    rows, its_keys = (32, 32) if wide or not half else (64, 64)
-    its_queries, keys_held = (rows, its_keys) if narrow else (32, its_keys) if half else (16, 16)
-    if not half and not narrow:
-        rows, its_keys = 16, 16
+    if half:
+        rows, its_keys = (32, 32) if wide else (64, 64)
+        its_queries, keys_held = (rows if narrow else 32), its_keys
+    else:
+        rows, its_keys = its_queries, keys_held = (32, 32) if narrow else (16, 16)
     named = dict(
         **rules.constants(q.dtype), **terms.constants, SCALE=rules.scale, GROUP=heads // kv_heads, ACC=accumulator(q.dtype),
-        DIM=dim, WIDTH=widths[0], VALUE_DIM=value_dim, VALUE_WIDTH=widths[1], num_warps=8, num_stages=1,
+        DIM=dim, WIDTH=widths[0], VALUE_DIM=value_dim, VALUE_WIDTH=widths[1], num_stages=1,
     )  # fmt: skip
     given = q, k, v, bounds, *terms.pointers
     sizes = queries, keys, heads, *q.stride(), *k.stride(), *v.stride(), *grad.stride(), *terms.numbers
@@ -288,11 +290,12 @@ def flash_gradients(
     rows, its_keys = terms.tile(tile_length(queries, rows), tile_length(keys, its_keys))
     launch(
         flash_bwd_queries_kernel, (cdiv(queries, rows), batch * heads), *given, *seen_blocks(terms.blocks),
-        grad, grad_lse, stats, delta, out, dq, *sizes, *out.stride(), *lse_strides, ROWS=rows, KEYS=its_keys, **named,
+        grad, grad_lse, stats, delta, out, dq, *sizes, *out.stride(), *lse_strides, ROWS=rows, KEYS=its_keys, num_warps=8, **named,
     )  # fmt: skip
     its_queries, keys_held = terms.tile(tile_length(queries, its_queries), tile_length(keys, keys_held))
     launch(
         flash_bwd_keys_kernel, (cdiv(keys, keys_held), batch * kv_heads), *given, *seen_blocks(terms.blocks, transposed=True),
-        grad, stats, delta, dk, dv, *sizes, ROWS=its_queries, KEYS=keys_held, **named,
+        grad, stats, delta, dk, dv, *sizes, ROWS=its_queries, KEYS=keys_held,
+        num_warps=8 if half or narrow else 4, **named,
     )  # fmt: skip
     return dq, dk, dv, delta

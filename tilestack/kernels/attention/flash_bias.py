@@ -102,8 +102,7 @@ def bias_gradient(
         return None
     (batch, queries, heads, dim), (_, keys, kv_heads, value_dim) = q.shape, v.shape
     dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-    wide = q.element_size() > 2 or max(dim, value_dim) > 128
-    most = 16 if q.element_size() > 2 else 32 if wide else 64
+    most = 16 if q.element_size() != 2 else 32 if max(dim, value_dim) > 128 else 64
     rows, its_keys = terms.tile(tile_length(queries, most), tile_length(keys, most))
     one_row = bias.shape[2] == 1
     grid = cdiv(keys, its_keys), 1 if one_row else cdiv(queries, rows), bias.shape[0] * bias.shape[1]

@@ -31,6 +31,7 @@ from tilestack.kernels.attention.scores import (
     store_tile,
     width_of,
 )
+from tilestack.kernels.matmul.naive import add_product
 from tilestack.kernels.tiles import accumulator, cdiv, tile_of_rows, widened
 from tilestack.ops.attention import scale_or_usual
 
@@ -127,7 +128,7 @@ def average_kernel(
         there = key < keys
         weights = tl.load(line + key[None, :], mask=inside[:, None] & there[None, :], other=0.0)
         v = load_tile(v_ptr, key, v_stride, v_dim_stride, there, DIM, WIDTH)
-        total = tl.dot(weights.to(v.dtype), v, total, input_precision="ieee", out_dtype=ACC)
+        total = add_product(total, weights.to(v.dtype), v)
     out_ptr += (batch * queries * heads + head) * DIM
     store_tile(out_ptr, query, heads * DIM, total, inside, DIM, WIDTH)
 
@@ -179,7 +180,7 @@ def blocked_fwd_kernel(
         weights = tl.exp2(scores - largest[:, None])
         total += tl.sum(weights, 1)
         v = load_tile(v_ptr, key, v_stride, v_dim_stride, there, VALUE_DIM, VALUE_WIDTH)
-        values = tl.dot(weights.to(v.dtype), v, values, input_precision="ieee", out_dtype=ACC)
+        values = add_product(values, weights.to(v.dtype), v)
     out_ptr += (batch * queries * heads + head) * VALUE_DIM
     total = tl.where(total == 0, 1.0, total)
     store_tile(out_ptr, query, heads * VALUE_DIM, values / total[:, None], inside, VALUE_DIM, VALUE_WIDTH)
