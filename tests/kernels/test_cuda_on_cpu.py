@@ -1,6 +1,7 @@
 """The CUDA C++ kernels proved on a CPU, with their launchers around them: against the definitions of the operators they
 implement, and the decode step against a decoder."""
 
+import copy
 import functools
 import shutil
 
@@ -91,51 +92,58 @@ def test_products(product, dtype):
 
 
 MODELS = {
-    # layout, what differs in the model, and the text's length in tokens
-    "norms, tied": ((2, 2), dict(family="qwen3", qk_norm="head", tied=True), 77),
-    "first token": ((2, 2), dict(), 1),
-    "one key for several clusters": ((2, 4), dict(kv_heads=1), 40),
-    "several keys for a cluster": ((2, 2), dict(kv_heads=4), 150),
-    "wide heads": ((2, 2), dict(head_dim=128, kv_heads=1, family="qwen3", qk_norm="head"), 301),
+    # layout, what differs in the model, and texts of how many tokens
+    "norms, tied": ((2, 2), dict(family="qwen3", qk_norm="head", tied=True), (1, 17, 77)),
+    "one wide key for several clusters": ((2, 4), dict(kv_heads=1, head_dim=128), (150,)),
+    "several keys for a cluster": ((2, 2), dict(kv_heads=4), (301,)),
 }
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("layout", "changed", "length"), MODELS.values(), ids=MODELS)
-def test_a_decode_step(monkeypatch, layout, changed, length):
+@pytest.mark.parametrize(("layout", "changed", "lengths"), MODELS.values(), ids=MODELS)
+def test_a_decode_step(monkeypatch, layout, changed, lengths):
     torch.manual_seed(0)
     sizes = dict(vocabulary=75, hidden=256, intermediate=512, layers=2, heads=4, kv_heads=2, head_dim=64, positions=512)
     decoder = models.Decoder(ModelConfig(**(sizes | changed))).to(torch.bfloat16).eval()
     for name, parameter in decoder.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    page, config = 16, decoder.config
-    blocks = -(-length // page)
-    cache = PagedCache(config, blocks + 3, page, torch.bfloat16)
-    cache.keys.normal_(), cache.values.normal_()
-    before, wide = (PagedCache(config, blocks + 3, page, dtype) for dtype in (torch.bfloat16, torch.float64))
-    for other in (before, wide):
-        other.keys.copy_(cache.keys), other.values.copy_(cache.values)
-    pages = torch.randperm(blocks + 2)[None, :blocks] + 1
-    ids, lengths = torch.tensor([7]), torch.tensor([length])
-
     monkeypatch.setattr(decode_step, "LAYOUTS", (layout,))
     monkeypatch.setattr(decode_step, "device_refused", lambda _: "")
+    config = decoder.config
     step = decode_step.DecodeStep(
         shape_of(config), [weights_of(layer) for layer in decoder.layers], decoder.embedding.weight, decoder.head_weight,
         decoder.norm.weight, eps=config.norm_eps, scale=config.head_dim**-0.5,
     )  # fmt: skip
-    (cos, sin), _ = decoder.rotary(512)
-    ours = step(ids, lengths, pages[0], cache.keys, cache.values, cos, sin)
+    for length in lengths:
+        check_step(decoder, step, length)
 
-    def plain(cache):
+
+def check_step(decoder, step, length, page=16):
+    """Logits nearer to those of float64 than plain bfloat16's, and the new token's keys and values in their place."""
+    config, exact = decoder.config, copy.deepcopy(decoder).double()
+    blocks = -(-length // page)
+    ours, usual, wide = (
+        PagedCache(config, blocks + 3, page, t) for t in (torch.bfloat16, torch.bfloat16, torch.float64)
+    )
+    for mine, theirs, true in zip(ours.tensors(), usual.tensors(), wide.tensors(), strict=True):
+        true.copy_(theirs.copy_(mine.normal_()))
+    before = [mine.clone() for mine in ours.tensors()]
+    pages = torch.randperm(blocks + 2)[None, :blocks] + 1
+    ids, lengths = torch.tensor([7]), torch.tensor([length])
+
+    def plain(model, cache):
         batch = PagedBatch(cache, pages, lengths, torch.tensor([0, 1]), tokens=1, most_queries=1)
-        return decoder.logits(decoder.hidden(ids, context=batch)).double()
+        return model.logits(model.hidden(ids, context=batch)).double()
 
-    usual = plain(before)
-    decoder.double()
-    truth = plain(wide)
+    (cos, sin), _ = decoder.rotary(512)
+    truth = plain(exact, wide)
     error = lambda logits: float((logits - truth).norm())
-    assert error(ours.double()) < error(usual), f"{error(ours)} beside {error(usual)} in plain bfloat16"
-    for kept, exact in ((cache.keys, wide.keys), (cache.values, wide.values)):
-        torch.testing.assert_close(kept.double(), exact, rtol=2**-7, atol=1e-3)
+    found = error(step(ids, lengths, pages[0], ours.keys, ours.values, cos, sin))
+    assert found < error(plain(decoder, usual))
+    for kept, true, old in zip(ours.tensors(), wide.tensors(), before, strict=True):
+        torch.testing.assert_close(
+            kept[0].double(), true[0], rtol=2**-8, atol=1e-6
+        )  # rounded, on the first layer, once
+        written = {tuple(place) for place in (kept != old).nonzero()[:, 1:3].tolist()}
+        assert written == {(int(pages[0, -1]), (length - 1) % page)}
