@@ -163,7 +163,12 @@ def constants_of(source):
     qwen3 = DecoderShape(28, 1024, 16, 8, 128, 3072, 151936, True)
     llama = DecoderShape(16, 2048, 32, 8, 64, 8192, 128256, False)
     of = lambda shape, layout: (shape.constants(*layout), (90,))
-    return {"qwen3": of(qwen3, (16, 8)), "qwen3 8": of(qwen3, (8, 16)), "llama": of(llama, (8, 16))}
+    return {
+        "qwen3": of(qwen3, (16, 8)),
+        "qwen3 8": of(qwen3, (8, 16)),
+        "qwen3 half": of(qwen3, (8, 8)),
+        "llama": of(llama, (8, 16)),
+    }
 
 
 SPILLS_OWED = {2048: 16}  # bytes of a decode step's, by the model's width: not yet cured
