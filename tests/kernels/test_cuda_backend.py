@@ -42,9 +42,9 @@ def test_it_stands_beside_the_others_and_says_why_it_cannot_run(operator, backen
 def test_auto_leaves_it_alone_unless_it_measured_fastest(operator, monkeypatch):
     described = ops.operator_named(operator)
     monkeypatch.setattr(registry, "_preference", lambda *_: [])
-    assert [way.backend for way in registry.candidates(described, {}, GPU)] == ["triton"]
+    assert [way.backend for way in registry.candidates(described, {}, GPU, False)] == ["triton"]
     monkeypatch.setattr(registry, "_preference", lambda *_: ["cuda"])
-    assert [way.backend for way in registry.candidates(described, {}, GPU)] == ["cuda", "triton"]
+    assert [way.backend for way in registry.candidates(described, {}, GPU, False)] == ["cuda", "triton"]
 
 
 @pytest.mark.parametrize("tool", ["g++", "ninja", "nvcc"])
@@ -163,17 +163,26 @@ def constants_of(source):
     qwen3 = DecoderShape(28, 1024, 16, 8, 128, 3072, 151936, True)
     llama = DecoderShape(16, 2048, 32, 8, 64, 8192, 128256, False)
     of = lambda shape, layout: (shape.constants(*layout), (90,))
-    return {"qwen3": of(qwen3, (16, 8)), "qwen3 8": of(qwen3, (8, 16)), "llama": of(llama, (8, 16))}
+    return {
+        "qwen3": of(qwen3, (16, 8)),
+        "qwen3 8": of(qwen3, (8, 16)),
+        "qwen3 half": of(qwen3, (8, 8)),
+        "llama": of(llama, (8, 16)),
+    }
 
 
-SPILLS_OWED = {2048: 16}  # bytes of a decode step's, by the model's width: not yet cured
+SPILLS_OWED = {
+    "decode_step llama": 16,
+    "decode_step qwen3 half": 32,
+}  # bytes, not yet cured: 128 registers are few there
 COMPILED = {f"{source.stem} {name}".strip(): (source, *given) for source in SOURCES for name, given in constants_of(source).items()}  # fmt: skip
 
 
-@pytest.mark.parametrize(("source", "constants", "capabilities"), COMPILED.values(), ids=COMPILED)
-def test_it_compiles_without_spills(source, constants, capabilities, tmp_path):
+@pytest.mark.parametrize("name", COMPILED)
+def test_it_compiles_without_spills(name, tmp_path):
     from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
+    source, constants, capabilities = COMPILED[name]
     if not (compiler := nvcc()):
         pytest.skip("there is no nvcc here")
     targets = [f"-gencode=arch=compute_{capability},code=sm_{capability}" for capability in capabilities]
@@ -185,4 +194,4 @@ def test_it_compiles_without_spills(source, constants, capabilities, tmp_path):
     assert done.returncode == 0, done.stderr
     spilled = [int(bytes_) for bytes_ in re.findall(r"(\d+) bytes spill stores", done.stderr)]
     assert spilled
-    assert max(spilled) <= SPILLS_OWED.get(constants.get("HIDDEN"), 0)
+    assert max(spilled) <= SPILLS_OWED.get(name, 0)

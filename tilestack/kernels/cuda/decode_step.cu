@@ -18,9 +18,9 @@
 // run. A row of a product belongs to a warp or a part of one; a norm's factor is multiplied in after the product.
 //
 // Shapes, as macros: LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY, QK_NORM, CLUSTER, CLUSTERS.
-#include "common.cuh"
-
 #include <cooperative_groups.h>
+
+#include "ptx.cuh"
 
 namespace cg = cooperative_groups;
 using bf16 = __nv_bfloat16;
@@ -102,12 +102,6 @@ __device__ __forceinline__ void unpack(const uint4& from, float (&to)[8]) {
   }
 }
 
-// Stores a number where `at`, in this block's shared memory, lies in that of another block of the cluster.
-__device__ __forceinline__ void tell(int rank, float* at, float value) {
-  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.f32 [there], %2; }" ::"r"(
-                   static_cast<unsigned>(__cvta_generic_to_shared(at))), "r"(rank), "f"(value) : "memory");
-}
-
 // A barrier of all blocks in two parts, so that loads can be sent off between them.
 struct Grid {
   unsigned* arrived;
@@ -115,14 +109,11 @@ struct Grid {
   __device__ void arrive() {
     __syncthreads();
     goal += BLOCKS;
-    if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
+    if (threadIdx.x == 0) count_up(arrived);
   }
   __device__ void wait() {
-    if (threadIdx.x == 0) {
-      unsigned seen;
-      do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
-      while (seen < goal);
-    }
+    if (threadIdx.x == 0)
+      while (look_at(arrived) < goal) {}
     __syncthreads();
   }
 };
@@ -192,18 +183,16 @@ struct Stream {
   __device__ __forceinline__ void bring_head(int n) {
     const int64_t row = head_row(n / Head::PIECES);
     if (n < HEAD_CHUNKS && row < VOCABULARY) copy(step.head + row * HIDDEN + column_of<Head>(n));
-    else commit();
+    else close_group();
   }
   __device__ __forceinline__ void copy(const bf16* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
-                     static_cast<unsigned>(__cvta_generic_to_shared(ring + slot * THREADS))), "l"(from) : "memory");
-    commit();
+    copy_16(ring + slot * THREADS, from);
+    close_group();
   }
-  __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
   // The next chunk; its slot is to be filled again before the next is taken.
   __device__ __forceinline__ uint4 take() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(RING - 1) : "memory");
+    wait_for_all_but<RING - 1>();
     return ring[slot * THREADS];
   }
   __device__ __forceinline__ void advance() { slot = slot == RING - 1 ? 0 : slot + 1; }

@@ -10,7 +10,9 @@ from torch import Tensor
 from tilestack.kernels.cuda.build import call, cuda_needs, library
 
 THREADS, WARPS = 512, 16
-LAYOUTS = ((16, 8), (8, 16))  # blocks to a cluster, and clusters: 128 multiprocessors of 132, the larger clusters first
+# Blocks to a cluster, and clusters, the best first: on 128 multiprocessors with few parts to add up, with more of them, and
+# on half as many. A cluster lies within one of the GPU's groups of multiprocessors, and not every group is whole.
+LAYOUTS = ((16, 8), (8, 16), (8, 8))
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def shape_refused(shape: DecoderShape) -> str:
     if shape.head_dim not in (64, 128):
         return f"head_dim must be 64 or 128, not {shape.head_dim}"
     if not layouts_of(shape):
-        return f"{shape.heads} heads and {shape.intermediate} units do not divide evenly over 128 multiprocessors"
+        return f"{shape.heads} heads and {shape.intermediate} units do not divide evenly over 128 or 64 multiprocessors"
     return ""
 
 

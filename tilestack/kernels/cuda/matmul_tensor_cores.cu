@@ -8,28 +8,10 @@
 //
 // While one slot is multiplied, the next SLOTS - 1 are on their way. Blocks go over C in bands of BAND rows of tiles, so
 // that those which run at a time share most of what they read. Rows of a and b are K contiguous elements on 16 bytes.
-#include "common.cuh"
+#include "ptx.cuh"
 
 constexpr int M_TILE = 128, N_TILE = 128, K_TILE = 32, PITCH = K_TILE + 8, SLOTS = 4, BAND = 8, THREADS = 256;
 constexpr int SLOT = (M_TILE + N_TILE) * PITCH, SHARED_BYTES = SLOTS * SLOT * 2;
-
-template <typename T> __device__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
-template <> __device__ void multiply_add<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-template <> __device__ void multiply_add<__half>(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-__device__ uint32_t shared_address(const void* at) { return static_cast<uint32_t>(__cvta_generic_to_shared(at)); }
-
-// Four 8 x 8 matrices; lane i gives the address of row i % 8 of matrix i / 8.
-__device__ void load_matrices(uint32_t (&to)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row)) : "memory");
-}
 
 // ROWS x K_TILE from (row, k) on, on its way; zeros outside of the matrix.
 template <typename T, int ROWS>
@@ -39,8 +21,7 @@ __device__ void bring(T* tile, const T* from, int64_t row, int64_t rows, int64_t
   for (int i = threadIdx.x; i < ROWS * VECTORS; i += THREADS) {
     const int r = i / VECTORS, d = i % VECTORS * 8;
     const bool inside = row + r < rows && k + d < K;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(tile + r * PITCH + d)),
-        "l"(inside ? from + (row + r) * K + k + d : from), "r"(inside ? 16 : 0) : "memory");
+    copy_16(tile + r * PITCH + d, inside ? from + (row + r) * K + k + d : from, inside);
   }
 }
 
@@ -62,13 +43,13 @@ matmul_tensor_cores_kernel(const T* a, const T* b, const T* bias, T* c, int64_t 
       bring<T, M_TILE>(slot, a, m, M, step * K_TILE, K);
       bring<T, N_TILE>(slot + M_TILE * PITCH, b, n, N, step * K_TILE, K);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");  // also an empty one: what is waited for is counted in groups
+    close_group();
   };
 
   float sum[4][4][4] = {};  // tiles of 16 rows, tiles of 8 columns, and of those this thread's part
   for (int step = 0; step < SLOTS - 1; step++) bring_step(step);
   for (int64_t step = 0; step < steps; step++) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(SLOTS - 2) : "memory");
+    wait_for_all_but<SLOTS - 2>();
     __syncthreads();  // this step has come for all threads, and all are done with the one before, whose slot is next
     bring_step(step + SLOTS - 1);
     const T* a_slot = ring + step % SLOTS * SLOT;

@@ -64,6 +64,7 @@ EXPORT matmul_tiled(
   return with_dtype(dtype, [&](auto of_dtype) {
     using T = decltype(of_dtype);
     matmul_tiled_kernel<T><<<static_cast<unsigned>(pieces(M, TILE) * pieces(N, TILE)), THREADS, 0, stream>>>(
-        {a, M, a_stride_m, a_stride_k}, {b, N, b_stride_n, b_stride_k}, static_cast<const T*>(bias), static_cast<T*>(c), K);
+        Matrix{a, M, a_stride_m, a_stride_k}, Matrix{b, N, b_stride_n, b_stride_k}, static_cast<const T*>(bias),
+        static_cast<T*>(c), K);
   });
 }

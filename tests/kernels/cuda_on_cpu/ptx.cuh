@@ -1,0 +1,62 @@
+// What tilestack/kernels/cuda/ptx.cuh has in PTX, on a CPU, for tests.
+#pragma once
+#include "common.cuh"
+
+inline void copy_16(void* to, const void* from, bool there = true) { on_cpu::now->open.push_back({to, there ? from : nullptr}); }
+inline void close_group() {
+  on_cpu::now->groups.push_back(std::move(on_cpu::now->open));
+  on_cpu::now->open.clear();
+}
+template <int N> void wait_for_all_but() {
+  auto& groups = on_cpu::now->groups;
+  for (; groups.size() > N; groups.pop_front())
+    for (auto [to, from] : groups.front()) from == nullptr ? memset(to, 0, 16) : memcpy(to, from, 16);
+}
+
+// Matrix m's row r is at the address of lane 8 m + r; lane l gets elements 2 (l % 4) and the next of row l / 4.
+inline void load_matrices(uint32_t (&to)[4], const void* row) {
+  auto& rows = on_cpu::grid->of_matrices[on_cpu::warp()];
+  memcpy(&rows[on_cpu::lane() * 4], row, 16);
+  on_cpu::meet_warp();
+  for (int matrix = 0; matrix < 4; matrix++) to[matrix] = rows[(matrix * 8 + on_cpu::lane() / 4) * 4 + on_cpu::lane() % 4];
+  on_cpu::meet_warp();
+}
+
+template <typename T> float half_of(uint32_t pair, int which) {
+  const uint16_t bits = static_cast<uint16_t>(pair >> 16 * which);
+  T value;
+  memcpy(&value, &bits, 2);
+  return widen(value);
+}
+// Fragments as the PTX manual draws them: a thread shows the others its parts of a and b, and adds to its own part of c.
+template <typename T> void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  auto& lanes = on_cpu::grid->of_matrices[on_cpu::warp()];
+  const int lane = on_cpu::lane(), group = lane / 4, in_group = lane % 4;
+  float left[2][16], right[2][16];
+  memcpy(&lanes[lane * 4], a, 16);
+  on_cpu::meet_warp();
+  for (int half = 0; half < 2; half++)
+    for (int k = 0; k < 16; k++)  // row group + 8 half: register half + 2 (k / 8) of lane 4 group + k % 8 / 2
+      left[half][k] = half_of<T>(lanes[(4 * group + k % 8 / 2) * 4 + half + 2 * (k / 8)], k % 2);
+  on_cpu::meet_warp();
+  memcpy(&lanes[lane * 4], b, 8);
+  on_cpu::meet_warp();
+  for (int j = 0; j < 2; j++)
+    for (int k = 0; k < 16; k++)  // column 2 in_group + j: register k / 8 of lane 4 column + k % 8 / 2
+      right[j][k] = half_of<T>(lanes[(4 * (2 * in_group + j) + k % 8 / 2) * 4 + k / 8], k % 2);
+  on_cpu::meet_warp();
+  for (int half = 0; half < 2; half++)
+    for (int j = 0; j < 2; j++)
+      for (int k = 0; k < 16; k++) c[2 * half + j] += left[half][k] * right[j][k];
+}
+
+inline void tell(int rank, float* at, float value) {
+  const auto& shared = on_cpu::grid->shared;
+  const int mine = on_cpu::now->block, first = mine / on_cpu::grid->cluster * on_cpu::grid->cluster;
+  memcpy(shared[first + rank] + (reinterpret_cast<unsigned char*>(at) - shared[mine]), &value, 4);
+}
+inline void count_up(unsigned* counter) { ++*counter; }
+inline unsigned look_at(const unsigned* counter) {
+  on_cpu::give_way();
+  return *counter;
+}

@@ -1,0 +1,149 @@
+"""The CUDA C++ kernels proved on a CPU, with their launchers around them: against the definitions of the operators they
+implement, and the decode step against a decoder."""
+
+import copy
+import functools
+import shutil
+
+import cuda_emulation
+import pytest
+import torch
+
+from tilestack import models, ops
+from tilestack.engine.persistent import shape_of, weights_of
+from tilestack.kernels.cuda import add, decode_step, matmul, rms_norm, softmax
+from tilestack.lab.oracle import judge, own_error
+from tilestack.models import ModelConfig, PagedBatch, PagedCache
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="compiling needs g++, which is not here")
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cuda")
+
+    @functools.cache
+    def compiled(source, **constants):
+        return cuda_emulation.compiled_for_cpu(source, folder / "_".join(map(str, [source, *constants.values()])), **constants)  # fmt: skip
+
+    return compiled
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch, library):
+    for module in (add, softmax, rms_norm, matmul, decode_step):
+        monkeypatch.setattr(module, "library", library)
+        monkeypatch.setattr(module, "call", cuda_emulation.call_on_cpu)
+
+
+def check(launcher, op, *arguments):
+    """As good as the definition in the same dtype, by the same judge as `tilestack verify`."""
+    result, reference = launcher(*arguments), op.definition(*arguments)
+    wide = [each.double() if isinstance(each, torch.Tensor) else each for each in arguments]
+    truth = op.definition(*wide)
+    assert result.is_contiguous()
+    assert not (message := judge(result, reference, truth, own_error(reference, truth)).message), message
+
+
+def awkward(*shape, dtype):
+    """Numbers whose first is not on 16 bytes."""
+    return torch.randn(torch.Size(shape).numel() + 1).to(dtype)[1:].view(shape)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("make", [lambda *s, dtype: torch.randn(s).to(dtype), awkward], ids=["aligned", "off"])
+def test_rows_and_vectors(dtype, make):
+    torch.manual_seed(0)
+    for shape in [(1, 1), (3, 33), (2, 1024), (2, 1029)]:
+        x = make(*shape, dtype=dtype)
+        check(add.add, ops.add, x, make(*shape, dtype=dtype))
+        check(softmax.softmax, ops.softmax, 4 * x, -1)
+        check(rms_norm.rms_norm, ops.rms_norm, x, make(shape[-1], dtype=dtype), 1e-6)
+        check(rms_norm.rms_norm, ops.rms_norm, x, None, 1e-6)
+    check(softmax.softmax, ops.softmax, make(4, 5, 6, dtype=dtype), 1)
+    check(add.add, ops.add, make(6, 4, dtype=dtype).T, make(4, 6, dtype=dtype))
+
+
+def test_rows_without_a_distribution():
+    x = torch.zeros(5, 40)
+    x[0] = -torch.inf
+    x[1, 3], x[2, 3], x[3, 3] = torch.inf, torch.nan, -torch.inf
+    out = softmax.softmax(x, -1)
+    torch.testing.assert_close(out, torch.softmax(x, -1), equal_nan=True)
+    assert out[:3].isnan().all()
+
+
+SIZES = [(1, 1, 1), (5, 17, 33), (64, 64, 64), (70, 130, 40), (3, 24, 304), (129, 131, 72), (8, 8, 0)]
+
+
+@pytest.mark.parametrize(
+    ("product", "dtype"), [(matmul.linear_tiled, t) for t in FLOATS] + [(matmul.linear, t) for t in HALVES]
+)
+def test_products(product, dtype):
+    torch.manual_seed(0)
+    for rows, columns, inner in SIZES if dtype in HALVES else SIZES[:5]:
+        x, weight = torch.randn(rows, inner).to(dtype), (torch.randn(columns, inner) * max(inner, 1) ** -0.5).to(dtype)
+        check(product, ops.linear, x, weight, torch.randn(columns).to(dtype))
+        check(product, ops.linear, x, weight, None)
+    check(product, ops.linear, torch.randn(40, 24).to(dtype).T, torch.randn(40, 17).to(dtype).T, None)
+
+
+MODELS = {
+    # layout, what differs in the model, and texts of how many tokens
+    "norms, tied": ((2, 2), dict(family="qwen3", qk_norm="head", tied=True), (1, 17, 77)),
+    "one wide key for several clusters": ((2, 4), dict(kv_heads=1, head_dim=128), (150,)),
+    "several keys for a cluster": ((2, 2), dict(kv_heads=4), (301,)),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("layout", "changed", "lengths"), MODELS.values(), ids=MODELS)
+def test_a_decode_step(monkeypatch, layout, changed, lengths):
+    torch.manual_seed(0)
+    sizes = dict(vocabulary=75, hidden=256, intermediate=512, layers=2, heads=4, kv_heads=2, head_dim=64, positions=512)
+    decoder = models.Decoder(ModelConfig(**(sizes | changed))).to(torch.bfloat16).eval()
+    for name, parameter in decoder.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    monkeypatch.setattr(decode_step, "LAYOUTS", (layout,))
+    monkeypatch.setattr(decode_step, "device_refused", lambda _: "")
+    config = decoder.config
+    step = decode_step.DecodeStep(
+        shape_of(config), [weights_of(layer) for layer in decoder.layers], decoder.embedding.weight, decoder.head_weight,
+        decoder.norm.weight, eps=config.norm_eps, scale=config.head_dim**-0.5,
+    )  # fmt: skip
+    for length in lengths:
+        check_step(decoder, step, length)
+
+
+def check_step(decoder, step, length, page=16):
+    """Logits nearer to those of float64 than plain bfloat16's, and the new token's keys and values in their place."""
+    config, exact = decoder.config, copy.deepcopy(decoder).double()
+    blocks = -(-length // page)
+    ours, usual, wide = (
+        PagedCache(config, blocks + 3, page, t) for t in (torch.bfloat16, torch.bfloat16, torch.float64)
+    )
+    for mine, theirs, true in zip(ours.tensors(), usual.tensors(), wide.tensors(), strict=True):
+        true.copy_(theirs.copy_(mine.normal_()))
+    before = [mine.clone() for mine in ours.tensors()]
+    pages = torch.randperm(blocks + 2)[None, :blocks] + 1
+    ids, lengths = torch.tensor([7]), torch.tensor([length])
+
+    def plain(model, cache):
+        batch = PagedBatch(cache, pages, lengths, torch.tensor([0, 1]), tokens=1, most_queries=1)
+        return model.logits(model.hidden(ids, context=batch)).double()
+
+    (cos, sin), _ = decoder.rotary(512)
+    truth = plain(exact, wide)
+    error = lambda logits: float((logits - truth).norm())
+    found = error(step(ids, lengths, pages[0], ours.keys, ours.values, cos, sin))
+    assert found < error(plain(decoder, usual))
+    for kept, true, old in zip(ours.tensors(), wide.tensors(), before, strict=True):
+        torch.testing.assert_close(
+            kept[0].double(), true[0], rtol=2**-8, atol=1e-6
+        )  # rounded, on the first layer, once
+        written = {tuple(place) for place in (kept != old).nonzero()[:, 1:3].tolist()}
+        assert written == {(int(pages[0, -1]), (length - 1) % page)}
