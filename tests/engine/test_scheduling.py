@@ -283,3 +283,16 @@ def test_a_prompt_is_not_looked_up_while_there_is_no_row_for_it(monkeypatch):
     monkeypatch.setattr(engine.pool, "find", counted)
     serve(engine, [greedy("first", list(range(1, 22)), 9), greedy("second", list(range(1, 22)), 9)])
     assert looked == 2
+
+
+def test_a_hundredth_of_the_pages_is_left_to_those_who_run():
+    engine = make_engine(pages=201)
+    engine.add(greedy("runs", [5, 6], 9))
+    engine.step()
+    taken = [engine.pool.take() for _ in range(len(engine.pool.free) - 3)]
+    engine.add(greedy("waits", [7] * 9, 2))  # for which three pages are enough
+    engine.step()
+    assert [each.request.id for each in engine.scheduler.running] == ["runs"]
+    engine.pool.release(taken)
+    serve(engine, [])
+    check_empty(engine)

@@ -90,7 +90,7 @@ class Scheduler:
         """Let those who run give way to the first who waits, as long as it needs it and has priority over them."""
         while self.waiting and self.running:
             first, last = self.waiting[0], self.running[-1]
-            if last.request.priority <= first.request.priority or first.in_flight or self.has_room(first):
+            if last.request.priority <= first.request.priority or self.has_room(first):
                 return
             self.preempt(last, plan)
 

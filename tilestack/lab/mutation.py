@@ -85,7 +85,10 @@ def module_of(operator: Operator) -> str:
 
 
 def backends_of(operator: Operator) -> list[str]:
-    return [name for name in operator.implementations if name.startswith(BACKEND)]
+    """Those on Triton, and what else lies in their files."""
+    ways = operator.implementations
+    files = {way.forward.__module__ for name, way in ways.items() if name.startswith(BACKEND)}
+    return [name for name, way in ways.items() if way.forward.__module__ in files]
 
 
 def operators_behind(module: str) -> list[Operator]:
@@ -107,6 +110,7 @@ class Original:
         self.known: dict[tuple[str, ...], bool] = {}
         self.claims_of = functools.cache(all_claims)
         self.first_looks = functools.cache(self._first_looks)
+        self.wider_looks = functools.cache(lambda operator: self._first_looks(operator, is_wider_look))
 
     def holds(self, claim: Claim) -> bool:
         identity = tuple(getattr(claim.proof(None), name) for name in IDENTITY)
@@ -114,11 +118,11 @@ class Original:
             self.known[identity] = prove(claim, self.standards).ok is True
         return self.known[identity]
 
-    def _first_looks(self, operator: Operator) -> list[FirstLook]:
+    def _first_looks(self, operator: Operator, wanted: Callable[[Claim], bool] | None = None) -> list[FirstLook]:
         names = kernel_modules()
         files = [str(file_of_module(name)) for name in names]
         found = []
-        for claim in filter(is_first_look, self.claims_of(operator)):
+        for claim in filter(wanted or is_first_look, self.claims_of(operator)):
             forget_cached_results(sys.modules[name] for name in names)
             start = time.process_time()
             with reached_lines(files) as lines:
@@ -160,9 +164,19 @@ class Suite:
         mine = [look for operator in self.operators for look in self.original.first_looks(operator)]
         return [look for look in mine if str(self.path) in look.lines]
 
+    @functools.cached_property
+    def wider_looks(self) -> list[FirstLook]:
+        """Those in other dtypes, which have branches of their own."""
+        return [look for operator in self.operators for look in self.original.wider_looks(operator)]
+
+    def looks_at(self, mutant: Mutant) -> list[FirstLook]:
+        """What reaches a mutant; what reaches its file, where nothing does: it may have run at import."""
+        reaching = lambda looks: [look for look in looks if look.reaches(self.path, mutant.statement)]
+        return reaching(self.looks) or reaching(self.wider_looks) or self.looks
+
     def outcome(self, mutant: Mutant) -> Outcome:
-        """Try a mutant on what reaches it; on what reaches its file, where that is nothing: it may run at import."""
-        looks = [look for look in self.looks if look.reaches(self.path, mutant.statement)] or self.looks
+        """Try a mutant plainly on every case that reaches it, then on their variants."""
+        looks = self.looks_at(mutant)
         quickest = sorted(looks, key=lambda look: look.seconds)
         first = [
             look.claim for look in alternating(quickest, lambda look: (look.claim.case.name, look.claim.direction))
@@ -258,10 +272,17 @@ elements_of = functools.cache(elements)
 
 
 def is_first_look(claim: Claim) -> bool:
+    return claim.dtype == torch.float32 and is_plain(claim)
+
+
+def is_wider_look(claim: Claim) -> bool:
+    return claim.dtype != torch.float32 and is_plain(claim)
+
+
+def is_plain(claim: Claim) -> bool:
     return (
         claim.variant in ("plain", WITHOUT_EXTRAS)
         and not claim.config
-        and claim.dtype == torch.float32
         and claim.direction != "gradcheck"
         and elements_of(claim.case) > 1
     )

@@ -51,6 +51,8 @@ def multiply_adds(x: Tensor, weight: Tensor) -> Cost:
             (64, 64, 64),
             (70, 130, 40, "plain"),
             (3, 24, 304),
+            (2, 150, 1100),
+            (290, 70, 16, "plain"),
             (16, 40, 304, "plain"),
             (0, 8, 8),
             (8, 0, 8),
