@@ -1,5 +1,6 @@
 """Whole training steps as CUDA graphs: to the bit those that are run kernel by kernel, also after a resume."""
 
+import gc
 import signal
 
 import pytest
@@ -159,6 +160,7 @@ def test_what_cannot_be_captured_runs_on_and_says_why(tmp_path, kind):
 def test_memory_does_not_grow_with_steps_and_is_not_held_twice(tmp_path):
     peaks = {}
     for way in ("off", "on"):
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         settings = dict(evaluation={"every": 0}, ema={"decay": 0.0}, run={"steps": 6})

@@ -57,9 +57,11 @@ def test_micro_batches_move_a_bias_once_by_all_their_loads(tmp_path):
     for layer in model.layers:
         layer.register_forward_hook(lambda layer, *_: loads.append(layer.balance.tokens_per_expert))
     settings = recipe(run={"steps": 1}, data={"accumulate": 3}, model={"bias_rate": 0.5}, checkpoint={"every": 0})
-    Trainer(settings, model, Counting(), tmp_path).train_step()
+    trainer = Trainer(settings, model, Counting(), tmp_path)
+    trainer.train_step()
     for number, layer in enumerate(model.layers):
         load = sum(loads[number::2]).float()
+        assert torch.equal(trainer.balancing.windows[number].total(), load.long())
         assert torch.equal(layer.router.bias, 0.5 * torch.sign(load.mean() - load))
 
 

@@ -169,10 +169,11 @@ def test_a_capture_that_fails_costs_nothing_but_the_graphs(tmp_path, fails, pret
         capture(self, name, call)
 
     monkeypatch.setattr(StaticStep, "_capture", failing)
-    train(tmp_path / "plain", "off")
+    experts = lambda: mixtures(bias_balancing=True)
+    train(tmp_path / "plain", "off", model=experts)
     with pytest.raises(RecipeError, match=r'run\.graph = "on" cannot be: RuntimeError, operation not permitted when'):
         train(tmp_path / "on", "on")
     monkeypatch.setattr(static_step, "StaticStep", lambda step, must, say: StaticStep(step, say=say))
-    trainer = train(tmp_path / "graphs", "on")
+    trainer = train(tmp_path / "graphs", "on", model=experts)
     assert everything(tmp_path / "plain") == everything(tmp_path / "graphs")
     assert trainer.steps.graphs == {}
