@@ -7,6 +7,7 @@ from tilestack.ops.conv import conv2d as conv2d, conv2d_int8 as conv2d_int8
 from tilestack.ops.elementwise import add as add, axpy as axpy
 from tilestack.ops.experts import combine_rows as combine_rows, dispatch_rows as dispatch_rows, expert_places as expert_places
 from tilestack.ops.flex_attention import flex_attention as flex_attention
+from tilestack.ops.fp8_tiles import fp8_tiles as fp8_tiles
 from tilestack.ops.fused_linear import fused_linear as fused_linear, linear_swiglu as linear_swiglu
 from tilestack.ops.gated import geglu as geglu, gelu_mul as gelu_mul, silu_mul as silu_mul, swiglu as swiglu, swiglu_linear as swiglu_linear
 from tilestack.ops.gram import gram as gram, newton_schulz as newton_schulz
