@@ -5,6 +5,9 @@ import torch
 
 from tilestack import backend, ops
 from tilestack.kernels.quantised.fp8 import rounds_to_halves
+from tilestack.kernels.quantised.fp8_tiles import code_tiles
+from tilestack.ops.fp8_tiles import codes_by
+from tilestack.ops.quantised_linear import spread_over_blocks
 
 
 def integers(*shape, seed=0):
@@ -110,3 +113,38 @@ def test_float32_is_more_than_tensor_cores_add_up():
 def test_scales_that_do_not_fit_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         ops.linear_fp8(**dict(x=fp8(3, 160), weight=fp8(40, 160), x_scale=ones(3), weight_scale=ones(40)) | change)
+
+
+@pytest.mark.parametrize("by", ["rows", "blocks"])
+@pytest.mark.parametrize("turned_by", ["rows", "blocks"])
+@pytest.mark.parametrize("shape", [(130, 40), (64, 260)])
+def test_a_tile_is_written_both_ways(by, turned_by, shape):
+    """In int8, which the interpreter rounds to as a GPU does; the kernel is that of fp8."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    codes, scale, turned, turned_scale = code_tiles(x.T.contiguous().T, by, turned_by, torch.int8)
+    for made, kind, (wanted, wanted_scale) in (
+        ((codes, scale), by, codes_by(x, by, torch.int8)),
+        ((turned, turned_scale), turned_by, codes_by(x.T, turned_by, torch.int8)),
+    ):
+        assert made[0].is_contiguous(), kind
+        torch.testing.assert_close(made[1], wanted_scale)
+        assert (made[0].int() - wanted.int()).abs().max() <= 1  # ties may fall to either side
+        assert (made[0] != wanted).float().mean() < 0.001
+
+
+def test_operands_of_training_are_what_fp8_products_take():
+    x = torch.randn(200, 300, generator=torch.Generator().manual_seed(0))
+    codes, scale, turned, turned_scale = ops.fp8_tiles(x, "rows", "blocks")
+    assert (scale.shape, turned_scale.shape) == ((200, 3), (3, 2))
+    torch.testing.assert_close(codes.float() * spread_over_blocks(scale, 300), x, rtol=2**-4, atol=1e-2)
+    back = turned.float() * spread_over_blocks(turned_scale, 300, 200)
+    torch.testing.assert_close(back.T, x, rtol=2**-4, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [((torch.ones(2, 0),), "not empty"), ((torch.ones(2, 3), "columns"), "shared by rows or blocks, not 'columns'")],
+)
+def test_tiles_that_make_no_sense_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        ops.fp8_tiles(*given)

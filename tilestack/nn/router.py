@@ -11,8 +11,8 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.nn.autocast import full_precision
 from tilestack.ops.numerics import wide
+from tilestack.ops.routing import SCORINGS
 
-SCORINGS = ("softmax", "sigmoid")
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -119,22 +119,10 @@ class Router(torch.nn.Module):
         """(chosen experts [T, K], their weights [T, K], all scores [T, E], logits [T, E]) for tokens [T, H]."""
         with full_precision(x.device.type):
             logits = ops.linear(wide(x), wide(self.weight))
-            scores = ops.softmax(logits) if self.scoring == "softmax" else ops.sigmoid(logits)
-            chosen = self.choose(scores.detach())
-            weights = scores.gather(1, chosen)
-            if self.normalise:
-                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-            return chosen, weights * self.scale, scores, logits
-
-    def choose(self, scores: Tensor) -> Tensor:
-        ranking = scores if self.bias is None else scores + self.bias
-        if self.groups > 1:
-            grouped = ranking.unflatten(1, (self.groups, -1))
-            counted = 1 if self.scoring == "softmax" else min(2, grouped.shape[2])
-            best = grouped.topk(counted).values.sum(-1).topk(self.top_groups).indices
-            closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
-            ranking = grouped.masked_fill(closed[..., None], -torch.inf).flatten(1)
-        return ranking.topk(self.top_k).indices
+            chosen, weights, scores = ops.route(
+                logits, self.bias, self.top_k, self.scoring, self.normalise, self.scale, self.groups, self.top_groups
+            )
+            return chosen, weights, scores, logits
 
     def balance(self, tokens_per_expert: Tensor, scores: Tensor, logits: Tensor) -> Balance:
         tokens = max(scores.shape[0], 1)

@@ -7,6 +7,7 @@ from tilestack.ops.conv import conv2d as conv2d, conv2d_int8 as conv2d_int8
 from tilestack.ops.elementwise import add as add, axpy as axpy
 from tilestack.ops.experts import combine_rows as combine_rows, dispatch_rows as dispatch_rows, expert_places as expert_places
 from tilestack.ops.flex_attention import flex_attention as flex_attention
+from tilestack.ops.fp8_tiles import fp8_tiles as fp8_tiles
 from tilestack.ops.fused_linear import fused_linear as fused_linear, linear_swiglu as linear_swiglu
 from tilestack.ops.gated import geglu as geglu, gelu_mul as gelu_mul, silu_mul as silu_mul, swiglu as swiglu, swiglu_linear as swiglu_linear
 from tilestack.ops.gram import gram as gram, newton_schulz as newton_schulz
@@ -25,6 +26,7 @@ from tilestack.ops.quantised_linear import linear_fp8 as linear_fp8, linear_int8
 from tilestack.ops.quantised_norm import add_rms_norm_fp8 as add_rms_norm_fp8, add_rms_norm_int8 as add_rms_norm_int8, rms_norm_fp8 as rms_norm_fp8, rms_norm_int8 as rms_norm_int8
 from tilestack.ops.random import dropout as dropout
 from tilestack.ops.rope import qk_norm_rope as qk_norm_rope, qkv_rope as qkv_rope, rope as rope, rope_ as rope_
+from tilestack.ops.routing import route as route
 from tilestack.ops.sampling import argmax as argmax, sample as sample, topk as topk
 from tilestack.ops.softmax import log_softmax as log_softmax, logsumexp as logsumexp, softmax as softmax
 from tilestack.ops.sparse import block_sparse_dds as block_sparse_dds, block_sparse_dsd as block_sparse_dsd, block_sparse_sdd as block_sparse_sdd, csr_matmul as csr_matmul

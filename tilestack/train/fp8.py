@@ -1,9 +1,13 @@
-"""Matrix products of hidden layers in 8-bit floating point: activations and weights in e4m3, gradients in e5m2.
+"""Matrix products of hidden layers in 8-bit floating point, e4m3, with a scale for each 128 numbers or 128 by 128.
 
-Each tensor is scaled so that its largest element is the largest its format can hold, anew at every product. Products are
-summed in float32 by `torch._scaled_mm`. All three products of a layer are made so, forward and backward:
+All three products of a layer are made so, forward and backward:
 
     y = x wᵀ        dx = dy w        dw = dyᵀ x
+
+Each adds up over another dimension, along which both its operands must lie, so x, w and dy are needed both ways. One pass
+(`ops.fp8_tiles`) reads each of them once and writes its codes as it lies and turned, with scales that it finds in tiles of
+128 by 128: there is no largest number of the whole tensor to wait for, and a scale that few share lets gradients do with
+e4m3 too. What the backward needs of x and w is kept as codes, half of what bfloat16 takes.
 
 Weights, gradients and the optimizer stay in their own precision; embeddings and the head are left alone.
 """
@@ -13,10 +17,10 @@ import functools
 import torch
 from torch import Tensor, nn
 
+from tilestack import ops
 from tilestack.nn.lora import LoRALinear
 from tilestack.train.execution import layers_of
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # what the tensor cores want rows and columns to be a multiple of
 
 
@@ -36,42 +40,29 @@ def use_fp8(model: nn.Module, device: torch.device) -> None:
 
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-    padding = -len(rows) % MULTIPLE
-    y = Product.apply(nn.functional.pad(rows, (0, 0, 0, padding)), module.weight)[: len(rows)]
+    y = Product.apply(rows, module.weight) if len(rows) else rows.new_empty(0, module.out_features)
     y = y if module.bias is None else y + module.bias.to(y.dtype)
     return y.view(*x.shape[:-1], -1)
 
 
-def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x in 8 bits, and the factor that undoes its scaling."""
-    limit = torch.finfo(dtype).max
-    factor = x.abs().amax().float().clamp(min=1e-12) / limit
-    return (x.float() / factor).clamp(-limit, limit).to(dtype), factor
-
-
-def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
-    """a [M, K] times the transpose of b [N, K], both with their rows contiguous."""
-    return torch._scaled_mm(a[0], b[0].t(), scale_a=a[1], scale_b=b[1], out_dtype=torch.bfloat16)
-
-
-def turned(x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return x[0].t().contiguous(), x[1]
+def product(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> Tensor:
+    """left [M, K] times the transpose of right [N, K], codes and their scales each."""
+    return ops.linear_fp8(left, right, left_scale, right_scale, dtype="bfloat16")
 
 
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
-        x8, weight8 = scaled(x, E4M3), scaled(weight, E4M3)
-        ctx.save_for_backward(*x8, *weight8)
+        x8, x_scale, *x_turned = ops.fp8_tiles(x, "rows", "blocks")
+        weight8, weight_scale, *weight_turned = ops.fp8_tiles(weight, "blocks", "blocks")
+        learns = ctx.needs_input_grad[1]  # what is frozen, beside an adapter, needs no x
+        ctx.save_for_backward(*weight_turned, *(x_turned if learns else ()))
         ctx.dtype = weight.dtype
-        return product(x8, weight8)
+        return product(x8, x_scale, weight8, weight_scale)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        x, x_factor, weight, weight_factor = ctx.saved_tensors
-        grad8 = scaled(grad, E5M2)
-        dx = product(grad8, turned((weight, weight_factor)))
-        if not ctx.needs_input_grad[1]:  # frozen, beside an adapter
-            return dx, None
-        dw = product(turned(grad8), turned((x, x_factor)))
-        return dx, dw.to(ctx.dtype)
+        weight_turned, weight_scale, *x_turned = ctx.saved_tensors
+        grad8, grad_scale, *grad_turned = ops.fp8_tiles(grad, "rows", "rows")
+        dx = product(grad8, grad_scale, weight_turned, weight_scale) if ctx.needs_input_grad[0] else None
+        return dx, product(*grad_turned, *x_turned).to(ctx.dtype) if x_turned else None

@@ -1,0 +1,84 @@
+"""A tile of 128 by 128 read once and written twice, as codes along its rows and, turned, along its columns.
+
+    x                    codes              turned            scales by rows: each line of the tile has its own;
++-------+   largest    +-------+          +---+               turned, each column of it. By blocks: one for the tile,
+|  →→→  |   of lines   |  8 bit|          | 8 |               both ways, and the codes are the same.
+|  ↓↓↓  |   columns    +-------+          | b |
++-------+   or all                        +---+
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilestack import ops
+from tilestack.contract import implements
+from tilestack.contract.launch import launch
+from tilestack.contract.repeat import straight_line
+from tilestack.kernels.quantised.codes import HALVES_AND_SINGLE, codes_of, magnitudes, scale_of, writes_fp8
+from tilestack.kernels.tiles import cdiv, wide
+from tilestack.ops.quantised import LARGEST_CODE
+from tilestack.ops.quantised_linear import BLOCK, E4M3
+
+
+@triton.jit
+def code_tiles_kernel(
+    x_ptr, codes_ptr, scale_ptr, turned_ptr, turned_scale_ptr,  # [rows, columns] twice, scales, [columns, rows], scales
+    rows, columns, stride_row, stride_column,
+    BY_ROWS: tl.constexpr, TURNED_BY_ROWS: tl.constexpr, LARGEST_CODE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(columns, BLOCK)
+    down = tl.cdiv(rows, BLOCK)
+    tile_row = tl.program_id(0) // across
+    tile_column = tl.program_id(0) % across
+    # Offsets within a tile take half the registers of those from the start.
+    first_row = tile_row.to(tl.int64) * BLOCK
+    first_column = tile_column.to(tl.int64) * BLOCK
+    x_ptr += first_row * stride_row + first_column * stride_column
+    codes_ptr += first_row * columns + first_column
+    turned_ptr += first_column * rows + first_row
+    line = tl.arange(0, BLOCK)
+    row = first_row + line
+    column = first_column + line
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    x = wide(tl.load(x_ptr + line[:, None] * stride_row + line[None, :] * stride_column, mask=inside, other=0))
+    size = magnitudes(x)
+    of_rows = tl.max(size, 1)
+    whole = scale_of(tl.max(of_rows, 0), LARGEST_CODE)
+    if BY_ROWS:
+        scale = scale_of(of_rows, LARGEST_CODE)
+        tl.store(scale_ptr + row * across + tile_column, scale, mask=row < rows)
+        codes = codes_of(x, scale[:, None], codes_ptr.dtype.element_ty)
+    else:
+        tl.store(scale_ptr + tile_row * across + tile_column, whole)
+        codes = codes_of(x, whole, codes_ptr.dtype.element_ty)
+    tl.store(codes_ptr + line[:, None] * columns + line[None, :], codes, mask=inside)
+    if TURNED_BY_ROWS:
+        scale = scale_of(tl.max(size, 0), LARGEST_CODE)
+        tl.store(turned_scale_ptr + column * down + tile_row, scale, mask=column < columns)
+        codes = codes_of(x, scale[None, :], codes_ptr.dtype.element_ty)
+    else:
+        tl.store(turned_scale_ptr + tile_column * down + tile_row, whole)
+        if BY_ROWS:
+            codes = codes_of(x, whole, codes_ptr.dtype.element_ty)
+    tl.store(turned_ptr + line[:, None] * rows + line[None, :], codes.T, mask=inside.T)
+
+
+def code_tiles(x: Tensor, by: str, turned_by: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (rows, columns), down, across = x.shape, cdiv(x.shape[0], BLOCK), cdiv(x.shape[1], BLOCK)
+    empty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=x.device)
+    codes, turned = empty((rows, columns), dtype), empty((columns, rows), dtype)
+    scale = empty((rows if by == "rows" else down, across), torch.float32)
+    turned_scale = empty((columns if turned_by == "rows" else across, down), torch.float32)
+    launch(
+        code_tiles_kernel, (down * across,), x, codes, scale, turned, turned_scale, rows, columns, *x.stride(),
+        BY_ROWS=by == "rows", TURNED_BY_ROWS=turned_by == "rows", LARGEST_CODE=LARGEST_CODE[dtype], BLOCK=BLOCK,
+        num_warps=8,
+    )  # fmt: skip
+    return codes, scale, turned, turned_scale
+
+
+@implements(ops.fp8_tiles, backend="triton", repeat=straight_line, dtypes=HALVES_AND_SINGLE, when=writes_fp8)
+def fp8_tiles(x: Tensor, by: str, turned_by: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return code_tiles(x, by, turned_by, E4M3)
