@@ -1,5 +1,6 @@
 """Modules on our operators, under PyTorch's names. `tilestack.patch` puts them into a model that is already there."""
 
+from tilestack.nn.attention import MultiheadAttention, attend, register_attention
 from tilestack.nn.mlp import MLP
 from tilestack.nn.modules import GELU, Conv2d, GroupNorm, LayerNorm, Linear, ReLU, RMSNorm, Sigmoid, SiLU, Softmax, Tanh
 from tilestack.nn.moe import MoE
@@ -15,6 +16,7 @@ __all__ = [
     "Linear",
     "LoadWindow",
     "MoE",
+    "MultiheadAttention",
     "RMSNorm",
     "ReLU",
     "Router",
@@ -22,4 +24,6 @@ __all__ = [
     "Sigmoid",
     "Softmax",
     "Tanh",
+    "attend",
+    "register_attention",
 ]

@@ -19,6 +19,7 @@ from tilestack.ops.attention import (
     attention_key,
     attention_mask,
     attention_takes,
+    dense,
     scale_or_usual,
 )
 from tilestack.ops.block_mask import mask_of_blocks, misfit, tiles_exist
@@ -159,8 +160,7 @@ def flex_attention_gradient(
     dq = (dscores @ by_head(k, heads) * scale).transpose(1, 2)
     dk = by_key(dscores.mT @ (by_head(q, heads) * scale))
     dv = by_key((weights * factor).mT @ arriving)
-    gradients = dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
-    return *gradients, None, dsinks, None, dbias, None, None, None
+    return dense(dq, q), dense(dk, k), dense(dv, v), None, dsinks, None, dbias, None, None, None
 
 
 FLEX_RULES: dict[str, dict[str, Any]] = dict(
@@ -214,18 +214,18 @@ def flex_attention_case(make, batch, queries, keys, heads, kv_heads, dim, value_
         ],
         gpu=[
             (2, 150, 150, 4, 2, 64, 64, "sinks"),
-            (1, 130, 130, 3, 1, 64, 64, "slopes"),
-            (2, 90, 150, 2, 1, 128, 128, "bias"),
+            (1, 130, 130, 3, 1, 32, 32, "slopes"),
+            (2, 90, 150, 2, 1, 64, 64, "bias"),
             (2, 100, 100, 4, 1, 64, 64, "bias_of_heads"),
             (2, 130, 200, 2, 2, 80, 80, "bias_of_keys"),
             (1, 300, 270, 2, 1, 128, 128, "blocks", 128),
             (1, 150, 150, 2, 1, 64, 64, "dropout"),
             (2, 120, 120, 2, 1, 32, 32, "documents_sinks_slopes"),
-            (1, 200, 140, 4, 2, 96, 64, "sinks_slopes_bias_blocks_dropout", 32),
+            (1, 200, 140, 4, 2, 32, 32, "sinks_slopes_bias_blocks_dropout", 32),
         ],
         bench=[
             (2, 4096, 4096, 64, 8, 64, 64, "sinks"),  # GPT-OSS
-            (2, 4096, 4096, 32, 8, 128, 128, "bias_of_heads"),
+            (2, 4096, 4096, 16, 4, 64, 64, "bias_of_heads"),
             (2, 4096, 4096, 32, 8, 128, 128, "blocks", 128),
         ],
     ),
@@ -265,4 +265,4 @@ def flex_attention(
     """
     weights, lse, _ = flex_weights(q, k, cu_seqlens, sinks, slopes, bias, blocks, tiles, causal, window, scale, softcap)
     kept_weights = weights * flex_dropout(weights, seed, dropout)
-    return (kept_weights @ by_head(v, q.shape[2])).transpose(1, 2).to(q.dtype).contiguous(), lse
+    return dense((kept_weights @ by_head(v, q.shape[2])).transpose(1, 2), q), lse

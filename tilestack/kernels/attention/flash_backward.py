@@ -277,7 +277,10 @@ def flash_gradients(
     wide, narrow = max(widths) > 128, max(widths) <= 64
     if half:
         rows, its_keys = (32, 32) if wide else (64, 64)
-        its_queries, keys_held = (rows if narrow else 32), its_keys
+        its_queries, keys_held = (
+            (rows if narrow and terms.seed is None else 32),
+            its_keys,
+        )  # words of dropout are wide too
     else:
         rows, its_keys = its_queries, keys_held = (32, 32) if narrow else (16, 16)
     named = dict(
@@ -296,6 +299,6 @@ def flash_gradients(
     launch(
         flash_bwd_keys_kernel, (cdiv(keys, keys_held), batch * kv_heads), *given, *seen_blocks(terms.blocks, transposed=True),
         grad, stats, delta, dk, dv, *sizes, ROWS=its_queries, KEYS=keys_held,
-        num_warps=8 if half or narrow else 4, **named,
+        num_warps=8 if half or narrow or terms.seed is not None else 4, **named,
     )  # fmt: skip
     return dq, dk, dv, delta

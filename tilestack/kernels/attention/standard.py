@@ -186,9 +186,10 @@ def blocked_fwd_kernel(
     store_tile(out_ptr, query, heads * VALUE_DIM, values / total[:, None], inside, VALUE_DIM, VALUE_WIDTH)
 
 
-def keys_and_warps(q: Tensor) -> dict[str, int]:
-    """What multiplies without tensor cores has its operands in registers: fewer keys at a time, and more warps."""
-    return dict(KEYS=32, num_warps=4) if q.element_size() == 2 else dict(KEYS=16, num_warps=8)
+def keys_and_warps(q: Tensor, v: Tensor) -> dict[str, int]:
+    """What multiplies without tensor cores has its operands in registers: fewer keys at a time, and for wide heads more warps."""
+    half = q.element_size() == 2
+    return dict(KEYS=32 if half else 16, num_warps=4 if half or max(q.shape[3], v.shape[3]) <= 128 else 8)
 
 
 def takes_rows(q: Tensor, k: Tensor, v: Tensor) -> bool | str:
@@ -213,7 +214,7 @@ def standard_attention(
     bounds = document_bounds(cu_seqlens, batch, queries)
     scores = torch.empty((batch, heads, queries, keys), dtype=widened(q.dtype), device=q.device)
     out = torch.empty((batch, queries, heads, value_dim), dtype=q.dtype, device=q.device)
-    tile = dict(GROUP=heads // kv_heads, ACC=accumulator(q.dtype), ROWS=ROWS, **keys_and_warps(q))
+    tile = dict(GROUP=heads // kv_heads, ACC=accumulator(q.dtype), ROWS=ROWS, **keys_and_warps(q, v))
     grid = cdiv(queries, ROWS), cdiv(keys, tile["KEYS"]), batch * heads
     launch(
         scores_kernel, grid, q, k, bounds, scores, queries, keys, heads, *q.stride(), *k.stride(),
@@ -246,6 +247,6 @@ def blocked_attention(
         blocked_fwd_kernel, (cdiv(queries, ROWS), batch * heads), q, k, v, document_bounds(cu_seqlens, batch, queries), out,
         queries, keys, heads, *q.stride(), *k.stride(), *v.stride(),
         **rules.constants(q.dtype), GROUP=heads // kv_heads, ACC=accumulator(q.dtype), ROWS=ROWS,
-        DIM=dim, WIDTH=width_of(dim), VALUE_DIM=value_dim, VALUE_WIDTH=width_of(value_dim), **keys_and_warps(q),
+        DIM=dim, WIDTH=width_of(dim), VALUE_DIM=value_dim, VALUE_WIDTH=width_of(value_dim), **keys_and_warps(q, v),
     )  # fmt: skip
     return out

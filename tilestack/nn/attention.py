@@ -1,0 +1,168 @@
+"""Attention as models ask for it: with a mask or without, in PyTorch's module, and as transformers' `attn_implementation`.
+
+attend                what the others call: `ops.attention`, or `ops.flex_attention` where scores or weights are changed
+MultiheadAttention    PyTorch's module on it
+register_attention    transformers.AutoModelForCausalLM.from_pretrained(..., attn_implementation="tilestack") after it
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilestack import ops
+from tilestack.extras import MissingExtra, install_command
+from tilestack.nn.autocast import lowered
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """What queries [batch, queries, heads, dim] see of keys and values [batch, keys, kv_heads, dim].
+
+    `mask` is True where a key is seen, or is added to the scores: [batch, heads, queries, keys], all but the last may be 1.
+    Weights are dropped by a seed from PyTorch's generator.
+    """
+    if mask is None and sinks is None and not dropout:
+        return ops.attention(q, k, v, causal=causal, scale=scale, softcap=softcap)
+    bias = None if mask is None else added_to_scores(mask, q.dtype)
+    seed = torch.randint(2**62, (), device=q.device) if dropout else None
+    out, _ = ops.flex_attention(
+        q, k, v, sinks=sinks, bias=bias, seed=seed, causal=causal, scale=scale, softcap=softcap, dropout=dropout
+    )
+    return out
+
+
+def added_to_scores(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as numbers to add: zero where it is True and -inf elsewhere, or itself where it is numbers."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """PyTorch's, for `need_weights=False`; the weights, and keys that are added to those given, are its own doing.
+
+    Its masks are True where a key is hidden.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if need_weights or self.bias_k is not None or self.add_zero_attn:
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal says what attn_mask is: PyTorch's module wants both")
+        batched = query.ndim == 3
+        queries, keys, values = (x if batched else x[None] for x in (query, key, value))
+        if batched and not self.batch_first:
+            queries, keys, values = (x.transpose(0, 1) for x in (queries, keys, values))
+        weights, biases = self.projections()
+        q, k, v = (
+            ops.linear(*lowered(x, weight, bias)).unflatten(-1, (self.num_heads, self.head_dim))
+            for x, weight, bias in zip((queries, keys, values), weights, biases, strict=True)
+        )
+        mask = (
+            None if is_causal and key_padding_mask is None else self.merged_mask(attn_mask, key_padding_mask, q.dtype)
+        )
+        dropout = self.dropout if self.training else 0.0
+        out = attend(q, k, v, mask, causal=mask is None and is_causal, dropout=dropout).flatten(2)
+        out = ops.linear(*lowered(out, self.out_proj.weight, self.out_proj.bias))
+        if not batched:
+            return out[0], None
+        return (out if self.batch_first else out.transpose(0, 1)), None
+
+    def projections(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The weights and biases of queries, keys and values."""
+        if self._qkv_same_embed_dim:
+            assert self.in_proj_weight is not None
+            weights = list(self.in_proj_weight.chunk(3))
+        else:
+            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        return weights, [None] * 3 if self.in_proj_bias is None else list(self.in_proj_bias.chunk(3))
+
+    def merged_mask(self, attn_mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """Both masks as numbers to add, [batch or 1, heads or 1, queries or 1, keys]."""
+        added: Tensor | None = None
+        if attn_mask is not None:  # [queries, keys] or [batch · heads, queries, keys]
+            attn_mask = attn_mask[None, None] if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, self.num_heads))
+            added = hidden_as_numbers(attn_mask, dtype)
+        if padding is not None:  # [batch, keys], or [keys] unbatched
+            rows = hidden_as_numbers(padding.view(-1, 1, 1, padding.shape[-1]), dtype)
+            added = rows if added is None else added + rows
+        return added
+
+
+def hidden_as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return added_to_scores(~mask if mask.dtype == torch.bool else mask, dtype)
+
+
+def transformers_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cache: Any = None,
+    output_attentions: bool = False,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: heads before tokens in, tokens before heads out, and no weights.
+
+    Windows come in the mask, which is left out only where causal says everything; `s_aux` are sinks.
+    """
+    if cache is not None or output_attentions:
+        what = "paged caches" if cache is not None else "attention weights"
+        raise ValueError(f'attn_implementation="tilestack" has no {what}; "eager" has')
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    mask = attention_mask
+    if position_bias is not None:
+        mask = position_bias if mask is None else position_bias + added_to_scores(mask, position_bias.dtype)
+    out = attend(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        mask,
+        causal=causal and attention_mask is None,
+        scale=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        dropout=dropout,
+    )
+    return out, None
+
+
+def register_attention(name: str = "tilestack") -> None:
+    """Let models of transformers take our attention by name: `attn_implementation="tilestack"`."""
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        raise MissingExtra(f"this needs transformers: {install_command('hf')}") from error
+    AttentionInterface.register(name, transformers_attention)
+    AttentionMaskInterface.register(name, sdpa_mask)
