@@ -7,9 +7,11 @@ import torch
 from engines import decoder as decoder_of
 
 from tilestack import models
-from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams
+from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams, persistent
+from tilestack.engine.decoding import persistent_step
 from tilestack.engine.persistent import PLAIN, shape_of, weights_of, why_not
 from tilestack.kernels.cuda import decode_step
+from tilestack.kernels.cuda.build import BuildError
 from tilestack.kernels.cuda.decode_step import DecoderShape, divides, layouts_of, shape_refused
 from tilestack.models import ModelConfig, PagedCache
 
@@ -112,6 +114,16 @@ def test_every_setting_that_the_kernel_ignores_is_a_setting():
     of_experts_and_latents = {name for name in fields if name.startswith(("expert", "group", "top_", "shared", "dense", "normalise"))}  # fmt: skip
     of_experts_and_latents |= {"kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim"}
     assert set(fields) == set(PLAIN) | known | of_experts_and_latents
+
+
+def test_a_kernel_that_does_not_compile_is_a_reason_too(monkeypatch, caplog):
+    def fails(runner):
+        raise BuildError("decode_step.cu did not compile:\nerror: identifier is undefined")
+
+    monkeypatch.setattr(persistent, "PersistentStep", fails)
+    with caplog.at_level(logging.WARNING, "tilestack.engine"):
+        assert persistent_step(None) is None
+    assert "identifier is undefined" in caplog.text
 
 
 @pytest.mark.parametrize("settings", [dict(graphs=True), dict()])

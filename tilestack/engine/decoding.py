@@ -33,10 +33,11 @@ def sizes_up_to(most: int) -> list[int]:
 def persistent_step(runner: "Runner") -> "PersistentStep | None":
     """The step as a single kernel; where there is none, the reason is logged and decoding goes on as usual."""
     from tilestack.engine.persistent import PersistentStep  # brings all kernels along
+    from tilestack.kernels.cuda.build import BuildError
 
     try:
         return PersistentStep(runner)
-    except ValueError as reason:
+    except (ValueError, BuildError) as reason:
         log.warning("decoding is not persistent: %s", reason)
         return None
 

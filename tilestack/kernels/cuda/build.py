@@ -42,7 +42,7 @@ def cuda_needs(device: torch.device) -> bool | str:
 @functools.cache
 def missing_tool() -> str:
     """What a compilation lacks here, and where to get it; empty when nothing."""
-    if not shutil.which(compiler := os.environ.get("CXX", "g++")):
+    if not shutil.which(compiler := os.environ.get("CXX", "g++").split()[0]):
         return f"CUDA C++ kernels are compiled on first use and there is no {compiler}; install a C++ compiler"
     if not shutil.which("ninja"):
         return "CUDA C++ kernels are compiled on first use and there is no ninja; pip install ninja"

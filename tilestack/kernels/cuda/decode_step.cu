@@ -48,6 +48,7 @@ using Output = Product<HIDDEN / CLUSTER, SEEN>;
 using GateUp = Product<2 * MY_UNITS, HIDDEN>;
 using Down = Product<HIDDEN / CLUSTER, UNITS>;
 using Head = Product<WARPS, HIDDEN>;  // as often as there are rows
+static_assert(Qkv::LANES >= CLUSTER, "a thread of a row for each block of the cluster");
 constexpr bool ONE_HEAD = HEAD_DIM % Qkv::ROWS == 0;  // of queries, keys or values, whose rows a block has
 constexpr int OUTPUT_AT = Qkv::CHUNKS, GATE_UP_AT = OUTPUT_AT + Output::CHUNKS, DOWN_AT = GATE_UP_AT + GateUp::CHUNKS;
 constexpr int LAYER_CHUNKS = DOWN_AT + Down::CHUNKS;
@@ -177,16 +178,15 @@ struct Stream {
 
   __device__ __forceinline__ void bring(int n, int layer) {
     layer += n / LAYER_CHUNKS;
-    if (layer < LAYERS) copy(in_layer(n % LAYER_CHUNKS, layer));
-    else bring_head(n % LAYER_CHUNKS + (layer - LAYERS) * LAYER_CHUNKS);
+    if (layer >= LAYERS) return bring_head(n % LAYER_CHUNKS + (layer - LAYERS) * LAYER_CHUNKS);
+    copy_16(ring + slot * THREADS, in_layer(n % LAYER_CHUNKS, layer));
+    close_group();
   }
   __device__ __forceinline__ void bring_head(int n) {
-    const int64_t row = head_row(n / Head::PIECES);
-    if (n < HEAD_CHUNKS && row < VOCABULARY) copy(step.head + row * HIDDEN + column_of<Head>(n));
-    else close_group();
-  }
-  __device__ __forceinline__ void copy(const bf16* from) {
-    copy_16(ring + slot * THREADS, from);
+    if (n < HEAD_CHUNKS) {  // rows that are not there are those of the last, and not stored
+      const int64_t row = min(head_row(n / Head::PIECES), static_cast<int64_t>(VOCABULARY - 1));
+      copy_16(ring + slot * THREADS, step.head + row * HIDDEN + column_of<Head>(n));
+    }
     close_group();
   }
 
@@ -506,8 +506,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
     const Layer& weights = shared.layers[layer];
     float scale = residual.norm(shared, step.eps);
     multiply<Qkv, 0>(stream, layer, shared.x, [&](int row, float sum) {
-      for (int to = t % Qkv::LANES; to < CLUSTER; to += Qkv::LANES)
-        tell(to, &shared.qkv[rank * Qkv::ROWS + row], sum * scale);
+      if (const int to = t % Qkv::LANES; to < CLUSTER) tell(to, &shared.qkv[rank * Qkv::ROWS + row], sum * scale);
     });
     cluster.sync();
 
