@@ -19,6 +19,8 @@ CPU = torch.device("cpu")
 SMALL = 4096  # elements of a call that takes the interpreter little time
 GPU_ONLY = "asked only where there is a GPU; tests/gpu and `tilestack verify` there take both ways"
 TOO_LARGE = "the other way takes tensors larger than memory here"
+EXPANDED = "the other way takes expanded rows, one of the layouts"
+DECODE_STEP = "no operator; tests/engine/test_persistent.py and tests/kernels/test_cuda_on_cpu.py take both ways"
 UNDECIDED = {
     "attention.aten has_flash: q.numel() > 0": GPU_ONLY,
     "attention.aten has_flash: q.shape[3] == v.shape[3] <= 256": GPU_ONLY,
@@ -29,7 +31,21 @@ UNDECIDED = {
     "quantised.codes reads_fp8: target.arch >= 89": GPU_ONLY,
     "matmul.split_k split_product: config.splits > 1": "a configuration's, and each is proved",
     "matmul.tma can_move: shared_memory(x.device) < PIPELINE_BYTES": GPU_ONLY,
-    "matmul.tma lies_in_rows: step >= matrix.shape[1]": "the other way takes expanded rows, one of the layouts",
+    "attention.paged paged_tile: width <= 128": "asked of half precisions, whose proofs take both ways",
+    "cuda.decode_step divides: lanes > 0": DECODE_STEP,
+    "cuda.decode_step divides: rows > 0": DECODE_STEP,
+    "cuda.decode_step is_even: queries + keys <= WARPS": DECODE_STEP,
+    "cuda.decode_step shape_refused: shape.hidden > 2048": DECODE_STEP,
+    "cuda.matmul has_tensor_cores: torch.cuda.get_device_capability(x.device) >= (8, 0)": GPU_ONLY,
+    "hopper.scaled can_move_codes: x.numel() > 0": GPU_ONLY,
+    "matmul.tma lies_in_rows: min(steps) > 0": EXPANDED,
+    "matmul.tma lies_in_rows: steps[-1] >= matrix.shape[-1]": EXPANDED,
+    "quantised.aten multiplies_fp8: torch.cuda.get_device_capability(x.device) < (9, 0)": GPU_ONLY,
+    "quantised.aten multiplies_fp8: x_scale.ndim > 1": GPU_ONLY,
+    "quantised.aten multiplies_integers: weight.numel() > 0": GPU_ONLY,
+    "quantised.aten multiplies_integers: x.shape[:-1].numel() < LEAST_ROWS": GPU_ONLY,
+    "quantised.weight_only linear_weight_only: config.splits > 1": "a configuration's, and each is proved",
+    "routing takes: experts > MOST_EXPERTS": "beyond it the call is refused, and the definition takes it",
     "softmax.rows distribution_backward: shared_memory(out.device) > 4 * BACKWARD_CHUNK_BYTES": GPU_ONLY,
     "memory.embedding sorted_and_zeros: vocabulary < 2**30": TOO_LARGE,
     "memory.permute index_up_to: farthest < 2**31": TOO_LARGE,
