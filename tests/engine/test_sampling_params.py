@@ -1,12 +1,14 @@
 """What a request asks for is what happens to its tokens: against plain decoding with the same rules written out."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from engines import alone, check_empty, decoder, make_engine, serve
 
 from tilestack.engine import Request, RequestError, SamplingParams
+from tilestack.engine.sampling import SamplingRows
 
 PROMPT = [3, 5, 7, 11, 13, 5, 5]
 
@@ -68,6 +70,18 @@ def test_penalties_of_one_leave_the_others_alone():
     assert found["x"] == [by_hand(penalties(frequency=2), 9)]
     assert [found[each.id] for each in plain] == [[alone(each.prompt, 9)] for each in plain]
     assert found["late"] == [alone([2, 5], 9)]
+
+
+def test_a_penalty_lowers_what_was_seen_whatever_its_sign_and_nothing_of_who_had_the_row_before():
+    rows = SamplingRows(1, 6, torch.device("cpu"))
+    logits = torch.tensor([[1.0, -1.0, 2.0, -2.0, 0.5, -0.5]])
+    for seen in ([0, 1], [2, 3]):
+        params = SamplingParams(repetition_penalty=2.0)
+        rows.enter(SimpleNamespace(params=params, row=0, ids=seen, prompt=len(seen)))
+        expected = logits.clone()
+        for token in seen:
+            expected[0, token] = min(logits[0, token] * 2, logits[0, token] / 2)
+        assert torch.equal(rows.penalised(logits, torch.tensor([0])), expected)
 
 
 def test_biases_and_bans():
