@@ -54,10 +54,6 @@ SPILLS_OWED: dict[str, tuple[dict[int, int], str]] = {
         "float32 in rows that are not whole vectors: an address for each element of both tiles, and an epilogue behind them",
     ),
     "grouped_linear_fwd_kernel": ({90: 1864}, "matrices of odd width give each element an address of its own"),
-    "code_tiles_kernel": (
-        {90: 8},
-        "float32 in matrices of odd sides: an address for each element of the tile, both ways",
-    ),
     "softmax_bwd_kernel": ({90: 32}, "rows of odd length give each element an address of its own"),
     "flash_bwd_queries_kernel": (
         {90: 400},
