@@ -55,6 +55,11 @@ SPILLS_OWED: dict[str, tuple[dict[int, int], str]] = {
     ),
     "grouped_linear_fwd_kernel": ({90: 1864}, "matrices of odd width give each element an address of its own"),
     "softmax_bwd_kernel": ({90: 32}, "rows of odd length give each element an address of its own"),
+    "flash_bwd_keys_kernel": (
+        {90: 44},
+        "float32 with a bias and dropout: random words beside sums without tensor cores",
+    ),
+    "flash_bwd_bias_kernel": ({90: 24}, "the same"),
     "flash_bwd_queries_kernel": (
         {90: 400},
         "float32 heads beyond 128 have queries and arriving gradients in registers",

@@ -149,6 +149,6 @@ def flash_forward(
         queries, keys, heads, *q.stride(), *k.stride(), *v.stride(), *terms.numbers,
         **rules.constants(q.dtype), **terms.constants, GROUP=heads // kv_heads, ACC=accumulator(q.dtype), ROWS=rows, KEYS=at_a_time,
         DIM=dim, WIDTH=width_of(dim), VALUE_DIM=value_dim, VALUE_WIDTH=width_of(value_dim),
-        num_warps=4 if half else 8, num_stages=1 if terms.blocks is not None else 2,
+        num_warps=4 if half or terms.blocks is not None else 8, num_stages=1 if half and terms.load_more else 2,
     )  # fmt: skip
     return out, stats

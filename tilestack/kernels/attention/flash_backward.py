@@ -273,16 +273,14 @@ def flash_gradients(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty(stats.shape[:3], dtype=stats.dtype, device=stats.device)
     half, widths = q.element_size() == 2, (width_of(dim), width_of(value_dim))
-    # Whoever owns keys holds two sums in registers, and takes less at a time where these are wide.
+    # Whoever owns keys holds two sums in registers, and takes less at a time where these, or words of dropout, are wide.
     wide, narrow = max(widths) > 128, max(widths) <= 64
     if half:
         rows, its_keys = (32, 32) if wide else (64, 64)
-        its_queries, keys_held = (
-            (rows if narrow and terms.seed is None else 32),
-            its_keys,
-        )  # words of dropout are wide too
+        its_queries = rows if narrow and terms.seed is None else 32
+        keys_held = its_keys if narrow or terms.blocks is None else 32
     else:
-        rows, its_keys = its_queries, keys_held = (32, 32) if narrow else (16, 16)
+        rows, its_keys = its_queries, keys_held = 16, 16
     named = dict(
         **rules.constants(q.dtype), **terms.constants, SCALE=rules.scale, GROUP=heads // kv_heads, ACC=accumulator(q.dtype),
         DIM=dim, WIDTH=widths[0], VALUE_DIM=value_dim, VALUE_WIDTH=widths[1], num_stages=1,
@@ -299,6 +297,6 @@ def flash_gradients(
     launch(
         flash_bwd_keys_kernel, (cdiv(keys, keys_held), batch * kv_heads), *given, *seen_blocks(terms.blocks, transposed=True),
         grad, stats, delta, dk, dv, *sizes, ROWS=its_queries, KEYS=keys_held,
-        num_warps=8 if half or narrow or terms.seed is not None else 4, **named,
+        num_warps=8 if half or terms.seed is not None or terms.bias is not None else 4, **named,
     )  # fmt: skip
     return dq, dk, dv, delta

@@ -112,7 +112,7 @@ def bias_gradient(
         batch, bias.shape[0], bias.shape[1],
         **rules.constants(q.dtype), **terms.constants, GROUP=heads // kv_heads, ONE_ROW=one_row, ACC=accumulator(q.dtype),
         ROWS=rows, KEYS=its_keys, DIM=dim, WIDTH=width_of(dim), VALUE_DIM=value_dim, VALUE_WIDTH=width_of(value_dim),
-        num_warps=8, num_stages=1,
+        num_warps=8 if q.element_size() == 2 else 4, num_stages=1,
     )  # fmt: skip
     return dbias
 

@@ -211,6 +211,11 @@ class Terms(NamedTuple):
         return slopes, *bias, *blocks[:2], dropped_below(self.dropout) if self.seed is not None else 0
 
     @property
+    def load_more(self) -> bool:
+        """Whether a tile loads more than keys and values, which keeps WGMMA from waiting for these alone."""
+        return self.bias is not None or self.blocks is not None
+
+    @property
     def constants(self) -> dict:
         _, block_q, block_k = (None, None, None) if self.tiles is None else self.tiles.shape
         return dict(BLOCK_Q=block_q, BLOCK_K=block_k)
