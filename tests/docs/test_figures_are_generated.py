@@ -32,7 +32,10 @@ def test_no_speed_is_typed_by_hand(path):
         ("took 627 µs, 1.4 times as long, 12% faster", ["627 µs", "1.4 times as long", "12% faster"]),
         ("快 2 倍快", ["2 倍快"]),
         ("3.5 TB/s\n<!-- table: headline h200 -->\n| 9 µs |\n<!-- /table -->\n4 GB/s", ["3.5 TB/s", "4 GB/s"]),
-        ("<!-- cited: https://example.org -->\n| 9 µs |\n<!-- /cited -->\n<!-- cited -->4 GB/s<!-- /cited -->", ["4 GB/s"]),
+        (
+            "<!-- cited: https://example.org -->\n| 9 µs |\n<!-- /cited -->\n<!-- cited -->4 GB/s<!-- /cited -->",
+            ["4 GB/s"],
+        ),
         ("134 / B microseconds at B terabytes per second; heads of 128; `2 µs`", []),
         ("```python\nfloor(4e9)  # 4 GB at 4 TB/s\n```", []),
     ],
