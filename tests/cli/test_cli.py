@@ -49,7 +49,7 @@ def tilestack(capsys, monkeypatch, outside):
 
 def test_a_process_of_its_own_ends_with_the_exit_code_and_one_line():
     done = subprocess.run(
-        [sys.executable, "-m", "tilestack", "verify", "softmax", "--device", "cpu"],
+        [sys.executable, "-m", "tilestack", "verify", "gelu", "--device", "cpu"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TILESTACK_BACKEND": "cuda"},
         capture_output=True,
         text=True,
@@ -57,7 +57,7 @@ def test_a_process_of_its_own_ends_with_the_exit_code_and_one_line():
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("error: softmax has no cuda backend (CUDA C++ kernels need a CUDA tensor")
+    assert done.stderr.startswith("error: gelu has no cuda backend (CUDA C++ kernels need a CUDA tensor")
 
 
 def test_ops_lists_the_operators_with_their_backends(tilestack):

@@ -88,10 +88,11 @@ def small_case(name):
 def test_every_other_operator_is_registered_as_it_behaves(name):
     operator = getattr(torch.ops.tilestack, name).default
     values = tuple(arguments_of(name, small_case(name), with_gradient=False).values())
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if any(isinstance(value, torch.Tensor) and value.dtype == torch.float8_e4m3fn for value in values):
+        checks.remove("test_schema")  # which multiplies what it is given, and PyTorch multiplies no fp8 on a CPU
     with backend("torch"):
-        torch.library.opcheck(
-            operator, values, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
-        )
+        torch.library.opcheck(operator, values, test_utils=checks)
 
 
 @pytest.mark.parametrize("name", DERIVED)

@@ -49,11 +49,13 @@ WGMMA_ROWS = 64  # the fewest rows that Hopper's warpgroup instruction takes, fr
 
 # Kernels that spill and are not yet cured: the most bytes, stores and loads together, by compute capability, and why.
 SPILLS_OWED: dict[str, tuple[dict[int, int], str]] = {
+    "matmul_naive_kernel": ({90: 16}, "float32: two sums beside each other, so that a long one loses no digits"),
     "matmul_pipelined_kernel": (
         {90: 16},
         "float32 in rows that are not whole vectors: an address for each element of both tiles, and an epilogue behind them",
     ),
     "grouped_linear_fwd_kernel": ({90: 1864}, "matrices of odd width give each element an address of its own"),
+    "paged_attention_kernel": ({90: 16}, "four heads to a group at 128 keys a step, which is faster all the same"),
     "softmax_bwd_kernel": ({90: 32}, "rows of odd length give each element an address of its own"),
     "flash_bwd_keys_kernel": (
         {90: 44},

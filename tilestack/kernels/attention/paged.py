@@ -267,7 +267,7 @@ def paged_tile(q: Tensor, keys: Tensor, most_queries: int, sequences: int, longe
     at_a_time = 16 if not half else 32 if width > 128 or crowded else 64
     warps = 8 if width > 256 or not (half or keys.dtype == q.dtype) else 4
     stages = 2 if width > 256 or not half else 3
-    if rows == 16 and half and width <= 128:
+    if rows == 16 and half and width <= 128 and keys.dtype == q.dtype:
         at_a_time, warps, stages = DECODE
     each = cdiv(most_rows, rows)
     alike, sought = sequences * each + cdiv(tokens * group, rows), tokens * group // rows + sequences + 1
