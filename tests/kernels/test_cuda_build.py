@@ -30,10 +30,12 @@ def source(tmp_path, monkeypatch):
 
 
 def process(source, **environment):
+    """One that Ctrl-C ends, also where the tests themselves run in the background and ignore it."""
     here = os.environ | {"PYTHONPATH": ":".join(sys.path)} | environment
     return subprocess.Popen(
-        [sys.executable, "-c", LOAD, str(source)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=here
-    )
+        [sys.executable, "-c", LOAD, str(source)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=here,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
 
 
 def test_what_was_built_is_used_until_something_changes(source, monkeypatch):
