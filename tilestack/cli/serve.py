@@ -212,8 +212,9 @@ def serve_command(
     )
 
     if warm_up:
-        with progress_bar() as progress:
-            progress.disable = not progress.console.is_terminal  # elsewhere standard error is for the log
+        progress = progress_bar()
+        progress.disable = not progress.console.is_terminal  # elsewhere standard error is for the log
+        with progress:
             task = progress.add_task("capturing graphs", total=None)
             told = lambda done, all: progress.update(task, completed=done, total=all)
             engine.engine.runner.warm_up(told)

@@ -28,7 +28,7 @@ class EngineSettings:
     swap_memory: int = 0  # bytes of host memory for those of sequences that had to give way; 0: they are computed again
     prefix_caching: bool = True
     overlap: bool = True  # launch a step before the one before it is read
-    graphs: bool | None = None  # decode in CUDA graphs; None: on a GPU
+    graphs: bool | None = None  # steps as CUDA graphs; None: on a GPU
     decode: str | None = None  # "persistent": a batch of one as a single kernel, where the model and the GPU allow it
     speculate: str | None = None  # "lookup", or a smaller model with the same tokenizer
     draft_tokens: int = 4
