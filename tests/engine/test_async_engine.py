@@ -8,6 +8,7 @@ import torch
 from engines import alone, check_empty, decoder, make_engine
 
 from tilestack.engine import AsyncEngine, EngineClosed, QueueFull, RequestError, SamplingParams
+from tilestack.engine.sequence import Request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -87,6 +88,35 @@ async def test_a_full_queue_and_bad_requests_are_refused_at_once():
         await quiet(engine)
 
 
+async def test_what_was_accepted_is_served_even_if_others_took_its_place():
+    """The thread moves sequences from one list to another while others ask how many wait; nobody is let in and then refused."""
+    engine = serving(max_sequences=1, queue=1)
+    streams = [engine.submit([1, 2], GREEDY) for _ in range(2)]
+    engine.engine.add(Request("before", [3, 4], GREEDY))
+    engine.engine.step()
+    engine.engine.add(Request("between", [3, 4], GREEDY))
+    with pytest.raises(QueueFull, match="at most 1"):
+        engine.submit([1, 2], GREEDY)
+    async with engine:
+        assert [last.finish for _, last in await asyncio.gather(*map(whole, streams))] == ["length"] * 2
+
+
+async def test_a_request_on_its_way_keeps_its_place_until_it_waits(monkeypatch):
+    engine = serving(max_sequences=1, queue=1)
+    accept, entering = engine.engine.accept, []
+
+    def noting(request):
+        entering.append(engine.entering)
+        accept(request)
+
+    monkeypatch.setattr(engine.engine, "accept", noting)
+    streams = [engine.submit([1, 2], GREEDY) for _ in range(2)]
+    async with engine:
+        await asyncio.gather(*map(whole, streams))
+        await quiet(engine)
+    assert entering == [2, 1]
+
+
 async def test_a_step_that_breaks_ends_its_requests_and_not_the_engine():
     engine = serving(overlap=True)
     forward, broken = engine.engine.runner.decoder.hidden, True
@@ -160,9 +190,9 @@ async def test_embeddings():
 
 async def test_a_request_that_cannot_be_added_ends_alone(monkeypatch):
     async with serving() as engine:
-        add = engine.engine.add
-        refuse = lambda request: add(request) if request.id != "odd" else [].pop()
-        monkeypatch.setattr(engine.engine, "add", refuse)
+        accept = engine.engine.accept
+        refuse = lambda request: accept(request) if request.id != "odd" else [].pop()
+        monkeypatch.setattr(engine.engine, "accept", refuse)
         good = engine.submit([1, 2], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
         odd = engine.submit([1, 2], GREEDY, id="odd")
         assert "pop from empty list" in (await whole(odd))[1].error

@@ -79,7 +79,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(tmp_path, monkeypatc
         if step < 8:
             return write(step, tensors, state)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # no file may become larger
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))  # logs fit, checkpoints do not
         try:
             return write(step, tensors, state)
         finally:
@@ -90,6 +90,15 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(tmp_path, monkeypatc
         trainer.run()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
     assert Trainer(recipe(), TinyModel(), Counting(), tmp_path).run()["loss"] > 0
+
+
+def test_a_log_that_finds_no_room_says_so():
+    log = metrics.Log(Path("/dev/full"))
+    log.write(step=1)
+    with pytest.raises(TrainingError, match=r"cannot write /dev/full: No space left.*Make room"):
+        log.flush()
+    log.close()
+    assert log.file.closed
 
 
 def test_a_damaged_checkpoint_is_not_taken(tmp_path):

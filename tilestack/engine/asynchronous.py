@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tilestack.data import Tokenizer
-from tilestack.engine.engine import Engine, EngineStats, News, QueueFull
+from tilestack.engine.engine import Engine, EngineStats, News
 from tilestack.engine.outputs import Delta, TokenLogprob, Usage
 from tilestack.engine.params import RequestError, SamplingParams
 from tilestack.engine.sequence import Request
@@ -135,19 +135,21 @@ class AsyncEngine:
     ) -> Stream:
         """Queue a request from within a loop; raises RequestError, QueueFull or EngineClosed at once."""
         request = Request(id or f"request-{next(self.numbers)}", list(prompt), params, priority, adapter, salt)
-        self.engine.check(request, self.entering)
+        self.engine.check(request)
+        self.engine.check_queue(params.drawn, self.entering)
         stream = Stream(self, request, asyncio.get_running_loop())
 
         def enter() -> list[News]:
-            with self.lock:
-                self.entering -= params.drawn
             self.streams[request] = stream
             try:
-                self.engine.add(request)
+                self.engine.accept(request)
             except Exception as problem:
-                if not isinstance(problem, RequestError | QueueFull | ModuleNotFoundError):
+                if not isinstance(problem, RequestError | ModuleNotFoundError):
                     log.exception("a request could not be added")
                 self.deliver([(request, Delta(0, finish="error", error=str(problem)))], ended=True)
+            finally:
+                with self.lock:  # not before it waits, lest others take its place
+                    self.entering -= params.drawn
             return []
 
         self.leave(enter, params.drawn)

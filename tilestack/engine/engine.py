@@ -146,8 +146,8 @@ class Engine:
             preemptions=self.scheduler.preemptions,
         )
 
-    def check(self, request: Request, entering: int = 0) -> None:
-        """Refuse what cannot be served; touches nothing, so any thread may ask. `entering` sequences are on their way."""
+    def check(self, request: Request) -> None:
+        """Refuse what cannot be served; touches nothing, so any thread may ask."""
         params, prompt = request.params, request.prompt
         if not prompt:
             raise RequestError("the prompt is empty; there must be at least one token to go on from")
@@ -163,9 +163,12 @@ class Engine:
             )
         if params.stop and self.tokenizer is None:
             raise RequestError("stop texts need a tokenizer, and the engine has none")
+
+    def check_queue(self, sequences: int, entering: int = 0) -> None:
+        """Refuse so many sequences where too many wait; `entering` others are on their way. Any thread may ask."""
         most = self.settings.queue
         waiting = len(self.scheduler.waiting) + entering
-        if most is not None and waiting + params.drawn > most + len(self.scheduler.free_rows):
+        if most is not None and waiting + sequences > most + len(self.scheduler.free_rows):
             raise QueueFull(f"{waiting} requests wait already, of at most {most}")
 
     def check_tokens(self, name: str, ids: Iterable[int]) -> None:
@@ -177,8 +180,13 @@ class Engine:
         return tuple(self.adapters.numbers) if self.adapters else ()
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
+        """Queue a request, or refuse it."""
         self.check(request)
+        self.check_queue(request.params.drawn)
+        self.accept(request)
+
+    def accept(self, request: Request) -> None:
+        """Queue a request that was checked, however many wait by now."""
         if request.id in self.requests:
             raise RequestError(f"a request with the id {request.id!r} is being served")
         params = request.params

@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,13 @@ class Log:
 
     def flush(self) -> int:
         """Put everything on the disk; the length of the file."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        try:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+        except OSError as problem:
+            raise TrainingError(
+                f"cannot write {self.path}: {problem.strerror}. Make room; the same command goes on from the last checkpoint"
+            ) from problem
         return self.file.tell()
 
     def cut(self, length: int) -> None:
@@ -46,7 +52,9 @@ class Log:
         self.file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
-        self.file.close()
+        """Close the file; rows that find no room now were of no checkpoint, and a resumed run writes them again."""
+        with suppress(OSError):
+            self.file.close()
 
 
 def finite(value: Any) -> Any:
