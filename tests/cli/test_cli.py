@@ -143,6 +143,12 @@ def test_verify_keeps_what_was_proved_of_which_source(tilestack, tmp_path, monke
     (forward, backward, *_) = json.loads(Path("results/cpu/proofs.json").read_text())["proofs"]
     assert forward["source"] == backward["source"] == source_hash("relu", "triton")
     assert forward["proved"] > 0 == forward["wrong"]
+    again = tilestack(
+        "verify", "relu", "--device", "cpu", "--dtype", "float32", "--backend", "triton", "--stale", "--json", "-"
+    )
+    assert json.loads(again.stdout) == []
+    late = tilestack("verify", "relu", "--device", "cpu", "--dtype", "float16", "--stale", "--budget", "0")
+    assert "were not begun within 0 seconds" in late.stderr
 
 
 def test_json_to_standard_output_is_only_json(tilestack):

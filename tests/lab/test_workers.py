@@ -41,6 +41,29 @@ def test_workers_prove_what_one_process_proves_and_outlive_one_that_dies(tmp_pat
     assert refuted.message == "the process that proved it died, exit code 7"
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_nothing_is_begun_when_the_time_is_over(jobs):
+    assert dict(prove_tasks(quick("add", "relu"), jobs, budget=0)) == {}
+
+
+def test_what_has_no_proof_that_stands_is_proved_again():
+    def left(*kept, names=("relu", "linear")):
+        return {(task.operator, task.backend) for task in proofs.unproved(quick(*names), kept)}
+
+    def line(direction, source=None, wrong=0):
+        source = source or source_hash("relu", "triton")
+        return dict(op="relu", backend="triton", dtype="float32", direction=direction, wrong=wrong, source=source)
+
+    everything = left()
+    assert everything >= {("relu", "triton"), ("linear", "triton"), ("linear", "triton_persistent")}
+    assert not {("relu", "torch"), ("relu", "aten")} & everything
+    assert left(line("forward"), line("backward")) == everything - {("relu", "triton")}
+    assert left(line("forward"), line("backward", source="older")) == everything
+    assert left(line("forward", wrong=1)) == everything
+    (only,) = proofs.unproved(quick("linear", backend="triton_persistent"), [])
+    assert only.backend == "triton_persistent"
+
+
 def test_ctrl_c_in_the_terminal_is_not_for_a_worker(capfd):
     connection, process = start_worker([])
     os.kill(process.pid, signal.SIGINT)  # while it imports

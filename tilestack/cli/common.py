@@ -2,8 +2,10 @@
 
 import ctypes
 import json
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from tilestack.lab.workers import Task
 
 console = Console()
+SAVE_EVERY = 5.0  # seconds, of proofs
 
 
 Place = TypeVar("Place", Path, Path | None)
@@ -166,20 +169,29 @@ def prove_all(
     jobs: int = 1,
     files: Sequence[Path] = (),
     save: Callable[[list["Proof"]], None] | None = None,
+    budget: float = math.inf,
 ) -> list["Proof"]:
-    """The proofs of all tasks, in their order; each operator's are saved as soon as it is done."""
+    """The proofs of all tasks that began within some seconds, in their order; they are saved as they come."""
     from tilestack.lab.workers import prove_tasks
 
     done: dict[Task, list[Proof]] = {}
+    unsaved: list[Proof] = []
+    wrong, saved_at = 0, time.monotonic()
     with progress_bar() as progress:
         bar = progress.add_task("verifying", total=len(tasks))
-        for task, proofs in prove_tasks(tasks, jobs, files):
-            done[task] = proofs
-            wrong = sum(proof.ok is False for found in done.values() for proof in found)
-            progress.update(
-                bar, advance=1, description=f"verified {task.operator}" + (f", {wrong} wrong" if wrong else "")
-            )
-            same = [other for other in tasks if other.operator == task.operator]
-            if save and all(other in done for other in same):
-                save([proof for other in same for proof in done[other]])
-    return [proof for task in tasks for proof in done[task]]
+        try:
+            for task, proofs in prove_tasks(tasks, jobs, files, budget):
+                done[task] = proofs
+                unsaved += proofs
+                wrong += sum(proof.ok is False for proof in proofs)
+                what = f"verified {task.operator}" + (f", {wrong} wrong" if wrong else "")
+                progress.update(bar, advance=1, description=what)
+                if save and time.monotonic() - saved_at > SAVE_EVERY:
+                    save(unsaved)
+                    unsaved, saved_at = [], time.monotonic()
+        finally:
+            if save and unsaved:
+                save(unsaved)
+        if left := len(tasks) - len(done):
+            progress.console.print(f"{left} of {len(tasks)} were not begun within {budget:g} seconds")
+    return [proof for task in tasks for proof in done.get(task, ())]

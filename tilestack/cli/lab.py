@@ -1,6 +1,7 @@
 """The laboratory's commands: what is here, is it right, what does the compiler make of it, and the report."""
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -79,6 +80,12 @@ def verify_command(
     large: Annotated[bool, typer.Option(help="Also the large shapes that bench measures.")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that prove at the same time.")] = 1,
     save: Annotated[bool, typer.Option("--save", help="Keep what was proved in results/<gpu>/proofs.json.")] = False,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="Only what proofs.json does not hold of the present source.")
+    ] = False,
+    budget: Annotated[
+        float | None, typer.Option(min=0, help="Begin nothing after so many seconds.", show_default=False)
+    ] = None,
     mutate: Annotated[
         str | None,
         typer.Option(
@@ -93,6 +100,7 @@ def verify_command(
     """Prove implementations right against the float64 definition; exit 1 if one is wrong, naming the case.
 
     Every backend, case, memory layout, dtype and direction is tried. TILESTACK_BACKEND narrows it to one backend.
+    After a change, --stale --save --jobs 8 proves what lost its proof, and --budget spreads that over several runs.
     """
     if mutate is not None:
         return mutate_operator(mutate, json_)
@@ -116,8 +124,10 @@ def verify_command(
     target = results.path_of(stamp["slug"], proofs.NAME)
     if save:
         results.refuse_other_machine(writable_file(target), stamp)
+    if stale:
+        tasks = proofs.unproved(tasks, proofs.load_proofs(target))
     keep = lambda found: proofs.save_proofs(target, stamp, found)
-    found = prove_all(tasks, jobs, load or (), keep if save else None)
+    found = prove_all(tasks, jobs, load or (), keep if save else None, math.inf if budget is None else budget)
     write_json(json_, [asdict(proof) for proof in found])
     if str(json_) != "-":
         console.print(verify.render(found, place))

@@ -151,6 +151,11 @@ def is_peer(backend: str) -> bool:
     return backend in PEERS
 
 
+def our_backends(operator: Operator) -> list[str]:
+    """The backends of an operator that are to be proved: neither its definition nor another library."""
+    return [name for name in operator.implementations if name != "torch" and not is_peer(name)]
+
+
 @dataclass(frozen=True)
 class Peer:
     """Another way to run an operator: `run` takes what `setup` makes of the operator's arguments, inside `scope()`."""

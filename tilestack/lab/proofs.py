@@ -11,7 +11,9 @@ from typing import Any
 
 from tilestack.lab import results
 from tilestack.lab.source import source_hash
+from tilestack.lab.stale import is_current
 from tilestack.lab.verify import Proof
+from tilestack.lab.workers import Task, each_backend
 
 NAME = "proofs"
 IDENTITY = ("op", "backend", "dtype", "direction")
@@ -48,6 +50,16 @@ def lines_of(proofs: Iterable[Proof], machine: dict[str, Any]) -> list[Line]:
         )
         for identity, mine in groups.items()
     ]
+
+
+def unproved(tasks: Iterable[Task], kept: Iterable[Line]) -> list[Task]:
+    """Of all backends in some tasks, those without a proof that stands: of the present source, with nothing wrong in it."""
+    stands: dict[tuple[str, str, str], bool] = {}
+    for line in kept:
+        mine = line["op"], line["backend"], line["dtype"]
+        stands[mine] = stands.get(mine, True) and is_current(line) and not line["wrong"]
+    name = lambda task: (task.operator, task.backend, str(task.dtype).removeprefix("torch."))
+    return [task for task in each_backend(tasks) if not stands.get(name(task))]
 
 
 def save_proofs(path: Path, machine: dict[str, Any], proofs: Iterable[Proof]) -> None:

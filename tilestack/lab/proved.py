@@ -12,7 +12,7 @@ from typing import Any
 
 from tilestack.contract import operators
 from tilestack.lab.page import Section, empty, table, text
-from tilestack.lab.peers import is_peer
+from tilestack.lab.peers import our_backends
 from tilestack.lab.results import read_json
 from tilestack.lab.stale import is_current
 
@@ -76,8 +76,7 @@ def lines(folder: Path, slug: str) -> list[Line]:
     return [
         Line(op.name, backend, [proof for proof in kept if (proof["op"], proof["backend"]) == (op.name, backend)])
         for op in operators()
-        for backend in op.implementations
-        if backend != "torch" and not is_peer(backend)
+        for backend in our_backends(op)
     ]
 
 

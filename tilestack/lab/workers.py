@@ -5,12 +5,15 @@ dies, or whose GPU context a kernel has broken, takes no other task with it: its
 """
 
 import importlib.util
+import math
 import multiprocessing
 import signal
+import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,6 +23,7 @@ import torch
 
 from tilestack.contract.operator import Operator
 from tilestack.contract.registry import operator_named
+from tilestack.lab.peers import our_backends
 from tilestack.lab.verify import Proof, claims, default_dtypes, prove
 
 BROKEN_CONTEXT = "CUDA error"  # after which every later call on the GPU fails in the same process
@@ -69,17 +73,34 @@ def tasks_for(
     ]
 
 
-def prove_tasks(tasks: Sequence[Task], jobs: int = 1, files: Sequence[Path] = ()) -> Iterator[tuple[Task, list[Proof]]]:
-    """Each task with its proofs, as they are done: in this process, or in as many others; `files` are run there first."""
+def each_backend(tasks: Iterable[Task]) -> list[Task]:
+    """Tasks as small as they can be: one for each backend of ours."""
+    return [
+        replace(task, backend=backend)
+        for task in tasks
+        for backend in our_backends(operator_named(task.operator))
+        if task.backend in (None, backend)
+    ]
+
+
+def prove_tasks(
+    tasks: Sequence[Task], jobs: int = 1, files: Sequence[Path] = (), budget: float = math.inf
+) -> Iterator[tuple[Task, list[Proof]]]:
+    """Each task with its proofs, as they are done: in this process, or in as many others; `files` are run there first.
+
+    None is begun once so many seconds are over; those that were never begun are not among what is found.
+    """
+    ends = time.monotonic() + budget
     if jobs == 1:
-        yield from ((task, task.proofs()) for task in tasks)
+        yield from ((task, task.proofs()) for task in takewhile(lambda _: time.monotonic() < ends, tasks))
         return
     waiting = deque(tasks)
     busy: dict[Connection, tuple[BaseProcess, Task]] = {}
     idle: list[tuple[Connection, BaseProcess]] = []
     try:
-        while waiting or busy:
-            while waiting and len(busy) < jobs:
+        begins = lambda: waiting and time.monotonic() < ends
+        while begins() or busy:
+            while begins() and len(busy) < jobs:
                 connection, process = idle.pop() if idle else start_worker(files)
                 task = waiting.popleft()
                 connection.send(task)
