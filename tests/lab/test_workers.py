@@ -83,13 +83,16 @@ def test_proofs_are_kept_by_source_and_replaced_by_later_ones(tmp_path: Path):
     path = tmp_path / "h200" / "proofs.json"
     when = lambda commit: dict(commit=commit, date="2031-01-01T00:00:00Z")
     proofs.save_proofs(path, when("a"), [proof(True), proof(True), proof(None, message="says nothing: out")])
-    proofs.save_proofs(path, when("b"), [proof(False, "backward"), proof(None, message="it has no backward")])
+    proofs.save_proofs(
+        path, when("b"), [proof(False, "backward", "off by 2"), proof(None, message="it has no backward")]
+    )
     forward, backward = proofs.load_proofs(path)
     assert forward == dict(
-        op="relu", backend="triton", dtype="float16", direction="forward", proved=2, wrong=0, says_nothing=1, worst=0.0,
+        op="relu", backend="triton", dtype="float16", direction="forward", proved=2, wrong=0, says_nothing=1, refuted=[], worst=0.0,
         source=source_hash("relu", "triton"), commit="a", date="2031-01-01T00:00:00Z",
     )  # fmt: skip
     assert (backward["wrong"], backward["commit"]) == (1, "b")
+    assert backward["refuted"] == ["33 plain: off by 2"]
     (line,) = [line for line in proved.lines(tmp_path, "h200") if (line.op, line.backend) == ("relu", "triton")]
     assert line.status == "1 of 3 claims fail"
     proofs.save_proofs(path, when("c"), [proof(True)])

@@ -1,7 +1,7 @@
 """Proofs on disk: `results/<gpu>/proofs.json` = {"machine": stamp, "proofs": […]}, what was proved of which source.
 
 A line is an operator on a backend in one dtype and direction, with how many claims were proved, refuted and found to say
-nothing, the largest error as a part of what is allowed, the hash of the source they were tried on, and the commit.
+nothing, the first refuted ones in words, the largest error as a part of what is allowed, the hash of the source they were tried on, and the commit.
 `lab/proved.py` says which of them stand: those whose source has that hash.
 """
 
@@ -17,6 +17,7 @@ from tilestack.lab.workers import Task, each_backend
 
 NAME = "proofs"
 IDENTITY = ("op", "backend", "dtype", "direction")
+REFUTED_KEPT = 4  # in words; all are counted
 
 Line = dict[str, Any]
 
@@ -43,6 +44,7 @@ def lines_of(proofs: Iterable[Proof], machine: dict[str, Any]) -> list[Line]:
             proved=sum(p.ok is True for p in mine),
             wrong=sum(p.ok is False for p in mine),
             says_nothing=sum(p.says_nothing for p in mine),
+            refuted=[f"{p.case} {p.variant}: {p.message}" for p in mine if p.ok is False][:REFUTED_KEPT],
             worst=max((p.error / p.bound for p in mine if p.ok and p.bound), default=0.0),
             source=source_hash(mine[0].op, mine[0].backend),
             commit=machine["commit"],
