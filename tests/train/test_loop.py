@@ -63,6 +63,19 @@ def test_the_loss_falls_and_every_step_is_written(tmp_path):
     assert {"command", "started", "torch", "tilestack"} <= set(entry)
 
 
+def test_an_evaluation_before_the_first_step_changes_nothing_else(tmp_path):
+    rows = {}
+    for at_start in (False, True):
+        settings = recipe(evaluation={"every": 6, "at_start": at_start}, ema={"decay": 0.9})
+        Trainer(settings, seeded(), Counting(), tmp_path / f"{at_start}").run()
+        rows[at_start] = list(metrics.rows(tmp_path / f"{at_start}"))
+    first, *others = rows[True]
+    assert others == rows[False]
+    assert first["step"] == 0
+    with torch.no_grad():
+        assert first["validation_loss"] == pytest.approx(Counting().evaluate(seeded())["validation_loss"])
+
+
 @pytest.mark.parametrize(("optimizer", "kernels"), [("adamw", "torch"), ("adamw", "triton"), ("muon", "torch")])
 def test_a_step_that_is_not_finite_stops_the_run_and_is_saved(tmp_path, optimizer, kernels, outside):
     configure_backend(f"torch,{optimizer}={kernels},clip_grad_norm={kernels}")

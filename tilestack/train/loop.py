@@ -150,6 +150,9 @@ class Trainer:
 
     def _train(self, profiler: StepProfiler | None) -> None:
         """The steps that are left. A run that fails between two updates is saved as it was at the last one."""
+        if self.step == 0 and self.recipe.evaluation.at_start:
+            self._evaluate(evaluates=True, samples=False)
+            self.clock = time.perf_counter()
         while not (self.finished or self.interrupted):
             start, step = self._position(), self.step
             try:
@@ -191,18 +194,21 @@ class Trainer:
             self._read_figures()
             self.checkpoints.look()
         if evaluates or samples:
-            with self.as_evaluated():
-                if evaluates:
-                    self._write({"step": self.step, **self.objective.evaluate(self.model)})
-                for text in self.objective.sample(self.model) if samples else ():
-                    self.log.write(step=self.step, sample=text)
-                    self.progress.show_sample(self.step, text)
-            self.log.flush()
-            self.after_evaluation()
+            self._evaluate(evaluates, samples)
         if saves:
             self._save(self._position())
         if evaluates or samples or saves:
             self.clock, self.tokens = time.perf_counter(), 0  # the speed is that of steps
+
+    def _evaluate(self, evaluates: bool, samples: bool) -> None:
+        with self.as_evaluated():
+            if evaluates:
+                self._write({"step": self.step, **self.objective.evaluate(self.model)})
+            for text in self.objective.sample(self.model) if samples else ():
+                self.log.write(step=self.step, sample=text)
+                self.progress.show_sample(self.step, text)
+        self.log.flush()
+        self.after_evaluation()
 
     def _read_figures(self) -> None:
         """Fetch the figures of all pending steps at once, and write them down."""

@@ -199,6 +199,7 @@ class Evaluation:
     """What is looked at on the way: loss on held-out text, and samples. 0 steps is never; the end is always looked at."""
 
     every: int = setting(0, "steps between evaluations; 0 evaluates at the end alone", low=0)
+    at_start: bool = setting(False, "evaluate before the first step too, to see what the run changes")
     batches: int = setting(8, "micro-batches of held-out data in an evaluation", low=1)
     sample_every: int = setting(0, "steps between samples; 0 samples at the end alone", low=0)
     prompts: tuple[str, ...] = setting((), "texts that samples continue")
