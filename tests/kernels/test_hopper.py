@@ -7,7 +7,8 @@ from tilestack import ops
 from tilestack.contract.launch import launch
 from tilestack.contract.named import call_named
 from tilestack.kernels.hopper.attention import takes
-from tilestack.kernels.hopper.attention_backward import by_rows, prepare_kernel, round_kernel
+from tilestack.kernels.hopper.attention_backward import prepare_kernel, round_kernel
+from tilestack.kernels.hopper.attention_tiles import by_rows
 
 
 def heads(*shape, dtype=torch.bfloat16):
@@ -72,11 +73,31 @@ def test_a_total_is_scaled_before_it_is_rounded():
         (dict(softcap=2.0), "softcap"),
         (dict(window=3), "window"),
         (dict(cu_seqlens=torch.tensor([0, 6])), "documents"),
-        (dict(k=heads(1, 9, 2, 128), v=heads(1, 9, 2, 128)), "as many queries as keys"),
-        (dict(q=heads(1, 6, 4, 64), k=heads(1, 6, 2, 64), v=heads(1, 6, 2, 64)), "128 dimensions"),
+        (dict(k=heads(1, 9, 2, 128), v=heads(1, 9, 2, 128)), "splits keys"),
+        (dict(q=heads(1, 70, 4, 128), k=heads(1, 90, 2, 128), v=heads(1, 90, 2, 128)), True),
+        (dict(q=heads(1, 70, 4, 64), k=heads(1, 9, 2, 64), v=heads(1, 9, 2, 64), causal=False), True),
+        (dict(q=heads(1, 6, 4, 64), k=heads(1, 6, 2, 64), v=heads(1, 6, 2, 64)), True),
+        (dict(q=heads(1, 6, 4, 96), k=heads(1, 6, 2, 96), v=heads(1, 6, 2, 96)), "64 or 128 dimensions"),
+        (dict(v=heads(1, 6, 2, 64)), "those of values as many"),
+        (dict(scale=-0.5), "scale is positive"),
         (dict(q=heads(0, 6, 4, 128), k=heads(0, 6, 2, 128), v=heads(0, 6, 2, 128)), "at least one query"),
+        (dict(k=heads(1, 0, 2, 128), v=heads(1, 0, 2, 128), causal=False), "one key"),
     ],
-    ids=["takes it", "softcap", "window", "documents", "decoding", "other heads", "nothing"],
+    ids=[
+        "takes it",
+        "softcap",
+        "window",
+        "documents",
+        "decoding",
+        "more keys",
+        "fewer keys",
+        "64",
+        "other heads",
+        "other values",
+        "negative scale",
+        "nothing",
+        "no keys",
+    ],
 )
 def test_it_says_what_it_does_not_take(changed, reason):
     given = dict(q=heads(1, 6, 4, 128), k=heads(1, 6, 2, 128), v=heads(1, 6, 2, 128)) | changed

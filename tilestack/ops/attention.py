@@ -229,6 +229,13 @@ def attention_key(
             (2, 200, 200, 4, 2, 128, 128, "causal"),  # whole tiles and a rest, of the heads that large kernels take
             (1, 256, 256, 2, 2, 128, 128, "full"),
             (1, 70, 70, 3, 1, 128, 128, "scaled"),
+            (2, 200, 200, 4, 2, 64, 64, "causal"),
+            (1, 384, 384, 3, 3, 64, 64, "causal"),
+            (1, 256, 256, 2, 2, 64, 64, "full"),
+            (1, 129, 129, 3, 1, 64, 64, "full"),
+            (1, 1, 1, 2, 1, 64, 64, "causal"),
+            (2, 70, 300, 2, 1, 128, 128, "causal"),
+            (1, 100, 70, 2, 1, 128, 128, "full"),
             (2, 1, 13, 4, 2, 16, 16, "causal"),
             (1, 130, 130, 2, 1, 32, 32, "causal"),
             (2, 100, 230, 4, 1, 64, 64, "causal"),
@@ -257,6 +264,9 @@ def attention_key(
             (2, 4096, 4096, 32, 8, 128, 128, "wide"),
             (64, 1, 4096, 32, 8, 128, 128, "causal"),  # one step of decoding
             (2, 4096, 4096, 16, 16, 192, 128, "causal"),  # DeepSeek-V2-Lite
+            (32, 1024, 1024, 8, 4, 64, 64, "causal"),  # recipes/demo-gpu.toml
+            (8, 4096, 4096, 32, 8, 64, 64, "causal"),  # Llama-3.2-1B
+            (2, 4096, 4096, 32, 32, 64, 64, "full"),
         ],
     ),
     cost=attention_cost,

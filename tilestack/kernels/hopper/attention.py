@@ -1,9 +1,10 @@
-"""Attention on Hopper as the backend `gluon`: cuDNN's forward, which is hard to beat, and a backward of our own.
+"""Attention on Hopper as the backend `gluon`, for heads of 64 and 128: a forward and a backward of our own.
 
-The forward also answers the logarithm of every row's sum, which is kept for the backward where a gradient is wanted.
+Where a configuration says so, whole rows of a size of head go forward by cuDNN, which is hard to beat at 128. Either
+forward also answers the logarithm of every row's sum, which is kept for the backward where a gradient is wanted.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,20 +13,55 @@ from tilestack import ops
 from tilestack.contract import Extras, implements
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.attention.aten import HALVES, straight
-from tilestack.kernels.hopper.attention_backward import DIM, gradients
+from tilestack.kernels.hopper.attention_backward import QUERIES, gradients
+from tilestack.kernels.hopper.attention_forward import ROWS, Forward, attention_and_lse
 from tilestack.ops.attention import scale_or_usual
 
 
+class Config(NamedTuple):
+    """How heads of 64 and of 128 go forward; None is by cuDNN."""
+
+    of_64: Forward | None = None
+    of_128: Forward | None = None
+
+    def forward(self, q: Tensor, k: Tensor) -> Forward | None:
+        """Ours too where cuDNN aligns rows at their beginnings: where there are more keys than queries, or fewer."""
+        own = self.of_64 if q.shape[3] == 64 else self.of_128
+        return own if own or q.shape[1] == k.shape[1] else Forward()
+
+
+CONFIGS = {
+    "two take turns": Config(Forward(ping_pong=True)),
+    "two": Config(Forward(), Forward()),
+    "three": Config(Forward(3)),
+    "three take turns": Config(Forward(3, ping_pong=True)),
+    "two persistent": Config(Forward(persistent=True), Forward(persistent=True)),
+    "two take turns persistent": Config(Forward(ping_pong=True, persistent=True)),
+    "three persistent": Config(Forward(3, persistent=True)),
+    "three take turns persistent": Config(Forward(3, ping_pong=True, persistent=True)),
+    "cudnn": Config(),
+}
+FIRST = next(iter(CONFIGS.values()))
+
+
 def takes(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
 ) -> bool | str:
-    if q.shape[3] != DIM or v.shape[3] != DIM:
-        return f"its heads have {DIM} dimensions"
-    if q.shape[1] != k.shape[1]:
-        return "it has as many queries as keys"
+    if q.shape[3] not in QUERIES or v.shape[3] != q.shape[3]:
+        return f"its heads have {' or '.join(map(str, QUERIES))} dimensions, those of values as many"
+    if q.shape[1] < min(ROWS, k.shape[1]):
+        return f"it has {ROWS} queries at a time, and few of them at the end of more keys are for a kernel that splits keys"
     if cu_seqlens is not None or window is not None or softcap is not None:
         return "it has no documents, window or softcap"
-    return q.numel() > 0 or "it needs at least one query"
+    if scale is not None and scale <= 0:
+        return "it finds the largest score before it scales them, so its scale is positive"
+    return (q.numel() > 0 and k.numel() > 0) or "it needs at least one query and one key"
 
 
 def attention_and_sums(
@@ -38,9 +74,13 @@ def attention_and_sums(
     scale: float | None,
     softcap: None,
     *,
+    config: Config,
     wanted: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """cuDNN's result and, if wanted, the logarithm of each row's sum, for each batch, head and query."""
+    """The result and the logarithm of each row's sum, [batch, heads, queries, 1]; cuDNN makes it only if it is wanted."""
+    if own := config.forward(q, k):
+        out, lse = attention_and_lse(q, k, v, causal, scale_or_usual(scale, q), own)
+        return out, lse[..., None]
     rows = (straight(x).transpose(1, 2) for x in (q, k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *rows, None, wanted, 0.0, causal, False, scale=scale
@@ -63,7 +103,7 @@ def backward_from_sums(
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, None]:
-    _, lse = attention_and_sums(q, k, v, None, causal, None, scale, None)
+    _, lse = attention_and_sums(q, k, v, None, causal, None, scale, None, config=FIRST)
     return backward_from_sums(grad, q, k, v, causal, scale, out, lse)
 
 
@@ -76,6 +116,7 @@ def backward(
     when=takes,
     dtypes=HALVES,
     deterministic=False,
+    configs=CONFIGS,
 )
-def attention(*arguments: Any) -> Tensor:
-    return attention_and_sums(*arguments, wanted=False)[0]
+def attention(*arguments: Any, config: Config) -> Tensor:
+    return attention_and_sums(*arguments, config=config, wanted=False)[0]
