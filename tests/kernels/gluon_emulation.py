@@ -1,0 +1,341 @@
+"""Gluon kernels on a CPU: their own Python, run by a stand-in for the language, with threads for groups of warps.
+
+What is asynchronous on a GPU is so here: a copy by TMA, a product and a store are made at some moment between their start
+and the wait for them, which a seed decides. Shared memory and results that nobody waited for hold NaN. So a barrier that
+lets someone read too early or write too soon shows as a wrong result, and one that nobody arrives at as a deadlock.
+Layouts, registers and the visibility of writes are not emulated: those need the compiler, and a GPU.
+"""
+
+import random
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Value(torch.Tensor):
+    """A tensor in registers, which is never changed in place."""
+
+    __iadd__ = torch.Tensor.__add__
+    __isub__ = torch.Tensor.__sub__
+    __ixor__ = torch.Tensor.__xor__
+
+
+def value(x: Any) -> Value:
+    return torch.as_tensor(x).as_subclass(Value)
+
+
+class Deadlock(Exception):
+    """Every group of warps waits."""
+
+
+class Program:
+    """One program: its groups of warps, one of which runs at a time, and what is under way meanwhile."""
+
+    def __init__(self, number: int, count: int, seed: int):
+        self.number, self.count = number, count
+        self.random = random.Random(f"{seed} {number}")
+        self.haste = self.random.choice([0.0, 0.3])  # how often a product or a store is made before it is waited for
+        self.groups: list[Group] = []
+        self.failure: BaseException | None = None
+        self.copies: list[Callable] = []
+
+    def run(self, functions: list[tuple[Callable, tuple]]) -> None:
+        self.groups = [Group(self, function, arguments) for function, arguments in functions]
+        for group in self.groups:
+            group.thread.start()
+        self.pass_on()
+        for group in self.groups:
+            group.thread.join()
+        if self.failure:
+            raise self.failure
+
+    def pass_on(self) -> None:
+        """Let some of what is under way happen, then let a group run that can."""
+        while True:
+            while self.copies and self.random.random() < 0.5:
+                self.copies.pop(self.random.randrange(len(self.copies)))()
+            for group in self.groups:
+                for queue in (group.products, group.stores):
+                    if queue and self.random.random() < self.haste:
+                        queue.pop(0)()
+            able = [group for group in self.groups if not group.done and (self.failure or group.until())]
+            if able:
+                self.random.choice(able).may_run.set()
+                return
+            if all(group.done for group in self.groups):
+                return
+            if self.copies:
+                self.copies.pop(0)()
+                continue
+            self.failure = Deadlock(f"program {self.number}: {[group.done or group.what for group in self.groups]}")
+
+
+class Group:
+    """A group of warps: a thread, the products and stores it started, and what it waits for."""
+
+    def __init__(self, program: Program, function: Callable, arguments: tuple):
+        self.program, self.function, self.arguments = program, function, arguments
+        self.products: list[Callable] = []
+        self.stores: list[Callable] = []
+        self.until: Callable[[], bool] = lambda: True
+        self.what = ""
+        self.done = False
+        self.may_run = threading.Event()
+        self.thread = threading.Thread(target=self.work, daemon=True)
+
+    def work(self) -> None:
+        here.group, here.program = self, self.program
+        self.may_run.wait()
+        try:
+            self.function(*self.arguments)
+            assert not self.products, "a product was not waited for"
+            assert not self.stores, "a store was not waited for"
+        except BaseException as failure:
+            self.program.failure = self.program.failure or failure
+        self.done = True
+        self.program.pass_on()
+
+    def pause(self, until: Callable[[], bool] = lambda: True, what: str = "") -> None:
+        self.until, self.what = until, what
+        self.may_run.clear()
+        self.program.pass_on()
+        self.may_run.wait()
+        if self.program.failure:
+            raise self.program.failure
+
+
+here = threading.local()
+
+
+class Shared:
+    """Shared memory, or a part of it."""
+
+    def __init__(self, memory: torch.Tensor):
+        self.memory, self.shape, self.dtype = memory, list(memory.shape), memory.dtype
+
+    def index(self, place: Any) -> "Shared":
+        assert 0 <= int(place) < self.shape[0]
+        return Shared(self.memory[int(place)])
+
+    def reshape(self, shape: list[int]) -> "Shared":
+        return Shared(self.memory.view(shape))
+
+    def permute(self, order: tuple[int, ...]) -> "Shared":
+        return Shared(self.memory.permute(order))
+
+    def slice(self, start: int, length: int, dim: int) -> "Shared":
+        return Shared(self.memory.narrow(dim, start, length))
+
+    def store(self, x: Value) -> None:
+        self.memory.copy_(x)
+
+    def load(self, layout: Any) -> Value:
+        return value(self.memory.clone())
+
+
+class Barrier:
+    """A barrier in shared memory: a phase ends when all have arrived, and all bytes that are expected."""
+
+    def __init__(self):
+        self.count = self.missing = self.bytes = self.phase = 0
+
+    def arrive(self, count: int = 0, bytes: int = 0) -> None:
+        self.missing -= count
+        self.bytes += bytes
+        assert self.missing >= 0, "more arrive than are expected"
+        if self.missing == self.bytes == 0:
+            self.missing, self.phase = self.count, self.phase + 1
+
+
+class Barriers:
+    def __init__(self, count: int):
+        self.barriers = [Barrier() for _ in range(count)]
+
+    def index(self, place: Any) -> Barrier:
+        return self.barriers[int(place)]
+
+
+def one(barrier: Barrier | Barriers) -> Barrier:
+    return barrier if isinstance(barrier, Barrier) else barrier.barriers[0]
+
+
+class mbarrier:
+    @staticmethod
+    def MBarrierLayout() -> str:
+        return "barriers"
+
+    @staticmethod
+    def init(barrier: Any, count: int) -> None:
+        one(barrier).count = one(barrier).missing = count
+
+    @staticmethod
+    def expect(barrier: Any, bytes: int) -> None:
+        one(barrier).bytes += bytes
+        one(barrier).arrive(1)
+
+    @staticmethod
+    def arrive(barrier: Any, count: int = 1, pred: Any = True) -> None:
+        if pred:
+            one(barrier).arrive(count)
+        here.group.pause()
+
+    @staticmethod
+    def wait(barrier: Any, phase: Any) -> None:
+        barrier, phase = one(barrier), int(phase)
+        here.group.pause(lambda: barrier.phase % 2 != phase, f"waits for phase {phase} of a barrier")
+
+
+class Descriptor:
+    """A tile's view of global memory."""
+
+    def __init__(self, tile: Any):
+        self.memory = tile.tensor.as_strided(tile.shape, tile.strides)
+        self.dtype, self.layout = tile.tensor.dtype, "tile"
+        bytes = torch.empty(tile.block).numel() * tile.tensor.element_size()
+        self.block_type = types.SimpleNamespace(shape=list(tile.block), nbytes=bytes)
+
+    def inside(self, at: list) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """What of a block at some place lies in memory, in both; the rest of a block is zeros, and written nowhere."""
+        starts = [int(start) for start in at]
+        ends = [min(s + b, size) for s, b, size in zip(starts, self.block_type.shape, self.memory.shape, strict=True)]
+        lengths = [max(end - start, 0) for start, end in zip(starts, ends, strict=True)]
+        there = tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+        return there, tuple(slice(0, length) for length in lengths)
+
+
+class tma:
+    @staticmethod
+    def async_copy_global_to_shared(descriptor: Descriptor, at: list, barrier: Any, to: Shared) -> None:
+        there, part = descriptor.inside(at)
+
+        def copy() -> None:
+            to.memory.zero_()
+            to.memory[part] = descriptor.memory[there]
+            one(barrier).arrive(bytes=-descriptor.block_type.nbytes)
+
+        here.program.copies.append(copy)
+        here.group.pause()
+
+    @staticmethod
+    def async_copy_shared_to_global(descriptor: Descriptor, at: list, source: Shared) -> None:
+        there, part = descriptor.inside(at)
+        here.group.stores.append(lambda: descriptor.memory[there].copy_(source.memory[part]))
+
+    @staticmethod
+    def store_wait(pendings: int) -> None:
+        here.group.pause()
+        while len(here.group.stores) > pendings:
+            here.group.stores.pop(0)()
+
+
+def async_add(descriptor: Descriptor, at: list, source: Shared) -> None:
+    there, part = descriptor.inside(at)
+    here.group.stores.append(lambda: descriptor.memory[there].add_(source.memory[part]))
+
+
+def warpgroup_mma(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
+    out = value(torch.full(acc.shape, torch.nan))
+    left = a.memory if isinstance(a, Shared) else a
+
+    def multiply() -> None:
+        product = left.float() @ b.memory.float()
+        out.copy_(product + acc if use_acc else product)
+
+    here.group.products.append(multiply)
+    if not is_async:
+        warpgroup_mma_wait(0)
+    return out
+
+
+def warpgroup_mma_wait(num_outstanding: int, deps: tuple = ()) -> Any:
+    here.group.pause()
+    while len(here.group.products) > num_outstanding:
+        here.group.products.pop(0)()
+    return deps[0] if len(deps) == 1 else deps
+
+
+class Pointer:
+    def __init__(self, memory: torch.Tensor, places: Any = 0):
+        self.memory, self.places = memory, places
+
+    def __add__(self, places: Any) -> "Pointer":
+        return Pointer(self.memory, self.places + places)
+
+
+def load(pointer: Pointer, mask: Any, other: float) -> Value:
+    found = value(torch.full(pointer.places.shape, other))
+    found[mask] = pointer.memory.view(-1)[pointer.places[mask]]
+    return found
+
+
+def store(pointer: Pointer, x: Value, mask: Any) -> None:
+    pointer.memory.view(-1)[pointer.places[mask]] = x[mask].to(pointer.memory.dtype)
+
+
+def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared | Barriers:
+    return Barriers(shape[0]) if layout == "barriers" else Shared(torch.full(shape, torch.nan, dtype=dtype))
+
+
+def some_layout(*_: Any, **__: Any) -> str:
+    return "layout"
+
+
+LANGUAGE = types.SimpleNamespace(
+    constexpr=None, float32=torch.float32, int32=torch.int32, int64=torch.int64,
+    static_range=range, program_id=lambda axis: value(here.program.number), num_programs=lambda axis: value(here.program.count),
+    NVMMADistributedLayout=some_layout, DotOperandLayout=some_layout, SliceLayout=some_layout, BlockedLayout=some_layout,
+    SwizzledSharedLayout=some_layout, NVMMASharedLayout=types.SimpleNamespace(get_default_for=some_layout),
+    allocate_shared_memory=allocate, load=load, store=store, convert_layout=lambda x, layout: x,
+    arange=lambda start, end, layout: value(torch.arange(start, end)),
+    zeros=lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)),
+    full=lambda shape, x, dtype, layout: value(torch.full(shape, x, dtype=dtype)),
+    max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,
+    where=lambda chosen, a, b: torch.where(value(chosen), a, b),
+    maximum=lambda a, b: torch.maximum(value(a), value(b)), minimum=lambda a, b: torch.minimum(value(a), value(b)),
+    cdiv=lambda a, b: (value(a) + b - 1) // b,
+    warp_specialize=lambda functions, warps, registers: here.program.run(functions),
+)  # fmt: skip
+STAND_INS = dict(
+    gl=LANGUAGE, mbarrier=mbarrier, tma=tma, async_add=async_add, fence_async_shared=lambda: None,
+    warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait,
+)  # fmt: skip
+
+
+def emulated(kernel: Any) -> Callable:
+    """A Gluon function in the stand-in for its language, and all those that it calls."""
+    return types.FunctionType(
+        kernel.fn.__code__, Scope(kernel.fn.__globals__), kernel.fn.__name__, kernel.fn.__defaults__
+    )
+
+
+class Scope(dict):
+    """A module's names, with stand-ins for those of the language."""
+
+    def __init__(self, names: dict[str, Any]):
+        super().__init__(names)
+        for name, found in names.items():
+            if name in STAND_INS:
+                self[name] = STAND_INS[name]
+            elif type(found).__name__ == "constexpr":
+                self[name] = found.value
+            elif type(found).__name__ == "GluonJITFunction":
+                self[name] = lambda *arguments, kernel=found: emulated(kernel)(*arguments)
+
+
+def emulate(
+    kernel: Any, grid: tuple[int], *arguments: Any, seed: int = 0, num_warps: int = 4, **constants: Any
+) -> None:
+    """Run a Gluon kernel's programs one after the other, as `launch` would all at once."""
+    for number in range(grid[0]):
+        here.program = Program(number, grid[0], seed)
+        given = [
+            Pointer(a) if isinstance(a, torch.Tensor)
+            else Descriptor(a) if hasattr(a, "block")
+            else value(a) if isinstance(a, int)
+            else a
+            for a in arguments
+        ]  # fmt: skip
+        emulated(kernel)(*given, **constants)

@@ -1,0 +1,169 @@
+"""Attention for Hopper proved on a CPU, by an emulation of Gluon: what it computes, and that its barriers let it."""
+
+import gluon_emulation
+import pytest
+import torch
+from gluon_emulation import Deadlock, emulate
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from tilestack import ops
+from tilestack.contract.descriptors import Tile
+from tilestack.contract.launch import launch
+from tilestack.kernels.hopper import attention_backward, attention_forward
+from tilestack.kernels.hopper.attention import CONFIGS
+from tilestack.kernels.hopper.attention_forward import Forward, attention_and_lse
+from tilestack.lab.oracle import judge, own_error
+from tilestack.ops.attention import attention_gradient, scale_or_usual
+
+SHAPES = {  # batch, queries, keys, heads, kv_heads, dim, causal
+    "one": (1, 1, 1, 1, 1, 64, True),
+    "rest": (1, 200, 200, 2, 1, 64, True),
+    "whole tiles": (1, 384, 384, 1, 1, 64, True),
+    "full": (1, 256, 256, 1, 1, 64, False),
+    "full and a rest": (2, 129, 129, 2, 1, 64, False),
+    "more keys": (1, 100, 230, 4, 1, 64, True),
+    "keys by whole tiles more": (1, 130, 386, 1, 1, 64, True),
+    "all of a tile but its last key": (1, 130, 256, 1, 1, 64, True),
+    "fewer keys": (1, 170, 90, 2, 1, 64, False),
+    "128": (1, 200, 200, 2, 1, 128, True),
+    "128 and more keys": (1, 70, 300, 2, 1, 128, True),
+    "128 and fewer keys": (1, 100, 70, 2, 2, 128, False),
+}
+OWN = {
+    (name, dim): of for name, config in CONFIGS.items() for dim, of in ((64, config.of_64), (128, config.of_128)) if of
+}
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    """Gluon kernels run in the emulation, and Triton's, as ever, in the interpreter."""
+    for module in (attention_forward, attention_backward):
+        monkeypatch.setattr(
+            module,
+            "launch",
+            lambda kernel, *rest, **named: (emulate if "Gluon" in type(kernel).__name__ else launch)(
+                kernel, *rest, **named
+            ),
+        )
+    torch.manual_seed(0)
+
+
+def inputs(batch, queries, keys, heads, kv_heads, dim, causal, times=1.0):
+    shapes = (batch, queries, heads, dim), (batch, keys, kv_heads, dim), (batch, keys, kv_heads, dim)
+    q, k, v = (torch.randn(shape).half() for shape in shapes)
+    return q * times, k, v, None, causal, None, None, None
+
+
+def wide(arguments):
+    return [x.double() if isinstance(x, torch.Tensor) else x for x in arguments]
+
+
+def check_forward(arguments, config):
+    q, k, v, _, causal, *_ = arguments
+    out, lse = attention_and_lse(q, k, v, causal, scale_or_usual(None, q), config)
+    reference, truth = ops.attention.definition(*arguments), ops.attention.definition(*wide(arguments))
+    assert not (message := judge(out, reference, truth, own_error(reference, truth)).message), message
+    _, sums = ops.flex_attention(q.double(), k.double(), v.double(), causal=causal)
+    torch.testing.assert_close(lse.double(), sums, rtol=1e-6, atol=1e-5)
+    return out, lse
+
+
+def check_backward(arguments, out, lse):
+    q, k, v, _, causal, *_ = arguments
+    grad = torch.randn(out.shape).half()
+    found = attention_backward.gradients(grad, q, k, v, out, lse, causal, scale_or_usual(None, q))
+    expected, truths = (
+        attention_gradient(arriving, *given, ops.attention.definition(*given))[:3]
+        for arriving, given in ((grad, arguments), (grad.double(), wide(arguments)))
+    )
+    for name, ours, reference, truth in zip("qkv", found, expected, truths, strict=True):
+        assert not (message := judge(ours, reference, truth, own_error(reference, truth)).message), f"d{name} {message}"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_and_its_gradients(shape):
+    arguments = inputs(*SHAPES[shape])
+    check_backward(arguments, *check_forward(arguments, Forward()))
+
+
+@pytest.mark.parametrize(("name", "dim"), OWN, ids=map(str, OWN))
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_every_configuration(name, dim, causal, monkeypatch):
+    monkeypatch.setattr(attention_forward, "multiprocessors", lambda device: 2)
+    check_forward(inputs(1, 250, 390, 3, 1, dim, causal), OWN[name, dim])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_in_whatever_order_things_happen(seed, monkeypatch):
+    monkeypatch.setattr(gluon_emulation.emulate, "__kwdefaults__", dict(seed=seed, num_warps=4))
+    monkeypatch.setattr(attention_forward, "multiprocessors", lambda device: 1)
+    config = Forward(consumers=2 + seed % 2, ping_pong=seed % 4 < 2, persistent=True)
+    arguments = inputs(1, 200, 200, 2, 1, 64, True)
+    check_backward(arguments, *check_forward(arguments, config))
+
+
+@pytest.mark.parametrize("shape", ["full and a rest", "rest", "128 and fewer keys"])
+def test_scores_so_low_that_a_key_beyond_the_last_would_weigh_more_than_all(shape):
+    q, k, v, *rest = inputs(*SHAPES[shape])
+    arguments = q.abs() * 20, -k.abs() * 20, v, *rest
+    check_backward(arguments, *check_forward(arguments, Forward()))
+
+
+@gluon.jit
+def bring_tiles(source_desc, out_desc, slot, result, full, free, TILES, FREES, WAITS):
+    for tile in range(TILES):
+        mbarrier.wait(free, (tile + 1) % 2)
+        mbarrier.expect(full, source_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(source_desc, [tile * 16, 0], full, slot)
+
+
+@gluon.jit
+def square_tiles(source_desc, out_desc, slot, result, full, free, TILES, FREES, WAITS):
+    for tile in range(TILES):
+        mbarrier.wait(full, tile % 2)
+        total = warpgroup_mma(slot, slot, gl.zeros((16, 16), gl.float32, None), use_acc=False, is_async=True)
+        if FREES == "too early":
+            mbarrier.arrive(free, count=1)
+        if WAITS:
+            total = warpgroup_mma_wait(0, deps=(total,))
+        if FREES == "in time":
+            mbarrier.arrive(free, count=1)
+        tma.store_wait(0)
+        result.store(total)
+        if not WAITS:
+            warpgroup_mma_wait(0)
+        tma.async_copy_shared_to_global(out_desc, [tile * 16, 0], result)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def squares_kernel(source_desc, out_desc, TILES: gl.constexpr, FREES: gl.constexpr, WAITS: gl.constexpr):
+    """Square matrices, one after the other, through one slot of shared memory, rightly or not."""
+    slot = gl.allocate_shared_memory(source_desc.dtype, source_desc.block_type.shape, source_desc.layout)
+    result = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_type.shape, out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    mbarrier.init(free, count=1)
+    arguments = source_desc, out_desc, slot, result, full, free, TILES, FREES, WAITS
+    gl.warp_specialize([(square_tiles, arguments), (bring_tiles, arguments)], [1], [24])
+
+
+def squares(frees="in time", waits=True, seed=0):
+    """(what the kernel above makes of six matrices, what it should)."""
+    source, out = torch.randn(96, 16), torch.full((96, 16), torch.nan)
+    tiles = Tile.of(source, (16, 16)), Tile.of(out, (16, 16))
+    emulate(squares_kernel, (1,), *tiles, seed=seed, TILES=6, FREES=frees, WAITS=waits)
+    return out, (source.view(6, 16, 16) @ source.view(6, 16, 16)).view(96, 16)
+
+
+def test_the_emulation_finds_what_is_planted():
+    torch.testing.assert_close(*squares())
+    with pytest.raises(Deadlock, match="waits for phase"):
+        squares(frees="never")
+    wrong = [not torch.allclose(*squares(frees="too early", seed=seed)) for seed in range(10)]
+    assert any(wrong)
+    found, expected = squares(waits=False)
+    assert not torch.allclose(found, expected)
