@@ -29,6 +29,7 @@ from tilestack.kernels.attention.scores import (
     Rules,
     Terms,
     at_step,
+    exponential,
     keys_seen_by,
     load_queries,
     load_tile,
@@ -84,7 +85,7 @@ def flash_fwd_kernel(
     largest = tl.full([ROWS], float("-inf"), ACC)
     total = tl.zeros([ROWS], ACC)
     if sinks_ptr is not None:
-        largest = tl.zeros([ROWS], ACC) + tl.load(sinks_ptr + head).to(ACC) * LOG2_E
+        largest = tl.zeros([ROWS], ACC) + tl.load(sinks_ptr + head).to(ACC) * (1.0 if SCALED else LOG2_E)
         total = tl.where(largest == float("-inf"), 0.0, 1.0).to(ACC)
     values = tl.zeros([ROWS, VALUE_WIDTH], ACC)
     for step in range(low, high, KEYS):
@@ -103,8 +104,8 @@ def flash_fwd_kernel(
         )  # fmt: skip
         top = tl.maximum(largest, tl.max(scores, 1))
         at = tl.where(top == float("-inf"), 0.0, top)  # a row may see none of these keys, nor any before
-        weights = tl.exp2(scores - at[:, None])
-        fade = tl.exp2(largest - at)
+        weights = exponential(scores - at[:, None], SCALED)
+        fade = exponential(largest - at, SCALED)
         total = total * fade + tl.sum(weights, 1)
         if seed_ptr is not None:
             weights = dropped_of(weights, (line + query[:, None]) * keys + key[None, :], seed_ptr, below)
@@ -116,7 +117,8 @@ def flash_fwd_kernel(
     out_ptr += (batch * queries * heads + head) * VALUE_DIM
     store_tile(out_ptr, query, heads * VALUE_DIM, values / total[:, None], inside, VALUE_DIM, VALUE_WIDTH)
     if lse_ptr is not None:
-        tl.store(lse_ptr + line + query, (largest + tl.log2(total)) / LOG2_E, mask=inside)
+        lse = largest + tl.log2(total) / LOG2_E if SCALED else (largest + tl.log2(total)) / LOG2_E
+        tl.store(lse_ptr + line + query, lse, mask=inside)
     if stats_ptr is not None:
         tl.store(stats_ptr + (line + query) * 2, tl.where(seen, largest, 0.0), mask=inside)
         tl.store(stats_ptr + (line + query) * 2 + 1, tl.where(seen, 1 / total, 0.0), mask=inside)

@@ -30,11 +30,11 @@ from torch import Tensor
 from tilestack.contract.launch import launch
 from tilestack.kernels.attention.documents import document_of
 from tilestack.kernels.attention.scores import (
-    LOG2_E,
     NO_TERMS,
     Rules,
     Terms,
     at_step,
+    exponential,
     keys_seen_by,
     load_queries,
     load_tile,
@@ -70,7 +70,7 @@ def softmax_and_gradient(
         blocks_ptr, tiles_ptr, mask_at, first_query, first_key,
         FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS, BLOCK_Q, BLOCK_K,
     )  # fmt: skip
-    weights = tl.exp2(scores - largest[:, None]) * share[:, None]
+    weights = exponential(scores - largest[:, None], SCALED) * share[:, None]
     dweights = tl.dot(grad, tl.trans(v), input_precision="ieee", out_dtype=ACC)
     if seed_ptr is not None:
         dweights = dropped_of(dweights, (line + query[:, None]) * keys + key[None, :], seed_ptr, below)
@@ -238,7 +238,7 @@ def flash_bwd_keys_kernel(
                 blocks_ptr, tiles_ptr, mask_at, first_query, first_key,
                 FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS, BLOCK_Q, BLOCK_K,
             )  # fmt: skip
-            weights = tl.exp2(scores - largest[None, :]) * share[None, :]
+            weights = exponential(scores - largest[None, :], SCALED) * share[None, :]
             dropped = weights
             dweights = tl.dot(v, tl.trans(grad), input_precision="ieee", out_dtype=ACC)
             if seed_ptr is not None:
@@ -250,8 +250,8 @@ def flash_bwd_keys_kernel(
             dk = add_product(dk, dscores.to(q.dtype), q)
     dk_ptr += (batch * keys * kv_heads + kv_head) * DIM
     dv_ptr += (batch * keys * kv_heads + kv_head) * VALUE_DIM
-    # Queries that were SCALED have the scale in them, and besides what took it to the cap, or to powers of two.
-    dk *= SCALE if not SCALED else 1 / LOG2_E if SOFTCAP is None else SOFTCAP
+    # Queries that were SCALED have the scale in them, and besides what took it to the cap.
+    dk *= SCALE if not SCALED else 1.0 if SOFTCAP is None else SOFTCAP
     store_tile(dk_ptr, key, kv_heads * DIM, dk, there, DIM, WIDTH)
     store_tile(dv_ptr, key, kv_heads * VALUE_DIM, dv, there, VALUE_DIM, VALUE_WIDTH)
 

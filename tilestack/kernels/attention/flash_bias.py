@@ -18,7 +18,16 @@ from torch import Tensor
 from tilestack.contract.launch import launch
 from tilestack.kernels.attention.documents import document_of
 from tilestack.kernels.attention.flash_backward import softmax_and_gradient
-from tilestack.kernels.attention.scores import LOG2_E, Rules, Terms, load_queries, load_tile, tile_length, width_of
+from tilestack.kernels.attention.scores import (
+    LOG2_E,
+    Rules,
+    Terms,
+    exponential,
+    load_queries,
+    load_tile,
+    tile_length,
+    width_of,
+)
 from tilestack.kernels.tiles import accumulator, cdiv
 
 
@@ -120,11 +129,11 @@ def bias_gradient(
 @triton.jit
 def sinks_bwd_kernel(
     sinks_ptr, stats_ptr, delta_ptr, dsinks_ptr,  # [heads], [B, heads, S, 2], [B, heads, S], [heads]
-    batches, heads, queries, ACC: tl.constexpr, ROWS: tl.constexpr,
+    batches, heads, queries, SCALED: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads,)."""
     head = tl.program_id(0)
-    sink = tl.load(sinks_ptr + head).to(ACC) * LOG2_E
+    sink = tl.load(sinks_ptr + head).to(ACC) * (1.0 if SCALED else LOG2_E)
     total = tl.zeros([ROWS], ACC)
     for batch in range(batches):
         line = (tl.cast(batch, tl.int64) * heads + head) * queries
@@ -134,16 +143,18 @@ def sinks_bwd_kernel(
             largest = tl.load(stats_ptr + (line + query) * 2, mask=inside, other=0.0)
             share = tl.load(stats_ptr + (line + query) * 2 + 1, mask=inside, other=0.0)
             delta = tl.load(delta_ptr + line + query, mask=inside, other=0.0)
-            total -= tl.exp2(sink - largest) * share * delta
+            total -= exponential(sink - largest, SCALED) * share * delta
     tl.store(dsinks_ptr + head, tl.sum(total, 0).to(dsinks_ptr.dtype.element_ty))
 
 
-def sinks_gradient(sinks: Tensor | None, stats: Tensor, delta: Tensor) -> Tensor | None:
+def sinks_gradient(sinks: Tensor | None, stats: Tensor, delta: Tensor, scaled: bool) -> Tensor | None:
     if sinks is None:
         return None
     dsinks = torch.empty(sinks.shape, dtype=sinks.dtype, device=sinks.device)
     batch, heads, queries = delta.shape
     rows = tile_length(queries, 1024)
     acc = accumulator(stats.dtype)
-    launch(sinks_bwd_kernel, (heads,), sinks, stats, delta, dsinks, batch, heads, queries, ACC=acc, ROWS=rows)
+    launch(
+        sinks_bwd_kernel, (heads,), sinks, stats, delta, dsinks, batch, heads, queries, SCALED=scaled, ACC=acc, ROWS=rows
+    )  # fmt: skip
     return dsinks

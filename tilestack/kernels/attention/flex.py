@@ -92,7 +92,10 @@ def flex_backward_from_stats(
     terms = Terms.of(slopes, bias, blocks, tiles, seed, dropout)
     *gradients, delta = flash_gradients(grad_out, grad_lse, q, k, v, bounds, out, stats, rules, terms)
     wanted = dict(zip(ops.flex_attention.tensors, needs, strict=True))
-    dsinks = sinks_gradient(None if sinks is None else sinks.contiguous(), stats, delta) if wanted["sinks"] else None
+    scaled = rules.constants(q.dtype)["SCALED"]
+    dsinks = (
+        sinks_gradient(None if sinks is None else sinks.contiguous(), stats, delta, scaled) if wanted["sinks"] else None
+    )
     dbias = bias_gradient(grad_out, q, k, v, bounds, stats, delta, rules, terms) if wanted["bias"] else None
     return *gradients, None, dsinks, None, dbias, None, None, None
 

@@ -2,7 +2,9 @@
 
     products = q kᵀ  ─scale, cap─▶  − slope · distance  ─▶  + bias  ─▶  -inf where a key is not seen
 
-Scores are in powers of two, log₂ e being in the scale. A tile is [queries, keys] or its transpose: what belongs to its sides
+Of halves, scores are in powers of two, log₂ e being in the scale: a multiplication less for each. In wider formats queries are
+SCALED before the product and scores are natural, as in the definition, whose roundings are then all there are: with log₂ e in
+them, queries would be rounded once more, and of scores in the thousands that is what gradients see. A tile is [queries, keys] or its transpose: what belongs to its sides
 comes broadcast against each other. `Rules` are constants of a kernel, `Terms` are tensors, and what is None costs nothing.
 Of a mask by blocks (ops/block_mask.py), a kernel walks over lists of the blocks that are seen.
 """
@@ -49,6 +51,12 @@ def load_queries(ptr, row, row_stride, dim_stride, there, FACTOR: tl.constexpr, 
 
 
 @triton.jit
+def exponential(difference, SCALED: tl.constexpr):
+    """What a difference of scores stands for: e to its power where they are natural, else 2 to it."""
+    return tl.exp2(difference * LOG2_E) if SCALED else tl.exp2(difference)
+
+
+@triton.jit
 def masked_scores(
     products, query, key, start, end, offset, queries, keys,
     slopes_ptr, slope_at, bias_ptr, bias_at, bias_stride, bias_key_stride,
@@ -56,17 +64,18 @@ def masked_scores(
     FACTOR: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
     DOCUMENTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(scores in powers of two, what a gradient is multiplied by on its way back through the cap).
+    """(scores, what a gradient is multiplied by on its way back through the cap).
 
     `start` and `end` are those of a query's document. `slope_at`, `bias_at` and `mask_at` are where those of a head begin; the tile begins at `first_query` and `first_key`.
     """
+    UNIT: tl.constexpr = 1.0 if SCALED else LOG2_E
     if not SCALED:
         products = products * FACTOR
     slope = 1.0
     scores = products
     if SOFTCAP is not None:
         bent = tanh_of(products, False)
-        scores, slope = bent * (SOFTCAP * LOG2_E), (1 - bent) * (1 + bent)
+        scores, slope = bent * (SOFTCAP * UNIT), (1 - bent) * (1 + bent)
     seen = (query < queries) & (key < keys)
     ahead = key - query - offset
     if CAUSAL:
@@ -78,11 +87,11 @@ def masked_scores(
     if DOCUMENTS:
         seen = seen & (key >= start) & (key < end)
     if slopes_ptr is not None:
-        steepness = tl.load(slopes_ptr + slope_at).to(scores.dtype) * LOG2_E
+        steepness = tl.load(slopes_ptr + slope_at).to(scores.dtype) * UNIT
         scores -= steepness * tl.abs(ahead).to(scores.dtype)
     if bias_ptr is not None:
         place = bias_at + query.to(tl.int64) * bias_stride + key.to(tl.int64) * bias_key_stride
-        scores += tl.load(bias_ptr + place, mask=seen, other=0.0).to(scores.dtype) * LOG2_E
+        scores += tl.load(bias_ptr + place, mask=seen, other=0.0).to(scores.dtype) * UNIT
     if blocks_ptr is not None:
         block = first_query // BLOCK_Q * tl.cdiv(keys, BLOCK_K) + first_key // BLOCK_K
         number = tl.load(blocks_ptr + mask_at + block).to(tl.int64)
@@ -156,15 +165,14 @@ class Rules(NamedTuple):
     window: int | None
     causal: bool
 
-    @property
-    def factor(self) -> float:
-        """Of products of queries and keys, scores are this many times as large, before a cap and in powers of two after."""
-        return self.scale * LOG2_E.value if self.softcap is None else self.scale / self.softcap
-
     def constants(self, dtype: torch.dtype) -> dict:
+        scaled = dtype == widened(dtype)  # a half would be rounded
+        unit = 1.0 if scaled else LOG2_E.value
         return dict(
-            FACTOR=self.factor,
-            SCALED=dtype == widened(dtype),  # a half would be rounded
+            FACTOR=self.scale * unit
+            if self.softcap is None
+            else self.scale / self.softcap,  # of products, before a cap
+            SCALED=scaled,
             SOFTCAP=self.softcap,
             WINDOW=self.window,
             CAUSAL=self.causal,

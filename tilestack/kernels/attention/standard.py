@@ -24,6 +24,7 @@ from tilestack.kernels.attention.documents import document_bounds, document_of
 from tilestack.kernels.attention.ladder import takes
 from tilestack.kernels.attention.scores import (
     Rules,
+    exponential,
     keys_seen_by,
     load_queries,
     load_tile,
@@ -98,14 +99,14 @@ def scores_kernel(
 
 
 @triton.jit
-def softmax_kernel(scores_ptr, rows, keys, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Grid (tiles of rows,): each over all its scores, which are powers of two."""
+def softmax_kernel(scores_ptr, rows, keys, SCALED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Grid (tiles of rows,): each over all its scores."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     key = tl.arange(0, WIDTH)[None, :]
     inside = (row < rows) & (key < keys)
     scores = tl.load(scores_ptr + row * keys + key, mask=inside, other=float("-inf"))
     largest = tl.max(scores, 1, keep_dims=True)
-    weights = tl.exp2(scores - tl.where(largest == float("-inf"), 0.0, largest))
+    weights = exponential(scores - tl.where(largest == float("-inf"), 0.0, largest), SCALED)
     total = tl.sum(weights, 1, keep_dims=True)
     tl.store(scores_ptr + row * keys + key, weights / tl.where(total == 0, 1.0, total), mask=inside)
 
@@ -177,7 +178,7 @@ def blocked_fwd_kernel(
         scores = tile_of_scores(
             q, k, query, key, start, end, offset, queries, keys, ACC, FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS
         )
-        weights = tl.exp2(scores - largest[:, None])
+        weights = exponential(scores - largest[:, None], SCALED)
         total += tl.sum(weights, 1)
         v = load_tile(v_ptr, key, v_stride, v_dim_stride, there, VALUE_DIM, VALUE_WIDTH)
         values = add_product(values, weights.to(v.dtype), v)
@@ -221,7 +222,10 @@ def standard_attention(
         **rules.constants(q.dtype), **tile, DIM=dim, WIDTH=width_of(dim),
     )  # fmt: skip
     rows, (height, width, warps) = batch * heads * queries, tile_of_rows(keys)
-    launch(softmax_kernel, (cdiv(rows, height),), scores, rows, keys, ROWS=height, WIDTH=width, num_warps=warps)
+    launch(
+        softmax_kernel, (cdiv(rows, height),), scores, rows, keys,
+        SCALED=rules.constants(q.dtype)["SCALED"], ROWS=height, WIDTH=width, num_warps=warps,
+    )  # fmt: skip
     launch(
         average_kernel, (grid[0], grid[2]), scores, v, out, queries, keys, heads, *v.stride(),
         **tile, DIM=value_dim, WIDTH=width_of(value_dim),
