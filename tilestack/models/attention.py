@@ -11,9 +11,9 @@ from torch import Tensor
 from tilestack.models.config import ModelConfig
 from tilestack.models.context import AttentionLayer, Context, TurningContext
 from tilestack.models.norm import Norm
-from tilestack.models.rotary import Angles
 from tilestack.nn import Linear
 from tilestack.nn.qkv import split_and_turn
+from tilestack.nn.rotary import Angles
 
 
 @dataclass(frozen=True)

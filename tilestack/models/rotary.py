@@ -1,55 +1,12 @@
-"""The cosines and sines of RoPE that a decoder's layers share: of every position that a model is made for, and grown when
-a text is longer still."""
-
-from typing import Any
+"""The tables of RoPE that a decoder's layers share, of every position that a model is made for."""
 
 import torch
 from torch import Tensor
 
 from tilestack.models.config import ModelConfig
-from tilestack.ops.rope import frequencies, tables
+from tilestack.nn.rotary import Angles, RotaryTable
 
 MOST_AT_FIRST = 2**20  # positions; files may claim any number
-
-Angles = tuple[Tensor, Tensor]  # cosines and sines, [positions, pairs]
-
-
-class RotaryTable(torch.nn.Module):
-    """Of one set of frequencies: the positions 0, 1, … in float32, whatever the dtype of the model around them.
-
-    `text` is the length of text that the frequencies are for, where that matters to them.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, dim: int, base: float, scaling: dict[str, Any] | None, length: int, text: int | None = None):
-        super().__init__()
-        self.dim, self.base, self.scaling, self.text = dim, base, scaling, text
-        self.build(length, torch.get_default_device())
-
-    def compute(self, length: int, device: torch.device, text: int | None) -> Angles:
-        frequency, scale = frequencies(self.dim, self.base, self.scaling, text)
-        return tables(frequency.to(device), length, scale)
-
-    def build(self, length: int, device: torch.device) -> None:
-        cos, sin = self.compute(length, device, self.text)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-
-    def forward(self, length: int) -> Angles:
-        """Of at least `length` positions."""
-        if length > self.cos.shape[0]:
-            self.build(max(length, 2 * self.cos.shape[0]), self.cos.device)
-        return self.cos, self.sin
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "RotaryTable":
-        """Follow the model to its device, but not to its dtype; what was on `meta` has values from now on."""
-        empty = self.cos.is_meta
-        super()._apply(fn, recurse)
-        if empty or self.cos.dtype != torch.float32:
-            self.build(self.cos.shape[0], self.cos.device)
-        return self
 
 
 class Rotary(torch.nn.Module):

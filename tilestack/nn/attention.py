@@ -1,7 +1,7 @@
 """Attention as models ask for it: with a mask or without, in PyTorch's module, and as transformers' `attn_implementation`.
 
 attend                what the others call: `ops.attention`, or `ops.flex_attention` where scores or weights are changed
-MultiheadAttention    PyTorch's module on it
+MultiheadAttention    PyTorch's module on it; `Attention`, a decoder's, is in rotary_attention.py
 register_attention    transformers.AutoModelForCausalLM.from_pretrained(..., attn_implementation="tilestack") after it
 """
 
@@ -21,7 +21,9 @@ def attend(
     v: Tensor,
     mask: Tensor | None = None,
     *,
+    cu_seqlens: Tensor | None = None,
     causal: bool = False,
+    window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -33,12 +35,13 @@ def attend(
     Weights are dropped by a seed from PyTorch's generator.
     """
     if mask is None and sinks is None and not dropout:
-        return ops.attention(q, k, v, causal=causal, scale=scale, softcap=softcap)
+        return ops.attention(q, k, v, cu_seqlens, causal=causal, window=window, scale=scale, softcap=softcap)
     bias = None if mask is None else added_to_scores(mask, q.dtype)
     seed = torch.randint(2**62, (), device=q.device) if dropout else None
     out, _ = ops.flex_attention(
-        q, k, v, sinks=sinks, bias=bias, seed=seed, causal=causal, scale=scale, softcap=softcap, dropout=dropout
-    )
+        q, k, v, cu_seqlens, sinks=sinks, bias=bias, seed=seed,
+        causal=causal, window=window, scale=scale, softcap=softcap, dropout=dropout,
+    )  # fmt: skip
     return out
 
 
