@@ -5,8 +5,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from made_up import MACHINE, contest, row, small_result
 
+from tilestack import ops
+from tilestack.contract.cases import Make
+from tilestack.lab.bench import kernel_lender
 from tilestack.lab.generated import stale_tables, update_tables
 from tilestack.lab.measured import Result, contests, results_under
 from tilestack.lab.mutation_results import code_hash
@@ -112,6 +116,19 @@ def test_a_borrowed_kernel_wins_nothing_and_says_whose_it_is(tmp_path):
     written = [line[7] for line in cells(table("operator imaginary attention", tmp_path))[2:]]
     assert written == ["1.25× aten (no win: this is cuDNN's kernel)", "**1.25×** aten"]
     assert cells(table("headline imaginary", tmp_path))[2][7] == "1 of 1"
+
+
+def test_a_row_that_says_whose_kernel_it_measured_is_believed(tmp_path):
+    rows = [row | {"backend": {"triton": "gluon"}.get(row["backend"], row["backend"])} for row in contest("attention", "c", 80.0, {"aten": 100.0})]  # fmt: skip
+    for lender, said in {"": "**1.25×** aten", "cuBLAS": "1.25× aten (no win: this is cuBLAS's kernel)"}.items():
+        save(tmp_path, replace(small_result(), rows=[row | {"lender": lender} for row in rows]))
+        assert [line[7] for line in cells(table("operator imaginary attention", tmp_path))[2:]] == [said]
+
+
+@pytest.mark.parametrize(("dim", "direction", "lender"), [(64, "forward", ""), (128, "forward", "cuDNN"), (128, "backward", "")])  # fmt: skip
+def test_a_configuration_says_whose_kernel_it_runs(dim, direction, lender):
+    heads = Make(torch.bfloat16, "meta").normal(1, 128, 2, dim)
+    assert kernel_lender(ops.attention, "gluon", ops.attention.bind(q=heads, k=heads, v=heads), direction) == lender
 
 
 def test_rows_of_an_older_source_are_marked_with_their_commit(root):

@@ -25,8 +25,9 @@ from tilestack.contract.autograd import gradient_of_definition
 from tilestack.contract.backends import family_of, interpreting, usable
 from tilestack.contract.cases import Make
 from tilestack.contract.library import memory_of
+from tilestack.contract.named import call_named
 from tilestack.contract.operator import as_tuple
-from tilestack.contract.registry import load_kernels
+from tilestack.contract.registry import configuration, load_kernels
 from tilestack.lab import results
 from tilestack.lab.machine import stamp
 from tilestack.lab.peers import COMPILED, LIBRARIES, Peer, is_peer, peers_of
@@ -191,12 +192,22 @@ def compare(subject: Subject, backends: Sequence[str] | None, device: str, roofs
         found = [figures(blank(direction, name), timings[name], flops, moved, roofs) for name in timings]
         for row in found:
             row.source = present_source(row.op, row.backend)
+            row.lender = kernel_lender(operator, row.backend, arguments, direction)
         set_ratios(found)
         yield found
         if device == "cuda":
             torch.cuda.empty_cache()
     if set(COMPILED) & set(names):
         torch.compiler.reset()  # or every case would add to what the compiler keeps
+
+
+def kernel_lender(operator: Operator, name: str, arguments: dict[str, Any], direction: str) -> str:
+    """Whose kernel a backend's forward runs where the configuration of the call says so; empty where it is its own."""
+    implementation = operator.implementations.get(name)
+    if implementation is None or direction != "forward":
+        return ""
+    lender = getattr(configuration(implementation, arguments, name, with_gradient=False), "lender", None)
+    return call_named(lender, arguments) if lender else ""
 
 
 def refusal(operator: Operator, name: str, peers: dict[str, Peer], arguments: dict[str, Any], direction: str) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 
 from tilestack.contract import operators
 from tilestack.lab.labels import case_label
-from tilestack.lab.peers import BORROWED, is_peer
+from tilestack.lab.peers import is_peer
 from tilestack.lab.results import load_all
-from tilestack.lab.rows import EQUAL, FASTER, SLOWER, Stored, times_faster, verdict
+from tilestack.lab.rows import EQUAL, FASTER, SLOWER, Stored, lender_of, times_faster, verdict
 from tilestack.lab.stale import is_current
 
 DEFINITION = "torch"  # the definition run eagerly: shown, but no peer to be proud of beating
@@ -92,7 +92,7 @@ class Contest:
     @property
     def borrowed(self) -> str:
         """Whose kernel our fastest backend runs, where that is not ours."""
-        return BORROWED.get((self.op, self.ours["backend"], self.direction), "") if self.ours else ""
+        return lender_of(self.ours) if self.ours else ""
 
     @property
     def stale(self) -> bool:

@@ -143,7 +143,8 @@ OF_OPTIMIZERS = ("fused", "foreach", "torch.optim")
 OF_TRAINING = ("plain", "plain-compile", "transformers", "transformers-compile", "transformers-liger")
 PEERS = (*OF_OPERATORS, *OF_OPTIMIZERS, *OF_TRAINING)
 
-# Where a backend of ours runs another's kernel, there is nothing to win against it: (operator, backend, direction).
+# Where a backend of ours ran another's kernel, there is nothing to win against it: (operator, backend, direction) of rows that
+# do not say whose kernel they measured.
 BORROWED = {("attention", "gluon", "forward"): "cuDNN"}
 
 

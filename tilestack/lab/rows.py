@@ -38,6 +38,7 @@ class Row:
     how: str = ""
     note: str = ""
     source: str = ""  # hash of the source that was measured, where that is ours
+    lender: str | None = None  # whose kernel ran, empty where it is the backend's own; None where nobody noted it
 
     def as_dict(self) -> Stored:
         return asdict(self)
@@ -67,9 +68,15 @@ def times_faster(time_us: float, peer_us: float | None) -> float | None:
     return (peer_us or 0.0) / time_us
 
 
+def lender_of(row: Stored) -> str:
+    """Whose kernel a row measured, where that is not the backend's own."""
+    noted = row.get("lender")
+    return BORROWED.get((row["op"], row["backend"], row["direction"]), "") if noted is None else noted
+
+
 def verdict(ours: Stored, peer: Stored) -> str:
     """How a timed row stands against a timed peer, in a word."""
-    if BORROWED.get((ours["op"], ours["backend"], ours["direction"])):
+    if lender_of(ours):
         return SAME_KERNEL
     if quartiles := ours.get("ratio_quartiles"):
         return verdict_of_rounds(*quartiles)
