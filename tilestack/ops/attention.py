@@ -265,7 +265,7 @@ def attention_key(
             (64, 1, 4096, 32, 8, 128, 128, "causal"),  # one step of decoding
             (2, 4096, 4096, 16, 16, 192, 128, "causal"),  # DeepSeek-V2-Lite
             (32, 1024, 1024, 8, 4, 64, 64, "causal"),  # recipes/demo-gpu.toml
-            (8, 4096, 4096, 32, 8, 64, 64, "causal"),  # Llama-3.2-1B
+            (2, 4096, 4096, 32, 8, 64, 64, "causal"),  # Llama-3.2-1B
             (2, 4096, 4096, 32, 32, 64, 64, "full"),
         ],
     ),

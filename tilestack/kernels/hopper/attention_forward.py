@@ -228,7 +228,7 @@ def attend_rows(
         gl.store(lse_ptr + line + query, (largest + gl.log2(sums)) * LN_2, mask=query < queries)
         total = warpgroup_mma_wait(0, deps=(total,))
         mbarrier.arrive(v_free.index(slot), count=1)
-        total = total / gl.convert_layout(sums, gl.SliceLayout(1, SUMS))[:, None]
+        total = total * gl.convert_layout(1 / sums, gl.SliceLayout(1, SUMS))[:, None]
         tma.store_wait(pendings=0)  # the last tile's has been read
         out_s.index(ME).reshape([ROWS, DIM]).store(total.to(q.dtype))
         fence_async_shared()
