@@ -70,9 +70,9 @@ def test_an_operator_names_what_its_speed_depends_on():
         ops.attention,
         ops.attention.bind(shape(4, queries, 16, 128), shape(4, 4096, 8, 128), shape(4, 4096, 8, 128), causal=causal),
     )
-    assert attention(True) == ("bfloat16", "6x12x12x7 causal")
-    assert attention(False) == ("bfloat16", "6x12x12x7 full")
-    assert attention(False, 1) == ("bfloat16", "6x0x12x7 full")
+    assert attention(True) == ("bfloat16", "6x12x12 dim128 causal")
+    assert attention(False) == ("bfloat16", "6x12x12 dim128 full")
+    assert attention(False, 1) == ("bfloat16", "6x0x12 dim128 full")
 
 
 @pytest.mark.usefixtures("outside")

@@ -195,12 +195,13 @@ def attention_key(
 ) -> tuple[int | str, ...]:
     batch, queries, heads, dim = q.shape
     words = (
+        f"dim{dim}",  # nothing is known of one size of head from another, whose kernels are others
         "causal" if causal else "full",
         "" if cu_seqlens is None else "documents",
         "" if window is None else "window",
         "" if softcap is None else "capped",
     )
-    return batch * heads, queries, k.shape[1], dim, *words
+    return batch * heads, queries, k.shape[1], *words
 
 
 @operator(

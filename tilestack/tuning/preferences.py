@@ -8,7 +8,7 @@ of the operator's `tuning_key` and its words (the first tensor's elements and la
 
     {"softmax": {"default": ["triton", "aten"], "bfloat16": {"25x12": ["triton", "aten"]},
                  "bfloat16 forward": {"25x12": ["aten", "triton"]}},
-     "attention": {"default": ["aten"], "bfloat16": {"6x12x12x7 causal": ["gluon", "aten"]}}}
+     "attention": {"default": ["aten"], "bfloat16": {"6x12x12 dim128 causal": ["gluon", "aten"]}}}
 
 Between the sizes that were measured the nearest bucket with the same words speaks. A GPU without a table runs Triton where
 there is a choice, except for what PyTorch's libraries are known to do best.
