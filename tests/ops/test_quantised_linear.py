@@ -117,19 +117,29 @@ def test_scales_that_do_not_fit_are_refused(change, message):
 
 @pytest.mark.parametrize("by", ["rows", "blocks"])
 @pytest.mark.parametrize("turned_by", ["rows", "blocks"])
-@pytest.mark.parametrize("shape", [(130, 40), (64, 260)])
-def test_a_tile_is_written_both_ways(by, turned_by, shape):
-    """In int8, which the interpreter rounds to as a GPU does; the kernel is that of fp8."""
+@pytest.mark.parametrize("shape", [(130, 40), (64, 260), (144, 272), (2, 160, 16), (3, 131, 5)])
+@pytest.mark.parametrize("lies", [torch.Tensor.contiguous, lambda x: x.mT.contiguous().mT], ids=["rows", "columns"])
+def test_a_tile_is_written_both_ways(by, turned_by, shape, lies):
+    """In int8, which the interpreter rounds to as a GPU does; the kernels are those of fp8. One tile holds an infinity."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    codes, scale, turned, turned_scale = code_tiles(x.T.contiguous().T, by, turned_by, torch.int8)
+    x[..., -1, -1] = torch.inf
+    codes, scale, turned, turned_scale = code_tiles(lies(x), by, turned_by, torch.int8)
     for made, kind, (wanted, wanted_scale) in (
         ((codes, scale), by, codes_by(x, by, torch.int8)),
-        ((turned, turned_scale), turned_by, codes_by(x.T, turned_by, torch.int8)),
+        ((turned, turned_scale), turned_by, codes_by(x.mT, turned_by, torch.int8)),
     ):
         assert made[0].is_contiguous(), kind
-        torch.testing.assert_close(made[1], wanted_scale)
+        torch.testing.assert_close(made[1], wanted_scale, equal_nan=True)
+        assert made[1].isnan().any(), kind
         assert (made[0].int() - wanted.int()).abs().max() <= 1  # ties may fall to either side
         assert (made[0] != wanted).float().mean() < 0.001
+
+
+def test_a_stack_is_coded_matrix_by_matrix():
+    stack = torch.randn(3, 40, 130, generator=torch.Generator().manual_seed(0))
+    made, each = ops.fp8_tiles(stack, "rows", "blocks"), [ops.fp8_tiles(x, "rows", "blocks") for x in stack]
+    for number, found in enumerate(made):
+        assert torch.equal(found.float(), torch.stack([tiles[number] for tiles in each]).float())
 
 
 def test_operands_of_training_are_what_fp8_products_take():
@@ -143,7 +153,11 @@ def test_operands_of_training_are_what_fp8_products_take():
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [((torch.ones(2, 0),), "not empty"), ((torch.ones(2, 3), "columns"), "shared by rows or blocks, not 'columns'")],
+    [
+        ((torch.ones(2, 0),), "not empty"),
+        ((torch.ones(3),), "a matrix, or a stack"),
+        ((torch.ones(2, 3), "columns"), "shared by rows or blocks, not 'columns'"),
+    ],
 )
 def test_tiles_that_make_no_sense_are_refused(given, message):
     with pytest.raises(ValueError, match=message):

@@ -1,5 +1,7 @@
 """A tile of 128 by 128 read once and written twice, as codes along its rows and, turned, along its columns.
 
+Where there are several matrices, programs of the grid's second dimension have one each.
+
     x                    codes              turned            scales by rows: each line of the tile has its own;
 +-------+   largest    +-------+          +---+               turned, each column of it. By blocks: one for the tile,
 |  →→→  |   of lines   |  8 bit|          | 8 |               both ways, and the codes are the same.
@@ -21,11 +23,14 @@ from tilestack.kernels.tiles import cdiv, wide
 from tilestack.ops.quantised import LARGEST_CODE
 from tilestack.ops.quantised_linear import BLOCK, E4M3
 
+VECTOR = 16  # elements
+STRIP = 32  # rows of a tile whose elements have an address each
+
 
 @triton.jit
 def code_tiles_kernel(
     x_ptr, codes_ptr, scale_ptr, turned_ptr, turned_scale_ptr,  # [rows, columns] twice, scales, [columns, rows], scales
-    rows, columns, stride_row, stride_column,
+    rows, columns, stride_matrix, stride_row, stride_column,
     BY_ROWS: tl.constexpr, TURNED_BY_ROWS: tl.constexpr, LARGEST_CODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(columns, BLOCK)
@@ -35,9 +40,12 @@ def code_tiles_kernel(
     # Offsets within a tile take half the registers of those from the start.
     first_row = tile_row.to(tl.int64) * BLOCK
     first_column = tile_column.to(tl.int64) * BLOCK
-    x_ptr += first_row * stride_row + first_column * stride_column
-    codes_ptr += first_row * columns + first_column
-    turned_ptr += first_column * rows + first_row
+    matrix = tl.program_id(1).to(tl.int64)
+    x_ptr += matrix * stride_matrix + first_row * stride_row + first_column * stride_column
+    codes_ptr += matrix * rows * columns + first_row * columns + first_column
+    turned_ptr += matrix * rows * columns + first_column * rows + first_row
+    scale_ptr += matrix * (rows if BY_ROWS else down) * across
+    turned_scale_ptr += matrix * (columns if TURNED_BY_ROWS else across) * down
     line = tl.arange(0, BLOCK)
     row = first_row + line
     column = first_column + line
@@ -65,16 +73,71 @@ def code_tiles_kernel(
     tl.store(turned_ptr + line[:, None] * rows + line[None, :], codes.T, mask=inside.T)
 
 
+@triton.jit
+def code_strips_kernel(
+    x_ptr, codes_ptr, scale_ptr, turned_ptr, turned_scale_ptr,  # as above
+    rows, columns, stride_matrix, stride_row, stride_column,
+    BY_ROWS: tl.constexpr, TURNED_BY_ROWS: tl.constexpr, LARGEST_CODE: tl.constexpr, BLOCK: tl.constexpr,
+    STRIP: tl.constexpr,
+):  # fmt: skip
+    """The same, some rows of the tile at a time, and from the cache once more when its scales are known: where rows are no
+    whole vectors each element has an address of its own, and a tile of them does not fit into registers."""
+    across = tl.cdiv(columns, BLOCK)
+    down = tl.cdiv(rows, BLOCK)
+    tile_row = tl.program_id(0) // across
+    tile_column = tl.program_id(0) % across
+    matrix = tl.program_id(1).to(tl.int64)
+    x_ptr += matrix * stride_matrix
+    codes_ptr += matrix * rows * columns
+    turned_ptr += matrix * rows * columns
+    scale_ptr += matrix * (rows if BY_ROWS else down) * across
+    turned_scale_ptr += matrix * (columns if TURNED_BY_ROWS else across) * down
+    column = tile_column.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    of_columns = tl.zeros([BLOCK], tl.float32)
+    for top in range(0, BLOCK, STRIP):
+        row = tile_row.to(tl.int64) * BLOCK + top + tl.arange(0, STRIP)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        x = tl.load(x_ptr + row[:, None] * stride_row + column[None, :] * stride_column, mask=inside, other=0)
+        size = magnitudes(wide(x))
+        of_columns = tl.maximum(of_columns, tl.max(size, 0))
+        if BY_ROWS:
+            scale = scale_of(tl.max(size, 1), LARGEST_CODE)
+            tl.store(scale_ptr + row * across + tile_column, scale, mask=row < rows)
+            codes = codes_of(wide(x), scale[:, None], codes_ptr.dtype.element_ty)
+            tl.store(codes_ptr + row[:, None] * columns + column[None, :], codes, mask=inside)
+    whole = scale_of(tl.max(of_columns, 0), LARGEST_CODE)
+    if not BY_ROWS:
+        tl.store(scale_ptr + tile_row * across + tile_column, whole)
+    if TURNED_BY_ROWS:
+        turned_scale = scale_of(of_columns, LARGEST_CODE)
+        tl.store(turned_scale_ptr + column * down + tile_row, turned_scale, mask=column < columns)
+    else:
+        turned_scale = tl.broadcast_to(whole, [BLOCK])
+        tl.store(turned_scale_ptr + tile_column * down + tile_row, whole)
+    for top in range(0, BLOCK, STRIP):
+        row = tile_row.to(tl.int64) * BLOCK + top + tl.arange(0, STRIP)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        x = wide(tl.load(x_ptr + row[:, None] * stride_row + column[None, :] * stride_column, mask=inside, other=0))
+        if not BY_ROWS:
+            codes = codes_of(x, whole, codes_ptr.dtype.element_ty)
+            tl.store(codes_ptr + row[:, None] * columns + column[None, :], codes, mask=inside)
+        codes = codes_of(x, turned_scale[None, :], codes_ptr.dtype.element_ty)
+        tl.store(turned_ptr + column[:, None] * rows + row[None, :], codes.T, mask=inside.T)
+
+
 def code_tiles(x: Tensor, by: str, turned_by: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (rows, columns), down, across = x.shape, cdiv(x.shape[0], BLOCK), cdiv(x.shape[1], BLOCK)
-    empty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=x.device)
-    codes, turned = empty((rows, columns), dtype), empty((columns, rows), dtype)
-    scale = empty((rows if by == "rows" else down, across), torch.float32)
-    turned_scale = empty((columns if turned_by == "rows" else across, down), torch.float32)
+    (*leading, rows, columns), matrices = x.shape, x[None] if x.ndim == 2 else x
+    down, across = cdiv(rows, BLOCK), cdiv(columns, BLOCK)
+    empty = lambda *sizes, dtype=torch.float32: torch.empty((*leading, *sizes), dtype=dtype, device=x.device)
+    codes, turned = empty(rows, columns, dtype=dtype), empty(columns, rows, dtype=dtype)
+    scale = empty(rows if by == "rows" else down, across)
+    turned_scale = empty(columns if turned_by == "rows" else across, down)
+    of_vectors = matrices.stride(2) == 1 and not any(n % VECTOR for n in (rows, columns, *matrices.stride()[:2]))
+    kernel, strip = (code_tiles_kernel, {}) if of_vectors else (code_strips_kernel, dict(STRIP=STRIP))
     launch(
-        code_tiles_kernel, (down * across,), x, codes, scale, turned, turned_scale, rows, columns, *x.stride(),
+        kernel, (down * across, len(matrices)), x, codes, scale, turned, turned_scale, rows, columns, *matrices.stride(),
         BY_ROWS=by == "rows", TURNED_BY_ROWS=turned_by == "rows", LARGEST_CODE=LARGEST_CODE[dtype], BLOCK=BLOCK,
-        num_warps=8,
+        num_warps=8, **strip,
     )  # fmt: skip
     return codes, scale, turned, turned_scale
 
