@@ -109,9 +109,14 @@ class MoE(torch.nn.Module):
 
     def product(self, rows: Tensor, weight: Tensor, adapter: Any, offsets: Tensor) -> Tensor:
         """Each row times its expert's weight, with what an adapter that is there and active adds to it."""
-        rows, weight, _ = lowered(rows, weight, None)
-        out = ops.grouped_linear(rows, weight, offsets)
+        (rows,) = lowered(rows)
+        out = self.base_product(rows, weight, offsets)
         return out if adapter is None or not adapter.active else out + adapter(rows, offsets)
+
+    def base_product(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        """The experts' own part; whoever computes it in another way, as fp8 does, replaces this."""
+        rows, weight = lowered(rows, weight)
+        return ops.grouped_linear(rows, weight, offsets)
 
     def update_bias(self, rate: float, tokens_per_expert: Tensor | None = None) -> None:
         """Move the router's bias by one step, from the loads given or else those of the last forward.

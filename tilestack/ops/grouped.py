@@ -16,7 +16,9 @@ def grouped_case(make, rows, groups, inner, columns, spread="uneven"):
 
 
 def ends(make, rows, groups, spread):
-    """Where groups end: drawn at random, all alike, all rows in the last but one of them, or some rows in none."""
+    """Where groups end: drawn at random, all alike, all rows in the last but one of them, or some rows in none, or no groups."""
+    if groups == 0:
+        return make.integers(0, high=1, dtype=torch.int32)
     if spread == "even":
         return (torch.arange(1, groups + 1, device=make.device) * rows // groups).int()
     if spread == "one":
@@ -42,7 +44,7 @@ def sizes_of(offsets: Tensor, rows: int) -> list[int]:
     """How many rows each group has, and how many are left that belong to none."""
     ends = [0, *offsets.tolist(), rows]
     if ends != sorted(ends):
-        raise ValueError(f"grouped_linear: offsets must rise up to at most the {rows} rows, but are {ends[1:-1]}")
+        raise ValueError(f"offsets must rise up to at most the {rows} rows, but are {ends[1:-1]}")
     return [end - start for start, end in itertools.pairwise(ends)]
 
 

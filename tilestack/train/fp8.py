@@ -9,6 +9,9 @@ Each adds up over another dimension, along which both its operands must lie, so 
 128 by 128: there is no largest number of the whole tensor to wait for, and a scale that few share lets gradients do with
 e4m3 too. What the backward needs of x and w is kept as codes, half of what bfloat16 takes.
 
+The experts of a mixture are the same three products, grouped: a row meets the weight of its expert, and dw is added up over
+each expert's rows.
+
 Weights, gradients and the optimizer stay in their own precision; embeddings and the head are left alone.
 """
 
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tilestack import ops
+from tilestack.nn import MoE
 from tilestack.nn.lora import LoRALinear
 from tilestack.train.execution import layers_of
 
@@ -25,44 +29,71 @@ MULTIPLE = 16  # what the tensor cores want rows and columns to be a multiple of
 
 
 def use_fp8(model: nn.Module, device: torch.device) -> None:
-    """Let the linear layers inside a model's layers compute in fp8, where their sizes allow it."""
+    """Let the layers of a model compute in fp8, on a GPU that has it."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         found = f"compute capability {torch.cuda.get_device_capability(device)}" if device.type == "cuda" else "a CPU"
         raise ValueError(
             f"precision.fp8 needs a GPU of compute capability 8.9 or newer (L4, H100, H200), and this is {found}; "
             "set precision.fp8 = false"
         )
+    compute_in_fp8(model)
+
+
+def compute_in_fp8(model: nn.Module) -> None:
+    """Put fp8 in the place of the products inside a model's layers, where their sizes allow it; on a CPU, by definitions."""
     for module in layers_of(model).modules():
-        if isinstance(module, nn.Linear) and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
+        if isinstance(module, nn.Linear) and suits(module.weight):
             # Beside an adapter, the frozen product alone is made in fp8: adapters are thin, and learn in float32.
             setattr(module, "base" if isinstance(module, LoRALinear) else "forward", functools.partial(linear, module))
+        elif isinstance(module, MoE) and suits(module.gate_up) and suits(module.down):
+            module.base_product = in_fp8  # type: ignore[method-assign]
+
+
+def suits(weight: Tensor) -> bool:
+    return not any(size % MULTIPLE for size in weight.shape[-2:])
 
 
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-    y = Product.apply(rows, module.weight) if len(rows) else rows.new_empty(0, module.out_features)
+    y = in_fp8(x.reshape(-1, x.shape[-1]), module.weight)
     y = y if module.bias is None else y + module.bias.to(y.dtype)
-    return y.view(*x.shape[:-1], -1)
+    return y.view(*x.shape[:-1], module.out_features)
 
 
-def product(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> Tensor:
-    """left [M, K] times the transpose of right [N, K], codes and their scales each."""
-    return ops.linear_fp8(left, right, left_scale, right_scale, dtype="bfloat16")
+def in_fp8(rows: Tensor, weight: Tensor, offsets: Tensor | None = None) -> Tensor:
+    """rows @ weight.T in bfloat16; with offsets, each row with the weight of its group, as `grouped_linear` has it."""
+    rows = rows.to(torch.bfloat16)
+    return Product.apply(rows, weight, offsets) if len(rows) else rows.new_empty(0, weight.shape[-2])
+
+
+def product(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, offsets: Tensor | None) -> Tensor:
+    """left [M, K] times the transpose of right [N, K], or of that of its group, codes and their scales each."""
+    if offsets is None:
+        return ops.linear_fp8(left, right, left_scale, right_scale, dtype="bfloat16")
+    return ops.grouped_linear_fp8(left, right, left_scale, right_scale, offsets, dtype="bfloat16")
 
 
 class Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx, x: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:  # type: ignore[override]
         x8, x_scale, *x_turned = ops.fp8_tiles(x, "rows", "blocks")
         weight8, weight_scale, *weight_turned = ops.fp8_tiles(weight, "blocks", "blocks")
         learns = ctx.needs_input_grad[1]  # what is frozen, beside an adapter, needs no x
-        ctx.save_for_backward(*weight_turned, *(x_turned if learns else ()))
+        ctx.save_for_backward(offsets, *weight_turned, *(x_turned if learns else ()))
         ctx.dtype = weight.dtype
-        return product(x8, x_scale, weight8, weight_scale)
+        return product(x8, x_scale, weight8, weight_scale, offsets)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        weight_turned, weight_scale, *x_turned = ctx.saved_tensors
+        offsets, weight_turned, weight_scale, *x_turned = ctx.saved_tensors
         grad8, grad_scale, *grad_turned = ops.fp8_tiles(grad, "rows", "rows")
-        dx = product(grad8, grad_scale, weight_turned, weight_scale) if ctx.needs_input_grad[0] else None
-        return dx, product(*grad_turned, *x_turned).to(ctx.dtype) if x_turned else None
+        dx = product(grad8, grad_scale, weight_turned, weight_scale, offsets) if ctx.needs_input_grad[0] else None
+        dweight = gradient_of_weight(grad_turned, x_turned, offsets).to(ctx.dtype) if x_turned else None
+        return dx, dweight, None
+
+
+def gradient_of_weight(grad: list[Tensor], x: list[Tensor], offsets: Tensor | None) -> Tensor:
+    """dyᵀ x from the codes and scales of both, turned: [N, K], or that of each group."""
+    (grad8, grad_scale), (x8, x_scale) = grad, x
+    if offsets is None:
+        return product(grad8, grad_scale, x8, x_scale, None)
+    return ops.grouped_outer_fp8(grad8, x8, grad_scale, x_scale, offsets, dtype="bfloat16")

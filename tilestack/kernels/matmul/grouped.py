@@ -43,23 +43,27 @@ def spans_of_groups(ends_ptr, M, groups, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def span_of_tile(tile, ends_ptr, M, groups, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(group, first row, where the group ends) of the tile with this number; behind the last tile, a group that is not there."""
+    g = tl.arange(0, GROUPS)
+    starts, ends = spans_of_groups(ends_ptr, M, groups, GROUPS)
+    tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
+    done = tl.cumsum(tiles, 0) <= tile  # the groups that end before this tile
+    group = tl.sum(done.to(tl.int32), 0)
+    first_row = tl.sum(tl.where(g == group, starts, 0), 0)
+    first_row += (tile - tl.sum(tl.where(done, tiles, 0), 0)) * BLOCK_M
+    return group, first_row, tl.sum(tl.where(g == group, ends, 0), 0)
+
+
+@triton.jit
 def grouped_linear_fwd_kernel(
     a_ptr, b_ptr, ends_ptr, c_ptr,  # [M, K], [groups, K, N], [groups], [M, N]
     M, N, K, a_stride_m, a_stride_k, b_stride_g, b_stride_k, b_stride_n, groups,
     GROUPS: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    g = tl.arange(0, GROUPS)
-    starts, ends = spans_of_groups(ends_ptr, M, groups, GROUPS)
-    tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
-    tiles_so_far = tl.cumsum(tiles, 0)
-    tile = tl.program_id(0)
-    done = tiles_so_far <= tile  # the groups that end before this tile
-    group = tl.sum(done.to(tl.int32), 0)
+    group, first_row, end = span_of_tile(tl.program_id(0), ends_ptr, M, groups, GROUPS, BLOCK_M)
     if group > groups:
         return
-    first_row = tl.sum(tl.where(g == group, starts, 0), 0)
-    first_row += (tile - tl.sum(tl.where(done, tiles, 0), 0)) * BLOCK_M
-    end = tl.sum(tl.where(g == group, ends, 0), 0)
     K = tl.where(group < groups, K, 0)  # rows past the last group are multiplied with nothing
     m = first_row.to(tl.int64) + tl.arange(0, BLOCK_M)[:, None]
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -129,14 +133,17 @@ def blocks(dtype: torch.dtype, *sizes: int) -> tuple[int, int, int, int]:
     return block if all(size >= block[0] for size in sizes) else (32, 32, min(32, block[2]), 4)
 
 
+def most_tiles(rows: int, groups: int, block: int) -> int:
+    """How many there are if each group, and what is left past the last of them, ends with a tile of one row."""
+    return min(rows, (rows + (groups + 1) * (block - 1)) // block)
+
+
 def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """a[rows of group g] @ b[g], for operands of any strides; zero in rows of no group."""
     (M, K), (groups, _, N) = a.shape, b.shape
     c = torch.empty((M, N), dtype=a.dtype, device=a.device)
-    block_m, block_n, block_k, warps = blocks(a.dtype, M // groups, N)
-    # If each group, and what is left past the last of them, ended with a tile of one row.
-    most_tiles = min(M, (M + (groups + 1) * (block_m - 1)) // block_m)
-    grid = most_tiles, cdiv(N, block_n)
+    block_m, block_n, block_k, warps = blocks(a.dtype, M // max(groups, 1), N)
+    grid = most_tiles(M, groups, block_m), cdiv(N, block_n)
     launch(
         grouped_linear_fwd_kernel, grid, a, b, offsets.contiguous(), c, M, N, K, *a.stride(), *b.stride(), groups,
         GROUPS=next_power(groups + 1), ACC=accumulator(a.dtype), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,

@@ -32,6 +32,35 @@ OPERANDS = dict(x=(E4M3,), weight=(E4M3,), x_scale=HALVES_AND_SINGLE, weight_sca
 
 
 @triton.jit
+def add_up_blocks(
+    a_ptr, b_ptr, a_scale_ptr, b_scale_ptr,  # of the first step: [BLOCK_M, BLOCK_K], [BLOCK_K, BLOCK_N], [BLOCK_M, 1], one
+    a_inside, b_inside, K, a_stride_k, b_stride_k,
+    BY_BLOCKS: tl.constexpr, OF_A_BLOCK: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile's sums over K, with their scales where blocks have them."""
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if EVEN_K:
+            a = tl.load(a_ptr, mask=a_inside, other=0.0)
+            b = tl.load(b_ptr, mask=b_inside, other=0.0)
+        else:
+            left = K - start
+            a = tl.load(a_ptr, mask=a_inside & (k[None, :] < left), other=0.0)
+            b = tl.load(b_ptr, mask=(k[:, None] < left) & b_inside, other=0.0)
+        part = tl.dot(a, b)
+        if BY_BLOCKS:
+            block = start // OF_A_BLOCK
+            a_scale = tl.load(a_scale_ptr + block, mask=a_inside, other=0).to(tl.float32)
+            part *= a_scale * tl.load(b_scale_ptr + block).to(tl.float32)
+        total += part
+        a_ptr += tl.cast(a_stride_k, tl.int64) * BLOCK_K
+        b_ptr += tl.cast(b_stride_k, tl.int64) * BLOCK_K
+    return total
+
+
+@triton.jit
 def fp8_product_kernel(
     a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, c_ptr,  # [M, K], [K, N], scales, [N] or None, [M, N]
     M, N, K, a_stride_m, a_stride_k, b_stride_k, b_stride_n, a_scale_stride, b_scale_stride,
@@ -44,24 +73,10 @@ def fp8_product_kernel(
     k = tl.arange(0, BLOCK_K).to(tl.int64)
     a_ptr += m * a_stride_m + k[None, :] * a_stride_k
     b_ptr += k[:, None] * b_stride_k + n * b_stride_n
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        if EVEN_K:
-            a = tl.load(a_ptr, mask=m < M, other=0.0)
-            b = tl.load(b_ptr, mask=n < N, other=0.0)
-        else:
-            left = K - start
-            a = tl.load(a_ptr, mask=(m < M) & (k[None, :] < left), other=0.0)
-            b = tl.load(b_ptr, mask=(k[:, None] < left) & (n < N), other=0.0)
-        part = tl.dot(a, b)
-        if BY_BLOCKS:
-            block = start // OF_A_BLOCK
-            a_scale = tl.load(a_scale_ptr + m * a_scale_stride + block, mask=m < M, other=0).to(tl.float32)
-            b_scale = tl.load(b_scale_ptr + tile_n * BLOCK_N // OF_A_BLOCK * b_scale_stride + block).to(tl.float32)
-            part *= a_scale * b_scale
-        total += part
-        a_ptr += tl.cast(a_stride_k, tl.int64) * BLOCK_K
-        b_ptr += tl.cast(b_stride_k, tl.int64) * BLOCK_K
+    total = add_up_blocks(
+        a_ptr, b_ptr, a_scale_ptr + m * a_scale_stride, b_scale_ptr + tile_n * BLOCK_N // OF_A_BLOCK * b_scale_stride,
+        m < M, n < N, K, a_stride_k, b_stride_k, BY_BLOCKS, OF_A_BLOCK, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     if not BY_BLOCKS:
         a_scale = tl.load(a_scale_ptr + m * a_scale_stride, mask=m < M, other=0).to(tl.float32)
         total *= a_scale * tl.load(b_scale_ptr + n * b_scale_stride, mask=n < N, other=0).to(tl.float32)
