@@ -45,13 +45,42 @@ CONFIGS = {
 
 
 @gluon.jit
+def add_up_steps(
+    a_s, b_s, full, free, a_scales, b_scales, inside, nothing, slot, phase, K,
+    BY_BLOCKS: gl.constexpr, OF_A_BLOCK: gl.constexpr, B_STACKED: gl.constexpr, BLOCK_K: gl.constexpr, ME: gl.constexpr,
+):  # fmt: skip
+    """The sums over K of a consumer's half of a tile, and where it is in the ring then; `nothing` is zeros of its shape."""
+    HALF: gl.constexpr = nothing.shape[0]
+    SLOTS: gl.constexpr = a_s.shape[0]
+    total = nothing
+    for k in range(0, K, BLOCK_K):
+        if BY_BLOCKS:
+            a_scale = gl.load(a_scales + k // OF_A_BLOCK, mask=inside, other=0).to(gl.float32)
+            b_scale = gl.load(b_scales + k // OF_A_BLOCK).to(gl.float32)
+        mbarrier.wait(full.index(slot), phase)
+        if B_STACKED:  # a tile of one of many matrices
+            b = b_s.index(slot).reshape([nothing.shape[1], BLOCK_K])
+        else:
+            b = b_s.index(slot)
+        a = a_s.index(slot).slice(ME * HALF, HALF, 0)
+        part = warpgroup_mma(a, b.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
+        mbarrier.arrive(free.index(slot), count=1)
+        slot, phase = next_in_ring(slot, phase, SLOTS)
+        if BY_BLOCKS:
+            total += part * (a_scale * b_scale)[:, None]
+        else:
+            total += part
+    return total, slot, phase
+
+
+@gluon.jit
 def add_up_blocks(
     c_desc, a_scale_ptr, b_scale_ptr, bias_ptr, a_s, b_s, c_s, full, free, M, N, K, a_scale_stride, b_scale_stride,
     BY_BLOCKS: gl.constexpr, OF_A_BLOCK: gl.constexpr, HAS_BIAS: gl.constexpr, BAND: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, ME: gl.constexpr,
 ):  # fmt: skip
     """A consumer: its half of each tile, a block of K at a time."""
-    SLOTS: gl.constexpr = a_s.shape[0]
     STORE_N: gl.constexpr = c_s.shape[2]
     HALF: gl.constexpr = BLOCK_M // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -66,21 +95,11 @@ def add_up_blocks(
         row = m + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
         column = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
         a_scales = a_scale_ptr + row.to(gl.int64) * a_scale_stride
-        total = nothing
-        for k in range(0, K, BLOCK_K):
-            if BY_BLOCKS:
-                a_scale = gl.load(a_scales + k // OF_A_BLOCK, mask=row < M, other=0).to(gl.float32)
-                b_scale = gl.load(b_scale_ptr + n // OF_A_BLOCK * b_scale_stride + k // OF_A_BLOCK).to(gl.float32)
-            mbarrier.wait(full.index(slot), phase)
-            a = a_s.index(slot).slice(ME * HALF, HALF, 0)
-            part = warpgroup_mma(a, b_s.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
-            mbarrier.arrive(free.index(slot), count=1)
-            slot, phase = next_in_ring(slot, phase, SLOTS)
-            if BY_BLOCKS:
-                total += part * (a_scale * b_scale)[:, None]
-            else:
-                total += part
+        b_scales = b_scale_ptr + n // OF_A_BLOCK * b_scale_stride
+        total, slot, phase = add_up_steps(
+            a_s, b_s, full, free, a_scales, b_scales, row < M, nothing, slot, phase, K,
+            BY_BLOCKS, OF_A_BLOCK, False, BLOCK_K, ME,
+        )  # fmt: skip
         if not BY_BLOCKS:
             a_scale = gl.load(a_scales, mask=row < M, other=0).to(gl.float32)
             b_scale = gl.load(b_scale_ptr + column * b_scale_stride, mask=column < N, other=0).to(gl.float32)
