@@ -6,8 +6,8 @@ import torch
 from tilestack import contract, ops
 from tilestack.cli import main
 from tilestack.contract import implements
-from tilestack.lab.parity import Parity, bounds, new_model, nudged, parity
-from tilestack.train import Loss, Recipe
+from tilestack.lab.parity import Parity, bounds, fp8_parity, new_model, nudged, parity
+from tilestack.train import Loss, Recipe, fp8
 from tilestack.train.settings import read
 
 TINY = {
@@ -30,11 +30,37 @@ class RandomTokens:
         return Loss(total, 14)
 
 
+def tiny(**precision):
+    sections = {"run": {"device": "cpu", "steps": 100}, "model": {"config": TINY}, "optimizer": {"lr": 0.01}}
+    return read(Recipe, sections | {"precision": precision})
+
+
 def run(steps, name, swap=()):
-    recipe = read(
-        Recipe, {"run": {"device": "cpu", "steps": 100}, "model": {"config": TINY}, "optimizer": {"lr": 0.01}}
-    )
+    recipe = tiny()
     return parity(recipe, lambda: new_model(recipe, 40), RandomTokens(), steps, name, swap)
+
+
+def run_fp8(steps):
+    recipe = tiny(compute="bfloat16")
+    return fp8_parity(recipe, lambda: new_model(recipe, 40), RandomTokens(), steps)
+
+
+def test_fp8_follows_bfloat16():
+    found = run_fp8(8)
+    assert (found.name, found.against, found.broken_at) == ("fp8", "bfloat16", None)
+    assert 0 < max(found.differences) < 0.05
+
+
+def test_a_gradient_lost_in_fp8_is_caught(monkeypatch):
+    monkeypatch.setattr(fp8, "gradient_of_weight", lambda grad, x, offsets: product_of(grad, x).neg())
+    product_of = lambda grad, x: fp8.product(*grad, *x, None)
+    assert run_fp8(8).broken_at is not None
+
+
+def test_fp8_is_held_against_a_recipe_without_it():
+    recipe = tiny(compute="bfloat16", fp8=True)
+    with pytest.raises(ValueError, match=r"set precision\.fp8 = false"):
+        fp8_parity(recipe, lambda: new_model(recipe, 40), RandomTokens(), 1)
 
 
 def test_a_kernel_swapped_alone_follows_the_definitions():

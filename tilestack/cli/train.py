@@ -92,21 +92,23 @@ def follow_recipe(
 def parity_command(
     recipe: Annotated[
         Path | None,
-        typer.Argument(help="A recipe; parity on a CPU and pretrain-100m on a GPU when left out.", show_default=False),
+        typer.Argument(help="A recipe; parity on a CPU (parity-fp8 for fp8) and pretrain-100m on a GPU when left out.", show_default=False),
     ] = None,
     set_: Set = None,
-    steps: Annotated[int | None, typer.Option(help="Steps to train; 100 on a GPU, 5 on a CPU.", min=1, show_default=False)] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps to train; 300 for fp8, else 100 on a GPU and 5 on a CPU.", min=1, show_default=False)] = None,
     backend: Annotated[str, typer.Option(help="The backend held against the definitions.")] = "triton",
     swap: Annotated[
         list[str] | None,
         typer.Option(help="Swap this operator alone; all that the backend has when left out.", show_default=False),
     ] = None,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Hold fp8 against the recipe's own precision, in place of a backend against the definitions.")] = False,
     output: Annotated[Path, typer.Option(help="The page with the curves.", callback=writable_file)] = Path("runs/parity.html"),
     device: Annotated[str | None, typer.Option(help="cuda or cpu, where kernels are interpreted.", show_default=False)] = None,
     save: Annotated[bool, typer.Option("--save", help="Keep the curves in results/<machine>/parity.")] = False,
     json_: JsonFile = None,
 ) -> None:  # fmt: skip
-    """Train on the definitions and on a backend, and see whether the losses agree; exit 1 if not, naming the step.
+    """Train on the definitions and on a backend, or with and without fp8, and see whether the losses agree; exit 1 if not,
+    naming the step.
 
     The bound comes from the definitions themselves: how far their curve moves when each weight starts one unit in the last
     place off.
@@ -117,15 +119,17 @@ def parity_command(
     from tilestack import ops
     from tilestack.data.prepared import prepare_tokens
     from tilestack.extras import MissingExtra
-    from tilestack.lab.parity import chosen_backend, new_model, parity
+    from tilestack.lab.parity import chosen_backend, fp8_parity, new_model, parity
     from tilestack.train import Recipe
     from tilestack.train.pretrain import Pretraining
 
     for operator in swap or ():
         ops.operator_named(operator)  # a misspelt one is better known before four models are trained
     chosen_backend(backend, swap or ())  # and so is a backend that they lack
+    if fp8 and swap:
+        raise ValueError("--fp8 and --swap are two comparisons; ask for one of them")
     on_gpu = place.type == "cuda"
-    name = recipe or Path("pretrain-100m" if on_gpu else "parity")
+    name = recipe or Path("pretrain-100m" if on_gpu else "parity-fp8" if fp8 else "parity")
     # The definitions keep every score of attention, so they are given a smaller batch than training would take, and with
     # it smaller steps: where the loss leaps about, equally right runs part, and the bound would say nothing.
     smaller = ["data.batch=8", "data.most_bytes=8000000", "optimizer.lr=1e-4"] if on_gpu and recipe is None else []
@@ -134,21 +138,18 @@ def parity_command(
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer, tokens = prepare_tokens(read.data, Path(scratch), tokenizer_of=read.model.path)
         objective = Pretraining(read, tokenizer, tokens, place)
-        found = parity(
-            read,
-            lambda: new_model(read, tokenizer.vocabulary),
-            objective,
-            steps or (100 if on_gpu else 5),
-            backend,
-            swap or (),
-            lambda words: Console(stderr=True).print(f"training on {words}", highlight=False),
-        )
+        build = lambda: new_model(read, tokenizer.vocabulary)
+        say = lambda words: Console(stderr=True).print(f"training on {words}", highlight=False)
+        if fp8:
+            found = fp8_parity(read, build, objective, steps or 300, say)
+        else:
+            found = parity(read, build, objective, steps or (100 if on_gpu else 5), backend, swap or (), say)
     write_json(json_, found.as_dict())
     if save:
         from tilestack.lab import curves, machine, results
 
         trained = f"{name}, batches of {read.data.batch} x {read.data.sequence} tokens, lr {read.optimizer.lr:g}, {len(found.reference)} steps, {read.precision.compute}"  # fmt: skip
-        curves.merge(results.FOLDER, machine.stamp(place.type), trained, found.as_dict())
+        curves.merge(results.FOLDER, machine.stamp(place.type), trained, found.as_dict(), "fp8" if fp8 else "curves")
     try:
         page = f"curves in {write_parity_page(output, found, str(name))}"
     except MissingExtra as missing:
@@ -190,7 +191,7 @@ def write_parity_page(path: Path, found: "Parity", model: str) -> Path:
     line = lambda name, ys, shade, **how: dict(
         type="scatter", mode="lines", name=name, x=steps, y=ys, line=dict(color=colour(shade), **how)
     )
-    curves = [line("definitions", found.reference, "muted", width=5), line(found.name, found.candidate, "blue")]
+    curves = [line(found.against, found.reference, "muted", width=5), line(found.name, found.candidate, "blue")]
     apart = [line("difference", found.differences, "blue"), line("bound", found.bound, "bad", dash="dash")]
     axes = lambda title, kind: dict(xaxis=dict(title="step"), yaxis=dict(title=title, type=kind))
     sections = [
@@ -200,4 +201,4 @@ def write_parity_page(path: Path, found: "Parity", model: str) -> Path:
     verdict = "The curves agree" if found.broken_at is None else f"The curves part at step {found.broken_at}"
     stamp = machine.stamp()
     facts = [("model", model), ("steps", str(len(steps))), ("torch", stamp["torch"]), ("commit", stamp["commit"])]
-    return write_page(path, verdict, f"{found.name} against the definitions", facts, "", sections)
+    return write_page(path, verdict, f"{found.name} against {found.against}", facts, "", sections)

@@ -1,6 +1,7 @@
 """Loss curves of `tilestack parity` on disk: `results/<gpu>/parity/curves.json` = {"machine", "model", "runs": […]}.
 
 A run is what was swapped and the loss of every step on the definitions and on the backend; one of the same name replaces it.
+What is held against another precision, in place of the definitions, is in a file by its name: `fp8.json`.
 """
 
 from pathlib import Path
@@ -9,20 +10,26 @@ from typing import Any
 from tilestack.lab import results
 
 
-def path_of(folder: Path, slug: str) -> Path:
+def path_of(folder: Path, slug: str, file: str = "curves") -> Path:
     """A level below the benchmark's files: a curve is no contest."""
-    return folder / slug / "parity" / "curves.json"
+    return folder / slug / "parity" / f"{file}.json"
 
 
-def merge(folder: Path, machine: dict[str, Any], model: str, run: dict[str, Any]) -> Path:
+def merge(folder: Path, machine: dict[str, Any], model: str, run: dict[str, Any], file: str = "curves") -> Path:
     """Keep a run, in the place of an earlier one of its name."""
-    path = path_of(folder, machine["slug"])
+    path = path_of(folder, machine["slug"], file)
     results.refuse_other_machine(path, machine)
     before = results.read_json(path)["runs"] if path.exists() else []
     stamped = run | {"commit": machine["commit"]}
     runs = {kept["name"]: kept for kept in before} | {run["name"]: stamped}
     results.save(path, {"machine": machine, "model": model, "runs": list(runs.values())})
     return path
+
+
+def mean_of_last_tenth(losses: list[float]) -> float:
+    """Where a curve ends, but for what a single batch adds."""
+    last = losses[-max(len(losses) // 10, 1) :]
+    return sum(last) / len(last)
 
 
 def largest_difference(run: dict[str, Any]) -> float:

@@ -6,11 +6,14 @@ themselves when every weight starts one unit in the last place off, up or down a
 in. Such runs are equally right. From a few of them follows, at each step, the largest difference seen so far. The bound is
 four times that: twice, because an implementation's error may be twice the definition's (docs/proof.md), and twice again,
 because a few runs underestimate the largest; and never less than the loss itself is rounded to.
+
+A run in fp8 is held against one in the recipe's own precision in the same way. There a unit in the last place is one of
+e4m3, an eighth, and only the weights that fp8 rounds, the matrices of hidden layers, start off by it.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -20,6 +23,8 @@ from torch import Tensor
 
 from tilestack import backend, models, ops, optim
 from tilestack.train import execution
+from tilestack.train.execution import layers_of
+from tilestack.train.fp8 import compute_in_fp8
 from tilestack.train.optimizers import make_optimizer, rate_share, set_rates
 from tilestack.train.pretrain import Pretraining
 from tilestack.train.recipe import Recipe
@@ -31,12 +36,13 @@ ALWAYS_TORCH = "torch"
 
 @dataclass(frozen=True)
 class Parity:
-    """The loss of each step on the definitions and on the backend, and how far apart they may be."""
+    """The loss of each step of two runs, on the definitions and on the backend, and how far apart they may be."""
 
     name: str
     reference: list[float]
     candidate: list[float]
     bound: list[float]
+    against: str = "the definitions"
 
     @property
     def differences(self) -> list[float]:
@@ -79,23 +85,57 @@ def parity(
     say: Callable[[str], Any] = lambda words: None,
 ) -> Parity:
     """Train the model that `build` makes on both, over the objective's next batches."""
-    device = objective.device
+    ulp = torch.finfo(execution.DTYPES[recipe.precision.compute]).eps
+    reference = Way("the definitions", lambda: backend(ALWAYS_TORCH))
+    candidate = Way(f"{', '.join(swap) or 'every operator'} on {name}", lambda: chosen_backend(name, swap))
+    return compare(recipe, build, objective, steps, reference, candidate, ulp, lambda key: True, say)
+
+
+def fp8_parity(
+    recipe: Recipe,
+    build: Callable[[], Any],
+    objective: Pretraining,
+    steps: int,
+    say: Callable[[str], Any] = lambda words: None,
+) -> Parity:
+    """The same in the recipe's precision and in fp8, on whatever backends `auto` takes; on a CPU, the definitions."""
+    if recipe.precision.fp8:
+        raise ValueError("fp8 is held against a recipe without it; set precision.fp8 = false")
+    model = build()
+    hidden = {f"layers.{name}" for name, weight in layers_of(model).named_parameters() if weight.ndim > 1}
+    reference, candidate = Way(recipe.precision.compute, nullcontext), Way("fp8", nullcontext, compute_in_fp8)
+    ulp = torch.finfo(torch.float8_e4m3fn).eps
+    return compare(recipe, build, objective, steps, reference, candidate, ulp, hidden.__contains__, say)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of two ways to train: in words, on which backends, and with what change to a model that is ready to train."""
+
+    words: str
+    choice: Callable[[], AbstractContextManager[None]]
+    change: Callable[[Any], None] = lambda model: None
+
+
+def compare(
+    recipe: Recipe, build: Callable[[], Any], objective: Pretraining, steps: int, reference: Way, candidate: Way,
+    ulp: float, nudges: Callable[[str], bool], say: Callable[[str], Any],
+) -> Parity:  # fmt: skip
+    """Train in both ways, and in that of the reference from weights that start off by a unit where `nudges` says so."""
     batches = [objective.next_batch() for _ in range(steps)]
     start = {key: value.clone() for key, value in build().state_dict().items()}
-    ulp = torch.finfo(execution.DTYPES[recipe.precision.compute]).eps
 
-    def run(what: str, choice: AbstractContextManager[None], seed: int | None = None) -> list[float]:
-        say(what)
+    def run(way: Way, seed: int | None = None) -> list[float]:
+        say(way.words + ("" if seed is None else f", nudged, {seed + 1} of {NUDGED_RUNS}"))
         model = build()
-        model.load_state_dict(start if seed is None else nudged(start, ulp, seed))
-        with choice:
-            return train(recipe, model, objective, batches, device)
+        off = {} if seed is None else nudged({key: x for key, x in start.items() if nudges(key)}, ulp, seed)
+        model.load_state_dict(start | off)
+        with way.choice():
+            return train(recipe, model, objective, batches, objective.device, way.change)
 
-    reference = run("definitions", backend(ALWAYS_TORCH))
-    near = [run(f"nudged definitions, {n + 1} of {NUDGED_RUNS}", backend(ALWAYS_TORCH), n) for n in range(NUDGED_RUNS)]
-    candidate = run(name, chosen_backend(name, swap))
-    label = f"{', '.join(swap) or 'every operator'} on {name}"
-    return Parity(label, reference, candidate, bounds(reference, near))
+    losses = run(reference)
+    near = [run(reference, seed) for seed in range(NUDGED_RUNS)]
+    return Parity(candidate.words, losses, run(candidate), bounds(losses, near), reference.words)
 
 
 def bounds(reference: Sequence[float], near: Sequence[Sequence[float]]) -> list[float]:
@@ -113,10 +153,12 @@ def nudged(state: dict[str, Tensor], ulp: float, seed: int) -> dict[str, Tensor]
 
 
 def train(
-    recipe: Recipe, model: Any, objective: Pretraining, batches: Sequence[Any], device: torch.device
-) -> list[float]:
+    recipe: Recipe, model: Any, objective: Pretraining, batches: Sequence[Any], device: torch.device,
+    change: Callable[[Any], None],
+) -> list[float]:  # fmt: skip
     """The loss of each step: the recipe's precision, optimizer, clipping and schedule, and nothing that looks away."""
     runner = execution.prepare(model, recipe, device)
+    change(model)
     runner.train()
     optimizer = make_optimizer(model, recipe.optimizer, recipe.precision, recipe.run.seed)
     losses = []

@@ -237,6 +237,23 @@ def parity(folder: Path, slug: str) -> str:
     )
 
 
+def fp8_parity(folder: Path, slug: str) -> str:
+    """How the loss of training in fp8 ends beside that of the same recipe in its own precision."""
+    path = curves.path_of(folder, slug, "fp8")
+    if not path.exists():
+        return f"_not measured yet: `tilestack parity --fp8 --save` on the machine `{slug}` fills this table._"
+    kept, machine = read_json(path), read_json(path)["machine"]
+    rows = [
+        [name, f"{losses[0]:.3f}", f"{curves.mean_of_last_tenth(losses):.3f}"]
+        for run in kept["runs"]
+        for name, losses in ((run["against"], run["reference"]), (run["name"], run["candidate"]))
+    ]
+    (run,) = kept["runs"]
+    apart = f"largest difference {curves.largest_difference(run):.3f}, {percent(run['worst'])} of what is allowed"
+    stamp = f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, commit {run['commit']}, {machine['date'][:10]}"  # fmt: skip
+    return f"{markdown(['products in', 'first loss', 'mean of the last tenth'], rows)}\n\n_{kept['model']}; {apart}; {stamp}._"
+
+
 def recipes(folder: Path, slug: str) -> str:
     """The recipes one after another: how long each took, and its figures when first and last measured."""
     path = chain.path_of(folder, slug)
@@ -328,6 +345,7 @@ TABLES: dict[str, Callable[..., str]] = {
 }
 FOLDERS: dict[str, Callable[[Path, str], str]] = {
     "parity": parity,
+    "fp8-parity": fp8_parity,
     "recipes": recipes,
     "serving": serving,
     "proofs": proofs,
@@ -340,7 +358,7 @@ WORDS = {
     "training": (1,),
     "roofs": (1,),
 }  # how many follow the name
-USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `recipes MACHINE`, `serving GPU`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
+USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `fp8-parity MACHINE`, `recipes MACHINE`, `serving GPU`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
 
 
 def table(name: str, root: Path, where: str = "") -> str:
