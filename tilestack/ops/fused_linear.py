@@ -49,6 +49,7 @@ def parts_agree(
             (70, 130, 40, "bias+gelu+dropout+residual"),
             (6, 20, 8, "squared_relu+dropout"),
             (9, 33, 16, "residual"),
+            (20, 144, 72, "bias+gelu+residual"),
             (0, 8, 8, "bias+relu+residual"),
             (8, 0, 8, "relu"),
             (8, 8, 0, "bias+silu+dropout"),
