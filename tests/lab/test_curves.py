@@ -33,13 +33,9 @@ def test_without_curves_it_says_what_to_run(tmp_path):
 def test_fp8_has_a_file_and_a_table_of_its_own(tmp_path):
     machine = MACHINE | {"torch": "9.9"}
     assert "`tilestack parity --fp8 --save`" in table("fp8-parity imaginary", tmp_path)
-    curves.merge(
-        tmp_path / "results", machine, "tiny, 2 steps", run("fp8", [9.0, 7.25]) | {"against": "bfloat16"}, "fp8"
-    )
+    for name in ("tiny, lr 1", "tiny, lr 2"):
+        curves.merge(tmp_path / "results", machine, name, run(name, [9.0, 7.25]), "fp8")
     written = table("fp8-parity imaginary", tmp_path).splitlines()
-    assert written[2:4] == ["| bfloat16 | 9.000 | 7.500 |", "| fp8 | 9.000 | 7.250 |"]
-    assert (
-        written[-1]
-        == "_tiny, 2 steps; largest difference 0.250, 25% of what is allowed; Imaginary GPU 9000, torch 9.9, commit abc1234, 2031-05-06._"
-    )
+    assert written[2:4] == [f"| tiny, lr {lr} | 7.500 | 7.250 | 0.250 | 25% |" for lr in (1, 2)]
+    assert written[-1] == "_Imaginary GPU 9000, torch 9.9, commit abc1234, 2031-05-06._"
     assert "`tilestack parity --save`" in table("parity imaginary", tmp_path)

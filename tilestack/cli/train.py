@@ -149,7 +149,9 @@ def parity_command(
         from tilestack.lab import curves, machine, results
 
         trained = f"{name}, batches of {read.data.batch} x {read.data.sequence} tokens, lr {read.optimizer.lr:g}, {len(found.reference)} steps, {read.precision.compute}"  # fmt: skip
-        curves.merge(results.FOLDER, machine.stamp(place.type), trained, found.as_dict(), "fp8" if fp8 else "curves")
+        # What fp8 is held against is the recipe itself, so that runs of several are kept beside each other.
+        kept, file = (found.as_dict() | {"name": trained}, "fp8") if fp8 else (found.as_dict(), "curves")
+        curves.merge(results.FOLDER, machine.stamp(place.type), trained, kept, file)
     try:
         page = f"curves in {write_parity_page(output, found, str(name))}"
     except MissingExtra as missing:

@@ -242,16 +242,15 @@ def fp8_parity(folder: Path, slug: str) -> str:
     path = curves.path_of(folder, slug, "fp8")
     if not path.exists():
         return f"_not measured yet: `tilestack parity --fp8 --save` on the machine `{slug}` fills this table._"
-    kept, machine = read_json(path), read_json(path)["machine"]
+    kept = read_json(path)
     rows = [
-        [name, f"{losses[0]:.3f}", f"{curves.mean_of_last_tenth(losses):.3f}"]
+        [run["name"], *(f"{curves.mean_of_last_tenth(run[way]):.3f}" for way in ("reference", "candidate")), f"{curves.largest_difference(run):.3f}", percent(run["worst"])]
         for run in kept["runs"]
-        for name, losses in ((run["against"], run["reference"]), (run["name"], run["candidate"]))
-    ]
-    (run,) = kept["runs"]
-    apart = f"largest difference {curves.largest_difference(run):.3f}, {percent(run['worst'])} of what is allowed"
-    stamp = f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, commit {run['commit']}, {machine['date'][:10]}"  # fmt: skip
-    return f"{markdown(['products in', 'first loss', 'mean of the last tenth'], rows)}\n\n_{kept['model']}; {apart}; {stamp}._"
+    ]  # fmt: skip
+    machine, commits = kept["machine"], dict.fromkeys(run["commit"] for run in kept["runs"])
+    header = ["trained", "loss, mean of the last tenth", "in fp8", "largest difference", "of what is allowed"]
+    stamp = f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, commit {', '.join(commits)}, {machine['date'][:10]}"  # fmt: skip
+    return f"{markdown(header, rows)}\n\n_{stamp}._"
 
 
 def recipes(folder: Path, slug: str) -> str:
