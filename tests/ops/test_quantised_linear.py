@@ -135,6 +135,26 @@ def test_a_tile_is_written_both_ways(by, turned_by, shape, lies):
         assert (made[0] != wanted).float().mean() < 0.001
 
 
+@pytest.mark.parametrize("columns", [40, 33000])
+def test_rows_are_coded_whatever_their_length(columns):
+    """In int8, which the interpreter rounds to as a GPU does; a row of zeros, one with a NaN, and one in the last column."""
+    x = torch.randn(4, columns, generator=torch.Generator().manual_seed(0))
+    x[1], x[2, 3], x[3, -1] = 0, torch.nan, 100
+    with backend(quantise_rows_int8="triton"):
+        codes, scale = ops.quantise_rows_int8(x)
+    wanted, wanted_scale = ops.quantise_rows_int8(x)
+    torch.testing.assert_close(scale, wanted_scale, equal_nan=True)
+    assert (codes.int() - wanted.int()).abs().max() <= 1  # ties may fall to either side
+    assert codes[3, -1] == 127
+    assert not codes[1:3].any()
+    assert scale.isnan().tolist() == [False, False, True, False]
+
+
+def test_a_row_without_elements_has_no_scale():
+    with pytest.raises(ValueError, match=r"has no scale, but x has shape \(2, 0\)"):
+        ops.quantise_rows_int8(torch.ones(2, 0))
+
+
 def test_a_stack_is_coded_matrix_by_matrix():
     stack = torch.randn(3, 40, 130, generator=torch.Generator().manual_seed(0))
     made, each = ops.fp8_tiles(stack, "rows", "blocks"), [ops.fp8_tiles(x, "rows", "blocks") for x in stack]

@@ -25,6 +25,7 @@ from tilestack.ops.paged import paged_attention as paged_attention
 from tilestack.ops.quantised_gated import silu_mul_fp8 as silu_mul_fp8, silu_mul_int8 as silu_mul_int8
 from tilestack.ops.quantised_linear import linear_fp8 as linear_fp8, linear_int8 as linear_int8
 from tilestack.ops.quantised_norm import add_rms_norm_fp8 as add_rms_norm_fp8, add_rms_norm_int8 as add_rms_norm_int8, rms_norm_fp8 as rms_norm_fp8, rms_norm_int8 as rms_norm_int8
+from tilestack.ops.quantised_rows import quantise_rows_fp8 as quantise_rows_fp8, quantise_rows_int8 as quantise_rows_int8
 from tilestack.ops.random import dropout as dropout
 from tilestack.ops.rope import qk_norm_rope as qk_norm_rope, qkv_rope as qkv_rope, rope as rope, rope_ as rope_
 from tilestack.ops.routing import route as route
