@@ -1,12 +1,17 @@
-"""Experts in fp8: the three products of a mixture, beside adapters, under a compiler and recomputed."""
+"""Experts and the head in fp8: the three products of each, beside adapters, under a compiler, recomputed and in chunks."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
+from small import decoder
 from torch.utils.checkpoint import checkpoint
 
-from tilestack import nn
+from tilestack import models, nn, ops
 from tilestack.nn.lora import ExpertLoRA, add_lora, lora_parameters
-from tilestack.train import fp8
+from tilestack.train import RecipeError, fp8, fp8_head
+from tilestack.train.pretrain import next_token_loss
+from tilestack.train.recipe import Precision
 
 
 class Model(torch.nn.Module):
@@ -77,6 +82,56 @@ def test_sizes_that_tensor_cores_do_not_take_stay_as_they_are():
     model = in_fp8(intermediate=40)  # two of 40 are a multiple of 16, one is not
     assert "base_product" not in vars(model.layers[0])
     assert "forward" in vars(model.layers[0].shared.down)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("rows", [130, 300])
+def test_the_head_and_its_loss_are_close_in_any_number_of_chunks(monkeypatch, softcap, rows):
+    monkeypatch.setattr(fp8_head, "CHUNK_BYTES", 2 * 48 * 128)  # 128 rows
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, rows // 2, 32, requires_grad=True), torch.randn(48, 32, requires_grad=True)
+    labels = torch.randint(48, (2, rows // 2))
+    labels[0, :40] = -100
+    exact = ops.linear_cross_entropy(x, weight, labels, softcap=softcap, reduction="sum")
+    found = fp8_head.head_loss(x, weight, labels, softcap)
+    assert found.dtype == torch.float32
+    assert 0 < abs(found.item() / exact.item() - 1) < 0.02
+    wanted = torch.autograd.grad(exact / 7, [x, weight])
+    for made, truth in zip(torch.autograd.grad(found / 7, [x, weight]), wanted, strict=True):
+        assert made.shape == truth.shape
+        assert 0 < apart(made, truth) < 2**-3
+    assert not torch.autograd.grad(fp8_head.head_loss(x, weight, labels), x)[0][0, :40].any()
+
+
+def test_a_frozen_head_and_no_gradient_at_all():
+    x, weight, labels = torch.randn(3, 32, requires_grad=True), torch.randn(48, 32), torch.tensor([1, 2, 47])
+    fp8_head.head_loss(x, weight, labels).backward()
+    assert x.grad.abs().sum() > 0
+    with torch.no_grad():
+        assert fp8_head.head_loss(x, weight, labels).item() > 0
+
+
+def test_the_head_is_taken_where_it_is_asked_for_and_its_sizes_are_named():
+    model = decoder()
+    fp8.compute_in_fp8(model)
+    assert not hasattr(model, "head_loss")
+    with pytest.raises(ValueError, match=r"multiples of 16, not \(280, 16\); set precision\.fp8_head = false"):
+        fp8.compute_in_fp8(model, head=True)
+    with pytest.raises(RecipeError, match=r"precision\.fp8_head is for runs with precision\.fp8"):
+        Precision(fp8_head=True)
+
+
+def test_pretraining_takes_the_head_in_fp8():
+    torch.manual_seed(0)
+    model = models.Decoder(models.ModelConfig(96, 16, 32, layers=1, heads=2, kv_heads=1, head_dim=16))
+    ids = torch.randint(96, (1, 12))
+    batch = SimpleNamespace(ids=ids, positions=None, cu_seqlens=None, labels=ids)
+    exact = next_token_loss(model, batch).item()
+    fp8.compute_in_fp8(model, head=True)
+    found = next_token_loss(model, batch)
+    found.backward()
+    assert 0 < abs(found.item() / exact - 1) < 0.05
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_no_tokens_are_no_error():

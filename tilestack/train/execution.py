@@ -50,7 +50,7 @@ def prepare(model: nn.Module, recipe: Recipe, device: torch.device) -> Any:
     if recipe.precision.fp8:
         from tilestack.train.fp8 import use_fp8
 
-        use_fp8(model, device)
+        use_fp8(model, device, head=recipe.precision.fp8_head)
     if recipe.run.activation_checkpointing:
         model.checkpointing = True  # type: ignore[assignment]
         # A mixture of experts notes its balance in the forward, and its repetition shall not: then checkpoints compile.

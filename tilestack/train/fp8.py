@@ -12,7 +12,8 @@ e4m3 too. What the backward needs of x and w is kept as codes, half of what bflo
 The experts of a mixture are the same three products, grouped: a row meets the weight of its expert, and dw is added up over
 each expert's rows.
 
-Weights, gradients and the optimizer stay in their own precision; embeddings and the head are left alone.
+Weights, gradients and the optimizer stay in their own precision; embeddings are left alone, and the head is unless asked
+for (`fp8_head.py`).
 """
 
 import functools
@@ -28,18 +29,18 @@ from tilestack.train.execution import layers_of
 MULTIPLE = 16  # what the tensor cores want rows and columns to be a multiple of
 
 
-def use_fp8(model: nn.Module, device: torch.device) -> None:
-    """Let the layers of a model compute in fp8, on a GPU that has it."""
+def use_fp8(model: nn.Module, device: torch.device, head: bool = False) -> None:
+    """Let the layers of a model, and its head where that is wanted, compute in fp8, on a GPU that has it."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         found = f"compute capability {torch.cuda.get_device_capability(device)}" if device.type == "cuda" else "a CPU"
         raise ValueError(
             f"precision.fp8 needs a GPU of compute capability 8.9 or newer (L4, H100, H200), and this is {found}; "
             "set precision.fp8 = false"
         )
-    compute_in_fp8(model)
+    compute_in_fp8(model, head)
 
 
-def compute_in_fp8(model: nn.Module) -> None:
+def compute_in_fp8(model: nn.Module, head: bool = False) -> None:
     """Put fp8 in the place of the products inside a model's layers, where their sizes allow it; on a CPU, by definitions."""
     for module in layers_of(model).modules():
         if isinstance(module, nn.Linear) and suits(module.weight):
@@ -47,6 +48,17 @@ def compute_in_fp8(model: nn.Module) -> None:
             setattr(module, "base" if isinstance(module, LoRALinear) else "forward", functools.partial(linear, module))
         elif isinstance(module, MoE) and suits(module.gate_up) and suits(module.down):
             module.base_product = in_fp8  # type: ignore[method-assign]
+    if head:
+        weight = model.head_weight
+        assert isinstance(weight, Tensor)
+        if not suits(weight):
+            raise ValueError(
+                f"precision.fp8_head takes a vocabulary and a hidden size that are multiples of {MULTIPLE}, "
+                f"not {tuple(weight.shape)}; set precision.fp8_head = false"
+            )
+        from tilestack.train.fp8_head import head_loss
+
+        model.head_loss = head_loss  # type: ignore[assignment]
 
 
 def suits(weight: Tensor) -> bool:

@@ -22,6 +22,8 @@ from tilestack.train.run.follow import MakeObjective, follow
 def next_token_loss(model: Any, batch: data.Batch) -> Tensor:
     """The sum of -log p over the labels of a batch; the logits are never in memory where a kernel spares them."""
     hidden = model.hidden(batch.ids, batch.positions, batch.cu_seqlens)
+    if (in_fp8 := getattr(model, "head_loss", None)) is not None:
+        return in_fp8(hidden, model.head_weight, batch.labels, model.logit_softcap)
     hidden, weight, _ = lowered(hidden, model.head_weight, None)
     return ops.linear_cross_entropy(hidden, weight, batch.labels, softcap=model.logit_softcap, reduction="sum")
 

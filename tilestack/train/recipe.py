@@ -188,10 +188,13 @@ class Precision:
         "stochastic", "how bfloat16 parameters are updated", choices=("stochastic", "master", "nearest")
     )
     fp8: bool = setting(False, "matrix products of hidden layers in 8-bit floating point", operational=True)
+    fp8_head: bool = setting(False, "with fp8, those of the head in pretraining too", operational=True)
 
     def __post_init__(self) -> None:
         if self.parameters == "bfloat16" and self.compute == "float32":
             raise RecipeError('precision.compute must be "bfloat16" where precision.parameters are')
+        if self.fp8_head and not self.fp8:
+            raise RecipeError("precision.fp8_head is for runs with precision.fp8; set that too")
 
 
 @dataclass(frozen=True)
