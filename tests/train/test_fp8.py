@@ -4,12 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small import decoder
+from small import decoder, recipe
 from torch.utils.checkpoint import checkpoint
 
 from tilestack import models, nn, ops
 from tilestack.nn.lora import ExpertLoRA, add_lora, lora_parameters
 from tilestack.train import RecipeError, fp8, fp8_head
+from tilestack.train.align.dpo import DPORecipe
+from tilestack.train.align.kinds import align
 from tilestack.train.pretrain import next_token_loss
 from tilestack.train.recipe import Precision
 
@@ -119,6 +121,13 @@ def test_the_head_is_taken_where_it_is_asked_for_and_its_sizes_are_named():
         fp8.compute_in_fp8(model, head=True)
     with pytest.raises(RecipeError, match=r"precision\.fp8_head is for runs with precision\.fp8"):
         Precision(fp8_head=True)
+
+
+def test_a_comparison_of_log_probabilities_refuses_the_head(tmp_path):
+    settings = recipe(DPORecipe, precision={"compute": "bfloat16", "fp8": True, "fp8_head": True})
+    with pytest.raises(RecipeError, match=r"precision\.fp8_head is for train and sft: dpo compares log-probabilities"):
+        align("dpo", settings, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_pretraining_takes_the_head_in_fp8():

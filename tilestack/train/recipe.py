@@ -188,7 +188,7 @@ class Precision:
         "stochastic", "how bfloat16 parameters are updated", choices=("stochastic", "master", "nearest")
     )
     fp8: bool = setting(False, "matrix products of hidden layers in 8-bit floating point", operational=True)
-    fp8_head: bool = setting(False, "with fp8, those of the head in pretraining too", operational=True)
+    fp8_head: bool = setting(False, "with fp8, those of the head in train and sft too", operational=True)
 
     def __post_init__(self) -> None:
         if self.parameters == "bfloat16" and self.compute == "float32":

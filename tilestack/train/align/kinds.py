@@ -51,6 +51,10 @@ def align(
     console: Console | None = None,
 ) -> dict[str, float]:
     """Follow a recipe of one of the KINDS in a folder, and leave the model in `folder/model`, ready to chat."""
+    if recipe.precision.fp8_head and kind != "sft":
+        raise RecipeError(
+            f"precision.fp8_head is for train and sft: {kind} compares log-probabilities, which the head makes without fp8"
+        )
     cache = folder.parent / ".reference"  # beside the run: others of the same model and data find it
 
     def prepare(_: Console) -> tuple[data.Tokenizer, MakeObjective]:
