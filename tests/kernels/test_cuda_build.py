@@ -54,6 +54,25 @@ def test_what_was_built_is_used_until_something_changes(source, monkeypatch):
     assert {built.parent for built in compiled} == {build.cache_folder()}
 
 
+def test_what_a_crash_of_the_machine_left_is_built_again(source):
+    def answer():
+        with process(source) as other:
+            return other.communicate()[0].strip()
+
+    assert answer() == "42"
+    (built,) = build.cache_folder().glob("*.so")
+    built.write_bytes(b"")
+    assert answer() == "42"
+    assert built.stat().st_size > 0
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_what_to_do(source, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(build.BuildError, match=r"file/tilestack/cuda.* set XDG_CACHE_HOME to a folder"):
+        build.load_library(source, dict(ANSWER=1), "9.0")
+
+
 def test_what_does_not_compile_says_so_with_the_compilers_words(source):
     source.write_text("int f() { return nothing_of_that_name; }\n")
     for _ in range(2):  # and is not taken for whole afterwards

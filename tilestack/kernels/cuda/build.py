@@ -29,7 +29,7 @@ DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 
 
 
 class BuildError(RuntimeError):
-    """A source did not compile; the message is the compiler's."""
+    """A source did not compile, for which the message is the compiler's, or there is no place for what it compiles to."""
 
 
 def cuda_needs(device: torch.device) -> bool | str:
@@ -66,11 +66,19 @@ def load_library(source: Path, constants: dict[str, int], architecture: str) -> 
     macros = [f"-D{name}={value}" for name, value in sorted(constants.items())]
     name = f"{source.stem}-{build_key(source, [*macros, *CUDA_FLAGS, architecture, torch.__version__])}"
     built = cache_folder() / f"{name}.so"
-    if not built.exists():
-        with only_process(built.with_suffix(".lock")):
-            if not built.exists():
-                compile_to(built, source, macros, architecture)
-    return ctypes.CDLL(str(built))
+
+    def load() -> ctypes.CDLL:
+        if not built.exists():
+            with only_process(built.with_suffix(".lock")):
+                if not built.exists():
+                    compile_to(built, source, macros, architecture)
+        return ctypes.CDLL(str(built))
+
+    try:
+        return load()
+    except OSError:  # of a machine that went down when the name was on the disk and the contents were not
+        built.unlink(missing_ok=True)
+        return load()
 
 
 def build_key(source: Path, flags: list[str]) -> str:
@@ -88,8 +96,15 @@ def cache_folder() -> Path:
 @contextmanager
 def only_process(lock: Path) -> Iterator[None]:
     """Wait until no other process is in here; one that dies is out."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as handle:
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        opened = lock.open("w")
+    except OSError as refused:
+        raise BuildError(
+            f"what is compiled goes to {lock.parent}, and that cannot be written: {refused}; "
+            "set XDG_CACHE_HOME to a folder that can"
+        ) from None
+    with opened as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
