@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tilestack import backend, ops
+from tilestack.kernels.quantised import aten
 from tilestack.kernels.quantised.fp8 import rounds_to_halves
 from tilestack.kernels.quantised.fp8_tiles import code_tiles
 from tilestack.ops.fp8_tiles import codes_by
@@ -95,6 +96,20 @@ def test_one_scale_or_one_for_each_row(chosen, of_x, of_weight):
     with backend(linear_fp8=chosen):
         out = ops.linear_fp8(x, weight, x_scale, scale)
     torch.testing.assert_close(out, x.float() @ weight.float().T * (x_scale.view(-1, 1) * scale))
+
+
+@pytest.mark.parametrize("lies", [lambda s: s.repeat_interleave(2)[::2], lambda s: s[:1].expand(len(s))])
+def test_pytorchs_product_of_fp8_gets_scales_that_lie_together(monkeypatch, lies):
+    """`torch._scaled_mm` refuses others; it is heard here rather than run."""
+    seen = {}
+    stand_in = lambda a, b, **options: seen.update(options) or torch.zeros(len(a), b.shape[1], dtype=torch.bfloat16)
+    monkeypatch.setattr(torch, "_scaled_mm", stand_in)
+    x_scale, scale = lies(torch.rand(32)), lies(torch.rand(16))
+    out = aten.linear_fp8(fp8(32, 16), fp8(16, 16), x_scale, scale, None, "bfloat16")
+    assert out.shape == (32, 16)
+    assert seen["scale_a"].is_contiguous()
+    assert seen["scale_b"].is_contiguous()
+    assert torch.equal(seen["scale_a"][:, 0], x_scale)
 
 
 def test_float32_is_more_than_tensor_cores_add_up():

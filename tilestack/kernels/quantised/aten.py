@@ -60,11 +60,12 @@ def linear_fp8(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: str
 ) -> Tensor:
     by_rows = weight_scale.ndim == 1
+    x_scale, weight_scale = x_scale.float().contiguous(), weight_scale.float().contiguous()
     out = torch._scaled_mm(
         on_16_bytes(as_matrix(x)),
         on_16_bytes(weight).T,
-        scale_a=x_scale.float().view(-1, 1) if by_rows else x_scale.float(),
-        scale_b=weight_scale.float().view(1, -1) if by_rows else weight_scale.float(),
+        scale_a=x_scale.view(-1, 1) if by_rows else x_scale,
+        scale_b=weight_scale.view(1, -1) if by_rows else weight_scale,
         bias=None if bias is None else bias.contiguous(),
         out_dtype=torch.bfloat16,
     )
