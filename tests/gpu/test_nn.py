@@ -7,6 +7,7 @@ import tilestack
 from tilestack import nn, ops
 from tilestack.nn.qkv import split_and_turn
 from tilestack.ops.rope import frequencies, tables
+from tilestack.train import fp8
 
 MODULES = [
     ("Linear", (64, 48)),
@@ -39,6 +40,24 @@ def test_a_patched_model_on_triton_is_as_good_as_pytorchs(as_good_as):
     exact(x.double()).square().sum().backward()
     for parameters in zip(ours.parameters(), theirs.parameters(), exact.parameters(), strict=True):
         as_good_as(*(parameter.grad for parameter in parameters))
+
+
+@pytest.mark.parametrize("backend", ["triton", "gluon"])
+def test_experts_in_fp8_follow_their_layer(backend):
+    if torch.cuda.get_device_capability() < (8, 9) or (
+        backend == "gluon" and torch.cuda.get_device_capability()[0] != 9
+    ):
+        pytest.skip(f"fp8 on {backend} needs another GPU")
+    torch.manual_seed(0)
+    exact = nn.MoE(256, 192, experts=8, top_k=2).cuda()
+    coded, x = copy.deepcopy(exact), torch.randn(700, 256, device="cuda")
+    coded.base_product = fp8.in_fp8
+    exact(x).square().sum().backward()
+    with tilestack.backend(grouped_linear_fp8=backend):
+        coded(x).float().square().sum().backward()
+    for name in ("gate_up", "down"):
+        found, truth = (getattr(moe, name).grad for moe in (coded, exact))
+        assert 0 < (found - truth).norm() / truth.norm() < 2**-3
 
 
 @pytest.mark.parametrize("norm", [False, True])

@@ -102,6 +102,8 @@ KINDS = {
     "float32": dict(precision={"compute": "float32"}),
     "bfloat16": dict(precision={"parameters": "bfloat16"}),
     "fp8": dict(precision={"fp8": True}),
+    "head in fp8": dict(precision={"fp8": True, "fp8_head": True}),
+    "experts in fp8": dict(config=EXPERTS, precision={"fp8": True}),
     "adapters with dropout": dict(lora=8),
     "experts": dict(config=EXPERTS, data={"accumulate": 2}),
 }
