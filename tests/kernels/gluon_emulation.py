@@ -20,6 +20,7 @@ class Value(torch.Tensor):
 
     __iadd__ = torch.Tensor.__add__
     __isub__ = torch.Tensor.__sub__
+    __imul__ = torch.Tensor.__mul__
     __ixor__ = torch.Tensor.__xor__
 
 
@@ -265,8 +266,10 @@ class Pointer:
         return Pointer(self.memory, self.places + places)
 
 
-def load(pointer: Pointer, mask: Any, other: float) -> Value:
-    found = value(torch.full(pointer.places.shape, other))
+def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Value:
+    if mask is None:
+        return value(pointer.memory.view(-1)[pointer.places].clone())
+    found = value(torch.full(pointer.places.shape, other, dtype=pointer.memory.dtype))
     found[mask] = pointer.memory.view(-1)[pointer.places[mask]]
     return found
 
