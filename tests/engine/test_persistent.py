@@ -9,7 +9,8 @@ from engines import decoder as decoder_of
 from tilestack import models
 from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams, persistent
 from tilestack.engine.decoding import persistent_step
-from tilestack.engine.persistent import PLAIN, shape_of, weights_of, why_not
+from tilestack.engine.persistent import shape_of, weights_of, why_not
+from tilestack.engine.plain_decoder import PLAIN
 from tilestack.kernels.cuda import decode_step
 from tilestack.kernels.cuda.build import BuildError
 from tilestack.kernels.cuda.decode_step import DecoderShape, divides, layouts_of, shape_refused
@@ -141,7 +142,9 @@ def test_where_there_is_none_decoding_goes_on_and_says_why(settings, caplog):
 
 
 def test_another_way_to_decode_is_refused():
-    with pytest.raises(ValueError, match="no way to decode is called 'fast'; choose persistent, or leave it out"):
+    with pytest.raises(
+        ValueError, match="no way to decode is called 'fast'; choose persistent or operators, or leave it out"
+    ):
         EngineSettings(decode="fast")
 
 

@@ -28,7 +28,7 @@ Dtype = Annotated[
     str | None,
     typer.Option(
         "--dtype",
-        help="float32, bfloat16 or float16; bfloat16 on a GPU and float32 on a CPU when left out.",
+        help="float32, bfloat16 or float16; bfloat16 when left out, float32 on a CPU that has no instructions for it.",
         show_default=False,
     ),
 ]

@@ -1,19 +1,21 @@
 """Weights laid out for a CPU. Decoding reads every weight for every token, so how they lie in memory decides its speed.
 
-    bfloat16   in the blocks that oneDNN's kernels read; the same numbers
-    int8       a scale for each output, and activations rounded to 8 bits as they come, by PyTorch's packed kernels
+    int8       codes of 8 bits and a scale for each output; activations stay as they are
+    bfloat16   in the blocks that oneDNN's kernels read, where no compiled step (cpu_step.py) reads them as they are
 
 The head is packed too, beside the embedding that it may share its numbers with. What is packed is for inference: a layer
 keeps the shape of its weight and no longer the weight.
 """
-
-import warnings
 
 import torch
 from torch import Tensor
 
 from tilestack.models import Decoder
 from tilestack.nn import Linear
+from tilestack.ops.quantised import quantised
+
+FEW = 8  # rows for which PyTorch's kernel for codes is faster than to make numbers of them first
+WHOLE = 64  # it leaves out what is no multiple of this in a row
 
 
 class BlockedLinear(Linear):
@@ -28,17 +30,22 @@ class BlockedLinear(Linear):
 class Int8Linear(Linear):
     """A layer with weights of 8 bits."""
 
-    packed: torch.ScriptObject
+    codes: Tensor  # [out, in]
+    code_scale: Tensor  # [out], float32
 
     def forward(self, input: Tensor) -> Tensor:
-        return torch.ops.quantized.linear_dynamic(input.float(), self.packed).to(input.dtype)
+        rows, dtype = input.flatten(0, -2), input.dtype
+        if dtype == torch.bfloat16 and len(rows) <= FEW and not self.in_features % WHOLE:
+            out = torch._weight_int8pack_mm(rows.contiguous(), self.codes, self.code_scale.to(dtype))
+        else:
+            out = torch.nn.functional.linear(rows, self.codes.to(dtype)) * self.code_scale.to(dtype)
+        return (out if self.bias is None else out + self.bias).unflatten(0, input.shape[:-1])
 
 
-def packing_of(weights: str | None, adapted: bool, dtype: torch.dtype, device: torch.device) -> str | None:
-    """How a model's weights are to be packed: as asked, or bfloat16 in blocks where the CPU can; None: not at all."""
+def packing_of(weights: str | None, adapted: bool, device: torch.device) -> str | None:
+    """How a model's weights are asked to be packed; None: not at all."""
     if weights is None:
-        blocks = device.type == "cpu" and dtype == torch.bfloat16 and can_block() and not adapted
-        return "bfloat16" if blocks else None
+        return None
     if weights != "int8":
         raise ValueError(f"no weights {weights!r}; int8 is what there is, and leaving it out keeps those of the model")
     if device.type != "cpu":
@@ -63,23 +70,18 @@ def pack_for_cpu(decoder: Decoder, weights: str) -> None:
 def pack_blocked(layer: Linear) -> None:
     packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), 1)
     layer.__class__ = BlockedLinear
-    replace_weight(layer, packed)
+    layer.packed = packed  # type: ignore[assignment]
+    drop_weight(layer)
 
 
 def pack_int8(layer: Linear) -> None:
-    weight = layer.weight.detach().float()
-    scales = weight.abs().amax(1).clamp(min=1e-12).double() / 127
-    zeros = torch.zeros(len(scales), dtype=torch.int64)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch means to replace these kernels, and has not yet
-        rounded = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
-    packed = torch.ops.quantized.linear_prepack(rounded, None if layer.bias is None else layer.bias.detach().float())
+    codes, scale = quantised(layer.weight.detach().float(), torch.int8)
     layer.__class__ = Int8Linear
-    replace_weight(layer, packed)
+    layer.codes, layer.code_scale = codes, scale  # type: ignore[assignment]
+    drop_weight(layer)
 
 
-def replace_weight(layer: Linear, packed: object) -> None:
-    layer.packed = packed  # type: ignore[assignment]
+def drop_weight(layer: Linear) -> None:
     layer.weight = torch.nn.Parameter(torch.empty_like(layer.weight, device="meta"), requires_grad=False)
 
 

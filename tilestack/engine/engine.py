@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +18,7 @@ from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.device import pick_device
 from tilestack.engine.adapters import ServedAdapters
-from tilestack.engine.cpu_weights import pack_for_cpu, packing_of
+from tilestack.engine.cpu_weights import can_block, pack_for_cpu, packing_of
 from tilestack.engine.outputs import Completion, Delta, TokenLogprob, Usage
 from tilestack.engine.pages import PagePool
 from tilestack.engine.params import RequestError
@@ -29,6 +30,9 @@ from tilestack.engine.speculation import Drafter, DraftModel, LookUp, check_draf
 from tilestack.engine.structure import Structures
 from tilestack.engine.text import TextStream
 from tilestack.models import Decoder, PagedCache
+
+if TYPE_CHECKING:
+    from tilestack.engine.cpu_step import CPUStep
 
 log = logging.getLogger(__name__)
 News = tuple[Request, Delta]
@@ -88,6 +92,7 @@ class Engine:
             draft=None if draft is None or kept is None else (draft, kept),
             graphs=weight.device.type == "cuda" if settings.graphs is None else settings.graphs,
             persistent=settings.decode == "persistent",
+            step=self.cpu_step(cache),
         )
         if settings.decode == "persistent" and not self.runner.captured:
             log.warning("decoding is not persistent: it runs in CUDA graphs, which are off")
@@ -115,11 +120,11 @@ class Engine:
         """An engine for a model by its name, folder or file."""
         settings = settings or EngineSettings()
         device = pick_device(settings.device)
-        usual = "bfloat16" if device.type == "cuda" else "float32"
+        usual = "bfloat16" if device.type == "cuda" or can_block() else "float32"
         dtype = getattr(torch, settings.dtype or usual, None)
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"no dtype {settings.dtype}; choose from float32, bfloat16, float16")
-        packed = packing_of(settings.weights, bool(settings.adapters), dtype, device)
+        packed = packing_of(settings.weights, bool(settings.adapters), device)
         decoder = models.load(model, dtype=dtype, device=device).eval()
         if packed is not None:
             pack_for_cpu(decoder, packed)
@@ -130,7 +135,23 @@ class Engine:
             draft = models.load(settings.speculate, dtype=dtype, device=device).eval()
             if not Tokenizer.load(settings.speculate).same_ids(tokenizer):
                 raise ValueError(f"{settings.speculate} has another tokenizer than {model}, so it cannot draft for it")
-        return cls(decoder, tokenizer, settings, draft)
+        engine = cls(decoder, tokenizer, settings, draft)
+        if engine.reads_blocks(dtype):
+            pack_for_cpu(decoder, "bfloat16")
+        return engine
+
+    def cpu_step(self, cache: PagedCache) -> "CPUStep | None":
+        """A step of a few tokens as one call, on a CPU where there can be one."""
+        if cache.keys.device.type != "cpu" or self.settings.decode is not None or self.adapters is not None:
+            return None
+        from tilestack.engine.cpu_step import cpu_step  # brings all kernels along
+
+        return cpu_step(self.decoder, cache)
+
+    def reads_blocks(self, dtype: torch.dtype) -> bool:
+        """Whether bfloat16 weights are better packed: on a CPU that can, where nothing else reads them as they are."""
+        plain = self.settings.weights is None and self.adapters is None and self.runner.step is None
+        return dtype == torch.bfloat16 and self.runner.device.type == "cpu" and plain and can_block()
 
     @property
     def busy(self) -> bool:

@@ -10,33 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tilestack.engine.plain_decoder import linears_of, norms_of, not_plain
 from tilestack.kernels.cuda.decode_step import DecoderShape, DecodeStep, device_refused, shape_refused
 from tilestack.models import Decoder, ModelConfig, PagedCache
 from tilestack.nn.mlp import is_untouched
 
 if TYPE_CHECKING:
     from tilestack.engine.runner import Runner
-
-# What the kernel has no code for: settings of a decoder that must be as they are by default, by the words for others.
-PLAIN = dict(
-    experts="experts",
-    kv_rank="latent attention",
-    windows="windows",
-    qkv_bias="biases",
-    output_bias="biases",
-    mlp_bias="biases",
-    post_norms="norms after its blocks",
-    norm_offset="norms with an offset",
-    attention_softcap="capped scores",
-    logit_softcap="capped logits",
-    embedding_scale="scaled embeddings",
-    residual_scale="a scaled residual stream",
-    logit_divisor="divided logits",
-    rotary_factor="heads that are turned in part",
-    rotary_interleaved="interleaved rotation",
-    activation="another activation than silu",
-    pre_norms="no norms before its blocks",
-)
 
 
 def shape_of(config: ModelConfig) -> DecoderShape:
@@ -47,14 +27,8 @@ def shape_of(config: ModelConfig) -> DecoderShape:
 def why_not(decoder: Decoder, cache: PagedCache) -> str:
     """Why a decoder cannot be stepped by one kernel; empty when it can."""
     config, weight = decoder.config, decoder.embedding.weight
-    defaults = {name: ModelConfig.__dataclass_fields__[name].default for name in PLAIN}
-    for name, words in PLAIN.items():
-        if getattr(config, name) != defaults[name]:
-            return f"the model has {words}"
-    if config.qk_norm == "projection":
-        return "the model normalises all its queries together"
-    if decoder.rotary.most:
-        return "the model's rotation depends on the length of a text"
+    if reason := not_plain(decoder):
+        return reason
     if any(each.dtype != torch.bfloat16 for each in (*decoder.parameters(), *cache.tensors())):
         return "weights, keys and values must all be bfloat16"
     if any(not each.is_contiguous() or each.data_ptr() % 16 for each in decoder.parameters()):
@@ -63,11 +37,6 @@ def why_not(decoder: Decoder, cache: PagedCache) -> str:
     if not all(map(is_untouched, linears)):
         return "linear layers of the model are adapted, quantised or listened to"
     return shape_refused(shape_of(config)) or device_refused(weight.device)
-
-
-def linears_of(layer: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """In the order of the kernel's."""
-    return layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down  # type: ignore
 
 
 class PersistentStep:
@@ -97,5 +66,5 @@ class PersistentStep:
 
 
 def weights_of(layer: torch.nn.Module) -> list[Tensor | None]:
-    norms = (layer.attention_norm, layer.mlp_norm, layer.attention.q_norm, layer.attention.k_norm)  # type: ignore
-    return [each.weight for each in linears_of(layer)] + [None if each is None else each.weight for each in norms]  # type: ignore
+    norms = [None if each is None else each.weight for each in norms_of(layer)]
+    return [each.weight for each in linears_of(layer)] + norms  # type: ignore

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from tilestack.engine.sampling import Draws, SamplingRows, logprobs_of
 from tilestack.engine.scheduler import Part, Plan
 from tilestack.engine.sequence import Sequence
 from tilestack.models import Decoder, PagedBatch, PagedCache
+
+if TYPE_CHECKING:
+    from tilestack.engine.cpu_step import CPUStep
 
 PROMPT_ROWS = 256  # prompt tokens whose logits are there at a time, when their log-probabilities are asked for
 
@@ -78,7 +81,9 @@ class Runner:
         draft: tuple[Decoder, PagedCache] | None = None,
         graphs: bool = False,
         persistent: bool = False,
+        step: "CPUStep | None" = None,
     ):
+        self.step = step  # of a few tokens in one call, on a CPU
         self.decoder, self.cache, self.adapters, self.draft = decoder, cache, adapters, draft
         self.device = decoder.embedding.weight.device
         self.tables = torch.zeros(rows + 1, -(-context // cache.page), dtype=torch.int64, device=self.device)
@@ -108,7 +113,7 @@ class Runner:
         tokens, logprobs = torch.zeros(0, dtype=torch.int64), None
         if places:
             rows = self.indices([sequence.row for sequence in draws.sequences])
-            logits = self.decoder.logits(hidden[self.indices(places)])
+            logits = self.logits(hidden[self.indices(places)])
             drawn = self.sampling.draw(logits, draws, rows)
             self.last_ids[rows] = drawn.clamp(min=0).long()  # of drafts any one: the host will know
             top = max((asked.logprobs for asked in draws.sequences if asked.logprobs is not None), default=None)
@@ -133,10 +138,18 @@ class Runner:
         if self.draft is not None:
             draft, cache = self.draft
             draft.hidden(ids, context=batch.over(cache))
+        if self.step is not None and len(ids) <= self.step.most:
+            return self.step.hidden(ids, batch)
         if self.adapters is None:
             return self.decoder.hidden(ids, context=batch)
         with self.adapters.chosen([(part.sequence.adapter, len_of(part)) for part in parts]):
             return self.decoder.hidden(ids, context=batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head's scores [D, V] of hidden states [D, hidden]."""
+        if self.step is not None and len(hidden) <= self.step.most:
+            return self.step.logits(hidden)
+        return self.decoder.logits(hidden.to(self.decoder.embedding.weight.dtype))
 
     def batch_of(self, parts: List[Part]) -> tuple[PagedBatch, Tensor]:
         """The step as the model reads it: where its tokens lie, and which they are [T]."""
@@ -209,7 +222,7 @@ class Runner:
             told[sequence] = []
             for first in range(0, len(following), PROMPT_ROWS):
                 ids = following[first : first + PROMPT_ROWS]
-                logits = self.decoder.logits(hidden[offset + first : offset + first + len(ids)])
+                logits = self.logits(hidden[offset + first : offset + first + len(ids)])
                 told[sequence].append(self.told(torch.tensor(ids), logits, self.indices(ids), top))
         return told
 

@@ -17,7 +17,7 @@ GPU_SHARE = 0.9  # of a GPU's memory that the engine uses in all, unless told
 @dataclass(frozen=True)
 class EngineSettings:
     device: str | None = None
-    dtype: str | None = None  # bfloat16 on GPUs, float32 on CPUs
+    dtype: str | None = None  # bfloat16 on GPUs and on CPUs that compute with it, else float32
     weights: str | None = None  # "int8": a CPU computes with weights of 8 bits
     context: int | None = None  # the longest text, prompt and answer; the model's own
     max_sequences: int = 256  # that run at a time
@@ -29,7 +29,8 @@ class EngineSettings:
     prefix_caching: bool = True
     overlap: bool = True  # launch a step before the one before it is read
     graphs: bool | None = None  # steps as CUDA graphs; None: on a GPU
-    decode: str | None = None  # "persistent": a batch of one as a single kernel, where the model and the GPU allow it
+    decode: str | None = None  # "persistent": a batch of one as a single kernel, where the model and the GPU allow it;
+    # "operators": a CPU calls operator by operator too, instead of one function for a step of few tokens
     speculate: str | None = None  # "lookup", or a smaller model with the same tokenizer
     draft_tokens: int = 4
     queue: int | None = 1024  # sequences that may wait; None: any number
@@ -40,8 +41,10 @@ class EngineSettings:
             check_whole(name, getattr(self, name), low, 2**31 - 1)
         for name, low in (("kv_memory", 1), ("swap_memory", 0), ("queue", 0)):
             check_whole(name, getattr(self, name), low, 2**62)
-        if self.decode not in (None, "persistent"):
-            raise ValueError(f"no way to decode is called {self.decode!r}; choose persistent, or leave it out")
+        if self.decode not in (None, "persistent", "operators"):
+            raise ValueError(
+                f"no way to decode is called {self.decode!r}; choose persistent or operators, or leave it out"
+            )
 
 
 def cache_dtype(settings: EngineSettings, dtype: torch.dtype) -> torch.dtype:

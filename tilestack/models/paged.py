@@ -82,6 +82,7 @@ class PagedBatch:
         sequence = (torch.searchsorted(cu_queries, token, right=True) - 1).clamp(max=len(lengths) - 1)  # [T]
         real = token < cu_queries[-1]
         before = lengths - cu_queries.diff()  # tokens of each sequence that are not new
+        self.sequences = sequence
         self.positions = torch.where(real, before[sequence] + token - cu_queries[sequence], 0)
         pages = block_tables[sequence, self.positions // cache.page]
         self.slots = torch.where(real, pages * cache.page + self.positions % cache.page, -1)

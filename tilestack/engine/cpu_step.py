@@ -1,0 +1,87 @@
+"""Decoding on a CPU as one C++ call, where the model allows it and there is a compiler; else operator by operator.
+
+A step of a few tokens, such as a token for each of a few sequences or a token with guesses behind it, takes as long as the
+weights take to be read. Operator by operator it takes longer, for what Python and PyTorch do around each. Prompts are left
+to the operators, whose matrix products are made for many rows.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from tilestack.engine.cpu_weights import Int8Linear
+from tilestack.engine.plain_decoder import linears_of, norms_of, not_plain
+from tilestack.kernels.cpu.build import missing_compiler
+from tilestack.kernels.cpu.decode_step import PLAIN, DecodeStep, LayerWeights, Matrix, sizes_refused
+from tilestack.kernels.cuda.build import BuildError
+from tilestack.models import Decoder, PagedBatch, PagedCache
+from tilestack.nn.mlp import is_untouched
+
+log = logging.getLogger(__name__)
+
+
+def cpu_step(decoder: Decoder, cache: PagedCache) -> "CPUStep | None":
+    """The step of a decoder, or None; why there is none is logged."""
+    try:
+        if reason := why_not(decoder, cache):
+            raise ValueError(reason)
+        return CPUStep(decoder, cache)
+    except (ValueError, BuildError) as reason:
+        log.info("decoding operator by operator: %s", reason)
+        return None
+
+
+def why_not(decoder: Decoder, cache: PagedCache) -> str:
+    """Why a decoder cannot be stepped in one call; empty when it can."""
+    config, weight = decoder.config, decoder.embedding.weight
+    if reason := not_plain(decoder):
+        return reason
+    if weight.dtype not in PLAIN or cache.keys.dtype != weight.dtype:
+        return f"weights of {weight.dtype} with keys of {cache.keys.dtype}; both must be float32, or both bfloat16"
+    linears = [*(each for layer in decoder.layers for each in linears_of(layer)), *filter(None, [decoder.head])]
+    if not (all(map(is_untouched, linears)) or all(type(each) is Int8Linear for each in linears)):
+        return "linear layers of the model are adapted, packed or listened to"
+    plain = [each for each in decoder.parameters() if not each.is_meta]
+    if any(each.dtype != weight.dtype or not each.is_contiguous() for each in plain):
+        return "weights must lie contiguously and have one dtype"
+    sizes = dict(hidden=config.hidden, intermediate=config.intermediate, head_dim=config.head_dim)
+    return sizes_refused(**sizes) or missing_compiler()
+
+
+def matrix_of(linear: torch.nn.Module) -> Matrix:
+    return Matrix(linear.codes, linear.code_scale) if isinstance(linear, Int8Linear) else Matrix(linear.weight.detach())  # type: ignore
+
+
+class CPUStep:
+    most = 16  # tokens of a step; for more, matrix products are faster
+
+    def __init__(self, decoder: Decoder, cache: PagedCache):
+        assert cache.values is not None  # latents are not plain
+        config, self.decoder = decoder.config, decoder
+        weight_of = lambda norm: None if norm is None else norm.weight.detach()
+        layers = [
+            LayerWeights([*map(matrix_of, linears_of(layer))], [*map(weight_of, norms_of(layer))])
+            for layer in decoder.layers
+        ]
+        self.step = DecodeStep(
+            layers,
+            decoder.norm.weight.detach(),
+            Matrix(decoder.head_weight.detach()) if decoder.head is None else matrix_of(decoder.head),
+            cache.keys,
+            cache.values,
+            heads=config.heads,
+            intermediate=config.intermediate,
+            eps=config.norm_eps,
+            scale=config.attention_scale or config.head_dim**-0.5,
+        )
+
+    def hidden(self, ids: Tensor, batch: PagedBatch) -> Tensor:
+        """Normed hidden states [T, hidden] of the tokens of a batch, in float32."""
+        (cos, sin), _ = self.decoder.rotary(batch.longest)
+        x = self.decoder.embedding.weight[ids]
+        return self.step(x, batch.positions, batch.slots, batch.sequences, batch.block_tables, cos, sin)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head's scores [D, V], in float32."""
+        return self.step.logits(hidden)
