@@ -1,5 +1,8 @@
 """The engine on a GPU: CUDA graphs, overlap and the paged kernels give the tokens of plain decoding, and nothing leaks."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -60,3 +63,31 @@ def test_memory_is_found_and_stays_flat(decoder):
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
     decoder.to(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, dict(step_tokens=24), dict(max_sequences=1), dict(kv_memory=1 << 19, prefix_caching=False), dict(speculate="lookup")],
+    ids=["together", "chunks", "alone", "preempted", "lookup"],
+)  # fmt: skip
+def test_training_finds_the_bits_that_were_served_in_the_batch_invariant_mode(decoder, dtype, settings):
+    from tilestack.train.evaluation.log_probs import Scored, in_rows, invariant_log_probs
+
+    model = copy.deepcopy(decoder).to(dtype)
+    usual = dict(page=16, step_tokens=128, max_sequences=8, kv_memory=1 << 26, queue=None, batch_invariant=True)
+    engine = Engine(model, None, EngineSettings(**(usual | settings)))
+    asked = requests(6, temperature=1.0)
+    for request in asked:
+        request.params = replace(request.params, logprobs=0)
+    outputs = LLM(engine).run(asked)
+    assert engine.stats().preemptions or "prefix_caching" not in settings
+    answers = [output.completions[0] for output in outputs]
+    pairs = zip(asked, answers, strict=True)
+    rows = in_rows([Scored.answer(request.prompt, answer.ids) for request, answer in pairs]).to("cuda")
+    with torch.no_grad():
+        found = invariant_log_probs(model, rows)
+    for request, answer, row in zip(asked, answers, found.cpu(), strict=True):
+        first = len(request.prompt) - 1
+        served = torch.tensor([told.logprob for told in answer.logprobs])
+        assert torch.equal(served, row[first : first + len(answer.ids)])

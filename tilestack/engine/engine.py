@@ -30,6 +30,7 @@ from tilestack.engine.speculation import Drafter, DraftModel, LookUp, check_draf
 from tilestack.engine.structure import Structures
 from tilestack.engine.text import TextStream
 from tilestack.models import Decoder, PagedCache
+from tilestack.models.invariant import why_not_invariant
 
 if TYPE_CHECKING:
     from tilestack.engine.cpu_step import CPUStep
@@ -73,6 +74,8 @@ class Engine:
         weight = decoder.embedding.weight
         self.vocabulary = decoder.config.vocabulary
         self.context = min(decoder.config.positions, settings.context or decoder.config.positions)
+        if settings.batch_invariant and (reason := why_not_invariant(decoder)):
+            raise ValueError(f"no batch-invariant mode: {reason}")
         step_tokens = settings.step_tokens or (8192 if weight.device.type == "cuda" else 512)
         if draft is not None:
             check_draft(draft, decoder, self.context)
@@ -90,9 +93,10 @@ class Engine:
             context=self.context,
             adapters=self.adapters,
             draft=None if draft is None or kept is None else (draft, kept),
-            graphs=weight.device.type == "cuda" if settings.graphs is None else settings.graphs,
+            graphs=self.in_graphs,
             persistent=settings.decode == "persistent",
             step=self.cpu_step(cache),
+            batch_invariant=settings.batch_invariant,
         )
         if settings.decode == "persistent" and not self.runner.captured:
             log.warning("decoding is not persistent: it runs in CUDA graphs, which are off")
@@ -142,7 +146,8 @@ class Engine:
 
     def cpu_step(self, cache: PagedCache) -> "CPUStep | None":
         """A step of a few tokens as one call, on a CPU where there can be one."""
-        if cache.keys.device.type != "cpu" or self.settings.decode is not None or self.adapters is not None:
+        settings = self.settings
+        if cache.keys.device.type != "cpu" or settings.decode or settings.adapters or settings.batch_invariant:
             return None
         from tilestack.engine.cpu_step import cpu_step  # brings all kernels along
 
@@ -150,8 +155,15 @@ class Engine:
 
     def reads_blocks(self, dtype: torch.dtype) -> bool:
         """Whether bfloat16 weights are better packed: on a CPU that can, where nothing else reads them as they are."""
-        plain = self.settings.weights is None and self.adapters is None and self.runner.step is None
+        settings = self.settings
+        plain = not (settings.weights or settings.adapters or settings.batch_invariant or self.runner.step)
         return dtype == torch.bfloat16 and self.runner.device.type == "cpu" and plain and can_block()
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether steps run as CUDA graphs: on a GPU, unless told, but not where the host has to know all lengths."""
+        wanted = self.decoder.embedding.weight.is_cuda if self.settings.graphs is None else self.settings.graphs
+        return wanted and not self.settings.batch_invariant
 
     @property
     def busy(self) -> bool:

@@ -24,10 +24,10 @@ from tilestack.engine.captured import CapturedSteps
 from tilestack.engine.decoding import DecodingSteps
 from tilestack.engine.outputs import TokenLogprob
 from tilestack.engine.reading import ReadingSteps
-from tilestack.engine.sampling import Draws, SamplingRows, logprobs_of
+from tilestack.engine.sampling import Draws, SamplingRows, told_of
 from tilestack.engine.scheduler import Part, Plan
 from tilestack.engine.sequence import Sequence
-from tilestack.models import Decoder, PagedBatch, PagedCache
+from tilestack.models import Decoder, PagedBatch, PagedCache, invariant
 
 if TYPE_CHECKING:
     from tilestack.engine.cpu_step import CPUStep
@@ -82,7 +82,9 @@ class Runner:
         graphs: bool = False,
         persistent: bool = False,
         step: "CPUStep | None" = None,
+        batch_invariant: bool = False,
     ):
+        self.batch_invariant = batch_invariant
         self.step = step  # of a few tokens in one call, on a CPU
         self.decoder, self.cache, self.adapters, self.draft = decoder, cache, adapters, draft
         self.device = decoder.embedding.weight.device
@@ -138,6 +140,9 @@ class Runner:
         if self.draft is not None:
             draft, cache = self.draft
             draft.hidden(ids, context=batch.over(cache))
+        if self.batch_invariant:
+            with invariant.invariant_mode(self.device):
+                return invariant.hidden_of_batch(self.decoder, ids, batch)
         if self.step is not None and len(ids) <= self.step.most:
             return self.step.hidden(ids, batch)
         if self.adapters is None:
@@ -147,6 +152,9 @@ class Runner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's scores [D, V] of hidden states [D, hidden]."""
+        if self.batch_invariant:
+            with invariant.invariant_mode(self.device):
+                return invariant.logits_of(self.decoder, hidden)
         if self.step is not None and len(hidden) <= self.step.most:
             return self.step.logits(hidden)
         return self.decoder.logits(hidden.to(self.decoder.embedding.weight.dtype))
@@ -228,7 +236,12 @@ class Runner:
 
     def told(self, on_host: Tensor, logits: Tensor, tokens: Tensor, top: int) -> Told:
         """What is told of tokens [D], which the host finds in `on_host`."""
-        own, ids, values = logprobs_of(logits, tokens, top)
+        if self.batch_invariant:
+            with invariant.invariant_mode(self.device):
+                found = invariant.log_softmax_of(logits)
+        else:
+            found = torch.log_softmax(logits.float(), -1)
+        own, ids, values = told_of(found, tokens, top)
         return Told(on_host, self.to_host(own), self.to_host(ids), self.to_host(values))
 
     @torch.no_grad()

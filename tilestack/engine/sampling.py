@@ -119,8 +119,7 @@ class SamplingRows:
         return logits - self.presence[rows, None] * (counts > 0) - self.frequency[rows, None] * counts
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities [D] of tokens [D] under logits [D, V], and the `top` likeliest: tokens and values [D, top]."""
-    found = torch.log_softmax(logits.float(), -1)
-    values, ids = torch.topk(found, min(top, logits.shape[-1]), dim=-1)
-    return found.gather(1, tokens[:, None].long())[:, 0], ids, values
+def told_of(logprobs: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of log-probabilities [D, V], those of tokens [D], and the `top` likeliest: tokens and values [D, top]."""
+    values, ids = torch.topk(logprobs, min(top, logprobs.shape[-1]), dim=-1)
+    return logprobs.gather(1, tokens[:, None].long())[:, 0], ids, values

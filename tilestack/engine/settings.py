@@ -27,6 +27,7 @@ class EngineSettings:
     kv_dtype: str | None = None  # that they are kept in: the model's own, or "int8" or "fp8" for half of the memory
     swap_memory: int = 0  # bytes of host memory for those of sequences that had to give way; 0: they are computed again
     prefix_caching: bool = True
+    batch_invariant: bool = False  # a token has the bits that it has in any batch, and in training; slower
     overlap: bool = True  # launch a step before the one before it is read
     graphs: bool | None = None  # steps as CUDA graphs; None: on a GPU
     decode: str | None = None  # "persistent": a batch of one as a single kernel, where the model and the GPU allow it;
@@ -41,6 +42,11 @@ class EngineSettings:
             check_whole(name, getattr(self, name), low, 2**31 - 1)
         for name, low in (("kv_memory", 1), ("swap_memory", 0), ("queue", 0)):
             check_whole(name, getattr(self, name), low, 2**62)
+        if self.batch_invariant and (self.weights or self.kv_dtype or self.adapters or self.decode == "persistent"):
+            raise ValueError(
+                "batch_invariant is for the model as it was trained: without weights or kv_dtype of 8 bits, adapters, and "
+                "decode='persistent'"
+            )
         if self.decode not in (None, "persistent", "operators"):
             raise ValueError(
                 f"no way to decode is called {self.decode!r}; choose persistent or operators, or leave it out"

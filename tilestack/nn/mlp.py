@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tilestack import ops
+from tilestack.contract.backends import wants_invariance
 from tilestack.nn.autocast import lowered
 from tilestack.nn.modules import Linear
 
@@ -14,7 +15,7 @@ class MLP(torch.nn.Module):
     """down(activation(gate(x)) * up(x)), with gate and up in one projection, gate first.
 
     With silu, the gated pair and `down` are one operator, unless something else has taken the place of `down` or listens
-    to it.
+    to it, or results must be batch-invariant, which the joint operator does not promise.
     """
 
     def __init__(self, hidden: int, intermediate: int, bias: bool = False, activation: str = "silu"):
@@ -29,7 +30,7 @@ class MLP(torch.nn.Module):
         gate_up = self.gate_up(x)
         if self.activation == "gelu_tanh":
             return self.down(ops.geglu(gate_up, "tanh"))
-        if is_untouched(self.down):
+        if is_untouched(self.down) and not wants_invariance():
             return ops.swiglu_linear(*lowered(gate_up, self.down.weight, self.down.bias))
         return self.down(ops.swiglu(gate_up))
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tilestack import ops
+from tilestack.contract.backends import wants_invariance
 
 
 def split_and_turn(
@@ -23,8 +24,10 @@ def split_and_turn(
     operators.
     """
     # Of interleaved pairs there is no joint operator; compilers make new memory of results, and a view of heads is cheaper.
-    if interleaved or torch.compiler.is_compiling():
+    if interleaved or torch.compiler.is_compiling() or wants_invariance():
         q, k, v = heads.split(sizes, 2)
+        if norms is not None and wants_invariance():  # the joint operator does not promise it
+            q, k, norms = ops.rms_norm(q, norms[0], eps), ops.rms_norm(k, norms[1], eps), None
         if norms is None:
             return *ops.rope(q, k, cos, sin, positions, interleaved), v
         return *ops.qk_norm_rope(q, k, *norms, cos, sin, positions, interleaved, eps), v

@@ -48,6 +48,24 @@ def test_on_new_answers_the_ratio_is_one_to_the_bit(dropout):
     assert float(loss.metrics["clipped"]) == 0
 
 
+def test_in_the_batch_invariant_mode_the_sampler_says_what_the_loss_finds():
+    model = decoder()
+    moved(model)
+    objective = grpo(model, grpo={"batch_invariant": True})
+    batch = objective.next_batch()
+    assert torch.equal(batch.old, objective.log_probs(model, batch.rows).detach())
+    assert (batch.old[batch.rows.labels != NO_LABEL] < 0).all()
+    loss = objective.loss(model, batch)
+    assert torch.equal(loss.metrics["ratio"], loss.count.float())
+    loss.total.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_the_batch_invariant_mode_samples_at_temperature_one():
+    with pytest.raises(RecipeError, match=r"grpo.batch_invariant needs grpo.temperature = 1, not 0.7"):
+        grpo(decoder(), grpo={"batch_invariant": True, "temperature": 0.7})
+
+
 def test_answers_are_the_policys_and_advantages_their_groups():
     model = decoder()
     objective = grpo(model)

@@ -7,7 +7,8 @@ answers with an advantage and lowers the others, held near a frozen reference.
 The sampler decodes token by token with a cache, the loss reads whole sequences, and the two round differently. So the
 log-probabilities the ratio is taken to are not the sampler's: they are those of the loss's own first pass over the
 answers, with the weights that drew them. The ratio is then exactly 1 at the first step on new answers, and where it
-differs later, the policy has moved and not the arithmetic.
+differs later, the policy has moved and not the arithmetic. With `batch_invariant` both sides run in the batch-invariant mode
+(models/invariant.py), and the sampler's own log-probabilities are those of the loss, bit for bit.
 """
 
 import copy
@@ -25,8 +26,8 @@ from tilestack.train import execution
 from tilestack.train.align import examples, rewards
 from tilestack.train.align.deck import Deck
 from tilestack.train.align.losses import group_advantages, k3, policy_losses
-from tilestack.train.evaluation.answers import answers, prompt_ids, shown_answers
-from tilestack.train.evaluation.log_probs import Rows, Scored, in_rows, log_probs
+from tilestack.train.evaluation.answers import answers, answers_and_log_probs, prompt_ids, shown_answers
+from tilestack.train.evaluation.log_probs import Rows, Scored, in_rows, invariant_log_probs, log_probs
 from tilestack.train.objective import Loss
 from tilestack.train.recipe import Recipe
 from tilestack.train.settings import RecipeError, setting
@@ -54,9 +55,14 @@ class GRPOSettings:
     clip_high: float = setting(0.2, "how far above 1 the ratio may rise", above=0)
     reuse: int = setting(1, "steps taken on the same answers; more than 1 is off-policy after the first", low=1)
     mask_truncated: bool = setting(False, "learn nothing from answers that max_new_tokens cut short")
+    batch_invariant: bool = setting(False, "answer and learn in the batch-invariant mode: what the sampler says of its tokens is what the loss finds, to the bit; slower")  # fmt: skip
 
     def __post_init__(self) -> None:
         rewards.check_name(self.reward)
+        if self.batch_invariant and self.temperature != 1:
+            raise RecipeError(
+                f"grpo.batch_invariant needs grpo.temperature = 1, not {self.temperature}: the sampler tells the model's own log-probabilities"
+            )
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,9 @@ class Rollout:
     advantages: Tensor  # [prompts · group]
     ended: Tensor  # [prompts · group], whether an answer ended by itself
     reference: Tensor | None  # [prompts · group, length], log-probabilities under the reference
-    old: Tensor | None = None  # the same under the policy that drew them; noted by the first loss
+    old: Tensor | None = (
+        None  # the same under the policy that drew them; noted by the first loss, or told by the sampler
+    )
 
 
 class GRPO:
@@ -122,22 +130,29 @@ class GRPO:
         prompts = [prompt for task in chosen for prompt in [self.prompt(task)] * self.settings.group]
         was_training = self.policy.training
         self.policy.eval()
+        asked: dict[str, Any] = dict(
+            max_new_tokens=self.settings.max_new_tokens,
+            stop=self.tokenizer.stops,
+            seed=self.recipe.run.seed * 1_000_003 + self.rollouts,
+        )
+        told = None
         with self.autocast():
-            found = answers(
-                self.policy,
-                prompts,
-                max_new_tokens=self.settings.max_new_tokens,
-                stop=self.tokenizer.stops,
-                temperature=self.settings.temperature,
-                seed=self.recipe.run.seed * 1_000_003 + self.rollouts,
-            )
+            if self.settings.batch_invariant:
+                found, told = answers_and_log_probs(self.policy, prompts, **asked)
+            else:
+                found = answers(self.policy, prompts, temperature=self.settings.temperature, **asked)
         self.rollouts += 1
         texts = [self.tokenizer.decode(answer) for answer in found]
-        asked = [task for task in chosen for _ in range(self.settings.group)]
-        rewards = [self.reward(task, text) for task, text in zip(asked, texts, strict=True)]
+        answered = [task for task in chosen for _ in range(self.settings.group)]
+        rewards = [self.reward(task, text) for task, text in zip(answered, texts, strict=True)]
         sequences = [Scored.answer(prompt, answer) for prompt, answer in zip(prompts, found, strict=True)]
         ended = [answer[-1] in self.tokenizer.stops for answer in found]
         made = self.assembled(in_rows(sequences), torch.tensor(rewards), torch.tensor(ended))
+        if told is not None:
+            made.old = torch.zeros(made.rows.labels.shape, device=self.device)
+            made.old[made.rows.labels != NO_LABEL] = torch.tensor(
+                [each for row in told for each in row], device=self.device
+            )
         self.policy.train(was_training)
         return made
 
@@ -151,10 +166,15 @@ class GRPO:
         if self.reference is None:
             return None
         with self.autocast(), without_lora(self.reference):
-            return log_probs(self.reference, rows, self.settings.temperature)
+            return self.log_probs(self.reference, rows)
+
+    def log_probs(self, model: Any, rows: Rows) -> Tensor:
+        if self.settings.batch_invariant:
+            return invariant_log_probs(model, rows)
+        return log_probs(model, rows, self.settings.temperature)
 
     def loss(self, model: Any, batch: Rollout) -> Loss:
-        now = log_probs(model, batch.rows, self.settings.temperature)
+        now = self.log_probs(model, batch.rows)
         if batch.old is None:
             batch.old = now.detach()
         mask = batch.rows.labels != NO_LABEL

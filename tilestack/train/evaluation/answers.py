@@ -1,6 +1,7 @@
 """Answers of the model itself to many prompts, sampled or greedy: for rollouts, for exams, for samples to read."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tilestack.data import Message, Tokenizer
@@ -35,16 +36,37 @@ def answers(
 
     What is drawn for a prompt depends on the seed and its place among the prompts, not on what is drawn beside it.
     """
-    params = lambda number: SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=(seed * 1_000_003 + number) % 2**62,
-        max_tokens=max_new_tokens, stop_ids=tuple(stop), ignore_eos=True,
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=max_new_tokens, stop_ids=tuple(stop),
+        ignore_eos=True,
     )  # fmt: skip
-    requests = [Request(f"{number}", list(prompt), params(number)) for number, prompt in enumerate(prompts)]
-    return [output.completions[0].ids for output in answer_all(model, requests)]
+    return [output.completions[0].ids for output in answer_all(model, requests_of(prompts, params, seed))]
 
 
-def answer_all(model: Any, requests: Sequence[Request], tokenizer: Tokenizer | None = None) -> list[RequestOutput]:
-    """What comes of requests to a model that is being trained or examined, with memory for them and no more."""
+def answers_and_log_probs(
+    model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stop: Sequence[int], seed: int = 0
+) -> tuple[list[list[int]], list[list[float]]]:
+    """`answers` at temperature 1 in the batch-invariant mode, and the log-probability of each of their tokens, which
+    `invariant_log_probs` finds again to the bit."""
+    params = SamplingParams(
+        temperature=1.0, max_tokens=max_new_tokens, stop_ids=tuple(stop), ignore_eos=True, logprobs=0
+    )
+    outputs = answer_all(model, requests_of(prompts, params, seed), batch_invariant=True)
+    found = [output.completions[0] for output in outputs]
+    return [each.ids for each in found], [[told.logprob for told in each.logprobs] for each in found]
+
+
+def requests_of(prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[Request]:
+    """A request for each prompt, each with a seed of its own."""
+    seeded = lambda number: replace(params, seed=(seed * 1_000_003 + number) % 2**62)
+    return [Request(f"{number}", list(prompt), seeded(number)) for number, prompt in enumerate(prompts)]
+
+
+def answer_all(
+    model: Any, requests: Sequence[Request], tokenizer: Tokenizer | None = None, **more: Any
+) -> list[RequestOutput]:
+    """What comes of requests to a model that is being trained or examined, with memory for them and no more; `more` are
+    settings of the engine."""
     if not requests:
         return []
     longest = max(len(request.prompt) + (request.params.max_tokens or 0) for request in requests)
@@ -55,6 +77,7 @@ def answer_all(model: Any, requests: Sequence[Request], tokenizer: Tokenizer | N
         kv_memory=max(tokens, longest + PAGE) * bytes_of_token(model.embedding.weight.dtype, model),
         page=PAGE,
         queue=None,
+        **more,
     )
     return LLM(Engine(model, tokenizer, settings)).run(requests)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.data import NO_LABEL
+from tilestack.models.invariant import hidden_of_text, invariant_mode, log_softmax_of, logits_of
 from tilestack.nn.autocast import lowered
 
 MULTIPLE = 16  # rows are filled to a multiple of this, so that few different shapes occur
@@ -78,3 +79,20 @@ def log_probs(model: Any, rows: Rows, temperature: float = 1.0) -> Tensor:
     return -ops.linear_cross_entropy(
         hidden, weight, rows.labels, ignore_index=NO_LABEL, softcap=softcap, reduction="none"
     )
+
+
+def invariant_log_probs(model: Any, rows: Rows) -> Tensor:
+    """`log_probs` at temperature 1 in the batch-invariant mode: with the bits that an engine tells of tokens it served with
+    `EngineSettings(batch_invariant=True)`. Texts are read one by one, on a CPU token by token."""
+    found = torch.zeros(rows.labels.shape, device=rows.ids.device)
+    scored = rows.labels != NO_LABEL
+    told = []
+    with invariant_mode(rows.ids.device):
+        for ids, labels, wanted in zip(rows.ids, rows.labels, scored, strict=True):
+            places = wanted.nonzero()[:, 0]
+            if not len(places):
+                continue
+            hidden = hidden_of_text(model, ids[: int(places[-1]) + 1])  # what follows the last changes nothing
+            logits = logits_of(model, hidden[places])
+            told.append(log_softmax_of(logits).gather(1, labels[places][:, None])[:, 0])
+    return found.masked_scatter(scored, torch.cat(told)) if told else found
