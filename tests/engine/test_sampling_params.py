@@ -7,8 +7,9 @@ import pytest
 import torch
 from engines import alone, check_empty, decoder, make_engine, serve
 
+from tilestack import ops
 from tilestack.engine import Request, RequestError, SamplingParams
-from tilestack.engine.sampling import SamplingRows
+from tilestack.engine.sampling import SamplingRows, sample_unfiltered
 
 PROMPT = [3, 5, 7, 11, 13, 5, 5]
 
@@ -270,3 +271,19 @@ def test_prompts_that_cannot_be_served(prompt, said):
     with pytest.raises(RequestError, match=said):
         engine.add(Request("r", prompt, SamplingParams()))
     check_empty(engine)
+
+
+def test_without_filters_the_vocabulary_need_not_be_sorted():
+    """And what is drawn is the same token: greedy rows, ties, and rows that are not finite among them."""
+    logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(0)) * 3
+    logits[1, 7] = logits[1].amax() + 1
+    logits[1, 9] = logits[1, 7]
+    logits[2, 3], logits[3, 5], logits[4] = torch.nan, torch.inf, -torch.inf
+    seeds, temperature = torch.arange(40) * 977 - 5000, torch.linspace(0, 2, 40)
+    temperature[1] = 0
+    none = torch.zeros(40, dtype=torch.int32), torch.ones(40), torch.zeros(40)
+    drawn = sample_unfiltered(logits, seeds, temperature)
+    assert torch.equal(drawn, ops.sample.definition(logits, seeds, temperature, *none))
+    assert drawn[1:5].tolist() == [7, -1, -1, -1]
+    assert not SamplingParams(temperature=1.0).filters
+    assert all(SamplingParams(**{name: 0.5 if name != "top_k" else 5}).filters for name in ("top_k", "top_p", "min_p"))

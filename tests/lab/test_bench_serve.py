@@ -38,15 +38,34 @@ def test_the_engine_answers_a_workload_and_the_figure_is_its_rate(monkeypatch):
         scale=32,
         only=["throughput", "batch 1"],
     )
-    rows = list(serve_candidates.results("tilestack", asked))
-    assert [row["case"] for row in rows] == ["throughput", "batch 1"]
+    rows = list(serve_candidates.results(["tilestack", "tilestack int8"], asked))
+    assert [(row["case"], row["backend"]) for row in rows] == [
+        (case, name) for case in ("throughput", "batch 1") for name in ("tilestack", "tilestack int8")
+    ]
     assert rows[0]["figure"] == pytest.approx(rows[0]["answered"] / rows[0]["seconds"], rel=1e-3)
-    assert rows[1]["unit"] == "ms/step"
-    with monkeypatch.context() as patched:
-        patched.setattr(serve_candidates, "timed", lambda *_: 1.0)
-        assert serve_candidates.measure(None, workloads(CONFIG)[0], 10)[0] == pytest.approx(
-            sum(workloads(CONFIG)[0].answers)
-        )
+    assert rows[2]["unit"] == "ms/step"
+    assert rows[0]["moved"] > rows[1]["moved"]
+
+
+def test_engines_take_turns_and_the_best_of_each_counts(monkeypatch):
+    turns = []
+
+    def timed(serve, workload, answers, shift, top):
+        turns.append(serve)
+        return {"a": 1.0, "b": 2.0}[serve] + shift % 3
+
+    monkeypatch.setattr(serve_candidates, "timed", timed)
+    work = Workload("w", [[1]], [8])
+    found = serve_candidates.measure(dict(ours="a", theirs="b"), work, 10, 3)
+    assert turns == ["a", "b"] * 4
+    assert found == dict(ours=(8 / 1.0, 1.0), theirs=(8 / 2.0, 2.0))
+
+
+def test_candidates_are_for_devices():
+    assert [name for name in bench_serve.CANDIDATES if bench_serve.runs_on(name, "cpu")] == [
+        "tilestack", "tilestack int8", "tilestack lookup", "transformers"
+    ]  # fmt: skip
+    assert not bench_serve.runs_on("tilestack int8", "cuda")
 
 
 def test_engines_that_are_not_there_are_named(capsys):

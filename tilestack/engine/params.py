@@ -91,6 +91,10 @@ class SamplingParams:
     def penalises(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def filters(self) -> bool:
+        return (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+
 
 def check_between(name: str, value: Any, low: float, high: float) -> None:
     """Refuse a number outside its range, or what is no number; None was not asked for."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.engine.scheduler import Part
 from tilestack.engine.sequence import Sequence
+from tilestack.ops.random import random_words
+from tilestack.ops.sampling import exponential
 
 
 @dataclass
@@ -75,14 +77,20 @@ class SamplingRows:
             drawn = torch.where(logits.amax(-1).isfinite(), ops.argmax(logits), -1)
         else:
             seeds = [sequence.seed + index for sequence, index in zip(sequences, draws.indices, strict=True)]
-            settings = self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows]
-            drawn = ops.sample(logits, torch.tensor(seeds, device=self.device), *settings)
+            drawn = self.sampled(logits, torch.tensor(seeds, device=self.device), sequences, rows)
         if self.counts is not None and self.seen is not None:
             penalised = torch.tensor([sequence.params.penalises for sequence in sequences], device=self.device)
             at = rows, drawn.clamp(min=0).long()
             self.counts.index_put_(at, penalised.int(), accumulate=True)
             self.seen[at] |= penalised
         return drawn
+
+    def sampled(self, logits: Tensor, seeds: Tensor, sequences: list[Sequence], rows: Tensor) -> Tensor:
+        """Tokens [D] by `ops.sample`; a CPU need not sort the vocabulary where nobody asked for the likeliest alone."""
+        if self.device.type == "cpu" and not any(sequence.params.filters for sequence in sequences):
+            return sample_unfiltered(logits, seeds, self.temperature[rows])
+        settings = self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows]
+        return ops.sample(logits, seeds, *settings)
 
     def adjusted(self, logits: Tensor, draws: Draws, rows: Tensor) -> Tensor:
         """Logits with penalties, biases, and -inf where a token must not come."""
@@ -123,3 +131,13 @@ def told_of(logprobs: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor,
     """Of log-probabilities [D, V], those of tokens [D], and the `top` likeliest: tokens and values [D, top]."""
     values, ids = torch.topk(logprobs, min(top, logprobs.shape[-1]), dim=-1)
     return logprobs.gather(1, tokens[:, None].long())[:, 0], ids, values
+
+
+def sample_unfiltered(logits: Tensor, seeds: Tensor, temperature: Tensor) -> Tensor:
+    """What `ops.sample` draws with top_k 0, top_p 1 and min_p 0."""
+    top = torch.where(logits.isnan(), torch.inf, logits).amax(1, keepdim=True)
+    greedy = temperature[:, None] <= 0
+    scaled = (logits - top) / torch.where(greedy, 1.0, temperature[:, None])
+    noise = -torch.log(exponential(random_words(seeds, logits.shape[1]), logits.dtype))
+    score = torch.where(greedy, scaled, scaled + noise)
+    return torch.where(top[:, 0].isfinite(), score.argmax(1), -1)

@@ -1,13 +1,15 @@
-"""`tilestack bench serve`: engines on the same workloads, each in a process of its own, with percent of the memory's roof.
+"""`tilestack bench serve`: engines on the same workloads, with percent of the memory's roof.
 
     tilestack             this engine
+    tilestack int8        with weights of 8 bits, on a CPU
     tilestack lookup      with look-up speculation, on what repeats itself
     tilestack persistent  with a batch of one decoded by a single kernel
     vllm                  where it is installed
     transformers          `generate`, for the batches of equal length that it is made for
 
 Every candidate answers each workload once to warm up and then a few times with other tokens; the best is kept, since what
-disturbs a run only ever adds to it.
+disturbs a run only ever adds to it. On a GPU each has a process of its own; on a CPU, which others use too, they share one
+and take turns.
 """
 
 import importlib.util
@@ -23,8 +25,10 @@ from rich.table import Table
 
 from tilestack.lab import machine
 from tilestack.lab.roofs import measured
+from tilestack.models.checkpoints import PACKAGED
 
-CANDIDATES = ("tilestack", "tilestack lookup", "tilestack persistent", "vllm", "transformers")
+CANDIDATES = ("tilestack", "tilestack int8", "tilestack lookup", "tilestack persistent", "vllm", "transformers")
+PACKAGED_MODEL = "smollm2"
 QWEN3 = dict(
     model_type="qwen3", vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
     num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1e6,
@@ -35,7 +39,17 @@ SMALL = QWEN3 | dict(vocab_size=8192, hidden_size=256, intermediate_size=768, nu
 
 def importable(name: str) -> bool:
     module = name.split()[0]
-    return module == "tilestack" or importlib.util.find_spec(module) is not None
+    return module == "tilestack" or is_installed(module)
+
+
+def is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def runs_on(name: str, device: str) -> bool:
+    """Whether a candidate is for a device; the others are left out."""
+    only = {"tilestack int8": "cpu", "tilestack persistent": "cuda", "vllm": "cuda"}
+    return only.get(name, device) == device
 
 
 def bench_serve(
@@ -45,24 +59,26 @@ def bench_serve(
     only: list[str] | None = None,
     tell: Callable[[str], Any] = print,
 ) -> list[dict[str, Any]]:
-    """A row for each workload and candidate. Without a model: Qwen3-0.6B's shape on a GPU, a small one of the kind on a
-    CPU, with weights drawn at random."""
+    """A row for each workload and candidate. Without a model: Qwen3-0.6B's shape with weights drawn at random on a GPU, and on
+    a CPU SmolLM2-135M, or where its package is not there a small shape."""
     if wrong := [name for name in candidates or () if name not in CANDIDATES]:
         raise ValueError(f"no engine {', '.join(wrong)}; choose from {', '.join(CANDIDATES)}")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "asked.json"
+        model = model or (PACKAGED_MODEL if device == "cpu" and is_installed(PACKAGED[PACKAGED_MODEL][1]) else None)
         shape = None if model else QWEN3 if device == "cuda" else SMALL
-        asked = dict(
-            device=device, model=model, shape=shape, scale=1 if device == "cuda" else 32, only=only, folder=folder
-        )
+        scale = 1 if device == "cuda" else 8 if model else 32
+        asked = dict(device=device, model=model, shape=shape, scale=scale, only=only, folder=folder)
         config.write_text(json.dumps(asked))
-        for name in candidates or CANDIDATES:
-            if not importable(name):
-                tell(f"{name} is not installed here")
-                continue
+        names = list(candidates or CANDIDATES)
+        for name in filter(lambda name: not importable(name), names):
+            tell(f"{name} is not installed here")
+        names = [name for name in names if importable(name) and runs_on(name, device)]
+        for together in [names] if device == "cpu" and names else [[name] for name in names]:
+            name = ", ".join(together)
             tell(f"{name} …")
-            command = [sys.executable, "-m", "tilestack.lab.serve_candidates", name, str(config)]
+            command = [sys.executable, "-m", "tilestack.lab.serve_candidates", str(config), *together]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
             found = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
             if done.returncode:

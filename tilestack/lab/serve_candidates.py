@@ -1,8 +1,9 @@
-"""One engine on the workloads of `bench serve`, in this process; each result is a line that begins with RESULT.
+"""Engines on the workloads of `bench serve`, in this process, taking turns; each result is a line that begins with RESULT.
 
-python -m tilestack.lab.serve_candidates "tilestack" asked.json
+python -m tilestack.lab.serve_candidates asked.json "tilestack" "transformers"
 """
 
+import copy
 import json
 import sys
 import time
@@ -13,15 +14,18 @@ from typing import Any
 import torch
 
 from tilestack import models
+from tilestack.contract import check_values
 from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams
+from tilestack.engine.cpu_weights import can_block, pack_for_cpu
 from tilestack.lab.serve_workloads import Workload, workloads
 
-REPEATS = 2
+REPEATS = {"cuda": 2, "cpu": 5}  # a CPU has other things to do in between
 CONTEXT = 4096  # of the engines, where no workload needs more
 
 # The engines that are ours: what they are started with, and the one workload that some are for.
 SETTINGS: dict[str, dict[str, Any]] = {
     "tilestack": {},
+    "tilestack int8": {},  # whose weights are packed before
     "tilestack lookup": dict(speculate="lookup"),
     "tilestack persistent": dict(decode="persistent"),
 }
@@ -30,8 +34,13 @@ ONLY = {"tilestack lookup": "copying", "tilestack persistent": "batch 1"}
 Serve = Callable[[list[list[int]], list[int], float], int]  # answers prompts with so many tokens; how many it made
 
 
+def dtype_of(asked: dict[str, Any]) -> torch.dtype:
+    """What engines compute in: what ours would take by itself."""
+    return torch.bfloat16 if asked["device"] == "cuda" or can_block() else torch.float32
+
+
 def decoder_of(asked: dict[str, Any]) -> models.Decoder:
-    dtype = torch.bfloat16 if asked["device"] == "cuda" else torch.float32
+    dtype = dtype_of(asked)
     if asked["model"]:
         return models.load(asked["model"], dtype=dtype, device=asked["device"]).eval()
     torch.manual_seed(0)
@@ -69,10 +78,9 @@ def with_vllm(folder: str, context: int) -> Serve:
     return serve
 
 
-def with_transformers(folder: str, device: str) -> Serve:
+def with_transformers(folder: str, device: str, dtype: torch.dtype) -> Serve:
     import transformers
 
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device).eval()
 
     def serve(prompts: list[list[int]], answers: list[int], temperature: float) -> int:
@@ -97,16 +105,26 @@ def timed(serve: Serve, workload: Workload, answers: list[int], shift: int, top:
     return time.perf_counter() - began
 
 
-def measure(serve: Serve, workload: Workload, vocabulary: int) -> tuple[float, float]:
-    """The workload's figure, and the seconds it stands for."""
-    top, shifts = min(10_000, vocabulary - 1), iter(range(100))
-    run = lambda answers: min(timed(serve, workload, answers, next(shifts), top) for _ in range(REPEATS))
-    timed(serve, workload, workload.answers, next(shifts), top)
-    seconds = run(workload.answers)
+def measure(
+    serves: dict[str, Serve], workload: Workload, vocabulary: int, repeats: int
+) -> dict[str, tuple[float, float]]:
+    """Of each engine the workload's figure, and the seconds it stands for; they take turns."""
+    top, shifts = min(10_000, vocabulary - 1), iter(range(1000))
+    once = lambda serve, answers: timed(serve, workload, answers, next(shifts), top)
+
+    def best_of_turns(answers: list[int]) -> dict[str, float]:
+        turns = [{name: once(serve, answers) for name, serve in serves.items()} for _ in range(repeats)]
+        return {name: min(turn[name] for turn in turns) for name in serves}
+
+    for serve in serves.values():
+        once(serve, workload.answers)
+    seconds = best_of_turns(workload.answers)
     if workload.unit == "ms/step":
-        seconds -= run([1] * len(workload.answers))  # the prompts
-        return seconds / (workload.answers[0] - 1) * 1e3, seconds
-    return (seconds * 1e3 if workload.unit == "ms" else workload.answered / seconds), seconds
+        prompts = best_of_turns([1] * len(workload.answers))
+        steps = {name: seconds[name] - prompts[name] for name in serves}
+        return {name: (each / (workload.answers[0] - 1) * 1e3, each) for name, each in steps.items()}
+    figure = lambda each: each * 1e3 if workload.unit == "ms" else workload.answered / each
+    return {name: (figure(each), each) for name, each in seconds.items()}
 
 
 def fits(name: str, workload: Workload) -> bool:
@@ -117,28 +135,37 @@ def fits(name: str, workload: Workload) -> bool:
     )
 
 
-def results(name: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def results(names: list[str], asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     decoder = decoder_of(asked)
-    config = decoder.config
+    config, dtype, device = decoder.config, dtype_of(asked), asked["device"]
     chosen = [each for each in workloads(config, asked["scale"]) if not asked["only"] or each.name in asked["only"]]
-    chosen = [each for each in chosen if fits(name, each)]
+    chosen = [each for each in chosen if any(fits(name, each) for name in names)]
     if not chosen:
         return
     longest = max(max(map(len, each.prompts)) + max(each.answers) for each in chosen) + 1
     context = min(config.positions, max(longest, CONTEXT))
     parameters = sum(each.numel() for each in decoder.parameters())
-    if name.startswith("tilestack"):
-        serve = with_tilestack(decoder, context, **SETTINGS[name])
-    else:
-        folder = asked["model"] or str(saved(decoder, Path(asked["folder"]) / "model"))
-        del decoder
-        serve = with_vllm(folder, context) if name == "vllm" else with_transformers(folder, asked["device"])
-    dtype = "bfloat16" if asked["device"] == "cuda" else "float32"
+    serves = {name: serve_of(name, decoder, asked, context) for name in names}
+    if not any(name.startswith("tilestack") for name in names):
+        del decoder  # another engine wants the memory
     for workload in chosen:
-        figure, seconds = measure(serve, workload, config.vocabulary)
-        moved = workload.moved(config, parameters, 2 if dtype == "bfloat16" else 4)
-        yield dict(op="serve", case=workload.name, dtype=dtype, direction="forward", backend=name, figure=round(figure, 4),
-                   unit=workload.unit, seconds=seconds, moved=moved, answered=workload.answered)  # fmt: skip
+        fitting = {name: serve for name, serve in serves.items() if fits(name, workload)}
+        for name, (figure, seconds) in measure(fitting, workload, config.vocabulary, REPEATS[device]).items():
+            moved = workload.moved(config, parameters, 1 if name == "tilestack int8" else dtype.itemsize)
+            yield dict(op="serve", case=workload.name, dtype=f"{dtype}".removeprefix("torch."), direction="forward",
+                       backend=name, figure=round(figure, 4), unit=workload.unit, seconds=seconds, moved=moved,
+                       answered=workload.answered)  # fmt: skip
+
+
+def serve_of(name: str, decoder: models.Decoder, asked: dict[str, Any], context: int) -> Serve:
+    if name == "tilestack int8":
+        decoder = copy.deepcopy(decoder)
+        pack_for_cpu(decoder, "int8")
+    if name.startswith("tilestack"):
+        return with_tilestack(decoder, context, **SETTINGS[name])
+    given = asked["model"] if asked["model"] and Path(asked["model"]).is_dir() else None
+    folder = given or str(saved(decoder, Path(asked["folder"]) / "model"))
+    return with_vllm(folder, context) if name == "vllm" else with_transformers(folder, asked["device"], dtype_of(asked))
 
 
 def saved(decoder: models.Decoder, folder: Path) -> Path:
@@ -148,5 +175,6 @@ def saved(decoder: models.Decoder, folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    for row in results(sys.argv[1], json.loads(Path(sys.argv[2]).read_text())):
+    check_values(False)  # as the command line does: the engine knows the tokens and pages it hands to operators
+    for row in results(sys.argv[2:], json.loads(Path(sys.argv[1]).read_text())):
         print("RESULT " + json.dumps(row), flush=True)
