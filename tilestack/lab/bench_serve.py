@@ -68,7 +68,7 @@ def bench_serve(
         config = Path(folder) / "asked.json"
         model = model or (PACKAGED_MODEL if device == "cpu" and is_installed(PACKAGED[PACKAGED_MODEL][1]) else None)
         shape = None if model else QWEN3 if device == "cuda" else SMALL
-        scale = 1 if device == "cuda" else 8 if model else 32
+        scale = 1 if device == "cuda" else 16 if model else 32
         asked = dict(device=device, model=model, shape=shape, scale=scale, only=only, folder=folder)
         config.write_text(json.dumps(asked))
         names = list(candidates or CANDIDATES)

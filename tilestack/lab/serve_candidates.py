@@ -19,7 +19,7 @@ from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParam
 from tilestack.engine.cpu_weights import can_block, pack_for_cpu
 from tilestack.lab.serve_workloads import Workload, workloads
 
-REPEATS = {"cuda": 2, "cpu": 5}  # a CPU has other things to do in between
+REPEATS = {"cuda": 2, "cpu": 3}  # a CPU has other things to do in between
 CONTEXT = 4096  # of the engines, where no workload needs more
 
 # The engines that are ours: what they are started with, and the one workload that some are for.

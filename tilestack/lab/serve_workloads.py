@@ -59,7 +59,7 @@ def workloads(config: ModelConfig, scale: int = 1) -> list[Workload]:
     longest = min(config.positions, 32768 // scale) - 64
     found.append(Workload("long", [ids(longest) for _ in range(4)], [max(4, 64 // scale)] * 4))
     phrase = ids(64 // min(scale, 8))
-    found.append(Workload("copying", [phrase * 8], [max(8, 256 // scale)], temperature=0.0))
+    found.append(Workload("copying", [phrase * 8], [max(32, 256 // scale)], temperature=0.0))
     return [
         workload for workload in found if max(map(len, workload.prompts)) + max(workload.answers) <= config.positions
     ]

@@ -2,7 +2,7 @@
 
     library("decode_step.cpp", WEIGHT="int8_t") ──▶ g++ ──▶ <cache>/tilestack/cpu/decode_step-<hash>.so ──▶ ctypes
 
-It takes a second, as no header of PyTorch is read. The hash is of the source, the flags and the CPU, so what is there is
+It takes seconds, as no header of PyTorch is read. The hash is of the source, the flags and the CPU, so what is there is
 never stale.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from tilestack.kernels.cuda.build import BuildError, cache_folder, only_process
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC")
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-pthread", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC")
 SECONDS = 120  # that a compiler may take
 
 

@@ -3,7 +3,7 @@
 // Decoding reads every weight for a handful of tokens, so the step is as fast as the memory if nothing else is slower:
 //
 //   layer   norm · qkv │ turn, write and attend, a head of keys for each thread │ output │ norm · gate · up │ down
-//                      └ all threads meet where a │ stands, five times a layer
+//                      └ all threads meet where a │ stands, five times a layer (Team)
 //
 // Weights are rows of float32, bfloat16 or int8 with a scale for each row. A thread takes a few rows at a time, and each
 // row meets all tokens while it is at hand. Activations are float32 throughout. Every sum is made in one order, whatever the
@@ -11,22 +11,25 @@
 //
 // Vectors are the compiler's own, so the source is for any CPU; what is 16 numbers here is two registers with AVX2.
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
-#ifdef _OPENMP
-#include <omp.h>
-#else
-inline int omp_get_thread_num() { return 0; }
-#endif
+#include <unistd.h>
+
+#include <functional>
+#include <mutex>
+#include <thread>
 
 namespace {
 
 constexpr int LANES = 16;  // numbers in a vector: rows of weights and heads are multiples of it
 constexpr int ROWS = 4;    // rows of weights that a thread computes at a time
+constexpr int SPINS = 2048;  // tries before a thread that waits for others falls asleep
+constexpr int MOST_THREADS = 256;
 constexpr int AHEAD = 8;   // rows that are on their way while one is computed with
 constexpr int TOKENS = 4;  // and the tokens that they meet at a time
 
@@ -249,15 +252,67 @@ void attend(const Step& step, const Layer& layer, int64_t number, int64_t kv_hea
     }
 }
 
-// Calls body(first, last) for pieces of [0, count), each by one thread; all threads are through when it returns.
-template <class Body>
-inline void share(int64_t count, int64_t piece, Body body) {
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t number = 0; number < (count + piece - 1) / piece; number++) {
-        const int64_t first = number * piece;
-        body(first, first + piece < count ? first + piece : count);
+// The threads of all steps. Those of OpenMP spin for milliseconds while they wait, which is lost where other processes want
+// the CPU too, and most where it was one of these threads that had to give way; ours fall asleep soon.
+class Team {
+    std::atomic<int64_t> next{0};  // the piece of work that nobody has taken yet
+    std::atomic<uint32_t> calls{1};  // how many there were, times 256, and how many threads are in the last one
+    std::atomic<uint32_t> arrived{0}, meetings{0};
+    uint32_t started = 1;  // threads that there are, the caller among them
+    pid_t process = 0;
+    const std::function<void(uint32_t)>* job = nullptr;
+    std::mutex busy;
+
+    static void wait_while(std::atomic<uint32_t>& number, uint32_t is) {
+        for (int spins = 0; spins < SPINS; spins++)
+            if (number.load() != is) return;
+        number.wait(is);  // asleep
     }
-}
+
+    void work(uint32_t thread, uint32_t seen) {
+        for (;;) {
+            wait_while(calls, seen);
+            seen = calls.load();
+            if (thread >= seen % MOST_THREADS) continue;
+            (*job)(thread);
+            meet();
+        }
+    }
+
+   public:
+    // Calls todo(thread) in so many threads, and returns when all are through.
+    void run(int64_t wanted, const std::function<void(uint32_t)>& todo) {
+        std::lock_guard<std::mutex> alone(busy);
+        const uint32_t threads = wanted < MOST_THREADS ? wanted : MOST_THREADS - 1;
+        if (process != getpid()) started = 1, process = getpid();  // a fork has none of its parent's threads
+        for (; started < threads; started++) std::thread(&Team::work, this, started, calls.load()).detach();
+        job = &todo;
+        calls.store((calls.load() / MOST_THREADS + 1) * MOST_THREADS + threads);
+        calls.notify_all();
+        todo(0);
+        meet();
+    }
+
+    // All threads are here before one goes on.
+    void meet() {
+        const uint32_t now = meetings.load();
+        if (arrived.fetch_add(1) + 1 < calls.load() % MOST_THREADS) return wait_while(meetings, now);
+        arrived.store(0);
+        next.store(0);
+        meetings.store(now + 1);
+        meetings.notify_all();
+    }
+
+    // Calls body(first, last) for pieces of [0, count), each by the thread that comes first; then all meet.
+    template <class Body>
+    void share(int64_t count, int64_t piece, Body body) {
+        for (int64_t first; (first = next.fetch_add(1) * piece) < count;)
+            body(first, first + piece < count ? first + piece : count);
+        meet();
+    }
+};
+
+Team& team = *new Team;  // never destroyed: its threads live as long as the process
 
 constexpr int64_t PIECE = 32;  // rows of weights that a thread takes at a time
 
@@ -265,9 +320,7 @@ constexpr int64_t PIECE = 32;  // rows of weights that a thread takes at a time
 void run(const Step& step) {
     const int64_t tokens = step.tokens, hidden = step.hidden, middle = step.intermediate, seen = step.heads * step.dim;
     const int64_t width = (step.heads + 2 * step.kv_heads) * step.dim;
-#pragma omp parallel num_threads(step.threads)
-    {
-        const int64_t thread = omp_get_thread_num();
+    team.run(step.threads, [&](uint32_t thread) {
         float *normal = step.normal + thread * tokens * hidden, *scores = step.scores + thread * step.longest;
         auto normalise = [&](const Plain* weight) {  // every thread for itself, which is sooner than to wait for one
             for (int64_t token = 0; token < tokens; token++)
@@ -277,17 +330,17 @@ void run(const Step& step) {
         for (int64_t number = 0; number < step.count; number++) {
             const Layer& layer = step.layers[number];
             normalise(layer.attention_norm);
-            share(width, PIECE, [&](int64_t first, int64_t last) {
+            team.share(width, PIECE, [&](int64_t first, int64_t last) {
                 product(layer.qkv, first, last, normal, tokens, hidden, [&](int64_t row, int64_t token, float value) {
                     step.qkv[token * width + row] = value;
                 });
             });
-            share(step.kv_heads, 1, [&](int64_t head, int64_t) { attend(step, layer, number, head, scores); });
-            share(hidden, PIECE, [&](int64_t first, int64_t last) {
+            team.share(step.kv_heads, 1, [&](int64_t head, int64_t) { attend(step, layer, number, head, scores); });
+            team.share(hidden, PIECE, [&](int64_t first, int64_t last) {
                 product(layer.output, first, last, step.seen, tokens, seen, add);
             });
             normalise(layer.mlp_norm);
-            share(middle, PIECE, [&](int64_t first, int64_t last) {
+            team.share(middle, PIECE, [&](int64_t first, int64_t last) {
                 float* gated = step.gated;
                 product(layer.gate_up, first, last, normal, tokens, hidden, [&](int64_t row, int64_t token, float gate) {
                     gated[token * middle + row] = gate / (1 + std::exp(-gate));
@@ -296,15 +349,14 @@ void run(const Step& step) {
                     layer.gate_up, middle + first, middle + last, normal, tokens, hidden,
                     [&](int64_t row, int64_t token, float up) { gated[token * middle + row - middle] *= up; });
             });
-            share(hidden, PIECE, [&](int64_t first, int64_t last) {
+            team.share(hidden, PIECE, [&](int64_t first, int64_t last) {
                 product(layer.down, first, last, step.gated, tokens, middle, add);
             });
         }
         normalise(step.norm);
-#pragma omp barrier
-#pragma omp single
-        memcpy(step.x, normal, tokens * hidden * sizeof(float));
-    }
+        team.meet();
+        if (!thread) memcpy(step.x, normal, tokens * hidden * sizeof(float));
+    });
 }
 
 }  // namespace
@@ -314,9 +366,10 @@ extern "C" void decode_step(const Step* step) { run(*step); }
 extern "C" void decode_head(const void* rows, const float* scale, const float* x, float* logits, int64_t tokens,
                             int64_t columns, int64_t count, int64_t threads) {
     const Matrix matrix{rows, scale};
-#pragma omp parallel num_threads(threads)
-    share(count, 4 * PIECE, [&](int64_t first, int64_t last) {
-        product(matrix, first, last, x, tokens, columns,
-                [&](int64_t row, int64_t token, float value) { logits[token * count + row] = value; });
+    team.run(threads, [&](uint32_t) {
+        team.share(count, 4 * PIECE, [&](int64_t first, int64_t last) {
+            product(matrix, first, last, x, tokens, columns,
+                    [&](int64_t row, int64_t token, float value) { logits[token * count + row] = value; });
+        });
     });
 }
