@@ -8,8 +8,8 @@
     transformers          `generate`, for the batches of equal length that it is made for
 
 Every candidate answers each workload once to warm up and then a few times with other tokens; the best is kept, since what
-disturbs a run only ever adds to it. On a GPU each has a process of its own; on a CPU, which others use too, they share one
-and take turns.
+disturbs a run only ever adds to it. On a GPU each has a process of its own. On a CPU, which others use too, they share one and
+take turns, and figures are processor time of one thread, as those of operators are.
 """
 
 import importlib.util

@@ -274,9 +274,7 @@ def serving(folder: Path, slug: str) -> str:
     """Engines on the same workloads: a line per workload and way of ours, beside each other engine."""
     path = path_of(slug, "serve", folder)
     if not path.exists():
-        return (
-            f"_not measured yet: `tilestack bench serve --save` on a machine with the GPU `{slug}` fills this table._"
-        )
+        return f"_not measured yet: `tilestack bench serve --save` on the machine `{slug}` fills this table._"
     rows = read_json(path)["rows"]
     is_ours = lambda row: row["backend"].partition(" ")[0] == "tilestack"
     others = list(dict.fromkeys(row["backend"] for row in rows if not is_ours(row)))
@@ -291,7 +289,8 @@ def serving(folder: Path, slug: str) -> str:
         lines.append(line)
     header = ["workload", "engine", "figure", "of the memory's rate", *(word for name in others for word in (name, f"against {name}"))]  # fmt: skip
     when = dict.fromkeys(f"{row['backend']} {row['date'][:16].replace('T', ' ')}" for row in rows)
-    return f"{markdown(header, lines, left=2)}\n\n_Measured on {read_json(path)['machine']['gpu']}, in UTC: {', '.join(when)}._"
+    machine = read_json(path)["machine"]
+    return f"{markdown(header, lines, left=2)}\n\n_Measured on {machine['gpu'] or machine['cpu']}, in UTC: {', '.join(when)}._"
 
 
 def proofs(folder: Path, slug: str) -> str:
