@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.contract.backends import wants_invariance
 from tilestack.nn.autocast import lowered
+from tilestack.nn.invariance import invariant_wanted
 from tilestack.nn.modules import Linear
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -30,7 +30,7 @@ class MLP(torch.nn.Module):
         gate_up = self.gate_up(x)
         if self.activation == "gelu_tanh":
             return self.down(ops.geglu(gate_up, "tanh"))
-        if is_untouched(self.down) and not wants_invariance():
+        if is_untouched(self.down) and not invariant_wanted():
             return ops.swiglu_linear(*lowered(gate_up, self.down.weight, self.down.bias))
         return self.down(ops.swiglu(gate_up))
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.contract.backends import wants_invariance
+from tilestack.nn.invariance import invariant_wanted
 
 
 def split_and_turn(
@@ -24,9 +24,9 @@ def split_and_turn(
     operators.
     """
     # Of interleaved pairs there is no joint operator; compilers make new memory of results, and a view of heads is cheaper.
-    if interleaved or torch.compiler.is_compiling() or wants_invariance():
+    if interleaved or torch.compiler.is_compiling() or invariant_wanted():
         q, k, v = heads.split(sizes, 2)
-        if norms is not None and wants_invariance():  # the joint operator does not promise it
+        if norms is not None and invariant_wanted():  # the joint operator does not promise it
             q, k, norms = ops.rms_norm(q, norms[0], eps), ops.rms_norm(k, norms[1], eps), None
         if norms is None:
             return *ops.rope(q, k, cos, sin, positions, interleaved), v
