@@ -1,6 +1,7 @@
 """What goes wrong for one stays with one, and what the device has not written yet is not read."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -168,3 +169,50 @@ def test_a_request_can_be_added_again_when_it_has_ended():
     assert serve(engine, [request]) == first == {"r": [alone(PROMPT, 5)]}
     assert engine.usage(request).completion == 5
     assert len(request.prompt_logprobs) == len(PROMPT)
+
+
+def interrupted_at(call, work):
+    """Run some work that is interrupted, as by Ctrl-C, when the engine makes its so-many-th call; whether it was."""
+    calls = 0
+
+    def count(frame, event, _):
+        nonlocal calls
+        if event == "call" and "tilestack/engine/" in frame.f_code.co_filename:
+            calls += 1
+            if calls == call:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(count)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("swap", [0, 1 << 20])
+def test_nothing_is_believed_of_a_step_that_was_interrupted(swap):
+    """Its pages would be found under what they were to hold, and a conversation that goes on would read them."""
+    call, interrupted, shared = 0, True, list(range(1, 22))
+    while interrupted:
+        call += 83
+        engine = make_engine(pages=14, swap_memory=swap, speculate="lookup")
+        serve(engine, [greedy("before", PROMPT, 3)])
+        for n in range(4):
+            engine.add(greedy(f"r{n}", [*shared, n], 9))
+
+        def some_steps(engine=engine):
+            for _ in range(8):
+                engine.step()
+
+        interrupted = interrupted_at(call, some_steps)
+        for n in range(4):  # as whoever is interrupted does
+            engine.cancel(f"r{n}")
+        if interrupted:
+            for prompt in (shared, PROMPT):
+                assert serve(engine, [greedy("again", prompt, 4)], check_pages)["again"] == [alone(prompt, 4)]
+            check_empty(engine)
+    assert call > 300

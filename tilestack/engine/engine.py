@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,14 +104,15 @@ class Engine:
         self.drafter: Drafter | None = None
         if settings.speculate is not None:
             self.drafter = DraftModel(self.runner) if draft is not None else LookUp()
-        self.scheduler = Scheduler(
-            self.pool,
+        self.new_scheduler = partial(
+            Scheduler,
             rows=settings.max_sequences,
             step_tokens=step_tokens,
             prefix_caching=settings.prefix_caching,
             draft_tokens=settings.draft_tokens if self.drafter else 0,
             swap_tokens=settings.swap_memory // bytes_of_token(cache.keys.dtype, decoder, draft),
         )
+        self.scheduler = self.new_scheduler(self.pool)
         self.ends = frozenset((*(tokenizer.stops if tokenizer else ()), *decoder.config.eos))
         self.structures = Structures(tokenizer, self.vocabulary, self.ends)
         self.arrivals = itertools.count()
@@ -257,7 +259,17 @@ class Engine:
         return [] if request is None else self.end(request.sequences, "cancelled")
 
     def step(self) -> list[News]:
-        """Launch a step, and read the one before it (without overlap, the same)."""
+        """Launch a step, and read the one before it (without overlap, the same). One that is interrupted, as by Ctrl-C, takes
+        all requests with it: pages are remembered from the plan on, and nobody knows which of them were computed."""
+        try:
+            return self.launch_and_read()
+        except Exception:
+            raise
+        except BaseException:
+            self.drop_everything()
+            raise
+
+    def launch_and_read(self) -> list[News]:
         plan = self.scheduler.schedule()
         news: list[News] = []
         launched = None
@@ -416,6 +428,20 @@ class Engine:
         self.pool.forget_all()
         everything = [*self.scheduler.running, *self.scheduler.waiting]
         return self.end(everything, finish, None if finish == "cancelled" else f"{type(problem).__name__}: {problem}")
+
+    def drop_everything(self) -> None:
+        """End whatever there is without a word, from any state, and remember nothing of it."""
+        for request in self.requests.values():
+            for sequence in request.sequences:
+                sequence.ended = True
+        self.requests.clear()
+        self.held.clear()
+        self.flying = None
+        self.runner.swapped.clear()
+        before = self.scheduler
+        self.pool = PagePool(self.pool.pages + 1, self.pool.page)
+        self.scheduler = self.new_scheduler(self.pool)
+        self.scheduler.preemptions, self.scheduler.admissions = before.preemptions, before.admissions
 
     def usage(self, request: Request) -> Usage:
         made = sum(len(sequence.ids) - sequence.prompt for sequence in request.sequences)
