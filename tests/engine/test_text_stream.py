@@ -1,20 +1,22 @@
 """Text while it comes: whatever the pieces, it is the text up to the first stop, and never costs more than it is long."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
-from tilestack.engine.text import TextStream
+from tilestack.engine.text import PATIENCE, TextStream
 
 
-class Pieces(TextStream):
+class Given(TextStream):
     """A stream whose tokens are numbers of given pieces."""
 
     def __init__(self, pieces, stops, keep_stop=False):
-        super().__init__(object(), stops, keep_stop)
-        self.stream = type("Stream", (), {"step": lambda _, tokenizer, token: pieces[token]})()
+        super().__init__(None, stops, keep_stop)
+        self.pieces = SimpleNamespace(step=lambda token: pieces[token] or "", left=str)
 
 
 def cut_by(whole, stops, keep_stop):
@@ -32,7 +34,7 @@ def cut_by(whole, stops, keep_stop):
     keep_stop=st.booleans(),
 )
 def test_one_character_at_a_time(pieces, stops, keep_stop):
-    stream, shown = Pieces(pieces, stops, keep_stop), ""
+    stream, shown = Given(pieces, stops, keep_stop), ""
     for token in range(len(pieces)):
         shown += stream.add(token)
         assert cut_by("".join(pieces), stops, True)[0].startswith(shown)
@@ -49,7 +51,7 @@ def test_one_character_at_a_time(pieces, stops, keep_stop):
 )
 def test_any_pieces(pieces, stop, keep_stop, least):
     """Nothing before `least` tokens counts, not even as the beginning of a stop."""
-    stream, shown = Pieces(pieces, [stop], keep_stop), ""
+    stream, shown = Given(pieces, [stop], keep_stop), ""
     for token in range(len(pieces)):
         shown += stream.add(token, token >= least)
         if stream.stopped_by:
@@ -62,8 +64,64 @@ def test_any_pieces(pieces, stop, keep_stop, least):
 @pytest.mark.parametrize("stop", ["a" * 50_000 + "b", "ab" * 25_000 + "c", "a" * 50_000])
 def test_hostile_stops_cost_what_the_text_is_long(stop):
     pieces = [stop[:5]] * 2_000
-    stream = Pieces(pieces, [stop, stop[1:], stop[2:]])
+    stream = Given(pieces, [stop, stop[1:], stop[2:]])
     began = time.process_time()
     shown = "".join(stream.add(token) for token in range(len(pieces)))
     assert time.process_time() - began < 2
     assert shown + stream.rest() == "".join(pieces)
+
+
+def tokens_of_bytes(kind):
+    """A tokenizer with a token for each byte, and " a", "é" and one that is skipped; as Llama or as GPT-2 write bytes."""
+    from tilestack.server.token_text import alphabet
+
+    llama = kind == "llama"
+    letters = {byte: letter for letter, byte in alphabet().items()}
+    words = [f"<0x{byte:02X}>" if llama else letters[byte] for byte in range(256)]
+    words += ["▁a", "é"] if llama else [letters[32] + "a", letters[0xC3] + letters[0xA9]]
+    made = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [], byte_fallback=llama))
+    written = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(written) if llama else decoders.ByteLevel()
+    made.add_special_tokens(["<end>"])
+    return made
+
+
+KINDS = {kind: tokens_of_bytes(kind) for kind in ("llama", "gpt2")}
+A, E_ACUTE, END = 256, 257, 258
+
+
+def streamed(kind, ids, before=()):
+    stream = TextStream(KINDS[kind], before=before)
+    return "".join(map(stream.add, ids)) + stream.rest()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=st.text("aé中🙂\n ", max_size=12), ended=st.integers(0, 2))
+def test_text_in_single_bytes_is_that_text(kind, text, ended):
+    ids = [*text.encode(), *[END] * ended]
+    assert streamed(kind, ids, before=[ord("x")]) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(ids=st.lists(st.one_of(st.sampled_from([0xE4, 0xB8, 0xAD, 0xF0, 0xC3, A, E_ACUTE, END]), st.integers(0, 258)), max_size=60))  # fmt: skip
+def test_any_tokens_have_some_text_and_what_follows_them_is_not_lost(kind, ids):
+    assert streamed(kind, [*ids, A, A, E_ACUTE]).endswith("a aé")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_that_are_no_text_are_not_kept_for_ever(kind):
+    stream = TextStream(KINDS[kind])
+    shown = "".join(stream.add(0xAD) for _ in range(200))
+    assert len(stream.pieces.undecided) <= PATIENCE
+    assert 200 - PATIENCE - 1 <= len(shown) == shown.count("\ufffd")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_character_that_is_cut_off_is_not_shown_and_what_stands_before_it_is(kind):
+    assert streamed(kind, [A, *"🙂".encode()[:3]], before=[A]) == " a"
+    assert streamed(kind, [A, 0x20, *"é".encode()[:1]], before=[A]) == " a "
+
+
+def test_an_answer_goes_on_from_the_prompt_with_a_space():
+    assert streamed("llama", [A, A], before=[A]) == " a a"
+    assert streamed("llama", [A, A], before=[END]) == "a a"

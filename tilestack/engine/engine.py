@@ -236,7 +236,7 @@ class Engine:
                 next(self.arrivals),
                 limit,
                 seed,
-                TextStream(backend, params.stop, params.keep_stop),
+                TextStream(backend, params.stop, params.keep_stop, request.prompt[-1:]),
                 frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else self.ends),
                 self.structures.matcher(params.structure),
                 # Penalties and grammars change with every token, so their drafts would have to be drawn one by one.

@@ -6,6 +6,48 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+CUT = "\ufffd"  # stands for bytes that are no character, or not yet
+PATIENCE = 16  # tokens without text after which they are no character; one has four bytes at most
+
+
+class Pieces:
+    """The text that each token adds. Of a character that comes in several tokens, the last has it all."""
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
+        """`before` are the last tokens of what the text follows: some tokenizers write a space between it and the first."""
+        self.tokenizer = tokenizer
+        self.begin_after(before)
+
+    def begin_after(self, before: Sequence[int]) -> None:
+        self.before = list(before) if not self.decode(before).endswith(CUT) else []
+        self.undecided: list[int] = []
+        self.stream: Any = DecodeStream(ids=self.before, skip_special_tokens=True)
+
+    def step(self, token: int) -> str:
+        self.undecided.append(token)
+        try:
+            piece = self.stream.step(self.tokenizer, token)
+        except Exception:  # of no class of its own: after this token, those before it decode to something else
+            return self.give_up()
+        if piece:
+            self.before, self.undecided = self.undecided, []
+            return piece
+        return self.give_up() if len(self.undecided) > PATIENCE else ""
+
+    def give_up(self) -> str:
+        """Show tokens as they are that make no text, and begin anew after them."""
+        text = self.left()
+        self.begin_after(self.undecided)
+        return text
+
+    def left(self) -> str:
+        """The text of the tokens that are undecided, with marks in place of what is no character."""
+        first, whole = self.decode(self.before), self.decode([*self.before, *self.undecided])
+        return whole.removeprefix(first) if whole.startswith(first) else self.decode(self.undecided)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
 
 class StopText:
     """A text to be found in one that comes in pieces, each character read once (Knuth, Morris and Pratt): `begun` says how
@@ -36,17 +78,23 @@ class StopText:
 class TextStream:
     """The text of one answer. `add` gives what can be shown; `stopped_by` is the stop text that was found."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str] = (), keep_stop: bool = False):
-        self.tokenizer, self.stops, self.keep_stop = tokenizer, [StopText(stop) for stop in stops], keep_stop
-        self.stream: Any = DecodeStream(skip_special_tokens=True)
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stops: Sequence[str] = (),
+        keep_stop: bool = False,
+        before: Sequence[int] = (),
+    ):
+        self.pieces = None if tokenizer is None else Pieces(tokenizer, before)
+        self.stops, self.keep_stop = [StopText(stop) for stop in stops], keep_stop
         self.held = ""
         self.stopped_by: str | None = None
 
     def add(self, token: int, stops_count: bool = True) -> str:
         """The text that is certain after one more token; where `stops_count`, up to the first stop."""
-        if self.tokenizer is None:
+        if self.pieces is None:
             return ""
-        piece = self.stream.step(self.tokenizer, token) or ""
+        piece = self.pieces.step(token)
         before = len(self.held)
         self.held += piece
         if not stops_count:
@@ -60,8 +108,9 @@ class TextStream:
         return self.shown(len(self.held) - max((stop.begun for stop in self.stops), default=0))
 
     def rest(self) -> str:
-        """What was held back, at the end of the answer."""
-        return self.shown(len(self.held))
+        """What was held back, at the end of the answer; a character that was cut off is left out."""
+        cut = "" if self.pieces is None or self.stopped_by is not None else self.pieces.left().rstrip(CUT)
+        return self.shown(len(self.held)) + cut
 
     def shown(self, length: int) -> str:
         text, self.held = self.held[:length], self.held[length:]
