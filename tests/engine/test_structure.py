@@ -1,8 +1,10 @@
 """Grammars over a real tokenizer, without a model."""
 
+import pytest
+
 from tilestack.data import Tokenizer
 from tilestack.engine import Structure
-from tilestack.engine.structure import Structures
+from tilestack.engine.structure import StructureFailed, Structures
 
 
 def test_a_text_that_is_complete_may_end_with_any_token_that_ends_texts():
@@ -27,3 +29,20 @@ def test_every_answer_has_a_matcher_of_its_own():
     assert first.accept(letter)
     assert (first.allowed() != before).any()
     assert (second.allowed() == before).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "letters"),
+    [("regex", "((a{0,100}){0,100}){0,100}", 30), ("json_schema", '{"$ref": "#"}', 0), ("grammar", "start: start", 0)],
+)
+def test_a_grammar_that_fails_on_the_way_is_no_answer_that_has_ended(kind, text, letters):
+    """It allows nothing from there on, and says why; it must not look like a text that is complete."""
+    structures = Structures(tokenizer := Tokenizer.load("smollm2"), 49152)
+    matcher = structures.matcher(Structure(kind, text))
+    (letter,) = tokenizer.encode("aaaa", bare=True)
+    with pytest.raises(StructureFailed, match="too many expressions|NoExtension"):
+        for _ in range(letters):
+            matcher.allowed()
+            assert matcher.accept(letter)
+        assert not matcher.allowed().any()
+        matcher.accept(tokenizer.eos)

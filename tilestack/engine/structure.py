@@ -11,6 +11,10 @@ from tilestack.engine.params import RequestError, Structure
 from tilestack.extras import MissingExtra, install_command
 
 
+class StructureFailed(RuntimeError):
+    """A grammar that was begun with and became too large to go on with."""
+
+
 class Matcher:
     """One answer's way through its grammar."""
 
@@ -18,14 +22,20 @@ class Matcher:
         self.matcher, self.vocabulary = matcher, vocabulary
 
     def allowed(self) -> numpy.ndarray:
-        """A boolean for every token of the vocabulary: whether it may come next."""
+        """A boolean for every token of the vocabulary: whether it may come next. None may where the grammar failed, since
+        this is asked for many answers at a time, and one of them must not fail the others."""
         bits = numpy.frombuffer(self.matcher.compute_bitmask(), dtype=numpy.uint8)
+        if self.matcher.is_error():
+            return numpy.zeros(self.vocabulary, dtype=bool)
         found = numpy.unpackbits(bits, bitorder="little")[: self.vocabulary].astype(bool)
         return numpy.pad(found, (0, self.vocabulary - len(found)))
 
     def accept(self, token: int) -> bool:
         """Take a step; false where the grammar ends, with this token or before it."""
-        return not self.matcher.is_stopped() and self.matcher.consume_token(token) and not self.matcher.is_stopped()
+        goes_on = not self.matcher.is_stopped() and self.matcher.consume_token(token) and not self.matcher.is_stopped()
+        if self.matcher.is_error():
+            raise StructureFailed(f"the structure is too complex: {self.matcher.get_error().splitlines()[0]}")
+        return goes_on
 
 
 class Structures:
