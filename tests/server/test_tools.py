@@ -7,6 +7,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
+from tilestack.engine.structure import Structures
+from tilestack.server.errors import ApiError
+from tilestack.server.limits import check_limits
+from tilestack.server.sampling import chat_params
+from tilestack.server.schemas import ChatRequest
+from tilestack.server.settings import Limits
 from tilestack.server.tools import CallReader, WholeCall, undecided
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -67,3 +73,52 @@ def test_an_answer_that_is_a_call():
     cut = WholeCall()
     cut.feed('{"name')
     assert cut.end().text == '{"name'
+
+
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "next": {"$ref": "#/$defs/Point"}},
+    "required": ["x"],
+}
+MOVE = {
+    "type": "object",
+    "properties": {"to": {"$ref": "#/$defs/Point"}},
+    "$defs": {"Point": POINT},
+    "required": ["to"],
+}
+
+
+def asked(**changed):
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": parameters}}
+        for name, parameters in (("stop", None), ("move", MOVE), ("turn", MOVE))
+    ]
+    body = {"messages": [{"role": "user", "content": "go"}], "tools": tools, "tool_choice": "required"}
+    return ChatRequest.model_validate(body | changed)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "move"}}])
+def test_parameters_may_refer_to_their_own_definitions(tokenizer, choice):
+    """As the schemas of pydantic do, and with them those of OpenAI's client."""
+    structure = chat_params(asked(tool_choice=choice), 100, 100).structure
+    matcher = Structures(tokenizer, tokenizer.vocabulary).matcher(structure)
+    call = '{"name": "move", "arguments": {"to": {"x": 1, "next": {"x": 2}}}}'
+    for token in tokenizer.encode(call, bare=True):
+        assert matcher.allowed()[token]
+        matcher.accept(token)
+    wrong = Structures(tokenizer, tokenizer.vocabulary).matcher(structure)
+    ids = tokenizer.encode(call.replace("2}}", '"2"}}'), bare=True)
+    assert not all(wrong.allowed()[token] and wrong.accept(token) is not None for token in ids)
+
+
+def test_parameters_have_the_limits_of_a_structure():
+    deep = {"type": "object"}
+    for _ in range(600):
+        deep = {"type": "object", "properties": {"a": deep}}
+    large = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(4000)}}
+    tool = lambda parameters: [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(ApiError, match="characters of structure"):
+        check_limits(asked(tools=tool(large)), Limits())
+    check_limits(asked(tools=tool(large), tool_choice="auto"), Limits())
+    with pytest.raises(ApiError, match="nested too deeply"):
+        chat_params(asked(tools=tool(deep)), 100, 100)

@@ -62,7 +62,10 @@ def chat_structure(request: ChatRequest) -> Structure | None:
     if request.structured_outputs:
         forms.append(structure_of(request.structured_outputs))
     if must_call(request):
-        forms.append(Structure("json_schema", json.dumps(call_schema(request))))
+        try:
+            forms.append(Structure("json_schema", json.dumps(call_schema(request))))
+        except RecursionError:
+            raise refuse("the parameters of a tool are nested too deeply", "tools") from None
     if len(forms) > 1:
         raise refuse("one of response_format, structured_outputs and a tool that must be called, not several")
     return forms[0] if forms else None
@@ -91,17 +94,27 @@ def must_call(request: ChatRequest) -> bool:
 def call_schema(request: ChatRequest) -> dict[str, Any]:
     """The JSON of a call of one of the tools, or of the one that was chosen."""
     chosen = request.tool_choice.function.name if isinstance(request.tool_choice, ToolChoice) else None
+    tools = [tool.function for tool in request.tools or () if chosen in (None, tool.function.name)]
     calls = [
         {
             "type": "object",
             "properties": {
-                "name": {"const": tool.function.name},
-                "arguments": tool.function.parameters or {"type": "object"},
+                "name": {"const": tool.name},
+                "arguments": moved_to(f"#/anyOf/{number}/properties/arguments", tool.parameters or {"type": "object"}),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in request.tools or ()
-        if chosen in (None, tool.function.name)
+        for number, tool in enumerate(tools)
     ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return {"anyOf": calls}
+
+
+def moved_to(place: str, schema: Any) -> Any:
+    """A schema as part of another: what it refers to within itself is now below that place."""
+    if isinstance(schema, list):
+        return [moved_to(place, each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    refers = lambda key, value: key == "$ref" and isinstance(value, str) and value.startswith("#")
+    return {key: place + value[1:] if refers(key, value) else moved_to(place, value) for key, value in schema.items()}
