@@ -192,3 +192,23 @@ def test_bad_input_is_one_line(options, said, capsys):
         cli.main(["load", "http://127.0.0.1:1", *options])
     assert ended.value.code == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (b'data: {"choices":[{"text":"a"}]}\r\n\r\ndata: [DONE]\r\n\r\n', None),  # as sse-starlette writes lines
+        (b': hello\nevent: x\ndata:{"choices":[{"text":"a"}]}\n\n', None),
+        (b'data: {"error": "busy"}\n\n', "busy"),
+        (b"data: {broken\n\n", "not OpenAI's"),
+        (b'data: {"choices": ["a"]}\n\n', "not OpenAI's"),
+        (b'data: {"choices": [{"text": "a"}], "usage": {"tokens": 3}}\n\n', "not OpenAI's"),
+        (b'data: {"choices": null}\n\n', "empty"),
+        (b"<html></html>", "empty"),
+    ],
+)
+def test_what_other_servers_say(said, error, monkeypatch, endpoint):
+    monkeypatch.setattr(Endpoint, "do_POST", lambda self: self.reply(200, said, "text/event-stream"))
+    (outcome,) = asyncio.run(run_load(Target(endpoint, "m"), [Ask([1], 5)]))
+    assert (outcome.error is None) == (error is None), outcome.error
+    assert error is None or error in outcome.error

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
     from tilestack.lab.load.workload import Ask
 
+NOT_OPENAI = (ValueError, TypeError, AttributeError, LookupError)  # what comes of reading JSON of another shape
+
 
 @dataclass(frozen=True)
 class Target:
@@ -62,16 +64,18 @@ async def send(client: "httpx2.AsyncClient", target: Target, ask: "Ask", origin:
             held = b""
             async for received in response.aiter_raw():
                 now = time.perf_counter()
-                *events, held = (held + received).split(b"\n\n")
-                for event in events:
-                    told = read_event(event)
+                *lines, held = (held + received).split(b"\n")
+                for line in lines:
+                    told = read_event(line)
                     if told is None:
                         continue
-                    if "error" in told:
-                        outcome.error = str(told["error"].get("message", told["error"]))
+                    if problem := told.get("error"):
+                        outcome.error = str(problem.get("message", problem) if isinstance(problem, dict) else problem)
                         return outcome
                     usage = told.get("usage") or usage
-                    if not any(has_text(choice) or (ends(choice) and not pieces) for choice in told.get("choices", ())):
+                    if not any(
+                        has_text(choice) or (ends(choice) and not pieces) for choice in told.get("choices") or ()
+                    ):
                         continue
                     pieces += 1
                     if pieces == 1:
@@ -79,20 +83,21 @@ async def send(client: "httpx2.AsyncClient", target: Target, ask: "Ask", origin:
                     else:
                         outcome.itl.append(now - last)
                     last = now
+        outcome.latency = last - began
+        outcome.input_tokens = usage["prompt_tokens"] if usage else len(ask.prompt)
+        outcome.output_tokens = usage["completion_tokens"] if usage else pieces
     except httpx2.HTTPError as problem:
         outcome.error = f"{type(problem).__name__}: {problem}"
-        return outcome
-    outcome.latency = last - began
-    outcome.input_tokens = usage["prompt_tokens"] if usage else len(ask.prompt)
-    outcome.output_tokens = usage["completion_tokens"] if usage else pieces
-    if not pieces:
+    except NOT_OPENAI as problem:
+        outcome.error = f"the answer is not OpenAI's: {type(problem).__name__}: {problem}"
+    if not pieces and outcome.error is None:
         outcome.error = "the answer was empty"
     return outcome
 
 
-def read_event(event: bytes) -> dict[str, Any] | None:
-    """The JSON of a server-sent event; None for comments and the mark of the end."""
-    data = event.strip().removeprefix(b"data:").strip()
+def read_event(line: bytes) -> dict[str, Any] | None:
+    """The JSON in a line of server-sent events, which may end in either way; None for comments and the mark of the end."""
+    data = line.removeprefix(b"data:").strip()
     return json.loads(data) if data.startswith(b"{") else None
 
 
