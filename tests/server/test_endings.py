@@ -11,8 +11,10 @@ from fake_engine import empty_within
 
 from tilestack.engine import EngineClosed
 from tilestack.extras import MissingExtra
+from tilestack.server import events
+from tilestack.server.app import create_app
 from tilestack.server.request_log import JsonLines
-from tilestack.server.settings import Limits
+from tilestack.server.settings import Limits, ServerSettings
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -110,6 +112,46 @@ def test_time_that_is_up_in_a_stream_is_an_event(serve, fake, caplog):
     assert json.loads(error)["error"]["code"] == "timeout"
     assert empty_within(fake, 1)
     assert [record.fields["error"] for record in caplog.records if record.getMessage() == "request"] == ["timeout"]
+
+
+def test_time_is_up_for_a_client_that_reads_nothing_too(fake, monkeypatch):
+    """What it does not take fills the buffers, and from there on every `send` waits for it."""
+    monkeypatch.setattr(events, "LAST_WORDS", 0.1)
+    fake.pace = 0.01
+    body = json.dumps(CHAT | {"stream": True}).encode()
+    given = [{"type": "http.request", "body": body, "more_body": False}]
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = dict(type="http", method="POST", path="/v1/chat/completions", raw_path=b"", query_string=b"", headers=headers,
+                 http_version="1.1", scheme="http", client=("127.0.0.1", 1), server=("localhost", 80))  # fmt: skip
+
+    async def ask():
+        stuck, pieces = asyncio.Event(), 0
+
+        async def receive():
+            return given.pop() if given else await stuck.wait()
+
+        async def send(message):
+            nonlocal pieces
+            pieces += message["type"] == "http.response.body"
+            if pieces > 3:
+                await stuck.wait()
+
+        app = create_app(fake, ServerSettings(limits=Limits(request_seconds=0.3)))
+        async with asyncio.timeout(5):
+            await app(scope, receive, send)
+        return app.state.service.drain
+
+    drain = asyncio.run(ask())
+    assert fake.submitted
+    assert not fake.live
+    assert (drain.requests, len(drain.running)) == (0, 0)
+
+
+def test_an_engine_that_has_died_is_not_healthy(serve, fake):
+    url = serve(fake)
+    assert httpx2.get(url + "/health").status_code == 200
+    fake.closed = True
+    assert httpx2.get(url + "/health").status_code == 503
 
 
 def test_a_fault_of_ours_is_a_500_with_an_id_and_a_traceback_in_the_log(serve, fake, caplog):

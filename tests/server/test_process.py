@@ -11,6 +11,8 @@ from server_process import process
 
 from tilestack import cli
 from tilestack.engine import LLM, EngineSettings, SamplingParams
+from tilestack.server.process import listen
+from tilestack.server.settings import ServerSettings
 
 FAKE = str(Path(__file__).with_name("server_process.py"))
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
@@ -92,3 +94,8 @@ def test_bad_input_is_one_line(folder, capsys, monkeypatch, fake, serve):
     assert "nowhere" in error_of(["--model", "nowhere", "--port", "0"], capsys)
     monkeypatch.setenv("TILESTACK_API_KEY", " ")
     assert "API key is empty" in error_of(["--model", str(folder)], capsys)
+
+
+def test_an_address_is_taken_once_though_nobody_serves_there_yet():
+    with listen(ServerSettings(port=0)) as first, pytest.raises(ValueError, match="already in use"):
+        listen(ServerSettings(port=first.getsockname()[1]))

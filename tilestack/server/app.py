@@ -52,7 +52,7 @@ def create_app(engine: "AsyncEngine", settings: ServerSettings | None = None) ->
     @app.get("/health", responses=ERRORS)
     async def health() -> Response:
         """Whether requests are taken."""
-        if service.drain.begun:
+        if service.drain.begun or engine.closed:  # which it is, too, when its thread has died
             return JSONResponse({"status": "ending"}, 503)
         return JSONResponse({"status": "ok"})
 

@@ -6,6 +6,7 @@ An error after the first event cannot change the status any more; it is an event
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.responses import StreamingResponse
@@ -17,6 +18,7 @@ from tilestack.server.schemas.common import Sampled
 
 DONE = b"data: [DONE]\n\n"
 encode = json.JSONEncoder(separators=(",", ":")).encode
+LAST_WORDS = 2.0  # seconds for a client to take the event that tells why its stream ends early
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the second keeps nginx from holding events back
 
 
@@ -64,9 +66,13 @@ class EventStream(StreamingResponse):
             await self.end_with(problem, send)
 
     async def end_with(self, problem: ApiError, send: Send) -> None:
+        """Tell why; a client that reads nothing any more is not waited for."""
         self.problem = problem.code
+        self.running.cancel()
         last = f"data: {encode(problem.body())}\n\n".encode() + DONE
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS):
+                await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 async def started(running: Running, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -22,6 +22,7 @@ from tilestack.server.settings import ServerSettings
 if TYPE_CHECKING:
     from tilestack.engine import AsyncEngine
 
+BACKLOG = 2048  # connections that wait to be taken
 GRACE = 2.0  # seconds for answers that were ended to reach their clients
 
 
@@ -55,7 +56,8 @@ class DrainingServer(uvicorn.Server):
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """A socket at the server's address; taken before the model is loaded, since that may last."""
+    """A socket at the server's address; taken before the model is loaded, since that may last. It listens at once: Linux
+    gives an address twice as long as nobody does, and who comes early waits instead of being refused."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -63,6 +65,7 @@ def listen(settings: ServerSettings) -> socket.socket:
         made = socket.socket(family, kind, protocol)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
+        made.listen(BACKLOG)
     except (OSError, OverflowError) as problem:
         raise ValueError(f"cannot listen on {settings.host} port {settings.port}: {problem}") from problem
     return made
@@ -91,7 +94,7 @@ def run_server(
         timeout_keep_alive=30,
         lifespan="on",
         ws="none",
-        backlog=2048,
+        backlog=BACKLOG,
     )
 
     def ready() -> None:
