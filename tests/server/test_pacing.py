@@ -6,7 +6,7 @@ import httpx2
 from fake_engine import empty_within
 
 from tilestack.engine import Delta, TokenLogprob
-from tilestack.server.pacing import merged, paced
+from tilestack.server.pacing import Pace, merged, paced
 
 
 class Queued:
@@ -14,10 +14,6 @@ class Queued:
 
     def __init__(self):
         self.deltas = asyncio.Queue()
-
-    async def __aiter__(self):
-        while (delta := await self.deltas.get()) is not None:
-            yield delta
 
 
 def test_deltas_of_an_answer_are_joined():
@@ -31,7 +27,7 @@ def test_what_waits_goes_together_and_what_does_not_goes_at_once():
         stream, found = Queued(), []
         for text in "abc":
             stream.deltas.put_nowait(Delta(0, (1,), text))
-        reading = asyncio.create_task(collect(paced(stream, lambda: 0.0), found))
+        reading = asyncio.create_task(collect(paced(stream, Pace(lambda: 0.0)), found))
         await asyncio.sleep(0.01)
         stream.deltas.put_nowait(Delta(0, (1,), "d"))
         await asyncio.sleep(0.01)
@@ -42,6 +38,18 @@ def test_what_waits_goes_together_and_what_does_not_goes_at_once():
         return [(delta.text, delta.finish) for delta in found]
 
     assert asyncio.run(read()) == [("abc", None), ("d", None), ("e", "length")]
+
+
+def test_streams_wait_for_the_same_moment_and_one_that_leaves_takes_nobody_along():
+    async def read():
+        pace, intervals = Pace(lambda: intervals.append(0.03) or 0.03), []
+        waiting = [asyncio.create_task(pace.wait()) for _ in range(5)]
+        await asyncio.sleep(0)
+        waiting[2].cancel()
+        done, _ = await asyncio.wait(waiting, timeout=5)
+        return len(done), sum(task.cancelled() for task in waiting), len(intervals), pace.coming
+
+    assert asyncio.run(read()) == (5, 1, 1, None)
 
 
 async def collect(deltas, into):

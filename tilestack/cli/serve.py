@@ -32,7 +32,7 @@ def serve_command(
         typer.Option(
             help="Of all streams together; tokens that come faster share an event, and the engine is spared.", min=1
         ),
-    ] = 2500.0,
+    ] = 1500.0,
     api_key: Annotated[
         str | None,
         typer.Option(

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from tilestack.engine.outputs import Completion, Delta, TokenLogprob
@@ -66,6 +67,10 @@ class ChatAnswers:
             if (choice := choices.get(delta.choice)) is None:
                 choice = choices[delta.choice] = ChatChoice(delta.choice, self.reader())
                 yield chunks.choice(choice.body({"role": "assistant", "content": ""}))
+            if delta.text and not (delta.finish or delta.logprobs or choice.reader):  # nearly all events of a stream
+                said = f'{{"content":{encode_basestring_ascii(delta.text)}}}'
+                yield chunks.written(f'{{"index":{delta.choice},"delta":{said},"logprobs":null,"finish_reason":null}}')
+                continue
             told = self.logprobs(delta.logprobs) if delta.logprobs else None
             for body in choice.bodies(delta, told):
                 yield chunks.choice(body)

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from tilestack.engine.outputs import Completion, Delta, TokenLogprob
@@ -54,9 +55,13 @@ class CompletionAnswers:
             begins = delta.choice not in offsets
             text = self.echoed(delta.choice) + delta.text if begins else delta.text
             offset = offsets.setdefault(delta.choice, 0)
-            offsets[delta.choice] += sum(len(self.texts.text_of(token)) for token in delta.ids)
-            if text or delta.finish or delta.logprobs:
+            if delta.logprobs:
+                offsets[delta.choice] += sum(len(self.texts.text_of(token)) for token in delta.ids)
+            if delta.finish or delta.logprobs:
                 yield chunks.choice(self.piece(delta, text, offset))
+            elif text:  # nearly all events of a stream
+                quoted = encode_basestring_ascii(text)
+                yield chunks.written(f'{{"index":{delta.choice},"text":{quoted},"logprobs":null,"finish_reason":null}}')
         if self.request.wants_usage:
             yield chunks.usage()
         yield DONE

@@ -31,7 +31,11 @@ class Chunks:
         self.tail = '],"usage":null}\n\n' if request.wants_usage else "]}\n\n"
 
     def choice(self, body: dict[str, Any]) -> bytes:
-        return f"{self.head}{encode(body)}{self.usage_tail() if self.always else self.tail}".encode()
+        return self.written(encode(body))
+
+    def written(self, body: str) -> bytes:
+        """The event of a choice that is JSON already."""
+        return f"{self.head}{body}{self.usage_tail() if self.always else self.tail}".encode()
 
     def usage(self) -> bytes:
         """The event that tells what the request has cost."""
@@ -44,9 +48,9 @@ class Chunks:
 class EventStream(StreamingResponse):
     """Sends events until they end, the time is up, or the client leaves; `ended` is called in any case."""
 
-    def __init__(self, running: Running, events: AsyncIterator[bytes], ended: Callable[[], None]):
+    def __init__(self, running: Running, first: bytes, events: AsyncIterator[bytes], ended: Callable[[], None]):
         super().__init__(events, media_type="text/event-stream", headers=HEADERS)
-        self.running, self.ended = running, ended
+        self.running, self.first, self.events, self.ended = running, first, events, ended
         self.problem: str | None = None  # what ended it early, for the log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,11 +63,18 @@ class EventStream(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
         try:
             async with asyncio.timeout_at(self.running.deadline):
-                await super().stream_response(send)
+                await self.send_all(send)
         except TimeoutError:
             await self.end_with(self.running.late(), send)
         except ApiError as problem:
             await self.end_with(problem, send)
+
+    async def send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.first, "more_body": True})
+        async for event in self.events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def end_with(self, problem: ApiError, send: Send) -> None:
         """Tell why; a client that reads nothing any more is not waited for."""
@@ -75,17 +86,10 @@ class EventStream(StreamingResponse):
                 await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def started(running: Running, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The events, of which the first is there: what goes wrong before has a status of its own."""
+async def started(running: Running, events: AsyncIterator[bytes]) -> bytes:
+    """The first of the events: what goes wrong before it has a status of its own."""
     try:
         async with asyncio.timeout_at(running.deadline):
-            first = await anext(events)
+            return await anext(events)
     except TimeoutError:
         raise running.late() from None
-
-    async def all_of_them() -> AsyncIterator[bytes]:
-        yield first
-        async for event in events:
-            yield event
-
-    return all_of_them()

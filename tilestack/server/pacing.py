@@ -14,20 +14,41 @@ from tilestack.engine.outputs import Delta
 SHORTEST = 0.001  # seconds; less than that is not worth a timer
 
 
-async def paced(stream: Any, interval: Callable[[], float]) -> AsyncIterator[Delta]:
+class Pace:
+    """Moments that all streams wait for together, as many seconds apart as `interval` says at the time: one timer for all."""
+
+    def __init__(self, interval: Callable[[], float]):
+        self.interval = interval
+        self.coming: asyncio.Event | None = None
+
+    async def wait(self) -> None:
+        """Until the next such moment."""
+        if self.coming is None:
+            if (pause := self.interval()) < SHORTEST:
+                return
+            self.coming = asyncio.Event()
+            asyncio.get_running_loop().call_later(pause, self.come)
+        await self.coming.wait()
+
+    def come(self) -> None:
+        assert self.coming is not None
+        self.coming.set()
+        self.coming = None
+
+
+async def paced(stream: Any, pace: Pace) -> AsyncIterator[Delta]:
     """The deltas of an engine's stream; those that wait already are merged, and more are given time to come."""
-    ready: list[Delta] = []
-    async for delta in stream:
-        ready.append(delta)
-        if not stream.deltas.empty():
-            continue
-        for each in merged(ready):
+    queue: asyncio.Queue[Delta | None] = stream.deltas
+    ended = False
+    while not ended:
+        ready = [await queue.get()]
+        while not queue.empty():
+            ready.append(queue.get_nowait())
+        ended = ready[-1] is None
+        for each in merged([delta for delta in ready if delta is not None]):
             yield each
-        ready = []
-        if (pause := interval()) >= SHORTEST:
-            await asyncio.sleep(pause)
-    for each in merged(ready):
-        yield each
+        if not ended:
+            await pace.wait()
 
 
 def merged(deltas: Sequence[Delta]) -> list[Delta]:

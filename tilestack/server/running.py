@@ -5,7 +5,7 @@ holds nothing of it afterwards.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from tilestack.engine.outputs import Completion, Delta, Usage
 from tilestack.engine.params import SamplingParams
 from tilestack.server.errors import ApiError, ending
 from tilestack.server.metrics import Metrics, Stopwatch
-from tilestack.server.pacing import paced
+from tilestack.server.pacing import Pace, paced
 
 if TYPE_CHECKING:
     from tilestack.engine import AsyncEngine
@@ -33,10 +33,10 @@ class Running:
         *,
         seconds: float,
         retry: int,
-        interval: Callable[[], float],
+        pace: Pace,
     ):
         self.engine, self.prompts, self.seconds, self.retry = engine, prompts, seconds, retry
-        self.interval = interval  # seconds between events of a stream
+        self.pace = pace  # of events
         self.deadline = asyncio.get_running_loop().time() + seconds
         self.watch = Stopwatch(metrics)
         self.streams: list[Any] = []
@@ -60,7 +60,7 @@ class Running:
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """What comes of all prompts, in the order it comes; an answer that fails ends the request."""
-        async for delta in self._numbered(0, 0) if len(self.streams) == 1 else self._mixed():
+        async for delta in paced(self.streams[0], self.pace) if len(self.streams) == 1 else self._mixed():
             if delta.finish == "error":
                 raise ApiError(500, delta.error or "the model failed on this request", code="model_error")
             if delta.finish == "cancelled":
@@ -71,7 +71,7 @@ class Running:
         self.watch.ended()
 
     async def _numbered(self, number: int, first: int) -> AsyncIterator[Delta]:
-        async for delta in paced(self.streams[number], self.interval):
+        async for delta in paced(self.streams[number], self.pace):
             yield replace(delta, choice=delta.choice + first) if first else delta
 
     async def _mixed(self) -> AsyncIterator[Delta]:

@@ -18,6 +18,7 @@ from tilestack.server.errors import ApiError
 from tilestack.server.events import EventStream, started
 from tilestack.server.limits import check_prompt
 from tilestack.server.metrics import Metrics
+from tilestack.server.pacing import Pace
 from tilestack.server.running import Prompt, Running
 from tilestack.server.schemas.common import Sampled
 from tilestack.server.settings import ServerSettings
@@ -44,6 +45,7 @@ class Service:
         self.name = settings.name or engine.model_name
         self.began = int(time.time())
         self.metrics, self.drain = Metrics(engine), Drain()
+        self.pace = Pace(lambda: len(self.drain.running) / settings.events_per_second)
         self.texts = TokenTexts(engine.tokenizer)
 
     def adapter(self, model: str | None) -> str | None:
@@ -77,7 +79,7 @@ class Service:
             prompts,
             seconds=self.settings.limits.request_seconds,
             retry=self.settings.retry_after,
-            interval=lambda: len(self.drain.running) / self.settings.events_per_second,
+            pace=self.pace,
         )
         options = dict(
             priority=request.priority or 0, adapter=self.adapter(request.model), salt=request.cache_salt or ""
@@ -87,8 +89,9 @@ class Service:
             running.submit(answers.shared["id"], **options)
             self.drain.running.add(running)
             if request.stream:
-                events = await unless_client_leaves(http, started(running, answers.events(running)))
-                return EventStream(running, events, cleanup.pop_all().close)
+                events = answers.events(running)
+                first = await unless_client_leaves(http, started(running, events))
+                return EventStream(running, first, events, cleanup.pop_all().close)
             completions = await unless_client_leaves(http, running.completions())
             return JSONResponse(answers.whole(completions, running))
 

@@ -36,7 +36,7 @@ class ServerSettings:
     cors: tuple[str, ...] = ()  # origins of other sites whose pages may ask
     hosts: tuple[str, ...] = ()  # names by which the server may be addressed, besides its own
     drain: float = 30.0  # seconds that running requests are given once the server is told to end
-    events_per_second: float = 2500.0  # of all streams together; tokens that come faster share an event
+    events_per_second: float = 1500.0  # of all streams together; tokens that come faster share an event
     retry_after: int = 1  # seconds after which a refused client may try again
     limits: Limits = field(default_factory=Limits)
 
