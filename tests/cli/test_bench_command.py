@@ -3,7 +3,7 @@
 import pytest
 
 from tilestack.cli import main
-from tilestack.lab import bench, bench_host, bench_optim, bench_train, memory, results
+from tilestack.lab import bench, bench_host, bench_http, bench_optim, bench_serve, bench_train, memory, results
 from tilestack.lab.rows import Row
 from tilestack.lab.stale import present_source
 
@@ -31,6 +31,8 @@ def parts(monkeypatch, tmp_path, outside):
 
     monkeypatch.setattr(bench_optim, "bench_optim", optimizers)
     monkeypatch.setattr(bench_train, "bench_train", lambda work, *_: asked.append(("train", work.case)) or [])
+    monkeypatch.setattr(bench_serve, "bench_serve", lambda device, *_: asked.append(("serve", device)) or [])
+    monkeypatch.setattr(bench_http, "bench_http", lambda device, *_, **__: asked.append(("http", device)) or [])
     return asked
 
 
@@ -42,7 +44,8 @@ def run(*arguments):
 
 def test_all_is_every_part(parts):
     assert run("all") == 0
-    assert parts == [("kernels", True), ("memory", True), ("host", "cpu"), ("optim", 0), ("train", "python, 4x256")]
+    served = [("serve", "cpu"), ("http", "cpu")]
+    assert parts == [("kernels", True), ("memory", True), ("host", "cpu"), ("optim", 0), ("train", "python, 4x256"), *served]  # fmt: skip
 
 
 @pytest.mark.parametrize("option", ["--backend=triton", "--dtype=float16", "--json=rows.json"])
@@ -61,7 +64,14 @@ def test_what_is_of_the_present_source_is_not_done_again(parts):
     ):
         results.merge(results.path_of("cpu", name), stamp, {}, [kept.as_dict()])
     assert run("all", "--stale") == 0
-    assert parts == [("kernels", True), ("memory", True), ("host", "cpu"), ("optim", 1)]
+    assert parts == [
+        ("kernels", True),
+        ("memory", True),
+        ("host", "cpu"),
+        ("optim", 1),
+        ("serve", "cpu"),
+        ("http", "cpu"),
+    ]
 
 
 def test_a_spent_budget_begins_nothing_more(parts, monkeypatch):

@@ -286,3 +286,14 @@ def test_engines_stand_beside_each_other_by_workload(tmp_path):
         ["copying", "tilestack lookup", "**5,000** tokens/s", "50%", "–", "–"],
     ]
     assert written.endswith("tilestack 2031-05-06 07:08, tilestack lookup 2031-05-06 07:08, vllm 2031-05-06 07:08._")
+
+
+def test_what_http_costs_is_told_of_each_model(tmp_path):
+    assert "not measured yet" in table("http imaginary", tmp_path)
+    row = lambda backend, figure, cpu: dict(
+        op="http", case="tiny, 64 streams", dtype="float32", direction="forward", backend=backend, figure=figure,
+        unit="tokens/s", cpu_us=cpu, answered=64,
+    )  # fmt: skip
+    save(tmp_path, replace(small_result(), rows=[row("offline", 2000.0, 100.0), row("http", 1900.0, 108.0)]), "http")
+    _, _, *lines = cells(table("http imaginary", tmp_path))
+    assert lines == [["tiny, 64 streams", "2,000", "1,900", "5.0%", "100", "108", "**8.0%**"]]

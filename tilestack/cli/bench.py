@@ -88,7 +88,7 @@ def bench_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="bench serve: a model's folder, file or name; random weights of Qwen3-0.6B's shape when left out.",
+            help="bench serve, bench http: a model's folder, file or name; random weights when left out, on a GPU of Qwen3-0.6B's shape.",
             show_default=False,
         ),
     ] = None,
@@ -102,7 +102,7 @@ def bench_command(
     Kernel time is CUDA-graph replay on cold caches; host time is the cost of a plain call. Without a GPU the definitions
     are timed on the CPU, and the tables say so. `bench memory` sweeps access patterns, `bench host` times calls on small
     tensors, `bench optim` optimizers, `bench train` whole training steps beside transformers and Liger, `bench serve` the
-    engine beside vLLM and transformers, and `bench all` all of these, which is every speed in the README and the documentation. `bench startup` times imports and the command
+    engine beside vLLM and transformers, `bench http` what HTTP costs of its throughput, and `bench all` all of these, which is every speed in the README and the documentation. `bench startup` times imports and the command
     line.
     """
     if operators == ["startup"]:
@@ -128,6 +128,7 @@ def bench_command(
             asked, training_works(place, recipe, micro_batch, sequence, dtype), split(backend)
         ),
         "serve": functools.partial(bench_serving, asked, model, split(backend), split(workload)),
+        "http": functools.partial(bench_over_http, asked, model),
     }
     if everything:
         kernels()
@@ -358,5 +359,24 @@ def bench_serving(asked: Asked, model: str | None, candidates: list[str] | None,
         console.print(bench_serve.render(rows))
     if asked.save and rows:
         target = asked.results_file("serve")
+        results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), rows)
+        console.print(f"saved in {target}")
+
+
+def bench_over_http(asked: Asked, model: str | None) -> None:
+    """What HTTP costs of the engine's throughput."""
+    from tilestack.cli.speaker import trust_engine
+    from tilestack.lab import bench_http, results
+    from tilestack.lab.roofs import measured
+
+    if asked.is_over():
+        return
+    trust_engine()
+    target = asked.results_file("http")
+    rows = bench_http.bench_http(asked.place.type, model, tell=Console(stderr=True).print)
+    write_json(asked.json, rows)
+    if rows and str(asked.json) != "-":
+        console.print(bench_http.render(rows))
+    if rows and asked.save:
         results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), rows)
         console.print(f"saved in {target}")

@@ -10,6 +10,7 @@ A table stands between two markers and is rewritten in place by `make docs`:
     <!-- table: memory h200 stride -->                one sweep of `tilestack bench memory`, a line per setting
     <!-- table: parity h200 -->                       losses of training on kernels and on definitions
     <!-- table: serving h200 -->                      engines on the workloads of `tilestack bench serve`
+    <!-- table: http cpu -->                          what HTTP costs of the engine's throughput, of `tilestack bench http`
     <!-- table: recipes cpu -->                       what `tilestack chain` came to, recipe by recipe
     <!-- table: proofs h200 -->                       which backends are proved there, of the present source
     <!-- table: mutation -->                          how many mutants of the kernels the proofs catch, by family
@@ -293,6 +294,32 @@ def serving(folder: Path, slug: str) -> str:
     return f"{markdown(header, lines, left=2)}\n\n_Measured on {machine['gpu'] or machine['cpu']}, in UTC: {', '.join(when)}._"
 
 
+def http(folder: Path, slug: str) -> str:
+    """What the way over HTTP costs of the engine's throughput, a line for each model."""
+    from tilestack.lab.bench_http import costs  # brings the engine along
+
+    path = path_of(slug, "http", folder)
+    if not path.exists():
+        return f"_not measured yet: `tilestack bench http --save` on the machine `{slug}` fills this table._"
+    kept = read_json(path)
+    rows = {(row["case"], row["backend"]): row for row in kept["rows"]}
+    lines = []
+    for case, (lost, added) in costs(kept["rows"]).items():
+        plain, served = rows[case, "offline"], rows[case, "http"]
+        lines.append([case, f"{plain['figure']:,.0f}", f"{served['figure']:,.0f}", f"{lost:.1%}", f"{plain['cpu_us']:,.0f}", f"{served['cpu_us']:,.0f}", f"**{added:.1%}**"])  # fmt: skip
+    header = [
+        "model",
+        "offline, tokens/s",
+        "over HTTP",
+        "less by",
+        "offline, µs of CPU a token",
+        "over HTTP",
+        "more by",
+    ]
+    machine = kept["machine"]
+    return f"{markdown(header, lines)}\n\n_Measured on {machine['gpu'] or machine['cpu']}, {machine['date'][:10]}._"
+
+
 def proofs(folder: Path, slug: str) -> str:
     """A line per backend of ours: what is proved of it on a GPU, and whether of the present source."""
     lines = proved.lines(folder, slug)
@@ -346,6 +373,7 @@ FOLDERS: dict[str, Callable[[Path, str], str]] = {
     "fp8-parity": fp8_parity,
     "recipes": recipes,
     "serving": serving,
+    "http": http,
     "proofs": proofs,
 }  # from files of their own
 OF_NO_GPU: dict[str, Callable[[Path], str]] = {"mutation": mutation, "survivors": survivors}
@@ -356,7 +384,7 @@ WORDS = {
     "training": (1,),
     "roofs": (1,),
 }  # how many follow the name
-USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `fp8-parity MACHINE`, `recipes MACHINE`, `serving GPU`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
+USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `fp8-parity MACHINE`, `recipes MACHINE`, `serving GPU`, `http MACHINE`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
 
 
 def table(name: str, root: Path, where: str = "") -> str:
