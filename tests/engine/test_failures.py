@@ -171,6 +171,27 @@ def test_a_request_can_be_added_again_when_it_has_ended():
     assert len(request.prompt_logprobs) == len(PROMPT)
 
 
+def test_what_a_step_that_broke_did_not_compute_is_not_found(monkeypatch):
+    engine, shared = make_engine(), list(range(1, 22))
+    first = greedy("first", PROMPT, 12)
+    engine.add(first)
+    for _ in range(3):
+        engine.step()
+
+    def broken(parts):
+        raise RuntimeError("broken before anything was computed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner, "launch", broken)
+        engine.add(greedy("lost", shared, 4))
+        ends = {request.id: delta.error for request, delta in engine.step() if delta.finish}
+    assert ends.keys() == {"first", "lost"}
+    again = greedy("again", shared, 4)
+    assert serve(engine, [again], check_pages)["again"] == [alone(shared, 4)]
+    assert again.cached == 0
+    check_empty(engine)
+
+
 def interrupted_at(call, work):
     """Run some work that is interrupted, as by Ctrl-C, when the engine makes its so-many-th call; whether it was."""
     calls = 0

@@ -296,3 +296,54 @@ def test_a_hundredth_of_the_pages_is_left_to_those_who_run():
     engine.pool.release(taken)
     serve(engine, [])
     check_empty(engine)
+
+
+def test_the_urgent_take_nothing_from_those_who_run_where_there_is_room_for_all():
+    engine = make_engine()
+    late = greedy("late", [5, 6], 9)
+    late.priority = 1
+    engine.add(late)
+    engine.step()
+    found = serve(engine, [greedy("urgent", [7, 8], 3)], check_pages)
+    assert engine.stats().preemptions == 0
+    assert found["urgent"] == [alone([7, 8], 3)]
+
+
+def test_pages_that_hold_the_same_behind_other_beginnings_are_found_for_each():
+    engine, same = make_engine(), [9, 10, 11, 12]
+    prompts = [[1, 2, 3, 4, *same, 50], [5, 6, 7, 8, *same, 51]]
+    serve(engine, [greedy(f"first{n}", prompt, 2) for n, prompt in enumerate(prompts)])
+    again = [greedy(f"again{n}", prompt, 2) for n, prompt in enumerate(prompts)]
+    found = serve(engine, again, check_pages)
+    assert [request.cached for request in again] == [8, 8]
+    assert found == {request.id: [alone(request.prompt, 2)] for request in again}
+
+
+@pytest.mark.parametrize("swap", [0, 1 << 20])
+def test_who_gives_way_with_pages_to_spare_comes_back_a_step_later(swap):
+    """Drafts leave such pages. Its own would be enough for it to return at once, and to give way again."""
+    engine = make_engine(pages=7, overlap=False, swap_memory=swap)
+    first, late = greedy("first", [3, 5, 7], 12), greedy("late", [4, 6, 8], 9)
+    found = {"first": [], "late": []}
+
+    def step():
+        for request, delta in engine.step():
+            found[request.id] += delta.ids
+        check_pages(engine)
+
+    for request in (first, late):
+        engine.add(request)
+    step()
+    (spares,), (needs,) = late.sequences, first.sequences
+    while needs.kept % 4:  # until its page is full
+        step()
+    spares.pages += [engine.pool.take() for _ in range(len(engine.pool.free))]
+    step()
+    assert engine.stats().preemptions == 1
+    assert spares in engine.scheduler.waiting
+    step()
+    assert spares in engine.scheduler.running
+    while engine.busy:
+        step()
+    assert found == {each.id: alone(each.prompt, each.params.max_tokens) for each in (first, late)}
+    check_empty(engine)

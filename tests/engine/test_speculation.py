@@ -168,3 +168,11 @@ def test_what_a_draft_model_read_is_copied_to_host_memory_too():
     stats = engine.stats()
     assert stats.preemptions == 1
     assert stats.accepted == stats.drafted > 20
+
+
+def test_a_first_token_does_not_wait_for_guesses():
+    """Where a chunk leaves one token of the prompt, the next step looks like one of decoding."""
+    engine = make_engine(speculate="lookup", step_tokens=len(COPIED) - 1)
+    request = greedy("r", COPIED, 2)  # after whose first token there is room for one more, and for no guess
+    assert serve(engine, [request])["r"] == [alone(COPIED, 2)]
+    assert engine.stats().drafted == 0
