@@ -192,6 +192,71 @@ def test_what_a_step_that_broke_did_not_compute_is_not_found(monkeypatch):
     check_empty(engine)
 
 
+def ends_of(engine, steps=200):
+    """How each request ended, within so many steps."""
+    ends = {}
+    for _ in range(steps):
+        ends |= {request.id: delta for request, delta in engine.step() if delta.finish}
+        check_pages(engine)
+        if not engine.busy:
+            break
+    check_empty(engine)
+    return ends
+
+
+def test_pages_with_what_is_not_finite_are_not_found():
+    engine = make_engine()
+    engine.runner.decoder = model = PoisonedFor(96)
+    sick = [4, 4, 4, 96, *[4] * 9]
+    engine.runner.decoder.hidden = lambda ids, **named: (
+        decoder().hidden(ids, **named) * (torch.nan if model.broken else 1)
+    )
+    engine.add(greedy("sick", sick, 4))
+    assert "not finite" in ends_of(engine)["sick"].error
+    model.broken = False
+    again = greedy("again", sick, 4)
+    assert serve(engine, [again])["again"] == [alone(sick, 4)]
+    assert again.cached == 0
+
+
+def test_a_step_that_cannot_be_read_takes_those_in_the_one_behind_it_along(monkeypatch):
+    engine = make_engine()
+    engine.add(greedy("first", PROMPT, 9))
+    engine.step()
+    engine.add(greedy("second", [4, 5], 9))
+
+    def broken(step):
+        raise RuntimeError("cannot be read")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tilestack.engine.runner.Step.read", broken)
+        news = engine.step()
+    ends = {request.id: delta.error for request, delta in news if delta.finish} | {
+        id: delta.error for id, delta in ends_of(engine).items()
+    }
+    assert ends.keys() == {"first", "second"}
+    assert all("cannot be read" in error for error in ends.values())
+
+
+def test_who_gives_way_in_a_step_that_cannot_copy_ends_with_it(monkeypatch):
+    engine = make_engine(max_sequences=1, swap_memory=1 << 20)
+    late = greedy("late", PROMPT, 9)
+    late.priority = 1
+    engine.add(late)
+    engine.step()
+    engine.add(greedy("urgent", [4, 5], 3))
+
+    def broken(plan):
+        raise RuntimeError("cannot be copied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner, "swap", broken)
+        news = engine.step()
+    ends = {request.id: delta.error for request, delta in news if delta.finish}
+    assert ends.keys() == {"late", "urgent"}
+    assert not ends_of(engine)
+
+
 def interrupted_at(call, work):
     """Run some work that is interrupted, as by Ctrl-C, when the engine makes its so-many-th call; whether it was."""
     calls = 0
