@@ -50,12 +50,13 @@ def bench_http(
     model: str | None = None,
     *,
     prompt: int = 16,
-    answer: int = 128,
+    answer: int | None = None,
     turns: int = 3,
     tell: Callable[[str], Any] = print,
 ) -> list[dict[str, Any]]:
     """A row for each way. Without a model: Qwen3-0.6B's shape on a GPU, a small one of the kind on a CPU, with weights drawn
     at random."""
+    answer = answer or (16 if model and device == "cpu" else 128)
     with threads(1 if device == "cpu" else torch.get_num_threads()):
         engine = engine_of(device, model, prompt + answer + 1)
         name = Path(model).name if model else "random weights"
