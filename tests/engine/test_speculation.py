@@ -176,3 +176,12 @@ def test_a_first_token_does_not_wait_for_guesses():
     request = greedy("r", COPIED, 2)  # after whose first token there is room for one more, and for no guess
     assert serve(engine, [request])["r"] == [alone(COPIED, 2)]
     assert engine.stats().drafted == 0
+
+
+def test_a_draft_with_which_the_text_ends_was_accepted():
+    texts = {first: alone([first, 5], 3) for first in range(1, 20)}
+    prompt, whole = next(([first, 5], text) for first, text in texts.items() if text[2] not in text[:2])
+    engine = make_engine(speculate="model", draft=decoder(), draft_tokens=4)
+    asked = greedy("r", prompt, 21, stop_ids=(whole[2],))
+    assert serve(engine, [asked])["r"] == [whole]
+    assert engine.stats().accepted == 2  # the first token came with the prompt, and two drafts after it
