@@ -45,6 +45,13 @@ async def abandon(url, count, seconds, begun):
         writer.close()
 
 
+def wait_for_the_log(caplog):
+    """The line of a request is written when its answer is gone."""
+    deadline = time.monotonic() + 5
+    while "request" not in caplog.messages and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_takes_its_request_along(serve, fake, stream):
     fake.pace = 0.05
@@ -106,6 +113,7 @@ def test_time_that_is_up_in_a_stream_is_an_event(serve, fake, caplog):
     url = serve(fake, limits=Limits(request_seconds=0.2))
     with caplog.at_level(logging.INFO, "tilestack.server"):
         late = httpx2.post(url + "/v1/chat/completions", json=CHAT | {"stream": True})
+        wait_for_the_log(caplog)
     *_, error, done = [line.removeprefix("data: ") for line in late.text.split("\n\n") if line]
     assert late.status_code == 200
     assert done == "[DONE]"
@@ -172,9 +180,7 @@ def test_a_request_is_one_line_of_json_in_the_log(serve, fake, caplog):
         httpx2.post(
             serve(fake) + "/v1/chat/completions", json=CHAT | {"max_tokens": 3}, headers={"X-Request-Id": "a\tb"}
         )
-        deadline = time.monotonic() + 5  # the line is written when the answer is gone
-        while "request" not in caplog.messages and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for_the_log(caplog)
     (record,) = [record for record in caplog.records if record.getMessage() == "request"]
     line = json.loads(JsonLines().format(record))
     assert line["id"].startswith("req-")
