@@ -216,6 +216,14 @@ def test_draws_follow_the_distribution_and_the_seed_alone():
     assert again["z"] == found["17"]
 
 
+def test_who_draws_beside_one_who_does_not_draws_all_the_same():
+    drawn = Request("drawn", PROMPT, SamplingParams(temperature=2.0, seed=3, max_tokens=9, ignore_eos=True))
+    plain = Request("plain", PROMPT, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    found = serve(make_engine(), [drawn, plain])
+    assert found["plain"] == [alone(PROMPT, 9)] != found["drawn"]
+    assert found["drawn"] == serve(make_engine(), [drawn])["drawn"]
+
+
 def test_every_seed_draws_a_text_of_its_own():
     seeds = [0, 1, -1, 2**62, -(2**62), 2**63, -(2**63), 2**64 - 1]
     found = [tokens_of(ask(temperature=2.0, seed=seed)[1]) for seed in seeds]

@@ -43,6 +43,12 @@ def test_one_character_at_a_time(pieces, stops, keep_stop):
     assert (shown + stream.rest(), stream.stopped_by) == cut_by("".join(pieces), stops, keep_stop)
 
 
+def test_a_stop_of_equal_letters_is_not_found_across_another():
+    stream = Given("aaacab", ["aaab"])
+    assert "".join(map(stream.add, range(6))) + stream.rest() == "aaacab"
+    assert stream.stopped_by is None
+
+
 @given(
     pieces=st.lists(st.one_of(st.none(), st.text("abé", max_size=4)), max_size=12),
     stop=st.text("abé", min_size=1, max_size=5),
