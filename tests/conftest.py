@@ -24,11 +24,15 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def values_looked_at():
-    """Undoes what commands decide about looking at values: they own their process, and a test does not."""
+def choices_of_commands():
+    """Undoes what commands decide about backends and about looking at values: they own their process, and a test does not."""
+    before = backends._configured
     yield
     if backends._values_checked is not None:
         backends.check_values(None)
+    if backends._configured != before:
+        backends._configured = before
+        registry.forget_plans()
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def rows_agree(
     cost=lambda x, weight: Cost(flops=2 * x.numel() * weight.shape[1]),
     check=rows_agree,
     dtypes=dict(x=(E4M3,), weight=(E4M3,)),
-    fake=lambda x, weight, x_scale, weight_scale, offsets, dtype: x.new_empty(
+    fake=lambda x, weight, x_scale, weight_scale, offsets, dtype="": x.new_empty(
         x.shape[0], weight.shape[1], dtype=result_dtype(weight_scale, dtype)
     ),
     tuning_key=lambda x, weight, weight_scale: (x.shape[0], *weight.shape, "blocks" if weight_scale.ndim == 3 else ""),
@@ -138,7 +138,7 @@ def columns_agree(
     cost=lambda left, right: Cost(flops=2 * left.numel() * right.shape[0]),
     check=columns_agree,
     dtypes=dict(left=(E4M3,), right=(E4M3,)),
-    fake=lambda left, right, left_scale, right_scale, offsets, dtype: left.new_empty(
+    fake=lambda left, right, left_scale, right_scale, offsets, dtype="": left.new_empty(
         len(offsets), left.shape[0], right.shape[0], dtype=result_dtype(right_scale, dtype)
     ),
     tuning_key=lambda left, right, offsets: (left.shape[1], len(offsets), left.shape[0], right.shape[0]),
