@@ -9,7 +9,7 @@
 
 Every candidate answers each workload once to warm up and then a few times with other tokens; the best is kept, since what
 disturbs a run only ever adds to it. On a GPU each has a process of its own. On a CPU, which others use too, they share one and
-take turns, and figures are processor time of one thread, as those of operators are.
+take turns, on all its cores and by the clock, so it should have nothing else to do.
 """
 
 import importlib.util
