@@ -41,12 +41,11 @@ from tilestack.kernels.hopper.matmul import (
 )
 from tilestack.kernels.matmul.epilogue import PLAIN, Epilogue
 from tilestack.kernels.matmul.fused import (
-    Gradients,
     empty_pre,
     fused_by,
-    gradients_by,
     has_activation,
     leaves_registers,
+    with_gradients,
 )
 from tilestack.kernels.matmul.products import HALVES
 from tilestack.kernels.matmul.tma import in_rows, movable
@@ -178,28 +177,7 @@ def fused_product(a: Tensor, b: Tensor, bias: Tensor | None, config: Config, epi
     return c
 
 
-def fused_and_pre(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: None, activation: str, p: float,
-    config: Config,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    product = functools.partial(fused_product, config=config)
-    return fused_by(product, True, x, weight, bias, residual, seed, activation, p)
-
-
-def fused_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: None,
-    activation: str, p: float, needs: tuple[bool, ...], config: Config,
-) -> Gradients:  # fmt: skip
-    product = functools.partial(fused_product, config=config)
-    return gradients_by(product, grad, x, weight, bias, residual, seed, activation, p, needs, None)
-
-
-def fused_backward_from_pre(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: None,
-    activation: str, p: float, needs: tuple[bool, ...], pre: Tensor, config: Config,
-) -> Gradients:  # fmt: skip
-    product = functools.partial(fused_product, config=config)
-    return gradients_by(product, grad, x, weight, bias, residual, seed, activation, p, needs, pre)
+fused_and_pre, fused_backward, fused_backward_from_pre = with_gradients(fused_product)
 
 
 @implements(

@@ -10,6 +10,7 @@ remember it, the backward multiplies again.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,28 +97,34 @@ def fused_linear_pipelined(
     return fused_by(pipelined_product, False, x, weight, bias, residual, seed, activation, p)[0]
 
 
-def persistent_and_pre(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: None, activation: str, p: float,
-    config: Config,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    product = functools.partial(persistent_product, config=config)
-    return fused_by(product, True, x, weight, bias, residual, seed, activation, p)
+def with_gradients(product: Callable[..., Tensor]) -> tuple[Callable, Callable, Callable]:
+    """The forward that keeps what its backward needs, a backward without it and one with it, of a product by configurations."""
+
+    def fused_and_pre(
+        x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: None, activation: str, p: float,
+        config: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        by_config = functools.partial(product, config=config)
+        return fused_by(by_config, True, x, weight, bias, residual, seed, activation, p)
+
+    def backward(
+        grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: None,
+        activation: str, p: float, needs: tuple[bool, ...], config: Any,
+    ) -> Gradients:  # fmt: skip
+        by_config = functools.partial(product, config=config)
+        return gradients_by(by_config, grad, x, weight, bias, residual, seed, activation, p, needs, None)
+
+    def backward_from_pre(
+        grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: None,
+        activation: str, p: float, needs: tuple[bool, ...], pre: Tensor, config: Any,
+    ) -> Gradients:  # fmt: skip
+        by_config = functools.partial(product, config=config)
+        return gradients_by(by_config, grad, x, weight, bias, residual, seed, activation, p, needs, pre)
+
+    return fused_and_pre, backward, backward_from_pre
 
 
-def persistent_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: None,
-    activation: str, p: float, needs: tuple[bool, ...], config: Config,
-) -> Gradients:  # fmt: skip
-    product = functools.partial(persistent_product, config=config)
-    return gradients_by(product, grad, x, weight, bias, residual, seed, activation, p, needs, None)
-
-
-def persistent_backward_from_pre(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: None,
-    activation: str, p: float, needs: tuple[bool, ...], pre: Tensor, config: Config,
-) -> Gradients:  # fmt: skip
-    product = functools.partial(persistent_product, config=config)
-    return gradients_by(product, grad, x, weight, bias, residual, seed, activation, p, needs, pre)
+persistent_and_pre, persistent_backward, persistent_backward_from_pre = with_gradients(persistent_product)
 
 
 def leaves_registers(x: Tensor, weight: Tensor, seed: Tensor | None) -> bool | str:
