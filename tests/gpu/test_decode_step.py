@@ -14,7 +14,7 @@ SMALL = dict(
 QWEN3 = dict(vocabulary=151936, hidden=1024, intermediate=3072, layers=28, heads=16, kv_heads=8, head_dim=128,
              family="qwen3", qk_norm="head", tied=True, rope_base=1e6, positions=4096)  # fmt: skip
 SHARED = dict(
-    vocabulary=517, hidden=256, intermediate=2048, layers=2, heads=32, kv_heads=8, head_dim=64, positions=4096
+    vocabulary=517, hidden=512, intermediate=2048, layers=2, heads=32, kv_heads=8, head_dim=64, positions=4096
 )
 MODELS = {
     "small": SMALL,

@@ -5,7 +5,10 @@
 // that are its own through a ring in shared memory, RING chunks ahead of what it computes with, whatever phase or layer that
 // is: while blocks wait for each other, the weights keep coming.
 //
-//     chunk    16 bytes a thread, by cp.async. A thread reads only what it brought itself, so the ring needs no barrier.
+//     chunk    32 bytes a thread, by cp.async. A thread reads only what it brought itself, so the ring needs no barrier.
+//     product  A warp brings 8 rows by 32 columns, twice: 16 bytes of a row to each of four threads, which tensor cores
+//              take for pieces of two rows of a 16 x 16 matrix (see Columns). The other matrix has columns for x rounded
+//              to bfloat16, and for what rounding took away, so that products are as good as with float.
 //
 // Blocks meet as seldom as can be. A cluster of CLUSTER blocks, which can write into each other's shared memory, owns some
 // heads and some of the feed-forward's units from beginning to end; only what is added to the residual stream is everyone's:
@@ -15,7 +18,7 @@
 //     gate and up of the cluster's units  ─cluster─▶  down projection of these units, a part of every element  ═grid═▶ …
 //
 // Every block keeps all of x in float registers and adds the parts in one order, so that results have the same bits in every
-// run. A row of a product belongs to a warp or a part of one; a norm's factor is multiplied in after the product.
+// run. The columns of a product are divided over the warps and their sums added up; a norm's factor is multiplied in after.
 //
 // Shapes, as macros: LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY, QK_NORM, CLUSTER, CLUSTERS.
 #include <cooperative_groups.h>
@@ -36,23 +39,30 @@ static_assert(HEADS % CLUSTERS == 0 && (QUERIES % SHARE == 0 || SHARE % QUERIES 
 static_assert(INTERMEDIATE % (CLUSTERS * CLUSTER) == 0 && HIDDEN % 256 == 0 && HIDDEN <= 2048, "sizes over blocks");
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "sizes of heads");
 
-// ROWS rows of COLUMNS weights: a row to LANES threads, PIECES chunks of it each.
+constexpr int floor_power_of_two(int n) { return n < 2 ? 1 : 2 * floor_power_of_two(n / 2); }
+constexpr int largest_power_of_two(int divides, int at_most) {
+  return divides % at_most == 0 ? at_most : largest_power_of_two(divides, at_most / 2);
+}
+
+// ROWS rows of COLUMNS weights: SPLIT warps share 16 rows, 32 columns of them in each of PIECES, and a warp has TURNS of those.
 template <int ROWS_, int COLUMNS> struct Product {
-  static constexpr int ROWS = ROWS_, VECTORS = COLUMNS / 8;
-  static constexpr int LANES = VECTORS % 32 == 0 ? 32 : VECTORS % 16 == 0 ? 16 : 8;
-  static constexpr int PIECES = VECTORS / LANES, AT_ONCE = THREADS / LANES, TURNS = ROWS / AT_ONCE, CHUNKS = TURNS * PIECES;
-  static_assert(COLUMNS % (8 * LANES) == 0 && ROWS % AT_ONCE == 0, "rows and columns over threads");
+  static constexpr int ROWS = ROWS_, PATCHES = COLUMNS / 32;
+  static constexpr int SPLIT = largest_power_of_two(PATCHES, WARPS);
+  static constexpr int PIECES = PATCHES / SPLIT, TURNS = ROWS * SPLIT / (16 * WARPS), CHUNKS = TURNS * PIECES;
+  static constexpr int PARTS = 2 * SPLIT;  // of the sum of a row, which LANES threads add up
+  static constexpr int LANES = PARTS * ROWS <= THREADS ? PARTS : floor_power_of_two(THREADS / ROWS);
+  static constexpr int APART = ROWS + 32 / LANES;  // elements from one part to the next, in other banks
+  static_assert(COLUMNS % 32 == 0 && ROWS * SPLIT % (16 * WARPS) == 0, "rows and columns over warps");
 };
 using Qkv = Product<(QUERIES + 2 * KEYS) * HEAD_DIM / CLUSTER, HIDDEN>;
 using Output = Product<HIDDEN / CLUSTER, SEEN>;
 using GateUp = Product<2 * MY_UNITS, HIDDEN>;
 using Down = Product<HIDDEN / CLUSTER, UNITS>;
-using Head = Product<WARPS, HIDDEN>;  // as often as there are rows
-static_assert(Qkv::LANES >= CLUSTER, "a thread of a row for each block of the cluster");
+using Head = Product<64, HIDDEN>;  // as often as there are rows
 constexpr bool ONE_HEAD = HEAD_DIM % Qkv::ROWS == 0;  // of queries, keys or values, whose rows a block has
 constexpr int OUTPUT_AT = Qkv::CHUNKS, GATE_UP_AT = OUTPUT_AT + Output::CHUNKS, DOWN_AT = GATE_UP_AT + GateUp::CHUNKS;
 constexpr int LAYER_CHUNKS = DOWN_AT + Down::CHUNKS;
-constexpr int HEAD_TURNS = (VOCABULARY + BLOCKS * WARPS - 1) / (BLOCKS * WARPS), HEAD_CHUNKS = HEAD_TURNS * Head::PIECES;
+constexpr int HEAD_TURNS = (VOCABULARY + BLOCKS * Head::ROWS - 1) / (BLOCKS * Head::ROWS);
 
 struct Layer {
   const bf16 *qkv, *output, *gate_up, *down, *attention_norm, *mlp_norm, *q_norm, *k_norm;
@@ -72,21 +82,25 @@ struct Step {
 
 struct Shared {
   alignas(16) float x[HIDDEN];                  // the residual stream times a norm's weights
+  union {  // of a product's sums, or of what is seen of a warp's keys; each is done with before the next begins
+    float qkv[Qkv::PARTS][Qkv::APART], seen[WARPS][SEEN], output[Output::PARTS][Output::APART];
+    float gate_up[GateUp::PARTS][GateUp::APART], down[Down::PARTS][Down::APART], head[2][Head::PARTS][Head::APART];
+  } parts;
   float squares[WARPS];
   float qkv[(QUERIES + 2 * KEYS) * HEAD_DIM];   // written by all blocks of the cluster
   float q[QUERIES][HEAD_DIM], k[KEYS][HEAD_DIM];
-  float seen[WARPS][SEEN], largest[WARPS][QUERIES], sums[WARPS][QUERIES];                  // of a warp's keys
+  float largest[WARPS][QUERIES], sums[WARPS][QUERIES];                                     // of a warp's keys
   float all_seen[CLUSTER][SEEN], all_largest[CLUSTER][QUERIES], all_sums[CLUSTER][QUERIES];  // of each block's
   alignas(16) float attended[SEEN];
   float gate_up[2 * MY_UNITS];
   alignas(16) float units[UNITS];               // written by all blocks of the cluster
   Layer layers[LAYERS];
 };
-constexpr int MOST_SHARED = 232448, CHUNK = THREADS * 16;
+constexpr int MOST_SHARED = 232448, CHUNK = THREADS * 32;
 constexpr int KEPT = (sizeof(Shared) + 127) / 128 * 128;
-constexpr int RING = (MOST_SHARED - KEPT) / CHUNK < 28 ? (MOST_SHARED - KEPT) / CHUNK : 28;
+constexpr int RING = (MOST_SHARED - KEPT) / CHUNK;
 constexpr int SHARED_BYTES = KEPT + RING * CHUNK;
-static_assert(RING >= 4, "too little shared memory is left for the ring");
+static_assert(RING >= 2, "too little shared memory is left for the ring");
 
 __device__ __forceinline__ float over_lanes(float x, int lanes) {
 #pragma unroll
@@ -126,7 +140,8 @@ struct Stream {
   uint4* ring;  // of this thread
   int slot, cluster, rank;
 
-  int qkv_at, output_at, gate_up_at, down_at;  // where this thread's part of the first chunks lies
+  int qkv_at, output_at, gate_up_at, down_at;  // where this thread's part of the first chunks lies in a weight
+  const bf16 *qkv, *output, *gate_up, *down;   // in that of the layer of which chunks are brought next
 
   __device__ Stream(const Step& step, const Shared& shared, uint4* ring, int cluster, int rank)
       : step(step), shared(shared), ring(ring), slot(0), cluster(cluster), rank(rank) {
@@ -135,6 +150,8 @@ struct Stream {
     gate_up_at = (cluster * UNITS + rank * MY_UNITS + row_of<GateUp>(0)) * HIDDEN + column_of<GateUp>(0);
     down_at = (rank * Down::ROWS + row_of<Down>(0)) * INTERMEDIATE + cluster * UNITS + column_of<Down>(0);
     if (ONE_HEAD) qkv_at += qkv_row(rank * Qkv::ROWS) * HIDDEN;
+    const Layer& first = shared.layers[0];
+    qkv = first.qkv + qkv_at, output = first.output + output_at, gate_up = first.gate_up + gate_up_at, down = first.down + down_at;
   }
 
   // In the weight, of a row of the cluster's.
@@ -145,107 +162,135 @@ struct Stream {
     return (HEADS + KV_HEADS + first_key - QUERIES - KEYS) * HEAD_DIM + row;
   }
 
+  // Of the first of a chunk's two rows, which are 8 apart, and of its 8 columns.
   template <typename P> __device__ __forceinline__ static int row_of(int chunk) {
-    return chunk / P::PIECES * P::AT_ONCE + threadIdx.x / P::LANES;
+    const int first = P::SPLIT == WARPS ? 0 : threadIdx.x / 32 / P::SPLIT * P::TURNS;
+    return (first + chunk / P::PIECES) * 16 + threadIdx.x % 32 / 4;
   }
   template <typename P> __device__ __forceinline__ static int column_of(int chunk) {
-    return (chunk % P::PIECES * P::LANES + threadIdx.x % P::LANES) * 8;
+    return (threadIdx.x / 32 % P::SPLIT * P::PIECES + chunk % P::PIECES) * 32 + threadIdx.x % 4 * 8;
   }
 
   // From the first chunk of a product to the nth, in a weight whose rows are so far apart.
   template <typename P> __device__ __forceinline__ static int further(int n, int apart) {
-    return n / P::PIECES * P::AT_ONCE * apart + n % P::PIECES * P::LANES * 8;
+    return n / P::PIECES * 16 * apart + n % P::PIECES * 32;
   }
 
-  // Where chunk n of a layer lies; n is a constant in all calls but the first, so that little of this is left.
-  __device__ __forceinline__ const bf16* in_layer(int n, int layer) const {
-    const Layer& at = shared.layers[layer];
+  // Where a row of chunk n of a layer lies, the first or the one that is 8 below. Both are constants, so little of this is left.
+  __device__ __forceinline__ const bf16* in_layer(int n, int below) const {
     if (n < OUTPUT_AT) {
-      if (ONE_HEAD) return at.qkv + qkv_at + further<Qkv>(n, HIDDEN);
-      return at.qkv + qkv_row(rank * Qkv::ROWS + row_of<Qkv>(n)) * HIDDEN + column_of<Qkv>(n);
+      if (ONE_HEAD) return qkv + further<Qkv>(n, HIDDEN) + below * HIDDEN;
+      const int row = qkv_row(rank * Qkv::ROWS + row_of<Qkv>(n) + below);
+      return qkv - qkv_at + row * HIDDEN + column_of<Qkv>(n);
     }
-    if (n < GATE_UP_AT) return at.output + output_at + further<Output>(n - OUTPUT_AT, HEADS * HEAD_DIM);
+    if (n < GATE_UP_AT) return output + further<Output>(n - OUTPUT_AT, HEADS * HEAD_DIM) + below * (HEADS * HEAD_DIM);
     if (n < DOWN_AT) {
-      const bool up = row_of<GateUp>(n - GATE_UP_AT) >= MY_UNITS;
-      return at.gate_up + gate_up_at + further<GateUp>(n - GATE_UP_AT, HIDDEN) + (up ? (INTERMEDIATE - MY_UNITS) * HIDDEN : 0);
+      const bool up = row_of<GateUp>(n - GATE_UP_AT) + below >= MY_UNITS;
+      return gate_up + further<GateUp>(n - GATE_UP_AT, HIDDEN) + (up ? INTERMEDIATE - MY_UNITS + below : below) * HIDDEN;
     }
-    return at.down + down_at + further<Down>(n - DOWN_AT, INTERMEDIATE);
+    return down + further<Down>(n - DOWN_AT, INTERMEDIATE) + below * INTERMEDIATE;
   }
 
-  __device__ __forceinline__ static int64_t head_row(int turn) {
-    return (static_cast<int64_t>(turn) * BLOCKS + blockIdx.x) * WARPS + threadIdx.x / 32;
+  __device__ __forceinline__ static int64_t head_row(int turn) {  // the first of a block's
+    return (static_cast<int64_t>(turn) * BLOCKS + blockIdx.x) * Head::ROWS;
+  }
+  __device__ __forceinline__ const bf16* in_head(int n, int below, int turn) const {  // past the end: the last row
+    const int64_t row = min(head_row(turn) + row_of<Head>(n) + below, static_cast<int64_t>(VOCABULARY - 1));
+    return step.head + row * HIDDEN + column_of<Head>(n);
   }
 
   __device__ __forceinline__ void bring(int n, int layer) {
-    layer += n / LAYER_CHUNKS;
-    if (layer >= LAYERS) return bring_head(n % LAYER_CHUNKS + (layer - LAYERS) * LAYER_CHUNKS);
-    copy_16(ring + slot * THREADS, in_layer(n % LAYER_CHUNKS, layer));
-    close_group();
+    layer += n / LAYER_CHUNKS, n %= LAYER_CHUNKS;
+    if (layer >= LAYERS) return bring_head(n + (layer - LAYERS) * LAYER_CHUNKS, 0);
+    for (int half = 0; half < 2; half++) copy_16_aside(ring + (2 * slot + half) * THREADS, in_layer(n, 8 * half));
+    close_group_aside();
+    const Layer& next = shared.layers[min(layer + 1, LAYERS - 1)];
+    if (n == OUTPUT_AT - 1) qkv = next.qkv + qkv_at;
+    if (n == GATE_UP_AT - 1) output = next.output + output_at;
+    if (n == DOWN_AT - 1) gate_up = next.gate_up + gate_up_at;
+    if (n == LAYER_CHUNKS - 1) down = next.down + down_at;
   }
-  __device__ __forceinline__ void bring_head(int n) {
-    if (n < HEAD_CHUNKS) {  // rows that are not there are those of the last, and not stored
-      const int64_t row = min(head_row(n / Head::PIECES), static_cast<int64_t>(VOCABULARY - 1));
-      copy_16(ring + slot * THREADS, step.head + row * HIDDEN + column_of<Head>(n));
-    }
-    close_group();
+  __device__ __forceinline__ void bring_head(int n, int turn) {
+    turn += n / Head::CHUNKS, n %= Head::CHUNKS;
+    if (turn < HEAD_TURNS)
+      for (int half = 0; half < 2; half++) copy_16_aside(ring + (2 * slot + half) * THREADS, in_head(n, 8 * half, turn));
+    close_group_aside();
   }
 
   // The next chunk; its slot is to be filled again before the next is taken.
-  __device__ __forceinline__ uint4 take() {
-    wait_for_all_but<RING - 1>();
-    return ring[slot * THREADS];
+  __device__ __forceinline__ void take(uint4 (&rows)[2]) {
+    wait_aside_for_all_but<RING - 1>();
+    for (int half = 0; half < 2; half++) rows[half] = load_16_aside(ring + (2 * slot + half) * THREADS);
   }
   __device__ __forceinline__ void advance() { slot = slot == RING - 1 ? 0 : slot + 1; }
-
-  __device__ __forceinline__ uint4 next(int n, int layer) {
-    const uint4 weights = take();
-    bring(n + RING, layer);
-    advance();
-    return weights;
-  }
 };
 
-// This thread's columns of x, for all rows of a product: in registers, or in shared memory where they are too many.
+// This thread's columns of x, for all rows of a product. To tensor cores, 8 elements of a row of weights that a thread has
+// are 4 of row i and 4 of row i + 8, at the same 4 places; so x stands in two columns, for the one and for the other row,
+// and twice: rounded, and what that took away. Of the products of rows and columns, four are a part of the row's sum:
+//
+//     row i      with  column 0, 1:  elements 0 1 4 5, rounded and the rest   in thread 0 of the four
+//     row i + 8  with  column 2, 3:  elements 2 3 6 7, rounded and the rest   in thread 1
 template <typename P> struct Columns {
-  static constexpr int HELD = P::PIECES <= 4 ? P::PIECES : 0;
-  const float* from;
-  float x[HELD + 1][8];
+  uint32_t x[P::PIECES][2];
 
-  __device__ __forceinline__ explicit Columns(const float* from) : from(from) {
+  __device__ __forceinline__ explicit Columns(const float* from) {
+    const int column = threadIdx.x % 32 / 4;  // from 4 on, nobody looks
 #pragma unroll
-    for (int piece = 0; piece < HELD; piece++) load(piece, x[piece]);
-  }
-  __device__ __forceinline__ void load(int piece, float (&to)[8]) const {
-    const float4* at = reinterpret_cast<const float4*>(from + Stream::column_of<P>(piece));
-    const float4 low = at[0], high = at[1];
-    to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
-    to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
-  }
-  __device__ __forceinline__ float dot(const uint4& weights, int piece) const {
-    float w[8], now[8], sum = 0;
-    unpack(weights, w);
-    if (HELD == 0) load(piece, now);
+    for (int piece = 0; piece < P::PIECES; piece++) {
+      const float2* pairs = reinterpret_cast<const float2*>(from + Stream::column_of<P>(piece)) + column / 2 % 2;
 #pragma unroll
-    for (int i = 0; i < 8; i++) sum = fmaf(w[i], HELD == 0 ? now[i] : x[HELD == 0 ? 0 : piece][i], sum);
-    return sum;
+      for (int i = 0; i < 2; i++) {
+        const float2 pair = pairs[2 * i];
+        __nv_bfloat162 rounded = __float22bfloat162_rn(pair);
+        const float2 back = __bfloat1622float2(rounded);
+        if (column % 2) rounded = __float22bfloat162_rn(make_float2(pair.x - back.x, pair.y - back.y));
+        x[piece][i] = *reinterpret_cast<const uint32_t*>(&rounded);
+      }
+    }
   }
 };
 
-// All rows of a product that begins with chunk FIRST of the layer; `emit(row, sum)` is called by all threads of a row.
-template <typename P, int FIRST, typename Emit>
-__device__ __forceinline__ void multiply(Stream& stream, int layer, const float* from, Emit emit) {
-  const Columns<P> columns(from);
-  float sums[P::TURNS];
+// All rows of a product: `bring(n)` fills the slot of its nth chunk again, and `emit(row, lane, sum)` is called by all
+// LANES threads of a row. Between two products with the same `parts`, all threads must meet once more.
+template <typename P, typename Bring, typename Emit>
+__device__ __forceinline__ void multiply(Stream& stream, const Columns<P>& columns, float (*parts)[P::APART], Bring bring, Emit emit) {
+  const int t = threadIdx.x, fourth = t % 4;
+  float* mine = parts[t / 32 % P::SPLIT * 2 + fourth] + Stream::row_of<P>(0);
 #pragma unroll
   for (int turn = 0; turn < P::TURNS; turn++) {
-    sums[turn] = 0;
+    float sums[2][4]{};
 #pragma unroll
-    for (int piece = 0; piece < P::PIECES; piece++)
-      sums[turn] += columns.dot(stream.next(FIRST + turn * P::PIECES + piece, layer), piece);
+    for (int piece = 0; piece < P::PIECES; piece++) {
+      uint4 rows[2];
+      stream.take(rows);
+      bring(turn * P::PIECES + piece);
+      stream.advance();
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        multiply_add<bf16>(sums[half], {rows[half].x, rows[half].y, rows[half].z, rows[half].w}, columns.x[piece]);
+    }
+    if (fourth < 2) {
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        mine[turn * 16 + 8 * half] = fourth == 0 ? sums[half][0] + sums[half][1] : sums[half][2] + sums[half][3];
+    }
   }
+  __syncthreads();
+  const int row = t / P::LANES, lane = t % P::LANES;
+  float sum = 0;
+  if (row < P::ROWS) {
 #pragma unroll
-  for (int turn = 0; turn < P::TURNS; turn++)
-    emit(turn * P::AT_ONCE + static_cast<int>(threadIdx.x) / P::LANES, over_lanes(sums[turn], P::LANES));
+    for (int i = 0; i < P::PARTS; i += P::LANES) sum += parts[i + lane][row];
+  }
+  sum = over_lanes(sum, P::LANES);
+  if (row < P::ROWS) emit(row, lane, sum);
+}
+
+// The product that begins with chunk FIRST of the layer.
+template <typename P, int FIRST, typename Emit>
+__device__ __forceinline__ void multiply_in_layer(Stream& stream, int layer, const float* from, float (*parts)[P::APART], Emit emit) {
+  multiply<P>(stream, Columns<P>(from), parts, [&](int n) { stream.bring(FIRST + n + RING, layer); }, emit);
 }
 
 // The residual stream, every element in every block: a thread has pairs of neighbours.
@@ -454,7 +499,7 @@ struct Attention {
       const int query = head * PER_KEY + g;
       if (lane < LANES) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) shared.seen[warp][query * HEAD_DIM + element() + i] = seen[g][i];
+        for (int i = 0; i < 8; i++) shared.parts.seen[warp][query * HEAD_DIM + element() + i] = seen[g][i];
       }
       if (lane == 0) shared.largest[warp][query] = largest[g], shared.sums[warp][query] = sum[g];
     }
@@ -491,6 +536,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
   for (int i = t; i < LAYERS; i += THREADS) shared.layers[i] = step.layers[i];
   __syncthreads();
   Stream stream(step, shared, reinterpret_cast<uint4*>(memory + KEPT) + t, number, rank);
+#pragma unroll
   for (int n = 0; n < RING; n++) {
     stream.bring(n, 0);
     stream.advance();
@@ -505,8 +551,8 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
   for (int layer = 0; layer < LAYERS; layer++) {
     const Layer& weights = shared.layers[layer];
     float scale = residual.norm(shared, step.eps);
-    multiply<Qkv, 0>(stream, layer, shared.x, [&](int row, float sum) {
-      if (const int to = t % Qkv::LANES; to < CLUSTER) tell(to, &shared.qkv[rank * Qkv::ROWS + row], sum * scale);
+    multiply_in_layer<Qkv, 0>(stream, layer, shared.x, shared.parts.qkv, [&](int row, int lane, float sum) {
+      for (int to = lane; to < CLUSTER; to += Qkv::LANES) tell(to, &shared.qkv[rank * Qkv::ROWS + row], sum * scale);
     });
     cluster.sync();
 
@@ -516,7 +562,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
     __syncthreads();
     for (int e = t; e < SEEN; e += THREADS) {
       float top, sum, total;
-      merge<WARPS>(shared.seen, shared.largest, shared.sums, e, top, sum, total);
+      merge<WARPS>(shared.parts.seen, shared.largest, shared.sums, e, top, sum, total);
       for (int to = 0; to < CLUSTER; to++) tell(to, &shared.all_seen[rank][e], total);
       if (const int to = e % HEAD_DIM; to < CLUSTER) {
         tell(to, &shared.all_largest[rank][e / HEAD_DIM], top);
@@ -531,8 +577,8 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
       shared.attended[e] = total / sum;
     }
     __syncthreads();
-    multiply<Output, OUTPUT_AT>(stream, layer, shared.attended, [&](int row, float sum) {
-      if (t % Output::LANES == 0) output_parts[rank * Output::ROWS + row] = sum;
+    multiply_in_layer<Output, OUTPUT_AT>(stream, layer, shared.attended, shared.parts.output, [&](int row, int lane, float sum) {
+      if (lane == 0) output_parts[rank * Output::ROWS + row] = sum;
     });
     grid.arrive();
     residual.bring_weights(weights.mlp_norm);
@@ -540,8 +586,8 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
 
     residual.add(step.parts);
     scale = residual.norm(shared, step.eps);
-    multiply<GateUp, GATE_UP_AT>(stream, layer, shared.x, [&](int row, float sum) {
-      if (t % GateUp::LANES == 0) shared.gate_up[row] = sum * scale;
+    multiply_in_layer<GateUp, GATE_UP_AT>(stream, layer, shared.x, shared.parts.gate_up, [&](int row, int lane, float sum) {
+      if (lane == 0) shared.gate_up[row] = sum * scale;
     });
     __syncthreads();
     for (int i = t; i < MY_UNITS * CLUSTER; i += THREADS) {
@@ -551,8 +597,8 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
     }
     cluster.sync();
 
-    multiply<Down, DOWN_AT>(stream, layer, shared.units, [&](int row, float sum) {
-      if (t % Down::LANES == 0) down_parts[rank * Down::ROWS + row] = sum;
+    multiply_in_layer<Down, DOWN_AT>(stream, layer, shared.units, shared.parts.down, [&](int row, int lane, float sum) {
+      if (lane == 0) down_parts[rank * Down::ROWS + row] = sum;
     });
     grid.arrive();
     if (layer + 1 < LAYERS) {
@@ -568,17 +614,11 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
   const float scale = residual.norm(shared, step.eps);
   const Columns<Head> columns(shared.x);
   for (int turn = 0; turn < HEAD_TURNS; turn++) {
-    float sum = 0;
-#pragma unroll
-    for (int piece = 0; piece < Head::PIECES; piece++) {
-      const uint4 weights = stream.take();
-      stream.bring_head(turn * Head::PIECES + piece + RING);
-      stream.advance();
-      sum += columns.dot(weights, piece);
-    }
-    sum = over_lanes(sum, 32);
-    const int64_t row = Stream::head_row(turn);
-    if (t % 32 == 0 && row < VOCABULARY) step.logits[row] = sum * scale;
+    const auto bring = [&](int n) { stream.bring_head(n + RING, turn); };
+    multiply<Head>(stream, columns, shared.parts.head[turn % 2], bring, [&](int row, int lane, float sum) {
+      const int64_t at = Stream::head_row(turn) + row;
+      if (lane == 0 && at < VOCABULARY) step.logits[at] = sum * scale;
+    });
   }
 }
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilestack.kernels.cuda.build import call, cuda_needs, library
 
-THREADS, WARPS = 512, 16
+WARPS = 16
 # Blocks to a cluster, and clusters, the best first: on 128 multiprocessors with few parts to add up, with more of them, and
 # on half as many. A cluster lies within one of the GPU's groups of multiprocessors, and not every group is whole.
 LAYOUTS = ((16, 8), (8, 16), (8, 8))
@@ -35,10 +35,10 @@ class DecoderShape:
 
 
 def divides(rows: float, columns: float) -> bool:
-    """Whether `Product<rows, columns>` in decode_step.cu gives every thread as much."""
-    vectors = columns / 8
-    lanes = next((lanes for lanes in (32, 16, 8) if vectors % lanes == 0), 0)
-    return lanes > 0 and rows > 0 and rows % (THREADS / lanes) == 0
+    """Whether `Product<rows, columns>` in decode_step.cu gives every warp as much."""
+    patches = columns / 32
+    split = next((split for split in (16, 8, 4, 2, 1) if patches % split == 0), 0)
+    return rows > 0 and split > 0 and rows * split % (16 * WARPS) == 0
 
 
 def layouts_of(shape: DecoderShape) -> list[tuple[int, int]]:

@@ -9,6 +9,18 @@ __device__ inline void copy_16(void* to, const void* from, bool there = true) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                "r"(there ? 16 : 0) : "memory");
 }
+// The same, and the way to read it, for memory that is touched in no other way: in order among themselves, and nothing else
+// has to wait for them.
+__device__ inline void copy_16_aside(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
+}
+__device__ inline uint4 load_16_aside(const void* from) {
+  uint4 to;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w) : "r"(shared_address(from)));
+  return to;
+}
+template <int N> __device__ inline void wait_aside_for_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N)); }
+__device__ inline void close_group_aside() { asm volatile("cp.async.commit_group;"); }
 // What was sent off since the last call is a group, also where that is nothing; a thread waits for all but its last N groups.
 __device__ inline void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ inline void wait_for_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
