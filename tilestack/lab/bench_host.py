@@ -81,7 +81,8 @@ def ways(op: Operator, case: Any, name: str, device: str) -> dict[str, Callable[
         return torch.autograd.grad(outputs, leaves, [torch.ones_like(out) for out in outputs], allow_unused=True)
 
     found: dict[str, Callable[[], Any]] = {}
-    for way, call in (("no_grad", no_grad), ("grad", grad), ("both", both)):
+    with_gradients = [("grad", grad), ("both", both)] if leaves else []  # of integers there are none
+    for way, call in [("no_grad", no_grad), *with_gradients]:
         try:
             with backend(name):
                 call()
