@@ -91,6 +91,16 @@ def test_products(product, dtype):
     check(product, ops.linear, torch.randn(40, 24).to(dtype).T, torch.randn(40, 17).to(dtype).T, None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_long_sums_lose_no_digits(dtype):
+    """One chain of additions over K is off by a multiple of what the definition is, most of all where all terms are equal."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        check(matmul.linear_tiled, ops.linear, torch.randn(2, 1104).to(dtype), torch.randn(150, 1104).to(dtype), None)
+        same = lambda rows: torch.randn(rows, 1).to(dtype).expand(rows, 290)
+        check(matmul.linear_tiled, ops.linear, same(70), same(16), None)
+
+
 MODELS = {
     # layout, what differs in the model, and texts of how many tokens
     "norms, tied": ((2, 2), dict(family="qwen3", qk_norm="head", tied=True), (1, 17, 77)),

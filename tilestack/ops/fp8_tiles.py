@@ -52,6 +52,7 @@ def codes_by(x: Tensor, by: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
             (130, 40, "rows", "blocks"),
             (64, 260, "blocks", "blocks"),
             (128, 128, "blocks", "rows"),
+            (160, 144, "blocks", "blocks"),
             (144, 272, "rows", "rows"),
             (160, 16, "rows", "blocks", 2),
             (131, 5, "blocks", "rows", 3),

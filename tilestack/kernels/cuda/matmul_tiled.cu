@@ -5,6 +5,9 @@
 //       TILE | A →     |   B likewise   uses of it, and a thread multiplies SIDE of A with SIDE of B out of there, so that
 //            +---------+                each number it fetches is used SIDE times more from a register
 //
+// Each step's DEPTH products are added up by themselves, and the steps' sums to each other: two short chains of roundings
+// instead of one as long as K.
+//
 #include "common.cuh"
 
 constexpr int TILE = 64, DEPTH = 16, SIDE = 4, ACROSS = TILE / SIDE, THREADS = ACROSS * ACROSS;
@@ -36,6 +39,7 @@ __global__ void __launch_bounds__(THREADS) matmul_tiled_kernel(Matrix a, Matrix 
     bring<T>(a_tile, a, m, k, K);
     bring<T>(b_tile, b, n, k, K);
     __syncthreads();
+    W of_step[SIDE][SIDE] = {};
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) {
       W left[SIDE], right[SIDE];
@@ -46,8 +50,12 @@ __global__ void __launch_bounds__(THREADS) matmul_tiled_kernel(Matrix a, Matrix 
 #pragma unroll
       for (int i = 0; i < SIDE; i++)
 #pragma unroll
-        for (int j = 0; j < SIDE; j++) sum[i][j] += left[i] * right[j];
+        for (int j = 0; j < SIDE; j++) of_step[i][j] += left[i] * right[j];
     }
+#pragma unroll
+    for (int i = 0; i < SIDE; i++)
+#pragma unroll
+      for (int j = 0; j < SIDE; j++) sum[i][j] += of_step[i][j];
     __syncthreads();
   }
   for (int i = 0; i < SIDE; i++)

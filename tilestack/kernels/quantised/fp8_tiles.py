@@ -7,6 +7,10 @@ Where there are several matrices, programs of the grid's second dimension have o
 |  →→→  |   of lines   |  8 bit|          | 8 |               both ways, and the codes are the same.
 |  ↓↓↓  |   columns    +-------+          | b |
 +-------+   or all                        +---+
+
+Even where both scales are one, each way finds its own, by rows and by columns, and makes its own codes. Of codes that are
+shared, float32's went wrong on sm_90: ptxas 12.8 packs pairs of them for one store, and before that has handed the other
+store what was in its register.
 """
 
 import torch
@@ -53,12 +57,12 @@ def code_tiles_kernel(
     x = wide(tl.load(x_ptr + line[:, None] * stride_row + line[None, :] * stride_column, mask=inside, other=0))
     size = magnitudes(x)
     of_rows = tl.max(size, 1)
-    whole = scale_of(tl.max(of_rows, 0), LARGEST_CODE)
     if BY_ROWS:
         scale = scale_of(of_rows, LARGEST_CODE)
         tl.store(scale_ptr + row * across + tile_column, scale, mask=row < rows)
         codes = codes_of(x, scale[:, None], codes_ptr.dtype.element_ty)
     else:
+        whole = scale_of(tl.max(of_rows, 0), LARGEST_CODE)
         tl.store(scale_ptr + tile_row * across + tile_column, whole)
         codes = codes_of(x, whole, codes_ptr.dtype.element_ty)
     tl.store(codes_ptr + line[:, None] * columns + line[None, :], codes, mask=inside)
@@ -67,9 +71,9 @@ def code_tiles_kernel(
         tl.store(turned_scale_ptr + column * down + tile_row, scale, mask=column < columns)
         codes = codes_of(x, scale[None, :], codes_ptr.dtype.element_ty)
     else:
+        whole = scale_of(tl.max(of_rows if BY_ROWS else tl.max(size, 0), 0), LARGEST_CODE)
         tl.store(turned_scale_ptr + tile_column * down + tile_row, whole)
-        if BY_ROWS:
-            codes = codes_of(x, whole, codes_ptr.dtype.element_ty)
+        codes = codes_of(x, whole, codes_ptr.dtype.element_ty)
     tl.store(turned_ptr + line[:, None] * rows + line[None, :], codes.T, mask=inside.T)
 
 
@@ -94,6 +98,7 @@ def code_strips_kernel(
     turned_scale_ptr += matrix * (columns if TURNED_BY_ROWS else across) * down
     column = tile_column.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     of_columns = tl.zeros([BLOCK], tl.float32)
+    of_rows = tl.zeros([STRIP], tl.float32)
     for top in range(0, BLOCK, STRIP):
         row = tile_row.to(tl.int64) * BLOCK + top + tl.arange(0, STRIP)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -105,15 +110,18 @@ def code_strips_kernel(
             tl.store(scale_ptr + row * across + tile_column, scale, mask=row < rows)
             codes = codes_of(wide(x), scale[:, None], codes_ptr.dtype.element_ty)
             tl.store(codes_ptr + row[:, None] * columns + column[None, :], codes, mask=inside)
-    whole = scale_of(tl.max(of_columns, 0), LARGEST_CODE)
+        else:
+            of_rows = tl.maximum(of_rows, tl.max(size, 1))
     if not BY_ROWS:
+        whole = scale_of(tl.max(of_rows, 0), LARGEST_CODE)
         tl.store(scale_ptr + tile_row * across + tile_column, whole)
     if TURNED_BY_ROWS:
         turned_scale = scale_of(of_columns, LARGEST_CODE)
         tl.store(turned_scale_ptr + column * down + tile_row, turned_scale, mask=column < columns)
     else:
-        turned_scale = tl.broadcast_to(whole, [BLOCK])
-        tl.store(turned_scale_ptr + tile_column * down + tile_row, whole)
+        turned_whole = scale_of(tl.max(of_columns, 0), LARGEST_CODE)
+        turned_scale = tl.broadcast_to(turned_whole, [BLOCK])
+        tl.store(turned_scale_ptr + tile_column * down + tile_row, turned_whole)
     for top in range(0, BLOCK, STRIP):
         row = tile_row.to(tl.int64) * BLOCK + top + tl.arange(0, STRIP)
         inside = (row < rows)[:, None] & (column < columns)[None, :]

@@ -1,0 +1,73 @@
+"""An element has the same bits wherever it lies and however many lie beside it.
+
+Of a · b + c · d a compiler rounds one product and not the other, whichever suits the code around, and that is another one
+in each specialisation of a kernel; of a product and a sum in different blocks it may round both or one. So no sum of an
+elementwise kernel may have a product left to be taken: each is one `fma`, and what is added there is no product.
+"""
+
+import re
+from collections import defaultdict
+
+import pytest
+
+WALK = """
+import json, torch
+from tilestack.contract import operators
+from tilestack.lab.compile import compiled_kernels
+from tilestack.lab.explain import elements, telling_cases
+
+def elementwise(implementation):
+    return implementation.invariant and implementation.forward.__module__.startswith("tilestack.kernels.elementwise.")
+
+single = lambda operator: [case for case in operator.cases if 0 < elements(case) <= 2]  # compiled for by themselves
+reports = [
+    report
+    for operator in operators()
+    for implementation in filter(elementwise, operator.implementations.values())
+    for dtype in (torch.bfloat16, torch.float32)
+    for case in telling_cases(operator) + (single(operator) if dtype == torch.float32 else [])
+    for direction in ("forward", "backward")
+    for report in compiled_kernels(operator, implementation, case, dtype, direction, 90)
+]
+unique = {report.digest: report.row() | dict(ptx=report.ptx) for report in reports}
+print(json.dumps(list(unique.values())))
+"""
+INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.]*)\s+(%\w+), ([^;]*);", re.MULTILINE)
+
+
+def open_sums(ptx: str) -> list[str]:
+    """The sums in which a compiler has a choice: which product it rounds, or whether it rounds one at all."""
+    instructions = [(name, to, operands.split(", ")) for name, to, operands in INSTRUCTION.findall(ptx)]
+    made_by = defaultdict(set)
+    for name, to, _ in instructions:
+        made_by[to].add(name)
+    added = {"fma.rn.f32": slice(2, 3), "add.f32": slice(0, 2), "sub.f32": slice(0, 2)}
+    return [
+        f"{name} {to}, {', '.join(operands)}"
+        for name, to, operands in instructions
+        if name in added and any("mul.f32" in made_by[operand] for operand in operands[added[name]])
+    ]
+
+
+@pytest.fixture(scope="module")
+def kernels(uninterpreted) -> list[dict]:
+    return uninterpreted("-c", WALK)
+
+
+def test_no_sum_leaves_a_choice(kernels):
+    assert {"activation_bwd_kernel", "gated_bwd_kernel", "axpy_fwd_kernel"} <= {row["kernel"] for row in kernels}
+    found = {
+        (row["operator"], row["case"], row["dtype"], row["direction"]): sums
+        for row in kernels
+        if (sums := open_sums(row["ptx"]))
+    }
+    assert not found
+
+
+def test_sums_are_seen(kernels):
+    assert any("fma.rn.f32" in row["ptx"] for row in kernels)
+    choice = "\tmul.f32 \t%r3, %r1, %r2;\n\t{}\n"
+    for sum_of in ("fma.rn.f32 \t%r4, %r1, %r2, %r3;", "add.f32 \t%r4, %r3, %r1;", "sub.f32 \t%r4, %r1, %r3;"):
+        assert len(open_sums(choice.format(sum_of))) == 1
+    for sum_of in ("fma.rn.f32 \t%r4, %r3, %r2, %r1;", "add.f32 \t%r4, %r1, %r2;", "add.rn.f32 \t%r4, %r3, %r1;"):
+        assert not open_sums(choice.format(sum_of))
