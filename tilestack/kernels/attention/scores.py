@@ -195,10 +195,12 @@ class Terms(NamedTuple):
     dropout: float = 0.0
 
     @classmethod
-    def of(cls, slopes: Tensor | None, bias: Tensor | None, blocks: Tensor | None, tiles: Tensor | None, seed: Tensor | None, dropout: float) -> "Terms":  # fmt: skip
-        dense = [None if x is None else x.contiguous() for x in (slopes, blocks, tiles)]
-        tiles = None if dense[2] is None else dense[2].view(torch.uint8)
-        return cls(dense[0], bias, dense[1], tiles, seed if dropout else None, dropout)
+    def of(cls, q: Tensor, slopes: Tensor | None, bias: Tensor | None, blocks: Tensor | None, tiles: Tensor | None, seed: Tensor | None, dropout: float) -> "Terms":  # fmt: skip
+        slopes, blocks, tiles = (None if x is None else x.contiguous() for x in (slopes, blocks, tiles))
+        if tiles is not None:
+            # From 64 bits that a byte was mixed into, Triton's tensor cores cannot multiply.
+            tiles = tiles.to(torch.int32) if q.dtype == torch.float64 else tiles.view(torch.uint8)
+        return cls(slopes, bias, blocks, tiles, seed if dropout else None, dropout)
 
     @property
     def pointers(self) -> tuple[Tensor | None, ...]:
