@@ -34,6 +34,7 @@ from tilestack.kernels.attention.scores import (
     load_queries,
     load_tile,
     masked_scores,
+    rows_times_rows,
     seen_blocks,
     store_tile,
     tile_length,
@@ -95,7 +96,7 @@ def flash_fwd_kernel(
         key = first_key + tl.arange(0, KEYS)
         there = key < keys
         k = load_tile(k_ptr, key, k_stride, k_dim_stride, there, DIM, WIDTH)
-        products = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
+        products = rows_times_rows(q, k, ACC)
         scores, _ = masked_scores(
             products, query[:, None], key[None, :], start[:, None], end[:, None], offset, queries, keys,
             slopes_ptr, slope_at, bias_ptr, bias_at, bias_stride, bias_key_stride,

@@ -39,6 +39,7 @@ from tilestack.kernels.attention.scores import (
     load_queries,
     load_tile,
     masked_scores,
+    rows_times_rows,
     seen_blocks,
     store_tile,
     tile_length,
@@ -63,7 +64,7 @@ def softmax_and_gradient(
     there = key < keys
     k = load_tile(k_ptr, key, k_stride, k_dim_stride, there, DIM, WIDTH)
     v = load_tile(v_ptr, key, v_stride, v_dim_stride, there, VALUE_DIM, VALUE_WIDTH)
-    products = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
+    products = rows_times_rows(q, k, ACC)
     scores, slope = masked_scores(
         products, query[:, None], key[None, :], start[:, None], end[:, None], offset, queries, keys,
         slopes_ptr, slope_at, bias_ptr, bias_at, bias_stride, bias_key_stride,
@@ -71,7 +72,7 @@ def softmax_and_gradient(
         FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS, BLOCK_Q, BLOCK_K,
     )  # fmt: skip
     weights = exponential(scores - largest[:, None], SCALED) * share[:, None]
-    dweights = tl.dot(grad, tl.trans(v), input_precision="ieee", out_dtype=ACC)
+    dweights = rows_times_rows(grad, v, ACC)
     if seed_ptr is not None:
         dweights = dropped_of(dweights, (line + query[:, None]) * keys + key[None, :], seed_ptr, below)
     return weights, dweights, slope, k
@@ -228,7 +229,7 @@ def flash_bwd_keys_kernel(
             largest = tl.load(stats_ptr + (line + query) * 2, mask=inside, other=0.0)
             share = tl.load(stats_ptr + (line + query) * 2 + 1, mask=inside, other=0.0)
             delta = tl.load(delta_ptr + line + query, mask=inside, other=0.0)
-            products = tl.dot(k, tl.trans(q), input_precision="ieee", out_dtype=ACC)
+            products = rows_times_rows(k, q, ACC)
             begin, finish = query, query
             if DOCUMENTS:
                 begin, finish = document_of(bounds_ptr, batch * queries + query, inside)
@@ -240,7 +241,7 @@ def flash_bwd_keys_kernel(
             )  # fmt: skip
             weights = exponential(scores - largest[None, :], SCALED) * share[None, :]
             dropped = weights
-            dweights = tl.dot(v, tl.trans(grad), input_precision="ieee", out_dtype=ACC)
+            dweights = rows_times_rows(v, grad, ACC)
             if seed_ptr is not None:
                 place = (line + query[None, :]) * keys + key[:, None]
                 dropped = dropped_of(weights, place, seed_ptr, below)
@@ -297,6 +298,6 @@ def flash_gradients(
     launch(
         flash_bwd_keys_kernel, (cdiv(keys, keys_held), batch * kv_heads), *given, *seen_blocks(terms.blocks, transposed=True),
         grad, stats, delta, dk, dv, *sizes, ROWS=its_queries, KEYS=keys_held,
-        num_warps=8 if half or terms.seed is not None or terms.bias is not None else 4, **named,
+        num_warps=8 if half or terms.seed is not None or terms.load_more else 4, **named,
     )  # fmt: skip
     return dq, dk, dv, delta

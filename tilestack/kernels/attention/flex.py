@@ -57,7 +57,7 @@ def flex_forward(
         v,
         document_bounds(cu_seqlens, batch, queries),
         Rules(scale_or_usual(scale, q), softcap, window, causal),
-        Terms.of(slopes, bias, blocks, tiles, seed, dropout),
+        Terms.of(q, slopes, bias, blocks, tiles, seed, dropout),
         None if sinks is None else sinks.contiguous(),
         lse=lse,
         keep_stats=keep_stats,
@@ -89,7 +89,7 @@ def flex_backward_from_stats(
 ) -> tuple[Tensor | None, ...]:
     bounds = document_bounds(cu_seqlens, *q.shape[:2])
     rules = Rules(scale_or_usual(scale, q), softcap, window, causal)
-    terms = Terms.of(slopes, bias, blocks, tiles, seed, dropout)
+    terms = Terms.of(q, slopes, bias, blocks, tiles, seed, dropout)
     *gradients, delta = flash_gradients(grad_out, grad_lse, q, k, v, bounds, out, stats, rules, terms)
     wanted = dict(zip(ops.flex_attention.tensors, needs, strict=True))
     scaled = rules.constants(q.dtype)["SCALED"]

@@ -51,6 +51,34 @@ def load_queries(ptr, row, row_stride, dim_stride, there, FACTOR: tl.constexpr, 
 
 
 @triton.jit
+def halves_of_rows(x):
+    """The elements at even places of each row, and those at odd ones."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def sum_in_parts(a, b, ACC: tl.constexpr, PARTS: tl.constexpr):
+    """a bᵀ, each sum of it made in so many parts."""
+    if PARTS == 1:
+        # Any number but 0 keeps Triton from making one sum of several.
+        return tl.dot(a, tl.trans(b), input_precision="ieee", out_dtype=ACC, max_num_imprecise_acc=1)
+    else:
+        a_even, a_odd = halves_of_rows(a)
+        b_even, b_odd = halves_of_rows(b)
+        return sum_in_parts(a_even, b_even, ACC, PARTS // 2) + sum_in_parts(a_odd, b_odd, ACC, PARTS // 2)
+
+
+@triton.jit
+def rows_times_rows(a, b, ACC: tl.constexpr):
+    """a bᵀ, sums along a head. Without tensor cores a product is added after the other, and the longer the sum, the more it
+    loses: in float32 those of 128 are made in parts. Beyond, registers have no room for these."""
+    if a.dtype == tl.float32 and a.shape[1] == 128:
+        return sum_in_parts(a, b, ACC, 4)
+    else:
+        return tl.dot(a, tl.trans(b), input_precision="ieee", out_dtype=ACC)
+
+
+@triton.jit
 def exponential(difference, SCALED: tl.constexpr):
     """What a difference of scores stands for: e to its power where they are natural, else 2 to it."""
     return tl.exp2(difference * LOG2_E) if SCALED else tl.exp2(difference)
@@ -195,10 +223,12 @@ class Terms(NamedTuple):
     dropout: float = 0.0
 
     @classmethod
-    def of(cls, slopes: Tensor | None, bias: Tensor | None, blocks: Tensor | None, tiles: Tensor | None, seed: Tensor | None, dropout: float) -> "Terms":  # fmt: skip
-        dense = [None if x is None else x.contiguous() for x in (slopes, blocks, tiles)]
-        tiles = None if dense[2] is None else dense[2].view(torch.uint8)
-        return cls(dense[0], bias, dense[1], tiles, seed if dropout else None, dropout)
+    def of(cls, q: Tensor, slopes: Tensor | None, bias: Tensor | None, blocks: Tensor | None, tiles: Tensor | None, seed: Tensor | None, dropout: float) -> "Terms":  # fmt: skip
+        slopes, blocks, tiles = (None if x is None else x.contiguous() for x in (slopes, blocks, tiles))
+        if tiles is not None:
+            # From 64 bits that a byte was mixed into, Triton's tensor cores cannot multiply.
+            tiles = tiles.to(torch.int32) if q.dtype == torch.float64 else tiles.view(torch.uint8)
+        return cls(slopes, bias, blocks, tiles, seed if dropout else None, dropout)
 
     @property
     def pointers(self) -> tuple[Tensor | None, ...]:

@@ -29,6 +29,7 @@ from tilestack.kernels.attention.scores import (
     load_queries,
     load_tile,
     masked_scores,
+    rows_times_rows,
     store_tile,
     width_of,
 )
@@ -46,7 +47,7 @@ def tile_of_scores(
     FACTOR: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    products = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
+    products = rows_times_rows(q, k, ACC)
     scores, _ = masked_scores(
         products, query[:, None], key[None, :], start[:, None], end[:, None], offset, queries, keys,
         None, 0, None, 0, 0, 0, None, None, 0, 0, 0,
