@@ -23,6 +23,7 @@ docs: .venv/ready
 # The recipes from nothing to a model that answers, with their figures; then the tables.
 recipes: .venv/ready
 	$(BIN)/python -m tilestack chain --save
+	$(BIN)/python -m tilestack chain --alignment --save
 	$(BIN)/python -m tilestack report --tables
 
 # Every figure of README and docs, on a GPU: kernels, memory patterns, optimizers, training and its loss; then the tables.

@@ -67,6 +67,36 @@ def test_stages_follow_each_other_and_their_figures_fill_the_table(tmp_path):
     assert "`tilestack chain --save` on the machine `h200`" in tables.table("recipes h200", tmp_path)
 
 
+def test_recipes_of_alignment_all_begin_with_the_model_of_sft_and_fill_their_table(tmp_path):
+    for stage in chain.alignment_stages():
+        KINDS[stage.command].recipe.load(find_recipe(chain.Path(stage.recipe)), stage.settings)
+    run, said = Pretended(), []
+    chain.save(tmp_path / "results", MACHINE, chain.run_alignment(tmp_path / "runs", run, said.append), "alignment")
+    folders = [command[command.index("--folder") + 1] for command in run.commands]
+    assert folders == [str(tmp_path / "runs" / name) for name in ("sft", "grpo", "dpo", "4-dpo", "kto")]
+    starts = [[word for word in command if word.startswith("model.path=")] for command in run.commands]
+    assert starts == [[], *[[f"model.path={tmp_path / 'runs/sft/model'}"]] * 4]
+    written = tables.table("alignment cpu", tmp_path)
+    judged = "validation loss 2.000 → 0.500; validation accuracy 2.000 → 0.500 | 0 k | 9 | 0 s |"
+    assert f"| `dpo dpo --set lora.rank=8 --set optimizer.lr=3e-3` | {judged}" in written
+    assert "a CPU, torch 2, commit abc, 2026-11-15" in written
+    assert "`tilestack chain --alignment --save` on the machine `h200`" in tables.table("alignment h200", tmp_path)
+
+
+def test_processor_time_is_that_of_the_commands_alone(tmp_path):
+    spin = [chain.sys.executable, "-c", "sum(range(4_000_000))"]
+    stage = chain.Stage("train", "demo", ())
+
+    def run(command):
+        Pretended()(command)
+        sum(range(4_000_000))  # which is ours, and does not count
+        chain.subprocess.run(spin, check=True)
+        return ""
+
+    (finished,), _ = chain.run_stages([stage], tmp_path, run, lambda text: None)
+    assert 0 < finished.processor_seconds < finished.seconds
+
+
 def test_a_stage_that_fails_ends_the_chain(tmp_path):
     with pytest.raises(ChildProcessError, match="tilestack sft ended with 1, and the chain with it"):
         chain.run_tilestack(["sft", "no-such-recipe"])

@@ -147,3 +147,51 @@ def test_the_cost_counts_the_pairs_that_are_seen():
     assert count(window=3) == 2 * (1 + 2 + 3 * 8)
     assert count(cu_seqlens=torch.tensor([0, 4, 10, 20, 20])) == 10 + 21 + 55
     assert pairs_seen(q[:, :2], q, None, True, None) == 2 * 19
+
+
+class Recorder(torch.autograd.Function):
+    """Stands for PyTorch's fused kernel: notes, in both directions, whether PyTorch is strict about determinism."""
+
+    seen: list[tuple[bool, bool]] = []
+
+    @staticmethod
+    def note():
+        mode = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        Recorder.seen.append(mode)
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        Recorder.note()
+        return q + k + v
+
+    @staticmethod
+    def backward(ctx, grad):
+        Recorder.note()
+        return grad, grad, grad
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "while_it_runs"),
+    [((True, True), (True, False)), ((True, False), (True, False)), ((False, False), (False, False))],
+    ids=["warns", "strict", "free"],
+)
+def test_fused_kernels_are_strict_where_pytorch_would_only_warn(monkeypatch, documents, asked, while_it_runs):
+    """Their backward has one order if PyTorch is strict, and another in every run if it may warn and go on."""
+    fused = lambda q, k, v, *_, **__: Recorder.apply(q, k, v)
+    monkeypatch.setattr(attention_aten, "has_flash", lambda q, v: True)
+    monkeypatch.setattr(attention_aten, "varying_lengths", lambda: (fused, {}))
+    monkeypatch.setattr(attention_aten.F, "scaled_dot_product_attention", fused)
+    monkeypatch.setattr(attention_aten, "BLOCK", 8)
+    Recorder.seen.clear()
+    offsets = torch.tensor([0, 3, 8], dtype=torch.int32) if documents else None
+    leaves = [draw(1, 8, 2, 16, seed=seed).requires_grad_() for seed in range(3)]
+    torch.use_deterministic_algorithms(asked[0], warn_only=asked[1])
+    try:
+        with backend(attention="aten"):
+            ops.attention(*leaves, offsets).sum().backward()
+        Recorder.note()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert Recorder.seen == [while_it_runs, while_it_runs, asked]
+    assert all(torch.equal(leaf.grad, torch.ones_like(leaf)) for leaf in leaves)

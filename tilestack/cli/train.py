@@ -164,7 +164,13 @@ def parity_command(
 
 
 def chain_command(
-    folder: Annotated[Path, typer.Option(help="Where the runs go, a folder for each.")] = Path("runs/chain"),
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where the runs go, a folder for each.", show_default="runs/chain or runs/alignment"),
+    ] = None,
+    alignment: Annotated[
+        bool, typer.Option("--alignment", help="Instead, sft as it is, then grpo, dpo and kto, each from its model.")
+    ] = False,
     save: Annotated[bool, typer.Option("--save", help="Keep the figures in results/<machine>/recipes.")] = False,
     json_: JsonFile = None,
 ) -> None:
@@ -178,10 +184,15 @@ def chain_command(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     said = Console(stderr=True)
     told = lambda text: said.print(escape(text), highlight=False, soft_wrap=True)
-    found = chain.run_chain(device, folder, chain.run_tilestack, told)
+    name = "alignment" if alignment else "chain"
+    place = folder or Path("runs", name)
+    if alignment:
+        found = chain.run_alignment(place, chain.run_tilestack, told)
+    else:
+        found = chain.run_chain(device, place, chain.run_tilestack, told)
     write_json(json_, found)
     if save:
-        console.print(f"kept in {chain.save(results.FOLDER, machine.stamp(device), found)}", highlight=False)
+        console.print(f"kept in {chain.save(results.FOLDER, machine.stamp(device), found, name)}", highlight=False)
 
 
 def write_parity_page(path: Path, found: "Parity", model: str) -> Path:

@@ -1,16 +1,22 @@
-"""From nothing to a model that answers, recipe by recipe, with the figures of each: pretrain, sft, dpo, grpo, chat.
+"""Recipes one after another, with the figures of each.
 
-Every stage is the command that people type, in a process of its own, and starts from the model that the last one left:
+Every stage is the command that people type, in a process of its own, and starts from the model that another one left. The
+chain goes from nothing to a model that answers:
 
     tilestack train demo   →   tilestack sft sft   →   tilestack dpo dpo   →   tilestack grpo grpo   →   tilestack generate
 
-What they come to is kept in `results/<machine>/recipes/chain.json`, from which the table in the documentation is made.
+The recipes of alignment, as they are, all start from the small model that sft makes:
+
+    tilestack sft sft   →   tilestack grpo grpo, tilestack dpo dpo, the same with adapters, tilestack kto kto
+
+What they come to is kept in `results/<machine>/recipes/`, from which the tables in the documentation are made.
 """
 
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +39,7 @@ class Stage:
     recipe: str
     figures: tuple[str, ...]  # of those it logs, what it is judged by
     settings: tuple[str, ...] = ()
+    after: str = ""  # the command whose model it begins with; that of the stage before it where none is named
 
 
 @dataclass(frozen=True)
@@ -41,9 +48,11 @@ class Finished:
 
     command: str
     recipe: str
+    settings: tuple[str, ...]
     steps: int
     parameters: int
     seconds: float
+    processor_seconds: float  # which others on the machine change less
     figures: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
@@ -61,6 +70,18 @@ def stages(device: str) -> list[Stage]:
     ]
 
 
+def alignment_stages() -> list[Stage]:
+    """The recipes of alignment, each from the model of `recipes/sft.toml`."""
+    judged = ("validation_loss", "validation_accuracy")
+    return [
+        Stage("sft", "sft", ("validation_loss", "exact_answers")),
+        Stage("grpo", "grpo", ("validation_reward",), after="sft"),
+        Stage("dpo", "dpo", judged, after="sft"),
+        Stage("dpo", "dpo", judged, ("lora.rank=8", "optimizer.lr=3e-3"), after="sft"),
+        Stage("kto", "kto", judged, after="sft"),
+    ]
+
+
 def arguments(stage: Stage, folder: Path, start: Path | None) -> list[str]:
     """The command of a stage, which begins with the model in `start`."""
     settings = [*stage.settings, *([f"model.path={start}"] if start else [])]
@@ -68,31 +89,53 @@ def arguments(stage: Stage, folder: Path, start: Path | None) -> list[str]:
     return [stage.command, stage.recipe, "--folder", str(folder), "--fresh", *changes]
 
 
-def run_chain(device: str, folder: Path, run: Run, say: Callable[[str], Any]) -> dict[str, Any]:
-    """Run every stage in a folder of its own, then ask the last model; the figures and answers as JSON can hold them."""
+def run_stages(
+    stages: Sequence[Stage], folder: Path, run: Run, say: Callable[[str], Any]
+) -> tuple[list[Finished], Path]:
+    """Run every stage in a folder of its own; what came of each, and where the last one's model is."""
     finished: list[Finished] = []
-    start: Path | None = None
-    for stage in stages(device):
-        place = folder / stage.command
-        command = arguments(stage, place, start)
+    models: dict[str, Path] = {}
+    last = ""
+    for number, stage in enumerate(stages, 1):
+        place = folder / (f"{number}-{stage.command}" if stage.command in models else stage.command)
+        command = arguments(stage, place, models.get(stage.after or last))
         say("tilestack " + " ".join(command))
-        began = time.perf_counter()
+        began, used = time.perf_counter(), processor_seconds_of_children()
         run(command)
-        finished.append(what_came_of(stage, place, time.perf_counter() - began))
+        took = time.perf_counter() - began, processor_seconds_of_children() - used
+        finished.append(what_came_of(stage, place, *took))
         say(in_words(finished[-1]))
-        start = place / "model"
+        last, models[stage.command] = stage.command, place / "model"
+    return finished, models[last]
+
+
+def processor_seconds_of_children() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def run_chain(device: str, folder: Path, run: Run, say: Callable[[str], Any]) -> dict[str, Any]:
+    """Run the chain, then ask the last model; the figures and answers as JSON can hold them."""
+    finished, model = run_stages(stages(device), folder, run, say)
     answers = []
     for task in corpora.arithmetic(QUESTIONS, SEED_OF_QUESTIONS, difficulty=2, kinds=["larger"]):
-        answer = run(["generate", task.prompt, "--model", str(start), "--max-tokens", "24"]).strip()
+        answer = run(["generate", task.prompt, "--model", str(model), "--max-tokens", "24"]).strip()
         answers.append({"prompt": task.prompt, "answer": answer, "right": bool(corpora.reward(task, answer))})
         say(f"{task.prompt}  {answer}")
     return {"stages": [asdict(stage) for stage in finished], "answers": answers}
 
 
-def what_came_of(stage: Stage, folder: Path, seconds: float) -> Finished:
+def run_alignment(folder: Path, run: Run, say: Callable[[str], Any]) -> dict[str, Any]:
+    """Run the recipes of alignment; the figures as JSON can hold them."""
+    finished, _ = run_stages(alignment_stages(), folder, run, say)
+    return {"stages": [asdict(stage) for stage in finished]}
+
+
+def what_came_of(stage: Stage, folder: Path, seconds: float, processor_seconds: float) -> Finished:
     curves = {name: metrics.curve(folder, name)[1] for name in stage.figures}
     figures = {name: (values[0], values[-1]) for name, values in curves.items() if values}
-    return Finished(stage.command, stage.recipe, metrics.curve(folder, "loss")[0][-1], weights_in(folder / "model"), seconds, figures)  # fmt: skip
+    steps, parameters = metrics.curve(folder, "loss")[0][-1], weights_in(folder / "model")
+    return Finished(stage.command, stage.recipe, stage.settings, steps, parameters, seconds, processor_seconds, figures)
 
 
 def weights_in(folder: Path) -> int:
@@ -109,23 +152,22 @@ def weights_in(folder: Path) -> int:
 
 
 def in_words(stage: Finished) -> str:
-    figures = ", ".join(f"{name.replace('_', ' ')} {shown(pair)}" for name, pair in stage.figures.items())
-    return f"{stage.command} {stage.recipe}: {stage.steps:,} steps in {stage.seconds:.0f} s; {figures}"
+    return f"{stage.command} {stage.recipe}: {stage.steps:,} steps in {stage.seconds:.0f} s; {figures_in_words(stage.figures, ', ')}"  # fmt: skip
 
 
-def shown(pair: Sequence[float]) -> str:
-    """A figure from its first measurement to its last."""
-    return f"{pair[0]:.3f} → {pair[1]:.3f}"
+def figures_in_words(figures: Mapping[str, Sequence[float]], between: str = "; ") -> str:
+    """Each figure from its first measurement to its last."""
+    return between.join(f"{name.replace('_', ' ')} {first:.3f} → {last:.3f}" for name, (first, last) in figures.items())
 
 
-def path_of(folder: Path, slug: str) -> Path:
+def path_of(folder: Path, slug: str, name: str = "chain") -> Path:
     """A level below the benchmark's files, which are of contests."""
-    return folder / slug / "recipes" / "chain.json"
+    return folder / slug / "recipes" / f"{name}.json"
 
 
-def save(folder: Path, machine: dict[str, Any], chain: dict[str, Any]) -> Path:
-    path = path_of(folder, machine["slug"])
-    results.save(path, {"machine": machine, **chain})
+def save(folder: Path, machine: dict[str, Any], found: dict[str, Any], name: str = "chain") -> Path:
+    path = path_of(folder, machine["slug"], name)
+    results.save(path, {"machine": machine, **found})
     return path
 
 

@@ -12,6 +12,7 @@ A table stands between two markers and is rewritten in place by `make docs`:
     <!-- table: serving h200 -->                      engines on the workloads of `tilestack bench serve`
     <!-- table: http cpu -->                          what HTTP costs of the engine's throughput, of `tilestack bench http`
     <!-- table: recipes cpu -->                       what `tilestack chain` came to, recipe by recipe
+    <!-- table: alignment cpu -->                     what the recipes of alignment came to from a model of their own
     <!-- table: proofs h200 -->                       which backends are proved there, of the present source
     <!-- table: mutation -->                          how many mutants of the kernels the proofs catch, by family
     <!-- table: survivors -->                         the mutants that they do not, each with the reason
@@ -261,14 +262,31 @@ def recipes(folder: Path, slug: str) -> str:
         return f"_not measured yet: `tilestack chain --save` on the machine `{slug}` fills this table._"
     kept = read_json(path)
     rows = [
-        [f"`{stage['command']} {stage['recipe']}`", "; ".join(f"{name.replace('_', ' ')} {chain.shown(pair)}" for name, pair in stage["figures"].items()), f"{stage['parameters'] / 1e6:.2f} M", f"{stage['steps']:,}", f"{stage['seconds']:.0f} s"]
+        [f"`{stage['command']} {stage['recipe']}`", chain.figures_in_words(stage["figures"]), f"{stage['parameters'] / 1e6:.2f} M", f"{stage['steps']:,}", f"{stage['seconds']:.0f} s"]
         for stage in kept["stages"]
     ]  # fmt: skip
-    machine, answers = kept["machine"], kept["answers"]
-    asked = "; ".join(f"“{each['prompt']}” “{each['answer']}” ({'right' if each['right'] else 'wrong'})" for each in answers)  # fmt: skip
-    stamp = f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, commit {machine['commit']}, {machine['date'][:10]}"  # fmt: skip
+    asked = "; ".join(f"“{each['prompt']}” “{each['answer']}” ({'right' if each['right'] else 'wrong'})" for each in kept["answers"])  # fmt: skip
     header = ["command", "first evaluation → last", "parameters", "steps", "all of it took"]
-    return f"{markdown(header, rows, left=2)}\n\n_Asked at the end: {asked}. {stamp}._"
+    return f"{markdown(header, rows, left=2)}\n\n_Asked at the end: {asked}. {run_stamp(kept['machine'])}._"
+
+
+def alignment(folder: Path, slug: str) -> str:
+    """The recipes of alignment from the model of their own: what each changed, and what it cost."""
+    path = chain.path_of(folder, slug, "alignment")
+    if not path.exists():
+        return f"_not measured yet: `tilestack chain --alignment --save` on the machine `{slug}` fills this table._"
+    kept = read_json(path)
+    rows = [
+        [f"`{' '.join([stage['command'], stage['recipe'], *(f'--set {setting}' for setting in stage['settings'])])}`", chain.figures_in_words(stage["figures"]), f"{stage['parameters'] / 1e3:.0f} k", f"{stage['steps']:,}", f"{stage['processor_seconds']:.0f} s"]
+        for stage in kept["stages"]
+    ]  # fmt: skip
+    header = ["command", "before → after, held out", "parameters", "steps", "processor time"]
+    return f"{markdown(header, rows, left=2)}\n\n_{run_stamp(kept['machine'])}._"
+
+
+def run_stamp(machine: dict[str, str]) -> str:
+    """Where and with what recipes were run."""
+    return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, commit {machine['commit']}, {machine['date'][:10]}"
 
 
 def serving(folder: Path, slug: str) -> str:
@@ -372,6 +390,7 @@ FOLDERS: dict[str, Callable[[Path, str], str]] = {
     "parity": parity,
     "fp8-parity": fp8_parity,
     "recipes": recipes,
+    "alignment": alignment,
     "serving": serving,
     "http": http,
     "proofs": proofs,
@@ -384,7 +403,7 @@ WORDS = {
     "training": (1,),
     "roofs": (1,),
 }  # how many follow the name
-USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `fp8-parity MACHINE`, `recipes MACHINE`, `serving GPU`, `http MACHINE`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
+USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `fp8-parity MACHINE`, `recipes MACHINE`, `alignment MACHINE`, `serving GPU`, `http MACHINE`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
 
 
 def table(name: str, root: Path, where: str = "") -> str:

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilestack import ops
 from tilestack.contract import AUTOGRAD, implements
+from tilestack.kernels.attention.one_order import backward_in_one_order, in_one_order
 from tilestack.ops.attention import attention_mask, grouped, scale_or_usual, ungrouped
 from tilestack.ops.numerics import wide
 
@@ -59,17 +60,18 @@ def flash(
     reach = -1 if window is None else window - 1
     function, grouping = varying_lengths() or (None, {})
     assert function is not None
-    out = function(
-        *(x.flatten(0, 1) for x in (q, k, v)),
-        of_queries,
-        of_keys,
-        queries,
-        keys,
-        scale=scale,
-        window_size=(reach, 0 if causal else reach),
-        **grouping,
-    )
-    return out.unflatten(0, (batch, queries))
+    with in_one_order():
+        out = function(
+            *(x.flatten(0, 1) for x in (q, k, v)),
+            of_queries,
+            of_keys,
+            queries,
+            keys,
+            scale=scale,
+            window_size=(reach, 0 if causal else reach),
+            **grouping,
+        )
+    return backward_in_one_order(out).unflatten(0, (batch, queries))
 
 
 def straight(x: Tensor) -> Tensor:
@@ -137,7 +139,8 @@ def attention(
         out = in_blocks(q, k, v, scale)
     else:
         mask = None if in_one_piece else attention_mask(q, k, cu_seqlens, causal, window)
-        with trusted_kernels(q):
+        fused = mask is None and has_flash(q, v)
+        with trusted_kernels(q), in_one_order() if fused else nullcontext():
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2),
                 k.transpose(1, 2),
@@ -146,5 +149,6 @@ def attention(
                 is_causal=causal and in_one_piece and queries > 1,
                 scale=scale,
                 enable_gqa=q.shape[2] != k.shape[2],
-            ).transpose(1, 2)
+            )
+        out = (backward_in_one_order(out) if fused else out).transpose(1, 2)
     return StraightGradient.apply(out) if out.is_cuda and out.requires_grad else out
