@@ -134,6 +134,12 @@ def linear_losing_a_row(grad, x, weight, bias, needs):
     return grad @ weight, dweight, None if bias is None else rows.sum(0)
 
 
+def counting_what_is_not_there(x, y):
+    """As a kernel that takes another way where what it counted on was not written, the largest number among it."""
+    counts = torch.empty(1, dtype=torch.int32)
+    return x + y if counts.item() > 256 else x.clone()
+
+
 def unaligned_off_by_one(x, y):
     return (x, y) if x.data_ptr() % 16 == 0 else (x.roll(1), y)
 
@@ -171,6 +177,10 @@ WRONG = {
     "into what arrives": (softmax_with("into what arrives"), dict(direction="backward", variant="plain", case="3x33x-1")),
     "another's stride": (softmax_with("another's stride"), dict(direction="backward", variant="padded", case="3x33x-1")),
     "other strides": (softmax_with("other strides"), dict(direction="forward", variant="plain", case="3x33x-1")),
+    "reads what is not there": (
+        (ops.add, counting_what_is_not_there, None),
+        dict(direction="forward", variant="plain", dtype="float32", case="33"),
+    ),
     "lost row": ((ops.linear, torch.nn.functional.linear, linear_losing_a_row), dict(direction="backward", case="5x17x33")),
 }  # fmt: skip
 MESSAGES = {
@@ -188,6 +198,7 @@ MESSAGES = {
     "wrong dtype": "dtype torch.float32 instead of torch.float16",
     "wrong shape": r"shape \(1,\) instead of \(1, 1\)",
     "exception": "ZeroDivisionError: division by zero",
+    "reads what is not there": "call 2 on the same arguments differs",
     "random": "call 2 on the same arguments differs from the first",
 }
 NOT_CONTIGUOUS = ("padded", "ragged", "strided", "transposed", "expanded")

@@ -81,15 +81,17 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @contextmanager
-def guarded_memory(device: torch.device) -> Iterator[None]:
+def guarded_memory(device: torch.device, zeros: bool = False) -> Iterator[None]:
     """Inside, new CPU tensors have guards before and after them; refuses what reads one, or writes over it.
+
+    What is not initialised holds `zeros` there if wanted: a kernel that reads it may be lucky in what it finds, but not twice.
 
     Not on a GPU, where a call is to run as it always does, repetition included, and compute-sanitizer sees more.
     """
     if device.type != "cpu":
         yield
         return
-    with GuardedMemory() as guarded, reads_refused(guarded.spans), careless_casts():
+    with GuardedMemory(zeros) as guarded, reads_refused(guarded.spans), careless_casts():
         yield
     guarded.check()
 
@@ -97,8 +99,9 @@ def guarded_memory(device: torch.device) -> Iterator[None]:
 class GuardedMemory(TorchDispatchMode):
     """Puts guards around every allocation on a CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, zeros: bool = False) -> None:
         super().__init__()
+        self.zeros = zeros
         self.guards: list[tuple[Tensor, Tensor]] = []
         self.spans: list[Span] = []
 
@@ -112,7 +115,9 @@ class GuardedMemory(TorchDispatchMode):
             self.guards.append((guard, guard.clone()))
             self.spans.append((guard.data_ptr(), guard.data_ptr() + guard.nbytes))
         placed = memory.as_strided(out.shape, out.stride(), GUARD)
-        return placed.copy_(out) if filled else placed
+        if filled:
+            return placed.copy_(out)
+        return placed.zero_() if self.zeros else placed
 
     def check(self) -> None:
         if not all(torch.equal(guard.view(torch.uint8), before.view(torch.uint8)) for guard, before in self.guards):
