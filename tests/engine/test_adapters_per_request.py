@@ -28,16 +28,21 @@ def alone_with(folder, prompt, count):
     return [int(step[0]) for step in models.generate(model, torch.tensor([prompt]), max_new_tokens=count)]
 
 
-def test_requests_with_different_adapters_in_one_batch(tmp_path):
+@pytest.mark.parametrize("drafts", [None, "lookup", "the model without adapters"])
+def test_requests_with_different_adapters_in_one_batch(drafts, tmp_path):
+    """Whatever is guessed for them: a draft of the model without adapters is checked by the model with those of its request."""
     folders = {
         "a": saved(tmp_path / "a", ["*.qkv", "*.down"], 2, 1),
         "b": saved(tmp_path / "b", ["*.qkv", "*.output"], 3, 2),
     }
     engine = Engine(
-        tiny.ours("smollm2").double(), None, EngineSettings(page=4, step_tokens=16, adapters=folders, kv_memory=1 << 20)
+        tiny.ours("smollm2").double(),
+        None,
+        EngineSettings(page=4, step_tokens=32, adapters=folders, kv_memory=1 << 20, speculate=drafts),
+        draft=tiny.ours("smollm2").double() if drafts == "the model without adapters" else None,
     )
     assert engine.adapter_names == ("a", "b")
-    prompt = [3, 5, 7, 11, 13, 17, 19, 23, 29]
+    prompt = [3, 5, 7, 11, 13, 3, 5, 7, 11]
     requests = []
     for number, name in enumerate(["a", None, "b", "a", None]):
         request = greedy(f"{number}", prompt[: 9 - number % 2], 10)
@@ -48,6 +53,11 @@ def test_requests_with_different_adapters_in_one_batch(tmp_path):
     assert [found[request.id] for request in requests] == [[answer] for answer in answers]
     assert len({tuple(answer) for answer in answers[:3]}) == 3
     check_empty(engine)
+    stats = engine.stats()
+    assert (stats.drafted > 0) == (drafts is not None)
+    assert stats.accepted <= stats.drafted
+    if drafts == "the model without adapters":
+        assert 0 < stats.accepted < stats.drafted  # right of the requests without adapters, and wrong of others
 
 
 def test_adapters_that_cannot_be_served_are_named(tmp_path):

@@ -34,12 +34,14 @@ def planted_axpy_kernel(x_ptr, y_ptr, out_ptr, n, alpha, FAULT: tl.constexpr, BL
         inside = (tl.program_id(0) + 1) * BLOCK <= n
     else:
         inside = offsets < n
-    x = tl.load(x_ptr + offsets, mask=offsets < n, other=0)
+    x = tl.load(x_ptr + offsets, mask=offsets < n + 1 if FAULT == "reads beyond the end" else offsets < n, other=0)
     y = tl.load(y_ptr + offsets, mask=offsets < n, other=0)
     if FAULT == "dropped scale":
         out = x + y
     elif FAULT == "swallowed NaN":
         out = alpha * tl.where(x == x, x, 0.0) + y
+    elif FAULT == "wraps around":
+        out = alpha * x + y + (x.to(tl.float32) * 0 + 512).to(tl.int8)
     else:
         out = alpha * x + y
     tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -132,6 +134,12 @@ def linear_losing_a_row(grad, x, weight, bias, needs):
     return grad @ weight, dweight, None if bias is None else rows.sum(0)
 
 
+def counting_what_is_not_there(x, y):
+    """As a kernel that takes another way where what it counted on was not written, the largest number among it."""
+    counts = torch.empty(1, dtype=torch.int32)
+    return x + y if counts.item() > 256 else x.clone()
+
+
 def unaligned_off_by_one(x, y):
     return (x, y) if x.data_ptr() % 16 == 0 else (x.roll(1), y)
 
@@ -156,10 +164,23 @@ WRONG = {
     "exception": (softmax_with("exception"), dict(direction="forward", case="3x33x-1")),
     "random": (softmax_with("random"), dict(direction="forward", variant="plain", dtype="float32", case="5x1000x-1")),
     "beyond the end": (axpy_with("beyond the end"), dict(direction="forward", variant="plain", case="33")),
+    "reads beyond the end": (
+        axpy_with("reads beyond the end"),
+        dict(direction="forward", variant="plain", case="33"),
+    ),
+    "reads beyond a copy": (
+        axpy_with("reads beyond the end"),
+        dict(direction="forward", variant="strided", case="33"),
+    ),
+    "wraps around": (axpy_with("wraps around"), dict(direction="forward", variant="plain", case="33")),
     "into an input": (softmax_with("into an input"), dict(direction="forward", variant="plain", case="3x33x-1")),
     "into what arrives": (softmax_with("into what arrives"), dict(direction="backward", variant="plain", case="3x33x-1")),
     "another's stride": (softmax_with("another's stride"), dict(direction="backward", variant="padded", case="3x33x-1")),
     "other strides": (softmax_with("other strides"), dict(direction="forward", variant="plain", case="3x33x-1")),
+    "reads what is not there": (
+        (ops.add, counting_what_is_not_there, None),
+        dict(direction="forward", variant="plain", dtype="float32", case="33"),
+    ),
     "lost row": ((ops.linear, torch.nn.functional.linear, linear_losing_a_row), dict(direction="backward", case="5x17x33")),
 }  # fmt: skip
 MESSAGES = {
@@ -167,6 +188,8 @@ MESSAGES = {
     "swallowed NaN": "elements are NaN in one of kernel and definition only",
     "overflow": "elements are NaN in one of kernel and definition only",
     "beyond the end": "it writes before or beyond the memory that it allocated",
+    "reads beyond the end": "it reads before or beyond a tensor",
+    "reads beyond a copy": "it reads before or beyond a tensor",
     "into an input": "it writes into x, which is only to be read",
     "into what arrives": "it writes into a gradient that arrives",
     "other strides": r"strides \(1, 3\), neither contiguous nor the definition's \(33, 1\)",
@@ -175,6 +198,7 @@ MESSAGES = {
     "wrong dtype": "dtype torch.float32 instead of torch.float16",
     "wrong shape": r"shape \(1,\) instead of \(1, 1\)",
     "exception": "ZeroDivisionError: division by zero",
+    "reads what is not there": "call 2 on the same arguments differs",
     "random": "call 2 on the same arguments differs from the first",
 }
 NOT_CONTIGUOUS = ("padded", "ragged", "strided", "transposed", "expanded")

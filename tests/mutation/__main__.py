@@ -33,6 +33,9 @@ def main() -> int:
     )
     parser.add_argument("--most", type=int, help="so many mutants of each file, drawn at random; all when left out")
     parser.add_argument("--seconds", type=float, default=6, help="of proofs of each sort before a mutant has survived")
+    parser.add_argument(
+        "--operators", nargs="+", metavar="OP", help="try on claims of these alone; what they catch is caught"
+    )
     parser.add_argument("--survivors", action="store_true", help="try only those again that have survived")
     parser.add_argument("--report", action="store_true", help="try nothing, show what is kept")
     chosen = parser.parse_args()
@@ -41,7 +44,8 @@ def main() -> int:
     ops.operators()
     original, commit = mutation.Original(), machine.commit()
     for file in [] if chosen.report else chosen.files or files_with_operators():
-        suite = mutation.Suite(f"{KERNELS}.{file}", original=original, seconds=chosen.seconds)
+        tried = [ops.operator_named(name) for name in chosen.operators] if chosen.operators else None
+        suite = mutation.Suite(f"{KERNELS}.{file}", original=original, tried=tried, seconds=chosen.seconds)
         try_file(file, suite, chosen.most, chosen.survivors, commit)
     return mutation_results.report(console)
 

@@ -4,9 +4,18 @@ import ast
 
 import pytest
 
+from tilestack import ops
 from tilestack.lab import mutation_results
 from tilestack.lab.mutants import KINDS, Mutant, mutants_of
-from tilestack.lab.mutation import Outcome, Suite, dependents_of, kernel_modules, module_of, operators_behind
+from tilestack.lab.mutation import (
+    Outcome,
+    Suite,
+    all_claims,
+    dependents_of,
+    kernel_modules,
+    module_of,
+    operators_behind,
+)
 from tilestack.lab.source import file_of_module
 
 KERNEL = """
@@ -100,6 +109,20 @@ def test_only_claims_that_reach_a_mutant_are_tried(vectors):
     reaching = {look.claim.operator.name for look in vectors.looks if look.reaches(vectors.path, mutant.statement)}
     assert reaching == {"axpy"}
     assert mutant.line in mutant.statement
+
+
+def test_what_only_a_gpu_reaches_is_tried_as_if_it_were_one(monkeypatch):
+    """In the interpreter two sums are two sums; on a GPU they may be one reduction, whose step a mutant gets wrong."""
+    suite = Suite("tilestack.kernels.tiles", tried=[ops.operator_named("rms_norm")])
+    monkeypatch.setattr(
+        suite.original, "claims_of", lambda operator: [c for c in all_claims(operator) if c.case.name == "1x8192"]
+    )
+    mutant = next(m for m in suite.mutants() if m.name.endswith("add_two: b + d → (b)"))
+    assert suite.looks
+    assert not suite.reaching(suite.looks, mutant)
+    outcome = suite.outcome(mutant)
+    assert outcome.caught
+    assert "rms_norm" in outcome.message
 
 
 def test_what_is_kept_goes_on_and_tries_survivors_again(tmp_path):

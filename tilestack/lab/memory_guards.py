@@ -1,4 +1,4 @@
-"""Memory that shows what a kernel does with it: what it leaves unwritten, and what it writes that is not its own."""
+"""Memory that shows what a kernel does with it: what it leaves unwritten, and what it reads or writes that is not its own."""
 
 import warnings
 from collections.abc import Iterable, Iterator
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilestack.lab.interpreted import Span, careless_casts, reads_refused
 from tilestack.lab.variants import GUARD
 
 aten = torch.ops.aten
@@ -17,6 +18,13 @@ ALLOCATIONS = {
     aten.empty_like.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
+}
+FILLED_ALLOCATIONS = {
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.zeros.default,
+    aten.zeros_like.default,
+    aten.new_zeros.default,
 }
 
 
@@ -34,11 +42,26 @@ def whole_memory(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
+def reach_of(x: Tensor) -> int:
+    """How many elements lie between the first and the last of a tensor, these included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+
+
+def surroundings(x: Tensor) -> list[Span]:
+    """The addresses before and after a tensor in its memory."""
+    memory, start = x.untyped_storage(), x.data_ptr()
+    end = memory.data_ptr() + memory.nbytes()
+    return [(memory.data_ptr(), start), (start + reach_of(x) * x.element_size(), end)] if x.numel() else []
+
+
 @contextmanager
 def unchanged(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
-    """Refuses what changes one of these tensors, or what lies around it in its memory."""
+    """Refuses what changes one of these tensors, or what lies around it in its memory, or reads what lies around it."""
     before = [(name, tensor, whole_memory(tensor).clone()) for name, tensor in tensors]
-    yield
+    with reads_refused(
+        [span for _, tensor, _ in before if tensor.device.type == "cpu" for span in surroundings(tensor)]
+    ):
+        yield
     for name, tensor, bytes_before in before:
         if not torch.equal(whole_memory(tensor), bytes_before):
             raise WrittenOutside(f"it writes into {name}, which is only to be read")
@@ -58,15 +81,17 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @contextmanager
-def guarded_memory(device: torch.device) -> Iterator[None]:
-    """Inside, new CPU tensors have guards before and after them; refuses what writes over one.
+def guarded_memory(device: torch.device, zeros: bool = False) -> Iterator[None]:
+    """Inside, new CPU tensors have guards before and after them; refuses what reads one, or writes over it.
+
+    What is not initialised holds `zeros` there if wanted: a kernel that reads it may be lucky in what it finds, but not twice.
 
     Not on a GPU, where a call is to run as it always does, repetition included, and compute-sanitizer sees more.
     """
     if device.type != "cpu":
         yield
         return
-    with GuardedMemory() as guarded:
+    with GuardedMemory(zeros) as guarded, reads_refused(guarded.spans), careless_casts():
         yield
     guarded.check()
 
@@ -74,19 +99,25 @@ def guarded_memory(device: torch.device) -> Iterator[None]:
 class GuardedMemory(TorchDispatchMode):
     """Puts guards around every allocation on a CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, zeros: bool = False) -> None:
         super().__init__()
+        self.zeros = zeros
         self.guards: list[tuple[Tensor, Tensor]] = []
+        self.spans: list[Span] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func not in ALLOCATIONS or not out.numel() or out.device.type != "cpu":
+        filled = func in FILLED_ALLOCATIONS
+        if not (filled or func in ALLOCATIONS) or not out.numel() or out.device.type != "cpu":
             return out
-        reach = 1 + sum((size - 1) * stride for size, stride in zip(out.shape, out.stride(), strict=True))
-        memory = torch.empty(GUARD + reach + GUARD, dtype=out.dtype)
+        memory = torch.empty(GUARD + reach_of(out) + GUARD, dtype=out.dtype)
         for guard in (memory[:GUARD], memory[-GUARD:]):
             self.guards.append((guard, guard.clone()))
-        return memory.as_strided(out.shape, out.stride(), GUARD)
+            self.spans.append((guard.data_ptr(), guard.data_ptr() + guard.nbytes))
+        placed = memory.as_strided(out.shape, out.stride(), GUARD)
+        if filled:
+            return placed.copy_(out)
+        return placed.zero_() if self.zeros else placed
 
     def check(self) -> None:
         if not all(torch.equal(guard.view(torch.uint8), before.view(torch.uint8)) for guard, before in self.guards):

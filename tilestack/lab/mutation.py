@@ -8,7 +8,8 @@ are never touched.
                                                               ──fork──▶  child:  …
 
 A claim can only refute a mutant whose line it reaches, so nothing else is tried: first every case plainly, the quickest
-first; then, for what outlives that, the other variants and dtypes of the cases that reach it, in an order drawn once.
+first; then, for what outlives that, the other variants and dtypes of the cases that reach it, in an order drawn once. What
+only a GPU reaches, because a kernel asks whether it is interpreted, is tried as if it were not.
 """
 
 import faulthandler
@@ -23,8 +24,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +37,7 @@ from tilestack.contract.operator import Operator
 from tilestack.contract.registry import operators
 from tilestack.lab.evaluate import compute_standards
 from tilestack.lab.explain import elements
+from tilestack.lab.interpreted import SWITCH, branches_of_a_gpu
 from tilestack.lab.labels import case_label
 from tilestack.lab.mutants import KINDS, Mutant, mutants_of
 from tilestack.lab.reach import Lines, forget_cached_results, reached_lines
@@ -45,6 +49,7 @@ BACKEND = "triton"  # and those whose names begin with it
 IDENTITY = ("op", "backend", "case", "variant", "dtype", "direction")
 
 T = TypeVar("T")
+Inside = Callable[[ModuleType], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -109,8 +114,8 @@ class Original:
         self.standards = functools.cache(compute_standards)
         self.known: dict[tuple[str, ...], bool] = {}
         self.claims_of = functools.cache(all_claims)
-        self.first_looks = functools.cache(self._first_looks)
-        self.wider_looks = functools.cache(lambda operator: self._first_looks(operator, is_wider_look))
+        self.first_looks = functools.cache(lambda operator: self._looks(operator, is_first_look))
+        self.wider_looks = functools.cache(lambda operator: self._looks(operator, is_wider_look))
 
     def holds(self, claim: Claim) -> bool:
         identity = tuple(getattr(claim.proof(None), name) for name in IDENTITY)
@@ -118,19 +123,18 @@ class Original:
             self.known[identity] = prove(claim, self.standards).ok is True
         return self.known[identity]
 
-    def _first_looks(self, operator: Operator, wanted: Callable[[Claim], bool] | None = None) -> list[FirstLook]:
+    def look_at(self, claim: Claim) -> FirstLook | None:
+        """Try a claim and note the lines that it reaches; none where it is not true."""
         names = kernel_modules()
-        files = [str(file_of_module(name)) for name in names]
-        found = []
-        for claim in filter(wanted or is_first_look, self.claims_of(operator)):
-            forget_cached_results(sys.modules[name] for name in names)
-            start = time.process_time()
-            with reached_lines(files) as lines:
-                holds = self.holds(claim)
-            seconds = time.process_time() - start
-            if holds:
-                found.append(FirstLook(claim, seconds, {file: mine for file, mine in lines.items() if mine}))
-        return found
+        forget_cached_results(sys.modules[name] for name in names)
+        start = time.process_time()
+        with reached_lines(str(file_of_module(name)) for name in names) as lines:
+            holds = prove(claim, self.standards).ok is True
+        seconds = time.process_time() - start
+        return FirstLook(claim, seconds, {file: mine for file, mine in lines.items() if mine}) if holds else None
+
+    def _looks(self, operator: Operator, wanted: Callable[[Claim], bool]) -> list[FirstLook]:
+        return [look for claim in filter(wanted, self.claims_of(operator)) if (look := self.look_at(claim))]
 
 
 class Suite:
@@ -169,18 +173,24 @@ class Suite:
         """Those in other dtypes, which have branches of their own."""
         return [look for operator in self.operators for look in self.original.wider_looks(operator)]
 
-    def looks_at(self, mutant: Mutant) -> list[FirstLook]:
-        """What reaches a mutant; what reaches its file, where nothing does: it may have run at import."""
-        reaching = lambda looks: [look for look in looks if look.reaches(self.path, mutant.statement)]
-        return reaching(self.looks) or reaching(self.wider_looks) or self.looks
+    @functools.cached_property
+    def looks_as_compiled(self) -> list[FirstLook]:
+        """Those that reach a line which asks whether it is interpreted, as if it were not, where that can be interpreted."""
+        asking = [number for number, line in enumerate(self.path.read_text().splitlines(), 1) if SWITCH in line]
+        mine = [look.claim for look in self.looks if look.reaches(self.path, asking)]
+        with branches_of_a_gpu(sys.modules[self.module]):
+            return [look for claim in mine if (look := self.original.look_at(claim))]
+
+    def reaching(self, looks: Sequence[FirstLook], mutant: Mutant) -> list[FirstLook]:
+        return [look for look in looks if look.reaches(self.path, mutant.statement)]
 
     def outcome(self, mutant: Mutant) -> Outcome:
         """Try a mutant plainly on every case that reaches it, then on their variants."""
-        looks = self.looks_at(mutant)
-        quickest = sorted(looks, key=lambda look: look.seconds)
-        first = [
-            look.claim for look in alternating(quickest, lambda look: (look.claim.case.name, look.claim.direction))
-        ]
+        looks = self.reaching(self.looks, mutant) or self.reaching(self.wider_looks, mutant)
+        if not looks and (compiled := self.reaching(self.looks_as_compiled, mutant)):
+            return self.against(quickest_first(compiled), mutant, branches_of_a_gpu)
+        looks = looks or self.looks  # a mutant that nothing reaches may have run at import
+        first = quickest_first(looks)
         outcome = self.against(first, mutant)
         if outcome.caught:
             return outcome
@@ -207,8 +217,8 @@ class Suite:
                 found.append(claim)
         return found
 
-    def against(self, held: Sequence[Claim], mutant: Mutant) -> Outcome:
-        """Try a mutant on some claims, in a child."""
+    def against(self, held: Sequence[Claim], mutant: Mutant, inside: Inside = lambda module: nullcontext()) -> Outcome:
+        """Try a mutant on some claims, in a child, inside a context that the module is given to."""
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
@@ -220,7 +230,7 @@ class Suite:
                     resource.RLIMIT_CPU, (2 * int(self.seconds) + 10,) * 2
                 )  # for a kernel that never ends
                 silence()
-                message = self.refutation(held, mutant)
+                message = self.refutation(held, mutant, inside)
             except BaseException as failure:
                 message = f"{type(failure).__name__}: {failure}"[:200]
             finally:
@@ -235,7 +245,7 @@ class Suite:
             said = f"=it ends its process: {ended}"
         return Outcome(mutant, said != "=", said.removeprefix("="), len(held))
 
-    def refutation(self, held: Sequence[Claim], mutant: Mutant) -> str:
+    def refutation(self, held: Sequence[Claim], mutant: Mutant, inside: Inside) -> str:
         """What the harness says of a mutant, in this process, which is spoilt by it; empty when it finds nothing."""
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / self.path.name
@@ -245,21 +255,31 @@ class Suite:
                 path = file_of_module(name)
                 assert path is not None
                 execute(name, path)
-            end = time.process_time() + self.seconds
-            for claim in held:
-                again = claim.operator.implementations[claim.implementation.backend]
-                found = prove(replace(claim, implementation=again), self.original.standards)
-                if found.ok is not True:
-                    which = f"{case_label(found.op, found.case)}, {found.variant} {found.dtype} {found.direction}"
-                    return f"{found.op} {which}: {found.message}"
-                if time.process_time() > end:
-                    break
+            with inside(sys.modules[self.module]):
+                return self.first_refutation(held)
+
+    def first_refutation(self, held: Sequence[Claim]) -> str:
+        end = time.process_time() + self.seconds
+        for claim in held:
+            again = claim.operator.implementations[claim.implementation.backend]
+            found = prove(replace(claim, implementation=again), self.original.standards)
+            if found.ok is not True:
+                which = f"{case_label(found.op, found.case)}, {found.variant} {found.dtype} {found.direction}"
+                return f"{found.op} {which}: {found.message}"
+            if time.process_time() > end:
+                break
         return ""
 
 
 def all_claims(operator: Operator) -> list[Claim]:
     """What is claimed of an operator's Triton backends on a CPU."""
     return [claim for name in backends_of(operator) for claim in claims([operator], CPU, only={operator.name: name})]
+
+
+def quickest_first(looks: Sequence[FirstLook]) -> list[Claim]:
+    """The claims of some looks, the quickest of each case and direction before any other of it."""
+    ordered = sorted(looks, key=lambda look: look.seconds)
+    return [look.claim for look in alternating(ordered, lambda look: (look.claim.case.name, look.claim.direction))]
 
 
 def alternating(values: Iterable[T], group: Callable[[T], Hashable]) -> list[T]:

@@ -90,6 +90,13 @@ def unknown_case(make, rows, classes, _):
     return dict(logits=make.normal(rows, classes, scale=4), labels=labels, ignore_index=3, reduction="none")
 
 
+def unknown_head_case(make, rows, hidden, classes, option):
+    unknown = unknown_case(make, rows, classes, option)
+    return head_case(make, rows, hidden, classes) | {
+        name: unknown[name] for name in ("labels", "ignore_index", "reduction")
+    }
+
+
 def padded_case(make, rows, classes, _):
     """The last three classes do not exist, as in a vocabulary padded to a round size."""
     logits = make.normal(rows, classes, scale=4)
@@ -154,6 +161,7 @@ def cross_entropy(
 @operator(
     cases=cases(head_case, check=[(1, 1, 1), (4, 8, 33), (2, 3, 16, 100), (0, 64, 100)])
     + cases(head_case, check=[(5, 8, 65, option) for option in OPTIONS])
+    + cases(unknown_head_case, check=[(11, 8, 33, "unknown")])
     + cases(full(head_case), check=[], bench=[(8192, 1024, 151936)]),
     cost=lambda x, weight: Cost(flops=2 * x.numel() * weight.shape[0]),
     check=head_fits,

@@ -73,7 +73,9 @@ def exponential(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 def sample_case(make, rows, vocabulary, filters):
     """Rows that differ in everything; `filters` says which of the filters are used."""
-    kinds = dict(none="", all="tkpm", greedy="g", topk="tk", topp="tp", minp="tm", mixed="tkpmg", tail="p")[filters]
+    kinds = dict(none="", all="tkpm", greedy="g", topk="tk", topp="tp", minp="tm", mixed="tkpmg", tail="p", faint="p")[
+        filters
+    ]
 
     def drawn(kind, low, high, off):
         used = make.uniform(rows, low=low, high=high, dtype=torch.float32)
@@ -83,6 +85,9 @@ def sample_case(make, rows, vocabulary, filters):
     if filters == "tail":  # much of the mass lies with many tokens a thousand times less likely than the likeliest
         logits = logits / 10
         logits[:, vocabulary // 2] = 7
+    if filters == "faint":  # less likely than 1 / vocabulary of the likeliest, and within every top_p all the same
+        logits = torch.full_like(logits, math.log(0.7 / vocabulary))
+        logits[:, vocabulary // 2] = 0
     k = make.integers(rows, low=1, high=min(vocabulary, 60) + 1, dtype=torch.int32)
     temperature = drawn("t", 0.5, 1.5, 1.0)
     if "g" in kinds:
@@ -92,7 +97,7 @@ def sample_case(make, rows, vocabulary, filters):
         seeds=make.integers(rows, low=-(2**62), high=2**62),
         temperature=temperature,
         top_k=k if "k" in kinds else torch.zeros_like(k),
-        top_p=drawn("p", 0.3, 0.95, 1.0),
+        top_p=drawn("p", 0.3 if filters != "faint" else 0.7, 0.95, 1.0),
         min_p=drawn("m", 0.01, 0.1, 0.0),
     )
 
@@ -119,6 +124,7 @@ def sample_takes(
             (2, 5000, "mixed"),
             (2, 9000, "none"),
             (8, 5000, "tail"),
+            (8, 200, "faint"),
             (1, 1, "all"),
             (0, 16, "all"),
         ],
