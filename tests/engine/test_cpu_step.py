@@ -1,4 +1,4 @@
-"""Decoding on a CPU as one compiled call: the numbers of the operators, a token's bits in any batch, and all without it."""
+"""Steps on a CPU as one compiled call: the numbers of the operators, a decoded token's bits in any batch, all without it."""
 
 import copy
 import logging
@@ -44,6 +44,64 @@ def test_a_step_is_as_exact_as_the_operators(family, dtype):
     truth = copy.deepcopy(decoder).double()(IDS)
     found = logits_in_steps(decoder, [1, 3, 16, 16, 4], dtype)
     assert (found - truth).norm() <= 1.1 * (decoder(IDS) - truth).norm()
+
+
+def takes_many(decoder):
+    return CPUStep(decoder, PagedCache(decoder.config, 2, 4, torch.bfloat16)).most > 16
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["smollm2", "qwen3"])
+@pytest.mark.parametrize("lengths", [[40], [17, 23], [3, 36, 1], [20, 1, 19]])
+@torch.no_grad()
+def test_steps_of_many_tokens_are_as_exact_as_the_operators(family, lengths):
+    decoder = fitting(family, torch.bfloat16)
+    if not takes_many(decoder):
+        pytest.skip("this CPU has no instructions for products of bfloat16")
+    truth = copy.deepcopy(decoder).double()(IDS)
+    found = logits_in_steps(decoder, lengths, torch.bfloat16)
+    assert (found - truth).norm() <= (decoder(IDS) - truth).norm()
+
+
+@needs_compiler
+@torch.no_grad()
+def test_many_tokens_of_several_sequences():
+    decoder = fitting("qwen3", torch.bfloat16)
+    if not takes_many(decoder):
+        pytest.skip("this CPU has no instructions for products of bfloat16")
+    truth = copy.deepcopy(decoder).double()(IDS)
+    cache = PagedCache(decoder.config, 40, 4, torch.bfloat16)
+    tables = torch.stack([torch.randperm(10) + 1 + 10 * row for row in range(3)])
+    step, read = CPUStep(decoder, cache), torch.zeros(3, dtype=torch.int64)
+    for new in ([9, 20, 1], [1, 1, 17], [30, 2, 22], [0, 17, 0]):  # of each; what is decoded stands beside prompts
+        counts = torch.tensor(new)
+        ids = torch.cat([IDS[start : start + count] for start, count in zip(read.tolist(), new, strict=True)])
+        starts, read = read, read + counts
+        batch = PagedBatch(cache, tables, read, torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]), len(ids), max(new))  # fmt: skip
+        found = step.logits(step.hidden(ids, batch))
+        wanted = torch.cat([truth[start:end] for start, end in zip(starts.tolist(), read.tolist(), strict=True)])
+        assert (found - wanted).norm() <= 1.1 * (decoder(IDS) - truth).norm() * (len(ids) / len(IDS)) ** 0.5
+
+
+@needs_compiler
+@torch.no_grad()
+def test_many_tokens_see_what_is_not_finite():
+    decoder = fitting("smollm2", torch.bfloat16)
+    decoder.layers[0].attention.qkv.weight[-3] = torch.nan  # of the values
+    if not takes_many(decoder):
+        pytest.skip("this CPU has no instructions for products of bfloat16")
+    assert logits_in_steps(decoder, [40], torch.bfloat16).isnan().all()
+
+
+@needs_compiler
+@torch.no_grad()
+def test_eight_bits_of_many_tokens_are_those_of_the_layers():
+    decoder = fitting(dtype=torch.bfloat16)
+    pack_for_cpu(decoder, "int8")
+    if not takes_many(decoder):
+        pytest.skip("this CPU has no instructions for products of bfloat16")
+    found, exact = (logits_in_steps(decoder, lengths, torch.bfloat16) for lengths in ([40], [16, 16, 8]))
+    assert (found - exact).norm() <= (decoder(IDS) - exact).norm()
 
 
 @needs_compiler
@@ -131,3 +189,13 @@ def test_what_does_not_compile_is_an_error_that_leaves_nothing(monkeypatch, tmp_
     with pytest.raises(BuildError, match=r"decode_step.cpp did not compile:[^$]*WEIGHT"):
         build.library("decode_step.cpp", PLAIN="float", WEIGHT="no_such_type")
     assert not list(tmp_path.rglob("*.so"))
+
+
+@needs_compiler
+def test_a_changed_header_is_compiled_anew(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "answer.cpp").write_text('#include "answer.h"\nextern "C" int answer() { return ANSWER; }')
+    for answer in (41, 42):
+        (tmp_path / "answer.h").write_text(f"#define ANSWER {answer}")
+        assert build.library.__wrapped__("answer.cpp").answer() == answer

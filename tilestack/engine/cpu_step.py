@@ -1,8 +1,8 @@
-"""Decoding on a CPU as one C++ call, where the model allows it and there is a compiler; else operator by operator.
+"""A step on a CPU as one C++ call, where the model allows it and there is a compiler; else operator by operator.
 
 A step of a few tokens, such as a token for each of a few sequences or a token with guesses behind it, takes as long as the
-weights take to be read. Operator by operator it takes longer, for what Python and PyTorch do around each. Prompts are left
-to the operators, whose matrix products are made for many rows.
+weights take to be read. Operator by operator it takes longer, for what Python and PyTorch do around each, and so does a
+prompt. Steps of many tokens are left to the operators on CPUs that have no instructions for products of bfloat16.
 """
 
 import logging
@@ -54,8 +54,6 @@ def matrix_of(linear: torch.nn.Module) -> Matrix:
 
 
 class CPUStep:
-    most = 16  # tokens of a step; for more, matrix products are faster
-
     def __init__(self, decoder: Decoder, cache: PagedCache):
         assert cache.values is not None  # latents are not plain
         config, self.decoder = decoder.config, decoder
@@ -75,6 +73,7 @@ class CPUStep:
             eps=config.norm_eps,
             scale=config.attention_scale or config.head_dim**-0.5,
         )
+        self.most = self.step.most  # tokens of a step
 
     def hidden(self, ids: Tensor, batch: PagedBatch) -> Tensor:
         """Normed hidden states [T, hidden] of the tokens of a batch, in float32."""

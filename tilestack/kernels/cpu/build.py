@@ -2,8 +2,8 @@
 
     library("decode_step.cpp", WEIGHT="int8_t") ──▶ g++ ──▶ <cache>/tilestack/cpu/decode_step-<hash>.so ──▶ ctypes
 
-It takes seconds, as no header of PyTorch is read. The hash is of the source, the flags and the CPU, so what is there is
-never stale.
+It takes seconds, as no header of PyTorch is read. The hash is of the source, all headers, the flags and the CPU, so what
+is there is never stale.
 """
 
 import ctypes
@@ -37,7 +37,8 @@ def missing_compiler() -> str:
 def library(source: str, **macros: str) -> ctypes.CDLL:
     """The functions of a source in this folder, compiled for this CPU with macros."""
     flags = [*FLAGS, *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
-    key = "\n".join([*flags, compiler(), cpu_kind()]).encode() + (SOURCES / source).read_bytes()
+    read = [SOURCES / source, *sorted(SOURCES.glob("*.h"))]
+    key = "\n".join([*flags, compiler(), cpu_kind()]).encode() + b"".join(each.read_bytes() for each in read)
     name = f"{Path(source).stem}-{hashlib.sha256(key).hexdigest()[:16]}.so"
     built = cache_folder().with_name("cpu") / name
     if not built.exists():

@@ -84,6 +84,8 @@ class DecodeStep:
         self.kept = layers, norm, keys, values
         self.head, self.hidden, self.intermediate = head, len(norm), intermediate
         self.functions = library("decode_step.cpp", WEIGHT=WEIGHTS[head.rows.dtype], PLAIN=PLAIN[keys.dtype])
+        self.functions.most_tokens.restype = integer
+        self.most = self.functions.most_tokens()  # tokens of a step
         self.table = torch.tensor([layer.addresses for layer in layers], dtype=torch.int64)
         _, pages, page, kv_heads, dim = keys.shape
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim

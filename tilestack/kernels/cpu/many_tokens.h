@@ -1,0 +1,343 @@
+// A step of many tokens, such as a prompt: matrix products, by instructions that add products of pairs of bfloat16 to float32.
+//
+//   panel   16 rows of a matrix, turned so that a register holds a pair of columns of each: [columns / 2][16 rows][2]
+//   tile    8 tokens × 2 panels of sums in registers; for a pair of columns, 2 panels are read and 8 pairs spread out
+//
+// A thread turns two panels at a time, which all tokens meet while they are in its cache. Attention is made of the same tiles:
+// keys are the rows of a panel, then values its columns, 64 tokens at a time for a block of queries that share them, with the
+// likelihoods scaled down as larger scores come up. What meets a matrix is rounded to bfloat16, likelihoods too; the residual
+// stream, norms and sums are float32.
+
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "few_tokens.h"
+
+#ifdef __AVX512BF16__
+
+namespace {
+
+constexpr bool MANY_TOKENS = std::is_same_v<Plain, BFloat16>;
+
+constexpr int64_t TILE = 8;      // tokens
+constexpr int64_t KEYS = 64;     // that a block of queries meets at a time
+constexpr int64_t QUERIES = 64;  // of a block: its tokens times the heads that share keys
+constexpr int64_t NORMS = 4;     // tokens whose norms a thread makes at a time
+
+typedef __m512i Pairs;  // of bfloat16, 16 of them
+
+inline void store(BFloat16* at, Vector values) {
+    _mm256_storeu_si256((__m256i*)at, (__m256i)_mm512_cvtneps_pbh((__m512)values));
+}
+
+inline Vector add_products(Vector sums, Pairs one, Pairs other) {
+    return (Vector)_mm512_dpbf16_ps((__m512)sums, (__m512bh)one, (__m512bh)other);
+}
+
+// Up to 32 numbers of a row, of which there are a multiple of 16; zeros behind them.
+inline Pairs pairs_of(const BFloat16* at, int64_t count) {
+    return _mm512_maskz_loadu_epi16(count < 2 * LANES ? 0xffff : 0xffffffff, at);
+}
+template <class Number>
+inline Pairs pairs_of(const Number* at, int64_t count) {
+    const Vector second = count < 2 * LANES ? Vector{} : load(at + LANES);
+    return (Pairs)_mm512_cvtne2ps_pbh((__m512)second, (__m512)load(at));
+}
+
+// 16 rows of 16 words become its columns.
+inline void transpose(const Pairs (&rows)[LANES], Pairs* columns) {
+    Pairs two[LANES], four[LANES];
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES; i += 2) {
+        two[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        two[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += 4) {  // then four[i + j] has column j of every quarter, of rows i … i + 3
+        four[i] = _mm512_unpacklo_epi64(two[i], two[i + 2]);
+        four[i + 1] = _mm512_unpackhi_epi64(two[i], two[i + 2]);
+        four[i + 2] = _mm512_unpacklo_epi64(two[i + 1], two[i + 3]);
+        four[i + 3] = _mm512_unpackhi_epi64(two[i + 1], two[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        const Pairs even = _mm512_shuffle_i32x4(four[j], four[4 + j], 0x88), odd = _mm512_shuffle_i32x4(four[j], four[4 + j], 0xdd);
+        const Pairs more_even = _mm512_shuffle_i32x4(four[8 + j], four[12 + j], 0x88),
+                    more_odd = _mm512_shuffle_i32x4(four[8 + j], four[12 + j], 0xdd);
+        columns[j] = _mm512_shuffle_i32x4(even, more_even, 0x88);
+        columns[4 + j] = _mm512_shuffle_i32x4(odd, more_odd, 0x88);
+        columns[8 + j] = _mm512_shuffle_i32x4(even, more_even, 0xdd);
+        columns[12 + j] = _mm512_shuffle_i32x4(odd, more_odd, 0xdd);
+    }
+}
+
+// The panel of 16 rows, row(0) … row(15).
+template <class Row>
+inline void turn_rows(Pairs* panel, int64_t columns, Row row) {
+    for (int64_t k = 0; k < columns; k += 2 * LANES) {
+        Pairs rows[LANES];
+#pragma GCC unroll 16
+        for (int r = 0; r < LANES; r++) rows[r] = pairs_of(row(r) + k, columns - k);
+        transpose(rows, panel + k / 2);
+    }
+}
+
+// emit(token, sums of panel one, of panel two) for tokens x, `stride` numbers apart.
+template <int tokens, class Emit>
+inline void tile(const Pairs* one, const Pairs* two, int64_t pairs, const BFloat16* x, int64_t stride, Emit emit) {
+    Vector sums[tokens][2] = {};
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        const Pairs first = one[pair], second = two[pair];
+#pragma GCC unroll 8
+        for (int t = 0; t < tokens; t++) {
+            int32_t both;
+            memcpy(&both, x + t * stride + 2 * pair, sizeof both);
+            const Pairs spread = _mm512_set1_epi32(both);
+            sums[t][0] = add_products(sums[t][0], first, spread);
+            sums[t][1] = add_products(sums[t][1], second, spread);
+        }
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < tokens; t++) emit(t, sums[t][0], sums[t][1]);
+}
+
+template <class Emit>
+inline void tiles(const Pairs* one, const Pairs* two, int64_t pairs, const BFloat16* x, int64_t stride, int64_t tokens, Emit emit) {
+    int64_t token = 0;
+    auto some = [&](auto size) {
+        for (; token + size <= tokens; token += size)
+            tile<size>(one, two, pairs, x + token * stride, stride,
+                       [&](int t, Vector first, Vector second) { emit(token + t, first, second); });
+    };
+    some(std::integral_constant<int, TILE>());
+    some(std::integral_constant<int, TILE / 2>());
+    some(std::integral_constant<int, TILE / 4>());
+    some(std::integral_constant<int, 1>());
+}
+
+// What one thread works in.
+struct Room {
+    struct alignas(64) Line {
+        char bytes[64];
+    };
+    std::vector<std::unique_ptr<Line[]>> parts;
+    Pairs *one, *two;               // panels
+    BFloat16 *queries, *likelihood; // [rows, dim], [rows, KEYS]
+    float *scores, *seen;           // likewise
+    float *most, *total;            // [rows]
+
+    template <class Number>
+    void take(Number*& at, int64_t count) {
+        parts.emplace_back(new Line[(count * sizeof(Number) + sizeof(Line) - 1) / sizeof(Line)]);
+        at = reinterpret_cast<Number*>(parts.back().get());
+    }
+
+    Room(int64_t columns, int64_t rows, int64_t dim) {
+        const int64_t pairs = (std::max({columns, dim, KEYS}) / 2 + LANES - 1) / LANES * LANES;
+        take(one, pairs), take(two, pairs);
+        take(queries, rows * dim), take(likelihood, rows * KEYS), take(scores, rows * KEYS), take(seen, rows * dim);
+        take(most, rows), take(total, rows);
+    }
+};
+
+// Rows one … one + 15 and two … two + 15 of a matrix that has `count`, times every token: emit(token, sums, sums).
+template <class Emit>
+void product_of_many(Matrix matrix, int64_t one, int64_t two, int64_t count, int64_t columns, const BFloat16* x,
+                     int64_t tokens, Room& room, Emit emit) {
+    auto weight = static_cast<const Weight*>(matrix.rows);
+    auto row_of = [&](int64_t row) { return std::min(row, count - 1); };  // some may not be there, and nobody looks at theirs
+    turn_rows(room.one, columns, [&](int r) { return weight + row_of(one + r) * columns; });
+    turn_rows(room.two, columns, [&](int r) { return weight + row_of(two + r) * columns; });
+    Vector scale[2] = {Vector{} + 1, Vector{} + 1};
+    if (matrix.scale)
+        for (int r = 0; r < LANES; r++)
+            scale[0][r] = matrix.scale[row_of(one + r)], scale[1][r] = matrix.scale[row_of(two + r)];
+    tiles(room.one, room.two, columns / 2, x, columns, tokens,
+          [&](int64_t token, Vector first, Vector second) { emit(token, first * scale[0], second * scale[1]); });
+}
+
+inline Vector silu(Vector x) {
+    const Vector less = power_of_two((x < 0 ? x : -x) * (float)LOG2_E);  // e^-|x|
+    return x * (x < 0 ? less : Vector{} + 1) / (1 + less);
+}
+
+// Tokens of one sequence, one after the other.
+struct Block {
+    int64_t token, count;
+};
+
+std::vector<Block> blocks_of(const Step& step) {
+    const int64_t most = std::max<int64_t>(1, QUERIES * step.kv_heads / step.heads);
+    std::vector<Block> blocks;
+    for (int64_t token = 0; token < step.tokens; token++) {
+        const bool goes_on = token && step.sequences[token] == step.sequences[token - 1] &&
+                             step.positions[token] == step.positions[token - 1] + 1;
+        if (goes_on && blocks.back().count < most)
+            blocks.back().count++;
+        else
+            blocks.push_back({token, 1});
+    }
+    return blocks;
+}
+
+// What the queries of a block, turned, see of a head of keys and values.
+void see_together(const Step& step, const Kept& kept, Block block, int64_t kv_head, Room& room, BFloat16* out) {
+    const int64_t dim = step.dim, group = step.heads / step.kv_heads, rows = block.count * group;
+    const int64_t first_position = step.positions[block.token], length = first_position + block.count;
+    const float scale = step.scale * LOG2_E;
+    for (int64_t row = 0; row < rows; row++) {
+        const float* query = head_of(step, block.token + row / group, kv_head * group + row % group);
+        for (int64_t k = 0; k < dim; k += LANES) store(room.queries + row * dim + k, load(query + k));
+        room.most[row] = -INFINITY, room.total[row] = 0;
+    }
+    std::fill_n(room.seen, rows * dim, 0.0f);
+    std::vector<int64_t> places((length + KEYS - 1) / KEYS * KEYS);
+    each_position(step, block.token, kept.stride, length, [&](int64_t position, int64_t at) { places[position] = at; });
+    std::fill(places.begin() + length, places.end(), places[length - 1]);  // nobody sees what is behind it
+    for (int64_t first = 0; first < length; first += KEYS) {
+        const int64_t* place = places.data() + first;
+        for (int64_t key = 0; key < KEYS; key += 2 * LANES) {
+            turn_rows(room.one, dim, [&](int r) { return kept.keys + place[key + r]; });
+            turn_rows(room.two, dim, [&](int r) { return kept.keys + place[key + LANES + r]; });
+            tiles(room.one, room.two, dim / 2, room.queries, dim, rows, [&](int64_t row, Vector one, Vector two) {
+                store(room.scores + row * KEYS + key, one * scale);
+                store(room.scores + row * KEYS + key + LANES, two * scale);
+            });
+        }
+        for (int64_t row = 0; row < rows; row++) {
+            const int64_t seen = first_position + row / group - first + 1;  // keys of these, from the first on
+            Vector score[KEYS / LANES], top = Vector{} - INFINITY, total = {};
+            for (int64_t v = 0; v < KEYS / LANES; v++) {
+                const int64_t lanes = std::clamp<int64_t>(seen - v * LANES, 0, LANES);
+                const __mmask16 mask = (1u << lanes) - 1;
+                score[v] = (Vector)_mm512_mask_loadu_ps((__m512)(Vector{} - INFINITY), mask, room.scores + row * KEYS + v * LANES);
+                top = score[v] > top ? score[v] : top;
+            }
+            const float most = std::max(room.most[row], _mm512_reduce_max_ps((__m512)top));
+            const Vector factor = power_of_two(Vector{} + (room.most[row] - most));
+            for (int64_t v = 0; v < KEYS / LANES; v++) {
+                const Vector likelihood = score[v] == -INFINITY ? Vector{} : power_of_two(score[v] - most);
+                store(room.likelihood + row * KEYS + v * LANES, likelihood);
+                total += likelihood;
+            }
+            room.most[row] = most, room.total[row] = room.total[row] * factor[0] + sum(total);
+            for (int64_t k = 0; k < dim; k += LANES)
+                store(room.seen + row * dim + k, load(room.seen + row * dim + k) * factor);
+        }
+        for (int64_t k = 0; k < dim; k += 2 * LANES) {
+            const int64_t next = k + LANES < dim ? k + LANES : k;
+            for (int64_t pair = 0; pair < KEYS / 2; pair++) {
+                auto both = [&](int64_t at) {  // 16 numbers of two tokens' values
+                    auto words = [&](int64_t key) {
+                        return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(kept.values + place[key] + at)));
+                    };
+                    return _mm512_or_si512(words(2 * pair), _mm512_slli_epi32(words(2 * pair + 1), 16));
+                };
+                room.one[pair] = both(k), room.two[pair] = both(next);
+            }
+            tiles(room.one, room.two, KEYS / 2, room.likelihood, KEYS, rows, [&](int64_t row, Vector one, Vector two) {
+                float* at = room.seen + row * dim;
+                store(at + k, load(at + k) + one);
+                if (next > k) store(at + next, load(at + next) + two);
+            });
+        }
+    }
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t k = 0; k < dim; k += LANES) {
+            BFloat16* at = out + ((block.token + row / group) * step.heads + kv_head * group + row % group) * dim;
+            store(at + k, load(room.seen + row * dim + k) / room.total[row]);
+        }
+}
+
+void run_many(const Step& step) {
+    const int64_t tokens = step.tokens, hidden = step.hidden, middle = step.intermediate, seen = step.heads * step.dim;
+    const int64_t width = (step.heads + 2 * step.kv_heads) * step.dim, group = step.heads / step.kv_heads;
+    const std::vector<Block> blocks = blocks_of(step);
+    auto narrow = [](float* at) { return reinterpret_cast<BFloat16*>(at); };  // half of that memory will do
+    BFloat16 *normal = narrow(step.normal), *attended = narrow(step.seen), *gated = narrow(step.gated);
+    team.run(step.threads, [&](uint32_t thread) {
+        Room room(std::max({hidden, middle, seen}), std::max(QUERIES, group), step.dim);
+        float *scores = step.scores + thread * step.longest, alone[step.dim];
+        auto normalise = [&](const Plain* weight, auto* out) {
+            team.share(tokens, NORMS, [&](int64_t first, int64_t last) {
+                for (int64_t token = first; token < last; token++)
+                    rms_norm(step.x + token * hidden, weight, out + token * hidden, hidden, step.eps);
+            });
+        };
+        auto multiply = [&](Matrix matrix, int64_t rows, int64_t columns, const BFloat16* x, float* out, bool adds) {
+            team.share(rows, 2 * LANES, [&](int64_t one, int64_t) {
+                const int64_t two = one + LANES;
+                product_of_many(matrix, one, two, rows, columns, x, tokens, room, [&](int64_t token, Vector first, Vector second) {
+                    float* at = out + token * rows;
+                    store(at + one, adds ? load(at + one) + first : first);
+                    if (two < rows) store(at + two, adds ? load(at + two) + second : second);
+                });
+            });
+        };
+        for (int64_t number = 0; number < step.count; number++) {
+            const Layer& layer = step.layers[number];
+            normalise(layer.attention_norm, normal);
+            multiply(layer.qkv, width, hidden, normal, step.qkv, false);
+            team.share(tokens, 1, [&](int64_t token, int64_t) {
+                for (int64_t head = 0; head < step.heads; head++) turn(step, token, head, layer.q_norm);
+                for (int64_t head = 0; head < step.kv_heads; head++)
+                    keep(step, layer, kept_of(step, number, head), token, head);
+            });
+            team.share(blocks.size() * step.kv_heads, 1, [&](int64_t piece, int64_t) {
+                const int64_t kv_head = piece % step.kv_heads;
+                const Block block = blocks[piece / step.kv_heads];
+                const Kept kept = kept_of(step, number, kv_head);
+                if (block.count > 1) return see_together(step, kept, block, kv_head, room, attended);
+                for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
+                    see(step, kept, block.token, head, scores, alone);
+                    for (int64_t k = 0; k < step.dim; k += LANES)
+                        store(attended + block.token * seen + head * step.dim + k, load(alone + k));
+                }
+            });
+            multiply(layer.output, hidden, seen, attended, step.x, true);
+            normalise(layer.mlp_norm, normal);
+            team.share(middle, LANES, [&](int64_t one, int64_t) {
+                product_of_many(layer.gate_up, one, middle + one, 2 * middle, hidden, normal, tokens, room,
+                                [&](int64_t token, Vector gate, Vector up) {
+                                    store(gated + token * middle + one, silu(gate) * up);
+                                });
+            });
+            multiply(layer.down, hidden, middle, gated, step.x, true);
+        }
+        normalise(step.norm, step.x);
+    });
+}
+
+void head_of_many(Matrix head, const float* x, float* logits, int64_t tokens, int64_t columns, int64_t count, int64_t threads) {
+    std::vector<BFloat16> narrow(tokens * columns);
+    for (int64_t k = 0; k < tokens * columns; k += LANES) store(narrow.data() + k, load(x + k));
+    team.run(threads, [&](uint32_t) {
+        Room room(columns, 0, 0);
+        team.share(count, 2 * LANES, [&](int64_t one, int64_t) {
+            const int64_t two = one + LANES;
+            auto lanes = [&](int64_t row) { return (__mmask16)((1u << std::clamp<int64_t>(count - row, 0, LANES)) - 1); };
+            product_of_many(head, one, two, count, columns, narrow.data(), tokens, room, [&](int64_t token, Vector first, Vector second) {
+                _mm512_mask_storeu_ps(logits + token * count + one, lanes(one), (__m512)first);
+                _mm512_mask_storeu_ps(logits + token * count + two, lanes(two), (__m512)second);
+            });
+        });
+    });
+}
+
+}  // namespace
+
+#else
+
+namespace {
+
+constexpr bool MANY_TOKENS = false;
+constexpr auto run_many = run_few;
+constexpr auto head_of_many = head_of_few;
+
+}  // namespace
+
+#endif

@@ -1,0 +1,90 @@
+// The threads that share the work of steps: a few loops one after the other, after each of which all of them meet.
+
+#pragma once
+
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+namespace {
+
+constexpr int MOST_THREADS = 256;
+// How long a thread that waits stays awake: longer than a piece of work takes, since to wake takes longer than that; and no
+// longer, since where other processes want the CPU it may wait for a thread that had to give way. (OpenMP's wait for
+// milliseconds.)
+constexpr std::chrono::microseconds AWAKE{50};
+
+inline void pause_spinning() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+// The threads of all steps.
+class Team {
+    std::atomic<int64_t> next{0};  // the piece of work that nobody has taken yet
+    std::atomic<uint32_t> calls{1};  // how many there were, times 256, and how many threads are in the last one
+    std::atomic<uint32_t> arrived{0}, meetings{0};
+    uint32_t started = 1;  // threads that there are, the caller among them
+    pid_t process = 0;
+    const std::function<void(uint32_t)>* job = nullptr;
+    std::mutex busy;
+
+    static void wait_while(std::atomic<uint32_t>& number, uint32_t is) {
+        for (auto ends = std::chrono::steady_clock::now() + AWAKE; std::chrono::steady_clock::now() < ends;)
+            for (int tries = 0; tries < 16; tries++, pause_spinning())
+                if (number.load() != is) return;
+        number.wait(is);  // asleep
+    }
+
+    void work(uint32_t thread, uint32_t seen) {
+        for (;;) {
+            wait_while(calls, seen);
+            seen = calls.load();
+            if (thread >= seen % MOST_THREADS) continue;
+            (*job)(thread);
+            meet();
+        }
+    }
+
+   public:
+    // Calls todo(thread) in so many threads, and returns when all are through.
+    void run(int64_t wanted, const std::function<void(uint32_t)>& todo) {
+        std::lock_guard<std::mutex> alone(busy);
+        const uint32_t threads = wanted < MOST_THREADS ? wanted : MOST_THREADS - 1;
+        if (process != getpid()) started = 1, process = getpid();  // a fork has none of its parent's threads
+        for (; started < threads; started++) std::thread(&Team::work, this, started, calls.load()).detach();
+        job = &todo;
+        calls.store((calls.load() / MOST_THREADS + 1) * MOST_THREADS + threads);
+        calls.notify_all();
+        todo(0);
+        meet();
+    }
+
+    // All threads are here before one goes on.
+    void meet() {
+        const uint32_t now = meetings.load();
+        if (arrived.fetch_add(1) + 1 < calls.load() % MOST_THREADS) return wait_while(meetings, now);
+        arrived.store(0);
+        next.store(0);
+        meetings.store(now + 1);
+        meetings.notify_all();
+    }
+
+    // Calls body(first, last) for pieces of [0, count), each by the thread that comes first; then all meet.
+    template <class Body>
+    void share(int64_t count, int64_t piece, Body body) {
+        for (int64_t first; (first = next.fetch_add(1) * piece) < count;)
+            body(first, first + piece < count ? first + piece : count);
+        meet();
+    }
+};
+
+Team& team = *new Team;  // never destroyed: its threads live as long as the process
+
+}  // namespace
