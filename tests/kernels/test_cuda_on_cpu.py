@@ -26,7 +26,7 @@ def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cuda")
 
     @functools.cache
-    def compiled(source, **constants):
+    def compiled(source, architecture=None, /, **constants):
         return cuda_emulation.compiled_for_cpu(source, folder / "_".join(map(str, [source, *constants.values()])), **constants)  # fmt: skip
 
     return compiled

@@ -4,6 +4,7 @@
     tilestack int8        with weights of 8 bits, on a CPU
     tilestack lookup      with look-up speculation, on what repeats itself
     tilestack persistent  with a batch of one decoded by a single kernel
+    tilestack fp8 kv      with keys and values kept in 8 bits, for the throughput
     vllm                  where it is installed
     transformers          `generate`, for the batches of equal length that it is made for
 
@@ -27,7 +28,15 @@ from tilestack.lab import machine
 from tilestack.lab.roofs import measured
 from tilestack.models.checkpoints import PACKAGED
 
-CANDIDATES = ("tilestack", "tilestack int8", "tilestack lookup", "tilestack persistent", "vllm", "transformers")
+CANDIDATES = (
+    "tilestack",
+    "tilestack int8",
+    "tilestack lookup",
+    "tilestack persistent",
+    "tilestack fp8 kv",
+    "vllm",
+    "transformers",
+)
 PACKAGED_MODEL = "smollm2"
 QWEN3 = dict(
     model_type="qwen3", vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
@@ -48,7 +57,7 @@ def is_installed(module: str) -> bool:
 
 def runs_on(name: str, device: str) -> bool:
     """Whether a candidate is for a device; the others are left out."""
-    only = {"tilestack int8": "cpu", "tilestack persistent": "cuda", "vllm": "cuda"}
+    only = {"tilestack int8": "cpu", "tilestack persistent": "cuda", "tilestack fp8 kv": "cuda", "vllm": "cuda"}
     return only.get(name, device) == device
 
 

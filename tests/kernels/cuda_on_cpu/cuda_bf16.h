@@ -16,3 +16,4 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   if (x != x) return {0x7fff};
   return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
+inline __nv_bfloat162 __float22bfloat162_rn(float2 pair) { return {__float2bfloat16_rn(pair.x), __float2bfloat16_rn(pair.y)}; }
