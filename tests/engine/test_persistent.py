@@ -44,7 +44,7 @@ def test_shapes_that_do_not(changed, reason):
 
 @pytest.mark.parametrize(
     ("rows", "columns", "even"),
-    [(32, 1024, True), (64, 384, True), (48, 384, False), (24, 1024, False), (64, 192, True), (64, 24, False), (0.5, 256, False)],
+    [(32, 1024, True), (64, 384, True), (48, 384, False), (24, 1024, False), (128, 192, True), (64, 192, False), (64, 24, False), (0.5, 256, False)],
 )  # fmt: skip
 def test_products_that_give_every_thread_as_much(rows, columns, even):
     assert divides(rows, columns) is even

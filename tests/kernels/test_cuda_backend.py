@@ -162,7 +162,7 @@ def constants_of(source):
         return {"": ({}, (80, 90))}
     qwen3 = DecoderShape(28, 1024, 16, 8, 128, 3072, 151936, True)
     llama = DecoderShape(16, 2048, 32, 8, 64, 8192, 128256, False)
-    of = lambda shape, layout: (shape.constants(*layout), ("90a",))
+    of = lambda shape, layout: (shape.constants(*layout), (90,))
     return {
         "qwen3": of(qwen3, (16, 8)),
         "qwen3 8": of(qwen3, (8, 16)),
@@ -173,11 +173,11 @@ def constants_of(source):
 
 
 SPILLS_OWED = {
-    "decode_step qwen3": 8,
-    "decode_step qwen3 8": 8,
-    "decode_step qwen3 half": 8,
-    "decode_step llama half": 216,
-}  # bytes, not yet cured: 112 registers are few there
+    "decode_step qwen3": 16,
+    "decode_step qwen3 half": 28,
+    "decode_step llama": 64,
+    "decode_step llama half": 256,
+}  # bytes, not yet cured: 128 registers are few there
 COMPILED = {f"{source.stem} {name}".strip(): (source, *given) for source in SOURCES for name, given in constants_of(source).items()}  # fmt: skip
 
 

@@ -36,7 +36,7 @@ UNDECIDED = {
     "hopper.fused fused_product: config.n > 128": "a configuration's, and each is proved",
     "matmul.tma can_move: shared_memory(x.device) < PIPELINE_BYTES": GPU_ONLY,
     "attention.paged paged_tile: width <= 128": "asked of half precisions, whose proofs take both ways",
-    "cuda.decode_step divides: lanes > 0": DECODE_STEP,
+    "cuda.decode_step divides: split > 0": DECODE_STEP,
     "cuda.decode_step divides: rows > 0": DECODE_STEP,
     "cuda.decode_step is_even: queries + keys <= WARPS": DECODE_STEP,
     "cuda.decode_step shape_refused: shape.hidden > 2048": DECODE_STEP,

@@ -13,7 +13,6 @@
 #include <cstring>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -31,7 +30,6 @@ struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 template <typename T> T __ldcg(const T* at) { return *at; }
 template <typename T> T __ldg(const T* at) { return *at; }
 inline float __expf(float x) { return std::exp(x); }
@@ -60,11 +58,10 @@ struct Fiber {
 
 struct Grid {
   int blocks, threads, cluster, shared_bytes;
-  std::vector<Barrier> of_block, of_cluster, of_warp, of_some;  // threads of a block, at one of 16
+  std::vector<Barrier> of_block, of_cluster, of_warp;
   std::vector<std::vector<double>> of_lanes;  // what the lanes of a warp show each other
   std::vector<std::vector<uint32_t>> of_matrices;
   std::vector<unsigned char*> shared;
-  std::map<void*, std::deque<std::pair<void*, std::vector<unsigned char>>>> coming;  // by barrier
 };
 inline Fiber* now;
 inline Grid* grid;
@@ -118,7 +115,7 @@ inline void run_blocks(int first, int count) {
 inline void run(int blocks, int threads, int cluster, int shared_bytes, const std::function<void()>& body) {
   const int warps = (threads + 31) / 32;
   Grid made{blocks, threads, cluster, shared_bytes};
-  made.of_block.resize(blocks), made.of_cluster.resize(blocks), made.of_warp.resize(blocks * warps), made.of_some.resize(blocks * 16);
+  made.of_block.resize(blocks), made.of_cluster.resize(blocks), made.of_warp.resize(blocks * warps);
   made.of_lanes.assign(blocks * warps, std::vector<double>(32));
   made.of_matrices.assign(blocks * warps, std::vector<uint32_t>(32 * 4));
   for (int block = 0; block < blocks; block++) {
@@ -151,18 +148,13 @@ inline Index<ReadThreads> blockDim;
 inline Index<ReadBlocks> gridDim;
 
 inline void __syncthreads() { on_cpu::meet(on_cpu::grid->of_block[on_cpu::now->block], on_cpu::grid->threads); }
-inline void __syncwarp() { on_cpu::meet_warp(); }
-template <typename T> T shown_by(int lane, T value) {
+template <typename T> T __shfl_xor_sync(unsigned, T value, int apart) {
   auto& lanes = on_cpu::grid->of_lanes[on_cpu::warp()];
   lanes[on_cpu::lane()] = value;
   on_cpu::meet_warp();
-  const T other = static_cast<T>(lanes[lane]);
+  const T other = static_cast<T>(lanes[on_cpu::lane() ^ apart]);
   on_cpu::meet_warp();
   return other;
-}
-template <typename T> T __shfl_xor_sync(unsigned, T value, int apart) { return shown_by(on_cpu::lane() ^ apart, value); }
-template <typename T> T __shfl_sync(unsigned, T value, int lane, int width) {
-  return shown_by(on_cpu::lane() / width * width + lane, value);
 }
 
 using cudaStream_t = void*;

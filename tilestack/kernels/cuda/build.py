@@ -56,10 +56,9 @@ def missing_tool() -> str:
 
 
 @functools.cache
-def library(source: str, architecture: str | None = None, /, **constants: int) -> ctypes.CDLL:
-    """The functions of a source in this folder, compiled with constants as macros for this GPU or what is asked for."""
-    present = ".".join(map(str, torch.cuda.get_device_capability()))
-    return load_library(SOURCES / source, constants, architecture or present)
+def library(source: str, **constants: int) -> ctypes.CDLL:
+    """The functions of a source in this folder, compiled for this GPU with constants as macros."""
+    return load_library(SOURCES / source, constants, ".".join(map(str, torch.cuda.get_device_capability())))
 
 
 def load_library(source: Path, constants: dict[str, int], architecture: str) -> ctypes.CDLL:

@@ -1,16 +1,14 @@
 // One token of one sequence through a whole decoder, in one launch: ids and pages in, logits out.
 //
 // A dense decoder of the Llama kind at batch 1 reads every weight once and does next to nothing with it, so all that counts
-// is that the memory never waits. BLOCKS blocks, one to a multiprocessor, stay for the whole step. In each, one warp does
-// nothing but bring the weights that are the block's own into a ring of shared memory, rows at a time, as far ahead as the
-// ring is long, whatever phase or layer that is: while blocks wait for each other, the weights keep coming.
+// is that the memory never waits. BLOCKS blocks, one to a multiprocessor, stay for the whole step. Each streams the weights
+// that are its own through a ring in shared memory, RING chunks ahead of what it computes with, whatever phase or layer that
+// is: while blocks wait for each other, the weights keep coming.
 //
-//     stage    rows of one product, each brought by a bulk copy. A barrier `full` counts their bytes, `empty` the warps
-//              that have read them. No thread that computes has loads of weights under way, for which it would have to
-//              wait wherever it tells others what it wrote.
-//     product  8 rows by 32 columns are 16 bytes of a row to each of four threads, which tensor cores take for pieces of
-//              two rows of a 16 x 16 matrix (see Columns). The other matrix has columns for x rounded to bfloat16, and for
-//              what rounding took away, so that products are as good as with float.
+//     chunk    32 bytes a thread, by cp.async. A thread reads only what it brought itself, so the ring needs no barrier.
+//     product  A warp brings 8 rows by 32 columns, twice: 16 bytes of a row to each of four threads, which tensor cores
+//              take for pieces of two rows of a 16 x 16 matrix (see Columns). The other matrix has columns for x rounded
+//              to bfloat16, and for what rounding took away, so that products are as good as with float.
 //
 // Blocks meet as seldom as can be. A cluster of CLUSTER blocks, which can write into each other's shared memory, owns some
 // heads and some of the feed-forward's units from beginning to end; only what is added to the residual stream is everyone's:
@@ -18,9 +16,6 @@
 //     x, norm → qkv of the cluster's heads  ─cluster─▶ attention, a piece of the text to a block ─cluster─▶ merge,
 //     output projection of these heads, a part of every element  ═grid═▶  x += parts, norm →
 //     gate and up of the cluster's units  ─cluster─▶  down projection of these units, a part of every element  ═grid═▶ …
-//
-// What goes through a cluster is sent: each number counts, where it arrives, towards a barrier of the block that waits for it.
-// What goes to everyone lies in global memory, behind a barrier of all blocks.
 //
 // Every block keeps all of x in float registers and adds the parts in one order, so that results have the same bits in every
 // run. The columns of a product are divided over the warps and their sums added up; a norm's factor is multiplied in after.
@@ -33,8 +28,7 @@
 namespace cg = cooperative_groups;
 using bf16 = __nv_bfloat16;
 
-constexpr int THREADS = 512, WARPS = THREADS / 32, BLOCKS = CLUSTER * CLUSTERS;  // threads that compute
-constexpr int ALL_THREADS = THREADS + 128;  // four warps more, of which one brings and all give registers away
+constexpr int THREADS = 512, WARPS = THREADS / 32, BLOCKS = CLUSTER * CLUSTERS;
 constexpr int QUERIES = HEADS / CLUSTERS;          // heads of a cluster
 constexpr int SHARE = HEADS / KV_HEADS;            // heads that share keys and values
 constexpr int KEYS = QUERIES > SHARE ? QUERIES / SHARE : 1;  // heads of keys of a cluster; several clusters may have the same
@@ -46,35 +40,28 @@ static_assert(INTERMEDIATE % (CLUSTERS * CLUSTER) == 0 && HIDDEN % 256 == 0 && H
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "sizes of heads");
 
 constexpr int floor_power_of_two(int n) { return n < 2 ? 1 : 2 * floor_power_of_two(n / 2); }
-constexpr int largest_divisor(int of, int at_most) { return of % at_most == 0 ? at_most : largest_divisor(of, at_most - 1); }
+constexpr int largest_power_of_two(int divides, int at_most) {
+  return divides % at_most == 0 ? at_most : largest_power_of_two(divides, at_most / 2);
+}
 
-// Bytes of a stage: what a few hundred cycles of memory bring, and 8 rows at the least.
-constexpr int USUAL_STAGE = 18432;
-constexpr int pitch(int columns) { return columns * 2 % 128 == 64 ? columns * 2 : columns * 2 + 64; }  // rows in other banks
-constexpr int MOST_STAGES = 16;
-constexpr int STAGE = USUAL_STAGE > 8 * pitch(HIDDEN) ? USUAL_STAGE : 8 * pitch(HIDDEN);
-
-// ROWS rows of COLUMNS weights: SPLIT warps share the columns of 8 rows, 32 in each of PIECES, and GROUPS of warps the rows of
-// a stage. What sums up to a row are PARTS numbers, which LANES threads add, of SUMMED rows at a time.
-template <int ROWS_, int COLUMNS_, int SUMMED = ROWS_> struct Product {
-  static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, PITCH = pitch(COLUMNS), PATCHES = COLUMNS / 32;
-  static constexpr int SPLIT = largest_divisor(PATCHES, WARPS), PIECES = PATCHES / SPLIT, GROUPS = WARPS / SPLIT;
-  static constexpr int IN_STAGE = 8 * GROUPS * largest_divisor(ROWS / (8 * GROUPS), STAGE / (8 * GROUPS * PITCH));
-  static constexpr int STAGES = ROWS / IN_STAGE, OCTETS = IN_STAGE / (8 * GROUPS);  // rows of a warp in a stage, by 8
-  static constexpr int PARTS = 2 * SPLIT;
-  static constexpr int LANES = PARTS * SUMMED <= THREADS ? floor_power_of_two(PARTS) : floor_power_of_two(THREADS / SUMMED);
+// ROWS rows of COLUMNS weights: SPLIT warps share 16 rows, 32 columns of them in each of PIECES, and a warp has TURNS of those.
+template <int ROWS_, int COLUMNS> struct Product {
+  static constexpr int ROWS = ROWS_, PATCHES = COLUMNS / 32;
+  static constexpr int SPLIT = largest_power_of_two(PATCHES, WARPS);
+  static constexpr int PIECES = PATCHES / SPLIT, TURNS = ROWS * SPLIT / (16 * WARPS), CHUNKS = TURNS * PIECES;
+  static constexpr int PARTS = 2 * SPLIT;  // of the sum of a row, which LANES threads add up
+  static constexpr int LANES = PARTS * ROWS <= THREADS ? PARTS : floor_power_of_two(THREADS / ROWS);
   static constexpr int APART = ROWS + 32 / LANES;  // elements from one part to the next, in other banks
-  static_assert(COLUMNS % 32 == 0 && ROWS % (8 * GROUPS) == 0 && 8 * GROUPS * PITCH <= STAGE, "rows and columns over warps");
-
-  __device__ __forceinline__ static int column(int piece) {  // of this thread
-    return (threadIdx.x / 32 % SPLIT * PIECES + piece) * 32 + threadIdx.x % 4 * 8;
-  }
+  static_assert(COLUMNS % 32 == 0 && ROWS * SPLIT % (16 * WARPS) == 0, "rows and columns over warps");
 };
 using Qkv = Product<(QUERIES + 2 * KEYS) * HEAD_DIM / CLUSTER, HIDDEN>;
 using Output = Product<HIDDEN / CLUSTER, SEEN>;
-using GateUp = Product<2 * MY_UNITS, HIDDEN, MY_UNITS>;
+using GateUp = Product<2 * MY_UNITS, HIDDEN>;
 using Down = Product<HIDDEN / CLUSTER, UNITS>;
 using Head = Product<64, HIDDEN>;  // as often as there are rows
+constexpr bool ONE_HEAD = HEAD_DIM % Qkv::ROWS == 0;  // of queries, keys or values, whose rows a block has
+constexpr int OUTPUT_AT = Qkv::CHUNKS, GATE_UP_AT = OUTPUT_AT + Output::CHUNKS, DOWN_AT = GATE_UP_AT + GateUp::CHUNKS;
+constexpr int LAYER_CHUNKS = DOWN_AT + Down::CHUNKS;
 constexpr int HEAD_TURNS = (VOCABULARY + BLOCKS * Head::ROWS - 1) / (BLOCKS * Head::ROWS);
 
 struct Layer {
@@ -93,31 +80,26 @@ struct Step {
   float eps, scale;
 };
 
-// What a block gets from its cluster, once a layer each.
-struct Received {
-  float qkv[(QUERIES + 2 * KEYS) * HEAD_DIM];
-  struct alignas(16) { float seen[SEEN], largest[QUERIES], sums[QUERIES]; } of_block[CLUSTER];  // of each block's piece of the text
-  float units[UNITS];
-};
-
 struct Shared {
   alignas(16) float x[HIDDEN];                  // the residual stream times a norm's weights
-  alignas(16) Received received;
   union {  // of a product's sums, or of what is seen of a warp's keys; each is done with before the next begins
     float qkv[Qkv::PARTS][Qkv::APART], seen[WARPS][SEEN], output[Output::PARTS][Output::APART];
     float gate_up[GateUp::PARTS][GateUp::APART], down[Down::PARTS][Down::APART], head[2][Head::PARTS][Head::APART];
   } parts;
   float squares[WARPS];
+  float qkv[(QUERIES + 2 * KEYS) * HEAD_DIM];   // written by all blocks of the cluster
   float q[QUERIES][HEAD_DIM], k[KEYS][HEAD_DIM];
-  float largest[WARPS][QUERIES], sums[WARPS][QUERIES];  // of a warp's keys
+  float largest[WARPS][QUERIES], sums[WARPS][QUERIES];                                     // of a warp's keys
+  float all_seen[CLUSTER][SEEN], all_largest[CLUSTER][QUERIES], all_sums[CLUSTER][QUERIES];  // of each block's
   alignas(16) float attended[SEEN];
-  Barrier full[MOST_STAGES], empty[MOST_STAGES], qkv_there, seen_there, units_there;
+  float gate_up[2 * MY_UNITS];
+  alignas(16) float units[UNITS];               // written by all blocks of the cluster
   Layer layers[LAYERS];
 };
-constexpr int MOST_SHARED = 232448;
+constexpr int MOST_SHARED = 232448, CHUNK = THREADS * 32;
 constexpr int KEPT = (sizeof(Shared) + 127) / 128 * 128;
-constexpr int RING = (MOST_SHARED - KEPT) / STAGE < MOST_STAGES ? (MOST_SHARED - KEPT) / STAGE : MOST_STAGES;
-constexpr int SHARED_BYTES = KEPT + RING * STAGE;
+constexpr int RING = (MOST_SHARED - KEPT) / CHUNK;
+constexpr int SHARED_BYTES = KEPT + RING * CHUNK;
 static_assert(RING >= 2, "too little shared memory is left for the ring");
 
 __device__ __forceinline__ float over_lanes(float x, int lanes) {
@@ -135,82 +117,112 @@ __device__ __forceinline__ void unpack(const uint4& from, float (&to)[8]) {
   }
 }
 
-__device__ __forceinline__ void meet() { meet_at<1, THREADS>(); }  // all threads of the block that compute
-
 // A barrier of all blocks in two parts, so that loads can be sent off between them.
 struct Grid {
   unsigned* arrived;
   unsigned goal;
   __device__ void arrive() {
-    meet();
+    __syncthreads();
     goal += BLOCKS;
     if (threadIdx.x == 0) count_up(arrived);
   }
   __device__ void wait() {
     if (threadIdx.x == 0)
       while (look_at(arrived) < goal) {}
-    meet();
+    __syncthreads();
   }
 };
 
-// Where one that goes round the ring is.
-struct Place {
-  int slot = 0;
-  uint32_t round = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == RING) slot = 0, round ^= 1;
-  }
-};
-
-// The warp that brings the weights, in the order in which they will be needed.
-struct Bringer {
+// The weights of this thread, in the order in which it will need them.
+struct Stream {
   const Step& step;
-  Shared& shared;
-  unsigned char* ring;
-  int cluster, rank;
-  Place place;
+  const Shared& shared;
+  uint4* ring;  // of this thread
+  int slot, cluster, rank;
+
+  int qkv_at, output_at, gate_up_at, down_at;  // where this thread's part of the first chunks lies in a weight
+  const bf16 *qkv, *output, *gate_up, *down;   // in that of the layer of which chunks are brought next
+
+  __device__ Stream(const Step& step, const Shared& shared, uint4* ring, int cluster, int rank)
+      : step(step), shared(shared), ring(ring), slot(0), cluster(cluster), rank(rank) {
+    qkv_at = row_of<Qkv>(0) * HIDDEN + column_of<Qkv>(0);
+    output_at = (rank * Output::ROWS + row_of<Output>(0)) * (HEADS * HEAD_DIM) + cluster * SEEN + column_of<Output>(0);
+    gate_up_at = (cluster * UNITS + rank * MY_UNITS + row_of<GateUp>(0)) * HIDDEN + column_of<GateUp>(0);
+    down_at = (rank * Down::ROWS + row_of<Down>(0)) * INTERMEDIATE + cluster * UNITS + column_of<Down>(0);
+    if (ONE_HEAD) qkv_at += qkv_row(rank * Qkv::ROWS) * HIDDEN;
+    const Layer& first = shared.layers[0];
+    qkv = first.qkv + qkv_at, output = first.output + output_at, gate_up = first.gate_up + gate_up_at, down = first.down + down_at;
+  }
 
   // In the weight, of a row of the cluster's.
-  __device__ int qkv_row(int row) const {
+  __device__ __forceinline__ int qkv_row(int row) const {
     const int first_key = cluster * QUERIES / SHARE;
     if (row < QUERIES * HEAD_DIM) return cluster * QUERIES * HEAD_DIM + row;
     if (row < (QUERIES + KEYS) * HEAD_DIM) return (HEADS + first_key - QUERIES) * HEAD_DIM + row;
     return (HEADS + KV_HEADS + first_key - QUERIES - KEYS) * HEAD_DIM + row;
   }
 
-  template <typename P, typename Row> __device__ void bring(Row row_at) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int stage = 0; stage < P::STAGES; stage++, place.advance()) {
-      Barrier& full = shared.full[place.slot];
-      shared.empty[place.slot].wait(place.round ^ 1);
-      if (lane == 0) full.expect(P::IN_STAGE * P::COLUMNS * 2);
-      __syncwarp();
-#pragma unroll 1
-      for (int row = lane; row < P::IN_STAGE; row += 32)
-        copy_bulk(ring + place.slot * STAGE + row * P::PITCH, row_at(stage * P::IN_STAGE + row), P::COLUMNS * 2, full);
-    }
+  // Of the first of a chunk's two rows, which are 8 apart, and of its 8 columns.
+  template <typename P> __device__ __forceinline__ static int row_of(int chunk) {
+    const int first = P::SPLIT == WARPS ? 0 : threadIdx.x / 32 / P::SPLIT * P::TURNS;
+    return (first + chunk / P::PIECES) * 16 + threadIdx.x % 32 / 4;
+  }
+  template <typename P> __device__ __forceinline__ static int column_of(int chunk) {
+    return (threadIdx.x / 32 % P::SPLIT * P::PIECES + chunk % P::PIECES) * 32 + threadIdx.x % 4 * 8;
   }
 
-  __device__ void bring_all() {
-    for (int i = 0; i < LAYERS; i++) {
-      const Layer& layer = shared.layers[i];
-      bring<Qkv>([&](int row) { return layer.qkv + qkv_row(rank * Qkv::ROWS + row) * HIDDEN; });
-      bring<Output>([&](int row) { return layer.output + (rank * Output::ROWS + row) * (HEADS * HEAD_DIM) + cluster * SEEN; });
-      bring<GateUp>([&](int row) {
-        const int unit = cluster * UNITS + rank * MY_UNITS + row;
-        return layer.gate_up + (row < MY_UNITS ? unit : INTERMEDIATE + unit - MY_UNITS) * HIDDEN;
-      });
-      bring<Down>([&](int row) { return layer.down + (rank * Down::ROWS + row) * INTERMEDIATE + cluster * UNITS; });
-    }
-    for (int turn = 0; turn < HEAD_TURNS; turn++) {  // past the end: the last row
-      bring<Head>([&](int row) { return step.head + min(head_row(turn) + row, static_cast<int64_t>(VOCABULARY - 1)) * HIDDEN; });
-    }
+  // From the first chunk of a product to the nth, in a weight whose rows are so far apart.
+  template <typename P> __device__ __forceinline__ static int further(int n, int apart) {
+    return n / P::PIECES * 16 * apart + n % P::PIECES * 32;
   }
 
-  __device__ static int64_t head_row(int turn) {  // the first of a block's
+  // Where a row of chunk n of a layer lies, the first or the one that is 8 below. Both are constants, so little of this is left.
+  __device__ __forceinline__ const bf16* in_layer(int n, int below) const {
+    if (n < OUTPUT_AT) {
+      if (ONE_HEAD) return qkv + further<Qkv>(n, HIDDEN) + below * HIDDEN;
+      const int row = qkv_row(rank * Qkv::ROWS + row_of<Qkv>(n) + below);
+      return qkv - qkv_at + row * HIDDEN + column_of<Qkv>(n);
+    }
+    if (n < GATE_UP_AT) return output + further<Output>(n - OUTPUT_AT, HEADS * HEAD_DIM) + below * (HEADS * HEAD_DIM);
+    if (n < DOWN_AT) {
+      const bool up = row_of<GateUp>(n - GATE_UP_AT) + below >= MY_UNITS;
+      return gate_up + further<GateUp>(n - GATE_UP_AT, HIDDEN) + (up ? INTERMEDIATE - MY_UNITS + below : below) * HIDDEN;
+    }
+    return down + further<Down>(n - DOWN_AT, INTERMEDIATE) + below * INTERMEDIATE;
+  }
+
+  __device__ __forceinline__ static int64_t head_row(int turn) {  // the first of a block's
     return (static_cast<int64_t>(turn) * BLOCKS + blockIdx.x) * Head::ROWS;
   }
+  __device__ __forceinline__ const bf16* in_head(int n, int below, int turn) const {  // past the end: the last row
+    const int64_t row = min(head_row(turn) + row_of<Head>(n) + below, static_cast<int64_t>(VOCABULARY - 1));
+    return step.head + row * HIDDEN + column_of<Head>(n);
+  }
+
+  __device__ __forceinline__ void bring(int n, int layer) {
+    layer += n / LAYER_CHUNKS, n %= LAYER_CHUNKS;
+    if (layer >= LAYERS) return bring_head(n + (layer - LAYERS) * LAYER_CHUNKS, 0);
+    for (int half = 0; half < 2; half++) copy_16_aside(ring + (2 * slot + half) * THREADS, in_layer(n, 8 * half));
+    close_group_aside();
+    const Layer& next = shared.layers[min(layer + 1, LAYERS - 1)];
+    if (n == OUTPUT_AT - 1) qkv = next.qkv + qkv_at;
+    if (n == GATE_UP_AT - 1) output = next.output + output_at;
+    if (n == DOWN_AT - 1) gate_up = next.gate_up + gate_up_at;
+    if (n == LAYER_CHUNKS - 1) down = next.down + down_at;
+  }
+  __device__ __forceinline__ void bring_head(int n, int turn) {
+    turn += n / Head::CHUNKS, n %= Head::CHUNKS;
+    if (turn < HEAD_TURNS)
+      for (int half = 0; half < 2; half++) copy_16_aside(ring + (2 * slot + half) * THREADS, in_head(n, 8 * half, turn));
+    close_group_aside();
+  }
+
+  // The next chunk; its slot is to be filled again before the next is taken.
+  __device__ __forceinline__ void take(uint4 (&rows)[2]) {
+    wait_aside_for_all_but<RING - 1>();
+    for (int half = 0; half < 2; half++) rows[half] = load_16_aside(ring + (2 * slot + half) * THREADS);
+  }
+  __device__ __forceinline__ void advance() { slot = slot == RING - 1 ? 0 : slot + 1; }
 };
 
 // This thread's columns of x, for all rows of a product. To tensor cores, 8 elements of a row of weights that a thread has
@@ -226,7 +238,7 @@ template <typename P> struct Columns {
     const int column = threadIdx.x % 32 / 4;  // from 4 on, nobody looks
 #pragma unroll
     for (int piece = 0; piece < P::PIECES; piece++) {
-      const float2* pairs = reinterpret_cast<const float2*>(from + P::column(piece)) + column / 2 % 2;
+      const float2* pairs = reinterpret_cast<const float2*>(from + Stream::column_of<P>(piece)) + column / 2 % 2;
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const float2 pair = pairs[2 * i];
@@ -239,73 +251,46 @@ template <typename P> struct Columns {
   }
 };
 
-// What a block multiplies with: stages of the ring, as they come.
-struct Weights {
-  Shared& shared;
-  const unsigned char* ring;
-  Place place;
-
-  // All rows of a product: the parts of their sums. Before these are written again, all threads must have met.
-  template <typename P> __device__ __forceinline__ void multiply(const float* x, float (&parts)[P::PARTS][P::APART]) {
-    const Columns<P> columns(x);
-    multiply<P>(columns, parts);
-  }
-  template <typename P> __device__ __forceinline__ void multiply(const Columns<P>& columns, float (&parts)[P::PARTS][P::APART]) {
-    const int lane = threadIdx.x % 32, fourth = lane % 4, split = threadIdx.x / 32 % P::SPLIT, group = threadIdx.x / 32 / P::SPLIT;
-    const bool works = P::SPLIT * P::GROUPS == WARPS || group < P::GROUPS;
-    const int row = group * P::OCTETS * 8 + lane / 4;
-    float* mine = parts[2 * split + fourth % 2] + row;
-    float sums[2][P::OCTETS][4];  // of this stage and the one before, whose sums are there by now
-    auto keep = [&](int stage) {
-      if (!works || fourth >= 2) return;
+// All rows of a product: `bring(n)` fills the slot of its nth chunk again, and `emit(row, lane, sum)` is called by all
+// LANES threads of a row. Between two products with the same `parts`, all threads must meet once more.
+template <typename P, typename Bring, typename Emit>
+__device__ __forceinline__ void multiply(Stream& stream, const Columns<P>& columns, float (*parts)[P::APART], Bring bring, Emit emit) {
+  const int t = threadIdx.x, fourth = t % 4;
+  float* mine = parts[t / 32 % P::SPLIT * 2 + fourth] + Stream::row_of<P>(0);
 #pragma unroll
-      for (int octet = 0; octet < P::OCTETS; octet++) {
-        const float (&sum)[4] = sums[stage % 2][octet];
-        mine[stage * P::IN_STAGE + octet * 8] = fourth == 0 ? sum[0] + sum[1] : sum[2] + sum[3];
-      }
-    };
+  for (int turn = 0; turn < P::TURNS; turn++) {
+    float sums[2][4]{};
 #pragma unroll
-    for (int stage = 0; stage < P::STAGES; stage++) {
-      const unsigned char* from = ring + place.slot * STAGE + row * P::PITCH + P::column(0) * 2;
-      uint4 weights[P::OCTETS][P::PIECES];
-      shared.full[place.slot].wait(place.round);
-      if (works) {
+    for (int piece = 0; piece < P::PIECES; piece++) {
+      uint4 rows[2];
+      stream.take(rows);
+      bring(turn * P::PIECES + piece);
+      stream.advance();
 #pragma unroll
-        for (int octet = 0; octet < P::OCTETS; octet++)
-#pragma unroll
-          for (int piece = 0; piece < P::PIECES; piece++)
-            weights[octet][piece] = *reinterpret_cast<const uint4*>(from + octet * 8 * P::PITCH + piece * 64);
-      }
-      __syncwarp();
-      if (lane == 0) shared.empty[place.slot].arrive();
-      place.advance();
-      if (works) {
-#pragma unroll
-        for (int octet = 0; octet < P::OCTETS; octet++) {
-          float (&sum)[4] = sums[stage % 2][octet];
-          sum[0] = sum[1] = sum[2] = sum[3] = 0;
-#pragma unroll
-          for (int piece = 0; piece < P::PIECES; piece++) {
-            const uint4& w = weights[octet][piece];
-            multiply_add<bf16>(sum, {w.x, w.y, w.z, w.w}, columns.x[piece]);
-          }
-        }
-      }
-      if (stage > 0) keep(stage - 1);
+      for (int half = 0; half < 2; half++)
+        multiply_add<bf16>(sums[half], {rows[half].x, rows[half].y, rows[half].z, rows[half].w}, columns.x[piece]);
     }
-    keep(P::STAGES - 1);
-    meet();
-  }
-};
-
-// The sum of a row, in all LANES threads of it.
-template <typename P> __device__ __forceinline__ float sum_of(const float (&parts)[P::PARTS][P::APART], int row, bool there) {
-  const int lane = threadIdx.x % P::LANES;
-  float sum = 0;
+    if (fourth < 2) {
 #pragma unroll
-  for (int i = 0; i < P::PARTS; i += P::LANES)
-    if (there && i + lane < P::PARTS) sum += parts[i + lane][row];
-  return over_lanes(sum, P::LANES);
+      for (int half = 0; half < 2; half++)
+        mine[turn * 16 + 8 * half] = fourth == 0 ? sums[half][0] + sums[half][1] : sums[half][2] + sums[half][3];
+    }
+  }
+  __syncthreads();
+  const int row = t / P::LANES, lane = t % P::LANES;
+  float sum = 0;
+  if (row < P::ROWS) {
+#pragma unroll
+    for (int i = 0; i < P::PARTS; i += P::LANES) sum += parts[i + lane][row];
+  }
+  sum = over_lanes(sum, P::LANES);
+  if (row < P::ROWS) emit(row, lane, sum);
+}
+
+// The product that begins with chunk FIRST of the layer.
+template <typename P, int FIRST, typename Emit>
+__device__ __forceinline__ void multiply_in_layer(Stream& stream, int layer, const float* from, float (*parts)[P::APART], Emit emit) {
+  multiply<P>(stream, Columns<P>(from), parts, [&](int n) { stream.bring(FIRST + n + RING, layer); }, emit);
 }
 
 // The residual stream, every element in every block: a thread has pairs of neighbours.
@@ -352,7 +337,7 @@ struct Residual {
     }
     squares = over_lanes(squares, 32);
     if (threadIdx.x % 32 == 0) shared.squares[threadIdx.x / 32] = squares;
-    meet();
+    __syncthreads();
     float total = 0;
 #pragma unroll
     for (int warp = 0; warp < WARPS; warp++) total += shared.squares[warp];
@@ -368,15 +353,15 @@ struct Attention {
   static constexpr int AHEAD = KEYS > 1 ? 0 : 2;  // rounds of keys loaded before the queries are there
   float cos[TURNED], sin[TURNED], norm[2 * TURNED];
   int position, from, to;
-  int new_slot, ahead[AHEAD + 1];  // places in the pool, in tokens
+  int64_t new_slot, ahead_at[AHEAD + 1];
   uint4 key[AHEAD + 1], value[AHEAD + 1];
 
   __device__ __forceinline__ static int element() { return threadIdx.x % LANES * 8; }
   __device__ __forceinline__ int place(int round) const { return from + round * AT_ONCE + static_cast<int>(threadIdx.x) / LANES; }
-  __device__ __forceinline__ static int slot_of(const Step& step, int place) {
+  __device__ __forceinline__ static int64_t slot_of(const Step& step, int place) {
     return __ldg(step.pages + place / step.page) * step.page + place % step.page;
   }
-  __device__ __forceinline__ static int64_t offset(const Step& step, int layer, int slot, int head) {
+  __device__ __forceinline__ static int64_t offset(const Step& step, int layer, int64_t slot, int head) {
     return ((layer * step.pool * step.page + slot) * KV_HEADS + head) * HEAD_DIM + element();
   }
 
@@ -386,7 +371,7 @@ struct Attention {
     from = min(rank * piece, position), to = min(from + piece, position);
     new_slot = slot_of(step, position);
     for (int round = 0; round < AHEAD; round++)
-      ahead[round] = place(round) < to ? slot_of(step, place(round)) : 0;
+      ahead_at[round] = place(round) < to ? offset(step, 0, slot_of(step, place(round)), first_key) : 0;
     for (int i = 0; i < TURNED; i++) {
       cos[i] = step.cos[static_cast<int64_t>(position) * (HEAD_DIM / 2) + threadIdx.x % 32 + 32 * i];
       sin[i] = step.sin[static_cast<int64_t>(position) * (HEAD_DIM / 2) + threadIdx.x % 32 + 32 * i];
@@ -394,11 +379,11 @@ struct Attention {
   }
 
   // Send off the first keys and values of a layer, and the weights of the norms of queries and keys.
-  __device__ __forceinline__ void bring(const Step& step, const Layer& weights, int layer, int first_key) {
+  __device__ __forceinline__ void bring(const Step& step, const Layer& weights, int layer) {
 #pragma unroll
     for (int round = 0; round < AHEAD; round++) {
       if (place(round) >= to) continue;
-      const int64_t at = offset(step, layer, ahead[round], first_key);
+      const int64_t at = ahead_at[round] + layer * step.pool * step.page * (KV_HEADS * HEAD_DIM);
       key[round] = *reinterpret_cast<const uint4*>(step.keys + at);
       value[round] = *reinterpret_cast<const uint4*>(step.values + at);
     }
@@ -419,7 +404,7 @@ struct Attention {
     float x[2 * TURNED], squares = 0;
 #pragma unroll
     for (int i = 0; i < 2 * TURNED; i++) {
-      x[i] = shared.received.qkv[warp * HEAD_DIM + lane + 32 * i];
+      x[i] = shared.qkv[warp * HEAD_DIM + lane + 32 * i];
       squares += x[i] * x[i];
     }
     if (QK_NORM) {
@@ -478,7 +463,7 @@ struct Attention {
       for (int i = 0; i < 8; i++) {
         k[i] = shared.k[head][element() + i];
         kept_key[i] = __float2bfloat16_rn(k[i]);
-        kept_value[i] = __float2bfloat16_rn(shared.received.qkv[(QUERIES + KEYS + head) * HEAD_DIM + element() + i]);
+        kept_value[i] = __float2bfloat16_rn(shared.qkv[(QUERIES + KEYS + head) * HEAD_DIM + element() + i]);
         v[i] = __bfloat162float(kept_value[i]);
       }
       meet(k, v, lane < LANES);
@@ -521,115 +506,104 @@ struct Attention {
   }
 };
 
-// Of COUNT pieces of a text, each with how much of it is seen, its largest score and the sum of weights: element e of what is
-// seen of all, and what the sums come to, both relative to `top`.
-template <int COUNT, typename Piece>
-__device__ __forceinline__ void merge(Piece piece, int e, float& top, float& sum, float& total) {
-  top = -1e30f, sum = total = 0;
+// Of COUNT pieces of a text: element e of what is seen, and what the pieces' sums come to, both relative to `top`.
+template <int COUNT>
+__device__ __forceinline__ void merge(
+    const float (*seen)[SEEN], const float (*largest)[QUERIES], const float (*sums)[QUERIES], int e, float& top, float& sum, float& total) {
+  const int query = e / HEAD_DIM;
+  top = largest[0][query];
 #pragma unroll
-  for (int i = 0; i < COUNT; i++) top = fmaxf(top, piece(i).largest);
+  for (int i = 1; i < COUNT; i++) top = fmaxf(top, largest[i][query]);
+  sum = total = 0;
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
-    const auto one = piece(i);
-    const float weight = exp2f(one.largest - top);
-    total = fmaf(weight, one.seen, total), sum = fmaf(weight, one.sum, sum);
-  }
-}
-struct Seen {
-  float seen, largest, sum;
-};
-
-// The block's piece of the text to all blocks of the cluster, four elements at a time.
-__device__ __forceinline__ void send_seen(Shared& shared, int rank) {
-  auto& mine = shared.received.of_block[rank];
-  for (int e = threadIdx.x; e < SEEN; e += THREADS) {
-    float top, sum, total;
-    const int query = e / HEAD_DIM, first = threadIdx.x % 4;
-    merge<WARPS>([&](int i) { return Seen{shared.parts.seen[i][e], shared.largest[i][query], shared.sums[i][query]}; }, e, top, sum, total);
-    const float4 four = make_float4(
-        __shfl_sync(~0u, total, 0, 4), __shfl_sync(~0u, total, 1, 4), __shfl_sync(~0u, total, 2, 4), __shfl_sync(~0u, total, 3, 4));
-    for (int to = first; to < CLUSTER; to += 4) send(to, reinterpret_cast<float4*>(&mine.seen[e - first]), four, shared.seen_there);
-    if (const int to = e % HEAD_DIM; to < CLUSTER) {
-      send(to, &mine.largest[query], top, shared.seen_there);
-      send(to, &mine.sums[query], sum, shared.seen_there);
-    }
+    const float weight = exp2f(largest[i][query] - top);
+    total = fmaf(weight, seen[i][e], total), sum = fmaf(weight, sums[i][query], sum);
   }
 }
 
-__device__ __forceinline__ void decode(const Step& step, Shared& shared, const unsigned char* ring, int number, int rank) {
-  const int t = threadIdx.x, first_key = number * QUERIES / SHARE;
+__global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_constant__ Step step) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  const cg::cluster_group cluster = cg::this_cluster();
+  const int rank = cluster.block_rank(), number = blockIdx.x / CLUSTER, first_key = number * QUERIES / SHARE;
+  const int t = threadIdx.x;
   const bool last = rank == CLUSTER - 1, keeps = number * QUERIES % SHARE == 0;
   float* output_parts = step.parts + number * HIDDEN;
   float* down_parts = output_parts + CLUSTERS * HIDDEN;
-  Received& received = shared.received;
   Grid grid{step.arrived, 0};
-  Weights weights{shared, ring};
+
+  for (int i = t; i < LAYERS; i += THREADS) shared.layers[i] = step.layers[i];
+  __syncthreads();
+  Stream stream(step, shared, reinterpret_cast<uint4*>(memory + KEPT) + t, number, rank);
+#pragma unroll
+  for (int n = 0; n < RING; n++) {
+    stream.bring(n, 0);
+    stream.advance();
+  }
   Residual residual;
   residual.embed(step.embedding + *step.ids * HIDDEN);
   Attention attention(step, rank, first_key);
   residual.bring_weights(shared.layers[0].attention_norm);
-  attention.bring(step, shared.layers[0], 0, first_key);
+  attention.bring(step, shared.layers[0], 0);
+  cluster.sync();  // all have begun, and can be written to
 
   for (int layer = 0; layer < LAYERS; layer++) {
-    const uint32_t round = layer % 2;
+    const Layer& weights = shared.layers[layer];
     float scale = residual.norm(shared, step.eps);
-    weights.multiply<Qkv>(shared.x, shared.parts.qkv);
-    {
-      const int row = t / Qkv::LANES;
-      const float sum = sum_of<Qkv>(shared.parts.qkv, row, row < Qkv::ROWS) * scale;
-      for (int to = t % Qkv::LANES; row < Qkv::ROWS && to < CLUSTER; to += Qkv::LANES)
-        send(to, &received.qkv[rank * Qkv::ROWS + row], sum, shared.qkv_there);
-    }
-    shared.qkv_there.wait_for(sizeof(received.qkv), round);
+    multiply_in_layer<Qkv, 0>(stream, layer, shared.x, shared.parts.qkv, [&](int row, int lane, float sum) {
+      for (int to = lane; to < CLUSTER; to += Qkv::LANES) tell(to, &shared.qkv[rank * Qkv::ROWS + row], sum * scale);
+    });
+    cluster.sync();
 
     attention.turn(shared, step);
-    meet();
+    __syncthreads();
     for (int head = 0; head < KEYS; head++) attention.see(shared, step, layer, head, first_key, last, keeps);
-    meet();
-    send_seen(shared, rank);
-    shared.seen_there.wait_for(CLUSTER * (SEEN + 2 * QUERIES) * sizeof(float), round);
+    __syncthreads();
     for (int e = t; e < SEEN; e += THREADS) {
       float top, sum, total;
-      const int query = e / HEAD_DIM;
-      merge<CLUSTER>([&](int i) {
-        const auto& block = received.of_block[i];
-        return Seen{block.seen[e], block.largest[query], block.sums[query]};
-      }, e, top, sum, total);
+      merge<WARPS>(shared.parts.seen, shared.largest, shared.sums, e, top, sum, total);
+      for (int to = 0; to < CLUSTER; to++) tell(to, &shared.all_seen[rank][e], total);
+      if (const int to = e % HEAD_DIM; to < CLUSTER) {
+        tell(to, &shared.all_largest[rank][e / HEAD_DIM], top);
+        tell(to, &shared.all_sums[rank][e / HEAD_DIM], sum);
+      }
+    }
+    cluster.sync();
+
+    for (int e = t; e < SEEN; e += THREADS) {
+      float top, sum, total;
+      merge<CLUSTER>(shared.all_seen, shared.all_largest, shared.all_sums, e, top, sum, total);
       shared.attended[e] = total / sum;
     }
-    meet();
-    weights.multiply<Output>(shared.attended, shared.parts.output);
-    {
-      const int row = t / Output::LANES;
-      const float sum = sum_of<Output>(shared.parts.output, row, row < Output::ROWS);
-      if (row < Output::ROWS && t % Output::LANES == 0) output_parts[rank * Output::ROWS + row] = sum;
-    }
+    __syncthreads();
+    multiply_in_layer<Output, OUTPUT_AT>(stream, layer, shared.attended, shared.parts.output, [&](int row, int lane, float sum) {
+      if (lane == 0) output_parts[rank * Output::ROWS + row] = sum;
+    });
     grid.arrive();
-    residual.bring_weights(shared.layers[layer].mlp_norm);
+    residual.bring_weights(weights.mlp_norm);
     grid.wait();
 
     residual.add(step.parts);
     scale = residual.norm(shared, step.eps);
-    weights.multiply<GateUp>(shared.x, shared.parts.gate_up);
-    {
-      const int unit = t / GateUp::LANES;
-      const float gate = sum_of<GateUp>(shared.parts.gate_up, unit, unit < MY_UNITS) * scale;
-      const float up = sum_of<GateUp>(shared.parts.gate_up, MY_UNITS + unit, unit < MY_UNITS) * scale;
-      for (int to = t % GateUp::LANES; unit < MY_UNITS && to < CLUSTER; to += GateUp::LANES)
-        send(to, &received.units[rank * MY_UNITS + unit], gate / (1 + __expf(-gate)) * up, shared.units_there);
+    multiply_in_layer<GateUp, GATE_UP_AT>(stream, layer, shared.x, shared.parts.gate_up, [&](int row, int lane, float sum) {
+      if (lane == 0) shared.gate_up[row] = sum * scale;
+    });
+    __syncthreads();
+    for (int i = t; i < MY_UNITS * CLUSTER; i += THREADS) {
+      const int unit = i % MY_UNITS, to = i / MY_UNITS;
+      const float gate = shared.gate_up[unit], up = shared.gate_up[MY_UNITS + unit];
+      tell(to, &shared.units[rank * MY_UNITS + unit], gate / (1 + __expf(-gate)) * up);
     }
-    shared.units_there.wait_for(sizeof(received.units), round);
+    cluster.sync();
 
-    weights.multiply<Down>(received.units, shared.parts.down);
-    {
-      const int row = t / Down::LANES;
-      const float sum = sum_of<Down>(shared.parts.down, row, row < Down::ROWS);
-      if (row < Down::ROWS && t % Down::LANES == 0) down_parts[rank * Down::ROWS + row] = sum;
-    }
+    multiply_in_layer<Down, DOWN_AT>(stream, layer, shared.units, shared.parts.down, [&](int row, int lane, float sum) {
+      if (lane == 0) down_parts[rank * Down::ROWS + row] = sum;
+    });
     grid.arrive();
     if (layer + 1 < LAYERS) {
       residual.bring_weights(shared.layers[layer + 1].attention_norm);
-      attention.bring(step, shared.layers[layer + 1], layer + 1, first_key);
+      attention.bring(step, shared.layers[layer + 1], layer + 1);
     } else {
       residual.bring_weights(step.norm);
     }
@@ -640,32 +614,11 @@ __device__ __forceinline__ void decode(const Step& step, Shared& shared, const u
   const float scale = residual.norm(shared, step.eps);
   const Columns<Head> columns(shared.x);
   for (int turn = 0; turn < HEAD_TURNS; turn++) {
-    weights.multiply<Head>(columns, shared.parts.head[turn % 2]);
-    const int row = t / Head::LANES;
-    const float sum = sum_of<Head>(shared.parts.head[turn % 2], row, row < Head::ROWS);
-    const int64_t at = Bringer::head_row(turn) + row;
-    if (t % Head::LANES == 0 && row < Head::ROWS && at < VOCABULARY) step.logits[at] = sum * scale;
-  }
-}
-
-__global__ void __launch_bounds__(ALL_THREADS, 1) decode_step_kernel(const __grid_constant__ Step step) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const cg::cluster_group cluster = cg::this_cluster();
-  const int rank = cluster.block_rank(), number = blockIdx.x / CLUSTER;
-  for (int i = threadIdx.x; i < LAYERS; i += ALL_THREADS) shared.layers[i] = step.layers[i];
-  if (threadIdx.x == 0) {
-    for (int slot = 0; slot < RING; slot++) shared.full[slot].begin(1), shared.empty[slot].begin(WARPS);
-    for (Barrier* each : {&shared.qkv_there, &shared.seen_there, &shared.units_there}) each->begin(1);
-    barriers_begun();
-  }
-  cluster.sync();  // all have begun, and can be written to
-  if (threadIdx.x < THREADS) {
-    take_registers<112>();
-    decode(step, shared, memory + KEPT, number, rank);
-  } else {
-    give_registers<32>();
-    if (threadIdx.x < THREADS + 32) Bringer{step, shared, memory + KEPT, number, rank}.bring_all();
+    const auto bring = [&](int n) { stream.bring_head(n + RING, turn); };
+    multiply<Head>(stream, columns, shared.parts.head[turn % 2], bring, [&](int row, int lane, float sum) {
+      const int64_t at = Stream::head_row(turn) + row;
+      if (lane == 0 && at < VOCABULARY) step.logits[at] = sum * scale;
+    });
   }
 }
 
@@ -679,7 +632,7 @@ struct Launch {
     attributes[0].val.clusterDim.x = CLUSTER, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
     attributes[1].id = cudaLaunchAttributeCooperative;  // all blocks run at a time, or none does
     attributes[1].val.cooperative = 1;
-    config.gridDim = BLOCKS, config.blockDim = ALL_THREADS, config.dynamicSmemBytes = SHARED_BYTES, config.stream = stream;
+    config.gridDim = BLOCKS, config.blockDim = THREADS, config.dynamicSmemBytes = SHARED_BYTES, config.stream = stream;
     config.attrs = attributes, config.numAttrs = 2;
   }
 };

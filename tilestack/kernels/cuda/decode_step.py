@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilestack.kernels.cuda.build import call, cuda_needs, library
 
-WARPS, USUAL_STAGE = 16, 18432  # of decode_step.cu
+WARPS = 16
 # Blocks to a cluster, and clusters, the best first: on 128 multiprocessors with few parts to add up, with more of them, and
 # on half as many. A cluster lies within one of the GPU's groups of multiprocessors, and not every group is whole.
 LAYOUTS = ((16, 8), (8, 16), (8, 8))
@@ -34,19 +34,11 @@ class DecoderShape:
         return sizes | dict(CLUSTER=cluster, CLUSTERS=clusters)
 
 
-def divides(rows: float, columns: float, stage: float) -> bool:
-    """Whether `Product<rows, columns>` in decode_step.cu gives every warp as much, in stages of so many bytes."""
+def divides(rows: float, columns: float) -> bool:
+    """Whether `Product<rows, columns>` in decode_step.cu gives every warp as much."""
     patches = columns / 32
-    split = next((split for split in range(WARPS, 0, -1) if patches % split == 0), 0)
-    if not split or rows <= 0:
-        return False
-    octets = 8 * (WARPS // split)
-    return rows % octets == 0 and octets * pitch(columns) <= stage
-
-
-def pitch(columns: float) -> float:
-    """Bytes from row to row, in other banks."""
-    return columns * 2 if columns * 2 % 128 == 64 else columns * 2 + 64
+    split = next((split for split in (16, 8, 4, 2, 1) if patches % split == 0), 0)
+    return rows > 0 and split > 0 and rows * split % (16 * WARPS) == 0
 
 
 def layouts_of(shape: DecoderShape) -> list[tuple[int, int]]:
@@ -62,14 +54,13 @@ def is_even(shape: DecoderShape, cluster: int, clusters: int) -> bool:
         return False
     keys = max(queries // share, 1)
     units = shape.intermediate / clusters
-    stage = max(USUAL_STAGE, 8 * pitch(shape.hidden))
     products = (
         ((queries + 2 * keys) * shape.head_dim / cluster, shape.hidden),
         (shape.hidden / cluster, queries * shape.head_dim),
         (2 * units / cluster, shape.hidden),
         (shape.hidden / cluster, units),
     )
-    return queries + keys <= WARPS and all(divides(*product, stage) for product in products)
+    return queries + keys <= WARPS and all(divides(*product) for product in products)
 
 
 def shape_refused(shape: DecoderShape) -> str:
@@ -139,7 +130,7 @@ def fitting_library(shape: DecoderShape, device: torch.device) -> tuple[Any, int
     """The kernel compiled for the first layout whose clusters find room on a GPU at a time, and how many they are."""
     reasons = []
     for cluster, clusters in layouts_of(shape):
-        functions = library("decode_step.cu", "9.0a", **shape.constants(cluster, clusters))
+        functions = library("decode_step.cu", **shape.constants(cluster, clusters))
         try:
             call(functions.decode_step_fits, device)
         except RuntimeError as refused:
