@@ -71,3 +71,27 @@ def test_sums_are_seen(kernels):
         assert len(open_sums(choice.format(sum_of))) == 1
     for sum_of in ("fma.rn.f32 \t%r4, %r3, %r2, %r1;", "add.f32 \t%r4, %r1, %r2;", "add.rn.f32 \t%r4, %r3, %r1;"):
         assert not open_sums(choice.format(sum_of))
+
+
+ROPE = """
+import json, torch
+from triton.runtime.cache import get_cache_manager
+from tilestack.lab.explain import explain
+kernels = {report.digest: report.kernel for report in explain(["rope"], 90, [torch.float32], every_bench=False)}
+files = [get_cache_manager(digest).get_group(f"{kernel}.json")[f"{kernel}.ttir"] for digest, kernel in kernels.items()]
+print(json.dumps([open(path).read() for path in files]))
+"""
+
+
+def sums_of_two_products(ttir: str) -> list[str]:
+    products = set(re.findall(r"(%\S+) = arith\.mulf ", ttir))
+    sums = re.findall(r"arith\.(?:add|sub)f (%\S+), (%\S+) :", ttir)
+    return [" and ".join(operands) for operands in sums if products.issuperset(operands)]
+
+
+def test_a_turn_says_which_product_it_rounds(uninterpreted):
+    """As many tokens as a tile has decide how the compiler would."""
+    kernels = uninterpreted("-c", ROPE)
+    assert not [found for ttir in kernels for found in sums_of_two_products(ttir)]
+    assert kernels
+    assert all("math.fma" in ttir for ttir in kernels)

@@ -112,6 +112,19 @@ def test_pytorchs_product_of_fp8_gets_scales_that_lie_together(monkeypatch, lies
     assert torch.equal(seen["scale_a"][:, 0], x_scale)
 
 
+def test_pytorchs_product_of_fp8_gets_codes_on_16_bytes(monkeypatch):
+    """cuBLAS refuses others, as a slice of a larger tensor has them."""
+    seen = []
+    stand_in = lambda a, b, **_: seen.extend((a, b.T)) or torch.zeros(len(a), b.shape[1], dtype=torch.bfloat16)
+    monkeypatch.setattr(torch, "_scaled_mm", stand_in)
+    given = [fp8(1, rows * 16 + 1)[0, 1:].view(rows, 16) for rows in (32, 48)]
+    assert all(codes.data_ptr() % 16 for codes in given)
+    aten.linear_fp8(*given, torch.tensor(1.0), torch.tensor(1.0), None, "bfloat16")
+    for codes, handed in zip(given, seen, strict=True):
+        assert handed.data_ptr() % 16 == 0
+        assert torch.equal(handed.float(), codes.float())
+
+
 def test_float32_is_more_than_tensor_cores_add_up():
     on_gpu = [t.to("meta") for t in (fp8(3, 96), ones(40))]
     assert "too few for a result in float32" in rounds_to_halves(*on_gpu, "")

@@ -167,6 +167,7 @@ def spread_over_blocks(scale: Tensor, *sizes: int) -> Tensor:
             (5, 17, 33, "tensor", "bias"),
             (64, 64, 64, "tensor"),
             (70, 130, 48, "rows", "bias"),
+            (32, 48, 64, "rows", "bias"),
             (20, 24, 304),
             (20, 144, 304, "blocks", "bias"),
             (3, 16, 33, "blocks"),

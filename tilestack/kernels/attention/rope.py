@@ -149,9 +149,10 @@ def turn_block(x_ptr, weight_ptr, out_ptr, cos, sin, inside, eps,
         first, second, rest = first * rstd * a, second * rstd * b, rest * rstd * c
     if IN_PLACE:
         tl.debug_barrier()  # threads that share an element must all have read it
+    # Of two products a compiler rounds either, another one for more tokens to a tile; here it is said which.
+    turned_first, turned_second = tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin)
     store_heads(
-        out_ptr, first * cos - second * sin, second * cos + first * sin, rest, inside,
-        WHOLE, INTERLEAVED, DIM, PAIRS, WIDTH, REST,
+        out_ptr, turned_first, turned_second, rest, inside, WHOLE, INTERLEAVED, DIM, PAIRS, WIDTH, REST
     )  # fmt: skip
 
 
