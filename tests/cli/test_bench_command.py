@@ -23,7 +23,7 @@ def parts(monkeypatch, tmp_path, outside):
     monkeypatch.setattr(bench, "bench", kernels)
     monkeypatch.setattr(memory, "bench_memory", lambda *_: asked.append(("memory", True)) or {"rows": [], "machine": {"gpu": "", "cpu": "", "date": ""}, "roofs": {}})  # fmt: skip
 
-    monkeypatch.setattr(bench_host, "bench_host", lambda device: asked.append(("host", device)) or HOST_ROWS)
+    monkeypatch.setattr(bench_host, "bench_host", lambda device: asked.append(("host", device)) or [HOST_ROWS])
 
     def optimizers(kept, **_):
         asked.append(("optim", len(kept)))
@@ -78,3 +78,16 @@ def test_a_spent_budget_begins_nothing_more(parts, monkeypatch):
     monkeypatch.setattr("tilestack.cli.bench.Asked.seconds_left", lambda self: -1.0)
     assert run("all", "--budget", "1") == 0
     assert parts == [("kernels", True)]  # which looks at the budget itself
+
+
+def test_what_was_served_is_kept_when_the_next_fails(parts, monkeypatch):
+    row = dict(op="serve", case="batch 1", dtype="bfloat16", direction="decode", backend="tilestack", figure=1.0, unit="ms/step", seconds=1.0, roof=0.5)  # fmt: skip
+
+    def fails_later(*_):
+        yield row
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(bench_serve, "bench_serve", fails_later)
+    assert run("serve", "--save") != 0
+    (kept,) = results.load(results.path_of("cpu", "serve"))["rows"]
+    assert kept["case"] == "batch 1"

@@ -1,5 +1,8 @@
 """`bench serve`: workloads as they are described, bytes counted by hand, and a run of the engine on one of them."""
 
+import sys
+import time
+
 import pytest
 
 from tilestack import cli, models
@@ -80,3 +83,20 @@ def test_rows_are_shown_beside_the_best_other():
     )
     table = bench_serve.render([row("tilestack", 1.0), row("tilestack lookup", 0.5), row("vllm", 2.0)])
     assert list(table.columns[-1].cells) == ["2.00×", "4.00×", "0.25×"]
+
+
+def test_results_come_one_by_one_and_a_failure_is_told():
+    told = []
+    code = "print('RESULT {\"case\": 1}', flush=True); print('chatter'); raise SystemExit(3)"
+    rows = bench_serve.results_of([sys.executable, "-c", code], "ours", told.append)
+    assert list(rows) == [{"case": 1}]
+    assert told == ["ours ended with exit code 3 after 1 workloads"]
+
+
+def test_the_process_ends_with_whoever_listens():
+    code = "import time; print('RESULT {}', flush=True); time.sleep(60)"
+    rows = bench_serve.results_of([sys.executable, "-c", code], "ours", print)
+    began = time.monotonic()
+    assert next(rows) == {}
+    rows.close()
+    assert time.monotonic() - began < 30

@@ -260,14 +260,17 @@ def bench_host_time(asked: Asked) -> None:
 
     if asked.is_over():
         return
-    rows = bench_host.bench_host(asked.place.type)
+    rows = []
+    target = results.FOLDER / asked.stamp["slug"] / "sweeps" / "host.json"
+    for found in bench_host.bench_host(asked.place.type):
+        rows += found
+        if asked.save:  # at once: the next may fail
+            results.save(target, {"machine": asked.stamp, "roofs": {}, "rows": rows})
     write_json(asked.json, rows)
     if str(asked.json) != "-":
         console.print(bench_host.render(rows))
         console.print(bench_host.summary(rows))
     if asked.save:
-        target = results.FOLDER / asked.stamp["slug"] / "sweeps" / "host.json"
-        results.save(target, {"machine": asked.stamp, "roofs": {}, "rows": rows})
         console.print(f"saved in {target}")
 
 
@@ -353,13 +356,15 @@ def bench_serving(asked: Asked, model: str | None, candidates: list[str] | None,
 
     if asked.is_over():
         return
-    rows = bench_serve.bench_serve(asked.place.type, model, candidates, only, Console(stderr=True).print)
+    rows, target = [], asked.results_file("serve")
+    for row in bench_serve.bench_serve(asked.place.type, model, candidates, only, Console(stderr=True).print):
+        rows.append(row)
+        if asked.save:  # at once: the next may fail
+            results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), [row])
     write_json(asked.json, rows)
     if rows and str(asked.json) != "-":
         console.print(bench_serve.render(rows))
     if asked.save and rows:
-        target = asked.results_file("serve")
-        results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), rows)
         console.print(f"saved in {target}")
 
 

@@ -12,7 +12,7 @@ Each beside PyTorch's own function (`aten`), or the definition where there is no
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,13 +27,12 @@ CALLS, BATCHES, WARM = 20, 40, 3
 FEWEST, LONGEST = 3, 0.3  # batches, and seconds after which they suffice: a definition may take milliseconds
 
 
-def bench_host(device: str = "cuda", names: list[str] | None = None) -> list[dict[str, Any]]:
-    """A row for each operator, way of calling and backend: microseconds on the host, and those of the floor beside it."""
-    rows = []
+def bench_host(device: str = "cuda", names: list[str] | None = None) -> Iterator[list[dict[str, Any]]]:
+    """An operator's rows at a time, one for each way of calling and backend: microseconds on the host, and those of the floor
+    beside it."""
     for op in ops.operators():
         if op.outputs and not op.mutates and "triton" in op.implementations and (names is None or op.name in names):
-            rows += of_operator(op, device)
-    return rows
+            yield of_operator(op, device)
 
 
 def of_operator(op: Operator, device: str) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,11 @@ def bench_serve(
     candidates: list[str] | None = None,
     only: list[str] | None = None,
     tell: Callable[[str], Any] = print,
-) -> list[dict[str, Any]]:
-    """A row for each workload and candidate. Without a model: Qwen3-0.6B's shape with weights drawn at random on a GPU, and on
-    a CPU SmolLM2-135M, or where its package is not there a small shape."""
+) -> Iterator[dict[str, Any]]:
+    """A row for each workload and candidate, as it is measured. Without a model: Qwen3-0.6B's shape with weights drawn at
+    random on a GPU, and on a CPU SmolLM2-135M, or where its package is not there a small shape."""
     if wrong := [name for name in candidates or () if name not in CANDIDATES]:
         raise ValueError(f"no engine {', '.join(wrong)}; choose from {', '.join(CANDIDATES)}")
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "asked.json"
         model = model or (PACKAGED_MODEL if device == "cpu" and is_installed(PACKAGED[PACKAGED_MODEL][1]) else None)
@@ -88,22 +87,34 @@ def bench_serve(
             name = ", ".join(together)
             tell(f"{name} …")
             command = [sys.executable, "-m", "tilestack.lab.serve_candidates", str(config), *together]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-            found = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            if done.returncode:
-                tell(f"{name} ended with exit code {done.returncode} after {len(found)} workloads")
-            rows += found
-    return with_roofs(rows, device)
+            for row in results_of(command, name, tell):
+                tell(f"  {row['case']}, {row['backend']}: {row['figure']:,.2f} {row['unit']}")
+                yield with_roof(row, device)
 
 
-def with_roofs(rows: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
-    """The rows with the share of the memory's rate that their unavoidable bytes amount to, and the versions beside them."""
+def results_of(command: list[str], name: str, tell: Callable[[str], Any]) -> Iterator[dict[str, Any]]:
+    """What a process prints after RESULT, line by line; it ends with whoever listens, and where it fails that is told."""
+    found = 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if line.startswith("RESULT "):
+                    found += 1
+                    yield json.loads(line[7:])
+        except BaseException:
+            process.terminate()
+            raise
+        if code := process.wait():
+            tell(f"{name} ended with exit code {code} after {found} workloads")
+
+
+def with_roof(row: dict[str, Any], device: str) -> dict[str, Any]:
+    """The row with the share of the memory's rate that its unavoidable bytes amount to, and the versions beside it."""
     rate = measured(device).copy_tb_per_s * 1e12
-    stamp = machine.stamp(device)
-    for row in rows:
-        row["roof"] = round(row.pop("moved") / rate / row["seconds"], 4)
-        row["versions"] = stamp.get("versions", {})
-    return rows
+    row["roof"] = round(row.pop("moved") / rate / row["seconds"], 4)
+    row["versions"] = machine.stamp(device).get("versions", {})
+    return row
 
 
 def render(rows: list[dict[str, Any]]) -> Table:
