@@ -185,7 +185,7 @@ def test_fused_kernels_are_strict_where_pytorch_would_only_warn(monkeypatch, doc
     monkeypatch.setattr(attention_aten, "BLOCK", 8)
     Recorder.seen.clear()
     offsets = torch.tensor([0, 3, 8], dtype=torch.int32) if documents else None
-    leaves = [draw(1, 8, 2, 16, seed=seed).requires_grad_() for seed in range(3)]
+    leaves = [draw(1, 8, 2, 16, seed=seed).half().requires_grad_() for seed in range(3)]
     torch.use_deterministic_algorithms(asked[0], warn_only=asked[1])
     try:
         with backend(attention="aten"):

@@ -139,6 +139,8 @@ def attention(
         out = in_blocks(q, k, v, scale)
     else:
         mask = None if in_one_piece else attention_mask(q, k, cu_seqlens, causal, window)
+        if q.dtype not in HALVES:  # the plain one would round queries and keys, times the root of the scale each
+            q, scale = q * scale_or_usual(scale, q), 1.0
         fused = mask is None and has_flash(q, v)
         with trusted_kernels(q), in_one_order() if fused else nullcontext():
             out = F.scaled_dot_product_attention(
