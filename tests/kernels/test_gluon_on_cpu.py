@@ -21,12 +21,14 @@ SHAPES = {  # batch, queries, keys, heads, kv_heads, dim, causal
     "one": (1, 1, 1, 1, 1, 64, True),
     "rest": (1, 200, 200, 2, 1, 64, True),
     "whole tiles": (1, 384, 384, 1, 1, 64, True),
-    "full": (1, 256, 256, 1, 1, 64, False),
+    "full": (1, 256, 256, 2, 1, 64, False),
     "full and a rest": (2, 129, 129, 2, 1, 64, False),
     "more keys": (1, 100, 230, 4, 1, 64, True),
     "keys by whole tiles more": (1, 130, 386, 1, 1, 64, True),
     "all of a tile but its last key": (1, 130, 256, 1, 1, 64, True),
+    "a key more, seen by the last query of a tile": (1, 130, 131, 1, 1, 64, True),
     "fewer keys": (1, 170, 90, 2, 1, 64, False),
+    "groups of heads": (2, 70, 70, 6, 2, 64, True),
     "128": (1, 200, 200, 2, 1, 128, True),
     "128 and more keys": (1, 70, 300, 2, 1, 128, True),
     "128 and fewer keys": (1, 100, 70, 2, 2, 128, False),
@@ -50,10 +52,10 @@ def emulated(monkeypatch):
     torch.manual_seed(0)
 
 
-def inputs(batch, queries, keys, heads, kv_heads, dim, causal, times=1.0):
+def inputs(batch, queries, keys, heads, kv_heads, dim, causal, scale=None):
     shapes = (batch, queries, heads, dim), (batch, keys, kv_heads, dim), (batch, keys, kv_heads, dim)
     q, k, v = (torch.randn(shape).half() for shape in shapes)
-    return q * times, k, v, None, causal, None, None, None
+    return q, k, v, None, causal, None, scale, None
 
 
 def wide(arguments):
@@ -61,19 +63,19 @@ def wide(arguments):
 
 
 def check_forward(arguments, config):
-    q, k, v, _, causal, *_ = arguments
-    out, lse = attention_and_lse(q, k, v, causal, scale_or_usual(None, q), config)
+    q, k, v, _, causal, _, scale, _ = arguments
+    out, lse = attention_and_lse(q, k, v, causal, scale_or_usual(scale, q), config)
     reference, truth = ops.attention.definition(*arguments), ops.attention.definition(*wide(arguments))
     assert not (message := judge(out, reference, truth, own_error(reference, truth)).message), message
-    _, sums = ops.flex_attention(q.double(), k.double(), v.double(), causal=causal)
+    _, sums = ops.flex_attention(q.double(), k.double(), v.double(), causal=causal, scale=scale)
     torch.testing.assert_close(lse.double(), sums, rtol=1e-6, atol=1e-5)
     return out, lse
 
 
-def check_backward(arguments, out, lse):
-    q, k, v, _, causal, *_ = arguments
-    grad = torch.randn(out.shape).half()
-    found = attention_backward.gradients(grad, q, k, v, out, lse, causal, scale_or_usual(None, q))
+def check_backward(arguments, out, lse, lay=torch.clone):
+    q, k, v, _, causal, _, scale, _ = arguments
+    grad = lay(torch.randn(out.shape).half())
+    found = attention_backward.gradients(grad, q, k, v, lay(out), lse, causal, scale_or_usual(scale, q))
     expected, truths = (
         attention_gradient(arriving, *given, ops.attention.definition(*given))[:3]
         for arriving, given in ((grad, arguments), (grad.double(), wide(arguments)))
@@ -102,6 +104,35 @@ def test_in_whatever_order_things_happen(seed, monkeypatch):
     config = Forward(consumers=2 + seed % 2, ping_pong=seed % 4 < 2, persistent=True)
     arguments = inputs(1, 200, 200, 2, 1, 64, True)
     check_backward(arguments, *check_forward(arguments, config))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_another_scale(dim):
+    arguments = inputs(1, 70, 70, 1, 1, dim, True, 0.3)
+    check_backward(arguments, *check_forward(arguments, Forward()))
+
+
+def test_more_heads_than_share_the_cache(monkeypatch):
+    """Three, two at a time: a band that is full, and a rest."""
+    monkeypatch.setattr(attention_backward, "HEADS_AT_A_TIME", 2)
+    arguments = inputs(1, 150, 150, 3, 3, 64, True)
+    check_backward(arguments, *check_forward(arguments, Forward(heads_at_a_time=2)))
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: torch.cat([x, torch.full_like(x, torch.nan)], 2)[:, :, : x.shape[2]],
+        lambda x: torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0],
+        lambda x: torch.stack([x, torch.full_like(x, torch.nan)], 2)[:, :, 0],
+    ],
+    ids=["heads before tokens", "some of the heads", "every other element", "every other token"],
+)
+def test_what_lies_apart_in_memory(lay):
+    q, k, v, *rest = inputs(2, 70, 70, 4, 2, 64, False)
+    arguments = lay(q), lay(k), lay(v), *rest
+    check_backward(arguments, *check_forward(arguments, Forward()), lay)
 
 
 @pytest.mark.parametrize("shape", ["full and a rest", "rest", "128 and fewer keys"])
