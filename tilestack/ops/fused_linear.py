@@ -9,19 +9,21 @@ from tilestack.ops.activation_dropout import KINDS
 from tilestack.ops.autocast import lower_when_traced, lowered
 from tilestack.ops.gated import swiglu
 from tilestack.ops.matmul import linear, linear_case, multiply_adds, shapes_agree
-from tilestack.ops.random import dropped, kept, one_seed
+from tilestack.ops.random import dropped, kept, one_seed, random_words
 
 ACTIVATIONS = ("none", *KINDS)
 
 
 def fused_case(make, rows, columns, inner, parts):
-    """`parts` names what there is: bias, an activation, dropout, residual, joined by +."""
+    """`parts` names what there is: bias, an activation, dropout (at an `edge` of it), residual, joined by +."""
     named = parts.split("+")
     arguments = linear_case(make, rows, columns, inner, "bias" if "bias" in named else "plain")
     if "residual" in named:
         arguments |= dict(residual=make.normal(rows, columns))
     if "dropout" in named:
         arguments |= dict(seed=make.integers(low=-(2**62), high=2**62), p=0.25)
+    if "edge" in named:  # the first element's word is just the one below which elements are dropped
+        arguments |= dict(seed=make.integers(low=2, high=3), p=random_words(torch.tensor(2), 1).item() / 2**32)
     return arguments | dict(activation=next((name for name in named if name in ACTIVATIONS), "none"))
 
 
@@ -48,6 +50,8 @@ def parts_agree(
             (33, 40, 16, "silu+residual"),
             (70, 130, 40, "bias+gelu+dropout+residual"),
             (6, 20, 8, "squared_relu+dropout"),
+            (6, 20, 8, "edge"),
+            (530, 70, 8, "relu"),  # more than a band of tiles
             (9, 33, 16, "residual"),
             (20, 144, 72, "bias+gelu+residual"),
             (0, 8, 8, "bias+relu+residual"),

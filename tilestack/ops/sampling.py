@@ -124,7 +124,7 @@ def sample_takes(
             (2, 5000, "mixed"),
             (2, 9000, "none"),
             (8, 5000, "tail"),
-            (8, 200, "faint"),
+            (5, 200, "faint"),
             (1, 1, "all"),
             (0, 16, "all"),
         ],
