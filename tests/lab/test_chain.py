@@ -15,6 +15,11 @@ from tilestack.train.settings import RecipeError
 MACHINE = {"slug": "cpu", "gpu": "", "cpu": "a CPU", "torch": "2", "commit": "abc", "date": "2026-11-15T00:00:00Z"}
 
 
+@pytest.fixture(autouse=True)
+def known_commit(monkeypatch):
+    monkeypatch.setattr(chain.machine, "commit", lambda: "abc")
+
+
 class Pretended:
     """Leaves what a run would: two evaluations and a model of twelve weights; answers every other question right."""
 
@@ -27,7 +32,7 @@ class Pretended:
             numbers = [int(word.strip("?,.")) for word in command[1].split() if word.strip("?,.").isdigit()]
             return f"The answer is {max(numbers) if len(self.commands) % 2 else 0}.\n"
         folder = chain.Path(command[command.index("--folder") + 1])
-        (folder / "model").mkdir(parents=True)
+        (folder / "model").mkdir(parents=True, exist_ok=True)
         names = ("validation_loss", "bits_per_byte", "exact_answers", "validation_accuracy", "validation_reward")
         rows = [{"step": 1, "loss": 3.0}, {"step": 1} | dict.fromkeys(names, 2.0), {"step": 9, "loss": 1.0}, {"step": 9} | dict.fromkeys(names, 0.5)]  # fmt: skip
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -81,6 +86,25 @@ def test_recipes_of_alignment_all_begin_with_the_model_of_sft_and_fill_their_tab
     assert f"| `dpo dpo --set lora.rank=8 --set optimizer.lr=3e-3` | {judged}" in written
     assert "a CPU, torch 2, commit abc, 2026-11-15" in written
     assert "`tilestack chain --alignment --save` on the machine `h200`" in tables.table("alignment h200", tmp_path)
+
+
+def test_a_chain_goes_on_with_the_first_stage_that_is_not_as_it_was(tmp_path, monkeypatch):
+    def run_again(commit):
+        monkeypatch.setattr(chain.machine, "commit", lambda: commit)
+        run = Pretended()
+        finished, model = chain.run_stages(stages, tmp_path, run, lambda text: None, resume=True)
+        assert model == tmp_path / stages[-1].command / "model"
+        return [command[0] for command in run.commands], [stage.commit for stage in finished]
+
+    stages = [chain.Stage(name, name, ("validation_loss",)) for name in ("train", "sft", "grpo")]
+    assert run_again("a") == (["train", "sft", "grpo"], ["a"] * 3)
+    assert run_again("b") == ([], ["a"] * 3)
+    stages[1] = chain.Stage("sft", "sft", ("validation_loss",), ("run.steps=7",))
+    assert run_again("c") == (["sft", "grpo"], ["a", "c", "c"])  # the last starts from another model now
+    (tmp_path / "grpo.json").unlink()
+    assert run_again("d") == (["grpo"], ["a", "c", "d"])
+    kept = {"machine": MACHINE, "stages": [{"commit": name} for name in "accd"]}
+    assert tables.run_stamp(kept) == "a CPU, torch 2, commit a, c, d, 2026-11-15"
 
 
 def test_processor_time_is_that_of_the_commands_alone(tmp_path):

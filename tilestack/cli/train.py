@@ -171,6 +171,10 @@ def chain_command(
     alignment: Annotated[
         bool, typer.Option("--alignment", help="Instead, sft as it is, then grpo, dpo and kto, each from its model.")
     ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on where a chain in this folder was stopped, or where its recipes changed."),
+    ] = False,
     save: Annotated[bool, typer.Option("--save", help="Keep the figures in results/<machine>/recipes.")] = False,
     json_: JsonFile = None,
 ) -> None:
@@ -187,9 +191,9 @@ def chain_command(
     name = "alignment" if alignment else "chain"
     place = folder or Path("runs", name)
     if alignment:
-        found = chain.run_alignment(place, chain.run_tilestack, told)
+        found = chain.run_alignment(place, chain.run_tilestack, told, resume)
     else:
-        found = chain.run_chain(device, place, chain.run_tilestack, told)
+        found = chain.run_chain(device, place, chain.run_tilestack, told, resume)
     write_json(json_, found)
     if save:
         console.print(f"kept in {chain.save(results.FOLDER, machine.stamp(device), found, name)}", highlight=False)

@@ -9,7 +9,8 @@ The recipes of alignment, as they are, all start from the small model that sft m
 
     tilestack sft sft   →   tilestack grpo grpo, tilestack dpo dpo, the same with adapters, tilestack kto kto
 
-What they come to is kept in `results/<machine>/recipes/`, from which the tables in the documentation are made.
+What each came to is kept beside its folder, so that a chain that was stopped can go on with the stage it was at, and what
+all came to in `results/<machine>/recipes/`, from which the tables in the documentation are made.
 """
 
 import os
@@ -24,7 +25,7 @@ from typing import Any
 from safetensors import safe_open
 
 from tilestack.data import corpora
-from tilestack.lab import results
+from tilestack.lab import machine, results
 from tilestack.train import metrics
 
 QUESTIONS = 3
@@ -53,6 +54,7 @@ class Finished:
     parameters: int
     seconds: float
     processor_seconds: float  # which others on the machine change less
+    commit: str
     figures: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
@@ -90,23 +92,38 @@ def arguments(stage: Stage, folder: Path, start: Path | None) -> list[str]:
 
 
 def run_stages(
-    stages: Sequence[Stage], folder: Path, run: Run, say: Callable[[str], Any]
+    stages: Sequence[Stage], folder: Path, run: Run, say: Callable[[str], Any], resume: bool = False
 ) -> tuple[list[Finished], Path]:
-    """Run every stage in a folder of its own; what came of each, and where the last one's model is."""
+    """Run every stage in a folder of its own; what came of each, and where the last one's model is. To `resume` is to pass
+    over the first stages that an earlier call finished with the same commands."""
     finished: list[Finished] = []
     models: dict[str, Path] = {}
     last = ""
     for number, stage in enumerate(stages, 1):
         place = folder / (f"{number}-{stage.command}" if stage.command in models else stage.command)
-        command = arguments(stage, place, models.get(stage.after or last))
+        command, kept = arguments(stage, place, models.get(stage.after or last)), place.with_suffix(".json")
         say("tilestack " + " ".join(command))
-        began, used = time.perf_counter(), processor_seconds_of_children()
-        run(command)
-        took = time.perf_counter() - began, processor_seconds_of_children() - used
-        finished.append(what_came_of(stage, place, *took))
-        say(in_words(finished[-1]))
+        before = finished_before(kept, command) if resume else None
+        if before is None:
+            resume = False  # what follows starts from another model than before
+            kept.unlink(missing_ok=True)
+            began, used = time.perf_counter(), processor_seconds_of_children()
+            run(command)
+            took = time.perf_counter() - began, processor_seconds_of_children() - used
+            before = what_came_of(stage, place, *took)
+            results.save(kept, {"command": command, "finished": asdict(before)})
+        finished.append(before)
+        say(in_words(before))
         last, models[stage.command] = stage.command, place / "model"
     return finished, models[last]
+
+
+def finished_before(kept: Path, command: Sequence[str]) -> Finished | None:
+    """What came of a stage that this very command finished, as it was kept; None where it did not."""
+    if not kept.exists():
+        return None
+    found = results.read_json(kept)
+    return Finished(**found["finished"]) if found["command"] == list(command) else None
 
 
 def processor_seconds_of_children() -> float:
@@ -114,9 +131,9 @@ def processor_seconds_of_children() -> float:
     return times.children_user + times.children_system
 
 
-def run_chain(device: str, folder: Path, run: Run, say: Callable[[str], Any]) -> dict[str, Any]:
+def run_chain(device: str, folder: Path, run: Run, say: Callable[[str], Any], resume: bool = False) -> dict[str, Any]:
     """Run the chain, then ask the last model; the figures and answers as JSON can hold them."""
-    finished, model = run_stages(stages(device), folder, run, say)
+    finished, model = run_stages(stages(device), folder, run, say, resume)
     answers = []
     for task in corpora.arithmetic(QUESTIONS, SEED_OF_QUESTIONS, difficulty=2, kinds=["larger"]):
         answer = run(["generate", task.prompt, "--model", str(model), "--max-tokens", "24"]).strip()
@@ -125,9 +142,9 @@ def run_chain(device: str, folder: Path, run: Run, say: Callable[[str], Any]) ->
     return {"stages": [asdict(stage) for stage in finished], "answers": answers}
 
 
-def run_alignment(folder: Path, run: Run, say: Callable[[str], Any]) -> dict[str, Any]:
+def run_alignment(folder: Path, run: Run, say: Callable[[str], Any], resume: bool = False) -> dict[str, Any]:
     """Run the recipes of alignment; the figures as JSON can hold them."""
-    finished, _ = run_stages(alignment_stages(), folder, run, say)
+    finished, _ = run_stages(alignment_stages(), folder, run, say, resume)
     return {"stages": [asdict(stage) for stage in finished]}
 
 
@@ -135,7 +152,8 @@ def what_came_of(stage: Stage, folder: Path, seconds: float, processor_seconds: 
     curves = {name: metrics.curve(folder, name)[1] for name in stage.figures}
     figures = {name: (values[0], values[-1]) for name, values in curves.items() if values}
     steps, parameters = metrics.curve(folder, "loss")[0][-1], weights_in(folder / "model")
-    return Finished(stage.command, stage.recipe, stage.settings, steps, parameters, seconds, processor_seconds, figures)
+    made = stage.command, stage.recipe, stage.settings
+    return Finished(*made, steps, parameters, seconds, processor_seconds, machine.commit(), figures)
 
 
 def weights_in(folder: Path) -> int:
@@ -165,9 +183,9 @@ def path_of(folder: Path, slug: str, name: str = "chain") -> Path:
     return folder / slug / "recipes" / f"{name}.json"
 
 
-def save(folder: Path, machine: dict[str, Any], found: dict[str, Any], name: str = "chain") -> Path:
-    path = path_of(folder, machine["slug"], name)
-    results.save(path, {"machine": machine, **found})
+def save(folder: Path, stamp: dict[str, Any], found: dict[str, Any], name: str = "chain") -> Path:
+    path = path_of(folder, stamp["slug"], name)
+    results.save(path, {"machine": stamp, **found})
     return path
 
 

@@ -24,6 +24,7 @@ says "not measured yet".
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from tilestack.lab import chain, curves, memory, mutation_results, proved
 from tilestack.lab.bench_train import CANDIDATES
@@ -267,7 +268,7 @@ def recipes(folder: Path, slug: str) -> str:
     ]  # fmt: skip
     asked = "; ".join(f"“{each['prompt']}” “{each['answer']}” ({'right' if each['right'] else 'wrong'})" for each in kept["answers"])  # fmt: skip
     header = ["command", "first evaluation → last", "parameters", "steps", "all of it took"]
-    return f"{markdown(header, rows, left=2)}\n\n_Asked at the end: {asked}. {run_stamp(kept['machine'])}._"
+    return f"{markdown(header, rows, left=2)}\n\n_Asked at the end: {asked}. {run_stamp(kept)}._"
 
 
 def alignment(folder: Path, slug: str) -> str:
@@ -281,12 +282,14 @@ def alignment(folder: Path, slug: str) -> str:
         for stage in kept["stages"]
     ]  # fmt: skip
     header = ["command", "before → after, held out", "parameters", "steps", "processor time"]
-    return f"{markdown(header, rows, left=2)}\n\n_{run_stamp(kept['machine'])}._"
+    return f"{markdown(header, rows, left=2)}\n\n_{run_stamp(kept)}._"
 
 
-def run_stamp(machine: dict[str, str]) -> str:
-    """Where and with what recipes were run."""
-    return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, commit {machine['commit']}, {machine['date'][:10]}"
+def run_stamp(kept: dict[str, Any]) -> str:
+    """Where, with what and at which commits recipes were run."""
+    machine = kept["machine"]
+    commits = dict.fromkeys(stage.get("commit") or machine["commit"] for stage in kept["stages"])
+    return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, commit {', '.join(commits)}, {machine['date'][:10]}"
 
 
 def serving(folder: Path, slug: str) -> str:
