@@ -13,6 +13,7 @@ from tilestack.engine.cpu_weights import pack_for_cpu
 from tilestack.kernels.cpu import build
 from tilestack.kernels.cuda.build import BuildError
 from tilestack.models import PagedBatch, PagedCache
+from tilestack.ops.random import random_words
 
 IDS = torch.tensor([(37 * place) % 90 + 3 for place in range(40)])
 needs_compiler = pytest.mark.skipif(bool(build.missing_compiler()), reason="there is no C++ compiler")
@@ -133,6 +134,15 @@ def test_numbers_that_are_not_finite_stay_so():
     with torch.no_grad():
         decoder.layers[0].mlp.down.weight[3, 5] = torch.nan
     assert logits_in_steps(decoder, [3], torch.float32).isnan().all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("n", [1, 40, 1024, 1025, 4096, 4097, 9000])
+def test_noise_has_the_bits_of_the_definition(n):
+    decoder = fitting()
+    seeds = torch.tensor([0, 5, -(2**63), 2**63 - 1, 2**32, -1])
+    found = CPUStep(decoder, PagedCache(decoder.config, 2, 4)).random_words(seeds, n)
+    assert torch.equal(found, random_words(seeds, n).float())
 
 
 def served(decoder, **settings):

@@ -84,3 +84,7 @@ class CPUStep:
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's scores [D, V], in float32."""
         return self.step.logits(hidden)
+
+    def random_words(self, seeds: Tensor, n: int) -> Tensor:
+        """The noise of n tokens for each of seeds [D], in float32."""
+        return self.step.random_words(seeds, n)

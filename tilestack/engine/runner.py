@@ -28,6 +28,7 @@ from tilestack.engine.sampling import Draws, SamplingRows, told_of
 from tilestack.engine.scheduler import Part, Plan
 from tilestack.engine.sequence import Sequence
 from tilestack.models import Decoder, PagedBatch, PagedCache, invariant
+from tilestack.ops.random import random_words
 
 if TYPE_CHECKING:
     from tilestack.engine.cpu_step import CPUStep
@@ -90,7 +91,8 @@ class Runner:
         self.device = decoder.embedding.weight.device
         self.tables = torch.zeros(rows + 1, -(-context // cache.page), dtype=torch.int64, device=self.device)
         self.last_ids = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
-        self.sampling = SamplingRows(rows, decoder.config.vocabulary, self.device)
+        words = random_words if step is None else step.random_words
+        self.sampling = SamplingRows(rows, decoder.config.vocabulary, self.device, words)
         self.synced = [(0, 0)] * rows  # of each row, the admission that it is of, and how many of its pages it knows
         self.graph_memory: Any = None  # which all graphs share, since one runs at a time
         self.swapped: dict[Sequence, list[Tensor]] = {}

@@ -5,6 +5,7 @@ whatever is served beside it, and drawing at several places at once, as speculat
 one by one.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy
@@ -16,6 +17,8 @@ from tilestack.engine.scheduler import Part
 from tilestack.engine.sequence import Sequence
 from tilestack.ops.random import random_words
 from tilestack.ops.sampling import exponential
+
+Words = Callable[[Tensor, int], Tensor]  # so many random words for each seed, as `random_words` gives them
 
 
 @dataclass
@@ -34,8 +37,8 @@ class Draws:
 class SamplingRows:
     """The settings of sequences that run, as tensors on the device, a row each; a row more is for what is padding."""
 
-    def __init__(self, rows: int, vocabulary: int, device: torch.device):
-        self.vocabulary, self.device = vocabulary, device
+    def __init__(self, rows: int, vocabulary: int, device: torch.device, words: Words = random_words):
+        self.vocabulary, self.device, self.words = vocabulary, device, words
         table = lambda dtype: torch.zeros(rows + 1, dtype=dtype, device=device)
         self.temperature, self.top_p, self.min_p = table(torch.float32), table(torch.float32), table(torch.float32)
         self.top_k = table(torch.int32)
@@ -88,7 +91,7 @@ class SamplingRows:
     def sampled(self, logits: Tensor, seeds: Tensor, sequences: list[Sequence], rows: Tensor) -> Tensor:
         """Tokens [D] by `ops.sample`; a CPU need not sort the vocabulary where nobody asked for the likeliest alone."""
         if self.device.type == "cpu" and not any(sequence.params.filters for sequence in sequences):
-            return sample_unfiltered(logits, seeds, self.temperature[rows])
+            return sample_unfiltered(logits, seeds, self.temperature[rows], self.words)
         settings = self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows]
         return ops.sample(logits, seeds, *settings)
 
@@ -133,11 +136,11 @@ def told_of(logprobs: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor,
     return logprobs.gather(1, tokens[:, None].long())[:, 0], ids, values
 
 
-def sample_unfiltered(logits: Tensor, seeds: Tensor, temperature: Tensor) -> Tensor:
+def sample_unfiltered(logits: Tensor, seeds: Tensor, temperature: Tensor, words: Words = random_words) -> Tensor:
     """What `ops.sample` draws with top_k 0, top_p 1 and min_p 0."""
     top = torch.where(logits.isnan(), torch.inf, logits).amax(1, keepdim=True)
     greedy = temperature[:, None] <= 0
     scaled = (logits - top) / torch.where(greedy, 1.0, temperature[:, None])
-    noise = -torch.log(exponential(random_words(seeds, logits.shape[1]), logits.dtype))
+    noise = -torch.log(exponential(words(seeds, logits.shape[1]), logits.dtype))
     score = torch.where(greedy, scaled, scaled + noise)
     return torch.where(top[:, 0].isfinite(), score.argmax(1), -1)

@@ -127,3 +127,9 @@ class DecodeStep:
         sizes = tokens, columns, count, torch.get_num_threads()
         self.functions.decode_head(*map(pointer, addresses), *map(integer, sizes))
         return logits
+
+    def random_words(self, seeds: Tensor, n: int) -> Tensor:
+        """What `ops.random.random_words` gives for seeds [D], rounded to float32."""
+        words = torch.empty(len(seeds), n)
+        self.functions.random_words(*map(pointer, (seeds.data_ptr(), words.data_ptr())), *map(integer, words.shape))
+        return words

@@ -1,12 +1,9 @@
-// A step of many tokens, such as a prompt: matrix products, by instructions that add products of pairs of bfloat16 to float32.
+// A step of many tokens, such as a prompt: matrix products, on CPUs that have instructions for bfloat16 (panels.h).
 //
-//   panel   16 rows of a matrix, turned so that a register holds a pair of columns of each: [columns / 2][16 rows][2]
-//   tile    8 tokens × 2 panels of sums in registers; for a pair of columns, 2 panels are read and 8 pairs spread out
-//
-// A thread turns two panels at a time, which all tokens meet while they are in its cache. Attention is made of the same tiles:
-// keys are the rows of a panel, then values its columns, 64 tokens at a time for a block of queries that share them, with the
-// likelihoods scaled down as larger scores come up. What meets a matrix is rounded to bfloat16, likelihoods too; the residual
-// stream, norms and sums are float32.
+// A thread turns two panels of weights at a time, which all tokens meet while they are in its cache. Attention is made of the
+// same tiles: keys are the rows of a panel, then values its columns, 64 tokens at a time for a block of queries that share
+// them, with the likelihoods scaled down as larger scores come up. What meets a matrix is rounded to bfloat16, likelihoods
+// too; the residual stream, norms and sums are float32.
 
 #pragma once
 
@@ -16,6 +13,7 @@
 #include <vector>
 
 #include "few_tokens.h"
+#include "panels.h"
 
 #ifdef __AVX512BF16__
 
@@ -23,101 +21,9 @@ namespace {
 
 constexpr bool MANY_TOKENS = std::is_same_v<Plain, BFloat16>;
 
-constexpr int64_t TILE = 8;      // tokens
 constexpr int64_t KEYS = 64;     // that a block of queries meets at a time
 constexpr int64_t QUERIES = 64;  // of a block: its tokens times the heads that share keys
 constexpr int64_t NORMS = 4;     // tokens whose norms a thread makes at a time
-
-typedef __m512i Pairs;  // of bfloat16, 16 of them
-
-inline void store(BFloat16* at, Vector values) {
-    _mm256_storeu_si256((__m256i*)at, (__m256i)_mm512_cvtneps_pbh((__m512)values));
-}
-
-inline Vector add_products(Vector sums, Pairs one, Pairs other) {
-    return (Vector)_mm512_dpbf16_ps((__m512)sums, (__m512bh)one, (__m512bh)other);
-}
-
-// Up to 32 numbers of a row, of which there are a multiple of 16; zeros behind them.
-inline Pairs pairs_of(const BFloat16* at, int64_t count) {
-    return _mm512_maskz_loadu_epi16(count < 2 * LANES ? 0xffff : 0xffffffff, at);
-}
-template <class Number>
-inline Pairs pairs_of(const Number* at, int64_t count) {
-    const Vector second = count < 2 * LANES ? Vector{} : load(at + LANES);
-    return (Pairs)_mm512_cvtne2ps_pbh((__m512)second, (__m512)load(at));
-}
-
-// 16 rows of 16 words become its columns.
-inline void transpose(const Pairs (&rows)[LANES], Pairs* columns) {
-    Pairs two[LANES], four[LANES];
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES; i += 2) {
-        two[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-        two[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < LANES; i += 4) {  // then four[i + j] has column j of every quarter, of rows i … i + 3
-        four[i] = _mm512_unpacklo_epi64(two[i], two[i + 2]);
-        four[i + 1] = _mm512_unpackhi_epi64(two[i], two[i + 2]);
-        four[i + 2] = _mm512_unpacklo_epi64(two[i + 1], two[i + 3]);
-        four[i + 3] = _mm512_unpackhi_epi64(two[i + 1], two[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-        const Pairs even = _mm512_shuffle_i32x4(four[j], four[4 + j], 0x88), odd = _mm512_shuffle_i32x4(four[j], four[4 + j], 0xdd);
-        const Pairs more_even = _mm512_shuffle_i32x4(four[8 + j], four[12 + j], 0x88),
-                    more_odd = _mm512_shuffle_i32x4(four[8 + j], four[12 + j], 0xdd);
-        columns[j] = _mm512_shuffle_i32x4(even, more_even, 0x88);
-        columns[4 + j] = _mm512_shuffle_i32x4(odd, more_odd, 0x88);
-        columns[8 + j] = _mm512_shuffle_i32x4(even, more_even, 0xdd);
-        columns[12 + j] = _mm512_shuffle_i32x4(odd, more_odd, 0xdd);
-    }
-}
-
-// The panel of 16 rows, row(0) … row(15).
-template <class Row>
-inline void turn_rows(Pairs* panel, int64_t columns, Row row) {
-    for (int64_t k = 0; k < columns; k += 2 * LANES) {
-        Pairs rows[LANES];
-#pragma GCC unroll 16
-        for (int r = 0; r < LANES; r++) rows[r] = pairs_of(row(r) + k, columns - k);
-        transpose(rows, panel + k / 2);
-    }
-}
-
-// emit(token, sums of panel one, of panel two) for tokens x, `stride` numbers apart.
-template <int tokens, class Emit>
-inline void tile(const Pairs* one, const Pairs* two, int64_t pairs, const BFloat16* x, int64_t stride, Emit emit) {
-    Vector sums[tokens][2] = {};
-    for (int64_t pair = 0; pair < pairs; pair++) {
-        const Pairs first = one[pair], second = two[pair];
-#pragma GCC unroll 8
-        for (int t = 0; t < tokens; t++) {
-            int32_t both;
-            memcpy(&both, x + t * stride + 2 * pair, sizeof both);
-            const Pairs spread = _mm512_set1_epi32(both);
-            sums[t][0] = add_products(sums[t][0], first, spread);
-            sums[t][1] = add_products(sums[t][1], second, spread);
-        }
-    }
-#pragma GCC unroll 8
-    for (int t = 0; t < tokens; t++) emit(t, sums[t][0], sums[t][1]);
-}
-
-template <class Emit>
-inline void tiles(const Pairs* one, const Pairs* two, int64_t pairs, const BFloat16* x, int64_t stride, int64_t tokens, Emit emit) {
-    int64_t token = 0;
-    auto some = [&](auto size) {
-        for (; token + size <= tokens; token += size)
-            tile<size>(one, two, pairs, x + token * stride, stride,
-                       [&](int t, Vector first, Vector second) { emit(token + t, first, second); });
-    };
-    some(std::integral_constant<int, TILE>());
-    some(std::integral_constant<int, TILE / 2>());
-    some(std::integral_constant<int, TILE / 4>());
-    some(std::integral_constant<int, 1>());
-}
 
 // What one thread works in.
 struct Room {
@@ -214,7 +120,8 @@ void see_together(const Step& step, const Kept& kept, Block block, int64_t kv_he
             for (int64_t v = 0; v < KEYS / LANES; v++) {
                 const int64_t lanes = std::clamp<int64_t>(seen - v * LANES, 0, LANES);
                 const __mmask16 mask = (1u << lanes) - 1;
-                score[v] = (Vector)_mm512_mask_loadu_ps((__m512)(Vector{} - INFINITY), mask, room.scores + row * KEYS + v * LANES);
+                const float* at = room.scores + row * KEYS + v * LANES;
+                score[v] = (Vector)_mm512_mask_loadu_ps((__m512)(Vector{} - INFINITY), mask, at);
                 top = score[v] > top ? score[v] : top;
             }
             const float most = std::max(room.most[row], _mm512_reduce_max_ps((__m512)top));
@@ -271,11 +178,12 @@ void run_many(const Step& step) {
         auto multiply = [&](Matrix matrix, int64_t rows, int64_t columns, const BFloat16* x, float* out, bool adds) {
             team.share(rows, 2 * LANES, [&](int64_t one, int64_t) {
                 const int64_t two = one + LANES;
-                product_of_many(matrix, one, two, rows, columns, x, tokens, room, [&](int64_t token, Vector first, Vector second) {
+                auto emit = [&](int64_t token, Vector first, Vector second) {
                     float* at = out + token * rows;
                     store(at + one, adds ? load(at + one) + first : first);
                     if (two < rows) store(at + two, adds ? load(at + two) + second : second);
-                });
+                };
+                product_of_many(matrix, one, two, rows, columns, x, tokens, room, emit);
             });
         };
         for (int64_t number = 0; number < step.count; number++) {
@@ -320,10 +228,11 @@ void head_of_many(Matrix head, const float* x, float* logits, int64_t tokens, in
         team.share(count, 2 * LANES, [&](int64_t one, int64_t) {
             const int64_t two = one + LANES;
             auto lanes = [&](int64_t row) { return (__mmask16)((1u << std::clamp<int64_t>(count - row, 0, LANES)) - 1); };
-            product_of_many(head, one, two, count, columns, narrow.data(), tokens, room, [&](int64_t token, Vector first, Vector second) {
+            auto emit = [&](int64_t token, Vector first, Vector second) {
                 _mm512_mask_storeu_ps(logits + token * count + one, lanes(one), (__m512)first);
                 _mm512_mask_storeu_ps(logits + token * count + two, lanes(two), (__m512)second);
-            });
+            };
+            product_of_many(head, one, two, count, columns, narrow.data(), tokens, room, emit);
         });
     });
 }

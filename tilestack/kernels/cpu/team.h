@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -14,10 +15,10 @@
 namespace {
 
 constexpr int MOST_THREADS = 256;
-// How long a thread that waits stays awake: longer than a piece of work takes, since to wake takes longer than that; and no
-// longer, since where other processes want the CPU it may wait for a thread that had to give way. (OpenMP's wait for
-// milliseconds.)
-constexpr std::chrono::microseconds AWAKE{50};
+// How long a thread that waits stays awake: longer than a piece of work takes, since to fall asleep and wake takes longer
+// than that. Where other processes want the CPU, whom it waits for may have had to give way, and to stay awake takes the CPU
+// from that thread too; so after each wait that was too long the next is given up sooner.
+constexpr std::chrono::nanoseconds LONGEST_AWAKE{50'000}, SHORTEST_AWAKE{2'000};
 
 inline void pause_spinning() {
 #if defined(__x86_64__)
@@ -36,9 +37,16 @@ class Team {
     std::mutex busy;
 
     static void wait_while(std::atomic<uint32_t>& number, uint32_t is) {
-        for (auto ends = std::chrono::steady_clock::now() + AWAKE; std::chrono::steady_clock::now() < ends;)
+        thread_local auto awake = LONGEST_AWAKE;
+        const auto ends = std::chrono::steady_clock::now() + awake;
+        do {
             for (int tries = 0; tries < 16; tries++, pause_spinning())
-                if (number.load() != is) return;
+                if (number.load() != is) {
+                    awake = std::min(2 * awake, LONGEST_AWAKE);
+                    return;
+                }
+        } while (std::chrono::steady_clock::now() < ends);
+        awake = std::max(awake / 2, SHORTEST_AWAKE);
         number.wait(is);  // asleep
     }
 

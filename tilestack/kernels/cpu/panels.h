@@ -1,0 +1,113 @@
+// Products of bfloat16, by instructions that add products of pairs to float32.
+//
+//   panel   16 rows of a matrix, turned so that a register holds a pair of columns of each: [columns / 2][16 rows][2]
+//   tile    8 tokens × 2 panels of sums in registers; for a pair of columns, 2 panels are read and 8 pairs spread out
+
+#pragma once
+
+#include <type_traits>
+
+#include "vectors.h"
+
+#ifdef __AVX512BF16__
+
+namespace {
+
+constexpr int64_t TILE = 8;  // tokens
+
+typedef __m512i Pairs;  // of bfloat16, 16 of them
+
+inline void store(BFloat16* at, Vector values) {
+    _mm256_storeu_si256((__m256i*)at, (__m256i)_mm512_cvtneps_pbh((__m512)values));
+}
+
+inline Vector add_products(Vector sums, Pairs one, Pairs other) {
+    return (Vector)_mm512_dpbf16_ps((__m512)sums, (__m512bh)one, (__m512bh)other);
+}
+
+// Up to 32 numbers of a row, of which there are a multiple of 16; zeros behind them.
+inline Pairs pairs_of(const BFloat16* at, int64_t count) {
+    return _mm512_maskz_loadu_epi16(count < 2 * LANES ? 0xffff : 0xffffffff, at);
+}
+template <class Number>
+inline Pairs pairs_of(const Number* at, int64_t count) {
+    const Vector second = count < 2 * LANES ? Vector{} : load(at + LANES);
+    return (Pairs)_mm512_cvtne2ps_pbh((__m512)second, (__m512)load(at));
+}
+
+// 16 rows of 16 words become its columns.
+inline void transpose(const Pairs (&rows)[LANES], Pairs* columns) {
+    Pairs two[LANES], four[LANES];
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES; i += 2) {
+        two[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        two[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += 4) {  // then four[i + j] has column j of every quarter, of rows i … i + 3
+        four[i] = _mm512_unpacklo_epi64(two[i], two[i + 2]);
+        four[i + 1] = _mm512_unpackhi_epi64(two[i], two[i + 2]);
+        four[i + 2] = _mm512_unpacklo_epi64(two[i + 1], two[i + 3]);
+        four[i + 3] = _mm512_unpackhi_epi64(two[i + 1], two[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        const Pairs even = _mm512_shuffle_i32x4(four[j], four[4 + j], 0x88);
+        const Pairs odd = _mm512_shuffle_i32x4(four[j], four[4 + j], 0xdd);
+        const Pairs more_even = _mm512_shuffle_i32x4(four[8 + j], four[12 + j], 0x88);
+        const Pairs more_odd = _mm512_shuffle_i32x4(four[8 + j], four[12 + j], 0xdd);
+        columns[j] = _mm512_shuffle_i32x4(even, more_even, 0x88);
+        columns[4 + j] = _mm512_shuffle_i32x4(odd, more_odd, 0x88);
+        columns[8 + j] = _mm512_shuffle_i32x4(even, more_even, 0xdd);
+        columns[12 + j] = _mm512_shuffle_i32x4(odd, more_odd, 0xdd);
+    }
+}
+
+// The panel of 16 rows, row(0) … row(15).
+template <class Row>
+inline void turn_rows(Pairs* panel, int64_t columns, Row row) {
+    for (int64_t k = 0; k < columns; k += 2 * LANES) {
+        Pairs rows[LANES];
+#pragma GCC unroll 16
+        for (int r = 0; r < LANES; r++) rows[r] = pairs_of(row(r) + k, columns - k);
+        transpose(rows, panel + k / 2);
+    }
+}
+
+// emit(token, sums of panel one, sums of panel two) for tokens x, `stride` numbers apart.
+template <int tokens, class Emit>
+inline void tile(const Pairs* one, const Pairs* two, int64_t pairs, const BFloat16* x, int64_t stride, Emit emit) {
+    Vector sums[tokens][2] = {};
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        const Pairs first = one[pair], second = two[pair];
+#pragma GCC unroll 8
+        for (int t = 0; t < tokens; t++) {
+            int32_t both;
+            memcpy(&both, x + t * stride + 2 * pair, sizeof both);
+            const Pairs spread = _mm512_set1_epi32(both);
+            sums[t][0] = add_products(sums[t][0], first, spread);
+            sums[t][1] = add_products(sums[t][1], second, spread);
+        }
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < tokens; t++) emit(t, sums[t][0], sums[t][1]);
+}
+
+template <class Emit>
+inline void tiles(const Pairs* one, const Pairs* two, int64_t pairs, const BFloat16* x, int64_t stride, int64_t tokens,
+                  Emit emit) {
+    int64_t token = 0;
+    auto some = [&](auto size) {
+        for (; token + size <= tokens; token += size)
+            tile<size>(one, two, pairs, x + token * stride, stride,
+                       [&](int t, Vector first, Vector second) { emit(token + t, first, second); });
+    };
+    some(std::integral_constant<int, TILE>());
+    some(std::integral_constant<int, TILE / 2>());
+    some(std::integral_constant<int, TILE / 4>());
+    some(std::integral_constant<int, 1>());
+}
+
+}  // namespace
+
+#endif
