@@ -198,7 +198,7 @@ class Suite:
         return replace(self.against(others, mutant), claims=len(first) + len(others))
 
     def other_claims(self, looks: Sequence[FirstLook]) -> list[Claim]:
-        """Variants and dtypes of the cases of some first looks, each kind in turn, for about as long as is given."""
+        """Variants, configurations and dtypes of the cases of some first looks, each kind in turn, for about as long as is given."""
         costs = {(look.claim.operator.name, look.claim.implementation.backend, look.claim.case.name, look.claim.direction): look.seconds for look in looks}  # fmt: skip
         drawn = []
         for operator in self.operators:
@@ -209,7 +209,9 @@ class Suite:
                     drawn.append((claim, cost))
         random.Random(self.seed).shuffle(drawn)
         found, left = [], self.seconds
-        for claim, cost in alternating(drawn, lambda priced: (priced[0].variant, priced[0].direction)):
+        for claim, cost in alternating(
+            drawn, lambda priced: (priced[0].variant, priced[0].config, priced[0].direction)
+        ):
             left -= cost
             if left < 0:
                 break
