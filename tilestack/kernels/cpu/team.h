@@ -18,7 +18,7 @@ constexpr int MOST_THREADS = 256;
 // How long a thread that waits stays awake: longer than a piece of work takes, since to fall asleep and wake takes longer
 // than that. Where other processes want the CPU, whom it waits for may have had to give way, and to stay awake takes the CPU
 // from that thread too; so after each wait that was too long the next is given up sooner.
-constexpr std::chrono::nanoseconds LONGEST_AWAKE{50'000}, SHORTEST_AWAKE{2'000};
+constexpr std::chrono::nanoseconds LONGEST_AWAKE{50'000}, SHORTEST_AWAKE{4'000};
 
 inline void pause_spinning() {
 #if defined(__x86_64__)
