@@ -9,6 +9,7 @@ import triton.language as tl
 
 from tilestack import contract, ops
 from tilestack.contract.launch import launch
+from tilestack.lab import memory_guards
 from tilestack.lab.verify import WITHOUT_EXTRAS, Claim, claims, prove
 
 CPU = torch.device("cpu")
@@ -281,3 +282,14 @@ def test_a_backward_that_gets_no_extras_is_proved_too(factor):
     )(torch.relu)
     refuted = wrong(proofs_of(ops.relu, "handing", ["33"]))
     assert {proof.variant for proof in refuted} == ({WITHOUT_EXTRAS} if factor > 1 else set())
+
+
+def test_guards_of_bools_are_compared_as_they_lie():
+    """An uninitialised bool is any byte, and a copy of it may be another that is as true."""
+    guarded = memory_guards.GuardedMemory()
+    with guarded:
+        for _ in range(50):
+            dirty = torch.randint(2, 256, (4096,), dtype=torch.uint8)
+            del dirty
+            torch.zeros(4, 12, dtype=torch.bool).clone()
+    guarded.check()

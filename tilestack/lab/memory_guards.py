@@ -111,7 +111,10 @@ class GuardedMemory(TorchDispatchMode):
         if not (filled or func in ALLOCATIONS) or not out.numel() or out.device.type != "cpu":
             return out
         memory = torch.empty(GUARD + reach_of(out) + GUARD, dtype=out.dtype)
-        for guard in (memory[:GUARD], memory[-GUARD:]):
+        for guard in (
+            memory[:GUARD].view(torch.uint8),
+            memory[-GUARD:].view(torch.uint8),
+        ):  # a bool's copy may be tidied
             self.guards.append((guard, guard.clone()))
             self.spans.append((guard.data_ptr(), guard.data_ptr() + guard.nbytes))
         placed = memory.as_strided(out.shape, out.stride(), GUARD)
@@ -120,5 +123,5 @@ class GuardedMemory(TorchDispatchMode):
         return placed.zero_() if self.zeros else placed
 
     def check(self) -> None:
-        if not all(torch.equal(guard.view(torch.uint8), before.view(torch.uint8)) for guard, before in self.guards):
+        if not all(torch.equal(guard, before) for guard, before in self.guards):
             raise WrittenOutside("it writes before or beyond the memory that it allocated")
