@@ -209,3 +209,22 @@ def test_a_changed_header_is_compiled_anew(monkeypatch, tmp_path):
     for answer in (41, 42):
         (tmp_path / "answer.h").write_text(f"#define ANSWER {answer}")
         assert build.library.__wrapped__("answer.cpp").answer() == answer
+
+
+@needs_compiler
+def test_pytorch_wakes_no_thread_beside_a_step_of_few_tokens(monkeypatch):
+    before, threads = torch.get_num_threads(), []
+    hidden = CPUStep.hidden
+    monkeypatch.setattr(
+        CPUStep,
+        "hidden",
+        lambda self, ids, batch: threads.append((len(ids), torch.get_num_threads())) or hidden(self, ids, batch),
+    )
+    torch.set_num_threads(2)
+    try:
+        served(fitting())
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    few = [number for tokens, number in threads if tokens <= 16]
+    assert set(few) == {1}

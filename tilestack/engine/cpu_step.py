@@ -6,6 +6,8 @@ prompt. Steps of many tokens are left to the operators on CPUs that have no inst
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,6 +21,20 @@ from tilestack.models import Decoder, PagedBatch, PagedCache
 from tilestack.nn.mlp import is_untouched
 
 log = logging.getLogger(__name__)
+
+FEW = 16  # tokens of a step, beside which what PyTorch does is little
+
+
+@contextmanager
+def torch_on_one_thread() -> Iterator[None]:
+    """Inside, PyTorch wakes no other thread: after each operator these stay awake for milliseconds, waiting for the next, and
+    take the CPU from those of the step, which then takes twice as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def cpu_step(decoder: Decoder, cache: PagedCache) -> "CPUStep | None":

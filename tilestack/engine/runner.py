@@ -12,6 +12,7 @@ Shapes: T tokens of the step, S sequences in it, D tokens drawn, R rows, V vocab
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from tilestack.engine.adapters import ServedAdapters
 from tilestack.engine.captured import CapturedSteps
+from tilestack.engine.cpu_step import FEW, torch_on_one_thread
 from tilestack.engine.decoding import DecodingSteps
 from tilestack.engine.outputs import TokenLogprob
 from tilestack.engine.reading import ReadingSteps
@@ -103,6 +105,11 @@ class Runner:
     @torch.no_grad()
     def launch(self, parts: list[Part]) -> Step:
         """Begin a step; nothing here waits for the device."""
+        few = self.step is not None and sum(map(len_of, parts)) <= FEW
+        with torch_on_one_thread() if few else nullcontext():
+            return self.begin(parts)
+
+    def begin(self, parts: list[Part]) -> Step:
         self.sync_rows([part.sequence for part in parts])
         if self.draft is None and (kind := next((each for each in self.captured if each.take(parts)), None)):
             return Step(parts, self.to_host(kind.launch(parts)), self.record())

@@ -82,6 +82,7 @@ class DecodeStep:
         scale: float,
     ):
         self.kept = layers, norm, keys, values
+        self.threads = torch.get_num_threads()
         self.head, self.hidden, self.intermediate = head, len(norm), intermediate
         self.functions = library("decode_step.cpp", WEIGHT=WEIGHTS[head.rows.dtype], PLAIN=PLAIN[keys.dtype])
         self.functions.most_tokens.restype = integer
@@ -102,7 +103,7 @@ class DecodeStep:
         `positions`, `slots` and `sequences` [T] say where a token stands, where its keys are to lie, and which row of
         `tables` [S, blocks] has the pages that it sees. Integers are int64; `cos` and `sin` are [positions, dim / 2].
         """
-        x, threads = x.to(torch.float32, copy=True).contiguous(), torch.get_num_threads()
+        x, threads = x.to(torch.float32, copy=True).contiguous(), self.threads
         tokens, longest = len(x), tables.shape[1] * self.arguments["page"] + LANES
         room = lambda *shape: torch.empty(shape)
         memory = dict(
@@ -124,7 +125,7 @@ class DecodeStep:
         (count, columns), tokens = self.head.rows.shape, len(hidden)
         logits = torch.empty(tokens, count)
         addresses = *self.head.addresses, hidden.data_ptr(), logits.data_ptr()
-        sizes = tokens, columns, count, torch.get_num_threads()
+        sizes = tokens, columns, count, self.threads
         self.functions.decode_head(*map(pointer, addresses), *map(integer, sizes))
         return logits
 
