@@ -15,14 +15,14 @@ from collections.abc import Sequence as List
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilestack.engine.adapters import ServedAdapters
 from tilestack.engine.captured import CapturedSteps
-from tilestack.engine.cpu_step import FEW, torch_on_one_thread
+from tilestack.engine.cpu_step import FEW, CPUStep, torch_on_one_thread
 from tilestack.engine.decoding import DecodingSteps
 from tilestack.engine.outputs import TokenLogprob
 from tilestack.engine.reading import ReadingSteps
@@ -31,9 +31,6 @@ from tilestack.engine.scheduler import Part, Plan
 from tilestack.engine.sequence import Sequence
 from tilestack.models import Decoder, PagedBatch, PagedCache, invariant
 from tilestack.ops.random import random_words
-
-if TYPE_CHECKING:
-    from tilestack.engine.cpu_step import CPUStep
 
 PROMPT_ROWS = 256  # prompt tokens whose logits are there at a time, when their log-probabilities are asked for
 
@@ -84,7 +81,7 @@ class Runner:
         draft: tuple[Decoder, PagedCache] | None = None,
         graphs: bool = False,
         persistent: bool = False,
-        step: "CPUStep | None" = None,
+        step: CPUStep | None = None,
         batch_invariant: bool = False,
     ):
         self.batch_invariant = batch_invariant
@@ -104,7 +101,7 @@ class Runner:
 
     @torch.no_grad()
     def launch(self, parts: list[Part]) -> Step:
-        """Begin a step; nothing here waits for the device."""
+        """Begin a step; nothing of it waits for the device."""
         few = self.step is not None and sum(map(len_of, parts)) <= FEW
         with torch_on_one_thread() if few else nullcontext():
             return self.begin(parts)

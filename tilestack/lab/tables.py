@@ -250,10 +250,8 @@ def fp8_parity(folder: Path, slug: str) -> str:
         [run["name"], *(f"{curves.mean_of_last_tenth(run[way]):.3f}" for way in ("reference", "candidate")), f"{curves.largest_difference(run):.3f}", percent(run["worst"])]
         for run in kept["runs"]
     ]  # fmt: skip
-    machine, commits = kept["machine"], dict.fromkeys(run["commit"] for run in kept["runs"])
     header = ["trained", "loss, mean of the last tenth", "in fp8", "largest difference", "of what is allowed"]
-    stamp = f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, commit {', '.join(commits)}, {machine['date'][:10]}"  # fmt: skip
-    return f"{markdown(header, rows)}\n\n_{stamp}._"
+    return f"{markdown(header, rows)}\n\n_{run_stamp(kept['machine'], kept['runs'])}._"
 
 
 def recipes(folder: Path, slug: str) -> str:
@@ -268,7 +266,7 @@ def recipes(folder: Path, slug: str) -> str:
     ]  # fmt: skip
     asked = "; ".join(f"“{each['prompt']}” “{each['answer']}” ({'right' if each['right'] else 'wrong'})" for each in kept["answers"])  # fmt: skip
     header = ["command", "first evaluation → last", "parameters", "steps", "all of it took"]
-    return f"{markdown(header, rows, left=2)}\n\n_Asked at the end: {asked}. {run_stamp(kept)}._"
+    return f"{markdown(header, rows, left=2)}\n\n_Asked at the end: {asked}. {run_stamp(kept['machine'], kept['stages'])}._"
 
 
 def alignment(folder: Path, slug: str) -> str:
@@ -282,13 +280,12 @@ def alignment(folder: Path, slug: str) -> str:
         for stage in kept["stages"]
     ]  # fmt: skip
     header = ["command", "before → after, held out", "parameters", "steps", "processor time"]
-    return f"{markdown(header, rows, left=2)}\n\n_{run_stamp(kept)}._"
+    return f"{markdown(header, rows, left=2)}\n\n_{run_stamp(kept['machine'], kept['stages'])}._"
 
 
-def run_stamp(kept: dict[str, Any]) -> str:
-    """Where, with what and at which commits recipes were run."""
-    machine = kept["machine"]
-    commits = dict.fromkeys(stage.get("commit") or machine["commit"] for stage in kept["stages"])
+def run_stamp(machine: dict[str, Any], runs: Iterable[dict[str, Any]]) -> str:
+    """Where, with what and at which commits something was run."""
+    commits = dict.fromkeys(run.get("commit") or machine["commit"] for run in runs)
     return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, commit {', '.join(commits)}, {machine['date'][:10]}"
 
 
