@@ -103,8 +103,8 @@ def test_a_chain_goes_on_with_the_first_stage_that_is_not_as_it_was(tmp_path, mo
     assert run_again("c") == (["sft", "grpo"], ["a", "c", "c"])  # the last starts from another model now
     (tmp_path / "grpo.json").unlink()
     assert run_again("d") == (["grpo"], ["a", "c", "d"])
-    kept = {"machine": MACHINE, "stages": [{"commit": name} for name in "accd"]}
-    assert tables.run_stamp(kept) == "a CPU, torch 2, commit a, c, d, 2026-11-15"
+    runs = [{"commit": name} for name in "accd"]
+    assert tables.run_stamp(MACHINE, runs) == "a CPU, torch 2, commit a, c, d, 2026-11-15"
 
 
 def test_processor_time_is_that_of_the_commands_alone(tmp_path):
