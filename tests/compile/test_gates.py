@@ -55,6 +55,9 @@ def test_a_sound_report_passes():
         (dict(warnings=["(C7510) Potential Performance Loss"]), "C7510"),
         (dict(instructions=NO_TENSOR_CORES), "without tensor cores"),
         (dict(instructions=NO_TENSOR_CORES | dict(mma=8)), "64 rows without wgmma"),
+        (dict(ptx="ld.global.b32 %r1, [%rd1]; griddepcontrol.wait;"), "does ld.global.b32 before it waits"),
+        (dict(ptx="cp.async.cg.shared.global [%r1], [%rd1]; griddepcontrol.wait;"), "does cp.async.cg.shared.global"),
+        (dict(ptx="atom.global.gpu.acq_rel.add.s32 a; griddepcontrol.wait;"), "does atom.global.gpu.acq_rel.add.s32"),
     ],
 )
 def test_each_fault_is_named(fault, reason):
@@ -77,6 +80,8 @@ def test_a_spill_is_owed_up_to_its_limit_on_its_gpu(monkeypatch):
 @pytest.mark.parametrize(
     "sound",
     [
+        dict(ptx="ld.param.b64 a; cp.async.bulk.prefetch.L2.global [a], 32; griddepcontrol.wait; ld.global.b32 b;"),
+        dict(ptx="ld.global.b32 %r1, [%rd1];"),  # begins when the one in front has ended
         dict(half_dots=[], instructions=NO_TENSOR_CORES),  # no dot, or one in float32
         dict(half_dots=[32], instructions=NO_TENSOR_CORES | dict(mma=8)),  # too few rows for a warpgroup
         dict(capability=80, shared_bytes=166_912, instructions=NO_TENSOR_CORES | dict(mma=8)),

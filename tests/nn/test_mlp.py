@@ -42,6 +42,23 @@ def test_the_gated_pair_is_not_kept():
     assert not any(24 in shape and 16 not in shape for shape in kept)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chosen", ["torch", "triton", "linear_swiglu=triton_split_k"])
+def test_few_rows_without_gradients_gate_within_the_first_projection(chosen, bias, monkeypatch):
+    block, x = layer(bias)
+    joint, rows = mlp.ops.linear_swiglu, []
+    monkeypatch.setattr(mlp.ops, "linear_swiglu", lambda x, *rest: rows.append(x.shape[:-1]) or joint(x, *rest))
+    with torch.no_grad(), contract.backend(chosen):
+        torch.testing.assert_close(block(x[:1]), by_hand(block, x[:1]))
+        many = torch.randn(mlp.FEW + 1, 16, dtype=torch.float64)
+        torch.testing.assert_close(block(many), by_hand(block, many))
+    assert rows == [(1, 3)]
+    block.gate_up.register_forward_hook(lambda *_: rows.append("listened to"))
+    with torch.no_grad():
+        block(x)
+    assert rows[1:] == ["listened to"]
+
+
 @pytest.mark.parametrize("what", ["hook", "forward", "class"])
 def test_another_second_projection_is_asked(what):
     block, x = layer()

@@ -58,6 +58,10 @@ class CapturedSteps(ABC):
     def take(self, parts: List[Part]) -> bool:
         """Whether a step is of this kind."""
 
+    def arranged(self, parts: List[Part]) -> List[Part]:
+        """The parts in the order that is fastest to compute."""
+        return parts
+
     @abstractmethod
     def size_of(self, parts: List[Part]) -> Size:
         """The size that a step is filled up to."""

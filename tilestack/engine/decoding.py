@@ -51,6 +51,10 @@ class DecodingSteps(CapturedSteps):
         one = lambda part: part.count == 1 and part.draws and not part.drafts
         return bool(parts) and all(one(part) and is_plain(part) for part in parts)
 
+    def arranged(self, parts: List[Part]) -> List[Part]:
+        """Long texts first: attention begins with what takes longest, and the GPU is busy to the end."""
+        return sorted(parts, key=lambda part: -part.start)
+
     def size_of(self, parts: List[Part]) -> Size:
         size = next(size for size in sizes_up_to(self.rows) if size >= len(parts))
         return Size(size, size)

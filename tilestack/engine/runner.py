@@ -109,6 +109,7 @@ class Runner:
     def begin(self, parts: list[Part]) -> Step:
         self.sync_rows([part.sequence for part in parts])
         if self.draft is None and (kind := next((each for each in self.captured if each.take(parts)), None)):
+            parts = kind.arranged(parts)
             return Step(parts, self.to_host(kind.launch(parts)), self.record())
         batch, ids = self.batch_of(parts)
         hidden = self.forward(parts, ids, batch)

@@ -44,6 +44,8 @@ INSTRUCTIONS = {
 }
 TENSOR_CORES = ("wgmma", "mma", "tcgen05")
 HALF_DOT = r"tt\.dot .*: tensor<(?:\d+x)?(\d+)x\d+x(?:b?f16|f8\w+|i8)"  # in Triton's IR; Gluon names its instructions
+WAIT = "griddepcontrol.wait"  # of a kernel that begins before the one in front has ended (kernels/early.py)
+REACHES_MEMORY = r"\b(?:ld|st|atom|red)\.global[\w.:]*|\bcp\.async\.(?!bulk\.prefetch)[\w.:]*"
 WGMMA_ROWS = 64  # the fewest rows that Hopper's warpgroup instruction takes, from four warps
 
 
@@ -113,6 +115,9 @@ def gate(report: KernelReport) -> list[str]:
     if report.shared_bytes > (limit := SHARED_LIMIT[report.capability]):
         reasons.append(f"asks for {report.shared_bytes} bytes of shared memory, sm_{report.capability} has {limit}")
     reasons += report.warnings
+    before, waits, _ = report.ptx.partition(WAIT)
+    if waits and (reached := re.search(REACHES_MEMORY, before)):
+        reasons.append(f"does {reached[0]} before it waits for the kernel in front")
     wide_dots = [rows for rows in report.half_dots if rows >= WGMMA_ROWS and report.num_warps % 4 == 0]
     if report.half_dots and not any(report.instructions[name] for name in TENSOR_CORES):
         reasons.append("multiplies half-precision tiles without tensor cores")

@@ -36,7 +36,12 @@ from tilestack.contract.named import call_named, parameters_of
 from tilestack.files import write_text_whole
 
 TABLES = Path(__file__).parent / "tables"
-UNMEASURED: dict[str, list[str]] = {"linear": ["aten"], "attention": ["aten"], "grouped_linear": ["aten"]}
+UNMEASURED: dict[str, list[str]] = {
+    "linear": ["aten"],
+    "attention": ["aten"],
+    "grouped_linear": ["aten"],
+    "linear_swiglu": ["triton_split_k"],  # which takes few rows, and leaves others to Triton
+}
 
 Entry = dict[str, Any]  # "default": backends, and each dtype: bucket to backends
 

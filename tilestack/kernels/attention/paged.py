@@ -32,6 +32,7 @@ from tilestack.contract.implementation import FLOATS
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.contract.workspace import workspace
+from tilestack.kernels.early import early, wait_for_last
 from tilestack.kernels.elementwise.activation import tanh_of
 from tilestack.kernels.quantised.codes import reads_fp8
 from tilestack.kernels.tiles import accumulator, cdiv, multiprocessors, next_power, shared_memory, widened
@@ -128,16 +129,18 @@ def paged_attention_kernel(
     tokens, sequences, tiles_each, kv_heads, table_stride, block_stride, q_stride, q_head_stride, q_dim_stride,
     k_page_stride, k_stride, k_head_stride, k_dim_stride, v_page_stride, v_stride, v_head_stride, v_dim_stride,
     k_scale_page_stride, k_scale_stride, k_scale_head_stride, v_scale_page_stride, v_scale_stride, v_scale_head_stride,
+    EARLY: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     SPLITS: tl.constexpr, LEAST_SPAN: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, heads of keys, splits). Without v_ptr, the first VALUE_DIM elements of a key are its value, and REST
+    """Grid (tiles x heads of keys, splits); heads of the same keys, which lie side by side, are read at the same time. Without v_ptr, the first VALUE_DIM elements of a key are its value, and REST
     is the width of the others; the keys are then read in two parts, of which one is both."""
+    wait_for_last(EARLY)
     LATENT: tl.constexpr = v_ptr is None
     FIRST_DIM: tl.constexpr = VALUE_DIM if LATENT else DIM  # of the part of keys that is read first
     FIRST_WIDTH: tl.constexpr = VALUE_WIDTH if LATENT else WIDTH
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, kv_head, split = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads, tl.program_id(1)
     if tiles_each == 0:
         sequence, first_row = sequence_of_tile(tile, cu_ptr, sequences, GROUP, ROWS)
     else:
@@ -330,7 +333,7 @@ def paged_attention(
         counts = workspace("paged_attention", many[:2], torch.int32, q.device)
     strides = lambda x, most: (0,) * most if x is None else x.stride()[:most]
     launch(
-        paged_attention_kernel, (tile.tiles if tokens else 0, kv_heads, tile.splits),
+        paged_attention_kernel, (tile.tiles * kv_heads if tokens else 0, tile.splits),
         q, keys, values, key_scale, value_scale, block_tables, lengths.contiguous(), cu_queries.contiguous(), out,
         parts, sums, counts,
         tokens, sequences, tile.each, kv_heads, *block_tables.stride(), *q.stride(), *keys.stride(), *strides(values, 4),
@@ -338,6 +341,6 @@ def paged_attention(
         SCALE=dim**-0.5 if scale is None else scale, SOFTCAP=softcap, WINDOW=window, PAGE=page, GROUP=heads // kv_heads,
         SPLITS=tile.splits, LEAST_SPAN=LEAST_SPAN, ACC=accumulator(q.dtype), ROWS=tile.rows, KEYS=tile.keys,
         VALUE_DIM=value_dim, VALUE_WIDTH=wide_value, DIM=dim, WIDTH=width(dim), REST=rest,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **early(q),
     )  # fmt: skip
     return out

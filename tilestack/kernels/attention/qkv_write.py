@@ -32,6 +32,7 @@ from tilestack.kernels.attention.rope import (
     tile_of_heads,
     turn_block,
 )
+from tilestack.kernels.early import early, wait_for_last
 from tilestack.kernels.quantised.codes import magnitudes
 from tilestack.ops.quantised import LARGEST_CODE
 
@@ -69,10 +70,11 @@ def qkv_rope_write_kernel(
     tokens, q_heads, k_heads, table, heads_stride, head_stride,
     k_page_stride, k_stride, k_head_stride, v_page_stride, v_stride, v_head_stride,
     k_scale_page_stride, k_scale_stride, k_scale_head_stride, v_scale_page_stride, v_scale_stride, v_scale_head_stride, eps,
-    PAGE: tl.constexpr, LARGEST_CODE: tl.constexpr, INTERLEAVED: tl.constexpr, ACC: tl.constexpr, HEADS: tl.constexpr,
-    DIM: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+    EARLY: tl.constexpr, PAGE: tl.constexpr, LARGEST_CODE: tl.constexpr, INTERLEAVED: tl.constexpr, ACC: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, blocks of heads)."""
+    wait_for_last(EARLY)
     _, token, row, inside = rows_of_tile(tl.program_id(0), tokens, HEADS, 1)
     first_head = tl.program_id(1) * HEADS
     here = heads_ptr + token * heads_stride + (first_head + row) * head_stride
@@ -150,6 +152,6 @@ def qkv_rope_write(
         keys, values, key_scale, value_scale,
         tokens, q_heads, k_heads, cos.shape[0], *rows.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         *strides_or_none(key_scale, 3), *strides_or_none(value_scale, 3), float(eps),
-        PAGE=page, LARGEST_CODE=LARGEST_CODE.get(keys.dtype, 0), **named, num_warps=WARPS,
+        PAGE=page, LARGEST_CODE=LARGEST_CODE.get(keys.dtype, 0), **named, num_warps=WARPS, **early(heads),
     )  # fmt: skip
     return out

@@ -48,14 +48,21 @@ def linear_swiglu_fwd_kernel(
         x_ptr + m * x_stride_m, weight_ptr + row_of_weight * weight_stride_n, m < M, of_tile < N,
         K, x_stride_k, weight_stride_k, EVEN_K, ACC, BLOCK_K,
     )  # fmt: skip
-    if bias_ptr is not None:
-        both += tl.load(bias_ptr + row_of_weight, mask=of_tile < N, other=0).to(ACC)
+    store_gated(both, m, of_tile, row_of_weight, first_n, bias_ptr, pair_ptr, out_ptr, M, N)
+
+
+@triton.jit
+def store_gated(both, m, of_tile, row_of_weight, first_n, bias_ptr, pair_ptr, out_ptr, M, N):
+    """Store silu(gate) · up of a tile of the gate beside that of up, whose first columns are first_n, and the pair where
+    there is memory for it."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    if bias_ptr is not None:
+        both += tl.load(bias_ptr + row_of_weight, mask=of_tile < N, other=0).to(both.dtype)
     if pair_ptr is not None:
         tl.store(pair_ptr + 2 * m * N + row_of_weight, both.to(DTYPE), mask=(m < M) & (of_tile < N))
     # Rounded as it is stored, so that the gradient is that of what was computed.
-    gate, up = halves_of_columns(both.to(DTYPE).to(ACC))
-    n = first_n + tl.arange(0, BLOCK_N)[None, :]
+    gate, up = halves_of_columns(both.to(DTYPE).to(both.dtype))
+    n = first_n + tl.arange(0, gate.shape[1])[None, :]
     out = activate(gate, "silu", DTYPE.primitive_bitwidth == 16) * up
     tl.store(out_ptr + m * N + n, out.to(DTYPE), mask=(m < M) & (n < N))
 

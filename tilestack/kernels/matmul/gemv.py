@@ -9,7 +9,8 @@
             |     |     |     |
 
 Two multiply-adds a byte are nothing to the arithmetic units: what counts is how many bytes are on their way at a time. So
-there are few rows to a program and many programs, N / BLOCK_N of them.
+there are few rows to a program and many programs, N / BLOCK_N of them, and the weights are asked for while the kernel in
+front still computes x (kernels/early.py).
 """
 
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from tilestack import ops
 from tilestack.contract import implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
+from tilestack.kernels.early import early, fetch_rows, pieces_of, wait_for_last
 from tilestack.kernels.matmul.pipelined import linear_backward
 from tilestack.kernels.matmul.products import has_at_most, linear_by
 from tilestack.kernels.tiles import accumulator, cdiv, next_power
@@ -53,8 +55,11 @@ CONFIGS = {
 def gemv_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr,  # [M, K], [K, N], [N] or None, [M, N]
     M, N, K, x_stride_m, x_stride_k, weight_stride_k, weight_stride_n,
+    EARLY: tl.constexpr, PIECES: tl.constexpr, BYTES: tl.constexpr,
     ACC: tl.constexpr, EVEN_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    fetch_rows(weight_ptr, tl.program_id(0) * BLOCK_N, N, weight_stride_n, BLOCK_N, PIECES, BYTES)
+    wait_for_last(EARLY)
     m = tl.arange(0, ROWS)
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K).to(tl.int64)
@@ -84,10 +89,11 @@ def gemv(x: Tensor, b: Tensor, bias: Tensor | None, config: Config) -> Tensor:
     (M, K), N = x.shape, b.shape[1]
     out = torch.empty((M, N), dtype=x.dtype, device=x.device)
     bias = None if bias is None else bias.contiguous()
+    pieces, size = pieces_of(b.T, config.n, K, config.warps)
     launch(
         gemv_kernel, (cdiv(N, config.n),), x, b, bias, out, M, N, K, *x.stride(), *b.stride(),
-        ACC=accumulator(x.dtype), EVEN_K=K % config.k == 0, ROWS=next_power(M), BLOCK_N=config.n, BLOCK_K=config.k,
-        num_warps=config.warps,
+        PIECES=pieces, BYTES=size, ACC=accumulator(x.dtype), EVEN_K=K % config.k == 0,
+        ROWS=next_power(M), BLOCK_N=config.n, BLOCK_K=config.k, num_warps=config.warps, **early(x),
     )  # fmt: skip
     return out
 

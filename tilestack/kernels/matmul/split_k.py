@@ -9,7 +9,8 @@ multiprocessors. So SPLITS programs share a tile, each with a part of K:
                part[0]   part[1]  part[2]  part[3]
 
 The order of the addition does not depend on who came last: the same bits in every run. The counters are a workspace, zero
-between calls: the last of a tile sets its own back.
+between calls: the last of a tile sets its own back. The weights are asked for while the kernel in front still computes x
+(kernels/early.py).
 """
 
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from tilestack.contract import implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.contract.workspace import workspace
+from tilestack.kernels.early import early, fetch_rows, pieces_of, wait_for_last
 from tilestack.kernels.matmul.naive import store_with_bias, sum_along_k
 from tilestack.kernels.matmul.pipelined import linear_backward
 from tilestack.kernels.matmul.products import has_at_most, linear_by
@@ -42,6 +44,10 @@ class Config(NamedTuple):
     splits: int
     stages: int = 4
     warps: int = 4
+
+    def part_of(self, K: int) -> int:
+        """What each program has of a sum along K; 0 where not all have the same."""
+        return 0 if K % (self.k * self.splits) else K // self.splits
 
     def model_us(self, M: int, N: int, K: int, gpu: Gpu) -> float:
         return product_us(M, N, K, max(next_power(M), LEAST_ROWS), self.n, gpu, self.splits)
@@ -77,15 +83,18 @@ def sum_of_parts(places, size, inside, SPLITS: tl.constexpr):
 def matmul_split_k_kernel(
     a_ptr, b_ptr, bias_ptr, parts_ptr, counts_ptr, c_ptr,  # [M, K], [K, N], [N] or None, [SPLITS, M, N], [tiles], [M, N]
     M, N, K, a_stride_m, a_stride_k, b_stride_k, b_stride_n,
+    EARLY: tl.constexpr, PIECES: tl.constexpr, BYTES: tl.constexpr,
     SPLITS: tl.constexpr, EVEN_K: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     part = tl.program_id(1)
-    m = tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
-    n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
     first = part.to(tl.int64) * share
+    fetch_rows(b_ptr + first * b_stride_k, tile * BLOCK_N, N, b_stride_n, BLOCK_N, PIECES, BYTES)
+    wait_for_last(EARLY)
+    m = tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
+    n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = sum_along_k(
         a_ptr + first * a_stride_k + m * a_stride_m, b_ptr + first * b_stride_k + n * b_stride_n, m < M, n < N,
         tl.minimum(K - part * share, share), a_stride_k, b_stride_k, EVEN_K, ACC, BLOCK_K,
@@ -107,13 +116,14 @@ def split_product(a: Tensor, b: Tensor, bias: Tensor | None, config: Config) -> 
     bias = None if bias is None else bias.contiguous()
     tiles = cdiv(N, config.n)
     split = config.splits > 1
+    pieces, size = pieces_of(b.T, config.n, config.part_of(K), config.warps)
     parts = torch.empty((config.splits, M, N), dtype=widened(a.dtype), device=a.device) if split else None
     counts = workspace("split_k_counts", (tiles,), torch.int32, a.device) if split else None
     launch(
         matmul_split_k_kernel, (tiles, config.splits), a, b, bias, parts, counts, c, M, N, K, *a.stride(), *b.stride(),
-        SPLITS=config.splits, EVEN_K=K % config.k == 0, ACC=accumulator(a.dtype),
+        PIECES=pieces, BYTES=size, SPLITS=config.splits, EVEN_K=K % config.k == 0, ACC=accumulator(a.dtype),
         BLOCK_M=max(next_power(M), LEAST_ROWS), BLOCK_N=config.n, BLOCK_K=config.k,
-        num_warps=config.warps, num_stages=max(config.stages * 2 // a.element_size(), 1),
+        num_warps=config.warps, num_stages=max(config.stages * 2 // a.element_size(), 1), **early(a),
     )  # fmt: skip
     return c
 

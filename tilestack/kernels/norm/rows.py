@@ -27,6 +27,7 @@ from tilestack.contract import Extras, implements
 from tilestack.contract.backends import wants_invariance
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
+from tilestack.kernels.early import early, wait_for_last
 from tilestack.kernels.memory.columns import sum_columns
 from tilestack.kernels.norm import long, ragged
 from tilestack.kernels.norm import wide as wide_rows
@@ -79,8 +80,9 @@ def norm_fwd_kernel(
     rows, columns, x_stride, residual_stride, eps,
     CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     LARGEST_CODE: tl.constexpr,  # 0 where the output is not quantised
-    RAGGED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    EARLY: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLS)[None, :]
     inside = (row < rows) & (column < columns)
@@ -187,7 +189,7 @@ def norm_forward(
             warps = 8  # measured fastest
         launch(
             norm_fwd_kernel, (cdiv(rows, height),), *tensors, rows, columns, *strides, float(eps),
-            **flags, RAGGED=ragged.granule(columns, size) > 0, ROWS=height, COLS=width, num_warps=warps,
+            **flags, RAGGED=ragged.granule(columns, size) > 0, ROWS=height, COLS=width, num_warps=warps, **early(x),
         )  # fmt: skip
     return tuple(result for result in (out, scale, summed) if result is not None)
 
