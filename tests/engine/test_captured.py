@@ -1,9 +1,11 @@
 """Steps as graphs: every step has a size that holds it, and all sizes are known beforehand."""
 
 import pytest
-from engines import make_engine
+from engines import make_engine, serve
 
+from tilestack.engine import Request, SamplingParams
 from tilestack.engine.captured import Size
+from tilestack.engine.decoding import DecodingSteps
 from tilestack.engine.reading import FEW, MOST, filled_up
 
 
@@ -32,3 +34,18 @@ def test_a_cpu_has_nothing_to_warm_up():
     told = []
     make_engine(graphs=True).runner.warm_up(lambda *progress: told.append(progress))
     assert told == []
+
+
+def test_decoding_begins_with_the_longest_texts_and_each_gets_its_own_token(monkeypatch):
+    prompts = dict(a=[1, 2], b=[3, 4, 5, 6, 7, 8, 9], c=[2, 3, 4])
+    asked = [Request(name, ids, SamplingParams(temperature=0, max_tokens=5)) for name, ids in prompts.items()]
+    launch, launched = DecodingSteps.launch, []
+
+    def noting(self, parts):
+        launched.append([part.start for part in parts])
+        return launch(self, parts)
+
+    monkeypatch.setattr(DecodingSteps, "launch", noting)
+    assert serve(make_engine(graphs=True), asked) == serve(make_engine(graphs=False), asked)
+    assert any(len(set(starts)) == 3 for starts in launched)
+    assert all(starts == sorted(starts, reverse=True) for starts in launched)

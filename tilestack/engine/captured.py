@@ -58,7 +58,7 @@ class CapturedSteps(ABC):
     def take(self, parts: List[Part]) -> bool:
         """Whether a step is of this kind."""
 
-    def arranged(self, parts: List[Part]) -> List[Part]:
+    def arranged(self, parts: list[Part]) -> list[Part]:
         """The parts in the order that is fastest to compute."""
         return parts
 

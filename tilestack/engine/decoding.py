@@ -51,7 +51,7 @@ class DecodingSteps(CapturedSteps):
         one = lambda part: part.count == 1 and part.draws and not part.drafts
         return bool(parts) and all(one(part) and is_plain(part) for part in parts)
 
-    def arranged(self, parts: List[Part]) -> List[Part]:
+    def arranged(self, parts: list[Part]) -> list[Part]:
         """Long texts first: attention begins with what takes longest, and the GPU is busy to the end."""
         return sorted(parts, key=lambda part: -part.start)
 

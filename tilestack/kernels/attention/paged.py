@@ -78,12 +78,12 @@ def merge(largest, total, values, other_largest, other_total, other_values):
 
 
 @triton.jit
-def store_part(largest, total, values, parts_ptr, sums_ptr, line, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """A part for others to merge: its rows from `line` on."""
+def store_part(largest, total, values, inside, parts_ptr, sums_ptr, line, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """A part for others to merge: its rows from `line` on, those that there are."""
     row = line + tl.arange(0, ROWS)
-    tl.store(parts_ptr + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], values)
-    tl.store(sums_ptr + row * 2, largest)
-    tl.store(sums_ptr + row * 2 + 1, total)
+    tl.store(parts_ptr + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], values, mask=inside[:, None])
+    tl.store(sums_ptr + row * 2, largest, mask=inside)
+    tl.store(sums_ptr + row * 2 + 1, total, mask=inside)
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def comes_last(count_ptr, programs):
 
 
 @triton.jit
-def merged_parts(parts_ptr, sums_ptr, line, parts, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def merged_parts(inside, parts_ptr, sums_ptr, line, parts, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """(the sum of exponentials, the weighted values) of all parts, in their order."""
     largest = tl.full([ROWS], float("-inf"), ACC)
     total = tl.zeros([ROWS], ACC)
@@ -106,9 +106,10 @@ def merged_parts(parts_ptr, sums_ptr, line, parts, ACC: tl.constexpr, ROWS: tl.c
     for part in range(parts):
         row = line + part * ROWS + tl.arange(0, ROWS)
         # Past the L1, which knows nothing of what other multiprocessors wrote.
-        its_largest = tl.load(sums_ptr + row * 2, cache_modifier=".cg")
-        its_total = tl.load(sums_ptr + row * 2 + 1, cache_modifier=".cg")
-        its_values = tl.load(parts_ptr + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], cache_modifier=".cg")
+        its_largest = tl.load(sums_ptr + row * 2, mask=inside, other=0, cache_modifier=".cg")
+        its_total = tl.load(sums_ptr + row * 2 + 1, mask=inside, other=0, cache_modifier=".cg")
+        places = parts_ptr + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        its_values = tl.load(places, mask=inside[:, None], other=0, cache_modifier=".cg")
         largest, total, values = merge(largest, total, values, its_largest, its_total, its_values)
     return total, values
 
@@ -134,8 +135,10 @@ def paged_attention_kernel(
     SPLITS: tl.constexpr, LEAST_SPAN: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles x heads of keys, splits); heads of the same keys, which lie side by side, are read at the same time. Without v_ptr, the first VALUE_DIM elements of a key are its value, and REST
-    is the width of the others; the keys are then read in two parts, of which one is both."""
+    """Grid (tiles · heads of keys, splits): the heads of a page lie side by side and are read at the same time.
+
+    Without v_ptr, the first VALUE_DIM elements of a key are its value, and REST is the width of the others; the keys are then
+    read in two parts, of which one is both."""
     wait_for_last(EARLY)
     LATENT: tl.constexpr = v_ptr is None
     FIRST_DIM: tl.constexpr = VALUE_DIM if LATENT else DIM  # of the part of keys that is read first
@@ -237,11 +240,11 @@ def paged_attention_kernel(
         is_last = True
         line = (tile.to(tl.int64) * kv_heads + kv_head) * SPLITS * ROWS
         if splits > 1:
-            store_part(largest, total, values, parts_ptr, sums_ptr, line + split * ROWS, ROWS, VALUE_WIDTH)
+            store_part(largest, total, values, inside, parts_ptr, sums_ptr, line + split * ROWS, ROWS, VALUE_WIDTH)
             is_last = comes_last(counts_ptr + tile * kv_heads + kv_head, splits)
         if is_last:
             if splits > 1:
-                total, values = merged_parts(parts_ptr, sums_ptr, line, splits, ACC, ROWS, VALUE_WIDTH)
+                total, values = merged_parts(inside, parts_ptr, sums_ptr, line, splits, ACC, ROWS, VALUE_WIDTH)
             tl.store(out_at, (values / total[:, None]).to(out_ptr.dtype.element_ty), mask=out_inside)
     else:
         tl.store(out_at, (values / total[:, None]).to(out_ptr.dtype.element_ty), mask=out_inside)
