@@ -169,3 +169,15 @@ def test_inference_counts_no_loads():
     with torch.no_grad():
         decoder(tiny.ids())
     assert decoder.balances() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_batch_that_only_decodes_finds_the_same_places(dtype):
+    pool = poisoned(tiny.ours("smollm2").config)
+    tables = block_tables_of([[7, 2, 9], [4], [0], [5, 6]])
+    lengths = torch.tensor([2 * PAGE + 1, 1, 1, PAGE + 1], dtype=dtype)
+    found = models.PagedBatch.decoding(pool, tables, lengths)
+    usual = models.PagedBatch(pool, tables, lengths, torch.arange(5), tokens=4, most_queries=1)
+    assert (found.tokens, found.most_queries, found.longest) == (4, 1, usual.longest)
+    for name in ("cu_queries", "sequences", "positions", "slots"):
+        assert torch.equal(getattr(found, name), getattr(usual, name).long()), name

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.engine.scheduler import Part
-from tilestack.models import PagedBatch
 
 if TYPE_CHECKING:
     from tilestack.engine.runner import Runner
@@ -116,7 +115,3 @@ class CapturedSteps(ABC):
     def known_or_last(self, ids: Tensor, rows: Tensor) -> Tensor:
         """Tokens to go on from; for -1, which only the device knows, the last that was drawn in its row."""
         return torch.where(ids < 0, self.runner.last_ids[rows], ids)
-
-    def batch_of(self, rows: Tensor, lengths: Tensor, cu_queries: Tensor, tokens: int, most_queries: int) -> PagedBatch:
-        runner = self.runner
-        return PagedBatch(runner.cache, runner.tables[rows], lengths, cu_queries, tokens, most_queries)

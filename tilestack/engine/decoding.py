@@ -12,11 +12,11 @@ import logging
 from collections.abc import Sequence as List
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from tilestack.engine.captured import CapturedSteps, Size, is_plain
 from tilestack.engine.scheduler import Part
+from tilestack.models import PagedBatch
 
 if TYPE_CHECKING:
     from tilestack.engine.persistent import PersistentStep
@@ -76,7 +76,6 @@ class DecodingSteps(CapturedSteps):
         ids = self.known_or_last(known, rows)
         if self.persistent is not None and size.tokens == 1:
             return self.draw(self.persistent.logits(ids, lengths, self.runner.tables[rows]), rows, seeds)
-        each = torch.arange(size.sequences + 1, device=rows.device)
-        batch = self.batch_of(rows, lengths, each, tokens=size.tokens, most_queries=1)
+        batch = PagedBatch.decoding(self.runner.cache, self.runner.tables[rows], lengths)
         decoder = self.runner.decoder
         return self.draw(decoder.logits(decoder.hidden(ids, context=batch)), rows, seeds)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilestack.engine.captured import CapturedSteps, Size, is_plain
 from tilestack.engine.scheduler import Part
+from tilestack.models import PagedBatch
 
 FEW, MOST = 64, 2048  # tokens of a step
 FEW_SEQUENCES = 8
@@ -82,7 +83,7 @@ class ReadingSteps(CapturedSteps):
         ids, token_rows, rows, lengths, cu_queries, places, place_rows, seeds = inputs.split(
             [tokens, tokens, most, most, most + 1, most, most, most]
         )
-        batch = self.batch_of(rows, lengths, cu_queries, tokens=tokens, most_queries=tokens)
-        decoder = self.runner.decoder
+        runner, decoder = self.runner, self.runner.decoder
+        batch = PagedBatch(runner.cache, runner.tables[rows], lengths, cu_queries, tokens, most_queries=tokens)
         hidden = decoder.hidden(self.known_or_last(ids, token_rows), context=batch)
         return self.draw(decoder.logits(hidden[places]), place_rows, seeds)

@@ -97,8 +97,7 @@ class DraftModel:
         for place in range(guessing[0].room):
             going = [part for part in guessing if part.room > place]
             count = len(going)
-            offsets = torch.arange(count + 1, device=ids.device)
-            batch = PagedBatch(cache, tables[:count], lengths[:count] + place, offsets, tokens=count, most_queries=1)
+            batch = PagedBatch.decoding(cache, tables[:count], lengths[:count] + place)
             logits = decoder.logits(decoder.hidden(ids[:count], context=batch))
             draws = Draws([part.sequence for part in going], [part.index + place for part in going])
             ids = self.runner.sampling.draw(logits, draws, rows[:count]).clamp(min=0).long()

@@ -62,7 +62,7 @@ class PagedBatch:
 
     Sequence s has `lengths[s]` tokens with the new ones, which are cu_queries[s] to cu_queries[s + 1] of the batch; tokens
     behind the last are padding. `most_queries` bounds the new tokens of a sequence; it and the shapes are all that the
-    host knows.
+    host knows. `places` are the sequence, position and slot of each token, where the caller knows them.
     """
 
     keeps_latents = True
@@ -75,17 +75,31 @@ class PagedBatch:
         cu_queries: Tensor,  # [S + 1]
         tokens: int,
         most_queries: int,
+        places: tuple[Tensor, Tensor, Tensor] | None = None,
     ):
         self.cache, self.block_tables, self.lengths, self.cu_queries = cache, block_tables, lengths, cu_queries
         self.tokens, self.most_queries, self.longest = tokens, most_queries, block_tables.shape[1] * cache.page
-        token = torch.arange(tokens, device=lengths.device)
-        sequence = (torch.searchsorted(cu_queries, token, right=True) - 1).clamp(max=len(lengths) - 1)  # [T]
+        self.sequences, self.positions, self.slots = places or self.find_places()
+
+    def find_places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The sequence, position and slot of each token."""
+        cu_queries, page = self.cu_queries, self.cache.page
+        token = torch.arange(self.tokens, device=cu_queries.device)
+        sequence = (torch.searchsorted(cu_queries, token, right=True) - 1).clamp(max=len(self.lengths) - 1)  # [T]
         real = token < cu_queries[-1]
-        before = lengths - cu_queries.diff()  # tokens of each sequence that are not new
-        self.sequences = sequence
-        self.positions = torch.where(real, before[sequence] + token - cu_queries[sequence], 0)
-        pages = block_tables[sequence, self.positions // cache.page]
-        self.slots = torch.where(real, pages * cache.page + self.positions % cache.page, -1)
+        before = self.lengths - cu_queries.diff()  # tokens of each sequence that are not new
+        position = torch.where(real, before[sequence] + token - cu_queries[sequence], 0)
+        pages = self.block_tables[sequence, position // page]
+        return sequence, position, torch.where(real, pages * page + position % page, -1)
+
+    @staticmethod
+    def decoding(cache: PagedCache, block_tables: Tensor, lengths: Tensor) -> "PagedBatch":
+        """One new token of each sequence, whose place takes less to find: few kernels instead of many tiny ones."""
+        count, page = len(lengths), cache.page
+        each, position = torch.arange(count + 1, device=lengths.device), lengths.long() - 1
+        pages = block_tables.gather(1, (position // page)[:, None])[:, 0]
+        places = each[:-1], position, torch.add(position % page, pages, alpha=page)
+        return PagedBatch(cache, block_tables, lengths, each, tokens=count, most_queries=1, places=places)
 
     def over(self, cache: PagedCache) -> "PagedBatch":
         """The same tokens in the same pages of another model's cache."""
