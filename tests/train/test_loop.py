@@ -335,14 +335,23 @@ def test_a_tracker_that_is_not_installed_is_one_line_before_anything(tmp_path, m
         recipe(run={"trackers": ["mlflow"]})
 
 
-def test_a_profile_is_a_trace_of_the_steps_after_the_first_two_and_changes_nothing(tmp_path, capsys):
+def test_a_profile_is_a_trace_of_the_steps_after_the_first_four_and_changes_nothing(tmp_path, capsys):
     for folder, profile in (("plain", 0), ("traced", 3)):
         Trainer(recipe(), seeded(), Counting(), tmp_path / folder, profile=profile).run()
     assert (tmp_path / "plain/metrics.jsonl").read_bytes() == (tmp_path / "traced/metrics.jsonl").read_bytes()
-    (trace,) = (tmp_path / "traced/profile").iterdir()
+    trace, shares = sorted((tmp_path / "traced/profile").iterdir())
     events = json.loads(trace.read_text())["traceEvents"]
-    assert trace.name == "steps-to-000005.json"
+    assert (trace.name, shares.name) == ("steps-to-000007.json", "steps-to-000007.txt")
     assert sum(event.get("name") == "aten::embedding" for event in events) == 3
-    assert "a trace of 3 steps is in" in capsys.readouterr().err.replace("\n", " ")
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert "a trace of 3 steps is in" in said
+    assert "Most time went to:" in said
+    header, *rows = shares.read_text().splitlines()
+    assert sum(float(row.split("%")[0]) for row in rows) == pytest.approx(100, abs=0.05 * len(rows) + 0.1)
+    times = [float(row.split()[1]) for row in rows]
+    assert times == sorted(times, reverse=True)
+    assert sum(times) == pytest.approx(float(header.split()[-2]), abs=0.001 * len(rows))
+    (calls,) = {float(row.split()[2]) for row in rows if row.split()[3] == "aten::embedding"}
+    assert calls == 1
     Trainer(recipe(run={"steps": 2}), seeded(), Counting(), tmp_path / "short", profile=3).run()
     assert "no trace" in capsys.readouterr().err

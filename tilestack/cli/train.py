@@ -37,7 +37,7 @@ Folder = Annotated[
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget the run that is in the folder and start over.")]
 Profile = Annotated[
-    int, typer.Option(help="Write a trace of so many steps, after the first two, into <folder>/profile.", min=0, show_default=False)
+    int, typer.Option(help="Write a trace of so many steps, after the first four, into <folder>/profile, and what took the time.", min=0, show_default=False)
 ]  # fmt: skip
 
 

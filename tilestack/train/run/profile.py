@@ -1,19 +1,48 @@
-"""A trace of some steps of a run, by PyTorch's profiler, as Perfetto and Chrome show it."""
+"""A trace of some steps of a run, by PyTorch's profiler, as Perfetto and Chrome show it, and where the time went."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import DeviceType
 
-from tilestack.files import whole_file
+from tilestack.files import whole_file, write_text_whole
 
-WARM_UP = 2  # steps left out: the first compile, allocate and tune
+WARM_UP = 4  # steps left out: the first compile, allocate and tune, and the fourth may be captured as a graph
+SAID = 5  # of what took longest; the file beside the trace has all
+
+
+class Share(NamedTuple):
+    """What one kernel, or one operator of a CPU, took of a step."""
+
+    name: str
+    calls: float
+    milliseconds: float
+
+
+def shares_of(profiler: torch.profiler.profile, steps: int) -> list[Share]:
+    """What took the time of a step, longest first: kernels where there is a GPU, operators without those in them elsewhere."""
+    averages = profiler.key_averages()
+    kernels = [each for each in averages if each.device_type == DeviceType.CUDA and not each.is_user_annotation]
+    time = (lambda event: event.self_device_time_total) if kernels else (lambda event: event.self_cpu_time_total)
+    found = [Share(event.key, event.count / steps, time(event) / steps / 1e3) for event in kernels or averages]
+    return sorted((share for share in found if share.milliseconds > 0), key=lambda share: -share.milliseconds)
+
+
+def as_text(shares: list[Share]) -> str:
+    total = sum(share.milliseconds for share in shares)
+    rows = [
+        f"{share.milliseconds / total:6.1%} {share.milliseconds:10.3f} {share.calls:8.1f}  {share.name}"
+        for share in shares
+    ]
+    return "\n".join([f"{'share':>6} {'ms a step':>10} {'calls':>8}  of {total:.3f} ms", *rows, ""])
 
 
 class StepProfiler(AbstractContextManager):
-    """Records `steps` steps, after the first two of this process, and writes `profile/steps-…json` in the run's folder."""
+    """Records `steps` steps, after the first four of this process, and writes `profile/steps-….json` in the run's folder,
+    and beside it what took the time as a text."""
 
     def __init__(self, folder: Path, steps: int, say: Callable[[str], Any]):
         self.folder, self.steps, self.say = folder, steps, say
@@ -46,4 +75,11 @@ class StepProfiler(AbstractContextManager):
         path = self.folder / "profile" / f"steps-to-{self.step:06d}.json"
         with whole_file(path) as hidden:
             profiler.export_chrome_trace(str(hidden))
-        self.say(f"a trace of {self.counted - WARM_UP} steps is in {path}; open it at https://ui.perfetto.dev")
+        steps = self.counted - WARM_UP
+        shares = shares_of(profiler, steps)
+        write_text_whole(path.with_suffix(".txt"), as_text(shares))
+        total = sum(share.milliseconds for share in shares)
+        first = "; ".join(f"{share.milliseconds / total:.0%} {share.name[:60]}" for share in shares[:SAID])
+        self.say(
+            f"a trace of {steps} steps is in {path}; open it at https://ui.perfetto.dev. Most time went to: {first}"
+        )
