@@ -56,7 +56,7 @@ def fetch_rows(ptr, first, rows, stride, ROWS: tl.constexpr, PIECES: tl.constexp
 
 def begins_early(device: torch.device) -> bool:
     """Whether kernels on a device may begin before the one in front has ended."""
-    if device.type == "cpu" or not KNOWN_TO_TRITON:
+    if device.type == "cpu" or torch.version.hip or not KNOWN_TO_TRITON:
         return False
     return capability(device) >= FIRST_CAPABILITY
 
