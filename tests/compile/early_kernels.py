@@ -29,6 +29,11 @@ def decode_step(rows):
         meta(rows, 32, 128), meta(128), meta(128), single(99, 64), single(99, 64), whole(rows), whole(rows), pages, pages,
         16, False, 1e-6, None, None,
     )  # fmt: skip
+    logits = meta(rows, 9000)
+    of(ops.argmax, "triton").forward(logits)
+    of(ops.sample, "triton").forward(
+        logits, whole(rows), single(rows), meta(rows, dtype=torch.int32), single(rows), single(rows)
+    )
     of(ops.paged_attention, "triton").forward(
         meta(rows, 16, 128),
         pages,

@@ -8,7 +8,8 @@ from tilestack.kernels.early import pieces_of
 
 CHAIN = {
     "norm_fwd_kernel", "gemv_kernel", "matmul_split_k_kernel", "linear_swiglu_split_k_kernel", "qkv_rope_write_kernel",
-    "paged_attention_kernel",
+    "paged_attention_kernel", "argmax_spans_kernel", "argmax_rows_kernel", "survey_kernel", "bound_kernel", "gather_kernel",
+    "decide_kernel",
 }  # fmt: skip
 READ_WEIGHTS = {"gemv_kernel", "matmul_split_k_kernel", "linear_swiglu_split_k_kernel"}
 

@@ -24,6 +24,7 @@ from tilestack import ops
 from tilestack.contract import implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
+from tilestack.kernels.early import early, wait_for_last
 from tilestack.kernels.elementwise.dropout import random_words
 from tilestack.kernels.tiles import cdiv, next_power, rows_of
 from tilestack.ops.random import SLAB
@@ -90,9 +91,10 @@ def word_of(seed, token, SLAB: tl.constexpr):
 def survey_kernel(
     logits_ptr, temperature_ptr, maxima_ptr, sums_ptr,
     vocabulary, stride,
-    SHIFT: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr,
+    SHIFT: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """maxima [rows, spans · GROUPS] keys; sums [rows, spans, 2]: the largest logit, Σ exp((x - it) / temperature)."""
+    wait_for_last(EARLY)
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, x = load_span(logits_ptr, row, span, vocabulary, stride, SPAN)
     keys = tl.max(tl.reshape(key_of(x, SHIFT), [SPAN // GROUPS, GROUPS]), 0)
@@ -109,9 +111,10 @@ def survey_kernel(
 def bound_kernel(
     maxima_ptr, sums_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, keys_ptr, stats_ptr,
     vocabulary, spans,
-    SHIFT: tl.constexpr, GROUPS: tl.constexpr, SPANS: tl.constexpr,
+    SHIFT: tl.constexpr, GROUPS: tl.constexpr, SPANS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """keys [rows, 2]: what a token needs, and the highest; stats [rows, 2]: the largest logit, Σ exp((x - it) / temperature)."""
+    wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     span = tl.arange(0, SPANS)
     tops = tl.load(sums_ptr + (row * spans + span) * 2, mask=span < spans, other=-float("inf"))
@@ -178,8 +181,10 @@ def gather_kernel(
     values_ptr, tokens_ptr, counts_ptr, scores_ptr,
     vocabulary, stride,
     SHIFT: tl.constexpr, SLAB: tl.constexpr, SPAN: tl.constexpr, HELD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Either the span's candidates, as far as there is room, and how many, or its winner (in tokens[0]) and the winner's score."""
+    wait_for_last(EARLY)
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     spans = tl.num_programs(1)
     place = row * spans + span
@@ -316,8 +321,9 @@ def decide_kernel(
     values_ptr, tokens_ptr, counts_ptr, scores_ptr, packed_values_ptr, packed_tokens_ptr, out_ptr,
     vocabulary, stride, spans,
     SHIFT: tl.constexpr, SLAB: tl.constexpr, HELD: tl.constexpr, PACKED: tl.constexpr, TILE: tl.constexpr,
-    SPANS: tl.constexpr,
+    SPANS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     temperature, k, p = settings_of(temperature_ptr, top_k_ptr, top_p_ptr, row, vocabulary)
     top = tl.load(stats_ptr + row * 2)
@@ -407,8 +413,11 @@ def largest_kernel(
 
 
 @triton.jit
-def argmax_spans_kernel(logits_ptr, best_ptr, vocabulary, stride, SHIFT: tl.constexpr, SPAN: tl.constexpr):
+def argmax_spans_kernel(
+    logits_ptr, best_ptr, vocabulary, stride, SHIFT: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr
+):
     """best [rows, spans]: the largest key and, below it, the first token that has it, counted from the end."""
+    wait_for_last(EARLY)
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, x = load_span(logits_ptr, row, span, vocabulary, stride, SPAN)
     packed = (key_of(x, SHIFT) << 32) + (2147483647 - token)
@@ -417,7 +426,8 @@ def argmax_spans_kernel(logits_ptr, best_ptr, vocabulary, stride, SHIFT: tl.cons
 
 
 @triton.jit
-def argmax_rows_kernel(best_ptr, out_ptr, spans, SPANS: tl.constexpr):
+def argmax_rows_kernel(best_ptr, out_ptr, spans, SPANS: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     span = tl.arange(0, SPANS)
     best = tl.max(tl.load(best_ptr + row * spans + span, mask=span < spans, other=-9223372036854775808), 0)
@@ -436,8 +446,19 @@ def argmax(logits: Tensor) -> Tensor:
     spans, constants = spans_of(source)
     best = torch.empty((rows, spans), dtype=torch.int64, device=logits.device)
     out = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    launch(argmax_spans_kernel, (rows, spans), source, best, vocabulary, source.stride(0), **constants, num_warps=4)
-    launch(argmax_rows_kernel, (rows,), best, out, spans, SPANS=next_power(spans), num_warps=1)
+    begin = early(logits)
+    launch(
+        argmax_spans_kernel,
+        (rows, spans),
+        source,
+        best,
+        vocabulary,
+        source.stride(0),
+        **constants,
+        num_warps=4,
+        **begin,
+    )
+    launch(argmax_rows_kernel, (rows,), best, out, spans, SPANS=next_power(spans), num_warps=1, **begin)
     return out
 
 
@@ -460,16 +481,16 @@ class Candidates:
         self.packed_tokens = new(rows, PACKED, dtype=torch.int32)
         launch(
             survey_kernel, (rows, self.spans), logits, settings[0], maxima, sums, vocabulary, logits.stride(0),
-            **constants, GROUPS=GROUPS, num_warps=4,
+            **constants, GROUPS=GROUPS, num_warps=4, **early(logits),
         )  # fmt: skip
         launch(
             bound_kernel, (rows,), maxima, sums, *settings, self.keys, self.stats, vocabulary, self.spans,
-            SHIFT=constants["SHIFT"], GROUPS=GROUPS, SPANS=power, num_warps=4,
+            SHIFT=constants["SHIFT"], GROUPS=GROUPS, SPANS=power, num_warps=4, **early(logits),
         )  # fmt: skip
         launch(
             gather_kernel, (rows, self.spans), logits, seeds, *settings, self.keys, self.stats,
             self.values, self.tokens, self.counts, self.scores, vocabulary, logits.stride(0),
-            **constants, SLAB=SLAB, HELD=HELD, num_warps=4,
+            **constants, SLAB=SLAB, HELD=HELD, num_warps=4, **early(logits),
         )  # fmt: skip
 
 
@@ -500,6 +521,6 @@ def sample(logits: Tensor, seeds: Tensor, temperature: Tensor, top_k: Tensor, to
     launch(
         decide_kernel, (rows,), source, seeds, *settings, found.keys, found.stats, found.values, found.tokens, found.counts,
         found.scores, found.packed_values, found.packed_tokens, out, vocabulary, source.stride(0), found.spans,
-        **found.constants, SLAB=SLAB, num_warps=8,
+        **found.constants, SLAB=SLAB, num_warps=8, **early(logits),
     )  # fmt: skip
     return out
