@@ -53,7 +53,7 @@ def test_experts_in_fp8_follow_their_layer(backend):
     coded, x = copy.deepcopy(exact), torch.randn(700, 256, device="cuda")
     coded.base_product = fp8.in_fp8
     exact(x).square().sum().backward()
-    with tilestack.backend(grouped_linear_fp8=backend):
+    with tilestack.backend(grouped_linear_fp8=backend, grouped_outer_fp8=backend):
         coded(x).float().square().sum().backward()
     for name in ("gate_up", "down"):
         found, truth = (getattr(moe, name).grad for moe in (coded, exact))

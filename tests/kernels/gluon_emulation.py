@@ -265,6 +265,9 @@ class Pointer:
     def __add__(self, places: Any) -> "Pointer":
         return Pointer(self.memory, self.places + places)
 
+    def __sub__(self, places: Any) -> "Pointer":
+        return self + -places
+
 
 def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Value:
     if mask is None:
@@ -294,7 +297,7 @@ LANGUAGE = types.SimpleNamespace(
     allocate_shared_memory=allocate, load=load, store=store, convert_layout=lambda x, layout: x,
     arange=lambda start, end, layout: value(torch.arange(start, end)),
     zeros=lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)),
-    full=lambda shape, x, dtype, layout: value(torch.full(shape, x, dtype=dtype)),
+    full=lambda shape, x, dtype, layout: value(torch.full(shape, x, dtype=dtype)), zeros_like=torch.zeros_like,
     max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,
     where=lambda chosen, a, b: torch.where(value(chosen), a, b),
     maximum=lambda a, b: torch.maximum(value(a), value(b)), minimum=lambda a, b: torch.minimum(value(a), value(b)),

@@ -7,7 +7,7 @@ from gluon_emulation import emulate
 
 from tilestack import ops
 from tilestack.contract.launch import launch
-from tilestack.kernels.hopper import fp8, fused, grouped_fp8, matmul
+from tilestack.kernels.hopper import fp8, fused, grouped_fp8, grouped_outer_fp8, matmul
 from tilestack.kernels.matmul.epilogue import Epilogue
 from tilestack.lab.oracle import judge, own_error
 from tilestack.ops.activation_dropout import KINDS
@@ -21,7 +21,7 @@ def emulated(monkeypatch):
     run = lambda kernel, *rest, **named: (emulate if "Gluon" in type(kernel).__name__ else launch)(
         kernel, *rest, **named
     )
-    for module in (fp8, fused, grouped_fp8, matmul):
+    for module in (fp8, fused, grouped_fp8, grouped_outer_fp8, matmul):
         monkeypatch.setattr(module, "launch", run)
         monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(fused, "activate", lambda x, kind, half: KINDS[kind](x.float()))
@@ -74,6 +74,64 @@ def test_grouped_products_of_codes(config, by, offsets):
     )
 
 
+def outer_operands(rows, columns=150, inner=144):
+    left_scale, right_scale = (
+        (0.5 + torch.rand(shape)).half() for shape in ((columns, -(-rows // 128)), (2, -(-rows // 128)))
+    )
+    return codes(columns, rows), codes(inner, rows), left_scale, right_scale / 16
+
+
+@pytest.mark.parametrize("config", grouped_outer_fp8.CONFIGS)
+@pytest.mark.parametrize(
+    "offsets", [(0, 70, 70, 200, 330), (330, 330, 330), (5, 128, 129, 257, 300), (128, 256), (0, 0), (3, 3, 4)]
+)
+def test_grouped_sums_over_rows_of_codes(config, offsets):
+    arguments = *outer_operands(330), ends(*offsets), ""
+    found = grouped_outer_fp8.grouped_outer_fp8(*arguments, grouped_outer_fp8.CONFIGS[config])
+    assert found.is_contiguous()
+    check(found, ops.grouped_outer_fp8.definition, *arguments)
+
+
+@pytest.mark.parametrize("spoilt", ["left", "right"])
+def test_rows_of_other_groups_do_not_get_through(spoilt):
+    left, right, left_scale, right_scale = outer_operands(330)
+    offsets = ends(
+        70, 200, 200, 300
+    )  # of the second group 70 to 128 and 128 to 200; the last block has rows of no group
+    (left if spoilt == "left" else right).view(torch.uint8)[:, [*range(70), *range(200, 330)]] = 0x7F  # NaN
+    arguments = left, right, left_scale, right_scale, offsets, ""
+    found = grouped_outer_fp8.grouped_outer_fp8(*arguments, grouped_outer_fp8.CONFIGS["128x128"])
+    assert found[0].isnan().all()
+    assert found[3].isnan().all()
+    assert not found[2].any()
+    check(found[1], lambda *given: ops.grouped_outer_fp8.definition(*given)[1], *arguments)
+
+
+def test_a_group_without_rows_does_not_meet_the_scales_around_it():
+    left, right, left_scale, right_scale = outer_operands(256)
+    left_scale[:, 1] = right_scale[:, 1] = torch.nan
+    arguments = left, right, left_scale, right_scale, ends(128, 200, 200), ""
+    found = grouped_outer_fp8.grouped_outer_fp8(*arguments, grouped_outer_fp8.CONFIGS["128x128"])
+    assert found[1].isnan().all()
+    assert not found[2].any()
+    check(found[0], lambda *given: ops.grouped_outer_fp8.definition(*given)[0], *arguments)
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "columns", "inner", "reason"),
+    [
+        (128, 0, 16, 16, "there is no group"),
+        (0, 2, 16, 16, "TMA moves no empty matrix"),
+        (128, 2, 0, 16, "TMA moves no empty matrix"),
+        (128, 2, 16, 0, "TMA moves no empty matrix"),
+    ],
+)
+def test_sums_over_nothing_are_refused(rows, groups, columns, inner, reason):
+    left, right, *_ = outer_operands(rows, columns, inner)
+    found = grouped_outer_fp8.can_move_outer(left, right, torch.ones(1, 1).half(), torch.zeros(groups).int(), "")
+    assert found == reason
+
+
 @pytest.mark.parametrize("by", ["tensor", "rows", "blocks"])
 def test_products_of_codes(by):
     x, weight, bias = codes(150, 272), codes(200, 272), torch.randn(200).half()
@@ -88,3 +146,4 @@ def test_in_whatever_order_things_happen(seed, monkeypatch):
     monkeypatch.setattr(gluon_emulation.emulate, "__kwdefaults__", dict(seed=seed, num_warps=4))
     test_epilogues("128x64", "silu+residual")
     test_grouped_products_of_codes("128x64", "blocks", (5, 128, 129, 257, 300))
+    test_grouped_sums_over_rows_of_codes("128x64", (5, 128, 129, 257, 300))

@@ -46,6 +46,7 @@ CONFIGS = {
     "64x64": Config(64, 64, 128, 4, 4),
 }
 OUTER_CONFIGS = {name: OuterConfig(*CONFIGS[name]) for name in ("128x128", "64x64")}  # others spill
+OUTER_OPERANDS = dict(left=(E4M3,), right=(E4M3,), left_scale=HALVES_AND_SINGLE, right_scale=HALVES_AND_SINGLE)
 
 
 @triton.jit
@@ -154,7 +155,7 @@ def outer_rounds_to_halves(left: Tensor, right_scale: Tensor, dtype: str) -> boo
     ops.grouped_outer_fp8,
     backend="triton",
     repeat=straight_line,
-    dtypes=dict(left=(E4M3,), right=(E4M3,), left_scale=HALVES_AND_SINGLE, right_scale=HALVES_AND_SINGLE),
+    dtypes=OUTER_OPERANDS,
     configs=OUTER_CONFIGS,
     when=outer_rounds_to_halves,
 )
