@@ -42,7 +42,7 @@ def bench_command(
     backend: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated backends and peers (aten, compile, compile-max, eager, liger); all that can run when left out.",
+            help="Comma-separated backends and peers (aten, aten-rowwise, compile, compile-max, eager, liger); all that can run when left out.",
             show_default=False,
         ),
     ] = None,

@@ -6,6 +6,7 @@
     eager-compile   torch.compile of what people write
     …-max           the two above in the mode max-autotune-no-cudagraphs
     liger           Liger-Kernel, when it is importable
+    aten-rowwise    PyTorch's grouped product of fp8, whose scales are coarser than the operator's (rowwise.py)
 
 To add a library's function for an operator, add a line to that library's dictionary below: a function that names the
 operator's arguments it wants and returns the result, or NotImplemented for arguments the library does not take. What a
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from tilestack.contract import Operator
 from tilestack.contract.named import parameters_of
+from tilestack.lab import rowwise
 from tilestack.lab.idioms import IDIOMS
 
 FOLDER = Path(__file__).resolve().parents[2] / "peers"
@@ -133,7 +135,15 @@ LIGER: dict[str, "Callable | Prepared"] = {
     ),
 }  # fmt: skip
 
-LIBRARIES: dict[str, tuple[str, dict[str, "Callable | Prepared"]]] = {"liger": ("liger_kernel", LIGER)}
+ROWWISE: dict[str, "Callable | Prepared"] = {
+    "grouped_linear_fp8": Prepared(rowwise.linear_operands, rowwise.grouped_product),
+    "grouped_outer_fp8": Prepared(rowwise.outer_operands, rowwise.grouped_product),
+}
+
+LIBRARIES: dict[str, tuple[str, dict[str, "Callable | Prepared"]]] = {
+    "liger": ("liger_kernel", LIGER),
+    "aten-rowwise": ("torch", ROWWISE),
+}
 MODES: dict[str, dict[str, Any]] = {"": {}, "-max": {"mode": "max-autotune-no-cudagraphs"}}  # of torch.compile
 COMPILED = [f"{name}{suffix}" for name in ("compile", "eager-compile") for suffix in MODES]
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.contract import implements
+from tilestack.kernels.aten import aligned, zero_past
 from tilestack.kernels.quantised.codes import HALVES_AND_SINGLE
 from tilestack.kernels.quantised.fp8 import OPERANDS
 from tilestack.kernels.tiles import as_matrix
@@ -49,12 +50,6 @@ def multiplies_fp8(
     return True
 
 
-def on_16_bytes(codes: Tensor) -> Tensor:
-    """Codes as cuBLAS takes them: contiguous from an address that 16 divides; copied only if they are not."""
-    codes = codes.contiguous()
-    return codes if codes.data_ptr() % 16 == 0 else codes.clone()
-
-
 @implements(ops.linear_fp8, backend="aten", dtypes=OPERANDS, when=multiplies_fp8)
 def linear_fp8(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: str
@@ -62,11 +57,48 @@ def linear_fp8(
     by_rows = weight_scale.ndim == 1
     x_scale, weight_scale = x_scale.float().contiguous(), weight_scale.float().contiguous()
     out = torch._scaled_mm(
-        on_16_bytes(as_matrix(x)),
-        on_16_bytes(weight).T,
+        aligned(as_matrix(x)),
+        aligned(weight).T,
         scale_a=x_scale.view(-1, 1) if by_rows else x_scale,
         scale_b=weight_scale.view(1, -1) if by_rows else weight_scale,
         bias=None if bias is None else bias.contiguous(),
         out_dtype=torch.bfloat16,
     )
     return out.view(*x.shape[:-1], -1)
+
+
+def has_grouped_fp8(device: torch.device) -> bool | str:
+    """Whether PyTorch multiplies groups of fp8 codes with scales of rows here."""
+    if not hasattr(torch, "_scaled_grouped_mm"):
+        return f"PyTorch {torch.__version__} has no grouped product of fp8, torch._scaled_grouped_mm"
+    return (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9) or (
+        "PyTorch's own grouped product of fp8 with scales of rows needs compute capability 9.0"
+    )
+
+
+def multiplies_groups_of_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor, dtype: str) -> bool | str:
+    if (found := has_grouped_fp8(x.device)) is not True:
+        return found
+    if weight_scale.ndim != 2:
+        return "PyTorch's own grouped product of fp8 has a scale for each row of both matrices, none for blocks"
+    if result_dtype(weight_scale, dtype) != torch.bfloat16:
+        return "PyTorch's own grouped product of fp8 gives bfloat16"
+    if 0 in (*x.shape, *weight.shape) or x.shape[1] % 16 or weight.shape[1] % 16:
+        return f"PyTorch's own grouped product of fp8 wants multiples of 16, not {x.shape[1]} to {weight.shape[1]}"
+    return True
+
+
+@implements(ops.grouped_linear_fp8, backend="aten", dtypes=OPERANDS, when=multiplies_groups_of_fp8)
+def grouped_linear_fp8(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, offsets: Tensor, dtype: str
+) -> Tensor:
+    offsets = offsets.contiguous()
+    out = torch._scaled_grouped_mm(
+        aligned(x),
+        aligned(weight).mT,
+        x_scale.float().contiguous(),
+        weight_scale.float().contiguous(),
+        offs=offsets,
+        out_dtype=torch.bfloat16,
+    )
+    return zero_past(out, offsets)
