@@ -40,9 +40,9 @@ def run(steps, name, swap=()):
     return parity(recipe, lambda: new_model(recipe, 40), RandomTokens(), steps, name, swap)
 
 
-def run_fp8(steps):
+def run_fp8(steps, starts=1):
     recipe = tiny(compute="bfloat16")
-    return fp8_parity(recipe, lambda: new_model(recipe, 40), RandomTokens(), steps)
+    return fp8_parity(recipe, lambda: new_model(recipe, 40), RandomTokens(), steps, starts)
 
 
 def test_fp8_follows_bfloat16():
@@ -55,6 +55,15 @@ def test_a_gradient_lost_in_fp8_is_caught(monkeypatch):
     monkeypatch.setattr(fp8, "gradient_of_weight", lambda grad, x, offsets: product_of(grad, x).neg())
     product_of = lambda grad, x: fp8.product(*grad, *x, None)
     assert run_fp8(8).broken_at is not None
+
+
+def test_both_are_trained_from_each_start():
+    one, several = run_fp8(2), run_fp8(2, starts=5)
+    assert len(one.ends) == 1
+    assert len(several.ends) == 5
+    assert several.ends[0] == one.ends[0] == (one.reference[-1], one.candidate[-1])
+    assert several.bound == one.bound  # more starts do not widen it
+    assert len({end for pair in several.ends for end in pair}) == 10
 
 
 def test_fp8_is_held_against_a_recipe_without_it():
@@ -100,6 +109,13 @@ def test_nudging_moves_every_weight_by_one_unit():
     moved = nudged(weights, 2**-8, 0)
     assert torch.equal((moved["w"] / weights["w"] - 1).abs(), torch.full((3,), 2**-8))
     assert torch.equal(moved["n"], weights["n"])
+
+
+def test_starts_are_for_fp8(capsys, outside):
+    with pytest.raises(SystemExit) as ended:
+        main(["parity", "--device", "cpu", "--starts", "2"])
+    assert ended.value.code == 1
+    assert "--starts is for --fp8" in capsys.readouterr().err
 
 
 def test_the_command_draws_a_page_and_ends_with_the_verdict(tmp_path, capsys, outside):

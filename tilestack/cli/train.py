@@ -102,6 +102,7 @@ def parity_command(
         typer.Option(help="Swap this operator alone; all that the backend has when left out.", show_default=False),
     ] = None,
     fp8: Annotated[bool, typer.Option("--fp8", help="Hold fp8 against the recipe's own precision, in place of a backend against the definitions.")] = False,
+    starts: Annotated[int, typer.Option(help="With --fp8, from how many starts both are trained: the weights as they are, and nudged ones. Several tell chance from what fp8 costs.", min=1)] = 1,
     output: Annotated[Path, typer.Option(help="The page with the curves.", callback=writable_file)] = Path("runs/parity.html"),
     device: Annotated[str | None, typer.Option(help="cuda or cpu, where kernels are interpreted.", show_default=False)] = None,
     save: Annotated[bool, typer.Option("--save", help="Keep the curves in results/<machine>/parity.")] = False,
@@ -119,6 +120,7 @@ def parity_command(
     from tilestack import ops
     from tilestack.data.prepared import prepare_tokens
     from tilestack.extras import MissingExtra
+    from tilestack.lab.curves import gap_over_starts
     from tilestack.lab.parity import chosen_backend, fp8_parity, new_model, parity
     from tilestack.train import Recipe
     from tilestack.train.pretrain import Pretraining
@@ -128,6 +130,10 @@ def parity_command(
     chosen_backend(backend, swap or ())  # and so is a backend that they lack
     if fp8 and swap:
         raise ValueError("--fp8 and --swap are two comparisons; ask for one of them")
+    if starts > 1 and not fp8:
+        raise ValueError(
+            "--starts is for --fp8: kernels that are right part from the definitions by their rounding alone"
+        )
     on_gpu = place.type == "cuda"
     name = recipe or Path("pretrain-100m" if on_gpu else "parity-fp8" if fp8 else "parity")
     # The definitions keep every score of attention, so they are given a smaller batch than training would take, and with
@@ -141,7 +147,7 @@ def parity_command(
         build = lambda: new_model(read, tokenizer.vocabulary)
         say = lambda words: Console(stderr=True).print(f"training on {words}", highlight=False)
         if fp8:
-            found = fp8_parity(read, build, objective, steps or 300, say)
+            found = fp8_parity(read, build, objective, steps or 300, starts, say)
         else:
             found = parity(read, build, objective, steps or (100 if on_gpu else 5), backend, swap or (), say)
     write_json(json_, found.as_dict())
@@ -158,6 +164,9 @@ def parity_command(
         page = escape(f"no page, since {missing}")
     if str(json_) != "-":
         verdict = f"[green]agrees[/green] over {len(found.reference)} steps" if found.broken_at is None else f"[red]parts at step {found.broken_at}[/red]"  # fmt: skip
+        if starts > 1:
+            above, apart = gap_over_starts(found.ends)
+            console.print(f"{found.name} ends above {found.against} by {above}, whose own ends have a spread of {apart}", highlight=False)  # fmt: skip
         console.print(f"{found.name}: {verdict}; largest difference {max(found.differences):.3g}, {found.worst:.0%} of what is allowed; {page}", highlight=False)  # fmt: skip
     if found.broken_at is not None:
         raise typer.Exit(1)

@@ -4,6 +4,8 @@ A run is what was swapped and the loss of every step on the definitions and on t
 What is held against another precision, in place of the definitions, is in a file by its name: `fp8.json`.
 """
 
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,17 @@ def mean_of_last_tenth(losses: list[float]) -> float:
     """Where a curve ends, but for what a single batch adds."""
     last = losses[-max(len(losses) // 10, 1) :]
     return sum(last) / len(last)
+
+
+def gap_over_starts(ends: Sequence[Sequence[float]]) -> tuple[str, str]:
+    """How far above the reference the candidate ends, on average over several starts and with its standard error; and how
+    far the ends of the reference itself lie apart, as a standard deviation."""
+    if len(ends) < 2:
+        return "–", "–"
+    above = [candidate - reference for reference, candidate in ends]
+    error = statistics.stdev(above) / len(above) ** 0.5
+    apart = statistics.stdev(reference for reference, _ in ends)
+    return f"{statistics.mean(above):+.3f} ± {error:.3f} over {len(above)} starts", f"{apart:.3f}"
 
 
 def largest_difference(run: dict[str, Any]) -> float:

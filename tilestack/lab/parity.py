@@ -9,12 +9,16 @@ because a few runs underestimate the largest; and never less than the loss itsel
 
 A run in fp8 is held against one in the recipe's own precision in the same way. There a unit in the last place is one of
 e4m3, an eighth, and only the weights that fp8 rounds, the matrices of hidden layers, start off by it.
+
+Where a rate is so high that equally right runs end apart, one run of each says little about which is better: what it shows
+is mostly chance. So both can be trained from several starts, the weights as they are and nudged, and how far apart they end
+on average is given with its standard error.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -22,6 +26,7 @@ import torch
 from torch import Tensor
 
 from tilestack import backend, models, ops, optim
+from tilestack.lab.curves import mean_of_last_tenth
 from tilestack.train import execution
 from tilestack.train.execution import layers_of
 from tilestack.train.fp8 import compute_in_fp8
@@ -43,6 +48,7 @@ class Parity:
     candidate: list[float]
     bound: list[float]
     against: str = "the definitions"
+    ends: list[tuple[float, float]] = field(default_factory=list)  # of each start, where the two end
 
     @property
     def differences(self) -> list[float]:
@@ -96,16 +102,18 @@ def fp8_parity(
     build: Callable[[], Any],
     objective: Pretraining,
     steps: int,
+    starts: int = 1,
     say: Callable[[str], Any] = lambda words: None,
 ) -> Parity:
-    """The same in the recipe's precision and in fp8, on whatever backends `auto` takes; on a CPU, the definitions."""
+    """The same in the recipe's precision and in fp8, on whatever backends `auto` takes; on a CPU, the definitions. Beside
+    the weights as they are, both are trained from `starts - 1` that are nudged."""
     if recipe.precision.fp8:
         raise ValueError("fp8 is held against a recipe without it; set precision.fp8 = false")
     model = build()
     hidden = {f"layers.{name}" for name, weight in layers_of(model).named_parameters() if weight.ndim > 1}
     reference, candidate = Way(recipe.precision.compute, nullcontext), Way("fp8", nullcontext, compute_in_fp8)
     ulp = torch.finfo(torch.float8_e4m3fn).eps
-    return compare(recipe, build, objective, steps, reference, candidate, ulp, hidden.__contains__, say)
+    return compare(recipe, build, objective, steps, reference, candidate, ulp, hidden.__contains__, say, starts)
 
 
 @dataclass(frozen=True)
@@ -119,23 +127,31 @@ class Way:
 
 def compare(
     recipe: Recipe, build: Callable[[], Any], objective: Pretraining, steps: int, reference: Way, candidate: Way,
-    ulp: float, nudges: Callable[[str], bool], say: Callable[[str], Any],
+    ulp: float, nudges: Callable[[str], bool], say: Callable[[str], Any], starts: int = 1,
 ) -> Parity:  # fmt: skip
-    """Train in both ways, and in that of the reference from weights that start off by a unit where `nudges` says so."""
+    """Train in both ways, and in that of the reference from weights that start off by a unit where `nudges` says so; in
+    that of the candidate too where there are several starts."""
+    nudged_runs = max(NUDGED_RUNS, starts - 1)
     batches = [objective.next_batch() for _ in range(steps)]
     start = {key: value.clone() for key, value in build().state_dict().items()}
 
     def run(way: Way, seed: int | None = None) -> list[float]:
-        say(way.words + ("" if seed is None else f", nudged, {seed + 1} of {NUDGED_RUNS}"))
+        say(
+            way.words
+            + ("" if seed is None else f", nudged, {seed + 1} of {nudged_runs if way is reference else starts - 1}")
+        )
         model = build()
         off = {} if seed is None else nudged({key: x for key, x in start.items() if nudges(key)}, ulp, seed)
         model.load_state_dict(start | off)
         with way.choice():
             return train(recipe, model, objective, batches, objective.device, way.change)
 
-    losses = run(reference)
-    near = [run(reference, seed) for seed in range(NUDGED_RUNS)]
-    return Parity(candidate.words, losses, run(candidate), bounds(losses, near), reference.words)
+    losses, ours = run(reference), run(candidate)
+    near = [run(reference, seed) for seed in range(nudged_runs)]
+    ours_near = [run(candidate, seed) for seed in range(starts - 1)]
+    pairs = zip([losses, *near], [ours, *ours_near], strict=False)
+    ends = [(mean_of_last_tenth(theirs), mean_of_last_tenth(mine)) for theirs, mine in pairs]
+    return Parity(candidate.words, losses, ours, bounds(losses, near[:NUDGED_RUNS]), reference.words, ends)
 
 
 def bounds(reference: Sequence[float], near: Sequence[Sequence[float]]) -> list[float]:

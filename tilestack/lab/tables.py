@@ -247,10 +247,18 @@ def fp8_parity(folder: Path, slug: str) -> str:
         return f"_not measured yet: `tilestack parity --fp8 --save` on the machine `{slug}` fills this table._"
     kept = read_json(path)
     rows = [
-        [run["name"], *(f"{curves.mean_of_last_tenth(run[way]):.3f}" for way in ("reference", "candidate")), f"{curves.largest_difference(run):.3f}", percent(run["worst"])]
+        [run["name"], *(f"{curves.mean_of_last_tenth(run[way]):.3f}" for way in ("reference", "candidate")), f"{curves.largest_difference(run):.3f}", percent(run["worst"]), *curves.gap_over_starts(run.get("ends", []))]
         for run in kept["runs"]
     ]  # fmt: skip
-    header = ["trained", "loss, mean of the last tenth", "in fp8", "largest difference", "of what is allowed"]
+    header = [
+        "trained",
+        "loss, mean of the last tenth",
+        "in fp8",
+        "largest difference",
+        "of what is allowed",
+        "fp8 above, mean and its error",
+        "spread without fp8",
+    ]
     return f"{markdown(header, rows)}\n\n_{run_stamp(kept['machine'], kept['runs'])}._"
 
 
