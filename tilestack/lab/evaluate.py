@@ -4,7 +4,7 @@ The definition's results in the dtype under test and in float64 are the standard
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,11 +16,9 @@ from tilestack.contract.operator import Operator, as_tuple
 from tilestack.lab import oracle, variants
 from tilestack.lab.memory_guards import unchanged
 
-REDRAWS = 16  # more draws of arguments with a small result, which the definition may get exact by luck
-ENOUGH, LARGE = (
-    1 << 15,
-    1 << 17,
-)  # elements of the smallest result in all draws, and of all results in one, that are enough
+REDRAWS = 16  # more draws of arguments, of which the definition may get one exact by luck
+ENOUGH = 1 << 15  # elements of the smallest result, in all draws, that are enough at first
+LARGE = 1 << 17  # elements of all results, in one draw, that are enough in any case
 
 Results = dict[str, Tensor]
 Standard = tuple[Tensor, Tensor, oracle.Own]  # the definition's result in the dtype, the truth, the definition's error
@@ -77,12 +75,18 @@ EVALUATE: dict[str, Callable[..., Results]] = dict(forward=forward_of, backward=
 
 
 def compute_standards(
-    operator: Operator, case: Case, values: str, dtype: torch.dtype, direction: str, device: torch.device
+    operator: Operator,
+    case: Case,
+    values: str,
+    dtype: torch.dtype,
+    direction: str,
+    device: torch.device,
+    many_draws: bool = False,
 ) -> dict[str, Standard]:
     """By name of an output or gradient: the definition's result in the dtype, the truth, and the definition's own error.
 
-    The definition may be exact by luck, so its error is the worst of several draws where a result is small, and of the
-    unvaried arguments too where these are varied.
+    The definition may be exact by luck, so its error is the worst of several draws where a result is small or `many_draws`
+    are asked for, and of the unvaried arguments too where these are varied.
     """
     evaluate = EVALUATE[direction]
     declared = as_declared(operator)
@@ -97,16 +101,28 @@ def compute_standards(
 
     reference, truth = draw(values, 0)
     own = {name: [oracle.own_error(reference[name], truth[name])] for name in reference}
-    sizes = [t.numel() for t in truth.values() if t.is_floating_point()]
-    redraws = min(REDRAWS, ENOUGH // max(min(sizes, default=LARGE), 1)) if sum(sizes) <= LARGE else 0
     for variant, seed in [
-        *((values, seed) for seed in range(1, 1 + redraws)),
+        *((values, seed) for seed in range(1, 1 + redraws_for(truth.values(), many_draws))),
         *([("plain", 0)] if values != "plain" else []),
     ]:
         another, another_truth = draw(variant, seed)
         for name in own:
             own[name].append(oracle.own_error(another[name], another_truth[name]))
     return {name: (reference[name], truth[name], worst_of(own[name])) for name in reference}
+
+
+def redraws_for(truths: Iterable[Tensor], many_draws: bool) -> int:
+    """How many more draws the definition's error is taken from."""
+    sizes = [truth.numel() for truth in truths if truth.is_floating_point()]
+    if not sizes or sum(sizes) > LARGE:
+        return 0
+    return REDRAWS if many_draws else min(REDRAWS, ENOUGH // max(min(sizes), 1))
+
+
+def from_few_draws(standards: dict[str, Standard]) -> bool:
+    """Whether `many_draws` would be more than the definition's error was taken from."""
+    truths = [truth for _, truth, _ in standards.values()]
+    return redraws_for(truths, False) < redraws_for(truths, True)
 
 
 def in_float64(x: Tensor) -> Tensor:

@@ -1,0 +1,96 @@
+"""The definition's own error is an estimate: what is refuted by one from few draws is judged once more by one from many."""
+
+import pytest
+import torch
+
+from tilestack import contract, ops
+from tilestack.contract.cases import Make, cases
+from tilestack.lab.evaluate import ENOUGH, LARGE, REDRAWS, redraws_for
+from tilestack.lab.mutation import Original
+from tilestack.lab.oracle import own_error
+from tilestack.lab.verify import claims, prove
+
+CPU = torch.device("cpu")
+SHAPE = (5, 8001)  # so large that one draw is thought enough at first, so small that many can be afforded
+QUIET_ROW = 0  # holds no large element, so that next to nothing is allowed there but the definition's error
+
+
+@pytest.fixture
+def heavy_tailed(outside):
+    """An operator whose largest element, and with it the error of rounding it, differs from draw to draw."""
+
+    def build(make, rows, columns):
+        x = make.normal(rows, columns, scale=0.5)
+        x[QUIET_ROW].clamp_(-1, 1)
+        return dict(x=x)
+
+    @contract.operator(cases=cases(build, check=[SHAPE]))
+    def heavy(x: torch.Tensor) -> torch.Tensor:
+        """e^4x."""
+        return (4 * x).exp()
+
+    return heavy
+
+
+def definitions_error(operator, seeds):
+    (case,) = operator.cases
+    drawn = [case.build(Make(torch.float16, CPU, seed))["x"] for seed in seeds]
+    return max(own_error(operator.definition(x), operator.definition(x.double()))[0] for x in drawn)
+
+
+def claim_of(operator, off):
+    """The claim that an implementation is right which is off by this much in one element of the quiet row."""
+    calls = []
+
+    def forward(x):
+        calls.append(x)
+        out = operator.definition(x)
+        out[QUIET_ROW, 7] += off
+        return out
+
+    contract.implements(operator, backend="planted")(forward)
+    (claim,) = (
+        claim
+        for claim in claims([operator], CPU, only={operator.name: "planted"}, dtypes=[torch.float16])
+        if (claim.variant, claim.direction) == ("plain", "forward")
+    )
+    return claim, calls
+
+
+def test_an_error_that_further_draws_allow_is_accepted_and_a_larger_one_is_not(heavy_tailed):
+    few, many = definitions_error(heavy_tailed, [0]), definitions_error(heavy_tailed, range(1 + REDRAWS))
+    assert many > 1.5 * few, "the draws do not differ enough to tell the two apart"
+    between, calls = claim_of(heavy_tailed, few + many)  # more than 2 · few, less than 2 · many
+    found = prove(between)
+    assert (found.ok, found.message) == (True, "")
+    assert 2 * few < found.error <= found.bound < 2.1 * many
+    assert len(calls) == between.calls, "judged anew, but not computed anew: luck must not help a kernel that races"
+    assert Original().holds(between)  # mutants are tried by the same rule
+    beyond, _ = claim_of(heavy_tailed, 2.5 * many)
+    found = prove(beyond)
+    assert found.ok is False
+    assert "1 of 40005 elements are out of bound" in found.message
+    assert found.bound > 2 * many
+
+
+def test_further_draws_are_made_only_for_what_is_refuted_and_where_they_can_change_that(outside):
+    asked = []
+
+    def counting(*identity):
+        asked.append(identity[-1])
+        return Original().standards(*identity)
+
+    def ask(operator, forward):
+        asked.clear()
+        contract.implements(operator, backend="planted")(forward)
+        found = claims([operator], CPU, only={operator.name: "planted"}, dtypes=[torch.float32])
+        (claim,) = (c for c in found if (c.case.name, c.variant, c.direction) == ("33", "plain", "forward"))
+        return prove(claim, counting).ok, list(asked)
+
+    assert ask(ops.relu, torch.relu) == (True, [False])
+    assert ask(ops.relu, torch.neg) == (False, [False])  # so small that it has had all its draws
+    sizes = lambda *shapes: [torch.empty(shape, dtype=torch.float64) for shape in shapes]
+    assert [redraws_for(sizes(n), False) for n in (1, ENOUGH // 2, ENOUGH, ENOUGH + 1, LARGE)] == [REDRAWS, 2, 1, 0, 0]
+    assert [redraws_for(sizes(n), True) for n in (1, ENOUGH + 1, LARGE, LARGE + 1)] == [REDRAWS] * 3 + [0]
+    assert redraws_for(sizes(LARGE, 1), True) == 0
+    assert redraws_for([torch.empty(3, dtype=torch.int64)], True) == 0  # integers have no error to estimate
