@@ -74,6 +74,17 @@ async def test_leaving_the_block_cancels():
         await quiet(engine)
 
 
+async def test_who_cancels_late_ends_nobody_who_came_after_under_the_same_id():
+    async with serving() as engine:
+        first = engine.submit([1, 2], GREEDY, id="same")
+        await whole(first)
+        await quiet(engine)
+        second = engine.submit([4, 5], GREEDY, id="same")
+        engine.cancel(first.request)
+        ids, last = await whole(second)
+        assert (ids, last.finish) == (alone([4, 5], 8), "length")
+
+
 async def test_a_full_queue_and_bad_requests_are_refused_at_once():
     async with serving(max_sequences=1, queue=2) as engine:
         streams = [engine.submit([1, 2], SamplingParams(max_tokens=40, ignore_eos=True)) for _ in range(3)]

@@ -1,5 +1,6 @@
 """What a request asks for is what happens to its tokens: against plain decoding with the same rules written out."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -8,8 +9,11 @@ import torch
 from engines import alone, check_empty, decoder, make_engine, serve
 
 from tilestack import ops
-from tilestack.engine import Request, RequestError, SamplingParams
+from tilestack.engine import Completion, Request, RequestError, SamplingParams, TokenLogprob, runner
+from tilestack.engine.engine import how_good
 from tilestack.engine.sampling import SamplingRows, sample_unfiltered
+from tilestack.engine.sequence import first_seeds
+from tilestack.engine.text import TextStream
 
 PROMPT = [3, 5, 7, 11, 13, 5, 5]
 
@@ -109,6 +113,36 @@ def test_no_stop_before_the_least_number_of_tokens():
     assert len(found) >= 8
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("least", [0, 1, 3])
+def test_a_stop_that_would_always_come_comes_first_after_the_least_number_of_tokens(least, graphs):
+    """Of those before it none is a stop, however large its bias."""
+    stop = 40
+    _, deltas = ask(make_engine(graphs=graphs), stop_ids=(stop,), min_tokens=least, logit_bias={stop: 100.0})
+    without = by_hand(lambda logits, ids: logits.index_fill(0, torch.tensor([stop]), -math.inf), least)
+    assert tokens_of(deltas) == [*without, stop]
+    assert (deltas[-1].finish, deltas[-1].stopped_by) == ("stop", stop)
+
+
+class EveryTokenIs(TextStream):
+    """A text to which every token adds the same."""
+
+    def __init__(self, piece, stop):
+        super().__init__(None, [stop])
+        self.pieces = SimpleNamespace(step=lambda token: piece, left=str)
+
+
+@pytest.mark.parametrize("least", [0, 1, 2, 5])
+def test_a_stop_text_may_end_an_answer_with_the_least_number_of_tokens(least):
+    engine = make_engine()
+    request = Request("r", PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, min_tokens=least))
+    engine.add(request)
+    request.sequences[0].text = EveryTokenIs("a", "a")
+    assert len(serve(engine, [])) == 0
+    assert len(request.sequences[0].ids) - len(PROMPT) == max(1, least)
+    assert request.sequences[0].text.stopped_by == "a"
+
+
 def test_ends_count_unless_they_are_ignored():
     end = decoder().config.eos[0]
     _, deltas = ask(logit_bias={end: 100.0}, ignore_eos=False)
@@ -184,7 +218,10 @@ def test_prompt_logprobs_are_told_of_a_prompt_that_is_remembered():
     ]
 
 
-def test_prompt_logprobs_beside_others_in_the_step():
+@pytest.mark.parametrize("rows", [256, 2])
+def test_prompt_logprobs_beside_others_in_the_step(rows, monkeypatch):
+    """Whatever number of them is computed at a time."""
+    monkeypatch.setattr(runner, "PROMPT_ROWS", rows)
     engine = make_engine(step_tokens=64)
     asked = [
         Request(f"{n}", PROMPT[n:], SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=n)) for n in range(3)
@@ -230,6 +267,23 @@ def test_every_seed_draws_a_text_of_its_own():
     assert len({tuple(answer) for answer in found}) == len(seeds)
     assert found == [tokens_of(ask(temperature=2.0, seed=seed)[1]) for seed in seeds]
     assert tokens_of(ask(temperature=2.0)[1]) != tokens_of(ask(temperature=2.0)[1])
+
+
+def test_no_answer_draws_the_noise_of_another_a_few_tokens_later():
+    """The noise of a token is that of the seed and its place, so seeds are further apart than a text is long."""
+    for seed in (0, 1, 2**40, None):
+        seeds = sorted(first_seeds(SamplingParams(seed=seed, n=64)))
+        assert min(after - before for before, after in itertools.pairwise(seeds)) > 2**32
+    assert first_seeds(SamplingParams(seed=3, n=5))[:2] == first_seeds(SamplingParams(seed=3, n=2))
+
+
+def test_of_two_answers_the_one_whose_tokens_are_likelier_is_better_however_long():
+    said = lambda *logprobs, finish="stop": Completion(
+        logprobs=[TokenLogprob(1, each) for each in logprobs], finish=finish
+    )
+    short, long = said(-1.0), said(-0.6, -0.6, -0.6, -0.6, finish="length")
+    cut_off = said(-0.1, finish="cancelled")
+    assert sorted([cut_off, short, long], key=how_good, reverse=True) == [long, short, cut_off]
 
 
 def test_several_answers_differ_and_the_best_are_chosen():

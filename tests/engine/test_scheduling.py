@@ -3,7 +3,8 @@
 import random
 
 import pytest
-from engines import alone, check_empty, check_pages, greedy, make_engine, serve
+import torch
+from engines import alone, check_empty, check_pages, decoder, greedy, make_engine, serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ class Traffic:
 
     def __init__(self, **settings):
         self.engine = make_engine(**settings)
-        self.found, self.asked, self.cancelled = {}, {}, set()
+        self.found, self.told, self.asked, self.cancelled = {}, {}, {}, set()
 
     def run(self, events):
         for kind, number in events:
@@ -88,18 +89,41 @@ class Traffic:
         params = SamplingParams(
             temperature=draw.choice([0.0, 0.0, 1.0]), seed=number, max_tokens=draw.randint(1, 12), ignore_eos=draw.random() < 0.7,
             n=draw.choice([1, 1, 2]), top_k=draw.choice([0, 20]), repetition_penalty=draw.choice([1.0, 1.0, 1.3]),
+            logprobs=draw.choice([None, None, 2]), **draw.choice([{}, {}, dict(stop_ids=(40,), min_tokens=1, logit_bias={40: 9.0})]),
         )  # fmt: skip
         request = Request(
             f"r{len(self.asked)}", prompt, params, priority=draw.choice([0, 0, 1]), salt=draw.choice(["", "x"])
         )
         self.asked[request.id] = request
         self.found[request.id] = [[] for _ in range(params.n)]
+        self.told[request.id] = [[] for _ in range(params.n)]
         self.engine.add(request)
 
     def note(self, news):
         for request, delta in news:
             assert delta.error is None
             self.found[request.id][delta.choice] += delta.ids
+            self.told[request.id][delta.choice] += delta.logprobs
+
+    def check_totals(self):
+        """What is counted is what was asked for and what was given."""
+        stats = self.engine.stats()
+        assert stats.requests == len(self.asked)
+        assert stats.prompt_tokens == sum(len(request.prompt) for request in self.asked.values())
+        assert stats.cached_tokens == sum(request.cached for request in self.asked.values())
+        assert stats.completion_tokens == sum(len(ids) for each in self.found.values() for ids in each)
+        assert stats.accepted <= stats.drafted
+
+    def check_told(self):
+        """A log-probability for each token where they were asked for, the model's own, and none elsewhere."""
+        for id, request in self.asked.items():
+            for ids, told in zip(self.found[id], self.told[id], strict=True):
+                assert [each.id for each in told] == (ids if request.params.logprobs is not None else [])
+                if told:
+                    with torch.no_grad():
+                        logits = decoder()(torch.tensor([[*request.prompt, *ids]]))[0, len(request.prompt) - 1 : -1]
+                    own = torch.log_softmax(logits, -1)[range(len(ids)), ids]
+                    assert [each.logprob for each in told] == pytest.approx(own.tolist(), abs=1e-5)
 
 
 EVENTS = st.lists(
@@ -116,6 +140,8 @@ def test_any_traffic_in_a_small_pool(events, pages, overlap, swap, tokens, looku
     )  # fmt: skip
     traffic.run(events)
     check_empty(traffic.engine)
+    traffic.check_totals()
+    traffic.check_told()
     for id, request in traffic.asked.items():
         alone = Request(id, request.prompt, request.params)
         expected = serve(make_engine(overlap=False, prefix_caching=False, step_tokens=64), [alone])[id]
@@ -157,6 +183,19 @@ def test_equal_hashes_are_not_enough_to_share(monkeypatch):
     found = serve(engine, [second])
     assert second.cached == 0
     assert found["second"] == [alone(second.prompt, 2)]
+
+
+def test_of_equal_hashes_and_tokens_what_stands_before_decides(monkeypatch):
+    """So that a collision does not show a tenant what another computed."""
+    from tilestack.engine import pages
+
+    monkeypatch.setattr(pages, "page_key", lambda before, ids: bytes(ids))
+    engine, prompt = make_engine(), list(range(1, 10))
+    serve(engine, [greedy("first", prompt, 2)])
+    tenant, again = greedy("tenant", prompt, 2), greedy("again", prompt, 2)
+    tenant.salt = "tenant"
+    serve(engine, [tenant, again])
+    assert (tenant.cached, again.cached) == (0, 8)
 
 
 @pytest.mark.parametrize("begun", [0, 4])
