@@ -117,6 +117,34 @@ def test_a_function_is_called_in_a_stream(ask, fake):
     assert json.loads(calls[0].function.arguments) == {"city": "Oslo"}
 
 
+def test_of_two_calls_the_first_is_given_where_one_is_asked_for(ask, fake):
+    fake.says = lambda _: CALL + CALL.removeprefix("I will look.").replace("Oslo", "Bergen")
+    for several, cities in ((True, ["Oslo", "Bergen"]), (False, ["Oslo"])):
+        answer = ask.chat.completions.create(model="fake", messages=user(), tools=[TOOL], parallel_tool_calls=several)
+        calls = answer.choices[0].message.tool_calls
+        assert [json.loads(call.function.arguments)["city"] for call in calls] == cities
+
+
+def test_what_is_cut_off_after_a_call_says_so(ask, fake):
+    fake.says = lambda _: CALL + " and then" * 100
+    asked = dict(
+        model="fake", messages=user(), tools=[TOOL], max_tokens=len(fake.tokenizer.encode(CALL, bare=True)) + 4
+    )
+    whole = ask.chat.completions.create(**asked)
+    assert whole.choices[0].message.tool_calls
+    assert whole.choices[0].finish_reason == "length"
+    assert [chunk.choices[0].finish_reason for chunk in ask.chat.completions.create(**asked, stream=True)][
+        -1
+    ] == "length"
+
+
+def test_a_developer_is_the_system_to_a_template(ask, fake):
+    ask.chat.completions.create(
+        model="fake", messages=[{"role": "developer", "content": "be brief"}, *user()], max_tokens=1
+    )
+    assert "<|im_start|>system\nbe brief<|im_end|>" in fake.tokenizer.decode(fake.submitted[0][0], special=True)
+
+
 def test_a_function_that_must_be_called_is_asked_for_by_a_schema(ask, fake):
     fake.says = lambda _: '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
     chosen = {"type": "function", "function": {"name": "get_weather"}}
@@ -175,6 +203,7 @@ def test_completions_of_texts_and_ids(ask, fake):
         several = ask.completions.create(model="fake", prompt=prompt, max_tokens=2, n=2)
         assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
         assert several.usage.completion_tokens == 8
+        assert several.usage.prompt_tokens_details.cached_tokens == 2  # one of each prompt
     assert ask.completions.create(model="fake", prompt=ids, max_tokens=1).usage.prompt_tokens == len(ids)
 
 
@@ -187,13 +216,29 @@ def test_completions_stream(ask):
     assert texts[1].startswith("b0 1 2")
 
 
-def test_echo_with_log_probabilities(ask, fake):
-    answer = ask.completions.create(model="fake", prompt="the cat", max_tokens=2, echo=True, logprobs=1)
+def test_log_probabilities_of_a_completion_are_the_same_in_a_stream(ask, fake):
+    fake.pace = 0.01  # so that there are several events
+    asked = dict(model="fake", prompt="the cat", max_tokens=6, logprobs=2)
+    whole = ask.completions.create(**asked).choices[0]
+    events = [chunk.choices[0].logprobs for chunk in ask.completions.create(**asked, stream=True)]
+    joined = lambda name: [each for event in events if event for each in getattr(event, name)]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert joined(name) == getattr(whole.logprobs, name)
+    assert len([event for event in events if event]) > 1
+    assert [whole.text[place:].startswith(token) for place, token in zip(whole.logprobs.text_offset, whole.logprobs.tokens, strict=True)] == [True] * 6  # fmt: skip
+    assert min(whole.logprobs.top_logprobs[0].values()) == -9999.0  # for minus infinity
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_echo_with_log_probabilities(ask, fake, bare):
+    ids = fake.tokenizer.encode("the cat", bare=bare)
+    answer = ask.completions.create(model="fake", prompt=ids, max_tokens=2, echo=True, logprobs=1)
     told = answer.choices[0].logprobs
-    prompt = len(fake.tokenizer.encode("the cat"))
     assert answer.choices[0].text.startswith("the cat0")
-    assert told.token_logprobs == [None] + [-0.5] * (prompt - 1) + [-0.25] * 2
-    assert len(told.tokens) == len(told.text_offset) == len(told.top_logprobs) == prompt + 2
+    assert told.token_logprobs == [None] + [-0.5] * (len(ids) - 1) + [-0.25] * 2
+    assert len(told.tokens) == len(told.text_offset) == len(told.top_logprobs) == len(ids) + 2
+    assert "".join(told.tokens) == answer.choices[0].text  # the prompt's first token too, which has no probability
+    assert told.text_offset == [len("".join(told.tokens[:place])) for place in range(len(ids) + 2)]
 
 
 def test_embeddings(ask):

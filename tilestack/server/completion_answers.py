@@ -30,14 +30,15 @@ class CompletionAnswers:
         }
 
     def choice(self, number: int, completion: Completion, running: Running) -> dict[str, Any]:
-        stream = running.streams[number // (self.request.n or 1)]
+        prompt = number // (self.request.n or 1)
+        stream, (ids, _) = running.streams[prompt], running.prompts[prompt]
         told: list[TokenLogprob | None] = list(completion.logprobs)
         if self.request.echo and self.request.logprobs is not None:
             told = [*(stream.prompt_logprobs or []), *told]
         body = {
             "index": number,
             "text": self.echoed(number) + completion.text,
-            "logprobs": None if self.request.logprobs is None else self.texts.completion(told),
+            "logprobs": None if self.request.logprobs is None else self.texts.completion(told, first=ids[0]),
             "finish_reason": completion.finish,
             "stop_reason": completion.stopped_by,
         }

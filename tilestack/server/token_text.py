@@ -35,11 +35,12 @@ class TokenTexts:
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text_of(token), "logprob": max(logprob, LOWEST), "bytes": list(self.bytes_of(token))}
 
-    def completion(self, told: list[TokenLogprob | None], offset: int = 0) -> dict[str, Any]:
-        """The `logprobs` of a completion; the first token of a prompt has none."""
+    def completion(self, told: list[TokenLogprob | None], offset: int = 0, first: int | None = None) -> dict[str, Any]:
+        """The `logprobs` of a completion; the `first` token of a prompt has none, and no text where it marks a beginning."""
+        begins = "" if first is None or first in self.special else self.text_of(first)
         texts, offsets = [], []
         for each in told:
-            texts.append("" if each is None else self.text_of(each.id))
+            texts.append(begins if each is None else self.text_of(each.id))
             offsets.append(offset)
             offset += len(texts[-1])
         return {
