@@ -63,6 +63,8 @@ def test_pages_of_other_sites_may_not_ask_unless_told(serve, fake):
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "unknown_origin")
     assert "access-control-allow-origin" not in refused.headers
     assert httpx2.post(url + "/v1/completions", json=TEXT, headers={"Origin": url}).status_code == 200
+    beside = {"Origin": str(httpx2.URL(url).copy_with(port=1))}  # what else listens on this machine is another site
+    assert httpx2.post(url + "/v1/completions", json=TEXT, headers=beside).status_code == 403
 
     url = serve(fake, cors=("https://site.example",), api_key="k")
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}

@@ -9,10 +9,11 @@ import httpx2
 import pytest
 from fake_engine import empty_within
 
-from tilestack.engine import EngineClosed
+from tilestack.engine import EngineClosed, EngineStats
 from tilestack.extras import MissingExtra
 from tilestack.server import events
 from tilestack.server.app import create_app
+from tilestack.server.metrics import Metrics, Stopwatch
 from tilestack.server.request_log import JsonLines
 from tilestack.server.settings import Limits, ServerSettings
 
@@ -201,20 +202,49 @@ def test_what_the_engine_cannot_do_here_or_any_more_has_a_status(serve, fake):
     assert (absent.status_code, absent.json()["error"]["code"]) == (501, "not_installed")
     ending = httpx2.post(url + "/v1/embeddings", json={"input": "a"})
     assert (ending.status_code, ending.json()["error"]["code"]) == (503, "ending")
+    assert int(ending.headers["retry-after"]) > 0
 
 
 def test_metrics(serve, fake):
-    url = serve(fake)
-    httpx2.post(url + "/v1/chat/completions", json=CHAT | {"max_tokens": 3})
+    url = serve(fake, events_per_second=1e9)
+    fake.pace = 0.02  # so that no two tokens of an answer share an event
+    httpx2.post(url + "/v1/chat/completions", json=CHAT | {"max_tokens": 3, "n": 2})
     httpx2.get(url + "/v1/nothing")
     text = httpx2.get(url + "/metrics").text
     for line in (
         "tilestack_kv_use 0.25",
         "tilestack_requests_running 0.0",
-        "tilestack_completion_tokens_total 3.0",
+        "tilestack_completion_tokens_total 6.0",
         "tilestack_time_to_first_token_seconds_count 1.0",
-        "tilestack_inter_token_seconds_count 2.0",
+        "tilestack_inter_token_seconds_count 4.0",
+        "tilestack_request_seconds_count 1.0",
         'tilestack_http_requests_total{path="/v1/chat/completions",status="200"} 1.0',
         'tilestack_http_requests_total{path="other",status="404"} 1.0',
     ):
         assert line in text
+
+
+def test_each_figure_of_the_engine_is_told_under_its_own_name(fake):
+    fake.stats = lambda: EngineStats(
+        waiting=1, running=2, pages=40, pages_used=10, prompt_tokens=50, cached_tokens=5, completion_tokens=7,
+        preemptions=8, drafted=9, accepted=11, requests=12,
+    )  # fmt: skip
+    told = dict(line.rsplit(" ", 1) for line in Metrics(fake).text().decode().splitlines() if line[0] != "#")
+    expected = {
+        "requests_waiting": 1, "requests_running": 2, "kv_pages": 40, "kv_pages_used": 10, "kv_use": 0.25,
+        "prefix_hit_rate": 0.1, "prompt_tokens_total": 50, "cached_prompt_tokens_total": 5, "completion_tokens_total": 7,
+        "preemptions_total": 8, "drafted_tokens_total": 9, "accepted_tokens_total": 11, "engine_requests_total": 12,
+    }  # fmt: skip
+    assert {name: float(told[f"tilestack_{name}"]) for name in expected} == expected
+
+
+def test_tokens_that_come_together_share_the_time_since_the_last(fake, monkeypatch):
+    metrics, now = Metrics(fake), 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    watch = Stopwatch(metrics)
+    for now, count in ((1.0, 1), (3.0, 4)):  # noqa: B007, the clock reads it
+        watch.tokens(0, count)
+    watch.ended()
+    told = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines() if line[0] != "#")
+    sums = {name: float(told[f"tilestack_{name}_sum"]) for name in ("time_to_first_token_seconds", "inter_token_seconds", "request_seconds")}  # fmt: skip
+    assert sums == {"time_to_first_token_seconds": 1.0, "inter_token_seconds": 0.5, "request_seconds": 3.0}

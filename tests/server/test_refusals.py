@@ -52,6 +52,7 @@ def refused(response, status=400):
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 5}, "n", "at most 4"),
         ({"max_tokens": 101}, "max_tokens", "at most 100"),
+        ({"max_tokens": None, "max_completion_tokens": 101}, "max_completion_tokens", "at most 100"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, None, "differ"),
         ({"min_tokens": 3}, None, "min_tokens is 3"),
         ({"stop": ["a"] * 5}, "stop", "5 stop texts"),
@@ -92,6 +93,7 @@ def test_a_chat_is_refused(here, change, param, said):
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2, "stream": True}, "cannot be streamed"),
         ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 5}, "5 answers drawn; this server gives at most 4"),
         ({"logprobs": 21}, "at most 20"),
     ],
 )
@@ -99,7 +101,23 @@ def test_a_completion_is_refused(here, change, said):
     assert said in refused(here.post("/v1/completions", json=TEXT | change))["message"]
 
 
-def test_unknown_tokens_have_no_embedding(here):
+def test_a_prompt_leaves_room_for_an_answer_and_an_answer_ends_with_the_context(serve, fake):
+    fake.context = 60
+    with httpx2.Client(base_url=serve(fake), timeout=10) as client:
+        for path, field, longest in (("/v1/completions", "prompt", 59), ("/v1/embeddings", "input", 60)):
+            assert client.post(path, json={field: [1] * longest}).status_code == 200
+            error = refused(client.post(path, json={field: [1] * (longest + 1)}))
+            assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+        assert client.post("/v1/completions", json={"prompt": [1] * 13, "max_tokens": 4000}).status_code == 200
+        assert client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 4000}).status_code == 200
+        assert client.post("/v1/chat/completions", json=CHAT | {"max_tokens": None}).status_code == 200
+    for prompt, params, _ in fake.submitted[-3:]:
+        assert len(prompt) + params.max_tokens == 60
+
+
+def test_unknown_tokens_have_no_embedding(here, tokenizer):
+    first_unknown = refused(here.post("/v1/embeddings", json={"input": [tokenizer.vocabulary]}))
+    assert f"token {tokenizer.vocabulary} is unknown" in first_unknown["message"]
     assert "token 1000000 is unknown" in refused(here.post("/v1/embeddings", json={"input": [5, 10**6]}))["message"]
 
 
