@@ -114,14 +114,22 @@ def test_no_stop_before_the_least_number_of_tokens():
 
 
 @pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("bias", [0.0, 100.0])
 @pytest.mark.parametrize("least", [0, 1, 3])
-def test_a_stop_that_would_always_come_comes_first_after_the_least_number_of_tokens(least, graphs):
-    """Of those before it none is a stop, however large its bias."""
-    stop = 40
-    _, deltas = ask(make_engine(graphs=graphs), stop_ids=(stop,), min_tokens=least, logit_bias={stop: 100.0})
-    without = by_hand(lambda logits, ids: logits.index_fill(0, torch.tensor([stop]), -math.inf), least)
-    assert tokens_of(deltas) == [*without, stop]
-    assert (deltas[-1].finish, deltas[-1].stopped_by) == ("stop", stop)
+def test_a_stop_comes_from_the_least_number_of_tokens_on(least, bias, graphs):
+    """Of those before there is none, however large its bias, and with a large one it is the next."""
+    stop = alone(PROMPT, 1)[0]
+
+    def rule(logits, ids):
+        change = bias if len(ids) - len(PROMPT) >= least else -math.inf
+        return logits.index_add(0, torch.tensor([stop]), torch.tensor([change], dtype=logits.dtype))
+
+    asked = dict(logit_bias={stop: bias}) if bias else {}
+    _, deltas = ask(make_engine(graphs=graphs), stop_ids=(stop,), min_tokens=least, **asked)
+    expected = by_hand(rule)
+    ends = expected.index(stop) + 1 if stop in expected else len(expected)
+    assert tokens_of(deltas) == expected[:ends]
+    assert ends == least + 1 or not bias
 
 
 class EveryTokenIs(TextStream):

@@ -43,6 +43,20 @@ def test_right_drafts_save_steps():
     assert fast.stats().steps == 1 + 4
 
 
+def test_every_token_that_comes_of_a_step_has_its_own_log_probabilities():
+    told = []
+    for settings in ({}, dict(speculate="model", draft=decoder(), draft_tokens=4)):
+        engine, found = make_engine(**settings), []
+        engine.add(greedy("r", [3, 5], 21, logprobs=2))
+        while engine.busy:
+            found += [each for _, delta in engine.step() for each in delta.logprobs]
+        told.append(found)
+    plain, fast = told
+    assert [each.id for each in fast] == [each.id for each in plain] == alone([3, 5], 21)
+    assert [each.logprob for each in fast] == pytest.approx([each.logprob for each in plain], abs=1e-5)
+    assert [[token for token, _ in each.top] for each in fast] == [[token for token, _ in each.top] for each in plain]
+
+
 def test_a_pool_that_is_too_small_and_prefixes_that_are_shared():
     expected = serve(make_engine(), some_requests(0.9))
     engine = make_engine(speculate="model", draft=decoder(), pages=12, swap_memory=3000)
