@@ -146,9 +146,21 @@ def test_a_stop_text_may_end_an_answer_with_the_least_number_of_tokens(least):
     request = Request("r", PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, min_tokens=least))
     engine.add(request)
     request.sequences[0].text = EveryTokenIs("a", "a")
-    assert len(serve(engine, [])) == 0
+    serve(engine, [])
     assert len(request.sequences[0].ids) - len(PROMPT) == max(1, least)
     assert request.sequences[0].text.stopped_by == "a"
+
+
+@pytest.mark.parametrize("ended_by", [dict(max_tokens=5), dict(stop_ids=(40,), logit_bias={40: 100.0}, min_tokens=5)])
+def test_what_may_have_been_a_stop_is_shown_when_the_answer_ends_with_something_else(ended_by):
+    engine, text = make_engine(), ""
+    request = Request("r", PROMPT, SamplingParams(temperature=0, ignore_eos=True, **ended_by))
+    engine.add(request)
+    request.sequences[0].text = EveryTokenIs("a", "a" * 9)
+    while engine.busy:
+        text += "".join(delta.text for _, delta in engine.step())
+    assert text == "a" * 5
+    assert request.sequences[0].text.stopped_by is None
 
 
 def test_ends_count_unless_they_are_ignored():

@@ -4,7 +4,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -51,19 +51,20 @@ def test_a_stop_of_equal_letters_is_not_found_across_another():
 
 @given(
     pieces=st.lists(st.one_of(st.none(), st.text("abé", max_size=4)), max_size=12),
-    stop=st.text("abé", min_size=1, max_size=5),
+    stops=st.lists(st.text("abé", min_size=1, max_size=5), min_size=1, max_size=3, unique=True),
     keep_stop=st.booleans(),
     least=st.integers(0, 3),
 )
-def test_any_pieces(pieces, stop, keep_stop, least):
+@example(pieces=["abé"], stops=["abé", "b"], keep_stop=False, least=0)  # as in three pieces: with b it has ended
+def test_any_pieces(pieces, stops, keep_stop, least):
     """Nothing before `least` tokens counts, not even as the beginning of a stop."""
-    stream, shown = Given(pieces, [stop], keep_stop), ""
+    stream, shown = Given(pieces, stops, keep_stop), ""
     for token in range(len(pieces)):
         shown += stream.add(token, token >= least)
         if stream.stopped_by:
             break
     before, after = ("".join(piece or "" for piece in part) for part in (pieces[:least], pieces[least:]))
-    expected, found = cut_by(after, [stop], keep_stop)
+    expected, found = cut_by(after, stops, keep_stop)
     assert (shown + stream.rest(), stream.stopped_by) == (before + expected, found)
 
 

@@ -101,8 +101,9 @@ class TextStream:
             return self.shown(len(self.held))
         ends = [(before + end, stop.text) for stop in self.stops if (end := stop.find(piece))]
         if ends:
-            place, self.stopped_by = min((end - len(text), text) for end, text in ends)
-            text = self.held[: place + (len(self.stopped_by) if self.keep_stop else 0)]
+            # The one that was there first, character by character, however the text is cut into pieces.
+            end, self.stopped_by = min(ends, key=lambda found: (found[0], -len(found[1])))
+            text = self.held[: end if self.keep_stop else end - len(self.stopped_by)]
             self.held = ""
             return text
         return self.shown(len(self.held) - max((stop.begun for stop in self.stops), default=0))
