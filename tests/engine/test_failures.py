@@ -7,7 +7,7 @@ import pytest
 import torch
 from engines import alone, check_empty, check_pages, decoder, greedy, make_engine, serve
 
-from tilestack.engine import Request, SamplingParams
+from tilestack.engine import LLM, Request, SamplingParams
 from tilestack.engine.text import TextStream
 
 PROMPT = [3, 5, 7, 11, 13, 5, 5, 2, 9]
@@ -114,6 +114,15 @@ def test_a_step_that_breaks_once_while_another_is_in_flight(monkeypatch):
         )
         found = serve(engine, [greedy(f"again{n}", PROMPT[n:], 6) for n in range(3)])
         assert found == {f"again{n}": [alone(PROMPT[n:], 6)] for n in range(3)}
+
+
+def test_an_error_in_one_of_many_prompts_leaves_the_engine_empty():
+    engine = make_engine()
+    engine.runner.decoder = PoisonedFor(96)
+    with pytest.raises(RuntimeError, match="request 1 failed: the model's logits are not finite"):
+        LLM(engine).generate([[4, 5], [4, 96], [6, 7]], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    serve(engine, [])
+    check_empty(engine)
 
 
 def test_an_answer_whose_text_cannot_be_read_fails_alone(monkeypatch):

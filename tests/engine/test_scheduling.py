@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tilestack.engine import Request, SamplingParams
 from tilestack.engine.pages import PagePool
+from tilestack.engine.settings import bytes_of_token
 
 PROMPTS = [
     [3, 5, 7, 11, 13, 17, 19, 23, 29],
@@ -54,6 +55,15 @@ def test_keys_and_values_in_eight_bits(kept, family):
     assert engine.stats().preemptions
     with pytest.raises(ValueError, match="no kv_dtype 'int3'"):
         make_engine(kv_dtype="int3")
+
+
+@pytest.mark.parametrize("kept", [None, "int8", "fp8"])
+@pytest.mark.parametrize("family", ["smollm2", "deepseek_v2"])
+def test_a_token_takes_the_memory_that_is_reckoned_with(kept, family):
+    engine = make_engine(family=family, kv_dtype=kept)
+    cache = engine.runner.cache
+    page = sum(tensor[:, 0].nbytes for tensor in cache.tensors())
+    assert page == bytes_of_token(cache.keys.dtype, engine.decoder) * engine.pool.page
 
 
 class Traffic:

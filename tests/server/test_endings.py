@@ -205,6 +205,17 @@ def test_what_the_engine_cannot_do_here_or_any_more_has_a_status(serve, fake):
     assert int(ending.headers["retry-after"]) > 0
 
 
+def test_who_watches_a_server_is_answered_while_it_ends_and_others_are_turned_away(fake):
+    app = create_app(fake, ServerSettings())
+    app.state.service.drain.begun = True
+
+    async def ask():
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
+            return [(await client.get(path)).status_code for path in ("/metrics", "/health", "/v1/models", "/")]
+
+    assert asyncio.run(ask()) == [200, 503, 503, 503]
+
+
 def test_metrics(serve, fake):
     url = serve(fake, events_per_second=1e9)
     fake.pace = 0.02  # so that no two tokens of an answer share an event

@@ -138,6 +138,12 @@ def test_what_is_cut_off_after_a_call_says_so(ask, fake):
     ] == "length"
 
 
+def test_parts_of_a_message_are_lines_of_one_text(ask, fake):
+    parts = [{"type": "text", "text": "first"}, {"type": "text", "text": "second"}]
+    ask.chat.completions.create(model="fake", messages=[{"role": "user", "content": parts}], max_tokens=1)
+    assert "user\nfirst\nsecond<|im_end|>" in fake.tokenizer.decode(fake.submitted[0][0], special=True)
+
+
 def test_a_developer_is_the_system_to_a_template(ask, fake):
     ask.chat.completions.create(
         model="fake", messages=[{"role": "developer", "content": "be brief"}, *user()], max_tokens=1
@@ -195,6 +201,12 @@ def test_what_vllm_takes_besides(ask, fake):
     assert (options["priority"], options["salt"], options["adapter"]) == (4, "s", "pirate")
 
 
+@pytest.mark.parametrize("everything", [-1, 0])
+def test_no_top_k_is_said_in_two_ways(ask, fake, everything):
+    ask.completions.create(model="fake", prompt="x", max_tokens=1, extra_body={"top_k": everything})
+    assert fake.submitted[0][1].top_k == 0
+
+
 def test_completions_of_texts_and_ids(ask, fake):
     one = ask.completions.create(model="fake", prompt="the cat")
     assert one.usage.completion_tokens == 16
@@ -227,6 +239,13 @@ def test_log_probabilities_of_a_completion_are_the_same_in_a_stream(ask, fake):
     assert len([event for event in events if event]) > 1
     assert [whole.text[place:].startswith(token) for place, token in zip(whole.logprobs.text_offset, whole.logprobs.tokens, strict=True)] == [True] * 6  # fmt: skip
     assert min(whole.logprobs.top_logprobs[0].values()) == -9999.0  # for minus infinity
+
+
+def test_of_two_numbers_of_likeliest_tokens_the_larger_is_asked_for(ask, fake):
+    for more in (0, 3):
+        asked = dict(prompt="the cat", max_tokens=1, echo=True, logprobs=1, extra_body={"prompt_logprobs": more})
+        ask.completions.create(model="fake", **asked)
+    assert [params.prompt_logprobs for _, params, _ in fake.submitted] == [1, 3]
 
 
 @pytest.mark.parametrize("bare", [False, True])

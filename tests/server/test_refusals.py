@@ -69,7 +69,10 @@ def refused(response, status=400):
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, None, "auto cannot promise"),
         ({"response_format": {"type": "xml"}}, "response_format", "'xml'"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "holds 2"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+        *(
+            ({"chat_template_kwargs": {name: []}}, "chat_template_kwargs", name)
+            for name in ("messages", "tools", "add_generation_prompt")
+        ),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
         ({"seed": 2**70}, None, "seed"),
     ],
@@ -115,9 +118,12 @@ def test_a_prompt_leaves_room_for_an_answer_and_an_answer_ends_with_the_context(
         assert len(prompt) + params.max_tokens == 60
 
 
-def test_unknown_tokens_have_no_embedding(here, tokenizer):
+def test_unknown_tokens_and_adapters_have_no_embedding(here, tokenizer):
     first_unknown = refused(here.post("/v1/embeddings", json={"input": [tokenizer.vocabulary]}))
     assert f"token {tokenizer.vocabulary} is unknown" in first_unknown["message"]
+    assert (
+        "not of an adapter" in refused(here.post("/v1/embeddings", json={"input": "a", "model": "pirate"}))["message"]
+    )
     assert "token 1000000 is unknown" in refused(here.post("/v1/embeddings", json={"input": [5, 10**6]}))["message"]
 
 
@@ -165,6 +171,16 @@ def test_slow_bodies_are_ended(serve, fake):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
         slow.sendall(head)
         assert b"408" in slow.recv(4096).split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_may_take_longer_than_its_question_to_arrive(serve, fake, stream):
+    fake.pace = 0.3
+    url = serve(fake, limits=Limits(upload_seconds=0.8))
+    answer = httpx2.post(url + "/v1/completions", json=TEXT | {"max_tokens": 4, "stream": stream})
+    assert answer.status_code == 200
+    assert fake.submitted
+    assert "upload_timeout" not in answer.text
 
 
 def test_unknown_paths_and_methods(here):

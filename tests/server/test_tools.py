@@ -54,6 +54,10 @@ def test_at_most_so_many_calls():
     assert [name for name, _ in read(WEATHER + TIME, most=1)[1]] == ["weather"]
 
 
+def test_arguments_may_be_called_parameters_as_llama_does():
+    assert read('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>')[1] == [("f", {"a": 1})]
+
+
 def test_arguments_may_be_a_text_already():
     assert read('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>')[1] == [("f", {"a": 1})]
 
