@@ -167,7 +167,7 @@ def test_ends_count_unless_they_are_ignored():
     end = decoder().config.eos[0]
     _, deltas = ask(logit_bias={end: 100.0}, ignore_eos=False)
     assert tokens_of(deltas) == [end]
-    assert deltas[-1].finish == "stop"
+    assert (deltas[-1].finish, deltas[-1].stopped_by) == ("stop", None)  # the model's own end is no stop of the request
     _, deltas = ask(logit_bias={end: 100.0})
     assert tokens_of(deltas) == [end] * 12
     assert deltas[-1].finish == "length"
@@ -317,6 +317,9 @@ def test_several_answers_differ_and_the_best_are_chosen():
         sum(each.logprob for delta in told if delta.choice == choice for each in delta.logprobs) for choice in range(3)
     ]
     assert [delta.choice for delta in best] == [0]
+    assert not any(
+        delta.logprobs for delta in ask(temperature=1.0, seed=4, best_of=3)[1]
+    )  # they were for choosing alone
     assert tokens_of(best) == answers[means.index(max(means))]
 
 

@@ -82,6 +82,7 @@ class Traffic:
                 if id in self.engine.requests:
                     self.cancelled.add(id)
                 self.note(self.engine.cancel(id))
+                assert id not in self.engine.requests
             else:
                 self.note(self.engine.step())
             check_pages(self.engine)
