@@ -121,7 +121,8 @@ def test_an_error_in_one_of_many_prompts_leaves_the_engine_empty():
     engine.runner.decoder = PoisonedFor(96)
     with pytest.raises(RuntimeError, match="request 1 failed: the model's logits are not finite"):
         LLM(engine).generate([[4, 5], [4, 96], [6, 7]], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
-    serve(engine, [])
+    assert not engine.requests
+    serve(engine, [])  # what was in flight
     check_empty(engine)
 
 
