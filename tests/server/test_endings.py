@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import time
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -250,11 +251,11 @@ def test_each_figure_of_the_engine_is_told_under_its_own_name(fake):
 
 
 def test_tokens_that_come_together_share_the_time_since_the_last(fake, monkeypatch):
-    metrics, now = Metrics(fake), 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    metrics, moments = Metrics(fake), iter([0.0, 1.0, 3.0, 3.0])
+    monkeypatch.setattr("tilestack.server.metrics.time", SimpleNamespace(perf_counter=lambda: next(moments)))
     watch = Stopwatch(metrics)
-    for now, count in ((1.0, 1), (3.0, 4)):  # noqa: B007, the clock reads it
-        watch.tokens(0, count)
+    watch.tokens(0, 1)
+    watch.tokens(0, 4)
     watch.ended()
     told = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines() if line[0] != "#")
     sums = {name: float(told[f"tilestack_{name}_sum"]) for name in ("time_to_first_token_seconds", "inter_token_seconds", "request_seconds")}  # fmt: skip

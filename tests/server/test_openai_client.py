@@ -133,9 +133,8 @@ def test_what_is_cut_off_after_a_call_says_so(ask, fake):
     whole = ask.chat.completions.create(**asked)
     assert whole.choices[0].message.tool_calls
     assert whole.choices[0].finish_reason == "length"
-    assert [chunk.choices[0].finish_reason for chunk in ask.chat.completions.create(**asked, stream=True)][
-        -1
-    ] == "length"
+    *_, last = ask.chat.completions.create(**asked, stream=True)
+    assert last.choices[0].finish_reason == "length"
 
 
 def test_parts_of_a_message_are_lines_of_one_text(ask, fake):
@@ -237,7 +236,8 @@ def test_log_probabilities_of_a_completion_are_the_same_in_a_stream(ask, fake):
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert joined(name) == getattr(whole.logprobs, name)
     assert len([event for event in events if event]) > 1
-    assert [whole.text[place:].startswith(token) for place, token in zip(whole.logprobs.text_offset, whole.logprobs.tokens, strict=True)] == [True] * 6  # fmt: skip
+    for place, token in zip(whole.logprobs.text_offset, whole.logprobs.tokens, strict=True):
+        assert whole.text[place:].startswith(token)
     assert min(whole.logprobs.top_logprobs[0].values()) == -9999.0  # for minus infinity
 
 
