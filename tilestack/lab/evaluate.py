@@ -18,7 +18,7 @@ from tilestack.lab.memory_guards import unchanged
 
 REDRAWS = 16  # more draws of arguments, of which the definition may get one exact by luck
 ENOUGH = 1 << 15  # elements of the smallest result, in all draws, that are enough at first
-LARGE = 1 << 17  # elements of all results, in one draw, that are enough in any case
+LARGE = 1 << 17  # elements in one draw that are enough: of all results at first, of a single one in any case
 
 Results = dict[str, Tensor]
 Standard = tuple[Tensor, Tensor, oracle.Own]  # the definition's result in the dtype, the truth, the definition's error
@@ -114,7 +114,7 @@ def compute_standards(
 def redraws_for(truths: Iterable[Tensor], many_draws: bool) -> int:
     """How many more draws the definition's error is taken from."""
     sizes = [truth.numel() for truth in truths if truth.is_floating_point()]
-    if not sizes or sum(sizes) > LARGE:
+    if not sizes or (max(sizes) if many_draws else sum(sizes)) > LARGE:
         return 0
     return REDRAWS if many_draws else min(REDRAWS, ENOUGH // max(min(sizes), 1))
 
