@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <new>
+#include <system_error>
 #include <thread>
 
 namespace {
@@ -32,7 +34,6 @@ class Team {
     std::atomic<uint32_t> calls{1};  // how many there were, times 256, and how many threads are in the last one
     std::atomic<uint32_t> arrived{0}, meetings{0};
     uint32_t started = 1;  // threads that there are, the caller among them
-    pid_t process = 0;
     const std::function<void(uint32_t)>* job = nullptr;
     std::mutex busy;
 
@@ -50,6 +51,14 @@ class Team {
         number.wait(is);  // asleep
     }
 
+    // The threads that a call may have, of so many.
+    uint32_t start(uint32_t threads) try {
+        for (; started < threads; started++) std::thread(&Team::work, this, started, calls.load()).detach();
+        return threads;
+    } catch (const std::system_error&) {
+        return started;
+    }
+
     void work(uint32_t thread, uint32_t seen) {
         for (;;) {
             wait_while(calls, seen);
@@ -61,12 +70,10 @@ class Team {
     }
 
    public:
-    // Calls todo(thread) in so many threads, and returns when all are through.
+    // Calls todo(thread) in so many threads, or in fewer where the system gives no more, and returns when all are through.
     void run(int64_t wanted, const std::function<void(uint32_t)>& todo) {
         std::lock_guard<std::mutex> alone(busy);
-        const uint32_t threads = wanted < MOST_THREADS ? wanted : MOST_THREADS - 1;
-        if (process != getpid()) started = 1, process = getpid();  // a fork has none of its parent's threads
-        for (; started < threads; started++) std::thread(&Team::work, this, started, calls.load()).detach();
+        const uint32_t threads = start(wanted < MOST_THREADS ? wanted : MOST_THREADS - 1);
         job = &todo;
         calls.store((calls.load() / MOST_THREADS + 1) * MOST_THREADS + threads);
         calls.notify_all();
@@ -76,8 +83,9 @@ class Team {
 
     // All threads are here before one goes on.
     void meet() {
-        const uint32_t now = meetings.load();
-        if (arrived.fetch_add(1) + 1 < calls.load() % MOST_THREADS) return wait_while(meetings, now);
+        // How many come is read before this one has: from then on the call may end, and the next one may have fewer.
+        const uint32_t now = meetings.load(), threads = calls.load() % MOST_THREADS;
+        if (arrived.fetch_add(1) + 1 < threads) return wait_while(meetings, now);
         arrived.store(0);
         next.store(0);
         meetings.store(now + 1);
@@ -94,5 +102,8 @@ class Team {
 };
 
 Team& team = *new Team;  // never destroyed: its threads live as long as the process
+
+// A fork has none of its parent's threads, and what these were in the middle of stays so.
+[[maybe_unused]] const int anew_in_a_fork = pthread_atfork(nullptr, nullptr, [] { new (&team) Team; });
 
 }  // namespace
