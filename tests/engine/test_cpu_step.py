@@ -11,7 +11,6 @@ from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParam
 from tilestack.engine.cpu_step import CPUStep, why_not
 from tilestack.engine.cpu_weights import pack_for_cpu
 from tilestack.kernels.cpu import build
-from tilestack.kernels.cuda.build import BuildError
 from tilestack.models import PagedBatch, PagedCache
 from tilestack.ops.random import random_words
 
@@ -191,24 +190,6 @@ def test_without_a_compiler_everything_works(monkeypatch):
     engine, outputs = served(decoder)
     assert engine.runner.step is None
     assert [len(output.completions[0].ids) for output in outputs] == [12, 13, 14]
-
-
-@needs_compiler
-def test_what_does_not_compile_is_an_error_that_leaves_nothing(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(BuildError, match=r"decode_step.cpp did not compile:[^$]*WEIGHT"):
-        build.library("decode_step.cpp", PLAIN="float", WEIGHT="no_such_type")
-    assert not list(tmp_path.rglob("*.so"))
-
-
-@needs_compiler
-def test_a_changed_header_is_compiled_anew(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "SOURCES", tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "answer.cpp").write_text('#include "answer.h"\nextern "C" int answer() { return ANSWER; }')
-    for answer in (41, 42):
-        (tmp_path / "answer.h").write_text(f"#define ANSWER {answer}")
-        assert build.library.__wrapped__("answer.cpp").answer() == answer
 
 
 @needs_compiler

@@ -15,7 +15,7 @@ def program(tmp_path_factory):
     made = tmp_path_factory.mktemp("team") / "cpu_team"
     source = Path(__file__).with_name("cpu_team.cpp")
     flags = ["-std=c++20", "-O1", "-pthread", f"-I{build.SOURCES}"]
-    subprocess.run([build.compiler(), *flags, str(source), "-o", str(made)], check=True)
+    subprocess.run([*build.compiler(), *flags, str(source), "-o", str(made)], check=True)
     return made
 
 

@@ -39,12 +39,13 @@ def torch_on_one_thread() -> Iterator[None]:
 
 def cpu_step(decoder: Decoder, cache: PagedCache) -> "CPUStep | None":
     """The step of a decoder, or None; why there is none is logged."""
-    try:
-        if reason := why_not(decoder, cache):
-            raise ValueError(reason)
-        return CPUStep(decoder, cache)
-    except (ValueError, BuildError) as reason:
+    if reason := why_not(decoder, cache):
         log.info("decoding operator by operator: %s", reason)
+        return None
+    try:
+        return CPUStep(decoder, cache)
+    except BuildError as problem:
+        log.warning("decoding operator by operator, which is slower: %s", problem)
         return None
 
 
