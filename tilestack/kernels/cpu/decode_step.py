@@ -101,8 +101,10 @@ class DecodeStep:
         """Normed hidden states [T, hidden] of tokens, in float32, from their embeddings x [T, hidden].
 
         `positions`, `slots` and `sequences` [T] say where a token stands, where its keys are to lie, and which row of
-        `tables` [S, blocks] has the pages that it sees. Integers are int64; `cos` and `sin` are [positions, dim / 2].
+        `tables` [S, blocks] has the pages that it sees; of padding, in slot -1, nothing is kept. Integers are int64; `cos`
+        and `sin` are [positions, dim / 2].
         """
+        self.check_tokens(len(x))
         x, threads = x.to(torch.float32, copy=True).contiguous(), self.threads
         tokens, longest = len(x), tables.shape[1] * self.arguments["page"] + LANES
         room = lambda *shape: torch.empty(shape)
@@ -110,7 +112,7 @@ class DecodeStep:
             x=x, qkv=room(tokens, (self.heads + 2 * self.kv_heads) * self.dim), seen=room(tokens, self.heads * self.dim),
             gated=room(tokens, self.intermediate), normal=room(threads, tokens, self.hidden),
             scores=room(threads, longest), positions=positions, slots=slots, sequences=sequences,
-            tables=tables.contiguous(), cos=cos, sin=sin,
+            tables=tables.long().contiguous(), cos=cos, sin=sin,
         )  # fmt: skip
         given = self.arguments | memory | dict(tokens=tokens, blocks=tables.shape[1], longest=longest, threads=threads)
         address = lambda value: value.data_ptr() if isinstance(value, Tensor) else value
@@ -119,8 +121,15 @@ class DecodeStep:
         )
         return x
 
+    def check_tokens(self, tokens: int) -> None:
+        if tokens > self.most:
+            raise ValueError(
+                f"a step has at most {self.most} tokens here, not {tokens}; this CPU leaves more to operators"
+            )
+
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's scores [D, V] of hidden states [D, hidden], in float32."""
+        self.check_tokens(len(hidden))
         hidden = hidden.float().contiguous()
         (count, columns), tokens = self.head.rows.shape, len(hidden)
         logits = torch.empty(tokens, count)

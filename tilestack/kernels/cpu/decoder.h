@@ -31,7 +31,7 @@ struct Step {
     const float *cos, *sin;  // [positions, dim / 2]
     // the tokens
     int64_t tokens, blocks;
-    const int64_t *positions, *slots, *sequences;  // [tokens]
+    const int64_t *positions, *slots, *sequences;  // [tokens]; a slot below 0: of padding
     const int64_t* tables;                         // [sequences, blocks]
     // memory to work in; of many tokens `seen`, `gated` and `normal` (one for all threads) are bfloat16
     float* x;       // [tokens, hidden]: in, the embeddings; out, the normed hidden states
@@ -94,8 +94,9 @@ void turn(const Step& step, int64_t token, int64_t head, const Plain* norm) {
     rotate(numbers, step.cos + at, step.sin + at, half);
 }
 
-// Turns what a token adds to a head of keys and values, and keeps it.
+// Turns what a token adds to a head of keys and values, and keeps it; of padding nothing is kept.
 void keep(const Step& step, const Layer& layer, const Kept& kept, int64_t token, int64_t kv_head) {
+    if (step.slots[token] < 0) return;
     turn(step, token, step.heads + kv_head, layer.k_norm);
     const float *key = head_of(step, token, step.heads + kv_head), *value = key + step.kv_heads * step.dim;
     const int64_t at = step.slots[token] * kept.stride;

@@ -1,0 +1,143 @@
+"""The CPU's step beside the definitions in float64, by the judge of every kernel: models of odd sizes and all that a model
+may have, weights of every kind, and texts of several sequences read in steps of many lengths.
+
+Nothing is there by chance: pages, and all memory that a step asks for, hold NaN where nobody has written, norms have weights
+of their own, and some scores are far apart.
+"""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+from tilestack.engine.cpu_step import CPUStep, why_not
+from tilestack.engine.cpu_weights import Int8Linear, pack_for_cpu
+from tilestack.kernels.cpu import build
+from tilestack.lab.memory_guards import poisoned_memory
+from tilestack.lab.oracle import judge, own_error
+from tilestack.models import Decoder, ModelConfig, PagedBatch, PagedCache
+
+pytestmark = pytest.mark.skipif(bool(build.missing_compiler()), reason="there is no C++ compiler")
+
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+)
+SMALL = dict(vocabulary=97, hidden=48, intermediate=80, layers=2, heads=4, kv_heads=2, head_dim=32, family="qwen3", positions=256)  # fmt: skip
+MODELS = {
+    "a head of keys for each": dict(heads=3, kv_heads=3, head_dim=80, tied=True),
+    "many heads share their keys": dict(heads=24, kv_heads=1, head_dim=16, vocabulary=33),
+    "more heads than a block has queries": dict(heads=70, kv_heads=1, head_dim=16, layers=1),
+    "norms and an epsilon that matters": dict(qk_norm="head", head_dim=48, norm_eps=0.3, layers=3, rope_scaling=YARN),
+    "wide heads": dict(head_dim=128, qk_norm="head", vocabulary=515, hidden=80, rope_scaling=LLAMA3),
+    "sizes of one vector": dict(hidden=16, intermediate=16, heads=2, kv_heads=1, vocabulary=5, head_dim=96),
+    "scores of another scale": dict(
+        head_dim=64, attention_scale=0.05, intermediate=144, rope_scaling=dict(rope_type="linear", factor=2.0)
+    ),
+    "scores that are far apart": dict(attention_scale=16.0, layers=1),
+}
+KINDS = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "int8 beside float32": (torch.float32, "int8"),
+    "int8 beside bfloat16": (torch.bfloat16, "int8"),
+}
+# New tokens of each of four sequences in each step; the last never has any, and more than 64 are more than attention meets
+# at a time.
+FEW_TOKENS = [(1, 0, 0, 0), (2, 5, 1, 0), (0, 4, 10, 0), (1, 1, 1, 0), (11, 0, 0, 0), (4, 0, 4, 0), (0, 7, 0, 0)]
+MANY_TOKENS = [
+    (17, 0, 0, 0),
+    (1, 70, 0, 0),
+    (50, 0, 130, 0),
+    (1, 1, 1, 0),
+    (20, 3, 1, 0),
+    (64, 32, 0, 0),
+    (0, 16, 1, 0),
+]
+PAGE, PADDING = 5, 2
+
+
+def made(changes, dtype):
+    """A decoder whose weights are all large enough to tell them apart."""
+    torch.manual_seed(0)
+    decoder = Decoder(ModelConfig(**SMALL | changes)).eval()
+    for parameter in decoder.parameters():
+        parameter.normal_(0, parameter.shape[-1] ** -0.5) if parameter.ndim > 1 else parameter.uniform_(0.3, 1.7)
+    return decoder.to(dtype)
+
+
+def packed(decoder, weights):
+    """A decoder, packed or not, and itself in float64."""
+    if weights is not None:
+        pack_for_cpu(decoder, weights)
+    exact = copy.deepcopy(decoder)
+    for layer in exact.modules():
+        if isinstance(layer, Int8Linear):
+            layer.weight = torch.nn.Parameter(layer.codes.double() * layer.code_scale.double()[:, None])
+            layer.__class__ = torch.nn.Linear
+    return decoder, exact.double()
+
+
+def batches(cache, steps, texts):
+    """The texts in steps: each one's ids, its batch, filled up with padding, and (text, first, last) of what it reads."""
+    blocks = [-(-sum(new) // PAGE) for new in zip(*steps, strict=True)]
+    pages = iter(torch.randperm(sum(blocks)).add(1).tolist())
+    tables = torch.zeros(len(texts), max(blocks), dtype=torch.int32)
+    for table, count in zip(tables, blocks, strict=True):
+        table[:count] = torch.tensor(list(itertools.islice(pages, count)))
+    read = [0] * len(texts)
+    for new in steps:
+        parts = [(text, start, start + count) for text, (start, count) in enumerate(zip(read, new, strict=True))]
+        read = [last for *_, last in parts]
+        ids = torch.cat([*(texts[text][first:last] for text, first, last in parts), torch.zeros(PADDING, dtype=int)])
+        offsets = torch.tensor(list(itertools.accumulate(new, initial=0)), dtype=torch.int32)
+        widest = -(-max(read) // PAGE)
+        yield ids, PagedBatch(cache, tables[:, :widest], torch.tensor(read), offsets, len(ids), max(new)), parts
+
+
+def check(changes, dtype, weights, steps):
+    decoder, exact = packed(made(changes, dtype), weights)
+    lengths = [sum(new) for new in zip(*steps, strict=True)]
+    texts = [torch.randint(decoder.config.vocabulary, (length,)) for length in lengths]
+    cache = PagedCache(decoder.config, 1 + sum(-(-length // PAGE) for length in lengths), PAGE, dtype)
+    for kept in cache.tensors():
+        kept.fill_(torch.nan)
+    assert not why_not(decoder, cache)
+    step, found, reads = CPUStep(decoder, cache), [], []
+    if max(map(sum, steps)) + PADDING > step.most:
+        pytest.skip("this CPU has no instructions for products of bfloat16")
+    with poisoned_memory():
+        for ids, batch, parts in batches(cache, steps, texts):
+            found.append(step.logits(step.hidden(ids, batch))[: len(ids) - PADDING])
+            reads += parts
+    both = [[model(text) if len(text) else None for text in texts] for model in (decoder, exact)]
+    reference, truth = (torch.cat([of[text][first:last] for text, first, last in reads if first < last]) for of in both)
+    verdict = judge(torch.cat(found).to(dtype), reference, truth, own_error(reference, truth))
+    assert not verdict.message, verdict.message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", MODELS)
+@torch.no_grad()
+def test_steps_of_few_tokens(model, kind):
+    check(MODELS[model], *KINDS[kind], FEW_TOKENS)
+
+
+@torch.no_grad()
+def test_more_tokens_than_there_is_code_for_are_refused():
+    decoder = made({}, torch.float32)
+    cache = PagedCache(decoder.config, 2, 32)
+    step = CPUStep(decoder, cache)
+    table, whole = torch.tensor([[1]]), torch.tensor([0, 17])
+    with pytest.raises(ValueError, match="at most 16 tokens here, not 17"):
+        step.hidden(torch.zeros(17, dtype=int), PagedBatch(cache, table, torch.tensor([17]), whole, 17, 17))
+    with pytest.raises(ValueError, match="at most 16 tokens here, not 17"):
+        step.logits(torch.zeros(17, 48))
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8 beside bfloat16"])
+@pytest.mark.parametrize("model", MODELS)
+@torch.no_grad()
+def test_steps_of_many_tokens(model, kind):
+    check(MODELS[model], *KINDS[kind], MANY_TOKENS)
