@@ -183,6 +183,30 @@ def test_models_that_it_is_not_for(decoder, reason, caplog):
     assert f"decoding operator by operator: {reason}" in caplog.text
 
 
+def listened_to(decoder):
+    decoder.layers[1].register_forward_hook(lambda module, given, x: x)
+
+
+def wrapped(decoder):
+    decoder.layers[0].attention.forward = decoder.layers[0].attention.forward
+
+
+class Sharded(torch.Tensor):
+    """Stands for tensors that hold their numbers elsewhere."""
+
+
+def sharded(decoder):
+    norm = decoder.layers[0].mlp_norm
+    norm.weight = torch.nn.Parameter(norm.weight.detach().as_subclass(Sharded))
+
+
+@pytest.mark.parametrize("change", [listened_to, wrapped, sharded])
+def test_models_that_are_more_than_their_weights_are_left_to_the_operators(change):
+    decoder = fitting()
+    change(decoder)
+    assert why_not(decoder, PagedCache(decoder.config, 3, 4))
+
+
 def test_without_a_compiler_everything_works(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     decoder = fitting()

@@ -86,10 +86,11 @@ def test_what_the_kernel_has_no_code_for_is_named(changed, reason):
     assert why_not(*made(**changed)).startswith(reason)
 
 
-def test_an_adapted_layer_is_seen():
+@pytest.mark.parametrize("path", ["layers.0", "layers.0.mlp.down"])
+def test_a_module_that_is_listened_to_is_seen(path):
     decoder, cache = made()
-    decoder.layers[0].mlp.down.register_forward_hook(lambda *_: None)
-    assert why_not(decoder, cache) == "linear layers of the model are adapted, quantised or listened to"
+    decoder.get_submodule(path).register_forward_hook(lambda *_: None)
+    assert why_not(decoder, cache) == "modules of the model are wrapped or listened to"
 
 
 def test_every_setting_that_the_kernel_ignores_is_a_setting():

@@ -40,7 +40,16 @@ def not_plain(decoder: Decoder) -> str:
             return f"the model has {words}"
     if config.qk_norm == "projection":
         return "the model normalises all its queries together"
+    if any(is_wrapped(module) for module in decoder.modules() if module is not decoder):
+        return "modules of the model are wrapped or listened to"
+    if any(type(each) is not torch.nn.Parameter for each in decoder.parameters()):
+        return "weights of the model are not plain tensors"
     return "the model's rotation depends on the length of a text" if decoder.rotary.most else ""
+
+
+def is_wrapped(module: torch.nn.Module) -> bool:
+    """Whether calling a module does something else or more than its class says."""
+    return "forward" in module.__dict__ or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def linears_of(layer: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
