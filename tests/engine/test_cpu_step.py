@@ -167,6 +167,23 @@ def test_an_engine_serves_the_same_tokens_with_it_and_without(settings):
         assert values(one) == pytest.approx(values(other), abs=1e-4)
 
 
+@needs_compiler
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_what_tensors_are_by_default_does_not_matter(default):
+    decoder = fitting()
+    step, hidden, seeds = CPUStep(decoder, PagedCache(decoder.config, 2, 4)), torch.ones(2, 48), torch.tensor([3, 4])
+    told = lambda: [output.completions[0] for output in served(decoder)[1]]
+    tensors = lambda: [step.logits(hidden), step.random_words(seeds, 40)]
+    wanted, wanted_tensors = told(), tensors()
+    torch.set_default_dtype(default)
+    try:
+        assert told() == wanted
+        with torch.device("meta"):
+            assert all(map(torch.equal, tensors(), wanted_tensors))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize(
     ("decoder", "reason"),
     [

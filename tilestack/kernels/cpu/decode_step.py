@@ -65,6 +65,11 @@ def sizes_refused(**sizes: int) -> str:
     return f"{wrong[0]} must be a multiple of {LANES}, not {sizes[wrong[0]]}" if wrong else ""
 
 
+def room(*shape: int) -> Tensor:
+    """Memory for numbers, whatever dtype and device are PyTorch's defaults."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
 class DecodeStep:
     """The step of one model, all of whose matrices have one dtype. What it is given must stay where it is."""
 
@@ -87,7 +92,7 @@ class DecodeStep:
         self.functions = library("decode_step.cpp", WEIGHT=WEIGHTS[head.rows.dtype], PLAIN=PLAIN[keys.dtype])
         self.functions.most_tokens.restype = integer
         self.most = self.functions.most_tokens()  # tokens of a step
-        self.table = torch.tensor([layer.addresses for layer in layers], dtype=torch.int64)
+        self.table = torch.tensor([layer.addresses for layer in layers], dtype=torch.int64, device="cpu")
         _, pages, page, kv_heads, dim = keys.shape
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
         self.arguments: dict[str, Any] = dict(
@@ -107,7 +112,6 @@ class DecodeStep:
         self.check_tokens(len(x))
         x, threads = x.to(torch.float32, copy=True).contiguous(), self.threads
         tokens, longest = len(x), tables.shape[1] * self.arguments["page"] + LANES
-        room = lambda *shape: torch.empty(shape)
         memory = dict(
             x=x, qkv=room(tokens, (self.heads + 2 * self.kv_heads) * self.dim), seen=room(tokens, self.heads * self.dim),
             gated=room(tokens, self.intermediate), normal=room(threads, tokens, self.hidden),
@@ -132,7 +136,7 @@ class DecodeStep:
         self.check_tokens(len(hidden))
         hidden = hidden.float().contiguous()
         (count, columns), tokens = self.head.rows.shape, len(hidden)
-        logits = torch.empty(tokens, count)
+        logits = room(tokens, count)
         addresses = *self.head.addresses, hidden.data_ptr(), logits.data_ptr()
         sizes = tokens, columns, count, self.threads
         self.functions.decode_head(*map(pointer, addresses), *map(integer, sizes))
@@ -140,6 +144,6 @@ class DecodeStep:
 
     def random_words(self, seeds: Tensor, n: int) -> Tensor:
         """What `ops.random.random_words` gives for seeds [D], rounded to float32."""
-        words = torch.empty(len(seeds), n)
+        words = room(len(seeds), n)
         self.functions.random_words(*map(pointer, (seeds.data_ptr(), words.data_ptr())), *map(integer, words.shape))
         return words
