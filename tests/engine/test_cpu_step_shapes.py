@@ -44,8 +44,8 @@ KINDS = {
     "int8 beside float32": (torch.float32, "int8"),
     "int8 beside bfloat16": (torch.bfloat16, "int8"),
 }
-# New tokens of each of four sequences in each step; the last never has any, and more than 64 are more than attention meets
-# at a time.
+# New tokens of each of four sequences in each step; the last never has any. More than 64 are more than attention meets at a
+# time, and in one step the second sequence goes on at the position after the first one's last.
 FEW_TOKENS = [(1, 0, 0, 0), (2, 5, 1, 0), (0, 4, 10, 0), (1, 1, 1, 0), (11, 0, 0, 0), (4, 0, 4, 0), (0, 7, 0, 0)]
 MANY_TOKENS = [
     (17, 0, 0, 0),

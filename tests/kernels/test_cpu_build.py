@@ -154,13 +154,21 @@ def test_a_cache_that_cannot_be_used_is_named_with_what_to_do(sources, tmp_path,
         answer()
 
 
-@pytest.mark.parametrize("spoil", [unwritable, nobodys])
-def test_engines_serve_without_what_cannot_be_built_and_warn(tmp_path, monkeypatch, caplog, spoil):
+def not_compiling(tmp_path, monkeypatch):
+    monkeypatch.setenv(
+        "CXX", compiler_that(tmp_path, "echo 'In a file: error: set XDG_CACHE_HOME' >&2; echo more >&2; exit 1")
+    )
+
+
+@pytest.mark.parametrize("spoil", [unwritable, nobodys, not_compiling])
+def test_engines_serve_without_what_cannot_be_built_and_warn_in_a_line(tmp_path, monkeypatch, caplog, spoil):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("tilestack.kernels.cpu.decode_step.library", build.library.__wrapped__)
     spoil(tmp_path, monkeypatch)
     caplog.set_level(logging.WARNING, "tilestack.engine.cpu_step")
     engine = Engine(tiny.ours("smollm2"), None, EngineSettings(context=32))
     assert engine.runner.step is None
-    assert "decoding operator by operator, which is slower: " in caplog.text
-    assert "set XDG_CACHE_HOME" in caplog.text
+    (said,) = caplog.messages
+    assert said.startswith("decoding operator by operator, which is slower: ")
+    assert "set XDG_CACHE_HOME" in said
+    assert "\n" not in said
