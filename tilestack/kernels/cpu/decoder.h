@@ -109,7 +109,7 @@ void keep(const Step& step, const Layer& layer, const Kept& kept, int64_t token,
 // What one query, turned, sees of the tokens up to its own: out [dim]. `scores` has room for them, a multiple of 16.
 void see(const Step& step, const Kept& kept, int64_t token, int64_t head, float* scores, float* out) {
     const int64_t dim = step.dim, length = step.positions[token] + 1;
-    const float *query = head_of(step, token, head), scale = step.scale * LOG2_E;
+    const float *query = head_of(step, token, head), scale = step.scale;
     float most = -INFINITY;
     each_position(step, token, kept.stride, length, [&](int64_t position, int64_t offset) {
         Vector products = {};
@@ -120,7 +120,7 @@ void see(const Step& step, const Kept& kept, int64_t token, int64_t head, float*
     for (int64_t position = length; position % LANES; position++) scores[position] = -INFINITY;
     Vector totals = {};
     for (int64_t position = 0; position < length; position += LANES) {
-        Vector likelihood = power_of_two(load(scores + position) - most);
+        Vector likelihood = power_of_two((load(scores + position) - most) * (float)LOG2_E);
         for (int lane = 0; lane < LANES; lane++)
             if (position + lane >= length) likelihood[lane] = 0;
         store(scores + position, likelihood);
