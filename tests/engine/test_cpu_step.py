@@ -200,6 +200,12 @@ def test_models_that_it_is_not_for(decoder, reason, caplog):
     assert f"decoding operator by operator: {reason}" in caplog.text
 
 
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn])
+def test_keys_of_another_dtype_are_left_to_the_operators(kept):
+    decoder = fitting()
+    assert f"keys of {kept}" in why_not(decoder, PagedCache(decoder.config, 3, 4, kept))
+
+
 def listened_to(decoder):
     decoder.layers[1].register_forward_hook(lambda module, given, x: x)
 
