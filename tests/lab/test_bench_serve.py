@@ -100,3 +100,19 @@ def test_the_process_ends_with_whoever_listens():
     assert next(rows) == {}
     rows.close()
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (["--model", "no-such-folder"], "error: no model at no-such-folder; give a folder"),
+        (["--workload", "no-such-workload"], "no workload is called no-such-workload"),
+    ],
+)
+def test_where_nothing_is_measured_the_reason_is_told_without_a_traceback(capfd, asked, reason):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "serve", "--device", "cpu", "--backend", "tilestack", *asked])
+    assert ended.value.code == 1
+    told = capfd.readouterr().err
+    assert reason in told
+    assert "Traceback" not in told

@@ -83,13 +83,19 @@ def bench_serve(
         for name in filter(lambda name: not importable(name), names):
             tell(f"{name} is not installed here")
         names = [name for name in names if importable(name) and runs_on(name, device)]
+        measured_any = False
         for together in [names] if device == "cpu" and names else [[name] for name in names]:
             name = ", ".join(together)
             tell(f"{name} …")
             command = [sys.executable, "-m", "tilestack.lab.serve_candidates", str(config), *together]
             for row in results_of(command, name, tell):
                 tell(f"  {row['case']}, {row['backend']}: {row['figure']:,.2f} {row['unit']}")
+                measured_any = True
                 yield with_roof(row, device)
+        if not measured_any:
+            raise ValueError(
+                "nothing was measured: no engine that runs here is for these workloads, or what went wrong is told above"
+            )
 
 
 def results_of(command: list[str], name: str, tell: Callable[[str], Any]) -> Iterator[dict[str, Any]]:

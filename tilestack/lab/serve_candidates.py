@@ -139,8 +139,10 @@ def fits(name: str, workload: Workload) -> bool:
 def results(names: list[str], asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     decoder = decoder_of(asked)
     config, dtype, device = decoder.config, dtype_of(asked), asked["device"]
-    chosen = [each for each in workloads(config, asked["scale"]) if not asked["only"] or each.name in asked["only"]]
-    chosen = [each for each in chosen if any(fits(name, each) for name in names)]
+    every = {each.name: each for each in workloads(config, asked["scale"])}
+    if wrong := [name for name in asked["only"] or () if name not in every]:
+        raise ValueError(f"no workload is called {', '.join(wrong)}; choose from {', '.join(every)}")
+    chosen = [every[name] for name in asked["only"] or every if any(fits(each, every[name]) for each in names)]
     names = [name for name in names if any(fits(name, each) for each in chosen)]
     if not chosen:
         return
@@ -179,5 +181,8 @@ def saved(decoder: models.Decoder, folder: Path) -> Path:
 if __name__ == "__main__":
     check_values(False)  # as the command line does: the engine knows the tokens and pages it hands to operators
     asked = json.loads(Path(sys.argv[1]).read_text())
-    for row in results(sys.argv[2:], asked):
-        print("RESULT " + json.dumps(row), flush=True)
+    try:
+        for row in results(sys.argv[2:], asked):
+            print("RESULT " + json.dumps(row), flush=True)
+    except (ValueError, OSError) as problem:
+        sys.exit(f"error: {problem}")
