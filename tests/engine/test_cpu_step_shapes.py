@@ -2,7 +2,8 @@
 may have, weights of every kind, and texts of several sequences read in steps of many lengths.
 
 Nothing is right by chance: pages, and all memory that a step asks for, hold NaN where nobody has written, and norms have
-weights of their own. Keys and values are judged like logits, layer by layer.
+weights of their own. Keys and values are judged like logits, layer by layer. Behind each of them and of the weights begins
+memory that must not be touched.
 """
 
 import copy
@@ -11,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from fenced_memory import Fences
 
 from tilestack.engine.cpu_step import CPUStep, why_not
 from tilestack.engine.cpu_weights import Int8Linear, pack_for_cpu
@@ -79,6 +81,17 @@ def packed(decoder, weights):
     return decoder, exact.double()
 
 
+def fence(fences, decoder, cache):
+    """Put fences around all that a step is given."""
+    for parameter in decoder.parameters():
+        if not parameter.is_meta:
+            parameter.data = fences.around(parameter.data)
+    for layer in decoder.modules():
+        if isinstance(layer, Int8Linear):
+            layer.codes, layer.code_scale = fences.around(layer.codes), fences.around(layer.code_scale)
+    cache.keys, cache.values = fences.around(cache.keys), fences.around(cache.values)
+
+
 def batches(cache, steps, vocabulary):
     """Each step's ids and its batch, both filled up with padding."""
     blocks = [-(-sum(new) // PAGE) for new in zip(*steps, strict=True)]
@@ -106,6 +119,7 @@ def check(changes, dtype, weights, steps):
     """Judge logits, and what every layer keeps."""
     decoder, exact = packed(made(changes, dtype), weights)
     caches = [poisoned_cache(decoder.config, steps, each) for each in (dtype, dtype, torch.float64)]
+    fence(fences := Fences(), decoder, caches[0])
     assert not why_not(decoder, caches[0])
     with mock.patch.object(torch, "get_num_threads", return_value=THREADS):
         step = CPUStep(decoder, caches[0])
@@ -120,6 +134,7 @@ def check(changes, dtype, weights, steps):
         ]
         for kept, each in zip(logits, (found.to(dtype), *wanted), strict=True):
             kept.append(each[:-PADDING])
+    assert fences.are_whole()
     kept_by_layers = zip(*(itertools.chain(*cache.tensors()) for cache in caches), strict=True)
     for result, reference, truth in (map(torch.cat, logits), *kept_by_layers):
         verdict = judge(result, reference, truth, own_error(reference, truth))
