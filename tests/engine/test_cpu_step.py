@@ -9,7 +9,8 @@ import torch
 
 from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams
 from tilestack.engine.cpu_step import CPUStep, why_not
-from tilestack.engine.cpu_weights import pack_for_cpu
+from tilestack.engine.cpu_weights import pack_for_cpu, pack_int8
+from tilestack.engine.plain_decoder import linears_of
 from tilestack.kernels.cpu import build
 from tilestack.models import PagedBatch, PagedCache
 from tilestack.ops.random import random_words
@@ -223,7 +224,13 @@ def sharded(decoder):
     norm.weight = torch.nn.Parameter(norm.weight.detach().as_subclass(Sharded))
 
 
-@pytest.mark.parametrize("change", [listened_to, wrapped, sharded])
+def packed_but_for_the_head(decoder):
+    for layer in decoder.layers:
+        for linear in linears_of(layer):
+            pack_int8(linear)
+
+
+@pytest.mark.parametrize("change", [listened_to, wrapped, sharded, packed_but_for_the_head])
 def test_models_that_are_more_than_their_weights_are_left_to_the_operators(change):
     decoder = fitting()
     change(decoder)

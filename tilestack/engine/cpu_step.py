@@ -59,7 +59,7 @@ def why_not(decoder: Decoder, cache: PagedCache) -> str:
     if weight.dtype not in PLAIN or cache.keys.dtype != weight.dtype:
         return f"weights of {weight.dtype} with keys of {cache.keys.dtype}; both must be float32, or both bfloat16"
     linears = [*(each for layer in decoder.layers for each in linears_of(layer)), *filter(None, [decoder.head])]
-    if not (all(map(is_untouched, linears)) or all(type(each) is Int8Linear for each in linears)):
+    if not (all(map(is_untouched, linears)) or all(type(each) is Int8Linear for each in (*linears, decoder.head))):
         return "linear layers of the model are adapted, packed or listened to"
     plain = [each for each in decoder.parameters() if not each.is_meta]
     if any(each.dtype != weight.dtype or not each.is_contiguous() for each in plain):
