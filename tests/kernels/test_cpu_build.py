@@ -2,13 +2,11 @@
 it cannot be done, an error that says what to do, which an engine survives."""
 
 import logging
-import os
 import pwd
 import signal
-import subprocess
-import sys
 import time
 
+import other_process
 import pytest
 import tiny_models as tiny
 
@@ -50,12 +48,7 @@ def compiler_that(tmp_path, does):
 
 
 def process(sources, **environment):
-    """One that Ctrl-C ends, also where the tests themselves run in the background and ignore it."""
-    here = os.environ | {"PYTHONPATH": ":".join(sys.path)} | environment
-    return subprocess.Popen(
-        [sys.executable, "-c", LOAD, str(sources)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=here,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    return other_process.started(LOAD, sources, **environment)
 
 
 def test_what_does_not_compile_is_an_error_that_leaves_nothing(sources, tmp_path):

@@ -1,13 +1,11 @@
 """Compiling on first use: once for any number of processes, whatever happened to those before. A C++ source stands in for
 CUDA's, which needs a compiler of its own."""
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
+import other_process
 import pytest
 
 from tilestack.kernels.cuda import build
@@ -30,12 +28,7 @@ def source(tmp_path, monkeypatch):
 
 
 def process(source, **environment):
-    """One that Ctrl-C ends, also where the tests themselves run in the background and ignore it."""
-    here = os.environ | {"PYTHONPATH": ":".join(sys.path)} | environment
-    return subprocess.Popen(
-        [sys.executable, "-c", LOAD, str(source)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=here,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    return other_process.started(LOAD, source, **environment)
 
 
 def test_what_was_built_is_used_until_something_changes(source, monkeypatch):
