@@ -90,7 +90,9 @@ def compile_to(built: Path, command: list[str]) -> None:
     source = Path(command[-1]).name
     try:
         subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, text=True, errors="replace", timeout=SECONDS)  # fmt: skip
-        made.replace(built)  # it takes its name when it is whole
+        with made.open("rb") as whole:
+            os.fsync(whole.fileno())
+        made.replace(built)  # it takes its name when all of it is on the disk
     except subprocess.CalledProcessError as failed:
         raise BuildError(f"{source} did not compile:\n{failed.stderr}") from None
     except subprocess.TimeoutExpired as failed:
