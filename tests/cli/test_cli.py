@@ -209,7 +209,7 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(tilestack, tmp_path):
 def test_a_backend_that_nothing_has_is_an_error_before_anything_is_measured(tilestack):
     done = tilestack("bench", "add", "--backend", "triton,nope", "--device", "cpu")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: no backend or peer is named nope; add has aten, compile, ")
+    assert done.stderr.startswith("error: no backend or peer is named nope; add has aten, aten-rowwise, compile, ")
 
 
 def test_parity_names_an_unknown_operator_before_it_trains(tilestack):
