@@ -95,6 +95,37 @@ def test_codes_in_pages_are_nearly_the_numbers(dtype, chosen):
     assert 1e-4 < error < (0.02 if dtype == torch.int8 else 0.06)
 
 
+def batch_of_codes(dtype, query=torch.bfloat16, **options):
+    arguments, _ = batch_of([(1, 33), (4, 12), (1, 70)], dim=32, **options)
+    for name in ("key", "value"):
+        codes, scale = quantised(arguments[f"{name}s"], dtype)
+        arguments |= {f"{name}s": codes, f"{name}_scale": scale}
+    return arguments | dict(q=arguments["q"].to(query))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("query", [torch.float32, torch.bfloat16])
+def test_codes_read_two_at_a_time_are_those_read_one_by_one(dtype, query):
+    arguments = batch_of_codes(dtype, query)
+    assert kernels.in_pairs(arguments["values"])
+    with backend("triton"):
+        found = ops.paged_attention(**arguments)
+        arguments["values"] = torch.cat((arguments["values"][..., :1], arguments["values"]), -1)[..., 1:]  # odd strides
+        assert not kernels.in_pairs(arguments["values"])
+        assert torch.equal(ops.paged_attention(**arguments), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("size", [2.0**-100, 2.0**20, 2.0**100])
+def test_queries_beyond_float16_meet_codes_unharmed(dtype, size):
+    """Codes are multiplied in float16, which ends at 65,504: queries of any size are brought to it and back."""
+    arguments = batch_of_codes(dtype)
+    with backend("triton"):
+        expected = ops.paged_attention(**arguments, scale=0.25)
+        arguments["q"] = arguments["q"] * size
+        assert torch.equal(ops.paged_attention(**arguments, scale=0.25 / size), expected)
+
+
 @each_backend
 def test_padding_is_zero_and_stored_nowhere(chosen):
     arguments, _ = batch_of([(2, 5), (1, 9)])

@@ -247,6 +247,7 @@ def paged_result(
             ("mixed", 4, 2, 2, 24, 24, "same", "window"),
             ("mixed", 32, 8, 1, 16, 16, "int8"),
             ("decode", 16, 4, 2, 16, 16, "float8_e4m3fn"),
+            ("mixed", 16, 4, 2, 48, 64, "float8_e4m3fn"),
             ("decode", 64, 3, 1, 80, 80, "int8", "window"),
             ("decode", 16, 20, 1, 288, 264, "same", "latent"),
             ("mixed", 16, 5, 1, 40, 32, "float8_e4m3fn", "latent"),

@@ -32,8 +32,10 @@ from tilestack.contract.implementation import FLOATS
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.contract.workspace import workspace
+from tilestack.kernels.attention.parts import comes_last, finite_or_zero, merged_parts, store_part
 from tilestack.kernels.early import early, wait_for_last
 from tilestack.kernels.elementwise.activation import tanh_of
+from tilestack.kernels.elementwise.arithmetic import INTERPRETED
 from tilestack.kernels.quantised.codes import reads_fp8
 from tilestack.kernels.tiles import accumulator, cdiv, multiprocessors, next_power, shared_memory, widened
 
@@ -63,55 +65,10 @@ def sequence_of_tile(tile, cu_ptr, sequences, GROUP: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit
-def finite_or_zero(largest):
-    """What exponents are taken relative to: the largest score, zero where there is none."""
-    return tl.where(largest == float("-inf"), 0.0, largest)
-
-
-@triton.jit
-def merge(largest, total, values, other_largest, other_total, other_values):
-    """Two parts of a softmax-weighted sum as one; each is relative to the largest score it has met, in powers of two."""
-    common = tl.maximum(largest, other_largest)
-    at = finite_or_zero(common)
-    mine, its = tl.exp2(largest - at), tl.exp2(other_largest - at)
-    return common, total * mine + other_total * its, values * mine[:, None] + other_values * its[:, None]
-
-
-@triton.jit
-def store_part(largest, total, values, inside, parts_ptr, sums_ptr, line, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """A part for others to merge: its rows from `line` on, those that there are."""
-    row = line + tl.arange(0, ROWS)
-    tl.store(parts_ptr + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], values, mask=inside[:, None])
-    tl.store(sums_ptr + row * 2, largest, mask=inside)
-    tl.store(sums_ptr + row * 2 + 1, total, mask=inside)
-
-
-@triton.jit
-def comes_last(count_ptr, programs):
-    """Whether all others of so many programs have been here, and what they stored before can be read."""
-    tl.debug_barrier()  # all threads of this program have stored before one of them counts
-    is_last = tl.atomic_add(count_ptr, 1, sem="acq_rel") == programs - 1
-    tl.debug_barrier()
-    if is_last:
-        tl.store(count_ptr, 0)  # as the next call expects it
-    return is_last
-
-
-@triton.jit
-def merged_parts(inside, parts_ptr, sums_ptr, line, parts, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """(the sum of exponentials, the weighted values) of all parts, in their order."""
-    largest = tl.full([ROWS], float("-inf"), ACC)
-    total = tl.zeros([ROWS], ACC)
-    values = tl.zeros([ROWS, WIDTH], ACC)
-    for part in range(parts):
-        row = line + part * ROWS + tl.arange(0, ROWS)
-        # Past the L1, which knows nothing of what other multiprocessors wrote.
-        its_largest = tl.load(sums_ptr + row * 2, mask=inside, other=0, cache_modifier=".cg")
-        its_total = tl.load(sums_ptr + row * 2 + 1, mask=inside, other=0, cache_modifier=".cg")
-        places = parts_ptr + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        its_values = tl.load(places, mask=inside[:, None], other=0, cache_modifier=".cg")
-        largest, total, values = merge(largest, total, values, its_largest, its_total, its_values)
-    return total, values
+def power_of_two(x):
+    """The largest power of two that is not above x, the least there is for zero: dividing by it loses no bits."""
+    exponent = x.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.maximum(exponent, 0x00800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -120,6 +77,25 @@ def load_rows(ptr, at, stride, there, FIRST: tl.constexpr, COUNT: tl.constexpr, 
     element = tl.arange(0, WIDTH)
     inside = there[:, None] & (element < COUNT)[None, :]
     return tl.load(ptr + at[:, None] + (FIRST + element)[None, :] * stride, mask=inside, other=0.0)
+
+
+@triton.jit
+def codes_of_pairs(pairs, CODE: tl.constexpr, DTYPE: tl.constexpr):
+    """The first and the second codes of pairs that were loaded as integers of 16 bits, as numbers."""
+    if INTERPRETED or tl.float8e4nv != CODE or tl.float16 != DTYPE:
+        pairs = pairs.to(tl.uint16, bitcast=True)
+        first, second = (pairs & 255).to(tl.uint8), (pairs >> 8).to(tl.uint8)
+        first, second = first.to(CODE, bitcast=True).to(DTYPE), second.to(CODE, bitcast=True).to(DTYPE)
+    else:  # the same in four instructions for four codes: the two first ones side by side, and the two second ones
+        first, second = tl.inline_asm_elementwise(
+            """{ .reg .b32 sorted; .reg .b16 firsts, seconds;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {firsts, seconds}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, firsts;
+            cvt.rn.f16x2.e4m3x2 $1, seconds; }""",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return first, second
 
 
 @triton.jit
@@ -134,6 +110,7 @@ def paged_attention_kernel(
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     SPLITS: tl.constexpr, LEAST_SPAN: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles · heads of keys, splits): the heads of a page lie side by side and are read at the same time.
 
@@ -141,6 +118,7 @@ def paged_attention_kernel(
     read in two parts, of which one is both."""
     wait_for_last(EARLY)
     LATENT: tl.constexpr = v_ptr is None
+    EACH: tl.constexpr = 2 if PAIRS else 1
     FIRST_DIM: tl.constexpr = VALUE_DIM if LATENT else DIM  # of the part of keys that is read first
     FIRST_WIDTH: tl.constexpr = VALUE_WIDTH if LATENT else WIDTH
     tile, kv_head, split = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads, tl.program_id(1)
@@ -184,9 +162,21 @@ def paged_attention_kernel(
     q = load_rows(q_ptr, q_at, q_dim_stride, inside, 0, FIRST_DIM, FIRST_WIDTH)
     if LATENT and REST:
         q_rest = load_rows(q_ptr, q_at, q_dim_stride, inside, VALUE_DIM, DIM - VALUE_DIM, REST)
+    # Codes become float16 in one instruction for two, where bfloat16 takes four; so do queries, relative to their largest.
+    IN_HALVES: tl.constexpr = k_scale_ptr is not None and q_ptr.dtype.element_ty == tl.bfloat16
+    if IN_HALVES:
+        most = tl.max(tl.abs(q.to(tl.float32)), 1)
+        if LATENT and REST:
+            most = tl.maximum(most, tl.max(tl.abs(q_rest.to(tl.float32)), 1))
+        factor = power_of_two(most)
+        q = (q.to(tl.float32) / factor[:, None]).to(tl.float16)
+        if LATENT and REST:
+            q_rest = (q_rest.to(tl.float32) / factor[:, None]).to(tl.float16)
     largest = tl.full([ROWS], float("-inf"), ACC)
     total = tl.zeros([ROWS], ACC)
-    values = tl.zeros([ROWS, VALUE_WIDTH], ACC)
+    values = tl.zeros([ROWS, VALUE_WIDTH // EACH], ACC)
+    if PAIRS:
+        seconds = tl.zeros([ROWS, VALUE_WIDTH // EACH], ACC)
     for first_key in range(low, high, KEYS):
         key = first_key + tl.arange(0, KEYS)
         there = key < high
@@ -204,6 +194,8 @@ def paged_attention_kernel(
             scale_at = page * k_scale_page_stride + in_page * k_scale_stride + kv_head * k_scale_head_stride
             k_scale = tl.load(k_scale_ptr + scale_at, mask=there, other=0).to(ACC)
             scores *= k_scale[None, :]
+        if IN_HALVES:
+            scores *= factor[:, None]
         if SOFTCAP is None:
             scores *= SCALE * LOG2_E
         else:
@@ -220,22 +212,32 @@ def paged_attention_kernel(
             v = k
         else:
             v_at = page * v_page_stride + in_page * v_stride + kv_head * v_head_stride
-            v = load_rows(v_ptr, v_at, v_dim_stride, there, 0, VALUE_DIM, VALUE_WIDTH).to(q.dtype)
+            v = load_rows(v_ptr, v_at, v_dim_stride, there, 0, VALUE_DIM // EACH, VALUE_WIDTH // EACH)
         fade = tl.exp2(largest - at)
         values *= fade[:, None]
         if k_scale_ptr is None:
-            values = tl.dot(weights.to(q.dtype), v, values, input_precision="ieee", out_dtype=ACC)
+            values = tl.dot(weights.to(q.dtype), v.to(q.dtype), values, input_precision="ieee", out_dtype=ACC)
         else:
             # Scales go with the weights, by their largest here, lest a half precision lose small ones.
             if not LATENT:
                 scale_at = page * v_scale_page_stride + in_page * v_scale_stride + kv_head * v_scale_head_stride
                 k_scale = tl.load(v_scale_ptr + scale_at, mask=there, other=0).to(ACC)
             unit = tl.maximum(tl.max(k_scale, 0), 1e-37)
-            weights *= (k_scale / unit)[None, :]
-            values += unit * tl.dot(weights.to(q.dtype), v, input_precision="ieee", out_dtype=ACC)
+            weights *= (k_scale * (1 / unit))[None, :]
+            weights = weights.to(q.dtype)
+            if PAIRS:
+                first, second = codes_of_pairs(v, k_ptr.dtype.element_ty, q.dtype)
+                values += unit * tl.dot(weights, first, input_precision="ieee", out_dtype=ACC)
+                seconds = seconds * fade[:, None] + unit * tl.dot(
+                    weights, second, input_precision="ieee", out_dtype=ACC
+                )
+            else:
+                values += unit * tl.dot(weights, v.to(q.dtype), input_precision="ieee", out_dtype=ACC)
         total = total * fade + weights_total
         largest = top
 
+    if PAIRS:
+        values = tl.interleave(values, seconds)
     if SPLITS > 1:
         is_last = True
         line = (tile.to(tl.int64) * kv_heads + kv_head) * SPLITS * ROWS
@@ -290,6 +292,14 @@ def paged_tile(q: Tensor, keys: Tensor, most_queries: int, sequences: int, longe
     )
 
 
+def in_pairs(values: Tensor) -> bool:
+    """Whether codes can be read two at a time. Tensor cores take values by columns, and shared memory gives columns of 16
+    bits at once but those of 8 byte by byte."""
+    *strides, last = values.stride()
+    even = all(n % 2 == 0 for n in (*strides, values.storage_offset(), values.shape[3]))
+    return values.element_size() == 1 and values.shape[3] >= 32 and last == 1 and even
+
+
 def takes_pages(q: Tensor, keys: Tensor) -> bool | str:
     if q.dtype == torch.float64 and keys.dtype != q.dtype:
         return "Triton multiplies no codes in float64"
@@ -334,6 +344,9 @@ def paged_attention(
         many = tile.tiles, kv_heads, tile.splits, tile.rows
         parts, sums = (torch.empty((*many, last), dtype=widened(q.dtype), device=q.device) for last in (wide_value, 2))
         counts = workspace("paged_attention", many[:2], torch.int32, q.device)
+    pairs = values is not None and in_pairs(values)
+    if pairs:
+        values = values.view(torch.int16)  # type: ignore[union-attr]
     strides = lambda x, most: (0,) * most if x is None else x.stride()[:most]
     launch(
         paged_attention_kernel, (tile.tiles * kv_heads if tokens else 0, tile.splits),
@@ -344,6 +357,7 @@ def paged_attention(
         SCALE=dim**-0.5 if scale is None else scale, SOFTCAP=softcap, WINDOW=window, PAGE=page, GROUP=heads // kv_heads,
         SPLITS=tile.splits, LEAST_SPAN=LEAST_SPAN, ACC=accumulator(q.dtype), ROWS=tile.rows, KEYS=tile.keys,
         VALUE_DIM=value_dim, VALUE_WIDTH=wide_value, DIM=dim, WIDTH=width(dim), REST=rest,
+        PAIRS=pairs,
         num_warps=tile.warps, num_stages=tile.stages, **early(q),
     )  # fmt: skip
     return out
