@@ -10,6 +10,7 @@ from tilestack.kernels.hopper.attention import CONFIGS
 
 RUNS = 300
 SHAPES = [(3, 1000, 1000, 6, 2, True), (1, 640, 1333, 4, 4, True), (2, 517, 300, 4, 1, False)]
+ENDS = [0, 40, 900, 1000, 1300, 2000, 2128, 2500, 3000, 3000]  # of documents in the rows of the first
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +20,9 @@ def hopper():
 
 
 @pytest.mark.parametrize("config", [name for name, config in CONFIGS.items() if config.of_64])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_run_has_the_bits_of_the_first_but_for_the_order_of_dq(config, shape):
+@pytest.mark.parametrize(("shape", "ends"), [*((shape, None) for shape in SHAPES), (SHAPES[0], ENDS)], ids=str)
+def test_every_run_has_the_bits_of_the_first_but_for_the_order_of_dq(config, shape, ends):
+    cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32, device="cuda")
     batch, queries, keys, heads, kv_heads, causal = shape
     make, sizes = Make(torch.bfloat16, "cuda"), ((queries, heads), (keys, kv_heads), (keys, kv_heads))
     leaves = [make.normal(batch, *size, 64).requires_grad_() for size in sizes]
@@ -32,7 +34,7 @@ def test_every_run_has_the_bits_of_the_first_but_for_the_order_of_dq(config, sha
             with torch.cuda.stream(others):
                 if run % 3:  # programs start and end at other times
                     disturbance[: (run % 7 + 1) << 20].mul_(1.0)
-            out = ops.attention(*leaves, causal=causal)
+            out = ops.attention(*leaves, cu_seqlens, causal=causal)
             found = out.detach(), *torch.autograd.grad(out, leaves, arriving)
             first = first or found
             same = [torch.equal(*pair) for pair in zip(found, first, strict=True)]

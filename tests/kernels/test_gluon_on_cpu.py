@@ -11,8 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from tilestack import ops
 from tilestack.contract.descriptors import Tile
 from tilestack.contract.launch import launch
+from tilestack.kernels.attention.documents import document_bounds
 from tilestack.kernels.hopper import attention_backward, attention_forward
-from tilestack.kernels.hopper.attention import CONFIGS
+from tilestack.kernels.hopper.attention import CONFIGS, attention_and_sums, backward, backward_from_sums
 from tilestack.kernels.hopper.attention_forward import Forward, attention_and_lse
 from tilestack.lab.oracle import judge, own_error
 from tilestack.ops.attention import attention_gradient, scale_or_usual
@@ -52,6 +53,27 @@ def emulated(monkeypatch):
     torch.manual_seed(0)
 
 
+DOCUMENTS = {  # where documents of flattened rows end, and batch, queries, heads, kv_heads, dim of these rows
+    "one": ([200], (1, 200, 2, 1, 64)),
+    "short ones": ([3, 4, 70, 71, 200], (1, 200, 2, 1, 64)),
+    "by tiles": ([128, 256, 384], (1, 384, 1, 1, 64)),
+    "begin in one tile and end in another": ([40, 300, 390, 400], (1, 400, 2, 1, 64)),
+    "all of a tile of keys is of documents before": ([270, 280, 500], (1, 500, 1, 1, 64)),
+    "the end of a tile's first key's is a part's": ([64, 192, 256], (1, 256, 1, 1, 64)),
+    "rows, and empty ones at the end": ([100, 130, 260, 300, 390, 390, 390], (3, 130, 4, 2, 64)),
+    "128": ([90, 100, 270, 300, 540, 600], (2, 300, 2, 1, 128)),
+}
+
+
+PARTS_OF_200 = [slice(0, 40), slice(40, 100), slice(100, 170), slice(170, 200)]
+
+
+def rows_of_documents(ends, shape):
+    batch, queries, heads, kv_heads, dim = shape
+    q, k, v, _, *rest = inputs(batch, queries, queries, heads, kv_heads, dim, True)
+    return q, k, v, torch.tensor([0, *ends], dtype=torch.int32), *rest
+
+
 def inputs(batch, queries, keys, heads, kv_heads, dim, causal, scale=None):
     shapes = (batch, queries, heads, dim), (batch, keys, kv_heads, dim), (batch, keys, kv_heads, dim)
     q, k, v = (torch.randn(shape).half() for shape in shapes)
@@ -59,23 +81,25 @@ def inputs(batch, queries, keys, heads, kv_heads, dim, causal, scale=None):
 
 
 def wide(arguments):
-    return [x.double() if isinstance(x, torch.Tensor) else x for x in arguments]
+    return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments]
 
 
 def check_forward(arguments, config):
-    q, k, v, _, causal, _, scale, _ = arguments
-    out, lse = attention_and_lse(q, k, v, causal, scale_or_usual(scale, q), config)
+    q, k, v, cu_seqlens, causal, _, scale, _ = arguments
+    bounds = document_bounds(cu_seqlens, *q.shape[:2])
+    out, lse = attention_and_lse(q, k, v, causal, scale_or_usual(scale, q), config, bounds)
     reference, truth = ops.attention.definition(*arguments), ops.attention.definition(*wide(arguments))
     assert not (message := judge(out, reference, truth, own_error(reference, truth)).message), message
-    _, sums = ops.flex_attention(q.double(), k.double(), v.double(), causal=causal, scale=scale)
+    _, sums = ops.flex_attention(q.double(), k.double(), v.double(), cu_seqlens, causal=causal, scale=scale)
     torch.testing.assert_close(lse.double(), sums, rtol=1e-6, atol=1e-5)
     return out, lse
 
 
 def check_backward(arguments, out, lse, lay=torch.clone):
-    q, k, v, _, causal, _, scale, _ = arguments
+    q, k, v, cu_seqlens, causal, _, scale, _ = arguments
     grad = lay(torch.randn(out.shape).half())
-    found = attention_backward.gradients(grad, q, k, v, lay(out), lse, causal, scale_or_usual(scale, q))
+    bounds = document_bounds(cu_seqlens, *q.shape[:2])
+    found = attention_backward.gradients(grad, q, k, v, lay(out), lse, causal, scale_or_usual(scale, q), bounds)
     expected, truths = (
         attention_gradient(arriving, *given, ops.attention.definition(*given))[:3]
         for arriving, given in ((grad, arguments), (grad.double(), wide(arguments)))
@@ -87,6 +111,48 @@ def check_backward(arguments, out, lse, lay=torch.clone):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_and_its_gradients(shape):
     arguments = inputs(*SHAPES[shape])
+    check_backward(arguments, *check_forward(arguments, Forward()))
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_packed_documents_and_their_gradients(documents):
+    arguments = rows_of_documents(*DOCUMENTS[documents])
+    check_backward(arguments, *check_forward(arguments, Forward()))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_documents_that_end_anywhere(seed):
+    generator = torch.Generator().manual_seed(seed)
+    ends = torch.randint(1, 300, (6,), generator=generator).sort().values.tolist()
+    arguments = rows_of_documents([*ends, 300], (1, 300, 2, 1, 64))
+    check_backward(arguments, *check_forward(arguments, Forward(consumers=2 + seed % 2)))
+
+
+@pytest.mark.parametrize(("name", "dim"), OWN, ids=map(str, OWN))
+def test_documents_in_every_configuration(name, dim, monkeypatch):
+    monkeypatch.setattr(attention_forward, "multiprocessors", lambda device: 2)
+    check_forward(rows_of_documents([40, 300, 390, 400], (1, 400, 3, 1, dim)), OWN[name, dim])
+
+
+def test_the_backend_hands_documents_to_its_own_kernels_whatever_the_configuration():
+    arguments = rows_of_documents([40, 100, 170, 200], (2, 100, 2, 1, 128))
+    q, k, v, cu_seqlens, causal, _, scale, _ = arguments
+    out, lse = attention_and_sums(*arguments, config=CONFIGS["cudnn"])
+    alone = [ops.attention.definition(*(x.flatten(0, 1)[None, part] for x in (q, k, v))) for part in PARTS_OF_200]
+    torch.testing.assert_close(out.flatten(0, 1)[None], torch.cat(alone, 1), rtol=2**-9, atol=2**-9)
+    grad = torch.randn(out.shape).half()
+    of_documents = backward_from_sums(grad, q, k, v, cu_seqlens, causal, scale, out, lse)
+    expected = attention_gradient(grad, *arguments, out)
+    for found in (of_documents, backward(grad, q, k, v, cu_seqlens, causal, scale, out)):
+        for ours, theirs in zip(found[:3], expected[:3], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2**-8, atol=2**-8)
+
+
+def test_documents_whose_neighbours_would_outweigh_all():
+    """Scores between documents are so much higher than those within that their weights would be infinite."""
+    q, k, v, *rest = rows_of_documents([150, 300], (1, 300, 1, 1, 64))
+    q[:, 150:], k[:, 150:], k[:, :150] = q[:, 150:].abs() * 20, -k[:, 150:].abs() * 20, k[:, :150].abs() * 20
+    arguments = q, k, v, *rest
     check_backward(arguments, *check_forward(arguments, Forward()))
 
 

@@ -125,10 +125,15 @@ def test_a_row_that_says_whose_kernel_it_measured_is_believed(tmp_path):
         assert [line[7] for line in cells(table("operator imaginary attention", tmp_path))[2:]] == [said]
 
 
-@pytest.mark.parametrize(("dim", "direction", "lender"), [(64, "forward", ""), (128, "forward", "cuDNN"), (128, "backward", "")])  # fmt: skip
-def test_a_configuration_says_whose_kernel_it_runs(dim, direction, lender):
+@pytest.mark.parametrize(
+    ("dim", "ends", "direction", "lender"),
+    [(64, None, "forward", ""), (128, None, "forward", "cuDNN"), (128, None, "backward", ""), (128, [0, 60, 128], "forward", "")],
+    ids=["of our own", "borrowed", "whose backward is ours", "documents"],
+)  # fmt: skip
+def test_a_configuration_says_whose_kernel_it_runs(dim, ends, direction, lender):
     heads = Make(torch.bfloat16, "meta").normal(1, 128, 2, dim)
-    assert kernel_lender(ops.attention, "gluon", ops.attention.bind(q=heads, k=heads, v=heads), direction) == lender
+    given = ops.attention.bind(q=heads, k=heads, v=heads, cu_seqlens=ends and torch.tensor(ends, device="meta"))
+    assert kernel_lender(ops.attention, "gluon", given, direction) == lender
 
 
 def test_rows_of_an_older_source_are_marked_with_their_commit(root):

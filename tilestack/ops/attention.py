@@ -255,6 +255,8 @@ def attention_key(
             (2, 120, 120, 2, 1, 96, 96, "documents"),
             (2, 100, 100, 4, 2, 32, 32, "documents_window"),
             (2, 8, 8, 2, 2, 8, 8, "documents_around"),
+            (2, 300, 300, 4, 2, 64, 64, "documents"),  # begin and end within the tiles of large kernels
+            (2, 270, 270, 2, 1, 128, 128, "documents"),
         ],
         bench=[
             (8, 2048, 2048, 16, 8, 128, 128, "causal"),  # Qwen3-0.6B
@@ -265,7 +267,8 @@ def attention_key(
             (2, 4096, 4096, 32, 8, 128, 128, "wide"),
             (64, 1, 4096, 32, 8, 128, 128, "causal"),  # one step of decoding
             (2, 4096, 4096, 16, 16, 192, 128, "causal"),  # DeepSeek-V2-Lite
-            (32, 1024, 1024, 8, 4, 64, 64, "causal"),  # recipes/demo-gpu.toml
+            (32, 1024, 1024, 8, 4, 64, 64, "causal"),
+            (32, 1024, 1024, 8, 4, 64, 64, "documents"),  # recipes/demo-gpu.toml, whose rows are packed
             (2, 4096, 4096, 32, 8, 64, 64, "causal"),  # Llama-3.2-1B
             (2, 4096, 4096, 32, 32, 64, 64, "full"),
         ],

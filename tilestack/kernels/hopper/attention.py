@@ -1,6 +1,7 @@
 """Attention on Hopper as the backend `gluon`, for heads of 64 and 128: a forward and a backward of our own.
 
-Where a configuration says so, whole rows of a size of head go forward by cuDNN, which is hard to beat at 128. Either
+Rows may hold packed documents, as training has them, where attention is causal. Where a configuration says so, whole rows of
+a size of head without documents go forward by cuDNN, which is hard to beat at 128. Either
 forward also answers the logarithm of every row's sum, which is kept for the backward where a gradient is wanted.
 """
 
@@ -13,6 +14,7 @@ from tilestack import ops
 from tilestack.contract import Extras, implements
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.attention.aten import HALVES, straight
+from tilestack.kernels.attention.documents import document_bounds
 from tilestack.kernels.hopper.attention_backward import QUERIES, gradients
 from tilestack.kernels.hopper.attention_forward import ROWS, Forward, attention_and_lse
 from tilestack.ops.attention import scale_or_usual
@@ -24,14 +26,15 @@ class Config(NamedTuple):
     of_64: Forward | None = None
     of_128: Forward | None = None
 
-    def forward(self, q: Tensor, k: Tensor) -> Forward | None:
-        """Ours too where cuDNN aligns rows at their beginnings: where there are more keys than queries, or fewer."""
+    def forward(self, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Forward | None:
+        """Ours too where there are documents, and where cuDNN aligns rows at their beginnings: where there are more keys
+        than queries, or fewer."""
         own = self.of_64 if q.shape[3] == 64 else self.of_128
-        return own if own or q.shape[1] == k.shape[1] else Forward()
+        return own if own or (q.shape[1] == k.shape[1] and cu_seqlens is None) else Forward()
 
-    def lender(self, q: Tensor, k: Tensor) -> str:
+    def lender(self, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> str:
         """Whose forward runs, where it is not ours; for the laboratory, which counts no wins with it."""
-        return "" if self.forward(q, k) else "cuDNN"
+        return "" if self.forward(q, k, cu_seqlens) else "cuDNN"
 
 
 CONFIGS = {
@@ -53,6 +56,7 @@ def takes(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor | None,
+    causal: bool,
     window: int | None,
     scale: float | None,
     softcap: float | None,
@@ -61,8 +65,8 @@ def takes(
         return f"its heads have {' or '.join(map(str, QUERIES))} dimensions, those of values as many"
     if q.shape[1] < min(ROWS, k.shape[1]):
         return f"it has {ROWS} queries at a time, and few of them at the end of more keys are for a kernel that splits keys"
-    if cu_seqlens is not None or window is not None or softcap is not None:
-        return "it has no documents, window or softcap"
+    if (cu_seqlens is not None and not causal) or window is not None or softcap is not None:
+        return "it has no documents that are not causal, no window and no softcap"
     if scale is not None and scale <= 0:
         return "it finds the largest score before it scales them, so its scale is positive"
     return (q.numel() > 0 and k.numel() > 0) or "it needs at least one query and one key"
@@ -72,7 +76,7 @@ def attention_and_sums(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: None,
+    cu_seqlens: Tensor | None,
     causal: bool,
     window: None,
     scale: float | None,
@@ -82,8 +86,9 @@ def attention_and_sums(
     wanted: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The result and the logarithm of each row's sum, [batch, heads, queries, 1]; cuDNN makes it only if it is wanted."""
-    if own := config.forward(q, k):
-        out, lse = attention_and_lse(q, k, v, causal, scale_or_usual(scale, q), own)
+    if own := config.forward(q, k, cu_seqlens):
+        bounds = document_bounds(cu_seqlens, *q.shape[:2])
+        out, lse = attention_and_lse(q, k, v, causal, scale_or_usual(scale, q), own, bounds)
         return out, lse[..., None]
     rows = (straight(x).transpose(1, 2) for x in (q, k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -98,17 +103,32 @@ def empty_sums(q: Tensor) -> Tensor:
 
 
 def backward_from_sums(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, out: Tensor, lse: Tensor
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    out: Tensor,
+    lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
-    lse = lse.view(q.shape[0], q.shape[2], q.shape[1])
-    return *gradients(grad, q, k, v, out, lse, causal, scale_or_usual(scale, q)), None
+    lse, bounds = lse.view(q.shape[0], q.shape[2], q.shape[1]), document_bounds(cu_seqlens, *q.shape[:2])
+    return *gradients(grad, q, k, v, out, lse, causal, scale_or_usual(scale, q), bounds), None
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, out: Tensor
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
-    _, lse = attention_and_sums(q, k, v, None, causal, None, scale, None, config=FIRST)
-    return backward_from_sums(grad, q, k, v, causal, scale, out, lse)
+    _, lse = attention_and_sums(q, k, v, cu_seqlens, causal, None, scale, None, config=FIRST)
+    return backward_from_sums(grad, q, k, v, cu_seqlens, causal, scale, out, lse)
 
 
 @implements(

@@ -23,6 +23,9 @@ reads it is done. Programs whose keys are seen by most queries come first, and a
 read and add to stays in the L2. The order in which dQ is added up is left to the hardware: its last bits may differ from
 run to run, as in other libraries' fast backward.
 
+Keys of packed documents are seen by queries up to the end of their document, which stand in order: a program's last query
+is that of its last key, and up to the end of its first key's document nothing is hidden but by the diagonal.
+
 The small kernels around it make delta and zeros before, and round dQ after.
 """
 
@@ -81,8 +84,17 @@ def first_query_of(first_key, queries, keys, QUERIES: gl.constexpr, CAUSAL: gl.c
 
 
 @gluon.jit
+def end_of_document(bounds_ptr, batch, key, queries, keys):
+    """The query after the last one that sees a key, of this place or else the last; of whole rows, that after the last."""
+    if bounds_ptr is None:
+        return queries
+    else:
+        return gl.load(bounds_ptr + 2 * (batch.to(gl.int64) * keys + gl.minimum(key, keys - 1)) + 1)
+
+
+@gluon.jit
 def producer(
-    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr,
+    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, bounds_ptr,
     q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, q_full, do_full, free,
     queries, keys, kv_heads, GROUP: gl.constexpr, CAUSAL: gl.constexpr, AT_A_TIME: gl.constexpr,
 ):  # fmt: skip
@@ -98,12 +110,13 @@ def producer(
         tma.async_copy_global_to_shared(v_desc, at, kv_full, v_s.index(half))
     query = gl.arange(0, QUERIES, layout=gl.BlockedLayout([QUERIES // 32], [32], [1], [0]))
     start = first_query_of(first_key, queries, keys, QUERIES, CAUSAL)
+    end = end_of_document(bounds_ptr, batch, first_key + 2 * HALF - 1, queries, keys)
     slot = 0
     phase = 1
     for of_group in range(GROUP):
         head = kv_head * GROUP + of_group
         line = (batch.to(gl.int64) * kv_heads * GROUP + head) * queries
-        for first in range(start, queries, QUERIES):
+        for first in range(start, end, QUERIES):
             inside = first + query < queries
             lse = gl.load(lse_ptr + line + first + query, mask=inside, other=float("inf"))
             delta = gl.load(delta_ptr + line + first + query, mask=inside, other=0.0)
@@ -124,7 +137,8 @@ def producer(
 
 @gluon.jit
 def half_of_keys(
-    dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s, kv_full, q_full, do_full, ds_full, free,
+    dq_desc, dk_desc, dv_desc, bounds_ptr,
+    q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s, kv_full, q_full, do_full, ds_full, free,
     queries, keys, kv_heads, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, AT_A_TIME: gl.constexpr, ME: gl.constexpr,
 ):  # fmt: skip
@@ -148,6 +162,9 @@ def half_of_keys(
     if CAUSAL:  # a key's place among the queries, whose last stands at the last key
         key += queries - keys
         whole_from = first_key + 2 * HALF + queries - keys  # this query and those after it see all of these keys
+    end = end_of_document(bounds_ptr, batch, first_key + 2 * HALF - 1, queries, keys)
+    if bounds_ptr is not None:
+        whole_to = end_of_document(bounds_ptr, batch, first_key, queries, keys)  # those before this query do, so far
     query = gl.arange(0, PART, layout=OF_QUERIES)
     dk = gl.zeros((HALF, DIM), gl.float32, SUMS)
     dv = gl.zeros((HALF, DIM), gl.float32, SUMS)
@@ -162,7 +179,7 @@ def half_of_keys(
     q = q_s.index(0).reshape([QUERIES, DIM]).slice(0, PART, 0)
     s = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
-    for _ in range(gl.cdiv(queries - start, QUERIES) * GROUP):
+    for _ in range(gl.cdiv(end - start, QUERIES) * GROUP):
         mbarrier.wait(do_full.index(slot), phase)
         for part in gl.static_range(PARTS):
             q = q_s.index(slot).reshape([QUERIES, DIM]).slice(part * PART, PART, 0)
@@ -171,8 +188,15 @@ def half_of_keys(
             lse = lse_s.index(slot).slice(part * PART, PART, 0).load(OF_QUERIES)
             p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
             if CAUSAL:
-                if first + part * PART < whole_from:
-                    p = gl.where(key[:, None] <= (first + part * PART + query)[None, :], p, 0.0)
+                cut = first + part * PART < whole_from
+                if bounds_ptr is not None:
+                    cut = cut | (first + (part + 1) * PART > whole_to)
+                if cut:
+                    at = (first + part * PART + query)[None, :]
+                    sees = key[:, None] <= at
+                    if bounds_ptr is not None:
+                        sees = sees & (at < end_of_document(bounds_ptr, batch, key, queries, keys)[:, None])
+                    p = gl.where(sees, p, 0.0)
             elif first_key + 2 * HALF > keys:  # what 2^-lse makes of keys that are not there may be infinite
                 p = gl.where((key < keys)[:, None], p, 0.0)
             dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), LEFT), do, dv, is_async=True)
@@ -215,8 +239,8 @@ def half_of_keys(
             async_add(dq_desc, [batch, first + ME * PART, head * DIM], dq_s.index(ME))
         s = warpgroup_mma_wait(0, deps=(s,))
         first += QUERIES
-        head += (first >= queries).to(gl.int32)
-        first = gl.where(first >= queries, start, first)
+        head += (first >= end).to(gl.int32)
+        first = gl.where(first >= end, start, first)
         slot = coming
         phase = its_phase
     at = [batch, first_key + ME * HALF, kv_head * DIM]
@@ -232,7 +256,7 @@ def half_of_keys(
 
 @gluon.jit
 def attention_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_ptr, delta_ptr,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, bounds_ptr,
     queries, keys, kv_heads, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, AT_A_TIME: gl.constexpr, SLOTS: gl.constexpr,
     KEY_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -267,16 +291,16 @@ def attention_bwd_kernel(
     gl.warp_specialize(
         [
             (half_of_keys, (
-                dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s, kv_full, q_full, do_full,
-                ds_full, free, queries, keys, kv_heads, scale, GROUP, CAUSAL, AT_A_TIME, 0,
+                dq_desc, dk_desc, dv_desc, bounds_ptr, q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s, kv_full, q_full,
+                do_full, ds_full, free, queries, keys, kv_heads, scale, GROUP, CAUSAL, AT_A_TIME, 0,
             )),
             (half_of_keys, (
-                dq_desc, dk_desc, dv_desc, q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s, kv_full, q_full, do_full,
-                ds_full, free, queries, keys, kv_heads, scale, GROUP, CAUSAL, AT_A_TIME, 1,
+                dq_desc, dk_desc, dv_desc, bounds_ptr, q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s, kv_full, q_full,
+                do_full, ds_full, free, queries, keys, kv_heads, scale, GROUP, CAUSAL, AT_A_TIME, 1,
             )),
             (producer, (
-                q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full,
-                q_full, do_full, free, queries, keys, kv_heads, GROUP, CAUSAL, AT_A_TIME,
+                q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, bounds_ptr, q_s, do_s, k_s, v_s, lse_s, delta_s,
+                kv_full, q_full, do_full, free, queries, keys, kv_heads, GROUP, CAUSAL, AT_A_TIME,
             )),
         ],
         [4, 1],
@@ -308,9 +332,18 @@ def round_kernel(x_ptr, out_ptr, n, scale, BLOCK: tl.constexpr):
 
 
 def gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV; lse is [batch, heads, queries], the natural logarithm of the sums the softmax divides by."""
+    """dQ, dK and dV; lse is [batch, heads, queries], the natural logarithm of the sums the softmax divides by. `bounds` are
+    those of causal documents, as `document_bounds` finds them."""
     (batch, queries, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
     q, k, v = by_rows(q), by_rows(k), by_rows(v)
     grad, out, lse = by_rows(grad.contiguous()), out.contiguous(), lse.contiguous()
@@ -325,7 +358,8 @@ def gradients(
     launch(
         attention_bwd_kernel, (batch * kv_heads * cdiv(keys, KEYS),),
         tiles_of(q, tile), tiles_of(k, KEYS // 2), tiles_of(v, KEYS // 2), tiles_of(grad, tile),
-        tiles_of(total, PART, dim * tile // (2 * PART)), tiles_of(dk, KEYS // 2), tiles_of(dv, KEYS // 2), lse, delta,
+        tiles_of(total, PART, dim * tile // (2 * PART)), tiles_of(dk, KEYS // 2), tiles_of(dv, KEYS // 2),
+        lse, delta, bounds,
         queries, keys, kv_heads, scale,
         GROUP=heads // kv_heads, CAUSAL=causal, AT_A_TIME=HEADS_AT_A_TIME, SLOTS=SLOTS,
         KEY_REGISTERS=REGISTERS[dim][0], PRODUCER_REGISTERS=REGISTERS[dim][1], num_warps=4,

@@ -11,6 +11,9 @@
     Q 1   |      |      |      | mask |
           +------+------+------+------+
 
+Packed documents hide the keys before a query's own. Documents stand in order, so that what a tile's first query sees begins
+no later than what its last sees: tiles of keys between the two beginnings are masked again, and those before are left out.
+
 The product of the next scores is queued before P V of the last, so that the softmax runs under a product. A head of 64
 has as many exponentials to make as tensor cores need time: with PING_PONG the consumers take turns at the tensor cores, so
 that one's softmax lies under another's products.
@@ -79,8 +82,21 @@ def tiles_seen(first_query, queries, keys, BLOCK: gl.constexpr, KEYS: gl.constex
 
 
 @gluon.jit
+def first_tiles(bounds_ptr, row, first_query, queries, BLOCK: gl.constexpr, KEYS: gl.constexpr):
+    """Of a tile of queries: the first tile of keys that any of them sees by its document, and the first that all do."""
+    if bounds_ptr is None:
+        return 0, 0
+    else:
+        at = row.to(gl.int64) * queries
+        last_query = gl.minimum(first_query + BLOCK, queries) - 1
+        earliest = gl.load(bounds_ptr + 2 * (at + first_query))
+        latest = gl.load(bounds_ptr + 2 * (at + last_query))
+        return earliest // KEYS, gl.cdiv(latest, KEYS)
+
+
+@gluon.jit
 def load_tiles(
-    q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_free, k_full, k_free, v_full, v_free,
+    q_desc, k_desc, v_desc, bounds_ptr, q_s, k_s, v_s, q_full, q_free, k_full, k_free, v_full, v_free,
     batch, queries, keys, heads, tiles,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, AT_A_TIME: gl.constexpr,
 ):  # fmt: skip
@@ -96,13 +112,14 @@ def load_tiles(
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, head, first_query = rows_of_tile(number, queries, heads, batch, CONSUMERS * ROWS, CAUSAL, AT_A_TIME)
         seen, _ = tiles_seen(first_query, queries, keys, CONSUMERS * ROWS, KEYS, CAUSAL)
+        unseen, _ = first_tiles(bounds_ptr, row, first_query, queries, CONSUMERS * ROWS, KEYS)
         mbarrier.wait(q_free, q_phase)
         mbarrier.expect(q_full, CONSUMERS * q_desc.block_type.nbytes)
         for consumer in gl.static_range(CONSUMERS):
             at = [row, first_query + consumer * ROWS, head * DIM]
             tma.async_copy_global_to_shared(q_desc, at, q_full, q_s.index(consumer))
         q_phase ^= 1
-        for step in range(seen):
+        for step in range(seen - unseen):
             at = [row, (seen - 1 - step) * KEYS, head // GROUP * DIM]
             mbarrier.wait(k_free.index(slot), phase)
             mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
@@ -114,13 +131,15 @@ def load_tiles(
 
 
 @gluon.jit
-def hidden(s, first_key, query, queries, keys, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scores, -inf where a query does not see a key or there is none."""
+def hidden(s, first_key, query, start, queries, keys, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scores, -inf where a query does not see a key or there is none; a query's document begins at `start`, if it has one."""
     KEYS: gl.constexpr = s.shape[1]
     key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
     seen = (key < keys)[None, :]
     if CAUSAL:
         seen = seen & (key[None, :] <= (query + keys - queries)[:, None])
+    if start is not None:
+        seen = seen & (key[None, :] >= start[:, None])
     return gl.where(seen, s, float("-inf"))
 
 
@@ -134,7 +153,7 @@ def weights_of(s, largest, scale):
 
 @gluon.jit
 def add_keys(
-    total, weights, largest, sums, slot, phase, turn_phase, first_key, query,
+    total, weights, largest, sums, slot, phase, turn_phase, first_key, query, start,
     q, k_s, v_s, k_full, k_free, v_full, v_free, turns, queries, keys, scale,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, ME: gl.constexpr, CONSUMERS: gl.constexpr,
     SCORES: gl.constexpr, SUMS: gl.constexpr, LEFT: gl.constexpr,
@@ -158,7 +177,7 @@ def add_keys(
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_free.index(coming), count=1)
     if MASKED:
-        s = hidden(s, first_key, query, queries, keys, CAUSAL, SCORES)
+        s = hidden(s, first_key, query, start, queries, keys, CAUSAL, SCORES)
     p, largest, fade = weights_of(s, largest, scale)
     sums = sums * fade + gl.sum(p, 1)
     total = warpgroup_mma_wait(0, deps=(total,))
@@ -170,7 +189,7 @@ def add_keys(
 
 @gluon.jit
 def attend_rows(
-    out_desc, lse_ptr, q_s, k_s, v_s, out_s, q_full, q_free, k_full, k_free, v_full, v_free, turns,
+    out_desc, lse_ptr, bounds_ptr, q_s, k_s, v_s, out_s, q_full, q_free, k_full, k_free, v_full, v_free, turns,
     batch, queries, keys, heads, tiles, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, AT_A_TIME: gl.constexpr, ME: gl.constexpr,
 ):  # fmt: skip
@@ -192,8 +211,12 @@ def attend_rows(
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, head, first_query = rows_of_tile(number, queries, heads, batch, CONSUMERS * ROWS, CAUSAL, AT_A_TIME)
         seen, whole = tiles_seen(first_query, queries, keys, CONSUMERS * ROWS, KEYS, CAUSAL)
+        unseen, begun = first_tiles(bounds_ptr, row, first_query, queries, CONSUMERS * ROWS, KEYS)
         first_query += ME * ROWS
         query = first_query + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+        start = None
+        if bounds_ptr is not None:
+            start = gl.load(bounds_ptr + 2 * (row.to(gl.int64) * queries + query), mask=query < queries, other=0)
         mbarrier.wait(q_full, q_phase)
         q_phase ^= 1
         slot, phase = next_in_ring(slot, phase, SLOTS)
@@ -203,24 +226,35 @@ def attend_rows(
         s = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_free.index(slot), count=1)
-        s = hidden(s, (seen - 1) * KEYS, query, queries, keys, CAUSAL, SCORES)
+        s = hidden(s, (seen - 1) * KEYS, query, start, queries, keys, CAUSAL, SCORES)
         p, largest, _ = weights_of(s, gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES)), scale)
         sums = gl.sum(p, 1)
         weights = gl.convert_layout(p.to(q.dtype), LEFT)
         total = gl.zeros((ROWS, DIM), gl.float32, SUMS)
+        cut_from, left = whole, gl.minimum(whole, seen - 1)
+        if bounds_ptr is not None:
+            cut_from, begun = gl.maximum(whole, unseen), gl.minimum(begun, left)
+            left -= begun
         if CAUSAL:  # more than one tile may be cut
-            for block in range(1, seen - whole):
+            for block in range(1, seen - cut_from):
                 total, weights, largest, sums, slot, phase, turn_phase = add_keys(
-                    total, weights, largest, sums, slot, phase, turn_phase, (seen - 1 - block) * KEYS, query,
+                    total, weights, largest, sums, slot, phase, turn_phase, (seen - 1 - block) * KEYS, query, start,
                     q, k_s, v_s, k_full, k_free, v_full, v_free, turns, queries, keys, scale,
                     True, CAUSAL, PING_PONG, ME, CONSUMERS, SCORES, SUMS, LEFT,
                 )  # fmt: skip
-        for _ in range(gl.minimum(whole, seen - 1)):
+        for _ in range(left):
             total, weights, largest, sums, slot, phase, turn_phase = add_keys(
-                total, weights, largest, sums, slot, phase, turn_phase, 0, query,
+                total, weights, largest, sums, slot, phase, turn_phase, 0, query, start,
                 q, k_s, v_s, k_full, k_free, v_full, v_free, turns, queries, keys, scale,
                 False, CAUSAL, PING_PONG, ME, CONSUMERS, SCORES, SUMS, LEFT,
             )  # fmt: skip
+        if bounds_ptr is not None:
+            for block in range(begun - unseen):
+                total, weights, largest, sums, slot, phase, turn_phase = add_keys(
+                    total, weights, largest, sums, slot, phase, turn_phase, (begun - 1 - block) * KEYS, query, start,
+                    q, k_s, v_s, k_full, k_free, v_full, v_free, turns, queries, keys, scale,
+                    True, CAUSAL, PING_PONG, ME, CONSUMERS, SCORES, SUMS, LEFT,
+                )  # fmt: skip
         mbarrier.arrive(q_free, count=1)
         mbarrier.wait(v_full.index(slot), phase)
         total = warpgroup_mma(weights, v_s.index(slot).reshape([KEYS, DIM]), total, is_async=True)
@@ -238,7 +272,7 @@ def attend_rows(
 
 @gluon.jit
 def attention_fwd_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr,  # [B, S, heads · DIM], …, [B, heads, S]
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, bounds_ptr,  # [B, S, heads · DIM], …, [B, heads, S], [B, S, 2]
     batch, queries, keys, heads, tiles, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, AT_A_TIME: gl.constexpr,
     CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
@@ -271,15 +305,15 @@ def attention_fwd_kernel(
         gl.warp_specialize(
             [
                 (attend_rows, (
-                    out_desc, lse_ptr, q_s, k_s, v_s, out_s, q_full, q_free, k_full, k_free, v_full, v_free, turns,
+                    out_desc, lse_ptr, bounds_ptr, q_s, k_s, v_s, out_s, q_full, q_free, k_full, k_free, v_full, v_free, turns,
                     batch, queries, keys, heads, tiles, scale, GROUP, CAUSAL, PING_PONG, AT_A_TIME, 0,
                 )),
                 (attend_rows, (
-                    out_desc, lse_ptr, q_s, k_s, v_s, out_s, q_full, q_free, k_full, k_free, v_full, v_free, turns,
+                    out_desc, lse_ptr, bounds_ptr, q_s, k_s, v_s, out_s, q_full, q_free, k_full, k_free, v_full, v_free, turns,
                     batch, queries, keys, heads, tiles, scale, GROUP, CAUSAL, PING_PONG, AT_A_TIME, 1,
                 )),
                 (load_tiles, (
-                    q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_free, k_full, k_free, v_full, v_free,
+                    q_desc, k_desc, v_desc, bounds_ptr, q_s, k_s, v_s, q_full, q_free, k_full, k_free, v_full, v_free,
                     batch, queries, keys, heads, tiles, GROUP, CAUSAL, AT_A_TIME,
                 )),
             ],
@@ -290,19 +324,19 @@ def attention_fwd_kernel(
         gl.warp_specialize(
             [
                 (attend_rows, (
-                    out_desc, lse_ptr, q_s, k_s, v_s, out_s, q_full, q_free, k_full, k_free, v_full, v_free, turns,
+                    out_desc, lse_ptr, bounds_ptr, q_s, k_s, v_s, out_s, q_full, q_free, k_full, k_free, v_full, v_free, turns,
                     batch, queries, keys, heads, tiles, scale, GROUP, CAUSAL, PING_PONG, AT_A_TIME, 0,
                 )),
                 (attend_rows, (
-                    out_desc, lse_ptr, q_s, k_s, v_s, out_s, q_full, q_free, k_full, k_free, v_full, v_free, turns,
+                    out_desc, lse_ptr, bounds_ptr, q_s, k_s, v_s, out_s, q_full, q_free, k_full, k_free, v_full, v_free, turns,
                     batch, queries, keys, heads, tiles, scale, GROUP, CAUSAL, PING_PONG, AT_A_TIME, 1,
                 )),
                 (attend_rows, (
-                    out_desc, lse_ptr, q_s, k_s, v_s, out_s, q_full, q_free, k_full, k_free, v_full, v_free, turns,
+                    out_desc, lse_ptr, bounds_ptr, q_s, k_s, v_s, out_s, q_full, q_free, k_full, k_free, v_full, v_free, turns,
                     batch, queries, keys, heads, tiles, scale, GROUP, CAUSAL, PING_PONG, AT_A_TIME, 2,
                 )),
                 (load_tiles, (
-                    q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_free, k_full, k_free, v_full, v_free,
+                    q_desc, k_desc, v_desc, bounds_ptr, q_s, k_s, v_s, q_full, q_free, k_full, k_free, v_full, v_free,
                     batch, queries, keys, heads, tiles, GROUP, CAUSAL, AT_A_TIME,
                 )),
             ],
@@ -312,9 +346,10 @@ def attention_fwd_kernel(
 
 
 def attention_and_lse(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, config: Forward
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, config: Forward, bounds: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The result, and the natural logarithm of each row's sum of exponentials, [batch, heads, queries]."""
+    """The result, and the natural logarithm of each row's sum of exponentials, [batch, heads, queries]; `bounds` are those of
+    causal documents, as `document_bounds` finds them."""
     (batch, queries, heads, _), (_, keys, kv_heads, _) = q.shape, k.shape
     q, k, v = by_rows(q), by_rows(k), by_rows(v)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -323,7 +358,7 @@ def attention_and_lse(
     programs = min(multiprocessors(q.device), tiles) if config.persistent else tiles
     launch(
         attention_fwd_kernel, (programs,),
-        tiles_of(q, ROWS), tiles_of(k, config.keys), tiles_of(v, config.keys), tiles_of(out, ROWS), lse,
+        tiles_of(q, ROWS), tiles_of(k, config.keys), tiles_of(v, config.keys), tiles_of(out, ROWS), lse, bounds,
         batch, queries, keys, heads, tiles, scale,
         GROUP=heads // kv_heads, CAUSAL=causal, PING_PONG=config.ping_pong, AT_A_TIME=config.heads_at_a_time,
         CONSUMERS=config.consumers, SLOTS=config.slots,
