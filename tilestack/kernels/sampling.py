@@ -45,8 +45,8 @@ PER_NAT = tl.constexpr(2.0)  # so many to a nat below the likeliest
 PIECE = 1024  # logits of a span that are gathered together, or not at all
 HELD = 512  # candidates of a span that there is room for
 LISTED = 1024  # candidates looked at together,
-TILE = 4096  # and logits, where candidates have no room
-WARPS = dict(survey=8, bound=4, gather=4, decide=8)
+TILE = 2048  # and logits, where candidates have no room
+WARPS = dict(survey=8, bound=4, gather=8, decide=8)
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 SHIFTS = {torch.float16: 13, torch.bfloat16: 16, torch.float32: 0}
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -54,17 +54,23 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def key_of(x, SHIFT: tl.constexpr):
-    """Integers, in int64, in the order of x as float32; NaN above all, both zeros equal."""
+    """int32 in the order of x as float32; NaN above all, both zeros equal."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (tl.where(x != x, 0x7FFFFFFF, bits) >> SHIFT).to(tl.int64)
+    return tl.where(x != x, 0x7FFFFFFF, bits) >> SHIFT
 
 
 @triton.jit
 def value_of(key, SHIFT: tl.constexpr):
     """The float32 of a key."""
-    bits = (key << SHIFT).to(tl.int32)
+    bits = key << SHIFT
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def between(low, high):
+    """The middle of two keys, rounded down; their sum may be more than int32 holds."""
+    return ((low.to(tl.int64) + high) >> 1).to(tl.int32)
 
 
 @triton.jit
@@ -208,11 +214,11 @@ def kth_maximum(maxima_ptr, k, spans, SHIFT: tl.constexpr, GROUPS: tl.constexpr,
     low = key_of(tl.full([], -float("inf"), tl.float32), SHIFT)
     high = tl.max(keys, 0)
     while low < high:
-        middle = (low + high + 1) >> 1
-        if tl.sum((keys >= middle).to(tl.int32), 0) >= k:
-            low = middle
+        middle = between(low, high)
+        if tl.sum((keys > middle).to(tl.int32), 0) >= k:
+            low = middle + 1
         else:
-            high = middle - 1
+            high = middle
     return value_of(low, SHIFT)
 
 
@@ -361,23 +367,23 @@ def token_at(tokens_ptr, lane, total):
 
 @triton.jit
 def count_above(values_ptr, total, key, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """How many candidates have at least this key."""
+    """How many candidates have more than this key."""
     count = tl.zeros([TILE], tl.int32)
     for start in range(0, total, TILE):
         lane = start + tl.arange(0, TILE)
         x = load_values(values_ptr, lane, total)
-        count += ((lane < total) & (key_of(x, SHIFT) >= key)).to(tl.int32)
+        count += ((lane < total) & (key_of(x, SHIFT) > key)).to(tl.int32)
     return tl.sum(count, 0)
 
 
 @triton.jit
 def mass_above(values_ptr, total, key, top, temperature, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """Σ exp((x - top) / temperature) of the candidates with at least this key."""
+    """Σ exp((x - top) / temperature) of the candidates with more than this key."""
     mass = tl.zeros([TILE], tl.float32)
     for start in range(0, total, TILE):
         lane = start + tl.arange(0, TILE)
         x = load_values(values_ptr, lane, total)
-        mass += tl.where(key_of(x, SHIFT) >= key, tl.exp((x - top) / temperature), 0.0)
+        mass += tl.where(key_of(x, SHIFT) > key, tl.exp((x - top) / temperature), 0.0)
     return tl.sum(mass, 0)
 
 
@@ -385,11 +391,11 @@ def mass_above(values_ptr, total, key, top, temperature, SHIFT: tl.constexpr, TI
 def kth_key(values_ptr, total, k, low, high, SHIFT: tl.constexpr, TILE: tl.constexpr):
     """The largest key that at least k candidates have or exceed."""
     while low < high:
-        middle = (low + high + 1) >> 1
+        middle = between(low, high)
         if count_above(values_ptr, total, middle, SHIFT, TILE) >= k:
-            low = middle
+            low = middle + 1
         else:
-            high = middle - 1
+            high = middle
     return low
 
 
@@ -404,11 +410,11 @@ def winner_of(
         least = kth_key(values_ptr, total, k, least, highest, SHIFT, TILE)
     if p < 1:
         if k > 0:
-            mass = mass_above(values_ptr, total, least, top, temperature, SHIFT, TILE)
+            mass = mass_above(values_ptr, total, least - 1, top, temperature, SHIFT, TILE)
         high = highest
         while least < high:  # the smallest key with less than p of the mass strictly above it
-            middle = (least + high) >> 1
-            if mass_above(values_ptr, total, middle + 1, top, temperature, SHIFT, TILE) < p * mass:
+            middle = between(least, high)
+            if mass_above(values_ptr, total, middle, top, temperature, SHIFT, TILE) < p * mass:
                 high = middle
             else:
                 least = middle + 1
@@ -472,7 +478,7 @@ def rank_largest(
     """The k largest candidates in order: those above the k-th key, as many of its equals as fit, and a sort of just these."""
     kth = kth_key(values_ptr, total, k, least, highest, SHIFT, TILE)
     above = tl.zeros([], tl.int32)
-    equal = count_above(values_ptr, total, kth + 1, SHIFT, TILE)
+    equal = count_above(values_ptr, total, kth, SHIFT, TILE)
     for start in range(0, total, TILE):
         lane = start + tl.arange(0, TILE)
         inside = lane < total
@@ -481,7 +487,9 @@ def rank_largest(
         same = (inside & (key == kth)).to(tl.int32)
         slot = tl.where(higher > 0, above + tl.cumsum(higher, 0), equal + tl.cumsum(same, 0)) - 1
         # Packed to sort by falling key, then rising place; places rise with tokens.
-        tl.store(chosen_ptr + slot, (key << 32) + (2147483647 - lane), mask=((higher + same) > 0) & (slot < k))
+        tl.store(
+            chosen_ptr + slot, (key.to(tl.int64) << 32) + (2147483647 - lane), mask=((higher + same) > 0) & (slot < k)
+        )
         above += tl.sum(higher, 0)
         equal += tl.sum(same, 0)
     tl.debug_barrier()
@@ -531,7 +539,7 @@ def argmax_spans_kernel(
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = span * SPAN + tl.arange(0, SPAN)
     x = load_logits(logits_ptr + row * stride, token, token < vocabulary)
-    packed = (key_of(x, SHIFT) << 32) + (2147483647 - token)
+    packed = (key_of(x, SHIFT).to(tl.int64) << 32) + (2147483647 - token)
     packed = tl.where(token < vocabulary, packed, -9223372036854775808)
     tl.store(best_ptr + row * tl.num_programs(1) + span, tl.max(packed, 0))
 
