@@ -45,8 +45,8 @@ PER_NAT = tl.constexpr(2.0)  # so many to a nat below the likeliest
 PIECE = 1024  # logits of a span that are gathered together, or not at all
 HELD = 512  # candidates of a span that there is room for
 LISTED = 1024  # candidates looked at together,
-TILE = 2048  # and logits, where candidates have no room
-WARPS = dict(survey=8, bound=4, gather=8, decide=8)
+TILE = 4096  # and logits, where candidates have no room
+WARPS = dict(survey=8, bound=4, gather=8, decide=16)
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
 SHIFTS = {torch.float16: 13, torch.bfloat16: 16, torch.float32: 0}
 LOG2_E = tl.constexpr(1.4426950408889634)
