@@ -47,7 +47,12 @@ PLANTED = {
     ),
     "the bound on what top_p keeps is too high": (
         "sampling",
-        [("(1 - p) / vocabulary, 0.0)", "(1 - p) * 0.02, 0.0)")],
+        [("share = tl.maximum(share, (1 - p) / vocabulary)", "share = tl.maximum(share, (1 - p) * 0.02)")],
+        dict(operator="sample", case="8x5000xtail"),
+    ),
+    "the mass outside a nucleus is taken for more": (
+        "sampling",
+        [("0.999 * (1 - p)", "1.999 * (1 - p)")],
         dict(operator="sample", case="8x5000xtail"),
     ),
     "norm's backward writes over what arrives": (

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tilestack import contract, ops
+from tilestack.kernels import sampling
 from tilestack.ops.sampling import exponential
 
 
@@ -111,12 +112,12 @@ def test_top_p_is_a_share_of_all_top_k_keeps_whatever_min_p_drops():
 
 def test_noise_is_fine_where_the_race_is_won():
     """Tokens win with small exponentials: there words that float32 tells apart give others, right to a few units in the last place."""
-    words = torch.tensor([0, 1, 2, 1000, 10**6, 42949600, 42949900, 2**30])
+    words = torch.tensor([0, 1, 2, 1000, 10**6, 42949600, 42949900, 429496600, 429496900, 2**30])
     drawn = exponential(words, torch.float32)
     truth = -torch.log1p(-(words.double() + 0.5) * 2.0**-32)
     unit = torch.finfo(torch.float32).eps
-    # 1 - u is rounded to half a unit of 1, which counts 1 / E times where the series ends at E = 0.01.
-    torch.testing.assert_close(drawn.double(), truth, rtol=unit / 2 / 0.01 + 4 * unit, atol=0)
+    # 1 - u is rounded to half a unit of 1, which counts 1 / E times where the series ends at E = 0.1.
+    torch.testing.assert_close(drawn.double(), truth, rtol=unit / 2 / 0.1 + 4 * unit, atol=0)
     assert (drawn.diff() > 0).all()
     assert exponential(torch.tensor([2**32 - 1]), torch.float32).isfinite()
 
@@ -139,6 +140,33 @@ def test_logits_that_defeat_the_bound(filters):
             assert torch.equal(
                 ops.sample(logits, **settings(1, **filters)), ops.sample.definition(logits, **settings(1, **filters))
             )
+
+
+@pytest.mark.parametrize(("temperature", "offset"), [(0.05, 0.0), (0.8, -300.0), (1.0, 3e5)])
+def test_a_nucleus_is_whole_wherever_logits_lie(temperature, offset):
+    """The bound drops none of its tokens. Large logits leave depths no digits, and none are used then."""
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(1)) * 3 + offset
+    logits[:, 4500] = offset + 12  # the likeliest is in the second span
+    chosen = settings(4, temperature) | dict(top_p=torch.tensor([0.05, 0.6, 0.95, 0.9999]))
+    with contract.backend("triton"):
+        ids = ops.sample(logits, **chosen)
+    assert torch.equal(ids, ops.sample.definition(logits, **chosen))
+
+
+def test_a_nucleus_of_hundreds_is_listed_and_not_searched_in_the_logits(monkeypatch):
+    """A slow path that finds the same token would not be seen: here it finds none."""
+    logits, chosen = torch.randn(2, 8192, generator=torch.Generator().manual_seed(2)) * 3, settings(2, 0.8, top_p=0.95)
+    wanted = ops.sample.definition(logits, **chosen)
+    monkeypatch.setattr(sampling, "TILE", 0)
+    with contract.backend("triton"):
+        assert torch.equal(ops.sample(logits, **chosen), wanted)
+
+
+def test_temperature_next_to_nothing_is_greedy():
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(3))
+    for filters in ({}, dict(top_p=0.9), dict(top_k=3)):
+        with contract.backend("triton"):
+            assert torch.equal(ops.sample(logits, **settings(4, 1e-30, **filters)), logits.argmax(1))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -67,8 +67,8 @@ def exponential(words: Tensor, dtype: torch.dtype) -> Tensor:
     -log(1 - u) would round 1 - u to 24 bits just where the race between tokens is won, so a series takes over there.
     """
     u = (words.to(dtype) + 0.5) * 2.0**-32
-    series = u * (1 + u * (0.5 + u * (1 / 3 + u * 0.25)))
-    return torch.where(u < 0.01, series, -torch.log((1 - u).clamp_min(2.0**-33)))
+    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6 + u * (1 / 7)))))))
+    return torch.where(u < 0.1, series, -torch.log((1 - u).clamp_min(2.0**-33)))
 
 
 def sample_case(make, rows, vocabulary, filters):
