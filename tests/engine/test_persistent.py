@@ -7,12 +7,10 @@ import torch
 from engines import decoder as decoder_of
 
 from tilestack import models
-from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams, persistent
-from tilestack.engine.decoding import persistent_step
+from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams
 from tilestack.engine.persistent import shape_of, weights_of, why_not
 from tilestack.engine.plain_decoder import PLAIN
 from tilestack.kernels.cuda import decode_step
-from tilestack.kernels.cuda.build import BuildError
 from tilestack.kernels.cuda.decode_step import DecoderShape, divides, layouts_of, shape_refused
 from tilestack.models import ModelConfig, PagedCache
 
@@ -118,26 +116,16 @@ def test_every_setting_that_the_kernel_ignores_is_a_setting():
     assert set(fields) == set(PLAIN) | known | of_experts_and_latents
 
 
-def test_a_kernel_that_does_not_compile_is_a_reason_too(monkeypatch, caplog):
-    def fails(runner):
-        raise BuildError("decode_step.cu did not compile:\nerror: identifier is undefined")
-
-    monkeypatch.setattr(persistent, "PersistentStep", fails)
-    with caplog.at_level(logging.WARNING, "tilestack.engine"):
-        assert persistent_step(None) is None
-    assert "identifier is undefined" in caplog.text
-
-
 @pytest.mark.parametrize("settings", [dict(graphs=True), dict()])
 def test_where_there_is_none_decoding_goes_on_and_says_why(settings, caplog):
     decoder = decoder_of()
     answers = {}
-    for decode in (None, "persistent"):
+    for decode in ("operators", "persistent"):
         with caplog.at_level(logging.WARNING, "tilestack.engine"):
             engine = Engine(decoder, None, EngineSettings(page=4, max_sequences=2, kv_memory=1 << 16, decode=decode, **settings))  # fmt: skip
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         answers[decode] = LLM(engine).run([Request("one", [1, 2, 3], params)])[0].completions[0].ids
-    assert answers[None] == answers["persistent"]
+    assert answers["operators"] == answers["persistent"]
     (record,) = caplog.records
     assert record.message.startswith("decoding is not persistent: ")
 

@@ -5,6 +5,7 @@ import torch
 
 from tilestack import models
 from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams
+from tilestack.engine.decoding_one import PersistentSteps
 from tilestack.engine.persistent import PersistentStep, why_not
 from tilestack.models import PagedBatch
 
@@ -100,13 +101,13 @@ def test_it_gives_the_same_bits_in_every_run(decoder):
 def test_greedy_tokens_are_those_of_the_plain_step_or_near_ties(decoder):
     prompt = [(7 * place) % 500 for place in range(100)]
     answers = {}
-    for decode in (None, "persistent"):
+    for decode in ("operators", "persistent"):
         engine = engine_of(decoder, decode=decode)
         params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
         (answer,) = LLM(engine).run([Request("one", prompt, params)])
         answers[decode] = answer.completions[0].ids
         assert engine.stats().pages_used == 0
-    plain, ours = answers[None], answers["persistent"]
+    plain, ours = answers["operators"], answers["persistent"]
     if plain == ours:
         return
     first = next(place for place, (a, b) in enumerate(zip(plain, ours, strict=True)) if a != b)
@@ -117,9 +118,13 @@ def test_greedy_tokens_are_those_of_the_plain_step_or_near_ties(decoder):
     assert apart <= 2**-6 * float(logits.abs().max()), f"token {first}: {plain[first]} or {ours[first]}, {apart} apart"
 
 
-def test_it_is_taken_for_a_batch_of_one_and_others_go_on_as_usual(decoder):
-    engine = engine_of(decoder, decode="persistent")
-    assert engine.runner.captured[0].persistent is not None
+@pytest.mark.parametrize("decode", [None, "persistent"])
+def test_it_is_taken_for_a_batch_of_one_and_others_go_on_as_usual(decoder, decode):
+    engine = engine_of(decoder, decode=decode)
+    persistent, decoding, _ = engine.runner.captured
+    assert isinstance(persistent, PersistentSteps)
     params = lambda n: SamplingParams(temperature=0.8, seed=n, max_tokens=8 + 3 * n, ignore_eos=True)
     found = LLM(engine).run([Request(f"{n}", [n, 5, 9], params(n)) for n in range(3)])
     assert [len(each.completions[0].ids) for each in found] == [8, 11, 14]
+    assert list(persistent.graphs) == [(1, 1)]
+    assert decoding.graphs

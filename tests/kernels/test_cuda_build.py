@@ -31,13 +31,17 @@ def process(source, **environment):
     return other_process.started(LOAD, source, **environment)
 
 
-def test_what_was_built_is_used_until_something_changes(source, monkeypatch):
+def test_what_was_built_is_used_until_something_changes(source, monkeypatch, caplog):
     assert build.load_library(source, dict(ANSWER=1), "9.0").answer() == 1
+    (told,) = [record.message for record in caplog.records if record.name == build.__name__]
+    assert told == f"compiling answer.cpp, once for this GPU and PyTorch; it is kept in {build.cache_folder()}"
+    caplog.clear()
     compiled = []
     with monkeypatch.context() as patched:
         patched.setattr(build, "compile_to", lambda built, *_: compiled.append(built))
         assert build.load_library(source, dict(ANSWER=1), "9.0").answer() == 1
         assert not compiled
+        assert not caplog.records
         (source.parent / "part.cuh").write_text("// a header")
         changed = [(source, dict(ANSWER=1), "9.0"), (source, dict(ANSWER=2), "9.0"), (source, dict(ANSWER=2), "8.0")]
         for arguments in changed:

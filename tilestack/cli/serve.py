@@ -120,6 +120,16 @@ def serve_command(
             rich_help_panel=ENGINE,
         ),
     ] = True,
+    decode: Annotated[
+        str | None,
+        typer.Option(
+            help="How single tokens are computed. Left out: in one call where the model and the machine allow it, on a "
+            "Hopper GPU with nvcc a single kernel for an answer that runs alone (compiled at the first start for a model), "
+            "on a CPU one function. operators: without either. persistent: the kernel for texts of any length.",
+            show_default=False,
+            rich_help_panel=ENGINE,
+        ),
+    ] = None,
     speculate: Annotated[
         str | None,
         typer.Option(
@@ -165,6 +175,7 @@ def serve_command(
         raise ValueError("the API key is empty; leave --api-key and TILESTACK_API_KEY out for a server without one")
     check_packages(model)
     from tilestack.server.process import listen, run_server
+    from tilestack.server.request_log import log_to_stderr
     from tilestack.server.settings import LOOPBACK, Limits, ServerSettings
 
     limits = Limits(
@@ -190,6 +201,7 @@ def serve_command(
     from tilestack.engine import AsyncEngine, EngineSettings
 
     trust_engine()
+    log_to_stderr()  # what the engine takes, and what it compiles
     engine = AsyncEngine.load(
         model,
         EngineSettings(
@@ -204,6 +216,7 @@ def serve_command(
             swap_memory=int(swap_memory * GIB),
             prefix_caching=prefix_caching,
             overlap=overlap,
+            decode=decode,
             speculate=speculate,
             draft_tokens=draft_tokens,
             queue=queue,

@@ -45,9 +45,7 @@ def cpu_step(decoder: Decoder, cache: PagedCache) -> "CPUStep | None":
     try:
         return CPUStep(decoder, cache)
     except BuildError as problem:
-        first, *compilers = str(problem).splitlines()
-        errors = [line for line in compilers if "error" in line]  # often followed by a hundred more
-        log.warning("decoding operator by operator, which is slower: %s", " ".join([first, *errors[:1]]))
+        log.warning("decoding operator by operator, which is slower: %s", problem.in_short())
         return None
 
 

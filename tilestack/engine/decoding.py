@@ -3,14 +3,10 @@
     inputs [4, G]     the rows, how long their sequences are with the new token, the seeds of their noise, and the
                       tokens to go on from, -1 for those that only the device knows
 
-A batch of one may go through the decoder as a single kernel (persistent.py), where that is asked for.
-
-Shapes: G sequences, those that fill up included.
+Shapes: G sequences, those that fill up included; V vocabulary.
 """
 
-import logging
 from collections.abc import Sequence as List
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,35 +14,13 @@ from tilestack.engine.captured import CapturedSteps, Size, is_plain
 from tilestack.engine.scheduler import Part
 from tilestack.models import PagedBatch
 
-if TYPE_CHECKING:
-    from tilestack.engine.persistent import PersistentStep
-    from tilestack.engine.runner import Runner
-
-log = logging.getLogger(__name__)
-
 
 def sizes_up_to(most: int) -> list[int]:
     """Sizes of graphs: dense where a row more matters, and the most there can be."""
     return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
 
 
-def persistent_step(runner: "Runner") -> "PersistentStep | None":
-    """The step as a single kernel; where there is none, the reason is logged and decoding goes on as usual."""
-    from tilestack.engine.persistent import PersistentStep  # brings all kernels along
-    from tilestack.kernels.cuda.build import BuildError
-
-    try:
-        return PersistentStep(runner)
-    except (ValueError, BuildError) as reason:
-        log.warning("decoding is not persistent: %s", reason)
-        return None
-
-
 class DecodingSteps(CapturedSteps):
-    def __init__(self, runner: "Runner", rows: int, persistent: bool = False):
-        super().__init__(runner, rows)
-        self.persistent = persistent_step(runner) if persistent else None
-
     def take(self, parts: List[Part]) -> bool:
         one = lambda part: part.count == 1 and part.draws and not part.drafts
         return bool(parts) and all(one(part) and is_plain(part) for part in parts)
@@ -73,9 +47,10 @@ class DecodingSteps(CapturedSteps):
 
     def compute(self, inputs: Tensor, size: Size) -> Tensor:
         rows, lengths, seeds, known = inputs.view(4, size.sequences)
-        ids = self.known_or_last(known, rows)
-        if self.persistent is not None and size.tokens == 1:
-            return self.draw(self.persistent.logits(ids, lengths, self.runner.tables[rows]), rows, seeds)
-        batch = PagedBatch.decoding(self.runner.cache, self.runner.tables[rows], lengths)
-        decoder = self.runner.decoder
-        return self.draw(decoder.logits(decoder.hidden(ids, context=batch)), rows, seeds)
+        logits = self.logits(self.known_or_last(known, rows), lengths, self.runner.tables[rows])
+        return self.draw(logits, rows, seeds)
+
+    def logits(self, ids: Tensor, lengths: Tensor, pages: Tensor) -> Tensor:
+        """The scores [G, V] after a token of each sequence, the last of so many, which lie in its pages."""
+        decoder, batch = self.runner.decoder, PagedBatch.decoding(self.runner.cache, pages, lengths)
+        return decoder.logits(decoder.hidden(ids, context=batch))

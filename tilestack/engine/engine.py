@@ -95,7 +95,7 @@ class Engine:
             adapters=self.adapters,
             draft=None if draft is None or kept is None else (draft, kept),
             graphs=self.in_graphs,
-            persistent=settings.decode == "persistent",
+            persistent=None if settings.decode is None else settings.decode == "persistent",
             step=self.cpu_step(cache),
             batch_invariant=settings.batch_invariant,
         )

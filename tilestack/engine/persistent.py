@@ -39,12 +39,19 @@ def why_not(decoder: Decoder, cache: PagedCache) -> str:
     return shape_refused(shape_of(config)) or device_refused(weight.device)
 
 
+def served_beside(runner: "Runner") -> str:
+    """What a runner serves that the kernel has no code for; empty when nothing."""
+    if runner.adapters is not None:
+        return "adapters are served"
+    return "a smaller model drafts, and has to read every token too" if runner.draft is not None else ""
+
+
 class PersistentStep:
     """The step of a runner's decoder; raises ValueError where there is none."""
 
     def __init__(self, runner: "Runner"):
         decoder, config = runner.decoder, runner.decoder.config
-        if reason := why_not(decoder, runner.cache) or ("adapters are served" if runner.adapters else ""):
+        if reason := why_not(decoder, runner.cache) or served_beside(runner):
             raise ValueError(reason)
         self.runner = runner
         self.step = DecodeStep(

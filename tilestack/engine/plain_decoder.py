@@ -1,6 +1,6 @@
 """Decoders that can be stepped in one call: what such a step has no code for, and the weights that it reads.
 
-GPU   a batch of one as a persistent kernel, where it is asked for (persistent.py)
+GPU   a batch of one as a persistent kernel, where there is nvcc (persistent.py)
 CPU   a few tokens as one C++ function, where there is a compiler (cpu_step.py)
 """
 

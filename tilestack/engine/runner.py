@@ -24,6 +24,7 @@ from tilestack.engine.adapters import ServedAdapters
 from tilestack.engine.captured import CapturedSteps
 from tilestack.engine.cpu_step import FEW, CPUStep, torch_on_one_thread
 from tilestack.engine.decoding import DecodingSteps
+from tilestack.engine.decoding_one import persistent_steps
 from tilestack.engine.outputs import TokenLogprob
 from tilestack.engine.reading import ReadingSteps
 from tilestack.engine.sampling import Draws, SamplingRows, told_of
@@ -80,7 +81,7 @@ class Runner:
         adapters: ServedAdapters | None = None,
         draft: tuple[Decoder, PagedCache] | None = None,
         graphs: bool = False,
-        persistent: bool = False,
+        persistent: bool | None = False,
         step: CPUStep | None = None,
         batch_invariant: bool = False,
     ):
@@ -97,7 +98,9 @@ class Runner:
         self.swapped: dict[Sequence, list[Tensor]] = {}
         self.captured: list[CapturedSteps] = []
         if graphs:
-            self.captured = [DecodingSteps(self, rows, persistent), ReadingSteps(self, rows)]
+            self.captured = [DecodingSteps(self, rows), ReadingSteps(self, rows)]
+            if persistent is not False:  # asked for, or where they can be
+                self.captured[:0] = persistent_steps(self, rows, asked=bool(persistent))
 
     @torch.no_grad()
     def launch(self, parts: list[Part]) -> Step:

@@ -30,8 +30,10 @@ class EngineSettings:
     batch_invariant: bool = False  # a token has the bits that it has in any batch, and in training; slower
     overlap: bool = True  # launch a step before the one before it is read
     graphs: bool | None = None  # steps as CUDA graphs; None: on a GPU
-    decode: str | None = None  # "persistent": a batch of one as a single kernel, where the model and the GPU allow it;
-    # "operators": a CPU calls operator by operator too, instead of one function for a step of few tokens
+    # One call for a step of few tokens, where the model and the machine allow it: on a GPU a single kernel for a batch of one,
+    # while its text is not long, on a CPU one function. "persistent": the kernel for texts of any length, and a warning where
+    # there is none; "operators": neither.
+    decode: str | None = None
     speculate: str | None = None  # "lookup", or a smaller model with the same tokenizer
     draft_tokens: int = 4
     queue: int | None = 1024  # sequences that may wait; None: any number

@@ -3,7 +3,7 @@
     tilestack             this engine
     tilestack int8        with weights of 8 bits, on a CPU
     tilestack lookup      with look-up speculation, on what repeats itself
-    tilestack persistent  with a batch of one decoded by a single kernel
+    tilestack operators   without the single kernel that decodes a batch of one, on a GPU
     tilestack fp8 kv      with keys and values kept in 8 bits, for the throughput
     vllm                  where it is installed
     transformers          `generate`, for the batches of equal length that it is made for
@@ -32,7 +32,7 @@ CANDIDATES = (
     "tilestack",
     "tilestack int8",
     "tilestack lookup",
-    "tilestack persistent",
+    "tilestack operators",
     "tilestack fp8 kv",
     "vllm",
     "transformers",
@@ -57,7 +57,7 @@ def is_installed(module: str) -> bool:
 
 def runs_on(name: str, device: str) -> bool:
     """Whether a candidate is for a device; the others are left out."""
-    only = {"tilestack int8": "cpu", "tilestack persistent": "cuda", "tilestack fp8 kv": "cuda", "vllm": "cuda"}
+    only = {"tilestack int8": "cpu", "tilestack operators": "cuda", "tilestack fp8 kv": "cuda", "vllm": "cuda"}
     return only.get(name, device) == device
 
 

@@ -27,10 +27,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tilestack": {},
     "tilestack int8": {},  # whose weights are packed before
     "tilestack lookup": dict(speculate="lookup"),
-    "tilestack persistent": dict(decode="persistent"),
+    "tilestack operators": dict(decode="operators"),
     "tilestack fp8 kv": dict(kv_dtype="fp8"),
 }
-ONLY = {"tilestack lookup": "copying", "tilestack persistent": "batch 1", "tilestack fp8 kv": "throughput"}
+ONLY = {"tilestack lookup": "copying", "tilestack operators": "batch 1", "tilestack fp8 kv": "throughput"}
 
 Serve = Callable[[list[list[int]], list[int], float], int]  # answers prompts with so many tokens; how many it made
 

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -30,6 +31,7 @@ struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 template <typename T> T __ldcg(const T* at) { return *at; }
 template <typename T> T __ldg(const T* at) { return *at; }
 inline float __expf(float x) { return std::exp(x); }
@@ -62,6 +64,7 @@ struct Grid {
   std::vector<std::vector<double>> of_lanes;  // what the lanes of a warp show each other
   std::vector<std::vector<uint32_t>> of_matrices;
   std::vector<unsigned char*> shared;
+  std::map<void*, std::deque<std::pair<void*, std::vector<unsigned char>>>> coming;  // by barrier
 };
 inline Fiber* now;
 inline Grid* grid;
@@ -148,13 +151,17 @@ inline Index<ReadThreads> blockDim;
 inline Index<ReadBlocks> gridDim;
 
 inline void __syncthreads() { on_cpu::meet(on_cpu::grid->of_block[on_cpu::now->block], on_cpu::grid->threads); }
-template <typename T> T __shfl_xor_sync(unsigned, T value, int apart) {
+template <typename T> T shown_by(int lane, T value) {
   auto& lanes = on_cpu::grid->of_lanes[on_cpu::warp()];
   lanes[on_cpu::lane()] = value;
   on_cpu::meet_warp();
-  const T other = static_cast<T>(lanes[on_cpu::lane() ^ apart]);
+  const T other = static_cast<T>(lanes[lane]);
   on_cpu::meet_warp();
   return other;
+}
+template <typename T> T __shfl_xor_sync(unsigned, T value, int apart) { return shown_by(on_cpu::lane() ^ apart, value); }
+template <typename T> T __shfl_sync(unsigned, T value, int lane, int width) {
+  return shown_by(on_cpu::lane() / width * width + lane, value);
 }
 
 using cudaStream_t = void*;

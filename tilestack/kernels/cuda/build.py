@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
@@ -23,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 SOURCES = Path(__file__).parent
 CUDA_FLAGS = ("-O3", "-lineinfo")
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}  # as `common.cuh` numbers them
@@ -30,6 +33,11 @@ DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 
 
 class BuildError(RuntimeError):
     """A source did not compile, for which the message is the compiler's, or there is no place for what it compiles to."""
+
+    def in_short(self) -> str:
+        """Without what a compiler says after its first error, which may be a hundred lines."""
+        first, *compilers = str(self).splitlines()
+        return " ".join([first, *[line for line in compilers if "error" in line][:1]])
 
 
 def cuda_needs(device: torch.device) -> bool | str:
@@ -71,6 +79,10 @@ def load_library(source: Path, constants: dict[str, int], architecture: str) -> 
         if not built.exists():
             with only_process(built.with_suffix(".lock")):
                 if not built.exists():
+                    # A warning, so that whoever waits for it sees why, also where nobody listens to the log.
+                    log.warning(
+                        "compiling %s, once for this GPU and PyTorch; it is kept in %s", source.name, built.parent
+                    )
                     compile_to(built, source, macros, architecture)
         return ctypes.CDLL(str(built))
 

@@ -3,7 +3,8 @@
 // A dense decoder of the Llama kind at batch 1 reads every weight once and does next to nothing with it, so all that counts
 // is that the memory never waits. BLOCKS blocks, one to a multiprocessor, stay for the whole step. Each streams the weights
 // that are its own through a ring in shared memory, RING chunks ahead of what it computes with, whatever phase or layer that
-// is: while blocks wait for each other, the weights keep coming.
+// is: while blocks wait for each other, the weights keep coming. Where they wait longer than it takes to fill the ring, what
+// comes next is brought as far as the L2.
 //
 //     chunk    32 bytes a thread, by cp.async. A thread reads only what it brought itself, so the ring needs no barrier.
 //     product  A warp brings 8 rows by 32 columns, twice: 16 bytes of a row to each of four threads, which tensor cores
@@ -16,6 +17,10 @@
 //     x, norm → qkv of the cluster's heads  ─cluster─▶ attention, a piece of the text to a block ─cluster─▶ merge,
 //     output projection of these heads, a part of every element  ═grid═▶  x += parts, norm →
 //     gate and up of the cluster's units  ─cluster─▶  down projection of these units, a part of every element  ═grid═▶ …
+//
+// What goes through a cluster is sent: each number counts, where it arrives, towards a barrier of the block that waits for it.
+// (A barrier of the cluster would have every thread wait for the weights that it has on their way.) What goes to everyone
+// lies in global memory, behind a barrier of all blocks.
 //
 // Every block keeps all of x in float registers and adds the parts in one order, so that results have the same bits in every
 // run. The columns of a product are divided over the warps and their sums added up; a norm's factor is multiplied in after.
@@ -45,18 +50,19 @@ constexpr int largest_power_of_two(int divides, int at_most) {
 }
 
 // ROWS rows of COLUMNS weights: SPLIT warps share 16 rows, 32 columns of them in each of PIECES, and a warp has TURNS of those.
-template <int ROWS_, int COLUMNS> struct Product {
+// What sums up to a row are PARTS numbers, which LANES threads add, of SUMMED rows at a time.
+template <int ROWS_, int COLUMNS, int SUMMED = ROWS_> struct Product {
   static constexpr int ROWS = ROWS_, PATCHES = COLUMNS / 32;
   static constexpr int SPLIT = largest_power_of_two(PATCHES, WARPS);
   static constexpr int PIECES = PATCHES / SPLIT, TURNS = ROWS * SPLIT / (16 * WARPS), CHUNKS = TURNS * PIECES;
-  static constexpr int PARTS = 2 * SPLIT;  // of the sum of a row, which LANES threads add up
-  static constexpr int LANES = PARTS * ROWS <= THREADS ? PARTS : floor_power_of_two(THREADS / ROWS);
+  static constexpr int PARTS = 2 * SPLIT;
+  static constexpr int LANES = PARTS * SUMMED <= THREADS ? PARTS : floor_power_of_two(THREADS / SUMMED);
   static constexpr int APART = ROWS + 32 / LANES;  // elements from one part to the next, in other banks
   static_assert(COLUMNS % 32 == 0 && ROWS * SPLIT % (16 * WARPS) == 0, "rows and columns over warps");
 };
 using Qkv = Product<(QUERIES + 2 * KEYS) * HEAD_DIM / CLUSTER, HIDDEN>;
 using Output = Product<HIDDEN / CLUSTER, SEEN>;
-using GateUp = Product<2 * MY_UNITS, HIDDEN>;
+using GateUp = Product<2 * MY_UNITS, HIDDEN, MY_UNITS>;
 using Down = Product<HIDDEN / CLUSTER, UNITS>;
 using Head = Product<64, HIDDEN>;  // as often as there are rows
 constexpr bool ONE_HEAD = HEAD_DIM % Qkv::ROWS == 0;  // of queries, keys or values, whose rows a block has
@@ -80,20 +86,25 @@ struct Step {
   float eps, scale;
 };
 
+// What a block gets from its cluster, once a layer each.
+struct Received {
+  float qkv[(QUERIES + 2 * KEYS) * HEAD_DIM];
+  struct alignas(16) { float seen[SEEN], largest[QUERIES], sums[QUERIES]; } of_block[CLUSTER];  // of each block's piece of the text
+  float units[UNITS];
+};
+
 struct Shared {
   alignas(16) float x[HIDDEN];                  // the residual stream times a norm's weights
+  alignas(16) Received received;
   union {  // of a product's sums, or of what is seen of a warp's keys; each is done with before the next begins
     float qkv[Qkv::PARTS][Qkv::APART], seen[WARPS][SEEN], output[Output::PARTS][Output::APART];
     float gate_up[GateUp::PARTS][GateUp::APART], down[Down::PARTS][Down::APART], head[2][Head::PARTS][Head::APART];
   } parts;
   float squares[WARPS];
-  float qkv[(QUERIES + 2 * KEYS) * HEAD_DIM];   // written by all blocks of the cluster
   float q[QUERIES][HEAD_DIM], k[KEYS][HEAD_DIM];
-  float largest[WARPS][QUERIES], sums[WARPS][QUERIES];                                     // of a warp's keys
-  float all_seen[CLUSTER][SEEN], all_largest[CLUSTER][QUERIES], all_sums[CLUSTER][QUERIES];  // of each block's
+  float largest[WARPS][QUERIES], sums[WARPS][QUERIES];  // of a warp's keys
   alignas(16) float attended[SEEN];
-  float gate_up[2 * MY_UNITS];
-  alignas(16) float units[UNITS];               // written by all blocks of the cluster
+  Barrier qkv_there, seen_there, units_there;
   Layer layers[LAYERS];
 };
 constexpr int MOST_SHARED = 232448, CHUNK = THREADS * 32;
@@ -217,6 +228,22 @@ struct Stream {
     close_group_aside();
   }
 
+  // This block's rows of the weights on which attention or feed-forward stand, as far as the L2, a row to a thread.
+  __device__ __forceinline__ void fetch_attention(const Layer& layer) const {
+    for (int row = not_kept(threadIdx.x); row < Qkv::ROWS; row += THREADS)
+      fetch_to_l2(layer.qkv + qkv_row(rank * Qkv::ROWS + row) * HIDDEN, HIDDEN * sizeof(bf16));
+    for (int row = not_kept(threadIdx.x); row < Output::ROWS; row += THREADS)
+      fetch_to_l2(layer.output + (rank * Output::ROWS + row) * (HEADS * HEAD_DIM) + cluster * SEEN, SEEN * sizeof(bf16));
+  }
+  __device__ __forceinline__ void fetch_feed_forward(const Layer& layer) const {
+    for (int row = not_kept(threadIdx.x); row < GateUp::ROWS; row += THREADS) {
+      const int unit = cluster * UNITS + rank * MY_UNITS + row % MY_UNITS;
+      fetch_to_l2(layer.gate_up + (row / MY_UNITS * INTERMEDIATE + unit) * HIDDEN, HIDDEN * sizeof(bf16));
+    }
+    for (int row = not_kept(threadIdx.x); row < Down::ROWS; row += THREADS)
+      fetch_to_l2(layer.down + (rank * Down::ROWS + row) * INTERMEDIATE + cluster * UNITS, UNITS * sizeof(bf16));
+  }
+
   // The next chunk; its slot is to be filled again before the next is taken.
   __device__ __forceinline__ void take(uint4 (&rows)[2]) {
     wait_aside_for_all_but<RING - 1>();
@@ -251,12 +278,12 @@ template <typename P> struct Columns {
   }
 };
 
-// All rows of a product: `bring(n)` fills the slot of its nth chunk again, and `emit(row, lane, sum)` is called by all
-// LANES threads of a row. Between two products with the same `parts`, all threads must meet once more.
-template <typename P, typename Bring, typename Emit>
-__device__ __forceinline__ void multiply(Stream& stream, const Columns<P>& columns, float (*parts)[P::APART], Bring bring, Emit emit) {
+// The parts of a product's sums; `bring(n)` fills the slot of its nth chunk again. Between two products with the same `parts`,
+// all threads must meet once more.
+template <typename P, typename Bring>
+__device__ __forceinline__ void multiply(Stream& stream, const Columns<P>& columns, float (&parts)[P::PARTS][P::APART], Bring bring) {
   const int t = threadIdx.x, fourth = t % 4;
-  float* mine = parts[t / 32 % P::SPLIT * 2 + fourth] + Stream::row_of<P>(0);
+  float* mine = parts[t / 32 % P::SPLIT * 2 + fourth % 2] + Stream::row_of<P>(0);
 #pragma unroll
   for (int turn = 0; turn < P::TURNS; turn++) {
     float sums[2][4]{};
@@ -277,20 +304,22 @@ __device__ __forceinline__ void multiply(Stream& stream, const Columns<P>& colum
     }
   }
   __syncthreads();
-  const int row = t / P::LANES, lane = t % P::LANES;
-  float sum = 0;
-  if (row < P::ROWS) {
-#pragma unroll
-    for (int i = 0; i < P::PARTS; i += P::LANES) sum += parts[i + lane][row];
-  }
-  sum = over_lanes(sum, P::LANES);
-  if (row < P::ROWS) emit(row, lane, sum);
 }
 
-// The product that begins with chunk FIRST of the layer.
-template <typename P, int FIRST, typename Emit>
-__device__ __forceinline__ void multiply_in_layer(Stream& stream, int layer, const float* from, float (*parts)[P::APART], Emit emit) {
-  multiply<P>(stream, Columns<P>(from), parts, [&](int n) { stream.bring(FIRST + n + RING, layer); }, emit);
+// Of the product that begins with chunk FIRST of the layer.
+template <typename P, int FIRST>
+__device__ __forceinline__ void multiply_in_layer(Stream& stream, int layer, const float* from, float (&parts)[P::PARTS][P::APART]) {
+  multiply<P>(stream, Columns<P>(from), parts, [&](int n) { stream.bring(FIRST + n + RING, layer); });
+}
+
+// The sum of a row, in all LANES threads of it.
+template <typename P> __device__ __forceinline__ float sum_of(const float (&parts)[P::PARTS][P::APART], int row, bool there) {
+  const int lane = threadIdx.x % P::LANES;
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < P::PARTS; i += P::LANES)
+    if (there) sum += parts[i + lane][row];
+  return over_lanes(sum, P::LANES);
 }
 
 // The residual stream, every element in every block: a thread has pairs of neighbours.
@@ -345,23 +374,31 @@ struct Residual {
   }
 };
 
+// What a thread has of a key and of its value; zeros where there is none.
+struct Key {
+  uint4 key{}, value{};
+};
+
 // What a thread knows of attention from the beginning: its lane's part of the angles, and which keys are its warp's.
+//
+// A block goes through its piece of the text in rounds of AT_ONCE keys, of which three are always on their way: the first two
+// before all blocks have met, the third before the cluster has its queries, and another after each. From the third on they
+// come from the L2, to which they are sent together with the first.
 struct Attention {
   static constexpr int TURNED = HEAD_DIM / 64;        // pairs of a lane
   static constexpr int LANES = HEAD_DIM / 8;          // to a key
   static constexpr int AT_ONCE = THREADS / LANES;     // keys of a block
-  static constexpr int AHEAD = KEYS > 1 ? 0 : 2;  // rounds of keys loaded before the queries are there
   float cos[TURNED], sin[TURNED], norm[2 * TURNED];
   int position, from, to;
-  int64_t new_slot, ahead_at[AHEAD + 1];
-  uint4 key[AHEAD + 1], value[AHEAD + 1];
+  int new_slot, slots[2];  // places in the pool, in tokens: of the new token, and of the first two rounds
+  Key first[2];
 
   __device__ __forceinline__ static int element() { return threadIdx.x % LANES * 8; }
   __device__ __forceinline__ int place(int round) const { return from + round * AT_ONCE + static_cast<int>(threadIdx.x) / LANES; }
-  __device__ __forceinline__ static int64_t slot_of(const Step& step, int place) {
+  __device__ __forceinline__ static int slot_of(const Step& step, int place) {
     return __ldg(step.pages + place / step.page) * step.page + place % step.page;
   }
-  __device__ __forceinline__ static int64_t offset(const Step& step, int layer, int64_t slot, int head) {
+  __device__ __forceinline__ static int64_t offset(const Step& step, int layer, int slot, int head) {
     return ((layer * step.pool * step.page + slot) * KV_HEADS + head) * HEAD_DIM + element();
   }
 
@@ -370,22 +407,29 @@ struct Attention {
     const int piece = (position + CLUSTER - 1) / CLUSTER;
     from = min(rank * piece, position), to = min(from + piece, position);
     new_slot = slot_of(step, position);
-    for (int round = 0; round < AHEAD; round++)
-      ahead_at[round] = place(round) < to ? offset(step, 0, slot_of(step, place(round)), first_key) : 0;
+    for (int round = 0; round < 2; round++) slots[round] = place(round) < to ? slot_of(step, place(round)) : 0;
     for (int i = 0; i < TURNED; i++) {
       cos[i] = step.cos[static_cast<int64_t>(position) * (HEAD_DIM / 2) + threadIdx.x % 32 + 32 * i];
       sin[i] = step.sin[static_cast<int64_t>(position) * (HEAD_DIM / 2) + threadIdx.x % 32 + 32 * i];
     }
   }
 
-  // Send off the first keys and values of a layer, and the weights of the norms of queries and keys.
-  __device__ __forceinline__ void bring(const Step& step, const Layer& weights, int layer) {
+  __device__ __forceinline__ Key load(const Step& step, int layer, int head, int round) const {
+    if (place(round) >= to) return {};
+    const int64_t at = offset(step, layer, round < 2 ? slots[round] : slot_of(step, place(round)), head);
+    return {*reinterpret_cast<const uint4*>(step.keys + at), *reinterpret_cast<const uint4*>(step.values + at)};
+  }
+
+  // Send off the first keys and values of a layer (of its first head of keys, where there are several), and the weights of
+  // the norms of queries and keys.
+  __device__ __forceinline__ void bring(const Step& step, const Layer& weights, int layer, int first_key) {
 #pragma unroll
-    for (int round = 0; round < AHEAD; round++) {
-      if (place(round) >= to) continue;
-      const int64_t at = ahead_at[round] + layer * step.pool * step.page * (KV_HEADS * HEAD_DIM);
-      key[round] = *reinterpret_cast<const uint4*>(step.keys + at);
-      value[round] = *reinterpret_cast<const uint4*>(step.values + at);
+    for (int round = 0; round < 2; round++) first[round] = load(step, layer, first_key, round);
+    if (element() % 64 == 0) {  // of the others, 128 bytes at a time, only as far as the L2
+      for (int round = 2; place(round) < to; round++) {
+        const int64_t at = offset(step, layer, slot_of(step, place(round)), first_key);
+        fetch_to_l2(step.keys + at), fetch_to_l2(step.values + at);
+      }
     }
     const int warp = threadIdx.x / 32;
     if (QK_NORM && warp < QUERIES + KEYS) {
@@ -404,7 +448,7 @@ struct Attention {
     float x[2 * TURNED], squares = 0;
 #pragma unroll
     for (int i = 0; i < 2 * TURNED; i++) {
-      x[i] = shared.qkv[warp * HEAD_DIM + lane + 32 * i];
+      x[i] = shared.received.qkv[warp * HEAD_DIM + lane + 32 * i];
       squares += x[i] * x[i];
     }
     if (QK_NORM) {
@@ -427,7 +471,8 @@ struct Attention {
 
   // Of one head of keys: what its queries see of this block's piece of the text, a key to LANES threads. The last block has
   // the new token too, and one of those that have this head keeps it.
-  __device__ __forceinline__ void see(Shared& shared, const Step& step, int layer, int head, int first_key, bool last, bool keeps) {
+  __device__ __forceinline__ void see(
+      Shared& shared, const Step& step, int layer, int head, int first_key, const Key& third, bool last, bool keeps) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float q[PER_KEY][8], seen[PER_KEY][8], largest[PER_KEY], sum[PER_KEY];
 #pragma unroll
@@ -450,11 +495,6 @@ struct Attention {
         sum[g] = sum[g] * old + weight, largest[g] = top;
       }
     };
-    auto meet_kept = [&](const uint4& packed_key, const uint4& packed_value, bool there) {
-      float k[8], v[8];
-      unpack(packed_key, k), unpack(packed_value, v);
-      meet(k, v, there);
-    };
     if (last && warp == 0) {  // the new token
       float k[8], v[8];
       uint4 packed_key, packed_value;
@@ -463,7 +503,7 @@ struct Attention {
       for (int i = 0; i < 8; i++) {
         k[i] = shared.k[head][element() + i];
         kept_key[i] = __float2bfloat16_rn(k[i]);
-        kept_value[i] = __float2bfloat16_rn(shared.qkv[(QUERIES + KEYS + head) * HEAD_DIM + element() + i]);
+        kept_value[i] = __float2bfloat16_rn(shared.received.qkv[(QUERIES + KEYS + head) * HEAD_DIM + element() + i]);
         v[i] = __bfloat162float(kept_value[i]);
       }
       meet(k, v, lane < LANES);
@@ -473,18 +513,14 @@ struct Attention {
         *reinterpret_cast<uint4*>(step.values + at) = packed_value;
       }
     }
-#pragma unroll
-    for (int round = 0; round < AHEAD; round++)
-      if (from + round * AT_ONCE < to) meet_kept(key[round], value[round], place(round) < to);
-    for (int round = AHEAD; from + round * AT_ONCE < to; round++) {
-      const bool there = place(round) < to;
-      uint4 packed_key{}, packed_value{};
-      if (there) {
-        const int64_t at = offset(step, layer, slot_of(step, place(round)), first_key + head);
-        packed_key = *reinterpret_cast<const uint4*>(step.keys + at);
-        packed_value = *reinterpret_cast<const uint4*>(step.values + at);
-      }
-      meet_kept(packed_key, packed_value, there);
+    Key coming[3]{first[0], first[1], third};
+    if (head > 0)
+      for (int round = 0; round < 3; round++) coming[round] = load(step, layer, first_key + head, round);
+    for (int round = 0; from + round * AT_ONCE < to; round++) {
+      float k[8], v[8];
+      unpack(coming[0].key, k), unpack(coming[0].value, v);
+      coming[0] = coming[1], coming[1] = coming[2], coming[2] = load(step, layer, first_key + head, round + 3);
+      meet(k, v, place(round) < to);
     }
 #pragma unroll
     for (int g = 0; g < PER_KEY; g++) {  // the keys of a warp together
@@ -506,19 +542,38 @@ struct Attention {
   }
 };
 
-// Of COUNT pieces of a text: element e of what is seen, and what the pieces' sums come to, both relative to `top`.
-template <int COUNT>
-__device__ __forceinline__ void merge(
-    const float (*seen)[SEEN], const float (*largest)[QUERIES], const float (*sums)[QUERIES], int e, float& top, float& sum, float& total) {
-  const int query = e / HEAD_DIM;
-  top = largest[0][query];
+// Of COUNT pieces of a text, each with how much of it is seen, its largest score and the sum of weights: element e of what is
+// seen of all, and what the sums come to, both relative to `top`.
+template <int COUNT, typename Piece>
+__device__ __forceinline__ void merge(Piece piece, float& top, float& sum, float& total) {
+  top = -1e30f, sum = total = 0;
 #pragma unroll
-  for (int i = 1; i < COUNT; i++) top = fmaxf(top, largest[i][query]);
-  sum = total = 0;
+  for (int i = 0; i < COUNT; i++) top = fmaxf(top, piece(i).largest);
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
-    const float weight = exp2f(largest[i][query] - top);
-    total = fmaf(weight, seen[i][e], total), sum = fmaf(weight, sums[i][query], sum);
+    const auto one = piece(i);
+    const float weight = exp2f(one.largest - top);
+    total = fmaf(weight, one.seen, total), sum = fmaf(weight, one.sum, sum);
+  }
+}
+struct Seen {
+  float seen, largest, sum;
+};
+
+// The block's piece of the text to all blocks of the cluster, four elements at a time.
+__device__ __forceinline__ void send_seen(Shared& shared, int rank) {
+  auto& mine = shared.received.of_block[rank];
+  for (int e = threadIdx.x; e < SEEN; e += THREADS) {
+    float top, sum, total;
+    const int query = e / HEAD_DIM, first = threadIdx.x % 4;
+    merge<WARPS>([&](int i) { return Seen{shared.parts.seen[i][e], shared.largest[i][query], shared.sums[i][query]}; }, top, sum, total);
+    const float4 four = make_float4(
+        __shfl_sync(~0u, total, 0, 4), __shfl_sync(~0u, total, 1, 4), __shfl_sync(~0u, total, 2, 4), __shfl_sync(~0u, total, 3, 4));
+    for (int to = first; to < CLUSTER; to += 4) send(to, reinterpret_cast<float4*>(&mine.seen[e - first]), four, shared.seen_there);
+    if (const int to = e % HEAD_DIM; to < CLUSTER) {
+      send(to, &mine.largest[query], top, shared.seen_there);
+      send(to, &mine.sums[query], sum, shared.seen_there);
+    }
   }
 }
 
@@ -531,9 +586,14 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
   const bool last = rank == CLUSTER - 1, keeps = number * QUERIES % SHARE == 0;
   float* output_parts = step.parts + number * HIDDEN;
   float* down_parts = output_parts + CLUSTERS * HIDDEN;
+  Received& received = shared.received;
   Grid grid{step.arrived, 0};
 
   for (int i = t; i < LAYERS; i += THREADS) shared.layers[i] = step.layers[i];
+  if (t == 0) {
+    for (Barrier* each : {&shared.qkv_there, &shared.seen_there, &shared.units_there}) each->begin(1);
+    barriers_begun();
+  }
   __syncthreads();
   Stream stream(step, shared, reinterpret_cast<uint4*>(memory + KEPT) + t, number, rank);
 #pragma unroll
@@ -545,65 +605,72 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
   residual.embed(step.embedding + *step.ids * HIDDEN);
   Attention attention(step, rank, first_key);
   residual.bring_weights(shared.layers[0].attention_norm);
-  attention.bring(step, shared.layers[0], 0);
-  cluster.sync();  // all have begun, and can be written to
+  attention.bring(step, shared.layers[0], 0, first_key);
+  cluster.sync();  // all have begun, and can be sent to
 
   for (int layer = 0; layer < LAYERS; layer++) {
-    const Layer& weights = shared.layers[layer];
+    const uint32_t round = layer % 2;
     float scale = residual.norm(shared, step.eps);
-    multiply_in_layer<Qkv, 0>(stream, layer, shared.x, shared.parts.qkv, [&](int row, int lane, float sum) {
-      for (int to = lane; to < CLUSTER; to += Qkv::LANES) tell(to, &shared.qkv[rank * Qkv::ROWS + row], sum * scale);
-    });
-    cluster.sync();
+    multiply_in_layer<Qkv, 0>(stream, layer, shared.x, shared.parts.qkv);
+    {
+      const int row = t / Qkv::LANES;
+      const float sum = sum_of<Qkv>(shared.parts.qkv, row, row < Qkv::ROWS) * scale;
+      for (int to = t % Qkv::LANES; row < Qkv::ROWS && to < CLUSTER; to += Qkv::LANES)
+        send(to, &received.qkv[rank * Qkv::ROWS + row], sum, shared.qkv_there);
+    }
+    const Key third = attention.load(step, layer, first_key, 2);
+    stream.fetch_feed_forward(shared.layers[layer]);
+    shared.qkv_there.wait_for(sizeof(received.qkv), round);
 
     attention.turn(shared, step);
     __syncthreads();
-    for (int head = 0; head < KEYS; head++) attention.see(shared, step, layer, head, first_key, last, keeps);
+    for (int head = 0; head < KEYS; head++) attention.see(shared, step, layer, head, first_key, third, last, keeps);
     __syncthreads();
+    send_seen(shared, rank);
+    shared.seen_there.wait_for(CLUSTER * (SEEN + 2 * QUERIES) * sizeof(float), round);
     for (int e = t; e < SEEN; e += THREADS) {
       float top, sum, total;
-      merge<WARPS>(shared.parts.seen, shared.largest, shared.sums, e, top, sum, total);
-      for (int to = 0; to < CLUSTER; to++) tell(to, &shared.all_seen[rank][e], total);
-      if (const int to = e % HEAD_DIM; to < CLUSTER) {
-        tell(to, &shared.all_largest[rank][e / HEAD_DIM], top);
-        tell(to, &shared.all_sums[rank][e / HEAD_DIM], sum);
-      }
-    }
-    cluster.sync();
-
-    for (int e = t; e < SEEN; e += THREADS) {
-      float top, sum, total;
-      merge<CLUSTER>(shared.all_seen, shared.all_largest, shared.all_sums, e, top, sum, total);
+      const int query = e / HEAD_DIM;
+      merge<CLUSTER>([&](int i) {
+        const auto& block = received.of_block[i];
+        return Seen{block.seen[e], block.largest[query], block.sums[query]};
+      }, top, sum, total);
       shared.attended[e] = total / sum;
     }
     __syncthreads();
-    multiply_in_layer<Output, OUTPUT_AT>(stream, layer, shared.attended, shared.parts.output, [&](int row, int lane, float sum) {
-      if (lane == 0) output_parts[rank * Output::ROWS + row] = sum;
-    });
+    multiply_in_layer<Output, OUTPUT_AT>(stream, layer, shared.attended, shared.parts.output);
+    {
+      const int row = t / Output::LANES;
+      const float sum = sum_of<Output>(shared.parts.output, row, row < Output::ROWS);
+      if (row < Output::ROWS && t % Output::LANES == 0) output_parts[rank * Output::ROWS + row] = sum;
+    }
     grid.arrive();
-    residual.bring_weights(weights.mlp_norm);
+    residual.bring_weights(shared.layers[layer].mlp_norm);
     grid.wait();
 
     residual.add(step.parts);
     scale = residual.norm(shared, step.eps);
-    multiply_in_layer<GateUp, GATE_UP_AT>(stream, layer, shared.x, shared.parts.gate_up, [&](int row, int lane, float sum) {
-      if (lane == 0) shared.gate_up[row] = sum * scale;
-    });
-    __syncthreads();
-    for (int i = t; i < MY_UNITS * CLUSTER; i += THREADS) {
-      const int unit = i % MY_UNITS, to = i / MY_UNITS;
-      const float gate = shared.gate_up[unit], up = shared.gate_up[MY_UNITS + unit];
-      tell(to, &shared.units[rank * MY_UNITS + unit], gate / (1 + __expf(-gate)) * up);
+    multiply_in_layer<GateUp, GATE_UP_AT>(stream, layer, shared.x, shared.parts.gate_up);
+    {
+      const int unit = t / GateUp::LANES;
+      const float gate = sum_of<GateUp>(shared.parts.gate_up, unit, unit < MY_UNITS) * scale;
+      const float up = sum_of<GateUp>(shared.parts.gate_up, MY_UNITS + unit, unit < MY_UNITS) * scale;
+      for (int to = t % GateUp::LANES; unit < MY_UNITS && to < CLUSTER; to += GateUp::LANES)
+        send(to, &received.units[rank * MY_UNITS + unit], gate / (1 + __expf(-gate)) * up, shared.units_there);
     }
-    cluster.sync();
+    if (layer + 1 < LAYERS) stream.fetch_attention(shared.layers[layer + 1]);
+    shared.units_there.wait_for(sizeof(received.units), round);
 
-    multiply_in_layer<Down, DOWN_AT>(stream, layer, shared.units, shared.parts.down, [&](int row, int lane, float sum) {
-      if (lane == 0) down_parts[rank * Down::ROWS + row] = sum;
-    });
+    multiply_in_layer<Down, DOWN_AT>(stream, layer, received.units, shared.parts.down);
+    {
+      const int row = t / Down::LANES;
+      const float sum = sum_of<Down>(shared.parts.down, row, row < Down::ROWS);
+      if (row < Down::ROWS && t % Down::LANES == 0) down_parts[rank * Down::ROWS + row] = sum;
+    }
     grid.arrive();
     if (layer + 1 < LAYERS) {
       residual.bring_weights(shared.layers[layer + 1].attention_norm);
-      attention.bring(step, shared.layers[layer + 1], layer + 1);
+      attention.bring(step, shared.layers[layer + 1], layer + 1, first_key);
     } else {
       residual.bring_weights(step.norm);
     }
@@ -614,11 +681,11 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
   const float scale = residual.norm(shared, step.eps);
   const Columns<Head> columns(shared.x);
   for (int turn = 0; turn < HEAD_TURNS; turn++) {
-    const auto bring = [&](int n) { stream.bring_head(n + RING, turn); };
-    multiply<Head>(stream, columns, shared.parts.head[turn % 2], bring, [&](int row, int lane, float sum) {
-      const int64_t at = Stream::head_row(turn) + row;
-      if (lane == 0 && at < VOCABULARY) step.logits[at] = sum * scale;
-    });
+    multiply<Head>(stream, columns, shared.parts.head[turn % 2], [&](int n) { stream.bring_head(n + RING, turn); });
+    const int row = t / Head::LANES;
+    const float sum = sum_of<Head>(shared.parts.head[turn % 2], row, row < Head::ROWS);
+    const int64_t at = Stream::head_row(turn) + row;
+    if (t % Head::LANES == 0 && row < Head::ROWS && at < VOCABULARY) step.logits[at] = sum * scale;
   }
 }
 

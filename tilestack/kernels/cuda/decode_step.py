@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilestack.kernels.cuda.build import call, cuda_needs, library
 
-WARPS = 16
+WARPS = 16  # of decode_step.cu
 # Blocks to a cluster, and clusters, the best first: on 128 multiprocessors with few parts to add up, with more of them, and
 # on half as many. A cluster lies within one of the GPU's groups of multiprocessors, and not every group is whole.
 LAYOUTS = ((16, 8), (8, 16), (8, 8))

@@ -4,6 +4,12 @@
 
 __device__ inline uint32_t shared_address(const void* at) { return static_cast<uint32_t>(__cvta_generic_to_shared(at)); }
 
+// A number that the compiler knows nothing of: what is computed from it in a loop is not kept in registers around the loop.
+__device__ inline int not_kept(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
 // 16 bytes from global to shared memory, on their way from now on; without `there`, 16 zeros.
 __device__ inline void copy_16(void* to, const void* from, bool there = true) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
@@ -21,6 +27,8 @@ __device__ inline uint4 load_16_aside(const void* from) {
 }
 template <int N> __device__ inline void wait_aside_for_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N)); }
 __device__ inline void close_group_aside() { asm volatile("cp.async.commit_group;"); }
+// 128 bytes or less of a line, no further than the L2.
+__device__ inline void fetch_to_l2(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
 // What was sent off since the last call is a group, also where that is nothing; a thread waits for all but its last N groups.
 __device__ inline void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ inline void wait_for_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
@@ -45,10 +53,50 @@ template <> __device__ inline void multiply_add<__half>(float (&c)[4], const uin
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-// Stores a number where `at`, in this block's shared memory, lies in that of another block of the cluster.
-__device__ inline void tell(int rank, float* at, float value) {
-  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.f32 [there], %2; }" ::"r"(
-                   shared_address(at)), "r"(rank), "f"(value) : "memory");
+// A stretch of memory as far as the L2; it begins on 16 bytes and has a multiple of them.
+__device__ inline void fetch_to_l2(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
+}
+
+// A barrier in shared memory, of threads that arrive, of bytes that come, or of both; it goes round and round, and a round is
+// even or odd.
+struct Barrier {
+  uint64_t state;
+  __device__ inline void begin(int threads) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&state)), "r"(threads) : "memory");
+  }
+  // Arrives; bytes may have come before they are expected.
+  __device__ inline void expect(int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&state)), "r"(bytes) : "memory");
+  }
+  __device__ inline void wait(uint32_t round) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"(shared_address(&state)), "r"(round) : "memory");
+  }
+  // For the bytes of this round; the first thread says that they are expected.
+  __device__ inline void wait_for(int bytes, uint32_t round) {
+    if (threadIdx.x == 0) expect(bytes);
+    wait(round);
+  }
+};
+// What `begin` did is seen by the cluster, and by copies, once its blocks have met.
+__device__ inline void barriers_begun() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Sends numbers to where `to`, in this block's shared memory, lies in that of another block of the cluster; there, they count
+// towards its barrier.
+__device__ inline void send(int rank, float* to, float value, Barrier& there) {
+  asm volatile(
+      "{ .reg .b32 place, barrier; mapa.shared::cluster.u32 place, %0, %3; mapa.shared::cluster.u32 barrier, %1, %3;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [place], %2, [barrier]; }" ::"r"(shared_address(to)),
+      "r"(shared_address(&there.state)), "f"(value), "r"(rank) : "memory");
+}
+__device__ inline void send(int rank, float4* to, const float4& value, Barrier& there) {
+  asm volatile(
+      "{ .reg .b32 place, barrier; mapa.shared::cluster.u32 place, %0, %6; mapa.shared::cluster.u32 barrier, %1, %6;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [place], {%2,%3,%4,%5}, [barrier]; }" ::"r"(shared_address(to)),
+      "r"(shared_address(&there.state)), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(rank) : "memory");
 }
 #endif
 
