@@ -374,24 +374,16 @@ struct Residual {
   }
 };
 
-// What a thread has of a key and of its value; zeros where there is none.
-struct Key {
-  uint4 key{}, value{};
-};
-
 // What a thread knows of attention from the beginning: its lane's part of the angles, and which keys are its warp's.
-//
-// A block goes through its piece of the text in rounds of AT_ONCE keys, of which three are always on their way: the first two
-// before all blocks have met, the third before the cluster has its queries, and another after each. From the third on they
-// come from the L2, to which they are sent together with the first.
 struct Attention {
   static constexpr int TURNED = HEAD_DIM / 64;        // pairs of a lane
   static constexpr int LANES = HEAD_DIM / 8;          // to a key
   static constexpr int AT_ONCE = THREADS / LANES;     // keys of a block
+  static constexpr int AHEAD = KEYS > 1 ? 0 : 2;  // rounds of keys loaded before the queries are there
   float cos[TURNED], sin[TURNED], norm[2 * TURNED];
   int position, from, to;
-  int new_slot, slots[2];  // places in the pool, in tokens: of the new token, and of the first two rounds
-  Key first[2];
+  int new_slot, ahead[AHEAD + 1];  // places in the pool, in tokens
+  uint4 key[AHEAD + 1], value[AHEAD + 1];
 
   __device__ __forceinline__ static int element() { return threadIdx.x % LANES * 8; }
   __device__ __forceinline__ int place(int round) const { return from + round * AT_ONCE + static_cast<int>(threadIdx.x) / LANES; }
@@ -407,26 +399,26 @@ struct Attention {
     const int piece = (position + CLUSTER - 1) / CLUSTER;
     from = min(rank * piece, position), to = min(from + piece, position);
     new_slot = slot_of(step, position);
-    for (int round = 0; round < 2; round++) slots[round] = place(round) < to ? slot_of(step, place(round)) : 0;
+    for (int round = 0; round < AHEAD; round++)
+      ahead[round] = place(round) < to ? slot_of(step, place(round)) : 0;
     for (int i = 0; i < TURNED; i++) {
       cos[i] = step.cos[static_cast<int64_t>(position) * (HEAD_DIM / 2) + threadIdx.x % 32 + 32 * i];
       sin[i] = step.sin[static_cast<int64_t>(position) * (HEAD_DIM / 2) + threadIdx.x % 32 + 32 * i];
     }
   }
 
-  __device__ __forceinline__ Key load(const Step& step, int layer, int head, int round) const {
-    if (place(round) >= to) return {};
-    const int64_t at = offset(step, layer, round < 2 ? slots[round] : slot_of(step, place(round)), head);
-    return {*reinterpret_cast<const uint4*>(step.keys + at), *reinterpret_cast<const uint4*>(step.values + at)};
-  }
-
   // Send off the first keys and values of a layer (of its first head of keys, where there are several), and the weights of
   // the norms of queries and keys.
   __device__ __forceinline__ void bring(const Step& step, const Layer& weights, int layer, int first_key) {
 #pragma unroll
-    for (int round = 0; round < 2; round++) first[round] = load(step, layer, first_key, round);
+    for (int round = 0; round < AHEAD; round++) {
+      if (place(round) >= to) continue;
+      const int64_t at = offset(step, layer, ahead[round], first_key);
+      key[round] = *reinterpret_cast<const uint4*>(step.keys + at);
+      value[round] = *reinterpret_cast<const uint4*>(step.values + at);
+    }
     if (element() % 64 == 0) {  // of the others, 128 bytes at a time, only as far as the L2
-      for (int round = 2; place(round) < to; round++) {
+      for (int round = AHEAD; place(round) < to; round++) {
         const int64_t at = offset(step, layer, slot_of(step, place(round)), first_key);
         fetch_to_l2(step.keys + at), fetch_to_l2(step.values + at);
       }
@@ -471,8 +463,7 @@ struct Attention {
 
   // Of one head of keys: what its queries see of this block's piece of the text, a key to LANES threads. The last block has
   // the new token too, and one of those that have this head keeps it.
-  __device__ __forceinline__ void see(
-      Shared& shared, const Step& step, int layer, int head, int first_key, const Key& third, bool last, bool keeps) const {
+  __device__ __forceinline__ void see(Shared& shared, const Step& step, int layer, int head, int first_key, bool last, bool keeps) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float q[PER_KEY][8], seen[PER_KEY][8], largest[PER_KEY], sum[PER_KEY];
 #pragma unroll
@@ -495,6 +486,11 @@ struct Attention {
         sum[g] = sum[g] * old + weight, largest[g] = top;
       }
     };
+    auto meet_kept = [&](const uint4& packed_key, const uint4& packed_value, bool there) {
+      float k[8], v[8];
+      unpack(packed_key, k), unpack(packed_value, v);
+      meet(k, v, there);
+    };
     if (last && warp == 0) {  // the new token
       float k[8], v[8];
       uint4 packed_key, packed_value;
@@ -513,14 +509,18 @@ struct Attention {
         *reinterpret_cast<uint4*>(step.values + at) = packed_value;
       }
     }
-    Key coming[3]{first[0], first[1], third};
-    if (head > 0)
-      for (int round = 0; round < 3; round++) coming[round] = load(step, layer, first_key + head, round);
-    for (int round = 0; from + round * AT_ONCE < to; round++) {
-      float k[8], v[8];
-      unpack(coming[0].key, k), unpack(coming[0].value, v);
-      coming[0] = coming[1], coming[1] = coming[2], coming[2] = load(step, layer, first_key + head, round + 3);
-      meet(k, v, place(round) < to);
+#pragma unroll
+    for (int round = 0; round < AHEAD; round++)
+      if (from + round * AT_ONCE < to) meet_kept(key[round], value[round], place(round) < to);
+    for (int round = AHEAD; from + round * AT_ONCE < to; round++) {
+      const bool there = place(round) < to;
+      uint4 packed_key{}, packed_value{};
+      if (there) {
+        const int64_t at = offset(step, layer, slot_of(step, place(round)), first_key + head);
+        packed_key = *reinterpret_cast<const uint4*>(step.keys + at);
+        packed_value = *reinterpret_cast<const uint4*>(step.values + at);
+      }
+      meet_kept(packed_key, packed_value, there);
     }
 #pragma unroll
     for (int g = 0; g < PER_KEY; g++) {  // the keys of a warp together
@@ -618,13 +618,12 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
       for (int to = t % Qkv::LANES; row < Qkv::ROWS && to < CLUSTER; to += Qkv::LANES)
         send(to, &received.qkv[rank * Qkv::ROWS + row], sum, shared.qkv_there);
     }
-    const Key third = attention.load(step, layer, first_key, 2);
     stream.fetch_feed_forward(shared.layers[layer]);
     shared.qkv_there.wait_for(sizeof(received.qkv), round);
 
     attention.turn(shared, step);
     __syncthreads();
-    for (int head = 0; head < KEYS; head++) attention.see(shared, step, layer, head, first_key, third, last, keeps);
+    for (int head = 0; head < KEYS; head++) attention.see(shared, step, layer, head, first_key, last, keeps);
     __syncthreads();
     send_seen(shared, rank);
     shared.seen_there.wait_for(CLUSTER * (SEEN + 2 * QUERIES) * sizeof(float), round);
