@@ -2,7 +2,6 @@
 implement, and the decode step against a decoder."""
 
 import copy
-import ctypes
 import functools
 import shutil
 
@@ -128,18 +127,6 @@ def test_a_decode_step(monkeypatch, layout, changed, lengths):
     )  # fmt: skip
     for length in lengths:
         check_step(decoder, step, length)
-        check_fetched(decoder, step)
-
-
-def check_fetched(decoder, step):
-    """Every weight of the layers was brought to the L2, but those that are needed at once, and nothing else."""
-    counted = step.functions.count_fetched
-    counted.argtypes, counted.restype = [ctypes.c_uint64, ctypes.c_int64], ctypes.c_int64
-    for number, layer in enumerate(decoder.layers):
-        for place, weight in enumerate(weights_of(layer)[:4]):
-            at_once = number == 0 and place < 2  # of attention
-            assert counted(weight.data_ptr(), weight.nbytes) == (0 if at_once else weight.nbytes)
-    assert counted(0, 2**63 - 1) == 0
 
 
 def check_step(decoder, step, length, page=16):

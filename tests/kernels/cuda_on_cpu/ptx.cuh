@@ -2,7 +2,6 @@
 #pragma once
 #include "common.cuh"
 
-inline int not_kept(int number) { return number; }
 inline void copy_16(void* to, const void* from, bool there = true) { on_cpu::now->open.push_back({to, there ? from : nullptr}); }
 inline void close_group() {
   on_cpu::now->groups.push_back(std::move(on_cpu::now->open));
@@ -14,20 +13,6 @@ template <int N> void wait_for_all_but() {
     for (auto [to, from] : groups.front()) from == nullptr ? memset(to, 0, 16) : memcpy(to, from, 16);
 }
 inline void fetch_to_l2(const void*) {}
-// Which stretches were asked for, and, for tests, how many bytes of a tensor; these are then forgotten.
-inline std::map<uintptr_t, int> fetched;
-inline void fetch_to_l2(const void* from, int bytes) {
-  const auto first = reinterpret_cast<uintptr_t>(from);
-  if (first % 16 || bytes % 16) std::abort();
-  fetched[first] = bytes;
-}
-extern "C" __attribute__((used)) inline int64_t count_fetched(uintptr_t from, int64_t bytes) {
-  const auto first = fetched.lower_bound(from), end = fetched.lower_bound(from + bytes);
-  int64_t count = 0;
-  for (auto each = first; each != end; each++) count += each->second;
-  fetched.erase(first, end);
-  return count;
-}
 inline void copy_16_aside(void* to, const void* from) { copy_16(to, from); }
 inline uint4 load_16_aside(const void* from) { return *static_cast<const uint4*>(from); }
 inline void close_group_aside() { close_group(); }

@@ -3,8 +3,7 @@
 // A dense decoder of the Llama kind at batch 1 reads every weight once and does next to nothing with it, so all that counts
 // is that the memory never waits. BLOCKS blocks, one to a multiprocessor, stay for the whole step. Each streams the weights
 // that are its own through a ring in shared memory, RING chunks ahead of what it computes with, whatever phase or layer that
-// is: while blocks wait for each other, the weights keep coming. Where they wait longer than it takes to fill the ring, what
-// comes next is brought as far as the L2.
+// is: while blocks wait for each other, the weights keep coming.
 //
 //     chunk    32 bytes a thread, by cp.async. A thread reads only what it brought itself, so the ring needs no barrier.
 //     product  A warp brings 8 rows by 32 columns, twice: 16 bytes of a row to each of four threads, which tensor cores
@@ -226,22 +225,6 @@ struct Stream {
     if (turn < HEAD_TURNS)
       for (int half = 0; half < 2; half++) copy_16_aside(ring + (2 * slot + half) * THREADS, in_head(n, 8 * half, turn));
     close_group_aside();
-  }
-
-  // This block's rows of the weights on which attention or feed-forward stand, as far as the L2, a row to a thread.
-  __device__ __forceinline__ void fetch_attention(const Layer& layer) const {
-    for (int row = not_kept(threadIdx.x); row < Qkv::ROWS; row += THREADS)
-      fetch_to_l2(layer.qkv + qkv_row(rank * Qkv::ROWS + row) * HIDDEN, HIDDEN * sizeof(bf16));
-    for (int row = not_kept(threadIdx.x); row < Output::ROWS; row += THREADS)
-      fetch_to_l2(layer.output + (rank * Output::ROWS + row) * (HEADS * HEAD_DIM) + cluster * SEEN, SEEN * sizeof(bf16));
-  }
-  __device__ __forceinline__ void fetch_feed_forward(const Layer& layer) const {
-    for (int row = not_kept(threadIdx.x); row < GateUp::ROWS; row += THREADS) {
-      const int unit = cluster * UNITS + rank * MY_UNITS + row % MY_UNITS;
-      fetch_to_l2(layer.gate_up + (row / MY_UNITS * INTERMEDIATE + unit) * HIDDEN, HIDDEN * sizeof(bf16));
-    }
-    for (int row = not_kept(threadIdx.x); row < Down::ROWS; row += THREADS)
-      fetch_to_l2(layer.down + (rank * Down::ROWS + row) * INTERMEDIATE + cluster * UNITS, UNITS * sizeof(bf16));
   }
 
   // The next chunk; its slot is to be filled again before the next is taken.
@@ -618,7 +601,6 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
       for (int to = t % Qkv::LANES; row < Qkv::ROWS && to < CLUSTER; to += Qkv::LANES)
         send(to, &received.qkv[rank * Qkv::ROWS + row], sum, shared.qkv_there);
     }
-    stream.fetch_feed_forward(shared.layers[layer]);
     shared.qkv_there.wait_for(sizeof(received.qkv), round);
 
     attention.turn(shared, step);
@@ -657,7 +639,6 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
       for (int to = t % GateUp::LANES; unit < MY_UNITS && to < CLUSTER; to += GateUp::LANES)
         send(to, &received.units[rank * MY_UNITS + unit], gate / (1 + __expf(-gate)) * up, shared.units_there);
     }
-    if (layer + 1 < LAYERS) stream.fetch_attention(shared.layers[layer + 1]);
     shared.units_there.wait_for(sizeof(received.units), round);
 
     multiply_in_layer<Down, DOWN_AT>(stream, layer, received.units, shared.parts.down);

@@ -4,12 +4,6 @@
 
 __device__ inline uint32_t shared_address(const void* at) { return static_cast<uint32_t>(__cvta_generic_to_shared(at)); }
 
-// A number that the compiler knows nothing of: what is computed from it in a loop is not kept in registers around the loop.
-__device__ inline int not_kept(int number) {
-  asm volatile("" : "+r"(number));
-  return number;
-}
-
 // 16 bytes from global to shared memory, on their way from now on; without `there`, 16 zeros.
 __device__ inline void copy_16(void* to, const void* from, bool there = true) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
@@ -53,11 +47,6 @@ template <> __device__ inline void multiply_add<__half>(float (&c)[4], const uin
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-// A stretch of memory as far as the L2; it begins on 16 bytes and has a multiple of them.
-__device__ inline void fetch_to_l2(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
-}
-
 // A barrier in shared memory, of threads that arrive, of bytes that come, or of both; it goes round and round, and a round is
 // even or odd.
 struct Barrier {
