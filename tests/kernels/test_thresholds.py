@@ -38,6 +38,8 @@ UNDECIDED = {
     "hopper.fused fused_product: config.n > 128": "a configuration's, and each is proved",
     "matmul.tma can_move: shared_memory(x.device) < PIPELINE_BYTES": GPU_ONLY,
     "attention.paged paged_tile: width <= 128": "asked of half precisions, whose proofs take both ways",
+    "attention.paged paged_tile: group < 4": "the same",
+    "attention.paged paged_tile: tiles * kv_heads > 2 * PROGRAMS * multiprocessors(q.device)": GPU_ONLY,
     "cpu.decode_step check_tokens: tokens > self.most": "no operator; tests/engine/test_cpu_step_shapes.py takes both ways",
     "cuda.decode_step divides: split > 0": DECODE_STEP,
     "cuda.decode_step divides: rows > 0": DECODE_STEP,

@@ -60,6 +60,7 @@ def test_a_batch_is_its_sequences_alone(chosen, options):
 @pytest.mark.parametrize("spans", [[(1, 300)], [(1, 290), (1, 1), (1, 130)], [(5, 300)]], ids=str)
 def test_what_is_split_and_merged_is_the_whole(spans, monkeypatch):
     monkeypatch.setattr(kernels, "LEAST_SPAN", 16)
+    monkeypatch.setattr(kernels, "PROGRAMS", 8)
     arguments, _ = batch_of(spans)
     expected = ops.paged_attention(**arguments)
     seen = []
@@ -160,7 +161,23 @@ def test_the_grid_knows_only_shapes():
     mixed = kernels.paged_tile(q, pages, 64, 33, 4096, 128)
     assert (mixed.each, mixed.tiles) == (0, 96 * 2 // 64 + 33 + 1)
     alone = kernels.paged_tile(q[:1], pages, 1, 1, 8192, 128)
-    assert alone.splits * alone.tiles * 8 >= 4 * 4  # the interpreter counts as four multiprocessors
+    assert alone.splits * alone.tiles * 8 >= 2 * 4  # the interpreter counts as four multiprocessors
+
+
+@pytest.mark.parametrize(
+    ("sequences", "heads", "dtype", "expected"),
+    [
+        (1, 16, torch.bfloat16, kernels.FEW_PROGRAMS),
+        (1, 16, torch.int8, kernels.FEW_PROGRAMS),
+        (64, 16, torch.bfloat16, kernels.MANY_PROGRAMS),
+        (64, 16, torch.int8, kernels.MANY_OF_CODES),
+        (64, 32, torch.float8_e4m3fn, kernels.MANY_OF_WIDE_GROUPS),
+    ],
+)
+def test_many_programs_are_small_ones(sequences, heads, dtype, expected):
+    q, pages = torch.empty(sequences, heads, 128, dtype=torch.bfloat16), torch.empty(64, 16, 8, 128, dtype=dtype)
+    tile = kernels.paged_tile(q, pages, 1, sequences, 4096, 128)
+    assert (tile.keys, tile.warps, tile.stages) == expected
 
 
 @pytest.fixture

@@ -170,6 +170,7 @@ MIXES: dict[str, list[tuple[int, int]]] = dict(  # for each sequence, its new to
     prompt=[(33, 33)],
     chunk=[(18, 150)],
     nothing=[(0, 0), (0, 5)],
+    many=[(1, 1 + 37 * number % 150) for number in range(80)],
 ) | {f"{count}x{length}": [(1, length)] * count for count in (1, 64, 256) for length in (1024, 4096, 8192)}
 MIXES["chunked"] = [(1, 1024)] * 63 + [(512, 1024)]
 
@@ -256,11 +257,18 @@ def paged_result(
             ("chunk", 16, 4, 1, 32, 32, "same", "scaled"),
             ("nothing", 16, 2, 1, 16, 16),
         ],
+        gpu=[  # more programs than a GPU runs at a time
+            ("many", 16, 16, 8, 128, 128),
+            ("many", 16, 16, 8, 128, 128, "float8_e4m3fn"),
+            ("many", 16, 32, 8, 128, 128, "float8_e4m3fn"),
+            ("many", 16, 32, 8, 64, 128, "int8"),
+        ],
         bench=[
             ("1x1024", 16, 16, 8, 128, 128),
             ("1x8192", 16, 32, 8, 128, 128),
             ("64x1024", 16, 16, 8, 128, 128),
             ("256x1024", 16, 16, 8, 128, 128),
+            ("256x1024", 16, 16, 8, 128, 128, "float8_e4m3fn"),
             ("256x4096", 16, 32, 8, 128, 128),
             ("256x4096", 16, 32, 8, 128, 128, "float8_e4m3fn"),
             ("256x4096", 16, 32, 8, 128, 128, "int8"),

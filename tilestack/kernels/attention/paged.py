@@ -39,8 +39,10 @@ from tilestack.kernels.elementwise.arithmetic import INTERPRETED
 from tilestack.kernels.quantised.codes import reads_fp8
 from tilestack.kernels.tiles import accumulator, cdiv, multiprocessors, next_power, shared_memory, widened
 
-PROGRAMS = 4  # for each multiprocessor, below which what a tile sees is split
-DECODE = 128, 4, 2  # keys at a time, warps and loads under way of a tile of few queries
+PROGRAMS = 2  # for each multiprocessor, below which what a tile sees is split
+# Keys at a time, warps and loads under way of tiles of few queries. Where programs outnumber multiprocessors, small ones
+# that share them hide each other's waits; of codes, of which a key is half as long, those of a single warp wait least.
+FEW_PROGRAMS, MANY_PROGRAMS, MANY_OF_CODES, MANY_OF_WIDE_GROUPS = (128, 4, 2), (64, 2, 2), (32, 1, 2), (64, 1, 2)
 LEAST_SPAN = 128  # keys that are worth a program of their own
 HOPPER_SHARED = 200_000  # bytes of shared memory that GPUs before it do not have
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -275,11 +277,13 @@ def paged_tile(q: Tensor, keys: Tensor, most_queries: int, sequences: int, longe
     at_a_time = 16 if not half else 32 if width > 128 or crowded else 64
     warps = 8 if width > 256 or not (half or keys.dtype == q.dtype) else 4
     stages = 2 if width > 256 or not half else 3
-    if rows == 16 and half and width <= 128 and keys.dtype == q.dtype:
-        at_a_time, warps, stages = DECODE
     each = cdiv(most_rows, rows)
     alike, sought = sequences * each + cdiv(tokens * group, rows), tokens * group // rows + sequences + 1
     tiles = min(alike, sought)
+    if rows == 16 and half and width <= 128:
+        many = MANY_PROGRAMS if keys.dtype == q.dtype else MANY_OF_CODES if group < 4 else MANY_OF_WIDE_GROUPS
+        enough = tiles * kv_heads > 2 * PROGRAMS * multiprocessors(q.device)
+        at_a_time, warps, stages = many if enough else FEW_PROGRAMS
     splits = next_power(cdiv(PROGRAMS * multiprocessors(q.device), max(tiles * kv_heads, 1)))
     return PagedTile(
         rows,
