@@ -8,6 +8,7 @@ the backward with finite differences of the forward.
 """
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tilestack.contract.autograd import differentiable
-from tilestack.contract.backends import AUTO, backend, batch_invariant, chosen
+from tilestack.contract.backends import AUTO, BackendError, backend, batch_invariant, chosen
 from tilestack.contract.cases import Case, Make
 from tilestack.contract.implementation import Implementation
 from tilestack.contract.named import parameters_of
@@ -315,8 +316,22 @@ def chosen_backends(operators: Iterable[Operator], device: torch.device, name: s
     explicit = {operator: choice for operator, choice in asked.items() if choice != AUTO}
     for operator, choice in explicit.items():
         with backend("", **{operator.name: choice}):
-            operator.resolve(operator.bind(**operator.cases[0].build(Make(torch.float32, device))))
+            refuse_what_takes_nothing(operator, device)
     return {operator.name: choice for operator, choice in explicit.items()}
+
+
+def refuse_what_takes_nothing(operator: Operator, device: torch.device) -> None:
+    """Raise what the chosen backend says to the first case, unless it takes another, be it in half precision."""
+    refused: BackendError | None = None
+    for case, dtype in itertools.product(operator.cases, (torch.float32, torch.bfloat16, torch.float16)):
+        try:
+            if case.kind != "bench":
+                operator.resolve(operator.bind(**case.build(Make(dtype, device))))
+                return
+        except BackendError as reason:
+            refused = refused or reason
+    if refused is not None:
+        raise refused
 
 
 def render(proofs: list[Proof], device: torch.device) -> Group:
