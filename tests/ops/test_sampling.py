@@ -7,6 +7,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tilestack import contract, ops
 from tilestack.kernels import sampling
@@ -210,3 +212,32 @@ def test_gradients_are_refused_and_mistakes_explained():
         ops.topk(torch.randn(2, 9), 10)
     with pytest.raises(ValueError, match="one value per row"):
         ops.sample(torch.randn(3, 9), **settings(2))
+
+
+@triton.jit
+def there_and_back_kernel(x_ptr, out_ptr, count, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < count).to(tl.float32)
+    tl.store(out_ptr + at, sampling.value_of(sampling.key_of(x, SHIFT), SHIFT), mask=at < count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_number_of_16_bits_comes_back_from_its_key(dtype):
+    """Minus infinity too, which as a bound keeps every token and as NaN would keep none."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    x = every[(every.float().abs() >= 2.0**-126) | (every == 0)]  # the interpreter takes what is smaller for zero
+    back = torch.empty(len(x))
+    there_and_back_kernel[(triton.cdiv(len(x), 4096),)](x, back, len(x), SHIFT=sampling.SHIFTS[dtype], BLOCK=4096)
+    assert torch.equal(back, x.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_more_of_the_largest_than_a_survey_has_groups(dtype):
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with contract.backend("triton"):
+        values, _ = ops.topk(logits, 200)
+        drawn = [ops.sample(logits, **settings(3, top_k=200, seed=seed)) for seed in range(8)]
+    assert torch.equal(values, logits.sort(descending=True).values[:, :200])
+    assert [tokens.tolist() for tokens in drawn] == [
+        ops.sample.definition(logits, **settings(3, top_k=200, seed=seed)).tolist() for seed in range(8)
+    ]

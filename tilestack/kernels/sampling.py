@@ -62,8 +62,8 @@ def key_of(x, SHIFT: tl.constexpr):
 
 @triton.jit
 def value_of(key, SHIFT: tl.constexpr):
-    """The float32 of a key."""
-    bits = key << SHIFT
+    """The float32 of a key, which is the very number where its dtype has no more bits than the key kept."""
+    bits = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
