@@ -257,7 +257,8 @@ def paged_result(
             ("chunk", 16, 4, 1, 32, 32, "same", "scaled"),
             ("nothing", 16, 2, 1, 16, 16),
         ],
-        gpu=[  # more programs than a GPU runs at a time
+        gpu=[  # of "many", more programs than a GPU runs at a time
+            ("decode", 16, 4, 2, 64, 64, "float8_e4m3fn"),
             ("many", 16, 16, 8, 128, 128),
             ("many", 16, 16, 8, 128, 128, "float8_e4m3fn"),
             ("many", 16, 32, 8, 128, 128, "float8_e4m3fn"),

@@ -164,6 +164,13 @@ def paged_attention_kernel(
     q = load_rows(q_ptr, q_at, q_dim_stride, inside, 0, FIRST_DIM, FIRST_WIDTH)
     if LATENT and REST:
         q_rest = load_rows(q_ptr, q_at, q_dim_stride, inside, VALUE_DIM, DIM - VALUE_DIM, REST)
+    # Queries that lose nothing by it are scaled instead of scores, of which each rounding is a factor in a weight.
+    UNIT: tl.constexpr = SCALE * LOG2_E if SOFTCAP is None else SCALE / SOFTCAP
+    IS_SCALED: tl.constexpr = q_ptr.dtype.element_ty == ACC
+    if IS_SCALED:
+        q *= UNIT
+        if LATENT and REST:
+            q_rest *= UNIT
     # Codes become float16 in one instruction for two, where bfloat16 takes four; so do queries, relative to their largest.
     IN_HALVES: tl.constexpr = k_scale_ptr is not None and q_ptr.dtype.element_ty == tl.bfloat16
     if IN_HALVES:
@@ -198,10 +205,10 @@ def paged_attention_kernel(
             scores *= k_scale[None, :]
         if IN_HALVES:
             scores *= factor[:, None]
-        if SOFTCAP is None:
-            scores *= SCALE * LOG2_E
-        else:
-            scores = SOFTCAP * LOG2_E * tanh_of(scores * (SCALE / SOFTCAP), False)
+        if not IS_SCALED:
+            scores *= UNIT
+        if SOFTCAP is not None:
+            scores = SOFTCAP * LOG2_E * tanh_of(scores, False)
         seen = there[None, :] & (key[None, :] <= position[:, None])
         if WINDOW is not None:
             seen = seen & (key[None, :] > position[:, None] - WINDOW)
@@ -348,7 +355,7 @@ def paged_attention(
         many = tile.tiles, kv_heads, tile.splits, tile.rows
         parts, sums = (torch.empty((*many, last), dtype=widened(q.dtype), device=q.device) for last in (wide_value, 2))
         counts = workspace("paged_attention", many[:2], torch.int32, q.device)
-    pairs = values is not None and in_pairs(values)
+    pairs = tile.rows == 16 and values is not None and in_pairs(values)
     if pairs:
         values = values.view(torch.int16)  # type: ignore[union-attr]
     strides = lambda x, most: (0,) * most if x is None else x.stride()[:most]
