@@ -85,7 +85,8 @@ def test_look_up_takes_what_followed_the_longest_ending():
     guess = lambda ids, count: looked_up(ids, count, longest=3)
     assert guess([1, 2, 3, 9, 8, 2, 3, 7, 6, 1, 2, 3], 3) == [9, 8, 2]  # after 1 2 3, though 2 3 came later too
     assert guess([2, 3, 5, 2, 3, 6, 4, 2, 3], 2) == [6, 4]  # the last time counts
-    assert guess([5, 5, 5], 4) == [5]
+    assert guess([5, 5, 5], 4) == [5, 5, 5, 5]  # what repeats itself goes on
+    assert guess([9, 1, 2, 3, 1, 2, 3, 1], 5) == [2, 3, 1, 2, 3]
     assert guess([1, 2, 3], 4) == []
     assert guess([1], 4) == []
 
@@ -102,7 +103,8 @@ def test_look_up_is_by_tokens_within_its_window(ids, count, longest, window):
     for size in range(min(longest, len(seen) - 1), 0, -1):
         places = [place for place in range(len(seen) - size) if seen[place : place + size] == seen[-size:]]
         if places:
-            expected = seen[places[-1] + size :][:count]
+            followed = seen[places[-1] + size :]
+            expected = [followed[n % len(followed)] for n in range(count)]
             break
     assert looked_up(ids, count, longest=longest, window=window) == expected
 

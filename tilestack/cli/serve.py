@@ -138,7 +138,15 @@ def serve_command(
             rich_help_panel=ENGINE,
         ),
     ] = None,
-    draft_tokens: Annotated[int, typer.Option(help="Tokens drafted at a time.", min=1, rich_help_panel=ENGINE)] = 4,
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens guessed at a time; 7 by lookup and 4 by a model when left out.",
+            min=1,
+            show_default=False,
+            rich_help_panel=ENGINE,
+        ),
+    ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(

@@ -109,7 +109,7 @@ class Engine:
             rows=settings.max_sequences,
             step_tokens=step_tokens,
             prefix_caching=settings.prefix_caching,
-            draft_tokens=settings.draft_tokens if self.drafter else 0,
+            draft_tokens=(settings.draft_tokens or self.drafter.usual) if self.drafter else 0,
             swap_tokens=settings.swap_memory // bytes_of_token(cache.keys.dtype, decoder, draft),
         )
         self.scheduler = self.new_scheduler(self.pool)

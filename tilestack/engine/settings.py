@@ -35,7 +35,7 @@ class EngineSettings:
     # there is none; "operators": neither.
     decode: str | None = None
     speculate: str | None = None  # "lookup", or a smaller model with the same tokenizer
-    draft_tokens: int = 4
+    draft_tokens: int | None = None  # guessed at a time; None: 4 by a model, 7 by look-up, which takes no time
     queue: int | None = 1024  # sequences that may wait; None: any number
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
 

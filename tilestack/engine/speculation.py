@@ -9,6 +9,7 @@ with the probability p(x) that the model gives it, as by rejection sampling of a
 
 from array import array
 from collections.abc import Sequence as List
+from itertools import cycle, islice
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,8 @@ WIDTH = array("i").itemsize  # bytes of a token in a text to be searched
 
 
 class Drafter(Protocol):
+    usual: int  # tokens at a time, where nobody says
+
     def fill(self, parts: List[Part]) -> None:
         """Give parts that have room for them some drafts."""
         ...
@@ -48,6 +51,8 @@ class LookUp:
 
     Texts are kept as bytes, four for a token, since those can be searched much faster than lists."""
 
+    usual = 7  # which are read with the last token of the text, and steps of 8 cost as much as those of 5
+
     def __init__(self, longest: int = 4, window: int = 8192):
         self.longest, self.window = longest, window
         self.texts: WeakKeyDictionary[Sequence, bytearray] = WeakKeyDictionary()
@@ -60,7 +65,8 @@ class LookUp:
                 part.drafts = self.guess(text, part.room)
 
     def guess(self, text: bytearray, count: int) -> list[int]:
-        """What followed the last time that the longest ending of the text occurred."""
+        """What followed the last time that the longest ending of the text occurred. Where that is the end of the text, what
+        followed begins again: a text that repeats itself is guessed to go on doing so."""
         first = max(0, len(text) - self.window * WIDTH)
         for size in range(min(self.longest, (len(text) - first) // WIDTH - 1), 0, -1):
             ending = bytes(text[-size * WIDTH :])
@@ -68,7 +74,8 @@ class LookUp:
             while (place := text.rfind(ending, first, end)) >= 0:
                 if place % WIDTH == 0:
                     follows = place + size * WIDTH
-                    return array("i", bytes(text[follows : follows + count * WIDTH])).tolist()
+                    followed = array("i", bytes(text[follows : follows + count * WIDTH])).tolist()
+                    return list(islice(cycle(followed), count))
                 end = place + len(ending) - 1  # it began within a token
         return []
 
@@ -76,6 +83,8 @@ class LookUp:
 class DraftModel:
     """Guesses of a smaller model with the same tokenizer. Its pages have the numbers of the large model's: it reads along
     with every step, and draws its guesses with the noise that the large model will draw with at those places."""
+
+    usual = 4
 
     def __init__(self, runner: Runner):
         self.runner = runner
