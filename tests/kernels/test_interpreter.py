@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tilestack import ops
 from tilestack.contract import backend
@@ -25,3 +27,21 @@ def test_attention_of_bfloat16():
         found = ops.attention(q, k, v, causal=True)
     expected = ops.attention(q.float(), k.float(), v.float(), causal=True)
     torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
+
+
+@triton.jit
+def extremes_kernel(x_ptr, y_ptr, out_ptr, NAN: tl.constexpr):
+    at = tl.arange(0, 4)
+    x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)
+    tl.store(out_ptr + at, tl.minimum(x, y, propagate_nan=NAN))
+    tl.store(out_ptr + 4 + at, tl.maximum(x, y, propagate_nan=NAN))
+
+
+@pytest.mark.parametrize("kept", [tl.PropagateNan.NONE, tl.PropagateNan.ALL])
+def test_extremes_are_nan_where_a_gpu_has_nan(kept):
+    nan = float("nan")
+    x, y = torch.tensor([1.0, nan, 3.0, nan]), torch.tensor([2.0, 2.0, nan, nan])
+    out = torch.empty(8)
+    extremes_kernel[(1,)](x, y, out, NAN=kept)
+    expected = [1.0, 2.0, 3.0, nan, 2.0, 2.0, 3.0, nan] if kept == tl.PropagateNan.NONE else [1.0, nan, nan, nan, 2.0, nan, nan, nan]  # fmt: skip
+    torch.testing.assert_close(out, torch.tensor(expected), equal_nan=True)
