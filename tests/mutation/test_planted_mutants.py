@@ -46,12 +46,12 @@ PLANTED = {
         dict(operator="softmax", case="3x33x-1", variant="large", dtype=torch.float16),
     ),
     "the bound on what top_p keeps is too high": (
-        "sampling",
+        "sampling.bound",
         [("share = tl.maximum(share, (1 - p) / vocabulary)", "share = tl.maximum(share, (1 - p) * 0.02)")],
         dict(operator="sample", case="8x5000xtail"),
     ),
     "the mass outside a nucleus is taken for more": (
-        "sampling",
+        "sampling.depths",
         [("0.999 * (1 - p)", "1.999 * (1 - p)")],
         dict(operator="sample", case="8x5000xtail"),
     ),

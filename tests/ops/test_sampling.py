@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tilestack import contract, ops
-from tilestack.kernels import sampling
+from tilestack.kernels.sampling import candidates, keys
 from tilestack.ops.sampling import exponential
 
 
@@ -159,7 +159,7 @@ def test_a_nucleus_of_hundreds_is_listed_and_not_searched_in_the_logits(monkeypa
     """A slow path that finds the same token would not be seen: here it finds none."""
     logits, chosen = torch.randn(2, 8192, generator=torch.Generator().manual_seed(2)) * 3, settings(2, 0.8, top_p=0.95)
     wanted = ops.sample.definition(logits, **chosen)
-    monkeypatch.setattr(sampling, "TILE", 0)
+    monkeypatch.setattr(candidates, "TILE", 0)
     with contract.backend("triton"):
         assert torch.equal(ops.sample(logits, **chosen), wanted)
 
@@ -218,7 +218,7 @@ def test_gradients_are_refused_and_mistakes_explained():
 def there_and_back_kernel(x_ptr, out_ptr, count, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < count).to(tl.float32)
-    tl.store(out_ptr + at, sampling.value_of(sampling.key_of(x, SHIFT), SHIFT), mask=at < count)
+    tl.store(out_ptr + at, keys.value_of(keys.key_of(x, SHIFT), SHIFT), mask=at < count)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -227,7 +227,7 @@ def test_every_number_of_16_bits_comes_back_from_its_key(dtype):
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     x = every[(every.float().abs() >= 2.0**-126) | (every == 0)]  # the interpreter takes what is smaller for zero
     back = torch.empty(len(x))
-    there_and_back_kernel[(triton.cdiv(len(x), 4096),)](x, back, len(x), SHIFT=sampling.SHIFTS[dtype], BLOCK=4096)
+    there_and_back_kernel[(triton.cdiv(len(x), 4096),)](x, back, len(x), SHIFT=keys.SHIFTS[dtype], BLOCK=4096)
     assert torch.equal(back, x.float())
 
 
