@@ -33,8 +33,6 @@ UNDECIDED = {
     "attention.paged paged_tile: shared_memory(q.device) < HOPPER_SHARED": GPU_ONLY,
     "quantised.codes reads_fp8: target.arch >= 89": GPU_ONLY,
     "early begins_early: capability(device) >= FIRST_CAPABILITY": GPU_ONLY,
-    "matmul.split_k split_product: config.splits > 1": "a configuration's, and each is proved",
-    "matmul.gated_split_k linear_swiglu: config.splits > 1": "a configuration's, and each is proved",
     "hopper.fused fused_product: config.n > 128": "a configuration's, and each is proved",
     "matmul.tma can_move: shared_memory(x.device) < PIPELINE_BYTES": GPU_ONLY,
     "attention.paged paged_tile: width <= 128": "asked of half precisions, whose proofs take both ways",

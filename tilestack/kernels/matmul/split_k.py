@@ -13,7 +13,7 @@ between calls: the last of a tile sets its own back. The weights are asked for w
 (kernels/early.py).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -58,6 +58,14 @@ CONFIGS = {f"{n}x{k}x{splits}": Config(n, k, splits) for n, k, splits in SHAPES}
 
 
 @triton.jit
+def part_of_k(K, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Which part of a sum along K is this program's, where it begins and how long it is."""
+    part = tl.program_id(1)
+    share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
+    return part, part.to(tl.int64) * share, tl.minimum(K - part * share, share)
+
+
+@triton.jit
 def is_last_part(total, places, inside, count_ptr, SPLITS: tl.constexpr):
     """Leave a partial sum, count it, and answer whether all others of its tile are there; the last sets the count back."""
     tl.store(places, total, mask=inside)
@@ -88,16 +96,14 @@ def matmul_split_k_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    part = tl.program_id(1)
-    share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
-    first = part.to(tl.int64) * share
+    part, first, length = part_of_k(K, SPLITS, BLOCK_K)
     fetch_rows(b_ptr + first * b_stride_k, tile * BLOCK_N, N, b_stride_n, BLOCK_N, PIECES, BYTES)
     wait_for_last(EARLY)
     m = tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
     n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = sum_along_k(
         a_ptr + first * a_stride_k + m * a_stride_m, b_ptr + first * b_stride_k + n * b_stride_n, m < M, n < N,
-        tl.minimum(K - part * share, share), a_stride_k, b_stride_k, EVEN_K, ACC, BLOCK_K,
+        length, a_stride_k, b_stride_k, EVEN_K, ACC, BLOCK_K,
     )  # fmt: skip
     if SPLITS == 1:
         store_with_bias(total, m, n, bias_ptr, c_ptr, M, N)
@@ -109,22 +115,31 @@ def matmul_split_k_kernel(
             store_with_bias(total, m, n, bias_ptr, c_ptr, M, N)
 
 
-def split_product(a: Tensor, b: Tensor, bias: Tensor | None, config: Config) -> Tensor:
-    """a @ b + bias for up to 64 rows of a, matrices of any strides."""
-    (M, K), N = a.shape, b.shape[1]
-    c = torch.empty((M, N), dtype=a.dtype, device=a.device)
-    bias = None if bias is None else bias.contiguous()
-    tiles = cdiv(N, config.n)
-    split = config.splits > 1
-    pieces, size = pieces_of(b.T, config.n, config.part_of(K), config.warps)
-    parts = torch.empty((config.splits, M, N), dtype=widened(a.dtype), device=a.device) if split else None
-    counts = workspace("split_k_counts", (tiles,), torch.int32, a.device) if split else None
+def launch_split_k(
+    kernel: Any, a: Tensor, b: Tensor, bias: Tensor | None, c: Tensor, config: Config, halves: int = 1
+) -> None:
+    """Launch a kernel like the one above on a [M, K] and b [K, halves · N], with memory for its partial sums and counts. A
+    tile has its columns in equal numbers from each of the halves of b."""
+    (M, K), columns = a.shape, b.shape[1]
+    tiles, block = cdiv(columns, config.n), config.n // halves
+    pieces, size = pieces_of(b.T, block, config.part_of(K), config.warps)
+    parts = counts = None
+    if config.splits > 1:
+        parts = torch.empty((config.splits, M, columns), dtype=widened(a.dtype), device=a.device)
+        counts = workspace("split_k_counts", (tiles,), torch.int32, a.device)
     launch(
-        matmul_split_k_kernel, (tiles, config.splits), a, b, bias, parts, counts, c, M, N, K, *a.stride(), *b.stride(),
+        kernel, (tiles, config.splits), a, b, None if bias is None else bias.contiguous(), parts, counts, c,
+        M, columns // halves, K, *a.stride(), *b.stride(),
         PIECES=pieces, BYTES=size, SPLITS=config.splits, EVEN_K=K % config.k == 0, ACC=accumulator(a.dtype),
-        BLOCK_M=max(next_power(M), LEAST_ROWS), BLOCK_N=config.n, BLOCK_K=config.k,
+        BLOCK_M=max(next_power(M), LEAST_ROWS), BLOCK_N=block, BLOCK_K=config.k,
         num_warps=config.warps, num_stages=max(config.stages * 2 // a.element_size(), 1), **early(a),
     )  # fmt: skip
+
+
+def split_product(a: Tensor, b: Tensor, bias: Tensor | None, config: Config) -> Tensor:
+    """a @ b + bias for up to 64 rows of a, matrices of any strides."""
+    c = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+    launch_split_k(matmul_split_k_kernel, a, b, bias, c, config)
     return c
 
 
