@@ -44,6 +44,16 @@ def test_an_epoch_asks_for_every_token_of_every_document_once(file, tokenizer):
     assert len({batch.cu_seqlens.shape for batch in batches}) == 1
 
 
+@pytest.mark.parametrize("length", [1, 5, LENGTH, 10_000])
+def test_documents_are_cut_where_rows_end(file, length):
+    documents = torch.randperm(len(file), generator=torch.Generator().manual_seed(1)).numpy()
+    expected, starts = [], [0, *file.ends.tolist()]
+    for document in documents.tolist():
+        start, end = starts[document], starts[document + 1]
+        expected += [[first, min(first + length, end), first + length >= end] for first in range(start, end, length)]
+    assert Packed(file, length, 3)._cut(documents).tolist() == expected
+
+
 def test_labels_do_not_cross_documents(file, tokenizer):
     for batch in Packed(file, **OPTIONS, epochs=1):
         ends = batch.cu_seqlens.tolist()

@@ -48,11 +48,11 @@ def most_documents(length: int) -> int:
 
 def best_fit(sizes: Sequence[int] | np.ndarray, length: int, most: int) -> list[list[int]]:
     """Rows of indices into `sizes` (each at most `length`), at most `most` of them in a row."""
-    order = np.argsort(-np.asarray(sizes, dtype=np.int64), kind="stable").tolist()
+    sizes = np.asarray(sizes, dtype=np.int64)
+    order = np.argsort(-sizes, kind="stable")
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row) of rows that can take more, ascending
-    for item in order:
-        size = int(sizes[item])
+    for item, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         at = bisect_left(room, (size, -1))
         if at == len(room):
             free, row = length, len(rows)

@@ -12,7 +12,6 @@ may continue on another number of ranks, or with another batch.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from tilestack.data.packing import NO_LABEL, Batch, best_fit, collate, most_docu
 from tilestack.data.tokens import TokenFile
 
 WINDOW = 8192
-Piece = tuple[int, int, bool]  # first token, the one after the last, whether the document ends there
+Piece = Sequence[int]  # first token, the one after the last, whether the document ends there
 
 
 class Packed:
@@ -130,15 +129,15 @@ class Packed:
     def _go_to(self, epoch: int, window: int, row: int) -> None:
         self._epoch, self._window, self._row = epoch, window, row
         self._order: np.ndarray | None = None  # of this epoch's documents
-        self._rows: list[list[Piece]] | None = None  # of this window
+        self._rows: list[list[int]] | None = None  # of this window, as numbers of its pieces
 
     def _next_row(self) -> list[Piece] | None:
         while self.epochs is None or self._epoch < self.epochs:
             if self._rows is None:
-                self._rows = self._pack()
+                self._pieces, self._rows = self._pack()
             if self._row < len(self._rows):
                 self._row += 1
-                return self._rows[self._row - 1]
+                return self._pieces[self._rows[self._row - 1]].tolist()
             self._rows, self._row, self._window = None, 0, self._window + 1
             if self._order is not None and self._window * self._made_with["window"] >= len(self._order):
                 self._order, self._window, self._epoch = None, 0, self._epoch + 1
@@ -162,19 +161,24 @@ class Packed:
                 drawn += [mine] * whole + [some[:few]]
         return self._documents[random.permutation(np.concatenate(drawn))]
 
-    def _pack(self) -> list[list[Piece]]:
-        """The rows of this window, in the order in which they are dealt."""
+    def _pack(self) -> tuple[np.ndarray, list[list[int]]]:
+        """The pieces of this window, each a `Piece`, and its rows in the order in which they are dealt."""
         if self._order is None:
             self._order = self._drawn()
         window = self._made_with["window"]
-        pieces = []
-        for document in self._order[self._window * window : (self._window + 1) * window].tolist():
-            start, end = self.file.span(document)
-            cuts = [*range(start, end, self.length), end]
-            pieces += [(first, last, last == end) for first, last in pairwise(cuts)]
-        rows = best_fit([last - first for first, last, _ in pieces], self.length, self.most)
+        pieces = self._cut(self._order[self._window * window : (self._window + 1) * window])
+        rows = best_fit(pieces[:, 1] - pieces[:, 0], self.length, self.most)
         dealt = self._random(self._epoch, self._window).permutation(len(rows)).tolist()
-        return [[pieces[item] for item in rows[row]] for row in dealt]
+        return pieces, [rows[row] for row in dealt]
+
+    def _cut(self, documents: np.ndarray) -> np.ndarray:
+        """Pieces [n, 3] no longer than a row, one document after another."""
+        starts, ends = self.file.spans(documents)
+        counts = -(-(ends - starts) // self.length)
+        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # in its document
+        first, end = np.repeat(starts, counts) + number * self.length, np.repeat(ends, counts)
+        last = np.minimum(first + self.length, end)
+        return np.stack([first, last, last == end], axis=1)
 
     def _random(self, *counter: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(np.random.SeedSequence(self._made_with["seed"], spawn_key=counter)))

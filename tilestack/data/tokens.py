@@ -47,12 +47,13 @@ class TokenFile:
         return len(self.index)
 
     def __getitem__(self, document: int) -> np.ndarray:
-        start, end = self.span(range(len(self))[document])
+        (start,), (end,) = self.spans(np.array([range(len(self))[document]]))
         return self.tokens[start:end]
 
-    def span(self, document: int) -> tuple[int, int]:
-        """Where the document's tokens begin and end."""
-        return int(self.ends[document - 1]) if document else 0, int(self.ends[document])
+    def spans(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the tokens of each of these documents begin and end."""
+        before = self.ends[documents - 1].astype(np.int64)
+        return np.where(documents > 0, before, 0), self.ends[documents].astype(np.int64)
 
     def documents(self, split: str = "all", validation: float = 0.0) -> np.ndarray:
         """The documents of a split. Which it belongs to follows from a document's text alone, so copies stay together
