@@ -106,7 +106,7 @@ class Trainer:
     def run(self) -> dict[str, float]:
         """Train to the end, or until interrupted; the last figures by name. However it ends, what was done is saved."""
         careful = execution.deterministic(self.recipe.run.deterministic)
-        with self.place.held(), self.interruption, careful, self.progress:
+        with self.place.held(), self.interruption, careful, self.progress, execution.startup_frozen(self.device):
             self.checkpoints.clean()
             steps = self.checkpoints.steps()
             if not steps or steps[-1] < self.recipe.run.steps:  # the papers of a finished run say how it was made
