@@ -43,6 +43,14 @@ def batch_of(spans, heads=4, kv_heads=2, dim=16, seed=0, pages=None):
     return arguments, alone
 
 
+def in_codes(arguments, dtype):
+    """The keys and values of a batch as codes and their scales."""
+    codes = {}
+    for name in ("key", "value"):
+        codes[f"{name}s"], codes[f"{name}_scale"] = quantised(arguments[f"{name}s"], dtype)
+    return codes
+
+
 @each_backend
 @pytest.mark.parametrize("options", [{}, dict(window=5), dict(softcap=1.5), dict(scale=0.1, window=30)], ids=str)
 def test_a_batch_is_its_sequences_alone(chosen, options):
@@ -87,9 +95,7 @@ def test_rows_that_see_nothing_of_a_first_tile_keep_small_scores():
 def test_codes_in_pages_are_nearly_the_numbers(dtype, chosen):
     arguments, _ = batch_of([(1, 33), (4, 12)])
     exact = ops.paged_attention(**arguments)
-    for name in ("key", "value"):
-        codes, scale = quantised(arguments[f"{name}s"], dtype)
-        arguments |= {f"{name}s": codes, f"{name}_scale": scale}
+    arguments |= in_codes(arguments, dtype)
     with backend(chosen):
         found = ops.paged_attention(**arguments)
     error = (found - exact).norm() / exact.norm()
@@ -98,10 +104,7 @@ def test_codes_in_pages_are_nearly_the_numbers(dtype, chosen):
 
 def batch_of_codes(dtype, query=torch.bfloat16, **options):
     arguments, _ = batch_of([(1, 33), (4, 12), (1, 70)], dim=32, **options)
-    for name in ("key", "value"):
-        codes, scale = quantised(arguments[f"{name}s"], dtype)
-        arguments |= {f"{name}s": codes, f"{name}_scale": scale}
-    return arguments | dict(q=arguments["q"].to(query))
+    return arguments | in_codes(arguments, dtype) | dict(q=arguments["q"].to(query))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -125,6 +128,34 @@ def test_queries_beyond_float16_meet_codes_unharmed(dtype, size):
         expected = ops.paged_attention(**arguments, scale=0.25)
         arguments["q"] = arguments["q"] * size
         assert torch.equal(ops.paged_attention(**arguments, scale=0.25 / size), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("size", [1e-3, 1e-6, 1e-8])
+def test_a_value_far_smaller_than_its_neighbours_is_not_lost(dtype, size, as_good_as):
+    """Where a query sees it alone, though others lie beside it, as the first query of a prompt does."""
+    arguments, _ = batch_of([(4, 4), (1, 40)], dim=32)
+    for page in arguments["block_tables"][:, 0]:
+        arguments["values"][page, 0] *= size
+    arguments |= in_codes(arguments, dtype) | dict(q=arguments["q"].bfloat16())
+    with backend("triton"):
+        found = ops.paged_attention(**arguments)
+    truth = ops.paged_attention.definition(**arguments | dict(q=arguments["q"].double()))
+    as_good_as(found[0], ops.paged_attention.definition(**arguments)[0], truth[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("size", [1e-3, 1e-6, 1e-8])
+def test_elements_of_a_query_far_smaller_than_its_largest_are_not_lost(dtype, size, as_good_as):
+    """Where keys have nothing at the place of the largest, they decide alone."""
+    arguments, _ = batch_of([(1, 33), (4, 12)], dim=32)
+    arguments["keys"][..., 0] = 0
+    arguments["q"][..., 0] = 1 / size
+    arguments |= in_codes(arguments, dtype) | dict(q=arguments["q"].bfloat16(), scale=1.0)
+    with backend("triton"):
+        found = ops.paged_attention(**arguments)
+    truth = ops.paged_attention.definition(**arguments | dict(q=arguments["q"].double()))
+    as_good_as(found, ops.paged_attention.definition(**arguments), truth)
 
 
 @each_backend

@@ -45,6 +45,8 @@ PROGRAMS = 2  # for each multiprocessor, below which what a tile sees is split
 FEW_PROGRAMS, MANY_PROGRAMS, MANY_OF_CODES, MANY_OF_WIDE_GROUPS = (128, 4, 2), (64, 2, 2), (32, 1, 2), (64, 1, 2)
 LEAST_SPAN = 128  # keys that are worth a program of their own
 HOPPER_SHARED = 200_000  # bytes of shared memory that GPUs before it do not have
+# Where the largest of what is brought to float16 goes: near its end, at 65,504, so that what is small has room below.
+TOP_OF_HALVES = tl.constexpr(16384.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -68,9 +70,9 @@ def sequence_of_tile(tile, cu_ptr, sequences, GROUP: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def power_of_two(x):
-    """The largest power of two that is not above x, the least there is for zero: dividing by it loses no bits."""
+    """The largest power of two that is not above x, at least 2^-112: dividing by it, or by 2^-14 of it, loses no bits."""
     exponent = x.to(tl.int32, bitcast=True) & 0x7F800000
-    return tl.maximum(exponent, 0x00800000).to(tl.float32, bitcast=True)
+    return tl.maximum(exponent, 0x07800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -177,7 +179,7 @@ def paged_attention_kernel(
         most = tl.max(tl.abs(q.to(tl.float32)), 1)
         if LATENT and REST:
             most = tl.maximum(most, tl.max(tl.abs(q_rest.to(tl.float32)), 1))
-        factor = power_of_two(most)
+        factor = power_of_two(most) / TOP_OF_HALVES
         q = (q.to(tl.float32) / factor[:, None]).to(tl.float16)
         if LATENT and REST:
             q_rest = (q_rest.to(tl.float32) / factor[:, None]).to(tl.float16)
@@ -231,7 +233,7 @@ def paged_attention_kernel(
             if not LATENT:
                 scale_at = page * v_scale_page_stride + in_page * v_scale_stride + kv_head * v_scale_head_stride
                 k_scale = tl.load(v_scale_ptr + scale_at, mask=there, other=0).to(ACC)
-            unit = tl.maximum(tl.max(k_scale, 0), 1e-37)
+            unit = tl.maximum(tl.max(k_scale, 0), 1e-33) / TOP_OF_HALVES
             weights *= (k_scale * (1 / unit))[None, :]
             weights = weights.to(q.dtype)
             if PAIRS:
