@@ -41,6 +41,8 @@ def planted_axpy_kernel(x_ptr, y_ptr, out_ptr, n, alpha, FAULT: tl.constexpr, BL
         out = x + y
     elif FAULT == "swallowed NaN":
         out = alpha * tl.where(x == x, x, 0.0) + y
+    elif FAULT == "NaN loses to a number":
+        out = tl.maximum(alpha * x + y, -3.0e38)
     elif FAULT == "wraps around":
         out = alpha * x + y + (x.to(tl.float32) * 0 + 512).to(tl.int8)
     else:
@@ -151,6 +153,7 @@ WRONG = {
     "dropped scale": (axpy_with("dropped scale"), dict(direction="forward", variant="plain", case="33")),
     "unwritten tail": (axpy_with("unwritten tail"), dict(direction="forward", variant="plain", case="4x1025")),
     "swallowed NaN": (axpy_with("swallowed NaN"), dict(direction="forward", variant="nan", case="33")),
+    "NaN loses to a number": (axpy_with("NaN loses to a number"), dict(direction="forward", variant="nan", case="33")),
     "unaligned": (axpy_with(before=unaligned_off_by_one), dict(direction="forward", variant="offset", case="33")),
     "unscaled gradient": (
         axpy_with(backward=lambda grad: (grad, grad)),
@@ -187,6 +190,7 @@ WRONG = {
 MESSAGES = {
     "unwritten tail": "elements are NaN in one of kernel and definition only",
     "swallowed NaN": "elements are NaN in one of kernel and definition only",
+    "NaN loses to a number": "elements are NaN in one of kernel and definition only",
     "overflow": "elements are NaN in one of kernel and definition only",
     "beyond the end": "it writes before or beyond the memory that it allocated",
     "reads beyond the end": "it reads before or beyond a tensor",
@@ -206,6 +210,7 @@ NOT_CONTIGUOUS = ("padded", "ragged", "strided", "transposed", "expanded")
 # Faults that show themselves only where they should: the rest of the proofs stands.
 ELSEWHERE_RIGHT = {
     "swallowed NaN": lambda p: p.variant == "nan",
+    "NaN loses to a number": lambda p: p.variant == "nan",
     "unaligned": lambda p: p.variant == "offset",
     "unscaled gradient": lambda p: p.direction != "forward",
     "narrow sum": lambda p: p.dtype == "float16",

@@ -1,8 +1,9 @@
-"""Triton's interpreter made stricter: it refuses reads of what is not a kernel's, and casts as carelessly as a GPU may.
+"""Triton's interpreter made stricter: it refuses reads of what is not a kernel's, and treats numbers as carelessly as a GPU.
 
 By itself it reads any address, so that a mask which lets through too much is seen only where something becomes of what was
-read; and a number too large for an integer wraps around to what may be the right one, where a GPU promises nothing. Where
-kernels have a branch for the interpreter, it can be made to take the other.
+read; a number too large for an integer wraps around to what may be the right one, where a GPU promises nothing; and the
+larger of a number and NaN is NaN, where on a GPU it is the number. Where kernels have a branch for the interpreter, it can be
+made to take the other.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +74,33 @@ def careless_casts() -> Iterator[None]:
         return convert
 
     with interpreter_with(create_fp_to_si=careless, create_fp_to_ui=careless):
+        yield
+
+
+@contextmanager
+def nan_overlooked() -> Iterator[None]:
+    """Inside, the larger or smaller of a number and NaN is the number, unless a kernel asks for NaN; and where the place of the
+    largest is sought, a NaN loses to what it is compared with first, even to what fills up a tile."""
+    if not interpreting():
+        yield
+        return
+    from triton.language import standard
+    from triton.runtime.interpreter import ReduceOps
+
+    places = standard._argmax_combine_tie_break_left, standard._argmin_combine_tie_break_left
+    usual = ReduceOps.apply_impl
+
+    def reduce(reduction: Any, tiles: Sequence[Any]) -> Any:
+        by_halves = reduction.combine_fn in places and np.isnan(tiles[0].handle.data).any()
+        return tuple(reduce_by_halves(reduction, tiles)) if by_halves else usual(reduction, tiles)
+
+    def by(choice: Callable) -> Callable[[Callable], Callable]:
+        return lambda create: lambda a, b: create.__self__.binary_op(a, b, choice)  # type: ignore[attr-defined]
+
+    with (
+        replaced(ReduceOps, apply_impl=reduce),
+        interpreter_with(create_maxnumf=by(np.fmax), create_minnumf=by(np.fmin)),
+    ):
         yield
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilestack.lab.interpreted import Span, careless_casts, reads_refused
+from tilestack.lab.interpreted import Span, careless_casts, nan_overlooked, reads_refused
 from tilestack.lab.variants import GUARD
 
 aten = torch.ops.aten
@@ -91,7 +91,7 @@ def guarded_memory(device: torch.device, zeros: bool = False) -> Iterator[None]:
     if device.type != "cpu":
         yield
         return
-    with GuardedMemory(zeros) as guarded, reads_refused(guarded.spans), careless_casts():
+    with GuardedMemory(zeros) as guarded, reads_refused(guarded.spans), careless_casts(), nan_overlooked():
         yield
     guarded.check()
 
