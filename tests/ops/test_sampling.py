@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tilestack import contract, ops
 from tilestack.kernels.sampling import candidates, keys
+from tilestack.lab.memory_guards import guarded_memory
 from tilestack.ops.sampling import exponential
 
 
@@ -180,6 +181,17 @@ def test_rows_without_a_finite_largest_give_minus_one(backend):
             ids = ops.sample(logits, **settings(4, **filters))
         assert ids[:3].tolist() == [-1, -1, -1]
         assert 0 <= ids[3] < 10
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, dict(top_k=2), dict(top_p=0.5), dict(min_p=0.1), dict(temperature=0.0)], ids=str
+)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_rows_of_nothing_finite_are_read_no_further_than_they_go(value, filters):
+    """Three spans in tiles of four."""
+    logits = torch.full((2, 9000), value)
+    with contract.backend("triton"), guarded_memory(logits.device):
+        assert ops.sample(logits, **settings(2, **filters)).tolist() == [-1, -1]
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

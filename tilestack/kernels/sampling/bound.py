@@ -72,5 +72,6 @@ def bound_kernel(
     else:
         scores = tl.load(scores_ptr + row * spans + span, mask=span < spans, other=-float("inf"))
         _, at = tl.max(scores + below, 0, return_indices=True)
-        winner = tl.load(winners_ptr + row * spans + at)
-        tl.store(out_ptr + row, tl.where(finite, winner, -1).to(tl.int64))
+        # Among scores that are NaN the best may be one of those that fill up the tile.
+        winner = tl.load(winners_ptr + row * spans + at, mask=finite, other=-1)
+        tl.store(out_ptr + row, winner.to(tl.int64))
