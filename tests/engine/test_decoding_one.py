@@ -63,6 +63,43 @@ def test_texts_are_those_of_other_steps_whenever_who_joins(lengths, overlap):
     assert lengths
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("swap", [0, 1 << 20])
+def test_who_gives_way_is_cancelled_or_begins_as_another_did_gets_its_own_text(lengths, swap, overlap):
+    engine = make_engine(graphs=True, overlap=overlap, swap_memory=swap, pages=8)
+    engine.add(greedy("cancelled", [7, 8, 9], 20))
+    steps = iter(range(100))
+    cancel = lambda engine: engine.cancel("cancelled") if next(steps) == 5 else None
+    asked = {"a": ([1, 2, 3], 18), "b": ([1, 2, 3, 4, 5], 14)}
+    found = serve(engine, [greedy(name, *asked[name]) for name in asked], cancel)
+    assert engine.stats().preemptions
+    again = serve(engine, [greedy("c", [1, 2, 3, 4, 5, 6], 9)])  # its first page is there already
+    assert found | again == {name: [alone(*asked[name])] for name in asked} | {"c": [alone([1, 2, 3, 4, 5, 6], 9)]}
+    assert lengths
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_texts_stay_the_same_beside_those_that_ask_for_more(lengths, overlap):
+    """Who asks for what the tables do not hold ends early, and one who does not goes on by the single kernel."""
+    more = [
+        dict(logprobs=2),
+        dict(presence_penalty=1.5),
+        dict(min_tokens=4),
+        dict(logit_bias={3: 4.0}),
+        dict(stop_ids=[5, 6]),
+    ]
+    draw = lambda n, **asked: SamplingParams(temperature=0.9, seed=n, max_tokens=4, ignore_eos=True, **asked)
+    asked = lambda: [Request(f"{n}", [n + 1, 2, 3], draw(n, **each)) for n, each in enumerate(more)]
+    long = lambda: Request(
+        "long", [9, 2], SamplingParams(temperature=0.7, top_p=0.9, seed=4, max_tokens=24, ignore_eos=True)
+    )
+    usual = serve(make_engine(graphs=True, decode="operators"), [long(), *asked()])
+    assert not lengths
+    assert serve(make_engine(graphs=True, overlap=overlap), [long(), *asked()]) == usual
+    assert len(lengths) > 10
+
+
 def test_long_texts_are_left_to_the_operators_unless_it_was_asked_for(lengths, monkeypatch):
     monkeypatch.setattr(decoding_one, "LONGEST", 5)
     for decode, expected in ((None, [4, 5]), ("persistent", [4, 5, 6, 7])):
