@@ -56,11 +56,14 @@ def emulated(monkeypatch):
 DOCUMENTS = {  # where documents of flattened rows end, and batch, queries, heads, kv_heads, dim of these rows
     "one": ([200], (1, 200, 2, 1, 64)),
     "short ones": ([3, 4, 70, 71, 200], (1, 200, 2, 1, 64)),
+    "a token each": (range(1, 151), (1, 150, 1, 1, 64)),
     "by tiles": ([128, 256, 384], (1, 384, 1, 1, 64)),
     "begin in one tile and end in another": ([40, 300, 390, 400], (1, 400, 2, 1, 64)),
     "all of a tile of keys is of documents before": ([270, 280, 500], (1, 500, 1, 1, 64)),
     "the end of a tile's first key's is a part's": ([64, 192, 256], (1, 256, 1, 1, 64)),
     "rows, and empty ones at the end": ([100, 130, 260, 300, 390, 390, 390], (3, 130, 4, 2, 64)),
+    "a row whose documents begin late, and a whole one": ([300, 380, 390, 780], (2, 390, 1, 1, 64)),
+    "a whole row, and one whose documents begin late": ([390, 690, 770, 780], (2, 390, 1, 1, 64)),
     "128": ([90, 100, 270, 300, 540, 600], (2, 300, 2, 1, 128)),
 }
 

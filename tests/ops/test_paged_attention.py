@@ -109,12 +109,14 @@ def batch_of_codes(dtype, query=torch.bfloat16, **options):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("query", [torch.float32, torch.bfloat16])
-def test_codes_read_two_at_a_time_are_those_read_one_by_one(dtype, query):
+@pytest.mark.parametrize("more", [1, 2], ids=["rows of odd length", "an odd beginning"])
+def test_codes_read_two_at_a_time_are_those_read_one_by_one(dtype, query, more):
     arguments = batch_of_codes(dtype, query)
-    assert kernels.in_pairs(arguments["values"])
+    values = arguments["values"]
+    assert kernels.in_pairs(values)
     with backend("triton"):
         found = ops.paged_attention(**arguments)
-        arguments["values"] = torch.cat((arguments["values"][..., :1], arguments["values"]), -1)[..., 1:]  # odd strides
+        arguments["values"] = torch.cat((values[..., :1], values, values[..., 1:more]), -1)[..., 1:33]
         assert not kernels.in_pairs(arguments["values"])
         assert torch.equal(ops.paged_attention(**arguments), found)
 
@@ -146,12 +148,15 @@ def test_a_value_far_smaller_than_its_neighbours_is_not_lost(dtype, size, as_goo
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("size", [1e-3, 1e-6, 1e-8])
-def test_elements_of_a_query_far_smaller_than_its_largest_are_not_lost(dtype, size, as_good_as):
-    """Where keys have nothing at the place of the largest, they decide alone."""
+@pytest.mark.parametrize("latent", [False, True], ids=["values", "latent"])
+def test_elements_of_a_query_far_smaller_than_its_largest_are_not_lost(dtype, size, latent, as_good_as):
+    """Where keys have nothing at the place of the largest, they decide alone; it is the last, beyond the values of latents."""
     arguments, _ = batch_of([(1, 33), (4, 12)], dim=32)
-    arguments["keys"][..., 0] = 0
-    arguments["q"][..., 0] = 1 / size
+    arguments["keys"][..., -1] = 0
+    arguments["q"][..., -1] = 1 / size
     arguments |= in_codes(arguments, dtype) | dict(q=arguments["q"].bfloat16(), scale=1.0)
+    if latent:
+        arguments |= dict(values=None, value_scale=None, value_dim=16)
     with backend("triton"):
         found = ops.paged_attention(**arguments)
     truth = ops.paged_attention.definition(**arguments | dict(q=arguments["q"].double()))
