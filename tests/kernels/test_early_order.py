@@ -9,6 +9,7 @@ from triton.runtime.interpreter import GridExecutor
 from tilestack import ops
 from tilestack.contract.cases import Make
 from tilestack.kernels import early
+from tilestack.kernels.attention import paged
 from tilestack.lab.interpreted import interpreter_with
 
 TOUCHES = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas")
@@ -70,7 +71,9 @@ def programs(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "backend"), WAITING)
-def test_every_program_waits_before_it_touches_memory(programs, name, backend):
+def test_every_program_waits_before_it_touches_memory(programs, name, backend, monkeypatch):
+    monkeypatch.setattr(paged, "LEAST_SPAN", 16)  # so that texts are split
+    monkeypatch.setattr(paged, "PROGRAMS", 8)
     operator = ops.operator_named(name)
     checks = [case for case in operator.cases if case.kind == "check"]
     for case in checks[: WAITING[name, backend]]:

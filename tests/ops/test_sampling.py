@@ -156,6 +156,21 @@ def test_a_nucleus_is_whole_wherever_logits_lie(temperature, offset):
     assert torch.equal(ids, ops.sample.definition(logits, **chosen))
 
 
+@pytest.mark.parametrize("span", [0, 1, 2])
+def test_a_nucleus_lies_mostly_in_a_span_far_below_the_likeliest(span):
+    """Depths are counted below the largest of each span, and that of the likeliest token's has little else."""
+    logits = torch.full((8, 9000), -40.0)
+    logits[:, 4096 * span + 7] = 0
+    logits[:, 4096 * (span != 1) + 99 :][:, :2000] = -5 - 3 * torch.rand(
+        2000, generator=torch.Generator().manual_seed(4)
+    )
+    chosen = settings(8, top_p=0.97)
+    wanted = ops.sample.definition(logits, **chosen)
+    assert len(set(wanted.tolist())) > 4
+    with contract.backend("triton"):
+        assert torch.equal(ops.sample(logits, **chosen), wanted)
+
+
 def test_a_nucleus_of_hundreds_is_listed_and_not_searched_in_the_logits(monkeypatch):
     """A slow path that finds the same token would not be seen: here it finds none."""
     logits, chosen = torch.randn(2, 8192, generator=torch.Generator().manual_seed(2)) * 3, settings(2, 0.8, top_p=0.95)
