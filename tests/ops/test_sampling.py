@@ -227,6 +227,17 @@ def test_first_of_equals_and_nan_largest():
     assert torch.equal(values.nan_to_num(9), logits.gather(1, indices).nan_to_num(9))
 
 
+def test_candidates_of_every_span_are_packed_one_after_the_other():
+    """Three spans with three tokens each, all nearly as likely: a lost one is missed among so many draws."""
+    logits, tokens = torch.full((48, 9000), -50.0), torch.tensor([0, 7, 4095, 4096, 5000, 8191, 8192, 8500, 8999])
+    logits[:, tokens] = torch.linspace(0, 0.2, 9)
+    wanted = ops.sample.definition(logits, **settings(48, min_p=0.5))
+    assert set(wanted.tolist()) == set(tokens.tolist())
+    with contract.backend("triton"):
+        assert torch.equal(ops.sample(logits, **settings(48, min_p=0.5)), wanted)
+        assert torch.equal(ops.topk(logits[:1], 9)[1][0], tokens.flip(0))
+
+
 def test_topk_of_equals_beyond_a_tile():
     with contract.backend("triton"):
         assert ops.topk(torch.zeros(1, 4200), 5)[1].tolist() == [[0, 1, 2, 3, 4]]
