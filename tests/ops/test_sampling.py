@@ -238,6 +238,14 @@ def test_candidates_of_every_span_are_packed_one_after_the_other():
         assert torch.equal(ops.topk(logits[:1], 9)[1][0], tokens.flip(0))
 
 
+def test_temperature_0_takes_the_first_of_equals_wherever_they_lie():
+    """In one slab, in several of a lane, and in several spans."""
+    logits = torch.zeros(3, 9000)
+    logits[1, [2000, 3024, 8000]] = logits[2, [5000, 5001, 8192]] = 1
+    with contract.backend("triton"):
+        assert ops.sample(logits, **settings(3, temperature=0.0)).tolist() == [0, 2000, 5000]
+
+
 def test_topk_of_equals_beyond_a_tile():
     with contract.backend("triton"):
         assert ops.topk(torch.zeros(1, 4200), 5)[1].tolist() == [[0, 1, 2, 3, 4]]
