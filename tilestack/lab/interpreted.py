@@ -2,8 +2,8 @@
 
 By itself it reads any address, so that a mask which lets through too much is seen only where something becomes of what was
 read; a number too large for an integer wraps around to what may be the right one, where a GPU promises nothing; and the
-larger of a number and NaN is NaN, where on a GPU it is the number. Where kernels have a branch for the interpreter, it can be
-made to take the other.
+place of the largest is that of a NaN, where on a GPU NaN is overlooked. Where kernels have a branch for the interpreter, it
+can be made to take the other. (What is wrong for anybody who interprets kernels is mended in kernels/interpreter.py.)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -79,8 +79,8 @@ def careless_casts() -> Iterator[None]:
 
 @contextmanager
 def nan_overlooked() -> Iterator[None]:
-    """Inside, the larger or smaller of a number and NaN is the number, unless a kernel asks for NaN; and where the place of the
-    largest is sought, a NaN loses to what it is compared with first, even to what fills up a tile."""
+    """Inside, where the place of the largest is sought, a NaN loses to what it is compared with first, even to what fills up
+    a tile."""
     if not interpreting():
         yield
         return
@@ -94,13 +94,7 @@ def nan_overlooked() -> Iterator[None]:
         by_halves = reduction.combine_fn in places and np.isnan(tiles[0].handle.data).any()
         return tuple(reduce_by_halves(reduction, tiles)) if by_halves else usual(reduction, tiles)
 
-    def by(choice: Callable) -> Callable[[Callable], Callable]:
-        return lambda create: lambda a, b: create.__self__.binary_op(a, b, choice)  # type: ignore[attr-defined]
-
-    with (
-        replaced(ReduceOps, apply_impl=reduce),
-        interpreter_with(create_maxnumf=by(np.fmax), create_minnumf=by(np.fmin)),
-    ):
+    with replaced(ReduceOps, apply_impl=reduce):
         yield
 
 
