@@ -60,3 +60,16 @@ def test_values_are_looked_at_on_cpus_unless_kernels_are_interpreted(monkeypatch
     monkeypatch.setenv("TILESTACK_CHECK_VALUES", "0")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert not backends.checks_values(torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("attend", [ops.attention, ops.flex_attention])
+def test_documents_follow_one_another_and_end_with_their_row(attend):
+    q = torch.randn(2, 6, 1, 8)
+    documents = lambda *ends: attend(q, q, q, torch.tensor(ends, dtype=torch.int32))
+    documents(0, 2, 6, 6, 9, 12, 12)
+    for ends in ((0, 6, 11), (1, 6, 12), (0, 6, 4, 12), ()):
+        with pytest.raises(IndexError, match="must rise from 0 to the number of tokens, 12, but are"):
+            documents(*ends)
+    with pytest.raises(IndexError, match="a document crosses into another row: 6, where a row begins, is not in cu_s"):
+        documents(0, 4, 8, 12)

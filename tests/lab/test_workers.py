@@ -12,7 +12,7 @@ from tilestack import ops
 from tilestack.lab import proofs, proved
 from tilestack.lab.source import source_hash
 from tilestack.lab.verify import Proof
-from tilestack.lab.workers import Task, prove_tasks, start_worker, tasks_for
+from tilestack.lab.workers import Task, longest_first, prove_tasks, start_worker, tasks_for
 
 CPU = torch.device("cpu")
 DYING = """
@@ -39,6 +39,12 @@ def test_workers_prove_what_one_process_proves_and_outlive_one_that_dies(tmp_pat
     (refuted,) = found[tasks[2]]
     assert refuted.ok is False
     assert refuted.message == "the process that proved it died, exit code 7"
+
+
+def test_the_longest_is_begun_first():
+    tasks = quick("add", "attention", "relu")
+    sizes = [len(list(task.claims())) for task in longest_first(tasks)]
+    assert sizes == sorted(sizes, reverse=True) and longest_first(tasks)[0].operator == "attention"
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

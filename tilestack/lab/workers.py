@@ -24,7 +24,7 @@ import torch
 from tilestack.contract.operator import Operator
 from tilestack.contract.registry import operator_named
 from tilestack.lab.peers import our_backends
-from tilestack.lab.verify import Proof, claims, default_dtypes, prove
+from tilestack.lab.verify import Claim, Proof, claims, default_dtypes, prove
 
 BROKEN_CONTEXT = "CUDA error"  # after which every later call on the GPU fails in the same process
 
@@ -40,9 +40,9 @@ class Task:
     kinds: tuple[str, ...] = ("check",)
     every_variant: bool = True
 
-    def proofs(self) -> list[Proof]:
+    def claims(self) -> Iterator[Claim]:
         only = {self.operator: self.backend} if self.backend else None
-        found = claims(
+        return claims(
             [operator_named(self.operator)],
             self.device,
             only=only,
@@ -50,7 +50,9 @@ class Task:
             kinds=self.kinds,
             every_variant=self.every_variant,
         )
-        return [prove(claim) for claim in found]
+
+    def proofs(self) -> list[Proof]:
+        return [prove(claim) for claim in self.claims()]
 
     def refuted(self, message: str) -> Proof:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -83,18 +85,23 @@ def each_backend(tasks: Iterable[Task]) -> list[Task]:
     ]
 
 
+def longest_first(tasks: Iterable[Task]) -> list[Task]:
+    return sorted(tasks, key=lambda task: sum(1 for _ in task.claims()), reverse=True)
+
+
 def prove_tasks(
     tasks: Sequence[Task], jobs: int = 1, files: Sequence[Path] = (), budget: float = math.inf
 ) -> Iterator[tuple[Task, list[Proof]]]:
     """Each task with its proofs, as they are done: in this process, or in as many others; `files` are run there first.
 
-    None is begun once so many seconds are over; those that were never begun are not among what is found.
+    None is begun once so many seconds are over; those that were never begun are not among what is found. Where several
+    run at once, the longest are begun first, so that all end at about the same time.
     """
     ends = time.monotonic() + budget
     if jobs == 1:
         yield from ((task, task.proofs()) for task in takewhile(lambda _: time.monotonic() < ends, tasks))
         return
-    waiting = deque(tasks)
+    waiting = deque(longest_first(tasks))
     busy: dict[Connection, tuple[BaseProcess, Task]] = {}
     idle: list[tuple[Connection, BaseProcess]] = []
     try:

@@ -72,6 +72,17 @@ def attention_takes(
     )
 
 
+def documents_cover_rows(q: Tensor, cu_seqlens: Tensor | None) -> bool | str:
+    """Whether the documents follow one another from the first token to the last, none of them across the end of a row."""
+    if cu_seqlens is None:
+        return True
+    ends, length, tokens = cu_seqlens.tolist(), q.shape[1], q.shape[0] * q.shape[1]
+    if ends != sorted(ends) or ends[:1] != [0] or ends[-1] != tokens:
+        return f"cu_seqlens must rise from 0 to the number of tokens, {tokens}, but are {ends}"
+    missing = sorted(set(range(0, tokens, max(length, 1))) - set(ends))
+    return not missing or f"a document crosses into another row: {missing[0]}, where a row begins, is not in cu_seqlens"
+
+
 def pairs_seen(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, causal: bool, window: int | None) -> int:
     """How many (query, key) pairs of one head matter, over the batch; documents are counted where their ends are known."""
 
@@ -275,6 +286,7 @@ def attention_key(
     ),
     cost=attention_cost,
     check=attention_takes,
+    check_values=documents_cover_rows,
     gradient=attention_gradient,
     spreads_nan=False,
     tuning_key=attention_key,

@@ -20,6 +20,7 @@ from tilestack.ops.attention import (
     attention_mask,
     attention_takes,
     dense,
+    documents_cover_rows,
     scale_or_usual,
 )
 from tilestack.ops.block_mask import mask_of_blocks, misfit, tiles_exist
@@ -64,6 +65,13 @@ def flex_attention_takes(
     if dropout and seed is None:
         return f"dropout {dropout} needs a seed"
     return True if seed is None else one_seed(seed)
+
+
+def documents_and_tiles_exist(
+    q: Tensor, cu_seqlens: Tensor | None, blocks: Tensor | None, tiles: Tensor | None
+) -> bool | str:
+    reason = documents_cover_rows(q, cu_seqlens)
+    return tiles_exist(blocks, tiles) if reason is True else reason
 
 
 def by_head(x: Tensor, heads: int) -> Tensor:
@@ -231,7 +239,7 @@ def flex_attention_case(make, batch, queries, keys, heads, kv_heads, dim, value_
     ),
     cost=attention_cost,
     check=flex_attention_takes,
-    check_values=tiles_exist,
+    check_values=documents_and_tiles_exist,
     gradient=flex_attention_gradient,
     outputs=("out", "lse"),
     spreads_nan=False,
