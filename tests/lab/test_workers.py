@@ -44,7 +44,8 @@ def test_workers_prove_what_one_process_proves_and_outlive_one_that_dies(tmp_pat
 def test_the_longest_is_begun_first():
     tasks = quick("add", "attention", "relu")
     sizes = [len(list(task.claims())) for task in longest_first(tasks)]
-    assert sizes == sorted(sizes, reverse=True) and longest_first(tasks)[0].operator == "attention"
+    assert sizes == sorted(sizes, reverse=True)
+    assert longest_first(tasks)[0].operator == "attention"
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
