@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tilestack import ops
-from tilestack.lab import proofs, proved
+from tilestack.lab import proofs, proved, workers
 from tilestack.lab.source import source_hash
 from tilestack.lab.verify import Proof
-from tilestack.lab.workers import Task, longest_first, prove_tasks, start_worker, tasks_for
+from tilestack.lab.workers import Task, parts_of, prove_tasks, start_worker, tasks_for
 
 CPU = torch.device("cpu")
 DYING = """
@@ -41,11 +41,14 @@ def test_workers_prove_what_one_process_proves_and_outlive_one_that_dies(tmp_pat
     assert refuted.message == "the process that proved it died, exit code 7"
 
 
-def test_the_longest_is_begun_first():
-    tasks = quick("add", "attention", "relu")
-    sizes = [len(list(task.claims())) for task in longest_first(tasks)]
-    assert sizes == sorted(sizes, reverse=True)
-    assert longest_first(tasks)[0].operator == "attention"
+def test_workers_share_the_cases_of_a_long_task(monkeypatch):
+    (task,) = quick("add", backend="triton")
+    assert parts_of(task) == [task]
+    monkeypatch.setattr(workers, "CLAIMS_IN_A_PART", 4)
+    parts = parts_of(task)
+    assert len(parts) > 2
+    assert [claim for part in parts for claim in part.claims()] == list(task.claims())
+    assert dict(prove_tasks([task], jobs=2)) == {task: task.proofs()}
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,17 +124,18 @@ def claims(
     dtypes: Iterable[torch.dtype] | None = None,
     kinds: Iterable[str] = ("check",),
     every_variant: bool = True,
+    case_names: Container[str] | None = None,
 ) -> Iterator[Claim]:
     """All that can be claimed of the operators' implementations. Empty arguments have no variants.
 
-    `only` narrows an operator, by name, to one backend. Configurations but the first are tried in plain variants. On a GPU,
-    its own cases are checked like the others.
+    `only` narrows an operator, by name, to one backend, and `case_names` them all to some cases. Configurations but the
+    first are tried in plain variants. On a GPU, its own cases are checked like the others.
     """
     kinds = {*kinds, "gpu"} if device.type == "cuda" and "check" in kinds else set(kinds)
     for operator in operators:
         asked = (only or {}).get(operator.name)
         implementations = [i for name, i in operator.implementations.items() if asked in (None, name)]
-        for case in (c for c in operator.cases if c.kind in kinds):
+        for case in (c for c in operator.cases if c.kind in kinds and (case_names is None or c.name in case_names)):
             sizes = [t.numel() for t in case.build(Make(device="meta")).values() if isinstance(t, Tensor)]
             tried = variants.ALL if every_variant and 0 not in sizes and case.kind != "bench" else ["plain"]
             for dtype in dtypes or default_dtypes(device):

@@ -1,4 +1,4 @@
-"""Proving in several processes at once: a task is an operator in one dtype, and a worker proves one after another.
+"""Proving in several processes at once: a task is an operator in one dtype, and a worker proves some of its cases at a time.
 
 On a GPU most of the time goes into compiling kernels and evaluating definitions, so workers share one well. A worker that
 dies, or whose GPU context a kernel has broken, takes no other task with it: its own is refuted, and another takes its place.
@@ -10,8 +10,8 @@ import multiprocessing
 import signal
 import time
 import traceback
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from multiprocessing.connection import Connection, wait
@@ -27,6 +27,7 @@ from tilestack.lab.peers import our_backends
 from tilestack.lab.verify import Claim, Proof, claims, default_dtypes, prove
 
 BROKEN_CONTEXT = "CUDA error"  # after which every later call on the GPU fails in the same process
+CLAIMS_IN_A_PART = 40  # after which another part is made of the cases that follow
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Task:
     backend: str | None = None
     kinds: tuple[str, ...] = ("check",)
     every_variant: bool = True
+    case_names: frozenset[str] | None = None  # all cases where it is None
 
     def claims(self) -> Iterator[Claim]:
         only = {self.operator: self.backend} if self.backend else None
@@ -49,6 +51,7 @@ class Task:
             dtypes=[self.dtype],
             kinds=self.kinds,
             every_variant=self.every_variant,
+            case_names=self.case_names,
         )
 
     def proofs(self) -> list[Proof]:
@@ -85,8 +88,17 @@ def each_backend(tasks: Iterable[Task]) -> list[Task]:
     ]
 
 
-def longest_first(tasks: Iterable[Task]) -> list[Task]:
-    return sorted(tasks, key=lambda task: sum(1 for _ in task.claims()), reverse=True)
+def parts_of(task: Task) -> list[Task]:
+    """The task as several, each with some of its cases."""
+    parts: list[list[str]] = []
+    size = CLAIMS_IN_A_PART
+    for name, claims_of_case in Counter(claim.case.name for claim in task.claims()).items():
+        if size >= CLAIMS_IN_A_PART:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += claims_of_case
+    return [replace(task, case_names=frozenset(names)) for names in parts] if len(parts) > 1 else [task]
 
 
 def prove_tasks(
@@ -95,17 +107,32 @@ def prove_tasks(
     """Each task with its proofs, as they are done: in this process, or in as many others; `files` are run there first.
 
     None is begun once so many seconds are over; those that were never begun are not among what is found. Where several
-    run at once, the longest are begun first, so that all end at about the same time.
+    processes work, they share the parts of a task, the longest tasks first.
     """
     ends = time.monotonic() + budget
     if jobs == 1:
         yield from ((task, task.proofs()) for task in takewhile(lambda _: time.monotonic() < ends, tasks))
         return
-    waiting = deque(longest_first(tasks))
+    parts = {task: parts_of(task) for task in tasks}
+    whole = {part: task for task in sorted(tasks, key=lambda task: -len(parts[task])) for part in parts[task]}
+    may_begin = lambda part: part != parts[whole[part]][0] or time.monotonic() < ends
+    found: dict[Task, list[Proof]] = {}
+    for part, proofs in prove_apart(whole, jobs, files, may_begin):
+        found[part] = proofs
+        mine = parts[whole[part]]
+        if all(each in found for each in mine):
+            yield whole[part], [proof for each in mine for proof in found.pop(each)]
+
+
+def prove_apart(
+    tasks: Iterable[Task], jobs: int, files: Sequence[Path], may_begin: Callable[[Task], bool]
+) -> Iterator[tuple[Task, list[Proof]]]:
+    """Tasks and their proofs from so many other processes, begun in turn as long as the next one may be."""
+    waiting = deque(tasks)
     busy: dict[Connection, tuple[BaseProcess, Task]] = {}
     idle: list[tuple[Connection, BaseProcess]] = []
     try:
-        begins = lambda: waiting and time.monotonic() < ends
+        begins = lambda: waiting and may_begin(waiting[0])
         while begins() or busy:
             while begins() and len(busy) < jobs:
                 connection, process = idle.pop() if idle else start_worker(files)
