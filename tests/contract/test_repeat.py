@@ -174,6 +174,24 @@ def test_a_result_may_be_a_view_of_an_argument():
     assert repeated.own == 2
 
 
+def test_results_within_results_are_repeated_as_they_lie():
+    """As a forward with several results gives them that hands something on besides."""
+
+    def both_and_their_sum(x, y):
+        return (weighted_sum(x, y), weighted_sum(y, x, 2.0)), weighted_sum(x, x)
+
+    repeated = Repeated(both_and_their_sum)
+    for _ in range(4):
+        x, y = on_gpu(2, 3), on_gpu(2, 3)
+        (first, second), third = repeated(x, y)
+        assert [first.tolist(), second.tolist(), third.tolist()] == [
+            (x + y).tolist(),
+            (y + 2 * x).tolist(),
+            (x + x).tolist(),
+        ]
+    assert repeated.own == 2
+
+
 def test_parts_of_one_allocation_are_given_as_parts():
     def halves(x):
         both = torch.empty(2, x.numel())

@@ -71,7 +71,7 @@ def test_what_is_excluded_does_not_matter(backend):
 @pytest.mark.parametrize("shape", [(2, 1, 5, 8), (2, 1, 1, 8), (5, 8), (1, 3, 1, 8), (1, 1, 1, 8)], ids=str)
 def test_a_shared_mask_is_not_spread_out(shape):
     mask = torch.ones(shape, dtype=torch.bool, device=DEVICE)
-    found, _ = kernels.places_in_mask(mask, torch.Size((2, 3, 5, 8)))
+    found, *_ = kernels.places_in_mask(mask, torch.Size((2, 3, 5, 8)))
     assert found.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr()
 
 

@@ -10,6 +10,7 @@ from tilestack import contract, ops
 from tilestack.contract import backend
 from tilestack.contract.cases import Make
 from tilestack.kernels.attention import paged as kernels
+from tilestack.lab.memory_guards import poisoned_memory
 from tilestack.ops.quantised import quantised
 
 each_backend = pytest.mark.parametrize("chosen", ["torch", "triton"])
@@ -173,6 +174,14 @@ def test_padding_is_zero_and_stored_nowhere(chosen):
         ops.kv_write(torch.ones(3, 1, 8), torch.ones(3, 1, 8), torch.tensor([-1, 5, -1]), *pages)
     for kept in pages:
         assert kept.flatten(0, 1)[:, 0, 0].tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
+
+
+@each_backend
+def test_padding_is_zero_where_no_sequence_has_a_new_token(chosen):
+    arguments, _ = batch_of([(0, 5), (0, 9)])
+    arguments |= dict(q=torch.full((3, 4, 16), torch.nan), most_queries=0)
+    with backend(chosen), poisoned_memory():
+        assert not ops.paged_attention(**arguments).any()
 
 
 @pytest.mark.parametrize(("kind", "largest"), [(torch.int8, 127), (torch.float8_e4m3fn, 448)])

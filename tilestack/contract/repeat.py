@@ -131,7 +131,7 @@ class Notes(TorchDispatchMode):
             if isinstance(event, Workspace):
                 self.owners[event.tensor.data_ptr()] = event.tensor
         try:
-            return Repeated(self, as_tuple(result), places).function(own, strides_known, one=isinstance(result, Tensor))
+            return Repeated(self, result, places).function(own, strides_known)
         except Untraceable:
             return None
 
@@ -147,8 +147,8 @@ class Repeated:
     text.
     """
 
-    def __init__(self, record: Notes, results: Sequence[Tensor | None], places: Sequence[Tensor]):
-        self.record, self.results, self.places = record, results, places
+    def __init__(self, record: Notes, result: Any, places: Sequence[Tensor]):
+        self.record, self.result, self.results, self.places = record, result, leaves_of(result), places
         self.launches = [event for event in record.events if isinstance(event, Launched)]
         self.scope: dict[str, Any] = dict(
             allocate=torch.empty_strided,
@@ -162,7 +162,7 @@ class Repeated:
         named = zip(self.parameters, record.values, strict=True)
         self.names = {id(value): name for name, value in named if isinstance(value, Tensor)}
 
-    def function(self, own: Callable, strides_known: bool, one: bool) -> Callable:
+    def function(self, own: Callable, strides_known: bool) -> Callable:
         given = [f"p{place}" for place in range(len(self.places))]
         named = dict(zip(self.parameters, self.record.values, strict=True))
         tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
@@ -183,8 +183,7 @@ class Repeated:
             for name, place, result in zip(given, self.places, self.results, strict=True):
                 self.put(name, place, result, shapes)
         body = [self.line(event, shapes) for event in self.record.events]
-        results = listed(self.given(tensor, shapes) for tensor in self.results)
-        returned = "None" if self.places or not self.results else results.removesuffix(", ") if one else f"({results})"
+        returned = "None" if self.places else self.returned(self.result, shapes)
         arguments = ", ".join((*given, *self.parameters))
         text = f"""
 def repeat({arguments}):
@@ -285,6 +284,12 @@ def repeat({arguments}):
         offset = tensor.data_ptr() - owner.data_ptr()
         return f"{self.names[id(owner)]}_at" + (f" + {self.constant(offset)}" if offset else "")
 
+    def returned(self, result: Any, shapes: dict[int, Tensor]) -> str:
+        """What the call returns: a tensor, or several, of which some may be several again."""
+        if isinstance(result, tuple | list):
+            return f"({listed(self.returned(each, shapes) for each in result)})"
+        return self.given(result, shapes)
+
     def given(self, tensor: Tensor | None, shapes: dict[int, Tensor]) -> str:
         """How the caller gets a result: an argument, an allocation, or a view of the latter."""
         if tensor is None:
@@ -311,6 +316,13 @@ def repeat({arguments}):
             self.constant(tensor.storage_offset()),
         )
         return f"{name}.as_strided({', '.join(view)})"
+
+
+def leaves_of(result: Any) -> list[Tensor | None]:
+    """The tensors of a result in which tuples may lie in tuples, as where a forward hands extras to its backward."""
+    return [
+        leaf for each in as_tuple(result) for leaf in (leaves_of(each) if isinstance(each, tuple | list) else [each])
+    ]
 
 
 def is_option(value: Any) -> bool:

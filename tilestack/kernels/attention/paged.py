@@ -286,7 +286,7 @@ def paged_tile(q: Tensor, keys: Tensor, most_queries: int, sequences: int, longe
     at_a_time = 16 if not half else 32 if width > 128 or crowded else 64
     warps = 8 if width > 256 or not (half or keys.dtype == q.dtype) else 4
     stages = 2 if width > 256 or not half else 3
-    each = cdiv(most_rows, rows)
+    each = max(cdiv(most_rows, rows), 1)
     alike, sought = sequences * each + cdiv(tokens * group, rows), tokens * group // rows + sequences + 1
     tiles = min(alike, sought)
     if rows == 16 and half and width <= 128:

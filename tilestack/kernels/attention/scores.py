@@ -71,9 +71,9 @@ def sum_in_parts(a, b, ACC: tl.constexpr, PARTS: tl.constexpr):
 @triton.jit
 def rows_times_rows(a, b, ACC: tl.constexpr):
     """a bᵀ, sums along a head. Without tensor cores a product is added after the other, and the longer the sum, the more it
-    loses: in float32 those of 128 are made in parts. Beyond, registers have no room for these."""
-    if a.dtype == tl.float32 and a.shape[1] == 128:
-        return sum_in_parts(a, b, ACC, 4)
+    loses: in float32 those of up to 128 are made in parts. Beyond, registers have no room for these."""
+    if a.dtype == tl.float32 and a.shape[1] > 16 and a.shape[1] <= 128:
+        return sum_in_parts(a, b, ACC, 4 if a.shape[1] == 128 else 2)
     else:
         return tl.dot(a, tl.trans(b), input_precision="ieee", out_dtype=ACC)
 
@@ -116,10 +116,11 @@ def masked_scores(
         seen = seen & (key >= start) & (key < end)
     if slopes_ptr is not None:
         steepness = tl.load(slopes_ptr + slope_at).to(scores.dtype) * UNIT
-        scores -= steepness * tl.abs(ahead).to(scores.dtype)
+        scores = tl.fma(-steepness, tl.abs(ahead).to(scores.dtype), scores)  # which product is fused is not left open
     if bias_ptr is not None:
         place = bias_at + query.to(tl.int64) * bias_stride + key.to(tl.int64) * bias_key_stride
-        scores += tl.load(bias_ptr + place, mask=seen, other=0.0).to(scores.dtype) * UNIT
+        bias = tl.load(bias_ptr + place, mask=seen, other=0.0).to(scores.dtype)
+        scores = tl.fma(bias, UNIT, scores)
     if blocks_ptr is not None:
         block = first_query // BLOCK_Q * tl.cdiv(keys, BLOCK_K) + first_key // BLOCK_K
         number = tl.load(blocks_ptr + mask_at + block).to(tl.int64)

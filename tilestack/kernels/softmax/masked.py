@@ -25,6 +25,10 @@ from tilestack.kernels.softmax.rows import WIDEST_SOFTMAX
 from tilestack.kernels.tiles import accumulator, cdiv, rows_of, tile_of_rows, wide
 
 CHUNK = 8192  # columns per step of the long-row kernels
+WIDE_LOAD = 16  # bytes, and elements of a mask
+# Numbers that are others for a row alone than for the same row among many: compiled for some of them, a kernel would read
+# rows in another layout, and add them up in another order.
+OF_THE_BATCH = ["rows", "middle", "height", "outer_stride", "middle_stride", "mask_stride"]
 
 
 @triton.jit
@@ -37,16 +41,18 @@ def reach(row, columns, height):
 @triton.jit
 def load_scores(
     x_ptr, mask_ptr, row, column, inside, columns, x_stride, scale, middle, height, outer_stride, middle_stride, mask_stride,
-    CAUSAL: tl.constexpr,
+    CAUSAL: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """(scores, -inf where excluded; whether they count)."""
+    """(scores, -inf where excluded; whether they count). The mask's strides are so many UNITs."""
     if CAUSAL:
         seen, loaded = reach(row, columns, height)
         counts = inside & (column < seen)
         inside = inside & (column < loaded)
     else:
         matrix = row // height
-        mask_ptr += matrix // middle * outer_stride + matrix % middle * middle_stride + row % height * mask_stride
+        mask_ptr += (
+            matrix // middle * outer_stride + matrix % middle * middle_stride + row % height * mask_stride
+        ) * UNIT
         counts = inside & (tl.load(mask_ptr + column, mask=inside, other=0) != 0)
     x = wide(tl.load(x_ptr + row * x_stride + column, mask=inside, other=0))
     return tl.where(counts, x * scale, -float("inf")), counts
@@ -63,29 +69,29 @@ def share(numerator, total, counts):
     return tl.where(counts, numerator / tl.where(total == 0, 1.0, total), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_THE_BATCH)
 def masked_softmax_fwd_kernel(
     x_ptr, mask_ptr, out_ptr,  # [rows, columns], [outer, middle, height, columns], [rows, columns]
     rows, columns, x_stride, scale, middle, height, outer_stride, middle_stride, mask_stride,
-    CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CAUSAL: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLS)[None, :]
     inside = (row < rows) & (column < columns)
     x, counts = load_scores(
         x_ptr, mask_ptr, row, column, inside, columns, x_stride, scale, middle, height, outer_stride, middle_stride,
-        mask_stride, CAUSAL,
+        mask_stride, CAUSAL, UNIT,
     )  # fmt: skip
     numerator = tl.exp(x - reference(tl.max(x, 1, keep_dims=True)))
     out = share(numerator, tl.sum(numerator, 1, keep_dims=True), counts)
     tl.store(out_ptr + row * columns + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_THE_BATCH)
 def masked_softmax_long_fwd_kernel(
     x_ptr, mask_ptr, out_ptr,
     rows, columns, x_stride, scale, middle, height, outer_stride, middle_stride, mask_stride,
-    CAUSAL: tl.constexpr, ACC: tl.constexpr, CHUNK: tl.constexpr,
+    CAUSAL: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, CHUNK)
@@ -97,7 +103,7 @@ def masked_softmax_long_fwd_kernel(
     for start in range(0, end, CHUNK):
         x, _ = load_scores(
             x_ptr, mask_ptr, row, start + lane, start + lane < columns, columns, x_stride, scale, middle, height,
-            outer_stride, middle_stride, mask_stride, CAUSAL,
+            outer_stride, middle_stride, mask_stride, CAUSAL, UNIT,
         )  # fmt: skip
         new = tl.maximum(largest, x.to(ACC))
         total = total * tl.exp(largest - reference(new)) + tl.exp(x - reference(new))
@@ -107,7 +113,7 @@ def masked_softmax_long_fwd_kernel(
     for start in range(0, columns, CHUNK):
         x, counts = load_scores(
             x_ptr, mask_ptr, row, start + lane, start + lane < columns, columns, x_stride, scale, middle, height,
-            outer_stride, middle_stride, mask_stride, CAUSAL,
+            outer_stride, middle_stride, mask_stride, CAUSAL, UNIT,
         )  # fmt: skip
         out = share(tl.exp(x - top), whole, counts)
         tl.store(out_ptr + row * columns + start + lane, out.to(out_ptr.dtype.element_ty), mask=start + lane < columns)
@@ -126,7 +132,7 @@ def load_gradient(grad_ptr, y_ptr, row, column, inside, columns, grad_stride, y_
     return tl.where(counts, grad, 0.0), y, counts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "height"])
 def masked_softmax_bwd_kernel(
     grad_ptr, y_ptr, dx_ptr,
     rows, columns, grad_stride, y_stride, scale, height,
@@ -143,7 +149,7 @@ def masked_softmax_bwd_kernel(
     tl.store(dx_ptr + row * columns + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "height"])
 def masked_softmax_long_bwd_kernel(
     grad_ptr, y_ptr, dx_ptr,
     rows, columns, grad_stride, y_stride, scale, height,
@@ -170,7 +176,7 @@ def masked_softmax_long_bwd_kernel(
         tl.store(dx_ptr + row * columns + start + lane, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-def forward(x: Tensor, mask: Tensor | None, scale: float, places: tuple[int, ...]) -> Tensor:
+def forward(x: Tensor, mask: Tensor | None, scale: float, places: tuple[int, ...], unit: int = 1) -> Tensor:
     """Softmax of scale * x where the mask, or without one the diagonal, lets it; `places` as `places_in_mask` has them."""
     source = rows_of(x)
     rows, columns = source.shape
@@ -180,12 +186,13 @@ def forward(x: Tensor, mask: Tensor | None, scale: float, places: tuple[int, ...
         height, width, warps = tile_of_rows(columns)
         grid = (cdiv(rows, height),)
         launch(
-            masked_softmax_fwd_kernel, grid, *arguments, CAUSAL=mask is None, ROWS=height, COLS=width, num_warps=warps
-        )
+            masked_softmax_fwd_kernel, grid, *arguments,
+            CAUSAL=mask is None, UNIT=unit, ROWS=height, COLS=width, num_warps=warps,
+        )  # fmt: skip
     else:
         launch(
             masked_softmax_long_fwd_kernel, (rows,), *arguments,
-            CAUSAL=mask is None, ACC=accumulator(x.dtype), CHUNK=CHUNK, num_warps=16,
+            CAUSAL=mask is None, UNIT=unit, ACC=accumulator(x.dtype), CHUNK=CHUNK, num_warps=16,
         )  # fmt: skip
     return out
 
@@ -208,8 +215,8 @@ def backward(grad: Tensor, out: Tensor, scale: float, causal: bool) -> Tensor:
     return dx
 
 
-def places_in_mask(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, ...]]:
-    """The mask as bytes and (middle, height, three strides): where the rows of a tensor of that shape find theirs.
+def places_in_mask(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, ...], int]:
+    """The mask as bytes; (middle, height, three strides): where the rows of a tensor of that shape find theirs; the strides' unit.
 
     Leading dimensions merge where one stride serves both; a mask that keeps more than three is copied row by row.
     """
@@ -228,7 +235,9 @@ def places_in_mask(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, 
         spread = spread.contiguous()
         merged = [(shape[:-1].numel(), shape[-1])]
     (_, outer), (middle, middle_stride), (height, stride) = [(1, 0)] * (3 - len(merged)) + merged
-    return spread.view(torch.uint8), (middle, height, outer, middle_stride, stride)
+    aligned = all(number % WIDE_LOAD == 0 for number in (shape[-1], *spread.stride()[:-1]))
+    unit = WIDE_LOAD if aligned else 1
+    return spread.view(torch.uint8), (middle, height, outer // unit, middle_stride // unit, stride // unit), unit
 
 
 def masked_softmax_backward(grad: Tensor, out: Tensor) -> tuple[Tensor, None]:
@@ -239,8 +248,8 @@ def masked_softmax_backward(grad: Tensor, out: Tensor) -> tuple[Tensor, None]:
     ops.masked_softmax, backend="triton", invariant=True, repeat=straight_line, backward=masked_softmax_backward
 )
 def masked_softmax(x: Tensor, mask: Tensor) -> Tensor:
-    shown, places = places_in_mask(mask, x.shape)
-    return forward(x, shown, 1.0, places)
+    shown, places, unit = places_in_mask(mask, x.shape)
+    return forward(x, shown, 1.0, places, unit)
 
 
 def causal_softmax_backward(grad: Tensor, out: Tensor, scale: float) -> Tensor:
