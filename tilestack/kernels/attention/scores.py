@@ -71,8 +71,8 @@ def sum_in_parts(a, b, ACC: tl.constexpr, PARTS: tl.constexpr):
 @triton.jit
 def rows_times_rows(a, b, ACC: tl.constexpr):
     """a bᵀ, sums along a head. Without tensor cores a product is added after the other, and the longer the sum, the more it
-    loses: in float32 those of up to 128 are made in parts. Beyond, registers have no room for these."""
-    if a.dtype == tl.float32 and a.shape[1] > 16 and a.shape[1] <= 128:
+    loses: in float32 some are made in parts. For 64 and beyond 128, registers have no room for these."""
+    if a.dtype == tl.float32 and (a.shape[1] == 32 or a.shape[1] == 128):
         return sum_in_parts(a, b, ACC, 4 if a.shape[1] == 128 else 2)
     else:
         return tl.dot(a, tl.trans(b), input_precision="ieee", out_dtype=ACC)
