@@ -36,6 +36,8 @@ class Pretended:
         names = ("validation_loss", "bits_per_byte", "exact_answers", "validation_accuracy", "validation_reward")
         rows = [{"step": 1, "loss": 3.0}, {"step": 1} | dict.fromkeys(names, 2.0), {"step": 9, "loss": 1.0}, {"step": 9} | dict.fromkeys(names, 0.5)]  # fmt: skip
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        speeds = [{"step": 1, "tokens_per_s": 5.0, "mfu": 0.001}, {"step": 5, "tokens_per_s": 3000.0, "mfu": 0.3}, {"step": 9, "tokens_per_s": 1000.0, "mfu": 0.1}]  # fmt: skip
+        (folder / "speed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in speeds))
         save_file({"a": torch.zeros(3, 2), "b": torch.zeros(6)}, folder / "model" / "model.safetensors")
         return ""
 
@@ -66,7 +68,10 @@ def test_stages_follow_each_other_and_their_figures_fill_the_table(tmp_path):
 
     chain.save(tmp_path / "results", MACHINE, found)
     written = tables.table("recipes cpu", tmp_path)
-    assert "| `sft sft` | validation loss 2.000 → 0.500; exact answers 2.000 → 0.500 | 0.00 M | 9 | 0 s |" in written
+    assert (
+        "| `sft sft` | validation loss 2.000 → 0.500; exact answers 2.000 → 0.500 | 0.00 M | 9 | 1,500 tokens/s, 15.0% MFU | 0 s |"
+        in written
+    )
     assert [written.count(f"({word})") for word in ("right", "wrong")] == [2, 1]
     assert "a CPU, torch 2, commit abc, 2026-11-15" in written
     assert "`tilestack chain --save` on the machine `h200`" in tables.table("recipes h200", tmp_path)

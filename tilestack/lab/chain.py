@@ -14,6 +14,7 @@ all came to in `results/<machine>/recipes/`, from which the tables in the docume
 """
 
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -56,6 +57,9 @@ class Finished:
     processor_seconds: float  # which others on the machine change less
     commit: str
     figures: dict[str, tuple[float, float]] = field(default_factory=dict)
+    speed: dict[str, float] = field(
+        default_factory=dict
+    )  # tokens a second, and which part that is of what the GPU could
 
 
 def stages(device: str) -> list[Stage]:
@@ -153,7 +157,14 @@ def what_came_of(stage: Stage, folder: Path, seconds: float, processor_seconds: 
     figures = {name: (values[0], values[-1]) for name, values in curves.items() if values}
     steps, parameters = metrics.curve(folder, "loss")[0][-1], weights_in(folder / "model")
     made = stage.command, stage.recipe, stage.settings
-    return Finished(*made, steps, parameters, seconds, processor_seconds, machine.commit(), figures)
+    return Finished(*made, steps, parameters, seconds, processor_seconds, machine.commit(), figures, mean_speed(folder))
+
+
+def mean_speed(folder: Path) -> dict[str, float]:
+    """Over a run but for its first stretch, which compiles. Stretches have as many steps each, so their mean is harmonic."""
+    stretches = list(metrics.rows(folder, metrics.SPEED))[1:]
+    known = [name for name in ("tokens_per_s", "mfu") if stretches and all(row.get(name) for row in stretches)]
+    return {name: statistics.harmonic_mean(row[name] for row in stretches) for name in known}
 
 
 def weights_in(folder: Path) -> int:
@@ -176,6 +187,11 @@ def in_words(stage: Finished) -> str:
 def figures_in_words(figures: Mapping[str, Sequence[float]], between: str = "; ") -> str:
     """Each figure from its first measurement to its last."""
     return between.join(f"{name.replace('_', ' ')} {first:.3f} → {last:.3f}" for name, (first, last) in figures.items())
+
+
+def speed_in_words(speed: Mapping[str, float]) -> str:
+    parts = [f"{speed['tokens_per_s']:,.0f} tokens/s"] if "tokens_per_s" in speed else []
+    return ", ".join([*parts, *([f"{speed['mfu']:.1%} MFU"] if "mfu" in speed else [])])
 
 
 def path_of(folder: Path, slug: str, name: str = "chain") -> Path:

@@ -269,11 +269,11 @@ def recipes(folder: Path, slug: str) -> str:
         return f"_not measured yet: `tilestack chain --save` on the machine `{slug}` fills this table._"
     kept = read_json(path)
     rows = [
-        [f"`{stage['command']} {stage['recipe']}`", chain.figures_in_words(stage["figures"]), f"{stage['parameters'] / 1e6:.2f} M", f"{stage['steps']:,}", f"{stage['seconds']:.0f} s"]
+        [f"`{stage['command']} {stage['recipe']}`", chain.figures_in_words(stage["figures"]), f"{stage['parameters'] / 1e6:.2f} M", f"{stage['steps']:,}", chain.speed_in_words(stage.get("speed", {})), f"{stage['seconds']:.0f} s"]
         for stage in kept["stages"]
     ]  # fmt: skip
     asked = "; ".join(f"“{each['prompt']}” “{each['answer']}” ({'right' if each['right'] else 'wrong'})" for each in kept["answers"])  # fmt: skip
-    header = ["command", "first evaluation → last", "parameters", "steps", "all of it took"]
+    header = ["command", "first evaluation → last", "parameters", "steps", "mean speed", "all of it took"]
     return f"{markdown(header, rows, left=2)}\n\n_Asked at the end: {asked}. {run_stamp(kept['machine'], kept['stages'])}._"
 
 
