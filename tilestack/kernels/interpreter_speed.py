@@ -5,7 +5,8 @@ see what it has to replace, for each launch and for each call of a function insi
 already. Half of the time of small kernels went there.
 
 Integers are not added a second time in 64 bits: that second sum is for an assertion, and without `debug`, which nothing
-here sets, the interpreter throws it away. What numpy calls a type of the language is looked up, not listed for each tile.
+here sets, the interpreter throws it away. What numpy calls a type of the language is looked up, not listed for each tile, and tiles of one shape share
+what the language says of it: both are made anew for each number that a kernel computes.
 """
 
 import dataclasses
@@ -26,9 +27,12 @@ Members = list[tuple[Any, str, Any]]  # an owner, the name of an attribute, what
 
 patch_language = interpreter._patch_lang
 find_numpy_type = interpreter._get_np_dtype
+make_type, make_tile = tl.block_type.__init__, tl.tensor.__init__
 modules_seen: weakref.WeakKeyDictionary[Callable, Modules] = weakref.WeakKeyDictionary()
 replaced_members: dict[Modules, Members] = {}
 numpy_types: dict[str, np.dtype] = {}
+shapes_of_types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+shapes_of_tiles: dict[tuple[int, ...], tuple[Any, Any]] = {}
 patched_modules: set[ModuleType] = set()  # since the present launch began
 
 
@@ -72,7 +76,31 @@ def numpy_type_of(type: Any) -> np.dtype:
     return numpy_types[name]
 
 
+def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+    """In the place of `block_type.__init__`: the type of a tile."""
+    sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+    if not all(type(size) is int for size in sizes):
+        return make_type(self, element_ty, shape)  # which says what is wrong with it
+    key = element_ty.name, sizes
+    if key not in shapes_of_types:
+        make_type(self, element_ty, shape)
+        shapes_of_types[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+    self.element_ty = element_ty
+    vars(self).update(shapes_of_types[key])
+
+
+def init_tile(self: Any, handle: Any, type: Any) -> None:
+    """In the place of `tensor.__init__`: a tile, or a scalar."""
+    key = tuple(type.shape) if type.is_block() else ()
+    if key not in shapes_of_tiles:
+        make_tile(self, handle, type)
+        shapes_of_tiles[key] = self.shape, self.numel
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = shapes_of_tiles[key]
+
+
 if interpreting():
+    tl.block_type.__init__, tl.tensor.__init__ = init_type, init_tile
     interpreter._get_np_dtype = numpy_type_of
     interpreter._patch_lang = patch_language_once
     options = interpreter.interpreter_builder.options
