@@ -6,7 +6,8 @@ already. Half of the time of small kernels went there.
 
 Integers are not added a second time in 64 bits: that second sum is for an assertion, and without `debug`, which nothing
 here sets, the interpreter throws it away. What numpy calls a type of the language is looked up, not listed for each tile, and tiles of one shape share
-what the language says of it: both are made anew for each number that a kernel computes.
+what the language says of it: both are made anew for each number that a kernel computes. Without a GPU, tensors are not
+brought into the host's memory and back, where they are.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -99,7 +101,19 @@ def init_tile(self: Any, handle: Any, type: Any) -> None:
     self.shape, self.numel = shapes_of_tiles[key]
 
 
+def arguments_as_they_are(self: Any, arguments: Any, named: Any) -> tuple[Any, Any]:
+    """In the place of `_init_args_hst`, which brings tensors into the host's memory."""
+    return arguments, named
+
+
+def nothing_to_bring_back(self: Any, *arguments: Any) -> None:
+    """In the place of `_restore_args_dev`."""
+
+
 if interpreting():
+    if not torch.cuda.is_available():  # tensors are in the host's memory
+        interpreter.GridExecutor._init_args_hst = arguments_as_they_are
+        interpreter.GridExecutor._restore_args_dev = nothing_to_bring_back
     tl.block_type.__init__, tl.tensor.__init__ = init_type, init_tile
     interpreter._get_np_dtype = numpy_type_of
     interpreter._patch_lang = patch_language_once
