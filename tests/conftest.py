@@ -9,6 +9,7 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, so before any test is
 torch.set_num_threads(1)  # pytest-xdist has a process for every core already
+os.environ["OMP_NUM_THREADS"] = "1"  # nor more in the processes that tests start
 
 from tilestack import ops  # noqa: E402
 from tilestack.contract import backends, registry  # noqa: E402

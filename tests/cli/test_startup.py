@@ -40,7 +40,8 @@ def test_what_needs_no_tensors_does_not_import_pytorch(arguments, code, shown):
 
 
 def test_starts_stay_short_beside_pytorch():
-    found = {start.what: start.processor for start in bench_startup(STARTS, repeats=3)}
+    timed = {what: start for what, start in STARTS.items() if what != "from tilestack import ops"}  # which is below
+    found = {start.what: start.processor for start in bench_startup(timed, repeats=3)}
     allowed = max(0.3, found["import torch"] / 4)  # seconds of a fast machine; a slower one is slow at PyTorch as well
     assert found["tilestack --version"] < allowed
     assert found["tilestack --help"] < allowed
@@ -58,7 +59,7 @@ print((time.process_time() - before) / before)
 def test_the_operators_import_in_a_quarter_of_the_time_of_pytorch():
     """Both in one process, since a machine that is busy may slow down one of two."""
     run = lambda: subprocess.run([sys.executable, "-c", OPS_AFTER_TORCH], capture_output=True, text=True, check=True)
-    assert min(float(run().stdout) for _ in range(3)) < 0.25
+    assert any(float(run().stdout) < 0.25 for _ in range(3))
 
 
 def test_a_start_that_fails_is_not_timed():

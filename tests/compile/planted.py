@@ -1,14 +1,18 @@
 """Kernels that must fail a gate, and a Gluon one that must pass; run as a script it prints their reports for sm_90 as JSON."""
 
 import json
+import tempfile
+from unittest import mock
 
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from tilestack.lab import compile
 from tilestack.lab.compile import AbsentGpu
 
 
@@ -66,5 +70,18 @@ def reports() -> list[dict]:
     return [report.row() for report in gpu.reports()]
 
 
+def assert_assembled_once() -> None:
+    """Of a kernel that is new, whatever is reported later comes from its compilation."""
+    floats = torch.empty(64, device="meta")
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
+        knobs.cache.dir = folder
+        with mock.patch.object(compile, "make_cubin", wraps=compile.make_cubin) as assemble, AbsentGpu(90) as gpu:
+            spilling_kernel[(1,)](floats, floats, BLOCK=64, num_warps=1)
+            (report,) = gpu.reports()
+        assert report.registers > 0
+        assert assemble.call_count == 1
+
+
 if __name__ == "__main__":
+    assert_assembled_once()
     print(json.dumps(reports()))

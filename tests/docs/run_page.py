@@ -1,5 +1,8 @@
 """Run a page of the documentation: `TRITON_INTERPRET=1 python tests/docs/run_page.py docs/first-kernel.md`.
 
+Without a page, it reads their names from standard input, runs each in a process forked from this one, which has imported
+what takes long, and answers in a line of JSON: whether that succeeded, and what was printed.
+
 What is executed, top to bottom, in an empty folder of its own:
 
     ```python file=NAME    is written to NAME
@@ -10,12 +13,15 @@ In what a command prints, only the lines shown must appear, in that order; `…`
 A command must succeed, unless the next one is `echo $?`.
 """
 
+import importlib
 import itertools
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,8 +103,8 @@ def shims(folder: Path) -> None:
         shim.chmod(0o755)
 
 
-if __name__ == "__main__":
-    page = Path(sys.argv[1]).resolve()
+def run_alone(page: Path) -> None:
+    """Execute a page in an empty folder of its own, in a process that is for nothing else."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as programs:
         shims(Path(programs))
         os.environ["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
@@ -107,3 +113,36 @@ if __name__ == "__main__":
         sys.path[:0] = [str(REPOSITORY), folder]
         os.chdir(folder)
         print(f"{run(page)} blocks of {page.name} ran as shown")
+
+
+def run_forked(page: Path) -> tuple[bool, str]:
+    """Execute a page in a child of this process; whether it succeeded, and what it printed."""
+    with tempfile.TemporaryFile("w+") as printed:
+        if not (child := os.fork()):
+            os.dup2(printed.fileno(), 1)
+            os.dup2(printed.fileno(), 2)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            failed = True
+            try:
+                run_alone(page)
+                failed = False
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(failed)
+        _, status = os.waitpid(child, 0)
+        printed.seek(0)
+        return status == 0, printed.read()
+
+
+def serve() -> None:
+    sys.path.insert(0, str(REPOSITORY))
+    importlib.import_module("tilestack.kernels")
+    for page in sys.stdin:
+        print(json.dumps(run_forked(Path(page.rstrip("\n")))), flush=True)
+
+
+if __name__ == "__main__":
+    run_alone(Path(sys.argv[1]).resolve()) if len(sys.argv) > 1 else serve()

@@ -1,5 +1,6 @@
 """The documentation holds: what it shows runs, its links lead somewhere, its translations show the same code."""
 
+import json
 import os
 import re
 import subprocess
@@ -21,16 +22,39 @@ WEB = ("http://", "https://", "mailto:")
 name_of = lambda page: str(page.relative_to(REPOSITORY))
 
 
-@pytest.mark.parametrize("page", RUNNING, ids=name_of)
-def test_what_a_page_shows_happens(page):
+@pytest.fixture(scope="session")
+def run_page():
+    """Runs a page in a process that has imported PyTorch and the kernels and done nothing else; answers what went wrong."""
     environment = {name: value for name, value in os.environ.items() if name != "TILESTACK_BACKEND"}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("run_page.py")), str(page)],
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("run_page.py"))],
         env=environment | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},  # the same everywhere
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+
+    def run(page):
+        print(page, file=server.stdin, flush=True)
+        return json.loads(server.stdout.readline())
+
+    with server:
+        yield run
+
+
+@pytest.mark.parametrize("page", RUNNING, ids=name_of)
+def test_what_a_page_shows_happens(page, run_page):
+    succeeded, printed = run_page(page)
+    assert succeeded, printed
+    assert f"blocks of {page.name} ran as shown" in printed
+
+
+def test_a_page_that_fails_says_so(run_page, tmp_path):
+    (tmp_path / "page.md").write_text("```python run\nprint('here')\nprint(torch)\n```\n")
+    succeeded, printed = run_page(tmp_path / "page.md")
+    assert not succeeded
+    assert printed.startswith("here")
+    assert "NameError: name 'torch' is not defined" in printed
 
 
 def test_the_guide_to_a_first_kernel_runs_from_the_kernel_to_the_bug():

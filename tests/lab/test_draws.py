@@ -1,17 +1,17 @@
-"""The definition's own error is an estimate: what is refuted by one from few draws is judged once more by one from many."""
+"""The definition's own error is an estimate: what is refuted by one from a single draw is judged once more by one from many."""
 
 import pytest
 import torch
 
 from tilestack import contract, ops
 from tilestack.contract.cases import Make, cases
-from tilestack.lab.evaluate import ENOUGH, LARGE, REDRAWS, compute_standards, from_few_draws, redraws_for
+from tilestack.lab.evaluate import LARGE, REDRAWS, compute_standards, further_draws
 from tilestack.lab.mutation import Original
 from tilestack.lab.oracle import own_error
 from tilestack.lab.verify import claims, prove
 
 CPU = torch.device("cpu")
-SHAPE = (5, 8001)  # so large that one draw is thought enough at first, so small that many can be afforded
+SHAPE = (5, 8001)  # so small that many draws can be afforded
 QUIET_ROW = 0  # holds no large element, so that next to nothing is allowed there but the definition's error
 
 
@@ -58,12 +58,12 @@ def claim_of(operator, off):
 
 
 def test_an_error_that_further_draws_allow_is_accepted_and_a_larger_one_is_not(heavy_tailed):
-    few, many = definitions_error(heavy_tailed, [0]), definitions_error(heavy_tailed, range(1 + REDRAWS))
-    assert many > 1.5 * few, "the draws do not differ enough to tell the two apart"
-    between, calls = claim_of(heavy_tailed, few + many)  # more than 2 · few, less than 2 · many
+    one, many = definitions_error(heavy_tailed, [0]), definitions_error(heavy_tailed, range(1 + REDRAWS))
+    assert many > 1.5 * one, "the draws do not differ enough to tell the two apart"
+    between, calls = claim_of(heavy_tailed, one + many)  # more than 2 · one, less than 2 · many
     found = prove(between)
     assert (found.ok, found.message) == (True, "")
-    assert 2 * few < found.error <= found.bound < 2.1 * many
+    assert 2 * one < found.error <= found.bound < 2.1 * many
     assert len(calls) == between.calls, "judged anew, but not computed anew: luck must not help a kernel that races"
     assert Original().holds(between)  # mutants are tried by the same rule
     beyond, _ = claim_of(heavy_tailed, 2.5 * many)
@@ -76,9 +76,9 @@ def test_an_error_that_further_draws_allow_is_accepted_and_a_larger_one_is_not(h
 def test_a_claim_that_chance_refuted_on_a_gpu_can_be_judged_once_more():
     """Its gradients are large together, none of them alone; an error in the queries' was 1.05 of the bound."""
     (case,) = (case for case in ops.attention.cases if case.name == "2x70x300x2x1x128x128xcausal")
-    few, many = (compute_standards(ops.attention, case, "large", torch.float16, "backward", CPU, more) for more in (False, True))  # fmt: skip
-    assert from_few_draws(few)
-    (_, _, own), (_, _, worst) = few["gradient of q"], many["gradient of q"]
+    one, many = (compute_standards(ops.attention, case, "large", torch.float16, "backward", CPU, more) for more in (False, True))  # fmt: skip
+    (_, truth, own), (_, _, worst) = one["gradient of q"], many["gradient of q"]
+    assert further_draws("large", [truth])
     assert worst[0] > 1.5 * own[0]
 
 
@@ -89,17 +89,22 @@ def test_further_draws_are_made_only_for_what_is_refuted_and_where_they_can_chan
         asked.append(identity[-1])
         return compute_standards(*identity)
 
-    def ask(operator, forward):
+    def ask(operator, case, forward):
         asked.clear()
         contract.implements(operator, backend="planted")(forward)
         found = claims([operator], CPU, only={operator.name: "planted"}, dtypes=[torch.float32])
-        (claim,) = (c for c in found if (c.case.name, c.variant, c.direction) == ("33", "plain", "forward"))
+        (claim,) = (c for c in found if (c.case.name, c.variant, c.direction) == (case, "plain", "forward"))
         return prove(claim, counting).ok, list(asked)
 
-    assert ask(ops.relu, torch.relu) == (True, [False])
-    assert ask(ops.relu, torch.neg) == (False, [False])  # so small that it has had all its draws
+    assert ask(ops.relu, "33", torch.relu) == (True, [False])
+    assert ask(ops.relu, "33", torch.neg) == (False, [False, True])
+    assert ask(ops.argmax, "3x33", lambda logits: logits.argmin(-1)) == (False, [False])
+
+
+def test_the_definition_is_drawn_again_where_no_result_is_large():
     sizes = lambda *shapes: [torch.empty(shape, dtype=torch.float64) for shape in shapes]
-    assert [redraws_for(sizes(n), False) for n in (1, ENOUGH // 2, ENOUGH, ENOUGH + 1, LARGE)] == [REDRAWS, 2, 1, 0, 0]
-    assert [redraws_for(sizes(n), True) for n in (1, ENOUGH + 1, LARGE, LARGE + 1)] == [REDRAWS] * 3 + [0]
-    assert [redraws_for(sizes(LARGE, 1), many_draws) for many_draws in (False, True)] == [0, REDRAWS]
-    assert redraws_for([torch.empty(3, dtype=torch.int64)], True) == 0  # integers have no error to estimate
+    redrawn = [("plain", seed) for seed in range(1, 1 + REDRAWS)]
+    assert further_draws("plain", sizes(1)) == further_draws("plain", sizes(LARGE, 1)) == redrawn
+    assert further_draws("plain", sizes(LARGE + 1, 1)) == []
+    assert further_draws("large", sizes(LARGE + 1, 1)) == [("plain", 0)]  # the unvaried arguments
+    assert further_draws("nan", [torch.empty(3, dtype=torch.int64)]) == []  # integers have no error to estimate

@@ -53,7 +53,7 @@ def environment(built, tmp_path_factory) -> Path:
     (site / "shared.pth").write_text("\n".join(shared) + "\n")
     (wheel,) = built.glob("*.whl")
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet", "--no-deps"]
-    done = subprocess.run([*pip, "--no-index", "--no-compile", str(wheel)], capture_output=True, text=True)
+    done = subprocess.run([*pip, "--no-index", str(wheel)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder / "bin"
 

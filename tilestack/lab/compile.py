@@ -19,6 +19,7 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import make_backend
 from triton.runtime.cache import get_cache_manager
 
@@ -46,8 +47,10 @@ TENSOR_CORES = ("wgmma", "mma", "tcgen05")
 HALF_DOT = r"tt\.dot .*: tensor<(?:\d+x)?(\d+)x\d+x(?:b?f16|f8\w+|i8)"  # in Triton's IR; Gluon names its instructions
 WAIT = "griddepcontrol.wait"  # of a kernel that begins before the one in front has ended (kernels/early.py)
 REACHES_MEMORY = r"\b(?:ld|st|atom|red)\.global[\w.:]*|\bcp\.async\.(?!bulk\.prefetch)[\w.:]*"
+LOG = "ptxas.log"  # in Triton's cache, beside the kernel
 WGMMA_ROWS = 64  # the fewest rows that Hopper's warpgroup instruction takes, from four warps
 
+make_cubin = CUDABackend.make_cubin
 
 # Kernels that spill and are not yet cured: the most bytes, stores and loads together, by compute capability, and why.
 SPILLS_OWED: dict[str, tuple[dict[int, int], str]] = {
@@ -225,13 +228,15 @@ class AbsentGpu:
         self.seconds: dict[str, float] = {}
 
     def __enter__(self) -> "AbsentGpu":
-        self.replaced = triton.runtime.driver._active, knobs.compilation.listener  # `active` would look for a GPU
+        driver = triton.runtime.driver._active  # `active` would look for a GPU
+        self.replaced = driver, knobs.compilation.listener, CUDABackend.make_cubin
         triton.runtime.driver.set_active(self)
         knobs.compilation.listener = self.time_compilation
+        CUDABackend.make_cubin = make_cubin_and_log
         return self
 
     def __exit__(self, *_: object) -> None:
-        driver, knobs.compilation.listener = self.replaced
+        driver, knobs.compilation.listener, CUDABackend.make_cubin = self.replaced
         triton.runtime.driver.set_active(driver)
 
     def get_current_target(self) -> GPUTarget:
@@ -295,15 +300,21 @@ class NotedLaunch:
         return Path(files[f"{name}.{stage}"]).read_text() if f"{name}.{stage}" in files else ""
 
     def assembler_log(self, ptx: str) -> str:
-        """What ptxas -v prints, from Triton's own call of it, so that the options are those of the real compilation."""
-        cache, name = get_cache_manager(self.metadata.hash), "ptxas.log"
-        if (kept := cache.get_file(name)) is None:
-            with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as printed:
-                knobs.nvidia.dump_ptxas_log = True
-                target = self.metadata.target
-                make_backend(target).make_cubin(ptx, {}, self.metadata, target.arch)
-            kept = cache.put(printed.getvalue(), name, binary=False)
-        return Path(kept).read_text()
+        """What ptxas -v prints; of a kernel that was compiled when nobody kept that, it is assembled again."""
+        cache, target = get_cache_manager(self.metadata.hash), self.metadata.target
+        if cache.get_file(LOG) is None:
+            make_cubin_and_log(make_backend(target), ptx, {"hash": self.metadata.hash}, self.metadata, target.arch)
+        return Path(cache.get_file(LOG)).read_text()
+
+
+def make_cubin_and_log(backend: Any, ptx: str, metadata: dict[str, Any], options: Any, capability: int) -> bytes:
+    """Triton's own call of the assembler, whose options are those of the real compilation; what it prints is kept in the
+    cache."""
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        knobs.nvidia.dump_ptxas_log = True
+        cubin = make_cubin(backend, ptx, metadata, options, capability)
+    get_cache_manager(metadata["hash"]).put(printed.getvalue(), LOG, binary=False)
+    return cubin
 
 
 def plain(constant: Any) -> Any:

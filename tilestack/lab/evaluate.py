@@ -17,8 +17,7 @@ from tilestack.lab import oracle, variants
 from tilestack.lab.memory_guards import unchanged
 
 REDRAWS = 16  # more draws of arguments, of which the definition may get one exact by luck
-ENOUGH = 1 << 15  # elements of the smallest result, in all draws, that are enough at first
-LARGE = 1 << 17  # elements in one draw that are enough: of all results at first, of a single one in any case
+LARGE = 1 << 17  # elements of a result that are enough in one draw
 
 Results = dict[str, Tensor]
 Standard = tuple[Tensor, Tensor, oracle.Own]  # the definition's result in the dtype, the truth, the definition's error
@@ -85,8 +84,7 @@ def compute_standards(
 ) -> dict[str, Standard]:
     """By name of an output or gradient: the definition's result in the dtype, the truth, and the definition's own error.
 
-    The definition may be exact by luck, so its error is the worst of several draws where a result is small or `many_draws`
-    are asked for, and of the unvaried arguments too where these are varied.
+    The definition may be exact by luck, so its error is the worst of several draws where `many_draws` are asked for.
     """
     evaluate = EVALUATE[direction]
     declared = as_declared(operator)
@@ -101,28 +99,21 @@ def compute_standards(
 
     reference, truth = draw(values, 0)
     own = {name: [oracle.own_error(reference[name], truth[name])] for name in reference}
-    for variant, seed in [
-        *((values, seed) for seed in range(1, 1 + redraws_for(truth.values(), many_draws))),
-        *([("plain", 0)] if values != "plain" else []),
-    ]:
+    for variant, seed in further_draws(values, truth.values()) if many_draws else ():
         another, another_truth = draw(variant, seed)
         for name in own:
             own[name].append(oracle.own_error(another[name], another_truth[name]))
     return {name: (reference[name], truth[name], worst_of(own[name])) for name in reference}
 
 
-def redraws_for(truths: Iterable[Tensor], many_draws: bool) -> int:
-    """How many more draws the definition's error is taken from."""
+def further_draws(values: str, truths: Iterable[Tensor]) -> list[tuple[str, int]]:
+    """What else the definition's error may be taken from, by variant and seed: other arguments where no result is large, and
+    the unvaried ones where these are varied."""
     sizes = [truth.numel() for truth in truths if truth.is_floating_point()]
-    if not sizes or (max(sizes) if many_draws else sum(sizes)) > LARGE:
-        return 0
-    return REDRAWS if many_draws else min(REDRAWS, ENOUGH // max(min(sizes), 1))
-
-
-def from_few_draws(standards: dict[str, Standard]) -> bool:
-    """Whether `many_draws` would be more than the definition's error was taken from."""
-    truths = [truth for _, truth, _ in standards.values()]
-    return redraws_for(truths, False) < redraws_for(truths, True)
+    if not sizes:
+        return []
+    redraws = REDRAWS if max(sizes) <= LARGE else 0
+    return [*((values, seed) for seed in range(1, 1 + redraws)), *([("plain", 0)] if values != "plain" else [])]
 
 
 def in_float64(x: Tensor) -> Tensor:
