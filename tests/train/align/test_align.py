@@ -145,3 +145,21 @@ def test_a_run_goes_on_with_the_examples_it_began_with_or_not_at_all(kind, base,
         go_on(4)
     file.write_bytes(kept)
     go_on(4)
+
+
+@pytest.mark.parametrize(("kind", "rank", "stays"), [("sft", 2, True), ("dpo", 0, True), ("grpo", 0, True), ("sft", 0, False)])  # fmt: skip
+def test_a_run_goes_on_beside_the_model_it_began_with_or_not_at_all(kind, rank, stays, tmp_path):
+    """Adapters of one model say nothing beside another, and a reference is the model as it was. What learns all of its
+    weights has them in its checkpoint."""
+    model = tmp_path / "model"
+    go_on = lambda steps: follow(kind, tmp_path / "run", model, run={"steps": steps}, lora={"rank": rank})
+    export(decoder(), tokenizer(), model)
+    go_on(2)
+    export(decoder(seed=1), tokenizer(), model)
+    if not stays:
+        go_on(4)
+        return
+    with pytest.raises(models.CheckpointError, match="not the model that the run in"):
+        go_on(4)
+    export(decoder(), tokenizer(), model)
+    go_on(4)

@@ -105,7 +105,8 @@ class GRPO:
                 f"with an answer of grpo.max_new_tokens = {recipe.grpo.max_new_tokens}"
             )
         self.reference: Any = None
-        if recipe.grpo.beta:
+        self.has_reference = bool(recipe.grpo.beta)
+        if self.has_reference:
             # With adapters, the reference is the model without them; else a copy, made before the first step.
             self.reference = model if lora_layers(model) else copy.deepcopy(model).requires_grad_(False).eval()
         made_of = digest_of(self.tasks, self.held)

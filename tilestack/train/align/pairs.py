@@ -71,7 +71,7 @@ class PairObjective(Generic[P]):
         noun: str,
         with_reference: bool = True,
     ):
-        self.recipe, self.tokenizer, self.device = recipe, tokenizer, device
+        self.recipe, self.tokenizer, self.device, self.has_reference = recipe, tokenizer, device, with_reference
         self.prompts = [prompt_ids(tokenizer, each.messages, each.tools) for each in found.held[:2]]
         self.pairs, sources = self.fitting(pairs(found.learned), found.sources)
         self.held, _ = self.fitting(pairs(found.held), [0] * len(found.held))
