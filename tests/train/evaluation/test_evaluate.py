@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import tiny_models as tiny
 import torch
 from bigrams import Bigrams, Letters
 
@@ -131,3 +132,17 @@ def test_spaces_between_context_and_text_belong_to_the_text():
 def test_a_question_that_is_none_is_named(row, message):
     with pytest.raises(EvaluationError, match=message):
         question_from(row, "f.jsonl:3")
+
+
+@pytest.mark.parametrize("length", [32, 40])
+def test_texts_of_models_that_rotate_by_length_are_as_long_as_they_are(length):
+    """Up to 32 tokens this model rotates by some frequencies, and by others above: neither what fills a row nor a longer text
+    beside it must count."""
+    model = tiny.ours("phi4_mini").double()
+    draw = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 90, (size,), generator=draw).tolist() for size in (length + 1, 45, 12)]
+    found = score(model, [Scored(ids, [0] + [1] * (len(ids) - 1)) for ids in texts], "cpu")
+    for ids, scored in zip(texts, found, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids[:-1]])).log_softmax(-1)[0]
+        assert scored.log_prob == pytest.approx(float(logits[range(len(ids) - 1), ids[1:]].sum()), rel=1e-9)

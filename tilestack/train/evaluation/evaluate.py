@@ -45,10 +45,13 @@ class Score:
 
 @torch.no_grad()
 def score(model: Any, sequences: Sequence[Scored], device: torch.device | str, budget: int = BUDGET) -> list[Score]:
-    """The scores of sequences, in their order; sequences of like length share a batch of at most `budget` tokens."""
+    """The scores of sequences, in their order; sequences of like length share a batch of at most `budget` tokens. A model
+    whose rotation depends on the length of a text reads them one by one, without filling and without what predicts nothing."""
     scores: list[Score | None] = [None] * len(sequences)
-    for numbers in batched_by_length([len(sequence.ids) for sequence in sequences], budget):
-        rows = in_rows([sequences[number] for number in numbers]).to(device)
+    alone = getattr(model, "rotates_by_length", False)
+    for numbers in batched_by_length([len(sequence.ids) for sequence in sequences], 0 if alone else budget):
+        chosen = [sequences[number] for number in numbers]
+        rows = (in_rows(chosen, multiple=1).without_last() if alone else in_rows(chosen)).to(device)
         sums, tokens = log_probs(model, rows).double().sum(-1).tolist(), rows.tokens.tolist()
         for number, log_prob, count in zip(numbers, sums, tokens, strict=True):
             scores[number] = Score(log_prob, count)
