@@ -104,12 +104,25 @@ def test_multiple_choice_takes_the_likeliest_as_it_is_and_per_byte():
     right_per_byte = [
         max(range(len(s)), key=s.__getitem__) == q.answer for s, q in zip(per_byte, questions, strict=True)
     ]
-    found = evaluate_choices(model, letters, questions, "cpu")
+    found = evaluate_choices(model, letters, questions, "cpu", length=64)
     assert found.accuracy.value == pytest.approx(sum(right) / 3)
     assert found.accuracy_per_byte.value == pytest.approx(sum(right_per_byte) / 3)
     assert found.chance == pytest.approx((1 / 3 + 1 / 2 + 1 / 2) / 3)
     p = found.accuracy.value
     assert found.accuracy.error == pytest.approx(math.sqrt(p * (1 - p) / 2))
+
+
+def test_of_a_question_longer_than_the_model_reads_the_end_is_read(monkeypatch):
+    model, letters, read = Bigrams(), Letters(), []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda ids, *rest: (read.append(ids), hidden(ids, *rest))[1])
+    long, short = (Question("what is this" * times, ("aa", "abc"), 0) for times in (9, 1))
+    few = [evaluate_choices(model, letters, [question], "cpu", length=8) for question in (long, short)]
+    assert few[0].accuracy.value == few[1].accuracy.value
+    assert all(ids.shape[1] <= 16 for ids in read)  # filled up from 9
+    assert torch.equal(read[0], read[1])
+    with pytest.raises(EvaluationError, match="a text of 3 tokens is to be predicted at once, and the model reads 2"):
+        evaluate_choices(model, letters, [short], "cpu", length=2)
 
 
 def test_spaces_between_context_and_text_belong_to_the_text():
