@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 
 import pytest
@@ -109,6 +110,15 @@ def test_a_full_conversation_forgets_its_oldest_turns(talk):
     assert code == 0
     assert "oldest turns forgotten" in shown
     assert len(sent[-1]) < 11
+
+
+def test_an_answer_has_room_before_the_conversation_is_as_long_as_the_model_reads(talk):
+    """Else its last answer would be a token or two, and nobody would say why."""
+    lines = ["the cat sat on the mat"] * 6
+    _, shown, _ = talk(*lines, "/quit", **{"max-tokens": 20})
+    answers = [int(found) for found in re.findall(r"(\d+) tokens?(?:,| in)", shown)]
+    assert answers == [20] * len(lines)
+    assert shown.count("cut short; ") == len(lines)
 
 
 def test_a_question_longer_than_the_model_reads_is_refused_and_forgotten(talk):

@@ -75,6 +75,7 @@ def test_a_file_is_never_read_whole(tmp_path, monkeypatch, name):
         (b'[{"a": "\xff"}]', r"bad\.json, item 1: not UTF-8"),
         ('[{"a":' + "[" * 200_000, r"bad\.json, item 1: "),
         ('{"a": 1}\n{"a"\n', r"bad\.json:2: not JSON"),
+        (r'[{"a": "\ud83d\ude00"}, {"a": ["\uD83d"]}]', r"bad\.json, item 2: \\ud83d is half of a character"),
     ],
 )
 def test_a_malformed_list_is_named_by_its_item(tmp_path, content, said):
@@ -89,6 +90,10 @@ def test_a_malformed_list_is_named_by_its_item(tmp_path, content, said):
         ('{"text": "a"}\n{"text": \n', r"bad\.jsonl:2: not JSON: Expecting value at column 1\d"),
         ('{"text": "a"}\n\n[1]\n', r"bad\.jsonl:3: expected an object, found a list"),
         (b'{"text": "a"}\n{"text": "\xff"}\n', r"bad\.jsonl:2: not UTF-8: byte 0xff"),
+        (
+            '{"text": "\\ud83d\\ude00 \\\\ud800"}\n{"text": "\\udc00"}\n',
+            r"bad\.jsonl:2: \\udc00 is half of a character",
+        ),
         (
             '{"text": "a"}\n{"content": "b", "n": 1}\n',
             r"bad\.jsonl:2: expected a string under 'text'.*content \(str\), n",

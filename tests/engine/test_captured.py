@@ -1,12 +1,16 @@
 """Steps as graphs: every step has a size that holds it, and all sizes are known beforehand."""
 
+from contextlib import contextmanager
+
 import pytest
+import torch
 from engines import make_engine, serve
 
 from tilestack.engine import Request, SamplingParams
 from tilestack.engine.captured import Size
 from tilestack.engine.decoding import DecodingSteps
 from tilestack.engine.reading import FEW, MOST, filled_up
+from tilestack.engine.runner import Runner
 
 
 def test_a_step_is_filled_up_by_an_eighth_at_most_where_it_is_long():
@@ -49,3 +53,28 @@ def test_decoding_begins_with_the_longest_texts_and_each_gets_its_own_token(monk
     assert serve(make_engine(graphs=True), asked) == serve(make_engine(graphs=False), asked)
     assert any(len(set(starts)) == 3 for starts in launched)
     assert all(starts == sorted(starts, reverse=True) for starts in launched)
+
+
+def test_steps_begin_and_graphs_are_captured_on_the_models_device(monkeypatch):
+    """Of several GPUs the current one may be another: an event recorded there says nothing of the model's work."""
+    engine = make_engine(graphs=True)
+    runner, inside, begun = engine.runner, [], []
+
+    @contextmanager
+    def on_device():
+        inside.append(True)
+        yield
+        inside.pop()
+
+    begin = runner.begin
+    monkeypatch.setattr(runner, "on_device", on_device)
+    monkeypatch.setattr(runner, "begin", lambda parts: (begun.append(bool(inside)), begin(parts))[1])
+    for kind in runner.captured:
+        monkeypatch.setattr(kind, "capture", lambda size: begun.append(bool(inside)))
+    serve(engine, [Request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=3))])
+    served = len(begun)
+    monkeypatch.setattr(runner, "device", torch.device("cuda", 1))
+    runner.warm_up()
+    assert 0 < served < len(begun)
+    assert all(begun)
+    assert Runner.on_device(runner).idx == 1

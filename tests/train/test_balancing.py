@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import Counting, TinyModel, recipe
 from torch import nn
 
 from tilestack.nn import MoE
 from tilestack.train import RecipeError, Trainer, metrics
 from tilestack.train.balancing import Balancing
+from tilestack.train.errors import TrainingError
 from tilestack.train.recipe import Model
 
 EXPERTS = 8
@@ -63,6 +65,18 @@ def test_micro_batches_move_a_bias_once_by_all_their_loads(tmp_path):
         load = sum(loads[number::2]).float()
         assert torch.equal(trainer.balancing.windows[number].total(), load.long())
         assert torch.equal(layer.router.bias, 0.5 * torch.sign(load.mean() - load))
+
+
+def test_a_broken_step_and_those_after_it_leave_biases_where_they_were(tmp_path):
+    """As all other weights: the broken step is kept with those that it began with."""
+    settings = recipe(run={"steps": 4, "log_every": 4}, model={"bias_rate": 0.5}, checkpoint={"every": 0})
+    with pytest.raises(TrainingError, match="step 2"):
+        Trainer(settings, mixtures(bias_balancing=True), Counting(spoil=2), tmp_path / "broken").run()
+    kept = load_file(tmp_path / "broken" / "broken-step-000002" / "weights.safetensors")
+    before = Trainer(settings, mixtures(bias_balancing=True), Counting(), tmp_path / "one")
+    before.train_step()
+    for name, value in before.model.state_dict().items():
+        assert torch.equal(kept[name], value), name
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])

@@ -24,6 +24,7 @@ from tilestack.cli.speaker import (
 )
 
 HELP = "/reset begins a new conversation, /quit or Ctrl-D ends; Ctrl-C stops an answer"
+SHARE_OF_ANSWER = 4  # a conversation is full where less than a fourth of what the model reads is left
 Messages = list[dict[str, str]]
 
 
@@ -91,8 +92,8 @@ def asked() -> str | None:
 
 def answer_aloud(speaker: Speaker, messages: Messages, opening: int, max_tokens: int, sampling: dict[str, Any]) -> None:
     """Print the model's answer as it comes and add it to the conversation, from which the oldest turns go when it is full."""
-    forgotten = 0
-    while speaker.room(ids := speaker.chat_ids(messages)) < 1 and len(messages) > opening + 1:
+    forgotten, wanted = 0, min(max_tokens, speaker.engine.context // SHARE_OF_ANSWER)
+    while speaker.room(ids := speaker.chat_ids(messages)) < wanted and len(messages) > opening + 1:
         del messages[opening : opening + 2]  # a question and its answer
         forgotten += 1
     if speaker.room(ids) < 1:
@@ -109,6 +110,8 @@ def answer_aloud(speaker: Speaker, messages: Messages, opening: int, max_tokens:
             print(piece, end="", flush=True)
     except KeyboardInterrupt:
         note = "stopped; "
+    if speech.finish == "length":
+        note = "cut short; "
     print(flush=True)
     console.print(f"{note}{speech.figures()}", style="dim", highlight=False)
     messages.append({"role": "assistant", "content": answer})

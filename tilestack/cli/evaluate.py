@@ -63,7 +63,8 @@ def eval_command(
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     decoder, tokenizer = models.load(model, dtype=dtype, device=place), data.Tokenizer.load(model)
     tokenizer.check_against(decoder.config.vocabulary)
-    length = min(length, decoder.config.positions)
+    positions = decoder.config.positions
+    length = min(length, positions)
     found: dict[str, Any] = {}
     for source in texts or ():
         some = itertools.islice(documents(source, tokenizer), limit)
@@ -71,7 +72,7 @@ def eval_command(
     if choices is not None:
         rows = itertools.islice(data.located(choices), limit)
         questions = [question_from(row, where) for where, row in rows]
-        found[str(choices)] = asdict(evaluate_choices(decoder, tokenizer, questions, place))
+        found[str(choices)] = asdict(evaluate_choices(decoder, tokenizer, questions, place, positions))
     for name, figures in run_tasks(decoder, tokenizer, place, length, tasks, limit).items() if tasks else ():
         found[name] = figures
     write_json(json_, {"model": model, "results": without_nan(found)})

@@ -14,6 +14,7 @@ No file is ever read whole, and an error names the file and the line.
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ PART = 1 << 20  # bytes of a text document that come together
 LONGEST_LINE = 1 << 26
 TEXT = (".txt", ".text", ".md", ".py")
 COMPRESSED = (".gz", ".zst")
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of JSON that stands for half of a character
 
 Located = tuple[str, dict[str, Any]]  # where a record stands, such as "data.jsonl:3", and the record
 
@@ -104,14 +106,16 @@ def _read_jsonl(path: Path) -> Iterator[Located]:
                 raise DataError(f"{path}:{number}: a line of more than {LONGEST_LINE >> 20} MiB")
             if not line.strip():
                 continue
+            written = _decode(line.rstrip(b"\r\n"), path, number)
             try:
-                record = json.loads(_decode(line.rstrip(b"\r\n"), path, number))
+                record = json.loads(written)
             except json.JSONDecodeError as problem:
                 raise DataError(f"{path}:{number}: not JSON: {problem.msg} at column {problem.colno}") from problem
             except RecursionError as problem:
                 raise DataError(f"{path}:{number}: nested too deeply") from problem
             if not isinstance(record, dict):
                 raise DataError(f"{path}:{number}: expected an object, found a {type(record).__name__}")
+            _refuse_half_pairs(written, record, f"{path}:{number}")
             yield f"{path}:{number}", record
 
 
@@ -150,6 +154,7 @@ def _read_list(path: Path) -> Iterator[Located]:
                         if len(text) > LONGEST_LINE:
                             raise DataError(f"{path}, item {number + 1}: not JSON: {problem.msg}") from problem
                         break  # it may go on in the next part
+                    _refuse_half_pairs(text[:end], record, f"{path}, item {number + 1}")
                     number, at, text = number + 1, ",", text[end:]
                     yield f"{path}, item {number}", record
         except UnicodeDecodeError as problem:
@@ -158,6 +163,16 @@ def _read_list(path: Path) -> Iterator[Located]:
             raise DataError(f"{path}, item {number + 1}: nested too deeply") from problem
     if at != "end":
         raise DataError(f"{path}, item {number + 1}: the list breaks off or is not JSON: {text[:40]!r}")
+
+
+def _refuse_half_pairs(written: str, record: Any, where: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can write and no text can hold; tokenizers would say so without a place."""
+    if SURROGATE.search(written):
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError as problem:
+            half = ascii(problem.object[problem.start]).strip("'")
+            raise DataError(f"{where}: {half} is half of a character; there must be two such escapes") from problem
 
 
 def _read_parquet(path: Path) -> Iterator[Located]:

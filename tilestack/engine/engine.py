@@ -81,12 +81,13 @@ class Engine:
         if draft is not None:
             check_draft(draft, decoder, self.context)
         cache = make_cache(decoder, settings, self.context, step_tokens, draft)
-        self.pool = PagePool(len(cache.keys[0]), settings.page)
-        self.context = min(self.context, self.pool.pages * settings.page)
+        assert cache.longest is not None
+        self.pool, self.context = PagePool(len(cache.keys[0]), settings.page), cache.longest
         self.adapters = ServedAdapters(decoder, settings.adapters) if settings.adapters else None
         kept = None
         if draft is not None:
-            kept = PagedCache(draft.config, len(cache.keys[0]), settings.page, cache.keys.dtype, weight.device)
+            room = len(cache.keys[0]), settings.page, cache.keys.dtype, weight.device, cache.longest
+            kept = PagedCache(draft.config, *room)
         self.runner = Runner(
             decoder,
             cache,

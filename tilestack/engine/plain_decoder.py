@@ -44,7 +44,7 @@ def not_plain(decoder: Decoder) -> str:
         return "modules of the model are wrapped or listened to"
     if any(type(each) is not torch.nn.Parameter for each in decoder.parameters()):
         return "weights of the model are not plain tensors"
-    return "the model's rotation depends on the length of a text" if decoder.rotary.most else ""
+    return "the model's rotation depends on the length of a text" if decoder.rotates_by_length else ""
 
 
 def is_wrapped(module: torch.nn.Module) -> bool:

@@ -12,7 +12,7 @@ Shapes: T tokens of the step, S sequences in it, D tokens drawn, R rows, V vocab
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -106,8 +106,12 @@ class Runner:
     def launch(self, parts: list[Part]) -> Step:
         """Begin a step; nothing of it waits for the device."""
         few = self.step is not None and sum(map(len_of, parts)) <= FEW
-        with torch_on_one_thread() if few else nullcontext():
+        with self.on_device(), torch_on_one_thread() if few else nullcontext():
             return self.begin(parts)
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Inside, the model's device is the current one, by which events are recorded and graphs captured."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def begin(self, parts: list[Part]) -> Step:
         self.sync_rows([part.sequence for part in parts])
@@ -142,7 +146,8 @@ class Runner:
             return
         wanted = [(kind, size) for kind in self.captured for size in kind.sizes() if size not in kind.graphs]
         for done, (kind, size) in enumerate(wanted, 1):
-            kind.capture(size)
+            with self.on_device():
+                kind.capture(size)
             report(done, len(wanted))
 
     def forward(self, parts: List[Part], ids: Tensor, batch: PagedBatch) -> Tensor:

@@ -108,4 +108,5 @@ def make_cache(
             f"{memory / 1e6:.1f} MB hold no page of {settings.page} tokens, which takes {page / 1e6:.1f} MB; give more "
             "kv_memory, a smaller model, or a GPU with more memory"
         )
-    return PagedCache(decoder.config, int(pages) + 1, settings.page, dtype, weight.device)
+    longest = min(context, int(pages) * settings.page)
+    return PagedCache(decoder.config, int(pages) + 1, settings.page, dtype, weight.device, longest)

@@ -130,6 +130,11 @@ class Decoder(torch.nn.Module):
         return self.config.logit_softcap or 0.0
 
     @property
+    def rotates_by_length(self) -> bool:
+        """Whether texts longer than some length are rotated by other frequencies (dynamic, longrope)."""
+        return self.rotary.most > 0
+
+    @property
     def head_weight(self) -> Tensor:
         """[V, H]: the head's weight, the embedding's where they are tied; with its adapter, where there is one."""
         if self.head is None:

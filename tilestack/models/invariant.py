@@ -42,7 +42,9 @@ def invariant_mode(device: torch.device) -> Iterator[None]:
 
 def why_not_invariant(decoder: Decoder) -> str:
     """What keeps a decoder from the mode; empty when nothing does."""
-    return "the model's rotation depends on the length of the longest text beside it" if decoder.rotary.most else ""
+    return (
+        "the model's rotation depends on the length of the longest text beside it" if decoder.rotates_by_length else ""
+    )
 
 
 def each_alone(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:

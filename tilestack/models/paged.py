@@ -29,7 +29,8 @@ from tilestack.ops.paged import CODES
 class PagedCache:
     """The pool: `pages` pages of `page` tokens for every layer. Page 0 is nobody's, so hand out the others.
 
-    Of dtype int8 or float8_e4m3fn it holds codes, with a scale for each token and head.
+    Of dtype int8 or float8_e4m3fn it holds codes, with a scale for each token and head. `longest` is the longest text that
+    it will ever hold, for models whose rotation depends on that; else it is as long as a batch has pages for.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class PagedCache:
         page: int = 16,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        longest: int | None = None,
     ):
-        self.page = page
+        self.page, self.longest = page, longest
         self.keys, self.values = kept_zeros(config, pages, page, dtype=dtype, device=device)
         scale_of = lambda kept: None if kept is None else torch.zeros(kept.shape[:-1], device=device)
         coded = dtype in CODES
@@ -78,7 +80,8 @@ class PagedBatch:
         places: tuple[Tensor, Tensor, Tensor] | None = None,
     ):
         self.cache, self.block_tables, self.lengths, self.cu_queries = cache, block_tables, lengths, cu_queries
-        self.tokens, self.most_queries, self.longest = tokens, most_queries, block_tables.shape[1] * cache.page
+        self.tokens, self.most_queries = tokens, most_queries
+        self.longest = cache.longest or block_tables.shape[1] * cache.page
         self.sequences, self.positions, self.slots = places or self.find_places()
 
     def find_places(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -43,15 +43,17 @@ class Balancing:
         costs = [weights.auxiliary_loss * b.auxiliary_loss + weights.z_loss * b.z_loss for b in balances]
         return torch.stack(costs).mean()
 
-    def finish_step(self) -> dict[str, Tensor]:
-        """Move the biases of routers that have one; the load of the busiest expert over the mean, in the worst layer, and
+    def finish_step(self, skip: Tensor) -> dict[str, Tensor]:
+        """Move the biases of routers that have one, unless the step is skipped; the load of the busiest expert over the mean, in the worst layer, and
         how many experts of all layers had no token for a hundred steps."""
         if not self.loads:
             return {}
         for mixture, window, load in zip(self.mixtures, self.windows, self.loads, strict=True):
             window.add(load)
-            if mixture.router.bias is not None:
+            if (bias := mixture.router.bias) is not None:
+                before = bias.clone()
                 mixture.update_bias(self.settings.bias_rate, load)
+                bias.copy_(torch.where(skip, before, bias))
         figures = {
             "imbalance": torch.stack([imbalance(load) for load in self.loads]).max(),
             "dead_experts": torch.stack([window.dead() for window in self.windows]).sum(),

@@ -85,6 +85,7 @@ class Trainer:
         if self.checkpoints.steps():
             changes(self.folder, recipe)
         self.runner = execution.prepare(model, recipe, self.device)
+        self.found_model = found_model(model, getattr(objective, "has_reference", False))
         parameters = [param for param in model.parameters() if param.requires_grad]
         self.optimizer = make_optimizer(model, recipe.optimizer, recipe.precision, recipe.run.seed)
         self.balancing = Balancing(model, recipe.model)
@@ -265,13 +266,19 @@ class Trainer:
             tensors["average"] = self.average.state_dict()
         state = {
             "step": self.step, "optimizer": values, "rng": random_values, "objective": position.objective,
-            "lengths": [self.log.flush(), self.speed.flush()], "skipped": self.skipped,
+            "lengths": [self.log.flush(), self.speed.flush()], "skipped": self.skipped, "found_model": self.found_model,
             "latest": {name: metrics.finite(value) for name, value in self.latest.items()},
         }  # fmt: skip
         self.checkpoints.save(self.step, tensors, state)
         self.saved = self.step
 
     def _resume(self, saved: checkpoint.Saved) -> None:
+        # Earlier versions say nothing of it.
+        if saved.state.get("found_model", self.found_model) != self.found_model:
+            raise checkpoint.CheckpointError(
+                f"model.path = {self.recipe.model.path!r} is not the model that the run in {self.folder} began with; put that "
+                "back, or start over (--fresh)"
+            )
         checkpoint.refuse_other_shapes(saved, "weights", learned_state(self.model))
         self.model.load_state_dict(saved.tensors["weights"], strict=False)
         states = checkpoint.unpack_optimizer(saved.tensors.get("optimizer", {}), saved.state["optimizer"])
@@ -311,6 +318,15 @@ def learned_state(model: nn.Module) -> dict[str, Tensor]:
     """What of a model a run changes and has to save: all of it, or the adapters alone where there are some."""
     state = model.state_dict()
     return {name: state[name] for name, _ in lora_parameters(model)} or state
+
+
+def found_model(model: nn.Module, has_reference: bool) -> str:
+    """A checksum of the model as the run finds it, which must be the same when it goes on: beside adapters, and where it is
+    compared with. Empty where all that matters is in the checkpoint."""
+    adapters = {name for name, _ in lora_parameters(model)}
+    if not (adapters or has_reference):
+        return ""
+    return checkpoint.checksum({name: x for name, x in model.state_dict().items() if name not in adapters})
 
 
 def seed_all(seed: int) -> None:

@@ -97,8 +97,9 @@ class Step:
         if self.recipe.data.accumulate > 1:
             torch._foreach_div_([param.grad for param in self.parameters if param.grad is not None], count)
         figures["grad_norm"] = self._clip()
-        figures |= self.balancing.finish_step()
-        self._step_unless_broken(figures)
+        skip = self._is_broken(figures)
+        figures |= self.balancing.finish_step(skip)
+        self._step_unless(skip)
         if self.average:
             self.average.update()
         self.names = list(figures)
@@ -111,11 +112,13 @@ class Step:
         grads = [param.grad for param in self.parameters if param.grad is not None]
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
 
-    def _step_unless_broken(self, figures: dict[str, Tensor]) -> None:
-        """Step the optimizer, unless a figure of this step is not finite, or those of more steps than may be skipped."""
+    def _is_broken(self, figures: dict[str, Tensor]) -> Tensor:
+        """Whether nothing is to be updated: a figure of this step is not finite, or those of more steps than may be skipped."""
         bad = ~(torch.isfinite(figures["loss"]) & torch.isfinite(figures["grad_norm"]))
         self.broken.add_(bad)
-        skip = bad | (self.broken > self.recipe.run.skip_broken)
+        return bad | (self.broken > self.recipe.run.skip_broken)
+
+    def _step_unless(self, skip: Tensor) -> None:
         if isinstance(self.optimizer, MultiTensor):
             self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
             self.optimizer.step()

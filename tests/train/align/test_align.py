@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from small import CONFIG, decoder, recipe, tokenizer
 
 from tilestack import models
-from tilestack.data import Tokenizer
+from tilestack.data import DataError, Tokenizer
 from tilestack.models.adapters import WEIGHTS, load_adapters
 from tilestack.models.weights import unfused
 from tilestack.nn.lora import merge_lora
@@ -120,3 +120,46 @@ def test_runs_write_the_figures_of_their_kind(base, tmp_path):
         figures = follow(kind, tmp_path / kind, base, run={"steps": 1})
         assert names <= set(figures)
     assert figures["ratio"] == pytest.approx(1, abs=1e-6)
+
+
+ROWS = dict(
+    sft=lambda n, said: {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": said}]},
+    dpo=lambda n, said: {"prompt": f"{n}?", "chosen": said, "rejected": "no"},
+    kto=lambda n, said: {"prompt": f"{n}?", "completion": said, "label": bool(n % 2)},
+    grpo=lambda n, said: {"prompt": f"{n}?", "answer": said},
+)
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_run_goes_on_with_the_examples_it_began_with_or_not_at_all(kind, base, tmp_path):
+    """Others, in the same file, would be learned without a word, and those that were learned would be held out."""
+    file = tmp_path / "rows.jsonl"
+    write = lambda *said: file.write_text("".join(json.dumps(ROWS[kind](*each)) + "\n" for each in enumerate(said)))
+    files = {"data": {"corpus": "files", "files": [str(file)], "validation": 0.25, "examples": 0, "batch": 1}}
+    go_on = lambda steps: follow(kind, tmp_path / "run", base, run={"steps": steps}, **files)
+    write(*"abcdefgh")
+    go_on(2)
+    kept = file.read_bytes()
+    write(*"abcdefgx")
+    with pytest.raises(DataError, match="not those that the run began with"):
+        go_on(4)
+    file.write_bytes(kept)
+    go_on(4)
+
+
+@pytest.mark.parametrize(("kind", "rank", "stays"), [("sft", 2, True), ("dpo", 0, True), ("grpo", 0, True), ("sft", 0, False)])  # fmt: skip
+def test_a_run_goes_on_beside_the_model_it_began_with_or_not_at_all(kind, rank, stays, tmp_path):
+    """Adapters of one model say nothing beside another, and a reference is the model as it was. What learns all of its
+    weights has them in its checkpoint."""
+    model = tmp_path / "model"
+    go_on = lambda steps: follow(kind, tmp_path / "run", model, run={"steps": steps}, lora={"rank": rank})
+    export(decoder(), tokenizer(), model)
+    go_on(2)
+    export(decoder(seed=1), tokenizer(), model)
+    if not stays:
+        go_on(4)
+        return
+    with pytest.raises(models.CheckpointError, match="not the model that the run in"):
+        go_on(4)
+    export(decoder(), tokenizer(), model)
+    go_on(4)

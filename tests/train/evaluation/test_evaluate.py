@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import tiny_models as tiny
 import torch
 from bigrams import Bigrams, Letters
 
@@ -103,12 +104,25 @@ def test_multiple_choice_takes_the_likeliest_as_it_is_and_per_byte():
     right_per_byte = [
         max(range(len(s)), key=s.__getitem__) == q.answer for s, q in zip(per_byte, questions, strict=True)
     ]
-    found = evaluate_choices(model, letters, questions, "cpu")
+    found = evaluate_choices(model, letters, questions, "cpu", length=64)
     assert found.accuracy.value == pytest.approx(sum(right) / 3)
     assert found.accuracy_per_byte.value == pytest.approx(sum(right_per_byte) / 3)
     assert found.chance == pytest.approx((1 / 3 + 1 / 2 + 1 / 2) / 3)
     p = found.accuracy.value
     assert found.accuracy.error == pytest.approx(math.sqrt(p * (1 - p) / 2))
+
+
+def test_of_a_question_longer_than_the_model_reads_the_end_is_read(monkeypatch):
+    model, letters, read = Bigrams(), Letters(), []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda ids, *rest: (read.append(ids), hidden(ids, *rest))[1])
+    long, short = (Question("what is this" * times, ("aa", "abc"), 0) for times in (9, 1))
+    few = [evaluate_choices(model, letters, [question], "cpu", length=8) for question in (long, short)]
+    assert few[0].accuracy.value == few[1].accuracy.value
+    assert all(ids.shape[1] <= 16 for ids in read)  # filled up from 9
+    assert torch.equal(read[0], read[1])
+    with pytest.raises(EvaluationError, match="a text of 3 tokens is to be predicted at once, and the model reads 2"):
+        evaluate_choices(model, letters, [short], "cpu", length=2)
 
 
 def test_spaces_between_context_and_text_belong_to_the_text():
@@ -131,3 +145,17 @@ def test_spaces_between_context_and_text_belong_to_the_text():
 def test_a_question_that_is_none_is_named(row, message):
     with pytest.raises(EvaluationError, match=message):
         question_from(row, "f.jsonl:3")
+
+
+@pytest.mark.parametrize("length", [32, 40])
+def test_texts_of_models_that_rotate_by_length_are_as_long_as_they_are(length):
+    """Up to 32 tokens this model rotates by some frequencies, and by others above: neither what fills a row nor a longer text
+    beside it must count."""
+    model = tiny.ours("phi4_mini").double()
+    draw = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 90, (size,), generator=draw).tolist() for size in (length + 1, 45, 12)]
+    found = score(model, [Scored(ids, [0] + [1] * (len(ids) - 1)) for ids in texts], "cpu")
+    for ids, scored in zip(texts, found, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids[:-1]])).log_softmax(-1)[0]
+        assert scored.log_prob == pytest.approx(float(logits[range(len(ids) - 1), ids[1:]].sum()), rel=1e-9)

@@ -24,7 +24,7 @@ from tilestack.data import NO_LABEL, Tokenizer, corpora, formats
 from tilestack.nn.lora import lora_layers, without_lora
 from tilestack.train import execution
 from tilestack.train.align import examples, rewards
-from tilestack.train.align.deck import Deck
+from tilestack.train.align.deck import Deck, digest_of
 from tilestack.train.align.losses import group_advantages, k3, policy_losses
 from tilestack.train.evaluation.answers import answers, answers_and_log_probs, prompt_ids, shown_answers
 from tilestack.train.evaluation.log_probs import Rows, Scored, in_rows, invariant_log_probs, log_probs
@@ -105,10 +105,12 @@ class GRPO:
                 f"with an answer of grpo.max_new_tokens = {recipe.grpo.max_new_tokens}"
             )
         self.reference: Any = None
-        if recipe.grpo.beta:
+        self.has_reference = bool(recipe.grpo.beta)
+        if self.has_reference:
             # With adapters, the reference is the model without them; else a copy, made before the first step.
             self.reference = model if lora_layers(model) else copy.deepcopy(model).requires_grad_(False).eval()
-        self.deck = Deck(len(self.tasks), recipe.run.seed, sources, found.weights)
+        made_of = digest_of(self.tasks, self.held)
+        self.deck = Deck(len(self.tasks), recipe.run.seed, sources, found.weights, made_of)
         self.rollouts = 0  # made so far; the next one's seed follows from it
         self.pending: list[Rollout] = []
 

@@ -17,7 +17,7 @@ from tilestack.data.corpora import Preference
 from tilestack.data.formats import Judged
 from tilestack.train import execution
 from tilestack.train.align import examples
-from tilestack.train.align.deck import Deck
+from tilestack.train.align.deck import Deck, digest_of
 from tilestack.train.align.reference import reference_log_probs
 from tilestack.train.evaluation.answers import prompt_ids, shown_answers
 from tilestack.train.evaluation.log_probs import Rows, Scored, in_rows
@@ -71,7 +71,7 @@ class PairObjective(Generic[P]):
         noun: str,
         with_reference: bool = True,
     ):
-        self.recipe, self.tokenizer, self.device = recipe, tokenizer, device
+        self.recipe, self.tokenizer, self.device, self.has_reference = recipe, tokenizer, device, with_reference
         self.prompts = [prompt_ids(tokenizer, each.messages, each.tools) for each in found.held[:2]]
         self.pairs, sources = self.fitting(pairs(found.learned), found.sources)
         self.held, _ = self.fitting(pairs(found.held), [0] * len(found.held))
@@ -87,7 +87,8 @@ class PairObjective(Generic[P]):
             with execution.autocast(recipe.precision, device):  # as the policy will be asked
                 asked = reference_log_probs(model, sequences, device, cache).view(-1, 2)
         self.reference, self.held_reference = asked[: len(self.pairs)], asked[len(self.pairs) :]
-        self.deck = Deck(len(self.pairs), recipe.run.seed, sources, found.weights)
+        made_of = digest_of(self.pairs, self.held)
+        self.deck = Deck(len(self.pairs), recipe.run.seed, sources, found.weights, made_of)
 
     def fitting(self, pairs: Iterator[P], sources: Sequence[int]) -> tuple[list[P], list[int]]:
         """The pairs of which both sequences fit into a row, and the sources of each."""

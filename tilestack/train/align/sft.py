@@ -15,7 +15,7 @@ import torch
 from tilestack.data import Batch, Conversation, Tokenizer, answer_labels, corpora, formats, pack
 from tilestack.data.packing import best_fit, collate
 from tilestack.train.align import examples
-from tilestack.train.align.deck import Deck
+from tilestack.train.align.deck import Deck, digest_of
 from tilestack.train.evaluation.answers import answers, prompt_ids, shown_answers
 from tilestack.train.objective import Loss
 from tilestack.train.pretrain import next_token_loss
@@ -77,7 +77,8 @@ class SFT:
                 f"none of {len(found.learned)} conversations fits into data.sequence = {recipe.data.sequence}"
             )
         self.most = max(recipe.data.sequence // 16, 1)  # conversations in a row; short ones are common here
-        self.deck = Deck(len(self.sequences), recipe.run.seed, sources, found.weights)
+        made_of = digest_of(self.sequences, self.held_sequences)
+        self.deck = Deck(len(self.sequences), recipe.run.seed, sources, found.weights, made_of)
         self.taken = 0
         self.rows = self.packed()
 
@@ -153,10 +154,10 @@ class SFT:
         return prompt_ids(self.tokenizer, conversation.messages[:-1], conversation.tools)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"round": self.deck.round, "taken": self.taken}
+        return {**self.deck.state_dict(), "taken": self.taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.deck.load_state_dict({"round": state["round"], "dealt": 0})
+        self.deck.load_state_dict({**state, "dealt": 0})
         self.taken, self.rows = state["taken"], self.packed()
         if self.taken >= len(self.rows):
             raise ValueError(f"the saved place {self.taken} is not among {len(self.rows)} rows: the data has changed")

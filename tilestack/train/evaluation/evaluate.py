@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tilestack.train.evaluation.log_probs import Scored, in_rows, log_probs
+from tilestack.train.evaluation.log_probs import Rows, Scored, in_rows, log_probs
 
 BUDGET = 16384  # tokens in a batch, filling included
 
@@ -45,14 +45,23 @@ class Score:
 
 @torch.no_grad()
 def score(model: Any, sequences: Sequence[Scored], device: torch.device | str, budget: int = BUDGET) -> list[Score]:
-    """The scores of sequences, in their order; sequences of like length share a batch of at most `budget` tokens."""
+    """The scores of sequences, in their order."""
     scores: list[Score | None] = [None] * len(sequences)
-    for numbers in batched_by_length([len(sequence.ids) for sequence in sequences], budget):
-        rows = in_rows([sequences[number] for number in numbers]).to(device)
+    for numbers, rows in batches(model, sequences, budget):
+        rows = rows.to(device)
         sums, tokens = log_probs(model, rows).double().sum(-1).tolist(), rows.tokens.tolist()
         for number, log_prob, count in zip(numbers, sums, tokens, strict=True):
             scores[number] = Score(log_prob, count)
     return [found for found in scores if found is not None]
+
+
+def batches(model: Any, sequences: Sequence[Scored], budget: int = BUDGET) -> Iterator[tuple[list[int], Rows]]:
+    """Sequences as rows, with their numbers; those of like length share a batch of at most `budget` tokens. A model whose
+    rotation depends on the length of a text reads them one by one, without filling and without what predicts nothing."""
+    alone = getattr(model, "rotates_by_length", False)
+    for numbers in batched_by_length([len(sequence.ids) for sequence in sequences], 0 if alone else budget):
+        chosen = [sequences[number] for number in numbers]
+        yield numbers, in_rows(chosen, multiple=1).without_last() if alone else in_rows(chosen)
 
 
 def batched_by_length(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
@@ -190,11 +199,14 @@ def question_from(row: dict[str, Any], where: str) -> Question:
 
 
 def evaluate_choices(
-    model: Any, tokenizer: Any, questions: Sequence[Question], device: torch.device | str
+    model: Any, tokenizer: Any, questions: Sequence[Question], device: torch.device | str, length: int
 ) -> ChoiceFigures:
+    """Figures over questions; of a prompt that is longer than `length` tokens with a choice, the end is read."""
     if not questions:
         raise EvaluationError("there are no questions to evaluate")
-    sequences = [continuation(tokenizer, q.prompt, choice) for q in questions for choice in q.choices]
+    sequences = [
+        last_tokens(continuation(tokenizer, q.prompt, choice), length) for q in questions for choice in q.choices
+    ]
     scores = iter(score(model, sequences, device))
     right, right_per_byte = [], []
     for question in questions:
@@ -225,6 +237,13 @@ def continuation(tokenizer: Any, context: str, text: str) -> Scored:
     begin = min(same, len(whole) - 1)
     start = beginning(tokenizer)
     return Scored([*start, *whole], [0] * (len(start) + begin) + [1] * (len(whole) - begin))
+
+
+def last_tokens(sequence: Scored, length: int) -> Scored:
+    """The last tokens of a sequence, of which a model reads `length` and predicts as many; what is cut off is context."""
+    if (asked := sum(sequence.mask)) > length:
+        raise EvaluationError(f"a text of {asked} tokens is to be predicted at once, and the model reads {length}")
+    return Scored(sequence.ids[-length - 1 :], sequence.mask[-length - 1 :])
 
 
 def beginning(tokenizer: Any) -> list[int]:

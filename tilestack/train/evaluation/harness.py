@@ -13,8 +13,7 @@ from tilestack.data import NO_LABEL
 from tilestack.engine import Request, SamplingParams
 from tilestack.extras import MissingExtra, install_command
 from tilestack.train.evaluation.answers import answer_all
-from tilestack.train.evaluation.evaluate import BUDGET, batched_by_length, beginning, continuation, score, windows
-from tilestack.train.evaluation.log_probs import Scored, in_rows
+from tilestack.train.evaluation.evaluate import batches, beginning, continuation, last_tokens, score, windows
 
 
 class Harness:
@@ -26,10 +25,10 @@ class Harness:
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         """For (context, continuation): its log-probability, and whether greedy decoding would give it."""
-        sequences = [self.fitted(continuation(self.tokenizer, *request.args)) for request in requests]
+        sequences = [last_tokens(continuation(self.tokenizer, *request.args), self.length) for request in requests]
         found: list[tuple[float, bool]] = [(0.0, False)] * len(sequences)
-        for numbers in batched_by_length([len(sequence.ids) for sequence in sequences], BUDGET):
-            rows = in_rows([sequences[number] for number in numbers]).to(self.place)
+        for numbers, rows in batches(self.model, sequences):
+            rows = rows.to(self.place)
             scored = rows.labels != NO_LABEL
             with torch.no_grad():
                 logits = ops.linear(self.model.hidden(rows.ids)[scored], self.model.head_weight)
@@ -73,10 +72,6 @@ class Harness:
         )
         ids = beginning(self.tokenizer) + self.tokenizer.encode(context, bare=True)
         return Request(id, ids[-max(self.length - room, 1) :], params)
-
-    def fitted(self, sequence: Scored) -> Scored:
-        """The last tokens that the model can read; what is cut off is context first."""
-        return Scored(sequence.ids[-self.length - 1 :], sequence.mask[-self.length - 1 :])
 
 
 def harness_model(model: Any, tokenizer: Any, device: torch.device | str, length: int) -> Any:

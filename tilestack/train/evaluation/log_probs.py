@@ -48,6 +48,10 @@ class Rows:
         """How many tokens of each row are scored, [rows]."""
         return (self.labels != NO_LABEL).sum(-1)
 
+    def without_last(self) -> "Rows":
+        """Without the last id of the longest sequence, which nothing follows."""
+        return Rows(self.ids[:, :-1], self.labels[:, :-1]) if self.ids.shape[1] > 1 else self
+
     def to(self, device: torch.device | str) -> "Rows":
         return Rows(self.ids.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
 
