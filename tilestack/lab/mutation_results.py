@@ -5,7 +5,11 @@ long as the file's code is the same. Beside it `mutation_reasons.json`, written 
 reason that begins with `equivalent` says that nothing is wrong with the mutant.
 """
 
+import fcntl
 import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,9 +106,21 @@ def reasons(folder: Path = FOLDER) -> dict[str, str]:
 
 
 def save(file: str, found: Tried, folder: Path = FOLDER) -> None:
-    """Put what is known of a file in the place of what was kept of it."""
-    kept = load(folder) | {file: found}
-    results.save(folder / NAME, {"files": {name: asdict(kept[name]) for name in sorted(kept)}})
+    """Put what is known of a file in the place of what was kept of it, and forget files that are no more."""
+    with alone_in(folder):
+        kept = load(folder) | {file: found}
+        results.save(folder / NAME, {"files": {name: asdict(kept[name]) for name in sorted(kept) if code_hash(name)}})
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Let processes that try different files at the same time wait for each other's outcomes to be kept."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
 
 
 def families(folder: Path = FOLDER) -> list[Family]:
