@@ -1,7 +1,9 @@
 """The mutants are what they say, are tried without harm, and a sample of them is caught."""
 
 import ast
+import sys
 import threading
+import time
 
 import pytest
 
@@ -9,6 +11,7 @@ from tilestack import ops
 from tilestack.lab import mutation_results
 from tilestack.lab.mutants import KINDS, Mutant, mutants_of
 from tilestack.lab.mutation import (
+    Original,
     Outcome,
     Suite,
     all_claims,
@@ -156,6 +159,24 @@ def test_what_is_kept_waits_for_others_who_keep(tmp_path):
         assert not mutation_results.load(tmp_path)
     other.join()
     assert mutation_results.load(tmp_path) == {"tiles": found}
+
+
+def test_a_definition_is_neither_noted_nor_counted(vectors):
+    """Children inherit its results, so what a claim costs them, and where it leads, is the kernel's part alone."""
+    original, tracers = Original(), []
+
+    def slow_standards(*what):
+        tracers.append(sys.gettrace())
+        start = time.process_time()
+        while time.process_time() < start + 1:
+            pass
+        return vectors.original.standards(*what)
+
+    original.standards = slow_standards
+    look = original.look_at(vectors.looks[0].claim)
+    assert str(vectors.path) in look.lines
+    assert look.seconds < 1
+    assert tracers == [sys.gettrace()]
 
 
 @pytest.mark.parametrize("file", ["elementwise.vectors", "softmax.rows", "loss.cross_entropy"])
