@@ -213,20 +213,22 @@ class Suite:
         return replace(self.against(others, mutant), claims=len(first) + len(others))
 
     def other_claims(self, looks: Sequence[FirstLook]) -> list[Claim]:
-        """Variants, configurations and dtypes of the cases of some first looks, each kind in turn, for about as long as is given."""
+        """Variants, configurations and dtypes of the cases of some first looks, for about as long as is given: of each kind the
+        cheapest, then each kind in turn, as drawn."""
         costs = {(look.claim.operator.name, look.claim.implementation.backend, look.claim.case.name, look.claim.direction): look.seconds for look in looks}  # fmt: skip
-        drawn = []
+        priced = []
         for operator in self.operators:
             for claim in itertools.filterfalse(is_first_look, self.original.claims_of(operator)):
                 direction = "forward" if claim.direction == "forward" else "backward"
                 cost = costs.get((operator.name, claim.implementation.backend, claim.case.name, direction))
                 if cost is not None:
-                    drawn.append((claim, cost))
-        random.Random(self.seed).shuffle(drawn)
+                    priced.append((claim, cost))
+        random.Random(self.seed).shuffle(priced)
+        kind = lambda claim: (claim.operator.name, claim.variant, claim.config, claim.direction)
+        cheapest = {kind(claim): claim for claim, _ in sorted(priced, key=lambda pair: -pair[1])}
+        priced.sort(key=lambda pair: pair[0] is not cheapest[kind(pair[0])])
         found, left = [], self.seconds
-        for claim, cost in alternating(
-            drawn, lambda priced: (priced[0].variant, priced[0].config, priced[0].direction)
-        ):
+        for claim, cost in alternating(priced, lambda pair: kind(pair[0])):
             left -= cost
             if left < 0:
                 break
