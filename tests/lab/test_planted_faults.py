@@ -9,6 +9,7 @@ import triton.language as tl
 
 from tilestack import contract, ops
 from tilestack.contract.launch import launch
+from tilestack.contract.workspace import workspace
 from tilestack.lab import memory_guards
 from tilestack.lab.verify import WITHOUT_EXTRAS, Claim, claims, prove
 
@@ -62,6 +63,11 @@ def axpy_with(fault="none", backward=lambda grad, alpha: (grad * alpha, grad), b
         return out
 
     return ops.axpy, forward, backward
+
+
+def counting_and_leaving_it(x, y):
+    workspace("planted", (1,), torch.int32, x.device).add_(1)
+    return x, y
 
 
 @triton.jit
@@ -185,6 +191,7 @@ WRONG = {
         (ops.add, counting_what_is_not_there, None),
         dict(direction="forward", variant="plain", dtype="float32", case="33"),
     ),
+    "spoilt workspace": (axpy_with(before=counting_and_leaving_it), dict(direction="forward", variant="plain", case="33")),
     "lost row": ((ops.linear, torch.nn.functional.linear, linear_losing_a_row), dict(direction="backward", case="5x17x33")),
 }  # fmt: skip
 MESSAGES = {
@@ -205,6 +212,7 @@ MESSAGES = {
     "exception": "ZeroDivisionError: division by zero",
     "reads what is not there": "call 2 on the same arguments differs",
     "random": "call 2 on the same arguments differs from the first",
+    "spoilt workspace": "it leaves other than zeros in the workspace of planted",
 }
 NOT_CONTIGUOUS = ("padded", "ragged", "strided", "transposed", "expanded")
 # Faults that show themselves only where they should: the rest of the proofs stands.

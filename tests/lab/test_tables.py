@@ -254,19 +254,27 @@ def test_mutants_are_counted_by_family_and_survivors_have_their_reasons(root):
         tried=4, caught={"mask": [1, 2], "term": [1, 2]}, survivors={"tiles f: a → b": 7, "tiles g: a | b → a": 7}
     )
     rows = dict(tried=5, caught={"mask": [5, 5]}, survivors={})
-    kept = {"tiles": of_today | tiles, "norm.rows": of_today | rows | dict(source="another")}
+    tma = dict(source=code_hash("matmul.tma"), mutants=2)
+    of_gpus = dict(tried=1, caught={"mask": [0, 1]}, survivors={"matmul.gemv f: a → b": 7})
+    kept = {
+        "matmul.gemv": of_today | of_gpus | dict(source=code_hash("matmul.gemv")), "matmul.tma": tma,
+        "tiles": of_today | tiles, "norm.rows": of_today | rows | dict(source="another"),
+    }  # fmt: skip
+    known = {"tiles f: a → b": "equivalent: as it says", "matmul.gemv f: a → b": "seen on a GPU only: as it says"}
     (root / "results" / "mutation.json").write_text(json.dumps({"files": kept}))
-    (root / "results" / "mutation_reasons.json").write_text(json.dumps({"tiles f: a → b": "equivalent: as it says"}))
+    (root / "results" / "mutation_reasons.json").write_text(json.dumps(known))
     written = table("mutation", root)
     assert cells(written)[2:] == [
-        ["norm †", "1", "9", "5", "5", "0", "0", "100.0%"],
-        ["tiles", "1", "9", "4", "2", "1", "1", "66.7%"],
-        ["all †", "2", "18", "9", "7", "1", "1", "87.5%"],
+        ["matmul", "2", "11", "1", "0", "0", "1", "0", "0.0%"],
+        ["norm †", "1", "9", "5", "5", "0", "0", "0", "100.0%"],
+        ["tiles", "1", "9", "4", "2", "1", "0", "1", "66.7%"],
+        ["all †", "4", "29", "10", "7", "1", "1", "1", "77.8%"],
     ]
-    assert "at commit abc1234" in written
+    assert "at commit abc1234. Nothing interpreted reaches `matmul.tma`: not tried." in written
     assert written.endswith("of an older source: `norm.rows`._")
     listed = table("survivors", root).splitlines()[2:]
     assert listed == [
+        "| `matmul.gemv` | `f: a → b` | seen on a GPU only: as it says |",
         "| `tiles` | `f: a → b` | equivalent: as it says |",
         "| `tiles` | `g: a \\| b → a` | **not known yet** |",
     ]

@@ -1,6 +1,9 @@
 """The mutants are what they say, are tried without harm, and a sample of them is caught."""
 
 import ast
+import sys
+import threading
+import time
 
 import pytest
 
@@ -8,6 +11,7 @@ from tilestack import ops
 from tilestack.lab import mutation_results
 from tilestack.lab.mutants import KINDS, Mutant, mutants_of
 from tilestack.lab.mutation import (
+    Original,
     Outcome,
     Suite,
     all_claims,
@@ -135,6 +139,44 @@ def test_what_is_kept_goes_on_and_tries_survivors_again(tmp_path):
     assert (kept.tried, kept.caught, kept.survivors) == (2, {"mask": [1, 2]}, {mutants[1].name: 7})
     kept.add(Outcome(mutants[1], True, "wrong"))
     assert (kept.tried, kept.caught, kept.survivors) == (2, {"mask": [2, 2]}, {})
+
+
+def test_files_that_are_no_more_are_forgotten(tmp_path):
+    gone, here = mutation_results.Tried("hash", mutants=1), mutation_results.Tried("hash", mutants=2)
+    for file, found in {"once.there": gone, "tiles": here}.items():
+        mutation_results.save(file, found, tmp_path)
+    assert mutation_results.load(tmp_path) == {"tiles": here}
+
+
+def test_what_is_kept_waits_for_others_who_keep(tmp_path):
+    """Two processes that try different files must not write over each other's outcomes."""
+    found = mutation_results.Tried("hash", mutants=1)
+    other = threading.Thread(target=mutation_results.save, args=("tiles", found, tmp_path))
+    with mutation_results.alone_in(tmp_path):
+        other.start()
+        other.join(0.2)
+        assert other.is_alive()
+        assert not mutation_results.load(tmp_path)
+    other.join()
+    assert mutation_results.load(tmp_path) == {"tiles": found}
+
+
+def test_a_definition_is_neither_noted_nor_counted(vectors):
+    """Children inherit its results, so what a claim costs them, and where it leads, is the kernel's part alone."""
+    original, tracers = Original(), []
+
+    def slow_standards(*what):
+        tracers.append(sys.gettrace())
+        start = time.process_time()
+        while time.process_time() < start + 1:
+            pass
+        return vectors.original.standards(*what)
+
+    original.standards = slow_standards
+    look = original.look_at(vectors.looks[0].claim)
+    assert str(vectors.path) in look.lines
+    assert look.seconds < 1
+    assert tracers == [sys.gettrace()]
 
 
 @pytest.mark.parametrize("file", ["elementwise.vectors", "softmax.rows", "loss.cross_entropy"])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilestack.contract import workspace
 from tilestack.lab.interpreted import Span, careless_casts, nan_overlooked, reads_refused
 from tilestack.lab.variants import GUARD
 
@@ -65,6 +66,17 @@ def unchanged(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
     for name, tensor, bytes_before in before:
         if not torch.equal(whole_memory(tensor), bytes_before):
             raise WrittenOutside(f"it writes into {name}, which is only to be read")
+
+
+@contextmanager
+def workspaces_left_as_zeros() -> Iterator[None]:
+    """Refuse what leaves anything else behind for the next call, which may be right all the same; it is given zeros."""
+    yield
+    spoilt = {name: kept for (name, *_), kept in workspace._kept.items() if kept.count_nonzero()}
+    for kept in spoilt.values():
+        kept.zero_()
+    if spoilt:
+        raise WrittenOutside(f"it leaves other than zeros in the workspace of {', '.join(spoilt)}")
 
 
 @contextmanager

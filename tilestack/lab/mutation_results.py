@@ -2,10 +2,15 @@
 
 A file's mutants are tried in an order drawn once, so how many were tried says which, and a later run goes on from there as
 long as the file's code is the same. Beside it `mutation_reasons.json`, written by people, says why each survivor lives; a
-reason that begins with `equivalent` says that nothing is wrong with the mutant.
+reason that begins with `equivalent` says that nothing is wrong with the mutant, one that begins with `seen on a GPU only`
+that something is, which the interpreter does not show. The others are holes in the proofs.
 """
 
+import fcntl
 import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
 KERNELS = Path(__file__).parents[1] / "kernels"
 FOLDER = Path(__file__).parents[2] / "results"
 NAME, REASONS = "mutation.json", "mutation_reasons.json"
-EQUIVALENT = "equivalent"
+EQUIVALENT, GPU_ONLY = "equivalent", "seen on a GPU only"
 WANTED = 0.95
 COMMAND = "python -m tests.mutation"
 
@@ -63,6 +68,7 @@ class Family:
     name: str
     files: dict[str, Tried]
     equivalent: int
+    gpu_only: int
     stale: list[str]  # files whose code has changed since
 
     mutants = property(lambda self: sum(found.mutants for found in self.files.values()))
@@ -70,9 +76,14 @@ class Family:
     caught = property(lambda self: sum(found.caught_of_all for found in self.files.values()))
 
     @property
-    def others(self) -> int:
-        """Survivors that something is wrong with."""
-        return self.tried - self.caught - self.equivalent
+    def holes(self) -> int:
+        """Survivors that something is wrong with, and that no proof is known to see."""
+        return self.tried - self.caught - self.equivalent - self.gpu_only
+
+    @property
+    def unreached(self) -> list[str]:
+        """Files that nothing reaches where kernels are interpreted."""
+        return [file for file, found in self.files.items() if found.mutants and not found.tried]
 
     def caught_of_kind(self, kind: str) -> str:
         """`3/4`: how many mutants of a kind were caught, of how many; empty where there is none."""
@@ -81,7 +92,7 @@ class Family:
 
     @property
     def share(self) -> float:
-        """How many were caught of those that could be."""
+        """How many were caught of those that something is wrong with, those included that only a GPU would show."""
         return self.caught / max(self.tried - self.equivalent, 1)
 
 
@@ -102,21 +113,35 @@ def reasons(folder: Path = FOLDER) -> dict[str, str]:
 
 
 def save(file: str, found: Tried, folder: Path = FOLDER) -> None:
-    """Put what is known of a file in the place of what was kept of it."""
-    kept = load(folder) | {file: found}
-    results.save(folder / NAME, {"files": {name: asdict(kept[name]) for name in sorted(kept)}})
+    """Put what is known of a file in the place of what was kept of it, and forget files that are no more."""
+    with alone_in(folder):
+        kept = load(folder) | {file: found}
+        results.save(folder / NAME, {"files": {name: asdict(kept[name]) for name in sorted(kept) if code_hash(name)}})
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Let processes that try different files at the same time wait for each other's outcomes to be kept."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
 
 
 def families(folder: Path = FOLDER) -> list[Family]:
     files, known = load(folder), reasons(folder)
     names = dict.fromkeys(file.partition(".")[0] for file in sorted(files))
     of_family = {name: {f: found for f, found in files.items() if f.partition(".")[0] == name} for name in names}
-    excused = lambda found: sum(known.get(name, "").startswith(EQUIVALENT) for name in found.survivors)
+    living = lambda mine: [known.get(name, "") for found in mine.values() for name in found.survivors]
+    because = lambda mine, reason: sum(given.startswith(reason) for given in living(mine))
     return [
         Family(
             name,
             mine,
-            sum(map(excused, mine.values())),
+            because(mine, EQUIVALENT),
+            because(mine, GPU_ONLY),
             [file for file, found in mine.items() if found.source != code_hash(file)],
         )
         for name, mine in of_family.items()
@@ -125,18 +150,20 @@ def families(folder: Path = FOLDER) -> list[Family]:
 
 def total(found: list[Family]) -> Family:
     files = {file: tried for family in found for file, tried in family.files.items()}
-    return Family("all", files, sum(f.equivalent for f in found), [file for f in found for file in f.stale])
+    together = lambda count: sum(getattr(family, count) for family in found)
+    return Family("all", files, together("equivalent"), together("gpu_only"), [file for f in found for file in f.stale])
 
 
 def report(console: Console) -> int:
     """The catch rate of all that is kept, and every survivor with its reason; 1 where that is not enough."""
     table = Table(
-        "family", *KINDS, "tried", "of", "caught", "equivalent", "share", title="Mutants caught, of those tried"
-    )
+        "family", *KINDS, "tried", "of", "caught", "equivalent", "GPU only", "holes", "share",
+        title="Mutants caught, of those tried",
+    )  # fmt: skip
     found = families()
     for family in [*found, total(found)]:
-        counts = [str(count) for count in (family.tried, family.mutants, family.caught, family.equivalent)]
-        table.add_row(family.name, *map(family.caught_of_kind, KINDS), *counts, f"{family.share:.1%}")
+        counts = family.tried, family.mutants, family.caught, family.equivalent, family.gpu_only, family.holes
+        table.add_row(family.name, *map(family.caught_of_kind, KINDS), *map(str, counts), f"{family.share:.1%}")
     console.print(table)
     known = reasons()
     survivors = [name for tried in total(found).files.values() for name in tried.survivors]

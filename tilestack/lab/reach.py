@@ -1,27 +1,35 @@
 """Which lines of files of kernels a call reaches: Python's tracing, which sees kernels too where Triton interprets them."""
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
 Lines = dict[str, set[int]]  # by file
 
 
-class reached_lines(AbstractContextManager[Lines]):
-    """Inside, every line that this thread executes in some files is noted."""
+class reached_lines(AbstractContextManager["reached_lines"]):
+    """Inside, every line that this thread executes in some files is noted, but for what is executed while it is paused."""
 
     def __init__(self, files: Iterable[str]):
         self.lines: Lines = {file: set() for file in files}
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> "reached_lines":
         self.before = sys.gettrace()
         sys.settrace(self.enter)
-        return self.lines
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         sys.settrace(self.before)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        sys.settrace(self.before)
+        try:
+            yield
+        finally:
+            sys.settrace(self.enter)
 
     def enter(self, frame: FrameType, event: str, argument: Any) -> Callable | None:
         mine = self.lines.get(frame.f_code.co_filename)

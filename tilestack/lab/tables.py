@@ -366,14 +366,17 @@ def mutation(folder: Path) -> str:
     if not found:
         return f"_nothing was tried yet: `{mutation_results.COMMAND}` fills this table._"
     rows = [
-        [f"{family.name} {OLD}" if family.stale else family.name, *(f"{count:,}" for count in (len(family.files), family.mutants, family.tried, family.caught, family.equivalent, family.others)), f"{family.share:.1%}" if family.tried else "–"]
+        [f"{family.name} {OLD}" if family.stale else family.name, *(f"{count:,}" for count in (len(family.files), family.mutants, family.tried, family.caught, family.equivalent, family.gpu_only, family.holes)), f"{family.share:.1%}" if family.tried else "–"]
         for family in (*found, mutation_results.total(found))
     ]  # fmt: skip
-    header = ["family", "files", "mutants", "tried", "caught", "equivalent", "other survivors", "caught, of those that could be"]  # fmt: skip
+    header = ["family", "files", "mutants", "tried", "caught", "equivalent", "seen on a GPU only", "holes", "caught, of all but the equivalent"]  # fmt: skip
     stale = [file for family in found for file in family.stale]
+    unreached = [file for family in found for file in family.unreached]
     commits = dict.fromkeys(tried.commit for family in found for tried in family.files.values() if tried.commit)
-    note = f"\n\n_{OLD} some of it of an older source: {', '.join(f'`{file}`' for file in stale)}._" if stale else ""
-    return markdown(header, rows) + f"\n\n_Tried in Triton's interpreter at commit {', '.join(commits)}._" + note
+    named = lambda files: ", ".join(f"`{file}`" for file in files)
+    note = f" Nothing interpreted reaches {named(unreached)}: not tried." if unreached else ""
+    older = f"\n\n_{OLD} some of it of an older source: {named(stale)}._" if stale else ""
+    return markdown(header, rows) + f"\n\n_Tried in Triton's interpreter at commit {', '.join(commits)}.{note}_" + older
 
 
 def survivors(folder: Path) -> str:

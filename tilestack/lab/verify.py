@@ -40,7 +40,13 @@ from tilestack.lab.evaluate import (
     further_draws,
     standards_of,
 )
-from tilestack.lab.memory_guards import guarded_memory, poisoned_memory, same_bits, whole_memory
+from tilestack.lab.memory_guards import (
+    guarded_memory,
+    poisoned_memory,
+    same_bits,
+    whole_memory,
+    workspaces_left_as_zeros,
+)
 from tilestack.lab.refuted import crash_line, refutations
 
 GRADCHECKED = 1 << 12  # elements beyond which gradcheck would take too long
@@ -234,7 +240,7 @@ def evaluations(claim: Claim) -> Iterator[Results]:
     kept = []  # so that no later call is given the same addresses
     for number in range(claim.calls):
         arguments = claim.arguments()
-        with poisoned_memory(), guarded_memory(claim.device, zeros=number % 2 > 0):
+        with workspaces_left_as_zeros(), poisoned_memory(), guarded_memory(claim.device, zeros=number % 2 > 0):
             results = evaluate(implementation_of(claim), claim.operator, arguments, claim.variant, watched=True)
         kept.append(arguments)
         handed_on = {result.untyped_storage().data_ptr() for result in results.values()}
