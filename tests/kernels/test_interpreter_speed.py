@@ -1,5 +1,7 @@
 """The quicker interpreter replaces what Triton's own does, for as long as a launch lasts, and computes the same."""
 
+import importlib
+
 import pytest
 import torch
 import triton
@@ -68,6 +70,15 @@ def test_integers_wrap_around_as_ever():
     out = torch.zeros(1, dtype=torch.int32)
     successors_kernel[(1,)](torch.tensor([2**31 - 1], dtype=torch.int32), out)
     assert out.item() == -(2**31)
+
+
+def test_executed_again_it_replaces_no_more_than_before():
+    originals = interpreter_speed.patch_language, interpreter_speed.find_numpy_type, interpreter_speed.make_type
+    again = importlib.reload(interpreter_speed)
+    assert (again.patch_language, again.find_numpy_type, again.make_type) == originals
+    out = torch.zeros(2)
+    sums_kernel[(1,)](torch.arange(4.0), out, FAILS=False)
+    assert out.tolist() == [4.0, 8.0]
 
 
 @pytest.mark.parametrize("type", TYPES, ids=str)

@@ -5,12 +5,13 @@ see what it has to replace, for each launch and for each call of a function insi
 already. Half of the time of small kernels went there.
 
 Integers are not added a second time in 64 bits: that second sum is for an assertion, and without `debug`, which nothing
-here sets, the interpreter throws it away. What numpy calls a type of the language is looked up, not listed for each tile, and tiles of one shape share
-what the language says of it: both are made anew for each number that a kernel computes. Without a GPU, tensors are not
-brought into the host's memory and back, where they are.
+here sets, the interpreter throws it away. What numpy calls a type of the language is looked up, not listed for each tile,
+and tiles of one shape share what the language says of it: both are made anew for each number that a kernel computes.
+Without a GPU, tensors are not brought into the host's memory and back, where they are.
 """
 
 import dataclasses
+import functools
 import inspect
 import weakref
 from collections.abc import Callable
@@ -27,9 +28,9 @@ from tilestack.contract.backends import interpreting
 Modules = tuple[ModuleType, ...]
 Members = list[tuple[Any, str, Any]]  # an owner, the name of an attribute, what the interpreter has there
 
-patch_language = interpreter._patch_lang
-find_numpy_type = interpreter._get_np_dtype
-make_type, make_tile = tl.block_type.__init__, tl.tensor.__init__
+# What is replaced below; this file may be executed again, and then finds its own in those places.
+patch_language, find_numpy_type = map(inspect.unwrap, (interpreter._patch_lang, interpreter._get_np_dtype))
+make_type, make_tile = map(inspect.unwrap, (tl.block_type.__init__, tl.tensor.__init__))
 modules_seen: weakref.WeakKeyDictionary[Callable, Modules] = weakref.WeakKeyDictionary()
 replaced_members: dict[Modules, Members] = {}
 numpy_types: dict[str, np.dtype] = {}
@@ -54,6 +55,7 @@ def modules_seen_by(function: Callable) -> Modules:
     return modules_seen[function]
 
 
+@functools.wraps(patch_language)
 def patch_language_once(function: Callable) -> LaunchScope:
     """In the place of `_patch_lang`, which a launch calls, and keeps the scope of, and every function inside a kernel."""
     scope = LaunchScope()
@@ -70,6 +72,7 @@ def patch_language_once(function: Callable) -> LaunchScope:
     return scope
 
 
+@functools.wraps(find_numpy_type)
 def numpy_type_of(type: Any) -> np.dtype:
     """In the place of `_get_np_dtype`: of the elements of a tile, or of a scalar."""
     name = type.scalar.name
@@ -78,6 +81,7 @@ def numpy_type_of(type: Any) -> np.dtype:
     return numpy_types[name]
 
 
+@functools.wraps(make_type)
 def init_type(self: Any, element_ty: Any, shape: Any) -> None:
     """In the place of `block_type.__init__`: the type of a tile."""
     sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
@@ -91,6 +95,7 @@ def init_type(self: Any, element_ty: Any, shape: Any) -> None:
     vars(self).update(shapes_of_types[key])
 
 
+@functools.wraps(make_tile)
 def init_tile(self: Any, handle: Any, type: Any) -> None:
     """In the place of `tensor.__init__`: a tile, or a scalar."""
     key = tuple(type.shape) if type.is_block() else ()
