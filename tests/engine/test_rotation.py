@@ -1,12 +1,14 @@
 """Models whose rotation depends on the length of a text (longrope, dynamic): an engine rotates by the longest text it serves."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
 from engines import alone, decoder, greedy, make_engine, serve
 
 from tilestack import models
+from tilestack.nn.rotary import RotaryTable
 
 FAMILY, TRAINED, LONGEST = "phi4_mini", 32, 64  # its texts are read with other frequencies above `TRAINED` tokens
 PROMPTS = dict(short=[3, 1, 4, 1, 5], long=list(range(1, 30)))
@@ -40,3 +42,12 @@ def test_a_text_that_ends_within_a_page_is_no_longer_than_it_is(graphs):
     engine = make_engine(family="llama_dynamic", page=15, graphs=graphs)
     found = serve(engine, [greedy(name, prompt, 4) for name, prompt in prompts.items()])
     assert found == {name: [alone(prompt, 4, "llama_dynamic")] for name, prompt in prompts.items()}
+
+
+def test_a_table_that_was_outgrown_stays_for_the_graphs_that_read_it():
+    rotary = RotaryTable(8, 10000.0, None, length=4)
+    before = weakref.ref(rotary(4)[0])
+    grown = rotary(5)[0]
+    assert grown.shape[0] > 4
+    assert before() is not None
+    assert torch.equal(before(), grown[:4])

@@ -67,7 +67,7 @@ class PersistentStep:
     def logits(self, ids: Tensor, length: Tensor, pages: Tensor) -> Tensor:
         """Logits [1, V] after the one token of `ids`, the last of `length`, whose sequence has `pages` [1, blocks]."""
         cache = self.runner.cache
-        (cos, sin), _ = self.runner.decoder.rotary(pages.shape[1] * cache.page)
+        (cos, sin), _ = self.runner.decoder.rotary(cache.longest or pages.shape[1] * cache.page)
         assert cache.values is not None
         return self.step(ids, length, pages[0], cache.keys, cache.values, cos, sin)
 

@@ -22,6 +22,7 @@ class RotaryTable(torch.nn.Module):
     def __init__(self, dim: int, base: float, scaling: dict[str, Any] | None, length: int, text: int | None = None):
         super().__init__()
         self.dim, self.base, self.scaling, self.text = dim, base, scaling, text
+        self.outgrown: list[Angles] = []  # which CUDA graphs go on reading where they lie
         self.build(length, torch.get_default_device())
 
     def compute(self, length: int, device: torch.device, text: int | None) -> Angles:
@@ -36,6 +37,7 @@ class RotaryTable(torch.nn.Module):
     def forward(self, length: int) -> Angles:
         """Of at least `length` positions."""
         if length > self.cos.shape[0]:
+            self.outgrown.append((self.cos, self.sin))
             self.build(max(length, 2 * self.cos.shape[0]), self.cos.device)
         return self.cos, self.sin
 
