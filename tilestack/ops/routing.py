@@ -74,6 +74,8 @@ def route_gradient(
             (9, 8, 2, "sigmoid", "bias+normalise"),
             (6, 16, 3, "softmax", "normalise", 4, 2),
             (6, 32, 4, "sigmoid", "bias+normalise", 8, 3),
+            (30, 4, 2, "sigmoid", "normalise", 2, 1),
+            (5, 5, 5, "sigmoid", "bias+normalise"),
             (0, 8, 2),
         ],
         bench=[

@@ -26,10 +26,26 @@ def has_vocabulary(logits: Tensor) -> bool | str:
     ) or f"logits must have a vocabulary as last dimension, not shape {tuple(logits.shape)}"
 
 
+def tied(make, rows, vocabulary):
+    """Logits in quarters up to 0, 1 or 2, with zeros of both signs: the k-th is one of several, in some rows the largest."""
+    drawn = (make.normal(rows, vocabulary, dtype=torch.float32) * 4).round() / 4
+    row, token = torch.arange(rows, device=drawn.device)[:, None], torch.arange(vocabulary, device=drawn.device)
+    drawn = torch.minimum(drawn, row % 3)
+    return torch.where((row % 2 > 0) & (token == 0), 2.25, drawn).to(make.dtype)
+
+
+def greedy_case(make, *size):
+    """Logits of any size; `below` zero all of them where it ends so, or `tied`."""
+    *shape, last = size
+    if last == "tied":
+        return dict(logits=tied(make, *shape))
+    return dict(logits=make.normal(*shape, scale=3, mean=-20) if last == "below" else make.normal(*size, scale=3))
+
+
 @operator(
     cases=cases(
-        lambda make, *size: dict(logits=make.normal(*size, scale=3)),
-        check=[*SIZES, (2, 3, 40)],
+        greedy_case,
+        check=[*SIZES, (2, 3, 40), (6, 40, "tied")],
         bench=[(1, 151936), *BENCHES],
     ),
     check=has_vocabulary,
@@ -46,10 +62,20 @@ def topk_takes(logits: Tensor, k: int) -> bool | str:
     return 0 < k <= most or f"k must lie between 1 and {most} for {logits.shape[-1]} logits, not {k}"
 
 
+def topk_case(make, *size):
+    *shape, k = size
+    return dict(greedy_case(make, *shape), k=k)
+
+
 @operator(
     cases=cases(
-        lambda make, *size: dict(logits=make.normal(*size[:-1], scale=3), k=size[-1]),
-        check=[(1, 1, 1), (2, 33, 4), (1, 128, 128), (2, 1, 1000, 7), (1, 5000, 40), (0, 16, 2)],
+        topk_case,
+        check=[
+            *[(1, 1, 1), (2, 33, 4), (1, 128, 128), (2, 1, 1000, 7), (1, 5000, 40), (0, 16, 2)],
+            (4, 300, "tied", 3),
+            (4, 1000, "below", 2),
+            (1, 5000, 30),
+        ],
         bench=[(*size, 50) for size in BENCHES],
     ),
     check=topk_takes,
@@ -73,9 +99,9 @@ def exponential(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 def sample_case(make, rows, vocabulary, filters):
     """Rows that differ in everything; `filters` says which of the filters are used."""
-    kinds = dict(none="", all="tkpm", greedy="g", topk="tk", topp="tp", minp="tm", mixed="tkpmg", tail="p", faint="p")[
-        filters
-    ]
+    kinds = dict(
+        none="", all="tkpm", greedy="g", topk="tk", topp="tp", minp="tm", mixed="tkpmg", tail="p", faint="p", edge="", tied="tkp", close="tkpm", race="t"
+    )[filters]  # fmt: skip
 
     def drawn(kind, low, high, off):
         used = make.uniform(rows, low=low, high=high, dtype=torch.float32)
@@ -92,7 +118,7 @@ def sample_case(make, rows, vocabulary, filters):
     temperature = drawn("t", 0.5, 1.5, 1.0)
     if "g" in kinds:
         temperature = temperature * (torch.arange(rows, device=temperature.device) % 2)
-    return dict(
+    case = dict(
         logits=logits,
         seeds=make.integers(rows, low=-(2**62), high=2**62),
         temperature=temperature,
@@ -100,6 +126,54 @@ def sample_case(make, rows, vocabulary, filters):
         top_p=drawn("p", 0.3 if filters != "faint" else 0.7, 0.95, 1.0),
         min_p=drawn("m", 0.01, 0.1, 0.0),
     )
+    return SHARP[filters](make, case) if filters in SHARP else case
+
+
+def at_an_edge(make, case):
+    """All but the likeliest, which is among the last, weigh 1.004 times what top_p leaves out: they are within it by a hair,
+    and just less likely than whole half nats, where an estimate by those is nearly exact."""
+    vocabulary = case["logits"].shape[1]
+    depth = math.ceil(2 * math.log(vocabulary))
+    logits = torch.full_like(case["logits"], 3 - depth / 2 - 2e-6)
+    logits[:, vocabulary - 3] = 3
+    others = (vocabulary - 1) * math.exp(-depth / 2)
+    return case | dict(logits=logits, top_p=torch.full_like(case["top_p"], 1 - others / (1 + others) / 1.004))
+
+
+def close_to_min_p(make, case):
+    """All but the likeliest are a little more or less likely than min_p keeps, and top_k and top_p keep nearly all."""
+    vocabulary = case["logits"].shape[1]
+    place = torch.arange(vocabulary, device=make.device)
+    likelihood = case["min_p"][:, None] * torch.where(place % 2 > 0, 1.02, 0.98)
+    logits = likelihood.log() * case["temperature"][:, None]
+    logits[:, vocabulary // 3] = 0
+    logits += 2
+    kept = dict(top_k=torch.full_like(case["top_k"], vocabulary - 1), top_p=torch.full_like(case["top_p"], 0.9999))
+    return case | kept | dict(logits=logits.to(make.dtype))
+
+
+def close_race(make, case):
+    """Logits that outweigh the noise, so that all tokens are about equal and the last digits of their noise decide; rows
+    without filters, and with one that keeps everything."""
+    rows, vocabulary = case["logits"].shape
+    spent = exponential(random_words(case["seeds"], vocabulary), torch.float64)
+    # The one closest to where the logarithm takes over from the series wins in every second row, and is second in the others.
+    by_series = torch.where(spent < 0.1, spent, 0.0).argmax(1, keepdim=True)
+    row = torch.arange(rows, device=make.device)
+    ahead = -4e-6 * (1 + torch.arange(vocabulary, device=make.device, dtype=torch.float64)).expand(rows, -1)
+    ahead = ahead.scatter(1, by_series, torch.where(row % 2 > 0, 0.0, -6e-6).double()[:, None])
+    logits = (spent.log() + ahead) * case["temperature"][:, None].double()
+    keeping_all = torch.where(row > 1, 1e-30, 0.0).to(case["min_p"].dtype)
+    return case | dict(logits=logits.to(make.dtype), min_p=keeping_all)
+
+
+def with_ties(make, case):
+    row = torch.arange(len(case["top_k"]), device=make.device)
+    k = torch.where(row % 2 > 0, 1, row + 1)
+    return case | dict(logits=tied(make, *case["logits"].shape), top_k=k.to(case["top_k"].dtype))
+
+
+SHARP = dict(edge=at_an_edge, close=close_to_min_p, race=close_race, tied=with_ties)
 
 
 def sample_takes(
@@ -122,9 +196,13 @@ def sample_takes(
         check=[
             *((2, 40, kind) for kind in ("none", "all", "greedy", "topk", "topp", "minp")),
             (2, 5000, "mixed"),
-            (2, 9000, "none"),
+            *((1, vocabulary, "none") for vocabulary in (5500, 6500, 7500, 9000)),  # that end in each of the four slabs
             (8, 5000, "tail"),
             (5, 200, "faint"),
+            (3, 4200, "edge"),
+            (4, 40, "race"),
+            (4, 60, "close"),
+            (4, 40, "tied"),
             (1, 1, "all"),
             (0, 16, "all"),
         ],
