@@ -6,7 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tilestack.cli import main
 from tilestack.cli.recipes import find_recipe, recipe_names
+from tilestack.files import ForeignFolder
 from tilestack.lab import chain, tables
 from tilestack.train import Recipe
 from tilestack.train.align import KINDS
@@ -110,6 +112,27 @@ def test_a_chain_goes_on_with_the_first_stage_that_is_not_as_it_was(tmp_path, mo
     assert run_again("d") == (["grpo"], ["a", "c", "d"])
     runs = [{"commit": name} for name in "accd"]
     assert tables.run_stamp(MACHINE, runs) == "a CPU, torch 2, commit a, c, d, 2026-11-15"
+
+
+@pytest.mark.parametrize("options", [(), ("--alignment",), ("--resume",)], ids=["", "alignment", "resume"])
+def test_a_users_folder_is_refused_and_nothing_in_it_changes(tmp_path, monkeypatch, capsys, options):
+    monkeypatch.setattr(chain, "run_tilestack", Pretended())
+    for name in ("train.json", "sft.json", "grpo.json"):
+        (tmp_path / name).write_text("precious")
+    with pytest.raises(SystemExit) as ended:
+        main(["chain", "--folder", str(tmp_path), *options])
+    assert (ended.value.code, "is not a run (it holds" in capsys.readouterr().err) == (1, True)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("train.json", "sft.json", "grpo.json"), "precious"
+    )
+
+
+def test_the_two_chains_do_not_share_a_folder(tmp_path):
+    run, quiet = Pretended(), lambda text: None
+    chain.run_alignment(tmp_path, run, quiet)
+    chain.run_alignment(tmp_path, run, quiet, resume=True)
+    with pytest.raises(ForeignFolder, match="is a run of `tilestack chain --alignment`; give it a folder of its own"):
+        chain.run_chain("cpu", tmp_path, run, quiet)
 
 
 def test_processor_time_is_that_of_the_commands_alone(tmp_path):

@@ -28,6 +28,7 @@ from safetensors import safe_open
 from tilestack.data import corpora
 from tilestack.lab import machine, results
 from tilestack.train import metrics
+from tilestack.train.run.folder import RunFolder
 
 QUESTIONS = 3
 SEED_OF_QUESTIONS = 2**31  # no recipe's
@@ -137,18 +138,20 @@ def processor_seconds_of_children() -> float:
 
 def run_chain(device: str, folder: Path, run: Run, say: Callable[[str], Any], resume: bool = False) -> dict[str, Any]:
     """Run the chain, then ask the last model; the figures and answers as JSON can hold them."""
-    finished, model = run_stages(stages(device), folder, run, say, resume)
-    answers = []
-    for task in corpora.arithmetic(QUESTIONS, SEED_OF_QUESTIONS, difficulty=2, kinds=["larger"]):
-        answer = run(["generate", task.prompt, "--model", str(model), "--max-tokens", "24"]).strip()
-        answers.append({"prompt": task.prompt, "answer": answer, "right": bool(corpora.reward(task, answer))})
-        say(f"{task.prompt}  {answer}")
+    with RunFolder(folder, "chain").held():
+        finished, model = run_stages(stages(device), folder, run, say, resume)
+        answers = []
+        for task in corpora.arithmetic(QUESTIONS, SEED_OF_QUESTIONS, difficulty=2, kinds=["larger"]):
+            answer = run(["generate", task.prompt, "--model", str(model), "--max-tokens", "24"]).strip()
+            answers.append({"prompt": task.prompt, "answer": answer, "right": bool(corpora.reward(task, answer))})
+            say(f"{task.prompt}  {answer}")
     return {"stages": [asdict(stage) for stage in finished], "answers": answers}
 
 
 def run_alignment(folder: Path, run: Run, say: Callable[[str], Any], resume: bool = False) -> dict[str, Any]:
     """Run the recipes of alignment; the figures as JSON can hold them."""
-    finished, _ = run_stages(alignment_stages(), folder, run, say, resume)
+    with RunFolder(folder, "chain --alignment").held():
+        finished, _ = run_stages(alignment_stages(), folder, run, say, resume)
     return {"stages": [asdict(stage) for stage in finished]}
 
 
