@@ -12,7 +12,10 @@ from tilestack.cli.recipes import find_recipe
 from tilestack.lab import bench_train
 from tilestack.lab.bench_train import measure
 from tilestack.lab.measured import Contest, Result
-from tilestack.lab.train_steps import Work, write_weights
+from tilestack.lab.train_steps import Work, step_of, write_weights
+from tilestack.train import Trainer
+from tilestack.train.static_step import StaticStep
+from tilestack.train.step import Step
 
 TINY = {
     "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -27,7 +30,7 @@ def work(tmp_path_factory):
 
 
 def test_the_candidates_do_the_same_work(work):
-    found = {name: measure(name, work) for name in ("tilestack", "plain", "transformers")}
+    found = {name: measure(name, work) for name in ("tilestack", "tilestack-graph", "plain", "transformers")}
     for figures in found.values():
         assert figures["seconds"] > 0
         assert figures["peak_mib"] is None
@@ -128,6 +131,17 @@ def test_rows_carry_the_source_of_ours_and_stale_works_are_those_of_another(monk
 def test_a_process_of_its_own_tells_what_went_wrong(work):
     found = bench_train.apart("tilestack", replace(work, device="nowhere"), 100)
     assert found["note"].startswith("RuntimeError: Expected one of cpu, cuda")
+
+
+def test_steps_as_graphs_are_a_candidate_where_there_is_a_gpu(monkeypatch, work):
+    assert "tilestack-graph" in bench_train.available(None, "cuda")
+    assert "tilestack-graph" not in bench_train.available(None, "cpu")
+    made_of = []
+    monkeypatch.setattr(Trainer, "train_step", lambda trainer: made_of.append(type(trainer.steps)))
+    for name in ("tilestack-graph", "tilestack"):
+        with pytest.raises(IndexError):  # nothing was computed
+            step_of(name, work)()
+    assert made_of == [StaticStep, Step]
 
 
 def test_on_a_gpu_each_candidate_has_it_to_itself(monkeypatch):

@@ -32,7 +32,8 @@ from tilestack.lab.timing import median_and_spread
 from tilestack.lab.train_steps import Work, step_of, write_weights
 from tilestack.lab.train_turns import failure_note, in_turn, ratio_quartiles
 
-OURS = ("tilestack", "tilestack-compile")
+GRAPH = "tilestack-graph"
+OURS = ("tilestack", GRAPH, "tilestack-compile")
 CANDIDATES = (*OURS, *OF_TRAINING)
 PUBLISHED = {"qwen3-0.6b": (8, 32), "qwen3-moe-8x": (8,), "qwen3-1.7b": (8,)}  # recipes and their micro-batches
 SAME_LOSS = 0.01  # of each other, at the first step; rounding in bfloat16 is far below, other work far above
@@ -89,7 +90,7 @@ class OnGpu:
         return torch.cuda.max_memory_allocated() / 2**20
 
 
-def available(candidates: Sequence[str] | None) -> list[str]:
+def available(candidates: Sequence[str] | None, device: str) -> list[str]:
     """The candidates that can be had here, or an error for one that was asked for and does not exist."""
     if unknown := [name for name in candidates or () if name not in CANDIDATES]:
         raise ValueError(f"no candidate {', '.join(unknown)}; there are {', '.join(CANDIDATES)}")
@@ -101,7 +102,7 @@ def available(candidates: Sequence[str] | None) -> list[str]:
         "transformers-liger": "liger_kernel",
     }
     module_of = lambda name: needs.get(name, "torch")
-    return [name for name in CANDIDATES if importable(module_of(name))]
+    return [name for name in CANDIDATES if importable(module_of(name)) and (name != GRAPH or device == "cuda")]
 
 
 def bench_train(
@@ -115,7 +116,7 @@ def bench_train(
     Beside what every row has, these hold tokens a second, the losses of the first and the last step, and who was tried.
     """
     rows, found = [], {}
-    tried = available(candidates)
+    tried = available(candidates, work.device)
     with tempfile.TemporaryDirectory() as folder:
         same = write_weights(work, Path(folder))
         if work.device == "cpu":

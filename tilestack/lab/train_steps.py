@@ -2,7 +2,7 @@
 
 All do the same work: the same weights to start from, random tokens, micro-batch and length, full causal attention, parameters
 and gradients in one dtype, AdamW at one rate, no clipping. Peers are at their best: SDPA attention and PyTorch's fused AdamW.
-Ours is the very step that `tilestack train` takes.
+Ours is the very step that `tilestack train` takes: kernel by kernel, as CUDA graphs (`run.graph`), or compiled.
 """
 
 import tempfile
@@ -66,7 +66,7 @@ def write_weights(work: Work, folder: Path) -> Work:
     return replace(work, weights=str(folder / "weights"))
 
 
-def ours(work: Work, compiled: bool) -> Step:
+def ours(work: Work, way: str) -> Step:
     """The training step of `tilestack train`."""
     from tilestack import configure_backend, models, ops
     from tilestack.data import NO_LABEL
@@ -106,8 +106,8 @@ def ours(work: Work, compiled: bool) -> Step:
         Recipe,
         {
             "run": {
-                "device": work.device, "compile": "default" if compiled else "off", "deterministic": False,
-                "steps": 10**6,
+                "device": work.device, "compile": "default" if way == "compile" else "off",
+                "graph": "on" if way == "graph" else "off", "deterministic": False, "steps": 10**6,
             },
             "precision": {"parameters": work.dtype, "compute": work.dtype},
             "optimizer": {"clip": 0, **ADAMW},
@@ -158,12 +158,12 @@ def stepping(model: torch.nn.Module, loss_of_a_batch: Step) -> Step:
     return step
 
 
-def plain(work: Work, compiled: bool) -> Step:
+def plain(work: Work, way: str) -> Step:
     """A training step in plain PyTorch."""
     from tilestack.lab.plain_model import PlainDecoder
 
     model = PlainDecoder.load(Path(work.weights)).to(work.device, getattr(torch, work.dtype))
-    run = torch.compile(model) if compiled else model
+    run = torch.compile(model) if way == "compile" else model
     ids = work.ids()
 
     def loss() -> Tensor:
@@ -175,6 +175,4 @@ def plain(work: Work, compiled: bool) -> Step:
 
 def step_of(candidate: str, work: Work) -> Step:
     framework, _, way = candidate.partition("-")
-    if framework == "transformers":
-        return theirs(work, way)
-    return (ours if framework == "tilestack" else plain)(work, way == "compile")
+    return {"tilestack": ours, "plain": plain, "transformers": theirs}[framework](work, way)
