@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -68,6 +69,20 @@ def test_killed_at_random_steps_and_during_a_save_it_ends_the_same(tmp_path):
     assert ends(last) == 0
     assert everything(tmp_path / "killed") == everything(tmp_path / "whole")
     assert not [path for path in left.iterdir() if path.name.startswith(".")]
+
+
+def test_a_checkpoint_holds_its_step_though_later_ones_come_before_it_is_written(tmp_path):
+    checkpoints, go_on = Checkpoints(tmp_path, keep=2, asynchronous=True), threading.Event()
+    checkpoints.writer.submit(go_on.wait)
+    weight, state = torch.ones(3), {"place": [1]}
+    checkpoints.save(1, {"weights": {"w": weight}}, state)
+    weight.zero_()
+    state["place"][0] = 2
+    assert not checkpoints.steps()  # nobody waited for it
+    go_on.set()
+    checkpoints.wait()
+    saved = checkpoints.load(1)
+    assert (saved.tensors["weights"]["w"].tolist(), saved.state["place"]) == ([1, 1, 1], [1])
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(tmp_path, monkeypatch):
