@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Progress:
 
     def resumed(self, step: int) -> None:
         self.done = self.first = step
-        self.console.print(f"resuming after step {step}")
+        self.print(f"resuming after step {step}")
         if self.bar and self.task is not None:
             self.bar.update(self.task, completed=step)
 
@@ -65,7 +66,7 @@ class Progress:
             self.bar.update(self.task, completed=step, figures=shown)
         else:
             seconds = (time.perf_counter() - self.began) / max(1, step - self.first) * (self.steps - step)
-            self.console.print(f"step {step}/{self.steps}  {shown}  {seconds:.0f} s left", highlight=False)
+            self.print(f"step {step}/{self.steps}  {shown}  {seconds:.0f} s left", highlight=False)
 
     def figures(self, figures: Mapping[str, Any]) -> str:
         parts = [f"{words} {float(figures[name]):.4f}" for name, words in SHOWN.items() if name in figures]
@@ -87,8 +88,14 @@ class Progress:
             found["mfu"] = self.rate * self.flops / self.peak
         return found
 
+    def print(self, words: str, **how: Any) -> None:
+        """Show words to whoever watches. Where nobody does any more, since a pipe or terminal was closed, a run goes on in
+        silence; rich would end the program there."""
+        with suppress(OSError, SystemExit):
+            self.console.print(words, **how)
+
     def say(self, words: str) -> None:
-        self.console.print(escape(words), highlight=False, soft_wrap=True)
+        self.print(escape(words), highlight=False, soft_wrap=True)
 
     def show_sample(self, step: int, text: str) -> None:
-        self.console.print(f"[dim]sample at step {step}:[/dim] {escape(text)}", highlight=False)
+        self.print(f"[dim]sample at step {step}:[/dim] {escape(text)}", highlight=False)
