@@ -26,7 +26,7 @@ from triton.runtime import interpreter
 from tilestack.contract.backends import interpreting
 
 Modules = tuple[ModuleType, ...]
-Members = list[tuple[Any, str, Any]]  # an owner, the name of an attribute, what the interpreter has there
+Members = list[tuple[Any, str, Any, Any]]  # an owner, an attribute, its own value, and the interpreter's
 
 # What is replaced below; this file may be executed again, and then finds its own in those places.
 patch_language, find_numpy_type = map(inspect.unwrap, (interpreter._patch_lang, interpreter._get_np_dtype))
@@ -63,11 +63,12 @@ def patch_language_once(function: Callable) -> LaunchScope:
     if modules and patched_modules.issuperset(modules):
         return scope
     if modules in replaced_members:
-        for owner, name, member in replaced_members[modules]:
-            scope.set_attr(owner, name, member)
+        for owner, name, own, member in replaced_members[modules]:
+            if getattr(owner, name, own) is own:  # what somebody else has put there stays
+                scope.set_attr(owner, name, member)
     else:
         scope._changes = patch_language(function)._changes
-        replaced_members[modules] = [(owner, name, vars(owner)[name]) for owner, name, _ in scope._changes]
+        replaced_members[modules] = [(owner, name, own, vars(owner)[name]) for owner, name, own in scope._changes]
     patched_modules.update(modules)
     return scope
 

@@ -66,7 +66,6 @@ SPILLS_OWED: dict[str, tuple[dict[int, int], str]] = {
         {90: 44},
         "float32 with a bias and dropout: random words beside sums without tensor cores",
     ),
-    "flash_bwd_bias_kernel": ({90: 24}, "the same"),
     "flash_bwd_queries_kernel": (
         {90: 400},
         "float32 heads beyond 128 have queries and arriving gradients in registers",
