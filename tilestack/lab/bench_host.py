@@ -24,6 +24,7 @@ from tilestack.contract.cases import Make
 from tilestack.contract.operator import as_tuple
 
 CALLS, BATCHES, WARM = 20, 40, 3
+SMALL = 1 << 20  # elements, which a GPU is done with before the host has asked for more
 FEWEST, LONGEST = 3, 0.3  # batches, and seconds after which they suffice: a definition may take milliseconds
 
 
@@ -48,12 +49,13 @@ def of_operator(op: Operator, device: str) -> list[dict[str, Any]]:
 
 
 def smallest(op: Operator) -> Any:
-    """The smallest case without an empty tensor whose rows are whole 16 bytes, as real ones are, where there is one."""
+    """The smallest case without an empty tensor whose rows are whole 16 bytes, as real ones are, where there is a small one."""
 
-    def order(case: Any) -> tuple[bool, int]:
+    def order(case: Any) -> tuple[bool, bool, int]:
         tensors = list(op.given_tensors(op.bind(**case.build(Make(torch.bfloat16, "meta")))).values())
         odd = any(t.ndim and t.shape[-1] % 8 for t in tensors if t.is_floating_point())
-        return odd, sum(t.numel() for t in tensors)
+        size = sum(t.numel() for t in tensors)
+        return size > SMALL, odd, size
 
     whole = [
         c
