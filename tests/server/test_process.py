@@ -1,6 +1,7 @@
 """The server as a process: SIGTERM lets requests end and no more begin; a second one does not wait."""
 
 import json
+import logging
 import signal
 import time
 from pathlib import Path
@@ -80,6 +81,17 @@ def test_a_second_signal_ends_at_once():
         assert time.monotonic() - began < 5
 
 
+@pytest.fixture
+def logs_as_before():
+    """The command writes logs to standard error, which here is the test's and ends with it."""
+    loggers = [logging.getLogger(name) for name in ("tilestack", "uvicorn")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
 def error_of(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve", *arguments])
@@ -87,6 +99,7 @@ def error_of(arguments, capsys):
     return capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("logs_as_before")
 def test_bad_input_is_one_line(folder, capsys, monkeypatch, fake, serve):
     taken = httpx2.URL(serve(fake)).port
     assert "cannot listen on 127.0.0.1" in error_of(["--model", str(folder), "--port", str(taken)], capsys)
