@@ -44,8 +44,8 @@ class Balancing:
         return torch.stack(costs).mean()
 
     def finish_step(self, skip: Tensor) -> dict[str, Tensor]:
-        """Move the biases of routers that have one, unless the step is skipped; the load of the busiest expert over the mean, in the worst layer, and
-        how many experts of all layers had no token for a hundred steps."""
+        """Move the biases of routers that have one, unless the step is skipped; the load of the busiest expert over the mean,
+        in the worst layer, and how many experts of all layers had no token for a hundred steps."""
         if not self.loads:
             return {}
         for mixture, window, load in zip(self.mixtures, self.windows, self.loads, strict=True):
