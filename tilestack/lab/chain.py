@@ -58,9 +58,7 @@ class Finished:
     processor_seconds: float  # which others on the machine change less
     commit: str
     figures: dict[str, tuple[float, float]] = field(default_factory=dict)
-    speed: dict[str, float] = field(
-        default_factory=dict
-    )  # tokens a second, and which part that is of what the GPU could
+    speed: dict[str, float] = field(default_factory=dict)  # tokens_per_s, and mfu where it is known
 
 
 def stages(device: str) -> list[Stage]:
