@@ -5,7 +5,7 @@ import torch
 
 from tilestack import contract, ops
 from tilestack.contract.cases import Make
-from tilestack.lab.invariance import ALONE, rows_of_case
+from tilestack.lab.invariance import ALONE, Rows, is_row_by_row, rows_of_case
 from tilestack.lab.verify import claims, prove
 
 CPU = torch.device("cpu")
@@ -42,6 +42,16 @@ def test_an_argument_that_stays_whole_makes_no_row():
     operator = ops.operator_named("fused_linear")
     case = case_of(operator, "70x130x40xbias+gelu+dropout+residual")
     assert rows_of_case(operator, case, torch.float64, CPU) is None
+
+
+def test_a_column_that_a_row_sees_only_alone_is_no_rounding():
+    """The last of many columns, whose probability may be next to nothing beside 1."""
+    operator = ops.operator_named("causal_softmax")
+    case = case_of(operator, "2x33000x1.0")
+    arguments = operator.bind(**case.build(Make(torch.float64)))
+    arguments["x"][:, -1] = -9.0
+    assert 0 < operator.definition(**arguments)[1, -1] < 1e-8
+    assert not is_row_by_row(operator, Rows(arguments, ("x",), 2))
 
 
 def rounds_by_batch(x, weight, eps):

@@ -17,6 +17,7 @@ from tilestack.lab import oracle, variants
 from tilestack.lab.memory_guards import unchanged
 
 REDRAWS = 16  # more draws of arguments, of which the definition may get one exact by luck
+NUDGES = 8  # more roundings of the same arguments
 LARGE = 1 << 17  # elements of a result that are enough in one draw
 
 Results = dict[str, Tensor]
@@ -89,31 +90,39 @@ def compute_standards(
     evaluate = EVALUATE[direction]
     declared = as_declared(operator)
 
-    def draw(variant: str, seed: int) -> tuple[Results, Results]:
+    def draw(variant: str, seed: int, nudge: int) -> tuple[Results, Results]:
         arguments = arguments_of(operator, case, variant, dtype, device, seed)
+        if nudge:
+            arguments = variants.nudged(arguments, nudge)
         exact = {name: in_float64(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
         return (
             evaluate(declared, operator, arguments, variant),
             evaluate(operator.definition, operator, exact, variant),
         )
 
-    reference, truth = draw(values, 0)
+    reference, truth = draw(values, 0, 0)
     own = {name: [oracle.own_error(reference[name], truth[name])] for name in reference}
-    for variant, seed in further_draws(values, truth.values()) if many_draws else ():
-        another, another_truth = draw(variant, seed)
+    for further in further_draws(values, truth.values()) if many_draws else ():
+        another, another_truth = draw(*further)
         for name in own:
             own[name].append(oracle.own_error(another[name], another_truth[name]))
     return {name: (reference[name], truth[name], worst_of(own[name])) for name in reference}
 
 
-def further_draws(values: str, truths: Iterable[Tensor]) -> list[tuple[str, int]]:
-    """What else the definition's error may be taken from, by variant and seed: other arguments where no result is large, and
-    the unvaried ones where these are varied."""
+def further_draws(values: str, truths: Iterable[Tensor]) -> list[tuple[str, int, int]]:
+    """What else the definition's error may be taken from, by variant, seed and nudge: where no result is large, other
+    arguments and these rounded otherwise; and the unvaried ones where these are varied.
+
+    Of large values, a few rows may be the hard ones (two scores a rounding apart), and other arguments have others.
+    """
     sizes = [truth.numel() for truth in truths if truth.is_floating_point()]
     if not sizes:
         return []
-    redraws = REDRAWS if max(sizes) <= LARGE else 0
-    return [*((values, seed) for seed in range(1, 1 + redraws)), *([("plain", 0)] if values != "plain" else [])]
+    again = [("plain", 0, 0)] if values != "plain" else []
+    if max(sizes) > LARGE:
+        return again
+    redrawn = [(values, seed, 0) for seed in range(1, 1 + REDRAWS)]
+    return [*redrawn, *((values, 0, nudge) for nudge in range(1, 1 + NUDGES)), *again]
 
 
 def in_float64(x: Tensor) -> Tensor:

@@ -87,6 +87,17 @@ def with_nan(arguments: Arguments) -> Arguments:
     return arguments | {name: poisoned}
 
 
+def nudged(arguments: Arguments, seed: int) -> Arguments:
+    """Every number moved by a unit in its last place, or not: the same problem, as hard as before, rounded otherwise."""
+    moved = {}
+    for place, (name, value) in enumerate(arguments.items()):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.element_size() > 1:
+            generator = torch.Generator().manual_seed(997 * seed + place)
+            units = torch.randint(-1, 2, value.shape, generator=generator).to(value.device)
+            moved[name] = (value.double() * (1 + units * torch.finfo(value.dtype).eps)).to(value.dtype)
+    return arguments | moved
+
+
 def expanded(x: Tensor, place: int) -> Tensor:
     """The first of x in the place of all others, which is what `expand` gives: a stride of zero."""
     if not x.is_floating_point() or not x.numel() or not x.ndim:

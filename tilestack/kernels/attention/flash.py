@@ -26,6 +26,7 @@ from tilestack.kernels.attention.documents import document_of
 from tilestack.kernels.attention.scores import (
     LOG2_E,
     NO_TERMS,
+    OF_THE_BATCH,
     Rules,
     Terms,
     at_step,
@@ -45,7 +46,7 @@ from tilestack.kernels.matmul.naive import add_product
 from tilestack.kernels.tiles import accumulator, cdiv, widened
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_THE_BATCH)
 def flash_fwd_kernel(
     q_ptr, k_ptr, v_ptr, bounds_ptr,  # [B, S, heads, …] three times, [B, S, 2]
     slopes_ptr, bias_ptr, blocks_ptr, tiles_ptr, seed_ptr, sinks_ptr, order_ptr, counts_ptr,  # see Terms and seen_blocks
@@ -56,7 +57,7 @@ def flash_fwd_kernel(
     slopes_batch_stride, bias_batch_stride, bias_head_stride, bias_stride, bias_key_stride,
     blocks_batch_stride, blocks_head_stride, below,
     FACTOR: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BIAS_UNIT: tl.constexpr, GROUP: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of queries, batch · heads); the last queries, which see most, come first."""
@@ -81,7 +82,7 @@ def flash_fwd_kernel(
     k_ptr += batch * k_batch_stride + kv_head * k_head_stride
     v_ptr += batch * v_batch_stride + kv_head * v_head_stride
     slope_at = batch * slopes_batch_stride + head
-    bias_at = batch * bias_batch_stride + head * bias_head_stride
+    bias_at = batch * bias_batch_stride * BIAS_UNIT + head * bias_head_stride
     line = (batch * heads + head) * queries
     largest = tl.full([ROWS], float("-inf"), ACC)
     total = tl.zeros([ROWS], ACC)

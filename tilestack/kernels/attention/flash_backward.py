@@ -31,6 +31,7 @@ from tilestack.contract.launch import launch
 from tilestack.kernels.attention.documents import document_of
 from tilestack.kernels.attention.scores import (
     NO_TERMS,
+    OF_THE_BATCH,
     Rules,
     Terms,
     at_step,
@@ -78,7 +79,7 @@ def softmax_and_gradient(
     return weights, dweights, slope, k
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_THE_BATCH)
 def flash_bwd_queries_kernel(
     q_ptr, k_ptr, v_ptr, bounds_ptr, slopes_ptr, bias_ptr, blocks_ptr, tiles_ptr, seed_ptr, order_ptr, counts_ptr,
     grad_ptr, grad_lse_ptr, stats_ptr, delta_ptr, out_ptr, dq_ptr,
@@ -91,7 +92,7 @@ def flash_bwd_queries_kernel(
     out_batch_stride, out_stride, out_head_stride, out_dim_stride,
     grad_lse_batch_stride, grad_lse_head_stride, grad_lse_stride,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BIAS_UNIT: tl.constexpr, GROUP: tl.constexpr,
     ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -121,7 +122,7 @@ def flash_bwd_queries_kernel(
     k_ptr += batch * k_batch_stride + kv_head * k_head_stride
     v_ptr += batch * v_batch_stride + kv_head * v_head_stride
     slope_at = batch * slopes_batch_stride + head
-    bias_at = batch * bias_batch_stride + head * bias_head_stride
+    bias_at = batch * bias_batch_stride * BIAS_UNIT + head * bias_head_stride
     if not SCALED:
         out_ptr += batch * out_batch_stride + head * out_head_stride
         out = load_tile(out_ptr, query, out_stride, out_dim_stride, inside, VALUE_DIM, VALUE_WIDTH)
@@ -160,7 +161,7 @@ def flash_bwd_queries_kernel(
     store_tile(dq_ptr, query, heads * DIM, dq * SCALE, inside, DIM, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_THE_BATCH)
 def flash_bwd_keys_kernel(
     q_ptr, k_ptr, v_ptr, bounds_ptr, slopes_ptr, bias_ptr, blocks_ptr, tiles_ptr, seed_ptr, order_ptr, counts_ptr,
     grad_ptr, stats_ptr, delta_ptr, dk_ptr, dv_ptr,
@@ -171,7 +172,7 @@ def flash_bwd_keys_kernel(
     slopes_batch_stride, bias_batch_stride, bias_head_stride, bias_stride, bias_key_stride,
     blocks_batch_stride, blocks_head_stride, below,
     SCALE: tl.constexpr, FACTOR: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BIAS_UNIT: tl.constexpr, GROUP: tl.constexpr,
     ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -212,7 +213,7 @@ def flash_bwd_keys_kernel(
         grad_at = grad_ptr + batch * grad_batch_stride + head * grad_head_stride
         line = (batch * heads + head) * queries
         slope_at = batch * slopes_batch_stride + head
-        bias_at = batch * bias_batch_stride + head * bias_head_stride
+        bias_at = batch * bias_batch_stride * BIAS_UNIT + head * bias_head_stride
         mask_at = batch * blocks_batch_stride + head * blocks_head_stride
         blocks_line = mask_at
         if blocks_ptr is not None:

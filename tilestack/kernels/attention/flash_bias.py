@@ -20,6 +20,7 @@ from tilestack.kernels.attention.documents import document_of
 from tilestack.kernels.attention.flash_backward import softmax_and_gradient
 from tilestack.kernels.attention.scores import (
     LOG2_E,
+    OF_THE_BATCH,
     Rules,
     Terms,
     exponential,
@@ -31,7 +32,7 @@ from tilestack.kernels.attention.scores import (
 from tilestack.kernels.tiles import accumulator, cdiv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_THE_BATCH)
 def flash_bwd_bias_kernel(
     q_ptr, k_ptr, v_ptr, bounds_ptr, slopes_ptr, bias_ptr, blocks_ptr, tiles_ptr, seed_ptr,
     grad_ptr, stats_ptr, delta_ptr, dbias_ptr,  # the last [BATCHES, HEADS, queries or 1, keys]
@@ -42,7 +43,7 @@ def flash_bwd_bias_kernel(
     slopes_batch_stride, bias_batch_stride, bias_head_stride, bias_stride, bias_key_stride,
     blocks_batch_stride, blocks_head_stride, below, batches, own_batches, own_heads,
     FACTOR: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ONE_ROW: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BIAS_UNIT: tl.constexpr, GROUP: tl.constexpr, ONE_ROW: tl.constexpr,
     ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +77,7 @@ def flash_bwd_bias_kernel(
                     q, grad, k_at, v_at, query, first_query, first_key, start, end, largest, share, line,
                     keys - queries, queries, keys,
                     slopes_ptr, bias_ptr, blocks_ptr, tiles_ptr, seed_ptr, batch * slopes_batch_stride + head,
-                    batch * bias_batch_stride + head * bias_head_stride, bias_stride, bias_key_stride,
+                    batch * bias_batch_stride * BIAS_UNIT + head * bias_head_stride, bias_stride, bias_key_stride,
                     batch * blocks_batch_stride + head * blocks_head_stride, below,
                     k_stride, k_dim_stride, v_stride, v_dim_stride,
                     FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS, BLOCK_Q, BLOCK_K, ACC, KEYS,

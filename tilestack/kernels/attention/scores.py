@@ -23,6 +23,10 @@ from tilestack.ops.random import dropped_below
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 WIDEST_HEAD = 256
+WIDE_LOAD = 16  # elements of a bias
+# A stride that may be another for a row alone, 0 or its own: compiled for its divisors, a kernel would read the bias in
+# another layout, and add up rows in another order. What divides it is said by BIAS_UNIT, so many of which it counts.
+OF_THE_BATCH = ["bias_batch_stride"]
 
 
 @triton.jit
@@ -237,17 +241,24 @@ class Terms(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Strides, zero along what is shared: slopes' between batches, bias's, blocks' between batches and heads; then the
-        word below which a weight is dropped."""
+        """Strides, zero along what is shared: slopes' between batches, bias's (the first in `bias_unit`s), blocks' between
+        batches and heads; then the word below which a weight is dropped."""
         slopes = self.slopes.stride(0) if self.slopes is not None and self.slopes.ndim == 2 else 0
         bias: tuple[int, ...] = (0, 0, 0, 0)
         blocks: tuple[int, ...] = (0, 0, 0, 0)
         shared = lambda x: tuple(step if size > 1 else 0 for step, size in zip(x.stride(), x.shape, strict=True))
         if self.bias is not None:
-            bias = *shared(self.bias)[:3], self.bias.stride(3)
+            batch, *others = shared(self.bias)[:3]
+            bias = batch // self.bias_unit, *others, self.bias.stride(3)
         if self.blocks is not None:
             blocks = shared(self.blocks)
         return slopes, *bias, *blocks[:2], dropped_below(self.dropout) if self.seed is not None else 0
+
+    @property
+    def bias_unit(self) -> int:
+        """What the bias's stride between batches is counted in, whether or not there is more than one."""
+        aligned = self.bias is not None and all(stride % WIDE_LOAD == 0 for stride in self.bias.stride()[:3])
+        return WIDE_LOAD if aligned else 1
 
     @property
     def load_more(self) -> bool:
@@ -257,7 +268,7 @@ class Terms(NamedTuple):
     @property
     def constants(self) -> dict:
         _, block_q, block_k = (None, None, None) if self.tiles is None else self.tiles.shape
-        return dict(BLOCK_Q=block_q, BLOCK_K=block_k)
+        return dict(BLOCK_Q=block_q, BLOCK_K=block_k, BIAS_UNIT=self.bias_unit)
 
     def tile(self, rows: int, keys: int) -> tuple[int, int]:
         """No more rows and keys of a tile than these, in whole parts of a block."""
