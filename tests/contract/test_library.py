@@ -8,12 +8,15 @@ from tilestack import contract, ops
 from tilestack.contract import backend
 from tilestack.contract.autograd import gradient_of_definition
 from tilestack.contract.cases import Make
+from tilestack.contract.library import define_with_extras
 from tilestack.contract.operator import as_tuple
 
 NAMES = ["add", "axpy", "relu", "silu", "gelu", "softmax", "rms_norm", "layer_norm", "linear", "grouped_linear"]
 WITH_KERNELS = [described for described in ops.operators() if "triton" in described.implementations]
 OTHERS = [described.name for described in WITH_KERNELS if described.name not in NAMES]
 DERIVED = [name for name in OTHERS if callable(ops.operator_named(name).implementations["triton"].backward)]
+SMALL = 20_000  # elements of arguments
+takes_imagined_extras = lambda described: (extras := described.implementations["triton"].extras) and extras.fake
 each_operator = pytest.mark.parametrize("name", NAMES)
 each_backend = pytest.mark.parametrize("chosen", ["torch", "triton"])
 
@@ -93,6 +96,42 @@ def test_every_other_operator_is_registered_as_it_behaves(name):
         checks.remove("test_schema")  # which multiplies what it is given, and PyTorch multiplies no fp8 on a CPU
     with backend("torch"):
         torch.library.opcheck(operator, values, test_utils=checks)
+
+
+@pytest.mark.parametrize("name", [described.name for described in WITH_KERNELS if takes_imagined_extras(described)])
+def test_a_gradient_that_takes_extras_is_imagined_as_it_is(name):
+    """In every case that is small: of some arguments, such as slopes, there is a gradient in none."""
+    described = ops.operator_named(name)
+    implementation = described.implementations["triton"]
+    tried = 0
+    for case in (case for case in described.cases if case.kind == "check"):
+        arguments = arguments_of(name, case, with_gradient=False)
+        given = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+        extras = implementation.extras_of(arguments)
+        if extras is None or not 0 < sum(map(torch.numel, given)) < SMALL or 0 in map(torch.numel, given):
+            continue
+        needs = [isinstance(t := arguments[key], torch.Tensor) and t.is_floating_point() for key in described.tensors]
+        forward = define_with_extras(described, "triton", extras)
+        outputs = dict(
+            zip(
+                (*described.outputs, *extras.names(described)),
+                as_tuple(forward(*arguments.values(), needs)),
+                strict=True,
+            )
+        )
+        available = arguments | {f"{key}_like": value for key, value in arguments.items()} | outputs | {"needs": needs}
+        available |= {
+            key: torch.ones_like(outputs[out]) for key, out in zip(described.grads, described.outputs, strict=True)
+        }
+        gradient = getattr(torch.ops.tilestack, f"{forward.__name__}_backward").default
+        values = [available[argument.name] for argument in gradient._schema.arguments if not argument.kwarg_only]
+        found = as_tuple(gradient(*values, backend="triton"))
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in values]
+            imagined = as_tuple(gradient(*fakes, backend="triton"))
+        assert [(g.shape, g.dtype) for g in found] == [(g.shape, g.dtype) for g in imagined], case.name
+        tried += 1
+    assert tried
 
 
 @pytest.mark.parametrize("name", DERIVED)

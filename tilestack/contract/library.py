@@ -199,9 +199,19 @@ class Gradient:
             found = as_tuple(call_named(self.op.gradient, available))
         else:
             like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
-            models = [available[self.likes.get(name, name)] for name in self.op.tensors]
+            arguments = {name: available[self.likes.get(name, name)] for name in self.op.parameters}
+            left_out = self.left_out(arguments, available)
+            models = [None if name in left_out else arguments[name] for name in self.op.tensors]
             found = tuple(None if model is None else like(model) for model in models)
         return self.results(found, available, values)
+
+    def left_out(self, arguments: dict[str, Any], available: dict[str, Any]) -> set[str]:
+        """Those for which the declared formula has no gradient, so that no implementation makes one either."""
+        if self.op.gradient is None:
+            return set()
+        outputs = dict(zip(self.op.outputs, as_tuple(self.op.fake(*arguments.values())), strict=True))
+        found = as_tuple(call_named(self.op.gradient, available | arguments | outputs))
+        return {name for name, gradient in zip(self.op.tensors, found, strict=True) if gradient is None}
 
     def results(self, found: tuple, available: dict[str, Any], inputs: tuple) -> Any:
         taken: list[Tensor] = []

@@ -61,7 +61,7 @@ def linear_fp8(
         aligned(weight).T,
         scale_a=x_scale.view(-1, 1) if by_rows else x_scale,
         scale_b=weight_scale.view(1, -1) if by_rows else weight_scale,
-        bias=None if bias is None else bias.contiguous(),
+        bias=None if bias is None else aligned(bias),
         out_dtype=torch.bfloat16,
     )
     return out.view(*x.shape[:-1], -1)
