@@ -66,8 +66,10 @@ class Documents:
 
 
 def train(folder, graph, objective=None, config=DENSE, lora=0, say=None, **sections):
+    """A run under `run.graph`, or that says nothing of it where `graph` is empty."""
     settings = {
-        "run": {"steps": STEPS, "device": "cuda", "log_every": 5, "skip_broken": 1, "graph": graph},
+        "run": {"steps": STEPS, "device": "cuda", "log_every": 5, "skip_broken": 1}
+        | ({"graph": graph} if graph else {}),
         "data": {"accumulate": 1},
         "precision": {"compute": "bfloat16"},
         "optimizer": {"clip": 0.5},
@@ -121,6 +123,17 @@ def test_graphs_repeat_the_plain_steps_to_the_bit(tmp_path, kind):
     assert everything(tmp_path / "plain") == everything(tmp_path / "graphs")
 
 
+def test_graphs_are_the_default(tmp_path):
+    """With checkpoints and evaluations between replays, of the model itself and not of an average of it."""
+    said = []
+    settings = dict(data={"accumulate": 2}, checkpoint={"every": 7}, ema={"decay": 0.0}, config=EXPERTS)
+    train(tmp_path / "plain", "off", **settings)
+    trainer = train(tmp_path / "auto", "", say=said, **settings)
+    assert set(trainer.steps.graphs) == {"first", "more", "update"}
+    assert everything(tmp_path / "plain") == everything(tmp_path / "auto")
+    assert not any("CUDA graphs" in text for text in said)
+
+
 def test_long_documents_have_the_same_bits_in_every_run_and_in_graphs(tmp_path):
     """Gradients of their queries are sums over many blocks of keys, which PyTorch's attention adds up in any order unless
     it is told strictly not to."""
@@ -167,6 +180,54 @@ def test_what_cannot_be_captured_runs_on_and_says_why(tmp_path, kind):
     assert any("steps are not captured in CUDA graphs" in text for text in said)
     with pytest.raises(RecipeError, match=r'run\.graph = "on" cannot be'):
         train(tmp_path / "on", "on", kind())
+
+
+class RefusingLate(Documents):
+    def loss(self, model, batch):
+        made = super().loss(model, batch)
+        torch.cuda.synchronize()
+        return made
+
+
+def test_a_capture_that_fails_gives_its_memory_back(tmp_path):
+    held, steps = {}, {}
+    for way, kind in (("off", Documents), ("auto", RefusingLate)):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        settings = dict(evaluation={"every": 0}, ema={"decay": 0.0}, run={"steps": 6})
+        trainer = train(tmp_path / way, way, kind(rows=128), **settings)
+        gc.collect()
+        torch.cuda.empty_cache()
+        held[way] = torch.cuda.memory_reserved()
+        steps[way] = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        del trainer
+    assert steps["off"] > 2**26
+    assert held["auto"] < held["off"] + steps["off"] / 2
+
+
+class Crowded(Documents):
+    """Has no memory for its first evaluation, when steps are captured."""
+
+    evaluated = 0
+
+    def evaluate(self, model):
+        self.evaluated += 1
+        if self.evaluated == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().evaluate(model)
+
+
+def test_an_evaluation_that_lacks_the_memory_of_the_graphs_gets_it(tmp_path):
+    """The steps that follow run kernel by kernel over what replays have left; dropout is on."""
+    said = []
+    train(tmp_path / "plain", "off", lora=4)
+    trainer = train(tmp_path / "auto", "auto", Crowded(), lora=4, say=said)
+    assert everything(tmp_path / "plain") == everything(tmp_path / "auto")
+    assert trainer.steps.graphs == {}
+    assert any("an evaluation ran out of memory beside them" in text for text in said)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path / "on", "on", Crowded())
 
 
 def test_memory_does_not_grow_with_steps_and_is_not_held_twice(tmp_path):

@@ -13,7 +13,9 @@ from tilestack.cli import main
 from tilestack.data import Packed, Tokenizer
 from tilestack.data.prepared import prepare_tokens
 from tilestack.train import Recipe, metrics
+from tilestack.train.batch_buffer import difference
 from tilestack.train.pretrain import Pretraining
+from tilestack.train.step import Step
 
 RECIPE = """
 [run]
@@ -94,6 +96,32 @@ def test_bits_per_byte_are_of_the_very_text_that_is_asked_for(small, tmp_path):
     bits = math.log2(tokenizer.vocabulary)
     assert found["validation_loss"] == pytest.approx(bits * math.log(2))
     assert found["bits_per_byte"] == pytest.approx(len(asked) * bits / len(tokenizer.decode(asked).encode()))
+
+
+def test_batches_differ_in_nothing_but_contents_over_the_ends_of_epochs(small, tmp_path):
+    recipe = Recipe.load(small())
+    objective = Pretraining(recipe, *prepare_tokens(recipe.data, tmp_path / "run"), torch.device("cpu"))
+    first = objective.next_batch()
+    while objective.stream.epoch < 2:
+        assert difference(first, objective.next_batch()) == ""
+
+
+def test_the_command_says_why_no_step_is_captured_and_gives_back_what_steps_keep(
+    tilestack, small, tmp_path, monkeypatch
+):
+    """The model is left when the memory of the steps is free: an average of it, or merged adapters, need some."""
+    order = []
+    monkeypatch.setattr(Step, "release", lambda step: bool(order.append("release")))
+    monkeypatch.setattr("tilestack.train.run.follow.export", lambda *_: order.append("export"))
+    code, said = tilestack("train", small(), "--folder", str(tmp_path / "run"))
+    assert (code, said.count("steps are not captured in CUDA graphs: the run is on a CPU\n")) == (0, 1)
+    assert order == ["release", "export"]
+    assert 'graph = "auto"' in (tmp_path / "run/recipe.toml").read_text()
+    _, said = tilestack("train", small(), "--folder", str(tmp_path / "off"), "--set", "run.graph=off")
+    assert "CUDA graphs" not in said
+    code, said = tilestack("train", small(), "--folder", str(tmp_path / "on"), "--set", "run.graph=true")
+    assert code == 1
+    assert "run.graph must be one of auto, on, off, not True; did you mean on?" in said
 
 
 def test_a_finished_run_is_a_folder_that_transformers_opens(tilestack, small, tmp_path):

@@ -56,6 +56,8 @@ def train_command(
     Killed or interrupted, the same command continues to the bit from the last checkpoint. The folder holds the recipe in
     full, run.json (how it was made), metrics.jsonl, speed.jsonl, loss.html, checkpoints and, at the end, the model.
 
+    On a GPU steps are captured as CUDA graphs; where they cannot be, a line says why (run.graph).
+
     What a recipe can say: [bold]tilestack recipe[/bold].
     """
     from tilestack.train import Recipe

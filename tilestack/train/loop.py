@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,8 +32,10 @@ from tilestack.train.run.folder import RunFolder
 from tilestack.train.run.interruption import Interruption
 from tilestack.train.run.profile import StepProfiler
 from tilestack.train.run.provenance import begin, changes
-from tilestack.train.static_step import choose_steps
+from tilestack.train.static_step import choose_steps, not_captured
 from tilestack.train.step import Step, Steps
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -93,7 +95,8 @@ class Trainer:
         self.progress, self.after_evaluation = progress or Progress(recipe), after_evaluation
         parts = self.optimizer, self.balancing, self.average, self.device
         self.one_step = Step(recipe, self.runner, objective, parameters, *parts)
-        self.steps: Steps = choose_steps(self.one_step, self.progress.say)
+        self.steps: Steps
+        self.steps, self.about_steps = choose_steps(self.one_step, self.progress.say)
         self.step = 0  # steps done
         self.clock, self.tokens = time.perf_counter(), 0  # since the speed was last told
         self.pending: list[Pending] = []
@@ -125,6 +128,8 @@ class Trainer:
                     self.log.cut(0)
                     self.speed.cut(0)
                 if not self.finished:
+                    if self.about_steps:
+                        self.progress.say(self.about_steps)
                     about = self.recipe.run.name, self.recipe.table()
                     self.trackers = metrics.open_trackers(self.recipe.run.trackers, self.folder, *about, self.step)
                 self.model.train()
@@ -202,14 +207,30 @@ class Trainer:
             self.clock, self.tokens = time.perf_counter(), 0  # the speed is that of steps
 
     def _evaluate(self, evaluates: bool, samples: bool) -> None:
-        with self.as_evaluated():
-            if evaluates:
-                self._write({"step": self.step, **self.objective.evaluate(self.model)})
-            for text in self.objective.sample(self.model) if samples else ():
-                self.log.write(step=self.step, sample=text)
-                self.progress.show_sample(self.step, text)
+        figures, texts = self._with_room(lambda: self._look_at_model(evaluates, samples))
+        if evaluates:
+            self._write({"step": self.step, **figures})
+        for text in texts:
+            self.log.write(step=self.step, sample=text)
+            self.progress.show_sample(self.step, text)
         self.log.flush()
         self.after_evaluation()
+
+    def _look_at_model(self, evaluates: bool, samples: bool) -> tuple[dict[str, float], list[str]]:
+        with self.as_evaluated():
+            figures = self.objective.evaluate(self.model) if evaluates else {}
+            return figures, self.objective.sample(self.model) if samples else []
+
+    def _with_room(self, look: Callable[[], T]) -> T:
+        """What a look at the model finds. CUDA graphs keep the memory of a step to themselves: where that is what the look
+        lacks, and nobody insists on them, they go."""
+        try:
+            return look()
+        except torch.OutOfMemoryError:
+            if self.recipe.run.graph == "on" or not self.steps.release():
+                raise
+        self.progress.say(not_captured("an evaluation ran out of memory beside them"))
+        return look()
 
     def _read_figures(self) -> None:
         """Fetch the figures of all pending steps at once, and write them down."""

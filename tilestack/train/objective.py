@@ -22,8 +22,8 @@ class Loss:
 class Objective(Protocol):
     """Pretraining, SFT, DPO, GRPO: what a run optimises. One that reads data may count in `counts`, a dict, what it took and
     what it left out; a run says so and keeps it. One with `fixed_shapes` promises that batches differ in nothing but the
-    contents of their tensors, so that a CUDA graph of one step is right for all. One that `has_reference` compares with
-    the model as the run found it."""
+    contents of their tensors, and that `loss` does the same with each, so that a CUDA graph of one step is right for all:
+    once steps are captured, it is called no more. One that `has_reference` compares with the model as the run found it."""
 
     def next_batch(self) -> Any:
         """The next micro-batch, on the device; advances the cursor."""

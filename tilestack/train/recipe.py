@@ -37,8 +37,8 @@ class Run:
         operational=True,
     )
     graph: str = setting(
-        "off",
-        "whole steps as CUDA graphs; auto is on where batches have one shape and the GPU's kernels take them",
+        "auto",
+        "whole steps as CUDA graphs: auto where they can be, and says why where not; on, or an error; off",
         choices=("auto", "on", "off"),
         operational=True,
     )

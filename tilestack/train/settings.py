@@ -98,8 +98,9 @@ def read(kind: type[T], table: Mapping[str, Any], where: str = "", whole: type |
         key = f"{where}.{name}" if where else name
         if name not in fields:
             raise RecipeError(f"no setting {key}{nearest(name, where, list(fields), whole or kind)}")
-        values[name] = fit(hints[name], value, key, whole or kind)
-        refuse_out_of_range(values[name], fields[name].metadata, key)
+        accepted = fields[name].metadata
+        values[name] = value if accepted.get("choices") else fit(hints[name], value, key, whole or kind)
+        refuse_out_of_range(values[name], accepted, key)
     try:
         return kind(**values)
     except RecipeError:
@@ -149,7 +150,8 @@ def of_type(kind: type, value: Any, key: str) -> Any:
 
 def refuse_out_of_range(value: Any, accepted: Mapping[str, Any], key: str) -> None:
     if (choices := accepted.get("choices")) and value not in choices:
-        close = difflib.get_close_matches(str(value), choices, 1)
+        switch = {"True": "on", "False": "off"}.get(str(value))  # what TOML has for a switch
+        close = [switch] if switch in choices else difflib.get_close_matches(str(value), choices, 1)
         raise RecipeError(
             f"{key} must be one of {', '.join(choices)}, not {value!r}"
             + (f"; did you mean {close[0]}?" if close else "")

@@ -35,6 +35,9 @@ class Steps(Protocol):
     def update(self) -> Tensor:
         """Finish the step; its figures, in the order of `Step.names`."""
 
+    def release(self) -> bool:
+        """Between two steps, give back the memory that is kept for the next one; whether there was any."""
+
 
 class Step:
     def __init__(
@@ -125,3 +128,6 @@ class Step:
         elif not skip.item():  # torch's own optimizers cannot skip on the device
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not self.compiled_graphs)
+
+    def release(self) -> bool:
+        return False

@@ -10,6 +10,7 @@ from small import CPU, decoder, log_prob, recipe, through_json, tokenizer
 from tilestack.data import DataError
 from tilestack.train import RecipeError
 from tilestack.train.align.sft import SFT, SFTRecipe
+from tilestack.train.batch_buffer import difference
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -105,6 +106,14 @@ def test_every_conversation_comes_once_a_round_and_rounds_differ():
     texts = sorted(tuple(ids) for ids, _ in objective.sequences)
     assert sorted(text for text in seen if any(text)) == texts
     assert objective.packed() != first
+
+
+def test_batches_differ_in_nothing_but_contents_over_the_ends_of_rounds():
+    objective = sft()
+    assert len(objective.rows) % objective.recipe.data.batch  # so that a batch takes rows of two rounds
+    first = objective.next_batch()
+    while objective.deck.round < 3:
+        assert difference(first, objective.next_batch()) == ""
 
 
 def test_a_saved_place_continues_with_the_same_batches():

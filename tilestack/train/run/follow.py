@@ -134,6 +134,7 @@ def make_trainer(
 
 def leave_model(trainer: Trainer, tokenizer: data.Tokenizer) -> None:
     """Write the trained model into the run's folder, as others open it; with adapters, these too."""
+    trainer.steps.release()  # an average or merged adapters need memory beside the model
     with trainer.as_evaluated():
         model: Any = trainer.model
         if lora_layers(model):
