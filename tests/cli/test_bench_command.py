@@ -1,5 +1,8 @@
 """`tilestack bench`: every part of `all`, only what is stale, and no more than the budget."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 
 from tilestack.cli import main
@@ -7,7 +10,9 @@ from tilestack.lab import bench, bench_host, bench_http, bench_optim, bench_serv
 from tilestack.lab.rows import Row
 from tilestack.lab.stale import present_source
 
-HOST_ROWS = [dict(op="relu", direction="no_grad", backend="triton", host_us=9.0, floor_us=7.0)]
+HOST_ROWS = [
+    dict(op="relu", case="64", dtype="bfloat16", direction="no_grad", backend="triton", host_us=9.0, floor_us=7.0)
+]
 
 
 @pytest.fixture
@@ -23,7 +28,7 @@ def parts(monkeypatch, tmp_path, outside):
     monkeypatch.setattr(bench, "bench", kernels)
     monkeypatch.setattr(memory, "bench_memory", lambda *_: asked.append(("memory", True)) or {"rows": [], "machine": {"gpu": "", "cpu": "", "date": ""}, "roofs": {}})  # fmt: skip
 
-    monkeypatch.setattr(bench_host, "bench_host", lambda device: asked.append(("host", device)) or [HOST_ROWS])
+    monkeypatch.setattr(bench_host, "bench_host", lambda device, without: asked.append(("host", device)) or [HOST_ROWS])
 
     def optimizers(kept, **_):
         asked.append(("optim", len(kept)))
@@ -91,3 +96,40 @@ def test_what_was_served_is_kept_when_the_next_fails(parts, monkeypatch):
     assert run("serve", "--save") != 0
     (kept,) = results.load(results.path_of("cpu", "serve"))["rows"]
     assert kept["case"] == "batch 1"
+
+
+def test_what_was_measured_is_shown_and_kept_when_the_rest_fails(parts, monkeypatch, tmp_path, capsys):
+    def then_ctrl_c(*_):
+        yield dict(HOST_ROWS[0], op="serve", backend="tilestack")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_serve, "bench_serve", then_ctrl_c)
+    monkeypatch.setattr(bench_serve, "render", lambda rows: f"{len(rows)} row of {rows[0]['backend']}")
+    assert run("serve", "--save", "--json", "rows.json") == 130
+    assert "1 row of tilestack" in capsys.readouterr().out
+    assert [row["op"] for row in json.loads((tmp_path / "rows.json").read_text())] == ["serve"]
+    (path,) = (tmp_path / "results").rglob("serve.json")
+    assert len(results.load(path)["rows"]) == 1
+
+
+def test_host_times_are_added_to_those_that_are_there(parts, monkeypatch, tmp_path):
+    asked = []
+    rows = lambda name: [dict(HOST_ROWS[0], op=name, case="case", source=present_source(name, "triton"))]
+
+    def measured(device, without):
+        asked.append(set(without))
+        yield from (rows(name) for name in ("relu", "add") if name not in without)
+
+    monkeypatch.setattr(bench_host, "bench_host", measured)
+    monkeypatch.setattr(bench_host, "smallest", lambda op: SimpleNamespace(name="case"))
+    monkeypatch.setattr("tilestack.cli.bench.Asked.is_over", lambda self: bool(asked))  # after the first
+    assert run("host", "--save") == 0
+    monkeypatch.setattr("tilestack.cli.bench.Asked.is_over", lambda self: False)
+    assert run("host", "--save", "--stale") == 0
+    assert asked == [set(), {"relu"}]
+    (path,) = (tmp_path / "results").rglob("sweeps/host.json")
+    kept = results.load(path)["rows"]
+    assert [row["op"] for row in kept] == ["relu", "add"]
+    assert all(row["commit"] for row in kept)
+    older = [dict(row, source="older") if row["op"] == "add" else row for row in kept]
+    assert bench_host.current_operators(older) == {"relu"}

@@ -1,6 +1,7 @@
 """Proofs in several processes: the same as in one, and a worker that dies takes nothing with it."""
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -65,13 +66,34 @@ def test_what_has_no_proof_that_stands_is_proved_again():
         return dict(op="relu", backend="triton", dtype="float32", direction=direction, wrong=wrong, source=source)
 
     everything = left()
-    assert everything >= {("relu", "triton"), ("linear", "triton"), ("linear", "triton_persistent")}
+    assert everything >= {("relu", "triton"), ("linear", "triton"), ("linear", "triton_naive")}
     assert not {("relu", "torch"), ("relu", "aten")} & everything
     assert left(line("forward"), line("backward")) == everything - {("relu", "triton")}
     assert left(line("forward"), line("backward", source="older")) == everything
     assert left(line("forward", wrong=1)) == everything
-    (only,) = proofs.unproved(quick("linear", backend="triton_persistent"), [])
-    assert only.backend == "triton_persistent"
+    (only,) = proofs.unproved(quick("linear", backend="triton_naive"), [])
+    assert only.backend == "triton_naive"
+
+
+def test_what_a_backend_takes_in_no_case_is_nothing_to_prove():
+    asked = lambda dtype: tasks_for(
+        [ops.operator_named("sample")], CPU, only={}, dtypes=[dtype], kinds=("check",), every_variant=True
+    )
+    assert [task.backend for task in proofs.unproved(asked(torch.float32), [])] == ["triton"]
+    assert proofs.unproved(asked(torch.float64), []) == []
+
+
+def test_where_not_all_may_be_begun_the_shortest_come_first(monkeypatch):
+    monkeypatch.setattr(workers, "CLAIMS_IN_A_PART", 1)
+    begun = []
+    monkeypatch.setattr(workers, "prove_apart", lambda parts, *_: (begun.extend(parts), iter(()))[1])
+    tasks = [*quick("add", backend="triton"), *quick("softmax", backend="triton")]
+    lengths = {task.operator: len(parts_of(task)) for task in tasks}
+    assert len(set(lengths.values())) == 2
+    for budget, order in ((math.inf, lambda length: -length), (60, lambda length: length)):
+        begun.clear()
+        assert list(prove_tasks(tasks, jobs=2, budget=budget)) == []
+        assert list(dict.fromkeys(part.operator for part in begun)) == sorted(lengths, key=lambda n: order(lengths[n]))
 
 
 def test_ctrl_c_in_the_terminal_is_not_for_a_worker(capfd):

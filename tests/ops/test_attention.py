@@ -127,6 +127,30 @@ def test_arguments_that_make_no_sense_are_refused(shapes, options, message):
         ops.attention(*(torch.zeros(shape) for shape in shapes), **options)
 
 
+@pytest.mark.parametrize(
+    ("queries", "window", "flashes"), [(12, 5, False), (12, 4, False), (12, 3, True), (3, 5, True)]
+)
+def test_a_window_wider_than_the_keys_is_kept_where_queries_come_long_before_them(
+    monkeypatch, queries, window, flashes
+):
+    """FlashAttention takes such a window for none, and lets queries that see nothing see everything."""
+    arguments = dict(
+        q=torch.randn(1, queries, 1, 8),
+        k=torch.randn(1, 3, 1, 8),
+        v=torch.randn(1, 3, 1, 8),
+        causal=False,
+        window=window,
+    )
+    expected = ops.attention(**arguments)
+    asked = []
+    monkeypatch.setattr(attention_aten, "has_flash", lambda q, v: True)
+    monkeypatch.setattr(attention_aten, "varying_lengths", lambda: (attention_aten.flash, {}))
+    monkeypatch.setattr(attention_aten, "flash", lambda *given: asked.append(given) or expected)
+    with backend(attention="aten"):
+        torch.testing.assert_close(ops.attention(**arguments), expected)
+    assert bool(asked) is flashes
+
+
 @pytest.mark.parametrize("length", [attention_aten.BLOCK, attention_aten.BLOCK + 1, 3 * attention_aten.BLOCK - 5])
 def test_blocks_of_queries_on_the_cpu_are_the_whole(length):
     make = Make(torch.float64)

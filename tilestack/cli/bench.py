@@ -2,13 +2,14 @@
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.markup import escape
 
 from tilestack.cli.common import (
@@ -175,6 +176,21 @@ class Asked:
         left = self.seconds_left()
         return left is not None and left <= 0
 
+    @contextmanager
+    def measured_rows(
+        self, target: Path, render: Callable[[list[dict[str, Any]]], Any]
+    ) -> Iterator[list[dict[str, Any]]]:
+        """A list for rows, which are shown at the end however it comes: what Ctrl-C or an error leaves was measured."""
+        rows: list[dict[str, Any]] = []
+        try:
+            yield rows
+        finally:
+            write_json(self.json, rows)
+            if rows and str(self.json) != "-":
+                console.print(render(rows))
+            if rows and self.save:
+                console.print(f"saved in {target}")
+
 
 def bench_kernels(
     asked: Asked,
@@ -260,41 +276,35 @@ def bench_host_time(asked: Asked) -> None:
 
     if asked.is_over():
         return
-    rows = []
-    target = results.FOLDER / asked.stamp["slug"] / "sweeps" / "host.json"
-    for found in bench_host.bench_host(asked.place.type):
-        rows += found
-        if asked.save:  # at once: the next may fail
-            results.save(target, {"machine": asked.stamp, "roofs": {}, "rows": rows})
-    write_json(asked.json, rows)
-    if str(asked.json) != "-":
-        console.print(bench_host.render(rows))
-        console.print(bench_host.summary(rows))
-    if asked.save:
-        console.print(f"saved in {target}")
+    target = asked.results_file("sweeps/host")
+    kept = bench_host.current_operators(asked.kept_rows("sweeps/host")) if asked.stale else set()
+    with asked.measured_rows(target, bench_host.render_with_summary) as rows:
+        for found in bench_host.bench_host(asked.place.type, without=kept):
+            rows += found
+            if asked.save:  # at once: the next may fail
+                results.merge(target, asked.stamp, {}, found)
+            if asked.is_over():
+                break
 
 
 def bench_optimizers(asked: Asked) -> None:
     """The step of each optimizer beside torch's; on a CPU, over a few small tensors."""
-    from tilestack.lab import bench_tables, results, rows
+    from tilestack.lab import bench_tables, results
     from tilestack.lab.bench_optim import CASES, bench_optim
     from tilestack.lab.roofs import measured
+    from tilestack.lab.rows import Row
 
     target = asked.results_file("optimizers")
     few: list[tuple[int, ...]] = [(256, 64)] * 8
     small = None if asked.place.type == "cuda" else dict.fromkeys(CASES, few)
     kept = asked.kept_rows("optimizers") if asked.stale else []
-    found = []
     measuring = bench_optim(device=asked.place.type, shapes=small, kept=kept)
-    while not asked.is_over() and (contest := next(measuring, None)) is not None:
-        found += contest
-        if asked.save:
-            results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), contest)
-    write_json(asked.json, found)
-    for table in bench_tables.tables([rows.Row.from_dict(row) for row in found], asked.stamp):
-        console.print(table)
-    if asked.save and found:
-        console.print(f"saved in {target}")
+    render = lambda rows: Group(*bench_tables.tables([Row.from_dict(row) for row in rows], asked.stamp))
+    with asked.measured_rows(target, render) as rows:
+        while not asked.is_over() and (contest := next(measuring, None)) is not None:
+            rows += contest
+            if asked.save:
+                results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), contest)
 
 
 def training_works(
@@ -333,20 +343,15 @@ def bench_training(asked: Asked, works: list["Work"], candidates: list[str] | No
     from tilestack.lab import bench_train, results
     from tilestack.lab.roofs import measured
 
-    rows = []
     target = asked.results_file("train")
-    for work in bench_train.stale_works(works, asked.kept_rows("train")) if asked.stale else works:
-        if asked.is_over():
-            break
-        found = bench_train.bench_train(work, candidates, Console(stderr=True).print)
-        rows += found
-        if asked.save:
-            results.merge(target, asked.stamp, measured(work.device).as_dict(), found)
-    write_json(asked.json, rows)
-    if rows and str(asked.json) != "-":
-        console.print(bench_train.render(rows))
-    if asked.save and rows:
-        console.print(f"saved in {target}")
+    with asked.measured_rows(target, bench_train.render) as rows:
+        for work in bench_train.stale_works(works, asked.kept_rows("train")) if asked.stale else works:
+            if asked.is_over():
+                break
+            found = bench_train.bench_train(work, candidates, Console(stderr=True).print)
+            rows += found
+            if asked.save:
+                results.merge(target, asked.stamp, measured(work.device).as_dict(), found)
 
 
 def bench_serving(asked: Asked, model: str | None, candidates: list[str] | None, only: list[str] | None) -> None:
@@ -356,16 +361,12 @@ def bench_serving(asked: Asked, model: str | None, candidates: list[str] | None,
 
     if asked.is_over():
         return
-    rows, target = [], asked.results_file("serve")
-    for row in bench_serve.bench_serve(asked.place.type, model, candidates, only, Console(stderr=True).print):
-        rows.append(row)
-        if asked.save:  # at once: the next may fail
-            results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), [row])
-    write_json(asked.json, rows)
-    if rows and str(asked.json) != "-":
-        console.print(bench_serve.render(rows))
-    if asked.save and rows:
-        console.print(f"saved in {target}")
+    target = asked.results_file("serve")
+    with asked.measured_rows(target, bench_serve.render) as rows:
+        for row in bench_serve.bench_serve(asked.place.type, model, candidates, only, Console(stderr=True).print):
+            rows.append(row)
+            if asked.save:  # at once: the next may fail
+                results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), [row])
 
 
 def bench_over_http(asked: Asked, model: str | None) -> None:
@@ -378,10 +379,7 @@ def bench_over_http(asked: Asked, model: str | None) -> None:
         return
     trust_engine()
     target = asked.results_file("http")
-    rows = bench_http.bench_http(asked.place.type, model, tell=Console(stderr=True).print)
-    write_json(asked.json, rows)
-    if rows and str(asked.json) != "-":
-        console.print(bench_http.render(rows))
-    if rows and asked.save:
-        results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), rows)
-        console.print(f"saved in {target}")
+    with asked.measured_rows(target, bench_http.render) as rows:
+        rows += bench_http.bench_http(asked.place.type, model, tell=Console(stderr=True).print)
+        if asked.save:
+            results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), rows)

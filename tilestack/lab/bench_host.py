@@ -12,28 +12,38 @@ Each beside PyTorch's own function (`aten`), or the definition where there is no
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
+from rich.console import Group
 from rich.table import Table
 
 from tilestack import ops
 from tilestack.contract import BackendError, Operator, backend, configure_backend
 from tilestack.contract.cases import Make
 from tilestack.contract.operator import as_tuple
+from tilestack.lab.stale import is_current, present_source
 
 CALLS, BATCHES, WARM = 20, 40, 3
 SMALL = 1 << 20  # elements, which a GPU is done with before the host has asked for more
 FEWEST, LONGEST = 3, 0.3  # batches, and seconds after which they suffice: a definition may take milliseconds
 
 
-def bench_host(device: str = "cuda", names: list[str] | None = None) -> Iterator[list[dict[str, Any]]]:
+def bench_host(device: str = "cuda", without: Collection[str] = ()) -> Iterator[list[dict[str, Any]]]:
     """An operator's rows at a time, one for each way of calling and backend: microseconds on the host, and those of the floor
-    beside it."""
+    beside it. `without` are those that need not be measured."""
     for op in ops.operators():
-        if op.outputs and not op.mutates and "triton" in op.implementations and (names is None or op.name in names):
+        if op.outputs and not op.mutates and "triton" in op.implementations and op.name not in without:
             yield of_operator(op, device)
+
+
+def current_operators(rows: Iterable[dict[str, Any]]) -> set[str]:
+    """Those that were measured on the present source, in the case that would be taken now."""
+    ours = [row for row in rows if row["backend"] == "triton"]
+    known = {op.name: op for op in ops.operators()}
+    current = lambda row: row["op"] in known and is_current(row) and smallest(known[row["op"]]).name == row["case"]
+    return {row["op"] for row in ours} - {row["op"] for row in ours if not current(row)}
 
 
 def of_operator(op: Operator, device: str) -> list[dict[str, Any]]:
@@ -43,7 +53,16 @@ def of_operator(op: Operator, device: str) -> list[dict[str, Any]]:
         for way, call in ways(op, case, name, device).items():
             calls[way, name] = call
     return [
-        dict(op=op.name, case=case.name, dtype="bfloat16", direction=way, backend=name, host_us=ours, floor_us=floor)
+        dict(
+            op=op.name,
+            case=case.name,
+            dtype="bfloat16",
+            direction=way,
+            backend=name,
+            host_us=ours,
+            floor_us=floor,
+            source=present_source(op.name, name),
+        )
         for (way, name), (ours, floor) in measure_all(calls, device).items()
     ]
 
@@ -138,6 +157,10 @@ def render(rows: list[dict[str, Any]]) -> Table:
             name, f"{floor:.1f}", *(cell(way, ours) for way in ("no_grad", "grad", "both") for ours in (True, False))
         )
     return table
+
+
+def render_with_summary(rows: list[dict[str, Any]]) -> Group:
+    return Group(render(rows), summary(rows))
 
 
 def summary(rows: list[dict[str, Any]]) -> str:

@@ -124,8 +124,9 @@ def bench_train(
             found = in_turn(tried, same, timeout)
         else:
             for candidate in tried:
-                say(f"{candidate}, {work.case}")
-                found[candidate] = apart(candidate, same, timeout)
+                say(f"{candidate}, {work.case} …")
+                found[candidate] = figures = apart(candidate, same, timeout)
+                say(f"  {work.tokens / figures['seconds']:,.0f} tokens/s" if "seconds" in figures else "  no figure")
     refuse_other_work(found)
     for candidate, figures in found.items():
         row = Row(

@@ -55,13 +55,14 @@ def lines_of(proofs: Iterable[Proof], machine: dict[str, Any]) -> list[Line]:
 
 
 def unproved(tasks: Iterable[Task], kept: Iterable[Line]) -> list[Task]:
-    """Of all backends in some tasks, those without a proof that stands: of the present source, with nothing wrong in it."""
+    """Of all backends in some tasks, those without a proof that stands, of the present source and with nothing wrong in it,
+    though there is something to prove."""
     stands: dict[tuple[str, str, str], bool] = {}
     for line in kept:
         mine = line["op"], line["backend"], line["dtype"]
         stands[mine] = stands.get(mine, True) and is_current(line) and not line["wrong"]
     name = lambda task: (task.operator, task.backend, str(task.dtype).removeprefix("torch."))
-    return [task for task in each_backend(tasks) if not stands.get(name(task))]
+    return [task for task in each_backend(tasks) if not stands.get(name(task)) and task.is_taken()]
 
 
 def save_proofs(path: Path, machine: dict[str, Any], proofs: Iterable[Proof]) -> None:

@@ -193,7 +193,10 @@ def prove(claim: Claim, find_standards: Callable[..., dict[str, Standard]] = sta
             return check_gradient(claim)
         if claim.variant == invariance.ALONE:
             return prove_alone(claim)
-        standards = claim.standards(find_standards)
+        try:
+            standards = claim.standards(find_standards)
+        except torch.OutOfMemoryError:
+            return claim.proof(None, message="the definition needs more memory than there is")
         evaluated = list(evaluations(claim))
         proof = compare(claim, evaluated, standards)
         if proof.ok is False and further_draws(claim.values, (truth for _, truth, _ in standards.values())):

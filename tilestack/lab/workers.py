@@ -21,6 +21,7 @@ from typing import cast
 
 import torch
 
+from tilestack.contract.cases import Make
 from tilestack.contract.operator import Operator
 from tilestack.contract.registry import operator_named
 from tilestack.lab.peers import our_backends
@@ -53,6 +54,17 @@ class Task:
             every_variant=self.every_variant,
             case_names=self.case_names,
         )
+
+    def is_taken(self) -> bool:
+        """Whether there is a case whose arguments its backend takes in this dtype; without one there is nothing to prove."""
+        operator = operator_named(self.operator)
+        implementations = [i for name, i in operator.implementations.items() if self.backend in (None, name)]
+        for case in operator.cases:
+            given = operator.given_tensors(operator.bind(**case.build(Make(self.dtype, "meta"))))
+            for implementation in implementations:
+                if all(t.dtype in (implementation.accepted(name, t) or (t.dtype,)) for name, t in given.items()):
+                    return True
+        return False
 
     def proofs(self) -> list[Proof]:
         return [prove(claim) for claim in self.claims()]
@@ -107,14 +119,16 @@ def prove_tasks(
     """Each task with its proofs, as they are done: in this process, or in as many others; `files` are run there first.
 
     None is begun once so many seconds are over; those that were never begun are not among what is found. Where several
-    processes work, they share the parts of a task, the longest tasks first.
+    processes work, they share the parts of a task, the longest tasks first, so that all end together; or, where not all may
+    be begun, the shortest, so that the most are proved.
     """
     ends = time.monotonic() + budget
     if jobs == 1:
         yield from ((task, task.proofs()) for task in takewhile(lambda _: time.monotonic() < ends, tasks))
         return
     parts = {task: parts_of(task) for task in tasks}
-    whole = {part: task for task in sorted(tasks, key=lambda task: -len(parts[task])) for part in parts[task]}
+    in_order = sorted(tasks, key=lambda task: len(parts[task]), reverse=math.isinf(budget))
+    whole = {part: task for task in in_order for part in parts[task]}
     may_begin = lambda part: part != parts[whole[part]][0] or time.monotonic() < ends
     found: dict[Task, list[Proof]] = {}
     for part, proofs in prove_apart(whole, jobs, files, may_begin):

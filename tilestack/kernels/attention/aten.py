@@ -50,6 +50,12 @@ def has_flash(q: Tensor, v: Tensor) -> bool:
     )
 
 
+def window_is_lost(queries: int, keys: int, causal: bool, window: int | None) -> bool:
+    """Whether FlashAttention would let all queries see all keys: it takes a window wider than the keys for none, though
+    queries that come long before the first key have none of them in it."""
+    return window is not None and not causal and window > keys < queries
+
+
 def flash(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, window: int | None, scale: float | None
 ) -> Tensor:
@@ -133,7 +139,8 @@ def attention(
     queries, keys = q.shape[1], k.shape[1]
     q, k, v = straight(q), straight(k), straight(v)
     in_one_piece = cu_seqlens is None and window is None and (not causal or queries in (1, keys))
-    if not in_one_piece and has_flash(q, v) and varying_lengths():
+    lost = window_is_lost(queries, keys, causal, window)
+    if not in_one_piece and not lost and has_flash(q, v) and varying_lengths():
         out = flash(q, k, v, cu_seqlens, causal, window, scale)
     elif in_one_piece and causal and queries > BLOCK and q.device.type == "cpu":
         out = in_blocks(q, k, v, scale)
@@ -142,7 +149,7 @@ def attention(
         if q.dtype not in HALVES:  # the plain one would round queries and keys, times the root of the scale each
             q, scale = q * scale_or_usual(scale, q), 1.0
         fused = mask is None and has_flash(q, v)
-        with trusted_kernels(q), in_one_order() if fused else nullcontext():
+        with sdpa_kernel(SDPBackend.MATH) if lost else trusted_kernels(q), in_one_order() if fused else nullcontext():
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2),
                 k.transpose(1, 2),
