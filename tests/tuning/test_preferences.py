@@ -217,6 +217,19 @@ def test_auto_follows_a_written_table(tmp_path, monkeypatch):
     preferences.table_of.cache_clear()
 
 
+def test_what_only_a_search_has_measured_stays_in_a_table(tmp_path):
+    measure = lambda rows: json.loads(
+        preferences.write_table({"machine": {"slug": "h200"}, "rows": rows}, tmp_path).read_text()
+    )
+    assert list(measure([row("aten", 5.0), row("triton", 9.0)])["softmax"]["bfloat16"]) == ["25x12"]
+    preferences.add_to_table(tmp_path / "h200.json", [row("triton", 1.0, case="16384x256x-1"), row("aten", 2.0, case="16384x256x-1")])  # fmt: skip
+    preferences.add_to_table(tmp_path / "h200.json", [row("triton", 1.0) | dict(op="relu", case="4096x16384")])
+    found = measure([row("aten", 9.0), row("triton", 5.0)])
+    assert found["softmax"]["bfloat16"] == {"22x8": ["triton", "aten"], "25x12": ["triton", "aten"]}
+    assert found["softmax"]["default"] == ["aten", "triton"]  # which was there, and is not of these rows alone
+    assert found["relu"]["default"] == ["triton"]
+
+
 def test_auto_leaves_what_is_not_deterministic_alone_where_bits_are_to_repeat(monkeypatch):
     ops.operators()  # which installs the tables
     monkeypatch.setattr(registry, "_preference", lambda *_: ["gluon", "aten"])

@@ -178,12 +178,18 @@ def forget_tables() -> None:
 
 
 def write_table(results: dict[str, Any], folder: Path = TABLES) -> Path:
-    """Make a GPU's table from its measured results, which were measured in the configurations that were known."""
+    """Renew a GPU's table by its measured results, which were measured in the configurations that were known. What only
+    `tilestack tune` has measured stays."""
     slug = results["machine"]["slug"]
     path = folder / f"{slug}.json"
     folder.mkdir(parents=True, exist_ok=True)
-    table = with_configs(make_table(results["rows"]), known_of(slug))
-    path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    measured = with_configs(make_table(results["rows"]), known_of(slug))
+    before = checked_table(json.loads(path.read_text())) if path.exists() else {}
+    table = merged(before, measured)
+    for op, entry in measured.items():
+        if all(table[op][dtype].keys() == entry.get(dtype, {}).keys() for dtype in table[op] if dtype != "default"):
+            table[op]["default"] = entry["default"]  # else it was made of more cases than these
+    write_text_whole(path, json.dumps(table, indent=1, sort_keys=True) + "\n")
     forget_tables()
     return path
 
