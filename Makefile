@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PARITY = $(BIN)/python -m tilestack parity --save --set data.batch=4 --set data.sequence=512 --set data.most_bytes=3000000
 
-.PHONY: demo test lint docs recipes bench dist release clean
+.PHONY: demo test lint docs recipes bench prove dist release clean
 
 demo: .venv/ready
 	$(BIN)/python -m tilestack demo
@@ -34,6 +34,12 @@ bench: .venv/ready
 	$(PARITY) --swap rms_norm
 	$(PARITY) --swap attention --backend aten
 	$(BIN)/python -m tilestack report --tables
+
+# On a GPU: what has no proof of the present source is proved, and all of tests/gpu runs; cut off, it goes on where it was.
+# PROVE="--budget 300" begins nothing after five minutes, in each of the two.
+prove: .venv/ready
+	$(BIN)/python -m tilestack verify --device cuda --stale --save --jobs $$(nproc) $(PROVE)
+	$(BIN)/python tests/gpu/run.py $(PROVE)
 
 # An sdist, and a wheel made from it; tests/packaging does the same and runs what comes out.
 dist: .venv/ready

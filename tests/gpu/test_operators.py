@@ -1,6 +1,7 @@
 """What only a GPU shows: the kernels as compiled, CUDA graphs, streams, devices, and the launcher's shortcut."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,13 @@ from tilestack.contract import backend
 from tilestack.contract import launch as launcher
 from tilestack.contract.cases import Make
 from tilestack.contract.operator import as_tuple
+from tilestack.lab import machine
 from tilestack.lab.memory_guards import poisoned_memory, same_bits
+from tilestack.lab.peers import our_backends
+from tilestack.lab.proofs import NAME, load_proofs, unproved
+from tilestack.lab.results import path_of as results_of
 from tilestack.lab.verify import claims, prove
+from tilestack.lab.workers import tasks_for
 
 DIRECTIONS = [
     (described.name, direction)
@@ -61,11 +67,22 @@ def same(found, expected):
 @pytest.mark.parametrize("kind", ["check", "bench"])
 @pytest.mark.parametrize("name", [described.name for described in ops.operators()])
 def test_every_implementation_is_proved(name, kind):
+    """What `tilestack verify --save` has proved of the present source is not proved again."""
+    described, gpu = ops.operator_named(name), torch.device("cuda")
+    stands = standing(described) if kind == "check" else set()
     dtypes = None if kind == "check" else [torch.bfloat16]
-    proofs = [prove(c) for c in claims([ops.operator_named(name)], torch.device("cuda"), kinds=(kind,), dtypes=dtypes)]
+    asked = claims([described], gpu, kinds=(kind,), dtypes=dtypes)
+    proofs = [prove(claim) for claim in asked if claim.implementation.backend not in stands]
     torch.cuda.empty_cache()  # for others on the same GPU: a float64 definition takes tens of gigabytes
     assert not [p for p in proofs if p.ok is False]
-    assert {p.backend for p in proofs if p.ok} >= {"triton"} & ops.operator_named(name).implementations.keys()
+    assert {p.backend for p in proofs if p.ok} | stands >= {"triton"} & described.implementations.keys()
+
+
+def standing(described):
+    """The backends of which everything has a proof in this checkout's results for this GPU."""
+    kept = load_proofs(results_of(machine.stamp("cuda")["slug"], NAME, Path(__file__).parents[2] / "results"))
+    tasks = tasks_for([described], torch.device("cuda"), only={}, dtypes=None, kinds=("check",), every_variant=True)
+    return set(our_backends(described)) - {task.backend for task in unproved(tasks, kept)}
 
 
 @each_direction

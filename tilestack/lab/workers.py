@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from multiprocessing.connection import Connection, wait
@@ -25,6 +26,7 @@ from tilestack.contract.cases import Make
 from tilestack.contract.operator import Operator
 from tilestack.contract.registry import operator_named
 from tilestack.lab.peers import our_backends
+from tilestack.lab.shared_gpu import shared_gpu
 from tilestack.lab.verify import Claim, Proof, claims, default_dtypes, prove
 
 BROKEN_CONTEXT = "CUDA error"  # after which every later call on the GPU fails in the same process
@@ -131,11 +133,12 @@ def prove_tasks(
     whole = {part: task for task in in_order for part in parts[task]}
     may_begin = lambda part: part != parts[whole[part]][0] or time.monotonic() < ends
     found: dict[Task, list[Proof]] = {}
-    for part, proofs in prove_apart(whole, jobs, files, may_begin):
-        found[part] = proofs
-        mine = parts[whole[part]]
-        if all(each in found for each in mine):
-            yield whole[part], [proof for each in mine for proof in found.pop(each)]
+    with shared_gpu() if any(task.device.type == "cuda" for task in tasks) else nullcontext():
+        for part, proofs in prove_apart(whole, jobs, files, may_begin):
+            found[part] = proofs
+            mine = parts[whole[part]]
+            if all(each in found for each in mine):
+                yield whole[part], [proof for each in mine for proof in found.pop(each)]
 
 
 def prove_apart(
