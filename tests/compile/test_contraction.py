@@ -11,7 +11,8 @@ from collections import defaultdict
 import pytest
 
 WALK = """
-import json, torch
+import json, os
+import torch
 from tilestack.contract import operators
 from tilestack.lab.compile import Call
 from tilestack.lab.compile_sample import compile_chosen, walk
@@ -36,7 +37,8 @@ def calls_with(cases_of, dtype):
 single = lambda operator: [case for case in operator.cases if 0 < elements(case) <= 2]  # compiled for by themselves
 alone = walk(calls_with(single, torch.float32))
 halves, floats = (walk(calls_with(telling_cases, dtype)) for dtype in (torch.bfloat16, torch.float32))
-chosen = cover(launches(halves)) | cover(launches(floats)) | set(launches(alone))
+choose = set if os.environ.get("TILESTACK_COMPILE") == "all" else cover
+chosen = choose(launches(halves)) | choose(launches(floats)) | set(launches(alone))
 reports = compile_chosen(halves + floats + alone, chosen)
 print(json.dumps([report.row() | dict(ptx=report.ptx) for report in reports]))
 """
@@ -55,6 +57,9 @@ def open_sums(ptx: str) -> list[str]:
         for name, to, operands in instructions
         if name in added and any("mul.f32" in made_by[operand] for operand in operands[added[name]])
     ]
+
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Every kernel of the registry, forward and backward, compiles for GPUs that are not here and passes the gates.
 
 On sm_90 in a cover of all launches in all cases that tell something, on the others in the largest launch of each kernel, for
-time. With TILESTACK_COMPILE=all, as before a release, in all launches on sm_90 and in a cover on the others.
+time. With TILESTACK_COMPILE=all, which `make gates` sets, in all launches on sm_90 and in a cover on the others.
 """
 
 import os
@@ -44,6 +44,7 @@ def names_of(family: str) -> list[str]:
     return [operator.name for operator in ops.operators() if family in ("all", among(operator))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "family"), [(90, "others"), (90, "matmul"), (90, "attention"), (100, "all"), (80, "all")]
 )
