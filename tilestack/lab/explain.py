@@ -41,20 +41,20 @@ def compile_all(calls: Iterable[Call]) -> list[KernelReport]:
 def calls_of(
     chosen: Sequence[Operator], capability: int, dtypes: Sequence[torch.dtype], every_bench: bool
 ) -> list[Call]:
-    """The calls to compile for: an implementation's first configuration in all cases, every other in the largest one that it
+    """The calls to compile for: an implementation's first configuration in all cases, every other in the largest case that it
     takes."""
     calls = []
     for operator in chosen:
-        backends = [n for n in operator.implementations if capability in CAPABILITIES.get(family_of(n), ())]
+        ways = [
+            way for name, way in operator.implementations.items() if capability in CAPABILITIES.get(family_of(name), ())
+        ]
         cases = telling_cases(operator, every_bench)
+        for way, case, dtype, direction in product(ways, cases, dtypes, ("forward", "backward")):
+            calls.append(Call(operator, way, case, dtype, direction, capability))
         from_largest = sorted(cases, key=elements, reverse=True)
-        for backend, dtype, direction in product(backends, dtypes, ("forward", "backward")):
-            implementation = operator.implementations[backend]
-            calls += [Call(operator, implementation, case, dtype, direction, capability) for case in cases]
-            for config in list(implementation.configs)[1:]:
-                found = (
-                    Call(operator, implementation, case, dtype, direction, capability, config) for case in from_largest
-                )
+        for way, dtype, direction in product(ways, dtypes, ("forward", "backward")):
+            for config in list(way.configs)[1:]:
+                found = (Call(operator, way, case, dtype, direction, capability, config) for case in from_largest)
                 calls += islice(filter(launches_of, found), 1)
     return calls
 
