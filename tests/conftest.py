@@ -22,6 +22,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if not GPU and "gpu" in item.path.relative_to(item.config.rootpath / "tests").parts[:-1]:
             item.add_marker(needs_gpu)
+    items.sort(
+        key=lambda item: item.get_closest_marker("slow") is None
+    )  # else one process may wait for another's last test
 
 
 @pytest.fixture(autouse=True)

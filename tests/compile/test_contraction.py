@@ -11,26 +11,36 @@ from collections import defaultdict
 import pytest
 
 WALK = """
-import json, torch
+import json, os
+import torch
 from tilestack.contract import operators
-from tilestack.lab.compile import compiled_kernels
+from tilestack.lab.compile import Call
+from tilestack.lab.compile_sample import compile_chosen, walk
 from tilestack.lab.explain import elements, telling_cases
+from tilestack.lab.launches import cover
 
 def elementwise(implementation):
     return implementation.invariant and implementation.forward.__module__.startswith("tilestack.kernels.elementwise.")
 
+def launches(walked):
+    return [launch for _, of_call in walked for launch in of_call]
+
+def calls_with(cases_of, dtype):
+    return [
+        Call(operator, implementation, case, dtype, direction, 90)
+        for operator in operators()
+        for implementation in filter(elementwise, operator.implementations.values())
+        for case in cases_of(operator)
+        for direction in ("forward", "backward")
+    ]
+
 single = lambda operator: [case for case in operator.cases if 0 < elements(case) <= 2]  # compiled for by themselves
-reports = [
-    report
-    for operator in operators()
-    for implementation in filter(elementwise, operator.implementations.values())
-    for dtype in (torch.bfloat16, torch.float32)
-    for case in telling_cases(operator) + (single(operator) if dtype == torch.float32 else [])
-    for direction in ("forward", "backward")
-    for report in compiled_kernels(operator, implementation, case, dtype, direction, 90)
-]
-unique = {report.digest: report.row() | dict(ptx=report.ptx) for report in reports}
-print(json.dumps(list(unique.values())))
+alone = walk(calls_with(single, torch.float32))
+halves, floats = (walk(calls_with(telling_cases, dtype)) for dtype in (torch.bfloat16, torch.float32))
+choose = set if os.environ.get("TILESTACK_COMPILE") == "all" else cover
+chosen = choose(launches(halves)) | choose(launches(floats)) | set(launches(alone))
+reports = compile_chosen(halves + floats + alone, chosen)
+print(json.dumps([report.row() | dict(ptx=report.ptx) for report in reports]))
 """
 INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.]*)\s+(%\w+), ([^;]*);", re.MULTILINE)
 
@@ -47,6 +57,9 @@ def open_sums(ptx: str) -> list[str]:
         for name, to, operands in instructions
         if name in added and any("mul.f32" in made_by[operand] for operand in operands[added[name]])
     ]
+
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +89,11 @@ def test_sums_are_seen(kernels):
 ROPE = """
 import json, torch
 from triton.runtime.cache import get_cache_manager
-from tilestack.lab.explain import explain
-kernels = {report.digest: report.kernel for report in explain(["rope"], 90, [torch.float32], every_bench=False)}
+from tilestack.contract import operator_named
+from tilestack.lab.compile_sample import compile_cover, walk
+from tilestack.lab.explain import calls_of
+walked = walk(calls_of([operator_named("rope")], 90, [torch.float32], every_bench=False))
+kernels = {report.digest: report.kernel for report in compile_cover(walked)}
 files = [get_cache_manager(digest).get_group(f"{kernel}.json")[f"{kernel}.ttir"] for digest, kernel in kernels.items()]
 print(json.dumps([open(path).read() for path in files]))
 """

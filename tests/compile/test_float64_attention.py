@@ -11,7 +11,7 @@ import torch
 from tilestack.contract import operator_named
 from tilestack.contract.backends import family_of
 from tilestack.contract.cases import Make
-from tilestack.lab.compile import compiled_kernels
+from tilestack.lab.compile import Call, compiled_kernels
 
 def tensors_given(case):
     return sum(isinstance(value, torch.Tensor) for value in case.build(Make(device="meta")).values())
@@ -24,8 +24,8 @@ for name in ("attention", "flex_attention", "paged_attention"):
         if family_of(backend) == "triton":
             for direction in ("forward", "backward"):
                 in_order = sorted(small, key=tensors_given, reverse=True)
-                found = (compiled_kernels(operator, implementation, case, torch.float64, direction, 90) for case in in_order)
-                rows += [report.row() for report in next(filter(None, found), [])]
+                calls = (Call(operator, implementation, case, torch.float64, direction, 90) for case in in_order)
+                rows += [report.row() for report in next(filter(None, map(compiled_kernels, calls)), [])]
 print(json.dumps(rows))
 """
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tilestack.lab import compile
-from tilestack.lab.compile import INSTRUCTIONS, KernelReport, gate, spills_no_longer_owed
+from tilestack.lab import spills
+from tilestack.lab.compile import INSTRUCTIONS, KernelReport, gate
+from tilestack.lab.spills import Owed, spills_no_longer_owed
 
 SOUND = KernelReport(
     operator="linear",
@@ -66,15 +67,17 @@ def test_each_fault_is_named(fault, reason):
 
 
 def test_a_spill_is_owed_up_to_its_limit_on_its_gpu(monkeypatch):
-    monkeypatch.setattr(compile, "SPILLS_OWED", {"matmul_kernel": ({90: 16}, "a reason")})
+    entry = Owed({90: 16}, ("linear", "64x64x64", "bfloat16"), "a reason")
+    monkeypatch.setattr(spills, "SPILLS_OWED", {"matmul_kernel": entry})
     owing = replace(SOUND, spill_bytes=16)
     assert gate(owing) == []
     assert gate(replace(owing, spill_bytes=20)) == ["spills 20 bytes of registers, owed are at most 16 on sm_90"]
     assert gate(replace(owing, capability=100, instructions=dict.fromkeys(INSTRUCTIONS, 0) | dict(tcgen05=2)))
     assert gate(replace(owing, kernel="another_kernel"))
-    assert spills_no_longer_owed([SOUND, owing]) == []
-    assert spills_no_longer_owed([SOUND]) == ["matmul_kernel on sm_90"]
-    assert spills_no_longer_owed([replace(SOUND, kernel="another_kernel")]) == []  # it was not compiled
+    assert spills_no_longer_owed(["matmul_kernel"], 90, ["linear"]) == []
+    assert spills_no_longer_owed(["another_kernel"], 90, ["linear"]) == ["matmul_kernel"]
+    assert spills_no_longer_owed([], 90, ["conv2d"]) == []  # not the operator that has it spill
+    assert spills_no_longer_owed([], 100, ["linear"]) == []  # owed on another GPU
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ TINY = [
 ]  # fmt: skip
 TINY_TEXT = ["data.most_bytes=400000", "data.validation=0.3"]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:

@@ -164,6 +164,7 @@ async def soak(url, count, seed):
     return statuses
 
 
+@pytest.mark.slow
 def test_five_thousand_mixed_requests_leave_memory_flat(url, engine):
     held, statuses = [], []
     for part in range(5):

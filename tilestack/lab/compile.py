@@ -10,10 +10,10 @@ is compiled for the absent GPU, loaded nowhere and remembered.
 import contextlib
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,6 +29,8 @@ from tilestack.contract.cases import Make
 from tilestack.contract.named import call_named, parameters_of
 from tilestack.contract.operator import as_tuple
 from tilestack.kernels.tiles import wide
+from tilestack.lab.launches import Launch
+from tilestack.lab.spills import spills_owed
 
 # Bytes of shared memory one program may use, by compute capability.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -51,30 +53,6 @@ LOG = "ptxas.log"  # in Triton's cache, beside the kernel
 WGMMA_ROWS = 64  # the fewest rows that Hopper's warpgroup instruction takes, from four warps
 
 make_cubin = CUDABackend.make_cubin
-
-# Kernels that spill and are not yet cured: the most bytes, stores and loads together, by compute capability, and why.
-SPILLS_OWED: dict[str, tuple[dict[int, int], str]] = {
-    "matmul_naive_kernel": ({90: 16}, "float32: two sums beside each other, so that a long one loses no digits"),
-    "matmul_pipelined_kernel": (
-        {90: 16},
-        "float32 in rows that are not whole vectors: an address for each element of both tiles, and an epilogue behind them",
-    ),
-    "grouped_linear_fwd_kernel": ({90: 1864}, "matrices of odd width give each element an address of its own"),
-    "paged_attention_kernel": ({90: 224}, "codes by one warp, four heads to a group, which is faster all the same"),
-    "softmax_bwd_kernel": ({90: 32}, "rows of odd length give each element an address of its own"),
-    "flash_bwd_keys_kernel": (
-        {90: 44},
-        "float32 with a bias and dropout: random words beside sums without tensor cores",
-    ),
-    "flash_bwd_queries_kernel": (
-        {90: 400},
-        "float32 heads beyond 128 have queries and arriving gradients in registers",
-    ),
-    "attention_bwd_kernel": (
-        {90: 352},
-        "heads of 128: addresses that never change are fetched again in each step, beside two sums; with documents their ends",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -128,79 +106,83 @@ def gate(report: KernelReport) -> list[str]:
     return reasons
 
 
-def spills_owed(kernel: str, capability: int) -> int:
-    """The bytes that a kernel is known to spill on a GPU, 0 for one that must not."""
-    return SPILLS_OWED[kernel][0].get(capability, 0) if kernel in SPILLS_OWED else 0
+class Call(NamedTuple):
+    """One call of an implementation, in its first configuration or the named one."""
+
+    operator: Operator
+    implementation: Implementation
+    case: Case
+    dtype: torch.dtype
+    direction: str
+    capability: int
+    config: str = ""
 
 
-def spills_no_longer_owed(reports: Iterable[KernelReport]) -> list[str]:
-    """Which entries of SPILLS_OWED these reports show to be without need: the kernel was compiled and spills nothing."""
-    most: dict[tuple[str, int], int] = {}
-    for report in reports:
-        key = report.kernel, report.capability
-        most[key] = max(most.get(key, 0), report.spill_bytes)
-    return [
-        f"{kernel} on sm_{capability}"
-        for kernel, (limits, _) in SPILLS_OWED.items()
-        for capability in limits
-        if most.get((kernel, capability), limits[capability]) == 0
-    ]
-
-
-def compiled_kernels(
-    operator: Operator,
-    implementation: Implementation,
-    case: Case,
-    dtype: torch.dtype,
-    direction: str,
-    capability: int,
-    config: str = "",
-) -> list[KernelReport]:
-    """A report of every kernel an implementation launches for a case, in its first configuration or the named one; empty
-    when it refuses it or launches none."""
-    arguments = operator.bind(**case.build(Make(dtype, "meta")))
-    tensors = {name: arguments[name] for name in operator.tensors if arguments[name] is not None}
-    if any((a := implementation.accepted(name, t)) and t.dtype not in a for name, t in tensors.items()):
-        return []
-    needs = tuple(name in tensors and tensors[name].is_floating_point() for name in operator.tensors)
-    if direction == "backward" and not callable(implementation.backward):
-        return []
-    with AbsentGpu(capability) as gpu, torch.no_grad():
-        if implementation.when is not None and call_named(implementation.when, arguments) is not True:
-            return []
-        extras = implementation.extras_of(arguments)
-        named = (
-            dict(config=implementation.configs[config or next(iter(implementation.configs))])
-            if implementation.configs
-            else {}
-        )
-        outputs = as_tuple(implementation.forward(*arguments.values(), **named))
-        asked = {n: v for n, v in (named | dict(needs=needs)).items() if extras and n in parameters_of(extras.forward)}
-        handed = extras.forward(*arguments.values(), **asked)[1:] if extras and extras.names(operator) else ()
-        if direction == "backward":
-            gpu.launched.clear()
-            available = arguments | dict(zip(operator.outputs, outputs, strict=True))
-            available |= {name: torch.empty_like(out) for name, out in zip(operator.grads, outputs, strict=True)}
-            available |= named | dict(needs=needs)
-            call_named(implementation.own_backward, available)
-            if extras:
-                call_named(extras.backward, available | dict(zip(extras.names(operator), handed, strict=True)))
+def compiled_kernels(call: Call, only: Collection[str] | None = None) -> list[KernelReport]:
+    """A report of every kernel that a call launches, or of those of them whose keys are among `only`; empty when the
+    implementation refuses the call or launches none."""
+    with AbsentGpu(call.capability, only) as gpu:
+        make_call(call, gpu)
         return [
             replace(
                 report,
-                operator=operator.name,
-                backend=implementation.backend,
-                case=case.name,
-                dtype=str(dtype).removeprefix("torch."),
-                direction=direction,
-                config=config,
+                operator=call.operator.name,
+                backend=call.implementation.backend,
+                case=call.case.name,
+                dtype=dtype_name(call),
+                direction=call.direction,
+                config=call.config,
             )
             for report in gpu.reports()
         ]
 
 
+def launches_of(call: Call) -> list[Launch]:
+    """Every launch of a call; nothing is compiled."""
+    with AbsentGpu(call.capability, only=()) as gpu:
+        make_call(call, gpu)
+        return list(gpu.asked.values())
+
+
+def dtype_name(call: Call) -> str:
+    return str(call.dtype).removeprefix("torch.")
+
+
+@torch.no_grad()
+def make_call(call: Call, gpu: "AbsentGpu") -> None:
+    """Has an implementation launch its kernels on a GPU that is not there; none when it refuses the call."""
+    operator, implementation, case, dtype, direction, _, config = call
+    arguments = operator.bind(**case.build(Make(dtype, "meta")))
+    tensors = {name: arguments[name] for name in operator.tensors if arguments[name] is not None}
+    if any((a := implementation.accepted(name, t)) and t.dtype not in a for name, t in tensors.items()):
+        return
+    needs = tuple(name in tensors and tensors[name].is_floating_point() for name in operator.tensors)
+    if direction == "backward" and not callable(implementation.backward):
+        return
+    if implementation.when is not None and call_named(implementation.when, arguments) is not True:
+        return
+    extras = implementation.extras_of(arguments)
+    named = (
+        dict(config=implementation.configs[config or next(iter(implementation.configs))])
+        if implementation.configs
+        else {}
+    )
+    outputs = as_tuple(implementation.forward(*arguments.values(), **named))
+    asked = {n: v for n, v in (named | dict(needs=needs)).items() if extras and n in parameters_of(extras.forward)}
+    handed = extras.forward(*arguments.values(), **asked)[1:] if extras and extras.names(operator) else ()
+    if direction == "backward":
+        gpu.forget()
+        available = arguments | dict(zip(operator.outputs, outputs, strict=True))
+        available |= {name: torch.empty_like(out) for name, out in zip(operator.grads, outputs, strict=True)}
+        available |= named | dict(needs=needs)
+        call_named(implementation.own_backward, available)
+        if extras:
+            call_named(extras.backward, available | dict(zip(extras.names(operator), handed, strict=True)))
+
+
 class AbsentGpu:
-    """A Triton driver for a GPU that is not there: `with AbsentGpu(90) as gpu:` compiles what is launched inside."""
+    """A Triton driver for a GPU that is not there: `with AbsentGpu(90) as gpu:` compiles what is launched inside, or of
+    that only the launches whose keys are among `only`."""
 
     class utils:
         @staticmethod
@@ -212,7 +194,7 @@ class AbsentGpu:
         def load_binary(name: str, binary: bytes, shared: int, device: str) -> tuple:
             return name, name, 0, 0, 1024  # module, function, registers, spills, the most threads of a program
 
-    def __init__(self, capability: int):
+    def __init__(self, capability: int, only: Collection[str] | None = None):
         if capability not in SHARED_LIMIT:
             raise BackendError(
                 f"no limits are known for sm_{capability}; it is one of {', '.join(map(str, SHARED_LIMIT))}"
@@ -223,26 +205,30 @@ class AbsentGpu:
             )
         self.target = GPUTarget("cuda", capability, 32)
         self.launcher_cls = NotedLaunch
+        self.only = only
+        self.asked: dict[str, Launch] = {}
         self.launched: dict[str, NotedLaunch] = {}
         self.seconds: dict[str, float] = {}
 
     def __enter__(self) -> "AbsentGpu":
         driver = triton.runtime.driver._active  # `active` would look for a GPU
-        self.replaced = driver, knobs.compilation.listener, CUDABackend.make_cubin
+        self.replaced = driver, knobs.compilation.listener, knobs.runtime.jit_cache_hook, CUDABackend.make_cubin
         triton.runtime.driver.set_active(self)
         knobs.compilation.listener = self.time_compilation
+        knobs.runtime.jit_cache_hook = self.note_launch
         CUDABackend.make_cubin = make_cubin_and_log
         return self
 
     def __exit__(self, *_: object) -> None:
-        driver, knobs.compilation.listener, CUDABackend.make_cubin = self.replaced
+        driver, knobs.compilation.listener, knobs.runtime.jit_cache_hook, CUDABackend.make_cubin = self.replaced
         triton.runtime.driver.set_active(driver)
 
     def get_current_target(self) -> GPUTarget:
         return self.target
 
     def get_current_device(self) -> str:
-        return f"absent sm_{self.target.arch}"  # Triton keeps compiled kernels by device: no real one has this name
+        # Triton keeps compiled kernels by device: no real one has this name, and where nothing is compiled none is kept.
+        return f"absent sm_{self.target.arch}{', compiling nothing' if self.only == () else ''}"
 
     def get_current_stream(self, device: str) -> int:
         return 0
@@ -253,6 +239,28 @@ class AbsentGpu:
     def time_compilation(self, *, metadata: dict, times: Any, cache_hit: bool, **_: Any) -> None:
         if not cache_hit:
             self.seconds[metadata["hash"]] = times.total / 1e6
+
+    def note_launch(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        """What Triton asks before it compiles a kernel; True has it pass over the launch."""
+        parameters = [parameter.name for parameter in fn.jit_function.params]
+        types = {name: described for name, described in compile["signature"].items() if described != "constexpr"}
+        without_divisor = {parameters[path[0]] for path, divisors in compile["configs"][0].items() if not divisors}
+        launch = Launch(
+            kernel=fn.name,
+            key=f"{fn.module}.{fn.name} {key}",
+            types=types,
+            constants={parameters[path[0]]: plain(value) for path, value in compile["constants"].items()},
+            odd=without_divisor & types.keys(),
+            num_warps=compile["num_warps"],
+            num_stages=compile["num_stages"],
+        )
+        self.asked[launch.key] = launch
+        return self.only is not None and launch.key not in self.only
+
+    def forget(self) -> None:
+        """Leaves out of the reports what was launched so far."""
+        self.asked.clear()
+        self.launched.clear()
 
     def reports(self) -> list[KernelReport]:
         """A report of each kernel launched so far."""

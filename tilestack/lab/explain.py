@@ -1,17 +1,17 @@
 """What the kernels of an operator cost on a GPU, from the compiler alone: a row per kernel, and a table of them."""
 
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Iterable, Sequence
+from itertools import islice, product
 from typing import Any
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
-from tilestack.contract import Case, Implementation, Operator, operator_named, operators
+from tilestack.contract import Case, Operator, operator_named, operators
 from tilestack.contract.backends import family_of
 from tilestack.contract.cases import Make
-from tilestack.lab.compile import CAPABILITIES, INSTRUCTIONS, KernelReport, compiled_kernels, gate
+from tilestack.lab.compile import CAPABILITIES, INSTRUCTIONS, Call, KernelReport, compiled_kernels, gate, launches_of
 from tilestack.lab.labels import case_label
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -23,32 +23,40 @@ def explain(
 ) -> list[KernelReport]:
     """A report of each kernel that the named operators (all when none is named) launch, identical ones once.
 
-    The cases are every bench case or, for a quick look, a few; see `telling_cases`. All of them in an implementation's
-    first configuration, the largest in every other one too.
+    The cases are every bench case or, for a quick look, a few; see `telling_cases`.
     """
+    chosen = [operator_named(name) for name in names] or operators()
+    return compile_all(calls_of(chosen, capability, dtypes, every_bench))
+
+
+def compile_all(calls: Iterable[Call]) -> list[KernelReport]:
+    """A report of each kernel that these calls launch, identical ones once."""
     found: dict[str, KernelReport] = {}
-    for operator in [operator_named(name) for name in names] or operators():
-        backends = [n for n in operator.implementations if capability in CAPABILITIES.get(family_of(n), ())]
-        cases = telling_cases(operator, every_bench)
-        for backend, case, dtype, direction in product(backends, cases, dtypes, ("forward", "backward")):
-            implementation = operator.implementations[backend]
-            for report in compiled_kernels(operator, implementation, case, dtype, direction, capability):
-                found.setdefault(report.digest, report)
-        for backend, dtype, direction in product(backends, dtypes, ("forward", "backward")):
-            implementation = operator.implementations[backend]
-            for config in list(implementation.configs)[1:]:
-                for report in of_largest_case(operator, implementation, cases, dtype, direction, capability, config):
-                    found.setdefault(report.digest, report)
+    for call in calls:
+        for report in compiled_kernels(call):
+            found.setdefault(report.digest, report)
     return list(found.values())
 
 
-def of_largest_case(
-    operator: Operator, implementation: Implementation, cases: Sequence[Case], *rest: Any
-) -> list[KernelReport]:
-    """The reports of the largest case that an implementation takes."""
-    from_largest = sorted(cases, key=elements, reverse=True)
-    reports = (compiled_kernels(operator, implementation, case, *rest) for case in from_largest)
-    return next(filter(None, reports), [])
+def calls_of(
+    chosen: Sequence[Operator], capability: int, dtypes: Sequence[torch.dtype], every_bench: bool
+) -> list[Call]:
+    """The calls to compile for: an implementation's first configuration in all cases, every other in the largest case that it
+    takes."""
+    calls = []
+    for operator in chosen:
+        ways = [
+            way for name, way in operator.implementations.items() if capability in CAPABILITIES.get(family_of(name), ())
+        ]
+        cases = telling_cases(operator, every_bench)
+        for way, case, dtype, direction in product(ways, cases, dtypes, ("forward", "backward")):
+            calls.append(Call(operator, way, case, dtype, direction, capability))
+        from_largest = sorted(cases, key=elements, reverse=True)
+        for way, dtype, direction in product(ways, dtypes, ("forward", "backward")):
+            for config in list(way.configs)[1:]:
+                found = (Call(operator, way, case, dtype, direction, capability, config) for case in from_largest)
+                calls += islice(filter(launches_of, found), 1)
+    return calls
 
 
 def telling_cases(operator: Operator, every_bench: bool = False) -> list[Case]:
