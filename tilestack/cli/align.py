@@ -2,10 +2,11 @@
 
 import functools
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from tilestack.cli.train import Folder, Fresh, Profile, RecipeFile, Set, follow_recipe
+from tilestack.cli.train import Folder, Fresh, Profile, Set, follow_recipe, recipe_argument
 
 
 def add_to(app: typer.Typer) -> None:
@@ -16,7 +17,11 @@ def add_to(app: typer.Typer) -> None:
 
 
 def sft_command(
-    recipe: RecipeFile, set_: Set = None, folder: Folder = None, fresh: Fresh = False, profile: Profile = 0
+    recipe: Annotated[Path, recipe_argument("sft")],
+    set_: Set = None,
+    folder: Folder = None,
+    fresh: Fresh = False,
+    profile: Profile = 0,
 ) -> None:
     """Fine-tune on conversations, learning only the assistant's answers; with lora.rank, adapters alone.
 
@@ -27,7 +32,11 @@ def sft_command(
 
 
 def dpo_command(
-    recipe: RecipeFile, set_: Set = None, folder: Folder = None, fresh: Fresh = False, profile: Profile = 0
+    recipe: Annotated[Path, recipe_argument("dpo")],
+    set_: Set = None,
+    folder: Folder = None,
+    fresh: Fresh = False,
+    profile: Profile = 0,
 ) -> None:
     """Learn from pairs of answers, one chosen and one rejected, against the model as it was.
 
@@ -38,7 +47,11 @@ def dpo_command(
 
 
 def kto_command(
-    recipe: RecipeFile, set_: Set = None, folder: Folder = None, fresh: Fresh = False, profile: Profile = 0
+    recipe: Annotated[Path, recipe_argument("kto")],
+    set_: Set = None,
+    folder: Folder = None,
+    fresh: Fresh = False,
+    profile: Profile = 0,
 ) -> None:
     """Learn from answers that were judged one by one, good or bad, against the model as it was.
 
@@ -49,7 +62,11 @@ def kto_command(
 
 
 def grpo_command(
-    recipe: RecipeFile, set_: Set = None, folder: Folder = None, fresh: Fresh = False, profile: Profile = 0
+    recipe: Annotated[Path, recipe_argument("grpo")],
+    set_: Set = None,
+    folder: Folder = None,
+    fresh: Fresh = False,
+    profile: Profile = 0,
 ) -> None:
     """Learn from rewards: the model answers in groups, a program checks, and what did better than its group is raised.
 
