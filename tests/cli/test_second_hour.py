@@ -165,7 +165,9 @@ def test_a_sweep_beside_operators_is_refused_by_its_own_name(capsys):
 
 def test_a_model_that_is_not_there_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"A run leaves its model there when it ends; begin or finish sft first$"):
+    with pytest.raises(
+        FileNotFoundError, match=r"A run leaves its model there when it ends; begin or finish sft first$"
+    ):
         locate("runs/sft/model")
     with pytest.raises(FileNotFoundError, match=r"`hf download Qwen/Qwen3-0\.6B --local-dir Qwen3-0\.6B`"):
         locate("Qwen/Qwen3-0.6B")

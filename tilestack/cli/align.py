@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from tilestack.cli.common import share_the_cores
 from tilestack.cli.train import Folder, Fresh, Profile, Set, follow_recipe, recipe_argument
 
 
@@ -77,6 +78,7 @@ def grpo_command(
 
 
 def run(kind: str, recipe: Path, set_: list[str] | None, folder: Path | None, fresh: bool, profile: int) -> None:
+    share_the_cores()
     from tilestack.train.align import KINDS, align
 
     follow_recipe(KINDS[kind].recipe, functools.partial(align, kind), recipe, set_, folder, fresh, profile)

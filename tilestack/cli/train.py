@@ -9,14 +9,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from tilestack.cli import recipe_keys
-from tilestack.cli.common import JsonFile, console, kernel_device, writable_file, write_json
+from tilestack.cli.common import JsonFile, console, kernel_device, share_the_cores, writable_file, write_json
 from tilestack.cli.recipes import find_recipe
 from tilestack.shipped import shipped
 
 if TYPE_CHECKING:
     from tilestack.lab.parity import Parity
     from tilestack.train import Recipe
-
 
 
 def recipe_argument(example: str) -> Any:
@@ -68,6 +67,7 @@ def train_command(
 
     What a recipe can say: [bold]tilestack recipe[/bold].
     """
+    share_the_cores()
     from tilestack.train import Recipe
     from tilestack.train.pretrain import pretrain
 
