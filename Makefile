@@ -1,9 +1,11 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Two commands do everything on a fresh machine: `make demo` and `make test`. `make install` makes only their environment.
 PYTHON ?= python3
 BIN := .venv/bin
 PARITY = $(BIN)/python -m tilestack parity --save --set data.batch=4 --set data.sequence=512 --set data.most_bytes=3000000
 
-.PHONY: demo test gates lint docs recipes bench prove dist release clean
+.PHONY: install demo test gates lint docs recipes bench prove dist release clean
+
+install: .venv/ready
 
 demo: .venv/ready
 	$(BIN)/python -m tilestack demo

@@ -225,6 +225,24 @@ def test_help_is_no_error(tilestack, arguments):
     assert "verify" in done.stdout
 
 
+def test_every_command_is_in_a_group_and_its_paragraphs_wrap_where_the_terminal_ends():
+    from tilestack.cli import PANELS, app
+
+    assert {command.rich_help_panel for command in app.registered_commands} == set(PANELS)
+    broken = [command.name for command in app.registered_commands if "\n" in (command.help or "").replace("\n\n", "")]
+    assert broken == []
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "dpo", "kto", "grpo"])
+def test_the_recipe_that_a_help_names_is_one_the_command_can_follow(tilestack, command):
+    from tilestack.cli.recipe_keys import recipe_kinds
+    from tilestack.cli.recipes import find_recipe
+
+    shown = " ".join(tilestack(command, "--help").stdout.replace("│", " ").split())
+    named = shown.partition("such as ")[2].partition(".")[0]
+    recipe_kinds()[command].load(find_recipe(Path(named)))
+
+
 @pytest.mark.parametrize("drawn", [True, False])
 def test_memory_patterns_are_measured_saved_and_shown_with_or_without_plotly(tilestack, monkeypatch, tmp_path, drawn):
     from tilestack.lab import memory, results

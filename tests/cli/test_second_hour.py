@@ -57,7 +57,9 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_p
 
 
 def test_a_backend_that_nothing_has_is_known_before_parity_trains(capsys):
-    assert said(capsys, "parity", "--backend", "nope", "--device", "cpu") == "error: no operator has a nope backend\n"
+    told = said(capsys, "parity", "--backend", "nope", "--device", "cpu")
+    assert told.startswith("error: no operator has a nope backend; there are aten, ")
+    assert "triton" in told
 
 
 def test_a_run_is_no_model_and_says_where_its_model_is(tmp_path):
@@ -137,3 +139,40 @@ def test_ctrl_c_while_the_imports_run_shows_no_traceback(tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=10)[1] == ""
     assert process.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("command", "recipe", "meant"),
+    [
+        ("train", "sft", "`tilestack sft sft`"),
+        ("sft", "demo", "`tilestack train demo`"),
+        ("sft", "grpo", "`tilestack grpo grpo`"),
+    ],
+)
+def test_a_recipe_of_another_command_names_that_command(capsys, command, recipe, meant):
+    told = said(capsys, command, recipe)
+    assert told.endswith(f". This is a recipe of another command: {meant}\n")
+
+
+def test_a_wrong_setting_of_a_right_recipe_blames_no_command(capsys):
+    assert "another command" not in said(capsys, "train", "demo", "--set", "run.steps=many")
+
+
+def test_a_sweep_beside_operators_is_refused_by_its_own_name(capsys):
+    assert said(capsys, "bench", "memory", "softmax", "--device", "cpu") == (
+        "error: bench memory is measured by itself, without other names beside it\n"
+    )
+
+
+def test_a_model_that_is_not_there_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match=r"A run leaves its model there when it ends; begin or finish sft first$"
+    ):
+        locate("runs/sft/model")
+    with pytest.raises(FileNotFoundError, match=r"`hf download Qwen/Qwen3-0\.6B --local-dir Qwen3-0\.6B`"):
+        locate("Qwen/Qwen3-0.6B")
+    (tmp_path / "models").mkdir()
+    for path in ("nowhere", "models/mine", "/no/where", "../other"):
+        with pytest.raises(FileNotFoundError, match=r"or one of smollm2$"):
+            locate(path)

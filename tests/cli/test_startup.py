@@ -1,6 +1,7 @@
 """Start-up: help, the version and a misspelt command answer without PyTorch; importing tilestack adds little to it."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -88,3 +89,32 @@ def test_the_names_of_the_package_are_listed_and_lead_somewhere():
     assert all(getattr(tilestack, name) is not None for name in tilestack.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = tilestack.nothing
+
+
+@pytest.mark.parametrize(
+    ("command", "chosen", "expected"),
+    [
+        *((command, {}, "passive") for command in ("train demo", "sft sft", "dpo dpo", "kto kto", "grpo grpo", "demo")),
+        ("train demo", {"OMP_WAIT_POLICY": "active"}, "active"),
+        ("train demo", {"GOMP_SPINCOUNT": "7"}, "None"),
+    ],
+)
+def test_what_trains_lets_threads_sleep_before_pytorch_reads_it(command, chosen, expected):
+    told = """
+import os, sys
+
+class Told:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print(os.environ.get("OMP_WAIT_POLICY"), flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, Told())
+from tilestack.cli import main
+main(sys.argv[1:])
+"""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    }
+    done = subprocess.run([sys.executable, "-c", told, *command.split()], env=environment | chosen, capture_output=True, text=True)  # fmt: skip
+    assert done.stdout == f"{expected}\n", done.stderr

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import tilestack
-from tilestack.lab.machine import TESTED
+from tilestack.lab.machine import EXTRAS, TESTED
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -21,6 +21,17 @@ WORKFLOW = yaml.safe_load((REPOSITORY / ".github/workflows/test.yml").read_text(
 
 def minors(low: tuple[int, int], high: tuple[int, int]) -> list[str]:
     return [f"{low[0]}.{minor}" for minor in range(low[1], high[1] + 1)]
+
+
+def test_doctor_knows_every_extra_and_what_an_extra_installs_is_used():
+    extras = PROJECT["optional-dependencies"]
+    assert set(EXTRAS) == set(extras)
+    files = [
+        path for path in (REPOSITORY / "tilestack").rglob("*.py") if path.name != "machine.py"
+    ]  # the doctor itself
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    packages = [re.match(r"[\w-]+", line)[0] for extra, lines in extras.items() if extra != "dev" for line in lines]
+    assert [name for name in packages if not re.search(rf"\b{name.replace('-', '_')}\b", sources)] == []
 
 
 def test_versions_of_torch_and_triton_are_bounded_at_what_was_tested():

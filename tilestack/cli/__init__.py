@@ -23,8 +23,26 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for part in (lab, bench, train, align, evaluate, generate, chat, serve, load, demo):
-    part.add_to(app)
+PANELS = {
+    "See it all": (demo,),
+    "Kernels: is it right, is it fast, and why": (lab, bench),
+    "Training": (train, align, evaluate),
+    "Models that answer": (generate, chat, serve, load),
+}
+
+
+def in_paragraphs(help_text: str) -> str:
+    """A docstring whose paragraphs are a line each, so that they wrap where the reader's terminal ends and not ours."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in help_text.split("\n\n"))
+
+
+for panel, parts in PANELS.items():
+    known = len(app.registered_commands)
+    for part in parts:
+        part.add_to(app)
+    for command in app.registered_commands[known:]:
+        command.rich_help_panel = panel
+        command.help = in_paragraphs(getattr(command.callback, "__doc__", None) or "")
 
 
 def print_version(wanted: bool) -> None:

@@ -2,10 +2,12 @@
 
 import functools
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from tilestack.cli.train import Folder, Fresh, Profile, RecipeFile, Set, follow_recipe
+from tilestack.cli.common import share_the_cores
+from tilestack.cli.train import Folder, Fresh, Profile, Set, follow_recipe, recipe_argument
 
 
 def add_to(app: typer.Typer) -> None:
@@ -16,7 +18,11 @@ def add_to(app: typer.Typer) -> None:
 
 
 def sft_command(
-    recipe: RecipeFile, set_: Set = None, folder: Folder = None, fresh: Fresh = False, profile: Profile = 0
+    recipe: Annotated[Path, recipe_argument("sft")],
+    set_: Set = None,
+    folder: Folder = None,
+    fresh: Fresh = False,
+    profile: Profile = 0,
 ) -> None:
     """Fine-tune on conversations, learning only the assistant's answers; with lora.rank, adapters alone.
 
@@ -27,7 +33,11 @@ def sft_command(
 
 
 def dpo_command(
-    recipe: RecipeFile, set_: Set = None, folder: Folder = None, fresh: Fresh = False, profile: Profile = 0
+    recipe: Annotated[Path, recipe_argument("dpo")],
+    set_: Set = None,
+    folder: Folder = None,
+    fresh: Fresh = False,
+    profile: Profile = 0,
 ) -> None:
     """Learn from pairs of answers, one chosen and one rejected, against the model as it was.
 
@@ -38,7 +48,11 @@ def dpo_command(
 
 
 def kto_command(
-    recipe: RecipeFile, set_: Set = None, folder: Folder = None, fresh: Fresh = False, profile: Profile = 0
+    recipe: Annotated[Path, recipe_argument("kto")],
+    set_: Set = None,
+    folder: Folder = None,
+    fresh: Fresh = False,
+    profile: Profile = 0,
 ) -> None:
     """Learn from answers that were judged one by one, good or bad, against the model as it was.
 
@@ -49,7 +63,11 @@ def kto_command(
 
 
 def grpo_command(
-    recipe: RecipeFile, set_: Set = None, folder: Folder = None, fresh: Fresh = False, profile: Profile = 0
+    recipe: Annotated[Path, recipe_argument("grpo")],
+    set_: Set = None,
+    folder: Folder = None,
+    fresh: Fresh = False,
+    profile: Profile = 0,
 ) -> None:
     """Learn from rewards: the model answers in groups, a program checks, and what did better than its group is raised.
 
@@ -60,6 +78,7 @@ def grpo_command(
 
 
 def run(kind: str, recipe: Path, set_: list[str] | None, folder: Path | None, fresh: bool, profile: int) -> None:
+    share_the_cores()
     from tilestack.train.align import KINDS, align
 
     follow_recipe(KINDS[kind].recipe, functools.partial(align, kind), recipe, set_, folder, fresh, profile)

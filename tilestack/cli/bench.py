@@ -100,11 +100,14 @@ def bench_command(
 ) -> None:
     """Measure kernels against the machine's roofs and against the fastest peer, in one run.
 
+    [bold]tilestack bench softmax[/bold] measures one operator; [bold]tilestack bench add --load my_kernels.py[/bold] a
+    kernel of yours beside ours and PyTorch's.
+
     Kernel time is CUDA-graph replay on cold caches; host time is the cost of a plain call. Without a GPU the definitions
     are timed on the CPU, and the tables say so. `bench memory` sweeps access patterns, `bench host` times calls on small
     tensors, `bench optim` optimizers, `bench train` whole training steps beside transformers and Liger, `bench serve` the
-    engine beside vLLM and transformers, `bench http` what HTTP costs of its throughput, and `bench all` all of these, which is every speed in the README and the documentation. `bench startup` times imports and the command
-    line.
+    engine beside vLLM and transformers, `bench http` what HTTP costs of its throughput, and `bench all` all of
+    these, which is every speed in the README and the documentation. `bench startup` times imports and the command line.
     """
     if operators == ["startup"]:
         bench_starts(json_)
@@ -138,6 +141,8 @@ def bench_command(
     elif operators is not None and len(operators) == 1 and operators[0] in parts:
         parts[operators[0]]()
     else:
+        if mixed := [name for name in operators or () if name in (*parts, "all", "startup")]:
+            raise ValueError(f"bench {mixed[0]} is measured by itself, without other names beside it")
         kernels(operators)
 
 

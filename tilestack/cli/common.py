@@ -106,6 +106,18 @@ def kernel_device(name: str | None) -> "torch.device":
     return picked
 
 
+def share_the_cores() -> None:
+    """Let PyTorch's threads sleep when they wait for each other, for a command that trains; to be called before PyTorch is
+    imported, when OpenMP reads it.
+
+    Otherwise they stay awake for milliseconds after each operator. A small model has thousands of short operators a second,
+    and where another program wants the same cores, threads that wait keep out those they wait for: a training step then
+    takes many times as long. What is computed is the same. Who has chosen a policy keeps it.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+
+
 def has_nvidia_driver() -> bool:
     """Whether NVIDIA's driver is on this machine; without it there is no GPU to ask PyTorch for."""
     try:

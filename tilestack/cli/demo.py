@@ -10,7 +10,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from tilestack.cli.common import console, kernel_device, pick_dtypes, pick_operators, prove_all, writable_folder
+from tilestack.cli.common import (
+    console,
+    kernel_device,
+    pick_dtypes,
+    pick_operators,
+    prove_all,
+    share_the_cores,
+    writable_folder,
+)
 from tilestack.cli.recipes import find_recipe
 from tilestack.cli.train import Set
 from tilestack.shipped import shipped
@@ -41,6 +49,7 @@ def demo_command(
     ] = False,
 ) -> None:
     """Show the whole stack on this machine in a few minutes: doctor, proofs, a model trained and served, measurements, a report."""
+    share_the_cores()
     place = kernel_device(None)
     from tilestack.extras import MissingExtra
     from tilestack.lab import bench, bench_tables, machine, measured, proved, report, results, verify

@@ -99,6 +99,9 @@ def verify_command(
 ) -> None:
     """Prove implementations right against the float64 definition; exit 1 if one is wrong, naming the case.
 
+    [bold]tilestack verify softmax --device cpu --quick[/bold] is a first look, on any machine;
+    [bold]tilestack verify add --backend mine --load my_kernels.py[/bold] proves a kernel of yours.
+
     Every backend, case, memory layout, dtype and direction is tried. TILESTACK_BACKEND narrows it to one backend.
     After a change, --stale --save --jobs 8 proves what lost its proof, and --budget spreads that over several runs.
     """
@@ -221,7 +224,14 @@ def explain_command(
     ] = None,
     json_: JsonFile = None,
 ) -> None:
-    """Show what the compiler makes of each kernel: registers, spills, shared memory, instructions. Needs no GPU."""
+    """Show what the compiler makes of each kernel: registers, spills, shared memory, instructions. Needs no GPU.
+
+    Registers are those of a thread, and fewer let more warps run beside each other. What is spilled, in bytes, did not fit
+    there and goes through memory: it should be 0. ld.v4 and st.v4 move 16 bytes at a time, the most there is; plain ld and
+    st in a kernel that memory bounds say that it could not show its addresses to be aligned. mma and wgmma are tensor cores.
+
+    [bold]tilestack explain softmax --quick --ptx ptx[/bold] also leaves the assembly, to read.
+    """
     from tilestack.lab.explain import explain, render_explain
 
     if target not in ("sm_80", "sm_90", "sm_100"):

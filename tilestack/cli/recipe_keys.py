@@ -10,6 +10,7 @@ from rich.table import Table
 from tilestack.cli.common import JsonFile, console, write_json
 
 if TYPE_CHECKING:
+    from tilestack.train import Recipe
     from tilestack.train.settings import Key
 
 
@@ -29,11 +30,9 @@ def recipe_command(
 
     A dot marks the keys that may change when a run is continued; the others say which run it is.
     """
-    from tilestack.train import Recipe
-    from tilestack.train.align import KINDS
     from tilestack.train.settings import keys_of
 
-    recipes: dict[str, type[Recipe]] = {"train": Recipe, **{name: kind.recipe for name, kind in KINDS.items()}}
+    recipes = recipe_kinds()
     if command not in recipes:
         raise ValueError(f"--for must be one of {', '.join(recipes)}, not {command!r}")
     keys = list(keys_of(recipes[command]))
@@ -41,6 +40,14 @@ def recipe_command(
     write_json(json_, [asdict(key) for key in found])
     if str(json_) != "-":
         console.print(table_of(found))
+
+
+def recipe_kinds() -> dict[str, type["Recipe"]]:
+    """The commands that follow recipes, and what each can say."""
+    from tilestack.train import Recipe
+    from tilestack.train.align import KINDS
+
+    return {"train": Recipe, **{name: kind.recipe for name, kind in KINDS.items()}}
 
 
 def wanted(keys: list["Key"], words: list[str]) -> list["Key"]:

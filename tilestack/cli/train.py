@@ -2,28 +2,31 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from tilestack.cli import recipe_keys
-from tilestack.cli.common import JsonFile, console, kernel_device, writable_file, write_json
+from tilestack.cli.common import JsonFile, console, kernel_device, share_the_cores, writable_file, write_json
 from tilestack.cli.recipes import find_recipe
+from tilestack.shipped import shipped
 
 if TYPE_CHECKING:
     from tilestack.lab.parity import Parity
     from tilestack.train import Recipe
 
-RecipeFile = Annotated[
-    Path,
-    typer.Argument(
-        help="A recipe: a TOML file, or the name of one that comes with tilestack, such as demo.",
+
+def recipe_argument(example: str) -> Any:
+    """The recipe of a command, a file or a name; the example is one that the command can follow."""
+    return typer.Argument(
+        help=f"A recipe: a TOML file, or the name of one that comes with tilestack, such as {example}.",
         callback=find_recipe,  # so that a misspelt name is known before PyTorch is loaded
         show_default=False,
-    ),
-]
+    )
+
+
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -49,7 +52,11 @@ def add_to(app: typer.Typer) -> None:
 
 
 def train_command(
-    recipe: RecipeFile, set_: Set = None, folder: Folder = None, fresh: Fresh = False, profile: Profile = 0
+    recipe: Annotated[Path, recipe_argument("demo")],
+    set_: Set = None,
+    folder: Folder = None,
+    fresh: Fresh = False,
+    profile: Profile = 0,
 ) -> None:
     """Pretrain a model as a recipe says, and leave it in <folder>/model as transformers opens it.
 
@@ -60,6 +67,7 @@ def train_command(
 
     What a recipe can say: [bold]tilestack recipe[/bold].
     """
+    share_the_cores()
     from tilestack.train import Recipe
     from tilestack.train.pretrain import pretrain
 
@@ -78,8 +86,12 @@ def follow_recipe(
     """Read a recipe, train as it says, and print the figures; a run that was asked to stop ends with the signal's code."""
     from tilestack.lab import machine
     from tilestack.train.errors import Interrupted
+    from tilestack.train.settings import RecipeError
 
-    read = kind.load(recipe, set_ or ())
+    try:
+        read = kind.load(recipe, set_ or ())
+    except RecipeError as problem:
+        raise RecipeError(f"{problem}{whose(recipe, kind)}") from problem
     place = folder or Path("runs") / read.run.name
     said = Console(stderr=True)
     try:
@@ -89,6 +101,27 @@ def follow_recipe(
         raise typer.Exit(stopped.code) from None
     shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items() if isinstance(value, float))
     console.print(f"{place}: {shown}", highlight=False)
+
+
+def whose(recipe: Path, kind: "type[Recipe]") -> str:
+    """Where a recipe is none of this command's but of another's: which, in words that follow an error."""
+    from tilestack.train.settings import RecipeError
+
+    fitting = []
+    for command, other in recipe_keys.recipe_kinds().items():
+        try:
+            other.load(recipe)
+        except RecipeError:
+            continue
+        if other is kind:  # the recipe is right, and what was set on the command line is not
+            return ""
+        fitting.append(command)
+    meant = [
+        command for command in fitting if command == recipe.stem
+    ] or fitting  # sft.toml is for sft, though grpo reads it
+    name = recipe.stem if recipe.parent == shipped("recipes") else recipe
+    commands = " or ".join(f"`tilestack {command} {name}`" for command in meant)
+    return f". This is a recipe of another command: {commands}" if meant else ""
 
 
 def parity_command(

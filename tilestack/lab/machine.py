@@ -31,10 +31,10 @@ EXTRAS = {  # one telling module of each extra, and what it is for
     "report": ("plotly", "the HTML report"),
     "hf": ("transformers", "patching and comparing with Hugging Face models"),
     "server": ("fastapi", "the HTTP server"),
-    "formats": ("gguf", "GGUF and compressed checkpoints"),
+    "formats": ("gguf", "models in GGUF files"),
     "chat": ("gguf", "chat with the model smollm2"),
     "data": ("datasets", "downloading data sets"),
-    "fleet": ("ray", "serving on several machines"),
+    "evaluation": ("lm_eval", "tasks of lm-evaluation-harness in `tilestack eval`"),
     "tensorboard": ("tensorboard", "the metrics of training in TensorBoard"),
     "dev": ("pytest", "the tests"),
 }

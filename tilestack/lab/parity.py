@@ -76,7 +76,8 @@ def chosen_backend(name: str, swap: Sequence[str]) -> AbstractContextManager[Non
     if lacking := [operator for operator in swap if operator in listed and operator not in having]:
         raise ValueError(f"{', '.join(lacking)} has no {name} backend; these have: {', '.join(having)}")
     if not having:
-        raise ValueError(f"no operator has a {name} backend")
+        there = sorted({found for operator in listed.values() for found in operator.implementations})
+        raise ValueError(f"no operator has a {name} backend; there are {', '.join(there)}")
     optimizer = ["adamw", "clip_grad_norm"] if name == "triton" and not swap else []
     return backend(ALWAYS_TORCH, **dict.fromkeys([*(swap or having), *optimizer], name))
 

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,7 @@ def locate(name: str | Path) -> Path:
     if not path.exists():
         raise FileNotFoundError(
             f"no model at {name}; give a folder with a {CONFIG}, a .gguf file, or one of {', '.join(PACKAGED)}"
+            + why_not_there(str(name))
         )
     if path.is_file() and path.suffix != ".gguf":
         raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
@@ -118,6 +120,18 @@ def locate(name: str | Path) -> Path:
         within = f"; the model of this run is {path / 'model'}" if (path / "model" / CONFIG).is_file() else ""
         raise CheckpointError(f"{path} has no {CONFIG}, so it is no model{within}")
     return path
+
+
+def why_not_there(name: str) -> str:
+    """For a path that two habits lead to, what to do first, in words that follow an error: a run that has not left its
+    model yet, and the name of a model on the Hugging Face hub, from which nothing is downloaded by itself."""
+    path = Path(name)
+    if path.name == "model" and len(path.parts) > 1:
+        return f". A run leaves its model there when it ends; begin or finish {path.parent.name} first"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.is_dir():
+        folder = path.name
+        return f". Nothing is downloaded by itself; a model of the Hugging Face hub comes by `hf download {name} --local-dir {folder}`, and is then {folder}"
+    return ""
 
 
 def load(name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Decoder:
