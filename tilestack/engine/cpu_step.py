@@ -95,8 +95,9 @@ class CPUStep:
     def hidden(self, ids: Tensor, batch: PagedBatch) -> Tensor:
         """Normed hidden states [T, hidden] of the tokens of a batch, in float32."""
         (cos, sin), _ = self.decoder.rotary(batch.longest)
-        x = self.decoder.embedding.weight[ids]
-        return self.step(x, batch.positions, batch.slots, batch.sequences, batch.block_tables, cos, sin)
+        with torch_on_one_thread():
+            x = self.decoder.embedding.weight[ids]
+            return self.step(x, batch.positions, batch.slots, batch.sequences, batch.block_tables, cos, sin)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's scores [D, V], in float32."""

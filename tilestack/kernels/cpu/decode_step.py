@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilestack.kernels.cpu.build import library
+from tilestack.kernels.cpu.large_pages import use_large_pages
 
 LANES = 16  # of decode_step.cpp
 WEIGHTS = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.int8: "int8_t"}
@@ -87,6 +88,7 @@ class DecodeStep:
         scale: float,
     ):
         self.kept = layers, norm, keys, values
+        use_large_pages([matrix.rows for layer in layers for matrix in layer.matrices] + [head.rows])
         self.threads = torch.get_num_threads()
         self.head, self.hidden, self.intermediate = head, len(norm), intermediate
         self.functions = library("decode_step.cpp", WEIGHT=WEIGHTS[head.rows.dtype], PLAIN=PLAIN[keys.dtype])

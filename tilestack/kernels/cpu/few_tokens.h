@@ -55,15 +55,16 @@ inline void dots_of(int tokens, const Weight* weight, const float* x, int64_t co
     }
 }
 
-// Rows `first` … of a matrix times every token: emit(row, token, value). One token meets a row at a time: that is a single
-// stream, which a CPU reads ahead of by itself, twice as fast as four rows at a time. With more tokens, several rows share
-// what is loaded of these, and what comes next is asked for in the order in which it lies, which is a single stream again.
+// Rows `first` … of a matrix times every token: emit(row, token, value). Where a single token meets weights of 16 bits or more,
+// that is a row at a time: a single stream, which a CPU reads ahead of by itself, and nothing else is slower. Codes of 8 bits
+// have to be made numbers, which goes faster with several rows at a time, and more tokens share what is loaded of these. What
+// comes next is then asked for in the order in which it lies, which is a single stream again.
 template <class Emit>
 inline void product(Matrix matrix, int64_t first, int64_t last, const float* x, int64_t tokens, int64_t columns, Emit emit) {
     auto weight = static_cast<const Weight*>(matrix.rows);
     float out[ROWS][TOKENS];
     for (int64_t row = first; row < last;) {
-        int64_t many = tokens > 1 && last - row >= ROWS ? ROWS : 1;
+        int64_t many = (tokens > 1 || sizeof(Weight) == 1) && last - row >= ROWS ? ROWS : 1;
         for (int64_t token = 0; token < tokens; token += TOKENS) {
             int some = tokens - token < TOKENS ? tokens - token : TOKENS;
             if (many == ROWS)
