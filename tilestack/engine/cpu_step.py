@@ -103,6 +103,6 @@ class CPUStep:
         """The head's scores [D, V], in float32."""
         return self.step.logits(hidden)
 
-    def random_words(self, seeds: Tensor, n: int) -> Tensor:
-        """The noise of n tokens for each of seeds [D], in float32."""
-        return self.step.random_words(seeds, n)
+    def draw(self, logits: Tensor, seeds: Tensor, temperature: Tensor) -> Tensor:
+        """A token [D] for each of logits [D, V] in float32, without filters."""
+        return self.step.draw(logits, seeds, temperature)
