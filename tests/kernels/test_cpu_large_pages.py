@@ -39,7 +39,9 @@ def gives_large_pages():
     return sys.platform == "linux" and Path("/sys/kernel/mm/transparent_hugepage").exists() and version >= [6, 1]
 
 
-@pytest.mark.skipif(not gives_large_pages(), reason="this system has no large pages to be had for memory that is in use")
+@pytest.mark.skipif(
+    not gives_large_pages(), reason="this system has no large pages to be had for memory that is in use"
+)
 @pytest.mark.parametrize("parts", [1, 40])
 def test_numbers_and_addresses_stay_and_pages_become_large(parts):
     numbers = torch.arange(16 << 20, dtype=torch.int32)
