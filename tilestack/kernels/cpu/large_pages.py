@@ -1,7 +1,7 @@
-"""Memory in pages of 2 MiB, where it lies: weights that are read in one go for every token then come a third faster.
+"""Memory in pages of 2 MiB, where it lies: weights that are read in one go for every token then come faster.
 
-A CPU reads ahead of a stream up to the end of a page, and looks up where each page lies, which in a virtual machine takes
-two look-ups. Linux gives pages of 4 KiB unless it is asked. Asking changes no address and no number, and where the system
+A CPU reads ahead of a stream up to the end of a page, and looks up where each page lies, which takes longer in a
+virtual machine. Linux gives pages of 4 KiB unless it is asked. Asking changes no address and no number, and where the system
 has no such pages, too little memory or another name, everything stays as it was.
 """
 

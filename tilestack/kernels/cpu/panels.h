@@ -81,7 +81,7 @@ inline void tile(const Pairs* one, const Pairs* two, int64_t pairs, const BFloat
                  Emit emit) {
     Vector sums[tokens][2] = {};
     const int64_t line = ahead ? sizeof(Pairs) : 0;
-    if (!ahead) ahead = reinterpret_cast<const char*>(one);  // which is there: a second copy of the loop came out slower
+    if (!ahead) ahead = reinterpret_cast<const char*>(one);  // which is at hand, so that one loop does for both
     for (int64_t pair = 0; pair < pairs; pair++) {
         __builtin_prefetch(ahead + pair * line, 0, 2);
         const Pairs first = one[pair], second = two[pair];

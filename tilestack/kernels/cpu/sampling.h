@@ -3,7 +3,7 @@
 //   score = (logit - largest) / temperature - log(-log(1 - u)),  u from the seed and the token's number (random.h)
 //
 // The noise is at most -log(u), which the exponent of u bounds. So logarithms are taken only where the score may be the
-// largest yet, of some dozens of tokens among all.
+// largest yet.
 
 #pragma once
 
