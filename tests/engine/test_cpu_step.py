@@ -11,9 +11,9 @@ from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParam
 from tilestack.engine.cpu_step import CPUStep, why_not
 from tilestack.engine.cpu_weights import pack_for_cpu, pack_int8
 from tilestack.engine.plain_decoder import linears_of
+from tilestack.engine.sampling import sample_unfiltered
 from tilestack.kernels.cpu import build
 from tilestack.models import PagedBatch, PagedCache
-from tilestack.ops.random import random_words
 
 IDS = torch.tensor([(37 * place) % 90 + 3 for place in range(40)])
 needs_compiler = pytest.mark.skipif(bool(build.missing_compiler()), reason="there is no C++ compiler")
@@ -138,11 +138,21 @@ def test_numbers_that_are_not_finite_stay_so():
 
 @needs_compiler
 @pytest.mark.parametrize("n", [1, 40, 1024, 1025, 4096, 4097, 9000])
-def test_noise_has_the_bits_of_the_definition(n):
+def test_tokens_are_drawn_as_by_the_definition(n):
+    """By the noise alone, by logits alone, and by both; with numbers that are not finite, ties and every kind of seed."""
     decoder = fitting()
-    seeds = torch.tensor([0, 5, -(2**63), 2**63 - 1, 2**32, -1])
-    found = CPUStep(decoder, PagedCache(decoder.config, 2, 4)).random_words(seeds, n)
-    assert torch.equal(found, random_words(seeds, n).float())
+    step = CPUStep(decoder, PagedCache(decoder.config, 2, 4))
+    seeds = torch.cat([torch.tensor([0, 5, -(2**63), 2**63 - 1, 2**32, -1]), torch.arange(194) * 977 - 5000])
+    drawn = torch.randn(200, n, generator=torch.Generator().manual_seed(n))
+    temperature = torch.linspace(0.01, 3, 200)
+    temperature[::7] = 0
+    broken = drawn.clone()
+    broken[0, n // 2], broken[1, -1], broken[2], broken[3, n // 3] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    for logits in (torch.zeros(200, n), 8 * drawn, broken, drawn.round(), 1e30 * drawn, drawn.repeat(1, 2)[:, ::2]):
+        assert torch.equal(
+            step.draw(logits, seeds, temperature), sample_unfiltered(logits.contiguous(), seeds, temperature)
+        )
+    assert step.draw(broken, seeds, temperature)[:3].tolist() == [-1, -1, -1]
 
 
 def served(decoder, **settings):
@@ -174,7 +184,7 @@ def test_what_tensors_are_by_default_does_not_matter(default):
     decoder = fitting()
     step, hidden, seeds = CPUStep(decoder, PagedCache(decoder.config, 2, 4)), torch.ones(2, 48), torch.tensor([3, 4])
     told = lambda: [output.completions[0] for output in served(decoder)[1]]
-    tensors = lambda: [step.logits(hidden), step.random_words(seeds, 40)]
+    tensors = lambda: [step.logits(hidden), step.draw(hidden, seeds, hidden[:, 0])]
     wanted, wanted_tensors = told(), tensors()
     torch.set_default_dtype(default)
     try:

@@ -95,13 +95,14 @@ class CPUStep:
     def hidden(self, ids: Tensor, batch: PagedBatch) -> Tensor:
         """Normed hidden states [T, hidden] of the tokens of a batch, in float32."""
         (cos, sin), _ = self.decoder.rotary(batch.longest)
-        x = self.decoder.embedding.weight[ids]
-        return self.step(x, batch.positions, batch.slots, batch.sequences, batch.block_tables, cos, sin)
+        with torch_on_one_thread():
+            x = self.decoder.embedding.weight[ids]
+            return self.step(x, batch.positions, batch.slots, batch.sequences, batch.block_tables, cos, sin)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's scores [D, V], in float32."""
         return self.step.logits(hidden)
 
-    def random_words(self, seeds: Tensor, n: int) -> Tensor:
-        """The noise of n tokens for each of seeds [D], in float32."""
-        return self.step.random_words(seeds, n)
+    def draw(self, logits: Tensor, seeds: Tensor, temperature: Tensor) -> Tensor:
+        """A token [D] for each of logits [D, V] in float32, without filters."""
+        return self.step.draw(logits, seeds, temperature)

@@ -27,11 +27,10 @@ from tilestack.engine.decoding import DecodingSteps
 from tilestack.engine.decoding_one import persistent_steps
 from tilestack.engine.outputs import TokenLogprob
 from tilestack.engine.reading import ReadingSteps
-from tilestack.engine.sampling import Draws, SamplingRows, told_of
+from tilestack.engine.sampling import Draws, SamplingRows, sample_unfiltered, told_of
 from tilestack.engine.scheduler import Part, Plan
 from tilestack.engine.sequence import Sequence
 from tilestack.models import Decoder, PagedBatch, PagedCache, invariant
-from tilestack.ops.random import random_words
 
 PROMPT_ROWS = 256  # prompt tokens whose logits are there at a time, when their log-probabilities are asked for
 
@@ -91,8 +90,8 @@ class Runner:
         self.device = decoder.embedding.weight.device
         self.tables = torch.zeros(rows + 1, -(-context // cache.page), dtype=torch.int64, device=self.device)
         self.last_ids = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
-        words = random_words if step is None else step.random_words
-        self.sampling = SamplingRows(rows, decoder.config.vocabulary, self.device, words)
+        draw = sample_unfiltered if step is None else step.draw
+        self.sampling = SamplingRows(rows, decoder.config.vocabulary, self.device, draw)
         self.synced = [(0, 0)] * rows  # of each row, the admission that it is of, and how many of its pages it knows
         self.graph_memory: Any = None  # which all graphs share, since one runs at a time
         self.swapped: dict[Sequence, list[Tensor]] = {}

@@ -18,7 +18,19 @@ from tilestack.engine.sequence import Sequence
 from tilestack.ops.random import random_words
 from tilestack.ops.sampling import exponential
 
-Words = Callable[[Tensor, int], Tensor]  # so many random words for each seed, as `random_words` gives them
+Draw = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # tokens [D] of logits [D, V], seeds [D] and temperatures [D], unfiltered
+
+
+def sample_unfiltered(logits: Tensor, seeds: Tensor, temperature: Tensor) -> Tensor:
+    """What `ops.sample` draws with top_k 0, top_p 1 and min_p 0."""
+    top = torch.where(logits.isnan(), torch.inf, logits).amax(1, keepdim=True)
+    greedy = temperature[:, None] <= 0
+    scaled = (logits - top) / torch.where(greedy, 1.0, temperature[:, None])
+    noise = -torch.log(exponential(random_words(seeds, logits.shape[1]), logits.dtype))
+    score = torch.where(greedy, scaled, scaled + noise)
+    return torch.where(top[:, 0].isfinite(), score.argmax(1), -1)
 
 
 @dataclass
@@ -37,8 +49,8 @@ class Draws:
 class SamplingRows:
     """The settings of sequences that run, as tensors on the device, a row each; a row more is for what is padding."""
 
-    def __init__(self, rows: int, vocabulary: int, device: torch.device, words: Words = random_words):
-        self.vocabulary, self.device, self.words = vocabulary, device, words
+    def __init__(self, rows: int, vocabulary: int, device: torch.device, draw: Draw = sample_unfiltered):
+        self.vocabulary, self.device, self.draw_unfiltered = vocabulary, device, draw
         table = lambda dtype: torch.zeros(rows + 1, dtype=dtype, device=device)
         self.temperature, self.top_p, self.min_p = table(torch.float32), table(torch.float32), table(torch.float32)
         self.top_k = table(torch.int32)
@@ -91,7 +103,7 @@ class SamplingRows:
     def sampled(self, logits: Tensor, seeds: Tensor, sequences: list[Sequence], rows: Tensor) -> Tensor:
         """Tokens [D] by `ops.sample`; a CPU need not sort the vocabulary where nobody asked for the likeliest alone."""
         if self.device.type == "cpu" and not any(sequence.params.filters for sequence in sequences):
-            return sample_unfiltered(logits, seeds, self.temperature[rows], self.words)
+            return self.draw_unfiltered(logits, seeds, self.temperature[rows])
         settings = self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows]
         return ops.sample(logits, seeds, *settings)
 
@@ -134,13 +146,3 @@ def told_of(logprobs: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor,
     """Of log-probabilities [D, V], those of tokens [D], and the `top` likeliest: tokens and values [D, top]."""
     values, ids = torch.topk(logprobs, min(top, logprobs.shape[-1]), dim=-1)
     return logprobs.gather(1, tokens[:, None].long())[:, 0], ids, values
-
-
-def sample_unfiltered(logits: Tensor, seeds: Tensor, temperature: Tensor, words: Words = random_words) -> Tensor:
-    """What `ops.sample` draws with top_k 0, top_p 1 and min_p 0."""
-    top = torch.where(logits.isnan(), torch.inf, logits).amax(1, keepdim=True)
-    greedy = temperature[:, None] <= 0
-    scaled = (logits - top) / torch.where(greedy, 1.0, temperature[:, None])
-    noise = -torch.log(exponential(words(seeds, logits.shape[1]), logits.dtype))
-    score = torch.where(greedy, scaled, scaled + noise)
-    return torch.where(top[:, 0].isfinite(), score.argmax(1), -1)

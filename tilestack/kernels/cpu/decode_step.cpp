@@ -5,7 +5,7 @@
 
 #include "few_tokens.h"
 #include "many_tokens.h"
-#include "random.h"
+#include "sampling.h"
 
 extern "C" int64_t most_tokens() { return MANY_TOKENS ? INT64_MAX : FEW; }  // that a step may have
 

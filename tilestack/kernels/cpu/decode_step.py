@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilestack.kernels.cpu.build import library
+from tilestack.kernels.cpu.large_pages import use_large_pages
 
 LANES = 16  # of decode_step.cpp
 WEIGHTS = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.int8: "int8_t"}
@@ -87,6 +88,7 @@ class DecodeStep:
         scale: float,
     ):
         self.kept = layers, norm, keys, values
+        use_large_pages([matrix.rows for layer in layers for matrix in layer.matrices] + [head.rows])
         self.threads = torch.get_num_threads()
         self.head, self.hidden, self.intermediate = head, len(norm), intermediate
         self.functions = library("decode_step.cpp", WEIGHT=WEIGHTS[head.rows.dtype], PLAIN=PLAIN[keys.dtype])
@@ -142,8 +144,9 @@ class DecodeStep:
         self.functions.decode_head(*map(pointer, addresses), *map(integer, sizes))
         return logits
 
-    def random_words(self, seeds: Tensor, n: int) -> Tensor:
-        """What `ops.random.random_words` gives for seeds [D], rounded to float32."""
-        words = room(len(seeds), n)
-        self.functions.random_words(*map(pointer, (seeds.data_ptr(), words.data_ptr())), *map(integer, words.shape))
-        return words
+    def draw(self, logits: Tensor, seeds: Tensor, temperature: Tensor) -> Tensor:
+        """A token [D] for each of logits [D, V] in float32, as `ops.sample` draws it without filters; seeds are int64."""
+        logits, tokens = logits.contiguous(), torch.empty(len(logits), dtype=torch.int64, device="cpu")
+        given = logits, seeds.contiguous(), temperature.float().contiguous(), tokens
+        self.functions.draw_tokens(*(pointer(each.data_ptr()) for each in given), *map(integer, logits.shape))
+        return tokens

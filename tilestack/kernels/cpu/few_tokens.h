@@ -17,19 +17,21 @@ constexpr int64_t FEW = 16;    // tokens that a step may have to be one of few
 constexpr int64_t PIECE = 32;  // rows of weights that a thread takes at a time
 constexpr int ROWS = 4;        // of these, rows that it computes with at a time
 constexpr int TOKENS = 4;      // and the tokens that they meet at a time
-constexpr int AHEAD = 8;       // rows that are on their way while one is computed with
+constexpr int LINE = 64;       // bytes that come from memory at once
+constexpr int AHEAD = 4096;    // bytes that are on their way while one is computed with
 
 // out[r][t]: the products of `rows` rows of weights with `tokens` rows of x.
 template <int rows, int tokens>
 inline void dots(const Weight* weight, const float* x, int64_t columns, float (*out)[TOKENS]) {
     Vector sums[rows][tokens] = {};
-    for (int64_t k = 0; k < columns; k += LANES) {
+    auto ahead = reinterpret_cast<const char*>(weight) + AHEAD;
+    constexpr int step = rows * LANES * sizeof(Weight);
+    for (int64_t k = 0; k < columns; k += LANES, ahead += step) {
+        if (rows > 1)
+            for (int line = 0; line < step; line += LINE) __builtin_prefetch(ahead + line);
         Vector w[rows];
 #pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) {
-            w[r] = load(weight + r * columns + k);
-            if (rows > 1) __builtin_prefetch(weight + (r + AHEAD) * columns + k);
-        }
+        for (int r = 0; r < rows; r++) w[r] = load(weight + r * columns + k);
 #pragma GCC unroll 4
         for (int t = 0; t < tokens; t++) {
             Vector token = load(x + t * columns + k);
@@ -53,15 +55,16 @@ inline void dots_of(int tokens, const Weight* weight, const float* x, int64_t co
     }
 }
 
-// Rows `first` … of a matrix times every token: emit(row, token, value). One token meets a row at a time: that is a single
-// stream, which a CPU reads ahead of by itself, twice as fast as four rows at a time. With more tokens, several rows share
-// what is loaded of these.
+// Rows `first` … of a matrix times every token: emit(row, token, value). Where a single token meets weights of 16 bits or more,
+// that is a row at a time: a single stream, which a CPU reads ahead of by itself, and nothing else is slower. Codes of 8 bits
+// have to be made numbers, which goes faster with several rows at a time, and more tokens share what is loaded of these. What
+// comes next is then asked for in the order in which it lies, which is a single stream again.
 template <class Emit>
 inline void product(Matrix matrix, int64_t first, int64_t last, const float* x, int64_t tokens, int64_t columns, Emit emit) {
     auto weight = static_cast<const Weight*>(matrix.rows);
     float out[ROWS][TOKENS];
     for (int64_t row = first; row < last;) {
-        int64_t many = tokens > 1 && last - row >= ROWS ? ROWS : 1;
+        int64_t many = (tokens > 1 || sizeof(Weight) == 1) && last - row >= ROWS ? ROWS : 1;
         for (int64_t token = 0; token < tokens; token += TOKENS) {
             int some = tokens - token < TOKENS ? tokens - token : TOKENS;
             if (many == ROWS)

@@ -23,6 +23,7 @@ constexpr bool MANY_TOKENS = std::is_same_v<Plain, BFloat16>;
 
 constexpr int64_t KEYS = 64;     // that a block of queries meets at a time
 constexpr int64_t QUERIES = 64;  // of a block: its tokens times the heads that share keys
+constexpr int64_t SHORT = 128;   // tokens: with more, to wait for weights is little beside the products, and asking costs more
 constexpr int64_t NORMS = 4;     // tokens whose norms a thread makes at a time
 
 // What one thread works in.
@@ -51,9 +52,10 @@ struct Room {
 };
 
 // Rows one … one + 15 and two … two + 15 of a matrix that has `count`, times every token: emit(token, sums, sums).
+// The thread's next rows are likely those `further` behind these.
 template <class Emit>
-void product_of_many(Matrix matrix, int64_t one, int64_t two, int64_t count, int64_t columns, const BFloat16* x,
-                     int64_t tokens, Room& room, Emit emit) {
+void product_of_many(Matrix matrix, int64_t one, int64_t two, int64_t count, int64_t further, int64_t columns,
+                     const BFloat16* x, int64_t tokens, Room& room, Emit emit) {
     auto weight = static_cast<const Weight*>(matrix.rows);
     auto row_of = [&](int64_t row) { return std::min(row, count - 1); };  // some may not be there, and nobody looks at theirs
     turn_rows(room.one, columns, [&](int r) { return weight + row_of(one + r) * columns; });
@@ -62,7 +64,11 @@ void product_of_many(Matrix matrix, int64_t one, int64_t two, int64_t count, int
     if (matrix.scale)
         for (int r = 0; r < LANES; r++)
             scale[0][r] = matrix.scale[row_of(one + r)], scale[1][r] = matrix.scale[row_of(two + r)];
-    tiles(room.one, room.two, columns / 2, x, columns, tokens,
+    auto ahead = [&](int64_t row) {
+        const bool there = tokens <= SHORT && row + further + LANES <= count;
+        return there ? reinterpret_cast<const char*>(weight + (row + further) * columns) : nullptr;
+    };
+    tiles(room.one, room.two, columns / 2, x, columns, tokens, {ahead(one), ahead(two)},
           [&](int64_t token, Vector first, Vector second) { emit(token, first * scale[0], second * scale[1]); });
 }
 
@@ -109,7 +115,7 @@ void see_together(const Step& step, const Kept& kept, Block block, int64_t kv_he
         for (int64_t key = 0; key < KEYS; key += 2 * LANES) {
             turn_rows(room.one, dim, [&](int r) { return kept.keys + place[key + r]; });
             turn_rows(room.two, dim, [&](int r) { return kept.keys + place[key + LANES + r]; });
-            tiles(room.one, room.two, dim / 2, room.queries, dim, rows, [&](int64_t row, Vector one, Vector two) {
+            tiles(room.one, room.two, dim / 2, room.queries, dim, rows, {}, [&](int64_t row, Vector one, Vector two) {
                 store(room.scores + row * KEYS + key, one * scale);
                 store(room.scores + row * KEYS + key + LANES, two * scale);
             });
@@ -146,7 +152,7 @@ void see_together(const Step& step, const Kept& kept, Block block, int64_t kv_he
                 };
                 room.one[pair] = both(k), room.two[pair] = both(next);
             }
-            tiles(room.one, room.two, KEYS / 2, room.likelihood, KEYS, rows, [&](int64_t row, Vector one, Vector two) {
+            tiles(room.one, room.two, KEYS / 2, room.likelihood, KEYS, rows, {}, [&](int64_t row, Vector one, Vector two) {
                 float* at = room.seen + row * dim;
                 store(at + k, load(at + k) + one);
                 if (next > k) store(at + next, load(at + next) + two);
@@ -183,7 +189,7 @@ void run_many(const Step& step) {
                     store(at + one, adds ? load(at + one) + first : first);
                     if (two < rows) store(at + two, adds ? load(at + two) + second : second);
                 };
-                product_of_many(matrix, one, two, rows, columns, x, tokens, room, emit);
+                product_of_many(matrix, one, two, rows, step.threads * 2 * LANES, columns, x, tokens, room, emit);
             });
         };
         for (int64_t number = 0; number < step.count; number++) {
@@ -209,7 +215,7 @@ void run_many(const Step& step) {
             multiply(layer.output, hidden, seen, attended, step.x, true);
             normalise(layer.mlp_norm, normal);
             team.share(middle, LANES, [&](int64_t one, int64_t) {
-                product_of_many(layer.gate_up, one, middle + one, 2 * middle, hidden, normal, tokens, room,
+                product_of_many(layer.gate_up, one, middle + one, 2 * middle, step.threads * LANES, hidden, normal, tokens, room,
                                 [&](int64_t token, Vector gate, Vector up) {
                                     store(gated + token * middle + one, silu(gate) * up);
                                 });
@@ -232,7 +238,7 @@ void head_of_many(Matrix head, const float* x, float* logits, int64_t tokens, in
                 _mm512_mask_storeu_ps(logits + token * count + one, lanes(one), (__m512)first);
                 _mm512_mask_storeu_ps(logits + token * count + two, lanes(two), (__m512)second);
             };
-            product_of_many(head, one, two, count, columns, narrow.data(), tokens, room, emit);
+            product_of_many(head, one, two, count, threads * 2 * LANES, columns, narrow.data(), tokens, room, emit);
         });
     });
 }

@@ -74,11 +74,16 @@ inline void turn_rows(Pairs* panel, int64_t columns, Row row) {
     }
 }
 
-// emit(token, sums of panel one, sums of panel two) for tokens x, `stride` numbers apart.
+// emit(token, sums of panel one, sums of panel two) for tokens x, `stride` numbers apart. Meanwhile the memory is asked for a
+// line behind `ahead` with each pair, which is as much as a panel of bfloat16 is made of.
 template <int tokens, class Emit>
-inline void tile(const Pairs* one, const Pairs* two, int64_t pairs, const BFloat16* x, int64_t stride, Emit emit) {
+inline void tile(const Pairs* one, const Pairs* two, int64_t pairs, const BFloat16* x, int64_t stride, const char* ahead,
+                 Emit emit) {
     Vector sums[tokens][2] = {};
+    const int64_t line = ahead ? sizeof(Pairs) : 0;
+    if (!ahead) ahead = reinterpret_cast<const char*>(one);  // which is at hand, so that one loop does for both
     for (int64_t pair = 0; pair < pairs; pair++) {
+        __builtin_prefetch(ahead + pair * line, 0, 2);
         const Pairs first = one[pair], second = two[pair];
 #pragma GCC unroll 8
         for (int t = 0; t < tokens; t++) {
@@ -93,14 +98,22 @@ inline void tile(const Pairs* one, const Pairs* two, int64_t pairs, const BFloat
     for (int t = 0; t < tokens; t++) emit(t, sums[t][0], sums[t][1]);
 }
 
+// The rows that the next panels are made of, which are on their way while these are computed with; null: unknown.
+struct Ahead {
+    const char *one = nullptr, *two = nullptr;
+};
+
 template <class Emit>
 inline void tiles(const Pairs* one, const Pairs* two, int64_t pairs, const BFloat16* x, int64_t stride, int64_t tokens,
-                  Emit emit) {
+                  Ahead ahead, Emit emit) {
     int64_t token = 0;
     auto some = [&](auto size) {
-        for (; token + size <= tokens; token += size)
+        for (; token + size <= tokens; token += size) {
+            const int64_t left = tokens - token;  // to the last of them, lest their numbers drive out what came for the next
             tile<size>(one, two, pairs, x + token * stride, stride,
+                       left > 2 * TILE ? nullptr : left > TILE ? ahead.one : ahead.two,
                        [&](int t, Vector first, Vector second) { emit(token + t, first, second); });
+        }
     };
     some(std::integral_constant<int, TILE>());
     some(std::integral_constant<int, TILE / 2>());

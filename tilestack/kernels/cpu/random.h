@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 namespace {
@@ -24,14 +23,3 @@ void philox(uint64_t seed, int64_t first, int64_t count, uint32_t* words) {
 }
 
 }  // namespace
-
-// out [rows, n]: n words for each seed, rounded to float.
-extern "C" void random_words(const int64_t* seeds, float* out, int64_t rows, int64_t n) {
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t done = 0; done < n; done += 4 * SLAB) {
-            uint32_t words[4 * SLAB];
-            const int64_t some = std::min(n - done, 4 * SLAB);
-            philox(seeds[row], done / 4, std::min(some, SLAB), words);
-            for (int64_t i = 0; i < some; i++) out[row * n + done + i] = words[i];
-        }
-}
