@@ -4,8 +4,9 @@ A worker runs a few tests at a time and takes the next few when it is done, so t
 kept in a file, with a hash of all our code, and is not run again until something changes: a run may be cut at any time, and the next goes on.
 
     alone     kernels that hold the whole GPU and wait for each other would wait for ever beside others: one worker has these
-    large     float64 definitions of what `bench` measures take tens of gigabytes: two workers
-    the rest  as many workers as there are jobs
+    the rest  as many workers as there are jobs, beside that one
+    large     float64 definitions of what `bench` measures take tens of gigabytes: two workers, when the others are done,
+              and one for those that had too little memory even then
 
 Workers share the GPU by NVIDIA's MPS where it is installed.
 """
@@ -41,8 +42,11 @@ def main() -> int:
     kept = Kept(asked.kept, hash_of_code())
     names = [name for name in collected(asked.only) if name not in kept.passed]
     print(f"{len(names)} tests to run, {len(kept.passed)} passed before", flush=True)
+    until = time.time() + asked.budget
     with shared_gpu():
-        run_all(groups(names, asked.jobs), asked.budget, kept)
+        for beside_each_other in phases(names, asked.jobs):
+            run_all(beside_each_other, until, kept)
+        run_all([(1, [[name] for name in kept.short_of_memory])], until, kept)
     for name in sorted(kept.failed):
         print(f"FAILED {name}: {kept.failed[name]}")
     left = len(names) - kept.ran
@@ -61,11 +65,14 @@ class Kept:
         before = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         self.passed = {each["test"] for each in before if each["code"] == code and each["outcome"] == "passed"}
         self.failed: dict[str, str] = {}
+        self.short_of_memory: list[str] = []
 
     def add(self, test: str, outcome: str, why: str) -> None:
-        self.ran += 1
+        self.ran += test not in self.failed
+        self.failed.pop(test, None)
         if outcome == "failed":
             self.failed[test] = why.strip().splitlines()[-1][:300] if why.strip() else ""
+            self.short_of_memory += [test] * ("out of memory" in why)
         with self.path.open("a") as file:
             file.write(json.dumps(dict(test=test, outcome=outcome, why=why[-4000:], code=self.code)) + "\n")
 
@@ -86,16 +93,17 @@ def collected(only: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def groups(names: list[str], jobs: int) -> list[tuple[int, list[list[str]]]]:
-    """Workers, and what they share in turn, for each kind of test; tests of one file stay together."""
+def phases(names: list[str], jobs: int) -> list[list[tuple[int, list[list[str]]]]]:
+    """What runs at the same time: for each kind of test the workers, and what they share in turn; tests of one file stay
+    together."""
     alone = [name for name in names if Path(name.partition("::")[0]).name in ALONE]
     large = [name for name in names if name.endswith(LARGE)]
     rest = [name for name in names if name not in alone and name not in large]
     cut = lambda those, size: [those[start : start + size] for start in range(0, len(those), size)]
-    return [(1, cut(alone, TESTS_AT_A_TIME)), (2, cut(large, 1)), (jobs, cut(rest, TESTS_AT_A_TIME))]
+    return [[(1, cut(alone, TESTS_AT_A_TIME)), (jobs, cut(rest, TESTS_AT_A_TIME))], [(2, cut(large, 1))]]
 
 
-def run_all(shared: list[tuple[int, list[list[str]]]], budget: float, kept: Kept) -> None:
+def run_all(shared: list[tuple[int, list[list[str]]]], until: float, kept: Kept) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     queues, workers = [context.Queue() for _ in shared], []
@@ -103,7 +111,7 @@ def run_all(shared: list[tuple[int, list[list[str]]]], budget: float, kept: Kept
         for batch in batches:
             waiting.put(batch)
         for _ in range(min(count, len(batches))):
-            worker = context.Process(target=work, args=(waiting, results, time.time() + budget), daemon=True)
+            worker = context.Process(target=work, args=(waiting, results, until), daemon=True)
             worker.start()
             workers.append(worker)
     while any(worker.is_alive() for worker in workers) or not results.empty():

@@ -21,6 +21,7 @@ GPU_ONLY = "asked only where there is a GPU; tests/gpu and `tilestack verify` th
 TOO_LARGE = "the other way takes tensors larger than memory here"
 EXPANDED = "the other way takes expanded rows, one of the layouts"
 DECODE_STEP = "no operator; tests/engine/test_persistent.py and tests/kernels/test_cuda_on_cpu.py take both ways"
+LARGE_PAGES = "no operator; tests/kernels/test_cpu_large_pages.py takes both ways"
 UNDECIDED = {
     "attention.aten has_flash: q.numel() > 0": GPU_ONLY,
     "attention.aten has_flash: q.shape[3] == v.shape[3] <= 256": GPU_ONLY,
@@ -39,6 +40,8 @@ UNDECIDED = {
     "attention.paged paged_tile: group < 4": "the same",
     "attention.paged paged_tile: tiles * kv_heads > 2 * PROGRAMS * multiprocessors(q.device)": GPU_ONLY,
     "cpu.decode_step check_tokens: tokens > self.most": "no operator; tests/engine/test_cpu_step_shapes.py takes both ways",
+    "cpu.large_pages use_large_pages: sum(end - start for start, end in spans) < WORTHWHILE": LARGE_PAGES,
+    "cpu.large_pages whole_pages: start <= found[-1][1]": LARGE_PAGES,
     "cuda.decode_step divides: split > 0": DECODE_STEP,
     "cuda.decode_step divides: rows > 0": DECODE_STEP,
     "cuda.decode_step is_even: queries + keys <= WARPS": DECODE_STEP,

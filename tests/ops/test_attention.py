@@ -219,3 +219,30 @@ def test_fused_kernels_are_strict_where_pytorch_would_only_warn(monkeypatch, doc
         torch.use_deterministic_algorithms(False)
     assert Recorder.seen == [while_it_runs, while_it_runs, asked]
     assert all(torch.equal(leaf.grad, torch.ones_like(leaf)) for leaf in leaves)
+
+
+@pytest.mark.parametrize(("width", "of_values"), [(24, 16), (16, 24)])
+def test_heads_of_two_widths_go_to_the_fused_kernel_as_one_width_where_bits_must_repeat(monkeypatch, width, of_values):
+    """PyTorch's other fused kernels add up gradients in another order in every run, and FlashAttention takes one width."""
+    heads = ((width, 0), (width, 1), (of_values, 2))
+    leaves = [draw(2, 8, 4, size, seed=seed).bfloat16().requires_grad_() for size, seed in heads]
+    widths, sdpa = [], torch.nn.functional.scaled_dot_product_attention
+
+    def noting(q, k, v, **options):
+        widths.append((q.shape[3], k.shape[3], v.shape[3]))
+        return sdpa(q, k, v, **options)
+
+    monkeypatch.setattr(attention_aten.F, "scaled_dot_product_attention", noting)
+    results = []
+    for repeats in (False, True):
+        torch.use_deterministic_algorithms(repeats, warn_only=True)
+        try:
+            with backend(attention="aten"):
+                out = ops.attention(*leaves)
+            results.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert widths == [(width, width, of_values), (24, 24, 24)]
+    assert results[1][0].is_contiguous() or results[1][0].stride() == results[0][0].stride()
+    for usual, padded in zip(*results, strict=True):
+        torch.testing.assert_close(usual, padded)

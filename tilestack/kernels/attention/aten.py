@@ -115,9 +115,18 @@ def in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     return torch.cat(blocks, 1)
 
 
-def trusted_kernels(q: Tensor) -> AbstractContextManager:
+def trusted_kernels(q: Tensor, fused: bool) -> AbstractContextManager:
+    """Where PyTorch is to be deterministic, of its fused kernels only FlashAttention is."""
     half_on_cuda = q.device.type == "cuda" and q.dtype in HALVES and q.numel() > 0  # cuDNN answers nothing with None
-    return nullcontext() if half_on_cuda else sdpa_kernel(SDPBackend.MATH)
+    repeats = fused or not torch.are_deterministic_algorithms_enabled()
+    return nullcontext() if half_on_cuda and repeats else sdpa_kernel(SDPBackend.MATH)
+
+
+def of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads with zeros behind the narrower ones, as FlashAttention takes them; scores and the first results stay."""
+    width = max(q.shape[3], v.shape[3])
+    padded = lambda x: x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3]))
+    return padded(q), padded(k), padded(v)
 
 
 @implements(
@@ -148,8 +157,15 @@ def attention(
         mask = None if in_one_piece else attention_mask(q, k, cu_seqlens, causal, window)
         if q.dtype not in HALVES:  # the plain one would round queries and keys, times the root of the scale each
             q, scale = q * scale_or_usual(scale, q), 1.0
+        width = v.shape[3]
+        if mask is None and q.dtype in HALVES and q.shape[3] != width and torch.are_deterministic_algorithms_enabled():
+            scale = scale_or_usual(scale, q)
+            q, k, v = of_one_width(q, k, v)
         fused = mask is None and has_flash(q, v)
-        with sdpa_kernel(SDPBackend.MATH) if lost else trusted_kernels(q), in_one_order() if fused else nullcontext():
+        with (
+            sdpa_kernel(SDPBackend.MATH) if lost else trusted_kernels(q, fused),
+            in_one_order() if fused else nullcontext(),
+        ):
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2),
                 k.transpose(1, 2),
@@ -160,4 +176,5 @@ def attention(
                 enable_gqa=q.shape[2] != k.shape[2],
             )
         out = (backward_in_one_order(out) if fused else out).transpose(1, 2)
+        out = out if out.shape[3] == width else out[..., :width].contiguous()
     return StraightGradient.apply(out) if out.is_cuda and out.requires_grad else out
