@@ -35,7 +35,7 @@ recipes: .venv/ready
 # Every figure of README and docs, on a GPU: kernels, memory patterns, optimizers, training and its loss; then the tables.
 # BENCH="--stale --budget 900" measures only what is not of the present source, in a quarter of an hour.
 bench: .venv/ready
-	$(BIN)/python -m tilestack bench all --save $(BENCH)
+	$(BIN)/python -m tilestack bench all --save --jobs $$(nproc) $(BENCH)
 	$(PARITY)
 	$(PARITY) --swap rms_norm
 	$(PARITY) --swap attention --backend aten

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -66,6 +66,13 @@ def bench_command(
         float | None,
         typer.Option(help="Begin nothing that would end after so many seconds.", min=1, show_default=False),
     ] = None,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            help="Operators on a GPU: processes that first compile what is then timed in one, the budget's first two fifths at most.",
+            min=1,
+        ),
+    ] = 1,
     json_: JsonFile = None,
     load: Load = None,
     recipe: Annotated[
@@ -123,7 +130,8 @@ def bench_command(
     load_files(load)
     asked = Asked(place, machine.stamp(place.type), save, stale, budget, json_, time.monotonic())
     split = lambda text: text.split(",") if text else None
-    kernels = functools.partial(bench_kernels, asked, split(dtype), direction.split(","), split(backend), case)
+    ahead = (jobs, tuple(load or ()))
+    kernels = functools.partial(bench_kernels, asked, split(dtype), direction.split(","), split(backend), case, ahead)
     parts: dict[str, Callable[[], None]] = {
         "memory": functools.partial(bench_memory_patterns, asked),
         "host": functools.partial(bench_host_time, asked),
@@ -203,9 +211,10 @@ def bench_kernels(
     directions: list[str],
     backends: list[str] | None,
     case: str,
+    ahead: tuple[int, Sequence[Path]],
     operators: list[str] | None = None,
 ) -> None:
-    """Operators and their peers."""
+    """Operators and their peers, compiled ahead in so many processes, which run some files first."""
     from tilestack.lab import bench, bench_tables, results
     from tilestack.shipped import checkout
     from tilestack.tuning import preferences
@@ -224,6 +233,7 @@ def bench_kernels(
         Console(stderr=True),
         asked.kept_rows("kernels") if asked.stale else None,
         asked.seconds_left(),
+        *ahead,
     )
     write_json(asked.json, [row.as_dict() for row in rows])
     if str(asked.json) != "-":

@@ -10,7 +10,7 @@ is bearable there; Triton's interpreter is never timed.
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -27,8 +27,9 @@ from tilestack.contract.cases import Make
 from tilestack.contract.library import memory_of
 from tilestack.contract.named import call_named
 from tilestack.contract.operator import as_tuple
-from tilestack.contract.registry import configuration, load_kernels
+from tilestack.contract.registry import configuration, load_kernels, operator_named
 from tilestack.lab import results
+from tilestack.lab.ahead import run_ahead
 from tilestack.lab.machine import stamp
 from tilestack.lab.peers import COMPILED, LIBRARIES, Peer, is_peer, peers_of
 from tilestack.lab.roofs import Roofs, measured
@@ -40,6 +41,7 @@ from tilestack.lab.watch import Watch
 DIRECTIONS = ("forward", "backward", "both")
 CPU_BYTES = 2**27  # what a case may move, and
 CPU_FLOPS = 2e9  # compute, to be bearable on a CPU
+SHARE_AHEAD = 0.4  # of a budget that may go into compiling
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,15 @@ def bench(
     console: Console | None = None,
     stale: Sequence[Stored] | None = None,
     budget: float | None = None,
+    jobs: int = 1,
+    files: Sequence[Path] = (),
 ) -> list[Row]:
     """Measure operators. `backends` names backends and peers (all that can run when None), `cases` a kind or one case.
 
     dtypes default to bfloat16 on CUDA and float32 on a CPU. With `save`, rows are merged into that results file as they
     come, so that nothing measured is lost. Given the rows of a file as `stale`, only what they do not hold of the present
-    source is measured. No case is begun that would probably end after `budget` seconds. Progress is told on `console`.
+    source is measured. No case is begun that would probably end after `budget` seconds. With several `jobs`, as many
+    processes, which run `files` first, compile everything before anything is timed. Progress is told on `console`.
     """
     load_kernels()
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
@@ -91,6 +96,10 @@ def bench(
     watch = Watch(len(subjects), budget, console)
     if not subjects:
         return []
+    if jobs > 1:
+        asked = [(s.operator.name, s.case.name, s.dtype, s.directions, backends, device) for s in subjects]
+        done = run_ahead(compile_subject, asked, jobs, budget and SHARE_AHEAD * budget, files)
+        watch.say(f"compiled {done} of {len(subjects)} ahead")
     machine, roofs = stamp(device), measured(device)
     rows: list[Row] = []
     for name, group in groupby(subjects, key=lambda subject: subject.operator.name):
@@ -172,21 +181,12 @@ def compare(subject: Subject, backends: Sequence[str] | None, device: str, roofs
     except Exception as error:
         yield from ([blank(direction, "inputs", note=in_one_line(error))] for direction in directions)
         return
-    peers = peers_of(operator) if device == "cuda" or backends else {}
-    names = backends or [*names_of(operator, device), *peers]
+    names = names_asked(operator, backends, device)
     for direction in directions:
-        wanted = differentiable(operator, arguments) if direction != "forward" else []
-        if direction != "forward" and not wanted:
+        candidates, refused = candidates_of(operator, names, arguments, direction, all_told=bool(backends))
+        if not candidates and not refused:
             yield []
             continue
-        refused: dict[str, str] = {}
-        candidates: dict[str, Candidate] = {}
-        for name in names:
-            if reason := refusal(operator, name, peers, arguments, direction):
-                refused |= {name: reason} if backends or not is_peer(name) else {}
-            else:
-                peer = peers.get(name) or Peer(operator, functools.partial(backend, name))
-                candidates[name] = candidate_of(operator, peer, arguments, wanted, direction)
         flops, moved = operator.cost(arguments, direction)
         timings = measure(candidates, moved, device) | {name: Timing(note=text) for name, text in refused.items()}
         found = [figures(blank(direction, name), timings[name], flops, moved, roofs) for name in timings]
@@ -199,6 +199,55 @@ def compare(subject: Subject, backends: Sequence[str] | None, device: str, roofs
             torch.cuda.empty_cache()
     if set(COMPILED) & set(names):
         torch.compiler.reset()  # or every case would add to what the compiler keeps
+
+
+def names_asked(operator: Operator, backends: Sequence[str] | None, device: str) -> list[str]:
+    """The backends and peers that are compared."""
+    return list(backends or [*names_of(operator, device), *(peers_of(operator) if device == "cuda" else ())])
+
+
+def candidates_of(
+    operator: Operator, names: Sequence[str], arguments: dict[str, Any], direction: str, *, all_told: bool
+) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """What can be timed of those named, and why the rest cannot; of peers that is told only where all of it shall be.
+    Neither is anything where a backward does nothing."""
+    wanted = differentiable(operator, arguments) if direction != "forward" else []
+    if direction != "forward" and not wanted:
+        return {}, {}
+    peers = peers_of(operator)
+    candidates: dict[str, Candidate] = {}
+    refused: dict[str, str] = {}
+    for name in names:
+        if reason := refusal(operator, name, peers, arguments, direction):
+            refused |= {name: reason} if all_told or not is_peer(name) else {}
+        else:
+            peer = peers.get(name) or Peer(operator, functools.partial(backend, name))
+            candidates[name] = candidate_of(operator, peer, arguments, wanted, direction)
+    return candidates, refused
+
+
+def compile_subject(
+    name: str, case_name: str, dtype: str, directions: Sequence[str], backends: Sequence[str] | None, device: str
+) -> None:
+    """Call every candidate of a subject once, so that what it compiles is in the caches on disk."""
+    load_kernels()
+    operator = operator_named(name)
+    case = next(case for case in operator.cases if case.name == case_name)
+    call_each(Subject(operator, case, dtype, directions), backends, device)
+    torch.compiler.reset()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def call_each(subject: Subject, backends: Sequence[str] | None, device: str) -> None:
+    arguments = subject.operator.bind(**subject.case.build(Make(getattr(torch, subject.dtype), device)))
+    names = names_asked(subject.operator, backends, device)
+    for direction in subject.directions:
+        found, _ = candidates_of(subject.operator, names, arguments, direction, all_told=False)
+        for candidate in found.values():
+            with suppress(Exception), candidate.scope():
+                candidate.prepare(1)[0]()
 
 
 def kernel_lender(operator: Operator, name: str, arguments: dict[str, Any], direction: str) -> str:

@@ -1,7 +1,8 @@
 """What a call costs on the host: every operator on small tensors, beside the least any PyTorch call costs there.
 
 The floor is an in-place addition of one, which allocates nothing and launches one kernel. Calls are timed twenty at a time
-with the GPU idle before, so that no queue fills; medians over many such batches, the floor's among them.
+with the GPU idle before, so that no queue fills; of many such batches, the floor's in turn with them, the fastest counts,
+which nothing else on the machine has held up.
 
     no_grad     the operator without a gradient
     grad        its forward where one is wanted, which also builds the node for autograd
@@ -119,7 +120,8 @@ def is_float(value: Any) -> bool:
 def measure_all(
     calls: dict[tuple[str, str], Callable[[], Any]], device: str
 ) -> dict[tuple[str, str], tuple[float, float]]:
-    """Microseconds of each call and of the floor's in turn with it, medians of batches: a host's clock wanders.
+    """Microseconds of each call and of the floor's in turn with it, each the fastest batch: a host's clock wanders, and
+    others disturb it.
 
     Backends are chosen as a recipe does it, so that no `with` is timed.
     """
@@ -140,7 +142,7 @@ def measure_all(
                     run()
                 if batch >= WARM:
                     kept.append((time.perf_counter() - began) / CALLS)
-        ours, floor = (round(1e6 * statistics.median(kept), 3) for kept in samples)
+        ours, floor = (round(1e6 * min(kept), 3) for kept in samples)
         found[way, name] = ours, floor
     configure_backend("")
     return found

@@ -70,11 +70,14 @@ class OnHost:
 
 
 class OnGpu:
-    """Laps by events in the GPU's own queue, read when all are over."""
+    """Laps by events in the GPU's own queue, read when all are over; and the peak of memory from the first step on, since
+    later ones replay a graph in memory that was set aside when it was captured."""
+
+    def __init__(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
 
     def start(self) -> None:
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
         self.marks: list[torch.cuda.Event] = []
         self.lap()
 

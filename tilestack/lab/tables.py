@@ -170,7 +170,8 @@ def training(found: list[Contest]) -> str:
             ratio += f" ({contest.verdict})" if row is contest.ours and contest.verdict in (EQUAL, UNCLEAR) else ""
             losses = [row.get(key) for key in ("first_loss", "last_loss")]
             loss = " → ".join(f"{value:.3f}" for value in losses) if None not in losses else "not recorded"
-            rows.append([case, name, f"{row['tokens_per_s']:,.0f}", f"{row['time_us'] / 1e3:.1f} ms", f"{row['peak_mib'] / 1024:.1f} GiB", loss, ratio])  # fmt: skip
+            peak = f"{row['peak_mib'] / 1024:.1f} GiB" if row["peak_mib"] else "–"
+            rows.append([case, name, f"{row['tokens_per_s']:,.0f}", f"{row['time_us'] / 1e3:.1f} ms", peak, loss, ratio])  # fmt: skip
         failed = [row for row in contest.rows if not row["time_us"]]
         rows += [[case, row["backend"], row["note"].replace("|", "/"), "–", "–", "–", "–"] for row in failed]
         tried = {row["backend"] for row in contest.rows} | {
