@@ -4,6 +4,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from tilestack import cli, models
 from tilestack.lab import bench_serve, serve_candidates
@@ -48,6 +49,21 @@ def test_the_engine_answers_a_workload_and_the_figure_is_its_rate(monkeypatch):
     assert rows[0]["figure"] == pytest.approx(rows[0]["answered"] / rows[0]["seconds"], rel=1e-3)
     assert rows[2]["unit"] == "ms/step"
     assert rows[0]["moved"] > rows[1]["moved"]
+
+
+def test_random_weights_are_made_to_repeat_the_last_token_and_are_then_as_before():
+    torch.manual_seed(0)
+    shape = bench_serve.SMALL | dict(num_hidden_layers=2, vocab_size=128, tie_word_embeddings=True)
+    decoder = models.Decoder(models.ModelConfig.from_hf(shape)).eval()
+    with torch.no_grad():  # of which layers make something else, as those of a large model do
+        for parameter in decoder.layers.parameters():
+            parameter *= 8
+    before = decoder.embedding.weight.detach().clone()
+    ids = torch.arange(40).view(1, -1)
+    with serve_candidates.repeating_itself(decoder):
+        assert decoder(ids).argmax(-1).equal(ids)
+    assert decoder.embedding.weight.equal(before)
+    assert not decoder(ids).argmax(-1).equal(ids)
 
 
 def test_engines_take_turns_and_the_best_of_each_counts(monkeypatch):

@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tilestack.lab.serve_workloads import Workload, workloads
 
 REPEATS = {"cuda": 2, "cpu": 3}  # a CPU has other things to do in between
 CONTEXT = 4096  # of the engines, where no workload needs more
+OUTWEIGHS = 256  # a power of two, by which weights are multiplied and divided without a rounding
 
 # The engines that are ours: what they are started with, and the one workload that some are for.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -150,15 +152,30 @@ def results(names: list[str], asked: dict[str, Any]) -> Iterator[dict[str, Any]]
     context = min(config.positions, max(longest, CONTEXT))
     parameters = sum(each.numel() for each in decoder.parameters())
     serves = {name: serve_of(name, decoder, asked, context) for name in names}
-    if not any(name.startswith("tilestack") for name in names):
-        del decoder  # another engine wants the memory
+    ours = decoder if any(name.startswith("tilestack") for name in names) else None
+    del decoder  # where it is not ours, another engine wants the memory
     for workload in chosen:
         fitting = {name: serve for name, serve in serves.items() if fits(name, workload)}
-        for name, (figure, seconds) in measure(fitting, workload, config.vocabulary, REPEATS[device]).items():
+        is_made_to_copy = workload.name == "copying" and not asked["model"] and config.tied
+        with repeating_itself(ours) if ours and is_made_to_copy else nullcontext():
+            found = measure(fitting, workload, config.vocabulary, REPEATS[device])
+        for name, (figure, seconds) in found.items():
             moved = workload.moved(config, parameters, 1 if name == "tilestack int8" else dtype.itemsize)
             yield dict(op="serve", case=workload.name, dtype=f"{dtype}".removeprefix("torch."), direction="forward",
                        backend=name, figure=round(figure, 4), unit=workload.unit, seconds=seconds, moved=moved,
                        answered=workload.answered)  # fmt: skip
+
+
+@contextmanager
+@torch.no_grad()
+def repeating_itself(decoder: models.Decoder) -> Iterator[None]:
+    """Random weights copy nothing. Inside, embeddings outweigh all that layers add to them, so that a decoder whose head they
+    are repeats the last token, and guesses by look-up are right; what a step computes and reads stays the same."""
+    decoder.embedding.weight *= OUTWEIGHS
+    try:
+        yield
+    finally:
+        decoder.embedding.weight /= OUTWEIGHS
 
 
 def serve_of(name: str, decoder: models.Decoder, asked: dict[str, Any], context: int) -> Serve:

@@ -5,7 +5,8 @@
     first token  one prompt of 1024 tokens, until its first token
     prefix       64 requests that share their first 1024 tokens
     long         4 prompts as long as the model reads, 64 tokens answered
-    copying      a prompt that repeats itself, which look-up speculation can guess; and the same without
+    copying      a prompt that repeats itself, which look-up speculation can guess; and the same without. Random weights
+                 copy nothing: they are made to repeat the last token, which is the most that look-up can gain
 
 On a CPU everything is smaller by `scale`.
 """
