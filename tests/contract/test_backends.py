@@ -157,6 +157,30 @@ def test_an_unknown_backend_is_told_with_those_there_are():
         ops.softmax(X)
 
 
+def test_names_of_backends_can_be_checked_before_anything_is_called():
+    for known in (
+        "",
+        "auto",
+        "triton",
+        "torch,softmax=triton",
+        "triton,adamw=torch",
+        "triton:tall,linear=triton_naive",
+    ):
+        registry.refuse_unknown_backends(known)
+    with pytest.raises(BackendError, match="no backend is named 'trition'; did you mean triton"):
+        registry.refuse_unknown_backends("trition")
+    with pytest.raises(BackendError, match="no backend of softmax is named 'gluon'; there are aten, auto, cuda, torch"):
+        registry.refuse_unknown_backends("triton,softmax=gluon")
+
+
+def test_a_misspelt_operator_of_the_module_is_an_error_with_a_suggestion():
+    with pytest.raises(AttributeError, match=r"tilestack\.ops has no sofmax; did you mean softmax"):
+        ops.sofmax  # noqa: B018
+    with pytest.raises(AttributeError, match=r"tilestack\.ops has no xyzzy$"):
+        ops.xyzzy  # noqa: B018
+    assert not hasattr(ops, "__wrapped__")
+
+
 def refusing(**limits):
     return contract.implements(ops.softmax, backend="limited", **{"backward": contract.AUTOGRAD} | limits)(
         torch.softmax

@@ -226,6 +226,11 @@ def test_activation_checkpointing_and_mixtures_of_experts(tilestack, small, tmp_
         ("model.config.vocab_size=200", "the tokenizer does not match the model: its ids go up to "),
         ("model.config.model_type=lama", "model_type 'lama' is not read; there are llama"),
         ("run.backend=cuda", "cuda"),
+        ("run.backend=trition", "no backend is named 'trition'; did you mean triton?"),
+        (
+            "run.backend='torch,softmax=liger'",
+            "no backend of softmax is named 'liger'; there are aten, auto, cuda, torch",
+        ),
         ("data.batch=1000000000", "data.batch = 1000000000 rows of up to 24 tokens need "),
         (
             f"model.config={{model_type='llama', num_attention_heads=1, head_dim=16, {HUGE}}}",

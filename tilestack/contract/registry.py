@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilestack.contract.backends import AUTO, BackendError, chosen, usable, wants_invariance
+from tilestack.contract.backends import AUTO, BackendError, Choice, chosen, usable, wants_invariance
 
 if TYPE_CHECKING:
     from tilestack.contract.implementation import Implementation
@@ -60,6 +60,19 @@ def refuse_unknown_operator(name: str) -> None:
             f"no operator is named {name!r}"
             + (f"; did you mean {close[0]}?" if close else f"; there are {', '.join(sorted(_operators))}")
         )
+
+
+def refuse_unknown_backends(choice: str) -> None:
+    """Refuse a choice that names a backend which no operator has, or not the operator it is for, before anything is called."""
+    asked = Choice.parse(choice).checked()
+    everywhere = {name for op in operators() for name in op.implementations} | {AUTO}
+    for operator, name in (("", asked.default or AUTO), *asked.exceptions):
+        known = {AUTO, *_operators[operator].implementations} if operator in _operators else everywhere
+        backend = name.partition(":")[0]
+        if backend not in known:
+            close = difflib.get_close_matches(backend, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}"
+            raise BackendError(f"no backend{f' of {operator}' if operator else ''} is named {backend!r}; {hint}")
 
 
 @functools.cache

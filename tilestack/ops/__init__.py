@@ -4,6 +4,7 @@ A file here is a family of operators, and every operator defined in one is found
 and type checkers, and `make docs` writes it.
 """
 
+import difflib
 import gc
 import importlib
 import pkgutil
@@ -24,3 +25,9 @@ if _collected:
     gc.enable()
 
 __all__ = sorted(set(__all__))
+
+
+def __getattr__(name: str) -> Operator:
+    """For a name that is none, an error that knows what was meant."""
+    close = difflib.get_close_matches(name, __all__, n=1)
+    raise AttributeError(f"tilestack.ops has no {name}" + (f"; did you mean {close[0]}?" if close else ""))

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from tilestack import configure_backend, data, models
+from tilestack.contract.registry import refuse_unknown_backends
 from tilestack.device import pick_device
 from tilestack.files import whole_folder
 from tilestack.models.adapters import save_adapters
@@ -99,6 +100,7 @@ def make_trainer(
         changes(place.path, recipe)
     load_trackers(recipe.run.trackers)
     if recipe.run.backend:
+        refuse_unknown_backends(recipe.run.backend)
         configure_backend(recipe.run.backend)
     device = pick_device(recipe.run.device, "run.device")
     if recipe.model.path:
