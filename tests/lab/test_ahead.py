@@ -13,6 +13,7 @@ from tilestack.lab.roofs import Roofs
 
 def write_process(path):
     path.write_text(f"{os.getpid()} {torch.get_num_threads()} {os.environ['TORCHINDUCTOR_COMPILE_THREADS']}")
+    return path.name
 
 
 def fail_or_die(path):
@@ -24,6 +25,7 @@ def fail_or_die(path):
 def sleep_and_write(path):
     time.sleep(0.2)
     path.touch()
+    return True
 
 
 def test_others_do_it_with_a_thread_each_and_leave_no_trace_here(tmp_path, monkeypatch):
@@ -31,7 +33,7 @@ def test_others_do_it_with_a_thread_each_and_leave_no_trace_here(tmp_path, monke
         monkeypatch.delenv(name, raising=False)
     loaded = tmp_path / "mine.py"
     loaded.write_text(f"open({str(tmp_path / 'loaded')!r}, 'w').close()")
-    assert run_ahead(write_process, [(tmp_path / "a",), (tmp_path / "b",)], jobs=2, files=[loaded]) == 2
+    assert run_ahead(write_process, [(tmp_path / "a",), (tmp_path / "b",)], jobs=2, files=[loaded]) == ["a", "b"]
     for name in "ab":
         process, threads, compiling = (tmp_path / name).read_text().split()
         assert int(process) != os.getpid()
@@ -41,13 +43,17 @@ def test_others_do_it_with_a_thread_each_and_leave_no_trace_here(tmp_path, monke
 
 
 def test_what_fails_or_dies_is_no_failure_here(tmp_path):
-    assert run_ahead(fail_or_die, [(tmp_path / "fails",), (tmp_path / "dies",), (tmp_path / "fails",)], jobs=2) == 0
+    assert (
+        run_ahead(fail_or_die, [(tmp_path / "fails",), (tmp_path / "dies",), (tmp_path / "fails",)], jobs=2)
+        == [None] * 3
+    )
 
 
 def test_little_is_begun_after_the_time_is_over(tmp_path):
     paths = [(tmp_path / str(number),) for number in range(50)]
     done = run_ahead(sleep_and_write, paths, jobs=2, seconds=0.0)
-    assert done == len(list(tmp_path.iterdir())) < 10
+    assert done.count(True) == len(list(tmp_path.iterdir())) < 10
+    assert done.count(None) == 50 - done.count(True)
 
 
 def test_every_candidate_of_a_subject_is_called_once_in_each_direction(outside):
@@ -69,7 +75,7 @@ def test_every_candidate_of_a_subject_is_called_once_in_each_direction(outside):
 
 def test_a_bench_with_jobs_compiles_what_it_will_time_and_no_longer_than_its_share(monkeypatch):
     asked = []
-    monkeypatch.setattr(lab, "run_ahead", lambda *given: asked.append(given) or 0)
+    monkeypatch.setattr(lab, "run_ahead", lambda *given: asked.append(given) or [True])
     monkeypatch.setattr(lab, "measured", lambda device: Roofs(0.01, {"float32": 0.05}, 2.0))
     rows = lab.bench(
         [ops.rms_norm], cases="5x1000", backends=["aten"], device="cpu", budget=100, jobs=3, files=["f.py"]

@@ -68,3 +68,17 @@ def test_candidates_are_all_backends_in_all_configurations():
     assert {"aten", "triton", "triton_gemv:2x512", "triton_split_k:64x64x4"} <= set(names)
     assert "torch" not in names
     assert "triton_gemv" not in names
+
+
+def test_what_was_proved_ahead_is_not_proved_again(searched, monkeypatch):
+    search, _ = searched
+    monkeypatch.setattr(tune, "prove", lambda claim: pytest.fail(f"{claim.config} was proved again"))
+    search.proved = ["mine:right", "mine:slow", "aten", "mine:wrong"]
+    assert [trial.time_us for trial in search.run(kept=8, over=lambda: False).trials] == [4.0, 10.0, 10.0, 10.0]
+
+
+def test_processes_find_what_is_promising_and_right(searched, monkeypatch):
+    search, _ = searched
+    monkeypatch.setattr(tune, "Search", lambda *given: search)
+    asked = "softmax", search.case.name, torch.float32, CPU, (), False, 8
+    assert tune.prove_subject(*asked) == ["mine:right", "mine:slow", "aten"]

@@ -178,6 +178,13 @@ def tune_command(
     forward: Annotated[
         bool, typer.Option("--forward", help="Only the forward, for calls without gradients, as in serving.")
     ] = False,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Processes that first compile and prove what is then timed in one, the budget's first two fifths at most.",
+        ),
+    ] = 1,
     ship: Annotated[bool, typer.Option("--ship", help="In a checkout, also add to the table that is shipped.")] = False,
     json_: JsonFile = None,
     load: Load = None,
@@ -201,7 +208,8 @@ def tune_command(
     tables = [preferences.user_table_path(slug), *([preferences.TABLES / f"{slug}.json"] if ship else [])]
     found = []
     named = backend.split(",") if backend else []
-    for tuned in tune.tune(chosen, pick_dtypes(dtype) or [torch.bfloat16], case, kept, named, forward, budget, console):
+    dtypes = pick_dtypes(dtype) or [torch.bfloat16]
+    for tuned in tune.tune(chosen, dtypes, case, kept, named, forward, budget, console, jobs, load or ()):
         found.append(tuned)
         for table in tables:
             preferences.add_to_table(table, tuned.rows())

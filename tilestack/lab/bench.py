@@ -41,7 +41,7 @@ from tilestack.lab.watch import Watch
 DIRECTIONS = ("forward", "backward", "both")
 CPU_BYTES = 2**27  # what a case may move, and
 CPU_FLOPS = 2e9  # compute, to be bearable on a CPU
-SHARE_AHEAD = 0.4  # of a budget that may go into compiling
+SHARE_AHEAD = 0.4  # of a budget that may go into compiling before anything is timed
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def bench(
     if jobs > 1:
         asked = [(s.operator.name, s.case.name, s.dtype, s.directions, backends, device) for s in subjects]
         done = run_ahead(compile_subject, asked, jobs, budget and SHARE_AHEAD * budget, files)
-        watch.say(f"compiled {done} of {len(subjects)} ahead")
+        watch.say(f"compiled {done.count(True)} of {len(subjects)} ahead")
     machine, roofs = stamp(device), measured(device)
     rows: list[Row] = []
     for name, group in groupby(subjects, key=lambda subject: subject.operator.name):
@@ -228,26 +228,19 @@ def candidates_of(
 
 def compile_subject(
     name: str, case_name: str, dtype: str, directions: Sequence[str], backends: Sequence[str] | None, device: str
-) -> None:
-    """Call every candidate of a subject once, so that what it compiles is in the caches on disk."""
+) -> bool:
+    """Call every candidate of a subject once, so that what it compiles is in the caches on disk; True when that is done."""
     load_kernels()
     operator = operator_named(name)
     case = next(case for case in operator.cases if case.name == case_name)
-    call_each(Subject(operator, case, dtype, directions), backends, device)
-    torch.compiler.reset()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-
-def call_each(subject: Subject, backends: Sequence[str] | None, device: str) -> None:
-    arguments = subject.operator.bind(**subject.case.build(Make(getattr(torch, subject.dtype), device)))
-    names = names_asked(subject.operator, backends, device)
-    for direction in subject.directions:
-        found, _ = candidates_of(subject.operator, names, arguments, direction, all_told=False)
+    arguments = operator.bind(**case.build(Make(getattr(torch, dtype), device)))
+    names = names_asked(operator, backends, device)
+    for direction in directions:
+        found, _ = candidates_of(operator, names, arguments, direction, all_told=False)
         for candidate in found.values():
             with suppress(Exception), candidate.scope():
                 candidate.prepare(1)[0]()
+    return True
 
 
 def kernel_lender(operator: Operator, name: str, arguments: dict[str, Any], direction: str) -> str:

@@ -8,6 +8,7 @@ others, and ranked by both directions together.
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from rich.table import Table
 
 from tilestack.contract import BackendError, Case, Operator, backend
 from tilestack.contract.cases import Make
-from tilestack.contract.registry import load_kernels
-from tilestack.lab.bench import candidate_of, cases_of, differentiable, directions_of
+from tilestack.contract.registry import load_kernels, operator_named
+from tilestack.lab.ahead import run_ahead
+from tilestack.lab.bench import SHARE_AHEAD, candidate_of, cases_of, differentiable, directions_of
 from tilestack.lab.labels import case_label
 from tilestack.lab.peers import Peer
 from tilestack.lab.timing import measure
@@ -25,7 +27,7 @@ from tilestack.lab.verify import Claim, prove
 from tilestack.lab.watch import Watch
 from tilestack.tuning.model import Gpu
 from tilestack.tuning.preferences import key_of
-from tilestack.tuning.search import KEPT, Trial, search
+from tilestack.tuning.search import KEPT, Trial, most_promising, search
 
 DIRECTIONS = ("forward", "backward")
 
@@ -69,9 +71,12 @@ def tune(
     forward: bool = False,
     budget: float | None = None,
     console: Console | None = None,
+    jobs: int = 1,
+    files: Sequence[Path] = (),
 ) -> Iterator[Tuned]:
     """Search for the fastest way through every case, of some backends or all; of its `forward` alone, or both directions.
-    None is begun that would probably end after `budget` seconds."""
+    None is begun that would probably end after `budget` seconds. With several `jobs`, as many processes, which run `files`
+    first, compile and prove what is then timed."""
     load_kernels()
     device = torch.device("cuda", torch.cuda.current_device())
     subjects = [
@@ -84,17 +89,41 @@ def tune(
         named = ", ".join(operator.name for operator in operators) or "no operator"
         raise ValueError(f"nothing to tune: {named} has no case {cases!r}; write bench or a case's name")
     watch = Watch(len(subjects), budget, console)
-    for operator, case, dtype in subjects:
+    right: list[list[str] | None] = [None] * len(subjects)
+    if jobs > 1:
+        asked = [(o.name, case.name, dtype, device, backends, forward, kept) for o, case, dtype in subjects]
+        right = run_ahead(prove_subject, asked, jobs, budget and SHARE_AHEAD * budget, files)
+        watch.say(f"proved {len(subjects) - right.count(None)} of {len(subjects)} ahead")
+    for (operator, case, dtype), proved in zip(subjects, right, strict=True):
         if watch.is_over():
             return
         over = lambda: budget is not None and watch.elapsed() > budget
-        yield Search(operator, case, dtype, device, backends, forward).run(kept, over)
+        yield Search(operator, case, dtype, device, backends, forward, proved or ()).run(kept, over)
         watch.done += 1
         watch.tell(f"{operator.name} {case.name}")
 
 
+def prove_subject(
+    name: str,
+    case_name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    backends: Sequence[str],
+    forward: bool,
+    kept: int,
+) -> list[str]:
+    """The candidates of a subject that are worth timing and right; what they compile is in the caches on disk then."""
+    load_kernels()
+    operator = operator_named(name)
+    case = next(case for case in operator.cases if case.name == case_name)
+    found = Search(operator, case, dtype, device, backends, forward)
+    promising = most_promising({each: found.predict(each) for each in found.candidates()}, kept)
+    return [each for each in promising if not found.verify(each)]
+
+
 class Search:
-    """The search for one subject: its candidates, and what predicting, verifying and timing one means."""
+    """The search for one subject: its candidates, and what predicting, verifying and timing one means. Those that were
+    `proved` elsewhere, on this very subject, are not proved again."""
 
     def __init__(
         self,
@@ -104,9 +133,10 @@ class Search:
         device: torch.device,
         backends: Sequence[str] = (),
         forward: bool = False,
+        proved: Sequence[str] = (),
     ):
         self.operator, self.case, self.dtype, self.device = operator, case, dtype, device
-        self.backends, self.forward = backends, forward
+        self.backends, self.forward, self.proved = backends, forward, proved
         self.arguments = operator.bind(**case.build(Make(dtype, device)))
         self.times: dict[tuple[str, str], float] = {}
 
@@ -140,6 +170,8 @@ class Search:
         return model(*key, gpu=Gpu(multiprocessors=processors))
 
     def verify(self, name: str) -> str:
+        if name in self.proved:
+            return ""
         backend_name, _, config = name.partition(":")
         way = self.operator.implementations[backend_name]
         for direction in self.directions:
