@@ -12,7 +12,7 @@ of keys, and a part of what they see:
 
 Where sequences are few, what they see is split, so that there is work for the whole GPU: every program leaves the sum of
 its exponentials, the largest score they are relative to, and its weighted values. The program that comes last, by a
-counter, merges them in the order of the keys, so that bits do not depend on who was last. The grid follows from shapes
+counter, merges them in one order, so that bits do not depend on who was last. The grid follows from shapes
 alone: how long sequences are, and so where splits begin, is read in the kernel.
 
 Tiles of sequence s begin at tile cu_queries[s] · group / ROWS + s, which leaves room for the last tile of each; a program
@@ -112,8 +112,8 @@ def paged_attention_kernel(
     k_scale_page_stride, k_scale_stride, k_scale_head_stride, v_scale_page_stride, v_scale_stride, v_scale_head_stride,
     EARLY: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
-    SPLITS: tl.constexpr, LEAST_SPAN: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST_SPAN: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr,
+    KEYS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles · heads of keys, splits): the heads of a page lie side by side and are read at the same time.
@@ -249,17 +249,22 @@ def paged_attention_kernel(
 
     if PAIRS:
         values = tl.interleave(values, seconds)
+    is_whole = True
     if SPLITS > 1:
-        is_last = True
-        line = (tile.to(tl.int64) * kv_heads + kv_head) * SPLITS * ROWS
-        if splits > 1:
+        is_whole = splits == 1
+        if not is_whole:
+            line = (tile.to(tl.int64) * kv_heads + kv_head) * SPLITS * ROWS
             store_part(largest, total, values, inside, parts_ptr, sums_ptr, line + split * ROWS, ROWS, VALUE_WIDTH)
-            is_last = comes_last(counts_ptr + tile * kv_heads + kv_head, splits)
-        if is_last:
-            if splits > 1:
-                total, values = merged_parts(inside, parts_ptr, sums_ptr, line, splits, ACC, ROWS, VALUE_WIDTH)
-            tl.store(out_at, (values / total[:, None]).to(out_ptr.dtype.element_ty), mask=out_inside)
-    else:
+            if comes_last(counts_ptr + tile * kv_heads + kv_head, splits):
+                sums, sum_of_values = merged_parts(
+                    rows - first_row, parts_ptr, sums_ptr, line, splits, SPLITS, ACC, ROWS, FEW, VALUE_WIDTH
+                )
+                few = first_row + tl.arange(0, FEW)
+                few_place = (start + few // GROUP).to(tl.int64) * kv_heads + kv_head
+                few_at = out_ptr + (few_place * GROUP + few % GROUP)[:, None] * VALUE_DIM + element[None, :]
+                few_inside = (few < rows)[:, None] & (element < VALUE_DIM)[None, :]
+                tl.store(few_at, (sum_of_values / sums[:, None]).to(out_ptr.dtype.element_ty), mask=few_inside)
+    if is_whole:
         tl.store(out_at, (values / total[:, None]).to(out_ptr.dtype.element_ty), mask=out_inside)
 
 
@@ -267,6 +272,7 @@ class PagedTile(NamedTuple):
     """How a batch is cut, from shapes alone."""
 
     rows: int
+    few: int  # that have a query, of a sequence that has fewer
     keys: int
     warps: int
     stages: int
@@ -296,6 +302,7 @@ def paged_tile(q: Tensor, keys: Tensor, most_queries: int, sequences: int, longe
     splits = next_power(cdiv(PROGRAMS * multiprocessors(q.device), max(tiles * kv_heads, 1)))
     return PagedTile(
         rows,
+        min(rows, next_power(max(most_rows, 1))),
         at_a_time,
         warps,
         stages,
@@ -368,9 +375,8 @@ def paged_attention(
         tokens, sequences, tile.each, kv_heads, *block_tables.stride(), *q.stride(), *keys.stride(), *strides(values, 4),
         *strides(key_scale, 3), *strides(value_scale, 3),
         SCALE=dim**-0.5 if scale is None else scale, SOFTCAP=softcap, WINDOW=window, PAGE=page, GROUP=heads // kv_heads,
-        SPLITS=tile.splits, LEAST_SPAN=LEAST_SPAN, ACC=accumulator(q.dtype), ROWS=tile.rows, KEYS=tile.keys,
-        VALUE_DIM=value_dim, VALUE_WIDTH=wide_value, DIM=dim, WIDTH=width(dim), REST=rest,
-        PAIRS=pairs,
+        SPLITS=tile.splits, LEAST_SPAN=LEAST_SPAN, ACC=accumulator(q.dtype), ROWS=tile.rows, FEW=tile.few,
+        KEYS=tile.keys, VALUE_DIM=value_dim, VALUE_WIDTH=wide_value, DIM=dim, WIDTH=width(dim), REST=rest, PAIRS=pairs,
         num_warps=tile.warps, num_stages=tile.stages, **early(q),
     )  # fmt: skip
     return out

@@ -1,26 +1,19 @@
 """Parts of a softmax-weighted sum: how one is put down for others, who merges them, and how.
 
 A part of what a query sees is its largest score, the sum of its exponentials relative to that, in powers of two, and its
-weighted values. Parts are merged in their order, so that bits do not depend on which program came last.
+weighted values. Parts are merged in one order, so that bits do not depend on which program came last.
 """
 
 import triton
 import triton.language as tl
+
+IN_REGISTERS = tl.constexpr(8192)  # numbers that a program holds beside as many sums
 
 
 @triton.jit
 def finite_or_zero(largest):
     """What exponents are taken relative to: the largest score, zero where there is none."""
     return tl.where(largest == float("-inf"), 0.0, largest)
-
-
-@triton.jit
-def merge(largest, total, values, other_largest, other_total, other_values):
-    """Two parts as one."""
-    common = tl.maximum(largest, other_largest)
-    at = finite_or_zero(common)
-    mine, its = tl.exp2(largest - at), tl.exp2(other_largest - at)
-    return common, total * mine + other_total * its, values * mine[:, None] + other_values * its[:, None]
 
 
 @triton.jit
@@ -44,20 +37,32 @@ def comes_last(count_ptr, programs):
 
 
 @triton.jit
-def merged_parts(inside, parts_ptr, sums_ptr, line, parts, ACC: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """(the sum of exponentials, the weighted values) of all parts, in their order; of few rows, four are on their way."""
-    AT_ONCE: tl.constexpr = 4 if ROWS == 16 else 1
-    largest = tl.full([ROWS], float("-inf"), ACC)
-    total = tl.zeros([ROWS], ACC)
-    values = tl.zeros([ROWS, WIDTH], ACC)
+def merged_parts(
+    rows, parts_ptr, sums_ptr, line, parts,
+    PARTS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """(the sum of exponentials, the weighted values) of all parts, at most PARTS of them: of the first `rows` of their ROWS
+    rows, at most FEW. As many parts are on their way at a time as registers hold, and all are relative to the largest
+    score of any, so that none waits for another."""
+    AT_ONCE: tl.constexpr = max(min(IN_REGISTERS // (FEW * WIDTH), PARTS), 1)
+    row, every = tl.arange(0, FEW), tl.arange(0, PARTS)
+    # Past the L1, which knows nothing of what other multiprocessors wrote.
+    all_largest = tl.load(
+        sums_ptr + (line + every[:, None] * ROWS + row[None, :]) * 2,
+        mask=(every < parts)[:, None] & (row < rows)[None, :], other=float("-inf"), cache_modifier=".cg",
+    )  # fmt: skip
+    at = finite_or_zero(tl.max(all_largest, 0))
+    totals = tl.zeros([AT_ONCE, FEW], ACC)
+    values = tl.zeros([AT_ONCE, FEW, WIDTH], ACC)
     for first in range(0, parts, AT_ONCE):
-        for part in tl.static_range(AT_ONCE):
-            there = inside & (first + part < parts)
-            row = line + (first + part) * ROWS + tl.arange(0, ROWS)
-            # Past the L1, which knows nothing of what other multiprocessors wrote.
-            its_largest = tl.load(sums_ptr + row * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-            its_total = tl.load(sums_ptr + row * 2 + 1, mask=there, other=0, cache_modifier=".cg")
-            places = parts_ptr + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-            its_values = tl.load(places, mask=there[:, None], other=0, cache_modifier=".cg")
-            largest, total, values = merge(largest, total, values, its_largest, its_total, its_values)
-    return total, values
+        number = first + tl.arange(0, AT_ONCE)
+        there = (number < parts)[:, None] & (row < rows)[None, :]
+        its_row = line + number[:, None] * ROWS + row[None, :]
+        largest = tl.load(sums_ptr + its_row * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+        its_totals = tl.load(sums_ptr + its_row * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        places = parts_ptr + its_row[:, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+        its_values = tl.load(places, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        share = tl.exp2(largest - at[None, :])
+        totals += its_totals * share
+        values += its_values * share[:, :, None]
+    return tl.sum(totals, 0), tl.sum(values, 0)
