@@ -6,9 +6,9 @@ nothing is disturbed; and what fails here, be it that so many have too little me
 
 import multiprocessing
 import os
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,26 @@ def run_ahead(
 ) -> list[Any]:
     """What a function returns for each of the arguments given, called in as many processes; None where it fails, and for
     what is not begun, which nothing is after so many seconds. `files` are run first in each process."""
-    until = None if seconds is None else time.monotonic() + seconds
+    with single_threads(), shared_gpu():
+        pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), start_worker, (files,))
+        try:
+            begun = [pool.submit(call_and_tidy, function, arguments) for arguments in given]
+            wait(begun, seconds)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return [None if each.cancelled() or each.exception() is not None else each.result() for each in begun]
+
+
+@contextmanager
+def single_threads() -> Iterator[None]:
+    """For processes that are started inside: one thread each."""
     before = {name: os.environ.get(name) for name in ONE_THREAD}
     os.environ.update(ONE_THREAD)
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), start_worker, (files,))
     try:
-        with shared_gpu():
-            begun = [pool.submit(call_and_tidy, function, arguments) for arguments in given]
-            wait(begun, None if until is None else max(0.0, until - time.monotonic()))
-            pool.shutdown(cancel_futures=True)
+        yield
     finally:
-        pool.shutdown(cancel_futures=True)
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-    return [None if each.cancelled() or each.exception() is not None else each.result() for each in begun]
 
 
 def start_worker(files: Sequence[Path]) -> None:
