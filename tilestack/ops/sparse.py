@@ -176,6 +176,14 @@ def csr_agrees(values: Tensor, columns: Tensor, offsets: Tensor, x: Tensor) -> b
     )
 
 
+def elements_exist(values: Tensor, columns: Tensor, offsets: Tensor, width: int) -> bool | str:
+    """True where every column is one of so many, and every element lies in a row."""
+    if (found := named_rows_exist("columns", columns, width)) is not True:
+        return found
+    rising = bool((offsets.diff() >= 0).all()) and (int(offsets[0]), int(offsets[-1])) == (0, values.shape[0])
+    return rising or f"offsets must rise from 0 to the {values.shape[0]} elements, but are {offsets.tolist()[:8]}"
+
+
 def rows_of_elements(offsets: Tensor, elements: int) -> Tensor:
     """The row of each element, by where rows end."""
     return torch.searchsorted(offsets[1:].contiguous(), torch.arange(elements, device=offsets.device), right=True)
@@ -189,7 +197,7 @@ def rows_of_elements(offsets: Tensor, elements: int) -> Tensor:
     ),
     cost=lambda values, x: Cost(flops=2 * values.numel() * x.shape[1:].numel()),
     check=csr_agrees,
-    check_values=lambda columns, x: named_rows_exist("columns", columns, x.shape[0]),
+    check_values=lambda values, columns, offsets, x: elements_exist(values, columns, offsets, x.shape[0]),
     dtypes=dict(columns=WHOLE, offsets=WHOLE),
     tuning_key=lambda values, offsets, x: (values.shape[0], offsets.shape[0], *x.shape),
 )  # fmt: skip
