@@ -73,6 +73,9 @@ def tune(
     """Search for the fastest way through every case, of some backends or all; of its `forward` alone, or both directions.
     None is begun that would probably end after `budget` seconds."""
     load_kernels()
+    known = sorted({name for operator in operators for name in operator.implementations})
+    if unknown := [name for name in backends if name not in known]:
+        raise ValueError(f"no backend of what is tuned is named {', '.join(unknown)}; there are {', '.join(known)}")
     device = torch.device("cuda", torch.cuda.current_device())
     subjects = [
         (operator, case, dtype)

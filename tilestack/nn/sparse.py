@@ -17,7 +17,6 @@ from tilestack.contract import BackendError
 from tilestack.contract.backends import checks_values
 from tilestack.ops.sparse import SIDES, elements_exist, exist, rows_of_elements
 
-
 MATRICES_MEET = "both must be matrices, and their inner sides equal"
 
 
