@@ -184,3 +184,21 @@ def test_a_block_beside_the_matrix_does_not_come_back_in_another_row(checked_val
     sparse = BlockSparse(torch.ones(1, 16, 16), torch.tensor([1]), torch.tensor([column]), (48, 32))
     with pytest.raises(IndexError, match=rf"columns\[0\] is {column}, which names none of 2 rows"):
         sparse.to_dense()
+
+
+@pytest.mark.parametrize("chosen", ["torch", "triton"])
+@pytest.mark.parametrize("activations", [torch.float32, torch.float16])
+def test_products_under_autocast(chosen, activations):
+    """As dense ones have it: values that learn in float32, beside what comes from a layer before in half precision."""
+    dense, x = holes(32, 32, 16).float(), torch.randn(32, 32).to(activations)
+    sparse, rows = BlockSparse.from_dense(dense, 16), CompressedRows.from_dense(dense)
+    sparse.values.requires_grad_()
+    with torch.autocast("cpu", torch.float16), backend(chosen):
+        found = [sparse @ x, x @ sparse, sparse.sample(x, x).to_dense(), rows @ x]
+        (gradient,) = torch.autograd.grad((sparse @ x).float().sum(), sparse.values)
+    half, there = dense.half(), dense != 0
+    expected = [half.float() @ x.half().float(), x.half().float() @ half.float(), (x.half() @ x.half()).float() * there]
+    for product, truth in zip(found, [*expected, expected[0]], strict=True):
+        assert product.dtype == torch.float16
+        torch.testing.assert_close(product.float(), truth, rtol=1e-3, atol=1e-2)
+    assert gradient.dtype == torch.float32

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilestack.contract.cases import cases
 from tilestack.contract.operator import Cost, operator
-from tilestack.ops.autocast import lower_when_traced, lowered
+from tilestack.ops.autocast import full_precision, lower_when_traced, lowered
 from tilestack.ops.numerics import named_rows_exist, wide
 
 SIDES = (16, 32, 64, 128)
@@ -110,7 +110,9 @@ def block_sparse_dsd(values: Tensor, rows: Tensor, columns: Tensor, x: Tensor, l
     values, x = lowered(values, x)
     side = values.shape[1]
     met = wide(x).unflatten(0, (x.shape[0] // side, side))[columns.long()]
-    out = met.new_zeros(lines, side, x.shape[1]).index_add(0, rows.long(), wide(values) @ met)
+    with full_precision(x.device.type):  # where sums are kept
+        products = wide(values) @ met
+    out = met.new_zeros(lines, side, x.shape[1]).index_add(0, rows.long(), products)
     return out.flatten(0, 1).to(values.dtype)
 
 
@@ -131,7 +133,9 @@ def block_sparse_dds(x: Tensor, values: Tensor, rows: Tensor, columns: Tensor, w
     x, values = lowered(x, values)
     side = values.shape[1]
     met = wide(x).unflatten(1, (x.shape[1] // side, side)).movedim(1, 0)[rows.long()]
-    out = met.new_zeros(width, x.shape[0], side).index_add(0, columns.long(), met @ wide(values))
+    with full_precision(x.device.type):
+        products = met @ wide(values)
+    out = met.new_zeros(width, x.shape[0], side).index_add(0, columns.long(), products)
     return out.movedim(0, 1).flatten(1).to(values.dtype)
 
 
@@ -152,7 +156,8 @@ def block_sparse_sdd(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, side: 
     a, b = lowered(a, b)
     left = wide(a).unflatten(0, (a.shape[0] // side, side))[rows.long()]
     right = wide(b).unflatten(1, (b.shape[1] // side, side)).movedim(1, 0)[columns.long()]
-    return (left @ right).to(a.dtype)
+    with full_precision(a.device.type):
+        return (left @ right).to(a.dtype)
 
 
 def csr_case(make, rows, inner, each, columns):
