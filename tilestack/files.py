@@ -13,6 +13,7 @@ A folder without the marker is someone else's and is refused. Of one that has it
 removed: what somebody put there stays, in `model.kept` when the folder itself had to make way.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -45,6 +46,18 @@ def write_text_whole(target: Path, text: str) -> None:
     """Write a small file in one step."""
     with whole_file(target) as hidden:
         hidden.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Let processes that renew the same file of a folder wait for each other; one that dies is out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from tilestack import contract, ops
 from tilestack.cli import app
 from tilestack.contract import BackendError
-from tilestack.lab import tune
+from tilestack.lab import machine, tune
 from tilestack.lab.timing import Timing
 from tilestack.tuning.preferences import make_table
 
@@ -82,3 +82,37 @@ def test_processes_find_what_is_promising_and_right(searched, monkeypatch):
     monkeypatch.setattr(tune, "Search", lambda *given: search)
     asked = "softmax", search.case.name, torch.float32, CPU, (), False, 8
     assert tune.prove_subject(*asked) == ["mine:right", "mine:slow", "aten"]
+
+
+def test_a_backend_that_nothing_has_is_refused():
+    with pytest.raises(ValueError, match=r"no backend of what is tuned is named tritn; there are .*triton_split_k"):
+        next(tune.tune([ops.linear], [torch.bfloat16], backends=["tritn"]))
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_was_tuned_before_an_end_is_shown_and_kept(searched, monkeypatch, tmp_path, broken):
+    """Ctrl-C in the second case; and where the table could not be kept, nothing is measured at all."""
+    search, _ = searched
+
+    def one_and_an_end(*_):
+        yield search.run(kept=8, over=lambda: False)
+        raise KeyboardInterrupt
+
+    table = tmp_path / "tilestack" / "tuning" / "made-up.json"
+    if broken:
+        table.parent.mkdir(parents=True)
+        table.write_text("{")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tune, "needs_gpu", lambda: None)
+    monkeypatch.setattr(tune, "tune", one_and_an_end)
+    monkeypatch.setattr(machine, "stamp", lambda _: dict(slug="made-up"))
+    rows = tmp_path / "rows.json"
+    result = CliRunner().invoke(app, ["tune", "softmax", "--json", str(rows)])
+    assert result.exit_code != 0
+    if broken:
+        assert "delete it" in result.output + str(result.exception)
+        assert table.read_text() == "{"
+    else:
+        assert f"auto reads {table}" in result.output.replace("\n", "")
+        assert "mine:right" in table.read_text()
+        assert "right" in rows.read_text()

@@ -72,8 +72,7 @@ def test_conversions_round_trip():
         dense.to_sparse_bsr((32, 32)),
     ):
         assert torch.equal(BlockSparse.from_torch(other, 16).to_dense(), dense)
-        rows = CompressedRows.from_torch(other if other.layout != torch.sparse_bsr else dense.to_sparse())
-        assert torch.equal(rows.to_dense(), dense)
+        assert torch.equal(CompressedRows.from_torch(other).to_dense(), dense)
     assert torch.equal(CompressedRows.from_dense(dense).to_torch().to_dense(), dense)
 
 
@@ -123,3 +122,83 @@ def test_refusals_say_what_does_not_fit():
         contract.check_values(None)
     with pytest.raises(ValueError, match="the inner sides differ"):
         CompressedRows.from_dense(torch.eye(3)) @ torch.randn(4)
+
+
+def test_a_compiler_keeps_the_order_of_sparse_and_dense():
+    """Square matrices, of which a product in the wrong order has the right shape."""
+    dense, x = holes(32, 32, 16), torch.randn(32, 32).double()
+    sparse, rows = BlockSparse.from_dense(dense, 16), CompressedRows.from_dense(dense)
+    for product in (lambda m, x: m @ x, lambda m, x: x @ m, lambda m, x: m.T @ x):
+        compiled = torch.compile(lambda x, product=product: product(sparse, x), backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), product(dense, x))
+    compiled = torch.compile(lambda x: rows @ x, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), dense @ x)
+
+
+def test_products_with_other_inner_sides_are_refused():
+    sparse = BlockSparse.from_dense(holes(48, 32, 16), 16)
+    for product in (
+        lambda: sparse @ torch.ones(48, 2),  # has all the rows that the blocks name, and more
+        lambda: sparse @ torch.ones(32),
+        lambda: torch.ones(2, 64) @ sparse,
+        lambda: torch.ones(2, 3, 48) @ sparse,
+    ):
+        with pytest.raises(ValueError, match="both must be matrices, and their inner sides equal"):
+            product()
+    with pytest.raises(ValueError, match=r"sampled where a matrix of \(48, 32\) has blocks, but a is \(64, 4\)"):
+        sparse.sample(torch.ones(64, 4), torch.ones(4, 32))
+
+
+def test_parts_that_make_no_matrix_are_refused():
+    place = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"values are \(2, 32, 16\)"):
+        BlockSparse(torch.ones(2, 32, 16), place, place, (32, 32))
+    with pytest.raises(ValueError, match=r"there are 2 blocks, but rows are \(1,\)"):
+        BlockSparse(torch.ones(2, 16, 16), place[:1], place, (32, 32))
+    with pytest.raises(ValueError, match=r"\(5, 3\) has values and columns of one length and 6 offsets"):
+        CompressedRows(torch.ones(2), place, torch.tensor([0, 1, 2]), (5, 3))
+    for stack in (torch.ones(2, 3, 4).to_sparse(), torch.ones(1, 3, 4).to_sparse_csr()):
+        with pytest.raises(ValueError, match="a matrix, not"):
+            CompressedRows.from_torch(stack)
+
+
+@pytest.fixture
+def checked_values():
+    contract.check_values(True)
+    yield
+    contract.check_values(None)
+
+
+@pytest.mark.parametrize("offsets", [[1, 2, 3], [0, 1, 2], [0, 2, 1, 3], [0, 1, 4]])
+def test_offsets_that_leave_elements_in_no_row_are_refused(checked_values, offsets):
+    """The definition put such elements into some row; kernels left them out, or read beyond the last."""
+    values, columns, offsets = torch.ones(3), torch.arange(3), torch.tensor(offsets)
+    with pytest.raises(IndexError, match="offsets must rise from 0 to the 3 elements"):
+        ops.csr_matmul(values, columns, offsets, torch.eye(3))
+    with pytest.raises(IndexError, match="offsets must rise from 0 to the 3 elements"):
+        CompressedRows(values, columns, offsets, (len(offsets) - 1, 3)).to_dense()
+
+
+@pytest.mark.parametrize("column", [2, -1])
+def test_a_block_beside_the_matrix_does_not_come_back_in_another_row(checked_values, column):
+    sparse = BlockSparse(torch.ones(1, 16, 16), torch.tensor([1]), torch.tensor([column]), (48, 32))
+    with pytest.raises(IndexError, match=rf"columns\[0\] is {column}, which names none of 2 rows"):
+        sparse.to_dense()
+
+
+@pytest.mark.parametrize("chosen", ["torch", "triton"])
+@pytest.mark.parametrize("activations", [torch.float32, torch.float16])
+def test_products_under_autocast(chosen, activations):
+    """As dense ones have it: values that learn in float32, beside what comes from a layer before in half precision."""
+    dense, x = holes(32, 32, 16).float(), torch.randn(32, 32).to(activations)
+    sparse, rows = BlockSparse.from_dense(dense, 16), CompressedRows.from_dense(dense)
+    sparse.values.requires_grad_()
+    with torch.autocast("cpu", torch.float16), backend(chosen):
+        found = [sparse @ x, x @ sparse, sparse.sample(x, x).to_dense(), rows @ x]
+        (gradient,) = torch.autograd.grad((sparse @ x).float().sum(), sparse.values)
+    half, there = dense.half(), dense != 0
+    expected = [half.float() @ x.half().float(), x.half().float() @ half.float(), (x.half() @ x.half()).float() * there]
+    for product, truth in zip(found, [*expected, expected[0]], strict=True):
+        assert product.dtype == torch.float16
+        torch.testing.assert_close(product.float(), truth, rtol=1e-3, atol=1e-2)
+    assert gradient.dtype == torch.float32

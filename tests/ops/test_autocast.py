@@ -1,5 +1,7 @@
 """Under torch.autocast our products do what PyTorch's own do, on every backend: operands in its dtype, gradients in theirs."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,6 +60,9 @@ PAIRS = {
 }
 
 
+PRODUCTS = ("linear", "grouped_linear", "swiglu_linear", "fused_linear", "linear_swiglu")
+
+
 def run(function, tensors):
     with torch.autocast("cpu", torch.float16):
         out = function(*tensors)
@@ -84,10 +89,24 @@ def test_every_backend_lowers_as_pytorch_does(which, ours, theirs, tensors):
         torch.testing.assert_close(mine, torchs, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("which", "name"), [("aten", "linear"), *itertools.product(["torch", "triton"], PRODUCTS)])
+def test_what_a_layer_before_has_lowered_meets_weights_that_are_not(which, name, compiled):
+    ours, theirs, (x, *weights) = PAIRS[name]
+    tensors = x.detach().half().requires_grad_(), *weights
+    torch.compiler.reset()
+    with backend(**{name: which}):
+        out, found = run(torch.compile(ours, backend="aot_eager") if compiled else ours, tensors)
+    expected, gradients = run(theirs, tensors)
+    assert out.dtype == expected.dtype == torch.float16
+    torch.testing.assert_close(out, expected, rtol=5e-3, atol=5e-3)
+    for mine, torchs in zip(found, gradients, strict=True):
+        assert mine.dtype == torchs.dtype
+        torch.testing.assert_close(mine, torchs, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("which", ["torch", "triton"])
-@pytest.mark.parametrize(
-    "name", ["linear", "grouped_linear", "swiglu_linear", "fused_linear", "linear_swiglu", "linear_cross_entropy"]
-)
+@pytest.mark.parametrize("name", [*PRODUCTS, "linear_cross_entropy"])
 def test_compiled_calls_as_well(which, name):
     ours, _, tensors = PAIRS[name]
     torch.compiler.reset()  # a backend is chosen while tracing

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tilestack import backend, nn, ops, patch
+from tilestack.kernels.conv import implicit_gemm
 
 LAST = torch.channels_last
 
@@ -64,11 +65,36 @@ def test_a_partial_sum_for_each_part_of_many_places(monkeypatch):
     torch.testing.assert_close(*(torch.autograd.grad(y, weight, arriving)[0] for y in (out, expected)))
 
 
+def test_sums_that_int32_does_not_hold_are_refused():
+    """Of 131,073 products of -128 with itself the kernel's sum was negative."""
+    codes = torch.full((1, 131073, 1, 1), -128, dtype=torch.int8)
+    with pytest.raises(ValueError, match="sums over 131073 products may pass what int32 holds; at most 131071 do not"):
+        ops.conv2d_int8(codes, codes, torch.ones(()), torch.ones(1))
+    most = codes[:, :131071].contiguous()
+    with backend("triton"):
+        assert ops.conv2d_int8(most, most, torch.ones(()), torch.ones(1)).item() == 131071 * 128**2
+
+
+def test_the_weight_gradient_of_many_groups_fits_into_a_grid(monkeypatch):
+    """CUDA takes 65,535 programs along all dimensions but the first; 1,400 channels of 7 × 7 taps have 68,600."""
+    grids = []
+    monkeypatch.setattr(implicit_gemm, "launch", lambda kernel, grid, *arguments, **constants: grids.append(grid))
+    x, weight = torch.randn(1, 1400, 7, 7), torch.randn(1400, 1, 7, 7)
+    geometry = implicit_gemm.Geometry((1, 1), (3, 3), (1, 1), groups=1400)
+    implicit_gemm.weight_gradient(torch.randn_like(x), x, weight, geometry)
+    ((most, *others),) = grids
+    assert most == 1400 * 49
+    assert all(size <= 65535 for size in others)
+
+
 def test_refusals_say_what_does_not_fit():
     x, weight = torch.randn(1, 4, 5, 5), torch.randn(6, 4, 3, 3)
     for arguments, message in {
         (x[0], weight): r"x is \[N, C, H, W\]",
         (x, weight, None, (0, 1)): "stride must be two numbers, positive",
+        (x, weight, None, 2): "stride must be two numbers, positive, not 2",
+        (x, weight, None, (1.5, 1)): r"stride must be two numbers, positive, not \(1.5, 1\)",
+        (x, weight, None, (1, 1), "same"): "padding must be two numbers, not negative, not 'same'",
         (x, weight, None, (1, 1), (-1, 0)): "padding must be two numbers, not negative",
         (x, weight, None, (1, 1), (0, 0), (1, 1), 2): "2 groups of 4 channels and 6 filters do not fit x",
         (x, torch.randn(6, 4, 7, 3)): r"filters of \(7, 3\) taps.*do not fit into \(5, 5\)",

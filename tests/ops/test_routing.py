@@ -44,3 +44,14 @@ def test_experts_of_closed_groups_are_left_alone(chosen_backend):
 def test_what_makes_no_sense_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ops.route(torch.zeros(2, 8), **options)
+
+
+@either
+def test_experts_that_are_masked_in_an_open_group_come_before_those_of_closed_ones(chosen_backend):
+    """Closed groups were ranked at -inf as masked experts are, and an expert of one was chosen, with a weight."""
+    masked = -torch.inf
+    logits = torch.tensor([[0.5, 0.4, 2.0, masked, 1.0, masked, 0.3, 0.2]])
+    with backend(route=chosen_backend):
+        chosen, weights, _ = ops.route(logits, k=3, groups=4, top_groups=2)
+    assert chosen.tolist() == [[2, 4, 3]]
+    assert weights[0, 2] == 0

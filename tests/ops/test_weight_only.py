@@ -91,3 +91,24 @@ def test_what_does_not_fit_is_said(change, message):
 def test_weights_that_cannot_be_quantised_so(arguments, message):
     with pytest.raises(ValueError, match=message):
         quantise_weight(drawn(2, 96), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("shape", "group", "message"),
+    [
+        ((96,), 0, r"not \(96,\) and 0"),
+        ((1, 2, 96), 0, r"not \(1, 2, 96\) and 0"),  # came back as codes of other groups
+        ((2, 0), 0, r"not \(2, 0\) and 0"),
+        ((2, 96), -32, r"not \(2, 96\) and -32"),
+    ],
+)
+def test_what_is_no_weight_is_refused(shape, group, message):
+    with pytest.raises(ValueError, match=message):
+        quantise_weight(drawn(*shape), "int8", group)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_quantised_parameter_asks_for_no_gradient(symmetric):
+    """Else its scales ask for one in every product, which no kernel has."""
+    weight, scale, _ = quantise_weight(torch.nn.Parameter(drawn(2, 96)), "int8", symmetric=symmetric)
+    assert not ops.linear_weight_only(drawn(3, 96), weight, scale).requires_grad

@@ -149,7 +149,9 @@ def test_what_is_no_hidden_matrix_goes_to_adamw(path):
     for a, b in zip(params, twins, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert not is_hidden_matrix("model.embed_tokens.weight", params[0])
+    assert not is_hidden_matrix("lm_head.weight", params[0])
     assert is_hidden_matrix("layers.0.mlp.down", torch.empty(4, 8, 8))
+    assert is_hidden_matrix("decoder.layers.0.multihead_attn.in_proj_weight", params[0])  # in torch.nn.Transformer
 
 
 def test_a_run_resumes_to_the_bit(path):
@@ -229,6 +231,25 @@ def test_a_learning_rate_on_the_device(path):
     assert torch.equal(number[0], tensor[0])
 
 
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0, 4, 4), (2, 4, 0)])
+def test_matrices_without_elements_are_passed_over(path, shape):
+    params = parameters(shapes=[shape, (6, 8)])
+    alone = parameters(shapes=[shape, (6, 8)])[1:]
+    take_steps(optim.Muon(params, lr=0.1), params, 1)
+    for param, other in zip(alone, params[1:], strict=True):
+        param.grad = other.grad
+    optim.Muon(alone, lr=0.1).step()
+    assert torch.equal(params[1], alone[0])
+
+
+def test_biases_of_what_is_split_go_to_adamw_whole():
+    """A table of rows for all of a fused projection names its bias too, as that of a model with biases does."""
+    weight, bias = torch.nn.Parameter(torch.ones(6, 4)), torch.nn.Parameter(torch.ones(6))
+    splits = {"qkv.weight": [2, 4], "qkv.bias": [2, 4]}
+    optimizer = optim.Muon([("qkv.weight", weight), ("qkv.bias", bias)], splits=splits)
+    assert [group["param_names"] for group in optimizer.param_groups] == [["qkv.weight"], ["qkv.bias"]]
+
+
 def test_refusals_say_what_is_wrong():
     weight = torch.nn.Parameter(torch.ones(4, 4))
     for message, options in {
@@ -236,11 +257,26 @@ def test_refusals_say_what_is_wrong():
         "ns_steps must be 1 to 99": dict(ns_steps=0),
         "lr must not be negative": dict(lr=-1),
         "adamw takes lr, betas, eps, weight_decay, not rate": dict(adamw=dict(rate=1)),
+        "lr of adamw must not be negative": dict(adamw=dict(lr=-1)),
+        r"betas of adamw must be two numbers from 0 to below 1, not \(1.5, 0.9\)": dict(adamw=dict(betas=(1.5, 0.9))),
+        "ns_dtype must be torch.bfloat16, .*, not torch.int8": dict(ns_dtype=torch.int8),  # moved nothing at all
+        "splits names 'w', and params come without names": dict(splits={"w": [2, 2]}),
     }.items():
         with pytest.raises(ValueError, match=message):
             optim.Muon([weight], **options)
-    with pytest.raises(ValueError, match=r"splits\['w'\] are 3 rows, and the parameter has 4"):
-        optim.Muon([("w", weight)], splits={"w": [1, 2]})
+    for rows in ([1, 2], [-1, 5]):
+        with pytest.raises(ValueError, match=r"splits\['w'\] are \[.*\] rows, and the parameter has 4"):
+            optim.Muon([("w", weight)], splits={"w": rows})
+    with pytest.raises(ValueError, match="splits names 'v', which no parameter given is called"):
+        optim.Muon([("w", weight)], splits={"v": [2, 2]})
+    for message, options in {
+        "adjust_lr_fn must be original or": dict(adjust_lr_fn="other"),  # was taken for `original`
+        "ns_steps must be 1 to 99": dict(ns_steps=0),
+        "lr must not be negative": dict(lr=-1),
+        "eps of adamw must not be negative": dict(eps=-1, use_muon=False),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            optim.Muon([dict(params=[weight], **options)])
     with pytest.raises(ValueError, match=r"of matrices, and one has the shape \(3,\)"):
         optim.Muon([{"params": [torch.nn.Parameter(torch.ones(3))], "use_muon": True}])
     with pytest.raises(TypeError, match="ordered collections"):

@@ -161,3 +161,13 @@ def test_pretraining_takes_the_head_in_fp8():
 
 def test_no_tokens_are_no_error():
     assert in_fp8()(torch.empty(0, 32)).shape == (0, 32)
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_a_second_derivative_is_refused(head):
+    """It was that of the codes' definitions, or zero, and silently so."""
+    x, weight = torch.randn(8, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
+    out = fp8_head.head_loss(x, weight, torch.arange(8)) if head else fp8.in_fp8(x, weight).float()
+    (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice a function that was marked with @once_differentiable"):
+        gradient.square().sum().backward()

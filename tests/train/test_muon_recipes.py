@@ -51,6 +51,16 @@ def test_what_families_keep_fused_is_split_all_the_same(config):
     assert "layers.0.attention.qkv.weight" in names[True]
 
 
+def test_a_model_with_biases_is_trained():
+    """Its fused biases have a line in the table of rows, and are no matrices."""
+    biased = CONFIG | {"model_type": "qwen2", "vocab_size": 64}
+    model = models.Decoder(models.ModelConfig.from_hf(biased))
+    assert "layers.0.attention.qkv.bias" in rows_of_matrices(model.config)
+    names = {group["use_muon"]: group["param_names"] for group in made(model).param_groups}
+    assert "layers.0.attention.qkv.weight" in names[True]
+    assert "layers.0.attention.qkv.bias" in names[False]
+
+
 def test_bfloat16_parameters_need_a_master_copy():
     half = {"parameters": "bfloat16", "compute": "bfloat16"}
     with pytest.raises(RecipeError, match=r'optimizer\.name "muon" has no precision\.updates = "stochastic"'):

@@ -1,11 +1,14 @@
 """The search for the fastest configuration, with a model, proofs and a clock that are made up."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from tilestack import contract, ops
+from tilestack.contract.cases import Make
 from tilestack.kernels.matmul import persistent, split_k
 from tilestack.tuning import preferences
 from tilestack.tuning.model import Gpu, product_us
@@ -116,15 +119,46 @@ def test_what_a_user_tuned_is_asked_before_what_is_shipped(cache):
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "nonsense", '{"linear": {}}', '{"linear": {"default": ["aten"], "bfloat16": 3}}']
+    "text",
+    [
+        "[]",
+        "nonsense",
+        '{"linear": {}}',
+        '{"linear": {"default": ["aten"], "bfloat16": 3}}',
+        '{"linear": {"default": ["aten"], "bfloat16": {"4 by 12": ["aten"], "large": ["aten"]}}}',
+        None,  # a folder
+    ],
 )
 def test_a_cache_that_is_none_of_ours_counts_for_nothing(cache, text):
     shipped = asked(16, 4096, 4096)
     cache.parent.mkdir(parents=True)
-    cache.write_text(text)
+    cache.mkdir() if text is None else cache.write_text(text)
     preferences.forget_tables()
     with pytest.warns(UserWarning, match="delete it"):
         assert asked(16, 4096, 4096) == shipped
+    with pytest.raises(ValueError, match=r"h200.json is no table of `tilestack tune` \(.*\); delete it"):
+        preferences.add_to_table(cache, [row("aten", 9.0)])
+
+
+ADDS = """
+import sys
+from pathlib import Path
+from tilestack import ops
+from tilestack.tuning import preferences
+cases = [case.name for case in ops.linear.cases if case.kind == "bench"][int(sys.argv[2]) :: 2]
+about = dict(op="linear", dtype="bfloat16", direction="forward", backend="aten", config=None, time_us=1.0)
+for case in cases:
+    preferences.add_to_table(Path(sys.argv[1]), [about | dict(case=case)])
+"""
+
+
+def test_two_processes_lose_nothing_of_each_other(cache):
+    both = [subprocess.Popen([sys.executable, "-c", ADDS, str(cache), str(number)]) for number in range(2)]
+    assert [process.wait(timeout=300) for process in both] == [0, 0]
+    cases = [case for case in ops.linear.cases if case.kind == "bench"]
+    bound = [ops.linear.bind(**case.build(Make(torch.bfloat16, "meta"))) for case in cases]
+    buckets = {preferences.bucket_of(ops.linear, arguments)[1] for arguments in bound}
+    assert set(json.loads(cache.read_text())["linear"]["bfloat16"]) == buckets
 
 
 def test_no_call_of_a_user_tunes_anything(cache, monkeypatch):

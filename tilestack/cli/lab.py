@@ -206,17 +206,21 @@ def tune_command(
         chosen = [op for op in chosen if any(way.configs for way in op.implementations.values())]
     slug = machine.stamp("cuda")["slug"]
     tables = [preferences.user_table_path(slug), *([preferences.TABLES / f"{slug}.json"] if ship else [])]
-    found = []
+    for table in tables:
+        preferences.read_table(table)  # or nothing could be kept of what is measured
+    found: list[tune.Tuned] = []
     named = backend.split(",") if backend else []
     dtypes = pick_dtypes(dtype) or [torch.bfloat16]
-    for tuned in tune.tune(chosen, dtypes, case, kept, named, forward, budget, console, jobs, load or ()):
-        found.append(tuned)
-        for table in tables:
-            preferences.add_to_table(table, tuned.rows())
-    write_json(json_, [row for tuned in found for row in tuned.rows()])
-    if str(json_) != "-":
-        console.print(tune.render(found))
-        console.print(f"auto reads {tables[0]}")
+    try:
+        for tuned in tune.tune(chosen, dtypes, case, kept, named, forward, budget, console, jobs, load or ()):
+            found.append(tuned)
+            for table in tables:
+                preferences.add_to_table(table, tuned.rows())
+    finally:  # what Ctrl-C or an error leaves was measured and kept
+        write_json(json_, [row for tuned in found for row in tuned.rows()])
+        if found and str(json_) != "-":
+            console.print(tune.render(found))
+            console.print(f"auto reads {tables[0]}")
 
 
 def explain_command(

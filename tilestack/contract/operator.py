@@ -127,6 +127,7 @@ class Operator(Generic[P, R]):
         self.plans = Plans()
         self.traced: Callable = definition  # until the operator is known to torch.library
         self.autocast_entry: Callable[[str], None] | None = None  # makes one of its torch.library operators lower
+        self.lowered: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # arguments as autocast has them
         self.__name__, self.__doc__, self.__module__, self.__wrapped__ = (
             self.name,
             definition.__doc__,
@@ -190,7 +191,10 @@ class Operator(Generic[P, R]):
                 raise TypeError(
                     f"{self.name}: {name} must be {' or '.join(map(short, accepted))}, not {short(tensor.dtype)}"
                 )
-        if self.check is not None and (reason := answer_of(self.check, arguments)) is not True:
+        reason = True if self.check is None else answer_of(self.check, arguments)
+        if self.check is not None and reason is not True and self.lowered is not None:
+            reason = answer_of(self.check, self.lowered(arguments))  # operands of two dtypes may have one there
+        if reason is not True:
             raise ValueError(f"{self.name}: {reason or 'its `check` refuses these arguments'}")
 
     @functools.cached_property

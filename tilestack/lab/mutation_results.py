@@ -6,11 +6,7 @@ reason that begins with `equivalent` says that nothing is wrong with the mutant,
 that something is, which the interpreter does not show. The others are holes in the proofs.
 """
 
-import fcntl
 import hashlib
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from tilestack.files import alone_in
 from tilestack.lab import results
 from tilestack.lab.mutants import KINDS
 from tilestack.lab.source import code_of
@@ -117,17 +114,6 @@ def save(file: str, found: Tried, folder: Path = FOLDER) -> None:
     with alone_in(folder):
         kept = load(folder) | {file: found}
         results.save(folder / NAME, {"files": {name: asdict(kept[name]) for name in sorted(kept) if code_hash(name)}})
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Let processes that try different files at the same time wait for each other's outcomes to be kept."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(opened)
 
 
 def families(folder: Path = FOLDER) -> list[Family]:

@@ -78,6 +78,9 @@ def tune(
     None is begun that would probably end after `budget` seconds. With several `jobs`, as many processes, which run `files`
     first, compile and prove what is then timed."""
     load_kernels()
+    known = sorted({name for operator in operators for name in operator.implementations})
+    if unknown := [name for name in backends if name not in known]:
+        raise ValueError(f"no backend of what is tuned is named {', '.join(unknown)}; there are {', '.join(known)}")
     device = torch.device("cuda", torch.cuda.current_device())
     subjects = [
         (operator, case, dtype)

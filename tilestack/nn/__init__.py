@@ -1,5 +1,6 @@
 """Modules on our operators, under PyTorch's names. `tilestack.patch` puts them into a model that is already there."""
 
+from tilestack.nn import sparse
 from tilestack.nn.attention import MultiheadAttention, attend, register_attention
 from tilestack.nn.mlp import MLP
 from tilestack.nn.modules import GELU, Conv2d, GroupNorm, LayerNorm, Linear, ReLU, RMSNorm, Sigmoid, SiLU, Softmax, Tanh
@@ -29,4 +30,5 @@ __all__ = [
     "Tanh",
     "attend",
     "register_attention",
+    "sparse",
 ]

@@ -1,19 +1,13 @@
 """What torch.autocast does to the arguments of PyTorch's own functions, for operators it does not know."""
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from tilestack.ops.autocast import KNOWS_AUTOCAST, lowered
+from tilestack.ops.autocast import full_precision, lowered
 
 __all__ = ["full_precision", "lowered", "raised"]
-
-
-def full_precision(device: str) -> AbstractContextManager:
-    """Inside, autocast leaves dtypes alone."""
-    return torch.autocast(device, enabled=False) if device in KNOWS_AUTOCAST else nullcontext()
 
 
 @functools.cache

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.contract import BackendError
-from tilestack.ops.sparse import SIDES, rows_of_elements
+from tilestack.contract.backends import checks_values
+from tilestack.ops.sparse import SIDES, elements_exist, exist, rows_of_elements
+
+MATRICES_MEET = "both must be matrices, and their inner sides equal"
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,18 @@ class BlockSparse:
     shape: tuple[int, int]
 
     def __post_init__(self) -> None:
-        if self.values.ndim != 3 or self.side not in SIDES or any(size % self.side for size in self.shape):
+        if not isinstance(self.values, Tensor):
+            return  # a compiler's stand-in, of which nothing is known yet
+        square = self.values.ndim == 3 and self.values.shape[1] == self.side
+        if not square or self.side not in SIDES or any(size % self.side for size in self.shape):
             raise ValueError(
                 f"blocks have sides of {', '.join(map(str, SIDES))} that divide those of the matrix; values are "
                 f"{tuple(self.values.shape)}, the matrix {tuple(self.shape)}"
+            )
+        if not self.rows.shape == self.columns.shape == self.values.shape[:1]:
+            raise ValueError(
+                f"there are {len(self.values)} blocks, but rows are {tuple(self.rows.shape)} and columns "
+                f"{tuple(self.columns.shape)}"
             )
 
     @property
@@ -57,6 +68,8 @@ class BlockSparse:
 
     def to_dense(self) -> Tensor:
         lines, width = (size // self.side for size in self.shape)
+        if checks_values(self.values.device) and (reason := exist(self.rows, lines, self.columns, width)) is not True:
+            raise IndexError(f"a matrix of {tuple(self.shape)} in blocks of {self.side}: {reason}")
         blocks = self.values.new_zeros(lines * width, self.side, self.side)
         blocks = blocks.index_add(0, self.rows.long() * width + self.columns.long(), self.values)
         return blocks.unflatten(0, (lines, width)).transpose(1, 2).reshape(self.shape)
@@ -70,20 +83,24 @@ class BlockSparse:
         return BlockSparse(self.values.mT, self.columns, self.rows, (self.shape[1], self.shape[0]))
 
     def __matmul__(self, x: Tensor) -> Tensor:
+        if x.ndim != 2 or x.shape[0] != self.shape[1]:
+            raise ValueError(f"a sparse matrix of {tuple(self.shape)} times {tuple(x.shape)}: {MATRICES_MEET}")
         return ops.block_sparse_dsd(self.values, self.rows, self.columns, x, self.shape[0] // self.side)
 
+    # Tensor's own @ leaves dense @ sparse to this. A `__torch_function__` would be asked first, and torch.compile hands it
+    # the operands of sparse @ dense in the order of dense @ sparse.
     def __rmatmul__(self, x: Tensor) -> Tensor:
+        if x.ndim != 2 or x.shape[1] != self.shape[0]:
+            raise ValueError(f"{tuple(x.shape)} times a sparse matrix of {tuple(self.shape)}: {MATRICES_MEET}")
         return ops.block_sparse_dds(x, self.values, self.rows, self.columns, self.shape[1] // self.side)
-
-    # So that Tensor's own @ leaves dense @ sparse to the line above.
-    @classmethod
-    def __torch_function__(cls, function: object, types: object, args: tuple = (), kwargs: object = None) -> Tensor:
-        if function in (Tensor.__matmul__, Tensor.matmul, torch.matmul) and isinstance(args[1], BlockSparse):
-            return args[1].__rmatmul__(args[0])
-        return NotImplemented
 
     def sample(self, a: Tensor, b: Tensor) -> "BlockSparse":
         """The blocks of a @ b that lie where this matrix has blocks."""
+        if a.ndim != 2 or b.ndim != 2 or (a.shape[0], b.shape[1]) != tuple(self.shape):
+            raise ValueError(
+                f"a @ b is sampled where a matrix of {tuple(self.shape)} has blocks, but a is {tuple(a.shape)} and b "
+                f"{tuple(b.shape)}"
+            )
         values = ops.block_sparse_sdd(a, b, self.rows, self.columns, self.side)
         return BlockSparse(values, self.rows, self.columns, self.shape)
 
@@ -97,6 +114,16 @@ class CompressedRows:
     offsets: Tensor
     shape: tuple[int, int]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, Tensor):
+            return  # a compiler's stand-in, of which nothing is known yet
+        lists = self.values.ndim == 1 and self.columns.shape == self.values.shape
+        if not lists or self.offsets.shape != (self.shape[0] + 1,):
+            raise ValueError(
+                f"a matrix of {tuple(self.shape)} has values and columns of one length and {self.shape[0] + 1} offsets, not "
+                f"{tuple(self.values.shape)}, {tuple(self.columns.shape)} and {tuple(self.offsets.shape)}"
+            )
+
     @classmethod
     def from_dense(cls, x: Tensor) -> "CompressedRows":
         if x.ndim != 2:
@@ -107,7 +134,11 @@ class CompressedRows:
 
     @classmethod
     def from_torch(cls, x: Tensor) -> "CompressedRows":
-        """From a sparse matrix of PyTorch in any layout."""
+        """From a sparse matrix of PyTorch in any layout; one of blocks by way of a dense one."""
+        if x.ndim != 2:
+            raise ValueError(f"a matrix, not {tuple(x.shape)}")
+        if x.layout in (torch.sparse_bsr, torch.sparse_bsc):
+            x = x.to_dense()
         csr = x if x.layout == torch.sparse_csr else x.to_sparse_csr()
         return cls(csr.values(), csr.col_indices(), csr.crow_indices(), (x.shape[0], x.shape[1]))
 
@@ -115,6 +146,10 @@ class CompressedRows:
         return torch.sparse_csr_tensor(self.offsets.long(), self.columns.long(), self.values, self.shape)
 
     def to_dense(self) -> Tensor:
+        if checks_values(self.values.device):
+            reason = elements_exist(self.values, self.columns, self.offsets, self.shape[1])
+            if reason is not True:
+                raise IndexError(f"a matrix of {tuple(self.shape)} in compressed rows: {reason}")
         place = rows_of_elements(self.offsets, self.values.shape[0]) * self.shape[1] + self.columns.long()
         return self.values.new_zeros(self.shape[0] * self.shape[1]).index_add(0, place, self.values).view(self.shape)
 

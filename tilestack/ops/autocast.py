@@ -5,6 +5,7 @@ Every implementation of a product lowers its operands as its first step, so that
 operator runs later, where autocast is off.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
+def full_precision(device: str) -> AbstractContextManager:
+    """Inside, autocast leaves dtypes alone."""
+    return torch.autocast(device, enabled=False) if device in KNOWS_AUTOCAST else nullcontext()
+
+
 def lowered(x: Tensor, *others: Tensor | None) -> tuple:
     """The operands of a product: in autocast's dtype where it is on, but for float64; otherwise as they are."""
     dtype = autocast_dtype(x)
@@ -35,9 +41,16 @@ def lowered(x: Tensor, *others: Tensor | None) -> tuple:
 
 
 def lower_when_traced(op: Operator) -> None:
-    """Give an operator its entry for autocast in PyTorch's dispatcher, and so whatever hands extras on in its place."""
+    """Give an operator its entry for autocast in PyTorch's dispatcher, and so whatever hands extras on in its place; and let
+    its arguments be checked as autocast has them."""
+    op.lowered = lambda arguments: lowered_arguments(op, arguments)
     op.autocast_entry = lambda name: lower_operands_of(op, name)
     op.autocast_entry(op.name)
+
+
+def lowered_arguments(op: Operator, arguments: dict[str, Any]) -> dict[str, Any]:
+    operands = lowered(*(arguments[name] for name in op.tensors))
+    return arguments | dict(zip(op.tensors, operands, strict=True))
 
 
 def lower_operands_of(op: Operator, name: str) -> None:
@@ -47,9 +60,7 @@ def lower_operands_of(op: Operator, name: str) -> None:
     opaque, count = getattr(torch.ops.tilestack, name), len(op.parameters)
 
     def run(*values: Any, **chosen: str) -> Any:
-        arguments = op.bind(*values[:count])
-        operands = lowered(*(arguments[name] for name in op.tensors))
-        arguments |= dict(zip(op.tensors, operands, strict=True))
+        arguments = lowered_arguments(op, op.bind(*values[:count]))
         with torch._C._ExcludeDispatchKeyGuard(without):
             return opaque(*arguments.values(), *values[count:], **chosen)
 

@@ -1,6 +1,7 @@
 """Convolution of images, in floating point and in int8."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from tilestack.contract.cases import cases
 from tilestack.contract.operator import Cost, operator
 from tilestack.ops.autocast import lower_when_traced, lowered
 from tilestack.ops.numerics import wide
+from tilestack.ops.quantised_linear import MOST_INNER
 
 LAST = torch.channels_last
 
@@ -49,6 +51,11 @@ def int8_case(make, images, channels, side, filters, taps, stride=1, padding=0, 
     )
 
 
+def are_two_numbers(pair: Any) -> bool:
+    """Whether these are the two whole numbers of a height and a width, and not one for both or a word like `same`."""
+    return hasattr(pair, "__len__") and len(pair) == 2 and all(hasattr(number, "__index__") for number in pair)
+
+
 def filters_fit(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int], groups: int,
@@ -57,10 +64,8 @@ def filters_fit(
         return f"x is [N, C, H, W] and weight [K, C / groups, R, S], but they are {tuple(x.shape)} and {tuple(weight.shape)}"
     named = dict(stride=stride, padding=padding, dilation=dilation)
     for name, pair in named.items():
-        if len(pair) != 2 or min(pair) < (name != "padding"):
-            return (
-                f"{name} must be two numbers, {'not negative' if name == 'padding' else 'positive'}, not {tuple(pair)}"
-            )
+        if not are_two_numbers(pair) or min(pair) < (name != "padding"):
+            return f"{name} must be two numbers, {'not negative' if name == 'padding' else 'positive'}, not {pair!r}"
     (filters, inner, *taps), channels = weight.shape, x.shape[1]
     if groups < 1 or channels % groups or filters % groups or channels // groups != inner:
         return f"{groups} groups of {inner} channels and {filters} filters do not fit x, which has {channels} channels"
@@ -98,6 +103,9 @@ def scales_fit(
         return found
     if x_scale.numel() != 1 or weight_scale.shape != weight.shape[:1]:
         return f"x_scale is one number and weight_scale one a filter, but they are {tuple(x_scale.shape)} and {tuple(weight_scale.shape)}"
+    products = weight.shape[1:].numel()
+    if products > MOST_INNER[False]:
+        return f"sums over {products} products may pass what int32 holds; at most {MOST_INNER[False]} do not"
     return (
         dtype in ("", "float16", "bfloat16", "float32")
         or f"dtype must be float16, bfloat16, float32 or '', not {dtype!r}"

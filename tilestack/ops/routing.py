@@ -40,13 +40,15 @@ def ranks_by_logits(bias: Tensor | None, scoring: str, groups: int) -> bool:
 
 def choose(ranking: Tensor, k: int, counted: int, groups: int, top_groups: int) -> Tensor:
     """The k largest of each row, the first of equals first, from the groups whose `counted` largest are largest in sum."""
-    numbers = lambda x, count: x.sort(dim=-1, descending=True, stable=True)[1][:, :count]
+    ordered = lambda x: x.sort(dim=-1, descending=True, stable=True)[1]
+    chosen = ordered(ranking)
     if groups > 1:
-        grouped = ranking.unflatten(1, (groups, -1))
-        of_group = grouped.sort(-1, descending=True)[0][..., :counted].sum(-1)
-        closed = torch.ones_like(of_group, dtype=torch.bool).scatter(1, numbers(of_group, top_groups), False)
-        ranking = grouped.masked_fill(closed[..., None], -torch.inf).flatten(1)
-    return numbers(ranking, k).contiguous()
+        of_group = ranking.unflatten(1, (groups, -1)).sort(-1, descending=True)[0][..., :counted].sum(-1)
+        open_groups = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, ordered(of_group)[:, :top_groups], True)
+        # Those of open groups first, each in its order: experts that are ranked at -inf are better than closed ones.
+        is_open = open_groups.repeat_interleave(ranking.shape[1] // groups, 1).gather(1, chosen)
+        chosen = chosen.gather(1, ordered(is_open))
+    return chosen[:, :k].contiguous()
 
 
 def route_gradient(

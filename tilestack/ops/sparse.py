@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilestack.contract.cases import cases
 from tilestack.contract.operator import Cost, operator
-from tilestack.ops.autocast import lower_when_traced, lowered
+from tilestack.ops.autocast import full_precision, lower_when_traced, lowered
 from tilestack.ops.numerics import named_rows_exist, wide
 
 SIDES = (16, 32, 64, 128)
@@ -110,7 +110,9 @@ def block_sparse_dsd(values: Tensor, rows: Tensor, columns: Tensor, x: Tensor, l
     values, x = lowered(values, x)
     side = values.shape[1]
     met = wide(x).unflatten(0, (x.shape[0] // side, side))[columns.long()]
-    out = met.new_zeros(lines, side, x.shape[1]).index_add(0, rows.long(), wide(values) @ met)
+    with full_precision(x.device.type):  # where sums are kept
+        products = wide(values) @ met
+    out = met.new_zeros(lines, side, x.shape[1]).index_add(0, rows.long(), products)
     return out.flatten(0, 1).to(values.dtype)
 
 
@@ -131,7 +133,9 @@ def block_sparse_dds(x: Tensor, values: Tensor, rows: Tensor, columns: Tensor, w
     x, values = lowered(x, values)
     side = values.shape[1]
     met = wide(x).unflatten(1, (x.shape[1] // side, side)).movedim(1, 0)[rows.long()]
-    out = met.new_zeros(width, x.shape[0], side).index_add(0, columns.long(), met @ wide(values))
+    with full_precision(x.device.type):
+        products = met @ wide(values)
+    out = met.new_zeros(width, x.shape[0], side).index_add(0, columns.long(), products)
     return out.movedim(0, 1).flatten(1).to(values.dtype)
 
 
@@ -152,7 +156,8 @@ def block_sparse_sdd(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, side: 
     a, b = lowered(a, b)
     left = wide(a).unflatten(0, (a.shape[0] // side, side))[rows.long()]
     right = wide(b).unflatten(1, (b.shape[1] // side, side)).movedim(1, 0)[columns.long()]
-    return (left @ right).to(a.dtype)
+    with full_precision(a.device.type):
+        return (left @ right).to(a.dtype)
 
 
 def csr_case(make, rows, inner, each, columns):
@@ -176,6 +181,14 @@ def csr_agrees(values: Tensor, columns: Tensor, offsets: Tensor, x: Tensor) -> b
     )
 
 
+def elements_exist(values: Tensor, columns: Tensor, offsets: Tensor, width: int) -> bool | str:
+    """True where every column is one of so many, and every element lies in a row."""
+    if (found := named_rows_exist("columns", columns, width)) is not True:
+        return found
+    rising = bool((offsets.diff() >= 0).all()) and (int(offsets[0]), int(offsets[-1])) == (0, values.shape[0])
+    return rising or f"offsets must rise from 0 to the {values.shape[0]} elements, but are {offsets.tolist()[:8]}"
+
+
 def rows_of_elements(offsets: Tensor, elements: int) -> Tensor:
     """The row of each element, by where rows end."""
     return torch.searchsorted(offsets[1:].contiguous(), torch.arange(elements, device=offsets.device), right=True)
@@ -189,7 +202,7 @@ def rows_of_elements(offsets: Tensor, elements: int) -> Tensor:
     ),
     cost=lambda values, x: Cost(flops=2 * values.numel() * x.shape[1:].numel()),
     check=csr_agrees,
-    check_values=lambda columns, x: named_rows_exist("columns", columns, x.shape[0]),
+    check_values=lambda values, columns, offsets, x: elements_exist(values, columns, offsets, x.shape[0]),
     dtypes=dict(columns=WHOLE, offsets=WHOLE),
     tuning_key=lambda values, offsets, x: (values.shape[0], offsets.shape[0], *x.shape),
 )  # fmt: skip

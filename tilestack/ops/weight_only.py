@@ -41,19 +41,23 @@ def quantise_weight(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(weight, scale, zero) of `linear_weight_only` for a weight [N, K]: `group` numbers of a row share a scale, all when 0.
 
-    Symmetric codes have their group's largest magnitude on the largest code. Asymmetric ones, of integers, spread from the
+    The codes and scales of a weight that learns have no gradient, and do not follow it. Symmetric codes have their group's largest magnitude on the largest code. Asymmetric ones, of integers, spread from the
     group's smallest number, or zero, to its largest, or zero.
     """
     if format not in FORMATS:
         raise ValueError(f"format must be {', '.join(FORMATS)}, not {format!r}")
     if not symmetric and format == "fp8":
         raise ValueError("fp8 has no zero points: quantise it symmetrically")
-    inner = weight.shape[1]
-    group = group or max(inner, 1)
+    if weight.ndim != 2 or weight.shape[1] == 0 or group < 0:
+        raise ValueError(
+            f"a weight is [N, K] with numbers along K, and a group some of them, not {tuple(weight.shape)} and {group}"
+        )
+    weight, inner = weight.detach(), weight.shape[1]
+    group = group or inner
     if inner % group or (format == "int4" and (inner % PACKED or group % PACKED)):
         whole = f", which is a multiple of {PACKED} in int4" if format == "int4" else ""
         raise ValueError(f"rows of {inner} numbers are no whole groups of {group}{whole}")
-    values = wide(weight).unflatten(1, (-1, group)) if inner else wide(weight)[:, None]
+    values = wide(weight).unflatten(1, (-1, group))
     limit = 7 if format == "int4" else LARGEST_CODE[FORMATS[format]]
     if symmetric:
         scale = values.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_ROW) / limit

@@ -7,6 +7,7 @@ one by Newton–Schulz (`ops.newton_schulz`). Matrices of equal shape take their
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,8 +20,10 @@ from tilestack.optim.adam import AdamStep
 from tilestack.optim.definitions import muon_step
 from tilestack.optim.multi_tensor import Factors
 
-OUTSIDE = ("embed", "head", "router")  # parts of the names of parameters that are no hidden matrices
+# In the names of parameters that are no hidden matrices; attention of many heads is no head.
+OUTSIDE = re.compile("embed|(?<!multi)(?<!multi_)head|router", re.IGNORECASE)
 RULES = ("original", "match_rms_adamw")
+NS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ADAMW = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2)
 ELEMENTS_TOGETHER = 1 << 26  # of the matrices that one launch takes: enough to fill a GPU, and bounded in memory
 
@@ -28,7 +31,7 @@ ELEMENTS_TOGETHER = 1 << 26  # of the matrices that one launch takes: enough to 
 def is_hidden_matrix(name: str, param: Tensor) -> bool:
     """Whether a parameter is one that Muon steps. An embedding's rows are looked up rather than multiplied through, and a
     router's few rows must not be made equally loud."""
-    return param.ndim >= 2 and not any(word in part for part in name.split(".") for word in OUTSIDE)
+    return param.ndim >= 2 and not OUTSIDE.search(name)
 
 
 def matrices(x: Tensor, rows: Sequence[int] | None = None) -> Sequence[Tensor]:
@@ -43,7 +46,28 @@ def rate_ratio(rule: str | None, rows: int, columns: int) -> float:
     """What the learning rate of a matrix is multiplied by."""
     if rule == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))
+    return math.sqrt(max(1, rows / max(columns, 1)))
+
+
+def refuse_muon_settings(settings: Mapping[str, Any]) -> None:
+    """Raise where a group of matrices could not take a step, or would take another than it says."""
+    for name in ("lr", "weight_decay", "momentum"):
+        if not float(settings[name]) >= 0:
+            raise ValueError(f"{name} must not be negative, and is {settings[name]}")
+    if settings["adjust_lr_fn"] not in (None, *RULES):
+        raise ValueError(f"adjust_lr_fn must be {' or '.join(RULES)}, not {settings['adjust_lr_fn']!r}")
+    if not 1 <= settings["ns_steps"] < 100:
+        raise ValueError(f"ns_steps must be 1 to 99, not {settings['ns_steps']}")
+    if len(settings["ns_coefficients"]) != 3:
+        raise ValueError(f"ns_coefficients must be three numbers, not {settings['ns_coefficients']!r}")
+
+
+def refuse_adamw_settings(settings: Mapping[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not float(settings[name]) >= 0:
+            raise ValueError(f"{name} of adamw must not be negative, and is {settings[name]}")
+    if len(settings["betas"]) != 2 or not all(0 <= float(beta) < 1 for beta in settings["betas"]):
+        raise ValueError(f"betas of adamw must be two numbers from 0 to below 1, not {settings['betas']!r}")
 
 
 class Muon(AdamStep):
@@ -51,8 +75,8 @@ class Muon(AdamStep):
 
     Hidden matrices, in two dimensions or stacked, are Muon's; vectors, and what is called an embedding, a head or a router
     where `params` come with names, AdamW's, with the options in `adamw`. Each group given becomes one of each kind, and
-    what it sets itself is Muon's; a group with `use_muon` is taken as it is. `splits` are, by a parameter's name, the rows
-    of the matrices that lie one below the other in it, as in a fused qkv: each is made orthogonal by itself.
+    what it sets itself is Muon's; a group with `use_muon` is taken as it is. `splits` are, by a given parameter's name, the
+    rows of the matrices that lie one below the other in it, as in a fused qkv: each is made orthogonal by itself.
 
     `ns_dtype` is what Newton–Schulz runs in. `clip_norm` and `master_weights` are those of `tilestack.optim.AdamW`.
     """
@@ -78,23 +102,28 @@ class Muon(AdamStep):
         clip_norm: float | None = None,
         master_weights: bool = False,
     ):
-        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
-            if not float(value) >= 0:
-                raise ValueError(f"{name} must not be negative, and is {value}")
-        if adjust_lr_fn not in (None, *RULES):
-            raise ValueError(f"adjust_lr_fn must be {' or '.join(RULES)}, not {adjust_lr_fn!r}")
-        if not 1 <= ns_steps < 100:
-            raise ValueError(f"ns_steps must be 1 to 99, not {ns_steps}")
-        if len(ns_coefficients) != 3:
-            raise ValueError(f"ns_coefficients must be three numbers, not {ns_coefficients!r}")
         if unknown := set(adamw or ()) - set(ADAMW):
             raise ValueError(f"adamw takes {', '.join(ADAMW)}, not {', '.join(sorted(unknown))}")
+        if ns_dtype not in NS_DTYPES:
+            raise ValueError(f"ns_dtype must be {', '.join(map(str, NS_DTYPES))}, not {ns_dtype!r}")
         self.adamw, self.splits, self.ns_dtype = ADAMW | dict(adamw or {}), dict(splits or {}), ns_dtype
+        refuse_adamw_settings(self.adamw)
         defaults = dict(
             lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_coefficients=ns_coefficients,
             eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, maximize=False,
         )  # fmt: skip
+        refuse_muon_settings(defaults)
         super().__init__(params, defaults, clip_norm=clip_norm, master_weights=master_weights)
+        called = {name for group in self.param_groups for name in group.get("param_names", ())}
+        if strangers := [name for name in self.splits if name not in called]:
+            raise ValueError(
+                f"splits names {strangers[0]!r}, "
+                + (
+                    "which no parameter given is called"
+                    if called
+                    else "and params come without names; give named_parameters()"
+                )
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: as Muon's or AdamW's where the group says `use_muon`, else each to the one that suits it."""
@@ -113,16 +142,23 @@ class Muon(AdamStep):
                 self._add_group(group, [named[place] for place in mine])
 
     def _add_group(self, group: dict[str, Any], named: Sequence[tuple[str, Tensor]]) -> None:
-        for name, param in named:
-            if group["use_muon"] and param.ndim < 2:
-                raise ValueError(f"a group with use_muon is of matrices, and one has the shape {tuple(param.shape)}")
-            rows, there = self.splits.get(name), math.prod(param.shape[:-1])
-            if rows is not None and sum(rows) != there:
-                raise ValueError(f"splits[{name!r}] are {sum(rows)} rows, and the parameter has {there}")
-        if not group["use_muon"]:
+        if group["use_muon"]:
+            refuse_muon_settings(self.defaults | group)
+            self._refuse_parts(named)
+        else:
             group = self.adamw | dict(amsgrad=False, decoupled_weight_decay=True) | group
+            refuse_adamw_settings(group)
         super().add_param_group(group)
         self._forget()
+
+    def _refuse_parts(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Raise where a parameter is no matrix, or not of the rows that it is split into."""
+        for name, param in named:
+            if param.ndim < 2:
+                raise ValueError(f"a group with use_muon is of matrices, and one has the shape {tuple(param.shape)}")
+            rows, there = self.splits.get(name), math.prod(param.shape[:-1])
+            if rows is not None and (sum(rows) != there or min(rows) < 0):
+                raise ValueError(f"splits[{name!r}] are {list(rows)} rows, and the parameter has {there}")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -10,6 +10,7 @@ made in the forward, where the logits of a chunk are, and the backward scales th
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tilestack import ops
 from tilestack.train.fp8 import gradient_of_weight, product
@@ -57,6 +58,7 @@ class HeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable  # its gradient is made of codes, which have none of their own
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         scaled = (None if made is None else made * grad.to(made.dtype) for made in ctx.saved_tensors)
         return *scaled, None, None

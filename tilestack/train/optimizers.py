@@ -53,6 +53,7 @@ def muon(
     named: Sequence[tuple[str, Tensor]], model: nn.Module, settings: Optimizer, precision: Precision
 ) -> optim.Muon:
     """Muon for hidden matrices, those of a decoder's fused projections apart, and AdamW for the rest."""
+    rows = rows_of_matrices(model.config) if isinstance(model, Decoder) else {}
     return optim.Muon(
         named,
         lr=settings.muon_lr,
@@ -60,7 +61,7 @@ def muon(
         weight_decay=settings.weight_decay,
         adjust_lr_fn=settings.muon_rule,
         adamw=dict(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=0.0),
-        splits=rows_of_matrices(model.config) if isinstance(model, Decoder) else None,
+        splits={name: rows[name] for name, _ in named if name in rows},
         ns_dtype=torch.bfloat16 if named[0][1].is_cuda else torch.float32,  # which a CPU multiplies faster
         master_weights=precision.parameters == "bfloat16",
     )

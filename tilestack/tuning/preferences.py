@@ -33,7 +33,7 @@ from torch import Tensor
 from tilestack.contract import Operator, registry
 from tilestack.contract.cases import Make
 from tilestack.contract.named import call_named, parameters_of
-from tilestack.files import write_text_whole
+from tilestack.files import alone_in, write_text_whole
 
 TABLES = Path(__file__).parent / "tables"
 UNMEASURED: dict[str, list[str]] = {
@@ -43,6 +43,7 @@ UNMEASURED: dict[str, list[str]] = {
     "linear_swiglu": ["triton_split_k"],  # which takes few rows, and leaves others to Triton
 }
 
+BUCKET = re.compile(r"(\d+(x\d+)*)?( \S+)*")  # powers of two, then words; see `bucket_of`
 Entry = dict[str, Any]  # "default": backends, and each dtype: bucket to backends
 
 
@@ -126,14 +127,19 @@ def table_of(slug: str) -> dict[str, Entry]:
 
 def user_table_of(slug: str) -> dict[str, Entry]:
     """What `tilestack tune` kept; a file that is none of ours counts for nothing, with a warning."""
-    path = user_table_path(slug)
-    if not path.exists():
-        return {}
     try:
-        return checked_table(json.loads(path.read_text()))
+        return read_table(user_table_path(slug))
     except ValueError as error:
-        warnings.warn(f"{path} is no table of `tilestack tune` ({error}); delete it", stacklevel=2)
+        warnings.warn(str(error), stacklevel=2)
         return {}
+
+
+def read_table(path: Path) -> dict[str, Entry]:
+    """A table on disk, empty where there is none yet; a ValueError that says what to do where it is none of ours."""
+    try:
+        return checked_table(json.loads(path.read_text())) if path.exists() else {}
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is no table of `tilestack tune` ({error}); delete it") from None
 
 
 def user_table_path(slug: str) -> Path:
@@ -148,8 +154,12 @@ def checked_table(table: Any) -> dict[str, Entry]:
         if not isinstance(entry, dict) or not words(entry.get("default")):
             raise ValueError(f"{op or 'it'} has no ranking by default")
         for dtype, buckets in entry.items():
-            if dtype != "default" and not (isinstance(buckets, dict) and all(map(words, buckets.values()))):
+            if dtype == "default":
+                continue
+            if not isinstance(buckets, dict) or not all(map(words, buckets.values())):
                 raise ValueError(f"{op} in {dtype} is no ranking by bucket")
+            if unclear := next((bucket for bucket in buckets if not BUCKET.fullmatch(bucket)), None):
+                raise ValueError(f"{op} in {dtype} has {unclear!r}, which is no bucket")
     return table
 
 
@@ -164,9 +174,10 @@ def merged(under: dict[str, Entry], over: dict[str, Entry]) -> dict[str, Entry]:
 
 
 def add_to_table(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Merge what was measured into a table on disk, whole or not at all."""
-    known = checked_table(json.loads(path.read_text())) if path.exists() else {}
-    write_text_whole(path, json.dumps(merged(known, make_table(rows)), indent=1, sort_keys=True) + "\n")
+    """Merge what was measured into a table on disk, whole or not at all; others who do so meanwhile wait."""
+    measured = make_table(rows)
+    with alone_in(path.parent):
+        write_text_whole(path, json.dumps(merged(read_table(path), measured), indent=1, sort_keys=True) + "\n")
     forget_tables()
 
 
@@ -182,14 +193,13 @@ def write_table(results: dict[str, Any], folder: Path = TABLES) -> Path:
     `tilestack tune` has measured stays."""
     slug = results["machine"]["slug"]
     path = folder / f"{slug}.json"
-    folder.mkdir(parents=True, exist_ok=True)
     measured = with_configs(make_table(results["rows"]), known_of(slug))
-    before = checked_table(json.loads(path.read_text())) if path.exists() else {}
-    table = merged(before, measured)
-    for op, entry in measured.items():
-        if all(table[op][dtype].keys() == entry.get(dtype, {}).keys() for dtype in table[op] if dtype != "default"):
-            table[op]["default"] = entry["default"]  # else it was made of more cases than these
-    write_text_whole(path, json.dumps(table, indent=1, sort_keys=True) + "\n")
+    with alone_in(path.parent):
+        table = merged(read_table(path), measured)
+        for op, entry in measured.items():
+            if all(table[op][dtype].keys() == entry.get(dtype, {}).keys() for dtype in table[op] if dtype != "default"):
+                table[op]["default"] = entry["default"]  # else it was made of more cases than these
+        write_text_whole(path, json.dumps(table, indent=1, sort_keys=True) + "\n")
     forget_tables()
     return path
 

@@ -129,9 +129,9 @@ def conv2d_bwd_weight_kernel(
     ACC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     channel_tiles = tl.cdiv(channels, BLOCK_C)
-    k = tl.program_id(0) // channel_tiles * BLOCK_K + tl.arange(0, BLOCK_K)
-    c = tl.program_id(0) % channel_tiles * BLOCK_C + tl.arange(0, BLOCK_C)
-    tap, group = tl.program_id(1) % taps, (tl.program_id(1) // taps).to(tl.int64)
+    k = tl.program_id(1) // channel_tiles * BLOCK_K + tl.arange(0, BLOCK_K)
+    c = tl.program_id(1) % channel_tiles * BLOCK_C + tl.arange(0, BLOCK_C)
+    tap, group = tl.program_id(0) % taps, (tl.program_id(0) // taps).to(tl.int64)
     filter_at, channel_at = group * filters + k, group * channels + c
     start = tl.program_id(2).to(tl.int64) * part
     end = tl.minimum(start + part, places)
@@ -208,7 +208,8 @@ def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry)
     block, step, pace = (
         (64, 64, dict(num_warps=4, num_stages=3)) if large else (32, 32, dict(num_warps=4, num_stages=2))
     )
-    tiles = cdiv(filters, block) * cdiv(channels, block), taps[0] * taps[1] * groups
+    # Taps of many groups are more than the 65,535 that all dimensions of a grid but the first take.
+    tiles = taps[0] * taps[1] * groups, cdiv(filters, block) * cdiv(channels, block)
     wanted = min(cdiv(WAVES * multiprocessors(x.device), tiles[0] * tiles[1]), places // PLACES_EACH)
     part = cdiv(max(1, cdiv(places, max(1, wanted))), step) * step
     parts = max(1, cdiv(places, part))
