@@ -55,6 +55,17 @@ def test_a_block_mask_means_what_it_does_in_pytorch(chosen, mask):
     assert_same(ops.flex_attention(*given, **block_mask_arguments(blocks)), (out.transpose(1, 2), lse))
 
 
+def test_what_lies_beyond_a_block_mask_is_not_seen(chosen):
+    """Longer rows may have as many blocks; PyTorch refuses them by the lengths, which blocks and tiles do not have."""
+    q, k, v = (x.detach() for x in drawn(30, 30))
+    mask = create_block_mask(prefix_or_causal, 1, 2, 20, 20, device="cpu", BLOCK_SIZE=16)
+    out, lse = ops.flex_attention(q, k, v, **block_mask_arguments(mask))
+    assert not out[:, 20:].any()
+    assert (lse[..., 20:] == -torch.inf).all()
+    expected = ops.flex_attention(q[:, :20], k[:, :20], v[:, :20], **block_mask_arguments(mask))
+    assert_same((out[:, :20], lse[..., :20]), expected)
+
+
 def test_blocks_that_are_not_seen_are_not_read():
     q, k, v = drawn(32, 48)
     blocks = torch.tensor([[[[0, -1, 1], [-1, -1, 0]]]], dtype=torch.int32)
