@@ -17,7 +17,6 @@ from tilestack.kernels.attention.scores import WIDEST_HEAD, Rules
 from tilestack.kernels.tiles import widened
 from tilestack.ops.attention import scale_or_usual
 
-
 MOST_HEADS = 65_535  # of a whole batch, which lie along the second side of a grid
 
 
