@@ -105,6 +105,37 @@ def test_products_of_matrices_far_apart(spread, shapes):
     assert all(torch.equal(far, near) for far, near in zip(*found, strict=True))
 
 
+def heads_far_apart(memory, start, heads=3, length=16, dim=16):
+    """[1, length, heads, dim], each head's tokens together and the third head beyond 2³¹ elements."""
+    return memory.data.as_strided((1, length, heads, dim), (heads * APART, dim, APART, 1), start)
+
+
+@pytest.mark.parametrize("name", ["triton", "triton_blocked", "triton_standard"])
+def test_attention_of_heads_far_apart(memory, name):
+    """As heads come that were made before tokens, [batch, heads, tokens, dim]."""
+    given = [drawn(1, 16, 3, 16, seed=n) for n in range(4)]
+    far = [heads_far_apart(memory, 512 * n).copy_(x) for n, x in enumerate(given)]
+    found = []
+    for q, k, v, grad in (far, given):
+        leaves = [x.detach().requires_grad_(name == "triton") for x in (q, k, v)]
+        with backend(name):
+            out = ops.attention(*leaves)
+        found.append([out, *(torch.autograd.grad(out, leaves, grad) if name == "triton" else ())])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_attention_with_a_bias_of_heads_far_apart(memory):
+    """A bias of 16 heads has them so far apart from 11,586 tokens on."""
+    q, k, v = (drawn(1, 16, 3, 16, seed=n).requires_grad_() for n in range(3))
+    near, found = drawn(1, 3, 16, 16, seed=3), []
+    for bias in (heads_far_apart(memory, 0).transpose(1, 2).copy_(near), near):
+        leaves = q, k, v, bias.detach().requires_grad_()
+        with backend("triton"):
+            out, lse = ops.flex_attention(q, k, v, bias=leaves[3], causal=False)
+            found.append([out, lse, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 @triton.jit
 def count_kernel(out_ptr, channels, size):
     tl.store(out_ptr, elements_of_group(channels, size))

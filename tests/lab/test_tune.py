@@ -8,12 +8,13 @@ from typer.testing import CliRunner
 
 from tilestack import contract, ops
 from tilestack.cli import app
-from tilestack.contract import BackendError
+from tilestack.contract import BackendError, registry
 from tilestack.lab import machine, tune
 from tilestack.lab.timing import Timing
 from tilestack.tuning.preferences import make_table
 
 CPU = torch.device("cpu")
+registry.load_kernels()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to tune on")

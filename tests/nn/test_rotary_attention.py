@@ -72,6 +72,18 @@ def test_a_cache_goes_on_where_it_ended(options, chunks):
     assert cache.length == 7
 
 
+def test_a_call_that_was_refused_left_the_cache_as_it_was():
+    layer, x = Attention(32, 4, 2).eval(), torch.randn(2, 7, 32)
+    with torch.no_grad():
+        expected, cache = layer(x), layer.new_cache(2, 7)
+        layer(x[:, :5], cache=cache)
+        with pytest.raises(ValueError, match="bias must be"):
+            layer(x[:, 5:], torch.ones(2, 1, 2, 2, dtype=torch.bool), cache=cache)  # of the new keys alone
+        assert cache.length == 5
+        found = layer(x[:, 5:], cache=cache)
+    torch.testing.assert_close(found, expected[:, 5:])
+
+
 def test_rows_of_other_lengths_are_padded_on_the_left():
     torch.manual_seed(0)
     layer, x, padding = Attention(16, 4, 2), torch.randn(2, 6, 16), torch.tensor([0, 2])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from tilestack import ops
+from tilestack import BackendError, ops
 from tilestack.contract import backend
 from tilestack.contract.cases import Make
 from tilestack.kernels.attention.documents import document_bounds
@@ -118,3 +118,13 @@ def test_long_sums_of_float32_are_made_in_parts(chosen, monkeypatch):
     with torch.no_grad(), backend(attention=chosen):
         found = ops.attention(**given, scale=0.3, causal=False)
     assert root_mean_square(found - truth) < 0.6 * root_mean_square(whole - truth)
+
+
+@pytest.mark.parametrize("name", ["triton", "triton_blocked", "triton_standard"])
+def test_more_heads_than_a_grid_has_room_for_are_left_to_others(name):
+    """CUDA's grids are no longer than 65,535 along their second and third sides."""
+    one = Make(torch.float32).normal(1, 1, 2, 16)
+    q = one.expand(32768, 1, 2, 16)
+    with backend(attention=name), pytest.raises(BackendError, match=r"65,535 heads of a batch, not for 32,768 · 2"):
+        ops.attention(q, q, q)
+    torch.testing.assert_close(ops.attention(q, q, q), q)

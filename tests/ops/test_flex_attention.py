@@ -9,6 +9,7 @@ from tilestack import BackendError, ops
 from tilestack.contract import backend
 from tilestack.contract.cases import Make
 from tilestack.ops.block_mask import block_mask_arguments
+from tilestack.ops.flex_attention import flex_attention_gradient
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -52,6 +53,17 @@ def test_a_block_mask_means_what_it_does_in_pytorch(chosen, mask):
     heads_first = (x.transpose(1, 2) for x in given)
     out, lse = torch_flex_attention(*heads_first, block_mask=blocks, enable_gqa=True, return_lse=True)
     assert_same(ops.flex_attention(*given, **block_mask_arguments(blocks)), (out.transpose(1, 2), lse))
+
+
+def test_what_lies_beyond_a_block_mask_is_not_seen(chosen):
+    """Longer rows may have as many blocks; PyTorch refuses them by the lengths, which blocks and tiles do not have."""
+    q, k, v = (x.detach() for x in drawn(30, 30))
+    mask = create_block_mask(prefix_or_causal, 1, 2, 20, 20, device="cpu", BLOCK_SIZE=16)
+    out, lse = ops.flex_attention(q, k, v, **block_mask_arguments(mask))
+    assert not out[:, 20:].any()
+    assert (lse[..., 20:] == -torch.inf).all()
+    expected = ops.flex_attention(q[:, :20], k[:, :20], v[:, :20], **block_mask_arguments(mask))
+    assert_same((out[:, :20], lse[..., :20]), expected)
 
 
 def test_blocks_that_are_not_seen_are_not_read():
@@ -110,6 +122,33 @@ def test_a_bias_of_minus_infinity_hides_and_where_all_is_hidden_there_is_nothing
     assert all(gradient.isfinite().all() for gradient in found)
 
 
+@pytest.mark.parametrize("more", [{}, dict(bias=torch.zeros(1, 1, 3, 0))], ids=["plain", "bias"])
+def test_without_keys_there_is_nothing_but_the_sink(more):
+    q, k, v = leaves = drawn(3, 0)
+    out, lse = ops.flex_attention(q, k, v, causal=False, **more)
+    assert out.shape == q.shape
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    sinks = torch.tensor([0.5, -torch.inf], requires_grad=True)
+    out, lse, *found = gradients(ops.flex_attention(q, k, v, sinks=sinks, causal=False, **more), (*leaves, sinks))
+    assert not out.any()
+    assert torch.equal(lse, sinks[None, :, None].expand(1, 2, 3))
+    assert all(gradient.isfinite().all() for gradient in found)
+
+
+def test_the_declared_gradient_of_no_sink_is_zero_where_nothing_is_seen():
+    q, k, v = (x.detach() for x in drawn(3, 3))
+    sinks, bias = torch.tensor([0.5, -torch.inf]), torch.zeros(1, 1, 3, 3)
+    bias[..., 1, :] = -torch.inf
+    given = dict(sinks=sinks, slopes=None, bias=bias, blocks=None, tiles=None, cu_seqlens=None)
+    rules = dict(causal=False, window=None, scale=None, softcap=None, dropout=0.0)
+    out, lse = ops.flex_attention.definition(q, k, v, **given, **rules)
+    arriving = torch.ones_like(out), torch.ones_like(lse)
+    _, _, _, _, dsinks, *_ = flex_attention_gradient(*arriving, q, k, v, **given, seed=None, **rules, out=out)
+    assert dsinks[0] != 0
+    assert dsinks[1] == 0
+
+
 def test_nothing_is_refused_silently():
     q, k, v = drawn(8, 8)
     small = dict(blocks=torch.zeros(1, 1, 1, 1, dtype=torch.int32), tiles=torch.ones(1, 8, 8, dtype=torch.bool))
@@ -123,6 +162,7 @@ def test_nothing_is_refused_silently():
         (dict(sinks=torch.zeros(3)), "a number for each of 2 heads"),
         (dict(slopes=torch.zeros(1)), "slopes must be"),
         (dict(bias=torch.zeros(8, 8)), "bias must be"),
+        (dict(bias=torch.ones(1, 1, 8, 8, dtype=torch.bool)), "bias is numbers .* not torch.bool"),
         (dict(blocks=small["blocks"]), "blocks and tiles come together"),
         (small | dict(blocks=torch.zeros(1, 1, 2, 1, dtype=torch.int32)), "blocks must be int32"),
     ]:

@@ -116,6 +116,27 @@ def test_wrong_shapes_are_explained():
         ops.rope(q, k, cos[:3], sin[:3])
 
 
+@pytest.mark.parametrize("weights", [(None, None), (torch.ones(12), torch.ones(12))], ids=["plain", "norm"])
+def test_wrong_shapes_are_explained_of_heads_in_one_piece_too(weights):
+    """With norms or without: a kernel would read beyond the tables, and write beyond the heads."""
+    cos, sin = tables(frequencies(12)[0], 9)
+    heads, pages = torch.randn(2, 5, 4, 12), (torch.zeros(4, 4, 1, 12), torch.zeros(4, 4, 1, 12))
+    place = torch.arange(5)
+    for turn, positions, message in [
+        ((cos[:3], sin[:3]), None, "too few for a sequence of 5"),
+        (tables(frequencies(16)[0], 9), None, "at most 6 pairs"),
+        ((cos, sin[:, :3]), None, "cos and sin must be alike"),
+        ((cos, sin), place[:3], "positions must be integers of shape"),
+        ((cos, sin), place.float(), "positions must be integers of shape"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ops.qkv_rope(heads, *weights, *turn, positions, 2, 1)
+        if positions is not None or "pairs" in message:
+            positions = place if positions is None else positions
+            with pytest.raises(ValueError, match=message):
+                ops.qkv_rope_write(heads[0], *weights, *turn, positions, place, *pages, 2)
+
+
 LAYOUTS = {
     "dense": lambda *shape: torch.randn(shape, dtype=torch.float64),
     "heads before tokens": lambda b, t, h, d: torch.randn(b, h, t, d, dtype=torch.float64).transpose(1, 2),

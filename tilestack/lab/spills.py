@@ -63,11 +63,6 @@ SPILLS_OWED = {
         ("softmax", "4x5x6x1", "bfloat16"),
         "rows of odd length give each element an address of its own",
     ),
-    "flash_bwd_keys_kernel": Owed(
-        {90: 44},
-        ("attention", "1x70x70x3x1x128x128xscaled", "float32"),
-        "with a bias and dropout: random words beside sums without tensor cores",
-    ),
     "flash_bwd_queries_kernel": Owed(
         {90: 400},
         ("attention", "1x60x110x2x1x256x256xcapped", "float32"),

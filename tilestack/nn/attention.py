@@ -32,8 +32,9 @@ def attend(
     """What queries [batch, queries, heads, dim] see of keys and values [batch, keys, kv_heads, dim].
 
     `mask` is True where a key is seen, or is added to the scores: [batch, heads, queries, keys], all but the last may be 1.
-    Weights are dropped by a seed from PyTorch's generator.
+    Weights are dropped by a seed from PyTorch's generator. Under autocast, all is done in its dtype, as PyTorch's is.
     """
+    q, k, v = lowered(q, k, v)
     if mask is None and sinks is None and not dropout:
         return ops.attention(q, k, v, cu_seqlens, causal=causal, window=window, scale=scale, softcap=softcap)
     bias = None if mask is None else added_to_scores(mask, q.dtype)
@@ -48,6 +49,8 @@ def attend(
 def added_to_scores(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask as numbers to add: zero where it is True and -inf elsewhere, or itself where it is numbers."""
     if mask.dtype != torch.bool:
+        if not mask.is_floating_point():  # ones and zeros, which hide nothing where they are added
+            raise TypeError(f"a mask is bool, or numbers to be added to the scores, not {mask.dtype}; make it bool")
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
 
@@ -84,11 +87,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             ops.linear(*lowered(x, weight, bias)).unflatten(-1, (self.num_heads, self.head_dim))
             for x, weight, bias in zip((queries, keys, values), weights, biases, strict=True)
         )
-        mask = (
-            None if is_causal and key_padding_mask is None else self.merged_mask(attn_mask, key_padding_mask, q.dtype)
-        )
+        # Where rows differ in length, the mask alone says whether they begin or end together.
+        causal = is_causal and key_padding_mask is None and q.shape[1] == k.shape[1]
+        mask = None if causal else self.merged_mask(attn_mask, key_padding_mask, q.dtype)
         dropout = self.dropout if self.training else 0.0
-        out = attend(q, k, v, mask, causal=mask is None and is_causal, dropout=dropout).flatten(2)
+        out = attend(q, k, v, mask, causal=causal, dropout=dropout).flatten(2)
         out = ops.linear(*lowered(out, self.out_proj.weight, self.out_proj.bias))
         if not batched:
             return out[0], None
@@ -110,7 +113,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             attn_mask = attn_mask[None, None] if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, self.num_heads))
             added = hidden_as_numbers(attn_mask, dtype)
         if padding is not None:  # [batch, keys], or [keys] unbatched
-            rows = hidden_as_numbers(padding.view(-1, 1, 1, padding.shape[-1]), dtype)
+            rows = hidden_as_numbers(padding[None, None, None] if padding.ndim == 1 else padding[:, None, None], dtype)
             added = rows if added is None else added + rows
         return added
 
@@ -137,21 +140,26 @@ def transformers_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: heads before tokens in, tokens before heads out, and no weights.
 
-    Windows come in the mask, which is left out only where causal says everything; `s_aux` are sinks.
+    Windows come in the mask, which is left out only where causal says everything, of rows that begin together: a static
+    cache has room behind the prompt, which no query of it sees. `s_aux` are sinks.
     """
     if cache is not None or output_attentions:
         what = "paged caches" if cache is not None else "attention weights"
         raise ValueError(f'attn_implementation="tilestack" has no {what}; "eager" has')
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    mask = attention_mask
+    queries, mask = query.shape[2], attention_mask
+    causal = queries > 1 and mask is None and causal  # a single query is the last, and sees all
     if position_bias is not None:
         mask = position_bias if mask is None else position_bias + added_to_scores(mask, position_bias.dtype)
+    if causal:
+        key, value = key[:, :, :queries], value[:, :, :queries]
+        mask = None if mask is None else mask[..., :queries]
     out = attend(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
         mask,
-        causal=causal and attention_mask is None,
+        causal=causal,
         scale=scaling,
         softcap=softcap,
         sinks=s_aux,

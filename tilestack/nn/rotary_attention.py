@@ -54,13 +54,18 @@ class KeyValueCache:
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the keys and values of new tokens, [B, T, kv_heads, D]; all there are come back."""
+        found = self.with_new(k, v)
+        self.length += k.shape[1]
+        return found
+
+    def with_new(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values there are and new ones behind them, which do not count until `length` says so."""
         self.check_room(*k.shape[:2])
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise ValueError("a cache keeps no gradients; call the layer under torch.no_grad(), or without a cache")
         end = self.length + k.shape[1]
         self.keys[:, self.length : end] = k
         self.values[:, self.length : end] = v
-        self.length = end
         return self.keys[:, :end].to(k.dtype), self.values[:, :end].to(v.dtype)
 
 
@@ -145,11 +150,13 @@ class Attention(torch.nn.Module):
         )  # [B, T, heads or kv_heads, D]
         q, k = self.turned(q, k, positions, start)
         if cache is not None:
-            k, v = cache.append(k, v)
+            k, v = cache.with_new(k, v)
         out = attend(
             q, k, v, mask, cu_seqlens=cu_seqlens, causal=self.causal, window=self.window, scale=self.scale,
             softcap=self.softcap, dropout=self.dropout if self.training else 0.0,
         )  # fmt: skip
+        if cache is not None:
+            cache.length += tokens  # only now: a call that was refused may be made again
         return self.o_proj(out.flatten(2))
 
     def turned(self, q: Tensor, k: Tensor, positions: Tensor | None, start: int) -> tuple[Tensor, Tensor]:

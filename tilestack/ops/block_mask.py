@@ -22,7 +22,7 @@ def block_mask_arguments(mask: "BlockMask") -> dict[str, Any]:
     """PyTorch's block mask as arguments of `flex_attention`: `blocks`, `tiles`, and `causal`, which the mask itself decides.
 
     Its mask_mod is asked once for each block that is seen in part, which takes a bit (here, a byte) for each of their
-    pairs, and waits for the device: make it once and keep it.
+    pairs, and waits for the device: make it once and keep it. What lies beyond the lengths it was made for is not seen.
     """
     block_q, block_k = mask.BLOCK_SIZE
     queries, keys = mask.seq_lengths
@@ -40,12 +40,15 @@ def block_mask_arguments(mask: "BlockMask") -> dict[str, Any]:
         blocks[listed(mask.full_kv_num_blocks, mask.full_kv_indices)] = WHOLE
     batch, head, q_block, k_block = partial.nonzero(as_tuple=True)
     blocks[partial] = torch.arange(1, len(batch) + 1, dtype=torch.int32, device=partial.device)
-    # Pairs beyond the last query or key are asked about too, as if they were the last.
-    query = (q_block[:, None] * block_q + torch.arange(block_q, device=partial.device)).clamp_max(queries - 1)
-    key = (k_block[:, None] * block_k + torch.arange(block_k, device=partial.device)).clamp_max(keys - 1)
+    query = q_block[:, None] * block_q + torch.arange(block_q, device=partial.device)
+    key = k_block[:, None] * block_k + torch.arange(block_k, device=partial.device)
+    # Pairs beyond the last query or key are asked about too, as if they were the last, and are not seen.
     ask = torch.vmap(mask.mask_mod, (None, None, None, 0))
     ask = torch.vmap(torch.vmap(ask, (None, None, 0, None)))
-    tiles = ask(batch, head, query, key) if len(batch) else partial.new_zeros(0, block_q, block_k)
+    tiles = partial.new_zeros(0, block_q, block_k)
+    if len(batch):
+        tiles = ask(batch, head, query.clamp_max(queries - 1), key.clamp_max(keys - 1))
+        tiles = tiles & (query < queries)[:, :, None] & (key < keys)[:, None, :]
     return dict(blocks=blocks, tiles=tiles, causal=False)
 
 

@@ -58,6 +58,8 @@ def flex_attention_takes(
         and all(n in (1, size) for n, size in zip(bias.shape[:3], whole[:3], strict=True))
     ):
         return f"bias must be {list(whole)}, any but the last of them may be 1, not {tuple(bias.shape)}"
+    if bias is not None and not bias.is_floating_point():  # a mask, it may be, whose ones would be added to scores
+        return f"bias is numbers to be added to scores, -inf where a key is hidden, not {bias.dtype}"
     if (blocks is None) != (tiles is None):
         return "blocks and tiles come together, as block_mask_arguments makes them"
     if blocks is not None and tiles is not None and (reason := misfit(blocks, tiles, whole)):
@@ -109,7 +111,7 @@ def flex_weights(
     if blocks is not None and tiles is not None:
         scores = torch.where(mask_of_blocks(blocks, tiles, queries, keys), scores, -torch.inf)
     sink = None if sinks is None else wide(sinks)[:, None, None]
-    largest = scores.detach().amax(-1, keepdim=True)
+    largest = scores.detach().amax(-1, keepdim=True) if keys else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
     largest = largest if sink is None else torch.maximum(largest, sink.detach())
     largest = torch.where(largest == -torch.inf, 0, largest)
     powers = torch.exp(scores - largest)
@@ -159,7 +161,7 @@ def flex_attention_gradient(
     dbias = None if bias is None else dscores.sum_to_size(bias.shape).to(bias.dtype)
     dsinks = None
     if sinks is not None:
-        share = torch.exp(wide(sinks)[:, None] - lse)
+        share = torch.where(lse == -torch.inf, 0, torch.exp(wide(sinks)[:, None] - lse))
         dsinks = -(share * mean[..., 0]).sum((0, 2)).to(sinks.dtype)
     if softcap is not None:
         dscores = dscores * (1 - (capped / softcap).square())
@@ -265,11 +267,12 @@ def flex_attention(
     """`attention`, and the logarithm of the sum of exponentials of each query's scores, [batch, heads, queries].
 
     What `attention` takes means the same here. `slopes` are ALiBi's, [heads] or [batch, heads]: of a score, slope times
-    the distance between query and key is taken off. `bias` is added to the scores: [batch, heads, queries, keys], where all
-    but the last may be 1. `blocks` and `tiles` are a mask by blocks: `block_mask_arguments` makes them of PyTorch's BlockMask,
-    whose rows are not aligned at their ends. `sinks`, [heads], are scores of a key whose value is zero, which every query of
-    a head sees; the log-sum-exp counts it. `dropout` drops weights as `ops.dropout` does elements of a tensor
-    [batch, heads, queries, keys], with that seed. A query that sees nothing gets zeros, and -inf.
+    the distance between query and key is taken off; they are constants and get no gradient. `bias` is added to the scores:
+    [batch, heads, queries, keys], where all but the last may be 1. `blocks` and `tiles` are a mask by blocks:
+    `block_mask_arguments` makes them of PyTorch's BlockMask, whose rows are not aligned at their ends. `sinks`, [heads], are
+    scores of a key whose value is zero, which every query of a head sees; the log-sum-exp counts it. `dropout` drops weights
+    as `ops.dropout` does elements of a tensor [batch, heads, queries, keys], with that seed. A query that sees nothing gets
+    zeros, and -inf.
     """
     weights, lse, _ = flex_weights(q, k, cu_seqlens, sinks, slopes, bias, blocks, tiles, causal, window, scale, softcap)
     kept_weights = weights * flex_dropout(weights, seed, dropout)

@@ -291,9 +291,9 @@ def qkv_takes(
         return f"heads must be [batch, tokens, q + k + v heads, dim], not {tuple(heads.shape)} with {q_heads} + {k_heads} of q and k"
     q, k = heads[:, :, :q_heads], heads[:, :, q_heads : q_heads + k_heads]
     if q_weight is None or k_weight is None:
-        return q_weight is k_weight or "q_weight and k_weight go together"
-    reason = norm_rope_takes(q, k, q_weight, k_weight, cos, sin, positions)
-    return reason if reason is not True else True
+        together = q_weight is k_weight
+        return rope_takes(q, k, cos, sin, positions) if together else "q_weight and k_weight go together"
+    return norm_rope_takes(q, k, q_weight, k_weight, cos, sin, positions)
 
 
 def qkv_cost(heads: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, q_heads: int, k_heads: int) -> Cost:

@@ -30,6 +30,7 @@ from tilestack.kernels.attention.scores import (
     Rules,
     Terms,
     at_step,
+    batch_and_head,
     exponential,
     keys_seen_by,
     load_queries,
@@ -63,7 +64,7 @@ def flash_fwd_kernel(
     """Grid (tiles of queries, batch · heads); the last queries, which see most, come first."""
     DOCUMENTS: tl.constexpr = bounds_ptr is not None
     first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    batch, head = batch_and_head(tl.program_id(1), heads)
     kv_head, offset = head // GROUP, keys - queries
     query = first_query + tl.arange(0, ROWS)
     inside = query < queries

@@ -35,6 +35,7 @@ from tilestack.kernels.attention.scores import (
     Rules,
     Terms,
     at_step,
+    batch_and_head,
     exponential,
     keys_seen_by,
     load_queries,
@@ -99,7 +100,7 @@ def flash_bwd_queries_kernel(
     """Grid (tiles of queries, batch · heads); also writes delta, for those who own keys."""
     DOCUMENTS: tl.constexpr = bounds_ptr is not None
     first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    batch, head = batch_and_head(tl.program_id(1), heads)
     kv_head, offset = head // GROUP, keys - queries
     query = first_query + tl.arange(0, ROWS)
     inside = query < queries
@@ -180,7 +181,7 @@ def flash_bwd_keys_kernel(
     DOCUMENTS: tl.constexpr = bounds_ptr is not None
     kv_heads = heads // GROUP
     first_key = tl.program_id(0) * KEYS
-    batch, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), tl.program_id(1) % kv_heads
+    batch, kv_head = batch_and_head(tl.program_id(1), kv_heads)
     offset = keys - queries
     key = first_key + tl.arange(0, KEYS)
     there = key < keys

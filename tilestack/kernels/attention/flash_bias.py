@@ -57,10 +57,11 @@ def flash_bwd_bias_kernel(
     total = tl.zeros([ROWS, KEYS], ACC)
     for batch in range(own_batch, batches, own_batches):
         for head in range(own_head, heads, own_heads):
-            q_at = q_ptr + batch * q_batch_stride + head * q_head_stride
-            k_at = k_ptr + batch * k_batch_stride + head // GROUP * k_head_stride
-            v_at = v_ptr + batch * v_batch_stride + head // GROUP * v_head_stride
-            grad_at = grad_ptr + batch * grad_batch_stride + head * grad_head_stride
+            far_head, far_kv_head = tl.cast(head, tl.int64), tl.cast(head // GROUP, tl.int64)
+            q_at = q_ptr + batch * q_batch_stride + far_head * q_head_stride
+            k_at = k_ptr + batch * k_batch_stride + far_kv_head * k_head_stride
+            v_at = v_ptr + batch * v_batch_stride + far_kv_head * v_head_stride
+            grad_at = grad_ptr + batch * grad_batch_stride + far_head * grad_head_stride
             line = (batch * heads + head) * queries
             for first_query in range(low, high, ROWS):
                 query = first_query + tl.arange(0, ROWS)
@@ -77,7 +78,7 @@ def flash_bwd_bias_kernel(
                     q, grad, k_at, v_at, query, first_query, first_key, start, end, largest, share, line,
                     keys - queries, queries, keys,
                     slopes_ptr, bias_ptr, blocks_ptr, tiles_ptr, seed_ptr, batch * slopes_batch_stride + head,
-                    batch * bias_batch_stride * BIAS_UNIT + head * bias_head_stride, bias_stride, bias_key_stride,
+                    batch * bias_batch_stride * BIAS_UNIT + far_head * bias_head_stride, bias_stride, bias_key_stride,
                     batch * blocks_batch_stride + head * blocks_head_stride, below,
                     k_stride, k_dim_stride, v_stride, v_dim_stride,
                     FACTOR, SCALED, SOFTCAP, WINDOW, CAUSAL, DOCUMENTS, BLOCK_Q, BLOCK_K, ACC, KEYS,

@@ -17,8 +17,12 @@ from tilestack.kernels.attention.scores import WIDEST_HEAD, Rules
 from tilestack.kernels.tiles import widened
 from tilestack.ops.attention import scale_or_usual
 
+MOST_HEADS = 65_535  # of a whole batch, which lie along the second side of a grid
+
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool | str:
+    if q.shape[0] * q.shape[2] > MOST_HEADS:
+        return f"a grid has room for {MOST_HEADS:,} heads of a batch, not for {q.shape[0]:,} · {q.shape[2]}"
     if max(q.shape[3], v.shape[3]) > WIDEST_HEAD:
         return f"its heads have up to {WIDEST_HEAD} dimensions"
     return bool(k.shape[1] and q.shape[3] and v.shape[3]) or "it needs a key, and heads of some dimension"

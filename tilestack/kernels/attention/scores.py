@@ -30,6 +30,13 @@ OF_THE_BATCH = ["bias_batch_stride"]
 
 
 @triton.jit
+def batch_and_head(number, heads):
+    """(batch, head) of the head with this number in the whole batch. In 64 bits, for strides are multiplied with them: a bias
+    of 16 heads and 16,384 tokens has more elements than 32 bits count."""
+    return (number // heads).to(tl.int64), (number % heads).to(tl.int64)
+
+
+@triton.jit
 def load_tile(ptr, row, row_stride, dim_stride, there, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """[rows, WIDTH] of a head, whose first DIM elements exist; zero where nothing is."""
     element = tl.arange(0, WIDTH)

@@ -24,6 +24,7 @@ from tilestack.kernels.attention.documents import document_bounds, document_of
 from tilestack.kernels.attention.ladder import takes
 from tilestack.kernels.attention.scores import (
     Rules,
+    batch_and_head,
     exponential,
     keys_seen_by,
     load_queries,
@@ -66,7 +67,7 @@ def scores_kernel(
 ):  # fmt: skip
     """Grid (tiles of queries, tiles of keys, batch · heads)."""
     DOCUMENTS: tl.constexpr = bounds_ptr is not None
-    batch, head = (tl.program_id(2) // heads).to(tl.int64), tl.program_id(2) % heads
+    batch, head = batch_and_head(tl.program_id(2), heads)
     query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     key = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     inside, there = query < queries, key < keys
@@ -119,7 +120,7 @@ def average_kernel(
     GROUP: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of queries, batch · heads)."""
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    batch, head = batch_and_head(tl.program_id(1), heads)
     query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = query < queries
     v_ptr += batch * v_batch_stride + head // GROUP * v_head_stride
@@ -148,7 +149,7 @@ def blocked_fwd_kernel(
     """Grid (tiles of queries, batch · heads)."""
     DOCUMENTS: tl.constexpr = bounds_ptr is not None
     first_query = tl.program_id(0) * ROWS
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    batch, head = batch_and_head(tl.program_id(1), heads)
     offset = keys - queries
     query = first_query + tl.arange(0, ROWS)
     inside = query < queries
