@@ -188,7 +188,12 @@ def test_auto_captures_where_everything_can_be(outside):
         (dict(hook=lambda model: model.layers[1].register_forward_hook(print)), "layers.1 has a hook, which"),
         (dict(hook=lambda model: model.register_forward_pre_hook(print)), "TinyModel has a hook, which"),
         (dict(hook=lambda model: model.head.register_full_backward_hook(print)), "head has a hook, which"),
+        (dict(hook=lambda model: model.head.register_full_backward_pre_hook(print)), "head has a hook, which"),
         (dict(hook=lambda model: model.head.weight.register_hook(print)), "head.weight has a hook, which"),
+        (
+            dict(hook=lambda model: model.head.weight.register_post_accumulate_grad_hook(print)),
+            "head.weight has a hook, which",
+        ),
     ],
 )
 def test_auto_leaves_alone_what_a_graph_cannot_hold(changed, reason):
