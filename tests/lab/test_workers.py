@@ -131,6 +131,24 @@ def test_proofs_are_kept_by_source_and_replaced_by_later_ones(tmp_path: Path):
     assert [line["commit"] for line in proofs.load_proofs(path)] == ["c", "b"]
 
 
+def test_a_process_that_dies_leaves_nothing_proved_until_it_is_tried_again(tmp_path: Path):
+    """Whichever of its backends it died of: each loses its proof, and gets it back when it is proved by itself."""
+    path, now = tmp_path / "h200" / "proofs.json", dict(commit="a", date="2031-01-01T00:00:00Z")
+    task = Task("linear", torch.float32, CPU)
+    proved_of = lambda backend: Proof("linear", backend, "33", "plain", "float32", "forward", True)
+    stands = lambda: {line.backend for line in proved.lines(tmp_path, "h200") if line.op == "linear" and line.is_proved}
+    left = lambda: {each.backend for each in proofs.unproved([task], proofs.load_proofs(path))}
+    backends = left()
+    proofs.save_proofs(path, now, map(proved_of, backends))
+    assert stands() == backends
+    assert left() == set()
+    proofs.save_proofs(path, now, task.refuted("the process that proved it died, exit code 7"))
+    assert stands() == set()
+    assert left() == backends
+    proofs.save_proofs(path, now, [proved_of("triton")])
+    assert stands() == backends - left() == {"triton"}
+
+
 def test_a_file_of_something_else_is_refused(tmp_path: Path):
     path = tmp_path / "proofs.json"
     path.write_text(json.dumps({"rows": []}))
