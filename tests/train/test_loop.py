@@ -175,6 +175,45 @@ def test_metrics_are_means_over_the_same_count(tmp_path):
     assert metrics.curve(tmp_path, "twice")[1] == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("graph", ["off", "on"])
+def test_what_a_step_adds_up_is_its_own(tmp_path, graph):
+    """An objective may hand out tensors that it goes on to use, such as a weight for a count and for a metric."""
+
+    class Weighed(Counting):
+        fixed_shapes = True
+
+        def next_batch(self):
+            return super().next_batch() | {"weight": torch.tensor(float(self.drawn))}
+
+        def loss(self, model, batch):
+            found = super().loss(model, batch)
+            return Loss(found.total * batch["weight"], batch["weight"], {"weight": batch["weight"]}, 6)
+
+    trainer = Trainer(recipe(run={"graph": graph}, data={"accumulate": 3}), seeded(), Weighed(), tmp_path)
+    for _ in range(2):
+        trainer.train_step()
+    assert [[float(batch["weight"]) for batch in step.batches] for step in trainer.pending] == [[1, 2, 3], [4, 5, 6]]
+    assert [float(step.figure("weight")) for step in trainer.pending] == [1, 1]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_without_a_label_learns_nothing_and_breaks_nothing(tmp_path, accumulate):
+    class Masked(Counting):
+        """By a mask, so that a division by no labels at all would reach the gradients."""
+
+        def loss(self, model, batch):
+            losses = nn.functional.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["ids"].flatten(), reduction="none")  # fmt: skip
+            mask = batch["labels"].flatten() >= 0
+            return Loss((losses * mask).sum(), mask.sum())
+
+    made = recipe(data={"accumulate": accumulate}, optimizer={"weight_decay": 0.0})
+    trainer = Trainer(made, model := seeded(), Masked(noise=2.0), tmp_path)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    trainer.train_step()
+    assert [float(trainer.pending[0].figure(name)) for name in ("loss", "grad_norm")] == [0, 0]
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 def test_the_average_follows_and_is_what_is_judged():
     model = seeded()
     average = AveragedWeights(model, 0.9)
