@@ -148,11 +148,12 @@ def test_tokens_are_drawn_as_by_the_definition(n):
     temperature[::7] = 0
     broken = drawn.clone()
     broken[0, n // 2], broken[1, -1], broken[2], broken[3, n // 3] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    broken[4, -1] = torch.nan  # behind the last whole vector
     for logits in (torch.zeros(200, n), 8 * drawn, broken, drawn.round(), 1e30 * drawn, drawn.repeat(1, 2)[:, ::2]):
         assert torch.equal(
             step.draw(logits, seeds, temperature), sample_unfiltered(logits.contiguous(), seeds, temperature)
         )
-    assert step.draw(broken, seeds, temperature)[:3].tolist() == [-1, -1, -1]
+    assert step.draw(broken, seeds, temperature)[[0, 1, 2, 4]].tolist() == [-1, -1, -1, -1]
 
 
 def served(decoder, **settings):

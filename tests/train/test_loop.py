@@ -123,6 +123,33 @@ def test_broken_steps_are_passed_over_where_the_recipe_allows_it(tmp_path, kerne
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_a_gradient_that_is_not_finite_spoils_a_step_whose_loss_is(tmp_path, kernels, outside):
+    configure_backend(f"torch,adamw={kernels},clip_grad_norm={kernels}")
+
+    class Steep(Counting):
+        def loss(self, model, batch):
+            found = super().loss(model, batch)
+            return Loss(found.total + (0 * model.head.weight).sum().sqrt(), found.count)
+
+    trainer = Trainer(recipe(run={"skip_broken": 0}), model := seeded(), Steep(), tmp_path)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer.train_step()
+    assert math.isfinite(trainer.pending[0].figure("loss"))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(TrainingError, match=r"^step 1 has a grad norm of nan; stopped"):
+        Trainer(recipe(), seeded(), Steep(), tmp_path / "whole").run()
+
+
+def test_the_norm_that_is_told_is_that_of_all_gradients_whether_they_are_clipped_or_not(tmp_path):
+    told = []
+    for clip in (0, 1e9):
+        trainer = Trainer(recipe(optimizer={"clip": clip}), seeded(), Counting(noise=0), tmp_path / str(clip))
+        trainer.train_step()
+        told.append(float(trainer.pending[0].figure("grad_norm")))
+    assert told[0] == pytest.approx(told[1], rel=1e-5)
+
+
 def test_a_run_that_broke_goes_on_as_the_error_says(tmp_path):
     def train(**run):
         settings = recipe(run={"steps": 10, **run}, checkpoint={"every": 4})
