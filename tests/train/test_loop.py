@@ -76,6 +76,24 @@ def test_an_evaluation_before_the_first_step_changes_nothing_else(tmp_path):
         assert first["validation_loss"] == pytest.approx(Counting().evaluate(seeded())["validation_loss"])
 
 
+def test_the_model_trains_in_steps_and_is_judged_in_between(tmp_path):
+    modes = []
+
+    class Watched(Counting):
+        def loss(self, model, batch):
+            modes.append(("step", model.training, torch.is_grad_enabled()))
+            return super().loss(model, batch)
+
+        def evaluate(self, model):
+            modes.append(("look", model.training, torch.is_grad_enabled()))
+            return super().evaluate(model)
+
+    settings = recipe(run={"steps": 3}, evaluation={"every": 2, "at_start": True})
+    Trainer(settings, seeded().eval(), Watched(), tmp_path).run()
+    step, look = ("step", True, True), ("look", False, False)
+    assert modes == [look, step, step, look, step, look]
+
+
 @pytest.mark.parametrize(("optimizer", "kernels"), [("adamw", "torch"), ("adamw", "triton"), ("muon", "torch")])
 def test_a_step_that_is_not_finite_stops_the_run_and_is_saved(tmp_path, optimizer, kernels, outside):
     configure_backend(f"torch,{optimizer}={kernels},clip_grad_norm={kernels}")

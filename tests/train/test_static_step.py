@@ -142,6 +142,7 @@ def test_a_buffer_knows_what_it_cannot_take():
     assert difference(buffer, {**batch(), "more": 1}).startswith(
         "a batch of batch.pair.0, batch.pair.1, batch.more comes"
     )
+    assert difference({"flag": True}, {"flag": 1}) == "batch.flag is 1 after True"
     assert no_buffer_for(batch()) == ""
     assert no_buffer_for({"rows": [object()]}) == "batch.rows.0 is a object, whose contents are not known"
 
