@@ -43,6 +43,13 @@ def test_right_drafts_save_steps():
     assert fast.stats().steps == 1 + 4
 
 
+def test_a_text_that_ends_soon_costs_the_others_no_guesses():
+    engine = make_engine(speculate="model", draft=decoder(), draft_tokens=4)
+    found = serve(engine, [greedy("short", [7, 9], 4), greedy("long", [3, 5], 21), greedy("other", [4, 6], 3)])
+    assert found == {"short": [alone([7, 9], 4)], "long": [alone([3, 5], 21)], "other": [alone([4, 6], 3)]}
+    assert engine.stats().steps == 1 + 4
+
+
 def test_every_token_that_comes_of_a_step_has_its_own_log_probabilities():
     told = []
     for settings in ({}, dict(speculate="model", draft=decoder(), draft_tokens=4)):
