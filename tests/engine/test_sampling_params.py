@@ -93,6 +93,10 @@ def test_biases_and_bans():
     favourite = {40: 100.0, 41: -100.0}
     assert tokens_of(ask(logit_bias=favourite)[1]) == [40] * 12
     assert tokens_of(ask(logit_bias={40: 100, 41: -100})[1]) == [40] * 12  # as whole numbers, which clients send
+    few = {token: 0.01 * (token % 7) for token in range(0, 90, 3)}
+    assert tokens_of(ask(logit_bias=few)[1]) == by_hand(
+        lambda logits, ids: logits.index_add(0, torch.tensor([*few]), torch.tensor([*few.values()], dtype=logits.dtype))
+    )
     first = alone(PROMPT, 1)[0]
     banned = {first: -1000.0}
     assert tokens_of(ask(logit_bias=banned)[1]) == by_hand(

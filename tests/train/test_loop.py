@@ -2,7 +2,9 @@
 
 import json
 import math
+import signal
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -166,6 +168,30 @@ def test_the_norm_that_is_told_is_that_of_all_gradients_whether_they_are_clipped
         trainer.train_step()
         told.append(float(trainer.pending[0].figure("grad_norm")))
     assert told[0] == pytest.approx(told[1], rel=1e-5)
+
+
+def test_a_resumed_run_knows_how_many_steps_it_has_passed_over(tmp_path):
+    """Else the device would pass over one more, and update weights that the host then keeps as those of before."""
+
+    class TwiceSpoiled(Counting):
+        stop = False
+
+        def next_batch(self):
+            if self.stop and self.drawn == 4:
+                signal.raise_signal(signal.SIGTERM)
+            batch = super().next_batch()
+            return batch | {"factor": torch.tensor(torch.nan if self.drawn in (2, 6) else 1.0)}
+
+    settings = recipe(run={"steps": 12, "log_every": 12, "skip_broken": 1}, checkpoint={"every": 12})
+    for folder, stops in (("whole", [False]), ("resumed", [True, False])):
+        for stop in stops:
+            objective = TwiceSpoiled()
+            objective.stop = stop
+            trainer = Trainer(settings, seeded(), objective, tmp_path / folder)
+            with nullcontext() if stop else pytest.raises(TrainingError, match="step 6 has a loss of nan; stopped"):
+                trainer.run()
+    kept = [load_file(tmp_path / name / "broken-step-000006/weights.safetensors") for name in ("whole", "resumed")]
+    assert all(torch.equal(value, kept[1][name]) for name, value in kept[0].items())
 
 
 def test_a_run_that_broke_goes_on_as_the_error_says(tmp_path):
