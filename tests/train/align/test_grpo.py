@@ -163,6 +163,16 @@ def test_answers_are_used_again_in_another_step_and_not_in_the_same():
     assert fourth is second
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_each_rollout_draws_anew_and_leaves_the_policy_as_it_was(training):
+    objective = grpo(decoder().train(training), data={"batch": 1})
+    task = objective.tasks[0]
+    objective.tasks = [task] * len(objective.tasks)  # so that answers differ by what is drawn alone
+    found = [objective.rollout().rows.ids.tolist() for _ in range(3)]
+    assert found[0] != found[1] != found[2]
+    assert objective.policy.training is training
+
+
 def test_figures_say_how_the_groups_did():
     model = decoder()
     objective = grpo(model)
