@@ -13,7 +13,7 @@ from tilestack.nn.lora import add_lora, lora_parameters
 
 def saved(folder, targets, rank, seed):
     model = tiny.ours("smollm2").double()
-    add_lora(model, targets, rank, alpha=2.0 * rank)
+    add_lora(model, targets, rank, alpha=3.0 * rank / seed)  # each has a scale of its own
     torch.manual_seed(seed)
     for _, parameter in lora_parameters(model):
         torch.nn.init.normal_(parameter, std=0.3)

@@ -148,11 +148,33 @@ def test_tokens_are_drawn_as_by_the_definition(n):
     temperature[::7] = 0
     broken = drawn.clone()
     broken[0, n // 2], broken[1, -1], broken[2], broken[3, n // 3] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    broken[4, -1] = torch.nan  # behind the last whole vector
     for logits in (torch.zeros(200, n), 8 * drawn, broken, drawn.round(), 1e30 * drawn, drawn.repeat(1, 2)[:, ::2]):
         assert torch.equal(
             step.draw(logits, seeds, temperature), sample_unfiltered(logits.contiguous(), seeds, temperature)
         )
-    assert step.draw(broken, seeds, temperature)[:3].tolist() == [-1, -1, -1]
+    assert step.draw(broken, seeds, temperature)[[0, 1, 2, 4]].tolist() == [-1, -1, -1, -1]
+
+
+@needs_compiler
+@torch.no_grad()
+def test_what_a_step_is_given_may_lie_anywhere_and_stays_as_it_is():
+    decoder = fitting()
+    cache = PagedCache(decoder.config, 2, 4)
+    step = CPUStep(decoder, cache).step
+    apart = lambda tensor: torch.stack([tensor, torch.full_like(tensor, 77)], -1)[..., 0]
+    hidden = torch.randn(2, 48)
+    assert torch.equal(step.logits(apart(hidden)), step.logits(hidden))
+    given = torch.randn(5, 300), torch.arange(5), torch.ones(5)
+    assert torch.equal(step.draw(*map(apart, given)), step.draw(*given))
+    batch = PagedBatch(cache, torch.tensor([[1]]), torch.tensor([3]), torch.tensor([0, 3]), 3, 3)
+    (cos, sin), _ = decoder.rotary(batch.longest)
+    about = batch.positions, batch.slots, batch.sequences, batch.block_tables, cos, sin
+    x = torch.randn(3, 48)
+    before = x.clone()
+    found = step(x, *about)
+    assert torch.equal(x, before)
+    assert torch.equal(step(apart(x), *about), found)
 
 
 def served(decoder, **settings):
@@ -240,7 +262,12 @@ def packed_but_for_the_head(decoder):
             pack_int8(linear)
 
 
-@pytest.mark.parametrize("change", [listened_to, wrapped, sharded, packed_but_for_the_head])
+def turned(decoder):
+    linear = decoder.layers[0].mlp.down
+    linear.weight = torch.nn.Parameter(linear.weight.detach().t().contiguous().t())
+
+
+@pytest.mark.parametrize("change", [listened_to, wrapped, sharded, packed_but_for_the_head, turned])
 def test_models_that_are_more_than_their_weights_are_left_to_the_operators(change):
     decoder = fitting()
     change(decoder)

@@ -4,6 +4,7 @@ import itertools
 import math
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from engines import alone, check_empty, decoder, make_engine, serve
@@ -11,7 +12,7 @@ from engines import alone, check_empty, decoder, make_engine, serve
 from tilestack import ops
 from tilestack.engine import Completion, Request, RequestError, SamplingParams, TokenLogprob, runner
 from tilestack.engine.engine import how_good
-from tilestack.engine.sampling import SamplingRows, sample_unfiltered
+from tilestack.engine.sampling import Draws, SamplingRows, sample_unfiltered
 from tilestack.engine.sequence import first_seeds
 from tilestack.engine.text import TextStream
 
@@ -93,11 +94,42 @@ def test_biases_and_bans():
     favourite = {40: 100.0, 41: -100.0}
     assert tokens_of(ask(logit_bias=favourite)[1]) == [40] * 12
     assert tokens_of(ask(logit_bias={40: 100, 41: -100})[1]) == [40] * 12  # as whole numbers, which clients send
+    small = torch.arange(90) % 7 / 100
+    assert tokens_of(ask(logit_bias=dict(enumerate(small.tolist())))[1]) == by_hand(
+        lambda logits, ids: torch.cat([logits[:90] + small, logits[90:]])
+    )
     first = alone(PROMPT, 1)[0]
     banned = {first: -1000.0}
     assert tokens_of(ask(logit_bias=banned)[1]) == by_hand(
         lambda logits, ids: logits.index_fill(0, torch.tensor([first]), -math.inf)
     )
+
+
+def test_who_asks_for_the_likeliest_alone_gets_them_whoever_is_beside():
+    drawn = lambda name, **params: Request(name, PROMPT, SamplingParams(temperature=2.0, seed=7, max_tokens=12, ignore_eos=True, **params))  # fmt: skip
+    asked = [drawn("all"), drawn("few", top_k=2), drawn("likely", top_p=0.3), drawn("rest", min_p=0.5)]
+    alone_each = {request.id: serve(make_engine(), [request])[request.id] for request in asked}
+    assert serve(make_engine(), asked) == alone_each
+    assert len({str(found) for found in alone_each.values()}) == 4
+
+
+def test_every_answer_follows_its_own_grammar():
+    """Of several in a batch, one in between follows none."""
+
+    class Only:
+        def __init__(self, *tokens):
+            self.tokens = list(tokens)
+
+        def allowed(self):
+            return numpy.isin(numpy.arange(6), self.tokens)
+
+    matchers = [Only(1, 3), None, Only(5)]
+    sequences = [SimpleNamespace(params=SamplingParams(), matcher=matcher, stops=()) for matcher in matchers]
+    rows = SamplingRows(3, 6, torch.device("cpu"))
+    logits = torch.arange(18.0).view(3, 6)
+    found = rows.adjusted(logits, Draws(sequences, [0, 0, 0]), torch.arange(3))
+    kept = torch.tensor([[0, 1, 0, 1, 0, 0], [1] * 6, [0, 0, 0, 0, 0, 1]], dtype=torch.bool)
+    assert torch.equal(found, torch.where(kept, logits, -torch.inf))
 
 
 def test_no_stop_before_the_least_number_of_tokens():

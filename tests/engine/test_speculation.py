@@ -43,6 +43,13 @@ def test_right_drafts_save_steps():
     assert fast.stats().steps == 1 + 4
 
 
+def test_a_text_that_ends_soon_costs_the_others_no_guesses():
+    engine = make_engine(speculate="model", draft=decoder(), draft_tokens=4)
+    found = serve(engine, [greedy("short", [7, 9], 4), greedy("long", [3, 5], 21), greedy("other", [4, 6], 3)])
+    assert found == {"short": [alone([7, 9], 4)], "long": [alone([3, 5], 21)], "other": [alone([4, 6], 3)]}
+    assert engine.stats().steps == 1 + 4
+
+
 def test_every_token_that_comes_of_a_step_has_its_own_log_probabilities():
     told = []
     for settings in ({}, dict(speculate="model", draft=decoder(), draft_tokens=4)):
@@ -112,8 +119,9 @@ def test_look_up_is_by_tokens_within_its_window(ids, count, longest, window):
 def test_models_that_do_not_share_a_vocabulary_are_refused():
     with pytest.raises(ValueError, match="share a tokenizer"):
         make_engine(speculate="model", draft=tiny.ours("smollm2", vocab_size=50).double())
-    with pytest.raises(ValueError, match="reads 32 tokens and a text may have 64"):
-        make_engine(speculate="model", draft=tiny.ours("smollm2", max_position_embeddings=32).double())
+    with pytest.raises(ValueError, match="reads 63 tokens and a text may have 64"):
+        make_engine(speculate="model", draft=tiny.ours("smollm2", max_position_embeddings=63).double())
+    make_engine(speculate="model", draft=tiny.ours("smollm2", max_position_embeddings=64).double())
 
 
 @pytest.mark.parametrize("page", [1, 4, 32])

@@ -79,8 +79,8 @@ class Kept:
 
 def hash_of_code() -> str:
     digest = hashlib.sha256()
-    for path in sorted([*(ROOT / "tilestack").rglob("*"), *HERE.glob("*.py")]):
-        if path.suffix in (".py", ".cu", ".cuh", ".cpp", ".json") and path.is_file():
+    for path in sorted([*(ROOT / "tilestack").rglob("*"), HERE.parent / "conftest.py", *HERE.glob("*.py")]):
+        if path.suffix in (".py", ".cu", ".cuh", ".cpp", ".h", ".json") and path.is_file():
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

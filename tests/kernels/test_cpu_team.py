@@ -19,7 +19,7 @@ def program(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("what", ["callers", "forks", "limit"])
+@pytest.mark.parametrize("what", ["callers", "forks", "limit", "hundreds"])
 def test_every_piece_of_work_is_done_once_and_in_its_turn(program, what):
-    """By callers with several numbers of threads, in processes forked beside a run, and where threads are few."""
+    """By callers with several numbers of threads, in processes forked beside a run, and where threads are few or very many."""
     assert subprocess.run([program, what], timeout=30).returncode == 0

@@ -31,6 +31,38 @@ def test_a_run_replaces_what_it_measured_again_and_keeps_the_rest(tmp_path):
     assert found["roofs"] == {"copy_tb_per_s": 4.2}
 
 
+@pytest.mark.parametrize("name", results.IDENTITY)
+def test_rows_that_differ_in_any_part_of_their_identity_are_all_kept(tmp_path, name):
+    path = results.path_of("h200", "kernels", tmp_path)
+    results.merge(path, machine(), {}, [row()])
+    results.merge(path, machine(), {}, [row() | {name: "another"}])
+    assert [each[name] for each in results.load(path)["rows"]] == [row()[name], "another"]
+    assert set(results.IDENTITY) == set(row()) - {"time_us"}
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "same"),
+    [
+        (dict(gpu="NVIDIA H200", cpu="Xeon"), dict(gpu="NVIDIA H200", cpu="EPYC"), True),
+        (dict(gpu="NVIDIA H200", cpu="Xeon"), dict(gpu="NVIDIA A100", cpu="Xeon"), False),
+        (dict(gpu="NVIDIA H200", cpu="Xeon"), dict(gpu=None, cpu="Xeon"), False),
+        (dict(gpu=None, cpu="Xeon"), dict(gpu=None, cpu="Xeon"), True),
+        (dict(gpu=None, cpu="Xeon"), dict(gpu=None, cpu="EPYC"), False),
+    ],
+)
+def test_figures_of_another_machine_never_stand_beside_those_of_this_one(tmp_path, there, here, same):
+    path = results.path_of("h200", "kernels", tmp_path)
+    results.merge(path, machine() | there, {}, [row()])
+    before = path.read_bytes()
+    if same:
+        results.merge(path, machine() | here, {}, [row("aten")])
+        assert len(results.load(path)["rows"]) == 2
+    else:
+        with pytest.raises(ValueError, match="move it away first"):
+            results.merge(path, machine() | here, {}, [row("aten")])
+        assert path.read_bytes() == before
+
+
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     path = tmp_path / "h200" / "kernels.json"
     results.merge(path, machine(), {}, [row()])

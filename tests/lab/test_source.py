@@ -1,11 +1,25 @@
 """The hash of what was measured or proved: it follows the code that runs, and nothing else."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from tilestack import contract, ops
-from tilestack.lab.source import KERNELS, code_of, file_of_module, files_behind, source_hash
+from tilestack.lab import source
+from tilestack.lab.source import KERNELS, code_of, file_of_module, files_behind, imported_kernels, source_hash
 
-CODE = '"""About it."""\nimport math  # why\n\n\ndef f(x):\n    """What."""\n    return x + 1\n'
+CODE = '''"""About it."""
+import math  # why
+
+
+def f(x):
+    """What."""
+    if x:
+        x += 1
+        x += 2
+    return x + 1
+'''
 
 
 def names_behind(operator, backend="triton"):
@@ -20,6 +34,43 @@ def test_it_reaches_what_a_kernel_imports_by_way_of_others():
 def test_it_reaches_the_cuda_sources_that_a_file_names():
     assert {"softmax.py", "softmax.cu", "common.cuh", "build.py"} <= names_behind("softmax", "cuda")
     assert "add.cu" not in names_behind("softmax", "cuda")
+
+
+def test_every_way_to_import_a_kernel_is_followed(tmp_path):
+    path = tmp_path / "kernel.py"
+    path.write_text(
+        "import tilestack.kernels.tiles\nimport tilestack.files, os\nfrom tilestack.kernels import early\n"
+        "def later():\n    from tilestack.kernels.cuda.build import compiled\n"
+    )
+    assert set(imported_kernels(path)) == {f"{KERNELS}.tiles", f"{KERNELS}.early", f"{KERNELS}.cuda.build"}
+
+
+@pytest.mark.parametrize(("operator", "backend"), [("softmax", "triton"), ("softmax", "cuda"), ("relu", "aten")])
+def test_a_change_of_any_file_behind_an_implementation_is_another_hash(operator, backend, monkeypatch):
+    before, found = source_hash(operator, backend), ops.operator_named(operator)
+    implementation = found.implementations[backend]
+    behind = {
+        file_of_module(found.definition.__module__),
+        *files_behind(implementation.forward),
+        *files_behind(implementation.backward),
+    }
+    elsewhere = file_of_module("tilestack.kernels.optim.adamw")
+    for changed in (*behind, elsewhere):
+        monkeypatch.setattr(source, "code_of", lambda path: "x = 1" if path == changed else code_of(path))
+        assert (source_hash(operator, backend) == before) == (changed == elsewhere), changed
+
+
+def test_a_backward_in_another_file_than_its_forward_is_followed(monkeypatch):
+    ours = ops.operator_named("softmax").implementations["triton"]
+    made = lambda forward, backward: SimpleNamespace(
+        definition=ops.operator_named("softmax").definition,
+        implementations={"mixed": SimpleNamespace(forward=forward, backward=backward)},
+    )
+    hashes = []
+    for forward, backward in ((torch.softmax, None), (torch.softmax, ours.forward), (ours.forward, None)):
+        monkeypatch.setattr(source.registry, "operator_named", lambda name: made(forward, backward))
+        hashes.append(source_hash("softmax", "mixed"))
+    assert hashes[0] != hashes[1] == hashes[2]
 
 
 def test_comments_of_cuda_sources_count_for_nothing(tmp_path):
@@ -50,6 +101,8 @@ def test_pytorch_has_no_file_of_ours():
         ("What.", "What it\n    does.", True),
         ("\n\n\ndef", "\ndef", True),
         ("x + 1", "x - 1", False),
+        ("import math  # why", "import cmath  # why", False),
+        ("        x += 2", "    x += 2", False),
     ],
 )
 def test_only_what_compiles_counts(tmp_path, old, new, same):

@@ -1,8 +1,13 @@
 """A row is of the present source, or is shown as older."""
 
+import sys
+from pathlib import Path
+
 import pytest
+from test_bench_train import WORK
 
 from tilestack.lab import source, stale
+from tilestack.lab.train_steps import step_of, write_weights
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +32,11 @@ def test_peers_have_no_source_of_ours():
 
 @pytest.mark.parametrize(
     ("op", "changes_with", "is_left_by"),
-    [("adamw", "optim/adam.py", "kernels/softmax/rows.py"), ("train", "models/decoder.py", "models/gguf.py")],
+    [
+        ("adamw", "optim/adam.py", "kernels/softmax/rows.py"),
+        ("train", "models/decoder.py", "models/gguf.py"),
+        ("train", "kernels/cuda/rms_norm.cu", "kernels/cpu/team.h"),
+    ],
 )
 def test_optimizers_and_training_steps_follow_the_files_they_run(monkeypatch, op, changes_with, is_left_by):
     before = stale.present_source(op, "triton")
@@ -47,3 +56,19 @@ def _clear():
 
 def test_every_part_named_is_there():
     assert all((stale.PACKAGE / part).exists() for part in (*stale.OF_A_TRAINING_STEP, *stale.OF_AN_OPTIMIZER))
+
+
+@pytest.mark.parametrize("candidate", ["tilestack", "tilestack-graph"])
+def test_a_training_step_runs_nothing_that_its_rows_do_not_follow(candidate, tmp_path):
+    """Else a row would be called current though what it measured has changed."""
+    step, ran = step_of(candidate, write_weights(WORK, tmp_path)), set()
+    step()
+    sys.setprofile(lambda frame, *_: ran.add(frame.f_code.co_filename))
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    ours = {path for path in map(Path, ran) if path.is_relative_to(stale.PACKAGE)}
+    measures = {path for path in ours if path.is_relative_to(stale.PACKAGE / "lab")}
+    assert stale.PACKAGE / "train" / "step.py" in ours
+    assert ours - measures <= stale.files_of_parts(stale.OF_A_TRAINING_STEP)

@@ -2,9 +2,13 @@
 
 import json
 import math
+import multiprocessing
 import os
 import signal
+import threading
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,8 +73,8 @@ def test_what_has_no_proof_that_stands_is_proved_again():
     assert everything >= {("relu", "triton"), ("linear", "triton"), ("linear", "triton_naive")}
     assert not {("relu", "torch"), ("relu", "aten")} & everything
     assert left(line("forward"), line("backward")) == everything - {("relu", "triton")}
-    assert left(line("forward"), line("backward", source="older")) == everything
-    assert left(line("forward", wrong=1)) == everything
+    for lost in (line("backward", source="older"), line("backward", wrong=1)):
+        assert left(line("forward"), lost) == left(lost, line("forward")) == everything
     (only,) = proofs.unproved(quick("linear", backend="triton_naive"), [])
     assert only.backend == "triton_naive"
 
@@ -129,6 +133,56 @@ def test_proofs_are_kept_by_source_and_replaced_by_later_ones(tmp_path: Path):
     assert line.status == "1 of 3 claims fail"
     proofs.save_proofs(path, when("c"), [proof(True)])
     assert [line["commit"] for line in proofs.load_proofs(path)] == ["c", "b"]
+
+
+def test_the_largest_error_is_told_as_a_part_of_what_was_allowed():
+    found = [Proof("relu", "triton", "33", "plain", "float16", "forward", True, error=e, bound=b) for e, b in ((1.0, 4.0), (3.0, 100.0))]  # fmt: skip
+    (line,) = proofs.lines_of(found, dict(commit="a", date="2031-01-01T00:00:00Z"))
+    assert line["worst"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("answer", "started"),
+    [(proof(False, message="CUDA error: an illegal memory access"), 3), (proof(False, message="off by 2"), 1), (proof(True), 1)],
+)  # fmt: skip
+def test_a_worker_whose_gpu_is_broken_is_not_asked_again(answer, started, monkeypatch):
+    """What it would say of the next task would be about the GPU, and not about the task."""
+    workers_made = []
+
+    def start(files):
+        ours, theirs = multiprocessing.Pipe()
+
+        def work():
+            with suppress(EOFError):
+                while theirs.recv():
+                    theirs.send([answer])
+
+        threading.Thread(target=work, daemon=True).start()
+        workers_made.append(ours)
+        return ours, SimpleNamespace(kill=lambda: None)
+
+    monkeypatch.setattr(workers, "start_worker", start)
+    tasks = quick("add", "relu", "softmax")
+    assert list(workers.prove_apart(tasks, 1, [], lambda task: True)) == [(task, [answer]) for task in tasks]
+    assert len(workers_made) == started
+
+
+def test_a_process_that_dies_leaves_nothing_proved_until_it_is_tried_again(tmp_path: Path):
+    """Whichever of its backends it died of: each loses its proof, and gets it back when it is proved by itself."""
+    path, now = tmp_path / "h200" / "proofs.json", dict(commit="a", date="2031-01-01T00:00:00Z")
+    task = Task("linear", torch.float32, CPU)
+    proved_of = lambda backend: Proof("linear", backend, "33", "plain", "float32", "forward", True)
+    stands = lambda: {line.backend for line in proved.lines(tmp_path, "h200") if line.op == "linear" and line.is_proved}
+    left = lambda: {each.backend for each in proofs.unproved([task], proofs.load_proofs(path))}
+    backends = left()
+    proofs.save_proofs(path, now, map(proved_of, backends))
+    assert stands() == backends
+    assert left() == set()
+    proofs.save_proofs(path, now, task.refuted("the process that proved it died, exit code 7"))
+    assert stands() == set()
+    assert left() == backends
+    proofs.save_proofs(path, now, [proved_of("triton")])
+    assert stands() == backends - left() == {"triton"}
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path):

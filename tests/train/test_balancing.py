@@ -9,6 +9,7 @@ from tiny import Counting, TinyModel, recipe
 from torch import nn
 
 from tilestack.nn import MoE
+from tilestack.nn.router import imbalance
 from tilestack.train import RecipeError, Trainer, metrics
 from tilestack.train.balancing import Balancing
 from tilestack.train.errors import TrainingError
@@ -65,6 +66,19 @@ def test_micro_batches_move_a_bias_once_by_all_their_loads(tmp_path):
         load = sum(loads[number::2]).float()
         assert torch.equal(trainer.balancing.windows[number].total(), load.long())
         assert torch.equal(layer.router.bias, 0.5 * torch.sign(load.mean() - load))
+
+
+def test_the_loads_of_a_step_are_forgotten_in_the_next(tmp_path):
+    model, loads = mixtures(), []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda layer, *_: loads.append(layer.balance.tokens_per_expert.clone()))
+    settings = recipe(run={"steps": 3}, data={"accumulate": 2}, checkpoint={"every": 0})
+    trainer = Trainer(settings, model, Counting(), tmp_path)
+    for _ in range(3):
+        loads.clear()
+        trainer.train_step()
+        worst = max(imbalance(loads[layer] + loads[layer + 2]) for layer in (0, 1))
+        assert trainer.pending[-1].figure("imbalance") == worst
 
 
 def test_a_broken_step_and_those_after_it_leave_biases_where_they_were(tmp_path):

@@ -2,7 +2,9 @@
 
 import json
 import math
+import signal
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -76,6 +78,24 @@ def test_an_evaluation_before_the_first_step_changes_nothing_else(tmp_path):
         assert first["validation_loss"] == pytest.approx(Counting().evaluate(seeded())["validation_loss"])
 
 
+def test_the_model_trains_in_steps_and_is_judged_in_between(tmp_path):
+    modes = []
+
+    class Watched(Counting):
+        def loss(self, model, batch):
+            modes.append(("step", model.training, torch.is_grad_enabled()))
+            return super().loss(model, batch)
+
+        def evaluate(self, model):
+            modes.append(("look", model.training, torch.is_grad_enabled()))
+            return super().evaluate(model)
+
+    settings = recipe(run={"steps": 3}, evaluation={"every": 2, "at_start": True})
+    Trainer(settings, seeded().eval(), Watched(), tmp_path).run()
+    step, look = ("step", True, True), ("look", False, False)
+    assert modes == [look, step, step, look, step, look]
+
+
 @pytest.mark.parametrize(("optimizer", "kernels"), [("adamw", "torch"), ("adamw", "triton"), ("muon", "torch")])
 def test_a_step_that_is_not_finite_stops_the_run_and_is_saved(tmp_path, optimizer, kernels, outside):
     configure_backend(f"torch,{optimizer}={kernels},clip_grad_norm={kernels}")
@@ -121,6 +141,57 @@ def test_broken_steps_are_passed_over_where_the_recipe_allows_it(tmp_path, kerne
     spared.run()
     for one, other in zip(seldom.model.state_dict().values(), spared.model.state_dict().values(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_a_gradient_that_is_not_finite_spoils_a_step_whose_loss_is(tmp_path, kernels, outside):
+    configure_backend(f"torch,adamw={kernels},clip_grad_norm={kernels}")
+
+    class Steep(Counting):
+        def loss(self, model, batch):
+            found = super().loss(model, batch)
+            return Loss(found.total + (0 * model.head.weight).sum().sqrt(), found.count)
+
+    trainer = Trainer(recipe(run={"skip_broken": 0}), model := seeded(), Steep(), tmp_path)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer.train_step()
+    assert math.isfinite(trainer.pending[0].figure("loss"))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(TrainingError, match=r"^step 1 has a grad norm of nan; stopped"):
+        Trainer(recipe(), seeded(), Steep(), tmp_path / "whole").run()
+
+
+def test_the_norm_that_is_told_is_that_of_all_gradients_whether_they_are_clipped_or_not(tmp_path):
+    told = []
+    for clip in (0, 1e9):
+        trainer = Trainer(recipe(optimizer={"clip": clip}), seeded(), Counting(noise=0), tmp_path / str(clip))
+        trainer.train_step()
+        told.append(float(trainer.pending[0].figure("grad_norm")))
+    assert told[0] == pytest.approx(told[1], rel=1e-5)
+
+
+def test_a_resumed_run_knows_how_many_steps_it_has_passed_over(tmp_path):
+    """Else the device would pass over one more, and update weights that the host then keeps as those of before."""
+
+    class TwiceSpoiled(Counting):
+        stop = False
+
+        def next_batch(self):
+            if self.stop and self.drawn == 4:
+                signal.raise_signal(signal.SIGTERM)
+            batch = super().next_batch()
+            return batch | {"factor": torch.tensor(torch.nan if self.drawn in (2, 6) else 1.0)}
+
+    settings = recipe(run={"steps": 12, "log_every": 12, "skip_broken": 1}, checkpoint={"every": 12})
+    for folder, stops in (("whole", [False]), ("resumed", [True, False])):
+        for stop in stops:
+            objective = TwiceSpoiled()
+            objective.stop = stop
+            trainer = Trainer(settings, seeded(), objective, tmp_path / folder)
+            with nullcontext() if stop else pytest.raises(TrainingError, match="step 6 has a loss of nan; stopped"):
+                trainer.run()
+    kept = [load_file(tmp_path / name / "broken-step-000006/weights.safetensors") for name in ("whole", "resumed")]
+    assert all(torch.equal(value, kept[1][name]) for name, value in kept[0].items())
 
 
 def test_a_run_that_broke_goes_on_as_the_error_says(tmp_path):
@@ -173,6 +244,45 @@ def test_metrics_are_means_over_the_same_count(tmp_path):
 
     Trainer(recipe(run={"steps": 2}, data={"accumulate": 3}), seeded(), Constant(), tmp_path).run()
     assert metrics.curve(tmp_path, "twice")[1] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("graph", ["off", "on"])
+def test_what_a_step_adds_up_is_its_own(tmp_path, graph):
+    """An objective may hand out tensors that it goes on to use, such as a weight for a count and for a metric."""
+
+    class Weighed(Counting):
+        fixed_shapes = True
+
+        def next_batch(self):
+            return super().next_batch() | {"weight": torch.tensor(float(self.drawn))}
+
+        def loss(self, model, batch):
+            found = super().loss(model, batch)
+            return Loss(found.total * batch["weight"], batch["weight"], {"weight": batch["weight"]}, 6)
+
+    trainer = Trainer(recipe(run={"graph": graph}, data={"accumulate": 3}), seeded(), Weighed(), tmp_path)
+    for _ in range(2):
+        trainer.train_step()
+    assert [[float(batch["weight"]) for batch in step.batches] for step in trainer.pending] == [[1, 2, 3], [4, 5, 6]]
+    assert [float(step.figure("weight")) for step in trainer.pending] == [1, 1]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_without_a_label_learns_nothing_and_breaks_nothing(tmp_path, accumulate):
+    class Masked(Counting):
+        """By a mask, so that a division by no labels at all would reach the gradients."""
+
+        def loss(self, model, batch):
+            losses = nn.functional.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["ids"].flatten(), reduction="none")  # fmt: skip
+            mask = batch["labels"].flatten() >= 0
+            return Loss((losses * mask).sum(), mask.sum())
+
+    made = recipe(data={"accumulate": accumulate}, optimizer={"weight_decay": 0.0})
+    trainer = Trainer(made, model := seeded(), Masked(noise=2.0), tmp_path)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    trainer.train_step()
+    assert [float(trainer.pending[0].figure(name)) for name in ("loss", "grad_norm")] == [0, 0]
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_the_average_follows_and_is_what_is_judged():

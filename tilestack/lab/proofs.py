@@ -13,7 +13,7 @@ from tilestack.lab import results
 from tilestack.lab.source import source_hash
 from tilestack.lab.stale import is_current
 from tilestack.lab.verify import Proof
-from tilestack.lab.workers import Task, each_backend
+from tilestack.lab.workers import ANY, Task, each_backend
 
 NAME = "proofs"
 IDENTITY = ("op", "backend", "dtype", "direction")
@@ -66,8 +66,12 @@ def unproved(tasks: Iterable[Task], kept: Iterable[Line]) -> list[Task]:
 
 
 def save_proofs(path: Path, machine: dict[str, Any], proofs: Iterable[Proof]) -> None:
-    """Add a run's lines to a file, new or old: a line of the same identity is replaced where it stands."""
+    """Add a run's lines to a file, new or old: a line of the same identity is replaced where it stands, and one of a process
+    that died by whatever is now known of the same."""
     results.refuse_other_machine(path, machine)
     identity = lambda line: tuple(line[name] for name in IDENTITY)
-    merged = {identity(line): line for line in [*load_proofs(path), *lines_of(proofs, machine)]}
+    new = lines_of(proofs, machine)
+    tried_again = {identity(line)[:-1] + (ANY,) for line in new}
+    kept = [line for line in load_proofs(path) if identity(line) not in tried_again]
+    merged = {identity(line): line for line in [*kept, *new]}
     results.save(path, {"machine": machine, NAME: list(merged.values())})

@@ -17,7 +17,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 TRAINING = "train"  # what rows of `tilestack bench train` have for an operator
 OF_A_TRAINING_STEP = (
     "contract", "ops", "kernels", "nn", "optim", "models/decoder.py", "models/attention.py", "models/context.py",
-    "models/norm.py", "train/loop.py", "train/execution.py", "train/optimizers.py",
+    "models/norm.py", "models/rotary.py", "train/loop.py", "train/step.py", "train/static_step.py",
+    "train/batch_buffer.py", "train/balancing.py", "train/execution.py", "train/optimizers.py",
 )  # fmt: skip
 OF_AN_OPTIMIZER = ("optim", "kernels/optim")
 
@@ -35,12 +36,17 @@ def present_source(op: str, backend: str) -> str:
 
 @functools.cache
 def hash_of_parts(parts: tuple[str, ...]) -> str:
-    """One hash over the code of some of our files, and of every file in some of our folders."""
+    """One hash over the code of some of our files, and of every file in some of our folders, of CUDA C++ too."""
     digest = hashlib.sha256()
-    places = [PACKAGE / part for part in parts]
-    for path in sorted({path for place in places for path in ([place] if place.is_file() else place.rglob("*.py"))}):
+    for path in sorted(files_of_parts(parts)):
         digest.update(f"{path.relative_to(PACKAGE)}\n{code_of(path)}\n".encode())
     return digest.hexdigest()[:16]
+
+
+def files_of_parts(parts: tuple[str, ...]) -> set[Path]:
+    inside = lambda place: [path for path in place.rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
+    places = [PACKAGE / part for part in parts]
+    return {path for place in places for path in ([place] if place.is_file() else inside(place))}
 
 
 def is_current(row: dict[str, Any]) -> bool:

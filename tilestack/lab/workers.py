@@ -30,6 +30,7 @@ from tilestack.lab.shared_gpu import shared_gpu
 from tilestack.lab.verify import Claim, Proof, claims, default_dtypes, prove
 
 BROKEN_CONTEXT = "CUDA error"  # after which every later call on the GPU fails in the same process
+ANY = "any"  # direction: that in which a process died is not known
 CLAIMS_IN_A_PART = 40  # after which another part is made of the cases that follow
 
 
@@ -71,9 +72,13 @@ class Task:
     def proofs(self) -> list[Proof]:
         return [prove(claim) for claim in self.claims()]
 
-    def refuted(self, message: str) -> Proof:
+    def refuted(self, message: str) -> list[Proof]:
+        """Of every backend that it may have been the fault of, whatever was claimed: none of them is proved by what came
+        before, and each is tried by itself by `verify --stale`."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return Proof(self.operator, self.backend or "any", "any", "any", dtype, "any", False, message=message)
+        taken = [task.backend for task in each_backend([self]) if task.is_taken()]
+        blamed = [self.backend] if self.backend else taken or ["any"]
+        return [Proof(self.operator, name, "any", "any", dtype, ANY, False, message=message) for name in blamed if name]
 
 
 def tasks_for(
@@ -163,7 +168,7 @@ def prove_apart(
                     proofs = connection.recv()
                 except EOFError:
                     process.join()
-                    yield task, [task.refuted(f"the process that proved it died, exit code {process.exitcode}")]
+                    yield task, task.refuted(f"the process that proved it died, exit code {process.exitcode}")
                     continue
                 if is_broken(proofs):
                     connection.close()

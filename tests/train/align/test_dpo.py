@@ -85,6 +85,20 @@ def test_steps_raise_the_chosen_over_the_rejected():
     assert after["validation_accuracy"] > 0.5
 
 
+def test_an_evaluation_is_the_mean_over_all_pairs_held_out():
+    torch.manual_seed(0)
+    reference, model = decoder(), decoder()
+    objective = dpo(model, dpo={"beta": 0.3}, data={"batch": 2})
+    nudged(model)
+    gain = lambda each: float(log_prob(model, each.ids, each.mask) - log_prob(reference, each.ids, each.mask))
+    margins = [0.3 * (gain(pair.first) - gain(pair.second)) for pair in objective.held]
+    assert len(margins) > objective.recipe.data.batch
+    with torch.no_grad():
+        found = objective.evaluate(model)
+    assert found["validation_margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-3, abs=1e-5)
+    assert found["validation_accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / len(margins))
+
+
 def test_only_the_last_answer_is_scored():
     preference = preferences(recipe(DPORecipe).data, 0).learned[0]
     earlier = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

@@ -155,6 +155,24 @@ def test_answers_are_used_again_against_the_policy_that_gave_them():
     assert objective.next_batch() is not first
 
 
+def test_answers_are_used_again_in_another_step_and_not_in_the_same():
+    objective = grpo(decoder(), grpo={"reuse": 2}, data={"accumulate": 2})
+    first, second, third, fourth = (objective.next_batch() for _ in range(4))
+    assert first is not second
+    assert third is first
+    assert fourth is second
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_each_rollout_draws_anew_and_leaves_the_policy_as_it_was(training):
+    objective = grpo(decoder().train(training), data={"batch": 1})
+    task = objective.tasks[0]
+    objective.tasks = [task] * len(objective.tasks)  # so that answers differ by what is drawn alone
+    found = [objective.rollout().rows.ids.tolist() for _ in range(3)]
+    assert found[0] != found[1] != found[2]
+    assert objective.policy.training is training
+
+
 def test_figures_say_how_the_groups_did():
     model = decoder()
     objective = grpo(model)
@@ -172,9 +190,11 @@ def test_figures_say_how_the_groups_did():
 def test_a_saved_place_continues_with_the_same_answers_to_the_bit(reuse):
     model = decoder()
     objective = grpo(model, grpo={"reuse": reuse}, data={"accumulate": 2})
+    twin = grpo(copy.deepcopy(model), grpo={"reuse": reuse}, data={"accumulate": 2})
     for _ in range(4):
         objective.loss(model, objective.next_batch())
-    twin = grpo(copy.deepcopy(model), grpo={"reuse": reuse}, data={"accumulate": 2})
+    moved(model)  # so that it matters which policy gave the answers that are used again
+    twin.policy.load_state_dict(model.state_dict())
     twin.load_state_dict(through_json(objective.state_dict()))
     assert len(twin.pending) == 2 * (reuse - 2 if reuse > 1 else 0)
     for _ in range(3):
@@ -269,6 +289,7 @@ def test_answers_that_were_cut_short_can_be_left_alone(average):
     model = decoder()
     objective = grpo(model, grpo={"mask_truncated": True, "average": average})
     batch = objective.next_batch()
+    moved(model)  # away from the reference
     batch.ended = torch.tensor([True, False] * 6)
     plain = grpo(model, grpo={"average": average})
     kept = copy.copy(batch)

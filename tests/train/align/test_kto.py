@@ -29,16 +29,18 @@ def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-def test_the_loss_is_that_of_answers_read_one_by_one():
+@pytest.mark.parametrize(("by", "diverges"), [(0.05, False), (0.01, False), (-0.01, True)])
+def test_the_loss_is_that_of_answers_read_one_by_one(by, diverges):
     torch.manual_seed(0)
     reference, model = decoder(), decoder()
     objective = kto(model, kto={"beta": 0.3, "weight_good": 1.3, "weight_bad": 0.7}, data={"batch": 5})
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+            parameter.add_(torch.randn_like(parameter), alpha=by)
     cases = [objective.pairs[number] for number in objective.deck.order()[:5]]
     gain = lambda each: float(log_prob(model, each.ids, each.mask) - log_prob(reference, each.ids, each.mask))
     z = max(sum(gain(case.second) for case in cases) / 5, 0)
+    assert (z > 0) == diverges
     expected = sum(
         (1.3 if case.good else 0.7) * (1 - sigmoid(0.3 * (1 if case.good else -1) * (gain(case.first) - z)))
         for case in cases
