@@ -94,19 +94,22 @@ def test_the_names_of_the_package_are_listed_and_lead_somewhere():
 @pytest.mark.parametrize(
     ("command", "chosen", "expected"),
     [
-        *((command, {}, "passive") for command in ("train demo", "sft sft", "dpo dpo", "kto kto", "grpo grpo", "demo")),
-        ("train demo", {"OMP_WAIT_POLICY": "active"}, "active"),
-        ("train demo", {"GOMP_SPINCOUNT": "7"}, "None"),
+        *(
+            (command, {}, "None 1000")
+            for command in ("train demo", "sft sft", "dpo dpo", "kto kto", "grpo grpo", "demo")
+        ),
+        ("train demo", {"OMP_WAIT_POLICY": "active"}, "active None"),
+        ("train demo", {"GOMP_SPINCOUNT": "7"}, "None 7"),
     ],
 )
-def test_what_trains_lets_threads_sleep_before_pytorch_reads_it(command, chosen, expected):
+def test_what_trains_lets_threads_wait_but_briefly_before_pytorch_reads_it(command, chosen, expected):
     told = """
 import os, sys
 
 class Told:
     def find_spec(self, name, *_):
         if name == "torch":
-            print(os.environ.get("OMP_WAIT_POLICY"), flush=True)
+            print(os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT"), flush=True)
             os._exit(0)
 
 sys.meta_path.insert(0, Told())

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 console = Console()
 SAVE_EVERY = 5.0  # seconds, of proofs
+BRIEFLY = "1000"  # turns of the loop in which a thread of OpenMP waits, some microseconds
 
 
 Place = TypeVar("Place", Path, Path | None)
@@ -107,15 +108,16 @@ def kernel_device(name: str | None) -> "torch.device":
 
 
 def share_the_cores() -> None:
-    """Let PyTorch's threads sleep when they wait for each other, for a command that trains; to be called before PyTorch is
-    imported, when OpenMP reads it.
+    """Let PyTorch's threads wait for each other only briefly before they sleep, for a command that trains; to be called before
+    PyTorch is imported, when OpenMP reads it.
 
     Otherwise they stay awake for milliseconds after each operator. A small model has thousands of short operators a second,
     and where another program wants the same cores, threads that wait keep out those they wait for: a training step then
-    takes many times as long. What is computed is the same. Who has chosen a policy keeps it.
+    takes many times as long. Where they sleep at once, waking them takes as long as many operators do. What is computed is
+    the same. Who has chosen a policy keeps it.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
-        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.environ["GOMP_SPINCOUNT"] = BRIEFLY
 
 
 def has_nvidia_driver() -> bool:
