@@ -116,9 +116,8 @@ def whose(recipe: Path, kind: "type[Recipe]") -> str:
         if other is kind:  # the recipe is right, and what was set on the command line is not
             return ""
         fitting.append(command)
-    meant = [
-        command for command in fitting if command == recipe.stem
-    ] or fitting  # sft.toml is for sft, though grpo reads it
+    # sft.toml is for sft, though grpo reads it.
+    meant = [command for command in fitting if command == recipe.stem] or fitting
     name = recipe.stem if recipe.parent == shipped("recipes") else recipe
     commands = " or ".join(f"`tilestack {command} {name}`" for command in meant)
     return f". This is a recipe of another command: {commands}" if meant else ""

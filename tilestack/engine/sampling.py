@@ -18,9 +18,8 @@ from tilestack.engine.sequence import Sequence
 from tilestack.ops.random import random_words
 from tilestack.ops.sampling import exponential
 
-Draw = Callable[
-    [Tensor, Tensor, Tensor], Tensor
-]  # tokens [D] of logits [D, V], seeds [D] and temperatures [D], unfiltered
+# Tokens [D] of logits [D, V], seeds [D] and temperatures [D], unfiltered.
+Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def sample_unfiltered(logits: Tensor, seeds: Tensor, temperature: Tensor) -> Tensor:

@@ -25,9 +25,8 @@ def use_large_pages(tensors: Iterable[Tensor]) -> None:
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for start, end in whole_pages(spans):
         madvise(start, end - start, ALLOW)
-        if madvise(
-            start, end - start, COLLAPSE
-        ):  # it may have stopped at a page that belongs to something else in part
+        if madvise(start, end - start, COLLAPSE):
+            # It may have stopped at a page that belongs to something else in part.
             for page in range(start, end, PAGE):
                 madvise(page, PAGE, COLLAPSE)
 
