@@ -112,6 +112,23 @@ def test_only_what_compiles_counts(tmp_path, old, new, same):
     assert (code_of(before) == code_of(after)) is same
 
 
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        ("rows = cases(make_é, check=[(1, 2)], bench=[(8, 9), (10, 11)], gpu=[(3,)])", True),
+        ("rows = cases(make_é, check=[(1, 2)], bench=[  # large\n    (8, 9),\n], gpu=[(3,)])", True),
+        ("rows = cases(make_é, check=[(1, 3)], bench=[(8, 9)], gpu=[(3,)])", False),
+        ("rows = cases(make_é, check=[(1, 2)], bench=[(8, 9)], gpu=[(4,)])", False),
+        ("rows = other(make_é, check=[(1, 2)], bench=[(8, 9)], gpu=[(3,)])", False),
+    ],
+)
+def test_cases_that_are_only_measured_count_for_nothing(tmp_path, changed, same):
+    before, after = tmp_path / "before.py", tmp_path / "after.py"
+    before.write_text("rows = cases(make_é, check=[(1, 2)], bench=[(8, 9)], gpu=[(3,)])\nmore = 1\n")
+    after.write_text(changed + "\nmore = 1\n")
+    assert (code_of(before) == code_of(after)) is same
+
+
 @pytest.mark.usefixtures("outside")
 def test_a_backend_from_outside_is_hashed_by_its_own_file():
     contract.implements(ops.relu, backend="mine")(lambda x: x.clamp_min(0))

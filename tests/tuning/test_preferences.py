@@ -75,6 +75,19 @@ def test_an_operator_names_what_its_speed_depends_on():
     assert attention(False, 1) == ("bfloat16", "6x0x12 dim128 full")
 
 
+def test_a_product_of_codes_is_found_by_the_dtype_of_its_codes():
+    times = dict(op="linear_int8", case="8192x8192x8192xplain")
+    rows = [row("gluon", 1.0, **times), row("triton", 2.0, **times)]
+    rows += [row("gluon", 9.0, op="linear_int8", case="16x14336x4096xplain"), row("triton", 2.0, op="linear_int8", case="16x14336x4096xplain")]  # fmt: skip
+    codes = lambda *size: torch.empty(size, dtype=torch.int8, device="meta")
+    scale = lambda size: torch.empty(size, device="meta")
+    ask = lambda m, n, k: preferences.look_up(
+        preferences.make_table(rows), ops.linear_int8, ops.linear_int8.bind(codes(m, k), codes(n, k), scale(m), scale(n))
+    )
+    assert ask(8192, 8192, 8192) == ["gluon", "triton"]
+    assert ask(16, 14336, 4096) == ["triton", "gluon"]
+
+
 @pytest.mark.usefixtures("outside")
 def test_a_configuration_is_the_one_that_measured_fastest(monkeypatch):
     given = []

@@ -2,7 +2,8 @@
 
 A row or a proof stays true as long as that source does. The source is the file that holds the implementation, the files
 of kernels/ that it imports, directly or by way of others, the CUDA C++ beside them that they name, and the file that
-defines the operator. Comments, docstrings and blank lines compile to nothing, so they count for nothing.
+defines the operator. Comments, docstrings and blank lines compile to nothing, so they count for nothing; nor do the sizes
+that are only measured, a definition's `bench=` cases: another one to time changes neither a proof nor the rows of the rest.
 """
 
 import ast
@@ -100,7 +101,7 @@ def is_module(name: str) -> bool:
 
 @functools.cache
 def code_of(path: Path) -> str:
-    """A file's text without comments, docstrings and blank lines."""
+    """A file's text without comments, docstrings, blank lines and cases that are only measured."""
     text = path.read_text()
     if path.suffix != ".py":
         return without_blank_lines(re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL).splitlines())
@@ -109,12 +110,25 @@ def code_of(path: Path) -> str:
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             docstring = node.body[0]
             assert docstring.end_lineno is not None
             lines[docstring.lineno - 1 : docstring.end_lineno] = [""] * (docstring.end_lineno - docstring.lineno + 1)
+    for measured in sorted(measured_cases(tree), key=lambda node: -node.lineno):
+        assert measured.end_lineno is not None
+        first, last = measured.lineno - 1, measured.end_lineno - 1
+        before = lines[first].encode()[: measured.col_offset]  # the parser counts bytes
+        after = lines[last].encode()[measured.end_col_offset :]
+        lines[first : last + 1] = [(before + after).decode(), *[""] * (last - first)]
     return without_blank_lines(lines)
+
+
+def measured_cases(tree: ast.Module) -> list[ast.keyword]:
+    """The `bench=` of every call of `cases`."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "cases")
+    return [keyword for call in calls for keyword in call.keywords if keyword.arg == "bench"]
 
 
 def without_blank_lines(lines: list[str]) -> str:

@@ -275,6 +275,8 @@ def attention_key(
             (64, 256, 256, 16, 8, 128, 128, "causal"),
             (2, 4096, 4096, 32, 8, 128, 128, "causal"),  # Llama-3-8B
             (1, 16384, 16384, 32, 8, 128, 128, "causal"),
+            (4, 4096, 4096, 32, 32, 128, 128, "causal"),
+            (4, 4096, 4096, 32, 32, 128, 128, "full"),
             (2, 4096, 4096, 32, 8, 128, 128, "wide"),
             (64, 1, 4096, 32, 8, 128, 128, "causal"),  # one step of decoding
             (2, 4096, 4096, 16, 16, 192, 128, "causal"),  # DeepSeek-V2-Lite
@@ -282,6 +284,8 @@ def attention_key(
             (32, 1024, 1024, 8, 4, 64, 64, "documents"),  # recipes/demo-gpu.toml, whose rows are packed
             (2, 4096, 4096, 32, 8, 64, 64, "causal"),  # Llama-3.2-1B
             (2, 4096, 4096, 32, 32, 64, 64, "full"),
+            (4, 4096, 4096, 32, 32, 64, 64, "causal"),
+            (16, 1024, 1024, 16, 16, 64, 64, "causal"),
         ],
     ),
     cost=attention_cost,

@@ -63,6 +63,7 @@ def a_product_each(x: Tensor, weight: Tensor) -> Cost:
         bench=[
             (16384, 8, 4096, 14336, "even"),  # Mixtral 8x7B, 8192 tokens
             (16384, 8, 4096, 14336),
+            (32768, 32, 2048, 2816),
             (65536, 128, 2048, 1536),  # Qwen3-30B-A3B, 8192 tokens
         ],
     ),

@@ -19,7 +19,7 @@ contract: dict[str, Any] = dict(
     cases=cases(
         lambda make, *shape: dict(x=make.normal(*shape)),
         check=[*(size for size in ROW_CHECKS if size[-1]), (2, 33000)],
-        bench=[(8192, 4096), (8192, 14336)],
+        bench=[(4096, 4096), (8192, 4096), (8192, 8192), (8192, 14336)],
     ),
     cost=lambda x: Cost(flops=3 * x.numel()),
     check=are_rows,

@@ -228,7 +228,8 @@ def slowdowns_of(times: dict[str, float]) -> Iterator[tuple[str, float]]:
 
 def make_table(rows: list[dict[str, Any]]) -> dict[str, Entry]:
     """Backends by time: forward and backward added up, where a backend that lacks one of the two is left out of that case;
-    and where there are two, the forward alone. Rows that are `forward_only` say nothing of both."""
+    and where there are two, the forward alone. Rows that are `forward_only` say nothing of both. Buckets stand under the dtype
+    that calls are looked up by: of a product of codes, theirs."""
     forward_only = {(row["op"], row["dtype"], row["case"]) for row in rows if row.get("forward_only")}
     times: dict[tuple, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
@@ -244,16 +245,16 @@ def make_table(rows: list[dict[str, Any]]) -> dict[str, Entry]:
         if case is None:
             continue  # measured before the operator's cases changed
         directions = {direction for found in by_backend.values() for direction in found}
-        _, bucket = bucket_of(operator, operator.bind(**case.build(Make(getattr(torch, dtype), "meta"))))
+        asked_by, bucket = bucket_of(operator, operator.bind(**case.build(Make(getattr(torch, dtype), "meta"))))
         both = {name: sum(found.values()) for name, found in by_backend.items() if set(found) == directions}
         for backend, slowdown in slowdowns_of(both):
             slowdowns[op, "default"][backend].append(slowdown)
             if (op, dtype, case_name) not in forward_only:
-                slowdowns[op, dtype, bucket][backend].append(slowdown)
+                slowdowns[op, asked_by, bucket][backend].append(slowdown)
         if len(directions) > 1 or (op, dtype, case_name) in forward_only:
             forward = {name: found["forward"] for name, found in by_backend.items() if "forward" in found}
             for backend, slowdown in slowdowns_of(forward):
-                slowdowns[op, f"{dtype} forward", bucket][backend].append(slowdown)
+                slowdowns[op, f"{asked_by} forward", bucket][backend].append(slowdown)
 
     table: dict[str, Entry] = defaultdict(dict)
     for (op, *where), found in slowdowns.items():
