@@ -24,7 +24,7 @@ def test_a_step_is_filled_up_by_an_eighth_at_most_where_it_is_long():
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])
 def test_all_sizes_are_known_beforehand(rows):
-    engine = make_engine(max_sequences=rows, graphs=True)
+    engine = make_engine(max_sequences=rows, graphs=True, step_tokens=MOST)
     decoding, reading = engine.runner.captured
     assert [size.sequences for size in decoding.sizes()][-1] == rows
     known = set(reading.sizes())
@@ -32,6 +32,11 @@ def test_all_sizes_are_known_beforehand(rows):
         size = filled_up(tokens)
         for most in {size} if size <= FEW else {min(8, rows), rows}:
             assert Size(size, most) in known
+
+
+def test_no_graph_is_for_more_tokens_than_a_step_takes():
+    _, reading = make_engine(graphs=True, step_tokens=100).runner.captured
+    assert max(size.tokens for size in reading.sizes()) == filled_up(100) == 128
 
 
 def test_a_cpu_has_nothing_to_warm_up():

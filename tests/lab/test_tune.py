@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from tilestack import contract, ops
 from tilestack.cli import app
 from tilestack.contract import BackendError, registry
+from tilestack.contract.cases import Make
 from tilestack.lab import machine, tune
 from tilestack.lab.timing import Timing
 from tilestack.tuning.preferences import make_table
@@ -69,6 +70,26 @@ def test_candidates_are_all_backends_in_all_configurations():
     assert {"aten", "triton", "triton_gemv:2x512", "triton_split_k:64x64x4"} <= set(names)
     assert "torch" not in names
     assert "triton_gemv" not in names
+
+
+class Processors:
+    multi_processor_count = 132
+
+
+CONFIGURED = [op for op in ops.operators() if any(way.configs for way in op.implementations.values())]
+
+
+@pytest.mark.parametrize("operator", CONFIGURED, ids=lambda op: op.name)
+def test_every_configuration_has_a_prediction_or_none_for_every_case(operator, monkeypatch):
+    """Whatever an operator's key holds beside sizes: an activation, a format, what shares a scale."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Processors)
+    for case in (case for case in operator.cases if case.kind == "bench"):
+        arguments = operator.bind(**case.build(Make(torch.bfloat16, "meta")))
+        search = tune.Search(operator, operator.cases[0], torch.bfloat16, CPU)
+        search.arguments = arguments
+        names = [f"{name}:{config}" for name, way in operator.implementations.items() for config in way.configs]
+        predictions = [search.predict(name) for name in names]
+        assert all(found is None or found > 0 for found in predictions)
 
 
 def test_what_was_proved_ahead_is_not_proved_again(searched, monkeypatch):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from tiny import Counting, TinyModel, recipe
 
-from tilestack.train import Trainer, execution
+from tilestack.garbage import startup_frozen
+from tilestack.train import Trainer
 
 CUDA = torch.device("cuda")  # its name; what is tried here is the host's
 
@@ -22,7 +23,7 @@ class Node:
 def test_what_was_there_is_passed_over_and_new_garbage_found():
     old, before = Node(), gc.get_freeze_count()
     kept = weakref.ref(old)
-    with execution.startup_frozen(CUDA):
+    with startup_frozen(CUDA):
         assert gc.get_freeze_count() > before + 10_000
         del old
         new = weakref.ref(Node())
@@ -36,8 +37,27 @@ def test_what_was_there_is_passed_over_and_new_garbage_found():
 
 def test_garbage_from_before_a_run_does_not_stay_with_it():
     left = weakref.ref(Node())
-    with execution.startup_frozen(CUDA):
+    with startup_frozen(CUDA):
         assert left() is None
+
+
+def test_inside_another_nothing_is_thawed_early():
+    with startup_frozen(CUDA):
+        frozen = gc.get_freeze_count()
+        with startup_frozen(CUDA):
+            pass
+        assert gc.get_freeze_count() == frozen
+
+
+def test_garbage_may_wait_until_after():
+    node = Node()
+    left = weakref.ref(node)
+    with startup_frozen(CUDA, collect=False):
+        del node
+        gc.collect()
+        assert left() is not None
+    gc.collect()
+    assert left() is None
 
 
 class Watched(Counting):

@@ -82,7 +82,9 @@ def test_a_product_of_codes_is_found_by_the_dtype_of_its_codes():
     codes = lambda *size: torch.empty(size, dtype=torch.int8, device="meta")
     scale = lambda size: torch.empty(size, device="meta")
     ask = lambda m, n, k: preferences.look_up(
-        preferences.make_table(rows), ops.linear_int8, ops.linear_int8.bind(codes(m, k), codes(n, k), scale(m), scale(n))
+        preferences.make_table(rows),
+        ops.linear_int8,
+        ops.linear_int8.bind(codes(m, k), codes(n, k), scale(m), scale(n)),
     )
     assert ask(8192, 8192, 8192) == ["gluon", "triton"]
     assert ask(16, 14336, 4096) == ["triton", "gluon"]

@@ -26,6 +26,7 @@ from tilestack.engine.outputs import Delta, TokenLogprob, Usage
 from tilestack.engine.params import RequestError, SamplingParams
 from tilestack.engine.sequence import Request
 from tilestack.engine.settings import EngineSettings
+from tilestack.garbage import startup_frozen
 
 log = logging.getLogger(__name__)
 
@@ -201,6 +202,10 @@ class AsyncEngine:
         await loop.run_in_executor(None, self.thread.join)
 
     def run(self) -> None:
+        with startup_frozen(self.engine.runner.device):
+            self.take_steps()
+
+    def take_steps(self) -> None:
         """The thread: take what is in the inbox, take a step, hand on what came of it."""
         try:
             while not self.closed:

@@ -93,6 +93,7 @@ class Engine:
             cache,
             rows=settings.max_sequences,
             context=self.context,
+            step_tokens=step_tokens,
             adapters=self.adapters,
             draft=None if draft is None or kept is None else (draft, kept),
             graphs=self.in_graphs,

@@ -13,6 +13,7 @@ from tilestack.engine.outputs import Completion, RequestOutput
 from tilestack.engine.params import RequestError, SamplingParams
 from tilestack.engine.sequence import Request
 from tilestack.engine.settings import EngineSettings
+from tilestack.garbage import startup_frozen
 
 Prompt = str | Sequence[int]
 
@@ -86,7 +87,8 @@ class LLM:
         requests = list(requests)
         found = {request: [Completion() for _ in range(request.params.n)] for request in requests}
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bars:
+        bars = Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress)
+        with bars, startup_frozen(self.engine.runner.device, collect=False):
             bar = bars.add_task("answering", total=len(requests))
             try:
                 for request in requests:

@@ -5,8 +5,9 @@
     cu_queries                      [S + 1]    where their new tokens begin
     places, their rows, seeds       [P]        the tokens that are followed by a new one
 
-The host takes about a third of a millisecond for a layer's kernels, which is longer than the device computes them for a
-thousand tokens; so it is here that a prompt's first token is won. Longer steps keep the device busy as they are.
+The host takes up to a millisecond for a layer's kernels, which is longer than the device computes them for thousands of
+tokens; so it is here that a prompt's first token is won, and that many prompts are read as fast as the device can. Only steps
+of more tokens than an engine takes by itself are launched kernel by kernel.
 
 Shapes: T tokens, S sequences, P places, those that fill up included; P is S. In steps of few tokens they are as many as
 these, so that a guess at any place fits; in others few, or as many as there are rows.
@@ -14,6 +15,7 @@ these, so that a guess at any place fits; in others few, or as many as there are
 
 from collections.abc import Sequence as List
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,7 +23,10 @@ from tilestack.engine.captured import CapturedSteps, Size, is_plain
 from tilestack.engine.scheduler import Part
 from tilestack.models import PagedBatch
 
-FEW, MOST = 64, 2048  # tokens of a step
+if TYPE_CHECKING:
+    from tilestack.engine.runner import Runner
+
+FEW, MOST = 64, 8192  # tokens of a step
 FEW_SEQUENCES = 8
 
 
@@ -33,9 +38,13 @@ def filled_up(tokens: int) -> int:
 
 
 class ReadingSteps(CapturedSteps):
+    def __init__(self, runner: "Runner", rows: int, step_tokens: int):
+        super().__init__(runner, rows)
+        self.most = min(step_tokens, MOST)
+
     def take(self, parts: List[Part]) -> bool:
         tokens = sum(part.count + len(part.drafts) for part in parts)
-        if not 0 < tokens <= MOST or not all(map(is_plain, parts)):
+        if not 0 < tokens <= self.most or not all(map(is_plain, parts)):
             return False
         return tokens <= FEW or not any(part.drafts for part in parts)
 
@@ -46,7 +55,7 @@ class ReadingSteps(CapturedSteps):
 
     def sizes(self) -> list[Size]:
         few = min(FEW_SEQUENCES, self.rows)
-        tokens = sorted({filled_up(count) for count in range(1, MOST + 1)})
+        tokens = sorted({filled_up(count) for count in range(1, self.most + 1)})
         small = [Size(count, count) for count in tokens if count <= FEW]
         return small + [Size(count, most) for count in tokens if count > FEW for most in sorted({few, self.rows})]
 

@@ -77,6 +77,7 @@ class Runner:
         *,
         rows: int,
         context: int,
+        step_tokens: int,
         adapters: ServedAdapters | None = None,
         draft: tuple[Decoder, PagedCache] | None = None,
         graphs: bool = False,
@@ -97,7 +98,7 @@ class Runner:
         self.swapped: dict[Sequence, list[Tensor]] = {}
         self.captured: list[CapturedSteps] = []
         if graphs:
-            self.captured = [DecodingSteps(self, rows), ReadingSteps(self, rows)]
+            self.captured = [DecodingSteps(self, rows), ReadingSteps(self, rows, step_tokens)]
             if persistent is not False:  # asked for, or where they can be
                 self.captured[:0] = persistent_steps(self, rows, asked=bool(persistent))
 

@@ -170,7 +170,8 @@ class Search:
         if model is None or key is None:
             return None
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return model(*key, gpu=Gpu(multiprocessors=processors))
+        sizes = [part for part in key if not isinstance(part, str)]
+        return model(*sizes, gpu=Gpu(multiprocessors=processors))
 
     def verify(self, name: str) -> str:
         if name in self.proved:

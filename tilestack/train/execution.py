@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import gc
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,21 +31,6 @@ def deterministic(wanted: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.utils.deterministic.fill_uninitialized_memory = filling  # type: ignore[attr-defined]
-
-
-@contextmanager
-def startup_frozen(device: torch.device) -> Iterator[None]:
-    """Inside, the garbage collector passes over all that is there already, where a GPU would wait for it: PyTorch, Triton
-    and a model are hundreds of thousands of objects, and to walk them takes as long as many steps of a small model."""
-    if device.type != "cuda":
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tilestack.device import pick_device
+from tilestack.garbage import startup_frozen
 from tilestack.nn.lora import lora_parameters
 from tilestack.train import checkpoint, execution, metrics
 from tilestack.train.balancing import Balancing
@@ -110,7 +111,7 @@ class Trainer:
     def run(self) -> dict[str, float]:
         """Train to the end, or until interrupted; the last figures by name. However it ends, what was done is saved."""
         careful = execution.deterministic(self.recipe.run.deterministic)
-        with self.place.held(), self.interruption, careful, self.progress, execution.startup_frozen(self.device):
+        with self.place.held(), self.interruption, careful, self.progress, startup_frozen(self.device):
             self.checkpoints.clean()
             steps = self.checkpoints.steps()
             if not steps or steps[-1] < self.recipe.run.steps:  # the papers of a finished run say how it was made
