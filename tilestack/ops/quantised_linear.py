@@ -114,20 +114,22 @@ def blocks_of(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def fp8_case(make, rows, columns, inner, by="rows", bias="plain"):
-    """`by` is what shares a scale: all of a tensor, its rows, or blocks."""
+def fp8_case(make, rows, columns, inner, by="rows", bias="plain", scales=""):
+    """`by` is what shares a scale: all of a tensor, its rows, or blocks. Scales have the dtype given, or the result's."""
     shapes = dict(
         tensor=((), ()),
         rows=((rows,), (columns,)),
         blocks=((rows, blocks_of(inner)), (blocks_of(columns), blocks_of(inner))),
     )
     x_shape, weight_shape = shapes[by]
+    kept = getattr(torch, scales) if scales else make.dtype
     made = dict(
         x=make.normal(rows, inner, dtype=E4M3),
         weight=make.normal(columns, inner, dtype=E4M3),
-        x_scale=make.uniform(*x_shape, low=0.5, high=1.5),
-        weight_scale=make.uniform(*weight_shape, low=0.5, high=1.5) * max(inner, 1) ** -0.5,
+        x_scale=make.uniform(*x_shape, low=0.5, high=1.5, dtype=kept),
+        weight_scale=make.uniform(*weight_shape, low=0.5, high=1.5, dtype=kept) * max(inner, 1) ** -0.5,
     )
+    made |= dict(dtype=str(make.dtype).removeprefix("torch.")) if scales else {}
     return made | (dict(bias=make.normal(columns)) if bias == "bias" else {})
 
 
@@ -176,8 +178,10 @@ def spread_over_blocks(scale: Tensor, *sizes: int) -> Tensor:
             (8, 16, 0, "rows", "bias"),
         ],
         bench=[
-            *((side, side, side, by) for side in (4096, 8192) for by in BY),
-            *((rows, *LAYERS[1], "rows") for rows in (16, 512, 8192)),
+            *((side, side, side, by, "plain", "float32") for side in (4096, 8192) for by in BY),
+            *((rows, *LAYERS[1], "rows", "plain", "float32") for rows in (16, 512, 8192)),
+            (16384, 6144, 1024, "blocks", "plain", "float32"),  # Qwen3-0.6B, as `precision.fp8` trains it
+            (16384, 1024, 3072, "blocks", "plain", "float32"),
         ],
     ),
     cost=eight_bit_cost,
