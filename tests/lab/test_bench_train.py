@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from tilestack.cli.recipes import find_recipe
 from tilestack.lab import bench_train
 from tilestack.lab.bench_train import measure
 from tilestack.lab.measured import Contest, Result
+from tilestack.lab.peers import IN_FP8
+from tilestack.lab.rows import Row
 from tilestack.lab.train_steps import Work, step_of, write_weights
-from tilestack.train import Trainer
+from tilestack.train import Trainer, fp8, next_token, static_step
 from tilestack.train.static_step import StaticStep
 from tilestack.train.step import Step
 
@@ -134,14 +137,79 @@ def test_a_process_of_its_own_tells_what_went_wrong(work):
 
 
 def test_steps_as_graphs_are_a_candidate_where_there_is_a_gpu(monkeypatch, work):
-    assert "tilestack-graph" in bench_train.available(None, "cuda")
-    assert "tilestack-graph" not in bench_train.available(None, "cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    assert "tilestack-graph" in bench_train.available(None, replace(WORK, device="cuda"))
+    assert "tilestack-graph" not in bench_train.available(None, WORK)
     made_of = []
     monkeypatch.setattr(Trainer, "train_step", lambda trainer: made_of.append(type(trainer.steps)))
     for name in ("tilestack-graph", "tilestack"):
         with pytest.raises(IndexError):  # nothing was computed
             step_of(name, work)()
     assert made_of == [StaticStep, Step]
+
+
+@pytest.fixture
+def has_fp8(monkeypatch):
+    """The CPU taken for a GPU that has fp8; the definitions compute it."""
+    monkeypatch.setattr(fp8, "lacks_fp8", lambda device: "")
+
+
+def test_steps_in_fp8_are_those_of_training_with_the_head_where_it_is_asked_for(has_fp8, work):
+    exact, layers, head = (measure(name, work) for name in ("tilestack", *IN_FP8))
+    first = exact["first_loss"]
+    assert 0 < abs(layers["first_loss"] - first) < bench_train.SAME_LOSS * first
+    assert 0 < abs(head["first_loss"] - first) < bench_train.SAME_LOSS * first
+    assert head["first_loss"] != layers["first_loss"]
+    assert max(layers["last_loss"], head["last_loss"]) < first
+
+
+def test_steps_in_fp8_are_captured_where_a_run_would_capture_them(monkeypatch, has_fp8, work):
+    asked = []
+    monkeypatch.setattr(static_step, "why_not_by_default", lambda *_: asked.append("auto") or "no GPU")
+    for name in ("tilestack", *IN_FP8):
+        step_of(name, work)
+    assert asked == ["auto", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "found"),
+    [
+        ({}, (9, 0), list(IN_FP8)),
+        ({}, (8, 0), []),
+        ({"vocab_size": 60}, (9, 0), ["tilestack-fp8"]),
+        ({"hidden_size": 36}, (9, 0), []),
+    ],
+)  # fmt: skip
+def test_fp8_is_a_candidate_where_the_gpu_and_the_sizes_allow_it(monkeypatch, config, capability, found):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    names = bench_train.available(None, replace(WORK, config=TINY | config, device="cuda"))
+    assert [name for name in names if name in IN_FP8] == found
+    assert not set(IN_FP8) & set(bench_train.available(None, WORK)), "a CPU has none"
+
+
+def test_a_step_in_fp8_says_why_it_cannot_be_had_here(work):
+    found = bench_train.apart("tilestack-fp8", work, 100)
+    assert found["note"].startswith("ValueError: precision.fp8 needs a GPU of compute capability 8.9 or newer")
+
+
+def test_the_head_of_a_model_that_caps_its_logits_is_capped(monkeypatch):
+    """The loss is that of training, which knows the model's cap."""
+    seen = []
+    model = SimpleNamespace(head_weight=torch.eye(4), logit_softcap=2.0)
+    monkeypatch.setattr(next_token.ops, "linear_cross_entropy", lambda *_, softcap, reduction: seen.append(softcap))
+    next_token.loss_of_labels(model, torch.ones(1, 3, 4), torch.ones(1, 3, dtype=torch.long))
+    assert seen == [2.0]
+
+
+def test_fp8_wins_nothing_against_peers_in_another_precision():
+    rows = [made_row(name, time) for name, time in (("tilestack-fp8", 1.0), ("tilestack", 2.0), ("plain", 3.0))]
+    contest = lambda rows: Contest("train", "tiny", "bfloat16", "step", rows, Result({}, {}, rows))
+    assert (contest(rows).ours["backend"], contest(rows).ratio) == ("tilestack", 1.5)
+    assert contest([rows[0], rows[2]]).ours["backend"] == "tilestack-fp8"  # that alone was timed
+
+
+def made_row(name, seconds):
+    return Row("train", "tiny", "bfloat16", "step", name, seconds * 1e6).as_dict()
 
 
 def test_on_a_gpu_each_candidate_has_it_to_itself(monkeypatch):

@@ -72,7 +72,7 @@ def test_training_has_a_line_per_candidate_and_stays_out_of_the_headline(root):
         ["tiny, 2×8", "**tilestack**", "8,000", "2.0 ms", "2.0 GiB", "4.160 → 3.500", "1.50×"],
         ["tiny, 2×8", "transformers", "5,333", "3.0 ms", "2.0 GiB", "not recorded", "–"],
         ["tiny, 2×8", "plain", "out of memory", "–", "–", "–", "–"],
-        ["tiny, 2×8", "not tried: tilestack-graph, tilestack-compile, plain-compile, transformers-compile, transformers-liger", "–", "–", "–", "–", "–"],
+        ["tiny, 2×8", "not tried: tilestack-graph, tilestack-compile, tilestack-fp8, tilestack-fp8-head, plain-compile, transformers-compile, transformers-liger", "–", "–", "–", "–", "–"],
     ]  # fmt: skip
     assert "train" not in table("headline imaginary", root)
 

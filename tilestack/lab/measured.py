@@ -13,7 +13,7 @@ from typing import Any
 
 from tilestack.contract import operators
 from tilestack.lab.labels import case_label
-from tilestack.lab.peers import is_peer
+from tilestack.lab.peers import IN_FP8, is_peer
 from tilestack.lab.results import load_all
 from tilestack.lab.rows import EQUAL, FASTER, SLOWER, Stored, lender_of, times_faster, verdict
 from tilestack.lab.stale import is_current
@@ -66,8 +66,10 @@ class Contest:
 
     @property
     def ours(self) -> Row | None:
-        """The fastest of our backends, where one was timed."""
-        return next((row for row in self.timed if not is_peer(row["backend"]) and row["backend"] != DEFINITION), None)
+        """The fastest of our backends, where one was timed; of those in another precision than any peer's only where none
+        is in theirs."""
+        own = [row for row in self.timed if not is_peer(row["backend"]) and row["backend"] != DEFINITION]
+        return min(own, key=lambda row: row["backend"] in IN_FP8, default=None)
 
     @property
     def peer(self) -> Row | None:
