@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tilestack import models
 from tilestack.cli import main
+from tilestack.cli.bench import training_works
 from tilestack.cli.recipes import find_recipe
 from tilestack.lab import bench_train
 from tilestack.lab.bench_train import measure
@@ -40,6 +42,15 @@ def test_the_candidates_do_the_same_work(work):
         assert figures["first_loss"] == pytest.approx(found["plain"]["first_loss"], rel=1e-5)
         assert figures["last_loss"] == pytest.approx(found["plain"]["last_loss"], rel=1e-5)
     assert found["plain"]["last_loss"] < found["plain"]["first_loss"]
+
+
+def test_a_llama_is_the_same_work_with_its_own_epsilon(tmp_path):
+    config = TINY | {"model_type": "llama", "rope_theta": 5e5, "rms_norm_eps": 0.1}
+    llama = write_weights(replace(WORK, config=config), tmp_path)
+    found = {name: measure(name, llama) for name in ("tilestack", "plain", "transformers")}
+    for figures in found.values():
+        assert figures["first_loss"] == pytest.approx(found["plain"]["first_loss"], rel=1e-5)
+        assert figures["last_loss"] == pytest.approx(found["plain"]["last_loss"], rel=1e-5)
 
 
 def test_nothing_is_waited_for_between_timed_steps(monkeypatch):
@@ -251,6 +262,18 @@ def test_the_plain_model_does_not_pretend_to_be_a_mixture(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"model_type": "qwen3_moe"}))
     with pytest.raises(ValueError, match="there is no qwen3_moe in plain PyTorch here"):
         measure("plain", replace(WORK, weights=str(tmp_path)))
+
+
+def test_llama_1b_is_the_shape_that_is_measured():
+    gpu = torch.device("cuda")
+    (work,) = training_works(gpu, "llama-1b", "8", 4096, None)
+    assert work.case == "llama-1b, 8x4096"
+    (default,) = training_works(gpu, "llama-1b", None, None, None)
+    assert default == work
+    with torch.device("meta"):
+        model = models.Decoder(models.ModelConfig.from_hf(work.config))
+    per_layer = 2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192 + 2 * 2048
+    assert sum(p.numel() for p in model.parameters()) == 128256 * 2048 + 16 * per_layer + 2048
 
 
 def test_what_is_published_are_recipes():
