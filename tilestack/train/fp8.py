@@ -69,6 +69,12 @@ def compute_in_fp8(model: nn.Module, head: bool = False) -> None:
         model.head_loss = head_loss  # type: ignore[assignment]
 
 
+def modules_in_fp8(model: nn.Module) -> list[str]:
+    """The names of the modules whose products are made in fp8."""
+    replaced = ("forward", "base", "base_product")
+    return [name for name, module in model.named_modules() if any(product in vars(module) for product in replaced)]
+
+
 def takes_fp8(module: nn.Module) -> bool:
     """Whether a module of a layer is one whose products can be made in fp8: its kind and its sizes."""
     if isinstance(module, MoE):
