@@ -30,7 +30,7 @@ def parts(monkeypatch, tmp_path, outside):
 
     monkeypatch.setattr(bench_host, "bench_host", lambda device, without: asked.append(("host", device)) or [HOST_ROWS])
 
-    def optimizers(kept, **_):
+    def optimizers(*_, kept, **__):
         asked.append(("optim", len(kept)))
         yield []
 
@@ -51,6 +51,42 @@ def test_all_is_every_part(parts):
     assert run("all") == 0
     served = [("serve", "cpu"), ("http", "cpu")]
     assert parts == [("kernels", True), ("memory", True), ("host", "cpu"), ("optim", 0), ("train", "python, 4x256"), *served]  # fmt: skip
+
+
+def test_names_after_optim_choose_optimizers(parts, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench_optim, "bench_optim", lambda *chosen, **_: iter(asked.append([*map(list, chosen)]) or ()))
+    assert run("optim", "muon", "adamw8bit", "--case", "qwen3-0.6b", "--dtype", "bfloat16") == 0
+    assert run("optim", "muon") == 0
+    assert run("all", "--case", "check") == 0
+    everything = [list(bench_optim.CONTESTS), list(bench_optim.CASES), ["float32", "bfloat16"]]
+    assert asked == [
+        [["muon", "adamw8bit"], ["qwen3-0.6b"], ["bfloat16"]],
+        [["muon"], *everything[1:]],
+        everything,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["muonn"], "bench optim has no optimizer muonn; there are adamw, adamw_clipped"),
+        (["muon", "--case", "8x8"], "bench optim has no case 8x8; there are 100x2560x1024, 100x2048x1280, qwen3-0.6b"),
+        (["muon", "--dtype", "float16"], "bench optim has no dtype float16; there are float32, bfloat16"),
+        (["muon", "--case", "100x2560x1024"], "does not time muon on 100x2560x1024 in float32, bfloat16"),
+        (["adamw_master", "--dtype", "float32"], "bench optim does not time adamw_master on"),
+    ],
+)
+def test_a_choice_of_optimizers_that_is_none_says_what_there_is(parts, capsys, arguments, said):
+    assert run("optim", *arguments) == 1
+    assert said in capsys.readouterr().err
+    assert parts == []
+
+
+def test_other_parts_take_no_names_beside_them(parts, capsys):
+    assert run("train", "muon") == 1
+    assert "bench train is measured by itself" in capsys.readouterr().err
+    assert run("softmax", "optim") == 1
 
 
 @pytest.mark.parametrize("option", ["--backend=triton", "--dtype=float16", "--json=rows.json"])

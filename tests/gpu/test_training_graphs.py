@@ -11,7 +11,7 @@ from tilestack.data import NO_LABEL
 from tilestack.data.packing import collate
 from tilestack.nn.lora import add_lora
 from tilestack.train import Loss, Recipe, RecipeError, Trainer
-from tilestack.train.pretrain import next_token_loss
+from tilestack.train.next_token import next_token_loss
 from tilestack.train.settings import read
 from tilestack.train.static_step import StaticStep
 

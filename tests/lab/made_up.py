@@ -56,6 +56,16 @@ def small_result() -> Result:
     )
 
 
+def rows_of_two_backends() -> list[dict[str, Any]]:
+    """Three cases whose best peers take 100, 50 and 80 µs: triton is on all of them, gluon on two."""
+    times = {
+        "64x4096x1024xplain": {"triton": 100.0, "gluon": 50.0, "aten": 100.0, "compile": 200.0},  # 1 and 2
+        "8x4096x1024xplain": {"triton": 400.0, "aten": 100.0, "compile": 50.0},  # 1/8
+        "256x4096x1024xplain": {"triton": 160.0, "gluon": 40.0, "aten": 80.0},  # 1/2 and 2
+    }
+    return [row("linear", case, name, time) for case, found in times.items() for name, time in found.items()]
+
+
 def large_result(seed: int = 0) -> Result:
     """Every operator with many cases, as full a page as the benchmark fills."""
     draw = random.Random(seed)

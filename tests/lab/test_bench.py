@@ -5,6 +5,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from made_up import MACHINE, rows_of_two_backends
 from rich.console import Console
 
 from tilestack import contract, ops
@@ -189,6 +190,22 @@ def test_tables_say_cpu_and_show_losses_like_wins():
     assert "CPU only" in shown.get()
     assert "0.50" in shown.get()
     assert "out of memory [/bytes]" in shown.get()
+
+
+def test_after_the_cases_of_an_operator_stand_their_means():
+    rows = [Row.from_dict(row) for row in rows_of_two_backends()]
+    cases, means = bench_tables.tables(rows, MACHINE)
+    assert len(cases.rows) == 10
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(means)
+    lines = [[cell.strip() for cell in line.split("│")[3:7]] for line in shown.get().splitlines() if "forward" in line]
+    assert lines == [
+        ["fastest of ours", "3", "0.79×", "0.12×"],  # (2 · 1/8 · 2)^⅓
+        ["gluon", "2 of 3", "2.00×", "2.00×"],
+        ["triton", "3", "0.40×", "0.12×"],  # (1 · 1/8 · 1/2)^⅓
+    ]
+    assert len(bench_tables.tables(rows[:4], MACHINE)) == 1, "of one case there is no mean"
 
 
 def test_a_narrow_terminal_cuts_no_number():

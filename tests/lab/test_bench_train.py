@@ -3,17 +3,22 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tilestack import models
 from tilestack.cli import main
+from tilestack.cli.bench import training_works
 from tilestack.cli.recipes import find_recipe
 from tilestack.lab import bench_train
 from tilestack.lab.bench_train import measure
 from tilestack.lab.measured import Contest, Result
+from tilestack.lab.peers import IN_FP8
+from tilestack.lab.rows import Row
 from tilestack.lab.train_steps import Work, step_of, write_weights
-from tilestack.train import Trainer
+from tilestack.train import Trainer, fp8, next_token, static_step
 from tilestack.train.static_step import StaticStep
 from tilestack.train.step import Step
 
@@ -37,6 +42,15 @@ def test_the_candidates_do_the_same_work(work):
         assert figures["first_loss"] == pytest.approx(found["plain"]["first_loss"], rel=1e-5)
         assert figures["last_loss"] == pytest.approx(found["plain"]["last_loss"], rel=1e-5)
     assert found["plain"]["last_loss"] < found["plain"]["first_loss"]
+
+
+def test_a_llama_is_the_same_work_with_its_own_epsilon(tmp_path):
+    config = TINY | {"model_type": "llama", "rope_theta": 5e5, "rms_norm_eps": 0.1}
+    llama = write_weights(replace(WORK, config=config), tmp_path)
+    found = {name: measure(name, llama) for name in ("tilestack", "plain", "transformers")}
+    for figures in found.values():
+        assert figures["first_loss"] == pytest.approx(found["plain"]["first_loss"], rel=1e-5)
+        assert figures["last_loss"] == pytest.approx(found["plain"]["last_loss"], rel=1e-5)
 
 
 def test_nothing_is_waited_for_between_timed_steps(monkeypatch):
@@ -134,14 +148,79 @@ def test_a_process_of_its_own_tells_what_went_wrong(work):
 
 
 def test_steps_as_graphs_are_a_candidate_where_there_is_a_gpu(monkeypatch, work):
-    assert "tilestack-graph" in bench_train.available(None, "cuda")
-    assert "tilestack-graph" not in bench_train.available(None, "cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    assert "tilestack-graph" in bench_train.available(None, replace(WORK, device="cuda"))
+    assert "tilestack-graph" not in bench_train.available(None, WORK)
     made_of = []
     monkeypatch.setattr(Trainer, "train_step", lambda trainer: made_of.append(type(trainer.steps)))
     for name in ("tilestack-graph", "tilestack"):
         with pytest.raises(IndexError):  # nothing was computed
             step_of(name, work)()
     assert made_of == [StaticStep, Step]
+
+
+@pytest.fixture
+def has_fp8(monkeypatch):
+    """The CPU taken for a GPU that has fp8; the definitions compute it."""
+    monkeypatch.setattr(fp8, "lacks_fp8", lambda device: "")
+
+
+def test_steps_in_fp8_are_those_of_training_with_the_head_where_it_is_asked_for(has_fp8, work):
+    exact, layers, head = (measure(name, work) for name in ("tilestack", *IN_FP8))
+    first = exact["first_loss"]
+    assert 0 < abs(layers["first_loss"] - first) < bench_train.SAME_LOSS * first
+    assert 0 < abs(head["first_loss"] - first) < bench_train.SAME_LOSS * first
+    assert head["first_loss"] != layers["first_loss"]
+    assert max(layers["last_loss"], head["last_loss"]) < first
+
+
+def test_steps_in_fp8_are_captured_where_a_run_would_capture_them(monkeypatch, has_fp8, work):
+    asked = []
+    monkeypatch.setattr(static_step, "why_not_by_default", lambda *_: asked.append("auto") or "no GPU")
+    for name in ("tilestack", *IN_FP8):
+        step_of(name, work)
+    assert asked == ["auto", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "found"),
+    [
+        ({}, (9, 0), list(IN_FP8)),
+        ({}, (8, 0), []),
+        ({"vocab_size": 60}, (9, 0), ["tilestack-fp8"]),
+        ({"hidden_size": 36}, (9, 0), []),
+    ],
+)  # fmt: skip
+def test_fp8_is_a_candidate_where_the_gpu_and_the_sizes_allow_it(monkeypatch, config, capability, found):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    names = bench_train.available(None, replace(WORK, config=TINY | config, device="cuda"))
+    assert [name for name in names if name in IN_FP8] == found
+    assert not set(IN_FP8) & set(bench_train.available(None, WORK)), "a CPU has none"
+
+
+def test_a_step_in_fp8_says_why_it_cannot_be_had_here(work):
+    found = bench_train.apart("tilestack-fp8", work, 100)
+    assert found["note"].startswith("ValueError: precision.fp8 needs a GPU of compute capability 8.9 or newer")
+
+
+def test_the_head_of_a_model_that_caps_its_logits_is_capped(monkeypatch):
+    """The loss is that of training, which knows the model's cap."""
+    seen = []
+    model = SimpleNamespace(head_weight=torch.eye(4), logit_softcap=2.0)
+    monkeypatch.setattr(next_token.ops, "linear_cross_entropy", lambda *_, softcap, reduction: seen.append(softcap))
+    next_token.loss_of_labels(model, torch.ones(1, 3, 4), torch.ones(1, 3, dtype=torch.long))
+    assert seen == [2.0]
+
+
+def test_fp8_wins_nothing_against_peers_in_another_precision():
+    rows = [made_row(name, time) for name, time in (("tilestack-fp8", 1.0), ("tilestack", 2.0), ("plain", 3.0))]
+    contest = lambda rows: Contest("train", "tiny", "bfloat16", "step", rows, Result({}, {}, rows))
+    assert (contest(rows).ours["backend"], contest(rows).ratio) == ("tilestack", 1.5)
+    assert contest([rows[0], rows[2]]).ours["backend"] == "tilestack-fp8"  # that alone was timed
+
+
+def made_row(name, seconds):
+    return Row("train", "tiny", "bfloat16", "step", name, seconds * 1e6).as_dict()
 
 
 def test_on_a_gpu_each_candidate_has_it_to_itself(monkeypatch):
@@ -183,6 +262,18 @@ def test_the_plain_model_does_not_pretend_to_be_a_mixture(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"model_type": "qwen3_moe"}))
     with pytest.raises(ValueError, match="there is no qwen3_moe in plain PyTorch here"):
         measure("plain", replace(WORK, weights=str(tmp_path)))
+
+
+def test_llama_1b_is_the_shape_that_is_measured():
+    gpu = torch.device("cuda")
+    (work,) = training_works(gpu, "llama-1b", "8", 4096, None)
+    assert work.case == "llama-1b, 8x4096"
+    (default,) = training_works(gpu, "llama-1b", None, None, None)
+    assert default == work
+    with torch.device("meta"):
+        model = models.Decoder(models.ModelConfig.from_hf(work.config))
+    per_layer = 2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192 + 2 * 2048
+    assert sum(p.numel() for p in model.parameters()) == 128256 * 2048 + 16 * per_layer + 2048
 
 
 def test_what_is_published_are_recipes():

@@ -8,6 +8,7 @@ from test_bench_train import WORK
 
 from tilestack.lab import source, stale
 from tilestack.lab.train_steps import step_of, write_weights
+from tilestack.train import fp8
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,8 @@ def test_peers_have_no_source_of_ours():
     [
         ("adamw", "optim/adam.py", "kernels/softmax/rows.py"),
         ("train", "models/decoder.py", "models/gguf.py"),
+        ("train", "train/fp8.py", "train/pretrain.py"),
+        ("train", "train/fp8_head.py", "train/checkpoint.py"),
         ("train", "kernels/cuda/rms_norm.cu", "kernels/cpu/team.h"),
     ],
 )
@@ -58,9 +61,10 @@ def test_every_part_named_is_there():
     assert all((stale.PACKAGE / part).exists() for part in (*stale.OF_A_TRAINING_STEP, *stale.OF_AN_OPTIMIZER))
 
 
-@pytest.mark.parametrize("candidate", ["tilestack", "tilestack-graph"])
-def test_a_training_step_runs_nothing_that_its_rows_do_not_follow(candidate, tmp_path):
+@pytest.mark.parametrize("candidate", ["tilestack", "tilestack-graph", "tilestack-fp8-head"])
+def test_a_training_step_runs_nothing_that_its_rows_do_not_follow(candidate, tmp_path, monkeypatch):
     """Else a row would be called current though what it measured has changed."""
+    monkeypatch.setattr(fp8, "lacks_fp8", lambda device: "")  # the definitions compute it
     step, ran = step_of(candidate, write_weights(WORK, tmp_path)), set()
     step()
     sys.setprofile(lambda frame, *_: ran.add(frame.f_code.co_filename))
@@ -71,4 +75,5 @@ def test_a_training_step_runs_nothing_that_its_rows_do_not_follow(candidate, tmp
     ours = {path for path in map(Path, ran) if path.is_relative_to(stale.PACKAGE)}
     measures = {path for path in ours if path.is_relative_to(stale.PACKAGE / "lab")}
     assert stale.PACKAGE / "train" / "step.py" in ours
+    assert (stale.PACKAGE / "train" / "fp8_head.py" in ours) is (candidate == "tilestack-fp8-head")
     assert ours - measures <= stale.files_of_parts(stale.OF_A_TRAINING_STEP)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_up import MACHINE, contest, row, small_result
+from made_up import MACHINE, contest, row, rows_of_two_backends, small_result
 
 from tilestack import ops
 from tilestack.contract.cases import Make
@@ -72,7 +72,7 @@ def test_training_has_a_line_per_candidate_and_stays_out_of_the_headline(root):
         ["tiny, 2×8", "**tilestack**", "8,000", "2.0 ms", "2.0 GiB", "4.160 → 3.500", "1.50×"],
         ["tiny, 2×8", "transformers", "5,333", "3.0 ms", "2.0 GiB", "not recorded", "–"],
         ["tiny, 2×8", "plain", "out of memory", "–", "–", "–", "–"],
-        ["tiny, 2×8", "not tried: tilestack-graph, tilestack-compile, plain-compile, transformers-compile, transformers-liger", "–", "–", "–", "–", "–"],
+        ["tiny, 2×8", "not tried: tilestack-graph, tilestack-compile, tilestack-fp8, tilestack-fp8-head, plain-compile, transformers-compile, transformers-liger", "–", "–", "–", "–", "–"],
     ]  # fmt: skip
     assert "train" not in table("headline imaginary", root)
 
@@ -83,7 +83,7 @@ def test_headline_of_some_operators_has_only_those(root):
 
 def test_operator_table_has_every_case_in_the_order_asked_for(root):
     written = table("operator imaginary softmax,linear", root)
-    _, _, *rows = cells(written)
+    _, _, *rows = [line for line in cells(written) if len(line) == 9]
     assert [(r[0], r[1], r[3], r[7]) for r in rows] == [
         ("`softmax`", "8192×4096, dim -1", "forward", "**1.25×** compile"),
         ("`softmax`", "8192×1024, dim -1", "forward", "0.75× (slower than aten)"),
@@ -91,6 +91,44 @@ def test_operator_table_has_every_case_in_the_order_asked_for(root):
         ("`linear`", "4096 rows, 4096 columns, inner 4096", "forward", "0.55× (slower than aten)"),
     ]
     assert written.endswith(STAMP)
+
+
+def test_under_an_operator_stand_the_means_of_its_cases(tmp_path):
+    save(tmp_path, replace(small_result(), rows=rows_of_two_backends()))
+    written = table("operator imaginary linear", tmp_path)
+    slowest = "0.12× (8 rows, 4096 columns, inner 1024)"
+    assert cells(written)[5:] == [
+        ["operator", "dtype", "direction", "backend", "cases", "geometric mean against the best peer", "least"],
+        ["---", "---", "---", "---", "--:", "--:", "--:"],
+        ["`linear`", "bfloat16", "forward", "fastest of ours", "3", "0.79×", slowest],  # (2 · 1/8 · 2)^⅓
+        ["`linear`", "bfloat16", "forward", "gluon", "2 of 3", "2.00×", "2.00× (64 rows, 4096 columns, inner 1024)"],
+        ["`linear`", "bfloat16", "forward", "triton", "3", "0.40×", slowest],  # (1 · 1/8 · 1/2)^⅓
+    ]
+    assert written.endswith(STAMP)
+
+
+def test_means_of_an_older_source_are_marked(tmp_path):
+    """A backend's own source counts, also where another of ours is faster."""
+    first, *others = rows_of_two_backends()
+    assert first["backend"] == "triton"
+    save(tmp_path, replace(small_result(), rows=[first | {"source": "older"}, *others]))
+    written = table("operator imaginary linear", tmp_path)
+    assert [line[0] for line in lines_of_means(written)] == ["`linear`", "`linear`", "`linear` †"]
+    assert written.endswith("at commit abc1234 `linear`._")
+
+
+def test_means_are_of_several_cases_with_a_peer_and_a_kernel_of_ours(root):
+    assert "geometric mean" not in table("operator imaginary linear", root), "one case"
+    (only,) = lines_of_means(table("operator imaginary softmax", root))
+    assert only[2:] == ["forward", "triton", "2", "0.97×", "0.75× (8192×1024, dim -1)"]  # √(5/4 · 3/4)
+    borrowed = [row | {"lender": "cuBLAS"} if row["backend"] == "gluon" else row for row in rows_of_two_backends()]
+    save(root, replace(small_result(), rows=borrowed))
+    means = lines_of_means(table("operator imaginary linear", root))
+    assert [line[3:6] for line in means] == [["triton", "3", "0.40×"]], "the fastest has one case of its own left"
+
+
+def lines_of_means(written: str) -> list[list[str]]:
+    return [line for line in cells(written) if len(line) == 7][2:]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +183,9 @@ def test_rows_of_an_older_source_are_marked_with_their_commit(root):
     assert written.endswith("\n\n_† measured on an older source than the present one, not to be trusted until measured again; at commit 0ld0000 `softmax`._")  # fmt: skip
     without = [{key: value for key, value in row.items() if key != "source"} for row in result.rows]
     save(root, replace(result, rows=without))
-    assert all(line[0].endswith(" †") for line in cells(table("operator imaginary softmax,linear", root))[2:])
+    lines = [line for line in cells(table("operator imaginary softmax,linear", root)) if line[0][:1] == "`"]
+    assert len(lines) == 5
+    assert all(line[0].endswith(" †") for line in lines)
     assert "at commit abc1234 `softmax`, `linear`" in table("operator imaginary softmax,linear", root)
 
 

@@ -11,7 +11,7 @@ from tilestack import models
 from tilestack.data import NO_LABEL, Batch
 from tilestack.models.weights import unfused
 from tilestack.train.evaluation.log_probs import Rows, log_probs
-from tilestack.train.pretrain import next_token_loss
+from tilestack.train.next_token import next_token_loss
 
 each_family = pytest.mark.parametrize("family", tiny.FAMILIES)
 

@@ -12,7 +12,7 @@ from tilestack.nn.lora import ExpertLoRA, add_lora, lora_parameters
 from tilestack.train import RecipeError, fp8, fp8_head
 from tilestack.train.align.dpo import DPORecipe
 from tilestack.train.align.kinds import align
-from tilestack.train.pretrain import next_token_loss
+from tilestack.train.next_token import next_token_loss
 from tilestack.train.recipe import Precision
 
 

@@ -13,7 +13,7 @@ from tilestack.data import pack
 from tilestack.models.decoder import Layer
 from tilestack.nn import Linear
 from tilestack.train import Recipe, execution
-from tilestack.train.pretrain import next_token_loss
+from tilestack.train.next_token import next_token_loss
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MASTER = {"parameters": "bfloat16", "compute": "bfloat16", "updates": "master"}

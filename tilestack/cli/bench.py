@@ -112,9 +112,10 @@ def bench_command(
 
     Kernel time is CUDA-graph replay on cold caches; host time is the cost of a plain call. Without a GPU the definitions
     are timed on the CPU, and the tables say so. `bench memory` sweeps access patterns, `bench host` times calls on small
-    tensors, `bench optim` optimizers, `bench train` whole training steps beside transformers and Liger, `bench serve` the
-    engine beside vLLM and transformers, `bench http` what HTTP costs of its throughput, and `bench all` all of
-    these, which is every speed in the README and the documentation. `bench startup` times imports and the command line.
+    tensors, `bench optim` optimizers (`bench optim muon` one of them), `bench train` whole training steps beside
+    transformers and Liger, `bench serve` the engine beside vLLM and transformers, `bench http` what HTTP costs of its
+    throughput, and `bench all` all of these, which is every speed in the README and the documentation. `bench startup`
+    times imports and the command line.
     """
     if operators == ["startup"]:
         bench_starts(json_)
@@ -135,7 +136,7 @@ def bench_command(
     parts: dict[str, Callable[[], None]] = {
         "memory": functools.partial(bench_memory_patterns, asked),
         "host": functools.partial(bench_host_time, asked),
-        "optim": functools.partial(bench_optimizers, asked),
+        "optim": lambda: bench_optimizers(asked, (operators or [])[1:], "bench" if everything else case, split(dtype)),
         "train": lambda: bench_training(
             asked, training_works(place, recipe, micro_batch, sequence, dtype), split(backend)
         ),
@@ -146,7 +147,7 @@ def bench_command(
         kernels()
         for part in parts.values():
             part()
-    elif operators is not None and len(operators) == 1 and operators[0] in parts:
+    elif operators and operators[0] in parts and (len(operators) == 1 or operators[0] == "optim"):
         parts[operators[0]]()
     else:
         if mixed := [name for name in operators or () if name in (*parts, "all", "startup")]:
@@ -302,18 +303,20 @@ def bench_host_time(asked: Asked) -> None:
                 break
 
 
-def bench_optimizers(asked: Asked) -> None:
-    """The step of each optimizer beside torch's; on a CPU, over a few small tensors."""
+def bench_optimizers(asked: Asked, names: list[str], case: str, dtypes: list[str] | None) -> None:
+    """The step of each optimizer, or of those named, beside torch's; on a CPU, over a few small tensors."""
     from tilestack.lab import bench_tables, results
-    from tilestack.lab.bench_optim import CASES, bench_optim
+    from tilestack.lab.bench_optim import CASES, CONTESTS, DTYPES, bench_optim, refuse_unknown
     from tilestack.lab.roofs import measured
     from tilestack.lab.rows import Row
 
+    chosen = names or list(CONTESTS), list(CASES) if case in ("bench", "check") else [case], dtypes or DTYPES
+    refuse_unknown(*chosen)
     target = asked.results_file("optimizers")
     few: list[tuple[int, ...]] = [(256, 64)] * 8
     small = None if asked.place.type == "cuda" else dict.fromkeys(CASES, few)
     kept = asked.kept_rows("optimizers") if asked.stale else []
-    measuring = bench_optim(device=asked.place.type, shapes=small, kept=kept)
+    measuring = bench_optim(*chosen, device=asked.place.type, shapes=small, kept=kept)
     render = lambda rows: Group(*bench_tables.tables([Row.from_dict(row) for row in rows], asked.stamp))
     with asked.measured_rows(target, render) as rows:
         while not asked.is_over() and (contest := next(measuring, None)) is not None:

@@ -87,6 +87,22 @@ CONTESTS: dict[str, dict[str, Maker]] = {
     },
 }
 HALF_ONLY = ("adamw_stochastic", "adamw_master")
+DTYPES = ("float32", "bfloat16")
+
+
+def is_timed(name: str, case: str, dtype: str) -> bool:
+    """Whether an optimizer is one to time on a case in a dtype."""
+    return ONLY.get(case, lambda name: True)(name) and (name not in HALF_ONLY or dtype == "bfloat16")
+
+
+def refuse_unknown(optimizers: Sequence[str], cases: Sequence[str], dtypes: Sequence[str]) -> None:
+    """An error that says what there is, where a name is none or nothing is left to time."""
+    for what, names, known in (("optimizer", optimizers, CONTESTS), ("case", cases, CASES), ("dtype", dtypes, DTYPES)):
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"bench optim has no {what} {', '.join(unknown)}; there are {', '.join(known)}")
+    if not any(is_timed(*chosen) for chosen in itertools.product(optimizers, cases, dtypes)):
+        asked = [", ".join(names) for names in (optimizers, cases, dtypes)]
+        raise ValueError("bench optim does not time {} on {} in {}; leave --case or --dtype out".format(*asked))
 
 
 def bytes_of_a_step(params: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> int:
@@ -130,7 +146,7 @@ def calls(
 def bench_optim(
     optimizers: Sequence[str] = tuple(CONTESTS),
     cases: Sequence[str] = tuple(CASES),
-    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    dtypes: Sequence[str] = DTYPES,
     device: str | None = None,
     shapes: dict[str, list[Shape]] | None = None,
     kept: Sequence[Stored] = (),
@@ -143,8 +159,7 @@ def bench_optim(
     roofs = measured(device)
     current = {(row["op"], row["case"], row["dtype"]) for row in kept if is_current(row)}
     for name, case, dtype in itertools.product(optimizers, cases, dtypes):
-        meant = ONLY.get(case, lambda name: True)(name) and (name not in HALF_ONLY or dtype == "bfloat16")
-        if meant and (name, case, dtype) not in current:
+        if is_timed(name, case, dtype) and (name, case, dtype) not in current:
             tensors = shapes[case] if shapes else CASES[case]()
             yield [row.as_dict() for row in contest(name, case, tensors, getattr(torch, dtype), device, roofs)]
 

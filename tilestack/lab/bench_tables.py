@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tilestack.lab.labels import case_label
-from tilestack.lab.measured import microseconds
+from tilestack.lab.measured import Result, contests, means, microseconds, times
 from tilestack.lab.peers import is_peer
 from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER, Row
 
@@ -58,7 +58,8 @@ def ratio(row: Row) -> str:
 
 
 def tables(rows: Sequence[Row], machine: dict[str, Any]) -> list[Table]:
-    """A table per operator, losses shown like wins; on a CPU the title says that these are no kernel figures."""
+    """A table per operator, losses shown like wins, and one of its means; on a CPU the title says that these are no kernel
+    figures."""
     where = machine["gpu"] or f"CPU only ({machine['cpu']}): definitions, not kernels"
     found = []
     for op in dict.fromkeys(row.op for row in rows):
@@ -88,4 +89,22 @@ def tables(rows: Sequence[Row], machine: dict[str, Any]) -> list[Table]:
             )
             last = about
         found.append(table)
+        found += table_of_means(op, mine, machine)
     return found
+
+
+def table_of_means(op: str, rows: Sequence[Row], machine: dict[str, Any]) -> list[Table]:
+    """What the cases of an operator come to against the fastest peer of each, where there are several."""
+    made = means(contests([Result(machine, {}, [row.as_dict() for row in rows])]))
+    if not made:
+        return []
+    table = Table(title=f"{op} against the fastest peer, over its cases", title_justify="left")
+    for heading in ("dtype", "direction", "backend"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("cases", "geometric\nmean", "least"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("on", overflow="fold")
+    for mean in made:
+        least = times(mean.worst.ratio)
+        table.add_row(mean.dtype, mean.direction, mean.backend, mean.cases, times(mean.mean), least, mean.worst.label)
+    return [table]

@@ -1,5 +1,5 @@
-"""Training steps of one model: ours, eager and compiled, beside a loop in plain PyTorch, and transformers eager, compiled,
-and with Liger's kernels (train_steps.py).
+"""Training steps of one model: ours, eager, compiled and in fp8, beside a loop in plain PyTorch, and transformers eager,
+compiled, and with Liger's kernels (train_steps.py).
 
 Each candidate runs in a process of its own, so that its peak memory is its own and nothing is patched for the others. That
 they do the same work is seen in their losses. On a GPU, which the candidate has to itself, steps are timed by events between
@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tilestack.lab.labels import case_label
-from tilestack.lab.peers import OF_TRAINING, importable, is_peer
+from tilestack.lab.peers import IN_FP8, OF_TRAINING, importable, is_peer
 from tilestack.lab.rows import UNCLEAR, Row, Stored, set_ratios, verdict_of_rounds
 from tilestack.lab.stale import TRAINING, is_current, present_source
 from tilestack.lab.timing import median_and_spread
@@ -33,7 +33,7 @@ from tilestack.lab.train_steps import Work, step_of, write_weights
 from tilestack.lab.train_turns import failure_note, in_turn, ratio_quartiles
 
 GRAPH = "tilestack-graph"
-OURS = ("tilestack", GRAPH, "tilestack-compile")
+OURS = ("tilestack", GRAPH, "tilestack-compile", *IN_FP8)
 CANDIDATES = (*OURS, *OF_TRAINING)
 PUBLISHED = {"qwen3-0.6b": (8, 32), "qwen3-moe-8x": (8,), "qwen3-1.7b": (8,)}  # recipes and their micro-batches
 SAME_LOSS = 0.01  # of each other, at the first step; rounding in bfloat16 is far below, other work far above
@@ -93,8 +93,8 @@ class OnGpu:
         return torch.cuda.max_memory_allocated() / 2**20
 
 
-def available(candidates: Sequence[str] | None, device: str) -> list[str]:
-    """The candidates that can be had here, or an error for one that was asked for and does not exist."""
+def available(candidates: Sequence[str] | None, work: Work) -> list[str]:
+    """The candidates that can do the work here, or an error for one that was asked for and does not exist."""
     if unknown := [name for name in candidates or () if name not in CANDIDATES]:
         raise ValueError(f"no candidate {', '.join(unknown)}; there are {', '.join(CANDIDATES)}")
     if candidates:
@@ -105,7 +105,21 @@ def available(candidates: Sequence[str] | None, device: str) -> list[str]:
         "transformers-liger": "liger_kernel",
     }
     module_of = lambda name: needs.get(name, "torch")
-    return [name for name in CANDIDATES if importable(module_of(name)) and (name != GRAPH or device == "cuda")]
+    able = {GRAPH: work.device == "cuda"} | {name: takes_fp8(work, name) for name in IN_FP8}
+    return [name for name in CANDIDATES if importable(module_of(name)) and able.get(name, True)]
+
+
+def takes_fp8(work: Work, candidate: str) -> bool:
+    """Whether the device has fp8, and the model products of sizes that can be made in it: in its layers, or its head too."""
+    from tilestack import models
+    from tilestack.train import fp8
+
+    if fp8.lacks_fp8(torch.device(work.device)):
+        return False
+    with torch.device("meta"):
+        model = models.Decoder(models.ModelConfig.from_hf(work.config))
+    has_head = candidate != "tilestack-fp8-head" or fp8.suits(model.head_weight)
+    return has_head and any(fp8.takes_fp8(module) for module in model.layers.modules())
 
 
 def bench_train(
@@ -119,7 +133,7 @@ def bench_train(
     Beside what every row has, these hold tokens a second, the losses of the first and the last step, and who was tried.
     """
     rows, found = [], {}
-    tried = available(candidates, work.device)
+    tried = available(candidates, work)
     with tempfile.TemporaryDirectory() as folder:
         same = write_weights(work, Path(folder))
         if work.device == "cpu":

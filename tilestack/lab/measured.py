@@ -5,7 +5,7 @@ candidates of one operator on one set of arguments form a contest: our fastest b
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import geometric_mean
@@ -13,11 +13,12 @@ from typing import Any
 
 from tilestack.contract import operators
 from tilestack.lab.labels import case_label
-from tilestack.lab.peers import is_peer
+from tilestack.lab.peers import IN_FP8, is_peer
 from tilestack.lab.results import load_all
 from tilestack.lab.rows import EQUAL, FASTER, SLOWER, Stored, lender_of, times_faster, verdict
 from tilestack.lab.stale import is_current
 
+FASTEST = "fastest of ours"
 DEFINITION = "torch"  # the definition run eagerly: shown, but no peer to be proud of beating
 
 Row = Stored
@@ -66,8 +67,18 @@ class Contest:
 
     @property
     def ours(self) -> Row | None:
-        """The fastest of our backends, where one was timed."""
-        return next((row for row in self.timed if not is_peer(row["backend"]) and row["backend"] != DEFINITION), None)
+        """The fastest of our backends, where one was timed; of those in another precision than any peer's only where none
+        is in theirs."""
+        return min(self.own, key=lambda row: row["backend"] in IN_FP8, default=None)
+
+    @cached_property
+    def own(self) -> list[Row]:
+        """Every backend of ours that was timed, fastest first."""
+        return [row for row in self.timed if not is_peer(row["backend"]) and row["backend"] != DEFINITION]
+
+    def only(self, backend: str) -> "Contest":
+        """The same with one backend of ours alone beside the peers."""
+        return replace(self, rows=[row for row in self.rows if row["backend"] == backend or is_peer(row["backend"])])
 
     @property
     def peer(self) -> Row | None:
@@ -166,6 +177,50 @@ def score(found: Iterable[Contest]) -> Score:
 def mean_ratio(values: Sequence[float]) -> float:
     """The mean of ratios that treats twice as fast and half as fast as opposites."""
     return geometric_mean(values)
+
+
+@dataclass(frozen=True)
+class Means:
+    """How a backend of ours stands against the fastest peer of each case, over the cases of an operator."""
+
+    op: str
+    dtype: str
+    direction: str
+    backend: str  # or FASTEST, whichever of ours was fastest on a case
+    met: int  # cases that a peer was timed on
+    contests: Sequence[Contest]  # of these, those that the backend was timed on, with a kernel of ours
+
+    @property
+    def mean(self) -> float:
+        return mean_ratio([contest.ratio for contest in self.contests if contest.ratio])
+
+    @property
+    def worst(self) -> Contest:
+        return min(self.contests, key=lambda contest: contest.ratio or 0.0)
+
+    @property
+    def cases(self) -> str:
+        """How many cases it is over, and of how many where the backend was not timed on all."""
+        return str(self.met) if len(self.contests) == self.met else f"{len(self.contests)} of {self.met}"
+
+
+def means(found: Iterable[Contest]) -> list[Means]:
+    """The means of every backend of ours over several cases; where there are several backends, of the fastest first."""
+    groups: dict[tuple[str, str, str], list[Contest]] = {}
+    for contest in found:
+        if contest.peer:
+            groups.setdefault((contest.op, contest.dtype, contest.direction), []).append(contest)
+    made = []
+    for group, met in groups.items():
+        backends = sorted({row["backend"] for contest in met for row in contest.own})
+        ways = {name: [contest.only(name) for contest in met] for name in backends}
+        if len(backends) > 1:
+            ways = {FASTEST: met} | ways
+        for name, over in ways.items():
+            compared = [contest for contest in over if contest.ratio and not contest.borrowed]
+            if len(compared) > 1:
+                made.append(Means(*group, name, len(met), compared))
+    return made
 
 
 def microseconds(value: float | None) -> str:

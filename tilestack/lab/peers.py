@@ -151,6 +151,7 @@ COMPILED = [f"{name}{suffix}" for name in ("compile", "eager-compile") for suffi
 OF_OPERATORS = ("aten", *COMPILED, "eager", *LIBRARIES)
 OF_OPTIMIZERS = ("fused", "foreach", "torch.optim")
 OF_TRAINING = ("plain", "plain-compile", "transformers", "transformers-compile", "transformers-liger")
+IN_FP8 = ("tilestack-fp8", "tilestack-fp8-head")  # training steps of ours in another precision than any peer's
 PEERS = (*OF_OPERATORS, *OF_OPTIMIZERS, *OF_TRAINING)
 
 # Where a backend of ours ran another's kernel, there is nothing to win against it: (operator, backend, direction) of rows that

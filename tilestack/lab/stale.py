@@ -18,7 +18,8 @@ TRAINING = "train"  # what rows of `tilestack bench train` have for an operator
 OF_A_TRAINING_STEP = (
     "contract", "ops", "kernels", "nn", "optim", "models/decoder.py", "models/attention.py", "models/context.py",
     "models/norm.py", "models/rotary.py", "train/loop.py", "train/step.py", "train/static_step.py",
-    "train/batch_buffer.py", "train/balancing.py", "train/execution.py", "train/optimizers.py",
+    "train/batch_buffer.py", "train/balancing.py", "train/execution.py", "train/optimizers.py", "train/next_token.py",
+    "train/fp8.py", "train/fp8_head.py",
 )  # fmt: skip
 OF_AN_OPTIMIZER = ("optim", "kernels/optim")
 

@@ -3,7 +3,7 @@
 A table stands between two markers and is rewritten in place by `make docs`:
 
     <!-- table: headline h200 -->                     one line per operator, its best case; of some with their names
-    <!-- table: operator h200 softmax,rms_norm -->    every case of some operators, both directions
+    <!-- table: operator h200 softmax,rms_norm -->    every case of some operators, both directions, and their means
     <!-- table: ladder h200 linear triton,aten -->    some backends of an operator side by side, a line per case
     <!-- table: training h200 -->                     whole training steps, ours and every peer's
     <!-- table: roofs h200 -->                        what the machine can do at best
@@ -30,7 +30,9 @@ from tilestack.lab import chain, curves, memory, mutation_results, proved
 from tilestack.lab.bench_train import CANDIDATES
 from tilestack.lab.measured import (
     Contest,
+    Means,
     contests,
+    means,
     method,
     microseconds,
     percent,
@@ -139,7 +141,21 @@ def operator(found: list[Contest], names: str) -> str:
     if not rows:
         return ""
     header = ["operator", "case", "dtype", "direction", "time", "rate", "of the roof", "against the best peer", "host"]
-    return markdown(header, rows, left=4) + "\n\n" + stamps(used) + older(used)
+    summary = means(used)
+    named = [*used, *(contest for mean in summary for contest in mean.contests)]
+    return markdown(header, rows, left=4) + over_cases(summary) + "\n\n" + stamps(used) + older(named)
+
+
+def over_cases(found: list[Means]) -> str:
+    """What the cases of operators come to against the best peer of each: a line per backend of ours."""
+    if not found:
+        return ""
+    rows = [
+        [marked(f"`{mean.op}`", mean.contests), mean.dtype, mean.direction, mean.backend, mean.cases, times(mean.mean), f"{times(mean.worst.ratio)} ({mean.worst.label})"]
+        for mean in found
+    ]  # fmt: skip
+    header = ["operator", "dtype", "direction", "backend", "cases", "geometric mean against the best peer", "least"]
+    return "\n\n" + markdown(header, rows, left=4)
 
 
 def ladder(found: list[Contest], op: str, names: str) -> str:

@@ -2,7 +2,8 @@
 
 All do the same work: the same weights to start from, random tokens, micro-batch and length, full causal attention, parameters
 and gradients in one dtype, AdamW at one rate, no clipping. Peers are at their best: SDPA attention and PyTorch's fused AdamW.
-Ours is the very step that `tilestack train` takes: kernel by kernel, as CUDA graphs (`run.graph`), or compiled.
+Ours is the very step that `tilestack train` takes: kernel by kernel, as CUDA graphs (`run.graph`), compiled, or with its
+products in fp8, in graphs where a run would take them.
 """
 
 import tempfile
@@ -68,9 +69,10 @@ def write_weights(work: Work, folder: Path) -> Work:
 
 def ours(work: Work, way: str) -> Step:
     """The training step of `tilestack train`."""
-    from tilestack import configure_backend, models, ops
+    from tilestack import configure_backend, models
     from tilestack.data import NO_LABEL
     from tilestack.train import Loss, Recipe, Trainer
+    from tilestack.train.next_token import loss_of_labels
     from tilestack.train.settings import read
 
     configure_backend(work.backend)
@@ -87,7 +89,7 @@ def ours(work: Work, way: str) -> Step:
             return ids
 
         def loss(self, model, batch):
-            total = ops.linear_cross_entropy(model.hidden(batch), model.head_weight, labels, reduction="sum")
+            total = loss_of_labels(model, model.hidden(batch), labels)
             return Loss(total, work.batch * (work.sequence - 1), tokens=work.tokens)
 
         def evaluate(self, model):
@@ -107,9 +109,13 @@ def ours(work: Work, way: str) -> Step:
         {
             "run": {
                 "device": work.device, "compile": "default" if way == "compile" else "off",
-                "graph": "on" if way == "graph" else "off", "deterministic": False, "steps": 10**6,
+                "graph": {"graph": "on", "fp8": "auto", "fp8-head": "auto"}.get(way, "off"), "deterministic": False,
+                "steps": 10**6,
             },
-            "precision": {"parameters": work.dtype, "compute": work.dtype},
+            "precision": {
+                "parameters": work.dtype, "compute": work.dtype,
+                "fp8": way in ("fp8", "fp8-head"), "fp8_head": way == "fp8-head",
+            },
             "optimizer": {"clip": 0, **ADAMW},
             "schedule": {"name": "constant"},
         },

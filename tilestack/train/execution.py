@@ -40,17 +40,22 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     return torch.autocast(device.type, DTYPES[precision.compute])
 
 
-def prepare(model: nn.Module, recipe: Recipe, device: torch.device) -> Any:
-    """The model as the steps run it: on its device, in its dtype, with what the recipe asks for around it."""
-    model.to(device, DTYPES[recipe.precision.parameters])
-    if device.type == "cpu":
-        keep_freed_memory()
+def set_precision(model: nn.Module, precision: Precision, device: torch.device) -> None:
+    """Put a model on its device, in its dtype, its products in fp8 where they shall be."""
+    model.to(device, DTYPES[precision.parameters])
     for _, adapter in lora_parameters(model):
         adapter.data = adapter.data.float()  # few and thin: kept wide, they need no master copy
-    if recipe.precision.fp8:
+    if precision.fp8:
         from tilestack.train.fp8 import use_fp8
 
-        use_fp8(model, device, head=recipe.precision.fp8_head)
+        use_fp8(model, device, head=precision.fp8_head)
+
+
+def prepare(model: nn.Module, recipe: Recipe, device: torch.device) -> Any:
+    """The model as the steps run it: on its device, in its precision, with what the recipe asks for around it."""
+    set_precision(model, recipe.precision, device)
+    if device.type == "cpu":
+        keep_freed_memory()
     if recipe.run.activation_checkpointing:
         model.checkpointing = True  # type: ignore[assignment]
         # A mixture of experts notes its balance in the forward, and its repetition shall not: then checkpoints compile.

@@ -32,8 +32,7 @@ MULTIPLE = 16  # what the tensor cores want rows and columns to be a multiple of
 
 def use_fp8(model: nn.Module, device: torch.device, head: bool = False) -> None:
     """Let the layers of a model, and its head where that is wanted, compute in fp8, on a GPU that has it."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-        found = f"compute capability {torch.cuda.get_device_capability(device)}" if device.type == "cuda" else "a CPU"
+    if found := lacks_fp8(device):
         raise ValueError(
             f"precision.fp8 needs a GPU of compute capability 8.9 or newer (L4, H100, H200), and this is {found}; "
             "set precision.fp8 = false"
@@ -41,13 +40,21 @@ def use_fp8(model: nn.Module, device: torch.device, head: bool = False) -> None:
     compute_in_fp8(model, head)
 
 
+def lacks_fp8(device: torch.device) -> str:
+    """What a device is that has no fp8; empty where it has."""
+    if device.type != "cuda":
+        return "a CPU"
+    capability = torch.cuda.get_device_capability(device)
+    return "" if capability >= (8, 9) else f"compute capability {capability}"
+
+
 def compute_in_fp8(model: nn.Module, head: bool = False) -> None:
     """Put fp8 in the place of the products inside a model's layers, where their sizes allow it; on a CPU, by definitions."""
     for module in layers_of(model).modules():
-        if isinstance(module, nn.Linear) and suits(module.weight):
+        if isinstance(module, nn.Linear) and takes_fp8(module):
             # Beside an adapter, the frozen product alone is made in fp8: adapters are thin, and learn in float32.
             setattr(module, "base" if isinstance(module, LoRALinear) else "forward", functools.partial(linear, module))
-        elif isinstance(module, MoE) and suits(module.gate_up) and suits(module.down):
+        elif isinstance(module, MoE) and takes_fp8(module):
             module.base_product = in_fp8  # type: ignore[method-assign]
     if head:
         weight = model.head_weight
@@ -60,6 +67,19 @@ def compute_in_fp8(model: nn.Module, head: bool = False) -> None:
         from tilestack.train.fp8_head import head_loss
 
         model.head_loss = head_loss  # type: ignore[assignment]
+
+
+def modules_in_fp8(model: nn.Module) -> list[str]:
+    """The names of the modules whose products are made in fp8."""
+    replaced = ("forward", "base", "base_product")
+    return [name for name, module in model.named_modules() if any(product in vars(module) for product in replaced)]
+
+
+def takes_fp8(module: nn.Module) -> bool:
+    """Whether a module of a layer is one whose products can be made in fp8: its kind and its sizes."""
+    if isinstance(module, MoE):
+        return suits(module.gate_up) and suits(module.down)
+    return isinstance(module, nn.Linear) and suits(module.weight)
 
 
 def suits(weight: Tensor) -> bool:

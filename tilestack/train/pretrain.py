@@ -7,25 +7,16 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
-from tilestack import data, models, ops
+from tilestack import data, models
 from tilestack.data import DataError
 from tilestack.data.prepared import prepare_tokens
-from tilestack.nn.autocast import lowered
 from tilestack.train.checkpoint import Checkpoints
+from tilestack.train.next_token import next_token_loss
 from tilestack.train.objective import Loss
 from tilestack.train.recipe import Recipe
 from tilestack.train.run.follow import MakeObjective, follow
-
-
-def next_token_loss(model: Any, batch: data.Batch) -> Tensor:
-    """The sum of -log p over the labels of a batch; the logits are never in memory where a kernel spares them."""
-    hidden = model.hidden(batch.ids, batch.positions, batch.cu_seqlens)
-    if (in_fp8 := getattr(model, "head_loss", None)) is not None:
-        return in_fp8(hidden, model.head_weight, batch.labels, model.logit_softcap)
-    hidden, weight, _ = lowered(hidden, model.head_weight, None)
-    return ops.linear_cross_entropy(hidden, weight, batch.labels, softcap=model.logit_softcap, reduction="sum")
 
 
 class Pretraining:

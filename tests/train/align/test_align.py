@@ -13,11 +13,14 @@ from tilestack.data import DataError, Tokenizer
 from tilestack.models.adapters import WEIGHTS, load_adapters
 from tilestack.models.weights import unfused
 from tilestack.nn.lora import merge_lora
+from tilestack.train import Trainer, fp8
 from tilestack.train.align import KINDS, align
 from tilestack.train.align.dpo import DPO
 from tilestack.train.align.grpo import GRPO
 from tilestack.train.align.kto import KTO
 from tilestack.train.align.sft import SFT
+from tilestack.train.evaluation.evaluate import score
+from tilestack.train.evaluation.log_probs import Scored, in_rows
 from tilestack.train.run.follow import export
 
 QUIET = Console(quiet=True)
@@ -78,6 +81,39 @@ def test_a_run_that_is_cut_off_ends_as_if_it_had_not_been(kind, rank, base, tmp_
     assert rows(tmp_path / "cut") == rows(tmp_path / "straight")
     for (name, ours), theirs in zip(weights(tmp_path / "cut").items(), weights(tmp_path / "straight").values(), strict=True):  # fmt: skip
         assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("dpo", 0), ("dpo", 2), ("kto", 0), ("grpo", 0), ("grpo", 2)])
+def test_a_reference_is_asked_in_the_precision_of_the_policy(kind, rank, base, tmp_path, monkeypatch):
+    """In another one, a policy that has learned nothing yet would seem to have left it."""
+    monkeypatch.setattr(fp8, "lacks_fp8", lambda device: "")  # the definitions compute it
+    made = []
+
+    def stopped(trainer):
+        made.append(trainer)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "run", stopped)
+    for name, settings in {"bf16": {}, "fp8": {"fp8": True}}.items():
+        with pytest.raises(KeyboardInterrupt):
+            follow(kind, tmp_path / name, base, precision={"compute": "bfloat16", **settings}, lora={"rank": rank})
+    told = []
+    for trainer in made:
+        with trainer.as_evaluated():
+            of_reference, of_policy = both_log_probs(trainer.objective, trainer.model)
+        assert torch.equal(of_reference, of_policy)
+        told.append(of_reference)
+    assert not torch.equal(*told)
+
+
+def both_log_probs(objective, model):
+    """What the reference of an objective says of some sequences, and the policy."""
+    if isinstance(objective, GRPO):
+        rows = in_rows([Scored(list(range(20, 60)), [1] * 40)])
+        return objective.reference_log_probs(rows), objective.log_probs(model, rows)
+    sequences = [sequence for pair in objective.pairs + objective.held for sequence in (pair.first, pair.second)]
+    told = torch.cat([objective.reference, objective.held_reference]).view(-1)
+    return told, torch.tensor([scored.log_prob for scored in score(model, sequences, "cpu")], dtype=told.dtype)
 
 
 def test_adapters_alone_are_saved_and_the_model_left_is_merged(base, tmp_path):

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from bigrams import Bigrams
+from small import decoder
 
+from tilestack.train import fp8
 from tilestack.train.align import reference
 from tilestack.train.align.reference import reference_log_probs
 from tilestack.train.evaluation.log_probs import Scored
@@ -30,6 +32,17 @@ def test_another_model_or_other_data_is_asked_itself(tmp_path):
         model.embedding[0, 0] += 1e-6
     reference_log_probs(model, SEQUENCES, "cpu", tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_model_in_fp8_is_asked_itself(tmp_path):
+    model = decoder()
+    in_full = reference_log_probs(model, SEQUENCES, "cpu", tmp_path)
+    fp8.compute_in_fp8(model)
+    in_fp8 = reference_log_probs(model, SEQUENCES, "cpu", tmp_path)
+    assert not torch.equal(in_fp8, in_full)
+    assert torch.equal(reference_log_probs(model, SEQUENCES, "cpu", tmp_path), in_fp8)
+    assert torch.equal(reference_log_probs(decoder(), SEQUENCES, "cpu", tmp_path), in_full)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_damaged_file_is_made_again(tmp_path):

@@ -12,6 +12,7 @@ from torch import Tensor
 from tilestack.files import whole_file
 from tilestack.train.evaluation.evaluate import score
 from tilestack.train.evaluation.log_probs import Scored
+from tilestack.train.fp8 import modules_in_fp8
 
 
 def fingerprint(model: torch.nn.Module, sequences: Sequence[Scored], device: torch.device | str) -> str:
@@ -19,6 +20,8 @@ def fingerprint(model: torch.nn.Module, sequences: Sequence[Scored], device: tor
     digest = hashlib.blake2b(digest_size=16)
     kind = torch.device(device).type
     digest.update(str(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None).encode())
+    for name in modules_in_fp8(model):
+        digest.update(f"{name} in fp8".encode())
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

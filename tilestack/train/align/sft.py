@@ -17,8 +17,8 @@ from tilestack.data.packing import best_fit, collate
 from tilestack.train.align import examples
 from tilestack.train.align.deck import Deck, digest_of
 from tilestack.train.evaluation.answers import answers, prompt_ids, shown_answers
+from tilestack.train.next_token import next_token_loss
 from tilestack.train.objective import Loss
-from tilestack.train.pretrain import next_token_loss
 from tilestack.train.recipe import Recipe
 from tilestack.train.settings import RecipeError, setting
 

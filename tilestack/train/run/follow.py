@@ -117,6 +117,7 @@ def make_trainer(
         lora = recipe.lora
         torch.manual_seed(recipe.run.seed)  # what adapters begin with is the same when the run resumes
         add_lora(model, lora.targets, lora.rank, lora.alpha, lora.dropout)
+    execution.set_precision(model, recipe.precision, device)  # before a reference is asked, or copied
     objective = make_objective(model, device)
     work = flops.per_token(model, recipe.data.sequence), flops.peak(device, recipe.precision)
     progress = Progress(recipe, console, *work)
