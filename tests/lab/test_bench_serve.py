@@ -1,7 +1,9 @@
 """`bench serve`: workloads as they are described, bytes counted by hand, and a run of the engine on one of them."""
 
+import json
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from tilestack import cli, models
 from tilestack.lab import bench_serve, serve_candidates
 from tilestack.lab.serve_workloads import Workload, workloads
+from tilestack.lab.stale import is_current, present_source
 
 CONFIG = models.ModelConfig.from_hf(bench_serve.QWEN3)
 
@@ -41,6 +44,7 @@ def test_the_engine_answers_a_workload_and_the_figure_is_its_rate(monkeypatch):
         shape=bench_serve.SMALL | dict(num_hidden_layers=1, vocab_size=128),
         scale=32,
         only=["throughput", "batch 1"],
+        current=[],
     )
     rows = list(serve_candidates.results(["tilestack", "tilestack int8"], asked))
     assert [(row["case"], row["backend"]) for row in rows] == [
@@ -49,6 +53,32 @@ def test_the_engine_answers_a_workload_and_the_figure_is_its_rate(monkeypatch):
     assert rows[0]["figure"] == pytest.approx(rows[0]["answered"] / rows[0]["seconds"], rel=1e-3)
     assert rows[2]["unit"] == "ms/step"
     assert rows[0]["moved"] > rows[1]["moved"]
+    assert all(map(is_current, rows))
+
+
+def test_what_is_kept_of_the_present_source_is_not_measured_again(monkeypatch):
+    """Engines that take turns are all measured where one is not current; a row of another model is none of this one."""
+    row = lambda case, name, **others: dict(op="serve", case=case, backend=name, device="cpu", model="random weights",
+                                            source=present_source("serve", name, "cpu")) | others  # fmt: skip
+    kept = [row("throughput", "tilestack"), row("throughput", "tilestack int8"), row("batch 1", "tilestack"), row("batch 8", "tilestack"), row("batch 8", "tilestack int8", source="older")]  # fmt: skip
+    kept += [row("prefix", name, model="another") for name in ("tilestack", "tilestack int8")]
+    monkeypatch.setattr(serve_candidates, "measure", lambda serves, work, *_: dict.fromkeys(serves, (1.0, 1.0)))
+    monkeypatch.setattr(bench_serve, "is_installed", lambda module: False)  # so that weights are drawn
+    monkeypatch.setattr(bench_serve, "with_roof", lambda row, device: row)
+
+    def in_this_process(command, *_):
+        asked = json.loads(Path(command[3]).read_text()) | {"shape": bench_serve.SMALL | dict(num_hidden_layers=1)}
+        return serve_candidates.results(command[4:], asked)
+
+    monkeypatch.setattr(bench_serve, "results_of", in_this_process)
+    ours, only = ["tilestack", "tilestack int8"], ["throughput", "batch 1", "batch 8", "prefix"]
+    run = lambda kept, only: list(bench_serve.bench_serve("cpu", None, ours, only, lambda _: None, kept))
+    found = run(kept, only)
+    assert [(row["case"], row["backend"]) for row in found] == [(case, name) for case in only[1:] for name in ours]
+    assert run([*kept, *found], only) == []
+    monkeypatch.setattr(bench_serve, "results_of", lambda *_: [])
+    with pytest.raises(ValueError, match="nothing was measured"):
+        run([], only)
 
 
 def test_random_weights_are_made_to_repeat_the_last_token_and_are_then_as_before():
@@ -129,6 +159,6 @@ def test_where_nothing_is_measured_the_reason_is_told_without_a_traceback(capfd)
 
 
 def test_workloads_that_are_not_there_are_named():
-    asked = dict(device="cpu", model=None, shape=bench_serve.SMALL, scale=32, only=["batch 1", "nope"])
+    asked = dict(device="cpu", model=None, shape=bench_serve.SMALL, scale=32, only=["batch 1", "nope"], current=[])
     with pytest.raises(ValueError, match="no workload is called nope; choose from throughput, batch 1"):
         next(serve_candidates.results(["tilestack"], asked))

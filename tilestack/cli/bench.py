@@ -377,8 +377,9 @@ def bench_serving(asked: Asked, model: str | None, candidates: list[str] | None,
     if asked.is_over():
         return
     target = asked.results_file("serve")
+    kept = asked.kept_rows("serve") if asked.stale else []
     with asked.measured_rows(target, bench_serve.render) as rows:
-        for row in bench_serve.bench_serve(asked.place.type, model, candidates, only, Console(stderr=True).print):
+        for row in bench_serve.bench_serve(asked.place.type, model, candidates, only, Console(stderr=True).print, kept):
             rows.append(row)
             if asked.save:  # at once: the next may fail
                 results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), [row])
@@ -390,7 +391,7 @@ def bench_over_http(asked: Asked, model: str | None) -> None:
     from tilestack.lab import bench_http, results
     from tilestack.lab.roofs import measured
 
-    if asked.is_over():
+    if asked.is_over() or (asked.stale and bench_http.is_kept(asked.kept_rows("http"), model)):
         return
     trust_engine()
     target = asked.results_file("http")

@@ -18,7 +18,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from rich.table import Table
 
 from tilestack.lab import machine
 from tilestack.lab.roofs import measured
+from tilestack.lab.stale import is_current
 from tilestack.models.checkpoints import PACKAGED
 
 CANDIDATES = (
@@ -67,9 +68,11 @@ def bench_serve(
     candidates: list[str] | None = None,
     only: list[str] | None = None,
     tell: Callable[[str], Any] = print,
+    kept: Iterable[dict[str, Any]] = (),
 ) -> Iterator[dict[str, Any]]:
-    """A row for each workload and candidate, as it is measured. Without a model: Qwen3-0.6B's shape with weights drawn at
-    random on a GPU, and on a CPU SmolLM2-135M, or where its package is not there a small shape."""
+    """A row for each workload and candidate, as it is measured, but for those that are kept of the present source. Without a
+    model: Qwen3-0.6B's shape with weights drawn at random on a GPU, and on a CPU SmolLM2-135M, or where its package is not
+    there a small shape."""
     if wrong := [name for name in candidates or () if name not in CANDIDATES]:
         raise ValueError(f"no engine {', '.join(wrong)}; choose from {', '.join(CANDIDATES)}")
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +80,8 @@ def bench_serve(
         model = model or (PACKAGED_MODEL if device == "cpu" and is_installed(PACKAGED[PACKAGED_MODEL][1]) else None)
         shape = None if model else QWEN3 if device == "cuda" else SMALL
         scale = 1 if device == "cuda" else 16 if model else 32
-        asked = dict(device=device, model=model, shape=shape, scale=scale, only=only, folder=folder)
+        current = [(row["case"], row["backend"]) for row in kept if is_current(row) and row["model"] == name_of(model)]
+        asked = dict(device=device, model=model, shape=shape, scale=scale, only=only, folder=folder, current=current)
         config.write_text(json.dumps(asked))
         names = list(candidates or CANDIDATES)
         for name in filter(lambda name: not importable(name), names):
@@ -92,10 +96,14 @@ def bench_serve(
                 tell(f"  {row['case']}, {row['backend']}: {row['figure']:,.2f} {row['unit']}")
                 measured_any = True
                 yield with_roof(row, device)
-        if not measured_any:
+        if not measured_any and not current:
             raise ValueError(
                 "nothing was measured: no engine that runs here is for these workloads, or what went wrong is told above"
             )
+
+
+def name_of(model: str | None) -> str:
+    return Path(model).name if model else "random weights"
 
 
 def results_of(command: list[str], name: str, tell: Callable[[str], Any]) -> Iterator[dict[str, Any]]:
