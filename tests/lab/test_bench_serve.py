@@ -3,12 +3,13 @@
 import json
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from tilestack import cli, models
+from tilestack import __version__, cli, models
 from tilestack.lab import bench_serve, serve_candidates
 from tilestack.lab.serve_workloads import Workload, workloads
 from tilestack.lab.stale import is_current, present_source
@@ -54,17 +55,41 @@ def test_the_engine_answers_a_workload_and_the_figure_is_its_rate(monkeypatch):
     assert rows[2]["unit"] == "ms/step"
     assert rows[0]["moved"] > rows[1]["moved"]
     assert all(map(is_current, rows))
+    assert all(row["versions"]["tilestack"] == __version__ for row in rows)
+    assert all(row["versions"]["torch"] == torch.__version__ for row in rows)
+
+
+def test_another_s_engine_says_its_version_itself_and_stands_while_it_is_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.99.1"))
+    versions = serve_candidates.versions_of("vllm")
+    assert versions["vllm"] == "0.99.1"
+    source = present_source("serve", "vllm", "cuda")
+    row = dict(op="serve", backend="vllm", device="cuda", model="random weights", source=source, versions=versions)
+    for installed, expected in [("0.99.1", True), ("", True), ("1.0.0", False)]:
+        monkeypatch.setattr(bench_serve.machine, "version_of", lambda package: installed)
+        assert bench_serve.stands(row, None) is expected
+    assert not bench_serve.stands(row, "smollm2")
+
+
+def test_the_roof_is_measured_before_any_engine_runs(monkeypatch):
+    done = []
+    monkeypatch.setattr(bench_serve, "copy_rate", lambda device: done.append("roof") or 1e12)
+    row = dict(case="batch 1", backend="tilestack", figure=1.0, unit="ms/step", seconds=2.0, moved=1e12)
+    monkeypatch.setattr(bench_serve, "results_of", lambda *_: done.append("engine") or [row])
+    (found,) = bench_serve.bench_serve("cpu", None, ["tilestack"], None, lambda _: None)
+    assert done == ["roof", "engine"]
+    assert found["roof"] == 0.5
 
 
 def test_what_is_kept_of_the_present_source_is_not_measured_again(monkeypatch):
     """Engines that take turns are all measured where one is not current; a row of another model is none of this one."""
     row = lambda case, name, **others: dict(op="serve", case=case, backend=name, device="cpu", model="random weights",
-                                            source=present_source("serve", name, "cpu")) | others  # fmt: skip
+                                            source=present_source("serve", name, "cpu"), versions={}) | others  # fmt: skip
     kept = [row("throughput", "tilestack"), row("throughput", "tilestack int8"), row("batch 1", "tilestack"), row("batch 8", "tilestack"), row("batch 8", "tilestack int8", source="older")]  # fmt: skip
     kept += [row("prefix", name, model="another") for name in ("tilestack", "tilestack int8")]
     monkeypatch.setattr(serve_candidates, "measure", lambda serves, work, *_: dict.fromkeys(serves, (1.0, 1.0)))
     monkeypatch.setattr(bench_serve, "is_installed", lambda module: False)  # so that weights are drawn
-    monkeypatch.setattr(bench_serve, "with_roof", lambda row, device: row)
+    monkeypatch.setattr(bench_serve, "copy_rate", lambda device: 1e12)
 
     def in_this_process(command, *_):
         asked = json.loads(Path(command[3]).read_text()) | {"shape": bench_serve.SMALL | dict(num_hidden_layers=1)}

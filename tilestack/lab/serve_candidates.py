@@ -171,7 +171,13 @@ def results(names: list[str], asked: dict[str, Any]) -> Iterator[dict[str, Any]]
             yield dict(op=SERVING, case=workload.name, dtype=f"{dtype}".removeprefix("torch."), direction="forward",
                        backend=name, figure=round(figure, 4), unit=workload.unit, seconds=seconds, moved=moved,
                        answered=workload.answered, device=device, model=name_of(asked["model"]),
-                       source=sources[name])  # fmt: skip
+                       source=sources[name], versions=versions_of(name))  # fmt: skip
+
+
+def versions_of(name: str) -> dict[str, str]:
+    """What ran: the engine's version, as it says itself, with those of what it stands on. All are imported by now."""
+    packages = (name.split()[0], "torch", "triton")
+    return {package: sys.modules[package].__version__ for package in packages if package in sys.modules}
 
 
 @contextmanager

@@ -327,10 +327,19 @@ def serving(folder: Path, slug: str) -> str:
             line.append(times(peer["seconds"] / row["seconds"]) if peer else "–")
         lines.append(line)
     header = ["workload", "engine", "figure", "of the memory's rate", *(word for name in others for word in (name, f"against {name}"))]  # fmt: skip
-    when = dict.fromkeys(f"{row['backend']} {row['date'][:16].replace('T', ' ')}" for row in rows)
+    when = dict.fromkeys(f"{with_version(row)} {row['date'][:16].replace('T', ' ')}" for row in rows)
     machine = read_json(path)["machine"]
     stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, in UTC: {', '.join(when)}._"
     return f"{markdown(header, lines, left=2)}\n\n{stamp}{older_rows(rows, 'backend')}"
+
+
+def with_version(row: dict[str, Any]) -> str:
+    """An engine's name with its version, of ours also the commit."""
+    engine = row["backend"].partition(" ")[0]
+    version = row["versions"].get(engine)
+    if engine == "tilestack":
+        return f"{row['backend']} {version + ' at ' if version else ''}{row['commit']}"
+    return f"{row['backend']} {version or 'of a version not recorded'}"
 
 
 def http(folder: Path, slug: str) -> str:
