@@ -1,6 +1,7 @@
 """`bench serve`: workloads as they are described, bytes counted by hand, and a run of the engine on one of them."""
 
 import json
+import random
 import sys
 import time
 import types
@@ -22,6 +23,11 @@ def test_the_throughput_workload_is_the_one_engines_are_compared_by():
     work = found["throughput"]
     assert len(work.prompts) == 256
     assert all(100 <= size <= 1024 for size in [*map(len, work.prompts), *work.answers])
+    draw = random.Random(0)  # as nano-vllm's benchmark draws it
+    prompts = [[draw.randint(0, 10_000) for _ in range(draw.randint(100, 1024))] for _ in range(256)]
+    assert work.prompts == prompts
+    assert work.answers == [draw.randint(100, 1024) for _ in range(256)]
+    assert work.answered == 133_966
     assert set(found) == {"throughput", "batch 1", "batch 8", "batch 64", "first token", "prefix", "long", "copying"}
     assert len({tuple(prompt[:1024]) for prompt in found["prefix"].prompts}) == 1
 
