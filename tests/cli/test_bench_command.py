@@ -128,7 +128,7 @@ def test_what_was_measured_is_shown_and_kept_when_the_rest_fails(parts, monkeypa
 
 def test_host_times_are_added_to_those_that_are_there(parts, monkeypatch, tmp_path):
     asked = []
-    rows = lambda name: [dict(HOST_ROWS[0], op=name, case="case", source=present_source(name, "triton"))]
+    rows = lambda name: [dict(HOST_ROWS[0], op=name, case="case", source=bench_host.host_source(name, "triton"))]
 
     def measured(device, without):
         asked.append(set(without))
