@@ -114,7 +114,8 @@ def bench_command(
     are timed on the CPU, and the tables say so. `bench memory` sweeps access patterns, `bench host` times calls on small
     tensors, `bench optim` optimizers, `bench train` whole training steps beside transformers and Liger, `bench serve` the
     engine beside vLLM and transformers, `bench http` what HTTP costs of its throughput, and `bench all` all of
-    these, which is every speed in the README and the documentation. `bench startup` times imports and the command line.
+    these, on a GPU nearly every speed in the README and the documentation; `make bench` and, on a CPU, `make bench-cpu` have
+    the rest. `bench startup` times imports and the command line.
     """
     if operators == ["startup"]:
         bench_starts(json_)
