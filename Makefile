@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PARITY = $(BIN)/python -m tilestack parity --save --set data.batch=4 --set data.sequence=512 --set data.most_bytes=3000000
+FP8_PARITY = $(BIN)/python -m tilestack parity --fp8 --device cpu --save
 
-.PHONY: install demo test gates lint docs recipes bench prove dist release clean
+.PHONY: install demo test gates lint docs recipes bench bench-cpu prove dist release clean
 
 install: .venv/ready
 
@@ -32,13 +33,25 @@ recipes: .venv/ready
 	$(BIN)/python -m tilestack chain --alignment --save
 	$(BIN)/python -m tilestack report --tables
 
-# Every figure of README and docs, on a GPU: kernels, memory patterns, optimizers, training and its loss; then the tables.
-# BENCH="--stale --budget 900" measures only what is not of the present source, in a quarter of an hour.
+# Every figure of README and docs that is a GPU's: kernels, memory patterns, the host, optimizers, training and its loss,
+# engines, the recipes one after another; then the tables.
+# BENCH="--stale --budget 900" measures only what is not of the present source, in a quarter of an hour, and then the losses and recipes.
 bench: .venv/ready
 	$(BIN)/python -m tilestack bench all --save --jobs $$(nproc) $(BENCH)
 	$(PARITY)
 	$(PARITY) --swap rms_norm
 	$(PARITY) --swap attention --backend aten
+	$(BIN)/python -m tilestack chain --save
+	$(BIN)/python -m tilestack report --tables
+
+# Every figure that is a CPU's, on a machine without a GPU and with nothing else to do: the recipes, what fp8 costs of the loss,
+# engines with SmolLM2, and what HTTP costs; then the tables.
+bench-cpu: recipes
+	$(FP8_PARITY) --starts 8
+	$(FP8_PARITY) --starts 16 --set optimizer.lr=3e-3
+	$(BIN)/python -m tilestack bench serve --device cpu --save $(BENCH)
+	$(BIN)/python -m tilestack bench http --device cpu --save $(BENCH)
+	$(BIN)/python -m tilestack bench http --device cpu --model smollm2 --save $(BENCH)
 	$(BIN)/python -m tilestack report --tables
 
 # On a GPU: what has no proof of the present source is proved, and all of tests/gpu runs; cut off, it goes on where it was.

@@ -115,6 +115,20 @@ def test_what_is_of_the_present_source_is_not_done_again(parts):
     ]
 
 
+def test_what_was_served_on_the_present_source_is_not_served_again(parts, monkeypatch):
+    stamp = {"slug": "cpu", "commit": "abc1234", "date": "2031"}
+    row = lambda op, case, backend: dict(op=op, case=case, dtype="float32", direction="forward", backend=backend, device="cpu", source=present_source(op, backend, "cpu"))  # fmt: skip
+    results.merge(results.path_of("cpu", "serve"), stamp, {}, [row("serve", "batch 1", "tilestack")])
+    results.merge(results.path_of("cpu", "http"), stamp, {}, [row("http", "random weights, 64 streams", way) for way in bench_http.WAYS])  # fmt: skip
+    kept = []
+    monkeypatch.setattr(bench_serve, "bench_serve", lambda *arguments: kept.append(arguments[-1]) or [])
+    assert run("serve", "--stale") == run("serve") == run("http", "--stale") == 0
+    assert [[row["case"] for row in rows] for rows in kept] == [["batch 1"], []]
+    assert parts == []
+    assert run("http") == run("http", "--stale", "--model", "other") == 0
+    assert parts == [("http", "cpu")] * 2
+
+
 def test_a_spent_budget_begins_nothing_more(parts, monkeypatch):
     monkeypatch.setattr("tilestack.cli.bench.Asked.seconds_left", lambda self: -1.0)
     assert run("all", "--budget", "1") == 0
@@ -150,7 +164,7 @@ def test_what_was_measured_is_shown_and_kept_when_the_rest_fails(parts, monkeypa
 
 def test_host_times_are_added_to_those_that_are_there(parts, monkeypatch, tmp_path):
     asked = []
-    rows = lambda name: [dict(HOST_ROWS[0], op=name, case="case", source=present_source(name, "triton"))]
+    rows = lambda name: [dict(HOST_ROWS[0], op=name, case="case", source=bench_host.host_source(name, "triton"))]
 
     def measured(device, without):
         asked.append(set(without))

@@ -67,6 +67,7 @@ def device(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    monkeypatch.setattr(workspaces, "_views", {})
     monkeypatch.setattr(workspaces, "_kept", {})  # what is left in these is no fault of a kernel
 
 
@@ -150,6 +151,21 @@ def test_views_are_found_again_by_their_offset():
         assert out.stride() == (1, 4)
         assert nothing is None
         assert same is y
+    assert repeated.own == 2
+
+
+def test_a_tensor_without_memory_has_no_address():
+    """As the partial sums of a weight's gradient have none where there is no weight."""
+
+    def beside_nothing(x):
+        out, nothing = torch.empty_like(x), torch.empty(0, 4)
+        launch(kernel, (1,), x, nothing, out, x.numel(), 1.0, BLOCK=8)
+        return out
+
+    repeated = Repeated(beside_nothing)
+    for _ in range(4):
+        x = on_gpu(4)
+        assert torch.equal(repeated(x), torch.Tensor(x))
     assert repeated.own == 2
 
 

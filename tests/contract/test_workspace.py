@@ -1,7 +1,10 @@
 """Workspaces: zeros at first, one memory for a name, dtype and stream, and new memory for every captured graph."""
 
+import sys
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilestack.contract import workspace as workspaces
 
@@ -11,6 +14,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
     monkeypatch.setattr(workspaces, "_kept", {})
+    monkeypatch.setattr(workspaces, "_views", {})
 
 
 @pytest.fixture
@@ -38,6 +42,41 @@ def test_a_name_and_dtype_have_one_memory_that_grows_and_begins_as_zeros():
     assert larger.shape == (3, 5)
     assert not larger.any()
     assert ask(shape=(0,)).shape == (0,)
+
+
+def test_what_was_asked_for_before_is_looked_up():
+    """It stands in every repeated call that splits its sum: no view is made there, and no mode left for it."""
+    first, names = ask(shape=(2, 2)), []
+    with CountedOperations() as counted:
+        assert ask(shape=(2, 2)) is first
+    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None)
+    ask(shape=(2, 2))
+    sys.setprofile(None)
+    assert (counted.operations, names) == (0, ["ask", "workspace", "_find"])
+
+
+def test_shapes_of_a_name_share_its_memory_after_it_has_grown(monkeypatch):
+    small, other = ask(), ask("counters")
+    large = ask(shape=(9,))
+    assert ask().data_ptr() == large.data_ptr() != small.data_ptr()
+    assert ask("counters").data_ptr() == other.data_ptr()
+    monkeypatch.setattr(workspaces, "VIEWS_KEPT", 3)
+    assert all(ask(shape=(size,)).data_ptr() == large.data_ptr() for size in range(1, 9))
+    assert len(workspaces._views) <= 3
+
+
+class CountedOperations(TorchDispatchMode):
+    operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_kept_is_no_part_of_the_call_that_first_asks_for_it():
+    with CountedOperations() as counted:
+        ask()
+    assert counted.operations == 0
 
 
 def test_memory_is_zeroed_even_where_the_allocator_gives_back_what_was_used():

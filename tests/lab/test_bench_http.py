@@ -25,6 +25,10 @@ def test_both_ways_answer_the_same_requests(monkeypatch, capfd):
     rows = bench_http.bench_http("cpu", prompt=3, answer=4, turns=1)
     assert [row["backend"] for row in rows] == ["offline", "http"]
     assert all(row["figure"] > 0 and row["cpu_us"] > 0 and row["answered"] == 12 for row in rows)
+    assert bench_http.is_kept(rows, None)
+    assert not bench_http.is_kept(rows[:1], None), "one way alone is no comparison"
+    assert not bench_http.is_kept(rows, "smollm2")
+    assert not bench_http.is_kept([rows[0], rows[1] | {"source": "older"}], None)
     assert sorted(texts["http"][3:]) == sorted(texts["asked"])  # of the second turn, after the one that warms up
     assert "to warm up" in capfd.readouterr().out
 

@@ -1,14 +1,19 @@
 """`bench serve`: workloads as they are described, bytes counted by hand, and a run of the engine on one of them."""
 
+import json
+import random
 import sys
 import time
+import types
+from pathlib import Path
 
 import pytest
 import torch
 
-from tilestack import cli, models
+from tilestack import __version__, cli, models
 from tilestack.lab import bench_serve, serve_candidates
 from tilestack.lab.serve_workloads import Workload, workloads
+from tilestack.lab.stale import is_current, present_source
 
 CONFIG = models.ModelConfig.from_hf(bench_serve.QWEN3)
 
@@ -18,6 +23,11 @@ def test_the_throughput_workload_is_the_one_engines_are_compared_by():
     work = found["throughput"]
     assert len(work.prompts) == 256
     assert all(100 <= size <= 1024 for size in [*map(len, work.prompts), *work.answers])
+    draw = random.Random(0)  # as nano-vllm's benchmark draws it
+    prompts = [[draw.randint(0, 10_000) for _ in range(draw.randint(100, 1024))] for _ in range(256)]
+    assert work.prompts == prompts
+    assert work.answers == [draw.randint(100, 1024) for _ in range(256)]
+    assert work.answered == 133_966
     assert set(found) == {"throughput", "batch 1", "batch 8", "batch 64", "first token", "prefix", "long", "copying"}
     assert len({tuple(prompt[:1024]) for prompt in found["prefix"].prompts}) == 1
 
@@ -41,6 +51,7 @@ def test_the_engine_answers_a_workload_and_the_figure_is_its_rate(monkeypatch):
         shape=bench_serve.SMALL | dict(num_hidden_layers=1, vocab_size=128),
         scale=32,
         only=["throughput", "batch 1"],
+        current=[],
     )
     rows = list(serve_candidates.results(["tilestack", "tilestack int8"], asked))
     assert [(row["case"], row["backend"]) for row in rows] == [
@@ -49,6 +60,56 @@ def test_the_engine_answers_a_workload_and_the_figure_is_its_rate(monkeypatch):
     assert rows[0]["figure"] == pytest.approx(rows[0]["answered"] / rows[0]["seconds"], rel=1e-3)
     assert rows[2]["unit"] == "ms/step"
     assert rows[0]["moved"] > rows[1]["moved"]
+    assert all(map(is_current, rows))
+    assert all(row["versions"]["tilestack"] == __version__ for row in rows)
+    assert all(row["versions"]["torch"] == torch.__version__ for row in rows)
+
+
+def test_another_s_engine_says_its_version_itself_and_stands_while_it_is_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.99.1"))
+    versions = serve_candidates.versions_of("vllm")
+    assert versions["vllm"] == "0.99.1"
+    source = present_source("serve", "vllm", "cuda")
+    row = dict(op="serve", backend="vllm", device="cuda", model="random weights", source=source, versions=versions)
+    for installed, expected in [("0.99.1", True), ("", True), ("1.0.0", False)]:
+        monkeypatch.setattr(bench_serve.machine, "version_of", lambda package: installed)
+        assert bench_serve.stands(row, None) is expected
+    assert not bench_serve.stands(row, "smollm2")
+
+
+def test_the_roof_is_measured_before_any_engine_runs(monkeypatch):
+    done = []
+    monkeypatch.setattr(bench_serve, "copy_rate", lambda device: done.append("roof") or 1e12)
+    row = dict(case="batch 1", backend="tilestack", figure=1.0, unit="ms/step", seconds=2.0, moved=1e12)
+    monkeypatch.setattr(bench_serve, "results_of", lambda *_: done.append("engine") or [row])
+    (found,) = bench_serve.bench_serve("cpu", None, ["tilestack"], None, lambda _: None)
+    assert done == ["roof", "engine"]
+    assert found["roof"] == 0.5
+
+
+def test_what_is_kept_of_the_present_source_is_not_measured_again(monkeypatch):
+    """Engines that take turns are all measured where one is not current; a row of another model is none of this one."""
+    row = lambda case, name, **others: dict(op="serve", case=case, backend=name, device="cpu", model="random weights",
+                                            source=present_source("serve", name, "cpu"), versions={}) | others  # fmt: skip
+    kept = [row("throughput", "tilestack"), row("throughput", "tilestack int8"), row("batch 1", "tilestack"), row("batch 8", "tilestack"), row("batch 8", "tilestack int8", source="older")]  # fmt: skip
+    kept += [row("prefix", name, model="another") for name in ("tilestack", "tilestack int8")]
+    monkeypatch.setattr(serve_candidates, "measure", lambda serves, work, *_: dict.fromkeys(serves, (1.0, 1.0)))
+    monkeypatch.setattr(bench_serve, "is_installed", lambda module: False)  # so that weights are drawn
+    monkeypatch.setattr(bench_serve, "copy_rate", lambda device: 1e12)
+
+    def in_this_process(command, *_):
+        asked = json.loads(Path(command[3]).read_text()) | {"shape": bench_serve.SMALL | dict(num_hidden_layers=1)}
+        return serve_candidates.results(command[4:], asked)
+
+    monkeypatch.setattr(bench_serve, "results_of", in_this_process)
+    ours, only = ["tilestack", "tilestack int8"], ["throughput", "batch 1", "batch 8", "prefix"]
+    run = lambda kept, only: list(bench_serve.bench_serve("cpu", None, ours, only, lambda _: None, kept))
+    found = run(kept, only)
+    assert [(row["case"], row["backend"]) for row in found] == [(case, name) for case in only[1:] for name in ours]
+    assert run([*kept, *found], only) == []
+    monkeypatch.setattr(bench_serve, "results_of", lambda *_: [])
+    with pytest.raises(ValueError, match="nothing was measured"):
+        run([], only)
 
 
 def test_random_weights_are_made_to_repeat_the_last_token_and_are_then_as_before():
@@ -129,6 +190,6 @@ def test_where_nothing_is_measured_the_reason_is_told_without_a_traceback(capfd)
 
 
 def test_workloads_that_are_not_there_are_named():
-    asked = dict(device="cpu", model=None, shape=bench_serve.SMALL, scale=32, only=["batch 1", "nope"])
+    asked = dict(device="cpu", model=None, shape=bench_serve.SMALL, scale=32, only=["batch 1", "nope"], current=[])
     with pytest.raises(ValueError, match="no workload is called nope; choose from throughput, batch 1"):
         next(serve_candidates.results(["tilestack"], asked))

@@ -1,12 +1,15 @@
 """A row is of the present source, or is shown as older."""
 
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from test_bench_train import WORK
 
-from tilestack.lab import source, stale
+from tilestack import backend
+from tilestack.lab import bench_http, serve_candidates, source, stale
+from tilestack.lab.bench_serve import SMALL
 from tilestack.lab.train_steps import step_of, write_weights
 from tilestack.train import fp8
 
@@ -42,14 +45,41 @@ def test_peers_have_no_source_of_ours():
     ],
 )
 def test_optimizers_and_training_steps_follow_the_files_they_run(monkeypatch, op, changes_with, is_left_by):
-    before = stale.present_source(op, "triton")
+    _follows(monkeypatch, (op, "triton"), changes_with, is_left_by)
+
+
+@pytest.mark.parametrize(
+    ("row", "changes_with", "is_left_by"),
+    [
+        (("serve", "tilestack", "cpu"), "kernels/cpu/few_tokens.h", "kernels/attention/paged.py"),
+        (("serve", "tilestack int8", "cpu"), "engine/cpu_weights.py", "server/app.py"),
+        (("serve", "tilestack", "cuda"), "kernels/cuda/decode_step.cu", "kernels/cpu/few_tokens.h"),
+        (("serve", "tilestack", "cuda"), "lab/serve_workloads.py", "models/gguf.py"),
+        (("serve", "vllm", "cuda"), "lab/serve_workloads.py", "engine/engine.py"),
+        (("http", "http", "cpu"), "server/events.py", "lab/serve_workloads.py"),
+        (("http", "offline", "cuda"), "engine/scheduler.py", "kernels/loss/cross_entropy.py"),
+    ],
+)
+def test_engines_follow_the_files_they_run_and_their_workloads(monkeypatch, row, changes_with, is_left_by):
+    _follows(monkeypatch, row, changes_with, is_left_by)
+
+
+def _follows(monkeypatch, row, changes_with, is_left_by):
+    before = stale.present_source(*row)
     for changed, same in ((is_left_by, True), (changes_with, False)):
         assert (stale.PACKAGE / changed).exists()
         monkeypatch.setattr(
             stale, "code_of", lambda path: "x = 1" if path == stale.PACKAGE / changed else source.code_of(path)
         )
         _clear()
-        assert (stale.present_source(op, "triton") == before) is same
+        assert (stale.present_source(*row) == before) is same
+
+
+def test_an_engine_s_row_is_current_on_its_device_alone():
+    row = dict(op="serve", backend="tilestack", device="cpu", source=stale.present_source("serve", "tilestack", "cpu"))
+    assert stale.is_current(row)
+    assert not stale.is_current(row | {"device": "cuda"})
+    assert not stale.is_current(dict(op="serve", backend="tilestack")), "measured before rows had a hash"
 
 
 def _clear():
@@ -58,22 +88,63 @@ def _clear():
 
 
 def test_every_part_named_is_there():
-    assert all((stale.PACKAGE / part).exists() for part in (*stale.OF_A_TRAINING_STEP, *stale.OF_AN_OPTIMIZER))
+    steps = (*stale.OF_A_TRAINING_STEP, *stale.OF_AN_OPTIMIZER, *stale.OF_AN_ENGINE, *stale.OF_A_SERVER, *stale.OF_A_WORKLOAD)  # fmt: skip
+    assert all(any(stale.PACKAGE.glob(part)) for part in (*steps, *sum(stale.OF_A_DEVICE.values(), ())))
 
 
 @pytest.mark.parametrize("candidate", ["tilestack", "tilestack-graph", "tilestack-fp8-head"])
 def test_a_training_step_runs_nothing_that_its_rows_do_not_follow(candidate, tmp_path, monkeypatch):
     """Else a row would be called current though what it measured has changed."""
     monkeypatch.setattr(fp8, "lacks_fp8", lambda device: "")  # the definitions compute it
-    step, ran = step_of(candidate, write_weights(WORK, tmp_path)), set()
+    step = step_of(candidate, write_weights(WORK, tmp_path))
     step()
-    sys.setprofile(lambda frame, *_: ran.add(frame.f_code.co_filename))
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    ours = {path for path in map(Path, ran) if path.is_relative_to(stale.PACKAGE)}
+    ours = _files_run_by(step)
     measures = {path for path in ours if path.is_relative_to(stale.PACKAGE / "lab")}
     assert stale.PACKAGE / "train" / "step.py" in ours
     assert (stale.PACKAGE / "train" / "fp8_head.py" in ours) is (candidate == "tilestack-fp8-head")
     assert ours - measures <= stale.files_of_parts(stale.OF_A_TRAINING_STEP)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "runs"),
+    [
+        ("tilestack", "cpu", "kernels/cpu/decode_step.py"),
+        ("tilestack int8", "cpu", "kernels/cpu/decode_step.py"),
+        ("tilestack lookup", "cpu", "engine/speculation.py"),
+        ("tilestack", "cuda", "kernels/attention/paged.py"),
+    ],
+)
+def test_an_engine_runs_nothing_that_its_rows_do_not_follow(name, device, runs):
+    """That of a GPU runs its kernels in the interpreter."""
+    shape = SMALL | dict(num_hidden_layers=1, vocab_size=64, hidden_size=32, intermediate_size=32, head_dim=16)
+    asked = dict(device="cpu", model=None, shape=shape)
+    decoder = serve_candidates.decoder_of(asked)
+    with backend("triton" if device == "cuda" else "auto"):
+        serve = serve_candidates.serve_of(name, decoder.half() if device == "cuda" else decoder, asked, 32)
+        serve([[1, 2, 3]], [2], 0.6)
+        ours = _files_run_by(lambda: serve([[4, 5, 4], [6, 7]], [3, 3], 0.6))
+    assert stale.PACKAGE / runs in ours
+    assert ours <= stale.files_of_parts(stale.parts_of_serving("serve", name, device))
+
+
+def test_a_server_runs_nothing_that_its_rows_do_not_follow(monkeypatch):
+    monkeypatch.setattr(bench_http, "STREAMS", 2)
+    engine = bench_http.engine_of("cpu", None, 8)
+    asks = bench_http.make_workload(2, *(bench_http.parse_length("3", name) for name in ("input", "output")), seed=0)
+    ours = _files_run_by(lambda: [way(engine, asks, 0) for way in (bench_http.offline, bench_http.over_http)])
+    assert stale.PACKAGE / "server" / "events.py" in ours
+    assert ours <= stale.files_of_parts(stale.parts_of_serving("http", "http", "cpu"))
+
+
+def _files_run_by(call):
+    """Our files that a call runs, in threads that it starts too."""
+    ran = set()
+    note = lambda frame, *_: ran.add(frame.f_code.co_filename)
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return {path for path in map(Path, ran) if path.is_relative_to(stale.PACKAGE)}

@@ -324,7 +324,8 @@ def test_engines_stand_beside_each_other_by_workload(tmp_path):
     assert "not measured yet" in table("serving imaginary", tmp_path)
     served = lambda backend, case, figure, unit, seconds: dict(
         op="serve", case=case, dtype="bfloat16", direction="forward", backend=backend, figure=figure, unit=unit,
-        seconds=seconds, roof=0.5, date="2031-05-06T07:08:09Z", commit="abc1234",
+        seconds=seconds, roof=0.5, date="2031-05-06T07:08:09Z", commit="abc1234", device="cuda",
+        source=present_source("serve", backend, "cuda"), versions={"tilestack": "0.9", "vllm": "0.99.1"},
     )  # fmt: skip
     rows = [
         served("tilestack", "batch 1", 1.25, "ms/step", 1.0),
@@ -338,15 +339,29 @@ def test_engines_stand_beside_each_other_by_workload(tmp_path):
         ["batch 1", "tilestack", "**1.25** ms/step", "50%", "2.50", "2.00×"],
         ["copying", "tilestack lookup", "**5,000** tokens/s", "50%", "–", "–"],
     ]
-    assert written.endswith("tilestack 2031-05-06 07:08, tilestack lookup 2031-05-06 07:08, vllm 2031-05-06 07:08._")
+    when = "2031-05-06 07:08"
+    ours = [f"{name} 0.9 at abc1234 {when}" for name in ("tilestack", "tilestack lookup")]
+    assert written.endswith(f"{', '.join(ours)}, vllm 0.99.1 {when}._")
+    rows[1:] = [rows[1] | {"source": "older"}, rows[2] | {"source": "older", "commit": "dcb4321"}]
+    save(tmp_path, replace(small_result(), rows=rows), "serve")
+    _, _, *lines = cells(written := table("serving imaginary", tmp_path))
+    assert [[line[1], line[4]] for line in lines] == [["tilestack", "2.50 †"], ["tilestack lookup †", "–"]]
+    assert written.endswith("at commit abc1234 tilestack lookup; dcb4321 vllm._")
+    save(tmp_path, replace(small_result(), rows=[rows[0], rows[2] | {"versions": {}}]), "serve")
+    assert f"vllm of a version not recorded {when}." in table("serving imaginary", tmp_path)
 
 
 def test_what_http_costs_is_told_of_each_model(tmp_path):
     assert "not measured yet" in table("http imaginary", tmp_path)
     row = lambda backend, figure, cpu: dict(
         op="http", case="tiny, 64 streams", dtype="float32", direction="forward", backend=backend, figure=figure,
-        unit="tokens/s", cpu_us=cpu, answered=64,
+        unit="tokens/s", cpu_us=cpu, answered=64, commit="abc1234", device="cpu", source=present_source("http", backend, "cpu"),
     )  # fmt: skip
     save(tmp_path, replace(small_result(), rows=[row("offline", 2000.0, 100.0), row("http", 1900.0, 108.0)]), "http")
     _, _, *lines = cells(table("http imaginary", tmp_path))
     assert lines == [["tiny, 64 streams", "2,000", "1,900", "5.0%", "100", "108", "**8.0%**"]]
+    older = row("http", 1900.0, 108.0) | {"source": "older"}
+    save(tmp_path, replace(small_result(), rows=[row("offline", 2000.0, 100.0), older]), "http")
+    _, _, *lines = cells(written := table("http imaginary", tmp_path))
+    assert lines[0][0] == "tiny, 64 streams †"
+    assert written.endswith("at commit abc1234 tiny, 64 streams._")

@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 import tilestack
+from tilestack.lab.generated import OPENING, pages
 from tilestack.lab.machine import EXTRAS, TESTED
+from tilestack.lab.results import read_json
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -56,6 +58,40 @@ def test_pre_commit_runs_the_linters_of_make_lint():
     tools = {re.match(r"\t\$\(BIN\)/([\w-]+)", line)[1] for line in lint.splitlines()}
     hooks = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     assert {re.match(r"\.venv/bin/([\w-]+)", hook["entry"])[1] for hook in hooks} == tools
+
+
+# What fills each kind of generated table: on a GPU, and on a CPU.
+KERNELS = "tilestack bench all --save"
+MUTATION = "python -m tests.mutation"  # which needs neither
+FILLED_BY = {
+    **dict.fromkeys(("headline", "operator", "ladder", "training", "roofs", "memory"), (KERNELS, None)),
+    "serving": (KERNELS, "tilestack bench serve --device cpu --save"),
+    "http": (KERNELS, "tilestack bench http --device cpu --save"),
+    "recipes": ("tilestack chain --save", "tilestack chain --save"),
+    "alignment": (None, "tilestack chain --alignment --save"),
+    "parity": ("tilestack parity --save", None),
+    "fp8-parity": (None, "tilestack parity --fp8 --device cpu --save"),
+    "proofs": ("tilestack verify --device cuda --stale --save", None),
+    **dict.fromkeys(("mutation", "survivors"), (MUTATION, MUTATION)),
+}
+
+
+def test_two_commands_make_every_figure_that_is_shown():
+    dry = lambda *targets: subprocess.run(["make", "--dry-run", *targets], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout  # fmt: skip
+    on_gpu, on_cpu = dry("bench", "prove") + MUTATION, dry("bench-cpu") + MUTATION
+    shown = {name for page in pages(REPOSITORY) for name in OPENING.findall(page.read_text(encoding="utf-8"))}
+    assert {name.split()[0] for name in shown} == set(FILLED_BY)
+    for name in shown:
+        kind, machine = (*name.split(), "")[:2]
+        commands, of = (on_cpu, 1) if machine == "cpu" else (on_gpu, 0)
+        assert FILLED_BY[kind][of] in commands, f"nothing makes the figures of {name}"
+
+
+def test_every_model_of_the_tables_of_serving_is_measured_by_one_command():
+    commands = subprocess.run(["make", "--dry-run", "bench-cpu"], cwd=REPOSITORY, capture_output=True, text=True).stdout
+    rows = read_json(REPOSITORY / "results" / "cpu" / "http.json")["rows"]
+    for model in {row["case"].partition(",")[0] for row in rows} - {"random weights"}:
+        assert f"bench http --device cpu --model {model} --save" in commands
 
 
 def test_the_citation_names_the_version():

@@ -114,8 +114,8 @@ def bench_command(
     are timed on the CPU, and the tables say so. `bench memory` sweeps access patterns, `bench host` times calls on small
     tensors, `bench optim` optimizers (`bench optim muon` one of them), `bench train` whole training steps beside
     transformers and Liger, `bench serve` the engine beside vLLM and transformers, `bench http` what HTTP costs of its
-    throughput, and `bench all` all of these, which is every speed in the README and the documentation. `bench startup`
-    times imports and the command line.
+    throughput, and `bench all` all of these, on a GPU nearly every speed in the README and the documentation; `make bench`
+    and, on a CPU, `make bench-cpu` have the rest. `bench startup` times imports and the command line.
     """
     if operators == ["startup"]:
         bench_starts(json_)
@@ -380,8 +380,9 @@ def bench_serving(asked: Asked, model: str | None, candidates: list[str] | None,
     if asked.is_over():
         return
     target = asked.results_file("serve")
+    kept = asked.kept_rows("serve") if asked.stale else []
     with asked.measured_rows(target, bench_serve.render) as rows:
-        for row in bench_serve.bench_serve(asked.place.type, model, candidates, only, Console(stderr=True).print):
+        for row in bench_serve.bench_serve(asked.place.type, model, candidates, only, Console(stderr=True).print, kept):
             rows.append(row)
             if asked.save:  # at once: the next may fail
                 results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), [row])
@@ -393,7 +394,7 @@ def bench_over_http(asked: Asked, model: str | None) -> None:
     from tilestack.lab import bench_http, results
     from tilestack.lab.roofs import measured
 
-    if asked.is_over():
+    if asked.is_over() or (asked.stale and bench_http.is_kept(asked.kept_rows("http"), model)):
         return
     trust_engine()
     target = asked.results_file("http")

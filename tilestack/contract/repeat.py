@@ -224,7 +224,7 @@ def repeat({arguments}):
     def shapes_of_allocations(self) -> dict[int, Tensor]:
         """By the id of each allocation that is used, the tensor as which it is made: the result that is all of it, if any."""
         used = [tensor_of(value) for event in self.launches for value in event.values]
-        owners = [self.owner(tensor) for tensor in used if tensor is not None]
+        owners = [self.owner(tensor) for tensor in used if tensor is not None and tensor.data_ptr()]
         shapes = {id(owner): owner for owner in owners}
         for tensor in reversed(self.results):
             if tensor is not None:

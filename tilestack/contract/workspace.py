@@ -16,7 +16,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tilestack.contract.launch import notes
 
+VIEWS_KEPT = 1 << 12
+
 _kept: dict[tuple, Tensor] = {}
+_views: dict[tuple, Tensor] = {}  # of what is kept, in the shapes asked for: a repeated call asks for the same again
 
 
 class Workspace(NamedTuple):
@@ -38,16 +41,27 @@ def workspace(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch
 
 
 def _find(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    size, stream = math.prod(shape), 0
-    with _disable_current_modes():  # what is kept is no part of the call that first asks for it
-        if device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
+    stream = 0
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            with _disable_current_modes():  # what is given is no part of the call that asks for it
                 return torch.zeros(shape, dtype=dtype, device=device)
-            stream = torch._C._cuda_getCurrentRawStream(
-                torch.cuda.current_device() if device.index is None else device.index
-            )
-        key = name, dtype, device, stream
+        stream = torch._C._cuda_getCurrentRawStream(
+            torch.cuda.current_device() if device.index is None else device.index
+        )
+    found = _views.get((name, shape, dtype, device, stream))
+    return _new_view(name, shape, dtype, device, stream) if found is None else found
+
+
+def _new_view(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, stream: int) -> Tensor:
+    """What is kept of a name, in a shape that was not asked for before."""
+    size, key = math.prod(shape), (name, dtype, device, stream)
+    with _disable_current_modes():
         kept = _kept.get(key)
         if kept is None or kept.numel() < size:
             kept = _kept[key] = torch.zeros(max(size, 1), dtype=dtype, device=device)
-        return kept[:size].view(shape)
+            _views.clear()  # those of the smaller memory among them
+        if len(_views) >= VIEWS_KEPT:
+            _views.clear()
+        found = _views[name, shape, dtype, device, stream] = kept[:size].view(shape)
+    return found

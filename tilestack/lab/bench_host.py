@@ -4,11 +4,12 @@ The floor is an in-place addition of one, which allocates nothing and launches o
 with the GPU idle before, so that no queue fills; of many such batches, the floor's in turn with them, the fastest counts,
 which nothing else on the machine has held up.
 
-    no_grad     the operator without a gradient
+    no_grad     the operator without a gradient; all there is of operators that write into their arguments
     grad        its forward where one is wanted, which also builds the node for autograd
     both        that and its backward, by torch.autograd.grad
 
-Each beside PyTorch's own function (`aten`), or the definition where there is none.
+Each beside PyTorch's own function (`aten`), or the definition where there is none. What a call costs follows the contract,
+which finds and repeats it, as much as the kernel's file, so a row carries a hash of both.
 """
 
 import statistics
@@ -24,7 +25,7 @@ from tilestack import ops
 from tilestack.contract import BackendError, Operator, backend, configure_backend
 from tilestack.contract.cases import Make
 from tilestack.contract.operator import as_tuple
-from tilestack.lab.stale import is_current, present_source
+from tilestack.lab.stale import hash_of_parts, present_source
 
 CALLS, BATCHES, WARM = 20, 40, 3
 SMALL = 1 << 20  # elements, which a GPU is done with before the host has asked for more
@@ -35,15 +36,24 @@ def bench_host(device: str = "cuda", without: Collection[str] = ()) -> Iterator[
     """An operator's rows at a time, one for each way of calling and backend: microseconds on the host, and those of the floor
     beside it. `without` are those that need not be measured."""
     for op in ops.operators():
-        if op.outputs and not op.mutates and "triton" in op.implementations and op.name not in without:
+        if "triton" in op.implementations and op.name not in without:
             yield of_operator(op, device)
+
+
+def host_source(op: str, backend: str) -> str:
+    """The hash of what a call runs on the host."""
+    mine = present_source(op, backend)
+    return f"{mine}-{hash_of_parts(('contract',))}" if mine else ""
 
 
 def current_operators(rows: Iterable[dict[str, Any]]) -> set[str]:
     """Those that were measured on the present source, in the case that would be taken now."""
     ours = [row for row in rows if row["backend"] == "triton"]
     known = {op.name: op for op in ops.operators()}
-    current = lambda row: row["op"] in known and is_current(row) and smallest(known[row["op"]]).name == row["case"]
+    source = lambda row: host_source(row["op"], row["backend"])
+    current = lambda row: (
+        row["op"] in known and row.get("source") == source(row) and smallest(known[row["op"]]).name == row["case"]
+    )
     return {row["op"] for row in ours} - {row["op"] for row in ours if not current(row)}
 
 
@@ -62,7 +72,7 @@ def of_operator(op: Operator, device: str) -> list[dict[str, Any]]:
             backend=name,
             host_us=ours,
             floor_us=floor,
-            source=present_source(op.name, name),
+            source=host_source(op.name, name),
         )
         for (way, name), (ours, floor) in measure_all(calls, device).items()
     ]
@@ -102,7 +112,7 @@ def ways(op: Operator, case: Any, name: str, device: str) -> dict[str, Callable[
         return torch.autograd.grad(outputs, leaves, [torch.ones_like(out) for out in outputs], allow_unused=True)
 
     found: dict[str, Callable[[], Any]] = {}
-    with_gradients = [("grad", grad), ("both", both)] if leaves else []  # of integers there are none
+    with_gradients = [("grad", grad), ("both", both)] if leaves and not op.mutates else []
     for way, call in [("no_grad", no_grad), *with_gradients]:
         try:
             with backend(name):
@@ -166,8 +176,19 @@ def render_with_summary(rows: list[dict[str, Any]]) -> Group:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """The medians over operators of what ours adds to the floor."""
+    """The medians over operators of what ours adds to the floor, and of the backward's share beside PyTorch's own."""
     ours = [row for row in rows if row["backend"] == "triton"]
     added = lambda way: [row["host_us"] - row["floor_us"] for row in ours if row["direction"] == way]
     parts = [f"{way} +{statistics.median(found):.2f} µs" for way in ("no_grad", "grad") if (found := added(way))]
-    return f"median over {len({row['op'] for row in ours})} operators: {', '.join(parts)} over the floor"
+    told = f"median over {len({row['op'] for row in ours})} operators: {', '.join(parts)} over the floor"
+    mine, theirs = (backward_shares(rows, name) for name in ("triton", "aten"))
+    if not (both := mine.keys() & theirs.keys()):
+        return told
+    share = lambda found: f"{statistics.median(found[op] for op in both):.2f} µs"
+    return f"{told}; backward {share(mine)}, PyTorch's own {share(theirs)}, over the {len(both)} operators that it has"
+
+
+def backward_shares(rows: list[dict[str, Any]], backend: str) -> dict[str, float]:
+    """Of each operator what its backward adds to a forward that wants a gradient, in microseconds."""
+    found = {(row["op"], row["direction"]): row["host_us"] for row in rows if row["backend"] == backend}
+    return {op: us - found[op, "grad"] for (op, way), us in found.items() if way == "both" and (op, "grad") in found}

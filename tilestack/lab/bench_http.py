@@ -15,10 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -28,9 +27,10 @@ from rich.table import Table
 from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.engine import LLM, AsyncEngine, Engine, EngineSettings, Request, SamplingParams
-from tilestack.lab.bench_serve import QWEN3, SMALL
+from tilestack.lab.bench_serve import QWEN3, SMALL, name_of
 from tilestack.lab.load import Ask, make_workload
 from tilestack.lab.load.workload import IDS, parse_length
+from tilestack.lab.stale import HTTP, is_current, present_source
 
 STREAMS = 64
 WAYS = ("offline", "http")
@@ -59,7 +59,6 @@ def bench_http(
     answer = answer or (16 if model and device == "cpu" else 128)
     with threads(1 if device == "cpu" else torch.get_num_threads()):
         engine = engine_of(device, model, prompt + answer + 1)
-        name = Path(model).name if model else "random weights"
         run = {"offline": offline, "http": over_http}
         best: dict[str, Turn] = {}
         for turn in range(turns + 1):  # the first warms up
@@ -72,10 +71,21 @@ def bench_http(
     answered = STREAMS * answer
     dtype = str(engine.decoder.embedding.weight.dtype).removeprefix("torch.")
     return [
-        dict(op="http", case=f"{name}, {STREAMS} streams", dtype=dtype, direction="forward", backend=way, unit="tokens/s",
-             figure=round(answered / took.seconds, 1), cpu_us=round(1e6 * took.cpu_seconds / answered, 1), answered=answered)
+        dict(op=HTTP, case=case_of(model), dtype=dtype, direction="forward", backend=way, unit="tokens/s",
+             figure=round(answered / took.seconds, 1), cpu_us=round(1e6 * took.cpu_seconds / answered, 1), answered=answered,
+             device=device, source=present_source(HTTP, way, device))
         for way, took in best.items()
     ]  # fmt: skip
+
+
+def case_of(model: str | None) -> str:
+    return f"{name_of(model)}, {STREAMS} streams"
+
+
+def is_kept(rows: Iterable[dict[str, Any]], model: str | None) -> bool:
+    """Whether both ways were measured on the present source."""
+    current = {row["backend"] for row in rows if row["case"] == case_of(model) and is_current(row)}
+    return current == {*WAYS}
 
 
 def fastest(one: Turn, other: Turn) -> Turn:

@@ -18,14 +18,16 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
 from tilestack.lab import machine
 from tilestack.lab.roofs import measured
+from tilestack.lab.stale import is_current
 from tilestack.models.checkpoints import PACKAGED
 
 CANDIDATES = (
@@ -67,9 +69,11 @@ def bench_serve(
     candidates: list[str] | None = None,
     only: list[str] | None = None,
     tell: Callable[[str], Any] = print,
+    kept: Iterable[dict[str, Any]] = (),
 ) -> Iterator[dict[str, Any]]:
-    """A row for each workload and candidate, as it is measured. Without a model: Qwen3-0.6B's shape with weights drawn at
-    random on a GPU, and on a CPU SmolLM2-135M, or where its package is not there a small shape."""
+    """A row for each workload and candidate, as it is measured, but for those that are kept of the present source. Without a
+    model: Qwen3-0.6B's shape with weights drawn at random on a GPU, and on a CPU SmolLM2-135M, or where its package is not
+    there a small shape."""
     if wrong := [name for name in candidates or () if name not in CANDIDATES]:
         raise ValueError(f"no engine {', '.join(wrong)}; choose from {', '.join(CANDIDATES)}")
     with tempfile.TemporaryDirectory() as folder:
@@ -77,8 +81,10 @@ def bench_serve(
         model = model or (PACKAGED_MODEL if device == "cpu" and is_installed(PACKAGED[PACKAGED_MODEL][1]) else None)
         shape = None if model else QWEN3 if device == "cuda" else SMALL
         scale = 1 if device == "cuda" else 16 if model else 32
-        asked = dict(device=device, model=model, shape=shape, scale=scale, only=only, folder=folder)
+        current = [(row["case"], row["backend"]) for row in kept if stands(row, model)]
+        asked = dict(device=device, model=model, shape=shape, scale=scale, only=only, folder=folder, current=current)
         config.write_text(json.dumps(asked))
+        rate = copy_rate(device)
         names = list(candidates or CANDIDATES)
         for name in filter(lambda name: not importable(name), names):
             tell(f"{name} is not installed here")
@@ -91,11 +97,31 @@ def bench_serve(
             for row in results_of(command, name, tell):
                 tell(f"  {row['case']}, {row['backend']}: {row['figure']:,.2f} {row['unit']}")
                 measured_any = True
-                yield with_roof(row, device)
-        if not measured_any:
+                yield with_roof(row, rate)
+        if not measured_any and not current:
             raise ValueError(
                 "nothing was measured: no engine that runs here is for these workloads, or what went wrong is told above"
             )
+
+
+def name_of(model: str | None) -> str:
+    return Path(model).name if model else "random weights"
+
+
+def stands(row: dict[str, Any], model: str | None) -> bool:
+    """Whether a row is of the present source, of this model, and another's of the version that is here."""
+    engine = row["backend"].split()[0]
+    here = "" if engine == "tilestack" else machine.version_of(engine)
+    return is_current(row) and row["model"] == name_of(model) and here in ("", row["versions"].get(engine))
+
+
+def copy_rate(device: str) -> float:
+    """Bytes a second that a copy reads and writes: measured before any engine runs, which it would disturb, and whose memory
+    it gives back."""
+    rate = measured(device).copy_tb_per_s * 1e12
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return rate
 
 
 def results_of(command: list[str], name: str, tell: Callable[[str], Any]) -> Iterator[dict[str, Any]]:
@@ -115,11 +141,9 @@ def results_of(command: list[str], name: str, tell: Callable[[str], Any]) -> Ite
             tell(f"{name} ended with exit code {code} after {found} workloads")
 
 
-def with_roof(row: dict[str, Any], device: str) -> dict[str, Any]:
-    """The row with the share of the memory's rate that its unavoidable bytes amount to, and the versions beside it."""
-    rate = measured(device).copy_tb_per_s * 1e12
+def with_roof(row: dict[str, Any], rate: float) -> dict[str, Any]:
+    """The row with the share of the memory's rate that its unavoidable bytes amount to."""
     row["roof"] = round(row.pop("moved") / rate / row["seconds"], 4)
-    row["versions"] = machine.stamp(device).get("versions", {})
     return row
 
 

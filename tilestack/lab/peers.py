@@ -147,12 +147,13 @@ LIBRARIES: dict[str, tuple[str, dict[str, "Callable | Prepared"]]] = {
 MODES: dict[str, dict[str, Any]] = {"": {}, "-max": {"mode": "max-autotune-no-cudagraphs"}}  # of torch.compile
 COMPILED = [f"{name}{suffix}" for name in ("compile", "eager-compile") for suffix in MODES]
 
-# Whose best time a ratio is taken against: of operators, of torch.optim's steps, and of whole training steps.
+# Whose best time a ratio is taken against: of operators, of torch.optim's steps, of whole training steps, and of engines.
 OF_OPERATORS = ("aten", *COMPILED, "eager", *LIBRARIES)
 OF_OPTIMIZERS = ("fused", "foreach", "torch.optim")
 OF_TRAINING = ("plain", "plain-compile", "transformers", "transformers-compile", "transformers-liger")
 IN_FP8 = ("tilestack-fp8", "tilestack-fp8-head")  # training steps of ours in another precision than any peer's
-PEERS = (*OF_OPERATORS, *OF_OPTIMIZERS, *OF_TRAINING)
+OF_SERVING = ("vllm", "transformers")
+PEERS = (*OF_OPERATORS, *OF_OPTIMIZERS, *OF_TRAINING, *OF_SERVING)
 
 # Where a backend of ours ran another's kernel, there is nothing to win against it: (operator, backend, direction) of rows that
 # do not say whose kernel they measured.

@@ -18,7 +18,9 @@ from tilestack import models
 from tilestack.contract import check_values
 from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams
 from tilestack.engine.cpu_weights import can_block, pack_for_cpu
+from tilestack.lab.bench_serve import name_of
 from tilestack.lab.serve_workloads import Workload, workloads
+from tilestack.lab.stale import SERVING, present_source
 
 REPEATS = {"cuda": 2, "cpu": 3}  # a CPU has other things to do in between
 CONTEXT = 4096  # of the engines, where no workload needs more
@@ -139,12 +141,16 @@ def fits(name: str, workload: Workload) -> bool:
 
 
 def results(names: list[str], asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row for each engine and workload. What is current of all the engines here is left out; where it is not of one, the
+    others are measured beside it."""
     decoder = decoder_of(asked)
     config, dtype, device = decoder.config, dtype_of(asked), asked["device"]
     every = {each.name: each for each in workloads(config, asked["scale"])}
     if wrong := [name for name in asked["only"] or () if name not in every]:
         raise ValueError(f"no workload is called {', '.join(wrong)}; choose from {', '.join(every)}")
-    chosen = [every[name] for name in asked["only"] or every if any(fits(each, every[name]) for each in names)]
+    current = {tuple(pair) for pair in asked["current"]}
+    due = lambda name, workload: fits(name, workload) and (workload.name, name) not in current
+    chosen = [every[name] for name in asked["only"] or every if any(due(each, every[name]) for each in names)]
     names = [name for name in names if any(fits(name, each) for each in chosen)]
     if not chosen:
         return
@@ -152,6 +158,7 @@ def results(names: list[str], asked: dict[str, Any]) -> Iterator[dict[str, Any]]
     context = min(config.positions, max(longest, CONTEXT))
     parameters = sum(each.numel() for each in decoder.parameters())
     serves = {name: serve_of(name, decoder, asked, context) for name in names}
+    sources = {name: present_source(SERVING, name, device) for name in names}
     ours = decoder if any(name.startswith("tilestack") for name in names) else None
     del decoder  # where it is not ours, another engine wants the memory
     for workload in chosen:
@@ -161,9 +168,16 @@ def results(names: list[str], asked: dict[str, Any]) -> Iterator[dict[str, Any]]
             found = measure(fitting, workload, config.vocabulary, REPEATS[device])
         for name, (figure, seconds) in found.items():
             moved = workload.moved(config, parameters, 1 if name == "tilestack int8" else dtype.itemsize)
-            yield dict(op="serve", case=workload.name, dtype=f"{dtype}".removeprefix("torch."), direction="forward",
+            yield dict(op=SERVING, case=workload.name, dtype=f"{dtype}".removeprefix("torch."), direction="forward",
                        backend=name, figure=round(figure, 4), unit=workload.unit, seconds=seconds, moved=moved,
-                       answered=workload.answered)  # fmt: skip
+                       answered=workload.answered, device=device, model=name_of(asked["model"]),
+                       source=sources[name], versions=versions_of(name))  # fmt: skip
+
+
+def versions_of(name: str) -> dict[str, str]:
+    """What ran: the engine's version, as it says itself, with those of what it stands on. All are imported by now."""
+    packages = (name.split()[0], "torch", "triton")
+    return {package: sys.modules[package].__version__ for package in packages if package in sys.modules}
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Workloads of serving, made by code, and the least time the memory allows for them.
 
-    throughput   256 requests, prompts and answers each of 100 to 1024 tokens, all there at the beginning
+    throughput   256 requests, prompts and answers each of 100 to 1024 tokens, all there at the beginning: the workload of
+                 nano-vllm's benchmark, 133,966 tokens answered
     batch n      n prompts of 128 tokens, 512 tokens answered: milliseconds a step, without the prompts
     first token  one prompt of 1024 tokens, until its first token
     prefix       64 requests that share their first 1024 tokens
@@ -49,8 +50,9 @@ def workloads(config: ModelConfig, scale: int = 1) -> list[Workload]:
     top = min(VOCABULARY, config.vocabulary - 1)
     ids = lambda length: [draw.randint(0, top) for _ in range(length)]
     between = lambda: draw.randint(max(1, 100 // scale), 1024 // scale)
-    requests = [(ids(between()), between()) for _ in range(max(4, 256 // scale))]
-    found = [Workload("throughput", [prompt for prompt, _ in requests], [answer for _, answer in requests])]
+    requests = range(max(4, 256 // scale))
+    # All prompts, then all lengths of answers: in this order they are nano-vllm's, which engines publish figures of.
+    found = [Workload("throughput", [ids(between()) for _ in requests], [between() for _ in requests])]
     for batch in (1, 8, 64 // scale or 1):
         prompts = [ids(max(2, 128 // scale)) for _ in range(batch)]
         found.append(Workload(f"batch {batch}", prompts, [max(8, 512 // scale)] * batch, unit="ms/step"))

@@ -1,7 +1,8 @@
 """Whether a result or a proof is of the present source: a row carries the hash of what it measured.
 
 A row with another hash, or with none, was measured on an older source. It is shown as such, with its commit, and
-`tilestack bench --stale --save` measures it again. What a peer runs is not our source; its version is in the stamp.
+`tilestack bench --stale --save` measures it again. What a peer runs is not our source; its version is in the stamp, or
+in its row. An engine's figure also follows the workload it answers, whoever's engine it is.
 """
 
 import functools
@@ -22,11 +23,28 @@ OF_A_TRAINING_STEP = (
     "train/fp8.py", "train/fp8_head.py",
 )  # fmt: skip
 OF_AN_OPTIMIZER = ("optim", "kernels/optim")
+SERVING, HTTP = "serve", "http"  # the same of `tilestack bench serve` and `tilestack bench http`
+OF_A_WORKLOAD = ("lab/serve_workloads.py", "lab/serve_candidates.py")
+OF_AN_ENGINE = (
+    "contract", "ops", "nn", "engine", "models/attention.py", "models/cache.py", "models/context.py", "models/decoder.py",
+    "models/invariant.py", "models/mla.py", "models/norm.py", "models/paged.py", "models/rotary.py",
+)  # fmt: skip
+OF_A_SERVER = ("server", "data/tokenizer.py", "lab/load", "lab/bench_http.py")
+OF_A_DEVICE = {
+    "cpu": ("kernels/aten.py", "kernels/cpu", "kernels/cpu/*.cpp", "kernels/cpu/*.h"),
+    "cuda": (
+        "kernels/*.py", "kernels/attention", "kernels/cuda", "kernels/elementwise", "kernels/hopper", "kernels/matmul",
+        "kernels/memory", "kernels/norm", "kernels/quantised", "kernels/sampling", "kernels/softmax",
+    ),
+}  # fmt: skip
 
 
 @functools.cache
-def present_source(op: str, backend: str) -> str:
-    """The hash of what an operator, an optimizer or a training step runs today; empty where nothing of ours runs it."""
+def present_source(op: str, backend: str, device: str = "") -> str:
+    """The hash of what an operator, an optimizer, a training step or an engine on a device runs today; empty where nothing
+    of ours runs it."""
+    if op in (SERVING, HTTP):
+        return hash_of_parts(parts_of_serving(op, backend, device))
     if is_peer(backend):
         return ""
     operator = next((found for found in operators() if found.name == op), None)
@@ -35,9 +53,17 @@ def present_source(op: str, backend: str) -> str:
     return hash_of_parts(OF_A_TRAINING_STEP if op == TRAINING else OF_AN_OPTIMIZER)
 
 
+def parts_of_serving(op: str, backend: str, device: str) -> tuple[str, ...]:
+    """What decides an engine's figure: for another's engine the workload alone."""
+    if is_peer(backend):
+        return OF_A_WORKLOAD
+    return (*OF_AN_ENGINE, *OF_A_DEVICE[device], *(OF_A_WORKLOAD if op == SERVING else OF_A_SERVER))
+
+
 @functools.cache
 def hash_of_parts(parts: tuple[str, ...]) -> str:
-    """One hash over the code of some of our files, and of every file in some of our folders, of CUDA C++ too."""
+    """One hash over the code of some of our files, and of every file in some of our folders, of CUDA C++ too; a part may be a
+    pattern."""
     digest = hashlib.sha256()
     for path in sorted(files_of_parts(parts)):
         digest.update(f"{path.relative_to(PACKAGE)}\n{code_of(path)}\n".encode())
@@ -46,10 +72,10 @@ def hash_of_parts(parts: tuple[str, ...]) -> str:
 
 def files_of_parts(parts: tuple[str, ...]) -> set[Path]:
     inside = lambda place: [path for path in place.rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
-    places = [PACKAGE / part for part in parts]
+    places = [place for part in parts for place in PACKAGE.glob(part)]
     return {path for place in places for path in ([place] if place.is_file() else inside(place))}
 
 
 def is_current(row: dict[str, Any]) -> bool:
     """Whether a row or proof of ours is of the present source."""
-    return bool(row.get("source")) and row["source"] == present_source(row["op"], row["backend"])
+    return bool(row.get("source")) and row["source"] == present_source(row["op"], row["backend"], row.get("device", ""))

@@ -43,7 +43,7 @@ from tilestack.lab.measured import (
 )
 from tilestack.lab.results import path_of, read_json
 from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER, UNCLEAR
-from tilestack.lab.stale import TRAINING
+from tilestack.lab.stale import TRAINING, is_current
 
 OLD = "†"
 OLDER = "measured on an older source than the present one, not to be trusted until measured again; at commit"
@@ -81,10 +81,19 @@ def marked(name: str, chosen: Iterable[Contest]) -> str:
 
 def older(chosen: Iterable[Contest], name: Callable[[Contest], str] = lambda contest: f"`{contest.op}`") -> str:
     """The line that says what the daggers mean, and at which commit what they mark was measured."""
+    return daggers((contest.commit, name(contest)) for contest in chosen if contest.stale)
+
+
+def older_rows(rows: Iterable[dict[str, Any]], name: str) -> str:
+    """The same of rows that form no contests, by what one of their fields says."""
+    return daggers((row["commit"], row[name]) for row in rows if not is_current(row))
+
+
+def daggers(stale: Iterable[tuple[str, str]]) -> str:
+    """The line for what is stale: pairs of a commit and what was measured there."""
     commits: dict[str, dict[str, None]] = {}
-    for contest in chosen:
-        if contest.stale:
-            commits.setdefault(contest.commit, {})[name(contest)] = None
+    for commit, name in stale:
+        commits.setdefault(commit, {})[name] = None
     if not commits:
         return ""
     at = "; ".join(f"{commit} {', '.join(names)}" for commit, names in commits.items())
@@ -322,19 +331,31 @@ def serving(folder: Path, slug: str) -> str:
     rows = read_json(path)["rows"]
     is_ours = lambda row: row["backend"].partition(" ")[0] == "tilestack"
     others = list(dict.fromkeys(row["backend"] for row in rows if not is_ours(row)))
+    figure = lambda row: f"{row['figure']:,.{2 if row['figure'] < 100 else 0}f}"
+    dagger = lambda row: "" if is_current(row) else f" {OLD}"
     lines = []
     for row in filter(is_ours, rows):
         peers = {other["backend"]: other for other in rows if other["case"] == row["case"]}
-        line = [row["case"], row["backend"], f"**{row['figure']:,.{2 if row['figure'] < 100 else 0}f}** {row['unit']}", percent(row["roof"])]  # fmt: skip
+        line = [row["case"], row["backend"] + dagger(row), f"**{figure(row)}** {row['unit']}", percent(row["roof"])]
         for name in others:
             peer = peers.get(name)
-            line.append(f"{peer['figure']:,.{2 if peer['figure'] < 100 else 0}f}" if peer else "–")
+            line.append(figure(peer) + dagger(peer) if peer else "–")
             line.append(times(peer["seconds"] / row["seconds"]) if peer else "–")
         lines.append(line)
     header = ["workload", "engine", "figure", "of the memory's rate", *(word for name in others for word in (name, f"against {name}"))]  # fmt: skip
-    when = dict.fromkeys(f"{row['backend']} {row['date'][:16].replace('T', ' ')}" for row in rows)
+    when = dict.fromkeys(f"{with_version(row)} {row['date'][:16].replace('T', ' ')}" for row in rows)
     machine = read_json(path)["machine"]
-    return f"{markdown(header, lines, left=2)}\n\n_Measured on {machine['gpu'] or machine['cpu']}, in UTC: {', '.join(when)}._"
+    stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, in UTC: {', '.join(when)}._"
+    return f"{markdown(header, lines, left=2)}\n\n{stamp}{older_rows(rows, 'backend')}"
+
+
+def with_version(row: dict[str, Any]) -> str:
+    """An engine's name with its version, of ours also the commit."""
+    engine = row["backend"].partition(" ")[0]
+    version = row["versions"].get(engine)
+    if engine == "tilestack":
+        return f"{row['backend']} {version + ' at ' if version else ''}{row['commit']}"
+    return f"{row['backend']} {version or 'of a version not recorded'}"
 
 
 def http(folder: Path, slug: str) -> str:
@@ -349,7 +370,8 @@ def http(folder: Path, slug: str) -> str:
     lines = []
     for case, (lost, added) in costs(kept["rows"]).items():
         plain, served = rows[case, "offline"], rows[case, "http"]
-        lines.append([case, f"{plain['figure']:,.0f}", f"{served['figure']:,.0f}", f"{lost:.1%}", f"{plain['cpu_us']:,.0f}", f"{served['cpu_us']:,.0f}", f"**{added:.1%}**"])  # fmt: skip
+        name = case if is_current(plain) and is_current(served) else f"{case} {OLD}"
+        lines.append([name, f"{plain['figure']:,.0f}", f"{served['figure']:,.0f}", f"{lost:.1%}", f"{plain['cpu_us']:,.0f}", f"{served['cpu_us']:,.0f}", f"**{added:.1%}**"])  # fmt: skip
     header = [
         "model",
         "offline, tokens/s",
@@ -360,7 +382,8 @@ def http(folder: Path, slug: str) -> str:
         "more by",
     ]
     machine = kept["machine"]
-    return f"{markdown(header, lines)}\n\n_Measured on {machine['gpu'] or machine['cpu']}, {machine['date'][:10]}._"
+    stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, {machine['date'][:10]}._"
+    return f"{markdown(header, lines)}\n\n{stamp}{older_rows(rows.values(), 'case')}"
 
 
 def proofs(folder: Path, slug: str) -> str:
