@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+import tilestack
 from tilestack import models
 from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams
+from tilestack.engine.quantised_weights import quantise_weights
 
 CONFIG = dict(vocabulary=512, hidden=256, intermediate=512, layers=3, heads=4, kv_heads=2, head_dim=64, positions=1024)
 
@@ -50,6 +52,25 @@ def test_nothing_changes_the_text(decoder, changed, temperature):
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
 def test_eight_bit_pages(decoder, kept):
     assert answers(decoder, kv_dtype=kept) == answers(decoder, kv_dtype=kept, graphs=False, overlap=False)
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
+def test_weights_of_codes(decoder, format):
+    """The tokens are those of the model with the numbers that its codes stand for. In half precision steps of many rows make
+    fp8 codes of these too."""
+    quantised, exact = copy.deepcopy(decoder), copy.deepcopy(decoder)
+    quantise_weights(quantised, format)
+    for path, layer in exact.layers.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            rows = torch.eye(layer.in_features, device="cuda")
+            with tilestack.backend("torch"), torch.no_grad():
+                layer.weight.copy_(quantised.layers.get_submodule(path)(rows).T)
+    assert answers(quantised, weights=format) == answers(exact)
+    half = copy.deepcopy(decoder).to(torch.bfloat16)
+    quantise_weights(half, format)
+    found = answers(half, weights=format)
+    assert all(len(ids) == 20 + n for n, ids in enumerate(found))
+    assert found == answers(half, weights=format)
 
 
 def test_memory_is_found_and_stays_flat(decoder):
