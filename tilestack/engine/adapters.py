@@ -60,11 +60,9 @@ class ServedAdapters:
             beside(layer, [part for part in parts if part], [scale_and_rank(part) for part in parts], self)
 
     @contextmanager
-    def chosen(self, parts: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Within it, the batch is made of (adapter, tokens) one after the other."""
-        if any(adapter for adapter, _ in parts):
-            numbers = [adapter for adapter, count in parts for _ in range(count)]
-            self.tokens = torch.tensor(numbers, device=self.device)
+    def chosen(self, tokens: Tensor) -> Iterator[None]:
+        """Within it, the batch has tokens of these adapters [T]."""
+        self.tokens = tokens
         try:
             yield
         finally:

@@ -372,10 +372,10 @@ class Engine:
         return text, "length" if len(sequence.ids) >= sequence.limit else None
 
     def told(self, sequence: Sequence, step: Step, place: int, count: int) -> tuple[TokenLogprob, ...]:
-        top = sequence.logprobs
-        if top is None or step.logprobs is None:
+        top, told = sequence.logprobs, step.logprobs
+        if top is None or told is None:
             return ()
-        return tuple(step.logprobs.at(place + number, top) for number in range(count))
+        return tuple(told.at(told.rows[place + number], top) for number in range(count))
 
     def publish(self, sequence: Sequence, delta: Delta) -> list[News]:
         """Hand a delta on; where the best of several are asked for, when all of them are there."""
