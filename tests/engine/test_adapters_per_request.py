@@ -28,8 +28,9 @@ def alone_with(folder, prompt, count):
     return [int(step[0]) for step in models.generate(model, torch.tensor([prompt]), max_new_tokens=count)]
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("drafts", [None, "lookup", "the model without adapters"])
-def test_requests_with_different_adapters_in_one_batch(drafts, tmp_path):
+def test_requests_with_different_adapters_in_one_batch(drafts, graphs, tmp_path):
     """Whatever is guessed for them: a draft of the model without adapters is checked by the model with those of its request."""
     folders = {
         "a": saved(tmp_path / "a", ["*.qkv", "*.down"], 2, 1),
@@ -38,7 +39,7 @@ def test_requests_with_different_adapters_in_one_batch(drafts, tmp_path):
     engine = Engine(
         tiny.ours("smollm2").double(),
         None,
-        EngineSettings(page=4, step_tokens=32, adapters=folders, kv_memory=1 << 20, speculate=drafts),
+        EngineSettings(page=4, step_tokens=32, adapters=folders, kv_memory=1 << 20, speculate=drafts, graphs=graphs),
         draft=tiny.ours("smollm2").double() if drafts == "the model without adapters" else None,
     )
     assert engine.adapter_names == ("a", "b")
@@ -61,6 +62,31 @@ def test_requests_with_different_adapters_in_one_batch(drafts, tmp_path):
     assert stats.accepted <= stats.drafted
     if drafts == "the model without adapters":
         assert 0 < stats.accepted < stats.drafted  # right of the requests without adapters, and wrong of others
+
+
+def test_steps_of_adapters_are_captured_apart_from_those_without(tmp_path, monkeypatch):
+    """Who has none does not pay for those who have, and rows are given on to others."""
+    settings = dict(page=4, step_tokens=16, kv_memory=1 << 20, max_sequences=2, graphs=True)
+    adapters = {"a": saved(tmp_path / "a", ["*.qkv"], 2, 1)}
+    engine = Engine(tiny.ours("smollm2").double(), None, EngineSettings(**settings, adapters=adapters))
+    monkeypatch.setattr(engine.runner, "forward", None)  # all steps are captured ones
+    asked = []
+    for number, name in enumerate(["a", None, None, "a", None]):
+        asked.append(greedy(f"{number}", [3, 5, 7 + number], 4))
+        asked[-1].adapter = name
+    launched = []
+    for kind in engine.runner.captured:
+
+        def noting(inputs, size, kind=kind, compute=kind.compute):
+            assert size in kind.sizes()
+            launched.append(size.adapted)
+            return compute(inputs, size)
+
+        monkeypatch.setattr(kind, "compute", noting)
+    found = serve(engine, asked)
+    for request in asked:
+        assert found[request.id] == [alone_with(request.adapter and tmp_path / "a", request.prompt, 4)]
+    assert set(launched) == {False, True}
 
 
 def test_adapters_that_cannot_be_served_are_named(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from engines import make_engine, serve
 
-from tilestack.engine import Request, SamplingParams
+from tilestack.engine import LLM, Request, SamplingParams
 from tilestack.engine.captured import Size
 from tilestack.engine.decoding import DecodingSteps
 from tilestack.engine.reading import FEW, MOST, filled_up
@@ -58,6 +58,86 @@ def test_decoding_begins_with_the_longest_texts_and_each_gets_its_own_token(monk
     assert serve(make_engine(graphs=True), asked) == serve(make_engine(graphs=False), asked)
     assert any(len(set(starts)) == 3 for starts in launched)
     assert all(starts == sorted(starts, reverse=True) for starts in launched)
+
+
+ASKING = {
+    "penalties": dict(presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.3),
+    "logprobs": dict(logprobs=3),
+    "bias": dict(logit_bias={3: 4.0, 7: -100.0}),
+    "min_tokens": dict(min_tokens=6, stop_ids=tuple(range(0, 97, 2))),
+    "best": dict(best_of=3),
+}
+
+
+def asked(temperature, **more):
+    """Requests that ask for one thing each, among some that ask for nothing."""
+    sampling = dict(temperature=temperature, max_tokens=9, ignore_eos=True, top_p=0.95)
+    plain = [Request(f"{n}", [n + 1, 2, 3], SamplingParams(**sampling, seed=n)) for n in range(3)]
+    return plain + [
+        Request(name, [5, 6, len(name)], SamplingParams(**sampling, seed=7, **each))
+        for name, each in (ASKING | more).items()
+    ]
+
+
+def told(engine, requests):
+    """Tokens and log-probabilities of all answers."""
+    outputs = LLM(engine).run(requests)
+    assert all(answer.error is None for output in outputs for answer in output.completions)
+    return {
+        output.id: ([answer.ids for answer in output.completions], [[(each.id, each.top) for each in answer.logprobs] for answer in output.completions])
+        for output in outputs
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("settings", [{}, dict(overlap=False), dict(pages=12), dict(speculate="lookup"), dict(kv_dtype="int8")])  # fmt: skip
+def test_who_asks_for_more_than_the_tables_hold_gets_it_and_others_their_own(temperature, settings, monkeypatch):
+    usual = told(make_engine(max_sequences=6, **settings), asked(temperature))
+    engine = make_engine(graphs=True, max_sequences=6, **settings)
+    monkeypatch.setattr(engine.runner, "forward", None)  # all steps are captured ones
+    found = told(engine, asked(temperature))
+    as_ids = lambda answers: {name: (ids, [[(id, [t for t, _ in top]) for id, top in each] for each in logprobs]) for name, (ids, logprobs) in answers.items()}  # fmt: skip
+    assert as_ids(found) == as_ids(usual)
+    for name in usual:
+        for ours, theirs in zip(found[name][1], usual[name][1], strict=True):
+            values = lambda each: torch.tensor([[value for _, value in top] for _, top in each])
+            torch.testing.assert_close(values(ours), values(theirs))
+    if temperature == 0:
+        plain = told(make_engine(), asked(temperature)[:3])
+        assert {name: found[name] for name in plain} == plain
+
+
+def test_only_those_who_ask_are_drawn_again(monkeypatch):
+    engine = make_engine(graphs=True)
+    draw, again = engine.runner.draw, []
+
+    def noting(draws, hidden):
+        assert len(hidden) == len(draws.sequences)
+        again.append([sequence.request.id for sequence in draws.sequences])
+        return draw(draws, hidden)
+
+    monkeypatch.setattr(engine.runner, "draw", noting)
+    params = dict(temperature=0, max_tokens=6, ignore_eos=True)
+    plain = [Request(f"{n}", [n + 1, 2], SamplingParams(**params)) for n in range(3)]
+    early = Request("early", [5, 6], SamplingParams(**params, min_tokens=2))
+    serve(engine, [*plain, early, Request("biased", [7], SamplingParams(**params, logit_bias={3: 1.0}))])
+    assert [ids.count("early") for ids in again] == [1, 1, 0, 0, 0, 0]
+    assert [ids.count("biased") for ids in again] == [1] * 6
+    assert not any(request.id in ids for ids in again for request in plain)
+
+
+def test_log_probabilities_of_prompts_are_read_kernel_by_kernel_and_the_answer_is_not(monkeypatch):
+    request = lambda: Request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=1))
+    usual = make_engine()
+    (output,) = LLM(usual).run([request()])
+    engine = make_engine(graphs=True)
+    forward, read = engine.runner.forward, []
+    monkeypatch.setattr(
+        engine.runner, "forward", lambda parts, *rest: (read.append(len(parts)), forward(parts, *rest))[1]
+    )
+    (found,) = LLM(engine).run([request()])
+    assert found == output
+    assert read == [1]
 
 
 def test_steps_begin_and_graphs_are_captured_on_the_models_device(monkeypatch):

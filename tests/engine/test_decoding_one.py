@@ -26,7 +26,7 @@ def lengths(monkeypatch):
         def logits(self, ids, lengths, pages):
             assert ids.shape == lengths.shape == pages.shape[:1] == (1,)
             given.append(int(lengths))
-            return self.usual.logits(ids, lengths, pages)
+            return self.usual.runner.decoder.logits(self.usual.hidden(ids, lengths, pages))
 
     monkeypatch.setattr(persistent, "PersistentStep", StandIn)
     return given

@@ -10,6 +10,7 @@ from tilestack import models
 from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams
 from tilestack.engine.persistent import shape_of, weights_of, why_not
 from tilestack.engine.plain_decoder import PLAIN
+from tilestack.engine.quantised_weights import quantise_weights
 from tilestack.kernels.cuda import decode_step
 from tilestack.kernels.cuda.decode_step import DecoderShape, divides, layouts_of, shape_refused
 from tilestack.models import ModelConfig, PagedCache
@@ -89,6 +90,13 @@ def test_a_module_that_is_listened_to_is_seen(path):
     decoder, cache = made()
     decoder.get_submodule(path).register_forward_hook(lambda *_: None)
     assert why_not(decoder, cache) == "modules of the model are wrapped or listened to"
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
+def test_weights_of_codes_are_a_reason(format):
+    decoder, cache = made()
+    quantise_weights(decoder, format)
+    assert why_not(decoder, cache) == "linear layers of the model are adapted, quantised or listened to"
 
 
 def test_every_setting_that_the_kernel_ignores_is_a_setting():

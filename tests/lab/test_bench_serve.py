@@ -36,7 +36,17 @@ def test_bytes_that_cannot_be_avoided_by_hand():
     work = Workload("two", [[1, 2], [3]], [3, 2])
     numbers = 28 * 2 * 8 * 128
     tokens = (2 + 3 + 4) + (1 + 2)  # kept tokens that each step of each answer reads
-    assert work.moved(CONFIG, 1000) == 2 * (3 * 1000 + numbers * tokens)
+    assert work.moved(CONFIG, 1000, 2) == 3 * 1000 + 2 * numbers * tokens
+
+
+def test_weights_are_counted_as_they_lie():
+    shape = bench_serve.SMALL | dict(num_hidden_layers=1, vocab_size=128)
+    decoder = models.Decoder(models.ModelConfig.from_hf(shape)).bfloat16()
+    outside = 128 * 256 + 256  # the embedding, which is the head too, and the last norm
+    inside = 256 * 512 + 256 * 256 + 3 * 256 * 768 + 2 * 256 + 2 * 64
+    assert serve_candidates.bytes_of_weights(decoder, None) == 2 * (outside + inside)
+    assert serve_candidates.bytes_of_weights(decoder, "int8") == outside + inside
+    assert serve_candidates.bytes_of_weights(decoder, "fp8") == 2 * outside + inside
 
 
 def test_a_workload_that_the_model_cannot_read_is_left_out():
@@ -110,6 +120,15 @@ def test_what_is_kept_of_the_present_source_is_not_measured_again(monkeypatch):
     monkeypatch.setattr(bench_serve, "results_of", lambda *_: [])
     with pytest.raises(ValueError, match="nothing was measured"):
         run([], only)
+
+
+def test_engines_of_other_weights_answer_too(monkeypatch):
+    shape = bench_serve.SMALL | dict(num_hidden_layers=1, vocab_size=128)
+    asked = dict(device="cpu", model=None, shape=shape, scale=32, only=None)
+    (name,) = names = ["tilestack fp8 weights"]
+    rows = {row["case"]: row for row in serve_candidates.results(names, asked)}
+    assert set(rows) == {"throughput", "batch 1"}  # and of 64, which this scale has not
+    assert all(row["backend"] == name and row["figure"] > 0 for row in rows.values())
 
 
 def test_random_weights_are_made_to_repeat_the_last_token_and_are_then_as_before():

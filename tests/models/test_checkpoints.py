@@ -57,6 +57,21 @@ MALFORMED = {
 }  # fmt: skip
 
 
+def test_modules_are_handed_on_as_soon_as_they_are_filled(tmp_path):
+    models.save(tiny.ours("qwen2"), tmp_path / "model")
+    handed = []
+
+    def filled(path, module):
+        assert not any(parameter.is_meta for parameter in module.parameters())
+        handed.append((path, module))
+        module.requires_grad_(False)
+
+    decoder = models.load(tmp_path / "model", filled=filled)
+    own = [path for path, module in decoder.named_modules() if next(module.parameters(recurse=False), None) is not None]
+    assert [path for path, _ in handed] == own
+    assert all(decoder.get_submodule(path) is module for path, module in handed)
+
+
 @pytest.mark.parametrize("what", MALFORMED)
 def test_a_folder_that(what, folder):
     damage, message = MALFORMED[what]

@@ -34,7 +34,11 @@ Dtype = Annotated[
 ]
 Weights = Annotated[
     str | None,
-    typer.Option("--weights", help="int8: compute with weights of 8 bits, on a CPU.", show_default=False),
+    typer.Option(
+        "--weights",
+        help="fp8, int8 or int4: keep the layers' weights in 8 or 4 bits; on a CPU take int8.",
+        show_default=False,
+    ),
 ]
 
 

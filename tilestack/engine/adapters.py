@@ -8,7 +8,7 @@ keeps only the columns of its own:
 Two thin products for all requests, of a shape that does not depend on who asked for what.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,21 +16,26 @@ import torch
 from torch import Tensor
 
 from tilestack import ops
+from tilestack.engine.cpu_weights import Int8Linear
+from tilestack.engine.quantised_weights import QuantisedLinear
 from tilestack.models import Decoder
 from tilestack.models.adapters import AdapterError, read_adapters
 from tilestack.nn import Linear
+
+ADAPTABLE = (Linear, QuantisedLinear, Int8Linear)
 
 
 class AdaptedLinear(Linear):
     """A linear layer with the adapters of all requests beside it; made by `ServedAdapters`."""
 
     served: "ServedAdapters"
+    base: Callable[[Tensor], Tensor]  # what the layer is without them, of plain weights or of codes
     lora_A: Tensor  # [Σ rank, in]
     lora_B: Tensor  # [out, Σ rank]
     columns: Tensor  # [adapters + 1, Σ rank]
 
     def forward(self, input: Tensor) -> Tensor:
-        out = super().forward(input)
+        out = self.base(input)
         if self.served.tokens is None:
             return out
         inner = ops.linear(input, self.lora_A) * self.columns[self.served.tokens]
@@ -47,7 +52,7 @@ class ServedAdapters:
         read = [read_adapters(decoder, folder) for folder in folders.values()]
         for path in dict.fromkeys(path for found, _ in read for path in found):
             layer = decoder.get_submodule(path) if path in dict(decoder.named_modules()) else None
-            if type(layer) is not Linear or path == "head":
+            if not isinstance(layer, Linear) or type(layer) not in ADAPTABLE or path == "head":
                 raise AdapterError(
                     f"adapters of {path} cannot be chosen per request; merge them into the model instead"
                 )
@@ -55,11 +60,9 @@ class ServedAdapters:
             beside(layer, [part for part in parts if part], [scale_and_rank(part) for part in parts], self)
 
     @contextmanager
-    def chosen(self, parts: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Within it, the batch is made of (adapter, tokens) one after the other."""
-        if any(adapter for adapter, _ in parts):
-            numbers = [adapter for adapter, count in parts for _ in range(count)]
-            self.tokens = torch.tensor(numbers, device=self.device)
+    def chosen(self, tokens: Tensor) -> Iterator[None]:
+        """Within it, the batch has tokens of these adapters [T]."""
+        self.tokens = tokens
         try:
             yield
         finally:
@@ -77,10 +80,11 @@ def beside(
     served: ServedAdapters,
 ) -> None:
     """Make a layer one with adapters beside it."""
-    like = lambda tensor: tensor.to(layer.weight)
+    like = lambda tensor: tensor.to(served.device, layer.weight.dtype)
+    base = layer.forward
     layer.__class__ = AdaptedLinear
     assert isinstance(layer, AdaptedLinear)
-    layer.served = served
+    layer.served, layer.base = served, base
     layer.lora_A = like(torch.cat([a for (a, _), _ in parts]))
     layer.lora_B = like(torch.cat([b for (_, b), _ in parts], 1))
     columns = torch.zeros(len(scales_and_ranks) + 1, len(layer.lora_A))

@@ -4,6 +4,10 @@ A graph has a fixed size, so a step is filled up to the next one with what is no
 differs from step to step comes in one small tensor, and everything else is looked up by row in the runner's tables. Without a
 GPU the same functions are simply called.
 
+A graph draws for every sequence as the tables say. For those that ask for more (penalties, biases, a grammar,
+log-probabilities, tokens before which nothing ends) it leaves its hidden states behind, and the runner draws once more, for
+these alone: the others' step is the same with them as without.
+
 Two kinds of step, each in a file of its own:
 
     decoding    one token for each sequence, as most steps of a busy engine are
@@ -12,6 +16,7 @@ Two kinds of step, each in a file of its own:
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as List
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,24 +30,32 @@ if TYPE_CHECKING:
 
 
 def is_plain(part: Part) -> bool:
-    """Whether all settings of a part are in the runner's tables."""
+    """Whether a part's tokens are drawn as the runner's tables say, and no more is told of them."""
     sequence, params = part.sequence, part.sequence.params
-    return (
-        not sequence.adapter
-        and sequence.matcher is None
+    return not part.draws or (
+        sequence.matcher is None
         and sequence.logprobs is None
-        and params.prompt_logprobs is None
         and not params.penalises
         and not params.logit_bias
-        and (part.index >= params.min_tokens or not part.draws)
+        and part.index >= params.min_tokens
     )
 
 
 class Size(NamedTuple):
-    """What a step is filled up to."""
+    """What a step is filled up to, and whether adapters are in it."""
 
     tokens: int
     sequences: int
+    adapted: bool = False
+
+
+class Captured(NamedTuple):
+    """A graph, what it reads and what it leaves."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor
+    tokens: Tensor
+    hidden: Tensor | None
 
 
 class CapturedSteps(ABC):
@@ -51,7 +64,7 @@ class CapturedSteps(ABC):
     def __init__(self, runner: "Runner", rows: int):
         self.runner, self.rows = runner, rows
         self.padding = rows  # the row that is nobody's
-        self.graphs: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self.graphs: dict[Size, Captured] = {}
 
     @abstractmethod
     def take(self, parts: List[Part]) -> bool:
@@ -74,23 +87,26 @@ class CapturedSteps(ABC):
         """What the device has to be told of a step; of no parts, what changes nothing."""
 
     @abstractmethod
-    def compute(self, inputs: Tensor, size: Size) -> Tensor:
-        """The tokens drawn, those of the parts first."""
+    def compute(self, inputs: Tensor, size: Size) -> tuple[Tensor, Tensor | None]:
+        """The tokens drawn, those of the parts first, and the hidden states that they were drawn by; None in steps that are
+        for plain parts alone."""
 
-    def launch(self, parts: List[Part]) -> Tensor:
-        """Tokens [drawn] on the device, in the order of the parts; -1 where the logits were not finite."""
+    def launch(self, parts: List[Part]) -> tuple[Tensor, Tensor | None]:
+        """Tokens [drawn] on the device, in the order of the parts, -1 where the logits were not finite, and their hidden
+        states, until the next step."""
         size = self.size_of(parts)
         cuda = self.runner.device.type == "cuda"
         given = torch.tensor(self.inputs(parts, size), pin_memory=cuda)
         drawn = sum(len(part.drafts) + 1 for part in parts if part.draws)
         if not cuda:
-            return self.compute(given, size)[:drawn]
+            tokens, hidden = self.compute(given, size)
+            return tokens[:drawn], hidden
         if size not in self.graphs:
             self.capture(size)
-        graph, inputs, tokens = self.graphs[size]
-        inputs.copy_(given, non_blocking=True)
-        graph.replay()
-        return tokens[:drawn]
+        captured = self.graphs[size]
+        captured.inputs.copy_(given, non_blocking=True)
+        captured.graph.replay()
+        return captured.tokens[:drawn], captured.hidden
 
     def capture(self, size: Size) -> None:
         inputs = torch.tensor(self.inputs([], size), device=self.runner.device)
@@ -99,9 +115,20 @@ class CapturedSteps(ABC):
         torch.cuda.synchronize(self.runner.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.runner.graph_memory):
-            tokens = self.compute(inputs, size)
+            tokens, hidden = self.compute(inputs, size)
         self.runner.graph_memory = graph.pool()
-        self.graphs[size] = graph, inputs, tokens
+        self.graphs[size] = Captured(graph, inputs, tokens, hidden)
+
+    def with_and_without_adapters(self) -> tuple[bool, ...]:
+        """What steps may have: adapters cost what nobody else should pay for."""
+        return (False,) if self.runner.adapters is None else (False, True)
+
+    def adapters_of(self, rows: Tensor, size: Size) -> AbstractContextManager[None]:
+        """Inside, tokens of sequences in these rows go through their adapters, where a step has any."""
+        runner = self.runner
+        if runner.adapters is None or not size.adapted:
+            return nullcontext()
+        return runner.adapters.chosen(runner.adapter_of[rows])
 
     def draw(self, logits: Tensor, rows: Tensor, seeds: Tensor) -> Tensor:
         """A token by each of these logits, for the sequences in these rows; it becomes their last."""

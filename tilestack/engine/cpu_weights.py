@@ -42,19 +42,6 @@ class Int8Linear(Linear):
         return (out if self.bias is None else out + self.bias).unflatten(0, input.shape[:-1])
 
 
-def packing_of(weights: str | None, adapted: bool, device: torch.device) -> str | None:
-    """How a model's weights are asked to be packed; None: not at all."""
-    if weights is None:
-        return None
-    if weights != "int8":
-        raise ValueError(f"no weights {weights!r}; int8 is what there is, and leaving it out keeps those of the model")
-    if device.type != "cpu":
-        raise ValueError("weights of int8 are for CPUs so far; leave them out on a GPU")
-    if adapted:
-        raise ValueError("adapters need plain weights, so weights of int8 cannot be had with them")
-    return weights
-
-
 @torch.no_grad()
 def pack_for_cpu(decoder: Decoder, weights: str) -> None:
     """Pack a decoder's linear layers and its head: bfloat16 in blocks, or int8."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence as List
 
 from torch import Tensor
 
-from tilestack.engine.captured import CapturedSteps, Size, is_plain
+from tilestack.engine.captured import CapturedSteps, Size
 from tilestack.engine.scheduler import Part
 from tilestack.models import PagedBatch
 
@@ -22,8 +22,7 @@ def sizes_up_to(most: int) -> list[int]:
 
 class DecodingSteps(CapturedSteps):
     def take(self, parts: List[Part]) -> bool:
-        one = lambda part: part.count == 1 and part.draws and not part.drafts
-        return bool(parts) and all(one(part) and is_plain(part) for part in parts)
+        return bool(parts) and all(part.count == 1 and part.draws and not part.drafts for part in parts)
 
     def arranged(self, parts: list[Part]) -> list[Part]:
         """Long texts first: attention begins with what takes longest, and the GPU is busy to the end."""
@@ -31,10 +30,12 @@ class DecodingSteps(CapturedSteps):
 
     def size_of(self, parts: List[Part]) -> Size:
         size = next(size for size in sizes_up_to(self.rows) if size >= len(parts))
-        return Size(size, size)
+        return Size(size, size, any(part.sequence.adapter for part in parts))
 
     def sizes(self) -> list[Size]:
-        return [Size(size, size) for size in sizes_up_to(self.rows)]
+        return [
+            Size(size, size, adapted) for adapted in self.with_and_without_adapters() for size in sizes_up_to(self.rows)
+        ]
 
     def inputs(self, parts: List[Part], size: Size) -> list[int]:
         sequences, more = [part.sequence for part in parts], size.sequences - len(parts)
@@ -45,12 +46,12 @@ class DecodingSteps(CapturedSteps):
             *(-1 if sequence.in_flight > 1 else sequence.ids[-1] for sequence in sequences), *[0] * more,
         ]  # fmt: skip
 
-    def compute(self, inputs: Tensor, size: Size) -> Tensor:
+    def compute(self, inputs: Tensor, size: Size) -> tuple[Tensor, Tensor | None]:
         rows, lengths, seeds, known = inputs.view(4, size.sequences)
-        logits = self.logits(self.known_or_last(known, rows), lengths, self.runner.tables[rows])
-        return self.draw(logits, rows, seeds)
+        with self.adapters_of(rows, size):
+            hidden = self.hidden(self.known_or_last(known, rows), lengths, self.runner.tables[rows])
+        return self.draw(self.runner.decoder.logits(hidden), rows, seeds), hidden
 
-    def logits(self, ids: Tensor, lengths: Tensor, pages: Tensor) -> Tensor:
-        """The scores [G, V] after a token of each sequence, the last of so many, which lie in its pages."""
-        decoder, batch = self.runner.decoder, PagedBatch.decoding(self.runner.cache, pages, lengths)
-        return decoder.logits(decoder.hidden(ids, context=batch))
+    def hidden(self, ids: Tensor, lengths: Tensor, pages: Tensor) -> Tensor:
+        """Hidden states [G, hidden] of a token of each sequence, the last of so many, which lie in its pages."""
+        return self.runner.decoder.hidden(ids, context=PagedBatch.decoding(self.runner.cache, pages, lengths))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from tilestack.engine.captured import Size
+from tilestack.engine.captured import Size, is_plain
 from tilestack.engine.decoding import DecodingSteps
 from tilestack.engine.scheduler import Part
 
@@ -37,7 +37,7 @@ class PersistentSteps(DecodingSteps):
     def take(self, parts: List[Part]) -> bool:
         if len(parts) != 1 or (self.longest is not None and parts[0].start >= self.longest):
             return False
-        return super().take(parts)
+        return is_plain(parts[0]) and super().take(parts)
 
     def size_of(self, parts: List[Part]) -> Size:
         return ONE
@@ -45,8 +45,10 @@ class PersistentSteps(DecodingSteps):
     def sizes(self) -> list[Size]:
         return [ONE]
 
-    def logits(self, ids: Tensor, lengths: Tensor, pages: Tensor) -> Tensor:
-        return self.step.logits(ids, lengths, pages)
+    def compute(self, inputs: Tensor, size: Size) -> tuple[Tensor, Tensor | None]:
+        rows, lengths, seeds, known = inputs.view(4, 1)
+        logits = self.step.logits(self.known_or_last(known, rows), lengths, self.runner.tables[rows])
+        return self.draw(logits, rows, seeds), None
 
 
 def persistent_steps(runner: "Runner", rows: int, asked: bool) -> list[PersistentSteps]:

@@ -19,10 +19,11 @@ from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.device import pick_device
 from tilestack.engine.adapters import ServedAdapters
-from tilestack.engine.cpu_weights import can_block, pack_for_cpu, packing_of
+from tilestack.engine.cpu_weights import can_block, pack_for_cpu
 from tilestack.engine.outputs import Completion, Delta, TokenLogprob, Usage
 from tilestack.engine.pages import PagePool
 from tilestack.engine.params import RequestError
+from tilestack.engine.quantised_weights import has_codes, load_decoder
 from tilestack.engine.runner import Runner, Step
 from tilestack.engine.scheduler import Part, Plan, Scheduler
 from tilestack.engine.sequence import Request, Sequence, first_seeds
@@ -75,6 +76,11 @@ class Engine:
         weight = decoder.embedding.weight
         self.vocabulary = decoder.config.vocabulary
         self.context = min(decoder.config.positions, settings.context or decoder.config.positions)
+        if settings.weights and not has_codes(decoder):
+            raise ValueError(
+                f"weights of {settings.weights} are made as a model is loaded, by Engine.load; of one that is there, "
+                "quantised_weights.quantise_weights makes them"
+            )
         if settings.batch_invariant and (reason := why_not_invariant(decoder)):
             raise ValueError(f"no batch-invariant mode: {reason}")
         step_tokens = settings.step_tokens or (8192 if weight.device.type == "cuda" else 512)
@@ -132,10 +138,7 @@ class Engine:
         dtype = getattr(torch, settings.dtype or usual, None)
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"no dtype {settings.dtype}; choose from float32, bfloat16, float16")
-        packed = packing_of(settings.weights, bool(settings.adapters), device)
-        decoder = models.load(model, dtype=dtype, device=device).eval()
-        if packed is not None:
-            pack_for_cpu(decoder, packed)
+        decoder = load_decoder(model, settings.weights, dtype, device)
         tokenizer = Tokenizer.load(model)
         tokenizer.check_against(decoder.config.vocabulary)
         draft = None
@@ -370,10 +373,10 @@ class Engine:
         return text, "length" if len(sequence.ids) >= sequence.limit else None
 
     def told(self, sequence: Sequence, step: Step, place: int, count: int) -> tuple[TokenLogprob, ...]:
-        top = sequence.logprobs
-        if top is None or step.logprobs is None:
+        top, told = sequence.logprobs, step.logprobs
+        if top is None or told is None:
             return ()
-        return tuple(step.logprobs.at(place + number, top) for number in range(count))
+        return tuple(told.at(told.rows[place + number], top) for number in range(count))
 
     def publish(self, sequence: Sequence, delta: Delta) -> list[News]:
         """Hand a delta on; where the best of several are asked for, when all of them are there."""

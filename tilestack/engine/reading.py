@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from tilestack.engine.captured import CapturedSteps, Size, is_plain
+from tilestack.engine.captured import CapturedSteps, Size
 from tilestack.engine.scheduler import Part
 from tilestack.models import PagedBatch
 
@@ -44,20 +44,22 @@ class ReadingSteps(CapturedSteps):
 
     def take(self, parts: List[Part]) -> bool:
         tokens = sum(part.count + len(part.drafts) for part in parts)
-        if not 0 < tokens <= self.most or not all(map(is_plain, parts)):
+        if not 0 < tokens <= self.most or any(part.tells_prompt for part in parts):
             return False
         return tokens <= FEW or not any(part.drafts for part in parts)
 
     def size_of(self, parts: List[Part]) -> Size:
         tokens = filled_up(sum(part.count + len(part.drafts) for part in parts))
         few = min(FEW_SEQUENCES, self.rows)
-        return Size(tokens, tokens if tokens <= FEW else few if len(parts) <= few else self.rows)
+        most = tokens if tokens <= FEW else few if len(parts) <= few else self.rows
+        return Size(tokens, most, any(part.sequence.adapter for part in parts))
 
     def sizes(self) -> list[Size]:
         few = min(FEW_SEQUENCES, self.rows)
         tokens = sorted({filled_up(count) for count in range(1, self.most + 1)})
-        small = [Size(count, count) for count in tokens if count <= FEW]
-        return small + [Size(count, most) for count in tokens if count > FEW for most in sorted({few, self.rows})]
+        small = [(count, count) for count in tokens if count <= FEW]
+        large = [(count, most) for count in tokens if count > FEW for most in sorted({few, self.rows})]
+        return [Size(*size, adapted) for adapted in self.with_and_without_adapters() for size in small + large]
 
     def inputs(self, parts: List[Part], size: Size) -> list[int]:
         ids: list[int] = []
@@ -87,12 +89,13 @@ class ReadingSteps(CapturedSteps):
             *places, *[0] * no_place, *place_rows, *[self.padding] * no_place, *seeds, *[0] * no_place,
         ]  # fmt: skip
 
-    def compute(self, inputs: Tensor, size: Size) -> Tensor:
-        tokens, most = size
+    def compute(self, inputs: Tensor, size: Size) -> tuple[Tensor, Tensor | None]:
+        tokens, most, _ = size
         ids, token_rows, rows, lengths, cu_queries, places, place_rows, seeds = inputs.split(
             [tokens, tokens, most, most, most + 1, most, most, most]
         )
         runner, decoder = self.runner, self.runner.decoder
         batch = PagedBatch(runner.cache, runner.tables[rows], lengths, cu_queries, tokens, most_queries=tokens)
-        hidden = decoder.hidden(self.known_or_last(ids, token_rows), context=batch)
-        return self.draw(decoder.logits(hidden[places]), place_rows, seeds)
+        with self.adapters_of(token_rows, size):
+            hidden = decoder.hidden(self.known_or_last(ids, token_rows), context=batch)[places]
+        return self.draw(decoder.logits(hidden), place_rows, seeds), hidden

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tilestack.engine.adapters import ServedAdapters
-from tilestack.engine.captured import CapturedSteps
+from tilestack.engine.captured import CapturedSteps, is_plain
 from tilestack.engine.cpu_step import FEW, CPUStep, torch_on_one_thread
 from tilestack.engine.decoding import DecodingSteps
 from tilestack.engine.decoding_one import persistent_steps
@@ -30,6 +30,7 @@ from tilestack.engine.reading import ReadingSteps
 from tilestack.engine.sampling import Draws, SamplingRows, sample_unfiltered, told_of
 from tilestack.engine.scheduler import Part, Plan
 from tilestack.engine.sequence import Sequence
+from tilestack.engine.transfer import to_device
 from tilestack.models import Decoder, PagedBatch, PagedCache, invariant
 
 PROMPT_ROWS = 256  # prompt tokens whose logits are there at a time, when their log-probabilities are asked for
@@ -43,11 +44,12 @@ class Told:
     own: Tensor  # [D]: of these tokens
     ids: Tensor  # [D, top]: the likeliest
     values: Tensor  # [D, top]: and theirs
+    rows: dict[int, int] = field(default_factory=dict)  # of tokens that were drawn, by their places in the step
 
-    def at(self, place: int, top: int) -> TokenLogprob:
-        """Of the token at a place, with so many of the likeliest."""
-        likeliest = zip(self.ids[place, :top].tolist(), self.values[place, :top].tolist(), strict=True)
-        return TokenLogprob(int(self.tokens[place]), float(self.own[place]), tuple(likeliest))
+    def at(self, row: int, top: int) -> TokenLogprob:
+        """Of the token in a row, with so many of the likeliest."""
+        likeliest = zip(self.ids[row, :top].tolist(), self.values[row, :top].tolist(), strict=True)
+        return TokenLogprob(int(self.tokens[row]), float(self.own[row]), tuple(likeliest))
 
 
 @dataclass
@@ -91,6 +93,7 @@ class Runner:
         self.device = decoder.embedding.weight.device
         self.tables = torch.zeros(rows + 1, -(-context // cache.page), dtype=torch.int64, device=self.device)
         self.last_ids = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
+        self.adapter_of = torch.zeros_like(self.last_ids)
         draw = sample_unfiltered if step is None else step.draw
         self.sampling = SamplingRows(rows, decoder.config.vocabulary, self.device, draw)
         self.synced = [(0, 0)] * rows  # of each row, the admission that it is of, and how many of its pages it knows
@@ -115,29 +118,45 @@ class Runner:
 
     def begin(self, parts: list[Part]) -> Step:
         self.sync_rows([part.sequence for part in parts])
-        if self.draft is None and (kind := next((each for each in self.captured if each.take(parts)), None)):
-            parts = kind.arranged(parts)
-            return Step(parts, self.to_host(kind.launch(parts)), self.record())
+        kind = None if self.draft else next((each for each in self.captured if each.take(parts)), None)
+        return self.kernel_by_kernel(parts) if kind is None else self.captured_step(kind, kind.arranged(parts))
+
+    def captured_step(self, kind: CapturedSteps, parts: list[Part]) -> Step:
+        """A step as a graph; what was drawn for parts that ask for more than the tables hold is drawn again, as they ask."""
+        tokens, hidden = kind.launch(parts)
+        asking = Draws.of(parts, lambda part: not is_plain(part))
+        if not asking.sequences:
+            return Step(parts, self.to_host(tokens), self.record())
+        assert hidden is not None  # kinds without it take plain parts alone
+        places = self.indices(asking.places)
+        drawn, told = self.draw(asking, hidden[places])
+        tokens = tokens.index_copy(0, places, drawn.to(tokens.dtype))
+        return Step(parts, self.to_host(tokens), self.record(), told)
+
+    def kernel_by_kernel(self, parts: list[Part]) -> Step:
         batch, ids = self.batch_of(parts)
         hidden = self.forward(parts, ids, batch)
-        draws = Draws()
-        places: list[int] = []
-        for part, offset in offsets_of(parts):
-            if part.draws:
-                draws.add(part)
-                places += range(offset + part.count - 1, offset + len_of(part))
-        tokens, logprobs = torch.zeros(0, dtype=torch.int64), None
-        if places:
-            rows = self.indices([sequence.row for sequence in draws.sequences])
-            logits = self.logits(hidden[self.indices(places)])
-            drawn = self.sampling.draw(logits, draws, rows)
-            self.last_ids[rows] = drawn.clamp(min=0).long()  # of drafts any one: the host will know
-            top = max((asked.logprobs for asked in draws.sequences if asked.logprobs is not None), default=None)
-            tokens = self.to_host(drawn)
-            if top is not None:
-                logprobs = self.told(tokens, logits, drawn.clamp(min=0), top)
-        told = self.prompt_logprobs(parts, hidden)
-        return Step(parts, tokens, self.record(), logprobs, told)
+        draws = Draws.of(parts)
+        drawn, told = torch.zeros(0, dtype=torch.int64), None
+        if draws.sequences:
+            drawn, told = self.draw(draws, hidden[self.indices(places_of(parts))])
+        of_prompts = self.prompt_logprobs(parts, hidden)
+        return Step(parts, self.to_host(drawn), self.record(), told, of_prompts)
+
+    def draw(self, draws: Draws, hidden: Tensor) -> tuple[Tensor, Told | None]:
+        """Tokens [D] by hidden states [D, hidden], which become the last of their rows, and what is told of those whose
+        log-probabilities are asked for."""
+        rows = self.indices([sequence.row for sequence in draws.sequences])
+        logits = self.logits(hidden)
+        drawn = self.sampling.draw(logits, draws, rows)
+        self.last_ids[rows] = drawn.clamp(min=0).long()  # of drafts any one: the host will know
+        tops = {at: sequence.logprobs for at, sequence in enumerate(draws.sequences) if sequence.logprobs is not None}
+        if not tops:
+            return drawn, None
+        at = self.indices(list(tops))
+        told = self.told(logits[at], drawn[at], max(tops.values()))
+        told.rows = {draws.places[each]: row for row, each in enumerate(tops)}
+        return drawn, told
 
     @torch.no_grad()
     def warm_up(self, report: Callable[[int, int], None] = lambda done, all: None) -> None:
@@ -162,7 +181,8 @@ class Runner:
             return self.step.hidden(ids, batch)
         if self.adapters is None:
             return self.decoder.hidden(ids, context=batch)
-        with self.adapters.chosen([(part.sequence.adapter, len_of(part)) for part in parts]):
+        numbers = [part.sequence.adapter for part in parts for _ in range(len_of(part))]
+        with self.adapters.chosen(self.indices(numbers)) if any(numbers) else nullcontext():
             return self.decoder.hidden(ids, context=batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -212,6 +232,8 @@ class Runner:
             if admission != sequence.admission:
                 known = 0
                 self.sampling.enter(sequence)
+                if self.adapters is not None:
+                    self.adapter_of[sequence.row] = sequence.adapter
             new = sequence.pages[known:]
             rows += [sequence.row] * len(new)
             columns += range(known, len(sequence.pages))
@@ -239,25 +261,25 @@ class Runner:
         told: dict[Sequence, list[Told]] = {}
         for part, offset in offsets_of(parts):
             sequence, top = part.sequence, part.sequence.params.prompt_logprobs
-            if top is None or sequence.choice or part.start >= sequence.prompt - 1:
+            if not part.tells_prompt or top is None:
                 continue
             following = sequence.ids[part.start + 1 : min(part.start + part.count, sequence.prompt - 1) + 1]
             told[sequence] = []
             for first in range(0, len(following), PROMPT_ROWS):
                 ids = following[first : first + PROMPT_ROWS]
                 logits = self.logits(hidden[offset + first : offset + first + len(ids)])
-                told[sequence].append(self.told(torch.tensor(ids), logits, self.indices(ids), top))
+                told[sequence].append(self.told(logits, self.indices(ids), top))
         return told
 
-    def told(self, on_host: Tensor, logits: Tensor, tokens: Tensor, top: int) -> Told:
-        """What is told of tokens [D], which the host finds in `on_host`."""
+    def told(self, logits: Tensor, tokens: Tensor, top: int) -> Told:
+        """What is told of tokens [D]."""
         if self.batch_invariant:
             with invariant.invariant_mode(self.device):
                 found = invariant.log_softmax_of(logits)
         else:
             found = torch.log_softmax(logits.float(), -1)
-        own, ids, values = told_of(found, tokens, top)
-        return Told(on_host, self.to_host(own), self.to_host(ids), self.to_host(values))
+        own, ids, values = told_of(found, tokens.clamp(min=0), top)
+        return Told(self.to_host(tokens), self.to_host(own), self.to_host(ids), self.to_host(values))
 
     @torch.no_grad()
     def embed(self, ids: List[int], pooling: str) -> list[float]:
@@ -268,8 +290,7 @@ class Runner:
 
     def indices(self, values: List[int]) -> Tensor:
         """Integers on the device, sent without waiting."""
-        made = torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        return made.to(self.device, non_blocking=True)
+        return to_device(values, self.device)
 
     def record(self) -> torch.cuda.Event | None:
         """A mark in the device's work up to here, which can be waited for."""
@@ -294,3 +315,9 @@ def offsets_of(parts: List[Part]) -> Iterator[tuple[Part, int]]:
     for part in parts:
         yield part, offset
         offset += len_of(part)
+
+
+def places_of(parts: List[Part]) -> list[int]:
+    """The tokens of the batch that are followed by a new one."""
+    drawing = [(part, offset) for part, offset in offsets_of(parts) if part.draws]
+    return [place for part, offset in drawing for place in range(offset + part.count - 1, offset + len_of(part))]

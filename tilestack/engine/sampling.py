@@ -5,7 +5,7 @@ whatever is served beside it, and drawing at several places at once, as speculat
 one by one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy
@@ -15,6 +15,7 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.engine.scheduler import Part
 from tilestack.engine.sequence import Sequence
+from tilestack.engine.transfer import to_device
 from tilestack.ops.random import random_words
 from tilestack.ops.sampling import exponential
 
@@ -34,15 +35,24 @@ def sample_unfiltered(logits: Tensor, seeds: Tensor, temperature: Tensor) -> Ten
 
 @dataclass
 class Draws:
-    """The places in a step that are followed by a new token: which sequence's, and how far it is."""
+    """Places in a step that are followed by a new token: which sequence's, and how far it is."""
 
     sequences: list[Sequence] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)  # the new token's place in the answer
+    places: list[int] = field(default_factory=list)  # and among all tokens that the step draws
 
-    def add(self, part: Part) -> None:
-        for place in range(len(part.drafts) + 1):
-            self.sequences.append(part.sequence)
-            self.indices.append(part.index + place)
+    @classmethod
+    def of(cls, parts: Iterable[Part], wanted: Callable[[Part], bool] = lambda part: True) -> "Draws":
+        """Those of the parts that are wanted."""
+        draws, first = cls(), 0
+        for part in parts:
+            count = len(part.drafts) + 1 if part.draws else 0
+            if wanted(part):
+                draws.sequences += [part.sequence] * count
+                draws.indices += range(part.index, part.index + count)
+                draws.places += range(first, first + count)
+            first += count
+        return draws
 
 
 class SamplingRows:
@@ -78,10 +88,11 @@ class SamplingRows:
             shape = len(self.temperature), self.vocabulary
             self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
             self.counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        ids = torch.tensor(sequence.ids, device=self.device)
+        ids = to_device(sequence.ids, self.device)
         self.seen[sequence.row] = False
         self.seen[sequence.row, ids] = True
-        self.counts[sequence.row] = torch.bincount(ids[sequence.prompt :], minlength=self.vocabulary).int()
+        answer = ids[sequence.prompt :]
+        self.counts[sequence.row].zero_().index_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
 
     def draw(self, logits: Tensor, draws: Draws, rows: Tensor) -> Tensor:
         """A token [D] for each of logits [D, V], -1 where none is likely; `rows` [D] are the sequences'."""
@@ -91,9 +102,9 @@ class SamplingRows:
             drawn = torch.where(logits.amax(-1).isfinite(), ops.argmax(logits), -1)
         else:
             seeds = [sequence.seed + index for sequence, index in zip(sequences, draws.indices, strict=True)]
-            drawn = self.sampled(logits, torch.tensor(seeds, device=self.device), sequences, rows)
+            drawn = self.sampled(logits, to_device(seeds, self.device), sequences, rows)
         if self.counts is not None and self.seen is not None:
-            penalised = torch.tensor([sequence.params.penalises for sequence in sequences], device=self.device)
+            penalised = to_device([sequence.params.penalises for sequence in sequences], self.device, torch.bool)
             at = rows, drawn.clamp(min=0).long()
             self.counts.index_put_(at, penalised.int(), accumulate=True)
             self.seen[at] |= penalised
@@ -121,13 +132,12 @@ class SamplingRows:
             tokens += changes.keys()
             biases += changes.values()
         if places:
-            at = torch.tensor(places, device=self.device), torch.tensor(tokens, device=self.device)
-            logits = logits.index_put(at, torch.tensor(biases, dtype=logits.dtype, device=self.device), accumulate=True)
+            at = to_device(places, self.device), to_device(tokens, self.device)
+            logits = logits.index_put(at, to_device(biases, self.device, logits.dtype), accumulate=True)
         bound = [place for place, sequence in enumerate(sequences) if sequence.matcher]
         if bound:
             allowed = numpy.stack([matcher.allowed() for place in bound if (matcher := sequences[place].matcher)])
-            mask = torch.from_numpy(allowed).to(self.device)
-            at_bound = torch.tensor(bound, device=self.device)
+            mask, at_bound = to_device(allowed, self.device, torch.bool), to_device(bound, self.device)
             logits = logits.index_copy(0, at_bound, torch.where(mask, logits[at_bound], -torch.inf))
         return logits
 

@@ -28,6 +28,13 @@ class Part:
     room: int = 0
     drafts: list[int] = field(default_factory=list)
 
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are told by this part; once for all answers."""
+        sequence = self.sequence
+        asked = sequence.params.prompt_logprobs is not None
+        return asked and not sequence.choice and self.start < sequence.prompt - 1
+
 
 @dataclass
 class Plan:

@@ -18,7 +18,7 @@ GPU_SHARE = 0.9  # of a GPU's memory that the engine uses in all, unless told
 class EngineSettings:
     device: str | None = None
     dtype: str | None = None  # bfloat16 on GPUs and on CPUs that compute with it, else float32
-    weights: str | None = None  # "int8": a CPU computes with weights of 8 bits
+    weights: str | None = None  # "fp8", "int8" or "int4": of 8 or 4 bits; the model's own
     context: int | None = None  # the longest text, prompt and answer; the model's own
     max_sequences: int = 256  # that run at a time
     step_tokens: int | None = None  # that a step computes at most: a long prompt is read in chunks of this size

@@ -5,6 +5,7 @@
     tilestack lookup      with look-up speculation, on what repeats itself
     tilestack operators   without the single kernel that decodes a batch of one, on a GPU
     tilestack fp8 kv      with keys and values kept in 8 bits, for the throughput
+    tilestack fp8 weights with the layers' weights in 8 bits, on a GPU, for the throughput and batches of 1 and 64
     vllm                  where it is installed
     transformers          `generate`, for the batches of equal length that it is made for
 
@@ -36,6 +37,7 @@ CANDIDATES = (
     "tilestack lookup",
     "tilestack operators",
     "tilestack fp8 kv",
+    "tilestack fp8 weights",
     "vllm",
     "transformers",
 )
@@ -59,8 +61,8 @@ def is_installed(module: str) -> bool:
 
 def runs_on(name: str, device: str) -> bool:
     """Whether a candidate is for a device; the others are left out."""
-    only = {"tilestack int8": "cpu", "tilestack operators": "cuda", "tilestack fp8 kv": "cuda", "vllm": "cuda"}
-    return only.get(name, device) == device
+    on_gpus = dict.fromkeys(("tilestack operators", "tilestack fp8 kv", "tilestack fp8 weights", "vllm"), "cuda")
+    return ({"tilestack int8": "cpu"} | on_gpus).get(name, device) == device
 
 
 def bench_serve(

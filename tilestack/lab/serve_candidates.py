@@ -18,6 +18,8 @@ from tilestack import models
 from tilestack.contract import check_values
 from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams
 from tilestack.engine.cpu_weights import can_block, pack_for_cpu
+from tilestack.engine.quantised_weights import quantise_weights
+from tilestack.engine.settings import cache_dtype
 from tilestack.lab.bench_serve import name_of
 from tilestack.lab.serve_workloads import Workload, workloads
 from tilestack.lab.stale import SERVING, present_source
@@ -26,15 +28,21 @@ REPEATS = {"cuda": 2, "cpu": 3}  # a CPU has other things to do in between
 CONTEXT = 4096  # of the engines, where no workload needs more
 OUTWEIGHS = 256  # a power of two, by which weights are multiplied and divided without a rounding
 
-# The engines that are ours: what they are started with, and the one workload that some are for.
+# The engines that are ours: what they are started with, and the workloads that some are for alone.
 SETTINGS: dict[str, dict[str, Any]] = {
     "tilestack": {},
-    "tilestack int8": {},  # whose weights are packed before
+    "tilestack int8": dict(weights="int8"),
     "tilestack lookup": dict(speculate="lookup"),
     "tilestack operators": dict(decode="operators"),
     "tilestack fp8 kv": dict(kv_dtype="fp8"),
+    "tilestack fp8 weights": dict(weights="fp8"),
 }
-ONLY = {"tilestack lookup": "copying", "tilestack operators": "batch 1", "tilestack fp8 kv": "throughput"}
+ONLY = {
+    "tilestack lookup": ("copying",),
+    "tilestack operators": ("batch 1",),
+    "tilestack fp8 kv": ("throughput",),
+    "tilestack fp8 weights": ("throughput", "batch 1", "batch 64"),
+}
 
 Serve = Callable[[list[list[int]], list[int], float], int]  # answers prompts with so many tokens; how many it made
 
@@ -134,7 +142,7 @@ def measure(
 
 def fits(name: str, workload: Workload) -> bool:
     if name in ONLY:
-        return workload.name == ONLY[name]
+        return workload.name in ONLY[name]
     return name != "transformers" or (
         len(set(map(len, workload.prompts))) == 1 and workload.name not in ("long", "prefix")
     )
@@ -156,7 +164,7 @@ def results(names: list[str], asked: dict[str, Any]) -> Iterator[dict[str, Any]]
         return
     longest = max(max(map(len, each.prompts)) + max(each.answers) for each in chosen) + 1
     context = min(config.positions, max(longest, CONTEXT))
-    parameters = sum(each.numel() for each in decoder.parameters())
+    weights = {name: bytes_of_weights(decoder, SETTINGS.get(name, {}).get("weights")) for name in names}
     serves = {name: serve_of(name, decoder, asked, context) for name in names}
     sources = {name: present_source(SERVING, name, device) for name in names}
     ours = decoder if any(name.startswith("tilestack") for name in names) else None
@@ -167,7 +175,8 @@ def results(names: list[str], asked: dict[str, Any]) -> Iterator[dict[str, Any]]
         with repeating_itself(ours) if ours and is_made_to_copy else nullcontext():
             found = measure(fitting, workload, config.vocabulary, REPEATS[device])
         for name, (figure, seconds) in found.items():
-            moved = workload.moved(config, parameters, 1 if name == "tilestack int8" else dtype.itemsize)
+            kept = cache_dtype(EngineSettings(**SETTINGS.get(name, {})), dtype)
+            moved = workload.moved(config, weights[name], kept.itemsize)
             yield dict(op=SERVING, case=workload.name, dtype=f"{dtype}".removeprefix("torch."), direction="forward",
                        backend=name, figure=round(figure, 4), unit=workload.unit, seconds=seconds, moved=moved,
                        answered=workload.answered, device=device, model=name_of(asked["model"]),
@@ -193,14 +202,27 @@ def repeating_itself(decoder: models.Decoder) -> Iterator[None]:
 
 
 def serve_of(name: str, decoder: models.Decoder, asked: dict[str, Any], context: int) -> Serve:
-    if name == "tilestack int8":
-        decoder = copy.deepcopy(decoder)
-        pack_for_cpu(decoder, "int8")
     if name.startswith("tilestack"):
-        return with_tilestack(decoder, context, **SETTINGS[name])
+        return with_tilestack(in_format(decoder, SETTINGS[name].get("weights")), context, **SETTINGS[name])
     given = asked["model"] if asked["model"] and Path(asked["model"]).is_dir() else None
     folder = given or str(saved(decoder, Path(asked["folder"]) / "model"))
     return with_vllm(folder, context) if name == "vllm" else with_transformers(folder, asked["device"], dtype_of(asked))
+
+
+def bytes_of_weights(decoder: models.Decoder, weights: str | None) -> int:
+    """What a step reads of a decoder with weights of a format, of which all of int8's are codes, and of fp8's the layers'."""
+    whole = sum(each.numel() * each.element_size() for each in decoder.parameters())
+    codes = [] if weights is None else decoder.parameters() if weights == "int8" else decoder.layers.parameters()
+    return whole - sum(each.numel() * (each.element_size() - 1) for each in codes)
+
+
+def in_format(decoder: models.Decoder, weights: str | None) -> models.Decoder:
+    """A decoder with weights of a format, beside the one given."""
+    if weights is None:
+        return decoder
+    decoder = copy.deepcopy(decoder)
+    pack_for_cpu(decoder, weights) if weights == "int8" else quantise_weights(decoder, weights)
+    return decoder
 
 
 def saved(decoder: models.Decoder, folder: Path) -> Path:

@@ -34,14 +34,15 @@ class Workload:
     def answered(self) -> int:
         return sum(self.answers)
 
-    def moved(self, config: ModelConfig, parameters: int, itemsize: int = 2) -> int:
-        """Bytes that cannot be avoided: the weights once a step, and each answer's keys and values at every step."""
+    def moved(self, config: ModelConfig, weights: int, itemsize: int) -> int:
+        """Bytes that cannot be avoided: so many of weights once a step, and each answer's keys and values, numbers of so many
+        bytes, at every step."""
         numbers = config.layers * sum(heads * dim for heads, dim in filter(None, config.cached_shapes))
         kept = sum(
             answer * len(prompt) + answer * (answer - 1) // 2
             for prompt, answer in zip(self.prompts, self.answers, strict=True)
         )
-        return itemsize * (parameters * max(self.answers) + numbers * kept)
+        return weights * max(self.answers) + itemsize * numbers * kept
 
 
 def workloads(config: ModelConfig, scale: int = 1) -> list[Workload]:

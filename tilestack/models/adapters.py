@@ -216,8 +216,9 @@ class AdapterFile:
         return a, b
 
     def leave_copy(self, name: str, weight: Tensor) -> None:
-        """Pass over a tensor that is the model's own; one that differs would change the model, and stays unused."""
-        if name in self.unused and torch.equal(self.tensors[name].to(weight), weight):
+        """Pass over a tensor that is the model's own; one that differs would change the model, and stays unused. Of a weight
+        that was made codes nobody can tell."""
+        if name in self.unused and (weight.is_meta or torch.equal(self.tensors[name].to(weight), weight)):
             self.unused.remove(name)
 
     def scale_of(self, module: str, rank: int) -> float:

@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +134,15 @@ def why_not_there(name: str) -> str:
     return ""
 
 
-def load(name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Decoder:
-    """A model from a Hugging Face folder, a .gguf file or by a known name, in its own dtype (GGUF: float32) or another."""
+def load(
+    name: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    filled: Callable[[str, torch.nn.Module], None] | None = None,
+) -> Decoder:
+    """A model from a Hugging Face folder, a .gguf file or by a known name, in its own dtype (GGUF: float32) or another.
+    `filled` gets every module with its path as soon as it has its own parameters, before the next is read."""
     path = locate(name)
     described = path / CONFIG if path.is_dir() else path
     source: Source
@@ -154,7 +161,7 @@ def load(name: str | Path, *, dtype: torch.dtype | None = None, device: torch.de
         refuse_more_than_there_is(config, source)
         with torch.device("meta"):
             decoder = Decoder(config)
-        fill(decoder, source, dtype, device)
+        fill(decoder, source, dtype, device, filled)
     except CheckpointError as problem:
         raise CheckpointError(f"{path}: {problem}") from problem
     return decoder.eval()

@@ -6,7 +6,7 @@ both ways follow it.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -133,8 +133,16 @@ def experts_layout(config: ModelConfig, fused: Collection[str]) -> dict[str, lis
     return found
 
 
-def fill(decoder: Decoder, source: Source, dtype: torch.dtype | None, device: torch.device | str) -> None:
-    """Give a decoder that lies on `meta` its parameters, one piece at a time, in the source's dtype or the one given."""
+def fill(
+    decoder: Decoder,
+    source: Source,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    filled: Callable[[str, torch.nn.Module], None] | None = None,
+) -> None:
+    """Give a decoder that lies on `meta` its parameters, one piece at a time, in the source's dtype or the one given.
+    `filled` gets every module with its path as soon as it has its own, so that it can be made smaller before the next is
+    read."""
     parameters, pieces = dict(decoder.named_parameters()), layout(decoder.config)
     refuse_mismatch(parameters, pieces, source, decoder.config)
     for name, parameter in parameters.items():
@@ -153,6 +161,8 @@ def fill(decoder: Decoder, source: Source, dtype: torch.dtype | None, device: to
             as_rows(made)[row : row + piece.rows].copy_(tensor)
             row += piece.rows
         setattr(module, attribute, torch.nn.Parameter(made, parameter.requires_grad))
+        if filled is not None and not any(each.is_meta for each in module.parameters(recurse=False)):
+            filled(path, module)
     decoder.rotary.rebuild(device)
 
 
