@@ -45,3 +45,21 @@ def test_extremes_are_nan_where_a_gpu_has_nan(kept):
     extremes_kernel[(1,)](x, y, out, NAN=kept)
     expected = [1.0, 2.0, 3.0, nan, 2.0, 2.0, 3.0, nan] if kept == tl.PropagateNan.NONE else [1.0, nan, nan, nan, 2.0, nan, nan, nan]  # fmt: skip
     torch.testing.assert_close(out, torch.tensor(expected), equal_nan=True)
+
+
+@triton.jit
+def fp8_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + at, mask=at < n, other=0).to(tl.float8e4nv), mask=at < n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_fp8_is_rounded_to_nearest_and_ends_at_the_largest_code(dtype):
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
+    between = (codes[1:] + codes[:-1]) / 2  # halfway, a little below and a little above
+    x = torch.cat([codes, between, between * (1 - 2**-9), between * (1 + 2**-9), torch.tensor([460.0, 1e4])]).to(dtype)
+    x = torch.cat([x, -x, torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)])
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
+    fp8_kernel[(-(-x.numel() // 128),)](x, out, x.numel(), BLOCK=128)
+    torch.testing.assert_close(out.float(), x.clamp(-448, 448).to(torch.float8_e4m3fn).float(), equal_nan=True)
+    assert out[: codes.numel()].to(dtype).equal(codes)

@@ -37,7 +37,7 @@ def failing_backend(outside):
 
 
 def test_a_row_has_exactly_the_published_fields():
-    published = "op case dtype direction backend time_us spread host_us tb_per_s tflops roof_fraction ratio_to_best_peer verdict peak_mib how note source lender"
+    published = "op case dtype direction backend time_us spread host_us tb_per_s tflops roof_fraction ratio_to_best_peer verdict peak_mib how note source lender cosine relative_error"
     assert [field.name for field in fields(Row)] == published.split()
 
 

@@ -22,6 +22,9 @@ CASES = {
 }
 
 
+HALVES = ("attention_int8", "attention_fp8")
+
+
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name, sizes in CASES.items() for size in sizes])
 def test_an_idiom_computes_what_the_definition_does(name, size):
     described = ops.operator_named(name)
@@ -37,7 +40,24 @@ def test_an_idiom_computes_what_the_definition_does(name, size):
 
 
 def test_every_idiom_is_held_against_its_definition_here():
-    assert set(IDIOMS) == {*CASES, "rope_", "dropout", "activation_dropout", "gated_dropout", "sample"}
+    assert set(IDIOMS) == {*CASES, "rope_", "dropout", "activation_dropout", "gated_dropout", "sample", *HALVES}
+
+
+@pytest.mark.parametrize("size", ["2x9x9x4x2x16x16xcausal", "1x33x33x1x1x8x8xfull", "1x12x3x1x1x8x8xfull"])
+@pytest.mark.parametrize("name", HALVES)
+def test_what_codes_are_measured_against_is_attention(name, size):
+    described = ops.operator_named(name)
+    case = next(case for case in described.cases if case.name.startswith(size))
+    arguments = described.bind(**case.build(Make(torch.float32, "cpu")))
+    found = by_position(described, IDIOMS[name])(*arguments.values())
+    torch.testing.assert_close(found, ops.attention(*(arguments[n] for n in ("q", "k", "v", "cu_seqlens", "causal"))))
+
+
+@pytest.mark.parametrize("size", ["2x1x13x2x1x16x16xcausal", "2x10x10x2x1x16x16xdocuments"])
+def test_pytorch_has_no_function_for_rows_that_are_aligned_at_their_ends_or_packed(size):
+    case = next(case for case in ops.attention_fp8.cases if case.name == size)
+    arguments = ops.attention_fp8.bind(**case.build(Make(torch.float32, "cpu")))
+    assert IDIOMS["attention_fp8"](*arguments.values()) is NotImplemented
 
 
 def test_turning_in_place_is_turning():

@@ -5,11 +5,15 @@ are widened to float32 here, as tensor cores do.
 
 `tl.minimum` and `tl.maximum` of NaN and a number are NaN in the interpreter and the number on a GPU, unless a kernel asks
 for NaN. A kernel that leans on the first passes every test without a GPU.
+
+Float8_e4m3fn: numbers just below a power of two became half of it, and ties went away from zero. They are rounded to nearest,
+ties to even, and beyond the largest code to that, as on a GPU.
 """
 
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -38,6 +42,20 @@ def mend_extremes() -> None:
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 
 
+def mend_fp8() -> None:
+    convert = interpreter.InterpreterBuilder.create_fp_to_fp
+    largest = torch.finfo(torch.float8_e4m3fn).max
+
+    def create_fp_to_fp(self: Any, source: Any, wanted: Any, rounding: Any) -> Any:
+        if wanted.scalar != tl.float8e4nv or source.dtype.scalar not in (tl.float16, tl.float32):
+            return convert(self, source, wanted, rounding)
+        numbers = torch.from_numpy(np.array(source.data)).clamp(-largest, largest)
+        return interpreter.TensorHandle(numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy(), wanted.scalar)
+
+    interpreter.InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+
+
 if interpreting():
     mend_products()
     mend_extremes()
+    mend_fp8()

@@ -32,6 +32,7 @@ from tilestack.lab import results
 from tilestack.lab.ahead import run_ahead
 from tilestack.lab.machine import stamp
 from tilestack.lab.peers import COMPILED, LIBRARIES, Peer, is_peer, peers_of
+from tilestack.lab.quality import quality_of, truth_without_codes
 from tilestack.lab.roofs import Roofs, measured
 from tilestack.lab.rows import Row, Stored, set_ratios
 from tilestack.lab.stale import is_current, present_source
@@ -154,7 +155,11 @@ def names_of(operator: Operator, device: str) -> list[str]:
 
 
 def directions_of(operator: Operator, wanted: Sequence[str]) -> list[str]:
-    """Where gradients are made in the forward, a backward alone says nothing: both are timed together."""
+    """Where gradients are made in the forward, a backward alone says nothing: both are timed together. What has no gradient on
+    any backend but the definition is timed forward."""
+    kernels = [found for name, found in operator.implementations.items() if name != "torch"]
+    if kernels and all(found.backward is None for found in kernels):
+        return [direction for direction in wanted if direction == "forward"]
     ahead = any(found.extras and found.extras.overwrites for found in operator.implementations.values())
     return list(dict.fromkeys("both" if ahead and direction == "backward" else direction for direction in wanted))
 
@@ -194,11 +199,25 @@ def compare(subject: Subject, backends: Sequence[str] | None, device: str, roofs
             row.source = present_source(row.op, row.backend)
             row.lender = kernel_lender(operator, row.backend, arguments, direction)
         set_ratios(found)
+        if direction == "forward":
+            set_quality(found, operator, arguments, candidates)
         yield found
         if device == "cuda":
             torch.cuda.empty_cache()
     if set(COMPILED) & set(names):
         torch.compiler.reset()  # or every case would add to what the compiler keeps
+
+
+def set_quality(
+    rows: Sequence[Row], operator: Operator, arguments: dict[str, Any], candidates: dict[str, Candidate]
+) -> None:
+    """Fill in how far each timed candidate's result is from what an operator that quantises stands for."""
+    truth = truth_without_codes(operator, arguments)
+    for row in rows if truth is not None else ():
+        if row.time_us is not None:
+            candidate = candidates[row.backend]
+            with candidate.scope():
+                row.cosine, row.relative_error = quality_of(candidate.prepare(1)[0](), truth)
 
 
 def names_asked(operator: Operator, backends: Sequence[str] | None, device: str) -> list[str]:

@@ -24,6 +24,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "of roof": lambda row: number(row.roof_fraction, ".0%"),
     "× best peer": lambda row: ratio(row),
     "peak MiB": lambda row: number(row.peak_mib, ".0f"),
+    "cosine": lambda row: number(row.cosine, ".5f"),
+    "relative error": lambda row: number(row.relative_error, ".2%"),
 }
 
 

@@ -43,6 +43,15 @@ def causal_softmax(x, scale):
     return (scale * x).masked_fill(~seen, -torch.inf).softmax(-1)
 
 
+def half_attention(q, k, v, cu_seqlens, causal, scale):
+    """Attention of the tensors as they are, which is what codes have to be faster than."""
+    if cu_seqlens is not None or (causal and q.shape[1] != k.shape[1]):
+        return NotImplemented
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped).transpose(1, 2)
+
+
 def rotate_half(x: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return torch.cat((-second, first), -1)
@@ -95,6 +104,8 @@ IDIOMS: dict[str, Callable] = {
     "embedding": lambda ids, weight, padding_idx: F.embedding(ids, weight, padding_idx),
     "masked_softmax": lambda x, mask: x.masked_fill(~mask, -torch.inf).softmax(-1),
     "causal_softmax": causal_softmax,
+    "attention_int8": half_attention,
+    "attention_fp8": half_attention,
     "rope": rope,
     "rope_": rope_,
     "qk_norm_rope": qk_norm_rope,

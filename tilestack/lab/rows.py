@@ -39,6 +39,8 @@ class Row:
     note: str = ""
     source: str = ""  # hash of the source that was measured, where that is ours
     lender: str | None = None  # whose kernel ran, empty where it is the backend's own; None where nobody noted it
+    cosine: float | None = None  # with what the result stands for, of operators that quantise (quality.py)
+    relative_error: float | None = None  # the same
 
     def as_dict(self) -> Stored:
         return asdict(self)

@@ -46,6 +46,7 @@ from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER, UNCLEAR
 from tilestack.lab.stale import TRAINING, is_current
 
 OLD = "†"
+NO_QUALITY = ["–", "–"]
 OLDER = "measured on an older source than the present one, not to be trusted until measured again; at commit"
 VERSIONS = {"torch": "torch", "Triton": "triton", "cuDNN": "cudnn", "Liger": "liger", "transformers": "transformers"}
 
@@ -72,6 +73,13 @@ def against_peer(contest: Contest) -> str:
         UNCLEAR: f"{shown} (unclear against {peer}: the rounds differ too much)",
         SAME_KERNEL: f"{shown} {peer} (no win: this is {contest.borrowed}'s kernel)",
     }[contest.verdict]
+
+
+def quality(row: dict[str, Any]) -> list[str]:
+    """What quantising costs (quality.py): cells of a table, dashes where a row says nothing of it."""
+    if row.get("cosine") is None:
+        return NO_QUALITY
+    return [f"{row['cosine']:.5f}", f"{row['relative_error']:.2%}"]
 
 
 def marked(name: str, chosen: Iterable[Contest]) -> str:
@@ -145,11 +153,15 @@ def operator(found: list[Contest], names: str) -> str:
     for contest in sorted((c for c in found if c.op in wanted), key=lambda c: wanted.index(c.op)):
         if (row := contest.ours) is None:
             continue
-        rows.append([marked(f"`{contest.op}`", [contest]), contest.label, contest.dtype, contest.direction, microseconds(row["time_us"]), rate(contest, row), percent(row["roof_fraction"]), against_peer(contest), microseconds(row["host_us"])])  # fmt: skip
+        rows.append([marked(f"`{contest.op}`", [contest]), contest.label, contest.dtype, contest.direction, microseconds(row["time_us"]), rate(contest, row), percent(row["roof_fraction"]), against_peer(contest), microseconds(row["host_us"]), *quality(row)])  # fmt: skip
         used.append(contest)
     if not rows:
         return ""
     header = ["operator", "case", "dtype", "direction", "time", "rate", "of the roof", "against the best peer", "host"]
+    if all(row[-2:] == NO_QUALITY for row in rows):
+        rows = [row[:-2] for row in rows]
+    else:
+        header += ["cosine", "relative error"]
     summary = means(used)
     named = [*used, *(contest for mean in summary for contest in mean.contests)]
     return markdown(header, rows, left=4) + over_cases(summary) + "\n\n" + stamps(used) + older(named)

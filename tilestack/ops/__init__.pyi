@@ -22,6 +22,7 @@ from tilestack.ops.matmul import linear as linear
 from tilestack.ops.memory import copy as copy, gather_rows as gather_rows, permute as permute, reduce_sum as reduce_sum, scatter_rows as scatter_rows, strided_copy as strided_copy, transpose as transpose
 from tilestack.ops.norm import add_layer_norm as add_layer_norm, add_rms_norm as add_rms_norm, layer_norm as layer_norm, rms_norm as rms_norm
 from tilestack.ops.paged import paged_attention as paged_attention
+from tilestack.ops.quantised_attention import attention_fp8 as attention_fp8, attention_int8 as attention_int8
 from tilestack.ops.quantised_gated import silu_mul_fp8 as silu_mul_fp8, silu_mul_int8 as silu_mul_int8
 from tilestack.ops.quantised_linear import linear_fp8 as linear_fp8, linear_int8 as linear_int8
 from tilestack.ops.quantised_norm import add_rms_norm_fp8 as add_rms_norm_fp8, add_rms_norm_int8 as add_rms_norm_int8, rms_norm_fp8 as rms_norm_fp8, rms_norm_int8 as rms_norm_int8
