@@ -11,11 +11,14 @@ from contextlib import contextmanager
 import torch
 
 
+A_PROGRAM = 10_000  # objects: Python itself has frozen some hundreds at its start (3.12), a program with PyTorch has more
+
+
 @contextmanager
 def startup_frozen(device: torch.device, collect: bool = True) -> Iterator[None]:
     """Inside, the collector passes over all that is there already, where it is a GPU that would wait for it; what was garbage
     then is collected before, or left until after. Inside another of these, nothing is different."""
-    if device.type != "cuda" or gc.get_freeze_count():
+    if device.type != "cuda" or gc.get_freeze_count() > A_PROGRAM:
         yield
         return
     if collect:
