@@ -13,19 +13,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilestack import ops
+from tilestack.kernels.loss.linear_cross_entropy import rows_per_chunk
 from tilestack.train.fp8 import gradient_of_weight, product
-
-CHUNK_BYTES = 192 << 20  # of logits at a time
-ROW_MULTIPLE = 128  # rows of a chunk, which share scales
 
 
 def head_loss(x: Tensor, weight: Tensor, labels: Tensor, softcap: float = 0.0) -> Tensor:
     """The sum of -log softmax(x @ weight.T)[label] over the rows not ignored, in fp8."""
     return HeadLoss.apply(x.reshape(-1, x.shape[-1]), weight, labels.reshape(-1), softcap)
-
-
-def rows_of_a_chunk(words: int) -> int:
-    return max(CHUNK_BYTES // (2 * words) // ROW_MULTIPLE, 1) * ROW_MULTIPLE
 
 
 class HeadLoss(torch.autograd.Function):
@@ -36,7 +30,7 @@ class HeadLoss(torch.autograd.Function):
         dweight = torch.zeros_like(weight) if needs_weight else None
         total = x.new_zeros((), dtype=torch.float32)
         weight8, weight_scale, turned, turned_scale = ops.fp8_tiles(weight, "blocks", "blocks")
-        size = rows_of_a_chunk(len(weight))
+        size = rows_per_chunk(len(x), weight8)  # a multiple of 128, which share scales
         for start in range(0, len(x), size):
             part = slice(start, start + size)
             x8, x_scale, *x_turned = ops.fp8_tiles(x[part].to(torch.bfloat16), "rows", "blocks")

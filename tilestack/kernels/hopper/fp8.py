@@ -49,14 +49,21 @@ def add_up_steps(
     a_s, b_s, full, free, a_scales, b_scales, inside, nothing, slot, phase, K,
     BY_BLOCKS: gl.constexpr, OF_A_BLOCK: gl.constexpr, B_STACKED: gl.constexpr, BLOCK_K: gl.constexpr, ME: gl.constexpr,
 ):  # fmt: skip
-    """The sums over K of a consumer's half of a tile, and where it is in the ring then; `nothing` is zeros of its shape."""
+    """The sums over K of a consumer's half of a tile, and where it is in the ring then; `nothing` is zeros of its shape.
+
+    Scales of blocks are asked for a step ahead: from the cache they take longer than a step's product."""
     HALF: gl.constexpr = nothing.shape[0]
     SLOTS: gl.constexpr = a_s.shape[0]
     total = nothing
+    if BY_BLOCKS:
+        a_scale = gl.load(a_scales, mask=inside, other=0)
+        b_scale = gl.load(b_scales)
     for k in range(0, K, BLOCK_K):
         if BY_BLOCKS:
-            a_scale = gl.load(a_scales + k // OF_A_BLOCK, mask=inside, other=0).to(gl.float32)
-            b_scale = gl.load(b_scales + k // OF_A_BLOCK).to(gl.float32)
+            scale = a_scale.to(gl.float32) * b_scale.to(gl.float32)
+            after = k + BLOCK_K
+            a_scale = gl.load(a_scales + after // OF_A_BLOCK, mask=inside & (after < K), other=0)
+            b_scale = gl.load(b_scales + after // OF_A_BLOCK, mask=after < K, other=0)
         mbarrier.wait(full.index(slot), phase)
         if B_STACKED:  # a tile of one of many matrices
             b = b_s.index(slot).reshape([nothing.shape[1], BLOCK_K])
@@ -68,7 +75,7 @@ def add_up_steps(
         mbarrier.arrive(free.index(slot), count=1)
         slot, phase = next_in_ring(slot, phase, SLOTS)
         if BY_BLOCKS:
-            total += part * (a_scale * b_scale)[:, None]
+            total += part * scale[:, None]
         else:
             total += part
     return total, slot, phase
