@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.engine.scheduler import Part
+from tilestack.engine.transfer import to_pinned
 
 if TYPE_CHECKING:
     from tilestack.engine.runner import Runner
@@ -31,14 +32,7 @@ if TYPE_CHECKING:
 
 def is_plain(part: Part) -> bool:
     """Whether a part's tokens are drawn as the runner's tables say, and no more is told of them."""
-    sequence, params = part.sequence, part.sequence.params
-    return not part.draws or (
-        sequence.matcher is None
-        and sequence.logprobs is None
-        and not params.penalises
-        and not params.logit_bias
-        and part.index >= params.min_tokens
-    )
+    return part.index >= part.sequence.plain_from or not part.draws
 
 
 class Size(NamedTuple):
@@ -96,7 +90,7 @@ class CapturedSteps(ABC):
         states, until the next step."""
         size = self.size_of(parts)
         cuda = self.runner.device.type == "cuda"
-        given = torch.tensor(self.inputs(parts, size), pin_memory=cuda)
+        given = to_pinned(self.inputs(parts, size), self.runner.device)
         drawn = sum(len(part.drafts) + 1 for part in parts if part.draws)
         if not cuda:
             tokens, hidden = self.compute(given, size)

@@ -6,6 +6,8 @@
 Shapes: G sequences, those that fill up included; V vocabulary.
 """
 
+import functools
+from bisect import bisect_left
 from collections.abc import Sequence as List
 
 from torch import Tensor
@@ -15,6 +17,7 @@ from tilestack.engine.scheduler import Part
 from tilestack.models import PagedBatch
 
 
+@functools.cache
 def sizes_up_to(most: int) -> list[int]:
     """Sizes of graphs: dense where a row more matters, and the most there can be."""
     return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
@@ -29,7 +32,8 @@ class DecodingSteps(CapturedSteps):
         return sorted(parts, key=lambda part: -part.start)
 
     def size_of(self, parts: List[Part]) -> Size:
-        size = next(size for size in sizes_up_to(self.rows) if size >= len(parts))
+        sizes = sizes_up_to(self.rows)
+        size = sizes[bisect_left(sizes, len(parts))]
         return Size(size, size, any(part.sequence.adapter for part in parts))
 
     def sizes(self) -> list[Size]:

@@ -308,7 +308,8 @@ class Engine:
         news: list[News] = []
         tokens, place = step.read(), 0
         for part in step.parts:
-            self.note_prompt(part, step)
+            if step.prompt_logprobs:
+                self.note_prompt(part, step)
             if not part.draws:
                 continue
             count = len(part.drafts) + 1
@@ -347,8 +348,9 @@ class Engine:
             if finish or (taken <= len(part.drafts) and token != part.drafts[taken - 1]):
                 break
         self.totals.completion_tokens += taken
-        self.totals.drafted += len(part.drafts)
-        self.totals.accepted += sum(map(int.__eq__, part.drafts, tokens[:taken]))
+        if part.drafts:
+            self.totals.drafted += len(part.drafts)
+            self.totals.accepted += sum(map(int.__eq__, part.drafts, tokens[:taken]))
         if sequence.row >= 0:
             sequence.kept += taken - 1
             self.scheduler.remember(sequence)

@@ -124,10 +124,10 @@ class Runner:
     def captured_step(self, kind: CapturedSteps, parts: list[Part]) -> Step:
         """A step as a graph; what was drawn for parts that ask for more than the tables hold is drawn again, as they ask."""
         tokens, hidden = kind.launch(parts)
-        asking = Draws.of(parts, lambda part: not is_plain(part))
-        if not asking.sequences:
+        if all(map(is_plain, parts)):
             return Step(parts, self.to_host(tokens), self.record())
         assert hidden is not None  # kinds without it take plain parts alone
+        asking = Draws.of(parts, lambda part: not is_plain(part))
         places = self.indices(asking.places)
         drawn, told = self.draw(asking, hidden[places])
         tokens = tokens.index_copy(0, places, drawn.to(tokens.dtype))
@@ -229,6 +229,8 @@ class Runner:
         pages: list[int] = []
         for sequence in sequences:
             admission, known = self.synced[sequence.row]
+            if admission == sequence.admission and known == len(sequence.pages):
+                continue
             if admission != sequence.admission:
                 known = 0
                 self.sampling.enter(sequence)
@@ -240,7 +242,8 @@ class Runner:
             pages += new
             self.synced[sequence.row] = sequence.admission, len(sequence.pages)
         if pages:
-            self.tables[self.indices(rows), self.indices(columns)] = self.indices(pages)
+            at_rows, at_columns, new_pages = self.indices([rows, columns, pages])
+            self.tables[at_rows, at_columns] = new_pages
 
     def swap(self, plan: Plan) -> None:
         """Copy pages to host memory and back; the steps before and after see it done, since one stream does it all."""
@@ -288,7 +291,7 @@ class Runner:
         vector = hidden.mean(0) if pooling == "mean" else hidden[-1]
         return torch.nn.functional.normalize(vector, dim=0).tolist()
 
-    def indices(self, values: List[int]) -> Tensor:
+    def indices(self, values: List[int] | List[List[int]]) -> Tensor:
         """Integers on the device, sent without waiting."""
         return to_device(values, self.device)
 

@@ -168,6 +168,8 @@ class Scheduler:
     def find_pages(self, sequence: Sequence, tokens: int, plan: Plan) -> bool:
         """Give a sequence pages for so many tokens, from the last in the order if need be; False: it was the last."""
         need = self.pages_for(tokens) - len(sequence.pages)
+        if need <= 0:
+            return True
         while need > len(self.pool.free):
             last = self.running[-1]
             self.preempt(last, plan)

@@ -10,6 +10,7 @@ The next step computes tokens from `kept` on. A prefix found in the pool sets `k
 advances it by less than all, decoding is a chunk of one, and preemption sets it back to 0: nothing else has to know.
 """
 
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -67,15 +68,12 @@ class Sequence:
         self.ids = list(self.request.prompt)
         self.prompt = len(self.ids)
         self.root = root_key(self.request.salt, self.request.adapter or "")
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @property
-    def logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told beside each; None: nothing is. To choose the best, 0 are needed."""
-        return 0 if self.params.logprobs is None and self.params.drawn > self.params.n else self.params.logprobs
+        self.params = params = self.request.params
+        # How many of the likeliest tokens are told beside each; None: nothing is. To choose the best, 0 are needed.
+        self.logprobs = 0 if params.logprobs is None and params.drawn > params.n else params.logprobs
+        asks = params.penalises or params.logit_bias or self.matcher is not None or self.logprobs is not None
+        # The first token of the answer from which on all that is asked for is in the runner's tables.
+        self.plain_from: float = math.inf if asks else params.min_tokens
 
     @property
     def drawn(self) -> int:
