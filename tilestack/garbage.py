@@ -10,8 +10,9 @@ from contextlib import contextmanager
 
 import torch
 
-
-A_PROGRAM = 10_000  # objects: Python itself has frozen some hundreds at its start (3.12), a program with PyTorch has more
+A_PROGRAM = (
+    10_000  # objects: Python itself has frozen some hundreds at its start (3.12), a program with PyTorch has more
+)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """The server as a process: SIGTERM lets requests end and no more begin; a second one does not wait."""
 
-import gc
 import json
 import logging
 import signal
@@ -9,13 +8,11 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from fake_engine import FakeEngine
 from server_process import process
-from server_thread import small_tokenizer
 
 from tilestack import cli
 from tilestack.engine import LLM, EngineSettings, SamplingParams
-from tilestack.server.process import listen, run_server
+from tilestack.server.process import listen
 from tilestack.server.settings import ServerSettings
 
 FAKE = str(Path(__file__).with_name("server_process.py"))
@@ -58,30 +55,6 @@ def test_sigterm_drains(folder):
     llm = LLM(str(folder), EngineSettings(device="cpu"))
     (here,) = llm.generate(["the cat"], SamplingParams(max_tokens=64, seed=7))
     assert here.text == drawn
-
-
-def test_what_is_there_before_the_first_request_is_no_garbage(monkeypatch):
-    class Ready:
-        started = True
-
-        def __init__(self, config, drain, seconds, ready):
-            self.ready = ready
-
-        def run(self, sockets):
-            self.ready()
-
-    monkeypatch.setattr("tilestack.server.process.DrainingServer", Ready)
-    monkeypatch.setattr("tilestack.server.process.log_to_stderr", lambda: None)
-    settings, greeted = ServerSettings(port=0), []
-    with listen(settings) as listening:
-        before = gc.get_freeze_count()
-        try:
-            run_server(
-                FakeEngine(small_tokenizer()), settings, listening, lambda _: greeted.append(gc.get_freeze_count())
-            )
-        finally:
-            gc.unfreeze()
-    assert greeted[0] > before
 
 
 def test_what_does_not_end_in_time_is_ended_with_an_error():

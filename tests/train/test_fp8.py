@@ -8,6 +8,7 @@ from small import decoder, recipe
 from torch.utils.checkpoint import checkpoint
 
 from tilestack import models, nn, ops
+from tilestack.kernels.loss import linear_cross_entropy
 from tilestack.nn.lora import ExpertLoRA, add_lora, lora_parameters
 from tilestack.train import RecipeError, fp8, fp8_head
 from tilestack.train.align.dpo import DPORecipe

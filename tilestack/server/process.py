@@ -4,7 +4,6 @@ The first SIGTERM or Ctrl-C turns new requests away and gives running ones their
 second ends it at once.
 """
 
-import gc
 import os
 import socket
 import sys
@@ -99,9 +98,6 @@ def run_server(
     )
 
     def ready() -> None:
-        # All that there is by now stays. A collection of garbage that walks over it would hold up every stream at once.
-        gc.collect()
-        gc.freeze()
         address = address_of(listening)
         log.info("listening", extra={"fields": {"address": address, "model": app.state.service.name}})
         greet(address)
