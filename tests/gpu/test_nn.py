@@ -6,6 +6,7 @@ import torch
 import tilestack
 from tilestack import nn, ops
 from tilestack.nn.qkv import split_and_turn
+from tilestack.nn.sparse import prune_2_4, semi_structured
 from tilestack.ops.rope import frequencies, tables
 from tilestack.train import fp8
 
@@ -58,6 +59,20 @@ def test_experts_in_fp8_follow_their_layer(backend):
     for name in ("gate_up", "down"):
         found, truth = (getattr(moe, name).grad for moe in (coded, exact))
         assert 0 < (found - truth).norm() / truth.norm() < 2**-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_2_4_sparsity_is_as_good_as_the_dense_product(dtype, as_good_as):
+    """On PyTorch's own sparse tensor cores: what is kept and multiplied is the pruned matrix and nothing else."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("2:4 sparsity needs compute capability 8.0")
+    torch.manual_seed(0)
+    weight = prune_2_4(torch.randn(256, 512, device="cuda", dtype=dtype))
+    x = torch.randn(96, 512, device="cuda", dtype=dtype)
+    kept = semi_structured(weight)
+    assert torch.equal(kept.to_dense(), weight)
+    truth = x.double() @ weight.double().T
+    as_good_as(torch.nn.functional.linear(x, kept), torch.nn.functional.linear(x, weight), truth)
 
 
 @pytest.mark.parametrize("norm", [False, True])

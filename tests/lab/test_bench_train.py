@@ -140,6 +140,8 @@ def test_rows_carry_the_source_of_ours_and_stale_works_are_those_of_another(monk
     other = replace(WORK, batch=4)
     assert bench_train.stale_works([WORK, other], rows) == [other]
     assert bench_train.stale_works([WORK], [rows[0] | {"source": "older"}, rows[1]]) == [WORK]
+    assert bench_train.stale_works([WORK], rows, ["tilestack", "transformers"]) == []
+    assert bench_train.stale_works([WORK], rows, ["tilestack", "tilestack-fp8"]) == [WORK]
 
 
 def test_a_process_of_its_own_tells_what_went_wrong(work):

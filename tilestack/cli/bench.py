@@ -363,7 +363,9 @@ def bench_training(asked: Asked, works: list["Work"], candidates: list[str] | No
 
     target = asked.results_file("train")
     with asked.measured_rows(target, bench_train.render) as rows:
-        for work in bench_train.stale_works(works, asked.kept_rows("train")) if asked.stale else works:
+        if asked.stale:
+            works = bench_train.stale_works(works, asked.kept_rows("train"), candidates)
+        for work in works:
             if asked.is_over():
                 break
             found = bench_train.bench_train(work, candidates, Console(stderr=True).print)

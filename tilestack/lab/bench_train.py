@@ -105,11 +105,11 @@ def available(candidates: Sequence[str] | None, work: Work) -> list[str]:
         "transformers-liger": "liger_kernel",
     }
     module_of = lambda name: needs.get(name, "torch")
-    able = {GRAPH: work.device == "cuda"} | {name: takes_fp8(work, name) for name in IN_FP8}
+    able = {GRAPH: work.device == "cuda"} | {name: fits_fp8(work, name) for name in IN_FP8}
     return [name for name in CANDIDATES if importable(module_of(name)) and able.get(name, True)]
 
 
-def takes_fp8(work: Work, candidate: str) -> bool:
+def fits_fp8(work: Work, candidate: str) -> bool:
     """Whether the device has fp8, and the model products of sizes that can be made in it: in its layers, or its head too."""
     from tilestack import models
     from tilestack.train import fp8
@@ -194,10 +194,12 @@ def refuse_other_work(found: dict[str, dict[str, Any]]) -> None:
             found[name] = {"note": f"not the same work: its first loss is {loss:.4f}, of the others {usual:.4f}"}
 
 
-def stale_works(works: Sequence[Work], rows: Sequence[Stored]) -> list[Work]:
-    """The works without a row of ours of the present source."""
-    current = {row["case"] for row in rows if row["op"] == TRAINING and row["backend"] in OURS and is_current(row)}
-    return [work for work in works if work.case not in current]
+def stale_works(works: Sequence[Work], rows: Sequence[Stored], candidates: Sequence[str] | None = None) -> list[Work]:
+    """The works without a row of the present source of each of ours that was asked for, or of any where none was."""
+    mine = [row for row in rows if row["op"] == TRAINING and row["backend"] in OURS and is_current(row)]
+    current = {work.case: {row["backend"] for row in mine if row["case"] == work.case} for work in works}
+    wanted = set(candidates or ()) & set(OURS)
+    return [work for work in works if not current[work.case] or not wanted <= current[work.case]]
 
 
 def apart(candidate: str, work: Work, timeout: float) -> dict[str, Any]:

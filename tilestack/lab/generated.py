@@ -1,8 +1,11 @@
-"""Pages with generated tables: what stands between two markers is rewritten in place, and a page that differs is stale."""
+"""Pages with generated tables: what stands between two markers is rewritten in place, and a page that differs is stale. So
+are the pictures that are drawn from results."""
 
 import re
 from pathlib import Path
 
+from tilestack.lab.loss_figure import loss_figure
+from tilestack.lab.results import read_json
 from tilestack.lab.tables import TableError, table
 
 OPENING = re.compile(r"^<!-- table: (?P<name>[^\n]*?) -->$", re.MULTILINE)
@@ -32,22 +35,31 @@ def pages(root: Path) -> list[Path]:
     ]
 
 
+def pictures(root: Path) -> dict[Path, str]:
+    """The pictures of the guides that are drawn from results, as they should be."""
+    curves = sorted((root / "results").glob("*/parity/fp8.json"))
+    folder = root / "docs" / "figures"
+    return {folder / f"fp8_loss_{path.parent.parent.name}.svg": loss_figure(read_json(path)) for path in curves}
+
+
 def outdated(root: Path) -> dict[Path, str]:
-    """The pages whose tables are not what the results say, with the text they should have."""
+    """The pages and pictures that are not what the results say, with the text they should have."""
     fresh = {
         path: rewritten(path.read_text(encoding="utf-8"), root, str(path.relative_to(root))) for path in pages(root)
-    }
-    return {path: text for path, text in fresh.items() if text != path.read_text(encoding="utf-8")}
+    } | pictures(root)
+    is_written = lambda path, text: path.exists() and path.read_text(encoding="utf-8") == text
+    return {path: text for path, text in fresh.items() if not is_written(path, text)}
 
 
 def stale_tables(root: Path) -> list[Path]:
-    """The pages that `update_tables` would change."""
+    """The pages and pictures that `update_tables` would change."""
     return list(outdated(root))
 
 
 def update_tables(root: Path) -> list[Path]:
-    """Rewrite every generated table of README and docs; returns the files that changed."""
+    """Rewrite every generated table of README and docs, and every picture; returns the files that changed."""
     changed = outdated(root)
     for path, text in changed.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return list(changed)

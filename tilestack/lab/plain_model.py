@@ -25,7 +25,7 @@ def plain_name(name: str) -> str:
     return functools.reduce(lambda text, pair: text.replace(*pair), HF_NAMES.items(), name)
 
 
-def norm(size: int, config: dict[str, Any]) -> nn.RMSNorm:
+def plain_norm(size: int, config: dict[str, Any]) -> nn.RMSNorm:
     return nn.RMSNorm(size, config.get("rms_norm_eps", 1e-6))
 
 
@@ -40,7 +40,7 @@ class PlainAttention(nn.Module):
         self.v = nn.Linear(hidden, self.kv_heads * self.dim, bias=False)
         self.out = nn.Linear(self.heads * self.dim, hidden, bias=False)
         normed = config["model_type"] == "qwen3"
-        self.q_norm, self.k_norm = (norm(self.dim, config) if normed else nn.Identity() for _ in range(2))
+        self.q_norm, self.k_norm = (plain_norm(self.dim, config) if normed else nn.Identity() for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         split = lambda y, heads: y.unflatten(-1, (heads, self.dim)).transpose(1, 2)  # [B, heads, T, dim]
@@ -60,7 +60,7 @@ class PlainLayer(nn.Module):
     def __init__(self, config: dict[str, Any]):
         super().__init__()
         hidden, inner = config["hidden_size"], config["intermediate_size"]
-        self.attention_norm, self.mlp_norm = norm(hidden, config), norm(hidden, config)
+        self.attention_norm, self.mlp_norm = plain_norm(hidden, config), plain_norm(hidden, config)
         self.attention = PlainAttention(config)
         self.gate, self.up = nn.Linear(hidden, inner, bias=False), nn.Linear(hidden, inner, bias=False)
         self.down = nn.Linear(inner, hidden, bias=False)
@@ -79,7 +79,7 @@ class PlainDecoder(nn.Module):
         hidden = config["hidden_size"]
         self.embedding = nn.Embedding(config["vocab_size"], hidden)
         self.layers = nn.ModuleList([PlainLayer(config) for _ in range(config["num_hidden_layers"])])
-        self.norm = norm(hidden, config)
+        self.norm = plain_norm(hidden, config)
         self.head = nn.Linear(hidden, config["vocab_size"], bias=False)
         if config.get("tie_word_embeddings"):
             self.head.weight = self.embedding.weight
