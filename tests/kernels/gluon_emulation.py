@@ -6,6 +6,7 @@ lets someone read too early or write too soon shows as a wrong result, and one t
 Layouts, registers and the visibility of writes are not emulated: those need the compiler, and a GPU.
 """
 
+import itertools
 import random
 import threading
 import types
@@ -35,9 +36,9 @@ class Deadlock(Exception):
 class Program:
     """One program: its groups of warps, one of which runs at a time, and what is under way meanwhile."""
 
-    def __init__(self, number: int, count: int, seed: int):
-        self.number, self.count = number, count
-        self.random = random.Random(f"{seed} {number}")
+    def __init__(self, numbers: tuple[int, ...], count: int, seed: int):
+        self.numbers, self.count = numbers, count
+        self.random = random.Random(f"{seed} {numbers}")
         self.haste = self.random.choice([0.0, 0.3])  # how often a product or a store is made before it is waited for
         self.groups: list[Group] = []
         self.failure: BaseException | None = None
@@ -71,7 +72,7 @@ class Program:
             if self.copies:
                 self.copies.pop(0)()
                 continue
-            self.failure = Deadlock(f"program {self.number}: {[group.done or group.what for group in self.groups]}")
+            self.failure = Deadlock(f"program {self.numbers[0]}: {[group.done or group.what for group in self.groups]}")
 
 
 class Group:
@@ -268,6 +269,10 @@ class Pointer:
     def __sub__(self, places: Any) -> "Pointer":
         return self + -places
 
+    @property
+    def dtype(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(element_ty=self.memory.dtype)
+
 
 def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Value:
     if mask is None:
@@ -277,8 +282,9 @@ def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Value:
     return found
 
 
-def store(pointer: Pointer, x: Value, mask: Any) -> None:
-    pointer.memory.view(-1)[pointer.places[mask]] = x[mask].to(pointer.memory.dtype)
+def store(pointer: Pointer, x: Value, mask: Any = None) -> None:
+    places, kept = (pointer.places, x) if mask is None else (pointer.places[mask], x[mask])
+    pointer.memory.view(-1)[places] = kept.to(pointer.memory.dtype)
 
 
 def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared | Barriers:
@@ -291,7 +297,7 @@ def some_layout(*_: Any, **__: Any) -> str:
 
 LANGUAGE = types.SimpleNamespace(
     constexpr=None, float32=torch.float32, int32=torch.int32, int64=torch.int64,
-    static_range=range, program_id=lambda axis: value(here.program.number), num_programs=lambda axis: value(here.program.count),
+    static_range=range, program_id=lambda axis: value(here.program.numbers[axis]), num_programs=lambda axis: value(here.program.count),
     NVMMADistributedLayout=some_layout, DotOperandLayout=some_layout, SliceLayout=some_layout, BlockedLayout=some_layout,
     SwizzledSharedLayout=some_layout, NVMMASharedLayout=types.SimpleNamespace(get_default_for=some_layout),
     allocate_shared_memory=allocate, load=load, store=store, convert_layout=lambda x, layout: x,
@@ -332,11 +338,12 @@ class Scope(dict):
 
 
 def emulate(
-    kernel: Any, grid: tuple[int], *arguments: Any, seed: int = 0, num_warps: int = 4, **constants: Any
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, seed: int = 0, num_warps: int = 4, **constants: Any
 ) -> None:
     """Run a Gluon kernel's programs one after the other, as `launch` would all at once."""
-    for number in range(grid[0]):
-        here.program = Program(number, grid[0], seed)
+    constants.pop("maxnreg", None)
+    for numbers in itertools.product(*map(range, grid)):
+        here.program = Program(numbers, grid[0], seed)
         given = [
             Pointer(a) if isinstance(a, torch.Tensor)
             else Descriptor(a) if hasattr(a, "block")

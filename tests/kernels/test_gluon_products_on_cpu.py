@@ -7,8 +7,9 @@ from gluon_emulation import emulate
 
 from tilestack import ops
 from tilestack.contract.launch import launch
-from tilestack.kernels.hopper import fp8, fused, grouped_fp8, grouped_outer_fp8, matmul
+from tilestack.kernels.hopper import fp8, fp8_tiles, fused, grouped_fp8, grouped_outer_fp8, matmul
 from tilestack.kernels.matmul.epilogue import Epilogue
+from tilestack.kernels.quantised import fp8_tiles as tiles
 from tilestack.lab.oracle import judge, own_error
 from tilestack.ops.activation_dropout import KINDS
 
@@ -147,3 +148,30 @@ def test_in_whatever_order_things_happen(seed, monkeypatch):
     test_epilogues("128x64", "silu+residual")
     test_grouped_products_of_codes("128x64", "blocks", (5, 128, 129, 257, 300))
     test_grouped_sums_over_rows_of_codes("128x64", (5, 128, 129, 257, 300))
+
+
+@pytest.mark.parametrize(("by", "turned_by"), [("rows", "rows"), ("rows", "blocks"), ("blocks", "rows")])
+@pytest.mark.parametrize("shape", [(160, 272), (2, 144, 16)])
+def test_tiles_are_coded_both_ways(by, turned_by, shape, monkeypatch):
+    """The arithmetic is that of other kernels, in PyTorch here; which number goes where is this one's own."""
+    monkeypatch.setattr(fp8_tiles, "magnitudes", torch.abs)
+    monkeypatch.setattr(fp8_tiles, "scale_of", lambda largest, most: largest.clamp_min(1e-30) / most)
+    monkeypatch.setattr(fp8_tiles, "codes_of", lambda x, scale, dtype: (x / scale).to(dtype))
+    monkeypatch.setattr(tiles, "launch", emulate)
+    x = torch.randn(shape).half()
+    found = tiles.launch_tiles(
+        fp8_tiles.code_blocks_kernel, x, by, turned_by, E4M3, fp8_tiles.WARPS, ROWS=fp8_tiles.ROWS
+    )
+    for made, wanted in zip(found, ops.fp8_tiles.definition(x, by, turned_by), strict=True):
+        torch.testing.assert_close(made.float(), wanted.float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_every_number_of_a_tile_has_one_thread(rows_first):
+    """As compiled, a thread's first three registers are neighbours of a row, or with rows first of a column."""
+    layout = fp8_tiles.block_layout(fp8_tiles.ROWS, 128, rows_first)
+    bases = [*layout.reg_bases, *layout.lane_bases, *layout.warp_bases]
+    assert len(layout.lane_bases) == 5
+    assert 2 ** len(layout.warp_bases) == fp8_tiles.WARPS
+    assert sorted(map(tuple, bases)) == sorted([(2**n, 0) for n in range(7)] + [(0, 2**n) for n in range(7)])
+    assert layout.reg_bases[:3] == ([[1, 0], [2, 0], [4, 0]] if rows_first else [[0, 1], [0, 2], [0, 4]])

@@ -13,6 +13,8 @@ shared, float32's went wrong on sm_90: ptxas 12.8 packs pairs of them for one st
 store what was in its register.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -133,21 +135,33 @@ def code_strips_kernel(
         tl.store(turned_ptr + column[:, None] * rows + row[None, :], codes.T, mask=inside.T)
 
 
-def code_tiles(x: Tensor, by: str, turned_by: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def of_whole_vectors(x: Tensor) -> bool:
+    *strides, last = x.stride()
+    return last == 1 and not any(n % VECTOR for n in (*x.shape[-2:], *strides))
+
+
+def launch_tiles(
+    kernel: Any, x: Tensor, by: str, turned_by: str, dtype: torch.dtype, warps: int = 8, **constants: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales both ways, by a kernel like those above."""
     (*leading, rows, columns), matrices = x.shape, x[None] if x.ndim == 2 else x
     down, across = cdiv(rows, BLOCK), cdiv(columns, BLOCK)
     empty = lambda *sizes, dtype=torch.float32: torch.empty((*leading, *sizes), dtype=dtype, device=x.device)
     codes, turned = empty(rows, columns, dtype=dtype), empty(columns, rows, dtype=dtype)
     scale = empty(rows if by == "rows" else down, across)
     turned_scale = empty(columns if turned_by == "rows" else across, down)
-    of_vectors = matrices.stride(2) == 1 and not any(n % VECTOR for n in (rows, columns, *matrices.stride()[:2]))
-    kernel, strip = (code_tiles_kernel, {}) if of_vectors else (code_strips_kernel, dict(STRIP=STRIP))
     launch(
         kernel, (down * across, len(matrices)), x, codes, scale, turned, turned_scale, rows, columns, *matrices.stride(),
         BY_ROWS=by == "rows", TURNED_BY_ROWS=turned_by == "rows", LARGEST_CODE=LARGEST_CODE[dtype], BLOCK=BLOCK,
-        num_warps=8, **strip,
+        num_warps=warps, **constants,
     )  # fmt: skip
     return codes, scale, turned, turned_scale
+
+
+def code_tiles(x: Tensor, by: str, turned_by: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if of_whole_vectors(x):
+        return launch_tiles(code_tiles_kernel, x, by, turned_by, dtype)
+    return launch_tiles(code_strips_kernel, x, by, turned_by, dtype, STRIP=STRIP)
 
 
 @implements(ops.fp8_tiles, backend="triton", repeat=straight_line, dtypes=HALVES_AND_SINGLE, when=writes_fp8)
