@@ -92,3 +92,14 @@ def test_what_makes_no_sense_is_told():
     ):
         with pytest.raises(ValueError, match=said):
             ops.attention_int8(**arguments | wrong)
+
+
+def test_a_kernel_says_what_it_has_no_room_for():
+    refused = ops.attention_int8.implementations["triton"].refuses
+    meta = lambda batch, dim: {
+        name: torch.empty(batch, 1, 1, dim, dtype=torch.float16, device="meta") for name in "qkv"
+    }
+    cpu = torch.device("cpu")
+    assert refused(ops.attention_int8.bind(**meta(65_535, 256)), cpu) == ""
+    assert "65,535 heads" in refused(ops.attention_int8.bind(**meta(65_536, 16)), cpu)
+    assert "up to 256 dimensions" in refused(ops.attention_int8.bind(**meta(1, 257)), cpu)

@@ -164,6 +164,8 @@ CHECKS = [  # batch, queries, keys, heads, kv_heads, dim, dim of v, what is seen
     (1, 12, 3, 1, 1, 8, 8, "full"),
     (2, 10, 10, 2, 1, 16, 16, "documents"),
     (1, 3, 3, 1, 1, 80, 80, "full"),
+    (1, 3, 5, 1, 1, 192, 128, "causal"),
+    (1, 2, 3, 1, 1, 264, 8, "full"),
     (0, 4, 4, 2, 1, 8, 8, "causal"),
     (1, 300, 300, 1, 1, 16, 16, "causal"),  # several tiles and blocks, and a rest
     (1, 150, 280, 1, 1, 16, 16, "full"),
