@@ -24,6 +24,8 @@ DECODE_STEP = "no operator; tests/engine/test_persistent.py and tests/kernels/te
 LARGE_PAGES = "no operator; tests/kernels/test_cpu_large_pages.py takes both ways"
 UNDECIDED = {
     "attention.ladder takes: q.shape[0] * q.shape[2] > MOST_HEADS": "beyond it the call is refused, which tests/ops shows",
+    "attention.quantised takes_int8: q.shape[0] * q.shape[2] > MOST_HEADS": "the same",
+    "attention.quantised tile_for: shared_memory(device) < HOPPER_SHARED": GPU_ONLY,
     "attention.aten has_flash: q.numel() > 0": GPU_ONLY,
     "attention.aten has_flash: q.shape[3] == v.shape[3] <= 256": GPU_ONLY,
     "attention.aten trusted_kernels: q.numel() > 0": GPU_ONLY,

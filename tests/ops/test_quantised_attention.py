@@ -1,11 +1,12 @@
 """Attention of codes: what quantising costs, that keys less their mean cost less, and that nothing else changed."""
 
 import itertools
+import re
 
 import pytest
 import torch
 
-from tilestack import ops
+from tilestack import BackendError, ops
 from tilestack.contract import backend
 from tilestack.contract.cases import Make
 from tilestack.kernels.attention import quantised as kernels
@@ -72,12 +73,18 @@ def test_documents_see_only_themselves(chosen, codes, values):
         assert torch.equal(run(chosen, codes, values, moved)[:, own], whole[:, own])
 
 
-@each_backend
+@pytest.mark.parametrize(
+    ("chosen", "error", "said"),
+    [
+        ("auto", RuntimeError, "has no gradient; call it under torch.no_grad(), or attention"),
+        ("triton", BackendError, "it has no backward; call it under torch.no_grad()"),
+    ],
+)
 @pytest.mark.parametrize("operator", [ops.attention_int8, ops.attention_fp8])
-def test_a_gradient_is_refused_by_name(chosen, operator):
+def test_a_gradient_is_refused_by_name(chosen, error, said, operator):
     arguments = drawn(tokens=3, dim=16)
     arguments["k"].requires_grad_()
-    with backend(chosen), pytest.raises(ValueError, match=rf"{operator.name}: codes have no gradient; call it under torch.no_grad\(\)"):  # fmt: skip
+    with backend(chosen), pytest.raises(error, match=rf"{operator.name} .*{re.escape(said)}"):
         operator(**arguments)
     with backend(chosen), torch.no_grad():
         assert not operator(**arguments).requires_grad
@@ -92,3 +99,14 @@ def test_what_makes_no_sense_is_told():
     ):
         with pytest.raises(ValueError, match=said):
             ops.attention_int8(**arguments | wrong)
+
+
+def test_a_kernel_says_what_it_has_no_room_for():
+    refused = ops.attention_int8.implementations["triton"].refuses
+    meta = lambda batch, dim: {
+        name: torch.empty(batch, 1, 1, dim, dtype=torch.float16, device="meta") for name in "qkv"
+    }
+    cpu = torch.device("cpu")
+    assert refused(ops.attention_int8.bind(**meta(65_535, 256)), cpu) == ""
+    assert "65,535 heads" in refused(ops.attention_int8.bind(**meta(65_536, 16)), cpu)
+    assert "up to 256 dimensions" in refused(ops.attention_int8.bind(**meta(1, 257)), cpu)

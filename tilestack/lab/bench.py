@@ -212,8 +212,9 @@ def set_quality(
     rows: Sequence[Row], operator: Operator, arguments: dict[str, Any], candidates: dict[str, Candidate]
 ) -> None:
     """Fill in how far each timed candidate's result is from what an operator that quantises stands for."""
-    truth = truth_without_codes(operator, arguments)
-    for row in rows if truth is not None else ():
+    if (truth := truth_without_codes(operator, arguments)) is None:
+        return
+    for row in rows:
         if row.time_us is not None:
             candidate = candidates[row.backend]
             with candidate.scope():

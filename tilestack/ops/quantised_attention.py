@@ -46,8 +46,6 @@ def codes_take(
 ) -> bool | str:
     if (reason := attention_takes(q, k, v, cu_seqlens, causal, None, None)) is not True:
         return reason
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return "codes have no gradient; call it under torch.no_grad(), or call attention"
     if not k.shape[1] or not 0 < q.shape[3] <= MOST_DIM:
         return f"it needs a key and heads of 1 to {MOST_DIM} dimensions, but k is {tuple(k.shape)}"
     return scale is None or scale > 0 or f"scale must be positive, or None, not {scale}"
@@ -116,6 +114,12 @@ def mean_of_values(scores: Tensor, v: Tensor, values: str) -> Tensor:
     return sums * (v_scale[:, :, None].to(weights.dtype) / weights.sum(-1, keepdim=True))
 
 
+def refuse_gradient(name: str, *tensors: Tensor) -> None:
+    """Raise where a gradient is wanted: that of a rounding is zero, and nobody would notice."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise RuntimeError(f"{name} has no gradient; call it under torch.no_grad(), or attention, which has one")
+
+
 def attention_of_codes(
     q: Tensor,
     k: Tensor,
@@ -164,6 +168,8 @@ CHECKS = [  # batch, queries, keys, heads, kv_heads, dim, dim of v, what is seen
     (1, 12, 3, 1, 1, 8, 8, "full"),
     (2, 10, 10, 2, 1, 16, 16, "documents"),
     (1, 3, 3, 1, 1, 80, 80, "full"),
+    (1, 3, 5, 1, 1, 192, 128, "causal"),
+    (1, 2, 3, 1, 1, 264, 8, "full"),
     (0, 4, 4, 2, 1, 8, 8, "causal"),
     (1, 300, 300, 1, 1, 16, 16, "causal"),  # several tiles and blocks, and a rest
     (1, 150, 280, 1, 1, 16, 16, "full"),
@@ -231,6 +237,7 @@ def attention_int8(
     dtype, or with `values="fp8"` are float8_e4m3fn codes, v with a scale for each channel of a head. Codes are made of whole
     rows, documents together. Arguments are those of `attention`; `scale` is positive.
     """
+    refuse_gradient("attention_int8", q, k, v)
     return attention_of_codes(q, k, v, mean_key(k), cu_seqlens, causal, scale, torch.int8, values)
 
 
@@ -250,4 +257,5 @@ def attention_fp8(
     scale: float | None = None,
 ) -> Tensor:
     """`attention_int8` with float8_e4m3fn codes of q and k, and of the values and their weights."""
+    refuse_gradient("attention_fp8", q, k, v)
     return attention_of_codes(q, k, v, mean_key(k), cu_seqlens, causal, scale, E4M3, "fp8")

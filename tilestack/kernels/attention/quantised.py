@@ -44,12 +44,13 @@ from tilestack.kernels.attention.scores import (
     width_of,
 )
 from tilestack.kernels.quantised.codes import NO_FRACTION, SMALLEST_ROW, magnitudes, reads_fp8
-from tilestack.kernels.tiles import cdiv, next_power
+from tilestack.kernels.tiles import cdiv, next_power, shared_memory
 from tilestack.ops import quantised_attention
 from tilestack.ops.attention import scale_or_usual
 from tilestack.ops.quantised import LARGEST_CODE
 from tilestack.ops.quantised_attention import BLOCK
 
+HOPPER_SHARED = 200_000  # bytes of shared memory that none before Hopper has
 HALVES = (torch.float16, torch.bfloat16)
 LEAST_WIDTH = 32  # codes that tensor cores multiply at a time
 MOST_HEADS = 65_535  # of a whole batch, which lie along the second side of a grid
@@ -331,6 +332,15 @@ CONFIGS = {
 }
 
 
+def tile_for(config: Tile, width: int, documents: bool, device: torch.device) -> Tile:
+    """The tile of a configuration, smaller where registers have no room for it: where heads are wide, beside the bounds of
+    documents, and before Hopper, whose tensor cores take operands from shared memory."""
+    if width > 128:
+        return Tile(64, 64, 8, 2)
+    crowded = documents or shared_memory(device) < HOPPER_SHARED
+    return Tile(config.rows, 64, config.warps, 2) if crowded else config
+
+
 def attention_of_codes(
     q: Tensor,
     k: Tensor,
@@ -348,6 +358,7 @@ def attention_of_codes(
         return out
     coded = coded_keys(k, v, codes, values)
     v = v if coded.v is None else coded.v.permute(0, 3, 1, 2)
+    tile = tile_for(tile, max(code_width(dim), width_of(value_dim)), cu_seqlens is not None, q.device)
     rows = tile_length(queries, tile.rows)
     launch(
         codes_fwd_kernel, (cdiv(queries, rows), batch * heads),
