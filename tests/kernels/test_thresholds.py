@@ -63,7 +63,6 @@ UNDECIDED = {
     "memory.embedding sorted_and_zeros: vocabulary < 2**30": TOO_LARGE,
     "memory.permute index_up_to: farthest < 2**31": TOO_LARGE,
     "memory.rows sorted_by_place: rows <= torch.iinfo(d).max": TOO_LARGE,
-    "memory.columns sum_columns: (fold := folds(lines, columns)) > 1": "no case has so many lines of an odd number",
     "norm.rows backward_shape: 1 < height <= 4": "it chooses the number of warps, and nothing that a proof could see",
     "norm.rows norm_forward: ragged.granule(columns, size) > 0": "the other way takes rows apart, one of the layouts",
     "softmax.masked places_in_mask: shape[-1] > 1": "the other way takes a mask that is strided, one of the layouts",

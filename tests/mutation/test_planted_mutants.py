@@ -1,4 +1,4 @@
-"""Bugs that an audit planted and the suite of its day let live: the harness catches each, by the claim that shows it."""
+"""Bugs that audits planted and the suite of their day let live: the harness catches each, by the claim that shows it."""
 
 import pytest
 import torch
@@ -65,19 +65,35 @@ PLANTED = {
         [("    (x,) = flat(x)\n    out = torch.empty_like(x)\n", "    (x,) = flat(x)\n    out = x if kind == 'relu' else torch.empty_like(x)\n")],
         dict(operator="relu", case="33"),
     ),
+    "a part of K begins where it would if columns lay side by side": (
+        "matmul.gated_split_k",
+        [("x_ptr + first * x_stride_k", "x_ptr + first")],
+        dict(operator="linear_swiglu", case="5x9x200", variant="strided", backend="triton_split_k", config="64x64x4"),
+    ),
+    "an expert that is not there may be chosen": (
+        "routing",
+        [("open = tl.broadcast_to(expert < experts", "open = tl.broadcast_to(expert <= experts")],
+        dict(operator="route", case="5x5x5xsigmoidxbias+below+normalise"),
+    ),
+    "parts of the sums of several matrices lie over each other": (
+        "memory.columns",
+        [("(tl.program_id(1).to(tl.int64) * matrices + matrix)", "(tl.program_id(1).to(tl.int64) + matrix)")],
+        dict(operator="reduce_sum", case="2x1025x37x1"),
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_once_survived_is_caught(what):
     file, changes, where = PLANTED[what]
-    wanted = dict(direction="forward", variant="plain", dtype=torch.float32) | where
+    wanted = dict(direction="forward", variant="plain", dtype=torch.float32, backend="triton", config="") | where
     operator = ops.operator_named(wanted.pop("operator"))
     suite = Suite(f"tilestack.kernels.{file}", tried=[operator])
     held = [
         claim
-        for claim in claims([operator], CPU, only={operator.name: "triton"}, dtypes=[wanted["dtype"]])
-        if (claim.case.name, claim.direction, claim.variant) == (wanted["case"], wanted["direction"], wanted["variant"])
+        for claim in claims([operator], CPU, only={operator.name: wanted["backend"]}, dtypes=[wanted["dtype"]])
+        if all(getattr(claim, name) == wanted[name] for name in ("direction", "variant", "config"))
+        and claim.case.name == wanted["case"]
     ]
     assert len(held) == 1
     source = suite.path.read_text()

@@ -52,6 +52,7 @@ from tilestack.lab.refuted import crash_line, refutations
 GRADCHECKED = 1 << 12  # elements beyond which gradcheck would take too long
 CALLS_ON_GPU = 4  # of one signature: the third is the first that a repetition may answer
 SAYS_NOTHING = "says nothing"
+OF_CONFIGS = ("plain", "strided")  # in which every configuration is tried, the first in all others too
 WITHOUT_EXTRAS = "without extras"  # the backward that gets none, which is what torch.ops and some compiled graphs run
 
 
@@ -94,11 +95,18 @@ class Claim:
             self.operator.name,
             self.implementation.backend,
             self.case.name,
-            self.config or self.variant,
+            self.variant_and_config,
             str(self.dtype).removeprefix("torch."),
             self.direction,
         )
         return Proof(*names, ok, error, bound, message)
+
+    @property
+    def variant_and_config(self) -> str:
+        """What is not as in any call, in words."""
+        if not self.config:
+            return self.variant
+        return self.config if self.variant == "plain" else f"{self.config} {self.variant}"
 
     def arguments(self) -> dict[str, Any]:
         return arguments_of(self.operator, self.case, self.variant, self.dtype, self.device)
@@ -138,7 +146,8 @@ def claims(
     """All that can be claimed of the operators' implementations. Empty arguments have no variants.
 
     `only` narrows an operator, by name, to one backend, and `case_names` them all to some cases. Configurations but the
-    first are tried in plain variants. On a GPU, its own cases are checked like the others.
+    first are tried in plain variants and where no stride is one, since each may go through memory in a way of its own. On a
+    GPU, its own cases are checked like the others.
     """
     kinds = {*kinds, "gpu"} if device.type == "cuda" and "check" in kinds else set(kinds)
     for operator in operators:
@@ -158,7 +167,7 @@ def claims(
                         for implementation in implementations:
                             claim = Claim(operator, implementation, case, variant, dtype, direction, device)
                             yield claim
-                            if variant == "plain" and depends_on_config(implementation, direction):
+                            if variant in OF_CONFIGS and depends_on_config(implementation, direction):
                                 yield from (replace(claim, config=name) for name in list(implementation.configs)[1:])
                     for implementation in implementations if direction != "gradcheck" and 0 not in sizes else ():
                         if implementation.invariant:

@@ -112,6 +112,7 @@ def two_projections(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool | st
             (64, 64, 64),
             (40, 48, 32, "bias"),
             (70, 130, 40),
+            (5, 9, 200),
             (0, 8, 8),
             (8, 0, 8),
             (8, 8, 0, "bias"),

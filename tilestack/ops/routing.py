@@ -12,10 +12,10 @@ NOT_ZERO = 1e-20  # added to the sum that weights are divided by
 
 
 def routing_case(make, tokens, experts, k, scoring="softmax", parts="normalise", groups=1, top_groups=1):
-    """`parts` names what there is: bias, normalise, joined by +."""
+    """`parts` names what there is: bias, below (which no score makes up for), normalise, joined by +."""
     made = dict(logits=make.normal(tokens, experts))
     if "bias" in parts:
-        made |= dict(bias=make.normal(experts, scale=0.2))
+        made |= dict(bias=make.normal(experts, scale=0.2) - 2 * ("below" in parts))
     options = dict(k=k, scoring=scoring, normalise="normalise" in parts, groups=groups, top_groups=top_groups)
     return made | options | dict(scale=1.0 if scoring == "softmax" else 2.5)
 
@@ -77,7 +77,7 @@ def route_gradient(
             (6, 16, 3, "softmax", "normalise", 4, 2),
             (6, 32, 4, "sigmoid", "bias+normalise", 8, 3),
             (30, 4, 2, "sigmoid", "normalise", 2, 1),
-            (5, 5, 5, "sigmoid", "bias+normalise"),
+            (5, 5, 5, "sigmoid", "bias+below+normalise"),
             (0, 8, 2),
         ],
         bench=[
