@@ -1,7 +1,7 @@
 """Gluon kernels on a CPU: their own Python, run by a stand-in for the language, with threads for groups of warps.
 
 What is asynchronous on a GPU is so here: a copy by TMA, a product and a store are made at some moment between their start
-and the wait for them, which a seed decides. Shared memory and results that nobody waited for hold NaN. So a barrier that
+and the wait for them, which a seed decides. Shared memory and results that nobody waited for hold NaN, or a code that is wrong. So a barrier that
 lets someone read too early or write too soon shows as a wrong result, and one that nobody arrives at as a deadlock.
 Layouts, registers and the visibility of writes are not emulated: those need the compiler, and a GPU.
 """
@@ -23,6 +23,11 @@ class Value(torch.Tensor):
     __isub__ = torch.Tensor.__sub__
     __imul__ = torch.Tensor.__mul__
     __ixor__ = torch.Tensor.__xor__
+
+    def split(self) -> tuple["Value", "Value"]:
+        """As Gluon's: the two that its last dimension holds."""
+        first, second = self.unbind(-1)
+        return first, second
 
 
 def value(x: Any) -> Value:
@@ -201,11 +206,13 @@ class Descriptor:
 
     def inside(self, at: list) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """What of a block at some place lies in memory, in both; the rest of a block is zeros, and written nowhere."""
-        starts = [int(start) for start in at]
-        ends = [min(s + b, size) for s, b, size in zip(starts, self.block_type.shape, self.memory.shape, strict=True)]
-        lengths = [max(end - start, 0) for start, end in zip(starts, ends, strict=True)]
-        there = tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
-        return there, tuple(slice(0, length) for length in lengths)
+        there, part = [], []
+        for start, length, size in zip(map(int, at), self.block_type.shape, self.memory.shape, strict=True):
+            first = min(max(start, 0), size)
+            last = max(first, min(start + length, size))
+            there.append(slice(first, last))
+            part.append(slice(first - start, last - start))
+        return tuple(there), tuple(part)
 
 
 class tma:
@@ -288,7 +295,8 @@ def store(pointer: Pointer, x: Value, mask: Any = None) -> None:
 
 
 def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared | Barriers:
-    return Barriers(shape[0]) if layout == "barriers" else Shared(torch.full(shape, torch.nan, dtype=dtype))
+    nobody_wrote = torch.nan if dtype.is_floating_point else 85
+    return Barriers(shape[0]) if layout == "barriers" else Shared(torch.full(shape, nobody_wrote, dtype=dtype))
 
 
 def some_layout(*_: Any, **__: Any) -> str:

@@ -264,6 +264,15 @@ def test_what_people_write_is_also_compiled_in_both_modes():
     assert set(peers.peers_of(ops.dropout)) <= set(peers.PEERS)
 
 
+def test_what_is_prepared_once_is_not_compiled():
+    assert list(peers.peers_of(ops.block_sparse_dsd)) == ["compile", "compile-max", "eager"]
+    values, place = torch.randn(1, 16, 16), torch.zeros(1, dtype=torch.int32)
+    dense, x = peers.peers_of(ops.block_sparse_dsd)["eager"].setup(values, place + 1, place, torch.randn(16, 3), 2)
+    assert dense.shape == (32, 16)
+    assert torch.equal(dense[16:], values[0])
+    assert x.shape == (16, 3)
+
+
 def test_what_is_prepared_once_is_not_timed():
     happened = []
     peer = peers.Peer(lambda x: happened.append("run") or x, setup=lambda x, dim: happened.append("setup") or (x,))

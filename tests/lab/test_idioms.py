@@ -7,7 +7,7 @@ from tilestack import ops
 from tilestack.contract.cases import Make
 from tilestack.contract.operator import as_tuple
 from tilestack.lab.idioms import IDIOMS
-from tilestack.lab.peers import by_position
+from tilestack.lab.peers import by_position, peer_of
 
 CASES = {
     "cross_entropy": ["4x33", "2x3x128"],
@@ -19,6 +19,10 @@ CASES = {
     "qk_norm_rope": ["2x3x4x2x16x16xbatchxFalse"],
     "argmax": ["3x33", "2x3x40"],
     "topk": ["2x33x4", "2x1x1000x7"],
+    "conv2d_int8": ["2x5x6x7x3x1x1", "2x8x6x6x3x2x1x2"],
+    "block_sparse_dsd": ["3x16x2x3x20", "2x32x3x2x5"],
+    "block_sparse_dds": ["3x16x2x3x20", "2x32x3x2x5"],
+    "block_sparse_sdd": ["3x16x2x3x40"],
 }
 
 
@@ -30,7 +34,8 @@ def test_an_idiom_computes_what_the_definition_does(name, size):
     described = ops.operator_named(name)
     (case,) = [case for case in described.cases if case.name == size]
     arguments = described.bind(**case.build(Make(torch.float32, "cpu")))
-    found = as_tuple(by_position(described, IDIOMS[name])(*arguments.values()))
+    peer = peer_of(described, IDIOMS[name])
+    found = as_tuple(peer.run(*peer.setup(*arguments.values())))
     for ours, defined in zip(found, as_tuple(described.definition(**arguments)), strict=True):
         assert ours.isfinite().any()
         expected = torch.where(

@@ -5,6 +5,7 @@ import torch
 
 from tilestack import backend, contract, ops
 from tilestack.contract import BackendError
+from tilestack.kernels.sparse import blocks
 from tilestack.nn.sparse import BlockSparse, CompressedRows, prune_2_4, semi_structured
 
 
@@ -58,6 +59,22 @@ def test_blocks_at_one_place_add_up():
         with backend(chosen):
             torch.testing.assert_close(twice @ x, values.sum(0) @ x)
     torch.testing.assert_close(twice.to_dense(), values.sum(0))
+
+
+@pytest.mark.parametrize("compared", [0, 2**26])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_blocks_are_sorted_by_line_and_keep_their_order_in_it(monkeypatch, compared, index):
+    """By counting and by PyTorch's sort: more blocks than a program looks at in one go, lines without any, columns apart."""
+    monkeypatch.setattr(blocks, "MOST_COMPARED", compared)
+    monkeypatch.setattr(blocks, "PLACES_AT_ONCE", 64)
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = torch.randint(0, 9, (2, 300), generator=generator, dtype=index)
+    rows[rows == 4] = 5
+    order, met, offsets = blocks.sorted_by_line(rows, columns, 9)
+    expected = rows.sort(stable=True)
+    assert torch.equal(order, expected.indices.to(order.dtype))
+    assert torch.equal(met, columns[expected.indices].to(met.dtype))
+    assert offsets.tolist() == [int((rows < line).sum()) for line in range(10)]
 
 
 def test_conversions_round_trip():

@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from tilestack import backend, nn, ops, patch
-from tilestack.kernels.conv import implicit_gemm
+from tilestack.kernels.conv import weight_gradient
+from tilestack.kernels.conv.configs import CONFIGS
+from tilestack.kernels.conv.implicit_gemm import Geometry
 
 LAST = torch.channels_last
 
@@ -56,7 +58,7 @@ def test_sums_of_codes_are_exact(chosen):
 
 
 def test_a_partial_sum_for_each_part_of_many_places(monkeypatch):
-    monkeypatch.setattr("tilestack.kernels.conv.implicit_gemm.PLACES_EACH", 32)
+    monkeypatch.setattr("tilestack.kernels.conv.weight_gradient.PLACES_EACH", 32)
     x, weight = drawn(2, 2, 7, 8), drawn(3, 2, 2, 2, seed=1).requires_grad_()
     expected = F.conv2d(x, weight)
     with backend("triton"):
@@ -78,10 +80,10 @@ def test_sums_that_int32_does_not_hold_are_refused():
 def test_the_weight_gradient_of_many_groups_fits_into_a_grid(monkeypatch):
     """CUDA takes 65,535 programs along all dimensions but the first; 1,400 channels of 7 × 7 taps have 68,600."""
     grids = []
-    monkeypatch.setattr(implicit_gemm, "launch", lambda kernel, grid, *arguments, **constants: grids.append(grid))
+    monkeypatch.setattr(weight_gradient, "launch", lambda kernel, grid, *arguments, **constants: grids.append(grid))
     x, weight = torch.randn(1, 1400, 7, 7), torch.randn(1400, 1, 7, 7)
-    geometry = implicit_gemm.Geometry((1, 1), (3, 3), (1, 1), groups=1400)
-    implicit_gemm.weight_gradient(torch.randn_like(x), x, weight, geometry)
+    geometry = Geometry((1, 1), (3, 3), (1, 1), groups=1400)
+    weight_gradient.weight_gradient(torch.randn_like(x), x, weight, geometry, CONFIGS["128x128"])
     ((most, *others),) = grids
     assert most == 1400 * 49
     assert all(size <= 65535 for size in others)

@@ -3,13 +3,26 @@
 A definition says exactly what an operator does, down to the bits of its random numbers and what a row without scores
 gives; compiled, it can be far slower than the usual code. These are the usual code: peers run it eagerly and compiled.
 Each names the operator's arguments it wants and answers NotImplemented for those it does not take.
+
+Sparse and quantised operators have dense ones in half precision as their alternative. What these multiply is prepared once,
+as its users have it, and not timed.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A function whose users prepare something once for many calls: `run(*setup(…))`, of which `run` alone is timed."""
+
+    setup: Callable
+    run: Callable
+
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -95,7 +108,28 @@ def sample(logits, temperature, top_k, top_p, min_p):
     return torch.where(greedy, logits.argmax(-1), race.argmax(-1))
 
 
-IDIOMS: dict[str, Callable] = {
+def images_of_codes(x, weight, x_scale, weight_scale, bias, stride, padding, dilation, groups, dtype):
+    """What a network that is not quantised has: images and filters in the dtype of the result."""
+    made = getattr(torch, dtype) if dtype else weight_scale.dtype
+    image, filters = x.float() * x_scale.float(), weight.float() * weight_scale.float()[:, None, None, None]
+    bias = None if bias is None else bias.to(made)
+    return image.to(made), filters.to(made), bias, tuple(stride), tuple(padding), tuple(dilation), groups
+
+
+def dense_of(values, rows, columns, lines, width):
+    side = values.shape[1]
+    blocks = values.new_zeros(lines, width, side, side).index_put(
+        (rows.long(), columns.long()), values, accumulate=True
+    )
+    return blocks.transpose(1, 2).reshape(lines * side, width * side)
+
+
+def sampled_from_dense(a, b, rows, columns, side):
+    blocks = (a @ b).unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2)
+    return blocks[rows.long(), columns.long()]
+
+
+IDIOMS: dict[str, Callable | Prepared] = {
     "cross_entropy": cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
     "dropout": lambda x, p: F.dropout(x, p),
@@ -112,4 +146,18 @@ IDIOMS: dict[str, Callable] = {
     "argmax": lambda logits: logits.argmax(-1),
     "topk": lambda logits, k: torch.topk(logits, k),
     "sample": sample,
-}
+    "conv2d_int8": Prepared(images_of_codes, F.conv2d),
+    "block_sparse_dsd": Prepared(
+        lambda values, rows, columns, x, lines: (
+            dense_of(values, rows, columns, lines, x.shape[0] // values.shape[1]), x,
+        ),
+        torch.matmul,
+    ),
+    "block_sparse_dds": Prepared(
+        lambda x, values, rows, columns, width: (
+            x, dense_of(values, rows, columns, x.shape[1] // values.shape[1], width),
+        ),
+        torch.matmul,
+    ),
+    "block_sparse_sdd": sampled_from_dense,
+}  # fmt: skip

@@ -32,7 +32,7 @@ from torch import Tensor
 from tilestack.contract import Operator
 from tilestack.contract.named import parameters_of
 from tilestack.lab import rowwise
-from tilestack.lab.idioms import IDIOMS
+from tilestack.lab.idioms import IDIOMS, Prepared
 
 FOLDER = Path(__file__).resolve().parents[2] / "peers"
 
@@ -50,14 +50,6 @@ class Module:
 
 
 liger = Module("liger_kernel.ops")
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A function whose users prepare something once for many calls: `run(*setup(…))`, of which `run` alone is timed."""
-
-    setup: Callable
-    run: Callable
 
 
 def liger_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -80,7 +72,7 @@ def liger_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return tuple(t.transpose(1, 2) for t in turned)
 
 
-LIGER: dict[str, "Callable | Prepared"] = {
+LIGER: dict[str, Callable | Prepared] = {
     "rms_norm": liger_rms_norm,
     "layer_norm": lambda x, weight, bias, eps: (
         NotImplemented if bias is None else liger.LigerLayerNormFunction.apply(x, weight, bias, eps)
@@ -135,12 +127,12 @@ LIGER: dict[str, "Callable | Prepared"] = {
     ),
 }  # fmt: skip
 
-ROWWISE: dict[str, "Callable | Prepared"] = {
+ROWWISE: dict[str, Callable | Prepared] = {
     "grouped_linear_fp8": Prepared(rowwise.linear_operands, rowwise.grouped_product),
     "grouped_outer_fp8": Prepared(rowwise.outer_operands, rowwise.grouped_product),
 }
 
-LIBRARIES: dict[str, tuple[str, dict[str, "Callable | Prepared"]]] = {
+LIBRARIES: dict[str, tuple[str, dict[str, Callable | Prepared]]] = {
     "liger": ("liger_kernel", LIGER),
     "aten-rowwise": ("torch", ROWWISE),
 }
@@ -194,16 +186,19 @@ def peers_of(operator: Operator) -> dict[str, Peer]:
     """The peers of an operator beyond its registered backends, by name; what is compiled is so afresh each time."""
     found = compiled("compile", operator.definition)
     if idiom := IDIOMS.get(operator.name):
-        run = by_position(operator, idiom)
-        found |= {"eager": Peer(run)} | compiled("eager-compile", run)
+        found["eager"] = peer_of(operator, idiom)
+        if not isinstance(idiom, Prepared):  # which are a library's own functions: there is nothing to compile
+            found |= compiled("eager-compile", found["eager"].run)
     for name, (module, functions) in LIBRARIES.items():
         if operator.name in functions and importable(module):
-            function = functions[operator.name]
-            if isinstance(function, Prepared):
-                found[name] = Peer(function.run, setup=by_position(operator, function.setup))
-            else:
-                found[name] = Peer(by_position(operator, function))
+            found[name] = peer_of(operator, functions[operator.name])
     return found
+
+
+def peer_of(operator: Operator, function: Callable | Prepared) -> Peer:
+    if isinstance(function, Prepared):
+        return Peer(function.run, setup=by_position(operator, function.setup))
+    return Peer(by_position(operator, function))
 
 
 def compiled(name: str, function: Callable) -> dict[str, Peer]:

@@ -4,6 +4,7 @@ S, D: which of result, left and right is sparse. A sparse matrix in blocks is `v
 block its `rows` and `columns`, counted in blocks and in any order; blocks at the same place add up.
 """
 
+import functools
 import itertools
 
 import torch
@@ -26,17 +27,23 @@ def pattern(make, blocks, lines, width):
     )
 
 
-def left_sparse_case(make, blocks, side, lines, width, columns):
+def pattern_of_places(make, blocks, lines, width):
+    """As many places, no two of them the same: what a matrix has that was cut into blocks."""
+    places = make.uniform(lines * width, dtype=torch.float32).argsort()[:blocks].int()
+    return dict(rows=places // width, columns=places % width)
+
+
+def left_sparse_case(make, blocks, side, lines, width, columns, pattern=pattern):
     values = make.normal(blocks, side, side, scale=(side * max(1, blocks // lines)) ** -0.5)
     return dict(values=values, **pattern(make, blocks, lines, width), x=make.normal(width * side, columns), lines=lines)
 
 
-def right_sparse_case(make, blocks, side, lines, width, rows):
+def right_sparse_case(make, blocks, side, lines, width, rows, pattern=pattern):
     values = make.normal(blocks, side, side, scale=(side * max(1, blocks // width)) ** -0.5)
     return dict(x=make.normal(rows, lines * side), values=values, **pattern(make, blocks, lines, width), width=width)
 
 
-def sampled_case(make, blocks, side, lines, width, inner):
+def sampled_case(make, blocks, side, lines, width, inner, pattern=pattern):
     a, b = make.normal(lines * side, inner, scale=max(inner, 1) ** -0.5), make.normal(inner, width * side)
     return dict(a=a, b=b, **pattern(make, blocks, lines, width), side=side)
 
@@ -86,19 +93,18 @@ def exist(rows: Tensor, lines: int, columns: Tensor, width: int) -> bool | str:
     return named_rows_exist("columns", columns, width) if found is True else found
 
 
-SPARSE_BENCHES = [
-    (2048, 64, 64, 64, 4096),
-    (410, 64, 64, 64, 4096),
-    (512, 128, 32, 32, 4096),
-]  # a half and a tenth of 4096²
+def sparse_benches(case):
+    """Matrices of 4096² of which a half and a tenth is there, in blocks of 64 and of 128."""
+    sizes = [(2048, 64, 64, 64, 4096), (410, 64, 64, 64, 4096), (512, 128, 32, 32, 4096), (102, 128, 32, 32, 4096)]
+    return cases(functools.partial(case, pattern=pattern_of_places), check=[], bench=sizes)
 
 
 @operator(
     cases=cases(
         left_sparse_case,
         check=[(1, 16, 1, 1, 1), (3, 16, 2, 3, 20), (2, 32, 3, 2, 5), (1, 64, 1, 1, 129), (2, 16, 1, 2, 128), (0, 16, 2, 2, 4), (2, 16, 2, 2, 0)],
-        bench=SPARSE_BENCHES,
-    ),
+    )
+    + sparse_benches(left_sparse_case),
     cost=lambda values, x: Cost(flops=2 * values.numel() * x.shape[1]),
     check=left_agrees,
     check_values=lambda values, rows, columns, x, lines: exist(rows, lines, columns, x.shape[0] // values.shape[1]),
@@ -120,8 +126,8 @@ def block_sparse_dsd(values: Tensor, rows: Tensor, columns: Tensor, x: Tensor, l
     cases=cases(
         right_sparse_case,
         check=[(1, 16, 1, 1, 1), (3, 16, 2, 3, 20), (2, 32, 3, 2, 5), (0, 16, 2, 2, 4), (2, 16, 2, 2, 0)],
-        bench=SPARSE_BENCHES,
-    ),
+    )
+    + sparse_benches(right_sparse_case),
     cost=lambda values, x: Cost(flops=2 * values.numel() * x.shape[0]),
     check=right_agrees,
     check_values=lambda x, values, rows, columns, width: exist(rows, x.shape[1] // values.shape[1], columns, width),
@@ -143,8 +149,8 @@ def block_sparse_dds(x: Tensor, values: Tensor, rows: Tensor, columns: Tensor, w
     cases=cases(
         sampled_case,
         check=[(1, 16, 1, 1, 1), (3, 16, 2, 3, 40), (2, 32, 3, 2, 33), (0, 16, 2, 2, 4), (2, 16, 2, 2, 0)],
-        bench=SPARSE_BENCHES,
-    ),
+    )
+    + sparse_benches(sampled_case),
     cost=lambda a, rows, side: Cost(flops=2 * rows.shape[0] * side * side * a.shape[1]),
     check=sampled_agrees,
     check_values=lambda a, b, rows, columns, side: exist(rows, a.shape[0] // side, columns, b.shape[1] // side),

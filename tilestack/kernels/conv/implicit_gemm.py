@@ -8,15 +8,25 @@ Each place of a filter on an image is a row, each filter a column, and the sum r
     +-----------------------+            +---------+                     with one address a row and no copy is made
       channels  channels
 
-Taps that hang over the edge are masked, which is what padding with zeros means. With channels last in memory (NHWC) a
-row of a tile is contiguous; other orders are read by their strides.
+Taps and channels are one loop, so that the loads of the next steps are under way over the end of a tap too. From one step
+to the next all rows move by the same distance, a number the whole program shares; a row keeps the address of its first tap
+and asks in each step only whether its tap hangs over the edge, where it counts as zeros: that is padding. With channels
+last in memory (NHWC) a row of a tile is contiguous; other orders are read by their strides.
 
-The gradient of x is the same product with the roles of the images exchanged: a row is a pixel of x, and tap (r, s) of the
-filter lay over it where the arriving gradient's place is (pixel + padding - r · dilation) / stride, if that is whole. The
-gradient of the weight sums over places instead: one program per tile of filters × channels of a tap walks some of the
-places, and where there are few tiles several programs share the places, each with a partial sum of its own.
+Images of few channels would fill a small part of a step. With channels last, the taps along a line of the filter lie side by
+side in memory, the channels of one after those of the other, and are taken for the channels of a single tap: of 7 × 7 taps
+and 3 channels, 7 steps with 21 numbers in each.
+
+The gradient of x is the same product with the roles of the images exchanged: a row is a pixel of x, and tap r of the filter
+lay over it where the arriving gradient's place is (pixel + padding - r · dilation) / stride, if that is whole. Whether it
+is depends on the pixel's remainder by the stride, so pixels of one remainder make up a tile, which walks over their taps
+alone:
+
+    stride 2, 3 taps, padding 1      pixel    0  1  2  3  4  5       even pixels meet tap 1,
+                                     taps     1 02  1 02  1 02       odd ones taps 0 and 2
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,11 +36,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilestack.contract.launch import launch
-from tilestack.kernels.memory.columns import sum_columns
-from tilestack.kernels.tiles import accumulator, cdiv, multiprocessors, widened
-
-WAVES = 4  # programs per multiprocessor that the weight's gradient is shared among
-PLACES_EACH = 4096  # places that are worth a partial sum of the weight's gradient
+from tilestack.kernels.conv.configs import LEAST, Config, product_launch, steps_of
+from tilestack.kernels.tiles import accumulator, cdiv
 
 
 class Geometry(NamedTuple):
@@ -52,60 +59,113 @@ class Geometry(NamedTuple):
 
 
 @triton.jit
-def tap_over(place, tap, stride, padding, dilation, size, BACKWARDS: tl.constexpr):
-    """(where a tap of the filter at a place lies in an image, whether it does). BACKWARDS, the place is in the image, and
-    asked is which filter has this tap over it."""
-    if BACKWARDS:
-        moved = place + padding - tap * dilation
-        where = moved // stride
-        inside = (moved >= 0) & (moved % stride == 0) & (where < size)
-    else:
-        where = place * stride - padding + tap * dilation
-        inside = (where >= 0) & (where < size)
-    return where, inside
+def first_tap_over(phase, taps, stride, padding, dilation):
+    """Of pixels that are `phase` past a multiple of the stride: the first tap that lies over them from any place, `taps`
+    where there is none."""
+    tap = 0
+    while (tap < taps) & ((phase + padding - tap * dilation) % stride != 0):
+        tap += 1
+    return tap
 
 
 @triton.jit
 def conv2d_kernel(
     x_ptr, weight_ptr, bias_ptr, x_scale_ptr, weight_scale_ptr, out_ptr,  # [N, C, H, W], [K, C, R, S], [K], [], [K], [N, K, H', W']
-    places, out_height, out_width, height, width, channels, filters, S, taps,
-    stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w,
+    tiles, images, out_height, out_width, height, width, channels, pixel_channels, filters, R, S,
+    stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w, every_h, every_w,
     x_stride_n, x_stride_c, x_stride_h, x_stride_w,
     weight_stride_g, weight_stride_k, weight_stride_c, weight_stride_r, weight_stride_s,
     out_stride_n, out_stride_k, out_stride_h, out_stride_w,
-    BACKWARDS: tl.constexpr, ACC: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BACKWARDS: tl.constexpr, MERGED: tl.constexpr, FLAT: tl.constexpr, EVEN_C: tl.constexpr, ACC: tl.constexpr,
+    SCALED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The product for the channels and filters of one group; out is x's gradient, and x what arrives, where BACKWARDS."""
-    group = tl.program_id(2).to(tl.int64)
-    place = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """The product for the channels and filters of one group.
+
+    BACKWARDS, out is x's gradient and x what arrives, and a program has pixels that are some remainder, its phase, past
+    multiples of the stride. MERGED, channels are those of a line of taps. FLAT, the places of out lie one after the other,
+    so that nothing but their numbers has to be kept until the end.
+    """
+    # Neighbours have the same places and other filters: images are large and read once, filters stay in the cache.
+    tile, group = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    filter_tiles = tl.cdiv(filters, BLOCK_N)
+    k = tile % filter_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     c = tl.arange(0, BLOCK_C)
-    image = place // (out_height * out_width)
-    out_h = (place // out_width % out_height).to(tl.int32)
-    out_w = (place % out_width).to(tl.int32)
+    if BACKWARDS:
+        phase_w, phase_h = group % stride_w, group // stride_w % stride_h
+        group = group // stride_w // stride_h
+        lines, columns = tl.cdiv(out_height, stride_h), tl.cdiv(out_width, stride_w)
+    else:
+        lines, columns = out_height, out_width
+    # Numbers of places may need 64 bits, those within one image and a tile do not.
+    start = (tile // filter_tiles).to(tl.int64) * BLOCK_M
+    place = (start % (lines * columns)).to(tl.int32) + tl.arange(0, BLOCK_M)
+    image = start // (lines * columns) + place // (lines * columns)
+    line, column = place // columns % lines, place % columns
+    if BACKWARDS:
+        first_r = first_tap_over(phase_h, R, stride_h, padding_h, dilation_h)
+        first_s = first_tap_over(phase_w, S, stride_w, padding_w, dilation_w)
+        taps_r, taps_s = tl.cdiv(R - first_r, every_h), tl.cdiv(S - first_s, every_w)
+        top = line + (phase_h + padding_h - first_r * dilation_h) // stride_h
+        left = column + (phase_w + padding_w - first_s * dilation_w) // stride_w
+        hop_h, hop_w = -dilation_h * every_h // stride_h, -dilation_w * every_w // stride_w
+        out_h, out_w = line * stride_h + phase_h, column * stride_w + phase_w
+        met = taps_r * taps_s > 0
+        weight_ptr += tl.where(met, first_r * tl.cast(weight_stride_r, tl.int64) + first_s * weight_stride_s, 0)
+    else:
+        taps_r, taps_s = R, S
+        top, left = line * stride_h - padding_h, column * stride_w - padding_w
+        hop_h, hop_w = dilation_h, dilation_w
+        out_h, out_w = line, column
+        met = True
+    if FLAT:
+        number = start + tl.arange(0, BLOCK_M)
+        there = number < tl.cast(images, tl.int64) * lines * columns
+        out_row = number * out_stride_w
+    else:
+        there = (image < images) & (out_h < out_height) & (out_w < out_width)
+        out_row = image * out_stride_n + out_h.to(tl.int64) * out_stride_h + out_w.to(tl.int64) * out_stride_w
+
+    group = group.to(tl.int64)
     x_ptr += group * channels * x_stride_c
     weight_ptr += group * weight_stride_g
+    x_at = x_ptr + image * x_stride_n + top.to(tl.int64) * x_stride_h + left.to(tl.int64) * x_stride_w
+    x_at = x_at[:, None] + c.to(tl.int64)[None, :] * x_stride_c
+    weight_at = weight_ptr + c.to(tl.int64)[:, None] * weight_stride_c + k.to(tl.int64)[None, :] * weight_stride_k
+    has_x, has_filter = there & met, (k < filters) & met
     total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
-    steps = tl.cdiv(channels, BLOCK_C)
-    for step in range(taps * steps):
-        tap, first = step // steps, step % steps * BLOCK_C
-        r, s = tap // S, tap % S
-        h, h_inside = tap_over(out_h, r, stride_h, padding_h, dilation_h, height, BACKWARDS)
-        w, w_inside = tap_over(out_w, s, stride_w, padding_w, dilation_w, width, BACKWARDS)
-        inside = h_inside & w_inside & (place < places)
-        row = image * x_stride_n + h.to(tl.int64) * x_stride_h + w.to(tl.int64) * x_stride_w
-        channel = first + c
-        a = tl.load(
-            x_ptr + row[:, None] + channel.to(tl.int64)[None, :] * x_stride_c,
-            mask=inside[:, None] & (channel < channels)[None, :], other=0,
-        )  # fmt: skip
-        b = tl.load(
-            weight_ptr + tl.cast(r, tl.int64) * weight_stride_r + tl.cast(s, tl.int64) * weight_stride_s
-            + channel.to(tl.int64)[:, None] * weight_stride_c + k.to(tl.int64)[None, :] * weight_stride_k,
-            mask=(channel < channels)[:, None] & (k < filters)[None, :], other=0,
-        )  # fmt: skip
+    # Pixels that no tap lies over make one step in which nothing is there.
+    steps = tl.maximum(taps_r * taps_s * tl.cdiv(channels, BLOCK_C), 1)
+    tl.assume(steps > 0)
+    r = 0
+    s = 0
+    first = 0
+    for _ in range(steps):
+        h, w = top + r * hop_h, left + s * hop_w
+        row_inside = has_x & (h >= 0) & (h < height)
+        if MERGED:
+            pixel = w[:, None] + ((first + c) // pixel_channels)[None, :]
+            inside = row_inside[:, None] & (pixel >= 0) & (pixel < width)
+        else:
+            inside = (row_inside & (w >= 0) & (w < width))[:, None]
+        has_weight = has_filter[None, :]
+        if not EVEN_C:
+            inside = inside & (c < channels - first)[None, :]
+            has_weight = has_weight & (c < channels - first)[:, None]
+        x_moved = tl.cast(r * hop_h, tl.int64) * x_stride_h + tl.cast(s * hop_w, tl.int64) * x_stride_w
+        a = tl.load(x_at + (x_moved + tl.cast(first, tl.int64) * x_stride_c), mask=inside, other=0)
+        weight_moved = (
+            tl.cast(r * every_h, tl.int64) * weight_stride_r + tl.cast(s * every_w, tl.int64) * weight_stride_s
+        )
+        b = tl.load(weight_at + (weight_moved + tl.cast(first, tl.int64) * weight_stride_c), mask=has_weight, other=0)
         total = tl.dot(a, b, total, input_precision="ieee", out_dtype=ACC)
+        first += BLOCK_C
+        next_tap = first >= channels
+        first = tl.where(next_tap, 0, first)
+        s += next_tap.to(tl.int32)
+        next_line = s == taps_s
+        s = tl.where(next_line, 0, s)
+        r += next_line.to(tl.int32)
+
     filter_at = group * filters + k
     if SCALED:
         KIND: tl.constexpr = tl.float64 if weight_scale_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -115,56 +175,8 @@ def conv2d_kernel(
         result = total
     if bias_ptr is not None:
         result += tl.load(bias_ptr + filter_at, mask=k < filters, other=0).to(result.dtype)[None, :]
-    out_row = image * out_stride_n + out_h.to(tl.int64) * out_stride_h + out_w.to(tl.int64) * out_stride_w
     out_at = out_ptr + out_row[:, None] + filter_at[None, :] * out_stride_k
-    tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=(place < places)[:, None] & (k < filters)[None, :])
-
-
-@triton.jit
-def conv2d_bwd_weight_kernel(
-    grad_ptr, x_ptr, partial_ptr,  # [N, K, H', W'], [N, C, H, W], [parts, groups · K, taps, C]
-    places, out_height, out_width, height, width, channels, filters, groups, S, taps, part,
-    stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w,
-    grad_stride_n, grad_stride_k, grad_stride_h, grad_stride_w, x_stride_n, x_stride_c, x_stride_h, x_stride_w,
-    ACC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    channel_tiles = tl.cdiv(channels, BLOCK_C)
-    k = tl.program_id(1) // channel_tiles * BLOCK_K + tl.arange(0, BLOCK_K)
-    c = tl.program_id(1) % channel_tiles * BLOCK_C + tl.arange(0, BLOCK_C)
-    tap, group = tl.program_id(0) % taps, (tl.program_id(0) // taps).to(tl.int64)
-    filter_at, channel_at = group * filters + k, group * channels + c
-    start = tl.program_id(2).to(tl.int64) * part
-    end = tl.minimum(start + part, places)
-    total = tl.zeros([BLOCK_K, BLOCK_C], ACC)
-    for first in range(start, end, BLOCK_P):
-        place = first + tl.arange(0, BLOCK_P)
-        image = place // (out_height * out_width)
-        out_h, out_w = place // out_width % out_height, place % out_width
-        h, h_inside = tap_over(out_h, tap // S, stride_h, padding_h, dilation_h, height, False)
-        w, w_inside = tap_over(out_w, tap % S, stride_w, padding_w, dilation_w, width, False)
-        counts = place < end
-        grad_row = image * grad_stride_n + out_h * grad_stride_h + out_w * grad_stride_w
-        grad = tl.load(
-            grad_ptr + filter_at[:, None] * grad_stride_k + grad_row[None, :],
-            mask=(k < filters)[:, None] & counts[None, :], other=0,
-        )  # fmt: skip
-        x_row = image * x_stride_n + h * x_stride_h + w * x_stride_w
-        x = tl.load(
-            x_ptr + x_row[:, None] + channel_at[None, :] * x_stride_c,
-            mask=(counts & h_inside & w_inside)[:, None] & (c < channels)[None, :], other=0,
-        )  # fmt: skip
-        total = tl.dot(grad, x, total, input_precision="ieee", out_dtype=ACC)
-    partial_ptr += tl.program_id(2).to(tl.int64) * groups * filters * taps * channels
-    at = partial_ptr + (filter_at[:, None] * taps + tap) * channels + c[None, :]
-    tl.store(at, total.to(partial_ptr.dtype.element_ty), mask=(k < filters)[:, None] & (c < channels)[None, :])
-
-
-def tile_for(dtype: torch.dtype, channels: int, filters: int, contiguous: bool) -> dict[str, int]:
-    """The sides of a tile and how to launch it: large where channels lie together, for else every element has an address."""
-    step = 32 if channels < 64 or dtype.itemsize != 2 else 64
-    if channels >= 32 and filters >= 64 and contiguous and dtype.itemsize < 4:
-        return dict(BLOCK_M=128, BLOCK_N=128 if filters >= 128 else 64, BLOCK_C=step, num_warps=8, num_stages=3)
-    return dict(BLOCK_M=32, BLOCK_N=32, BLOCK_C=32, num_warps=4, num_stages=2)
+    tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=there[:, None] & (k < filters)[None, :])
 
 
 def image_like(x: Tensor, channels: int, sides: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -177,48 +189,38 @@ def is_plain(x: Tensor) -> bool:
     return x.is_contiguous() or not x.is_contiguous(memory_format=torch.channels_last)
 
 
+def line_is_one_tap(x: Tensor, S: int, geometry: Geometry) -> bool:
+    """Whether S taps along a line of the filter are few channels each and lie side by side in the image."""
+    side_by_side = (x.stride(3), x.stride(1), geometry.dilation[1], geometry.groups) == (x.shape[1], 1, 1, 1)
+    return S > 1 and x.shape[1] < LEAST and side_by_side
+
+
 def gathered_product(
-    x: Tensor, weight: Tensor, out: Tensor, geometry: Geometry, backwards: bool,
+    x: Tensor, weight: Tensor, out: Tensor, geometry: Geometry, backwards: bool, config: Config,
     bias: Tensor | None = None, scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:  # fmt: skip
     """Into `out` the convolution of x or, backwards, the gradient of the image whose filters gave what arrives as x."""
-    groups = geometry.groups
+    groups, stride = geometry.groups, geometry.stride if backwards else (1, 1)
     filters, channels = out.shape[1] // groups, x.shape[1] // groups
-    taps = weight.shape[2:]
-    strides = weight.stride()
+    R, S = weight.shape[2:]
+    strides = steps_of(weight)
     ours = (strides[1], strides[0]) if backwards else strides[:2]  # of out's channels, and of x's
-    places = out.shape[0] * out.shape[2] * out.shape[3]
-    tile = tile_for(x.dtype, channels, filters, x.stride(1) == 1)
-    grid = cdiv(places, tile["BLOCK_M"]), cdiv(filters, tile["BLOCK_N"]), groups
+    lies_alike = (strides[3], strides[1]) == (channels, 1)
+    merged = not backwards and lies_alike and line_is_one_tap(x, S, geometry)
+    summed, S = (S * channels, 1) if merged else (channels, S)
+    tile = product_launch(config, x, summed, filters, merged)
+    # Every how many-th tap lies over the pixels of a phase.
+    every = [step // math.gcd(step, apart) for step, apart in zip(stride, geometry.dilation, strict=True)]
+    places = out.shape[0] * math.prod(cdiv(side, step) for side, step in zip(out.shape[2:], stride, strict=True))
+    flat = stride == (1, 1) and (out.stride(0), out.stride(2)) == (
+        out.shape[2] * out.stride(2), out.shape[3] * out.stride(3),
+    )  # fmt: skip
+    tiles = cdiv(places, tile["BLOCK_M"]) * cdiv(filters, tile["BLOCK_N"])
     launch(
-        conv2d_kernel, grid, x, weight, bias, *scales, out, places, *out.shape[2:], *x.shape[2:], channels, filters,
-        taps[1], taps[0] * taps[1], *geometry.numbers, *x.stride(), weight.shape[0] // groups * strides[0], *ours,
-        *strides[2:], *out.stride(), BACKWARDS=backwards,
+        conv2d_kernel, (tiles * groups * math.prod(stride),), x, weight, bias, *scales, out, tiles, out.shape[0],
+        *out.shape[2:], *x.shape[2:], summed, channels, filters, R, S, *geometry.numbers, *every, *steps_of(x),
+        weight.shape[0] // groups * strides[0], *ours, *strides[2:], *out.stride(),
+        BACKWARDS=backwards, MERGED=merged, FLAT=flat, EVEN_C=summed % tile["BLOCK_C"] == 0,
         ACC=tl.int32 if x.dtype == torch.int8 else accumulator(x.dtype), SCALED=scales[1] is not None, **tile,
     )  # fmt: skip
     return out
-
-
-def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """The gradient of the weight, in the dtype of what arrives and the memory order of the weight."""
-    groups = geometry.groups
-    filters, channels, *taps = grad.shape[1] // groups, x.shape[1] // groups, *weight.shape[2:]
-    places = grad.shape[0] * grad.shape[2] * grad.shape[3]
-    large = min(filters, channels) >= 64 and grad.dtype.itemsize == 2 and x.stride(1) == grad.stride(1) == 1
-    block, step, pace = (
-        (64, 64, dict(num_warps=4, num_stages=3)) if large else (32, 32, dict(num_warps=4, num_stages=2))
-    )
-    # Taps of many groups are more than the 65,535 that all dimensions of a grid but the first take.
-    tiles = taps[0] * taps[1] * groups, cdiv(filters, block) * cdiv(channels, block)
-    wanted = min(cdiv(WAVES * multiprocessors(x.device), tiles[0] * tiles[1]), places // PLACES_EACH)
-    part = cdiv(max(1, cdiv(places, max(1, wanted))), step) * step
-    parts = max(1, cdiv(places, part))
-    dtype = grad.dtype if parts == 1 else widened(grad.dtype)
-    partial = torch.empty((parts, groups * filters, *taps, channels), dtype=dtype, device=grad.device)
-    launch(
-        conv2d_bwd_weight_kernel, (*tiles, parts), grad, x, partial, places, *grad.shape[2:], *x.shape[2:], channels, filters,
-        groups, taps[1], taps[0] * taps[1], part, *geometry.numbers, *grad.stride(), *x.stride(),
-        ACC=accumulator(grad.dtype), BLOCK_K=block, BLOCK_C=block, BLOCK_P=step, **pace,
-    )  # fmt: skip
-    total = partial[0] if parts == 1 else sum_columns(partial.view(1, parts, -1), grad.dtype).view(partial.shape[1:])
-    return total.permute(0, 3, 1, 2)
