@@ -39,7 +39,7 @@ def test_every_configuration_copies_vectors_and_multiplies_meanwhile(uninterpret
 
 HOPPER = """
 import json, torch
-from tilestack.kernels.hopper.conv import CODES_CONFIGS, CONFIGS, conv2d, conv2d_backward, conv2d_int8
+from tilestack.kernels.hopper.conv2d import CODES_CONFIGS, CONFIGS, conv2d, conv2d_backward, conv2d_int8
 from tilestack.lab.compile import AbsentGpu
 image = lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device="meta", memory_format=torch.channels_last)
 x, weight, bias = image(32, 256, 28, 28), image(512, 256, 3, 3), torch.empty(512, dtype=torch.bfloat16, device="meta")

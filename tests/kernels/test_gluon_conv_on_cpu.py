@@ -9,7 +9,7 @@ from gluon_emulation import emulate
 from tilestack import ops
 from tilestack.contract.launch import launch
 from tilestack.contract.named import call_named
-from tilestack.kernels.hopper import conv, matmul
+from tilestack.kernels.hopper import conv, conv2d, matmul
 from tilestack.lab.oracle import judge, own_error
 
 LAST = torch.channels_last
@@ -38,13 +38,13 @@ def check(found, reference, truth):
 def prove(x, weight, bias, stride, padding, dilation=(1, 1), config=conv.CONFIGS["128x128"]):
     """Forward and gradients against PyTorch's own, in half precision and in float64."""
     geometry = stride, padding, dilation, 1
-    assert conv.takes(x, weight, *geometry) is True
-    out = conv.conv2d(x, weight, bias, *geometry, config=config)
+    assert conv2d.takes(x, weight, *geometry) is True
+    out = conv2d.conv2d(x, weight, bias, *geometry, config=config)
     assert out.is_contiguous(memory_format=LAST)
     grad = drawn(*out.shape)
     found = (
         out,
-        *conv.conv2d_backward(grad, x, weight, bias, *geometry, needs=(True, True, bias is not None), config=config),
+        *conv2d.conv2d_backward(grad, x, weight, bias, *geometry, needs=(True, True, bias is not None), config=config),
     )
     expected = []
     for dtype in (torch.half, torch.double):
@@ -137,7 +137,7 @@ def test_the_fewest_boxes_cover_all_places(images, lines, columns, box):
 )
 def test_what_is_left_to_others(x, weight, named, reason):
     geometry = dict(stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1) | named
-    assert reason in call_named(conv.takes, dict(x=x, weight=filters(*weight)) | geometry)
+    assert reason in call_named(conv2d.takes, dict(x=x, weight=filters(*weight)) | geometry)
 
 
 @pytest.mark.parametrize("config", conv.CODES_CONFIGS)
@@ -150,4 +150,4 @@ def test_codes(config, dtype):
     truth = ops.conv2d_int8.definition(
         *(a.double() if getattr(a, "dtype", 0) == torch.half else a for a in arguments[:-1])
     )
-    check(conv.conv2d_int8(*arguments, config=conv.CODES_CONFIGS[config]), reference, truth)
+    check(conv2d.conv2d_int8(*arguments, config=conv.CODES_CONFIGS[config]), reference, truth)

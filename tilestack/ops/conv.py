@@ -164,6 +164,13 @@ RESNET = [
             (1, 3, 6, 36, 3, 2, 1, 1, 1, "nhwc"),
             (0, 4, 5, 4, 3),
         ],
+        gpu=[
+            (3, 64, 10, 128, 3, 1, 1, 1, 1, "nhwc"),
+            (2, 128, 6, 192, 3, 2, 1, 1, 1, "nhwc"),
+            (2, 64, 8, 64, 1, 2, 0, 1, 1, "nhwc"),
+            (1, 64, 9, 64, 2, 1, 2, 3, 1, "nhwc"),
+            (2, 8, 20, 40, 7, 2, 3, 1, 1, "nhwc"),
+        ],
     )
     + cases(uneven_case, check=[("uneven",)])
     + cases(layer_case, check=[], bench=RESNET),
@@ -196,6 +203,7 @@ lower_when_traced(conv2d)
             (1, 48, 3, 80, 3, 2, 1),
             (0, 4, 5, 4, 3),
         ],
+        gpu=[(3, 64, 10, 128, 3, 1, 1), (2, 192, 6, 192, 3, 2, 1), (2, 128, 8, 256, 1)],
     )
     + cases(int8_layer_case, check=[], bench=RESNET),
     cost=conv_cost,

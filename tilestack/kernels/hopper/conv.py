@@ -17,13 +17,9 @@ With a stride of two the places under a tap are every second pixel. The image is
 lines / 2, 2, columns / 2, 2 · channels], in which they are neighbours again. The gradient of the image is a convolution of
 what arrives with taps and channels exchanged; with a stride of two it is one for each remainder of lines and columns by the
 stride, which meets every second tap (`conv/implicit_gemm.py`), and its result is what has five dimensions.
-
-A single tap without a stride is a plain product of matrices, rows being pixels, and is run as one. The gradient of the
-filters is that of any convolution (`conv/weight_gradient.py`).
 """
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,32 +34,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilestack import ops
-from tilestack.contract import implements
 from tilestack.contract.descriptors import Tile
 from tilestack.contract.launch import launch
-from tilestack.contract.repeat import straight_line
-from tilestack.kernels.conv.configs import CONFIGS as WEIGHT_CONFIGS
-from tilestack.kernels.conv.conv2d import bias_gradient
-from tilestack.kernels.conv.implicit_gemm import Geometry, image_like, is_plain
-from tilestack.kernels.conv.weight_gradient import weight_gradient
-from tilestack.kernels.hopper import matmul
+from tilestack.kernels.conv.implicit_gemm import Geometry
 from tilestack.kernels.hopper.matmul import (
     K_BYTES,
     WARPS,
-    hopper_product,
     layout_of,
     next_in_ring,
     ring_of,
     tile_of,
 )
-from tilestack.kernels.matmul.products import HALVES
-from tilestack.kernels.matmul.tma import can_move
-from tilestack.kernels.quantised.codes import HALVES_AND_SINGLE
-from tilestack.kernels.tiles import cdiv, multiprocessors, next_power
-from tilestack.ops.autocast import lowered
-from tilestack.ops.conv import output_size
-from tilestack.ops.quantised_linear import result_dtype
+from tilestack.kernels.tiles import cdiv, multiprocessors
 from tilestack.tuning.model import Gpu, product_us
 
 LEAST_CHANNELS = 64  # that channels and filters are multiples of, so that a box has channels of one tap alone
@@ -87,11 +69,6 @@ class Config(NamedTuple):
         places = images * (height // stride_h) * (width // stride_w)
         return product_us(places, filters, inner * R * S, self.m, self.n, gpu)
 
-    def of_product(self, columns: int) -> matmul.Config:
-        """As that of a plain product with so many columns."""
-        n = min(self.n, max(next_power(columns), LEAST_CHANNELS))
-        return matmul.Config(self.m, n, self.slots, min(self.store_n, n))
-
 
 CONFIGS = {
     "128x128": Config(128, 128, 6, 128, "128x128 deep"),
@@ -99,6 +76,12 @@ CONFIGS = {
     "256x128": Config(256, 128, 4, 64, "256x128"),
     "128x64": Config(128, 64, 8, 64, "128x64"),
     "256x64": Config(256, 64, 4, 64, "64x64"),
+}
+CODES_CONFIGS = {
+    "128x128": Config(128, 128, 5, 64),
+    "128x256": Config(128, 256, 4, 64),
+    "256x128": Config(256, 128, 4, 32),
+    "128x64": Config(128, 64, 8, 64),
 }
 
 
@@ -122,11 +105,14 @@ def place_of_box(
 @gluon.jit
 def taps_of_phase(phase, taps, padding, BACKWARDS: gl.constexpr, STRIDE: gl.constexpr):
     """The first tap that meets the pixels of a phase, how many do, and how far under the place the first lies."""
+    first = 0
+    count = taps
+    under = -padding
     if BACKWARDS:
         first = (phase + padding) % STRIDE
-        return first, (taps - first + STRIDE - 1) // STRIDE, (phase + padding - first) // STRIDE
-    else:
-        return 0, taps, -padding
+        count = (taps - first + STRIDE - 1) // STRIDE
+        under = (phase + padding - first) // STRIDE
+    return first, count, under
 
 
 @gluon.jit
@@ -326,115 +312,3 @@ def convolve(
         SLOTS=config.slots, WARPS=WARPS, PRODUCER_REGISTERS=BOX_REGISTERS, num_warps=WARPS,
     )  # fmt: skip
     return out
-
-
-def is_product(weight: Tensor, geometry: Geometry) -> bool:
-    """Whether a convolution is a product of matrices: one tap over every pixel."""
-    return weight.shape[2:].numel() == 1 and geometry.stride == (1, 1) and geometry.padding == (0, 0)
-
-
-def takes_boxes(x: Tensor, weight: Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int) -> bool | str:
-    """Whether TMA can move the boxes of a convolution."""
-    if groups != 1 or is_plain(x) or not x.numel():
-        return "it takes images whose channels lie together (channels_last), and no groups"
-    if x.shape[1] % LEAST_CHANNELS or weight.shape[0] % LEAST_CHANNELS:
-        return f"it takes multiples of {LEAST_CHANNELS} channels and filters, not {x.shape[1]} and {weight.shape[0]}"
-    step, sides = stride[0], x.shape[2:]
-    if step != stride[1] or sides[0] % step or sides[1] % step or (step > 1 and max(dilation) > 1):
-        return "with a stride it takes one for both sides, which divides them, and no dilation"
-    return can_move(x, weight)
-
-
-def takes(
-    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
-) -> bool | str:
-    if is_product(weight, Geometry.of(stride, padding, dilation, groups)) and groups == 1 and not is_plain(x):
-        return can_move(x, weight)
-    return takes_boxes(x, weight, stride, dilation, groups)
-
-
-def rows_of_pixels(image: Tensor) -> Tensor:
-    """[N, C, H, W] as [N · H · W, C]: a view where channels lie together."""
-    return image.permute(0, 2, 3, 1).flatten(0, 2)
-
-
-def image_of_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """[N · H · W, C] as an image of as many pixels, with its channels together."""
-    images, _, *sides = like.shape
-    return rows.view(images, *sides, rows.shape[1]).permute(0, 3, 1, 2)
-
-
-def empty_places(x: Tensor, weight: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor:
-    """Memory for a convolution's result."""
-    sizes = zip(x.shape[2:], weight.shape[2:], *geometry[:3], strict=True)
-    return image_like(x, weight.shape[0], [output_size(*side) for side in sizes], dtype)
-
-
-def conv2d_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
-    dilation: Sequence[int], groups: int, needs: tuple[bool, bool, bool], config: Config,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    geometry = Geometry.of(stride, padding, dilation, groups)
-    dx = dweight = None
-    if needs[0]:
-        filters = weight.to(grad.dtype)
-        if is_product(weight, geometry):
-            dx = image_of_rows(
-                hopper_product(rows_of_pixels(grad), filters.flatten(1), None, config.of_product(x.shape[1])), x
-            )
-        else:
-            dx = convolve(grad, filters, image_like(x, x.shape[1], x.shape[2:], grad.dtype), geometry, True, config)
-        dx = dx.to(x.dtype)
-    if needs[1]:
-        dweight = weight_gradient(grad, x.to(grad.dtype), weight, geometry, WEIGHT_CONFIGS[config.weight]).to(
-            weight.dtype
-        )
-    return dx, dweight, bias_gradient(grad, bias) if needs[2] else None
-
-
-@implements(
-    ops.conv2d,
-    backend="gluon",
-    repeat=straight_line,
-    backward=conv2d_backward,
-    when=takes,
-    dtypes=HALVES,
-    configs=CONFIGS,
-)
-def conv2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
-    dilation: Sequence[int], groups: int, config: Config,
-) -> Tensor:  # fmt: skip
-    x, weight, bias = lowered(x, weight, bias)
-    geometry = Geometry.of(stride, padding, dilation, groups)
-    if is_product(weight, geometry):
-        product = hopper_product(rows_of_pixels(x), weight.flatten(1).T, bias, config.of_product(weight.shape[0]))
-        return image_of_rows(product, x)
-    out = empty_places(x, weight, geometry, x.dtype)
-    return convolve(x, weight, out, geometry, False, config, None if bias is None else bias.contiguous())
-
-
-CODES_CONFIGS = {
-    "128x128": Config(128, 128, 5, 64),
-    "128x256": Config(128, 256, 4, 64),
-    "256x128": Config(256, 128, 4, 32),
-    "128x64": Config(128, 64, 8, 64),
-}
-
-
-@implements(
-    ops.conv2d_int8,
-    backend="gluon",
-    repeat=straight_line,
-    dtypes=HALVES_AND_SINGLE,
-    configs=CODES_CONFIGS,
-    when=takes_boxes,
-)
-def conv2d_int8(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], groups: int, dtype: str, config: Config,
-) -> Tensor:  # fmt: skip
-    geometry = Geometry.of(stride, padding, dilation, groups)
-    out = empty_places(x, weight, geometry, result_dtype(weight_scale, dtype))
-    bias = None if bias is None else bias.contiguous()
-    return convolve(x, weight, out, geometry, False, config, bias, (x_scale, weight_scale.contiguous()))
