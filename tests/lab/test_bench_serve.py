@@ -124,7 +124,7 @@ def test_what_is_kept_of_the_present_source_is_not_measured_again(monkeypatch):
 
 def test_engines_of_other_weights_answer_too(monkeypatch):
     shape = bench_serve.SMALL | dict(num_hidden_layers=1, vocab_size=128)
-    asked = dict(device="cpu", model=None, shape=shape, scale=32, only=None)
+    asked = dict(device="cpu", model=None, shape=shape, scale=32, only=None, current=[])
     (name,) = names = ["tilestack fp8 weights"]
     rows = {row["case"]: row for row in serve_candidates.results(names, asked)}
     assert set(rows) == {"throughput", "batch 1"}  # and of 64, which this scale has not

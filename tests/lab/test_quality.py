@@ -88,8 +88,9 @@ def test_tables_have_columns_for_it_where_a_row_does(tmp_path):
     assert only[-2:] == ["0.99912", "4.19%"]
     header, *_ = cells(table("operator imaginary softmax", tmp_path))
     assert "cosine" not in header
-    _, _, quantised, *others = cells(table("operator imaginary attention_fp8,softmax", tmp_path))
+    header, _, quantised, *others = cells(table("operator imaginary attention_fp8,softmax", tmp_path))
     assert quantised[-2:] == ["0.99912", "4.19%"]
-    assert {tuple(line[-2:]) for line in others} == {("–", "–")}
+    of_cases = [line for line in others if len(line) == len(header)]  # means over them come below
+    assert {tuple(line[-2:]) for line in of_cases} == {("–", "–")}
     shown = bench_tables.tables([Row.from_dict(rows[-1])], stamp("cpu"))[0]
     assert {"cosine", "relative\nerror"} <= {column.header for column in shown.columns}

@@ -28,6 +28,7 @@ def loss_figure(kept: dict[str, Any]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" width="{wide}" height="{high}" role="img">',
         f"<title>{html.escape(described)}</title>",
+        f"<desc>{html.escape('; '.join(map(in_words, kept['runs'])))}</desc>",
         f"<style>text{{font:12px ui-sans-serif,system-ui,sans-serif}}{style(0)}@media(prefers-color-scheme:dark){{{style(1)}}}</style>",
         '<rect class="card" width="100%" height="100%"/>',
     ]
@@ -35,6 +36,13 @@ def loss_figure(kept: dict[str, Any]) -> str:
         x, y = LEFT + place % COLUMNS * panel_width, TOP + place // COLUMNS * panel_height
         parts.append(f'<g transform="translate({x} {y})">{panel(run)}</g>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def in_words(run: dict[str, Any]) -> str:
+    """Where both curves of a run begin and end."""
+    ends = lambda curve: f"from {curve[0]:.2f} to {curve[-1]:.2f}"
+    first, second = ways(run)
+    return f"in {first} {ends(run['reference'])} and in {second} {ends(run['candidate'])}, {len(run['reference'])} steps"
 
 
 def ways(run: dict[str, Any]) -> tuple[str, str]:

@@ -27,7 +27,7 @@ SERVING, HTTP = "serve", "http"  # the same of `tilestack bench serve` and `tile
 OF_A_WORKLOAD = ("lab/serve_workloads.py", "lab/serve_candidates.py")
 OF_AN_ENGINE = (
     "contract", "ops", "nn", "engine", "models/attention.py", "models/cache.py", "models/context.py", "models/decoder.py",
-    "models/invariant.py", "models/mla.py", "models/norm.py", "models/paged.py", "models/rotary.py",
+    "models/invariant.py", "models/mla.py", "models/norm.py", "models/paged.py", "models/rotary.py", "garbage.py",
 )  # fmt: skip
 OF_A_SERVER = ("server", "data/tokenizer.py", "lab/load", "lab/bench_http.py")
 OF_A_DEVICE = {

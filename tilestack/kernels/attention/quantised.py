@@ -325,8 +325,6 @@ class Tile(NamedTuple):
 
 
 CONFIGS = {
-    "128 by 128": Tile(128, 128, 8, 2),
-    "128 by 64": Tile(128, 64, 8, 3),
     "64 by 128": Tile(64, 128, 4, 2),
     "64 by 64": Tile(64, 64, 4, 3),
 }

@@ -46,11 +46,7 @@ class Config(NamedTuple):
 CONFIGS = {
     "128x128": Config(Tile(128, 128, 8, 3), Tile(64, 64, 4, 3)),
     "128x128 deep": Config(Tile(128, 128, 8, 4), Tile(128, 128, 8, 3)),
-    "128x256": Config(Tile(128, 256, 8, 3), Tile(128, 128, 8, 4)),
-    "256x128": Config(Tile(256, 128, 8, 3), Tile(128, 64, 8, 4)),
     "256x64": Config(Tile(256, 64, 8, 4), Tile(128, 64, 4, 4)),
-    "128x64": Config(Tile(128, 64, 4, 4), Tile(64, 128, 4, 4)),
-    "64x128": Config(Tile(64, 128, 4, 4), Tile(64, 128, 4, 3)),
     "64x64": Config(Tile(64, 64, 4, 4), Tile(64, 64, 4, 4)),
 }
 # Sums of codes beside the largest tiles' addresses do not fit into registers.
