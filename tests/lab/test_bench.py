@@ -324,3 +324,13 @@ def test_a_budget_ends_a_run_between_cases_and_keeps_what_was_measured(tmp_path,
     assert 0 < len({row.case for row in rows}) < len(ops.softmax.cases)
     assert len(results.load(path)["rows"]) == len(rows)
     assert "cases are left" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [("linear_int8", True), ("linear_fp8", True), ("conv2d_int8", True), ("linear_weight_only", False), ("linear", False), ("relu", False)],
+)  # fmt: skip
+def test_products_of_codes_are_held_against_the_roof_of_codes(name, codes):
+    operator = ops.operator_named(name)
+    arguments = operator.bind(**operator.cases[0].build(Make(torch.float32, "meta")))
+    assert lab.multiplies_codes(operator, arguments) is codes

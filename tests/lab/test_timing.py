@@ -105,6 +105,8 @@ def test_the_floor_is_the_slower_of_moving_and_computing():
     assert roofs.floor_us(flops=1.6e12, moved=4e9, dtype="bfloat16") == pytest.approx(2000)
     assert roofs.floor_us(flops=1.6e12, moved=4e9, dtype="float32") == pytest.approx(32000)
     assert roofs.floor_us(flops=1.6e12, moved=4e9, dtype="float64") == pytest.approx(32000), "no rate of its own"
+    assert roofs.floor_us(flops=1.6e12, moved=1e9, dtype="bfloat16", of_codes=True) == pytest.approx(1000)
+    assert roofs.floor_us(flops=1.6e12, moved=1e9, dtype="float32", of_codes=True) == pytest.approx(1000)
 
 
 def test_out_of_memory_is_told_in_three_words():

@@ -288,3 +288,21 @@ def test_a_new_table_counts_from_the_next_call_on(tmp_path, monkeypatch):
         preferences.write_table(dict(machine=machine, rows=[row(fastest, 1.0), row(other, 9.0)]), tmp_path)
         assert preferences.table_of("tested")["softmax"]["default"] == [fastest, other]
         assert not len(ops.softmax.plans)
+
+
+@pytest.mark.parametrize("path", sorted(preferences.TABLES.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_tables_name_backends_and_configurations_that_there_are(path):
+    known = {
+        (op.name, way): implementation.configs
+        for op in ops.operators()
+        for way, implementation in op.implementations.items()
+    }
+    for op, entry in preferences.read_table(path).items():
+        rankings = [
+            entry["default"],
+            *(r for buckets in entry.values() if isinstance(buckets, dict) for r in buckets.values()),
+        ]
+        for name in sum(rankings, []):
+            way, _, config = name.partition(":")
+            assert (op, way) in known, f"{op} has no backend {way}"
+            assert not config or config in known[op, way], f"{op} has no configuration {name}"

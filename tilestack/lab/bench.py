@@ -194,7 +194,10 @@ def compare(subject: Subject, backends: Sequence[str] | None, device: str, roofs
             continue
         flops, moved = operator.cost(arguments, direction)
         timings = measure(candidates, moved, device) | {name: Timing(note=text) for name, text in refused.items()}
-        found = [figures(blank(direction, name), timings[name], flops, moved, roofs) for name in timings]
+        found = [
+            figures(blank(direction, name), timings[name], flops, moved, roofs, multiplies_codes(operator, arguments))
+            for name in timings
+        ]
         for row in found:
             row.source = present_source(row.op, row.backend)
             row.lender = kernel_lender(operator, row.backend, arguments, direction)
@@ -346,14 +349,20 @@ def differentiable_outputs(out: Any) -> list[Tensor]:
     return [output for output in as_tuple(out) if isinstance(output, Tensor) and output.requires_grad]
 
 
-def figures(row: Row, timing: Timing, flops: float, moved: float, roofs: Roofs) -> Row:
+def multiplies_codes(operator: Operator, arguments: dict[str, Any]) -> bool:
+    """Whether both operands of a product are codes of 8 bits."""
+    operands = [arguments[name] for name in operator.tensors[:2]]
+    return len(operands) == 2 and all(isinstance(x, Tensor) and x.element_size() == 1 for x in operands)
+
+
+def figures(row: Row, timing: Timing, flops: float, moved: float, roofs: Roofs, of_codes: bool = False) -> Row:
     """A row with what was measured and what follows from it, but for the ratio."""
     for name, value in vars(timing).items():
         setattr(row, name, value)
     if timing.time_us:
         row.tb_per_s = moved / timing.time_us * 1e-6
         row.tflops = flops / timing.time_us * 1e-6
-        row.roof_fraction = roofs.floor_us(flops, moved, row.dtype) / timing.time_us
+        row.roof_fraction = roofs.floor_us(flops, moved, row.dtype, of_codes) / timing.time_us
         if timing.how == "cpu" and row.roof_fraction > 1.005:
             row.note = "the inputs stay in cache"  # and are not copied there from memory, as the roof is
     return row

@@ -42,7 +42,9 @@ def in_words(run: dict[str, Any]) -> str:
     """Where both curves of a run begin and end."""
     ends = lambda curve: f"from {curve[0]:.2f} to {curve[-1]:.2f}"
     first, second = ways(run)
-    return f"in {first} {ends(run['reference'])} and in {second} {ends(run['candidate'])}, {len(run['reference'])} steps"
+    return (
+        f"in {first} {ends(run['reference'])} and in {second} {ends(run['candidate'])}, {len(run['reference'])} steps"
+    )
 
 
 def ways(run: dict[str, Any]) -> tuple[str, str]:
