@@ -75,6 +75,11 @@ PLANTED = {
         [("open = tl.broadcast_to(expert < experts", "open = tl.broadcast_to(expert <= experts")],
         dict(operator="route", case="5x5x5xsigmoidxbias+below+normalise"),
     ),
+    "a part of a text's keys that is not there is merged with the others": (
+        "attention.parts",
+        [("there = (number < parts)", "there = (number <= parts)")],
+        dict(operator="paged_attention", case="unevenx16x2x1x16x16"),
+    ),
     "parts of the sums of several matrices lie over each other": (
         "memory.columns",
         [("(tl.program_id(1).to(tl.int64) * matrices + matrix)", "(tl.program_id(1).to(tl.int64) + matrix)")],

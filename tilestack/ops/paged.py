@@ -169,6 +169,7 @@ MIXES: dict[str, list[tuple[int, int]]] = dict(  # for each sequence, its new to
     mixed=[(5, 5), (1, 33), (0, 0), (17, 40), (0, 9)],
     prompt=[(33, 33)],
     chunk=[(18, 150)],
+    uneven=[(1, 300)],  # where keys are split, into a number of parts that is no power of two
     nothing=[(0, 0), (0, 5)],
     many=[(1, 1 + 37 * number % 150) for number in range(80)],
 ) | {f"{count}x{length}": [(1, length)] * count for count in (1, 64, 256) for length in (1024, 4096, 8192)}
@@ -255,6 +256,7 @@ def paged_result(
             ("decode", 8, 2, 1, 16, 16, "same", "latent"),
             ("prompt", 256, 2, 1, 96, 96, "same", "capped"),
             ("chunk", 16, 4, 1, 32, 32, "same", "scaled"),
+            ("uneven", 16, 2, 1, 16, 16),
             ("nothing", 16, 2, 1, 16, 16),
         ],
         gpu=[  # of "many", more programs than a GPU runs at a time
