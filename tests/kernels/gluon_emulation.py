@@ -246,7 +246,7 @@ def async_add(descriptor: Descriptor, at: list, source: Shared) -> None:
 
 
 def warpgroup_mma(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
-    out = value(torch.full(acc.shape, torch.nan))
+    out = value(unwritten(acc.shape, acc.dtype))
     left = a.memory if isinstance(a, Shared) else a
 
     def multiply() -> None:
@@ -294,9 +294,15 @@ def store(pointer: Pointer, x: Value, mask: Any = None) -> None:
     pointer.memory.view(-1)[places] = kept.to(pointer.memory.dtype)
 
 
+def unwritten(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    """NaN, and of integers what is far from any sum of codes."""
+    if not dtype.is_floating_point:
+        return torch.full(shape, torch.iinfo(dtype).max, dtype=dtype)
+    return torch.full(shape, torch.nan).to(dtype)
+
+
 def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared | Barriers:
-    nobody_wrote = torch.nan if dtype.is_floating_point else 85
-    return Barriers(shape[0]) if layout == "barriers" else Shared(torch.full(shape, nobody_wrote, dtype=dtype))
+    return Barriers(shape[0]) if layout == "barriers" else Shared(unwritten(shape, dtype))
 
 
 def some_layout(*_: Any, **__: Any) -> str:
@@ -304,7 +310,7 @@ def some_layout(*_: Any, **__: Any) -> str:
 
 
 LANGUAGE = types.SimpleNamespace(
-    constexpr=None, float32=torch.float32, int32=torch.int32, int64=torch.int64,
+    constexpr=None, float32=torch.float32, int8=torch.int8, int32=torch.int32, int64=torch.int64,
     static_range=range, program_id=lambda axis: value(here.program.numbers[axis]), num_programs=lambda axis: value(here.program.count),
     NVMMADistributedLayout=some_layout, DotOperandLayout=some_layout, SliceLayout=some_layout, BlockedLayout=some_layout,
     SwizzledSharedLayout=some_layout, NVMMASharedLayout=types.SimpleNamespace(get_default_for=some_layout),
@@ -313,6 +319,7 @@ LANGUAGE = types.SimpleNamespace(
     zeros=lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)),
     full=lambda shape, x, dtype, layout: value(torch.full(shape, x, dtype=dtype)), zeros_like=torch.zeros_like,
     max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,
+    abs=torch.abs, ceil=torch.ceil, div_rn=torch.div, reshape=torch.reshape, permute=torch.permute,
     where=lambda chosen, a, b: torch.where(value(chosen), a, b),
     maximum=lambda a, b: torch.maximum(value(a), value(b)), minimum=lambda a, b: torch.minimum(value(a), value(b)),
     cdiv=lambda a, b: (value(a) + b - 1) // b,

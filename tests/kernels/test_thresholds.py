@@ -33,6 +33,8 @@ UNDECIDED = {
     "hopper.attention takes: k.numel() > 0": GPU_ONLY,
     "hopper.attention takes: q.shape[1] < min(ROWS, k.shape[1])": GPU_ONLY,
     "hopper.attention takes: scale <= 0": GPU_ONLY,
+    "hopper.attention_codes takes: q.shape[1] < min(ROWS, k.shape[1])": GPU_ONLY,
+    "hopper.attention_codes takes: q.numel() > 0": GPU_ONLY,
     "hopper.attention_tiles by_rows: min(x.stride()[:2]) > 0": GPU_ONLY,
     "attention.paged paged_tile: shared_memory(q.device) < HOPPER_SHARED": GPU_ONLY,
     "quantised.codes reads_fp8: target.arch >= 89": GPU_ONLY,

@@ -68,6 +68,11 @@ SPILLS_OWED = {
         ("attention", "8x2048x2048x16x8x128x128xdocuments", "bfloat16"),
         "heads of 128: addresses that never change are fetched again in each step, beside two sums; with documents their ends",
     ),
+    "attention_codes_kernel": Owed(
+        {90: 64},
+        ("attention_int8", "1x16384x16384x32x8x128x128xfullxfp8", "bfloat16"),
+        "heads of 128 with two sums of values: a few addresses, outside of the loop over whole tiles",
+    ),
 }
 
 

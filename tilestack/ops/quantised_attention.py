@@ -8,8 +8,9 @@ scale that reaches them leaves few codes for what tells keys apart. Taking the m
 scores of a query, and softmax does not see that.
 
 Codes are the same bits whoever makes them: sums of keys are in float64, in which halves add up without loss, what follows is
-float32, and quotients are rounded correctly. Products of integers add up exactly. In float64 codes are no others; only weights
-that are made 8 bits stay as they are there, since an exponential decides on which side of a rounding they fall.
+float32, and quotients are rounded correctly. Products of integers add up exactly, so that an oracle in float64 has the same
+integers. Its e4m3 codes stay unrounded, as everywhere: tensor cores keep few bits of their sums, and of weights an exponential
+decides on which side of a rounding they fall.
 """
 
 from typing import Any
@@ -64,6 +65,11 @@ def mean_key(k: Tensor) -> Tensor:
     return k.double().mean(1, keepdim=True).float()
 
 
+def numbers_to_code(x: Tensor, codes: torch.dtype) -> Tensor:
+    """What codes are made of: float32 for integers, whatever the dtype, else as in every definition."""
+    return x.float() if codes == torch.int8 else wide(x)
+
+
 def codes_of_blocks(x: Tensor, codes: torch.dtype) -> tuple[Tensor, Tensor]:
     """(codes [batch, keys, kv_heads, dim], scale [batch, keys, kv_heads]), blocks of keys having one scale."""
     keys, blocks = x.shape[1], -(-x.shape[1] // BLOCK)
@@ -86,8 +92,8 @@ def scores_of_codes(
 ) -> Tensor:
     """[batch, kv_heads, group · queries, keys], -inf where a key is not seen; `middle` is what is taken off every key."""
     precise = wide(q).dtype
-    q_codes, q_scale = quantised(q.float(), codes)
-    k_codes, k_scale = codes_of_blocks(k.float() - middle, codes)
+    q_codes, q_scale = quantised(numbers_to_code(q, codes), codes)
+    k_codes, k_scale = codes_of_blocks(numbers_to_code(k, codes) - middle, codes)
     sums = grouped(q_codes.to(precise), k) @ k_codes.to(precise).permute(0, 2, 3, 1)
     factor = grouped(q_scale.to(precise)[..., None] * scale_or_usual(scale, q), k)
     scores = sums * (factor * k_scale.to(precise).transpose(1, 2)[:, :, None])
@@ -108,7 +114,7 @@ def mean_of_values(scores: Tensor, v: Tensor, values: str) -> Tensor:
         return torch.softmax(scores, -1) @ wide(v).transpose(1, 2)
     powers = scores * LOG2_E
     weights = torch.exp2(powers - (powers.amax(-1, keepdim=True).ceil() - LOG2_TOP))
-    v_codes, v_scale = quantised(v.float().permute(0, 2, 3, 1), E4M3)
+    v_codes, v_scale = quantised(wide(v).permute(0, 2, 3, 1), E4M3)
     in_8_bits = weights if weights.dtype == torch.float64 else weights.to(E4M3).to(weights.dtype)
     sums = in_8_bits @ v_codes.to(weights.dtype).mT
     return sums * (v_scale[:, :, None].to(weights.dtype) / weights.sum(-1, keepdim=True))
