@@ -1,5 +1,6 @@
 """What `auto` takes: buckets of sizes, and tables made from measured rows."""
 
+import itertools
 import json
 
 import pytest
@@ -302,7 +303,7 @@ def test_shipped_tables_name_backends_and_configurations_that_there_are(path):
             entry["default"],
             *(r for buckets in entry.values() if isinstance(buckets, dict) for r in buckets.values()),
         ]
-        for name in sum(rankings, []):
+        for name in itertools.chain.from_iterable(rankings):
             way, _, config = name.partition(":")
             assert (op, way) in known, f"{op} has no backend {way}"
             assert not config or config in known[op, way], f"{op} has no configuration {name}"
