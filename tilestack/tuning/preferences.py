@@ -39,6 +39,7 @@ TABLES = Path(__file__).parent / "tables"
 UNMEASURED: dict[str, list[str]] = {
     "linear": ["aten"],
     "attention": ["aten"],
+    "conv2d": ["aten"],
     "grouped_linear": ["aten"],
     "linear_swiglu": ["triton_split_k"],  # which takes few rows, and leaves others to Triton
 }
