@@ -16,10 +16,17 @@ import tilestack
 from tilestack import ops
 from tilestack.contract import registry
 from tilestack.contract.backends import usable
-from tilestack.kernels.cuda import add, build, matmul, rms_norm, softmax
+from tilestack.kernels.cuda import add, build, matmul, rms_norm, softmax, weight_only
 from tilestack.kernels.cuda.decode_step import DecoderShape
 
-KERNELS = [("add", "cuda"), ("softmax", "cuda"), ("rms_norm", "cuda"), ("linear", "cuda_tiled"), ("linear", "cuda")]
+KERNELS = [
+    ("add", "cuda"),
+    ("softmax", "cuda"),
+    ("rms_norm", "cuda"),
+    ("linear", "cuda_tiled"),
+    ("linear", "cuda"),
+    ("linear_weight_only", "cuda"),
+]
 SOURCES = sorted(build.SOURCES.glob("*.cu"))
 GPU = torch.device("cuda")
 
@@ -32,13 +39,14 @@ def test_it_stands_beside_the_others_and_says_why_it_cannot_run(operator, backen
         "softmax": (torch.ones(2),),
         "rms_norm": (torch.ones(2),),
         "linear": (torch.ones(2, 2), torch.ones(2, 2)),
+        "linear_weight_only": (torch.ones(2, 16).half(), torch.ones(2, 16, dtype=torch.int8), torch.ones(2, 1)),
     }[operator]
     reason = f"{operator} cannot run on {backend}: CUDA C\\+\\+ kernels need a CUDA tensor, not one on cpu; torch, "
     with tilestack.backend(backend), pytest.raises(tilestack.BackendError, match=reason):
         way.operator(*arguments)
 
 
-@pytest.mark.parametrize("operator", ["add", "softmax", "rms_norm", "linear"])
+@pytest.mark.parametrize("operator", ["add", "softmax", "rms_norm", "linear", "linear_weight_only"])
 def test_auto_leaves_it_alone_unless_it_measured_fastest(operator, monkeypatch):
     described = ops.operator_named(operator)
     monkeypatch.setattr(registry, "_preference", lambda *_: [])
@@ -134,6 +142,36 @@ def test_a_matrix_that_lies_well_is_not_copied():
     assert torch.equal(matmul.rows_of_vectors(off), off)
 
 
+@pytest.mark.parametrize("name", weight_only.CONFIGS)
+def test_more_blocks_share_k_where_one_has_no_room(name):
+    given = weight_only.CONFIGS[name]
+    small = weight_only.fitting_plan(given, 1, 1024, 8, 0)
+    assert (small.row_warps, small.k_warps, small.splits) == given
+    for sizes in [(16, 4096, 32, 0), (16, 14336, 112, 0), (8, 14336, 448, 0), (16, 28672, 1, 1), (16, 8192, 512, 2)]:
+        plan = weight_only.fitting_plan(given, *sizes)
+        assert plan.shared_bytes <= weight_only.MOST_SHARED
+        assert plan.splits <= weight_only.MOST_SPLITS
+        codes = 32 if sizes[3] == 0 else 16
+        assert plan.k_warps * plan.splits * plan.stages * weight_only.PIECES * codes >= sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "groups", "dtype", "reason"),
+    [
+        (16, 4096, 32, torch.uint8, None),
+        (16, 48, 3, torch.int8, None),
+        (17, 64, 1, torch.int8, "it takes 1 to 16 rows, not 17"),
+        (1, 40, 1, torch.int8, "multiples of 16 codes of 8 bits, not 40 and 40"),
+        (1, 64, 8, torch.int8, "multiples of 16 codes of 8 bits, not 64 and 8"),
+        (16, 65536, 1, torch.uint8, "16 rows of 65536 numbers and their scales find no room in shared memory"),
+    ],
+)
+def test_few_rows_of_whole_pieces_are_taken(rows, inner, groups, dtype, reason):
+    weight = torch.empty(3, inner // (2 if dtype == torch.uint8 else 1), dtype=dtype)
+    answer = weight_only.takes(torch.empty(rows, inner).half(), weight, torch.empty(3, groups))
+    assert answer is True if reason is None else reason in answer
+
+
 def test_values_become_those_of_c_and_an_error_is_raised_in_cudas_words(monkeypatch):
     x = torch.ones(1)
     kinds = [type(build.as_c(value)) for value in (x, None, 1.5, 3)]
@@ -158,6 +196,9 @@ def nvcc():
 
 def constants_of(source):
     """The macros that a source is compiled with, by set, and for which GPUs."""
+    if source.stem == "weight_only":
+        kinds = {"int4": (0, 4), "int4 32": (0, 1), "int8": (1, 4), "int8 32": (1, 2), "fp8": (2, 4)}
+        return {name: (dict(CODES=codes, FOLD=fold), (90,)) for name, (codes, fold) in kinds.items()}
     if source.stem != "decode_step":
         return {"": ({}, (80, 90))}
     qwen3 = DecoderShape(28, 1024, 16, 8, 128, 3072, 151936, True)

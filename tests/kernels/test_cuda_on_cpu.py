@@ -8,12 +8,15 @@ import shutil
 import cuda_emulation
 import pytest
 import torch
+from fenced_memory import Fences
 
 from tilestack import models, ops
+from tilestack.contract.cases import Make
 from tilestack.engine.persistent import shape_of, weights_of
-from tilestack.kernels.cuda import add, decode_step, matmul, rms_norm, softmax
+from tilestack.kernels.cuda import add, decode_step, matmul, rms_norm, softmax, weight_only
 from tilestack.lab.oracle import judge, own_error
 from tilestack.models import ModelConfig, PagedBatch, PagedCache
+from tilestack.ops.weight_only import pack_int4, weight_only_case
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="compiling needs g++, which is not here")
 
@@ -34,7 +37,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch, library):
-    for module in (add, softmax, rms_norm, matmul, decode_step):
+    for module in (add, softmax, rms_norm, matmul, weight_only, decode_step):
         monkeypatch.setattr(module, "library", library)
         monkeypatch.setattr(module, "call", cuda_emulation.call_on_cpu)
 
@@ -42,7 +45,7 @@ def on_cpu(monkeypatch, library):
 def check(launcher, op, *arguments):
     """As good as the definition in the same dtype, by the same judge as `tilestack verify`."""
     result, reference = launcher(*arguments), op.definition(*arguments)
-    wide = [each.double() if isinstance(each, torch.Tensor) else each for each in arguments]
+    wide = [each.double() if isinstance(each, torch.Tensor) and each.dtype in FLOATS else each for each in arguments]
     truth = op.definition(*wide)
     assert result.is_contiguous()
     assert not (message := judge(result, reference, truth, own_error(reference, truth)).message), message
@@ -99,6 +102,96 @@ def test_long_sums_lose_no_digits(dtype):
         check(matmul.linear_tiled, ops.linear, torch.randn(2, 1104).to(dtype), torch.randn(150, 1104).to(dtype), None)
         same = lambda rows: torch.randn(rows, 1).to(dtype).expand(rows, 290)
         check(matmul.linear_tiled, ops.linear, same(70), same(16), None)
+
+
+CODES = [
+    # rows of x, outputs, K, format, group and what else there is
+    (1, 1, 32, "int4"),
+    (7, 70, 768, "int4", 32, "zero+bias"),
+    (8, 33, 768, "int4", 384),
+    (16, 40, 384, "int4", 128, "bias"),
+    (3, 35, 704, "int4", 64, "zero"),
+    (5, 17, 48, "int8", 0, "bias"),
+    (9, 40, 400, "int8", 16, "zero"),
+    (16, 65, 768, "int8", 64),
+    (2, 33, 176, "fp8", 0, "bias"),
+    (12, 40, 416, "fp8", 32),
+    (8, 16, 0, "int8", 0, "bias"),
+]
+# Warps side by side, warps that share K and blocks that share K: one of each, some of each, more than there are stages.
+SHARED_OUT = [(1, 1, 1), (2, 2, 2), (1, 8, 4)]
+
+
+def by(shared_out):
+    return functools.partial(weight_only.linear_weight_only, config=weight_only.Config(*shared_out))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("sizes", CODES, ids=lambda sizes: "x".join(map(str, sizes)))
+def test_weights_of_codes(sizes, dtype):
+    torch.manual_seed(0)
+    arguments = ops.linear_weight_only.bind(**weight_only_case(Make(dtype, "cpu"), *sizes))
+    for shared_out in SHARED_OUT:
+        check(by(shared_out), ops.linear_weight_only, *arguments.values())
+
+
+def test_codes_of_tensors_that_lie_anyhow():
+    """And scales and biases in other precisions than x."""
+    torch.manual_seed(0)
+    x, bias = torch.randn(64, 2, 3).bfloat16().permute(2, 1, 0), torch.randn(34)[::2]
+    weight = torch.randint(-128, 128, (64 * 17 + 1,), dtype=torch.int8)[1:].view(64, 17).T
+    scale = torch.rand(2, 17).half().T
+    zero = torch.randint(-128, 128, (2, 17), dtype=torch.int8).T
+    check(by((2, 2, 1)), ops.linear_weight_only, x, weight, scale, zero, bias)
+    check(by((2, 2, 1)), ops.linear_weight_only, x, weight, scale, None, bias.half())
+
+
+@pytest.mark.parametrize(
+    "sizes", [(3, 17, 176, "fp8", 16, "bias"), (9, 40, 96, "int4", 32, "zero+bias")], ids=["fp8", "int4"]
+)
+def test_nothing_beyond_codes_and_scales_is_read(sizes):
+    fences = Fences()
+    given = {
+        name: fences.around(tensor) for name, tensor in weight_only_case(Make(torch.float16, "cpu"), *sizes).items()
+    }
+    check(by((2, 2, 1)), ops.linear_weight_only, *ops.linear_weight_only.bind(**given).values())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_code_of_fp8(dtype):
+    weight = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[None]  # two of them NaN
+    for x in torch.eye(256, dtype=dtype).split(16):
+        out = by((1, 1, 1))(x, weight, torch.ones(1, 1), None, None)
+        assert torch.equal(out.isnan(), torch.full((16, 1), True))
+    finite = weight.float().nan_to_num().to(weight.dtype)
+    for x in torch.eye(256, dtype=dtype).split(16):
+        check(by((1, 1, 1)), ops.linear_weight_only, x, finite, torch.ones(1, 1), None, None)
+
+
+def test_nan_stays_in_its_row():
+    """Of x, of codes and of scales, where the last stage of a row ends amid the next one's codes and scales."""
+    torch.manual_seed(0)
+    given = weight_only_case(Make(torch.bfloat16, "cpu"), 3, 3, 176, "fp8", 16)
+    given["x"][1, 100] = given["scale"][1, 0] = torch.nan
+    given["weight"].view(torch.uint8)[2, :16] = 127
+    arguments = ops.linear_weight_only.bind(**given)
+    out = by((1, 1, 1))(*arguments.values())
+    assert out.isnan().tolist() == [[False, True, True], [True] * 3, [False, True, True]]
+    check(by((1, 1, 1)), ops.linear_weight_only, *arguments.values())
+
+
+@pytest.mark.parametrize("name", weight_only.CONFIGS)
+def test_a_row_has_the_bits_of_small_integers_in_every_configuration(name):
+    """Sums that halves hold, with scales that are powers of two: any code or scale in a wrong place is seen."""
+    torch.manual_seed(0)
+    x = torch.randint(-1, 2, (9, 640)).bfloat16() * (torch.rand(9, 640) < 0.1)
+    codes, zero = torch.randint(0, 16, (37, 640)), torch.randint(4, 12, (37, 5), dtype=torch.int8)
+    scale = 2.0 ** torch.randint(-1, 1, (37, 5))
+    out = by(weight_only.CONFIGS[name])(x, pack_int4(codes), scale, zero, None)
+    numbers = (codes - zero.repeat_interleave(128, 1)) * scale.repeat_interleave(128, 1)
+    expected = x.double() @ numbers.double().T
+    assert expected.abs().max() < 128  # with one bit below the point, eight in all
+    assert torch.equal(out.double(), expected)
 
 
 MODELS = {

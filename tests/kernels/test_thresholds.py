@@ -21,6 +21,7 @@ GPU_ONLY = "asked only where there is a GPU; tests/gpu and `tilestack verify` th
 TOO_LARGE = "the other way takes tensors larger than memory here"
 EXPANDED = "the other way takes expanded rows, one of the layouts"
 DECODE_STEP = "no operator; tests/engine/test_persistent.py and tests/kernels/test_cuda_on_cpu.py take both ways"
+FEW_ROWS = "tests/kernels/test_cuda_backend.py and test_cuda_on_cpu.py take both ways"
 LARGE_PAGES = "no operator; tests/kernels/test_cpu_large_pages.py takes both ways"
 UNDECIDED = {
     "attention.ladder takes: q.shape[0] * q.shape[2] > MOST_HEADS": "beyond it the call is refused, which tests/ops shows",
@@ -52,6 +53,12 @@ UNDECIDED = {
     "cuda.decode_step is_even: queries + keys <= WARPS": DECODE_STEP,
     "cuda.decode_step shape_refused: shape.hidden > 2048": DECODE_STEP,
     "cuda.matmul has_tensor_cores: torch.cuda.get_device_capability(x.device) >= (8, 0)": GPU_ONLY,
+    "cuda.weight_only fitting_plan: (plan := plan_of(config, *sizes)).shared_bytes > MOST_SHARED": FEW_ROWS,
+    "cuda.weight_only fitting_plan: config.row_warps > 1": FEW_ROWS,
+    "cuda.weight_only fitting_plan: config.splits < MOST_SPLITS": FEW_ROWS,
+    "cuda.weight_only plan_of: M <= 8": FEW_ROWS,
+    "cuda.weight_only takes: plan_of(SMALLEST, *sizes_of(x, weight, scale)).shared_bytes > MOST_SHARED": FEW_ROWS,
+    "cuda.weight_only takes: torch.cuda.get_device_capability(x.device) < (9, 0)": GPU_ONLY,
     "hopper.scaled can_move_codes: x.numel() > 0": GPU_ONLY,
     "matmul.tma lies_in_rows: min(steps) > 0": EXPANDED,
     "matmul.tma lies_in_rows: steps[-1] >= matrix.shape[-1]": EXPANDED,

@@ -23,6 +23,7 @@ CASES = {
     "block_sparse_dsd": ["3x16x2x3x20", "2x32x3x2x5"],
     "block_sparse_dds": ["3x16x2x3x20", "2x32x3x2x5"],
     "block_sparse_sdd": ["3x16x2x3x40"],
+    "linear_weight_only": ["5x17x64xint4x32xzero+bias", "17x40x128xint8x64xzero", "70x33x48xfp8"],
 }
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilestack import ops
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -129,6 +131,13 @@ def sampled_from_dense(a, b, rows, columns, side):
     return blocks[rows.long(), columns.long()]
 
 
+def linear_of_codes(x, weight, scale, zero, bias):
+    """What a layer that is not quantised has: the weight in the dtype of x."""
+    every = torch.eye(x.shape[-1], dtype=torch.float32, device=x.device)
+    numbers = ops.linear_weight_only.definition(every, weight, scale, zero).T
+    return x, numbers.contiguous().to(x.dtype), None if bias is None else bias.to(x.dtype)
+
+
 IDIOMS: dict[str, Callable | Prepared] = {
     "cross_entropy": cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
@@ -160,4 +169,5 @@ IDIOMS: dict[str, Callable | Prepared] = {
         torch.matmul,
     ),
     "block_sparse_sdd": sampled_from_dense,
+    "linear_weight_only": Prepared(linear_of_codes, F.linear),
 }  # fmt: skip

@@ -131,6 +131,12 @@ def codes_fit(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bia
             (8, 0, 32, "int4", 32),
             (8, 16, 0, "int8", 0, "bias"),
         ],
+        gpu=[
+            (1, 300, 4096, "int4", 128, "bias"),
+            (16, 520, 2080, "int4", 32, "zero+bias"),
+            (9, 130, 2064, "int8", 16, "zero"),
+            (13, 200, 2080, "fp8"),
+        ],
         bench=[
             *((rows, *layer, "int4", 128) for layer in LAYERS[:2] for rows in (1, 4, 16, 512)),
             *((rows, *LAYERS[1], format) for rows in (1, 16) for format in ("int8", "fp8")),

@@ -34,6 +34,12 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 template <typename T> T __ldcg(const T* at) { return *at; }
 template <typename T> T __ldg(const T* at) { return *at; }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned chosen) {
+  const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
+  unsigned made = 0;
+  for (int byte = 0; byte < 4; byte++) made |= static_cast<unsigned>(both >> (chosen >> 4 * byte & 7) * 8 & 0xff) << 8 * byte;
+  return made;
+}
 inline float __expf(float x) { return std::exp(x); }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float rsqrt(float x) { return 1 / std::sqrt(x); }
@@ -151,6 +157,7 @@ inline Index<ReadThreads> blockDim;
 inline Index<ReadBlocks> gridDim;
 
 inline void __syncthreads() { on_cpu::meet(on_cpu::grid->of_block[on_cpu::now->block], on_cpu::grid->threads); }
+inline void __syncwarp() { on_cpu::meet_warp(); }
 template <typename T> T shown_by(int lane, T value) {
   auto& lanes = on_cpu::grid->of_lanes[on_cpu::warp()];
   lanes[on_cpu::lane()] = value;

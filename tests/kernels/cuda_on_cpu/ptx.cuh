@@ -55,6 +55,29 @@ template <typename T> void multiply_add(float (&c)[4], const uint32_t (&a)[4], c
       for (int k = 0; k < 16; k++) c[2 * half + j] += left[half][k] * right[j][k];
 }
 
+template <typename T> uint32_t pair_of(float low, float high) {
+  const T both[2] = {rounded<T>(low), rounded<T>(high)};
+  uint32_t pair;
+  return memcpy(&pair, both, 4), pair;
+}
+template <typename T> uint32_t subtract_pairs(uint32_t a, uint32_t b) {
+  return pair_of<T>(half_of<T>(a, 0) - half_of<T>(b, 0), half_of<T>(a, 1) - half_of<T>(b, 1));
+}
+template <typename T> uint32_t multiply_add_pairs(uint32_t a, uint32_t b, uint32_t c) {
+  const auto of = [=](int which) { return std::fma(half_of<T>(a, which), half_of<T>(b, which), half_of<T>(c, which)); };
+  return pair_of<T>(of(0), of(1));
+}
+inline uint32_t masked_xor(uint32_t word, uint32_t mask, uint32_t bits) { return (word & mask) ^ bits; }
+// A sign, four bits of exponent, three of mantissa; the last code of either sign is NaN.
+inline float number_of_fp8(uint32_t code) {
+  const int exponent = code >> 3 & 15, fraction = code & 7;
+  const float size = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+  return (code & 0x7f) == 0x7f ? NAN : code & 0x80 ? -size : size;
+}
+template <typename T> uint32_t halves_of_fp8(uint32_t codes) {
+  return pair_of<T>(number_of_fp8(codes & 0xff), number_of_fp8(codes >> 8 & 0xff));
+}
+
 // Bytes are on their way until somebody waits for the barrier towards which they count.
 struct Barrier {
   uint8_t threads, missing, round;

@@ -47,6 +47,46 @@ template <> __device__ inline void multiply_add<__half>(float (&c)[4], const uin
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+// a - b and a b + c of two halves in a word each.
+template <typename T> __device__ uint32_t subtract_pairs(uint32_t a, uint32_t b);
+template <> __device__ inline uint32_t subtract_pairs<__nv_bfloat16>(uint32_t a, uint32_t b) {
+  asm("sub.rn.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  return a;
+}
+template <> __device__ inline uint32_t subtract_pairs<__half>(uint32_t a, uint32_t b) {
+  asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  return a;
+}
+template <typename T> __device__ uint32_t multiply_add_pairs(uint32_t a, uint32_t b, uint32_t c);
+template <> __device__ inline uint32_t multiply_add_pairs<__nv_bfloat16>(uint32_t a, uint32_t b, uint32_t c) {
+  asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(a) : "r"(b), "r"(c));
+  return a;
+}
+template <> __device__ inline uint32_t multiply_add_pairs<__half>(uint32_t a, uint32_t b, uint32_t c) {
+  asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(a) : "r"(b), "r"(c));
+  return a;
+}
+// (word & mask) ^ bits in one instruction, of which the compiler would make two.
+__device__ inline uint32_t masked_xor(uint32_t word, uint32_t mask, uint32_t bits) {
+  asm("lop3.b32 %0, %0, %1, %2, 0x6a;" : "+r"(word) : "r"(mask), "r"(bits));
+  return word;
+}
+
+// Two codes of float8_e4m3fn, the first in the low byte, as halves, which hold them exactly.
+template <typename T> __device__ uint32_t halves_of_fp8(uint32_t codes);
+template <> __device__ inline uint32_t halves_of_fp8<__half>(uint32_t codes) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(codes)));
+  return pair;
+}
+template <> __device__ inline uint32_t halves_of_fp8<__nv_bfloat16>(uint32_t codes) {
+  uint32_t pair;
+  asm("{ .reg .f16 low, high; .reg .f32 wide_low, wide_high; mov.b32 {low, high}, %1;\n"
+      "cvt.f32.f16 wide_low, low; cvt.f32.f16 wide_high, high; cvt.rn.bf16x2.f32 %0, wide_high, wide_low; }"
+      : "=r"(pair) : "r"(halves_of_fp8<__half>(codes)));
+  return pair;
+}
+
 // A barrier in shared memory, of threads that arrive, of bytes that come, or of both; it goes round and round, and a round is
 // even or odd.
 struct Barrier {
