@@ -5,6 +5,7 @@ import torch
 
 from tilestack import models
 from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams
+from tilestack.engine.captured import Size
 from tilestack.engine.decoding_one import PersistentSteps
 from tilestack.engine.persistent import PersistentStep, why_not
 from tilestack.models import PagedBatch
@@ -126,5 +127,5 @@ def test_it_is_taken_for_a_batch_of_one_and_others_go_on_as_usual(decoder, decod
     params = lambda n: SamplingParams(temperature=0.8, seed=n, max_tokens=8 + 3 * n, ignore_eos=True)
     found = LLM(engine).run([Request(f"{n}", [n, 5, 9], params(n)) for n in range(3)])
     assert [len(each.completions[0].ids) for each in found] == [8, 11, 14]
-    assert list(persistent.graphs) == [(1, 1)]
+    assert list(persistent.graphs) == [Size(1, 1)]
     assert decoding.graphs

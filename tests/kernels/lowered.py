@@ -17,6 +17,7 @@ LOWERED = {
     "ids sorted, not counted": ("memory.embedding", dict(COUNTED=16), ["embedding"]),
     "heads too wide for flash attention": ("attention.ladder", dict(WIDEST_HEAD=16), ["attention"]),
     "rows of scores too long for registers": ("attention.standard", dict(LONGEST_ROW=20), ["attention"]),
+    "blocks sorted, not counted": ("sparse.blocks", dict(MOST_COMPARED=4), ["block_sparse_dsd", "block_sparse_sdd"]),
     "gates too long for registers": ("quantised.gated", dict(WIDEST_QUANTISED=512), ["silu_mul_int8"]),
 }
 

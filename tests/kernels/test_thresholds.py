@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SMALL = 4096  # elements of a call that takes the interpreter little time
 GPU_ONLY = "asked only where there is a GPU; tests/gpu and `tilestack verify` there take both ways"
+EMULATED = "asked only on Hopper; tests/kernels/test_gluon_conv_on_cpu.py takes both ways"
 TOO_LARGE = "the other way takes tensors larger than memory here"
 EXPANDED = "the other way takes expanded rows, one of the layouts"
 DECODE_STEP = "no operator; tests/engine/test_persistent.py and tests/kernels/test_cuda_on_cpu.py take both ways"
@@ -34,6 +35,9 @@ UNDECIDED = {
     "hopper.attention takes: k.numel() > 0": GPU_ONLY,
     "hopper.attention takes: q.shape[1] < min(ROWS, k.shape[1])": GPU_ONLY,
     "hopper.attention takes: scale <= 0": GPU_ONLY,
+    "hopper.conv2d takes_boxes: max(dilation) > 1": EMULATED,
+    "hopper.conv2d takes_boxes: step > 1": EMULATED,
+    "hopper.conv box_of_places: h * w <= places": EMULATED,
     "hopper.attention_codes takes: q.shape[1] < min(ROWS, k.shape[1])": GPU_ONLY,
     "hopper.attention_codes takes: q.numel() > 0": GPU_ONLY,
     "hopper.attention_tiles by_rows: min(x.stride()[:2]) > 0": GPU_ONLY,

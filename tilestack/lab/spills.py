@@ -33,11 +33,6 @@ SPILLS_OWED = {
         ("linear", "16x40x304xplain", "bfloat16"),
         "the assembler stops at 80 registers of 255; on sm_90 it takes 64 and spills none",
     ),
-    "conv2d_kernel": Owed(
-        {80: 104},
-        ("conv2d", "32x256x56x512x1x2", "bfloat16"),
-        "without wgmma both factors are in registers, in the largest tiles beside 128 sums a thread",
-    ),
     "group_norm_fwd_kernel": Owed(
         {100: 56},
         ("group_norm", "2x2x4x5000", "bfloat16"),

@@ -133,6 +133,10 @@ def conv2d_kernel(
     weight_at = weight_ptr + c.to(tl.int64)[:, None] * weight_stride_c + k.to(tl.int64)[None, :] * weight_stride_k
     has_x, has_filter = there & met, (k < filters) & met
     total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    # Where products are as precise as their sum, that of each tap is made by itself: thousands in a row lose more digits.
+    BY_TAPS: tl.constexpr = x_ptr.dtype.element_ty == ACC
+    if BY_TAPS:
+        of_tap = total
     # Pixels that no tap lies over make one step in which nothing is there.
     steps = tl.maximum(taps_r * taps_s * tl.cdiv(channels, BLOCK_C), 1)
     tl.assume(steps > 0)
@@ -157,9 +161,14 @@ def conv2d_kernel(
             tl.cast(r * every_h, tl.int64) * weight_stride_r + tl.cast(s * every_w, tl.int64) * weight_stride_s
         )
         b = tl.load(weight_at + (weight_moved + tl.cast(first, tl.int64) * weight_stride_c), mask=has_weight, other=0)
-        total = tl.dot(a, b, total, input_precision="ieee", out_dtype=ACC)
         first += BLOCK_C
         next_tap = first >= channels
+        if BY_TAPS:
+            of_tap = tl.dot(a, b, of_tap, input_precision="ieee", out_dtype=ACC)
+            total += tl.where(next_tap, of_tap, 0.0)
+            of_tap = tl.where(next_tap, 0.0, of_tap)
+        else:
+            total = tl.dot(a, b, total, input_precision="ieee", out_dtype=ACC)
         first = tl.where(next_tap, 0, first)
         s += next_tap.to(tl.int32)
         next_line = s == taps_s
