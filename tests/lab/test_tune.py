@@ -1,6 +1,7 @@
 """What `tilestack tune` proves and times, on a CPU and with a made-up clock."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -138,3 +139,25 @@ def test_what_was_tuned_before_an_end_is_shown_and_kept(searched, monkeypatch, t
         assert f"auto reads {table}" in result.output.replace("\n", "")
         assert "mine:right" in table.read_text()
         assert "right" in rows.read_text()
+
+
+def test_all_cases_of_a_bucket_rank_it(searched, monkeypatch, tmp_path):
+    """Not the last of them alone, which some backends may refuse."""
+    search, _ = searched
+
+    def two_of_a_bucket(*_):
+        first = search.run(kept=8, over=lambda: False)
+        yield first
+        yield dataclasses.replace(
+            first, times={("aten", "forward"): 5.0, ("aten", "backward"): 5.0}, trials=first.trials[:1]
+        )
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tune, "needs_gpu", lambda: None)
+    monkeypatch.setattr(tune, "tune", two_of_a_bucket)
+    monkeypatch.setattr(machine, "stamp", lambda _: dict(slug="made-up"))
+    assert CliRunner().invoke(app, ["tune", "softmax"]).exit_code == 0
+    (ranking,) = json.loads((tmp_path / "tilestack" / "tuning" / "made-up.json").read_text())["softmax"][
+        "float32"
+    ].values()
+    assert ranking[0] == "mine:right"

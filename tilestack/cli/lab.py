@@ -214,8 +214,10 @@ def tune_command(
     try:
         for tuned in tune.tune(chosen, dtypes, case, kept, named, forward, budget, console, jobs, load or ()):
             found.append(tuned)
+            # With the operator's cases before it: several may be of one bucket, which all of them rank.
+            alike = [row for each in found if each.operator is tuned.operator for row in each.rows()]
             for table in tables:
-                preferences.add_to_table(table, tuned.rows())
+                preferences.add_to_table(table, alike)
     finally:  # what Ctrl-C or an error leaves was measured and kept
         write_json(json_, [row for tuned in found for row in tuned.rows()])
         if found and str(json_) != "-":
