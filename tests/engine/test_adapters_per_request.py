@@ -97,3 +97,11 @@ def test_adapters_that_cannot_be_served_are_named(tmp_path):
         Engine(tiny.ours("qwen2", tie_word_embeddings=False), None, EngineSettings(adapters={"x": tmp_path / "head"}))
     with pytest.raises(AdapterError, match="holds no adapters"):
         make_engine(adapters={"x": tmp_path})
+
+
+def test_a_matrix_that_attention_over_latents_takes_whole_has_no_adapter_per_token(tmp_path):
+    model = tiny.ours("deepseek_v2_lite")
+    add_lora(model, ["*.kv_up"], 2, 4.0)
+    save_adapters(model, tmp_path / "up")
+    with pytest.raises(AdapterError, match=r"adapters of layers\.0\.\S*kv_up"):
+        Engine(tiny.ours("deepseek_v2_lite"), None, EngineSettings(adapters={"x": tmp_path / "up"}))

@@ -239,3 +239,8 @@ def test_it_compiles_without_spills(name, tmp_path):
     spilled = [int(bytes_) for bytes_ in re.findall(r"(\d+) bytes spill stores", done.stderr)]
     assert spilled
     assert max(spilled) <= SPILLS_OWED.get(name, 0)
+
+
+def test_weights_of_no_numbers_in_several_groups_are_asked_for_safely():
+    codes = torch.zeros(16, 0, dtype=torch.int8)
+    assert weight_only.takes(torch.zeros(8, 0), codes, torch.zeros(16, 2)) is True

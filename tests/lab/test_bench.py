@@ -328,7 +328,7 @@ def test_a_budget_ends_a_run_between_cases_and_keeps_what_was_measured(tmp_path,
 
 @pytest.mark.parametrize(
     ("name", "codes"),
-    [("linear_int8", True), ("linear_fp8", True), ("conv2d_int8", True), ("linear_weight_only", False), ("linear", False), ("relu", False)],
+    [("linear_int8", True), ("linear_fp8", True), ("conv2d_int8", True), ("attention_fp8", True), ("linear_weight_only", False), ("linear", False), ("relu", False)],
 )  # fmt: skip
 def test_products_of_codes_are_held_against_the_roof_of_codes(name, codes):
     operator = ops.operator_named(name)

@@ -142,6 +142,8 @@ def test_rows_carry_the_source_of_ours_and_stale_works_are_those_of_another(monk
     assert bench_train.stale_works([WORK], [rows[0] | {"source": "older"}, rows[1]]) == [WORK]
     assert bench_train.stale_works([WORK], rows, ["tilestack", "transformers"]) == []
     assert bench_train.stale_works([WORK], rows, ["tilestack", "tilestack-fp8"]) == [WORK]
+    in_fp8 = rows[0] | {"backend": "tilestack-fp8", "source": "older"}
+    assert bench_train.stale_works([WORK], [*rows, in_fp8]) == [WORK], "of each of ours that has a row"
 
 
 def test_a_process_of_its_own_tells_what_went_wrong(work):

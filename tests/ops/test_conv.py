@@ -120,3 +120,20 @@ def test_patch_knows_convolutions_and_leaves_those_that_compute_something_else()
     assert "overrides the forward" in report.left["1"]
     assert isinstance(model[0], nn.Conv2d)
     torch.testing.assert_close(model(x), before)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 5, 6), (2, 3, 5, 1), (2, 3, 1, 5)])
+def test_sides_of_one_have_strides_that_mean_nothing(sizes):
+    """Of channels that lie together PyTorch may write any stride where there is one channel, or one pixel. Whole numbers, so
+    that sums are exact."""
+    drawn = lambda *shape: torch.randint(-3, 4, shape).float()
+    last = lambda images, channels, height, width: drawn(images, height, width, channels).permute(0, 3, 1, 2)
+    x, weight = last(*sizes), last(4, sizes[1], 3, 3)
+    found = []
+    for name in ("torch", "triton"):
+        leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
+        with backend(conv2d=name):
+            out = ops.conv2d(*leaves, None, (1, 1), (1, 1))
+        arriving = torch.arange(out.numel()).view_as(out) % 7
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, arriving.float())])
+    assert all(ours.equal(theirs) for ours, theirs in zip(found[1], found[0], strict=True))

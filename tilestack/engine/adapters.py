@@ -52,7 +52,9 @@ class ServedAdapters:
         read = [read_adapters(decoder, folder) for folder in folders.values()]
         for path in dict.fromkeys(path for found, _ in read for path in found):
             layer = decoder.get_submodule(path) if path in dict(decoder.named_modules()) else None
-            if not isinstance(layer, Linear) or type(layer) not in ADAPTABLE or path == "head":
+            # Attention over latents takes the whole matrix of `kv_up`, not its products with tokens.
+            by_tokens = path != "head" and not path.endswith(".kv_up")
+            if not isinstance(layer, Linear) or type(layer) not in ADAPTABLE or not by_tokens:
                 raise AdapterError(
                     f"adapters of {path} cannot be chosen per request; merge them into the model instead"
                 )

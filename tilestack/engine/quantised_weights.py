@@ -28,7 +28,7 @@ from tilestack.nn import Linear, MoE
 from tilestack.ops.weight_only import quantise_weight
 
 FORMATS = ("fp8", "int8", "int4")
-GROUP = 128  # numbers that share a scale in 4 bits
+GROUP, LEAST_GROUP = 128, 32  # numbers that share a scale in 4 bits
 FEW = 64  # rows whose product with codes is taken up by reading them
 FP8_CAPABILITY = 8, 9  # of GPUs that convert from and to fp8
 
@@ -75,11 +75,13 @@ def quantise_layer(path: str, layer: torch.nn.Module, weights: str) -> None:
         raise ValueError(f"weights of {weights} are for dense models so far, and {path} has experts")
     if type(layer) is not Linear or path == "head":
         return
+    if weights == "int4" and layer.in_features % LEAST_GROUP:
+        raise ValueError(
+            f"weights of int4 need rows of a multiple of {LEAST_GROUP} numbers, and those of {path} have "
+            f"{layer.in_features}; int8 takes any"
+        )
     group = math.gcd(GROUP, layer.in_features) if weights == "int4" else 0
-    try:
-        codes, scale, _ = quantise_weight(layer.weight, weights, group)
-    except ValueError as problem:
-        raise ValueError(f"no weights of {weights} for {path}: {problem}") from problem
+    codes, scale, _ = quantise_weight(layer.weight, weights, group)
     layer.__class__ = QuantisedLinear
     layer.codes, layer.code_scale = codes, scale  # type: ignore[assignment]
     drop_weight(layer)

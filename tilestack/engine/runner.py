@@ -164,6 +164,7 @@ class Runner:
         if self.device.type != "cuda" or self.draft is not None:
             return
         wanted = [(kind, size) for kind in self.captured for size in kind.sizes() if size not in kind.graphs]
+        wanted.sort(key=lambda each: -each[1].tokens)  # what the largest took of their memory has room for all others
         for done, (kind, size) in enumerate(wanted, 1):
             with self.on_device():
                 kind.capture(size)

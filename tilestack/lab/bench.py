@@ -32,7 +32,7 @@ from tilestack.lab import results
 from tilestack.lab.ahead import run_ahead
 from tilestack.lab.machine import stamp
 from tilestack.lab.peers import COMPILED, LIBRARIES, Peer, is_peer, peers_of
-from tilestack.lab.quality import quality_of, truth_without_codes
+from tilestack.lab.quality import WITHOUT_CODES, quality_of, truth_without_codes
 from tilestack.lab.roofs import Roofs, measured
 from tilestack.lab.rows import Row, Stored, set_ratios
 from tilestack.lab.stale import is_current, present_source
@@ -350,7 +350,9 @@ def differentiable_outputs(out: Any) -> list[Tensor]:
 
 
 def multiplies_codes(operator: Operator, arguments: dict[str, Any]) -> bool:
-    """Whether both operands of a product are codes of 8 bits."""
+    """Whether the operands of a product are codes of 8 bits, given or, as in attention of codes, made on the way."""
+    if operator.name in WITHOUT_CODES:
+        return True
     operands = [arguments[name] for name in operator.tensors[:2]]
     return len(operands) == 2 and all(isinstance(x, Tensor) and x.element_size() == 1 for x in operands)
 

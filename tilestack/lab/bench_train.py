@@ -195,11 +195,13 @@ def refuse_other_work(found: dict[str, dict[str, Any]]) -> None:
 
 
 def stale_works(works: Sequence[Work], rows: Sequence[Stored], candidates: Sequence[str] | None = None) -> list[Work]:
-    """The works without a row of the present source of each of ours that was asked for, or of any where none was."""
-    mine = [row for row in rows if row["op"] == TRAINING and row["backend"] in OURS and is_current(row)]
-    current = {work.case: {row["backend"] for row in mine if row["case"] == work.case} for work in works}
-    wanted = set(candidates or ()) & set(OURS)
-    return [work for work in works if not current[work.case] or not wanted <= current[work.case]]
+    """The works without a row of the present source of each of ours that was asked for, or where none was of each that has
+    a row."""
+    mine = [row for row in rows if row["op"] == TRAINING and row["backend"] in OURS]
+    named = lambda work, those: {row["backend"] for row in those if row["case"] == work.case}
+    current = [row for row in mine if is_current(row)]
+    wanted = lambda work: set(candidates or ()) & set(OURS) or named(work, mine)
+    return [work for work in works if not named(work, current) or not wanted(work) <= named(work, current)]
 
 
 def apart(candidate: str, work: Work, timeout: float) -> dict[str, Any]:

@@ -20,7 +20,7 @@ OF_A_TRAINING_STEP = (
     "contract", "ops", "kernels", "nn", "optim", "models/decoder.py", "models/attention.py", "models/context.py",
     "models/norm.py", "models/rotary.py", "train/loop.py", "train/step.py", "train/static_step.py",
     "train/batch_buffer.py", "train/balancing.py", "train/execution.py", "train/optimizers.py", "train/next_token.py",
-    "train/fp8.py", "train/fp8_head.py",
+    "train/fp8.py", "train/fp8_head.py", "tuning/*.py", "tuning/tables/*.json",
 )  # fmt: skip
 OF_AN_OPTIMIZER = ("optim", "kernels/optim")
 SERVING, HTTP = "serve", "http"  # the same of `tilestack bench serve` and `tilestack bench http`
@@ -28,6 +28,7 @@ OF_A_WORKLOAD = ("lab/serve_workloads.py", "lab/serve_candidates.py")
 OF_AN_ENGINE = (
     "contract", "ops", "nn", "engine", "models/attention.py", "models/cache.py", "models/context.py", "models/decoder.py",
     "models/invariant.py", "models/mla.py", "models/norm.py", "models/paged.py", "models/rotary.py", "garbage.py",
+    "tuning/*.py",
 )  # fmt: skip
 OF_A_SERVER = ("server", "data/tokenizer.py", "lab/load", "lab/bench_http.py")
 OF_A_DEVICE = {
@@ -35,6 +36,7 @@ OF_A_DEVICE = {
     "cuda": (
         "kernels/*.py", "kernels/attention", "kernels/cuda", "kernels/elementwise", "kernels/hopper", "kernels/matmul",
         "kernels/memory", "kernels/norm", "kernels/quantised", "kernels/sampling", "kernels/softmax",
+        "tuning/tables/*.json",
     ),
 }  # fmt: skip
 

@@ -41,6 +41,7 @@ from tilestack.lab.measured import (
     score,
     times,
 )
+from tilestack.lab.peers import is_peer
 from tilestack.lab.results import path_of, read_json
 from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER, UNCLEAR
 from tilestack.lab.stale import TRAINING, is_current
@@ -87,9 +88,9 @@ def marked(name: str, chosen: Iterable[Contest]) -> str:
     return f"{name} {OLD}" if any(contest.stale for contest in chosen) else name
 
 
-def older(chosen: Iterable[Contest], name: Callable[[Contest], str] = lambda contest: f"`{contest.op}`") -> str:
+def older(chosen: Iterable[Contest]) -> str:
     """The line that says what the daggers mean, and at which commit what they mark was measured."""
-    return daggers((contest.commit, name(contest)) for contest in chosen if contest.stale)
+    return daggers((contest.commit, f"`{contest.op}`") for contest in chosen if contest.stale)
 
 
 def older_rows(rows: Iterable[dict[str, Any]], name: str) -> str:
@@ -199,10 +200,12 @@ def ladder(found: list[Contest], op: str, names: str) -> str:
 def training(found: list[Contest]) -> str:
     """Whole training steps: a line per candidate, fastest first, then those that failed and those that were not tried."""
     rows, used = [], [contest for contest in found if contest.op == TRAINING]
+    is_old = lambda row: not is_peer(row["backend"]) and not is_current(row)
     for contest in used:
-        case = marked(contest.label, [contest])
+        case = contest.label
         for row in contest.timed:
             name = f"**{row['backend']}**" if row is contest.ours else row["backend"]
+            name += f" {OLD}" if is_old(row) else ""
             ratio = "–" if row["ratio_to_best_peer"] is None else times(row["ratio_to_best_peer"])
             ratio += f" ({contest.verdict})" if row is contest.ours and contest.verdict in (EQUAL, UNCLEAR) else ""
             losses = [row.get(key) for key in ("first_loss", "last_loss")]
@@ -219,7 +222,8 @@ def training(found: list[Contest]) -> str:
     if not rows:
         return ""
     header = ["model, micro-batch", "trained by", "tokens/s", "step", "peak memory", "loss, first to last step", "against the best peer"]  # fmt: skip
-    return markdown(header, rows, left=2) + "\n\n" + stamps(used) + older(used, lambda contest: contest.label)
+    old = daggers((row["commit"], contest.label) for contest in used for row in contest.timed if is_old(row))
+    return markdown(header, rows, left=2) + "\n\n" + stamps(used) + old
 
 
 def roofs(found: list[Contest]) -> str:
@@ -347,7 +351,8 @@ def serving(folder: Path, slug: str) -> str:
     dagger = lambda row: "" if is_current(row) else f" {OLD}"
     lines = []
     for row in filter(is_ours, rows):
-        peers = {other["backend"]: other for other in rows if other["case"] == row["case"]}
+        alike = [other for other in rows if other["case"] == row["case"] and other.get("model") == row.get("model")]
+        peers = {other["backend"]: other for other in alike}
         line = [row["case"], row["backend"] + dagger(row), f"**{figure(row)}** {row['unit']}", percent(row["roof"])]
         for name in others:
             peer = peers.get(name)

@@ -43,6 +43,12 @@ def uneven_case(make, *order):
     return dict(x=x, weight=weight, stride=(2, 3), padding=(2, 1), dilation=(1, 2))
 
 
+def thin_case(make, channels, width):
+    """Channels last, and of one channel or one pixel wide: a side of one has a stride too, which means nothing."""
+    last = lambda *sizes: make.normal(*sizes).permute(0, 3, 1, 2)
+    return dict(x=last(2, 5, width, channels), weight=0.2 * last(4, 3, 3, channels), padding=(1, 1))
+
+
 def int8_case(make, images, channels, side, filters, taps, stride=1, padding=0, groups=1):
     codes = dict(low=-127, high=128, dtype=torch.int8)
     return dict(
@@ -173,6 +179,7 @@ RESNET = [
         ],
     )
     + cases(uneven_case, check=[("uneven",)])
+    + cases(thin_case, check=[(1, 6), (3, 1)])
     + cases(layer_case, check=[], bench=RESNET),
     cost=conv_cost,
     check=fits_in_one_dtype,

@@ -199,9 +199,10 @@ def is_plain(x: Tensor) -> bool:
 
 
 def line_is_one_tap(x: Tensor, S: int, geometry: Geometry) -> bool:
-    """Whether S taps along a line of the filter are few channels each and lie side by side in the image."""
+    """Whether S taps along a line of the filter are few channels each and lie side by side in the image. Of one channel, or in
+    an image one pixel wide, there is nothing to step to, whatever the strides say."""
     side_by_side = (x.stride(3), x.stride(1), geometry.dilation[1], geometry.groups) == (x.shape[1], 1, 1, 1)
-    return S > 1 and x.shape[1] < LEAST and side_by_side
+    return S > 1 and 1 < x.shape[1] < LEAST and x.shape[3] > 1 and side_by_side
 
 
 def gathered_product(

@@ -18,7 +18,7 @@ from tilestack.kernels.cuda.build import DTYPES, call, library
 from tilestack.kernels.cuda.matmul import rows_of_vectors
 from tilestack.kernels.matmul.products import HALVES, has_at_most
 from tilestack.kernels.quantised.codes import HALVES_AND_SINGLE
-from tilestack.kernels.tiles import as_matrix, cdiv
+from tilestack.kernels.tiles import as_matrix, cdiv, shared_memory
 
 MOST_ROWS = 16  # of x
 ROWS, PIECE, PIECES, SLOTS = 32, 16, 4, 4  # as in weight_only.cu; a piece in bytes
@@ -70,7 +70,7 @@ def plan_of(config: Config, M: int, K: int, groups: int, format: int) -> Plan:
     row_warps, k_warps, splits = config
     codes = codes_of_piece(format)
     all_stages = cdiv(K, codes * PIECES)
-    group_pieces = max(all_stages, 1) * PIECES if groups == 1 else K // groups // codes
+    group_pieces = max(all_stages, 1) * PIECES if groups == 1 or not K else K // groups // codes
     stages = cdiv(all_stages, k_warps * splits)
     sums = (8 if M <= 8 else 16) * (ROWS + 4) * 4
     ring_bytes = max(min(stages, SLOTS) * ROWS * PIECES * PIECE, sums)
@@ -108,6 +108,8 @@ def takes(x: Tensor, weight: Tensor, scale: Tensor) -> bool | str:
         return few
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0):
         return "its blocks meet in clusters, which need compute capability 9.0"
+    if x.is_cuda and shared_memory(x.device) < MOST_SHARED:
+        return f"its blocks keep up to {MOST_SHARED} bytes in shared memory, which this GPU has not"
     inner, group = x.shape[-1], x.shape[-1] // scale.shape[1]
     if weight.dtype != torch.uint8 and (inner % PIECE or group % PIECE):
         return f"it takes K and groups of multiples of {PIECE} codes of 8 bits, not {inner} and {group}"

@@ -28,7 +28,7 @@ from tilestack.contract import implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.attention.documents import document_bounds
-from tilestack.kernels.attention.quantised import HALVES, coded_keys
+from tilestack.kernels.attention.quantised import HALVES, MOST_HEADS, coded_keys
 from tilestack.kernels.hopper.attention_forward import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
@@ -424,6 +424,8 @@ def takes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bo
         return f"it has {ROWS} queries at a time, and few of them at the end of more keys are for a kernel that splits keys"
     if cu_seqlens is not None and not causal:
         return "it has no documents that are not causal"
+    if k.shape[0] * k.shape[2] > MOST_HEADS:
+        return f"a grid has room for {MOST_HEADS:,} heads of keys, not for {k.shape[0]:,} · {k.shape[2]}"
     return q.numel() > 0 or "it needs at least one query"
 
 

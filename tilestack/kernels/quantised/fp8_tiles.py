@@ -136,8 +136,10 @@ def code_strips_kernel(
 
 
 def of_whole_vectors(x: Tensor) -> bool:
+    """Whether rows are whole vectors, and places within a tile are numbers of 32 bits."""
     *strides, last = x.stride()
-    return last == 1 and not any(n % VECTOR for n in (*x.shape[-2:], *strides))
+    near = BLOCK * max(*x.shape[-2:], x.stride(-2)) < 2**31
+    return last == 1 and near and not any(n % VECTOR for n in (*x.shape[-2:], *strides))
 
 
 def launch_tiles(
