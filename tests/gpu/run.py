@@ -27,7 +27,7 @@ from tilestack.lab.shared_gpu import shared_gpu
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-ALONE = ("test_decode_step.py", "test_engine.py", "test_early_chain.py")
+ALONE = ("test_early_chain.py", "test_engine.py", "test_decode_step.py")  # in this order: the last builds for minutes
 LARGE = "-bench]"
 TESTS_AT_A_TIME = 5
 
@@ -96,7 +96,8 @@ def collected(only: str) -> list[str]:
 def phases(names: list[str], jobs: int) -> list[list[tuple[int, list[list[str]]]]]:
     """What runs at the same time: for each kind of test the workers, and what they share in turn; tests of one file stay
     together."""
-    alone = [name for name in names if Path(name.partition("::")[0]).name in ALONE]
+    file_of = lambda name: Path(name.partition("::")[0]).name
+    alone = sorted((name for name in names if file_of(name) in ALONE), key=lambda name: ALONE.index(file_of(name)))
     large = [name for name in names if name.endswith(LARGE)]
     rest = [name for name in names if name not in alone and name not in large]
     cut = lambda those, size: [those[start : start + size] for start in range(0, len(those), size)]

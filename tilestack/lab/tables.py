@@ -28,6 +28,7 @@ from typing import Any
 
 from tilestack.lab import chain, curves, memory, mutation_results, proved
 from tilestack.lab.bench_train import CANDIDATES
+from tilestack.lab.markdown import OLD, OLDER, daggers, markdown
 from tilestack.lab.measured import (
     Contest,
     Means,
@@ -42,24 +43,17 @@ from tilestack.lab.measured import (
     times,
 )
 from tilestack.lab.peers import is_peer
-from tilestack.lab.results import path_of, read_json
+from tilestack.lab.results import read_json
 from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER, UNCLEAR
+from tilestack.lab.serving_tables import http, serving
 from tilestack.lab.stale import TRAINING, is_current
 
-OLD = "†"
 NO_QUALITY = ["–", "–"]
-OLDER = "measured on an older source than the present one, not to be trusted until measured again; at commit"
 VERSIONS = {"torch": "torch", "Triton": "triton", "cuDNN": "cudnn", "Liger": "liger", "transformers": "transformers"}
 
 
 class TableError(ValueError):
     """A marker that names no table; the message says where and what there is."""
-
-
-def markdown(header: list[str], rows: list[list[str]], left: int = 1) -> str:
-    """A table whose first `left` columns are words and the others numbers."""
-    rules = ["---"] * left + ["--:"] * (len(header) - left)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rules, *rows))
 
 
 def against_peer(contest: Contest) -> str:
@@ -91,22 +85,6 @@ def marked(name: str, chosen: Iterable[Contest]) -> str:
 def older(chosen: Iterable[Contest]) -> str:
     """The line that says what the daggers mean, and at which commit what they mark was measured."""
     return daggers((contest.commit, f"`{contest.op}`") for contest in chosen if contest.stale)
-
-
-def older_rows(rows: Iterable[dict[str, Any]], name: str) -> str:
-    """The same of rows that form no contests, by what one of their fields says."""
-    return daggers((row["commit"], row[name]) for row in rows if not is_current(row))
-
-
-def daggers(stale: Iterable[tuple[str, str]]) -> str:
-    """The line for what is stale: pairs of a commit and what was measured there."""
-    commits: dict[str, dict[str, None]] = {}
-    for commit, name in stale:
-        commits.setdefault(commit, {})[name] = None
-    if not commits:
-        return ""
-    at = "; ".join(f"{commit} {', '.join(names)}" for commit, names in commits.items())
-    return f"\n\n_{OLD} {OLDER} {at}._"
 
 
 def stamps(chosen: list[Contest]) -> str:
@@ -337,70 +315,6 @@ def run_stamp(machine: dict[str, Any], runs: Iterable[dict[str, Any]]) -> str:
     """Where, with what and at which commits something was run."""
     commits = dict.fromkeys(run.get("commit") or machine["commit"] for run in runs)
     return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, commit {', '.join(commits)}, {machine['date'][:10]}"
-
-
-def serving(folder: Path, slug: str) -> str:
-    """Engines on the same workloads: a line per workload and way of ours, beside each other engine."""
-    path = path_of(slug, "serve", folder)
-    if not path.exists():
-        return f"_not measured yet: `tilestack bench serve --save` on the machine `{slug}` fills this table._"
-    rows = read_json(path)["rows"]
-    is_ours = lambda row: row["backend"].partition(" ")[0] == "tilestack"
-    others = list(dict.fromkeys(row["backend"] for row in rows if not is_ours(row)))
-    figure = lambda row: f"{row['figure']:,.{2 if row['figure'] < 100 else 0}f}"
-    dagger = lambda row: "" if is_current(row) else f" {OLD}"
-    lines = []
-    for row in filter(is_ours, rows):
-        alike = [other for other in rows if other["case"] == row["case"] and other.get("model") == row.get("model")]
-        peers = {other["backend"]: other for other in alike}
-        line = [row["case"], row["backend"] + dagger(row), f"**{figure(row)}** {row['unit']}", percent(row["roof"])]
-        for name in others:
-            peer = peers.get(name)
-            line.append(figure(peer) + dagger(peer) if peer else "–")
-            line.append(times(peer["seconds"] / row["seconds"]) if peer else "–")
-        lines.append(line)
-    header = ["workload", "engine", "figure", "of the memory's rate", *(word for name in others for word in (name, f"against {name}"))]  # fmt: skip
-    when = dict.fromkeys(f"{with_version(row)} {row['date'][:16].replace('T', ' ')}" for row in rows)
-    machine = read_json(path)["machine"]
-    stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, in UTC: {', '.join(when)}._"
-    return f"{markdown(header, lines, left=2)}\n\n{stamp}{older_rows(rows, 'backend')}"
-
-
-def with_version(row: dict[str, Any]) -> str:
-    """An engine's name with its version, of ours also the commit."""
-    engine = row["backend"].partition(" ")[0]
-    version = row["versions"].get(engine)
-    if engine == "tilestack":
-        return f"{row['backend']} {version + ' at ' if version else ''}{row['commit']}"
-    return f"{row['backend']} {version or 'of a version not recorded'}"
-
-
-def http(folder: Path, slug: str) -> str:
-    """What the way over HTTP costs of the engine's throughput, a line for each model."""
-    from tilestack.lab.bench_http import costs  # brings the engine along
-
-    path = path_of(slug, "http", folder)
-    if not path.exists():
-        return f"_not measured yet: `tilestack bench http --save` on the machine `{slug}` fills this table._"
-    kept = read_json(path)
-    rows = {(row["case"], row["backend"]): row for row in kept["rows"]}
-    lines = []
-    for case, (lost, added) in costs(kept["rows"]).items():
-        plain, served = rows[case, "offline"], rows[case, "http"]
-        name = case if is_current(plain) and is_current(served) else f"{case} {OLD}"
-        lines.append([name, f"{plain['figure']:,.0f}", f"{served['figure']:,.0f}", f"{lost:.1%}", f"{plain['cpu_us']:,.0f}", f"{served['cpu_us']:,.0f}", f"**{added:.1%}**"])  # fmt: skip
-    header = [
-        "model",
-        "offline, tokens/s",
-        "over HTTP",
-        "less by",
-        "offline, µs of CPU a token",
-        "over HTTP",
-        "more by",
-    ]
-    machine = kept["machine"]
-    stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, {machine['date'][:10]}._"
-    return f"{markdown(header, lines)}\n\n{stamp}{older_rows(rows.values(), 'case')}"
 
 
 def proofs(folder: Path, slug: str) -> str:

@@ -1,0 +1,73 @@
+"""Tables of what engines do: `tilestack bench serve` and `tilestack bench http`."""
+
+from pathlib import Path
+from typing import Any
+
+from tilestack.lab.markdown import OLD, markdown, older_rows
+from tilestack.lab.measured import percent, times
+from tilestack.lab.results import path_of, read_json
+from tilestack.lab.stale import is_current
+
+
+def serving(folder: Path, slug: str) -> str:
+    """Engines on the same workloads: a line per workload and way of ours, beside each other engine."""
+    path = path_of(slug, "serve", folder)
+    if not path.exists():
+        return f"_not measured yet: `tilestack bench serve --save` on the machine `{slug}` fills this table._"
+    rows = read_json(path)["rows"]
+    is_ours = lambda row: row["backend"].partition(" ")[0] == "tilestack"
+    others = list(dict.fromkeys(row["backend"] for row in rows if not is_ours(row)))
+    figure = lambda row: f"{row['figure']:,.{2 if row['figure'] < 100 else 0}f}"
+    dagger = lambda row: "" if is_current(row) else f" {OLD}"
+    lines = []
+    for row in filter(is_ours, rows):
+        alike = [other for other in rows if other["case"] == row["case"] and other.get("model") == row.get("model")]
+        peers = {other["backend"]: other for other in alike}
+        line = [row["case"], row["backend"] + dagger(row), f"**{figure(row)}** {row['unit']}", percent(row["roof"])]
+        for name in others:
+            peer = peers.get(name)
+            line.append(figure(peer) + dagger(peer) if peer else "–")
+            line.append(times(peer["seconds"] / row["seconds"]) if peer else "–")
+        lines.append(line)
+    header = ["workload", "engine", "figure", "of the memory's rate", *(word for name in others for word in (name, f"against {name}"))]  # fmt: skip
+    when = dict.fromkeys(f"{with_version(row)} {row['date'][:16].replace('T', ' ')}" for row in rows)
+    machine = read_json(path)["machine"]
+    stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, in UTC: {', '.join(when)}._"
+    return f"{markdown(header, lines, left=2)}\n\n{stamp}{older_rows(rows, 'backend')}"
+
+
+def with_version(row: dict[str, Any]) -> str:
+    """An engine's name with its version, of ours also the commit."""
+    engine = row["backend"].partition(" ")[0]
+    version = row["versions"].get(engine)
+    if engine == "tilestack":
+        return f"{row['backend']} {version + ' at ' if version else ''}{row['commit']}"
+    return f"{row['backend']} {version or 'of a version not recorded'}"
+
+
+def http(folder: Path, slug: str) -> str:
+    """What the way over HTTP costs of the engine's throughput, a line for each model."""
+    from tilestack.lab.bench_http import costs  # brings the engine along
+
+    path = path_of(slug, "http", folder)
+    if not path.exists():
+        return f"_not measured yet: `tilestack bench http --save` on the machine `{slug}` fills this table._"
+    kept = read_json(path)
+    rows = {(row["case"], row["backend"]): row for row in kept["rows"]}
+    lines = []
+    for case, (lost, added) in costs(kept["rows"]).items():
+        plain, served = rows[case, "offline"], rows[case, "http"]
+        name = case if is_current(plain) and is_current(served) else f"{case} {OLD}"
+        lines.append([name, f"{plain['figure']:,.0f}", f"{served['figure']:,.0f}", f"{lost:.1%}", f"{plain['cpu_us']:,.0f}", f"{served['cpu_us']:,.0f}", f"**{added:.1%}**"])  # fmt: skip
+    header = [
+        "model",
+        "offline, tokens/s",
+        "over HTTP",
+        "less by",
+        "offline, µs of CPU a token",
+        "over HTTP",
+        "more by",
+    ]
+    machine = kept["machine"]
+    stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, {machine['date'][:10]}._"
+    return f"{markdown(header, lines)}\n\n{stamp}{older_rows(rows.values(), 'case')}"
