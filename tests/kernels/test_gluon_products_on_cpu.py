@@ -7,7 +7,7 @@ from gluon_emulation import emulate
 
 from tilestack import ops
 from tilestack.contract.launch import launch
-from tilestack.kernels.hopper import fp8, fp8_tiles, fused, grouped_fp8, grouped_outer_fp8, matmul
+from tilestack.kernels.hopper import attention_codes, fp8, fp8_tiles, fused, grouped_fp8, grouped_outer_fp8, matmul
 from tilestack.kernels.matmul.epilogue import Epilogue
 from tilestack.kernels.quantised import fp8_tiles as tiles
 from tilestack.lab.oracle import judge, own_error
@@ -175,3 +175,12 @@ def test_every_number_of_a_tile_has_one_thread(rows_first):
     assert 2 ** len(layout.warp_bases) == fp8_tiles.WARPS
     assert sorted(map(tuple, bases)) == sorted([(2**n, 0) for n in range(7)] + [(0, 2**n) for n in range(7)])
     assert layout.reg_bases[:3] == ([[1, 0], [2, 0], [4, 0]] if rows_first else [[0, 1], [0, 2], [0, 4]])
+
+
+def test_what_is_too_large_for_numbers_of_32_bits_is_left_to_others():
+    tall = lambda rows: torch.empty(rows, 128, dtype=torch.bfloat16, device="meta")
+    assert tiles.of_whole_vectors(tall(2**20))
+    assert not tiles.of_whole_vectors(tall(2**24))
+    heads = lambda batch: torch.empty(batch, 64, 32, 64, dtype=torch.bfloat16, device="meta")
+    assert attention_codes.takes(heads(8), heads(8), heads(8), None, True) is True
+    assert "65,535 heads" in attention_codes.takes(heads(4096), heads(4096), heads(4096), None, True)

@@ -20,6 +20,7 @@ SMALL = 4096  # elements of a call that takes the interpreter little time
 GPU_ONLY = "asked only where there is a GPU; tests/gpu and `tilestack verify` there take both ways"
 EMULATED = "asked only on Hopper; tests/kernels/test_gluon_conv_on_cpu.py takes both ways"
 TOO_LARGE = "the other way takes tensors larger than memory here"
+OF_SHAPES = "tests/kernels/test_gluon_products_on_cpu.py asks both ways, of shapes alone"
 EXPANDED = "the other way takes expanded rows, one of the layouts"
 DECODE_STEP = "no operator; tests/engine/test_persistent.py and tests/kernels/test_cuda_on_cpu.py take both ways"
 FEW_ROWS = "tests/kernels/test_cuda_backend.py and test_cuda_on_cpu.py take both ways"
@@ -27,6 +28,9 @@ LARGE_PAGES = "no operator; tests/kernels/test_cpu_large_pages.py takes both way
 UNDECIDED = {
     "attention.ladder takes: q.shape[0] * q.shape[2] > MOST_HEADS": "beyond it the call is refused, which tests/ops shows",
     "attention.quantised takes_int8: q.shape[0] * q.shape[2] > MOST_HEADS": "the same",
+    "hopper.attention_codes takes: k.shape[0] * k.shape[2] > MOST_HEADS": OF_SHAPES,
+    "quantised.fp8_tiles of_whole_vectors: BLOCK * max(*x.shape[-2:], x.stride(-2)) < 2**31": OF_SHAPES,
+    "cuda.weight_only takes: shared_memory(x.device) < MOST_SHARED": GPU_ONLY,
     "attention.quantised tile_for: shared_memory(device) < HOPPER_SHARED": GPU_ONLY,
     "attention.aten has_flash: q.numel() > 0": GPU_ONLY,
     "attention.aten has_flash: q.shape[3] == v.shape[3] <= 256": GPU_ONLY,
