@@ -110,6 +110,28 @@ def test_what_a_model_writes_is_text(browse, serve, fake):
     assert page.run("window.hurt") is None
 
 
+# /v1/models fails at once, or comes after half a second.
+LATE_MODELS = """const really = fetch; let asked = 0;
+fetch = async (url, ...rest) => {
+  if (url === 'v1/models' && FAILS && !asked++) throw new TypeError('Failed to fetch');
+  if (url === 'v1/models') await new Promise((done) => setTimeout(done, 500));
+  return really(url, ...rest);
+}"""
+
+
+@pytest.mark.parametrize("fails", ["true", "false"])
+def test_a_message_waits_until_the_models_are_known(fails, browse, serve, fake):
+    fake.says = lambda prompt: "Here."
+    page = browse("about:blank")
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=LATE_MODELS.replace("FAILS", fails))
+    page.open(serve(fake))
+    assert page.run("document.getElementById('model').value") == ""
+    say(page, "too soon")
+    page.wait(DONE)
+    assert text_of(page) == "Here."
+    assert page.run("document.getElementById('model').value") == "fake"
+
+
 def test_a_key_is_asked_for_and_errors_are_shown(browse, serve, fake):
     page = browse(serve(fake, api_key="secret"))
     page.wait("document.getElementById('panel').open")
