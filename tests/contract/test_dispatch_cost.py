@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilestack import contract, ops
-from tilestack.contract import autograd, backend, call, source
+from tilestack.contract import autograd, backend, call, wiring
 from tilestack.contract.cases import Make
 
 pytestmark = pytest.mark.usefixtures("outside")
@@ -119,7 +119,7 @@ def test_ever_changing_shapes_stay_bounded_and_what_is_used_stays_known(monkeypa
 
 def test_a_new_signature_builds_nothing_that_belongs_to_the_implementation(monkeypatch):
     written = []
-    monkeypatch.setattr(autograd, "write_function", lambda *parts: written.append(1) or source.write_function(*parts))
+    monkeypatch.setattr(autograd, "wiring_of", lambda *parts: written.append(1) or wiring.wiring_of(*parts))
     ops.silu.implementations["triton"].functions.clear()
     with backend("triton"):
         for length in range(1, 6):

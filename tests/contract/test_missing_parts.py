@@ -25,7 +25,7 @@ def run(missing, rest):
     return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("missing", ["triton.experimental.gluon", "triton"])
+@pytest.mark.parametrize("missing", ["triton.experimental.gluon", "triton._C", "triton"])
 def test_the_rest_works_and_the_error_names_what_is_missing(missing):
     found = run(
         missing,

@@ -7,6 +7,7 @@ from torch.autograd import forward_ad
 from tilestack import ops
 from tilestack.contract import backend
 
+pytestmark = pytest.mark.usefixtures("each_node")
 X, TANGENT = torch.randn(5), torch.randn(5)
 
 

@@ -1,6 +1,7 @@
 """Workspaces: zeros at first, one memory for a name, dtype and stream, and new memory for every captured graph."""
 
 import sys
+import weakref
 
 import pytest
 import torch
@@ -15,16 +16,18 @@ CPU = torch.device("cpu")
 def nothing_kept(monkeypatch):
     monkeypatch.setattr(workspaces, "_kept", {})
     monkeypatch.setattr(workspaces, "_views", {})
+    monkeypatch.setattr(workspaces, "_captured", {})
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """A device that says it is a GPU, whose memory is the host's; its stream and whether it captures are to be set."""
-    state = {"stream": 1, "capturing": False}
+    state = {"stream": 1, "capturing": False, "capture": 1}
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: state["stream"], raising=False)
+    monkeypatch.setattr(workspaces, "capture_number", lambda stream: state["capture"])
     return state
 
 
@@ -92,7 +95,57 @@ def test_streams_and_graphs_share_nothing(gpu):
     gpu["stream"] = 2
     assert ask(device=device).data_ptr() != first.data_ptr()
     gpu.update(stream=1, capturing=True)
-    captured = ask(device=device), ask(device=device)
-    assert len({first.data_ptr(), *(tensor.data_ptr() for tensor in captured)}) == 3
+    captured = ask(device=device)
+    gpu["capture"] = 2
+    another = ask(device=device)
+    assert len({first.data_ptr(), captured.data_ptr(), another.data_ptr()}) == 3
     gpu["capturing"] = False
     assert ask(device=device).data_ptr() == first.data_ptr()
+
+
+def test_calls_of_a_graph_share_what_the_first_zeroed(gpu):
+    device = torch.device("cuda", 0)
+    gpu["capturing"] = True
+    first = ask(device=device)
+    assert ask(shape=(2, 2), device=device).data_ptr() == first.data_ptr()
+    assert ask("counters", device=device).data_ptr() != first.data_ptr()
+    larger = ask(shape=(9,), device=device)
+    assert larger.data_ptr() != first.data_ptr()
+    assert ask(device=device).data_ptr() == larger.data_ptr()
+    gpu["stream"] = 2
+    assert ask(device=device).data_ptr() not in {first.data_ptr(), larger.data_ptr()}
+
+
+def test_what_a_graph_was_given_is_let_go_with_the_next_graph(gpu):
+    device = torch.device("cuda", 0)
+    gpu["capturing"] = True
+    held = weakref.ref(ask(device=device)._base)
+    assert held() is not None
+    gpu["capture"] = 2
+    ask("counters", device=device)
+    assert held() is None
+
+
+class CapturingThread(int):
+    """A thread that is given memory of its own whenever another looks whose some memory is."""
+
+    def __eq__(self, other):
+        workspaces._captured[CapturingThread(-1), len(workspaces._captured)] = torch.empty(1)
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_threads_may_capture_at_the_same_time(gpu):
+    gpu["capturing"] = True
+    workspaces._captured[CapturingThread(-1), 0] = torch.empty(1)
+    assert not ask(device=torch.device("cuda", 0)).any()
+    assert len(workspaces._captured) == 3
+
+
+def test_where_captures_have_no_numbers_every_call_is_given_its_own(gpu):
+    device = torch.device("cuda", 0)
+    gpu.update(capturing=True, capture=None)
+    one, two = ask(device=device), ask(device=device)
+    assert one.data_ptr() != two.data_ptr()
+    assert not workspaces._captured

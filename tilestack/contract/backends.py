@@ -72,12 +72,14 @@ _configured = Choice()
 
 
 def with_choice_of_now(function: Callable) -> Callable:
-    """A function that runs under the choice in force now, whenever and in whichever thread it is called."""
-    choice = entered()
+    """A function that runs under the choice in force now, whenever and in whichever thread it is called, and whatever has
+    been configured since."""
+    choice, configured = entered(), _configured
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        token = _entered.set(choice)
+        of_then = (choice or Choice()).over(_environment().over(configured.over(Choice(AUTO))))
+        token = _entered.set(choice if configured == _configured else of_then)
         try:
             return function(*args, **kwargs)
         finally:

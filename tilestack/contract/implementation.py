@@ -76,7 +76,9 @@ class Implementation:
     configs: Mapping[str, Any] = field(
         default_factory=dict
     )  # launch configurations by name, the first when none is known
-    functions: dict[bool, type] = field(default_factory=dict)  # autograd functions, without and with extras
+    functions: dict[tuple, Any] = field(
+        default_factory=dict
+    )  # what autograd.py made, by extras or none and C++ or Python
 
     def refuses(self, arguments: dict[str, Any], device: torch.device, with_gradient: bool = False) -> str:
         """Why this implementation cannot run the call; empty when it can. Arguments may lack what a gradient drops."""
