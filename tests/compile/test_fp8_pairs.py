@@ -8,6 +8,7 @@ import re
 
 WALK = """
 import json, torch
+from tilestack.kernels.quantised.fp8_made_tiles import code_gated, code_loss
 from tilestack.kernels.quantised.fp8_tiles import code_tiles
 from tilestack.lab.compile import AbsentGpu
 odd, whole = (torch.empty(*sides, device="meta") for sides in ((64, 260), (160, 144)))
@@ -15,6 +16,10 @@ with AbsentGpu(90) as gpu:
     for x in (odd, whole, odd.T, whole.T):
         for by, turned_by in (("rows", "blocks"), ("blocks", "rows"), ("blocks", "blocks")):
             code_tiles(x, by, turned_by, torch.float8_e4m3fn)
+            half, row = x[:, : x.shape[1] // 2], torch.empty(x.shape[0], device="meta")
+            code_gated(None, x, by, turned_by, torch.float8_e4m3fn)
+            code_gated(half, x, by, turned_by, torch.float8_e4m3fn)
+            code_loss(x, row, row.long(), -100, by, turned_by, torch.float8_e4m3fn)
 print(json.dumps([dict(kernel=report.kernel, ptx=report.ptx) for report in gpu.reports()]))
 """
 PAIR = re.compile(r"cvt\.rn\.satfinite\.e4m3x2\.f32\s+(%rs\d+),")
@@ -29,7 +34,7 @@ def uses_of_pair(ptx: str, pair: str) -> list[str]:
 
 def test_no_pair_of_codes_is_stored_both_ways(uninterpreted):
     kernels = uninterpreted("-c", WALK)
-    assert {"code_tiles_kernel", "code_strips_kernel"} == {row["kernel"] for row in kernels}
+    assert {"code_tiles_kernel", "code_strips_kernel", "code_made_kernel"} == {row["kernel"] for row in kernels}
     seen = set()
     for row in kernels:
         for pair in PAIR.findall(row["ptx"]):

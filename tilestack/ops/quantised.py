@@ -13,7 +13,8 @@ def quantised(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     Float64 codes stay unrounded, for the oracle: it then knows which roundings were too close to call.
     """
     largest = values.abs().amax(-1)
-    scale = torch.where(largest < torch.inf, largest.clamp_min(SMALLEST_ROW) / LARGEST_CODE[dtype], torch.nan)
+    top = torch.full_like(largest, LARGEST_CODE[dtype])  # by a number, PyTorch multiplies with its inverse on a GPU
+    scale = torch.where(largest < torch.inf, largest.clamp_min(SMALLEST_ROW) / top, torch.nan)
     codes = values / scale[..., None]
     if codes.dtype == torch.float64:
         return codes, scale

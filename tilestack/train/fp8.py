@@ -20,12 +20,14 @@ import functools
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from tilestack import ops
-from tilestack.nn import MoE
+from tilestack.nn import MLP, MoE
 from tilestack.nn.lora import LoRALinear
+from tilestack.train import fp8_gated
 from tilestack.train.execution import layers_of
+from tilestack.train.fp8_gated import is_plain
+from tilestack.train.fp8_product import in_fp8
+from tilestack.train.fp8_weights import WeightCodes
 
 MULTIPLE = 16  # what the tensor cores want rows and columns to be a multiple of
 
@@ -50,12 +52,17 @@ def lacks_fp8(device: torch.device) -> str:
 
 def compute_in_fp8(model: nn.Module, head: bool = False) -> None:
     """Put fp8 in the place of the products inside a model's layers, where their sizes allow it; on a CPU, by definitions."""
+    weights = model.weight_codes = WeightCodes()  # type: ignore[assignment]
     for module in layers_of(model).modules():
         if isinstance(module, nn.Linear) and takes_fp8(module):
             # Beside an adapter, the frozen product alone is made in fp8: adapters are thin, and learn in float32.
-            setattr(module, "base" if isinstance(module, LoRALinear) else "forward", functools.partial(linear, module))
+            replaced = "base" if isinstance(module, LoRALinear) else "forward"
+            setattr(module, replaced, functools.partial(linear, module, weights=weights))
+        elif isinstance(module, MLP) and is_plain(module) and takes_fp8(module):
+            module.forward = functools.partial(fp8_gated.mlp, module, weights)  # type: ignore[method-assign]
         elif isinstance(module, MoE) and takes_fp8(module):
-            module.base_product = in_fp8  # type: ignore[method-assign]
+            module.base_product = functools.partial(in_fp8, weights=weights)  # type: ignore[method-assign]
+            module.experts = functools.partial(fp8_gated.experts, module, weights)  # type: ignore[method-assign]
     if head:
         weight = model.head_weight
         assert isinstance(weight, Tensor)
@@ -66,7 +73,7 @@ def compute_in_fp8(model: nn.Module, head: bool = False) -> None:
             )
         from tilestack.train.fp8_head import head_loss
 
-        model.head_loss = head_loss  # type: ignore[assignment]
+        model.head_loss = functools.partial(head_loss, weights=weights)  # type: ignore[assignment]
 
 
 def modules_in_fp8(model: nn.Module) -> list[str]:
@@ -79,6 +86,8 @@ def takes_fp8(module: nn.Module) -> bool:
     """Whether a module of a layer is one whose products can be made in fp8: its kind and its sizes."""
     if isinstance(module, MoE):
         return suits(module.gate_up) and suits(module.down)
+    if isinstance(module, MLP):
+        return suits(module.gate_up.weight) and suits(module.down.weight)
     return isinstance(module, nn.Linear) and suits(module.weight)
 
 
@@ -86,48 +95,7 @@ def suits(weight: Tensor) -> bool:
     return not any(size % MULTIPLE for size in weight.shape[-2:])
 
 
-def linear(module: nn.Linear, x: Tensor) -> Tensor:
-    y = in_fp8(x.reshape(-1, x.shape[-1]), module.weight)
+def linear(module: nn.Linear, x: Tensor, weights: WeightCodes | None = None) -> Tensor:
+    y = in_fp8(x.reshape(-1, x.shape[-1]), module.weight, weights=weights)
     y = y if module.bias is None else y + module.bias.to(y.dtype)
     return y.view(*x.shape[:-1], module.out_features)
-
-
-def in_fp8(rows: Tensor, weight: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """rows @ weight.T in bfloat16; with offsets, each row with the weight of its group, as `grouped_linear` has it."""
-    rows = rows.to(torch.bfloat16)
-    return Product.apply(rows, weight, offsets) if len(rows) else rows.new_empty(0, weight.shape[-2])
-
-
-def product(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, offsets: Tensor | None) -> Tensor:
-    """left [M, K] times the transpose of right [N, K], or of that of its group, codes and their scales each."""
-    if offsets is None:
-        return ops.linear_fp8(left, right, left_scale, right_scale, dtype="bfloat16")
-    return ops.grouped_linear_fp8(left, right, left_scale, right_scale, offsets, dtype="bfloat16")
-
-
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:  # type: ignore[override]
-        x8, x_scale, *x_turned = ops.fp8_tiles(x, "rows", "blocks")
-        weight8, weight_scale, *weight_turned = ops.fp8_tiles(weight, "blocks", "blocks")
-        learns = ctx.needs_input_grad[1]  # what is frozen, beside an adapter, needs no x
-        ctx.save_for_backward(offsets, *weight_turned, *(x_turned if learns else ()))
-        ctx.dtype = weight.dtype
-        return product(x8, x_scale, weight8, weight_scale, offsets)
-
-    @staticmethod
-    @once_differentiable  # its gradient is made of codes, which have none of their own
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
-        offsets, weight_turned, weight_scale, *x_turned = ctx.saved_tensors
-        grad8, grad_scale, *grad_turned = ops.fp8_tiles(grad, "rows", "rows")
-        dx = product(grad8, grad_scale, weight_turned, weight_scale, offsets) if ctx.needs_input_grad[0] else None
-        dweight = gradient_of_weight(grad_turned, x_turned, offsets).to(ctx.dtype) if x_turned else None
-        return dx, dweight, None
-
-
-def gradient_of_weight(grad: list[Tensor], x: list[Tensor], offsets: Tensor | None) -> Tensor:
-    """dyᵀ x from the codes and scales of both, turned: [N, K], or that of each group."""
-    (grad8, grad_scale), (x8, x_scale) = grad, x
-    if offsets is None:
-        return product(grad8, grad_scale, x8, x_scale, None)
-    return ops.grouped_outer_fp8(grad8, x8, grad_scale, x_scale, offsets, dtype="bfloat16")

@@ -182,9 +182,13 @@ class Trainer:
         """One step: its micro-batches, their gradients, an update. Nothing is waited for."""
         rate = self.steps.begin(self.step) * self.recipe.optimizer.lr
         batches: list[Any] = []
-        for number in range(self.recipe.data.accumulate):
-            batches.append(self.objective.next_batch())
-            self.tokens += self.steps.micro_batch(batches[-1], first=number == 0)
+        try:
+            for number in range(self.recipe.data.accumulate):
+                batches.append(self.objective.next_batch())
+                self.tokens += self.steps.micro_batch(batches[-1], first=number == 0)
+        except BaseException:
+            self.one_step.drop_codes()
+            raise
         self.updating = True
         figures = self.steps.update()
         self.pending.append(Pending(self.step + 1, self.one_step.names, figures, rate, batches))

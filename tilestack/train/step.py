@@ -57,6 +57,7 @@ class Step:
         for param in parameters if self.compiled_graphs else ():
             param.grad = torch.zeros_like(param)  # in memory of its own, which no replay of a graph writes over
         self.clip_tables = KeptTables("clip_grad_norm_")
+        self.weight_codes = kept_codes(recipe, runner)
         self.broken = torch.zeros((), device=device)  # bad steps so far; from one too many on nothing is updated
         self.names: list[str] = []  # of the figures
         self.forget()
@@ -66,7 +67,13 @@ class Step:
         self.count: Tensor | None = None
         self.sums: dict[str, Tensor] = {}
         self.balancing.loads = None
+        self.drop_codes()
         self.optimizer.zero_grad(set_to_none=not self.compiled_graphs)
+
+    def drop_codes(self) -> None:
+        """Keep no codes of weights beyond the micro-batches of a step, whether they ended or broke off."""
+        if self.weight_codes is not None:
+            self.weight_codes.end()
 
     def begin(self, number: int) -> float:
         share = rate_share(self.recipe.schedule, number, self.recipe.run.steps)
@@ -78,6 +85,8 @@ class Step:
     def micro_batch(self, batch: Any, first: bool) -> int:
         if self.compiled_graphs:
             torch.compiler.cudagraph_mark_step_begin()
+        if first and self.weight_codes is not None:
+            self.weight_codes.begin()
         with execution.autocast(self.recipe.precision, self.device):
             loss = self.objective.loss(self.runner, batch)
         valid = loss.count if isinstance(loss.count, Tensor) else torch.full((), loss.count, device=self.device)
@@ -95,6 +104,7 @@ class Step:
 
     def update(self) -> Tensor:
         assert self.count is not None
+        self.drop_codes()
         count = self.count.clamp(min=1)
         figures = {name: value / count for name, value in self.sums.items()}
         if self.recipe.data.accumulate > 1:
@@ -131,3 +141,9 @@ class Step:
 
     def release(self) -> bool:
         return False
+
+
+def kept_codes(recipe: Recipe, runner: Any) -> Any:
+    """What keeps the fp8 codes of a model's weights for a step (fp8_weights.py), where some are asked for more than once."""
+    again = recipe.data.accumulate > 1 or recipe.run.activation_checkpointing
+    return getattr(runner, "weight_codes", None) if again and recipe.run.compile == "off" else None

@@ -142,22 +142,32 @@ def of_whole_vectors(x: Tensor) -> bool:
     return last == 1 and near and not any(n % VECTOR for n in (*x.shape[-2:], *strides))
 
 
+def empty_codes(
+    x: Tensor, rows: int, columns: int, by: str, turned_by: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Room for the codes and scales both ways of a matrix of so many rows and columns, or of as many as x has."""
+    down, across = cdiv(rows, BLOCK), cdiv(columns, BLOCK)
+    empty = lambda *sizes, dtype=torch.float32: torch.empty((*x.shape[:-2], *sizes), dtype=dtype, device=x.device)
+    return (
+        empty(rows, columns, dtype=dtype),
+        empty(rows if by == "rows" else down, across),
+        empty(columns, rows, dtype=dtype),
+        empty(columns if turned_by == "rows" else across, down),
+    )
+
+
 def launch_tiles(
     kernel: Any, x: Tensor, by: str, turned_by: str, dtype: torch.dtype, warps: int = 8, **constants: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes and scales both ways, by a kernel like those above."""
-    (*leading, rows, columns), matrices = x.shape, x[None] if x.ndim == 2 else x
-    down, across = cdiv(rows, BLOCK), cdiv(columns, BLOCK)
-    empty = lambda *sizes, dtype=torch.float32: torch.empty((*leading, *sizes), dtype=dtype, device=x.device)
-    codes, turned = empty(rows, columns, dtype=dtype), empty(columns, rows, dtype=dtype)
-    scale = empty(rows if by == "rows" else down, across)
-    turned_scale = empty(columns if turned_by == "rows" else across, down)
+    (rows, columns), matrices = x.shape[-2:], x[None] if x.ndim == 2 else x
+    made = empty_codes(x, rows, columns, by, turned_by, dtype)
     launch(
-        kernel, (down * across, len(matrices)), x, codes, scale, turned, turned_scale, rows, columns, *matrices.stride(),
+        kernel, (cdiv(rows, BLOCK) * cdiv(columns, BLOCK), len(matrices)), x, *made, rows, columns, *matrices.stride(),
         BY_ROWS=by == "rows", TURNED_BY_ROWS=turned_by == "rows", LARGEST_CODE=LARGEST_CODE[dtype], BLOCK=BLOCK,
         num_warps=warps, **constants,
     )  # fmt: skip
-    return codes, scale, turned, turned_scale
+    return made
 
 
 def code_tiles(x: Tensor, by: str, turned_by: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
