@@ -5,7 +5,7 @@ import torch
 
 from tilestack.contract.backends import usable
 from tilestack.contract.workspace import workspace
-from tilestack.kernels.matmul import gemv, split_k
+from tilestack.kernels.matmul import gemv, slices, split_k
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(usable("triton", CPU) is not True, reason=str(usable("triton", CPU)))
@@ -32,3 +32,12 @@ def test_shares_of_k_add_up_and_counters_go_back_to_zero(inner, splits):
     torch.testing.assert_close(first, x @ b + bias)
     assert not workspace("split_k_counts", (3,), torch.int32, CPU).any()
     assert torch.equal(split_k.split_product(x, b, bias, config), first)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 20, 32])
+@pytest.mark.parametrize("inner", [16, 50, 64, 144])
+def test_slices_of_the_warps_add_up(rows, inner):
+    x, b, bias = (tensor.half() for tensor in operands(rows, 20, inner))
+    found = slices.sliced_product(x, b, bias, slices.Config(8, 16, 4, stages=2))
+    truth = x.double() @ b.double() + bias
+    torch.testing.assert_close(found.double(), truth, rtol=2**-10, atol=2**-14 * inner)

@@ -7,8 +7,19 @@ from gluon_emulation import emulate
 
 from tilestack import ops
 from tilestack.contract.launch import launch
-from tilestack.kernels.hopper import attention_codes, fp8, fp8_tiles, fused, grouped_fp8, grouped_outer_fp8, matmul
+from tilestack.kernels.hopper import (
+    attention_codes,
+    fp8,
+    fp8_gated_tiles,
+    fp8_loss_tiles,
+    fp8_tiles,
+    fused,
+    grouped_fp8,
+    grouped_outer_fp8,
+    matmul,
+)
 from tilestack.kernels.matmul.epilogue import Epilogue
+from tilestack.kernels.quantised import fp8_made_tiles as made_tiles
 from tilestack.kernels.quantised import fp8_tiles as tiles
 from tilestack.lab.oracle import judge, own_error
 from tilestack.ops.activation_dropout import KINDS
@@ -150,20 +161,81 @@ def test_in_whatever_order_things_happen(seed, monkeypatch):
     test_grouped_sums_over_rows_of_codes("128x64", (5, 128, 129, 257, 300))
 
 
-@pytest.mark.parametrize(("by", "turned_by"), [("rows", "rows"), ("rows", "blocks"), ("blocks", "rows")])
-@pytest.mark.parametrize("shape", [(160, 272), (2, 144, 16)])
-def test_tiles_are_coded_both_ways(by, turned_by, shape, monkeypatch):
-    """The arithmetic is that of other kernels, in PyTorch here; which number goes where is this one's own."""
-    monkeypatch.setattr(fp8_tiles, "magnitudes", torch.abs)
+@pytest.fixture
+def coding(monkeypatch):
+    """The arithmetic of codes is that of other kernels, in PyTorch here; which number goes where is Gluon's own."""
+    monkeypatch.setattr(fp8_tiles, "larger_magnitude", lambda a, b: torch.maximum(a.abs(), b.abs()))
     monkeypatch.setattr(fp8_tiles, "scale_of", lambda largest, most: largest.clamp_min(1e-30) / most)
     monkeypatch.setattr(fp8_tiles, "codes_of", lambda x, scale, dtype: (x / scale).to(dtype))
-    monkeypatch.setattr(tiles, "launch", emulate)
+    monkeypatch.setattr(fp8_gated_tiles, "activate", lambda x, kind, half: KINDS[kind](x))
+    monkeypatch.setattr(fp8_gated_tiles, "sigmoid_of", lambda x, half: x.sigmoid())
+    for module in (tiles, made_tiles):
+        monkeypatch.setattr(module, "launch", emulate)
+
+
+WAYS = pytest.mark.parametrize(("by", "turned_by"), [("rows", "rows"), ("rows", "blocks"), ("blocks", "rows")])
+
+
+@WAYS
+@pytest.mark.parametrize("shape", [(160, 272), (2, 144, 16)])
+def test_tiles_are_coded_both_ways(by, turned_by, shape, coding):
     x = torch.randn(shape).half()
     found = tiles.launch_tiles(
         fp8_tiles.code_blocks_kernel, x, by, turned_by, E4M3, fp8_tiles.WARPS, ROWS=fp8_tiles.ROWS
     )
     for made, wanted in zip(found, ops.fp8_tiles.definition(x, by, turned_by), strict=True):
         torch.testing.assert_close(made.float(), wanted.float(), rtol=0, atol=0)
+
+
+@WAYS
+@pytest.mark.parametrize("columns", [144, 256])
+def test_gated_pairs_are_coded_both_ways(by, turned_by, columns, coding):
+    x = torch.randn(160, 2 * columns).half()
+    found = fp8_gated_tiles.code_gated_blocks(None, x, by, turned_by)
+    definition = ops.swiglu_fp8_tiles.definition
+    for each, reference, truth in zip(
+        found, definition(x, by, turned_by), definition(x.double(), by, turned_by), strict=True
+    ):
+        assert not (message := judge(each, reference, truth, own_error(reference, truth)).message), message
+
+
+@WAYS
+def test_gradients_of_gated_pairs_are_coded_both_ways(by, turned_by, coding):
+    x, wider_rows = torch.randn(144, 512).half(), torch.randn(144, 272).half()
+    grad = wider_rows[:, :256]  # whose rows lie further apart than those of a tensor of their own
+    found = fp8_gated_tiles.code_gated_blocks(grad, x, by, turned_by)
+    definition = ops.swiglu_gradient_fp8_tiles.definition
+    references, truths = definition(grad, x, by, turned_by), definition(grad.double(), x.double(), by, turned_by)
+    for each, reference, truth in zip(found, references, truths, strict=True):
+        assert not (message := judge(each, reference, truth, own_error(reference, truth)).message), message
+
+
+@WAYS
+@pytest.mark.parametrize("size", [(144, 272), (160, 16)])
+def test_gradients_of_losses_are_coded_both_ways(by, turned_by, size, coding):
+    logits, labels = (2 * torch.randn(size)).half(), torch.randint(size[1], size[:1])
+    labels[1::3] = -100
+    lse = logits.float().logsumexp(1)
+    definition = ops.cross_entropy_gradient_fp8_tiles.definition
+    found = fp8_loss_tiles.cross_entropy_gradient_fp8_tiles(logits, lse, labels, -100, by, turned_by)
+    references = definition(logits, lse, labels, -100, by, turned_by)
+    truths = definition(logits.double(), lse.double(), labels, -100, by, turned_by)
+    for each, reference, truth in zip(found, references, truths, strict=True):
+        assert not (message := judge(each, reference, truth, own_error(reference, truth)).message), message
+    assert not found[0].float()[1::3].any()
+
+
+def test_what_gluon_leaves_to_others_of_gated_pairs():
+    at = lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    gate_up, grad = at(160, 512), at(160, 256)
+    assert "multiples of 16" in fp8_gated_tiles.in_vectors(at(160, 536), 16)
+    assert "multiples of 16" in fp8_gated_tiles.in_vectors(at(150, 512), 16)
+    assert fp8_gated_tiles.in_vectors(gate_up, 128) is True
+    assert "whole tiles of 128 columns, not 144" in fp8_gated_tiles.in_vectors(at(160, 288), 128)
+    assert fp8_gated_tiles.rows_in_vectors(grad) is True
+    assert "rows of grad" in fp8_gated_tiles.rows_in_vectors(at(160, 257)[:, :256])
+    assert "rows of grad" in fp8_gated_tiles.rows_in_vectors(at(16, 2**24)[:, :256])
+    assert "distances between them" in fp8_gated_tiles.in_vectors(at(2**24, 512), 128)
 
 
 @pytest.mark.parametrize("rows_first", [False, True])
