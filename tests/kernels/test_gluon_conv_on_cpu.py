@@ -81,6 +81,10 @@ def test_every_geometry(x, weight, stride, padding, dilation):
     prove(drawn(*x), filters(*weight), None, stride, padding, dilation)
 
 
+def test_a_bias_that_lies_apart():
+    prove(drawn(1, 64, 4, 4), filters(64, 64, 3, 3), torch.randn(128).half()[::2], (1, 1), (1, 1))
+
+
 def test_images_off_16_bytes_are_copied():
     x = torch.empty(2 * 64 * 4 * 4 + 1).half()[1:].view(2, 4, 4, 64).permute(0, 3, 1, 2).copy_(drawn(2, 64, 4, 4))
     assert x.data_ptr() % 16
@@ -131,8 +135,10 @@ def test_the_fewest_boxes_cover_all_places(images, lines, columns, box):
         (drawn(0, 64, 4, 4), (64, 64, 3, 3), {}, "channels lie together"),
         (drawn(1, 48, 4, 4), (64, 48, 3, 3), {}, "multiples of 64 channels and filters, not 48 and 64"),
         (drawn(1, 64, 5, 4), (64, 64, 3, 3), dict(stride=(2, 2)), "which divides them"),
+        (drawn(1, 64, 4, 5), (64, 64, 3, 3), dict(stride=(2, 2)), "which divides them"),
         (drawn(1, 64, 4, 4), (64, 64, 3, 3), dict(stride=(2, 1)), "one for both sides"),
         (drawn(1, 64, 4, 4), (64, 64, 2, 2), dict(stride=(2, 2), dilation=(2, 1)), "no dilation"),
+        (drawn(1, 64, 4, 4), (64, 64, 2, 2), dict(stride=(2, 2), dilation=(1, 2)), "no dilation"),
     ],
 )
 def test_what_is_left_to_others(x, weight, named, reason):

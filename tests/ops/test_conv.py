@@ -19,7 +19,8 @@ def drawn(*shape, seed=0):
 @pytest.mark.parametrize(
     ("stride", "padding", "dilation", "taps", "groups"),
     [((1, 1), (0, 0), (1, 1), (1, 1), 1), ((2, 1), (1, 0), (1, 2), (2, 3), 1), ((3, 2), (2, 2), (2, 1), (3, 2), 2),
-     ((1, 3), (3, 1), (1, 1), (2, 2), 4)],
+     ((1, 3), (3, 1), (1, 1), (2, 2), 4), ((2, 2), (3, 4), (3, 3), (2, 3), 1),
+     ((2, 4), (1, 3), (2, 2), (2, 3), 1)],
 )  # fmt: skip
 @pytest.mark.parametrize("order", [torch.contiguous_format, LAST])
 def test_every_geometry_and_its_gradients(stride, padding, dilation, taps, groups, order):
@@ -59,10 +60,10 @@ def test_sums_of_codes_are_exact(chosen):
 
 def test_a_partial_sum_for_each_part_of_many_places(monkeypatch):
     monkeypatch.setattr("tilestack.kernels.conv.weight_gradient.PLACES_EACH", 32)
-    x, weight = drawn(2, 2, 7, 8), drawn(3, 2, 2, 2, seed=1).requires_grad_()
-    expected = F.conv2d(x, weight)
+    x, weight = drawn(2, 4, 7, 8), drawn(6, 2, 2, 2, seed=1).requires_grad_()
+    expected = F.conv2d(x, weight, groups=2)
     with backend("triton"):
-        out = ops.conv2d(x, weight)
+        out = ops.conv2d(x, weight, groups=2)
     arriving = drawn(*out.shape, seed=2)
     torch.testing.assert_close(*(torch.autograd.grad(y, weight, arriving)[0] for y in (out, expected)))
 
@@ -137,3 +138,40 @@ def test_sides_of_one_have_strides_that_mean_nothing(sizes):
         arriving = torch.arange(out.numel()).view_as(out) % 7
         found.append([out.detach(), *torch.autograd.grad(out, leaves, arriving.float())])
     assert all(ours.equal(theirs) for ours, theirs in zip(found[1], found[0], strict=True))
+
+
+def gradients(chosen, x, weight, padding=(1, 1)):
+    """The result and both gradients on a backend, for whole numbers that arrive."""
+    leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
+    with backend(conv2d=chosen):
+        out = ops.conv2d(*leaves, None, (1, 1), padding)
+    arriving = torch.arange(out.numel()).view_as(out) % 7
+    return [out.detach(), *torch.autograd.grad(out, leaves, arriving.to(x.dtype))]
+
+
+@pytest.mark.parametrize("part", ["channels of an image", "taps of a filter", "channels of a filter"])
+def test_a_part_of_what_lies_side_by_side_does_not(part):
+    """Taps of few channels are taken for one where they lie one after the other, in the image and in the filter."""
+    numbers = lambda *shape: torch.randint(-3, 4, shape).double().permute(0, 3, 1, 2)
+    x, weight = numbers(2, 5, 3, 3), numbers(4, 3, 2, 3)
+    if part == "channels of an image":
+        x = numbers(2, 5, 3, 5)[:, :3]
+    else:
+        weight = numbers(4, 3, 3, 3)[:, :, :, ::2] if part == "taps of a filter" else numbers(4, 3, 2, 5)[:, :3]
+    found = zip(gradients("triton", x, weight), gradients("torch", x, weight), strict=True)
+    assert all(ours.equal(theirs) for ours, theirs in found)
+
+
+def test_images_of_one_line_are_not_taken_for_one_image():
+    """In the order of their dimensions the places of several images do not lie one after the other, however short."""
+    x, weight = torch.randint(-3, 4, (3, 2, 1, 5)).double(), torch.randint(-3, 4, (4, 2, 1, 3)).double()
+    found = zip(gradients("triton", x, weight, (0, 1)), gradients("torch", x, weight, (0, 1)), strict=True)
+    assert all(ours.equal(theirs) for ours, theirs in found)
+
+
+def test_codes_have_the_dtype_of_their_filters_scale():
+    x, weight = torch.ones((1, 2, 2, 2), dtype=torch.int8), torch.ones((3, 2, 1, 1), dtype=torch.int8)
+    with backend("triton"):
+        out = ops.conv2d_int8(x, weight, torch.ones((), dtype=torch.float64), torch.arange(6).half()[::2])
+    assert out.dtype == torch.float16
+    assert out.eq(torch.tensor([0, 4, 8])[:, None, None]).all()

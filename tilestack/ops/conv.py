@@ -21,6 +21,18 @@ def output_size(size: int, taps: int, stride: int, padding: int, dilation: int) 
     return (size + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
 
 
+def channels_lie_together(image: Tensor) -> bool:
+    """Whether an image lies in memory with its channels last; like PyTorch, by the strides of single pixels too."""
+    _, channels, height, width = image.shape
+    line = width * channels
+    return not image.is_contiguous() and image.stride() == (height * line, 1, line, channels)
+
+
+def in_order_of(x: Tensor, out: Tensor) -> Tensor:
+    """A result with its channels last where those of x are; libraries do so in some dtypes."""
+    return out.contiguous(memory_format=LAST) if channels_lie_together(x) else out
+
+
 def conv_case(make, images, channels, side, filters, taps, stride=1, padding=0, dilation=1, groups=1, order="nchw"):
     height, width = (side, side + 1) if order == "nchw" else (side, side)
     x = make.normal(images, channels, height, width)
@@ -162,7 +174,12 @@ RESNET = [
             (1, 4, 5, 6, 2, 2, 1),
             (1, 6, 3, 4, 2, 1, 2, 2, 2),
             (1, 4, 3, 4, 2, 1, 1, 1, 4),
+            (2, 3, 11, 5, 2, 2, 1),
+            (1, 2, 6, 3, 2, 2, 3, 3),
+            (1, 2, 6, 3, 3, 2, 1, 2),
+            (3, 2, 1, 4, 1),
             (2, 33, 3, 40, 1, 2),
+            (1, 3, 3, 5, 2, 1, 1, 1, 1, "nhwc"),
             (1, 16, 3, 36, 2, 1, 1, 1, 1, "nhwc"),
             (2, 20, 4, 17, 2, 2, 1, 1, 1, "nhwc"),
             (1, 64, 2, 128, 1, 1, 0, 1, 1, "nhwc"),
@@ -192,7 +209,7 @@ def conv2d(
     """torch.nn.functional.conv2d: x [N, C, H, W] with filters [K, C / groups, R, S], in any memory order. Of images whose
     channels lie together (channels_last) so do the result's. Under autocast all are in its dtype."""
     x, weight, bias = lowered(x, weight, bias)
-    return F.conv2d(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation), groups)
+    return in_order_of(x, F.conv2d(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation), groups))
 
 
 lower_when_traced(conv2d)
@@ -230,4 +247,4 @@ def conv2d_int8(
     sums = F.conv2d(x.double(), weight.double(), None, tuple(stride), tuple(padding), tuple(dilation), groups)
     scaled = sums.to(wide(weight_scale).dtype) * (wide(x_scale).reshape(()) * wide(weight_scale))[:, None, None]
     out = scaled if bias is None else scaled + wide(bias)[:, None, None]
-    return out.to(getattr(torch, dtype) if dtype else weight_scale.dtype)
+    return in_order_of(x, out.to(getattr(torch, dtype) if dtype else weight_scale.dtype))

@@ -9,16 +9,16 @@ from tilestack import ops
 from tilestack.contract import implements
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.conv.configs import CONFIGS, INT8_CONFIGS, Config
-from tilestack.kernels.conv.implicit_gemm import Geometry, gathered_product, image_like, is_plain
+from tilestack.kernels.conv.implicit_gemm import Geometry, gathered_product, image_like
 from tilestack.kernels.conv.weight_gradient import weight_gradient
 from tilestack.kernels.tiles import widened
 from tilestack.ops.autocast import lowered
-from tilestack.ops.conv import output_size
+from tilestack.ops.conv import channels_lie_together, output_size
 
 
 def beside(x: Tensor, weight: Tensor) -> Tensor:
     """The weight with its channels together where those of x are, so that both are read in whole vectors."""
-    return weight if is_plain(x) else weight.contiguous(memory_format=torch.channels_last)
+    return weight.contiguous(memory_format=torch.channels_last) if channels_lie_together(x) else weight
 
 
 def convolution(

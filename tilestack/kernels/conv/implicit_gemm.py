@@ -38,6 +38,7 @@ from torch import Tensor
 from tilestack.contract.launch import launch
 from tilestack.kernels.conv.configs import LEAST, Config, product_launch, steps_of
 from tilestack.kernels.tiles import accumulator, cdiv
+from tilestack.ops.conv import channels_lie_together
 
 
 class Geometry(NamedTuple):
@@ -190,12 +191,8 @@ def conv2d_kernel(
 
 def image_like(x: Tensor, channels: int, sides: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An image of other sizes in the memory order of x: channels last where they are, else contiguous."""
-    order = torch.contiguous_format if is_plain(x) else torch.channels_last
+    order = torch.channels_last if channels_lie_together(x) else torch.contiguous_format
     return torch.empty((x.shape[0], channels, *sides), dtype=dtype, device=x.device, memory_format=order)
-
-
-def is_plain(x: Tensor) -> bool:
-    return x.is_contiguous() or not x.is_contiguous(memory_format=torch.channels_last)
 
 
 def line_is_one_tap(x: Tensor, S: int, geometry: Geometry) -> bool:

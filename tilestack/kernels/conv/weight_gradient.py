@@ -66,6 +66,8 @@ def conv2d_bwd_weight_kernel(
     x_ptr += channel_at[None, :] * x_stride_c
     grad_at = grad_ptr + filter_at[:, None] * grad_stride_k + (start + p)[None, :] * grad_stride_p
     total = tl.zeros([BLOCK_K, BLOCK_C], ACC)
+    # Where products are as precise as their sum, that of each step is made by itself: hundreds in a row lose more digits.
+    BY_STEPS: tl.constexpr = x_ptr.dtype.element_ty == ACC
     for _ in range(tl.cdiv(left, BLOCK_P)):
         h, w = line + tap_h, column + tap_w
         counts = p < tl.minimum(left, BLOCK_P).to(tl.int32)
@@ -77,7 +79,10 @@ def conv2d_bwd_weight_kernel(
         else:
             under = (inside & (w >= 0) & (w < width))[:, None]
         x = tl.load(x_ptr + x_at[:, None], mask=under & (c < channels)[None, :], other=0)
-        total = tl.dot(grad, x, total, input_precision="ieee", out_dtype=ACC)
+        if BY_STEPS:  # always so many are left, but the compiler, which cannot know, would make one sum of both again
+            total += tl.where(left > 0, tl.dot(grad, x, input_precision="ieee", out_dtype=ACC), 0.0)
+        else:
+            total = tl.dot(grad, x, total, input_precision="ieee", out_dtype=ACC)
         column += move_w
         next_line = column >= end_w
         column = tl.where(next_line, column - end_w, column)

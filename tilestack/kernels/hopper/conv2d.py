@@ -17,7 +17,7 @@ from tilestack.contract import implements
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.conv.configs import CONFIGS as WEIGHT_CONFIGS
 from tilestack.kernels.conv.conv2d import bias_gradient
-from tilestack.kernels.conv.implicit_gemm import Geometry, image_like, is_plain
+from tilestack.kernels.conv.implicit_gemm import Geometry, image_like
 from tilestack.kernels.conv.weight_gradient import weight_gradient
 from tilestack.kernels.hopper import matmul
 from tilestack.kernels.hopper.conv import CODES_CONFIGS, CONFIGS, LEAST_CHANNELS, Config, convolve
@@ -27,7 +27,7 @@ from tilestack.kernels.matmul.tma import can_move
 from tilestack.kernels.quantised.codes import HALVES_AND_SINGLE
 from tilestack.kernels.tiles import next_power
 from tilestack.ops.autocast import lowered
-from tilestack.ops.conv import output_size
+from tilestack.ops.conv import channels_lie_together, output_size
 from tilestack.ops.quantised_linear import result_dtype
 
 
@@ -38,7 +38,7 @@ def is_product(weight: Tensor, geometry: Geometry) -> bool:
 
 def takes_boxes(x: Tensor, weight: Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int) -> bool | str:
     """Whether TMA can move the boxes of a convolution."""
-    if groups != 1 or is_plain(x) or not x.numel():
+    if groups != 1 or not channels_lie_together(x) or not x.numel():
         return "it takes images whose channels lie together (channels_last), and no groups"
     if x.shape[1] % LEAST_CHANNELS or weight.shape[0] % LEAST_CHANNELS:
         return f"it takes multiples of {LEAST_CHANNELS} channels and filters, not {x.shape[1]} and {weight.shape[0]}"
@@ -51,7 +51,7 @@ def takes_boxes(x: Tensor, weight: Tensor, stride: Sequence[int], dilation: Sequ
 def takes(
     x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
 ) -> bool | str:
-    if is_product(weight, Geometry.of(stride, padding, dilation, groups)) and groups == 1 and not is_plain(x):
+    if is_product(weight, Geometry.of(stride, padding, dilation, groups)) and groups == 1 and channels_lie_together(x):
         return can_move(x, weight)
     return takes_boxes(x, weight, stride, dilation, groups)
 
