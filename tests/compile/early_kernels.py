@@ -27,7 +27,7 @@ def decode_step(rows):
     gated.forward(x, meta(6144, 1024), None, **first(gated))
     of(ops.qkv_rope_write, "triton").forward(
         meta(rows, 32, 128), meta(128), meta(128), single(99, 64), single(99, 64), whole(rows), whole(rows), pages, pages,
-        16, False, 1e-6, None, None,
+        16, False, 1e-6, None, None, None,
     )  # fmt: skip
     logits = meta(rows, 9000)
     of(ops.argmax, "triton").forward(logits)

@@ -33,11 +33,10 @@ def test_every_configuration_passes_the_gates(uninterpreted, dim):
     assert [(row["kernel"], row["constants"], row["failures"]) for row in rows if row["failures"]] == []
     forwards = [row for row in rows if row["kernel"] == "attention_fwd_kernel"]
     compiled = {
-        (*(row["constants"][name] for name in ("CONSUMERS", "PING_PONG", "CAUSAL")), row["documents"])
-        for row in forwards
+        (*(row["constants"][name] for name in ("SLOTS", "PING_PONG", "CAUSAL")), row["documents"]) for row in forwards
     }
     configs = [config.of_64 if dim == 64 else config.of_128 for config in CONFIGS.values()]
-    asked = {(own.consumers, own.ping_pong) for own in configs if own}
+    asked = {(own.slots, own.ping_pong) for own in configs if own}
     assert compiled == {(*each, *how) for each in asked for how in ((True, False), (False, False), (True, True))}
     backwards = [row for row in rows if row["kernel"] == "attention_bwd_kernel"]
     assert {row["documents"] for row in backwards} == {True, False}

@@ -106,6 +106,7 @@ KINDS = {
     "float32": dict(precision={"compute": "float32"}),
     "bfloat16": dict(precision={"parameters": "bfloat16"}),
     "fp8": dict(precision={"fp8": True}),
+    "fp8, accumulated": dict(data={"accumulate": 3}, precision={"fp8": True, "fp8_head": True}),
     "head in fp8": dict(precision={"fp8": True, "fp8_head": True}),
     "experts in fp8": dict(config=EXPERTS, precision={"fp8": True}),
     "adapters with dropout": dict(lora=8),

@@ -6,6 +6,7 @@ lets someone read too early or write too soon shows as a wrong result, and one t
 Layouts, registers and the visibility of writes are not emulated: those need the compiler, and a GPU.
 """
 
+import functools
 import itertools
 import random
 import threading
@@ -179,9 +180,10 @@ class mbarrier:
         one(barrier).count = one(barrier).missing = count
 
     @staticmethod
-    def expect(barrier: Any, bytes: int) -> None:
-        one(barrier).bytes += bytes
-        one(barrier).arrive(1)
+    def expect(barrier: Any, bytes: int, pred: Any = True) -> None:
+        if pred:
+            one(barrier).bytes += bytes
+            one(barrier).arrive(1)
 
     @staticmethod
     def arrive(barrier: Any, count: int = 1, pred: Any = True) -> None:
@@ -195,10 +197,27 @@ class mbarrier:
         here.group.pause(lambda: barrier.phase % 2 != phase, f"waits for phase {phase} of a barrier")
 
 
+class NotForTma(Exception):
+    """A tile that CUDA would make no descriptor of."""
+
+
+def refuse_what_tma_cannot_move(tile: Any) -> None:
+    """Raise for a tile that does not begin on 16 bytes, or whose lines do not, or whose block is too large."""
+    size = tile.tensor.element_size()
+    *apart, last = tile.strides
+    if tile.tensor.data_ptr() % 16 or last != 1 or any(stride * size % 16 for stride in apart):
+        raise NotForTma(
+            f"TMA begins lines on 16 bytes: {tile.tensor.data_ptr():#x}, {size} bytes, strides {tile.strides}"
+        )
+    if max(tile.block) > 256 or tile.block[-1] * size % 16 or not 1 <= len(tile.block) <= 5:
+        raise NotForTma(f"TMA has no block of {tile.block}")
+
+
 class Descriptor:
     """A tile's view of global memory."""
 
     def __init__(self, tile: Any):
+        refuse_what_tma_cannot_move(tile)
         self.memory = tile.tensor.as_strided(tile.shape, tile.strides)
         self.dtype, self.layout = tile.tensor.dtype, "tile"
         bytes = torch.empty(tile.block).numel() * tile.tensor.element_size()
@@ -217,7 +236,11 @@ class Descriptor:
 
 class tma:
     @staticmethod
-    def async_copy_global_to_shared(descriptor: Descriptor, at: list, barrier: Any, to: Shared) -> None:
+    def async_copy_global_to_shared(
+        descriptor: Descriptor, at: list, barrier: Any, to: Shared, pred: Any = True
+    ) -> None:
+        if not pred:
+            return
         there, part = descriptor.inside(at)
 
         def copy() -> None:
@@ -281,17 +304,39 @@ class Pointer:
         return types.SimpleNamespace(element_ty=self.memory.dtype)
 
 
-def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Value:
+def from_first(memory: torch.Tensor) -> torch.Tensor:
+    """Memory from the first element of a tensor to the last, whose rows may lie apart."""
+    apart = zip(memory.shape, memory.stride(), strict=True)
+    reach = 1 + sum((size - 1) * stride for size, stride in apart) if memory.numel() else 0
+    return memory.as_strided((reach,), (1,))
+
+
+def load(pointer: Pointer, mask: Any = None, other: float = 0.0, cache_modifier: str = "") -> Value:
     if mask is None:
-        return value(pointer.memory.view(-1)[pointer.places].clone())
+        return value(from_first(pointer.memory)[pointer.places].clone())
     found = value(torch.full(pointer.places.shape, other, dtype=pointer.memory.dtype))
-    found[mask] = pointer.memory.view(-1)[pointer.places[mask]]
+    found[mask] = from_first(pointer.memory)[pointer.places[mask]]
     return found
 
 
-def store(pointer: Pointer, x: Value, mask: Any = None) -> None:
+def store(pointer: Pointer, x: Any, mask: Any = None) -> None:
+    x = value(x)
     places, kept = (pointer.places, x) if mask is None else (pointer.places[mask], x[mask])
-    pointer.memory.view(-1)[places] = kept.to(pointer.memory.dtype)
+    from_first(pointer.memory)[places] = value(kept).to(pointer.memory.dtype)
+
+
+def atomic_add(pointer: Pointer, x: Any, sem: str = "") -> Value:
+    before = load(pointer)
+    store(pointer, before + x)
+    return before
+
+
+def largest(x: Value, axis: int) -> Value:
+    """Which overlooks NaN unless there is nothing else, as a GPU does."""
+    if not x.dtype.is_floating_point:
+        return x.amax(axis)
+    found = x.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(axis)
+    return value(found.where(~x.isnan().all(axis), torch.nan))
 
 
 def unwritten(shape: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -314,20 +359,21 @@ LANGUAGE = types.SimpleNamespace(
     static_range=range, program_id=lambda axis: value(here.program.numbers[axis]), num_programs=lambda axis: value(here.program.count),
     NVMMADistributedLayout=some_layout, DotOperandLayout=some_layout, SliceLayout=some_layout, BlockedLayout=some_layout,
     SwizzledSharedLayout=some_layout, NVMMASharedLayout=types.SimpleNamespace(get_default_for=some_layout),
-    allocate_shared_memory=allocate, load=load, store=store, convert_layout=lambda x, layout: x,
+    allocate_shared_memory=allocate, load=load, store=store, atomic_add=atomic_add, assume=lambda known: None, convert_layout=lambda x, layout: x,
     arange=lambda start, end, layout: value(torch.arange(start, end)),
     zeros=lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)),
-    full=lambda shape, x, dtype, layout: value(torch.full(shape, x, dtype=dtype)), zeros_like=torch.zeros_like,
-    max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,
+    full=lambda shape, x, dtype, layout: value(torch.full(shape, float(x)).to(dtype)), zeros_like=torch.zeros_like,
+    max=largest, reduce=lambda x, axis, combine: functools.reduce(combine, x.unbind(axis)), sum=lambda x, axis: x.sum(axis), exp=torch.exp, exp2=torch.exp2, log2=torch.log2,
     abs=torch.abs, ceil=torch.ceil, div_rn=torch.div, reshape=torch.reshape, permute=torch.permute,
     where=lambda chosen, a, b: torch.where(value(chosen), a, b),
-    maximum=lambda a, b: torch.maximum(value(a), value(b)), minimum=lambda a, b: torch.minimum(value(a), value(b)),
+    maximum=lambda a, b: torch.fmax(value(a), value(b)), minimum=lambda a, b: torch.fmin(value(a), value(b)),
     cdiv=lambda a, b: (value(a) + b - 1) // b,
     warp_specialize=lambda functions, warps, registers: here.program.run(functions),
 )  # fmt: skip
 STAND_INS = dict(
     gl=LANGUAGE, mbarrier=mbarrier, tma=tma, async_add=async_add, fence_async_shared=lambda: None,
-    warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait,
+    warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait, meet=lambda: here.group.pause(),
+    packed=lambda weights: weights, unpacked=lambda pairs, dtype: pairs, faded=lambda rows, fade: rows * fade[:, None],
 )  # fmt: skip
 
 
@@ -355,9 +401,12 @@ class Scope(dict):
 def emulate(
     kernel: Any, grid: tuple[int, ...], *arguments: Any, seed: int = 0, num_warps: int = 4, **constants: Any
 ) -> None:
-    """Run a Gluon kernel's programs one after the other, as `launch` would all at once."""
+    """Run a Gluon kernel's programs one after the other, in whatever order, as `launch` would all at once."""
     constants.pop("maxnreg", None)
-    for numbers in itertools.product(*map(range, grid)):
+    constants.pop("launch_pdl", None)
+    programs = list(itertools.product(*map(range, grid)))
+    random.Random(seed).shuffle(programs)
+    for numbers in programs:
         here.program = Program(numbers, grid[0], seed)
         given = [
             Pointer(a) if isinstance(a, torch.Tensor)
@@ -366,4 +415,8 @@ def emulate(
             else a
             for a in arguments
         ]  # fmt: skip
-        emulated(kernel)(*given, **constants)
+        body = functools.partial(emulated(kernel), **constants)
+        if "warp_specialize" in kernel.fn.__code__.co_names:
+            body(*given)
+        else:  # all warps are one group
+            here.program.run([(body, tuple(given))])

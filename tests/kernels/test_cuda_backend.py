@@ -155,6 +155,19 @@ def test_more_blocks_share_k_where_one_has_no_room(name):
         assert plan.k_warps * plan.splits * plan.stages * weight_only.PIECES * codes >= sizes[1]
 
 
+@pytest.mark.parametrize("group", [16, 48, 80, 96, 112, 128])
+def test_a_block_has_a_scale_for_every_group_that_its_part_of_k_touches(group):
+    """And what shares one scale in a stage lies in one group."""
+    for config in [*weight_only.CONFIGS.values(), weight_only.Config(1, 1, 4), weight_only.Config(1, 3, 5)]:
+        for groups in range(1, 60):
+            plan = weight_only.plan_of(config, 8, group * groups, groups, 1)
+            every, mine = group * groups // weight_only.PIECE, plan.k_warps * plan.stages * weight_only.PIECES
+            for first in range(0, every, mine):
+                last = min(first + mine, every) - 1
+                assert last // plan.group_pieces - first // plan.group_pieces < plan.groups_nearby
+            assert plan.group_pieces % weight_only.fold_of(plan) == 0
+
+
 @pytest.mark.parametrize(
     ("rows", "inner", "groups", "dtype", "reason"),
     [

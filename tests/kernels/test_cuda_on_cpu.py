@@ -135,6 +135,16 @@ def test_weights_of_codes(sizes, dtype):
         check(by(shared_out), ops.linear_weight_only, *arguments.values())
 
 
+@pytest.mark.parametrize("group", [80, 96])
+def test_groups_that_end_amid_a_stage_and_a_part_of_k(group):
+    """Of 5 and 6 pieces of 16 codes, where a stage has 4 and a block's part of K 12."""
+    torch.manual_seed(0)
+    arguments = ops.linear_weight_only.bind(
+        **weight_only_case(Make(HALVES[0], "cpu"), 2, 33, 8 * group, "int8", group, "zero")
+    )
+    check(by((1, 1, 4)), ops.linear_weight_only, *arguments.values())
+
+
 def test_codes_of_tensors_that_lie_anyhow():
     """And scales and biases in other precisions than x."""
     torch.manual_seed(0)

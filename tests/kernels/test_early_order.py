@@ -22,7 +22,12 @@ WAITING = {  # operator and backend, whose kernels all wait; and how many of its
     ("argmax", "triton"): 5,
     ("sample", "triton"): 7,
 }
-FETCHING = [("linear", "triton_gemv"), ("linear", "triton_split_k"), ("linear_swiglu", "triton_split_k")]
+FETCHING = [
+    ("linear", "triton_gemv"),
+    ("linear", "triton_slices"),
+    ("linear", "triton_split_k"),
+    ("linear_swiglu", "triton_split_k"),
+]
 
 
 class Programs(list):

@@ -128,7 +128,7 @@ def test_documents_that_end_anywhere(seed):
     generator = torch.Generator().manual_seed(seed)
     ends = torch.randint(1, 300, (6,), generator=generator).sort().values.tolist()
     arguments = rows_of_documents([*ends, 300], (1, 300, 2, 1, 64))
-    check_backward(arguments, *check_forward(arguments, Forward(consumers=2 + seed % 2)))
+    check_backward(arguments, *check_forward(arguments, Forward()))
 
 
 @pytest.mark.parametrize(("name", "dim"), OWN, ids=map(str, OWN))
@@ -170,7 +170,7 @@ def test_every_configuration(name, dim, causal, monkeypatch):
 def test_in_whatever_order_things_happen(seed, monkeypatch):
     monkeypatch.setattr(gluon_emulation.emulate, "__kwdefaults__", dict(seed=seed, num_warps=4))
     monkeypatch.setattr(attention_forward, "multiprocessors", lambda device: 1)
-    config = Forward(consumers=2 + seed % 2, ping_pong=seed % 4 < 2, persistent=True)
+    config = Forward(slots=2 + seed % 2, ping_pong=seed % 4 < 2)
     arguments = inputs(1, 200, 200, 2, 1, 64, True)
     check_backward(arguments, *check_forward(arguments, config))
 

@@ -24,11 +24,14 @@ OF_SHAPES = "tests/kernels/test_gluon_products_on_cpu.py asks both ways, of shap
 EXPANDED = "the other way takes expanded rows, one of the layouts"
 DECODE_STEP = "no operator; tests/engine/test_persistent.py and tests/kernels/test_cuda_on_cpu.py take both ways"
 FEW_ROWS = "tests/kernels/test_cuda_backend.py and test_cuda_on_cpu.py take both ways"
+ON_HOPPER = "asked only on Hopper; tests/kernels/test_gluon_few_rows_on_cpu.py takes both ways"
 LARGE_PAGES = "no operator; tests/kernels/test_cpu_large_pages.py takes both ways"
 UNDECIDED = {
     "attention.ladder takes: q.shape[0] * q.shape[2] > MOST_HEADS": "beyond it the call is refused, which tests/ops shows",
     "attention.quantised takes_int8: q.shape[0] * q.shape[2] > MOST_HEADS": "the same",
     "hopper.attention_codes takes: k.shape[0] * k.shape[2] > MOST_HEADS": OF_SHAPES,
+    "hopper.fp8_gated_tiles in_vectors: BLOCK * max(rows, x.shape[1], x.stride(0)) < 2**31": OF_SHAPES,
+    "hopper.fp8_gated_tiles rows_in_vectors: BLOCK * grad.stride(0) < 2**31": OF_SHAPES,
     "quantised.fp8_tiles of_whole_vectors: BLOCK * max(*x.shape[-2:], x.stride(-2)) < 2**31": OF_SHAPES,
     "cuda.weight_only takes: shared_memory(x.device) < MOST_SHARED": GPU_ONLY,
     "attention.quantised tile_for: shared_memory(device) < HOPPER_SHARED": GPU_ONLY,
@@ -50,8 +53,7 @@ UNDECIDED = {
     "early begins_early: capability(device) >= FIRST_CAPABILITY": GPU_ONLY,
     "hopper.fused fused_product: config.n > 128": "a configuration's, and each is proved",
     "matmul.tma can_move: shared_memory(x.device) < PIPELINE_BYTES": GPU_ONLY,
-    "attention.paged paged_tile: width <= 128": "asked of half precisions, whose proofs take both ways",
-    "attention.paged paged_tile: group < 4": "the same",
+    "attention.paged paged_tile: group < 4": "asked of half precisions, whose proofs take both ways",
     "attention.paged paged_tile: tiles * kv_heads > 2 * PROGRAMS * multiprocessors(q.device)": GPU_ONLY,
     "cpu.decode_step check_tokens: tokens > self.most": "no operator; tests/engine/test_cpu_step_shapes.py takes both ways",
     "cpu.large_pages use_large_pages: sum(end - start for start, end in spans) < WORTHWHILE": LARGE_PAGES,
@@ -67,6 +69,15 @@ UNDECIDED = {
     "cuda.weight_only plan_of: M <= 8": FEW_ROWS,
     "cuda.weight_only takes: plan_of(SMALLEST, *sizes_of(x, weight, scale)).shared_bytes > MOST_SHARED": FEW_ROWS,
     "cuda.weight_only takes: torch.cuda.get_device_capability(x.device) < (9, 0)": GPU_ONLY,
+    "hopper.few_rows plan: k > LEAST_STEP": ON_HOPPER,
+    "hopper.few_rows plan: tiles > room": ON_HOPPER,
+    "hopper.few_rows plan: slots_beside_x >= LEAST_SLOTS": ON_HOPPER,
+    "hopper.few_rows takes: apart >= weight.shape[1]": ON_HOPPER,
+    "hopper.few_rows plan: ring // (height * k) < LEAST_SLOTS": ON_HOPPER,
+    "hopper.few_rows plan: rows >= M": ON_HOPPER,
+    "hopper.few_rows plan: slots < of_a_program": ON_HOPPER,
+    "hopper.few_rows few_rows_product: plan.parts > 1": ON_HOPPER,
+    "attention.paged paged_tile: shared_memory(q.device) >= HOPPER_SHARED": GPU_ONLY,
     "hopper.scaled can_move_codes: x.numel() > 0": GPU_ONLY,
     "matmul.tma lies_in_rows: min(steps) > 0": EXPANDED,
     "matmul.tma lies_in_rows: steps[-1] >= matrix.shape[-1]": EXPANDED,

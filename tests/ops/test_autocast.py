@@ -47,6 +47,11 @@ PAIRS = {
         lambda x, weight: torch.cat([F.linear(x[:2], weight[0]), F.linear(x[2:], weight[1])]),
         (drawn(6, 16), drawn(2, 8, 16, seed=1)),
     ),
+    "conv2d": (
+        lambda *tensors: ops.conv2d(*tensors, (2, 1), (1, 0)),
+        lambda *tensors: F.conv2d(*tensors, (2, 1), (1, 0)),
+        (drawn(2, 4, 5, 6), drawn(8, 4, 3, 3, seed=1), drawn(8, seed=2)),
+    ),
     "linear_cross_entropy": (
         lambda x, weight: ops.linear_cross_entropy(x, weight, LABELS),
         lambda x, weight: F.cross_entropy(F.linear(x, weight).float(), LABELS),

@@ -5,12 +5,13 @@ import re
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilestack import BackendError, ops
 from tilestack.contract import backend
 from tilestack.contract.cases import Make
 from tilestack.kernels.attention import quantised as kernels
-from tilestack.ops.quantised import LARGEST_CODE
+from tilestack.ops.quantised import LARGEST_CODE, quantised
 from tilestack.ops.quantised_attention import (
     BLOCK,
     E4M3,
@@ -53,6 +54,16 @@ def test_the_kernels_codes_are_the_definitions_to_the_bit(codes, values):
     in_order = torch.empty_like(made.v.float()).index_copy_(3, order, made.v.float())
     numbers = (in_order * made.v_scale[..., None])[:, :, :40, :300].permute(0, 3, 1, 2)
     assert ((numbers - v.float()).abs() <= v.float().abs() / 16 + made.v_scale[:, None, :, :40] / 2**9).all()
+
+
+@pytest.mark.parametrize(("codes", "values"), HOW[1:])
+def test_values_far_below_one_have_scales_of_their_own(codes, values):
+    """Of 300 keys the largest are found in three parts, which a power of two of them has room for."""
+    arguments = drawn(tokens=300)
+    v = arguments["v"] * 2**-10
+    made = kernels.coded_keys(arguments["k"], v, codes, values)
+    scale = made.v_scale * LARGEST_CODE[E4M3]
+    torch.testing.assert_close(scale, v.float().abs().amax(1))
 
 
 @each_backend
@@ -103,10 +114,29 @@ def test_what_makes_no_sense_is_told():
 
 def test_a_kernel_says_what_it_has_no_room_for():
     refused = ops.attention_int8.implementations["triton"].refuses
-    meta = lambda batch, dim: {
-        name: torch.empty(batch, 1, 1, dim, dtype=torch.float16, device="meta") for name in "qkv"
+    meta = lambda batch, dim, heads=1: {
+        name: torch.empty(batch, 1, heads, dim, dtype=torch.float16, device="meta") for name in "qkv"
     }
     cpu = torch.device("cpu")
     assert refused(ops.attention_int8.bind(**meta(65_535, 256)), cpu) == ""
-    assert "65,535 heads" in refused(ops.attention_int8.bind(**meta(65_536, 16)), cpu)
+    for heads in (1, 2):
+        assert "65,535 heads" in refused(ops.attention_int8.bind(**meta(65_536 // heads, 16, heads)), cpu)
     assert "up to 256 dimensions" in refused(ops.attention_int8.bind(**meta(1, 257)), cpu)
+
+
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn])
+def test_scales_are_quotients_of_tensors(codes):
+    """PyTorch divides by a number by multiplying with its inverse on a GPU, and codes halfway between two would fall otherwise."""
+
+    divisors = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket == torch.ops.aten.div:
+                divisors.append(args[1])
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        quantised(torch.randn(3, 8), codes)
+    assert len(divisors) == 2
+    assert all(isinstance(divisor, torch.Tensor) for divisor in divisors)

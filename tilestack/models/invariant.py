@@ -107,7 +107,7 @@ class InvariantBatch:
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
         cache: PagedCache = self.batch.cache
         ops.kv_write(k[0], None if v is None else v[0], self.batch.slots, *cache.layer(layer.number))
-        keys, values, _, _ = cache.layer(layer.number)
+        keys, values, *_ = cache.layer(layer.number)
         seen = []
         for table, (length, start, end) in zip(self.batch.block_tables, self.spans, strict=True):
             pages = table[: -(-length // cache.page)]

@@ -25,11 +25,14 @@ from tilestack.models.config import ModelConfig
 from tilestack.models.context import AttentionLayer
 from tilestack.ops.paged import CODES
 
+PROMPT_QUERIES = 16  # new tokens of a sequence from which on products take longer than reading
+
 
 class PagedCache:
     """The pool: `pages` pages of `page` tokens for every layer. Page 0 is nobody's, so hand out the others.
 
-    Of dtype int8 or float8_e4m3fn it holds codes, with a scale for each token and head. `longest` is the longest text that
+    Of dtype int8 or float8_e4m3fn it holds codes, with a scale for each token and head; `key_offset`, [layers, heads, dim], is
+    then what keys are written less, and with `code_queries` the queries of prompts become codes too. `longest` is the longest text that
     it will ever hold, for models whose rotation depends on that; else it is as long as a batch has pages for.
     """
 
@@ -41,8 +44,10 @@ class PagedCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         longest: int | None = None,
+        code_queries: bool = False,
     ):
-        self.page, self.longest = page, longest
+        self.page, self.longest, self.code_queries = page, longest, code_queries
+        self.key_offset: Tensor | None = None
         self.keys, self.values = kept_zeros(config, pages, page, dtype=dtype, device=device)
         scale_of = lambda kept: None if kept is None else torch.zeros(kept.shape[:-1], device=device)
         coded = dtype in CODES
@@ -53,10 +58,11 @@ class PagedCache:
         kept = (self.keys, self.values, self.key_scale, self.value_scale)
         return [tensor for tensor in kept if tensor is not None]
 
-    def layer(self, number: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Keys, values, and the scales of both, of one layer."""
+    def layer(self, number: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Keys, values, the scales of both and the offset of keys, of one layer."""
         of_layer = lambda kept: None if kept is None else kept[number]
-        return self.keys[number], of_layer(self.values), of_layer(self.key_scale), of_layer(self.value_scale)
+        others = self.values, self.key_scale, self.value_scale, self.key_offset
+        return self.keys[number], *map(of_layer, others)  # type: ignore[return-value]
 
 
 class PagedBatch:
@@ -129,19 +135,21 @@ class PagedBatch:
         eps: float,
         interleaved: bool,
     ) -> Tensor:
-        keys, values, key_scale, value_scale = self.cache.layer(layer.number)
+        keys, values, key_scale, value_scale, key_offset = self.cache.layer(layer.number)
         assert values is not None  # latents come through `attend`
         q_weight, k_weight = norms or (None, None)
         q = ops.qkv_rope_write(
             heads[0], q_weight, k_weight, *angles, self.positions, self.slots, keys, values, q_heads, interleaved, eps,
-            key_scale, value_scale,
+            key_scale, value_scale, key_offset,
         )  # fmt: skip
         return self.seen(layer, q)[None]
 
     def seen(self, layer: AttentionLayer, q: Tensor) -> Tensor:
         """What queries [T, heads, D] see of the pages."""
-        keys, values, key_scale, value_scale = self.cache.layer(layer.number)
-        return ops.paged_attention(
+        keys, values, key_scale, value_scale, _ = self.cache.layer(layer.number)
+        coded = self.cache.code_queries and self.most_queries >= PROMPT_QUERIES
+        attend = ops.paged_attention_codes if coded else ops.paged_attention
+        return attend(
             q,
             keys,
             values,

@@ -7,6 +7,8 @@ from tilestack.ops.conv import conv2d as conv2d, conv2d_int8 as conv2d_int8
 from tilestack.ops.elementwise import add as add, axpy as axpy
 from tilestack.ops.experts import combine_rows as combine_rows, dispatch_rows as dispatch_rows, expert_places as expert_places
 from tilestack.ops.flex_attention import flex_attention as flex_attention
+from tilestack.ops.fp8_gated_tiles import swiglu_fp8_tiles as swiglu_fp8_tiles, swiglu_gradient_fp8_tiles as swiglu_gradient_fp8_tiles
+from tilestack.ops.fp8_loss_tiles import cross_entropy_gradient_fp8_tiles as cross_entropy_gradient_fp8_tiles
 from tilestack.ops.fp8_tiles import fp8_tiles as fp8_tiles
 from tilestack.ops.fused_linear import fused_linear as fused_linear, linear_swiglu as linear_swiglu
 from tilestack.ops.gated import geglu as geglu, gelu_mul as gelu_mul, silu_mul as silu_mul, swiglu as swiglu, swiglu_linear as swiglu_linear
@@ -22,6 +24,7 @@ from tilestack.ops.matmul import linear as linear
 from tilestack.ops.memory import copy as copy, gather_rows as gather_rows, permute as permute, reduce_sum as reduce_sum, scatter_rows as scatter_rows, strided_copy as strided_copy, transpose as transpose
 from tilestack.ops.norm import add_layer_norm as add_layer_norm, add_rms_norm as add_rms_norm, layer_norm as layer_norm, rms_norm as rms_norm
 from tilestack.ops.paged import paged_attention as paged_attention
+from tilestack.ops.paged_codes import paged_attention_codes as paged_attention_codes
 from tilestack.ops.quantised_attention import attention_fp8 as attention_fp8, attention_int8 as attention_int8
 from tilestack.ops.quantised_gated import silu_mul_fp8 as silu_mul_fp8, silu_mul_int8 as silu_mul_int8
 from tilestack.ops.quantised_linear import linear_fp8 as linear_fp8, linear_int8 as linear_int8

@@ -2,6 +2,10 @@
 straight from the projection, normalised and turned on the way.
 
 A slot is a token's place in the pages: page number · tokens of a page + place in the page. Padding has a negative one.
+
+Keys of real models stand away from zero, some channels far, in every token alike, and a scale that reaches them leaves few
+codes for what tells keys apart. `key_offset` is what is taken off every key before it becomes codes. Any vector will do, as
+long as it stays: all scores of a query are less by the same number, which softmax does not see.
 """
 
 import torch
@@ -22,6 +26,18 @@ def rows_fit(name: str, new: Tensor, pages: Tensor, slots: Tensor) -> bool | str
     )
 
 
+def offset_fits(keys: Tensor, values: Tensor | None, key_scale: Tensor | None, key_offset: Tensor | None) -> bool | str:
+    if key_offset is None:
+        return True
+    if key_scale is None or values is None:
+        held = f"these of {keys.dtype}" if key_scale is None else "these, which are values too,"
+        return f"key_offset is taken off keys that become codes; {held} are kept as they are"
+    return (key_offset.shape, key_offset.dtype) == (keys.shape[2:], torch.float32) or (
+        f"key_offset must be float32 of shape {tuple(keys.shape[2:])}, what every key of a head loses, not "
+        f"{key_offset.dtype} {tuple(key_offset.shape)}"
+    )
+
+
 def kv_write_takes(
     k: Tensor,
     v: Tensor | None,
@@ -30,8 +46,11 @@ def kv_write_takes(
     values: Tensor | None,
     key_scale: Tensor | None,
     value_scale: Tensor | None,
+    key_offset: Tensor | None,
 ) -> bool | str:
     if (reason := caches_agree(keys, values, key_scale, value_scale)) is not True:
+        return reason
+    if (reason := offset_fits(keys, values, key_scale, key_offset)) is not True:
         return reason
     if slots.ndim != 1 or slots.dtype not in INTEGERS:
         return f"slots must be a vector of int32 or int64, not {slots.dtype} {tuple(slots.shape)}"
@@ -50,7 +69,7 @@ def slots_are_apart(keys: Tensor, slots: Tensor) -> bool | str:
     return taken.unique().numel() == taken.numel() or "two tokens have the same slot; give padding a negative one"
 
 
-def kv_write_case(make, tokens, pages, page, heads, dim, value_dim, cache="same"):
+def kv_write_case(make, tokens, pages, page, heads, dim, value_dim, cache="same", offset="no offset"):
     places = torch.randperm(pages * page, generator=torch.Generator().manual_seed(0))[:tokens]
     places[1::4] = -1  # padding
     dtype = make.dtype if cache == "same" else getattr(torch, cache)
@@ -66,6 +85,7 @@ def kv_write_case(make, tokens, pages, page, heads, dim, value_dim, cache="same"
         values=None if latent else room(value_dim),
         key_scale=scale(),
         value_scale=None if latent else scale(),
+        key_offset=make.normal(heads, dim, dtype=torch.float32, scale=0.25) if offset == "offset" else None,
     )
 
 
@@ -96,6 +116,8 @@ def nothing_returned(*_: object, **__: object) -> None:
             (7, 2, 32, 2, 16, 80, "int8"),
             (5, 4, 16, 2, 64, 64, "float8_e4m3fn"),
             (3, 2, 8, 1, 40, 0, "int8"),
+            (9, 2, 16, 3, 24, 16, "int8", "offset"),
+            (5, 4, 16, 2, 40, 64, "float8_e4m3fn", "offset"),
             (0, 2, 4, 1, 8, 8),
         ],
         bench=[
@@ -120,37 +142,42 @@ def kv_write(
     values: Tensor | None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    key_offset: Tensor | None = None,
 ) -> None:
     """Store tokens k and v, [T, kv_heads, dim], in their slots of keys and values, [pages, page, kv_heads, dim].
 
     In pages of int8 or float8_e4m3fn a token's head becomes codes and a scale, its largest magnitude on the largest
-    code; others hold what they are given, rounded to their dtype. A token with a negative slot is stored nowhere.
+    code, keys less `key_offset`, [kv_heads, dim] in float32; others hold what they are given, rounded to their dtype. A token
+    with a negative slot is stored nowhere.
     """
     there = slots >= 0
     page = keys.shape[1]
     places = slots[there] // page, slots[there] % page
-    for pages, scale, new in ((keys, key_scale, k), (values, value_scale, v)):
+    for pages, scale, new, offset in ((keys, key_scale, k, key_offset), (values, value_scale, v, None)):
         if pages is None or new is None:
             continue
         rows = new[there]
         if scale is not None:
+            less = wide(rows) if offset is None else wide(rows) - offset
             # Codes of the oracle, in float64, stay unrounded; integers cannot.
-            codes, largest = quantised(wide(rows), torch.float8_e4m3fn if pages.is_floating_point() else torch.int8)
+            codes, largest = quantised(less, torch.float8_e4m3fn if pages.is_floating_point() else torch.int8)
             scale[places] = largest.to(scale.dtype)
             rows = codes if pages.is_floating_point() else codes.round()
         pages[places] = rows.to(pages.dtype)
 
 
-def qkv_write_case(make, tokens, q_heads, k_heads, dim, rotary, kind, interleaved=False, cache="same"):
+def qkv_write_case(
+    make, tokens, q_heads, k_heads, dim, rotary, kind, interleaved=False, cache="same", offset="no offset"
+):
     turned = qkv_case(make, 1, tokens, q_heads, k_heads, dim, rotary, "batch", kind)
-    pages = kv_write_case(make, tokens, 2 * tokens + 1, 4, k_heads, dim, dim, cache)
+    pages = kv_write_case(make, tokens, 2 * tokens + 1, 4, k_heads, dim, dim, cache, offset)
     names = "q_weight", "k_weight", "cos", "sin", "q_heads"
     return dict(
         heads=turned["heads"][0],
         positions=turned["positions"][0],
         interleaved=interleaved,
         **{name: turned[name] for name in names},
-        **{name: pages[name] for name in ("slots", "keys", "values", "key_scale", "value_scale")},
+        **{name: pages[name] for name in ("slots", "keys", "values", "key_scale", "value_scale", "key_offset")},
     )
 
 
@@ -167,6 +194,7 @@ def qkv_write_takes(
     q_heads: int,
     key_scale: Tensor | None,
     value_scale: Tensor | None,
+    key_offset: Tensor | None,
 ) -> bool | str:
     if heads.ndim != 3 or keys.ndim != 4 or heads.shape[1] != q_heads + 2 * keys.shape[2]:
         return f"heads must be [tokens, {q_heads} + 2 · {keys.shape[-2]} heads, dim] for these pages, not {tuple(heads.shape)}"
@@ -175,7 +203,7 @@ def qkv_write_takes(
     if reason is not True:
         return reason
     k, v = heads[:, q_heads:].split(k_heads, 1)
-    return kv_write_takes(k, v, slots, keys, values, key_scale, value_scale)
+    return kv_write_takes(k, v, slots, keys, values, key_scale, value_scale, key_offset)
 
 
 def qkv_write_cost(
@@ -204,6 +232,8 @@ def turned_queries(
             (6, 2, 2, 20, 12, "norm", True),
             (4, 4, 2, 32, 32, "norm", False, "float8_e4m3fn"),
             (3, 4, 2, 20, 12, "plain", False, "int8"),
+            (5, 4, 2, 20, 12, "norm", True, "int8", "offset"),
+            (4, 4, 2, 32, 32, "norm", False, "int8", "offset"),
             (0, 4, 2, 16, 16, "plain"),
         ],
         bench=[
@@ -234,6 +264,7 @@ def qkv_rope_write(
     eps: float = 1e-6,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    key_offset: Tensor | None = None,
 ) -> Tensor:
     """Turned queries [T, q_heads, dim] out of one projection, [T, q + k + v heads, dim]; keys and values go to their pages.
 
@@ -245,5 +276,5 @@ def qkv_rope_write(
         q, k = rope.definition(q[None], k[None], *angles)
     else:
         q, k = qk_norm_rope.definition(q[None], k[None], q_weight, k_weight, *angles, eps)
-    kv_write.definition(k[0], v, slots, keys, values, key_scale, value_scale)
+    kv_write.definition(k[0], v, slots, keys, values, key_scale, value_scale, key_offset)
     return q[0]

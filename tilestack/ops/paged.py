@@ -9,6 +9,7 @@ there, cu_queries[s] to cu_queries[s + 1] those of sequence s. Where they stand 
 are shapes and a bound, so that a CUDA graph can replay a call with other contents.
 
 Pages may hold codes of 8 bits (int8 or float8_e4m3fn), with a float32 scale for each token and head: a key is code · scale.
+Here such numbers meet queries as they are; paged_codes.py makes codes of queries too, and multiplies codes.
 
 Shapes: T tokens, S sequences, L = blocks · page.
 """
@@ -173,7 +174,9 @@ MIXES: dict[str, list[tuple[int, int]]] = dict(  # for each sequence, its new to
     nothing=[(0, 0), (0, 5)],
     many=[(1, 1 + 37 * number % 150) for number in range(80)],
 ) | {f"{count}x{length}": [(1, length)] * count for count in (1, 64, 256) for length in (1024, 4096, 8192)}
+MIXES["several"] = [(70, 200), (1, 333), (0, 40), (130, 130), (9, 257)]
 MIXES["chunked"] = [(1, 1024)] * 63 + [(512, 1024)]
+MIXES["reading"] = [(2048, 16384)]  # a chunk of a long prompt
 
 PAGED_RULES: dict[str, dict[str, Any]] = dict(
     plain={}, long={}, window=dict(window=20), capped=dict(softcap=2.0), scaled=dict(scale=0.3)
@@ -277,6 +280,8 @@ def paged_result(
             ("256x4096", 16, 32, 8, 128, 128, "int8"),
             ("64x4096", 64, 128, 1, 576, 512, "same", "latent"),  # DeepSeek-V3
             ("chunked", 16, 16, 8, 128, 128),
+            ("reading", 16, 32, 8, 128, 128),
+            ("reading", 16, 32, 8, 128, 128, "int8"),
         ],
     ),
     cost=paged_cost,

@@ -38,7 +38,7 @@ def exact_codes(x, scale, CODES: tl.constexpr):
 
 @triton.jit
 def store_in_page(
-    x, pages_ptr, scale_ptr, page, in_page, head, inside,
+    x, pages_ptr, scale_ptr, offset_ptr, page, in_page, head, inside,
     page_stride, stride, head_stride, dim_stride, scale_page_stride, scale_stride, scale_head_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, LARGEST_CODE: tl.constexpr,
 ):  # fmt: skip
@@ -47,6 +47,8 @@ def store_in_page(
     place = pages_ptr + page * page_stride + in_page * stride + head * head_stride + element * dim_stride
     if scale_ptr is not None:
         x = x.to(tl.float32)
+        if offset_ptr is not None:
+            x -= tl.load(offset_ptr + head * DIM + element, mask=inside & (element < DIM), other=0.0)
         scale = exact_scale(tl.max(magnitudes(x), 1, keep_dims=True), LARGEST_CODE)
         scale_at = page * scale_page_stride + in_page * scale_stride + head * scale_head_stride
         tl.store(scale_ptr + scale_at, scale, mask=inside)
@@ -57,6 +59,7 @@ def store_in_page(
 @triton.jit
 def kv_write_kernel(
     k_ptr, v_ptr, slots_ptr, keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr,  # [T, heads, …], [T], pages, scales
+    key_offset_ptr,  # [heads, DIM]
     heads, k_token_stride, k_new_head_stride, k_new_dim_stride, v_token_stride, v_new_head_stride, v_new_dim_stride,
     k_page_stride, k_stride, k_head_stride, k_dim_stride, v_page_stride, v_stride, v_head_stride, v_dim_stride,
     k_scale_page_stride, k_scale_stride, k_scale_head_stride, v_scale_page_stride, v_scale_stride, v_scale_head_stride,
@@ -73,16 +76,16 @@ def kv_write_kernel(
     new_at = token * k_token_stride + head * k_new_head_stride + element * k_new_dim_stride
     k = tl.load(k_ptr + new_at, mask=inside & (element < DIM), other=0.0)
     store_in_page(
-        k, keys_ptr, key_scale_ptr, slot // PAGE, slot % PAGE, head, inside, k_page_stride, k_stride, k_head_stride,
-        k_dim_stride, k_scale_page_stride, k_scale_stride, k_scale_head_stride, DIM, WIDTH, LARGEST_CODE,
+        k, keys_ptr, key_scale_ptr, key_offset_ptr, slot // PAGE, slot % PAGE, head, inside,
+        k_page_stride, k_stride, k_head_stride, k_dim_stride, k_scale_page_stride, k_scale_stride, k_scale_head_stride, DIM, WIDTH, LARGEST_CODE,
     )  # fmt: skip
     if values_ptr is not None:
         element = tl.arange(0, VALUE_WIDTH)[None, :]
         new_at = token * v_token_stride + head * v_new_head_stride + element * v_new_dim_stride
         v = tl.load(v_ptr + new_at, mask=inside & (element < VALUE_DIM), other=0.0)
         store_in_page(
-            v, values_ptr, value_scale_ptr, slot // PAGE, slot % PAGE, head, inside, v_page_stride, v_stride, v_head_stride,
-            v_dim_stride, v_scale_page_stride, v_scale_stride, v_scale_head_stride, VALUE_DIM, VALUE_WIDTH, LARGEST_CODE,
+            v, values_ptr, value_scale_ptr, None, slot // PAGE, slot % PAGE, head, inside,
+            v_page_stride, v_stride, v_head_stride, v_dim_stride, v_scale_page_stride, v_scale_stride, v_scale_head_stride, VALUE_DIM, VALUE_WIDTH, LARGEST_CODE,
         )  # fmt: skip
 
 
@@ -114,11 +117,13 @@ def kv_write(
     values: Tensor | None,
     key_scale: Tensor | None,
     value_scale: Tensor | None,
+    key_offset: Tensor | None,
 ) -> None:
     _, page, heads, dim = keys.shape
     value_dim = 0 if values is None else values.shape[3]
     launch(
         kv_write_kernel, (len(slots),), k, v, slots.contiguous(), keys, values, key_scale, value_scale,
+        None if key_offset is None else key_offset.contiguous(),
         heads, *k.stride(), *strides_or_none(v, 3), *keys.stride(), *strides_or_none(values, 4),
         *strides_or_none(key_scale, 3), *strides_or_none(value_scale, 3),
         PAGE=page, LARGEST_CODE=LARGEST_CODE.get(keys.dtype, 0), HEADS=next_power(heads),

@@ -15,11 +15,14 @@ its exponentials, the largest score they are relative to, and its weighted value
 counter, merges them in one order, so that bits do not depend on who was last. The grid follows from shapes
 alone: how long sequences are, and so where splits begin, is read in the kernel.
 
+Where pages hold codes, queries meet them in half precision, or, CODED, as codes: then keys are multiplied as they lie there,
+one product in 8 bits in the place of a conversion and one in 16.
+
 Tiles of sequence s begin at tile cu_queries[s] · group / ROWS + s, which leaves room for the last tile of each; a program
 finds its sequence by bisection. Where sequences are too short for that to save tiles, each has the same number of them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,12 +35,14 @@ from tilestack.contract.implementation import FLOATS
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.contract.workspace import workspace
+from tilestack.kernels.attention.kv_write import exact_codes, exact_scale
 from tilestack.kernels.attention.parts import comes_last, finite_or_zero, merged_parts, store_part
 from tilestack.kernels.early import early, wait_for_last
 from tilestack.kernels.elementwise.activation import tanh_of
 from tilestack.kernels.elementwise.arithmetic import INTERPRETED
-from tilestack.kernels.quantised.codes import reads_fp8
+from tilestack.kernels.quantised.codes import magnitudes, reads_fp8
 from tilestack.kernels.tiles import accumulator, cdiv, multiprocessors, next_power, shared_memory, widened
+from tilestack.ops.quantised import LARGEST_CODE
 
 PROGRAMS = 2  # for each multiprocessor, below which what a tile sees is split
 # Keys at a time, warps and loads under way of tiles of few queries. Where programs outnumber multiprocessors, small ones
@@ -84,6 +89,25 @@ def load_rows(ptr, at, stride, there, FIRST: tl.constexpr, COUNT: tl.constexpr, 
 
 
 @triton.jit
+def numbers_of(codes, DTYPE: tl.constexpr):
+    """Codes as numbers. For int8, in five instructions for four: 128 more than a code, as the last byte of a float16 whose
+    first is that of 1024, is 1152 more than the code."""
+    if INTERPRETED or tl.int8 != codes.dtype or tl.float16 != DTYPE:
+        return codes.to(DTYPE)
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 above, two, base;
+            mov.b32 base, 0x64806480;
+            xor.b32 above, $2, 0x80808080;
+            prmt.b32 two, above, 0x64646464, 0x4140;
+            sub.rn.f16x2 $0, two, base;
+            prmt.b32 two, above, 0x64646464, 0x4342;
+            sub.rn.f16x2 $1, two, base; }""",
+            "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
 def codes_of_pairs(pairs, CODE: tl.constexpr, DTYPE: tl.constexpr):
     """The first and the second codes of pairs that were loaded as integers of 16 bits, as numbers."""
     if INTERPRETED or tl.float8e4nv != CODE or tl.float16 != DTYPE:
@@ -114,7 +138,7 @@ def paged_attention_kernel(
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     SPLITS: tl.constexpr, LEAST_SPAN: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr,
     KEYS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, CODED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles · heads of keys, splits): the heads of a page lie side by side and are read at the same time.
 
@@ -175,7 +199,19 @@ def paged_attention_kernel(
             q_rest *= UNIT
     # Codes become float16 in one instruction for two, where bfloat16 takes four; so do queries, relative to their largest.
     IN_HALVES: tl.constexpr = k_scale_ptr is not None and q_ptr.dtype.element_ty == tl.bfloat16
-    if IN_HALVES:
+    NUMBER: tl.constexpr = tl.float16 if IN_HALVES else q.dtype  # of weights, and of values beside them
+    OPERAND: tl.constexpr = k_ptr.dtype.element_ty if CODED else NUMBER  # of queries, and of keys beside them
+    INTEGERS: tl.constexpr = tl.int8 == OPERAND
+    SUM: tl.constexpr = tl.int32 if INTEGERS else ACC
+    if CODED:
+        most = tl.max(magnitudes(q.to(tl.float32)), 1)
+        if LATENT and REST:
+            most = tl.maximum(most, tl.max(magnitudes(q_rest.to(tl.float32)), 1))
+        factor = exact_scale(most, LARGEST)
+        q = exact_codes(q.to(tl.float32), factor[:, None], OPERAND).to(OPERAND)
+        if LATENT and REST:
+            q_rest = exact_codes(q_rest.to(tl.float32), factor[:, None], OPERAND).to(OPERAND)
+    elif IN_HALVES:
         most = tl.max(tl.abs(q.to(tl.float32)), 1)
         if LATENT and REST:
             most = tl.maximum(most, tl.max(tl.abs(q_rest.to(tl.float32)), 1))
@@ -196,16 +232,20 @@ def paged_attention_kernel(
         )
         page, in_page = block.to(tl.int64), key % PAGE
         k_at = page * k_page_stride + in_page * k_stride + kv_head * k_head_stride
-        k = load_rows(k_ptr, k_at, k_dim_stride, there, 0, FIRST_DIM, FIRST_WIDTH).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
+        k = numbers_of(load_rows(k_ptr, k_at, k_dim_stride, there, 0, FIRST_DIM, FIRST_WIDTH), OPERAND)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=SUM)
         if LATENT and REST:
             k_rest = load_rows(k_ptr, k_at, k_dim_stride, there, VALUE_DIM, DIM - VALUE_DIM, REST)
-            scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision="ieee", out_dtype=ACC)
+            scores = tl.dot(
+                q_rest, tl.trans(numbers_of(k_rest, OPERAND)), scores, input_precision="ieee", out_dtype=SUM
+            )
+        if INTEGERS:
+            scores = scores.to(ACC)
         if k_scale_ptr is not None:
             scale_at = page * k_scale_page_stride + in_page * k_scale_stride + kv_head * k_scale_head_stride
             k_scale = tl.load(k_scale_ptr + scale_at, mask=there, other=0).to(ACC)
             scores *= k_scale[None, :]
-        if IN_HALVES:
+        if CODED or IN_HALVES:
             scores *= factor[:, None]
         if not IS_SCALED:
             scores *= UNIT
@@ -227,7 +267,7 @@ def paged_attention_kernel(
         fade = tl.exp2(largest - at)
         values *= fade[:, None]
         if k_scale_ptr is None:
-            values = tl.dot(weights.to(q.dtype), v.to(q.dtype), values, input_precision="ieee", out_dtype=ACC)
+            values = tl.dot(weights.to(NUMBER), v.to(NUMBER), values, input_precision="ieee", out_dtype=ACC)
         else:
             # Scales go with the weights, by their largest here, lest a half precision lose small ones.
             if not LATENT:
@@ -235,15 +275,15 @@ def paged_attention_kernel(
                 k_scale = tl.load(v_scale_ptr + scale_at, mask=there, other=0).to(ACC)
             unit = tl.maximum(tl.max(k_scale, 0), 1e-33) / TOP_OF_HALVES
             weights *= (k_scale * (1 / unit))[None, :]
-            weights = weights.to(q.dtype)
+            weights = weights.to(NUMBER)
             if PAIRS:
-                first, second = codes_of_pairs(v, k_ptr.dtype.element_ty, q.dtype)
+                first, second = codes_of_pairs(v, k_ptr.dtype.element_ty, NUMBER)
                 values += unit * tl.dot(weights, first, input_precision="ieee", out_dtype=ACC)
                 seconds = seconds * fade[:, None] + unit * tl.dot(
                     weights, second, input_precision="ieee", out_dtype=ACC
                 )
             else:
-                values += unit * tl.dot(weights, v.to(q.dtype), input_precision="ieee", out_dtype=ACC)
+                values += unit * tl.dot(weights, numbers_of(v, NUMBER), input_precision="ieee", out_dtype=ACC)
         total = total * fade + weights_total
         largest = top
 
@@ -268,6 +308,20 @@ def paged_attention_kernel(
         tl.store(out_at, (values / total[:, None]).to(out_ptr.dtype.element_ty), mask=out_inside)
 
 
+class ManyRows(NamedTuple):
+    """A tile of many queries, of heads that leave room for it: its rows, keys at a time, warps and loads under way."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+USUAL = ManyRows(64, 64, 4, 3)
+# Of codes more rows share a conversion of values.
+MANY_ROWS = {"128 by 64": ManyRows(128, 64, 8, 3), "64 by 64": USUAL}
+
+
 class PagedTile(NamedTuple):
     """How a batch is cut, from shapes alone."""
 
@@ -281,17 +335,25 @@ class PagedTile(NamedTuple):
     splits: int
 
 
-def paged_tile(q: Tensor, keys: Tensor, most_queries: int, sequences: int, longest: int, width: int) -> PagedTile:
+def paged_tile(
+    q: Tensor, keys: Tensor, most_queries: int, sequences: int, longest: int, width: int, many_rows: ManyRows = USUAL
+) -> PagedTile:
     """Tiles for so many sequences of at most so many tokens, whose keys and values are `width` wide at most."""
     tokens, kv_heads, half = q.shape[0], keys.shape[2], q.element_size() == 2
     group = q.shape[1] // kv_heads
     most_rows = min(most_queries, tokens) * group
     rows = min(max(next_power(most_rows), 16), 64 if half and width <= 256 else 32 if half else 16)
+    roomy = (
+        half and width <= 128 and shared_memory(q.device) >= HOPPER_SHARED and next_power(most_rows) >= many_rows.rows
+    )
+    rows = many_rows.rows if roomy else rows
     # What multiplies without tensor cores holds its operands in registers; before Hopper, so do tiles of many rows.
     crowded = rows == 64 and width > 64 and shared_memory(q.device) < HOPPER_SHARED
     at_a_time = 16 if not half else 32 if width > 128 or crowded else 64
     warps = 8 if width > 256 or not (half or keys.dtype == q.dtype) else 4
     stages = 2 if width > 256 or not half else 3
+    if roomy:
+        _, at_a_time, warps, stages = many_rows
     each = max(cdiv(most_rows, rows), 1)
     alike, sought = sequences * each + cdiv(tokens * group, rows), tokens * group // rows + sequences + 1
     tiles = min(alike, sought)
@@ -328,14 +390,7 @@ def takes_pages(q: Tensor, keys: Tensor) -> bool | str:
     return keys.dtype in (q.dtype, torch.int8) or f"pages of {keys.dtype} and queries of {q.dtype} do not multiply"
 
 
-@implements(
-    ops.paged_attention,
-    backend="triton",
-    repeat=straight_line,
-    dtypes=(*FLOATS, torch.float8_e4m3fn),
-    when=takes_pages,
-)
-def paged_attention(
+def attend_pages(
     q: Tensor,
     keys: Tensor,
     values: Tensor | None,
@@ -349,16 +404,20 @@ def paged_attention(
     softcap: float | None,
     key_scale: Tensor | None,
     value_scale: Tensor | None,
+    *,
+    coded: bool = False,
+    many_rows: ManyRows = USUAL,
 ) -> Tensor:
+    """Attention over pages, with queries as they are, or `coded` as codes of the pages' dtype."""
     (tokens, heads, dim), (_, page, kv_heads, _) = q.shape, keys.shape
     sequences, blocks = block_tables.shape
     value_dim = value_dim if values is None else values.shape[3]
     assert value_dim is not None
     out = torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
-    width = lambda size: max(next_power(size), 16)  # the least that tensor cores multiply
+    width = lambda size: max(next_power(size), 32 if coded else 16)  # the least that tensor cores multiply
     wide_value, rest = width(value_dim), width(dim - value_dim) if values is None and dim > value_dim else 0
     widest = wide_value if values is None else max(wide_value, width(dim))
-    tile = paged_tile(q, keys, most_queries, sequences, blocks * page, widest)
+    tile = paged_tile(q, keys, most_queries, sequences, blocks * page, widest, many_rows)
     parts = sums = counts = None
     if tile.splits > 1:
         many = tile.tiles, kv_heads, tile.splits, tile.rows
@@ -377,6 +436,30 @@ def paged_attention(
         SCALE=dim**-0.5 if scale is None else scale, SOFTCAP=softcap, WINDOW=window, PAGE=page, GROUP=heads // kv_heads,
         SPLITS=tile.splits, LEAST_SPAN=LEAST_SPAN, ACC=accumulator(q.dtype), ROWS=tile.rows, FEW=tile.few,
         KEYS=tile.keys, VALUE_DIM=value_dim, VALUE_WIDTH=wide_value, DIM=dim, WIDTH=width(dim), REST=rest, PAIRS=pairs,
+        CODED=coded, LARGEST=LARGEST_CODE[keys.dtype] if coded else 0,
         num_warps=tile.warps, num_stages=tile.stages, **early(q),
     )  # fmt: skip
     return out
+
+
+@implements(
+    ops.paged_attention,
+    backend="triton",
+    repeat=straight_line,
+    dtypes=(*FLOATS, torch.float8_e4m3fn),
+    when=takes_pages,
+)
+def paged_attention(*arguments: Any) -> Tensor:
+    return attend_pages(*arguments)
+
+
+@implements(
+    ops.paged_attention_codes,
+    backend="triton",
+    repeat=straight_line,
+    dtypes=dict(q=(torch.float16, torch.bfloat16)),
+    when=takes_pages,
+    configs=MANY_ROWS,
+)
+def paged_attention_codes(*arguments: Any, config: ManyRows) -> Tensor:
+    return attend_pages(*arguments, coded=True, many_rows=config)

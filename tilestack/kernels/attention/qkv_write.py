@@ -66,7 +66,7 @@ def store_pairs_in_page(
 @triton.jit
 def qkv_rope_write_kernel(
     heads_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_ptr,
-    keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr,  # pages, and their scales
+    keys_ptr, values_ptr, key_scale_ptr, value_scale_ptr, key_offset_ptr,  # pages, their scales, [k_heads, DIM]
     tokens, q_heads, k_heads, table, heads_stride, head_stride,
     k_page_stride, k_stride, k_head_stride, v_page_stride, v_stride, v_head_stride,
     k_scale_page_stride, k_scale_stride, k_scale_head_stride, v_scale_page_stride, v_scale_stride, v_scale_head_stride, eps,
@@ -97,6 +97,10 @@ def qkv_rope_write_kernel(
             turned = (first * cos - second * sin).to(heads_ptr.dtype.element_ty).to(ACC)
             other = (second * cos + first * sin).to(heads_ptr.dtype.element_ty).to(ACC)
             rest = rest.to(heads_ptr.dtype.element_ty).to(ACC)
+            if key_offset_ptr is not None:
+                offset_at = key_offset_ptr + (first_head - q_heads + row) * DIM
+                a, b, c = load_heads(offset_at, inside, False, INTERLEAVED, ACC, DIM, PAIRS, WIDTH, REST)
+                turned, other, rest = turned - a, other - b, rest - c
             store_pairs_in_page(
                 keys_ptr, key_scale_ptr, slot, first_head - q_heads + row, turned, other, rest, inside,
                 k_page_stride, k_stride, k_head_stride, k_scale_page_stride, k_scale_stride, k_scale_head_stride,
@@ -138,6 +142,7 @@ def qkv_rope_write(
     eps: float,
     key_scale: Tensor | None,
     value_scale: Tensor | None,
+    key_offset: Tensor | None,
 ) -> Tensor:
     (tokens, count, dim), (_, page, k_heads, _) = heads.shape, keys.shape
     rows = heads_of(heads[None])[0]
@@ -149,7 +154,7 @@ def qkv_rope_write(
     launch(
         qkv_rope_write_kernel, (tokens, count // tile["HEADS"]),
         rows, dense(q_weight), dense(k_weight), dense(cos), dense(sin), dense(positions), dense(slots), out,
-        keys, values, key_scale, value_scale,
+        keys, values, key_scale, value_scale, dense(key_offset),
         tokens, q_heads, k_heads, cos.shape[0], *rows.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         *strides_or_none(key_scale, 3), *strides_or_none(value_scale, 3), float(eps),
         PAGE=page, LARGEST_CODE=LARGEST_CODE.get(keys.dtype, 0), **named, num_warps=WARPS, **early(heads),

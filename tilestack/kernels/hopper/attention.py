@@ -1,8 +1,8 @@
 """Attention on Hopper as the backend `gluon`, for heads of 64 and 128: a forward and a backward of our own.
 
 Rows may hold packed documents, as training has them, where attention is causal. Where a configuration says so, whole rows of
-a size of head without documents go forward by cuDNN, which is hard to beat at 128. Either
-forward also answers the logarithm of every row's sum, which is kept for the backward where a gradient is wanted.
+a size of head without documents go forward by cuDNN. Either forward also answers the logarithm of every row's sum, which is
+kept for the backward where a gradient is wanted.
 """
 
 from typing import Any, NamedTuple
@@ -38,14 +38,7 @@ class Config(NamedTuple):
 
 
 CONFIGS = {
-    "two take turns": Config(Forward(ping_pong=True)),
-    "two": Config(Forward(), Forward()),
-    "three": Config(Forward(3)),
-    "three take turns": Config(Forward(3, ping_pong=True)),
-    "two persistent": Config(Forward(persistent=True), Forward(persistent=True)),
-    "two take turns persistent": Config(Forward(ping_pong=True, persistent=True)),
-    "three persistent": Config(Forward(3, persistent=True)),
-    "three take turns persistent": Config(Forward(3, ping_pong=True, persistent=True)),
+    "own": Config(Forward(slots=3, ping_pong=True), Forward()),
     "cudnn": Config(),
 }
 FIRST = next(iter(CONFIGS.values()))

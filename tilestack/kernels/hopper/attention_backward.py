@@ -124,6 +124,7 @@ def producer(
             mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(q_desc, [batch, first, head * DIM], q_full.index(slot), q_s.index(slot))
             lse_s.index(slot).store(lse * LOG2_E)
+            mbarrier.arrive(q_full.index(slot), count=1)
             delta_s.index(slot).store(delta)
             mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(do_desc, [batch, first, head * DIM], do_full.index(slot), do_s.index(slot))
@@ -133,6 +134,7 @@ def producer(
     mbarrier.wait(free.index(slot), phase)
     mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(q_desc, [batch, start, kv_head * DIM], q_full.index(slot), q_s.index(slot))
+    mbarrier.arrive(q_full.index(slot), count=1)
 
 
 @gluon.jit
@@ -284,8 +286,8 @@ def attention_bwd_kernel(
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(q_full.index(slot), count=1)
-        mbarrier.init(do_full.index(slot), count=2)  # TMA's bytes, and what the producer stores itself
+        mbarrier.init(q_full.index(slot), count=2)  # TMA's bytes, and what the producer stores itself
+        mbarrier.init(do_full.index(slot), count=2)
         mbarrier.init(ds_full.index(slot), count=2)  # both halves of the keys
         mbarrier.init(free.index(slot), count=2)
     gl.warp_specialize(

@@ -11,6 +11,8 @@ what they did: it is these that should never wait, so that consumers may take tu
 Of e4m3, tensor cores add up with few bits: the values of a tile are a sum of their own, which joins the others outside.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -31,9 +33,9 @@ from tilestack.kernels.attention.documents import document_bounds
 from tilestack.kernels.attention.quantised import HALVES, MOST_HEADS, coded_keys
 from tilestack.kernels.hopper.attention_forward import (
     CONSUMER_REGISTERS,
+    CONSUMERS,
     PRODUCER_REGISTERS,
     ROWS,
-    Forward,
     first_tiles,
     hidden,
     rows_of_tile,
@@ -377,13 +379,15 @@ def attention_codes_kernel(
     )  # fmt: skip
 
 
-CONFIGS = {
-    "in turns": Forward(ping_pong=True),
-    "free": Forward(),
-    "in turns persistent": Forward(ping_pong=True, persistent=True),
-    "free persistent": Forward(persistent=True),
-    "in turns three slots": Forward(ping_pong=True, slots=3),
-}
+class Config(NamedTuple):
+    """Whether consumers take turns; tiles of keys in flight; and how many heads share the L2."""
+
+    ping_pong: bool
+    slots: int = 2
+    heads_at_a_time: int = 16
+
+
+CONFIGS = {"in turns": Config(ping_pong=True), "free": Config(ping_pong=False)}
 
 
 def attention_of_codes(
@@ -395,7 +399,7 @@ def attention_of_codes(
     scale: float | None,
     codes: torch.dtype,
     values: str,
-    config: Forward,
+    config: Config,
 ) -> Tensor:
     (batch, queries, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
     coded = coded_keys(k, v, codes, values)
@@ -403,8 +407,8 @@ def attention_of_codes(
     v_tiles = tiles_of(by_rows(v), BLOCK) if coded.v is None else tile_of(coded.v.flatten(0, 1), (1, dim, BLOCK))
     q = by_rows(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    tiles = batch * heads * cdiv(queries, config.consumers * ROWS)
-    programs = min(multiprocessors(q.device), tiles) if config.persistent else tiles
+    tiles = batch * heads * cdiv(queries, CONSUMERS * ROWS)
+    programs = min(multiprocessors(q.device), tiles)
     launch(
         attention_codes_kernel, (programs,),
         tiles_of(q, ROWS), k_tiles, v_tiles, tiles_of(out, ROWS), coded.k_scale, coded.v_scale,
@@ -412,7 +416,7 @@ def attention_of_codes(
         batch, queries, keys, heads, tiles, scale_or_usual(scale, q) * LOG2_E,
         GROUP=heads // kv_heads, CAUSAL=causal, PING_PONG=config.ping_pong, AT_A_TIME=config.heads_at_a_time,
         LARGEST=quantised.LARGEST_CODE[codes], SLOTS=config.slots,
-        CONSUMER_REGISTERS=CONSUMER_REGISTERS[config.consumers], PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -439,13 +443,13 @@ def attention_int8(
     scale: float | None,
     values: str,
     *,
-    config: Forward,
+    config: Config,
 ) -> Tensor:
     return attention_of_codes(q, k, v, cu_seqlens, causal, scale, torch.int8, values, config)
 
 
 @implements(ops.attention_fp8, backend="gluon", repeat=straight_line, dtypes=HALVES, when=takes, configs=CONFIGS)
 def attention_fp8(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float | None, *, config: Forward
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float | None, *, config: Config
 ) -> Tensor:
     return attention_of_codes(q, k, v, cu_seqlens, causal, scale, torch.float8_e4m3fn, "fp8", config)
