@@ -1,16 +1,21 @@
 """Steps as graphs: every step has a size that holds it, and all sizes are known beforehand."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from engines import make_engine, serve
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tilestack.engine import LLM, Request, SamplingParams
 from tilestack.engine.captured import Size
 from tilestack.engine.decoding import DecodingSteps
-from tilestack.engine.reading import FEW, MOST, filled_up
-from tilestack.engine.runner import Runner
+from tilestack.engine.reading import FEW, MOST, ReadingSteps, filled_up
+from tilestack.engine.runner import Runner, len_of
+from tilestack.engine.scheduler import Part
+from tilestack.models import PagedBatch
 
 
 def test_a_step_is_filled_up_by_an_eighth_at_most_where_it_is_long():
@@ -32,6 +37,47 @@ def test_all_sizes_are_known_beforehand(rows):
         size = filled_up(tokens)
         for most in {size} if size <= FEW else {min(8, rows), rows}:
             assert Size(size, most) in known
+
+
+@given(st.data())
+def test_the_host_finds_the_places_that_the_device_would(data):
+    """Of chunks, single tokens and guesses, in pages that lie anywhere."""
+    page, sequences = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 5))
+    runner = SimpleNamespace(cache=SimpleNamespace(page=page, longest=None), nobody=sequences + 1)
+    kind, numbers = ReadingSteps(runner, sequences, 256), iter(data.draw(st.permutations(range(1, 400))))
+    parts = []
+    for row in data.draw(st.permutations(range(sequences))):
+        start, count, drafts = (data.draw(st.integers(low, high)) for low, high in ((0, 20), (1, 12), (0, 3)))
+        unread = data.draw(st.booleans())
+        pages = [next(numbers) for _ in range(-(-(start + count + drafts) // page))]
+        ids = [100 + place for place in range(start + count - unread)]
+        sequence = SimpleNamespace(ids=ids, row=row, pages=pages, seed=2**61 + 2 * row + 1)
+        parts.append(Part(sequence, start, count, data.draw(st.booleans()) or drafts > 0, 3, drafts, [7] * drafts))
+    tokens = sum(map(len_of, parts))
+    size = Size(tokens + 3, tokens + 1)
+    told = torch.from_numpy(kind.inputs(parts, size))
+    ids, sources, owners, positions, slots, rows, lengths, cu_queries, places, place_rows, seeds = told.split(
+        [size.tokens] * 5 + [size.sequences] * 2 + [size.sequences + 1] + [size.sequences] * 3
+    )
+    tables = torch.zeros(size.sequences, 64, dtype=torch.int64)
+    for number, part in enumerate(parts):
+        tables[number, : len(part.sequence.pages)] = torch.tensor(part.sequence.pages)
+    batch = PagedBatch(runner.cache, tables, lengths, cu_queries, size.tokens, size.tokens)
+    assert positions.equal(batch.positions)
+    assert slots.equal(batch.slots)
+    assert owners.equal(batch.sequences)
+    assert rows[: len(parts)].tolist() == [part.sequence.row for part in parts]
+    last = torch.cat([torch.arange(sequences + 1) + 1000, torch.tensor([-1])])  # drawn in each row; nobody's
+    read = lambda part: part.sequence.ids[part.start :]
+    expected: list[int] = []
+    for part in parts:
+        expected += read(part) + [1000 + part.sequence.row] * (part.count - len(read(part))) + part.drafts
+    assert torch.maximum(ids, last[sources])[:tokens].tolist() == expected
+    drawing = [(part, place) for part in parts if part.draws for place in range(len(part.drafts) + 1)]
+    assert seeds[: len(drawing)].tolist() == [part.sequence.seed + 3 + place for part, place in drawing]
+    assert place_rows[: len(drawing)].tolist() == [part.sequence.row for part, _ in drawing]
+    ends = dict(zip(map(id, parts), cu_queries[1:].tolist(), strict=False))
+    assert places[: len(drawing)].tolist() == [ends[id(part)] - len(part.drafts) - 1 + n for part, n in drawing]
 
 
 def test_no_graph_is_for_more_tokens_than_a_step_takes():

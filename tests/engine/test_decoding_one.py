@@ -7,9 +7,9 @@ import pytest
 from engines import alone, check_empty, decoder, greedy, make_engine, serve
 
 from tilestack.engine import Request, SamplingParams, decoding_one, persistent
-from tilestack.engine.decoding import DecodingSteps
 from tilestack.engine.decoding_one import PersistentSteps
 from tilestack.kernels.cuda.build import BuildError
+from tilestack.models import PagedBatch
 
 
 @pytest.fixture
@@ -21,12 +21,13 @@ def lengths(monkeypatch):
         def __init__(self, runner):
             if reason := persistent.served_beside(runner):
                 raise ValueError(reason)
-            self.usual = DecodingSteps(runner, 1)
+            self.runner = runner
 
         def logits(self, ids, lengths, pages):
             assert ids.shape == lengths.shape == pages.shape[:1] == (1,)
             given.append(int(lengths))
-            return self.usual.runner.decoder.logits(self.usual.hidden(ids, lengths, pages))
+            model, batch = self.runner.decoder, PagedBatch.decoding(self.runner.cache, pages, lengths)
+            return model.logits(model.hidden(ids, context=batch))
 
     monkeypatch.setattr(persistent, "PersistentStep", StandIn)
     return given

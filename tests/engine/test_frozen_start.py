@@ -8,6 +8,7 @@ import torch
 from engines import make_engine
 
 from tilestack.engine import LLM, AsyncEngine, Request, SamplingParams
+from tilestack.garbage import startup_frozen
 
 CUDA = torch.device("cuda")  # its name; what is tried here is the host's
 PARAMS = SamplingParams(temperature=0, max_tokens=3)
@@ -49,3 +50,19 @@ def test_so_are_streams(watched):
     assert asyncio.run(ask())
     assert min(frozen) > before + 10_000
     assert gc.get_freeze_count() <= before
+
+
+def test_one_inside_another_thaws_nothing():
+    """As a request's does that is answered while prompts are."""
+    before = gc.get_freeze_count()
+    with startup_frozen(CUDA):
+        with startup_frozen(CUDA):
+            pass
+        assert gc.get_freeze_count() > before + 10_000
+    assert gc.get_freeze_count() <= before
+
+
+def test_beside_a_cpu_nothing_is_frozen():
+    before = gc.get_freeze_count()
+    with startup_frozen(torch.device("cpu")):
+        assert gc.get_freeze_count() <= before

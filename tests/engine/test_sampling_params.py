@@ -83,7 +83,7 @@ def test_a_penalty_lowers_what_was_seen_whatever_its_sign_and_nothing_of_who_had
     logits = torch.tensor([[1.0, -1.0, 2.0, -2.0, 0.5, -0.5]])
     for seen in ([0, 1], [2, 3]):
         params = SamplingParams(repetition_penalty=2.0)
-        rows.enter(SimpleNamespace(params=params, row=0, ids=seen, prompt=len(seen)))
+        rows.enter([SimpleNamespace(params=params, row=0, ids=seen, prompt=len(seen))])
         expected = logits.clone()
         for token in seen:
             expected[0, token] = min(logits[0, token] * 2, logits[0, token] / 2)
@@ -130,6 +130,30 @@ def test_every_answer_follows_its_own_grammar():
     found = rows.adjusted(logits, Draws(sequences, [0, 0, 0]), torch.arange(3))
     kept = torch.tensor([[0, 1, 0, 1, 0, 0], [1] * 6, [0, 0, 0, 0, 0, 1]], dtype=torch.bool)
     assert torch.equal(found, torch.where(kept, logits, -torch.inf))
+
+
+def test_settings_of_rows_are_those_of_who_runs_there():
+    """One table holds integers and the bits of floats: each comes out as it went in, and rows of others stay."""
+    asked = [
+        SamplingParams(temperature=0.7, top_k=50_000, top_p=0.9, min_p=0.05, repetition_penalty=1.3),
+        SamplingParams(temperature=0, top_k=0, presence_penalty=-2, frequency_penalty=0.25),
+        SamplingParams(temperature=1e-5, top_k=1),
+    ]
+    rows = SamplingRows(4, 6, torch.device("cpu"))
+    enter = lambda params, row: SimpleNamespace(params=params, row=row, ids=[1], prompt=1)
+    rows.enter([enter(asked[0], 3), enter(asked[1], 0)])
+    rows.enter([])
+    rows.enter([enter(asked[2], 1)])
+    float32 = lambda name, chosen: torch.tensor([getattr(each, name) for each in chosen], dtype=torch.float32)
+    chosen = [asked[2], asked[0], asked[0], asked[1]]
+    temperature, top_k, top_p, min_p = rows.of_rows(torch.tensor([1, 3, 3, 0]))
+    assert torch.equal(temperature, float32("temperature", chosen))
+    assert torch.equal(top_p, float32("top_p", chosen))
+    assert torch.equal(min_p, float32("min_p", chosen))
+    assert top_k.tolist() == [1, 50_000, 50_000, 0]
+    assert rows.repetition[[3, 0]].tolist() == float32("repetition_penalty", asked[:2]).tolist()
+    assert (float(rows.presence[0]), float(rows.frequency[0])) == (-2.0, 0.25)
+    assert not rows.table[:, [2, 4]].any()
 
 
 def test_no_stop_before_the_least_number_of_tokens():

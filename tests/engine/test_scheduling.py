@@ -8,6 +8,7 @@ from engines import alone, check_empty, check_pages, decoder, greedy, make_engin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilestack import ops
 from tilestack.engine import Request, SamplingParams
 from tilestack.engine.pages import PagePool
 from tilestack.engine.settings import bytes_of_token
@@ -55,6 +56,24 @@ def test_keys_and_values_in_eight_bits(kept, family):
     assert engine.stats().preemptions
     with pytest.raises(ValueError, match="no kv_dtype 'int3'"):
         make_engine(kv_dtype="int3")
+
+
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+def test_prompts_as_codes(kept, monkeypatch):
+    """Chunks of prompts multiply codes, decoding does not, and the same request has the same answer again."""
+    asked, called = requests(6), []
+    coded = ops.paged_attention_codes
+    monkeypatch.setitem(
+        vars(ops), coded.name, lambda *given, **named: called.append(given[6]) or coded(*given, **named)
+    )
+    engine = make_engine(kv_dtype=kept, code_queries=True, step_tokens=64, prefix_caching=False)
+    long = Request("long", list(range(3, 43)), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    found = serve(engine, [*asked, long])
+    assert called
+    assert min(called) >= 16
+    assert serve(engine, [long])["long"] == found["long"]
+    with pytest.raises(ValueError, match="which a cache with kv_dtype int8 or fp8 has"):
+        make_engine(code_queries=True)
 
 
 @pytest.mark.parametrize("kept", [None, "int8", "fp8"])

@@ -116,6 +116,83 @@ def test_look_up_is_by_tokens_within_its_window(ids, count, longest, window):
     assert looked_up(ids, count, longest=longest, window=window) == expected
 
 
+def test_guesses_share_the_tokens_of_a_step():
+    """One that finds nothing leaves its share to the others, and a step that is full already has none."""
+    repeats, new = greedy("a", [5] * 9, 9), greedy("b", [1, 2, 3], 9)
+    for sequence in (repeats, new):
+        sequence.ids = sequence.prompt
+    filled = lambda parts, **limits: LookUp(**limits).fill(parts) or [len(part.drafts) for part in parts]
+    parts = lambda *sequences, room=8: [Part(each, 0, 1, True, 1, room=room) for each in sequences]
+    assert filled(parts(repeats, repeats, repeats)) == [8, 8, 8]
+    assert filled(parts(repeats, repeats, repeats), step_tokens=64) == [8, 8, 8]
+    assert filled(parts(repeats, repeats, repeats), step_tokens=13) == [3, 3, 4]
+    assert filled(parts(new, repeats), step_tokens=9) == [0, 7]
+    assert filled(parts(repeats, repeats, room=1), step_tokens=9) == [1, 1]
+    prompt = Part(new, 0, 64, True, 1)
+    assert filled([*parts(repeats), prompt], step_tokens=64) == [0, 0]
+
+
+def test_guesses_leave_a_token_of_the_step_to_all_who_run():
+    engine = make_engine(speculate="lookup", step_tokens=16)
+    schedule, guessed = engine.scheduler.schedule, []
+
+    def watched():
+        ready = [each for each in engine.scheduler.running if not each.waits_to_be_read]
+        plan = schedule()
+        assert {part.sequence for part in plan.parts} >= set(ready)
+        guessed.extend(part.room for part in plan.parts)
+        return plan
+
+    engine.scheduler.schedule = watched
+    requests = [greedy(f"r{n}", [n + 1] * 4, 12) for n in range(6)]
+    found = serve(engine, requests, check_pages)
+    assert max(guessed) == 7
+    assert found == {request.id: [alone(request.prompt, 12)] for request in requests}
+
+
+class Echo:
+    """Guesses what the text without speculation has, but for some places, and notes how many it may guess."""
+
+    usual, most = 3, 15
+
+    def __init__(self, text, wrong_at=()):
+        self.text, self.wrong_at, self.rooms = text, wrong_at, []
+
+    def fill(self, parts):
+        for part in parts:
+            if part.room:
+                self.rooms.append(part.room)
+                following = self.text[part.index : part.index + part.room]
+                part.drafts = [
+                    token + 1 if place in self.wrong_at else token for place, token in enumerate(following, part.index)
+                ]
+
+
+@pytest.mark.parametrize(
+    ("draft_tokens", "wrong_at", "rooms"),
+    [(None, (), [3, 7, 15, 14]), (None, (9,), [3, 7, 3, 7, 15]), (4, (), [4] * 8)],
+)
+def test_more_is_guessed_as_long_as_all_is_right(draft_tokens, wrong_at, rooms):
+    text = alone(COPIED[:8], 44)
+    engine = make_engine(speculate="lookup", draft_tokens=draft_tokens, step_tokens=64)
+    engine.drafter = Echo(text, wrong_at)
+    if draft_tokens is None:
+        engine.usual_guesses, engine.most_guesses = Echo.usual, Echo.most
+    assert serve(engine, [greedy("r", COPIED[:8], 44)], check_pages)["r"] == [text]
+    assert engine.drafter.rooms[: len(rooms)] == rooms
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("wrong_at", range(11, 17))
+def test_pages_of_guesses_that_were_wrong_are_given_back(wrong_at):
+    """`make_engine` looks in every step whether a sequence has more pages than its tokens and guesses take."""
+    text = alone(COPIED[:8], 44)
+    engine = make_engine(speculate="lookup", step_tokens=64)
+    engine.drafter, engine.usual_guesses, engine.most_guesses = Echo(text, (wrong_at,)), Echo.usual, Echo.most
+    assert serve(engine, [greedy("r", COPIED[:8], 44)], check_pages)["r"] == [text]
+    check_empty(engine)
+
+
 def test_models_that_do_not_share_a_vocabulary_are_refused():
     with pytest.raises(ValueError, match="share a tokenizer"):
         make_engine(speculate="model", draft=tiny.ours("smollm2", vocab_size=50).double())

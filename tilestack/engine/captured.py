@@ -19,6 +19,7 @@ from collections.abc import Sequence as List
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -77,7 +78,7 @@ class CapturedSteps(ABC):
         """All there can be."""
 
     @abstractmethod
-    def inputs(self, parts: List[Part], size: Size) -> list[int]:
+    def inputs(self, parts: List[Part], size: Size) -> list[int] | numpy.ndarray:
         """What the device has to be told of a step; of no parts, what changes nothing."""
 
     @abstractmethod
@@ -124,15 +125,14 @@ class CapturedSteps(ABC):
             return nullcontext()
         return runner.adapters.chosen(runner.adapter_of[rows])
 
+    def going_on(self, known: Tensor, sources: Tensor) -> Tensor:
+        """Tokens to go on from: what the host knows, or 0 and in whose row they were drawn last. There -1 stands for logits that
+        were not finite, and in the row of nobody, which is the source of what is known."""
+        return torch.maximum(known, self.runner.last_ids[sources])
+
     def draw(self, logits: Tensor, rows: Tensor, seeds: Tensor) -> Tensor:
         """A token by each of these logits, for the sequences in these rows; it becomes their last."""
         runner, asked = self.runner, self.runner.sampling
-        drawn = ops.sample(
-            logits, seeds, asked.temperature[rows], asked.top_k[rows], asked.top_p[rows], asked.min_p[rows]
-        )
-        runner.last_ids.index_copy_(0, rows, drawn.clamp(min=0).long())
+        drawn = ops.sample(logits, seeds, *asked.of_rows(rows))
+        runner.last_ids.index_copy_(0, rows, drawn.long())
         return drawn
-
-    def known_or_last(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Tokens to go on from; for -1, which only the device knows, the last that was drawn in its row."""
-        return torch.where(ids < 0, self.runner.last_ids[rows], ids)

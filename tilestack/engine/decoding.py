@@ -1,7 +1,11 @@
-"""Steps that only decode: one token for each sequence, from one small tensor,
+"""Steps that only decode: one token for each sequence, from one small tensor, inputs [7, G]
 
-    inputs [4, G]     the rows, how long their sequences are with the new token, the seeds of their noise, and the
-                      tokens to go on from, -1 for those that only the device knows
+    rows, lengths     of the sequences, with the new token
+    seeds             of their noise
+    known, sources    the tokens to go on from, or the rows in which those were drawn that only the device knows
+    positions, slots  where the tokens stand in their texts, and where they are kept
+
+The host knows all this, and to tell it costs nothing, while a kernel that finds it takes as long as one that multiplies.
 
 Shapes: G sequences, those that fill up included; V vocabulary.
 """
@@ -9,12 +13,17 @@ Shapes: G sequences, those that fill up included; V vocabulary.
 import functools
 from bisect import bisect_left
 from collections.abc import Sequence as List
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from tilestack.engine.captured import CapturedSteps, Size
 from tilestack.engine.scheduler import Part
 from tilestack.models import PagedBatch
+
+if TYPE_CHECKING:
+    from tilestack.engine.runner import Runner
 
 
 @functools.cache
@@ -24,6 +33,10 @@ def sizes_up_to(most: int) -> list[int]:
 
 
 class DecodingSteps(CapturedSteps):
+    def __init__(self, runner: "Runner", rows: int):
+        super().__init__(runner, rows)
+        self.numbers = torch.arange(rows + 1, device=runner.device)
+
     def take(self, parts: List[Part]) -> bool:
         return bool(parts) and all(part.count == 1 and part.draws and not part.drafts for part in parts)
 
@@ -43,19 +56,27 @@ class DecodingSteps(CapturedSteps):
 
     def inputs(self, parts: List[Part], size: Size) -> list[int]:
         sequences, more = [part.sequence for part in parts], size.sequences - len(parts)
+        page, nobody = self.runner.cache.page, self.runner.nobody
+        rows, starts = [sequence.row for sequence in sequences], [part.start for part in parts]
+        unread = [sequence.in_flight > 1 for sequence in sequences]
+        pages = [sequence.pages[start // page] for sequence, start in zip(sequences, starts, strict=True)]
         return [
-            *(sequence.row for sequence in sequences), *[self.padding] * more,
-            *(part.start + 1 for part in parts), *[1] * more,
+            *rows, *[self.padding] * more,
+            *(start + 1 for start in starts), *[1] * more,
             *(part.sequence.seed + part.index for part in parts), *[0] * more,
-            *(-1 if sequence.in_flight > 1 else sequence.ids[-1] for sequence in sequences), *[0] * more,
+            *(0 if waits else sequence.ids[-1] for waits, sequence in zip(unread, sequences, strict=True)), *[0] * more,
+            *(row if waits else nobody for waits, row in zip(unread, rows, strict=True)), *[nobody] * more,
+            *starts, *[0] * more,
+            *(number * page + start % page for number, start in zip(pages, starts, strict=True)), *[0] * more,
         ]  # fmt: skip
 
     def compute(self, inputs: Tensor, size: Size) -> tuple[Tensor, Tensor | None]:
-        rows, lengths, seeds, known = inputs.view(4, size.sequences)
+        runner = self.runner
+        rows, lengths, seeds, known, sources, positions, slots = inputs.view(7, size.sequences)
+        each = self.numbers[: size.sequences + 1]
+        batch = PagedBatch(
+            runner.cache, runner.tables[rows], lengths, each, size.sequences, 1, (each[:-1], positions, slots)
+        )
         with self.adapters_of(rows, size):
-            hidden = self.hidden(self.known_or_last(known, rows), lengths, self.runner.tables[rows])
-        return self.draw(self.runner.decoder.logits(hidden), rows, seeds), hidden
-
-    def hidden(self, ids: Tensor, lengths: Tensor, pages: Tensor) -> Tensor:
-        """Hidden states [G, hidden] of a token of each sequence, the last of so many, which lie in its pages."""
-        return self.runner.decoder.hidden(ids, context=PagedBatch.decoding(self.runner.cache, pages, lengths))
+            hidden = runner.decoder.hidden(self.going_on(known, sources), context=batch)
+        return self.draw(runner.decoder.logits(hidden), rows, seeds), hidden

@@ -46,8 +46,8 @@ class PersistentSteps(DecodingSteps):
         return [ONE]
 
     def compute(self, inputs: Tensor, size: Size) -> tuple[Tensor, Tensor | None]:
-        rows, lengths, seeds, known = inputs.view(4, 1)
-        logits = self.step.logits(self.known_or_last(known, rows), lengths, self.runner.tables[rows])
+        rows, lengths, seeds, known, sources, _, _ = inputs.view(7, 1)
+        logits = self.step.logits(self.going_on(known, sources), lengths, self.runner.tables[rows])
         return self.draw(logits, rows, seeds), None
 
 

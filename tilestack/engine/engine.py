@@ -7,7 +7,7 @@ looks for stops, and hands it on. Whatever ends, its pages and its row are free 
 
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,15 +19,17 @@ from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.device import pick_device
 from tilestack.engine.adapters import ServedAdapters
+from tilestack.engine.cpu_step import FEW as FEW_ON_CPU
 from tilestack.engine.cpu_weights import can_block, pack_for_cpu
 from tilestack.engine.outputs import Completion, Delta, TokenLogprob, Usage
 from tilestack.engine.pages import PagePool
 from tilestack.engine.params import RequestError
 from tilestack.engine.quantised_weights import has_codes, load_decoder
+from tilestack.engine.reading import FEW as FEW_ON_GPU
 from tilestack.engine.runner import Runner, Step
 from tilestack.engine.scheduler import Part, Plan, Scheduler
 from tilestack.engine.sequence import Request, Sequence, first_seeds
-from tilestack.engine.settings import EngineSettings, bytes_of_token, make_cache
+from tilestack.engine.settings import EngineSettings, bytes_of_token, make_cache, new_cache
 from tilestack.engine.speculation import Drafter, DraftModel, LookUp, check_draft
 from tilestack.engine.structure import Structures
 from tilestack.engine.text import TextStream
@@ -92,8 +94,7 @@ class Engine:
         self.adapters = ServedAdapters(decoder, settings.adapters) if settings.adapters else None
         kept = None
         if draft is not None:
-            room = len(cache.keys[0]), settings.page, cache.keys.dtype, weight.device, cache.longest
-            kept = PagedCache(draft.config, *room)
+            kept = new_cache(draft, len(cache.keys[0]), settings, cache.keys.dtype, cache.longest)
         self.runner = Runner(
             decoder,
             cache,
@@ -111,13 +112,15 @@ class Engine:
             log.warning("decoding is not persistent: it runs in CUDA graphs, which are off")
         self.drafter: Drafter | None = None
         if settings.speculate is not None:
-            self.drafter = DraftModel(self.runner) if draft is not None else LookUp()
+            self.drafter = DraftModel(self.runner) if draft is not None else self.look_up()
+        asked, drafter = settings.draft_tokens, self.drafter
+        self.usual_guesses = (asked or drafter.usual) if drafter else 0
+        self.most_guesses = (asked or drafter.most) if drafter else 0
         self.new_scheduler = partial(
             Scheduler,
             rows=settings.max_sequences,
             step_tokens=step_tokens,
             prefix_caching=settings.prefix_caching,
-            draft_tokens=(settings.draft_tokens or self.drafter.usual) if self.drafter else 0,
             swap_tokens=settings.swap_memory // bytes_of_token(cache.keys.dtype, decoder, draft),
         )
         self.scheduler = self.new_scheduler(self.pool)
@@ -150,6 +153,13 @@ class Engine:
         if engine.reads_blocks(dtype):
             pack_for_cpu(decoder, "bfloat16")
         return engine
+
+    def look_up(self) -> LookUp:
+        """Guesses by looking up: at most as many as a step reads in the time of a few, and in a graph where there are graphs,
+        since launching kernel by kernel takes longer than guesses can win."""
+        if self.runner.device.type == "cpu":
+            return LookUp(most=FEW_ON_CPU - 1)
+        return LookUp(most=FEW_ON_GPU // 2 - 1, step_tokens=FEW_ON_GPU if self.runner.captured else None)
 
     def cpu_step(self, cache: PagedCache) -> "CPUStep | None":
         """A step of a few tokens as one call, on a CPU where there can be one."""
@@ -211,7 +221,9 @@ class Engine:
         if most is not None and waiting + sequences > most + len(self.scheduler.free_rows):
             raise QueueFull(f"{waiting} requests wait already, of at most {most}")
 
-    def check_tokens(self, name: str, ids: Iterable[int]) -> None:
+    def check_tokens(self, name: str, ids: Collection[int]) -> None:
+        if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocabulary):
+            return  # as nearly always, and found sooner than by looking at each: prompts of a batch are many tokens
         if wrong := [token for token in ids if not isinstance(token, int) or not 0 <= token < self.vocabulary]:
             raise RequestError(f"{name} has token {wrong[0]!r}, and the model has 0 to {self.vocabulary - 1}")
 
@@ -245,7 +257,7 @@ class Engine:
                 frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else self.ends),
                 self.structures.matcher(params.structure),
                 # Penalties and grammars change with every token, so their drafts would have to be drawn one by one.
-                speculates=self.drafter is not None and not params.penalises and params.structure is None,
+                guesses=0 if params.penalises or params.structure is not None else self.usual_guesses,
                 adapter=self.adapters.numbers[request.adapter] if self.adapters and request.adapter else 0,
             )
             sequences.append(sequence)
@@ -349,30 +361,38 @@ class Engine:
                 break
         self.totals.completion_tokens += taken
         if part.drafts:
+            right = sum(map(int.__eq__, part.drafts, tokens[:taken]))
             self.totals.drafted += len(part.drafts)
-            self.totals.accepted += sum(map(int.__eq__, part.drafts, tokens[:taken]))
+            self.totals.accepted += right
+            sequence.guesses = self.guesses_after(len(part.drafts), right)
         if sequence.row >= 0:
             sequence.kept += taken - 1
             self.scheduler.remember(sequence)
-        logprobs = self.told(sequence, step, place, taken)
+        logprobs = () if sequence.logprobs is None else self.told(sequence, step, place, taken)
         if finish:
             return self.end(
                 [sequence], finish, ids=tuple(tokens[:taken]), text=text + sequence.text.rest(), logprobs=logprobs
             )
         return self.publish(sequence, Delta(sequence.choice, tuple(tokens[:taken]), text, logprobs))
 
+    def guesses_after(self, guessed: int, right: int) -> int:
+        """Tokens that a sequence may guess next: as many as usual, and more and more as long as all of them are right."""
+        more = max(2 * guessed + 1, self.usual_guesses)
+        return min(more, self.most_guesses) if right == guessed else self.usual_guesses
+
     def take(self, sequence: Sequence, token: int) -> tuple[str, str | None]:
         """One more token: its text, and why the answer ends with it, if it does."""
-        sequence.ids.append(token)
-        may_end = len(sequence.ids) - sequence.prompt >= sequence.params.min_tokens
+        ids, stream = sequence.ids, sequence.text
+        ids.append(token)
+        may_end = len(ids) - sequence.prompt >= sequence.params.min_tokens
         if may_end and token in sequence.stops:
             return "", "stop"
-        text = sequence.text.add(token, may_end)
-        if sequence.text.stopped_by is not None:
+        text = stream.add(token, may_end)
+        if stream.stopped_by is not None:
             return text, "stop"
         if sequence.matcher is not None and not sequence.matcher.accept(token):
             return text, "stop"
-        return text, "length" if len(sequence.ids) >= sequence.limit else None
+        return text, "length" if len(ids) >= sequence.limit else None
 
     def told(self, sequence: Sequence, step: Step, place: int, count: int) -> tuple[TokenLogprob, ...]:
         top, told = sequence.logprobs, step.logprobs

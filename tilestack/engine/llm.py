@@ -94,13 +94,15 @@ class LLM:
                 for request in requests:
                     self.engine.check(request)
                 for request in requests:
-                    self.engine.add(request)
+                    self.engine.check_queue(request.params.drawn)
+                    self.engine.accept(request)
                 while self.engine.busy:
                     for request, delta in self.engine.step():
                         if delta.error:
                             raise RuntimeError(f"request {request.id} failed: {delta.error}")
                         found[request][delta.choice].add(delta)
-                    bars.update(bar, completed=len(requests) - len(self.engine.requests))
+                    if progress:
+                        bars.update(bar, completed=len(requests) - len(self.engine.requests))
             finally:
                 for request in requests:
                     self.engine.cancel(request.id)

@@ -1,6 +1,7 @@
 """What comes of a request: pieces while it runs, and completions when it is done."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -12,10 +13,11 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """What was added to one answer of a request. The last of an answer says why it ended: "stop" (the model, a stop text
-    or token), "length", "cancelled" or "error"."""
+    or token), "length", "cancelled" or "error".
+
+    A tuple, since a step of many sequences makes one for each."""
 
     choice: int
     ids: tuple[int, ...] = ()

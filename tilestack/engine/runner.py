@@ -92,8 +92,11 @@ class Runner:
         self.decoder, self.cache, self.adapters, self.draft = decoder, cache, adapters, draft
         self.device = decoder.embedding.weight.device
         self.tables = torch.zeros(rows + 1, -(-context // cache.page), dtype=torch.int64, device=self.device)
-        self.last_ids = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
-        self.adapter_of = torch.zeros_like(self.last_ids)
+        # The token drawn last in each row, -1 where the logits were not finite and in the row that is nobody's; the one before
+        # that is what steps are filled up with.
+        self.last_ids, self.nobody = torch.zeros(rows + 2, dtype=torch.int64, device=self.device), rows + 1
+        self.last_ids[self.nobody] = -1
+        self.adapter_of = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
         draw = sample_unfiltered if step is None else step.draw
         self.sampling = SamplingRows(rows, decoder.config.vocabulary, self.device, draw)
         self.synced = [(0, 0)] * rows  # of each row, the admission that it is of, and how many of its pages it knows
@@ -149,7 +152,7 @@ class Runner:
         rows = self.indices([sequence.row for sequence in draws.sequences])
         logits = self.logits(hidden)
         drawn = self.sampling.draw(logits, draws, rows)
-        self.last_ids[rows] = drawn.clamp(min=0).long()  # of drafts any one: the host will know
+        self.last_ids[rows] = drawn.long()  # of drafts any one: the host will know
         tops = {at: sequence.logprobs for at, sequence in enumerate(draws.sequences) if sequence.logprobs is not None}
         if not tops:
             return drawn, None
@@ -211,7 +214,7 @@ class Runner:
         lengths = [part.start + count for part, count in zip(parts, counts, strict=True)]
         given = self.indices(ids)
         if unread:
-            given[self.indices(unread)] = self.last_ids[self.indices(unread_rows)]
+            given[self.indices(unread)] = self.last_ids[self.indices(unread_rows)].clamp(min=0)
         rows = self.indices([part.sequence.row for part in parts])
         batch = PagedBatch(
             self.cache,
@@ -225,23 +228,25 @@ class Runner:
 
     def sync_rows(self, sequences: List[Sequence]) -> None:
         """Send what the tables lack of these sequences."""
+        synced = self.synced
+        changed = [each for each in sequences if synced[each.row] != (each.admission, len(each.pages))]
+        entered: list[Sequence] = []
         rows: list[int] = []
         columns: list[int] = []
         pages: list[int] = []
-        for sequence in sequences:
-            admission, known = self.synced[sequence.row]
-            if admission == sequence.admission and known == len(sequence.pages):
-                continue
+        for sequence in changed:
+            admission, known = synced[sequence.row]
             if admission != sequence.admission:
                 known = 0
-                self.sampling.enter(sequence)
+                entered.append(sequence)
                 if self.adapters is not None:
                     self.adapter_of[sequence.row] = sequence.adapter
             new = sequence.pages[known:]
             rows += [sequence.row] * len(new)
             columns += range(known, len(sequence.pages))
             pages += new
-            self.synced[sequence.row] = sequence.admission, len(sequence.pages)
+            synced[sequence.row] = sequence.admission, len(sequence.pages)
+        self.sampling.enter(entered)
         if pages:
             at_rows, at_columns, new_pages = self.indices([rows, columns, pages])
             self.tables[at_rows, at_columns] = new_pages

@@ -19,6 +19,11 @@ from tilestack.engine.transfer import to_device
 from tilestack.ops.random import random_words
 from tilestack.ops.sampling import exponential
 
+# What a row holds of a request, in this order; the first is an integer.
+SETTINGS = (
+    "top_k", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
+)  # fmt: skip
+
 # Tokens [D] of logits [D, V], seeds [D] and temperatures [D], unfiltered.
 Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -60,28 +65,30 @@ class SamplingRows:
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device, draw: Draw = sample_unfiltered):
         self.vocabulary, self.device, self.draw_unfiltered = vocabulary, device, draw
-        table = lambda dtype: torch.zeros(rows + 1, dtype=dtype, device=device)
-        self.temperature, self.top_p, self.min_p = table(torch.float32), table(torch.float32), table(torch.float32)
-        self.top_k = table(torch.int32)
-        self.repetition, self.presence, self.frequency = (table(torch.float32) for _ in range(3))
+        # One table, so that rows are written and looked up by one kernel; all but top_k are floats' bits.
+        self.table = torch.zeros(len(SETTINGS), rows + 1, dtype=torch.int32, device=device)
+        self.top_k, floats = self.table[0], self.table.view(torch.float32)
+        self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = floats[1:]
         self.seen: Tensor | None = None  # [rows + 1, V]: tokens of the prompt or the answer
         self.counts: Tensor | None = None  # [rows + 1, V]: how often each was drawn
 
-    def enter(self, sequence: Sequence) -> None:
-        """A sequence begins to run in its row."""
-        params, row = sequence.params, sequence.row
-        for table, value in (
-            (self.temperature, params.temperature),
-            (self.top_k, params.top_k),
-            (self.top_p, params.top_p),
-            (self.min_p, params.min_p),
-            (self.repetition, params.repetition_penalty),
-            (self.presence, params.presence_penalty),
-            (self.frequency, params.frequency_penalty),
-        ):
-            table[row] = value
-        if params.penalises:
-            self.count_tokens(sequence)
+    def enter(self, sequences: list[Sequence]) -> None:
+        """Sequences begin to run in their rows."""
+        if not sequences:
+            return
+        settings = numpy.array([[getattr(each.params, name) for each in sequences] for name in SETTINGS])
+        settings = numpy.concatenate([settings[:1].astype(numpy.int32), settings[1:].astype(numpy.float32).view(numpy.int32)])  # fmt: skip
+        rows = to_device([sequence.row for sequence in sequences], self.device)
+        self.table.index_copy_(1, rows, to_device(settings, self.device, torch.int32))
+        for sequence in sequences:
+            if sequence.params.penalises:
+                self.count_tokens(sequence)
+
+    def of_rows(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Temperature, top_k, top_p and min_p of some rows, as `ops.sample` asks for them."""
+        found = self.table[:4].index_select(1, rows)
+        temperature, top_p, min_p = found.view(torch.float32)[1:]
+        return temperature, found[0], top_p, min_p
 
     def count_tokens(self, sequence: Sequence) -> None:
         if self.seen is None or self.counts is None:
@@ -89,8 +96,7 @@ class SamplingRows:
             self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
             self.counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
         ids = to_device(sequence.ids, self.device)
-        self.seen[sequence.row] = False
-        self.seen[sequence.row, ids] = True
+        self.seen[sequence.row].zero_().index_fill_(0, ids, True)  # an assignment would wait for the GPU
         answer = ids[sequence.prompt :]
         self.counts[sequence.row].zero_().index_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
 
@@ -114,8 +120,7 @@ class SamplingRows:
         """Tokens [D] by `ops.sample`; a CPU need not sort the vocabulary where nobody asked for the likeliest alone."""
         if self.device.type == "cpu" and not any(sequence.params.filters for sequence in sequences):
             return self.draw_unfiltered(logits, seeds, self.temperature[rows])
-        settings = self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows]
-        return ops.sample(logits, seeds, *settings)
+        return ops.sample(logits, seeds, *self.of_rows(rows))
 
     def adjusted(self, logits: Tensor, draws: Draws, rows: Tensor) -> Tensor:
         """Logits with penalties, biases, and -inf where a token must not come."""

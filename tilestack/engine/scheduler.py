@@ -16,7 +16,7 @@ from tilestack.engine.pages import PagePool
 from tilestack.engine.sequence import Sequence
 
 
-@dataclass
+@dataclass(slots=True)
 class Part:
     """One sequence's tokens of a step: `count` from `start` on, and then room for some drafts."""
 
@@ -51,11 +51,10 @@ class Scheduler:
         rows: int,
         step_tokens: int,
         prefix_caching: bool = True,
-        draft_tokens: int = 0,
         swap_tokens: int = 0,
     ):
         self.pool, self.step_tokens, self.prefix_caching = pool, step_tokens, prefix_caching
-        self.draft_tokens, self.swap_tokens = draft_tokens, swap_tokens
+        self.swap_tokens = swap_tokens
         self.free_rows = list(range(rows))[::-1]
         self.waiting: list[Sequence] = []  # both in the order in which they are served
         self.running: list[Sequence] = []
@@ -80,13 +79,13 @@ class Scheduler:
         plan, left = Plan(), self.step_tokens
         self.make_way(plan)
         preempted = self.preemptions
-        for sequence in list(self.running):
+        for behind, sequence in list(zip(range(len(self.running) - 1, -1, -1), self.running, strict=True)):
             if sequence.row < 0 or sequence.waits_to_be_read:  # preempted by one before it, or nothing to compute
                 continue
             count = min(sequence.drawn - sequence.kept, left)
             if not count:
                 continue
-            room = self.room_for_drafts(sequence, count, left - count)
+            room = self.room_for_drafts(sequence, count, left - count - behind) if sequence.guesses else 0
             if self.find_pages(sequence, sequence.kept + count + room, plan):
                 left -= self.enter(plan, sequence, count, room)
         if self.preemptions == preempted:  # else the pages would go back and forth
@@ -134,18 +133,20 @@ class Scheduler:
 
     def enter(self, plan: Plan, sequence: Sequence, count: int, room: int = 0) -> int:
         """Put a sequence's tokens into the plan; how many of the step's they are."""
-        draws = sequence.kept + count == sequence.drawn
-        plan.parts.append(Part(sequence, sequence.kept, count, draws, sequence.index, room))
-        sequence.kept += count
+        start, drawn = sequence.kept, sequence.drawn
+        draws = start + count == drawn
+        plan.parts.append(Part(sequence, start, count, draws, drawn - sequence.prompt, room))
+        sequence.kept = start + count
         sequence.in_flight += draws
         self.remember(sequence)
         return count + room
 
     def remember(self, sequence: Sequence) -> None:
         """Let others find the pages that are full of tokens the host knows."""
-        if not self.prefix_caching:
+        page = self.pool.page
+        if not self.prefix_caching or sequence.kept < (len(sequence.keys) + 1) * page:
             return
-        page, known = self.pool.page, min(sequence.kept, len(sequence.ids))
+        known = min(sequence.kept, len(sequence.ids))
         while (place := len(sequence.keys)) < known // page:
             before = sequence.keys[-1] if sequence.keys else sequence.root
             ids = sequence.ids[place * page : (place + 1) * page]
@@ -159,17 +160,23 @@ class Scheduler:
 
     def room_for_drafts(self, sequence: Sequence, count: int, left: int) -> int:
         """Tokens that may be guessed behind the one to decode; the token after them has to fit too. Nobody gives way to
-        guesses, so they take only pages that are free."""
-        if not sequence.speculates or sequence.drawn - sequence.kept != 1 or sequence.index < 1:
+        guesses, so they take only pages that are free, and of the step's tokens what is `left` when all who run have one."""
+        if sequence.drawn - sequence.kept != 1 or sequence.index < 1:
             return 0
         pages = (len(sequence.pages) + len(self.pool.free)) * self.pool.page - sequence.kept - count
-        return max(0, min(self.draft_tokens, left, sequence.limit - sequence.drawn - 1, pages))
+        return max(0, min(sequence.guesses, left, sequence.limit - sequence.drawn - 1, pages))
 
     def find_pages(self, sequence: Sequence, tokens: int, plan: Plan) -> bool:
-        """Give a sequence pages for so many tokens, from the last in the order if need be; False: it was the last."""
-        need = self.pages_for(tokens) - len(sequence.pages)
-        if need <= 0:
+        """Give a sequence pages for so many tokens, from the last in the order if need be; False: it was the last. What it has
+        beyond them was for guesses of an earlier step, and is for others now."""
+        spare = len(sequence.pages) * self.pool.page - tokens
+        if spare >= 0:
+            if spare >= self.pool.page:
+                needed = self.pages_for(tokens)
+                self.pool.release(sequence.pages[needed:])
+                del sequence.pages[needed:]
             return True
+        need = self.pages_for(tokens) - len(sequence.pages)
         while need > len(self.pool.free):
             last = self.running[-1]
             self.preempt(last, plan)

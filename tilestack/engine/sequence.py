@@ -52,7 +52,7 @@ class Sequence:
     text: TextStream
     stops: frozenset[int]
     matcher: Matcher | None = None
-    speculates: bool = False
+    guesses: int = 0  # tokens that its next step may guess; 0: it never does
     adapter: int = 0  # its number among the adapters; 0: none
     ids: list[int] = field(default_factory=list)
     in_flight: int = 0  # tokens drawn that the host has not read
@@ -74,6 +74,7 @@ class Sequence:
         asks = params.penalises or params.logit_bias or self.matcher is not None or self.logprobs is not None
         # The first token of the answer from which on all that is asked for is in the runner's tables.
         self.plain_from: float = math.inf if asks else params.min_tokens
+        self.draws_by_text = self.guesses > 0 or self.matcher is not None  # which the host has to know up to its end
 
     @property
     def drawn(self) -> int:
@@ -92,7 +93,7 @@ class Sequence:
     @property
     def waits_to_be_read(self) -> bool:
         """Whether the host has to know the tokens in flight before more can be drawn."""
-        return bool(self.in_flight) and (self.speculates or self.matcher is not None or self.drawn >= self.limit)
+        return self.in_flight > 0 and (self.draws_by_text or self.drawn >= self.limit)
 
 
 def first_seeds(params: SamplingParams) -> list[int]:

@@ -8,6 +8,7 @@ import torch
 
 from tilestack.engine.params import check_whole
 from tilestack.models import Decoder, PagedCache
+from tilestack.models.key_offset import calibrate_key_offset
 from tilestack.ops.paged import CODES
 
 CPU_CACHE = 1 << 30  # bytes of keys and values on a CPU, unless told
@@ -25,6 +26,8 @@ class EngineSettings:
     page: int = 16  # tokens in a page
     kv_memory: int | None = None  # bytes for keys and values
     kv_dtype: str | None = None  # that they are kept in: the model's own, or "int8" or "fp8" for half of the memory
+    # Where they are kept in 8 bits, prompts multiply codes of queries by those: less to compute, and a rounding more.
+    code_queries: bool = False
     swap_memory: int = 0  # bytes of host memory for those of sequences that had to give way; 0: they are computed again
     prefix_caching: bool = True
     batch_invariant: bool = False  # a token has the bits that it has in any batch, and in training; slower
@@ -35,7 +38,8 @@ class EngineSettings:
     # there is none; "operators": neither.
     decode: str | None = None
     speculate: str | None = None  # "lookup", or a smaller model with the same tokenizer
-    draft_tokens: int | None = None  # guessed at a time; None: 4 by a model, 7 by look-up, which takes no time
+    # Guessed at a time; None: 4 by a model, and 7 by look-up, which takes no time, up to 31 (on a CPU 15) while all are right.
+    draft_tokens: int | None = None
     queue: int | None = 1024  # sequences that may wait; None: any number
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
 
@@ -49,6 +53,8 @@ class EngineSettings:
                 "batch_invariant is for the model as it was trained: without weights or kv_dtype of 8 bits, adapters, and "
                 "decode='persistent'"
             )
+        if self.code_queries and self.kv_dtype is None:
+            raise ValueError("code_queries multiplies codes of keys, which a cache with kv_dtype int8 or fp8 has")
         if self.decode not in (None, "persistent", "operators"):
             raise ValueError(
                 f"no way to decode is called {self.decode!r}; choose persistent or operators, or leave it out"
@@ -109,4 +115,14 @@ def make_cache(
             "kv_memory, a smaller model, or a GPU with more memory"
         )
     longest = min(context, int(pages) * settings.page)
-    return PagedCache(decoder.config, int(pages) + 1, settings.page, dtype, weight.device, longest)
+    return new_cache(decoder, int(pages) + 1, settings, dtype, longest)
+
+
+def new_cache(decoder: Decoder, pages: int, settings: EngineSettings, dtype: torch.dtype, longest: int) -> PagedCache:
+    """So many pages for a model, with what its keys have in common where they become codes."""
+    weight = decoder.embedding.weight
+    if settings.code_queries and weight.is_cuda and weight.dtype == torch.float32:
+        raise ValueError("code_queries is for models in bfloat16 or float16; float32 is asked for its digits")
+    cache = PagedCache(decoder.config, pages, settings.page, dtype, weight.device, longest, settings.code_queries)
+    calibrate_key_offset(decoder, cache)
+    return cache

@@ -26,6 +26,7 @@ WIDTH = array("i").itemsize  # bytes of a token in a text to be searched
 
 class Drafter(Protocol):
     usual: int  # tokens at a time, where nobody says
+    most: int  # that they may grow to while all are right
 
     def fill(self, parts: List[Part]) -> None:
         """Give parts that have room for them some drafts."""
@@ -53,16 +54,23 @@ class LookUp:
 
     usual = 7  # which are read with the last token of the text, and steps of 8 cost as much as those of 5
 
-    def __init__(self, longest: int = 4, window: int = 8192):
-        self.longest, self.window = longest, window
+    def __init__(self, longest: int = 4, window: int = 8192, most: int = usual, step_tokens: int | None = None):
+        """`step_tokens` are those of a step with guesses, all sequences together, if there is such a bound."""
+        self.longest, self.window, self.most, self.step_tokens = longest, window, most, step_tokens
         self.texts: WeakKeyDictionary[Sequence, bytearray] = WeakKeyDictionary()
 
     def fill(self, parts: List[Part]) -> None:
-        for part in parts:
-            if part.room:
+        guessing = [part for part in parts if part.room]
+        bound = sum(part.room for part in guessing)
+        if self.step_tokens is not None:
+            bound = min(bound, self.step_tokens - sum(part.count for part in parts))
+        for number, part in enumerate(guessing):
+            share = min(part.room, bound // (len(guessing) - number))  # what one leaves is for those behind it
+            if share > 0:
                 text = self.texts.setdefault(part.sequence, bytearray())
                 text += array("i", part.sequence.ids[len(text) // WIDTH :]).tobytes()
-                part.drafts = self.guess(text, part.room)
+                part.drafts = self.guess(text, share)
+                bound -= len(part.drafts)
 
     def guess(self, text: bytearray, count: int) -> list[int]:
         """What followed the last time that the longest ending of the text occurred. Where that is the end of the text, what
@@ -84,7 +92,7 @@ class DraftModel:
     """Guesses of a smaller model with the same tokenizer. Its pages have the numbers of the large model's: it reads along
     with every step, and draws its guesses with the noise that the large model will draw with at those places."""
 
-    usual = 4
+    usual = most = 4
 
     def __init__(self, runner: Runner):
         self.runner = runner

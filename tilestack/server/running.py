@@ -6,7 +6,6 @@ holds nothing of it afterwards.
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tilestack.engine import QueueFull
@@ -72,7 +71,7 @@ class Running:
 
     async def _numbered(self, number: int, first: int) -> AsyncIterator[Delta]:
         async for delta in paced(self.streams[number], self.pace):
-            yield replace(delta, choice=delta.choice + first) if first else delta
+            yield delta._replace(choice=delta.choice + first) if first else delta
 
     async def _mixed(self) -> AsyncIterator[Delta]:
         ready: asyncio.Queue[Delta | None] = asyncio.Queue()
