@@ -8,8 +8,9 @@ from run_page import REPOSITORY
 GENERATED = re.compile(r"<!-- (table|cited): .*?<!-- /\1 -->", re.DOTALL)  # from results, or from whom it names
 CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 UNITS = (
-    "[TGM]B/s|[TGM]FLOP/s|(?:tokens|steps|samples|requests)(?:/s| a second| per second)|[µnm]s\\b|(?:micro|milli|nano)seconds?"
-    "|× (?:faster|slower|as fast)|times (?:faster|slower|as (?:fast|long))|(?:%|percent) (?:faster|slower|of the roof)"
+    "[TGM]B/s|[TGM]FLOP/s|TFLOPS|tok/s|(?:tokens|steps|samples|requests)(?:/s| a second| per second)|[µnm]s\\b|(?:micro|milli|nano)seconds?"
+    "|× (?:faster|slower|as fast|as long|what|the speed)|times (?:faster|slower|as (?:fast|long)|the speed)"
+    "|(?:%|percent) (?:faster|slower|of the roof|of an? \\w+'s (?:memory )?bandwidth)"
     "|微秒|毫秒|倍(?:速|快|慢)|TB 每秒"
 )
 SPEED = re.compile(rf"\d[\d.,]*\s*(?:{UNITS})")
@@ -30,6 +31,10 @@ def test_no_speed_is_typed_by_hand(path):
     [
         ("It ran at 92,433 tokens/s.", ["92,433 tokens/s"]),
         ("took 627 µs, 1.4 times as long, 12% faster", ["627 µs", "1.4 times as long", "12% faster"]),
+        (
+            "78% of an H100's memory bandwidth, 1.5× what others have",
+            ["78% of an H100's memory bandwidth", "1.5× what"],
+        ),
         ("快 2 倍快", ["2 倍快"]),
         ("3.5 TB/s\n<!-- table: headline h200 -->\n| 9 µs |\n<!-- /table -->\n4 GB/s", ["3.5 TB/s", "4 GB/s"]),
         (

@@ -78,6 +78,7 @@ def test_medians_are_of_what_is_added_to_the_floor_and_of_the_backward():
         "backward 40.00 µs, PyTorch's own 31.00 µs, over the 1 operators that it has"
     )
     assert bench_host.summary(rows[-1:]) == "median over 1 operators: no_grad +10.00 µs over the floor"
+    assert "over 1 operators, gradients through C++: no" in bench_host.summary([rows[-1] | {"node": "C++"}])
 
 
 def test_a_row_follows_the_contract_as_well_as_the_kernel(monkeypatch):

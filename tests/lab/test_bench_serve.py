@@ -181,6 +181,23 @@ def test_rows_are_shown_beside_the_best_other():
     assert list(table.columns[-1].cells) == ["2.00×", "4.00×", "0.25×"]
 
 
+def test_packages_beside_the_checkout_come_first_for_the_engine_that_brings_them_alone(monkeypatch, tmp_path):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("")
+    monkeypatch.setattr(bench_serve, "PEER_PACKAGES", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    code = "import json, sys, importlib.util as u; print('RESULT ' + json.dumps([sys.path, bool(u.find_spec('vllm'))]))"
+    found = lambda name: next(
+        bench_serve.results_of([sys.executable, "-c", code], name, print, bench_serve.environment_of(name))
+    )
+    assert bench_serve.importable("vllm")
+    path, there = found("vllm")
+    assert there
+    assert path.index(str(tmp_path)) < min(place for place, each in enumerate(path) if each.endswith("elsewhere"))
+    for ours in ("tilestack", "tilestack fp8 kv"):
+        assert str(tmp_path) not in found(ours)[0]
+
+
 def test_results_come_one_by_one_and_a_failure_is_told():
     told = []
     code = "print('RESULT {\"case\": 1}', flush=True); print('chatter'); raise SystemExit(3)"

@@ -85,3 +85,16 @@ def test_infinity_is_open_only_where_the_truth_is_as_large_as_the_largest_number
         assert "inf in one" in judge(wrong.half(), finite, truth, own_error(finite, truth)).message
     truth = torch.tensor([1.0, torch.inf]).double()
     assert judge(torch.tensor([1.0, largest]).half(), truth.half(), truth, (0.0,) * 4).message
+
+
+def test_a_nan_that_a_library_spreads_need_not_be_spread():
+    truth = torch.tensor([1.0, float("nan"), 3.0], dtype=torch.float64)
+    spread = torch.tensor([1.0, float("nan"), float("nan")])
+    own = own_error(spread, truth)
+    assert not judge(truth.float(), spread, truth, own).message
+    assert not judge(spread, spread, truth, own).message
+    for wrong in ([1.0, 2.0, 3.0], [float("nan"), float("nan"), 3.0]):
+        assert "NaN" in judge(torch.tensor(wrong), spread, truth, own).message
+    assert judge(torch.tensor([1.0, float("nan"), 7.0]), spread, truth, own).message, (
+        "what it is not is held to the truth"
+    )

@@ -7,7 +7,7 @@ from tilestack import contract, ops
 from tilestack.cli import main
 from tilestack.contract import implements
 from tilestack.lab.parity import Parity, bounds, fp8_parity, new_model, nudged, parity
-from tilestack.train import Loss, Recipe, fp8
+from tilestack.train import Loss, Recipe, fp8_product
 from tilestack.train.settings import read
 
 TINY = {
@@ -52,8 +52,8 @@ def test_fp8_follows_bfloat16():
 
 
 def test_a_gradient_lost_in_fp8_is_caught(monkeypatch):
-    monkeypatch.setattr(fp8, "gradient_of_weight", lambda grad, x, offsets: product_of(grad, x).neg())
-    product_of = lambda grad, x: fp8.product(*grad, *x, None)
+    monkeypatch.setattr(fp8_product, "gradient_of_weight", lambda grad, x, offsets: product_of(grad, x).neg())
+    product_of = lambda grad, x: fp8_product.product(*grad, *x, None)
     assert run_fp8(8).broken_at is not None
 
 

@@ -45,12 +45,12 @@ def test_int8_is_close_enough_and_closer_without_the_mean_of_the_keys(rule):
 
 
 def test_quality_is_an_angle_and_a_distance():
-    truth = torch.tensor([[3.0], [4.0]], dtype=torch.float64)[None]
-    same = quality_of(torch.tensor([[[9.0], [3.0], [4.0]]]), truth)
+    truth = torch.tensor([[[3.0]], [[4.0]]], dtype=torch.float64)
+    same = quality_of(torch.tensor([[[9.0]], [[3.0]], [[4.0]]]), truth)
     assert same == (pytest.approx(1.0), 0.0), "tokens before those that are held against the truth do not count"
     longer = quality_of(2 * truth, truth)
     assert longer == (pytest.approx(1.0), pytest.approx(1.0))
-    turned = quality_of(torch.tensor([[[-4.0], [3.0]]]), truth)
+    turned = quality_of(torch.tensor([[[-4.0]], [[3.0]]]), truth)
     assert turned == (pytest.approx(0.0, abs=1e-12), pytest.approx(2**0.5))
 
 
@@ -62,6 +62,19 @@ def test_the_truth_is_attention_of_the_last_queries():
     assert truth_without_codes(ops.attention, arguments) is None
     packed = arguments | dict(cu_seqlens=torch.tensor([0, 700]))
     assert truth_without_codes(ops.attention_fp8, packed) is None
+
+
+def test_the_truth_of_pages_is_what_the_last_queries_see_of_them():
+    operator = ops.paged_attention_codes
+    by_name = {case.name: operator.bind(**case.build(Make(torch.bfloat16))) for case in operator.cases[:9]}
+    chunk = by_name["promptx256x2x1x96x96xint8xcapped"]
+    truth = truth_without_codes(operator, chunk)
+    found = quality_of(operator(**chunk), truth)
+    assert truth.shape[0] == 33
+    assert 0.999 < found.cosine < 1 - 1e-9
+    assert quality_of(ops.paged_attention(**chunk | dict(q=chunk["q"].double())), truth).relative_error < 1e-12
+    padded = by_name["mixedx16x6x2x16x24xint8xlong"]
+    assert truth_without_codes(operator, padded) is None
 
 
 def test_the_bench_tells_it_of_every_candidate_and_times_no_backward(monkeypatch):

@@ -164,13 +164,14 @@ def test_a_row_that_says_whose_kernel_it_measured_is_believed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dim", "ends", "direction", "lender"),
-    [(64, None, "forward", ""), (128, None, "forward", "cuDNN"), (128, None, "backward", ""), (128, [0, 60, 128], "forward", "")],
+    ("without", "ends", "direction", "lender"),
+    [("cudnn", None, "forward", ""), ("own", None, "forward", "cuDNN"), ("own", None, "backward", ""), ("own", [0, 60, 128], "forward", "")],
     ids=["of our own", "borrowed", "whose backward is ours", "documents"],
 )  # fmt: skip
-def test_a_configuration_says_whose_kernel_it_runs(dim, ends, direction, lender):
-    heads = Make(torch.bfloat16, "meta").normal(1, 128, 2, dim)
+def test_a_configuration_says_whose_kernel_it_runs(without, ends, direction, lender, monkeypatch):
+    heads = Make(torch.bfloat16, "meta").normal(1, 128, 2, 128)
     given = ops.attention.bind(q=heads, k=heads, v=heads, cu_seqlens=ends and torch.tensor(ends, device="meta"))
+    monkeypatch.delitem(ops.attention.implementations["gluon"].configs, without)
     assert kernel_lender(ops.attention, "gluon", given, direction) == lender
 
 

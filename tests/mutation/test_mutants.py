@@ -115,6 +115,17 @@ def test_only_claims_that_reach_a_mutant_are_tried(vectors):
     assert mutant.line in mutant.statement
 
 
+def test_a_file_that_takes_halves_alone_is_reached(monkeypatch):
+    """`attention_int8` takes no float32, so no first look is to be had of it."""
+    suite = Suite("tilestack.kernels.attention.quantised", tried=[ops.operator_named("attention_int8")], seconds=2)
+    every = all_claims(suite.operators[0])
+    some = [claim for claim in every if claim.variant == "plain" and claim.case.name == "2x9x9x4x2x16x16xcausal"]
+    monkeypatch.setattr(suite.original, "claims_of", lambda operator: some)
+    assert suite.looks
+    mutant = next(m for m in suite.mutants() if m.before == "q_scale * FACTOR")
+    assert suite.outcome(mutant).caught
+
+
 def test_what_only_a_gpu_reaches_is_tried_as_if_it_were_one(monkeypatch):
     """In the interpreter two sums are two sums; on a GPU they may be one reduction, whose step a mutant gets wrong."""
     suite = Suite("tilestack.kernels.tiles", tried=[ops.operator_named("rms_norm")])

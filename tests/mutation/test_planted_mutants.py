@@ -85,6 +85,11 @@ PLANTED = {
         [("(tl.program_id(1).to(tl.int64) * matrices + matrix)", "(tl.program_id(1).to(tl.int64) + matrix)")],
         dict(operator="reduce_sum", case="2x1025x37x1"),
     ),
+    "taps that lie side by side are all where the first of them is": (
+        "conv.implicit_gemm",
+        [("w[:, None] + ((first + c) // pixel_channels)[None, :]", "w[:, None] + 0 * ((first + c) // pixel_channels)[None, :]")],
+        dict(operator="conv2d", case="1x3x6x36x3x2x1x1x1xnhwc"),
+    ),
 }  # fmt: skip
 
 

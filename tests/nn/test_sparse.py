@@ -61,6 +61,18 @@ def test_blocks_at_one_place_add_up():
     torch.testing.assert_close(twice.to_dense(), values.sum(0))
 
 
+@pytest.mark.parametrize("chosen", ["torch", "triton"])
+def test_a_line_without_blocks_is_zero_whatever_it_would_have_met(chosen):
+    place = torch.tensor([1], dtype=torch.int32)
+    sparse = BlockSparse(torch.ones(1, 16, 16), place, place, (32, 32))
+    x = torch.ones(32, 3)
+    x[:16] = torch.nan
+    with backend(chosen):
+        found = sparse @ x
+    assert found[:16].eq(0).all()
+    assert found[16:].eq(16).all()
+
+
 @pytest.mark.parametrize("compared", [0, 2**26])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_blocks_are_sorted_by_line_and_keep_their_order_in_it(monkeypatch, compared, index):

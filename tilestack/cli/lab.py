@@ -41,10 +41,17 @@ def add_to(app: typer.Typer) -> None:
 
 def doctor_command(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    build: Annotated[
+        bool,
+        typer.Option("--build", help="First compile the C++ that makes calls with a gradient cheaper; once, a minute."),
+    ] = False,
 ) -> None:
     """Look at this machine: what will run, what will not, and how to fix it."""
+    from tilestack.contract.native.build import build_node
     from tilestack.lab import machine
 
+    if build:
+        build_node()
     findings = machine.doctor()
     if json_:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))

@@ -9,7 +9,8 @@ which nothing else on the machine has held up.
     both        that and its backward, by torch.autograd.grad
 
 Each beside PyTorch's own function (`aten`), or the definition where there is none. What a call costs follows the contract,
-which finds and repeats it, as much as the kernel's file, so a row carries a hash of both.
+which finds and repeats it, as much as the kernel's file, so a row carries a hash of both; and whether gradients went
+through C++, which is there once `tilestack doctor --build` has made it.
 """
 
 import statistics
@@ -24,6 +25,7 @@ from rich.table import Table
 from tilestack import ops
 from tilestack.contract import BackendError, Operator, backend, configure_backend
 from tilestack.contract.cases import Make
+from tilestack.contract.native.build import native_node
 from tilestack.contract.operator import as_tuple
 from tilestack.lab.stale import hash_of_parts, present_source
 
@@ -72,6 +74,7 @@ def of_operator(op: Operator, device: str) -> list[dict[str, Any]]:
             backend=name,
             host_us=ours,
             floor_us=floor,
+            node="C++" if native_node() else "Python",
             source=host_source(op.name, name),
         )
         for (way, name), (ours, floor) in measure_all(calls, device).items()
@@ -180,7 +183,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
     ours = [row for row in rows if row["backend"] == "triton"]
     added = lambda way: [row["host_us"] - row["floor_us"] for row in ours if row["direction"] == way]
     parts = [f"{way} +{statistics.median(found):.2f} µs" for way in ("no_grad", "grad") if (found := added(way))]
-    told = f"median over {len({row['op'] for row in ours})} operators: {', '.join(parts)} over the floor"
+    through = "".join(f", gradients through {node}" for node in sorted({row.get("node", "") for row in ours} - {""}))
+    told = f"median over {len({row['op'] for row in ours})} operators{through}: {', '.join(parts)} over the floor"
     mine, theirs = (backward_shares(rows, name) for name in ("triton", "aten"))
     if not (both := mine.keys() & theirs.keys()):
         return told

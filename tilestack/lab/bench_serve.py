@@ -6,7 +6,7 @@
     tilestack operators   without the single kernel that decodes a batch of one, on a GPU
     tilestack fp8 kv      with keys and values kept in 8 bits, for the throughput
     tilestack fp8 weights with the layers' weights in 8 bits, on a GPU, for the throughput and batches of 1 and 64
-    vllm                  where it is installed
+    vllm                  where it is installed, or lies in peers/site beside the checkout
     transformers          `generate`, for the batches of equal length that it is made for
 
 Every candidate answers each workload once to warm up and then a few times with other tokens; the best is kept, since what
@@ -16,6 +16,7 @@ take turns, on all its cores and by the clock, so it should have nothing else to
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from tilestack.lab import machine
+from tilestack.lab import machine, peers
 from tilestack.lab.roofs import measured
 from tilestack.lab.stale import is_current
 from tilestack.models.checkpoints import PACKAGED
@@ -42,6 +43,8 @@ CANDIDATES = (
     "transformers",
 )
 PACKAGED_MODEL = "smollm2"
+# Engines of others, with the packages that they want: these come first in such an engine's process, and in no other.
+PEER_PACKAGES = peers.FOLDER / "site"
 QWEN3 = dict(
     model_type="qwen3", vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
     num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1e6,
@@ -52,7 +55,19 @@ SMALL = QWEN3 | dict(vocab_size=8192, hidden_size=256, intermediate_size=768, nu
 
 def importable(name: str) -> bool:
     module = name.split()[0]
-    return module == "tilestack" or is_installed(module)
+    return module == "tilestack" or brings_packages(module) or is_installed(module)
+
+
+def brings_packages(module: str) -> bool:
+    return (PEER_PACKAGES / module).is_dir()
+
+
+def environment_of(name: str) -> dict[str, str]:
+    """What a candidate's process, and those that it starts, are given."""
+    found = dict(os.environ)
+    if brings_packages(name.split()[0]):
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PEER_PACKAGES), found.get("PYTHONPATH")]))
+    return found
 
 
 def is_installed(module: str) -> bool:
@@ -96,7 +111,7 @@ def bench_serve(
             name = ", ".join(together)
             tell(f"{name} …")
             command = [sys.executable, "-m", "tilestack.lab.serve_candidates", str(config), *together]
-            for row in results_of(command, name, tell):
+            for row in results_of(command, name, tell, environment_of(name)):
                 tell(f"  {row['case']}, {row['backend']}: {row['figure']:,.2f} {row['unit']}")
                 measured_any = True
                 yield with_roof(row, rate)
@@ -126,10 +141,12 @@ def copy_rate(device: str) -> float:
     return rate
 
 
-def results_of(command: list[str], name: str, tell: Callable[[str], Any]) -> Iterator[dict[str, Any]]:
+def results_of(
+    command: list[str], name: str, tell: Callable[[str], Any], environment: dict[str, str] | None = None
+) -> Iterator[dict[str, Any]]:
     """What a process prints after RESULT, line by line; it ends with whoever listens, and where it fails that is told."""
     found = 0
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:

@@ -60,7 +60,7 @@ def gradients_of(
     leaves = float_leaves(operator, arguments)
     out = [t for t in as_tuple(function(**arguments | leaves)) if t.is_floating_point()]
     make = Make(torch.float16, out[0].device, seed=1)  # values that every dtype holds exactly
-    drawn = [make.normal(*t.shape).to(t.dtype) for t in out]
+    drawn = [torch.empty_like(t).copy_(make.normal(*t.shape)) for t in out]  # in memory as the output is
     arriving = variants.vary_gradients(drawn, variant, sum(isinstance(value, Tensor) for value in arguments.values()))
     read = [*tensors_to_read(operator, arguments).items(), *(("a gradient that arrives", t) for t in arriving)]
     with unchanged(read if watched else ()):

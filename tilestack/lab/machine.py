@@ -20,6 +20,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from tilestack.contract.native.build import VARIABLE, missing_for_build, native_node, place_of_build, turned_off
 from tilestack.extras import install_command
 from tilestack.lab.peers import search_peers
 from tilestack.shipped import checkout
@@ -131,7 +132,7 @@ class Finding:
 
 def doctor() -> list[Finding]:
     """What is here, what will run and what will not, and what to do about it."""
-    found = [python(), tested("torch"), tested("triton"), gpu(), interpreter(), compiler(), disk(), memory()]
+    found = [python(), tested("torch"), tested("triton"), gpu(), interpreter(), compiler(), node(), disk(), memory()]
     return [*found, *extras()]
 
 
@@ -210,6 +211,19 @@ def compiler() -> Finding:
         fix = f"apt install python{sys.version_info.major}.{sys.version_info.minor}-dev"
         return Finding(name, "limited", f"{found}, but Python.h is missing: no Triton launches on a GPU", fix)
     return Finding(name, "ok", found)
+
+
+def node() -> Finding:
+    """Whether calls that want a gradient go through C++ here."""
+    name = "C++ node"
+    if turned_off():
+        return Finding(name, "limited", f"{VARIABLE}=0: gradients go through Python", f"unset {VARIABLE}")
+    if native_node() is not None:
+        return Finding(name, "ok", f"built: calls with a gradient go through {place_of_build().name}")
+    slower = "not built: calls with a gradient take a few µs more on the host"
+    if lacking := missing_for_build():
+        return Finding(name, "limited", f"{slower}; {lacking}", "apt install g++, then tilestack doctor --build")
+    return Finding(name, "limited", slower, "tilestack doctor --build")
 
 
 def disk() -> Finding:

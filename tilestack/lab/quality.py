@@ -32,8 +32,33 @@ def attention_of_last(
     return ops.attention.definition(q[:, -QUERIES:].double(), k.double(), v.double(), causal=causal, scale=scale)
 
 
-WITHOUT_CODES: dict[str, Callable[..., Tensor | None]] = dict.fromkeys(
-    ("attention_int8", "attention_fp8"), attention_of_last
+def pages_of_last(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    block_tables: Tensor,
+    lengths: Tensor,
+    cu_queries: Tensor,
+    value_dim: int | None,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+) -> Tensor | None:
+    """What the last queries of the last sequence see of the same pages; those of pages are not codes of this operator."""
+    count = min(int(cu_queries[-1] - cu_queries[-2]), QUERIES)
+    if not count or int(cu_queries[-1]) != q.shape[0]:
+        return None
+    ends = torch.tensor([0, count], device=q.device)
+    return ops.paged_attention.definition(
+        q[-count:].double(), keys, values, block_tables[-1:], lengths[-1:], ends, count, value_dim, window, scale, softcap,
+        key_scale, value_scale,
+    )  # fmt: skip
+
+
+WITHOUT_CODES: dict[str, Callable[..., Tensor | None]] = dict(
+    attention_int8=attention_of_last, attention_fp8=attention_of_last, paged_attention_codes=pages_of_last
 )
 
 
@@ -44,5 +69,6 @@ def truth_without_codes(operator: Operator, arguments: dict[str, Any]) -> Tensor
 
 
 def quality_of(result: Tensor, truth: Tensor) -> Quality:
-    found, exact = result[:, -truth.shape[1] :].double().flatten(), truth.flatten()
+    """Of results […, tokens, heads, dim], of which the truth has the last tokens."""
+    found, exact = result[..., -truth.shape[-3] :, :, :].double().flatten(), truth.flatten()
     return Quality(float(F.cosine_similarity(found, exact, 0)), float((found - exact).norm() / exact.norm()))

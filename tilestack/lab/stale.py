@@ -20,7 +20,7 @@ OF_A_TRAINING_STEP = (
     "contract", "ops", "kernels", "nn", "optim", "models/decoder.py", "models/attention.py", "models/context.py",
     "models/norm.py", "models/rotary.py", "train/loop.py", "train/step.py", "train/static_step.py",
     "train/batch_buffer.py", "train/balancing.py", "train/execution.py", "train/optimizers.py", "train/next_token.py",
-    "train/fp8.py", "train/fp8_head.py", "tuning/*.py", "tuning/tables/*.json",
+    "train/fp8*.py", "tuning/*.py", "tuning/tables/*.json",
 )  # fmt: skip
 OF_AN_OPTIMIZER = ("optim", "kernels/optim")
 SERVING, HTTP = "serve", "http"  # the same of `tilestack bench serve` and `tilestack bench http`
@@ -73,7 +73,7 @@ def hash_of_parts(parts: tuple[str, ...]) -> str:
 
 
 def files_of_parts(parts: tuple[str, ...]) -> set[Path]:
-    inside = lambda place: [path for path in place.rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
+    inside = lambda place: [path for path in place.rglob("*") if path.suffix in (".py", ".cpp", ".cu", ".cuh")]
     places = [place for part in parts for place in PACKAGE.glob(part)]
     return {path for place in places for path in ([place] if place.is_file() else inside(place))}
 

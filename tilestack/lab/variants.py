@@ -3,7 +3,8 @@
 Each changes the arguments of any operator, and the gradients that arrive at its results, so that a new operator is tried
 in all of them without a line of its own. A tensor lies alone in memory of its own, and before, between and after its
 elements lies what must not be read: NaN, or zeros where there is none. No two tensors of a call have the same strides
-where that can be helped, so that a kernel that takes one for another's is seen.
+where that can be helped, so that a kernel that takes one for another's is seen. The order of dimensions in memory stays
+that of the case: an image whose channels lie together is laid out awkwardly with its channels together.
 """
 
 import math
@@ -82,8 +83,8 @@ def with_nan(arguments: Arguments) -> Arguments:
     name = first_float(arguments)
     if name is None or arguments[name].numel() == 0:
         return arguments
-    poisoned = arguments[name].clone(memory_format=torch.contiguous_format)
-    poisoned.view(-1)[poisoned.numel() // 2] = torch.nan
+    poisoned = arguments[name].clone()
+    poisoned[torch.unravel_index(torch.tensor(poisoned.numel() // 2), poisoned.shape)] = torch.nan
     return arguments | {name: poisoned}
 
 
@@ -105,6 +106,14 @@ def expanded(x: Tensor, place: int) -> Tensor:
     return plain(x[:1], place).expand(x.shape)
 
 
+def in_its_order(layout: Layout, x: Tensor, place: int) -> Tensor:
+    """x in a layout, its dimensions one inside the other as they are in memory now, where they lie there without gaps."""
+    order = sorted(range(x.ndim), key=x.stride().__getitem__, reverse=True)
+    if not x.permute(order).is_contiguous():
+        return layout(x, place)
+    return layout(x.permute(order), place).permute([order.index(dim) for dim in range(x.ndim)])
+
+
 # These change values, and so the definition's results.
 VALUES: dict[str, Callable[[Arguments], Arguments]] = dict(large=large, nan=with_nan, expanded=lambda given: given)
 ALL = [*LAYOUTS, *VALUES]
@@ -116,14 +125,14 @@ def vary(arguments: Arguments, variant: str, written: Sequence[str] = ()) -> Arg
     tensors = [name for name, value in arguments.items() if isinstance(value, Tensor)]
     for place, name in enumerate(tensors):
         layout = LAYOUTS.get(variant, plain) if variant != "expanded" or name in written else expanded
-        arguments = arguments | {name: layout(arguments[name], place)}
+        arguments = arguments | {name: in_its_order(layout, arguments[name], place)}
     return arguments
 
 
 def vary_gradients(arriving: Sequence[Tensor], variant: str, place: int) -> list[Tensor]:
     """The gradients that arrive at a call's results in a variant; `place` is how many tensors the call has besides."""
     layout = expanded if variant == "expanded" else LAYOUTS.get(variant, plain)
-    return [layout(gradient, place + number) for number, gradient in enumerate(arriving)]
+    return [in_its_order(layout, gradient, place + number) for number, gradient in enumerate(arriving)]
 
 
 def first_float(arguments: Arguments) -> str | None:
