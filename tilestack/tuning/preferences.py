@@ -42,6 +42,10 @@ UNMEASURED: dict[str, list[str]] = {
     "conv2d": ["aten"],
     "grouped_linear": ["aten"],
     "linear_swiglu": ["triton_split_k"],  # which takes few rows, and leaves others to Triton
+    # Triton goes through a tile of these twice, Gluon once.
+    "swiglu_fp8_tiles": ["gluon"],
+    "swiglu_gradient_fp8_tiles": ["gluon"],
+    "cross_entropy_gradient_fp8_tiles": ["gluon"],
 }
 
 BUCKET = re.compile(r"(\d+(x\d+)*)?( \S+)*")  # powers of two, then words; see `bucket_of`
