@@ -1,5 +1,7 @@
 """The hash of what was measured or proved: it follows the code that runs, and nothing else."""
 
+import importlib
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +9,19 @@ import torch
 
 from tilestack import contract, ops
 from tilestack.lab import source
-from tilestack.lab.source import KERNELS, code_of, file_of_module, files_behind, imported_kernels, source_hash
+from tilestack.lab.source import (
+    KERNELS,
+    Reached,
+    Statement,
+    code_lines,
+    code_of,
+    file_of_module,
+    files_behind,
+    functions_of,
+    imported_kernels,
+    read_file,
+    source_hash,
+)  # fmt: skip
 
 CODE = '''"""About it."""
 import math  # why
@@ -22,16 +36,22 @@ def f(x):
 '''
 
 
+def reached(operator, backend="triton"):
+    found = ops.operator_named(operator)
+    return Reached([found.definition, *functions_of(found.implementations[backend])])
+
+
 def names_behind(operator, backend="triton"):
-    return {path.name for path in files_behind(ops.operator_named(operator).implementations[backend].forward)}
+    return {path.name for path in files_behind(functions_of(ops.operator_named(operator).implementations[backend]))}
 
 
-def test_it_reaches_what_a_kernel_imports_by_way_of_others():
+def test_it_reaches_what_a_kernel_mentions_by_way_of_others():
     assert {"activation_dropout.py", "dropout.py", "activation.py", "tiles.py"} <= names_behind("activation_dropout")
     assert "cross_entropy.py" not in names_behind("softmax")
+    assert {"softmax.py", "numerics.py", "cases.py"} <= {each.path.name for each in reached("softmax").statements}
 
 
-def test_it_reaches_the_cuda_sources_that_a_file_names():
+def test_it_reaches_the_cuda_sources_that_a_statement_names():
     assert {"softmax.py", "softmax.cu", "common.cuh", "build.py"} <= names_behind("softmax", "cuda")
     assert "add.cu" not in names_behind("softmax", "cuda")
 
@@ -46,18 +66,22 @@ def test_every_way_to_import_a_kernel_is_followed(tmp_path):
 
 
 @pytest.mark.parametrize(("operator", "backend"), [("softmax", "triton"), ("softmax", "cuda"), ("relu", "aten")])
-def test_a_change_of_any_file_behind_an_implementation_is_another_hash(operator, backend, monkeypatch):
-    before, found = source_hash(operator, backend), ops.operator_named(operator)
-    implementation = found.implementations[backend]
-    behind = {
-        file_of_module(found.definition.__module__),
-        *files_behind(implementation.forward),
-        *files_behind(implementation.backward),
-    }
-    elsewhere = file_of_module("tilestack.kernels.optim.adamw")
-    for changed in (*behind, elsewhere):
-        monkeypatch.setattr(source, "code_of", lambda path: "x = 1" if path == changed else code_of(path))
-        assert (source_hash(operator, backend) == before) == (changed == elsewhere), changed
+def test_a_change_of_what_is_reached_is_another_hash_and_of_the_rest_of_its_files_is_not(
+    operator, backend, monkeypatch
+):
+    before, mine = source_hash(operator, backend), reached(operator, backend).statements
+    rest = {each for path in {each.path for each in mine} for each in read_file(path).mentions} - mine
+    assert rest
+    code = Statement.code.fget
+    for changed in (*mine, *sorted(rest)[::5]):
+        monkeypatch.setattr(Statement, "code", property(lambda each: "x = 1" if each == changed else code(each)))
+        assert (source_hash(operator, backend) == before) == (changed in rest), changed
+
+
+def test_a_change_of_cuda_sources_is_another_hash(monkeypatch):
+    before = source_hash("softmax", "cuda")
+    monkeypatch.setattr(source, "code_of", lambda path: "x" if path.name == "common.cuh" else code_of(path))
+    assert source_hash("softmax", "cuda") != before
 
 
 def test_a_backward_in_another_file_than_its_forward_is_followed(monkeypatch):
@@ -70,7 +94,94 @@ def test_a_backward_in_another_file_than_its_forward_is_followed(monkeypatch):
     for forward, backward in ((torch.softmax, None), (torch.softmax, ours.forward), (ours.forward, None)):
         monkeypatch.setattr(source.registry, "operator_named", lambda name: made(forward, backward))
         hashes.append(source_hash("softmax", "mixed"))
-    assert hashes[0] != hashes[1] == hashes[2]
+    assert hashes[0] not in hashes[1:]
+
+
+MADE_UP = """
+import os
+from math import sin as wave
+from tilestack.kernels import tiles
+from tilestack.kernels.tiles import cdiv
+
+SIZE = 3
+TABLE = {}
+TABLE["small"] = 1
+TABLE["large"] = SIZE
+unused = 4
+other: int = 5
+
+def helper(x):
+    from tilestack.kernels.early import start_early
+    return cdiv(x, len(TABLE))
+
+class Plan:
+    size = other
+
+def forward(x):
+    return helper(x) + Plan.size
+
+def waves(x):
+    return wave(x) + tiles.next_power(x)
+
+def everything(x):
+    return vars(tiles)
+
+def register(function):
+    return function
+
+register(waves)
+for each in (unused,):
+    register(each)
+"""
+
+
+@pytest.fixture
+def made_up(tmp_path, monkeypatch):
+    (tmp_path / "made_up.py").write_text(MADE_UP)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("made_up")
+    yield module
+    del sys.modules["made_up"]
+
+
+def heads(found):
+    return {each.code.splitlines()[0] for each in found.statements if each.path.name == "made_up.py"}
+
+
+def test_names_are_followed_in_their_file(made_up):
+    assert heads(Reached([made_up.forward])) == {
+        "def forward(x):", "def helper(x):", "class Plan:", "other: int = 5",
+        "TABLE = {}", 'TABLE["small"] = 1', 'TABLE["large"] = SIZE', "SIZE = 3",
+    }  # fmt: skip
+
+
+def test_what_works_upon_a_name_is_reached_with_it(made_up):
+    found = Reached([made_up.waves])
+    assert {"register(waves)", "def register(function):"} <= heads(found)
+    assert "def forward(x):" not in heads(found)
+    assert "math.sin" in found.others
+
+
+def test_of_a_module_only_what_is_taken_is_reached_and_all_where_that_is_not_known(made_up):
+    of_tiles = lambda function: {each.first for each in Reached([function]).statements if each.path.name == "tiles.py"}
+    everything = {each.first for each in read_file(file_of_module(f"{KERNELS}.tiles")).mentions}
+    assert 0 < len(of_tiles(made_up.forward)) < len(everything)
+    assert 0 < len(of_tiles(made_up.waves)) < len(everything)
+    assert of_tiles(made_up.everything) >= everything
+
+
+def test_a_function_that_lies_in_no_statement_stands_for_its_file(made_up):
+    made_up.forward.__code__ = made_up.forward.__code__.replace(co_filename="elsewhere.py")
+    assert {"unused = 4", "def everything(x):"} <= heads(Reached([made_up.forward]))
+
+
+def test_no_statement_of_a_file_is_passed_over():
+    """But for imports and docstrings, every line of code of a file is one of a statement's."""
+    for name in (f"{KERNELS}.softmax.rows", "tilestack.ops.attention", f"{KERNELS}.aten"):
+        path = file_of_module(name)
+        of_statements = {line for each in read_file(path).mentions for line in range(each.first, each.last + 1)}
+        left = [line for number, line in enumerate(code_lines(path), 1) if line.strip() and number not in of_statements]
+        assert all(line.startswith(("import ", "from ", "    ", ")")) for line in left), left
 
 
 def test_comments_of_cuda_sources_count_for_nothing(tmp_path):
@@ -85,12 +196,12 @@ def test_every_implementation_has_a_hash_and_different_files_differ():
     hashes = {(op.name, name): source_hash(op.name, name) for op in ops.operators() for name in op.implementations}
     assert all(len(found) == 16 for found in hashes.values())
     assert hashes["softmax", "triton"] != hashes["softmax", "torch"] != hashes["rms_norm", "torch"]
-    assert hashes["softmax", "triton"] == hashes["log_softmax", "triton"]  # one file makes both
+    assert hashes["softmax", "triton"] != hashes["log_softmax", "triton"]  # though one file makes both
     assert source_hash("softmax", "compile") == hashes["softmax", "torch"]  # a peer runs the definition
 
 
 def test_pytorch_has_no_file_of_ours():
-    assert not files_behind(ops.operator_named("relu").implementations["aten"].forward)
+    assert not files_behind(functions_of(ops.operator_named("relu").implementations["aten"]))
     assert file_of_module(KERNELS) is None
 
 

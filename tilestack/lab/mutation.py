@@ -41,7 +41,7 @@ from tilestack.lab.interpreted import SWITCH, branches_of_a_gpu
 from tilestack.lab.labels import case_label
 from tilestack.lab.mutants import KINDS, Mutant, mutants_of
 from tilestack.lab.reach import Lines, forget_cached_results, reached_lines
-from tilestack.lab.source import KERNELS, file_of_module, files_behind, imported_kernels
+from tilestack.lab.source import KERNELS, file_of_module, files_behind, functions_of, imported_kernels
 from tilestack.lab.verify import WITHOUT_EXTRAS, Claim, claims, prove
 
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def operators_behind(module: str) -> list[Operator]:
 
 def files_of(operator: Operator) -> set[Path]:
     ways = [operator.implementations[name] for name in backends_of(operator)]
-    return {path for way in ways for path in files_behind(way.forward) | files_behind(way.backward)}
+    return files_behind(function for way in ways for function in functions_of(way))
 
 
 class Original:
