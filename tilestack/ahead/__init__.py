@@ -9,6 +9,6 @@ Triton compiles a kernel when it is launched and then goes on, on one core. Here
 Nothing depends on it: what is not listed, or fails to compile here, is compiled where it is launched.
 """
 
-from tilestack.ahead.pool import compile_ahead
+from tilestack.ahead.pool import SAMPLES, compile_ahead
 
-__all__ = ["compile_ahead"]
+__all__ = ["SAMPLES", "compile_ahead"]

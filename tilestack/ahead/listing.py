@@ -21,6 +21,7 @@ from tilestack.contract.descriptors import Tile
 from tilestack.contract.repeat import ALLOCATIONS
 
 log = logging.getLogger(__name__)
+_one_at_a_time = threading.Lock()  # all of a process share the hook and the launchers
 
 
 class Wanted(NamedTuple):
@@ -47,6 +48,8 @@ class Listing(TorchDispatchMode):
     def __enter__(self) -> "Listing":
         from triton import knobs
 
+        _one_at_a_time.acquire()
+        self.active = True
         self.thread, self.replaced = threading.get_ident(), knobs.runtime.jit_cache_hook
         self.launchers, self.write_launcher = launching._launchers, launching.write_launcher
         knobs.runtime.jit_cache_hook = self.note
@@ -61,18 +64,20 @@ class Listing(TorchDispatchMode):
         del launching.notes[self.thread]
         launching._launchers, launching.write_launcher = self.launchers, self.write_launcher
         knobs.runtime.jit_cache_hook = self.replaced
+        self.active = False
+        _one_at_a_time.release()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         return out.zero_() if func in ALLOCATIONS else out
 
     def passing_over(self, kernel: Any) -> Callable:
-        """What `launch` calls for a kernel; another thread's launches are made."""
+        """What `launch` calls for a kernel; launches of other threads are made, and of all who keep this for longer."""
         launch_it: Callable | None = None
 
         def launcher(grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
             nonlocal launch_it
-            if threading.get_ident() == self.thread:
+            if self.active and threading.get_ident() == self.thread:
                 return self.ask(kernel, grid, arguments, options)
             launch_it = launch_it or self.write_launcher(kernel)
             return launch_it(grid, *arguments, **options)
@@ -129,7 +134,19 @@ def digest_of(kernel: Any, compile: dict[str, Any]) -> str:
         return hashlib.sha256(key.encode()).hexdigest()
     except Exception:
         log.debug("cannot tell whether %s is compiled", kernel, exc_info=True)
+        forget_hashes(kernel)
         return ""
+
+
+def forget_hashes(function: Any) -> None:
+    """Undo what a failure to hash a kernel's source leaves behind: placeholders, which Triton would take for hashes."""
+    from triton.runtime.jit import JITCallable
+
+    if str(function.hash).startswith("recursion:"):
+        function.hash = None
+        for used in function.get_capture_scope().values():
+            if isinstance(used, JITCallable):
+                forget_hashes(used)
 
 
 def in_cache(digest: str, name: str) -> bool:

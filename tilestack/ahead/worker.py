@@ -16,6 +16,8 @@ import signal
 import sys
 from typing import Any, TextIO
 
+from tilestack.ahead.listing import forget_hashes
+
 PATIENCE = 60.0  # seconds without a question
 ERROR_LENGTH = 400
 
@@ -58,8 +60,17 @@ def hash_kernel(asked: dict[str, Any]) -> None:
     from triton.compiler import make_backend
     from triton.runtime import driver
 
-    assert kernel_of(asked).cache_key
+    kernel = kernel_of(asked)
+    try:
+        assert kernel.cache_key
+    except Exception:
+        forget_hashes(kernel)
+        raise
     make_backend(driver.active.get_current_target()).hash()
+
+
+def in_words(problem: BaseException) -> str:
+    return f"{type(problem).__name__}: {problem}"[:ERROR_LENGTH]
 
 
 def begin(asked: dict[str, Any]) -> tuple[int, int]:
@@ -73,7 +84,7 @@ def begin(asked: dict[str, Any]) -> tuple[int, int]:
         kernel_of(asked).preload(asked["description"])  # into Triton's cache on disk
         failed = 0
     except BaseException as problem:
-        os.write(writing, f"{type(problem).__name__}: {problem}"[:ERROR_LENGTH].encode())
+        os.write(writing, in_words(problem).encode())
     finally:
         os._exit(failed)
 
@@ -91,6 +102,7 @@ def serve(jobs: int, questions: int, answers: TextIO) -> None:
     waiting: collections.deque[dict[str, Any]] = collections.deque()
     running: dict[int, tuple[int, int]] = {}  # by where they write: the fork, and the number of its kernel
     unread = b""
+    answer = lambda number, problem: print(json.dumps(dict(number=number, problem=problem)), file=answers, flush=True)
     while True:
         while waiting and len(running) < jobs:
             asked = waiting.popleft()
@@ -99,16 +111,18 @@ def serve(jobs: int, questions: int, answers: TextIO) -> None:
         ready, _, _ = select.select([questions, *running], [], [], None if running else PATIENCE)
         for reading in set(ready) & running.keys():
             child, number = running.pop(reading)
-            print(json.dumps(dict(number=number, problem=end(child, reading))), file=answers, flush=True)
+            answer(number, end(child, reading))
         if questions in ready:
             more = os.read(questions, 1 << 16)
             if not more:
                 return
             *lines, unread = (unread + more).split(b"\n")
             for line in map(json.loads, lines):
-                with contextlib.suppress(Exception):  # which the fork will tell
+                try:
                     hash_kernel(line)
-                waiting.append(line)
+                    waiting.append(line)
+                except Exception as problem:
+                    answer(line["number"], in_words(problem))
         elif not ready:
             return
 
