@@ -1,5 +1,7 @@
 """Listing on what says it is a GPU: launches are passed over once and for all, and nothing of it stays."""
 
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -132,6 +134,14 @@ def test_where_the_first_calls_lack_nothing_no_more_are_looked_at():
     made = []
     pool.list_missing([lambda: made.append(1)] * 100, lambda so_far: None)
     assert len(made) == pool.SAMPLES
+
+
+@pytest.mark.parametrize("program", ["", "print('{\"number\": 0')"])
+def test_a_process_that_dies_or_answers_nonsense_compiles_nothing_and_is_forgotten(monkeypatch, program):
+    start = lambda jobs: subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1, text=True)
+    monkeypatch.setattr(pool, "start", start)
+    wanted = pool.Wanted("module", "kernel", ("cuda", 90, 32), "{}", "")
+    assert pool.compile_all([wanted] * 2, 2) == ["not compiled"] * 2
 
 
 def test_the_environment_says_how_many_processes(monkeypatch):

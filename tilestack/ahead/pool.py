@@ -85,8 +85,8 @@ def list_missing(calls: Iterable[Callable[[], Any]], count: Callable[[int], Any]
 def compile_all(missing: Sequence[Wanted], jobs: int, report: Report = lambda done, all: None) -> list[str]:
     """Compile kernels into Triton's cache; what went wrong with each, empty where nothing did."""
     problems = ["not compiled"] * len(missing)
-    process = start(jobs)
     try:
+        process = start(jobs)
         assert process.stdin is not None
         assert process.stdout is not None
         for number, wanted in enumerate(missing):
@@ -99,9 +99,10 @@ def compile_all(missing: Sequence[Wanted], jobs: int, report: Report = lambda do
             told = json.loads(answer)
             problems[told["number"]] = told["problem"]
             report(done, len(missing))
-    except OSError:
-        log.debug("nobody compiles ahead any more", exc_info=True)
-    except BaseException:  # Ctrl-C: its answers would be taken for those to the next questions
+    except Exception:
+        log.debug("no more kernels are compiled ahead", exc_info=True)
+        stop()  # what it still answers would be taken for answers to the next questions
+    except BaseException:  # Ctrl-C
         stop()
         raise
     for wanted, problem in zip(missing, problems, strict=True):
