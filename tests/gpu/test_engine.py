@@ -1,7 +1,11 @@
 """The engine on a GPU: CUDA graphs, overlap and the paged kernels give the tokens of plain decoding, and nothing leaks."""
 
 import copy
+import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -255,3 +259,34 @@ def test_training_finds_the_bits_that_were_served_in_the_batch_invariant_mode(de
         first = len(request.prompt) - 1
         served = torch.tensor([told.logprob for told in answer.logprobs])
         assert torch.equal(served, row[first : first + len(answer.ids)])
+
+
+ANSWERS = """
+import json, logging, sys, torch
+from tilestack import models
+from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams
+logging.basicConfig(level=logging.INFO)
+torch.manual_seed(0)
+with torch.device("cuda"):
+    decoder = models.Decoder(models.ModelConfig(**json.loads(sys.argv[1]))).bfloat16().eval()
+engine = Engine(decoder, None, EngineSettings(step_tokens=128, max_sequences=4))
+engine.runner.warm_up()
+params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+asked = [Request(f"{n}", [(7 * n + 3 * place) % 512 for place in range(5 + 11 * n)], params) for n in range(6)]
+print(json.dumps([output.completions[0].ids for output in LLM(engine).run(asked)]))
+"""
+
+
+def test_kernels_compiled_ahead_answer_as_those_compiled_one_by_one(tmp_path):
+    """In processes whose cache is empty: what was passed over in the listing must leave no trace in the tokens."""
+    found = {}
+    for jobs in ("1", "8"):
+        environment = os.environ | dict(TRITON_CACHE_DIR=str(tmp_path / jobs), TILESTACK_COMPILE_JOBS=jobs)
+        command = [sys.executable, "-c", ANSWERS, json.dumps(CONFIG)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert ("in 8 processes" in done.stderr) == (jobs == "8")
+        found[jobs] = json.loads(done.stdout)
+    assert found["1"] == found["8"]
+    kernels = {jobs: {path.name for path in (tmp_path / jobs).iterdir()} for jobs in found}
+    assert kernels["1"] <= kernels["8"]

@@ -236,8 +236,8 @@ def serve_command(
         progress = progress_bar()
         progress.disable = not progress.console.is_terminal  # elsewhere standard error is for the log
         with progress:
-            task = progress.add_task("capturing graphs", total=None)
-            told = lambda done, all: progress.update(task, completed=done, total=all)
+            task = progress.add_task("warming up", total=None)
+            told = lambda what, done, all: progress.update(task, description=what, completed=done, total=all)
             engine.engine.runner.warm_up(told)
 
     def greet(address: str) -> None:

@@ -97,15 +97,22 @@ class CapturedSteps(ABC):
             tokens, hidden = self.compute(given, size)
             return tokens[:drawn], hidden
         if size not in self.graphs:
+            self.runner.compile_ahead([(self, size)])
             self.capture(size)
         captured = self.graphs[size]
         captured.inputs.copy_(given, non_blocking=True)
         captured.graph.replay()
         return captured.tokens[:drawn], captured.hidden
 
-    def capture(self, size: Size) -> None:
+    def compute_nothing(self, size: Size) -> Tensor:
+        """Compute a step of no parts, and answer what it was told."""
         inputs = torch.tensor(self.inputs([], size), device=self.runner.device)
-        for _ in range(3):  # compiles kernels, and lets the operators settle on their plans
+        self.compute(inputs, size)
+        return inputs
+
+    def capture(self, size: Size) -> None:
+        inputs = self.compute_nothing(size)  # compiles kernels that are not compiled yet
+        for _ in range(2):  # lets the operators settle on their plans
             self.compute(inputs, size)
         torch.cuda.synchronize(self.runner.device)
         graph = torch.cuda.CUDAGraph()

@@ -90,6 +90,9 @@ class LLM:
         bars = Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress)
         with bars, startup_frozen(self.engine.runner.device, collect=False):
             bar = bars.add_task("answering", total=len(requests))
+            if progress:  # one bar at a time
+                told = lambda what, done, all: bars.update(bar, description=f"answering ({what} {done}/{all})")
+                self.engine.runner.report = told
             try:
                 for request in requests:
                     self.engine.check(request)
@@ -102,8 +105,10 @@ class LLM:
                             raise RuntimeError(f"request {request.id} failed: {delta.error}")
                         found[request][delta.choice].add(delta)
                     if progress:
-                        bars.update(bar, completed=len(requests) - len(self.engine.requests))
+                        left = len(self.engine.requests)
+                        bars.update(bar, description="answering", completed=len(requests) - left)
             finally:
+                self.engine.runner.report = None
                 for request in requests:
                     self.engine.cancel(request.id)
         return [

@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilestack.ahead import SAMPLES, compile_ahead
 from tilestack.engine.adapters import ServedAdapters
-from tilestack.engine.captured import CapturedSteps, is_plain
+from tilestack.engine.captured import CapturedSteps, Size, is_plain
 from tilestack.engine.cpu_step import FEW, CPUStep, torch_on_one_thread
 from tilestack.engine.decoding import DecodingSteps
 from tilestack.engine.decoding_one import persistent_steps
@@ -32,6 +34,8 @@ from tilestack.engine.scheduler import Part, Plan
 from tilestack.engine.sequence import Sequence
 from tilestack.engine.transfer import to_device
 from tilestack.models import Decoder, PagedBatch, PagedCache, invariant
+
+Report = Callable[[str, int, int], None]  # what is being done, how many are done, and of how many
 
 PROMPT_ROWS = 256  # prompt tokens whose logits are there at a time, when their log-probabilities are asked for
 
@@ -100,6 +104,8 @@ class Runner:
         draw = sample_unfiltered if step is None else step.draw
         self.sampling = SamplingRows(rows, decoder.config.vocabulary, self.device, draw)
         self.synced = [(0, 0)] * rows  # of each row, the admission that it is of, and how many of its pages it knows
+        self.lacks_kernels = True  # as far as we know
+        self.report: Report | None = None  # told what takes long before a step can begin
         self.graph_memory: Any = None  # which all graphs share, since one runs at a time
         self.swapped: dict[Sequence, list[Tensor]] = {}
         self.captured: list[CapturedSteps] = []
@@ -162,16 +168,29 @@ class Runner:
         return drawn, told
 
     @torch.no_grad()
-    def warm_up(self, report: Callable[[int, int], None] = lambda done, all: None) -> None:
+    def warm_up(self, report: Report | None = None) -> None:
         """Capture all graphs there can be, before the first step needs one; nothing where there are none."""
         if self.device.type != "cuda" or self.draft is not None:
             return
+        self.report = report
         wanted = [(kind, size) for kind in self.captured for size in kind.sizes() if size not in kind.graphs]
         wanted.sort(key=lambda each: -each[1].tokens)  # what the largest took of their memory has room for all others
-        for done, (kind, size) in enumerate(wanted, 1):
-            with self.on_device():
+        with self.on_device():
+            apart = len(wanted) // SAMPLES + 1  # the samples are of all sizes
+            self.compile_ahead([each for first in range(apart) for each in wanted[first::apart]])
+            for done, (kind, size) in enumerate(wanted, 1):
                 kind.capture(size)
-            report(done, len(wanted))
+                if report is not None:
+                    report("capturing graphs", done, len(wanted))
+        self.report = None
+
+    def compile_ahead(self, wanted: List[tuple[CapturedSteps, Size]]) -> None:
+        """Compile kernels that these steps lack, many at once, until a step lacks none."""
+        if self.device.type != "cuda" or not self.lacks_kernels:
+            return
+        told = self.report and partial(self.report, "compiling kernels")
+        calls = [partial(kind.compute_nothing, size) for kind, size in wanted]
+        self.lacks_kernels = compile_ahead(calls, told) > 0
 
     def forward(self, parts: List[Part], ids: Tensor, batch: PagedBatch) -> Tensor:
         """Hidden states [T, hidden] of a batch. A model that drafts reads along, so that its pages hold the same tokens."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from tilestack.ahead import compile_ahead
 from tilestack.engine.params import check_whole
 from tilestack.models import Decoder, PagedCache
 from tilestack.models.key_offset import calibrate_key_offset
@@ -84,15 +85,19 @@ def memory_for_pages(decoder: Decoder, step_tokens: int) -> int:
     device = decoder.embedding.weight.device
     if device.type != "cuda":
         return CPU_CACHE
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
     length = min(step_tokens, decoder.config.positions)
     rows = max(1, step_tokens // length)
-    hidden = decoder.hidden(torch.zeros(rows, length, dtype=torch.int64, device=device))
-    decoder.logits(hidden.flatten(0, 1)[:256]).float()
+
+    def largest_step() -> None:
+        hidden = decoder.hidden(torch.zeros(rows, length, dtype=torch.int64, device=device))
+        decoder.logits(hidden.flatten(0, 1)[:256]).float()
+
+    compile_ahead([largest_step])
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    largest_step()
     torch.cuda.synchronize(device)
     step = torch.cuda.max_memory_allocated(device) - before
-    del hidden
     torch.cuda.empty_cache()
     free, whole = torch.cuda.mem_get_info(device)
     return int(free - step - (1 - GPU_SHARE) * whole)
