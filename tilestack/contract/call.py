@@ -3,7 +3,8 @@
 A signature is all that a choice of implementation may depend on: the chosen backend, whether bits are to repeat, what
 autocast wants, whether a gradient is wanted, each tensor's class, shape, strides, dtype and device, and the value of every
 other argument. The first call of a signature checks the arguments, resolves a backend and makes a plan; the next ones find
-it in a dictionary. Plans that were not used lately are forgotten, so that ever-changing shapes stay bounded.
+it in a dictionary. What concerns the tensors is made in C++ where that is built (native/signature.h), in Python for the rare
+ones and elsewhere. Plans that were not used lately are forgotten, so that ever-changing shapes stay bounded.
 """
 
 import functools
@@ -19,6 +20,7 @@ from torch.autograd import forward_ad
 from tilestack.contract import registry
 from tilestack.contract.backends import checks_values, entered
 from tilestack.contract.named import answer_of
+from tilestack.contract.native.build import native_node
 from tilestack.contract.source import lines, write_function
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ class Plans:
 
 def write_call(op: "Operator") -> Callable:
     """The `__call__` of one operator, so that a call costs its signature and one dictionary look-up."""
-    parts, grads, views, coerced = [], [], [], []
+    parts, grads, views, coerced, options = [], [], [], [], []
     for name in op.parameters:
         annotation = op.annotations[name]
         of_tensor = f"{name}.__class__, {name}.shape, {name}.stride(), {name}.dtype, {name}.device"
@@ -91,8 +93,9 @@ def write_call(op: "Operator") -> Callable:
                 coerced.append(
                     f"if {given}{name}.__class__ is not {plain}: {name} = _{plain}({name}, {op.name!r}, {name!r})"
                 )
-            parts.append(f"tuple({name})" if typing.get_origin(annotation) in (list, Sequence) else name)
+            options.append(f"tuple({name})" if typing.get_origin(annotation) in (list, Sequence) else name)
     names = ", ".join(op.parameters)
+    tensors = ", ".join(name for name in op.parameters if name in (*op.tensors, *op.optional, *op.lists))
     declared = ", ".join(
         name if p.default is p.empty else f"{name}={name}_default" for name, p in op.signature.parameters.items()
     )
@@ -103,11 +106,11 @@ def __call__(self, {declared}, *, out=None):
         return _traced({names}) if out is None else _copied(out, _traced({names}))
 {lines(*coerced)}
     try:
-        _key = (
-            _entered(), _deterministic(), _autocasting() and _autocast(), _transforming(), _forward_ad._current_level,
-            {" or ".join(views)},
+        _seen = _signature({tensors}) or (
+            _deterministic(), _autocasting() and _autocast(), _transforming(), {" or ".join(views)},
             _grad_enabled() and ({" or ".join(grads)}), {", ".join(parts)},
         )
+        _key = _entered(), _forward_ad._current_level, _seen, {", ".join(options)}
         _run = _plans.get(_key)
     except (AttributeError, TypeError):  # no tensor where one belongs, or an argument without a hash
         _key = _run = None
@@ -120,6 +123,7 @@ def __call__(self, {declared}, *, out=None):
     scope: dict[str, Any] = {f"{name}_default": p.default for name, p in op.signature.parameters.items()}
     scope |= dict(
         _op=op,
+        _signature=functools.partial(first_signature, op),
         _compiling=torch.compiler.is_compiling,
         _traced=op.traced,
         _copied=copied,
@@ -140,6 +144,18 @@ def __call__(self, {declared}, *, out=None):
     call = write_function("__call__", text, scope)
     call.__doc__ = op.definition.__doc__
     return call
+
+
+def first_signature(op: "Operator", *tensors: Any) -> bytes | None:
+    """What an operator's first call knows of its tensors; the next ones ask C++ themselves, where that is built."""
+    native = native_node()
+    signature = native.signature if native else unsigned
+    type(op).__call__.__globals__["_signature"] = signature  # type: ignore[attr-defined]
+    return signature(*tensors)
+
+
+def unsigned(*tensors: Any) -> None:
+    """What native/signature.h has for tensors that Python has to look at: all, where it is not built."""
 
 
 def autocast() -> tuple:

@@ -214,13 +214,13 @@ def compiler() -> Finding:
 
 
 def node() -> Finding:
-    """Whether calls that want a gradient go through C++ here."""
+    """Whether calls go through C++ here, their signatures and their gradients."""
     name = "C++ node"
     if turned_off():
-        return Finding(name, "limited", f"{VARIABLE}=0: gradients go through Python", f"unset {VARIABLE}")
+        return Finding(name, "limited", f"{VARIABLE}=0: calls go through Python", f"unset {VARIABLE}")
     if native_node() is not None:
-        return Finding(name, "ok", f"built: calls with a gradient go through {place_of_build().name}")
-    slower = "not built: calls with a gradient take a few µs more on the host"
+        return Finding(name, "ok", f"built: calls go through {place_of_build().name}")
+    slower = "not built: calls take a few µs more on the host"
     if lacking := missing_for_build():
         return Finding(name, "limited", f"{slower}; {lacking}", "apt install g++, then tilestack doctor --build")
     return Finding(name, "limited", slower, "tilestack doctor --build")

@@ -1,1 +1,1 @@
-"""The contract's C++: calls that want a gradient, without the Python of `torch.autograd.Function`. Nothing needs it."""
+"""The contract's C++: the signature of a call, and gradients without the Python of `torch.autograd.Function`. Nothing needs it."""

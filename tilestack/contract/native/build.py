@@ -1,9 +1,9 @@
 """Building `node.cpp` when asked to, and finding what was built.
 
-    tilestack doctor --build ──▶ g++ ──▶ <cache>/tilestack/native/node-<hash>.so ──▶ imported by the first call with a gradient
+    tilestack doctor --build ──▶ g++ ──▶ <cache>/tilestack/native/node-<hash>.so ──▶ imported by the first call
 
 No call and no import ever compiles: where nothing was built, or it does not load, the same is done in Python
-(`autograd.py`). The hash is of the source, the flags, PyTorch and Python, so what is there is never stale.
+(`call.py`, `autograd.py`). The hash is of the source, the flags, PyTorch and Python, so what is there is never stale.
 `TILESTACK_NATIVE=0` does without what is there.
 """
 
@@ -52,7 +52,7 @@ def native_node() -> ModuleType | None:
     try:
         return load(path) if path.exists() else None
     except (ImportError, OSError) as refused:
-        log.warning("gradients go through Python, as what was built in C++ cannot be loaded: %s", refused)
+        log.warning("calls go through Python, as what was built in C++ cannot be loaded: %s", refused)
         return None
 
 
@@ -74,7 +74,9 @@ def load(path: Path) -> ModuleType:
 def place_of_build() -> Path:
     """Where it is, or would be, for this PyTorch and Python."""
     about = [*FLAGS, torch.__version__, str(torch.version.git_version), str(sysconfig.get_config_var("SOABI"))]
-    digest = hashlib.sha256("\n".join([*about, platform.machine()]).encode() + SOURCE.read_bytes())
+    digest = hashlib.sha256("\n".join([*about, platform.machine()]).encode())
+    for source in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))):
+        digest.update(source.read_bytes())
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "tilestack", "native", f"node-{digest.hexdigest()[:16]}.so")
 
@@ -101,7 +103,7 @@ def headers_of_torch() -> list[Path]:
 def build_node() -> Path:
     """Compile it, which takes a minute, unless that was done; processes that ask at the same time wait for the first."""
     if lacking := missing_for_build():
-        raise NodeBuildError(f"{SOURCE.name} cannot be compiled: {lacking}; gradients go through Python")
+        raise NodeBuildError(f"{SOURCE.name} cannot be compiled: {lacking}; calls go through Python")
     try:
         built = place_of_build()
         with alone_in(built.parent):

@@ -26,6 +26,8 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
+#include "signature.h"
+
 #include <algorithm>
 #include <memory>
 #include <optional>
@@ -601,7 +603,12 @@ PyTypeObject PairType = [] {
 // The class of `grad_fn`, filled by PyTorch, which prints those of just this name by what `name` tells.
 PyTypeObject CppFunctionType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "tilestack_node", "Calls that want a gradient, in C++.", -1, nullptr};
+PyMethodDef functions[] = {
+    {"signature", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(tilestack::signature)), METH_FASTCALL,
+     "What a choice may depend on of some tensors, as bytes; None where that is rare."},
+    {nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "tilestack_node", "An operator's calls, in C++.", -1, functions};
 
 }  // namespace
 
@@ -609,6 +616,8 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit_tilestack_nod
   HANDLE_TH_ERRORS
   _initFunctionPyTypeObject(CppFunctionType, "tilestack_node.CppFunction", nullptr, nullptr);
   registerCppFunction(typeid(CallNode), &CppFunctionType);
+  THPObjectPtr parameters = checked(PyImport_ImportModule("torch.nn.parameter"));
+  tilestack::parameter_class = checked(PyObject_GetAttrString(parameters.get(), "Parameter")).release();
   THPObjectPtr made = checked(PyModule_Create(&module));
   for (PyTypeObject* type : {&WiringType, &PairType, &CppFunctionType}) {
     if (PyModule_AddType(made.get(), type) < 0) return nullptr;
