@@ -2,6 +2,7 @@
 
 A table stands between two markers and is rewritten in place by `make docs`:
 
+    <!-- table: summary h200 cpu softmax,linear -->   the README's: some operators, training and serving, a line per group
     <!-- table: headline h200 -->                     one line per operator, its best case; of some with their names
     <!-- table: operator h200 softmax,rms_norm -->    every case of some operators, both directions, and their means
     <!-- table: ladder h200 linear triton,aten -->    some backends of an operator side by side, a line per case
@@ -47,6 +48,7 @@ from tilestack.lab.results import read_json
 from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER, UNCLEAR
 from tilestack.lab.serving_tables import http, serving
 from tilestack.lab.stale import TRAINING, is_current
+from tilestack.lab.summary_tables import summary
 
 NO_QUALITY = ["–", "–"]
 VERSIONS = {"torch": "torch", "Triton": "triton", "cuDNN": "cudnn", "Liger": "liger", "transformers": "transformers"}
@@ -385,7 +387,7 @@ WORDS = {
     "training": (1,),
     "roofs": (1,),
 }  # how many follow the name
-USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `fp8-parity MACHINE`, `recipes MACHINE`, `alignment MACHINE`, `serving GPU`, `http MACHINE`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
+USES = "`summary GPU CPU NAME,NAME`, `headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `fp8-parity MACHINE`, `recipes MACHINE`, `alignment MACHINE`, `serving GPU`, `http MACHINE`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
 
 
 def table(name: str, root: Path, where: str = "") -> str:
@@ -398,6 +400,8 @@ def table(name: str, root: Path, where: str = "") -> str:
             written
             or f"_not measured yet: `{memory.COMMAND}` on a machine with the GPU `{words[0]}` fills this table._"
         )
+    if kind == "summary" and len(words) == 3:
+        return summary(root / "results", *words)
     if kind in OF_NO_GPU and not words:
         return OF_NO_GPU[kind](root / "results")
     if kind in FOLDERS and len(words) == 1:
