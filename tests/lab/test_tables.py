@@ -181,7 +181,7 @@ def test_rows_of_an_older_source_are_marked_with_their_commit(root):
     save(root, replace(result, rows=[*old, *(row for row in result.rows if row["op"] == "linear")]))
     written = table("headline imaginary", root)
     assert sorted(line[0] for line in cells(written)[2:]) == ["`linear`", "`softmax` †"]
-    assert written.endswith("\n\n_† measured on an older source than the present one, not to be trusted until measured again; at commit 0ld0000 `softmax`._")  # fmt: skip
+    assert written.endswith("\n\n_† measured on an older version of the code, outdated until measured again; at commit 0ld0000 `softmax`._")  # fmt: skip
     without = [{key: value for key, value in row.items() if key != "source"} for row in result.rows]
     save(root, replace(result, rows=without))
     lines = [line for line in cells(table("operator imaginary softmax,linear", root)) if line[0][:1] == "`"]
@@ -311,8 +311,8 @@ def test_mutants_are_counted_by_family_and_survivors_have_their_reasons(root):
         ["tiles", "1", "9", "4", "2", "1", "0", "1", "66.7%"],
         ["all †", "4", "29", "10", "7", "1", "1", "1", "77.8%"],
     ]
-    assert "at commit abc1234. Nothing interpreted reaches `matmul.tma`: not tried." in written
-    assert written.endswith("of an older source: `norm.rows`._")
+    assert "at commit abc1234. Not reachable in the interpreter, so not tried: `matmul.tma`." in written
+    assert written.endswith("of an older version of the code: `norm.rows`._")
     listed = table("survivors", root).splitlines()[2:]
     assert listed == [
         "| `matmul.gemv` | `f: a → b` | seen on a GPU only: as it says |",
@@ -398,3 +398,13 @@ def test_the_summary_shows_each_groups_median_case_and_the_weakest_operators(roo
     assert first[0] == "`softmax` †"
     assert written.endswith("_† the code has changed since some of these cases were measured._")
     assert "not measured yet" in table("summary h100 unknown softmax", root)
+
+
+def test_many_commits_are_counted_and_few_are_named(root):
+    result = small_result()
+    each = [row | {"source": "another", "commit": f"c{n}"} for n, row in enumerate(result.rows)]
+    save(root, replace(result, rows=each))
+    written = table("operator imaginary softmax,linear", root)
+    assert "commits, named in results/, 2031-05-06" in written
+    assert "outdated until measured again; 4 commits, named in results/._" in written
+    assert "commit c0" not in written
