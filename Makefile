@@ -88,7 +88,7 @@ clean:
 	touch $@
 
 # The C++ that makes calls cheaper on the host; without a compiler they go through Python.
-.venv/node: .venv/ready $(wildcard tilestack/contract/native/*)
+.venv/node: .venv/ready $(wildcard $(addprefix tilestack/contract/native/,*.cpp *.h *.py))
 	if $(BIN)/python -m tilestack doctor --build; then touch $@; fi
 
 # A second real model for the tests, 240 MB that the demo does without.

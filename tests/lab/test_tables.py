@@ -181,7 +181,7 @@ def test_rows_of_an_older_source_are_marked_with_their_commit(root):
     save(root, replace(result, rows=[*old, *(row for row in result.rows if row["op"] == "linear")]))
     written = table("headline imaginary", root)
     assert sorted(line[0] for line in cells(written)[2:]) == ["`linear`", "`softmax` †"]
-    assert written.endswith("\n\n_† measured on an older source than the present one, not to be trusted until measured again; at commit 0ld0000 `softmax`._")  # fmt: skip
+    assert written.endswith("\n\n_† measured on an older version of the code, outdated until measured again; at commit 0ld0000 `softmax`._")  # fmt: skip
     without = [{key: value for key, value in row.items() if key != "source"} for row in result.rows]
     save(root, replace(result, rows=without))
     lines = [line for line in cells(table("operator imaginary softmax,linear", root)) if line[0][:1] == "`"]
@@ -311,8 +311,8 @@ def test_mutants_are_counted_by_family_and_survivors_have_their_reasons(root):
         ["tiles", "1", "9", "4", "2", "1", "0", "1", "66.7%"],
         ["all †", "4", "29", "10", "7", "1", "1", "1", "77.8%"],
     ]
-    assert "at commit abc1234. Nothing interpreted reaches `matmul.tma`: not tried." in written
-    assert written.endswith("of an older source: `norm.rows`._")
+    assert "at commit abc1234. Not reachable in the interpreter, so not tried: `matmul.tma`." in written
+    assert written.endswith("of an older version of the code: `norm.rows`._")
     listed = table("survivors", root).splitlines()[2:]
     assert listed == [
         "| `matmul.gemv` | `f: a → b` | seen on a GPU only: as it says |",
@@ -366,3 +366,45 @@ def test_what_http_costs_is_told_of_each_model(tmp_path):
     _, _, *lines = cells(written := table("http imaginary", tmp_path))
     assert lines[0][0] == "tiny, 64 streams †"
     assert written.endswith("at commit abc1234 tiny, 64 streams._")
+
+
+def test_the_summary_shows_each_groups_median_case_and_the_weakest_operators(root):
+    gpu = small_result()
+    served = lambda backend, case, seconds: dict(
+        op="serve", case=case, dtype="bfloat16", direction="forward", backend=backend, figure=1e3 * seconds, unit="ms/step",
+        seconds=seconds, roof=0.5, date="2031-05-09T07:08:09Z", commit="abc1234", device="cpu",
+        source=present_source("serve", backend, "cpu"), versions={},
+    )  # fmt: skip
+    rows = [
+        served(backend, f"batch {size}", seconds)
+        for size, ours, theirs in ((1, 0.01, 0.04), (2, 0.02, 0.03), (4, 0.04, 0.03))
+        for backend, seconds in (("tilestack", ours), ("transformers", theirs), ("tilestack int8", ours / 2))
+    ]
+    of_a_cpu = replace(gpu, machine=MACHINE | {"gpu": "", "cpu": "Imaginary CPU", "slug": "cpu"}, rows=rows)
+    save(root, of_a_cpu, "serve")
+    header, _, *lines = cells(written := table("summary imaginary cpu softmax", root))
+    assert header[:2] == ["what", "median case"]
+    assert lines == [
+        ["`softmax`", "8192×1024, dim -1, bfloat16 forward", "32.0 µs", "24.0 µs (aten)", "0.75×", "52%", "0.75× – 1.25×", "1 of 2"],
+        ["`linear`", "4096 rows, 4096 columns, inner 4096, bfloat16 forward", "400 µs", "220 µs (aten)", "0.55×", "49%", "–", "0 of 1"],
+        ["serving on a CPU, decode step", "batch 2", "20.00 ms/step", "30.00 ms/step (transformers)", "**1.50×**", "50%", "0.75× – 4.00×", "2 of 3"],
+    ]  # fmt: skip
+    assert "All 2 operators and optimizers with a peer, 3 comparisons: 1 won, 0 equal, 2 lost" in written
+    assert "Lowest mean: `linear`, `softmax`." in written
+    assert written.endswith("2031-05-06 to 2031-05-09; commits are in results/._")
+    old = [row | {"source": "older"} if row["op"] == "softmax" else row for row in gpu.rows]
+    save(root, replace(gpu, rows=old))
+    _, _, first, *_ = cells(written := table("summary imaginary cpu softmax", root))
+    assert first[0] == "`softmax` †"
+    assert written.endswith("_† the code has changed since some of these cases were measured._")
+    assert "not measured yet" in table("summary h100 unknown softmax", root)
+
+
+def test_many_commits_are_counted_and_few_are_named(root):
+    result = small_result()
+    each = [row | {"source": "another", "commit": f"c{n}"} for n, row in enumerate(result.rows)]
+    save(root, replace(result, rows=each))
+    written = table("operator imaginary softmax,linear", root)
+    assert "commits, named in results/, 2031-05-06" in written
+    assert "outdated until measured again; 4 commits, named in results/._" in written
+    assert "commit c0" not in written

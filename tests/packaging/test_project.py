@@ -65,7 +65,7 @@ KERNELS = "tilestack bench all --save"
 MUTATION = "python -m tests.mutation"  # which needs neither
 FILLED_BY = {
     **dict.fromkeys(("headline", "operator", "ladder", "training", "roofs", "memory"), (KERNELS, None)),
-    "serving": (KERNELS, "tilestack bench serve --device cpu --save"),
+    **dict.fromkeys(("serving", "summary"), (KERNELS, "tilestack bench serve --device cpu --save")),
     "http": (KERNELS, "tilestack bench http --device cpu --save"),
     "recipes": ("tilestack chain --save", "tilestack chain --save"),
     "alignment": (None, "tilestack chain --alignment --save"),

@@ -24,10 +24,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 PANELS = {
-    "See it all": (demo,),
-    "Kernels: is it right, is it fast, and why": (lab, bench),
+    "Start here": (demo,),
+    "Kernels: verify, benchmark, inspect": (lab, bench),
     "Training": (train, align, evaluate),
-    "Models that answer": (generate, chat, serve, load),
+    "Inference and serving": (generate, chat, serve, load),
 }
 
 

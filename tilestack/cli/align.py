@@ -24,10 +24,10 @@ def sft_command(
     fresh: Fresh = False,
     profile: Profile = 0,
 ) -> None:
-    """Fine-tune on conversations, learning only the assistant's answers; with lora.rank, adapters alone.
+    """Fine-tune on conversations, training only on the assistant's answers; with lora.rank, only adapters.
 
-    data.files are rows of {"messages": …}, as chat models know them, or in the formats of ShareGPT and Alpaca.
-    Run folder and resume are those of [bold]train[/bold].
+    data.files are rows of {"messages": …}, or in the formats of ShareGPT and Alpaca.
+    Run folder and resume work as in [bold]train[/bold].
     """
     run("sft", recipe, set_, folder, fresh, profile)
 
@@ -39,10 +39,10 @@ def dpo_command(
     fresh: Fresh = False,
     profile: Profile = 0,
 ) -> None:
-    """Learn from pairs of answers, one chosen and one rejected, against the model as it was.
+    """Preference optimisation (DPO, IPO, SimPO): pairs of a chosen and a rejected answer, against a frozen reference.
 
     data.files are rows of {"prompt": …, "chosen": …, "rejected": …}, each a text or messages. dpo.loss may be simpo, which
-    needs no reference. Run folder and resume are those of [bold]train[/bold].
+    needs no reference. Run folder and resume work as in [bold]train[/bold].
     """
     run("dpo", recipe, set_, folder, fresh, profile)
 
@@ -54,10 +54,10 @@ def kto_command(
     fresh: Fresh = False,
     profile: Profile = 0,
 ) -> None:
-    """Learn from answers that were judged one by one, good or bad, against the model as it was.
+    """Preference optimisation (KTO): single answers labelled good or bad, against a frozen reference.
 
     data.files are rows of {"prompt": …, "completion": …, "label": true or false}, or pairs as for [bold]dpo[/bold].
-    Run folder and resume are those of [bold]train[/bold].
+    Run folder and resume work as in [bold]train[/bold].
     """
     run("kto", recipe, set_, folder, fresh, profile)
 
@@ -69,10 +69,10 @@ def grpo_command(
     fresh: Fresh = False,
     profile: Profile = 0,
 ) -> None:
-    """Learn from rewards: the model answers in groups, a program checks, and what did better than its group is raised.
+    """Reinforcement learning (GRPO): sample groups of answers, score them with a program, reinforce those above the mean.
 
-    data.files are rows of {"prompt": text or messages, "answer": text}. grpo.reward names a check, or a function of a file
-    of yours, rewards.py:score. Run folder and resume are those of [bold]train[/bold].
+    data.files are rows of {"prompt": text or messages, "answer": text}. grpo.reward names a built-in check or your own
+    function, rewards.py:score. Run folder and resume work as in [bold]train[/bold].
     """
     run("grpo", recipe, set_, folder, fresh, profile)
 

@@ -43,7 +43,7 @@ def bench_command(
     backend: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated backends and peers (aten, aten-rowwise, compile, compile-max, eager, liger); all that can run when left out.",
+            help="Comma-separated backends and peers (aten, aten-rowwise, compile, compile-max, eager, liger); default: all that can run.",
             show_default=False,
         ),
     ] = None,
@@ -56,20 +56,18 @@ def bench_command(
         bool,
         typer.Option(
             "--save",
-            help="Merge the rows into results/<machine>/ as they come; on a GPU, in a checkout, renew the table that auto reads.",
+            help="Merge the rows into results/<machine>/ as they are measured; on a GPU, in a checkout, also update the table that auto reads.",
         ),
     ] = False,
-    stale: Annotated[
-        bool, typer.Option("--stale", help="Only what results/ does not hold of the present source.")
-    ] = False,
+    stale: Annotated[bool, typer.Option("--stale", help="Only what has no up-to-date result in results/.")] = False,
     budget: Annotated[
         float | None,
-        typer.Option(help="Begin nothing that would end after so many seconds.", min=1, show_default=False),
+        typer.Option(help="Start nothing that would end after this many seconds.", min=1, show_default=False),
     ] = None,
     jobs: Annotated[
         int,
         typer.Option(
-            help="Operators on a GPU: processes that first compile what is then timed in one, the budget's first two fifths at most.",
+            help="Operators on a GPU: processes that compile kernels before they are timed in one; at most two fifths of the budget.",
             min=1,
         ),
     ] = 1,
@@ -78,25 +76,25 @@ def bench_command(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="bench train: comma-separated recipes whose models to train; those of the README, or demo on a CPU, when left out.",
+            help="bench train: comma-separated recipes whose models to train; default: those of the documentation, or demo on a CPU.",
             show_default=False,
         ),
     ] = None,
     micro_batch: Annotated[
         str | None,
         typer.Option(
-            help="bench train: comma-separated numbers of sequences; the README's or the recipe's when left out.",
+            help="bench train: comma-separated batch sizes; default: the documentation's or the recipe's.",
             show_default=False,
         ),
     ] = None,
     sequence: Annotated[
         int | None,
-        typer.Option(help="bench train: tokens of a sequence; the recipe's when left out.", min=2, show_default=False),
+        typer.Option(help="bench train: sequence length; default: the recipe's.", min=2, show_default=False),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="bench serve, bench http: a model's folder, file or name; random weights when left out, on a GPU of Qwen3-0.6B's shape.",
+            help="bench serve, bench http: a model's folder, file or name; default: random weights, on a GPU in the shape of Qwen3-0.6B.",
             show_default=False,
         ),
     ] = None,
@@ -105,17 +103,18 @@ def bench_command(
         typer.Option(help="bench serve: comma-separated workloads, such as 'throughput,batch 1'.", show_default=False),
     ] = None,
 ) -> None:
-    """Measure kernels against the machine's roofs and against the fastest peer, in one run.
+    """Benchmark kernels against the hardware roofs and the fastest peer, in one run.
 
-    [bold]tilestack bench softmax[/bold] measures one operator; [bold]tilestack bench add --load my_kernels.py[/bold] a
-    kernel of yours beside ours and PyTorch's.
+    [bold]tilestack bench softmax[/bold] measures one operator; [bold]tilestack bench add --load my_kernels.py[/bold]
+    also your own kernel.
 
     Kernel time is CUDA-graph replay on cold caches; host time is the cost of a plain call. Without a GPU the definitions
-    are timed on the CPU, and the tables say so. `bench memory` sweeps access patterns, `bench host` times calls on small
-    tensors, `bench optim` optimizers (`bench optim muon` one of them), `bench train` whole training steps beside
-    transformers and Liger, `bench serve` the engine beside vLLM and transformers, `bench http` what HTTP costs of its
-    throughput, and `bench all` all of these, on a GPU nearly every speed in the README and the documentation; `make bench`
-    and, on a CPU, `make bench-cpu` have the rest. `bench startup` times imports and the command line.
+    are timed on the CPU, and the tables say so.
+
+    `bench memory` sweeps access patterns, `bench host` times the host cost of calls, `bench optim [NAME]` optimizers,
+    `bench train` training steps next to transformers and Liger, `bench serve` the engine next to vLLM and transformers,
+    `bench http` the overhead of HTTP, `bench startup` imports and the command line. `bench all` runs all but the last;
+    `make bench` and, on a CPU, `make bench-cpu` reproduce every figure of the documentation.
     """
     if operators == ["startup"]:
         bench_starts(json_)

@@ -34,9 +34,7 @@ def add_to(app: typer.Typer) -> None:
 
 def chat_command(
     model: ModelName = "smollm2",
-    system: Annotated[
-        str | None, typer.Option(help="How the model should behave, told before the conversation.", show_default=False)
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.", show_default=False)] = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -47,7 +45,7 @@ def chat_command(
     dtype: Dtype = None,
     weights: Weights = None,
 ) -> None:
-    """Talk to a model. /reset begins anew, /quit ends; Ctrl-C stops an answer and not the program."""
+    """Chat with a model. /reset starts over, /quit exits, Ctrl-C stops an answer."""
     if max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1, not {max_tokens}")
     speaker = Speaker(model, device, dtype, weights)

@@ -50,13 +50,11 @@ def writable_folder(path: Place) -> Place:
     return path
 
 
-Operators = Annotated[
-    list[str] | None, typer.Argument(help="Operators by name; all of them when left out.", show_default=False)
-]
+Operators = Annotated[list[str] | None, typer.Argument(help="Operators by name; default: all.", show_default=False)]
 Device = Annotated[
     str | None,
     typer.Option(
-        help="cuda or cpu; the GPU when there is one. On cpu, Triton kernels run in its interpreter.",
+        help="cuda or cpu; default: the GPU if there is one. On cpu, Triton kernels run in its interpreter.",
         show_default=False,
     ),
 ]

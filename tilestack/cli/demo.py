@@ -39,14 +39,12 @@ def demo_command(
     output: Annotated[
         Path,
         typer.Option(
-            help="Where to put what the demo makes: a run, its model, measurements, the report.",
+            help="Output folder for the run, its model, measurements and the report.",
             callback=writable_folder,
         ),
     ] = Path("runs/demo"),
     set_: Set = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Forget the demo that is in the folder and start over.")
-    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard the demo in the folder and start over.")] = False,
 ) -> None:
     """Show the whole stack on this machine in a few minutes: doctor, proofs, a model trained and served, measurements, a report."""
     share_the_cores()

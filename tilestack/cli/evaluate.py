@@ -33,18 +33,18 @@ def eval_command(
     tasks: Annotated[
         str | None, typer.Option(help="Tasks of lm_eval by name, comma-separated.", show_default=False)
     ] = None,
-    length: Annotated[int, typer.Option(help="The longest context; at most what the model was made for.")] = 1024,
+    length: Annotated[int, typer.Option(help="Longest context; at most the model's maximum.")] = 1024,
     stride: Annotated[
         int | None,
-        typer.Option(help="Tokens between windows of long texts; the length itself when left out.", show_default=False),
+        typer.Option(help="Tokens between windows of long texts; default: the length.", show_default=False),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Only so many documents or questions of each.")] = None,
+    limit: Annotated[int | None, typer.Option(help="At most this many documents or questions of each.")] = None,
     device: Annotated[
-        str | None, typer.Option(help="cuda or cpu; the GPU when there is one.", show_default=False)
+        str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.", show_default=False)
     ] = None,
     json_: JsonFile = None,
 ) -> None:
-    """Measure a model: perplexity and bits per byte of texts, multiple choice by likelihood, tasks of lm_eval.
+    """Evaluate a model: perplexity and bits per byte of texts, multiple choice by likelihood, tasks of lm_eval.
 
     Every figure comes with its standard error. Bits per byte count all bytes of a text, so models with different
     tokenizers can be compared.

@@ -27,11 +27,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def generate_command(
-    prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     model: ModelName = "smollm2",
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without the model's chat template.")
-    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text directly, without the chat template.")] = False,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -48,7 +46,7 @@ def generate_command(
         bool, typer.Option("--json", help="Print one JSON object at the end instead of the text.")
     ] = False,
 ) -> None:
-    """Let a model answer a prompt, or continue it with --raw. How fast it went is told on standard error."""
+    """Generate an answer to a prompt, or continue it with --raw. Speed is printed to standard error."""
     if max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1, not {max_tokens}")
     speaker = Speaker(model, device, dtype, weights)

@@ -43,10 +43,13 @@ def doctor_command(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     build: Annotated[
         bool,
-        typer.Option("--build", help="First compile the C++ that makes calls with a gradient cheaper; once, a minute."),
+        typer.Option(
+            "--build",
+            help="First compile the C++ that makes calls cheaper on the host; takes a minute, once.",
+        ),
     ] = False,
 ) -> None:
-    """Look at this machine: what will run, what will not, and how to fix it."""
+    """Check this machine: what will run, what will not, and how to fix it."""
     from tilestack.contract.native.build import build_node
     from tilestack.lab import machine
 
@@ -64,7 +67,7 @@ def ops_command(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     device: Device = None,
 ) -> None:
-    """List every operator, its backends, and what [bold]auto[/bold] takes on this machine; of named ones, all of it."""
+    """List every operator, its backends, and what [bold]auto[/bold] chooses on this machine; with names, their details."""
     place = kernel_device(device)
     from tilestack.lab.catalogue import catalogue, render, render_operator
 
@@ -85,32 +88,30 @@ def verify_command(
     dtype: Dtypes = None,
     quick: Annotated[bool, typer.Option(help="Only plain layouts and values, for a first look.")] = False,
     large: Annotated[bool, typer.Option(help="Also the large shapes that bench measures.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that prove at the same time.")] = 1,
-    save: Annotated[bool, typer.Option("--save", help="Keep what was proved in results/<gpu>/proofs.json.")] = False,
-    stale: Annotated[
-        bool, typer.Option("--stale", help="Only what proofs.json does not hold of the present source.")
-    ] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
+    save: Annotated[bool, typer.Option("--save", help="Save proofs to results/<gpu>/proofs.json.")] = False,
+    stale: Annotated[bool, typer.Option("--stale", help="Only what has no up-to-date proof in proofs.json.")] = False,
     budget: Annotated[
-        float | None, typer.Option(min=0, help="Begin nothing after so many seconds.", show_default=False)
+        float | None, typer.Option(min=0, help="Start nothing after this many seconds.", show_default=False)
     ] = None,
     mutate: Annotated[
         str | None,
         typer.Option(
             metavar="OP",
-            help="Instead, break the kernels of this operator in many small ways and show which the proofs catch.",
+            help="Instead, mutation testing: break this operator's kernels in small ways and show which mutants are caught.",
             show_default=False,
         ),
     ] = None,
     json_: JsonFile = None,
     load: Load = None,
 ) -> None:
-    """Prove implementations right against the float64 definition; exit 1 if one is wrong, naming the case.
+    """Verify implementations against the float64 definition; exit 1 if one is wrong, naming the case.
 
     [bold]tilestack verify softmax --device cpu --quick[/bold] is a first look, on any machine;
-    [bold]tilestack verify add --backend mine --load my_kernels.py[/bold] proves a kernel of yours.
+    [bold]tilestack verify add --backend mine --load my_kernels.py[/bold] verifies your own kernel.
 
-    Every backend, case, memory layout, dtype and direction is tried. TILESTACK_BACKEND narrows it to one backend.
-    After a change, --stale --save --jobs 8 proves what lost its proof, and --budget spreads that over several runs.
+    Every backend, case, memory layout, dtype and direction is tested. TILESTACK_BACKEND restricts it to one backend.
+    After a change, --stale --save --jobs 8 repeats only invalidated proofs, and --budget spreads that over several runs.
     """
     if mutate is not None:
         return mutate_operator(mutate, json_)
@@ -176,30 +177,30 @@ def tune_command(
     ] = "bench",
     budget: Annotated[
         float | None,
-        typer.Option(min=0, help="Begin no case that would end after so many seconds.", show_default=False),
+        typer.Option(min=0, help="Start no case that would end after this many seconds.", show_default=False),
     ] = None,
-    kept: Annotated[int, typer.Option(min=1, help="Configurations of a backend to time; a model picks them.")] = 8,
+    kept: Annotated[
+        int, typer.Option(min=1, help="Configurations to time per backend, preselected by a cost model.")
+    ] = 8,
     backend: Annotated[
-        str | None, typer.Option(help="Comma-separated backends; all but torch when left out.", show_default=False)
+        str | None, typer.Option(help="Comma-separated backends; default: all but torch.", show_default=False)
     ] = None,
-    forward: Annotated[
-        bool, typer.Option("--forward", help="Only the forward, for calls without gradients, as in serving.")
-    ] = False,
+    forward: Annotated[bool, typer.Option("--forward", help="Only the forward, for inference.")] = False,
     jobs: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Processes that first compile and prove what is then timed in one, the budget's first two fifths at most.",
+            help="Processes that compile and verify before timing in one; at most two fifths of the budget.",
         ),
     ] = 1,
-    ship: Annotated[bool, typer.Option("--ship", help="In a checkout, also add to the table that is shipped.")] = False,
+    ship: Annotated[bool, typer.Option("--ship", help="In a checkout, also update the shipped table.")] = False,
     json_: JsonFile = None,
     load: Load = None,
 ) -> None:
-    """Find the fastest backend and configuration of operators on this GPU, and keep them for [bold]auto[/bold].
+    """Find the fastest backend and configuration of operators on this GPU, for [bold]auto[/bold] to use.
 
-    Every candidate is proved on a case before it is timed on it. Only operators with configurations are tuned unless some
-    are named. What is found goes to the user's cache as it comes, and is asked before the tables that are shipped.
+    Every candidate is verified on a case before it is timed. By default only operators with several configurations are
+    tuned. Results go to the user's cache as they are found, and take precedence over the shipped tables.
     """
     import torch
 
@@ -235,23 +236,23 @@ def tune_command(
 def explain_command(
     operators: Operators = None,
     target: Annotated[
-        str, typer.Option(help="The GPU to compile for: sm_80, sm_90 or sm_100. It need not be here.")
+        str, typer.Option(help="GPU architecture to compile for: sm_80, sm_90 or sm_100; no GPU needed.")
     ] = "sm_90",
     dtype: Dtypes = "bfloat16",
-    quick: Annotated[bool, typer.Option(help="A few telling cases instead of every bench case.")] = False,
+    quick: Annotated[bool, typer.Option(help="A few representative cases instead of every bench case.")] = False,
     ptx: Annotated[
         Path | None,
         typer.Option(help="Write each kernel's PTX into this folder.", callback=writable_folder, show_default=False),
     ] = None,
     json_: JsonFile = None,
 ) -> None:
-    """Show what the compiler makes of each kernel: registers, spills, shared memory, instructions. Needs no GPU.
+    """Inspect the compiled code of each kernel: registers, spills, shared memory, instructions. Needs no GPU.
 
-    Registers are those of a thread, and fewer let more warps run beside each other. What is spilled, in bytes, did not fit
-    there and goes through memory: it should be 0. ld.v4 and st.v4 move 16 bytes at a time, the most there is; plain ld and
-    st in a kernel that memory bounds say that it could not show its addresses to be aligned. mma and wgmma are tensor cores.
+    Registers are per thread; fewer allow more concurrent warps. Spills, in bytes, go through memory and should be 0. ld.v4
+    and st.v4 move 16 bytes, the maximum; plain ld and st in a memory-bound kernel mean that the compiler could not prove
+    alignment. mma and wgmma are tensor-core instructions.
 
-    [bold]tilestack explain softmax --quick --ptx ptx[/bold] also leaves the assembly, to read.
+    [bold]tilestack explain softmax --quick --ptx ptx[/bold] also writes the PTX.
     """
     from tilestack.lab.explain import explain, render_explain
 
@@ -270,12 +271,14 @@ def report_command(
     output: Annotated[Path, typer.Option(help="The page to write.", callback=writable_file)] = Path("runs/report.html"),
     tables: Annotated[
         bool,
-        typer.Option("--tables", help="Instead, renew the tables in a checkout's README and docs from its results."),
+        typer.Option(
+            "--tables", help="Instead, regenerate the tables in a checkout's README and docs from its results."
+        ),
     ] = False,
 ) -> None:
-    """Write one self-contained page: proofs, roofline and peers, each under the machine it was made on.
+    """Write a self-contained HTML report: proofs, roofline and peers, by machine.
 
-    Shown are the results that come with tilestack and those saved in results/ here by `bench --save` and `verify --save`.
+    It shows the results shipped with tilestack and those saved in results/ by `bench --save` and `verify --save`.
     """
     root = checkout()
     if tables and root is None:

@@ -15,10 +15,8 @@ from tilestack.extras import MissingExtra, install_command
 if TYPE_CHECKING:
     from tilestack.lab.load import Ask, Outcome, Target
 
-WHEN, WHAT, REPORT = "When", "What is asked", "What is told"
-LENGTHS = (
-    "a number of tokens (512), a range (100:1024), lognormal:MEAN, or sharegpt for lengths like those of conversations"
-)
+WHEN, WHAT, REPORT = "Arrival", "Requests", "Output"
+LENGTHS = "a number of tokens (512), a range (100:1024), lognormal:MEAN, or sharegpt for lengths as in conversations"
 
 
 def add_to(app: typer.Typer) -> None:
@@ -28,16 +26,17 @@ def add_to(app: typer.Typer) -> None:
 def load_command(
     url: Annotated[str, typer.Argument(help="The server, without /v1.")] = "http://127.0.0.1:8000",
     model: Annotated[
-        str | None, typer.Option(help="The first that the server lists when left out.", show_default=False)
+        str | None, typer.Option(help="Default: the first that the server lists.", show_default=False)
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="Where the server asks for one.", envvar="TILESTACK_API_KEY", show_default=False)
+        str | None,
+        typer.Option(help="API key, if the server requires one.", envvar="TILESTACK_API_KEY", show_default=False),
     ] = None,
-    requests: Annotated[int, typer.Option(help="How many.", min=1)] = 100,
+    requests: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 100,
     rate: Annotated[
         float | None,
         typer.Option(
-            help="Requests per second, at random times (Poisson); all at once when left out.",
+            help="Requests per second, at random times (Poisson); default: all at once.",
             min=1e-6,
             show_default=False,
             rich_help_panel=WHEN,
@@ -46,28 +45,26 @@ def load_command(
     concurrency: Annotated[
         int | None,
         typer.Option(
-            help="At most so many under way: without --rate a closed loop, in which each waits for another to end.",
+            help="At most this many in flight; without --rate a closed loop.",
             min=1,
             show_default=False,
             rich_help_panel=WHEN,
         ),
     ] = None,
-    warmup: Annotated[
-        int, typer.Option(help="Requests sent before, which are not counted.", min=0, rich_help_panel=WHEN)
-    ] = 1,
+    warmup: Annotated[int, typer.Option(help="Warm-up requests, not counted.", min=0, rich_help_panel=WHEN)] = 1,
     timeout: Annotated[
-        float, typer.Option(help="Seconds without a sign of life.", min=0.001, rich_help_panel=WHEN)
+        float, typer.Option(help="Seconds without a response before a request fails.", min=0.001, rich_help_panel=WHEN)
     ] = 600,
     input_: Annotated[str, typer.Option("--input", help=f"Prompts: {LENGTHS}.", rich_help_panel=WHAT)] = "512",
-    output: Annotated[str, typer.Option(help="Answers: the same.", rich_help_panel=WHAT)] = "128",
+    output: Annotated[str, typer.Option(help="Output lengths, in the same format.", rich_help_panel=WHAT)] = "128",
     prefix: Annotated[
-        int, typer.Option(help="Tokens of a beginning that prompts have in common.", min=0, rich_help_panel=WHAT)
+        int, typer.Option(help="Tokens of a prefix that prompts share.", min=0, rich_help_panel=WHAT)
     ] = 0,
-    prefixes: Annotated[int, typer.Option(help="How many such beginnings.", min=1, rich_help_panel=WHAT)] = 1,
+    prefixes: Annotated[int, typer.Option(help="Number of different prefixes.", min=1, rich_help_panel=WHAT)] = 1,
     text: Annotated[
         Path | None,
         typer.Option(
-            help="Prompts are pieces of this file; random token ids when left out.",
+            help="Prompts are pieces of this file; default: random token ids.",
             exists=True,
             dir_okay=False,
             show_default=False,
@@ -75,17 +72,17 @@ def load_command(
         ),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask /v1/chat/completions; needs --text.", rich_help_panel=WHAT)
+        bool, typer.Option("--chat", help="Use /v1/chat/completions; needs --text.", rich_help_panel=WHAT)
     ] = False,
-    temperature: Annotated[float, typer.Option(help="Of the answers.", min=0, rich_help_panel=WHAT)] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.", min=0, rich_help_panel=WHAT)] = 0.0,
     ignore_eos: Annotated[
         bool,
         typer.Option(
-            help="Let answers have their full length, as tilestack and vLLM understand it; OpenAI does not.",
+            help="Generate the full output length; supported by tilestack and vLLM, not by OpenAI.",
             rich_help_panel=WHAT,
         ),
     ] = True,
-    seed: Annotated[int, typer.Option(help="The same seed asks the same at the same times.", rich_help_panel=WHAT)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for prompts, lengths and arrival times.", rich_help_panel=WHAT)] = 0,
     goodput: Annotated[
         list[str] | None,
         typer.Option(
@@ -97,15 +94,15 @@ def load_command(
     json_: JsonFile = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw the latencies into this .svg file.", show_default=False, rich_help_panel=REPORT),
+        typer.Option(help="Plot the latencies to this .svg file.", show_default=False, rich_help_panel=REPORT),
     ] = None,
 ) -> None:
-    """Ask a server as many people would, and tell throughput, TTFT, TPOT, ITL and end-to-end latency.
+    """Load-test an OpenAI-compatible server: throughput, TTFT, TPOT, ITL and end-to-end latency.
 
-    Any OpenAI endpoint will do. The JSON has the names of `vllm bench serve`.
+    Works with any OpenAI endpoint. The JSON has the field names of `vllm bench serve`.
 
-    tilestack load --concurrency 64 --input 100:1024 --output 100:1024 keeps 64 requests under way;
-    tilestack load --rate 5 --input sharegpt --output sharegpt --prefix 200 --goodput ttft:500 lets five come a second.
+    tilestack load --concurrency 64 --input 100:1024 --output 100:1024 keeps 64 requests in flight;
+    tilestack load --rate 5 --input sharegpt --output sharegpt --prefix 200 --goodput ttft:500 sends five per second.
     """
     if importlib.util.find_spec("httpx2") is None:
         raise MissingExtra(f"tilestack load needs httpx2: {install_command('server')}")

@@ -21,14 +21,14 @@ def add_to(app: typer.Typer) -> None:
 def recipe_command(
     words: Annotated[
         list[str] | None,
-        typer.Argument(help="Only keys that are called so, contain it, or are near it: lr, data.batch.", show_default=False),
+        typer.Argument(help="Only keys that match: lr, data.batch.", show_default=False),
     ] = None,
-    command: Annotated[str, typer.Option("--for", help="Whose recipe: that of train, sft, dpo, kto or grpo.")] = "train",
+    command: Annotated[str, typer.Option("--for", help="Recipe type: train, sft, dpo, kto or grpo.")] = "train",
     json_: JsonFile = None,
 ) -> None:  # fmt: skip
-    """List what a recipe can say: every key, its default, what it accepts and means. Each works with --set key=value.
+    """List all recipe keys with default, accepted values and meaning. Each works with --set key=value.
 
-    A dot marks the keys that may change when a run is continued; the others say which run it is.
+    A dot marks keys that may change when a run is resumed; the others identify the run.
     """
     from tilestack.train.settings import keys_of
 

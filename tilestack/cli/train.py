@@ -35,12 +35,10 @@ Set = Annotated[
         show_default=False,
     ),
 ]
-Folder = Annotated[
-    Path | None, typer.Option(help="The run's folder; runs/<run.name> when left out.", show_default=False)
-]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Forget the run that is in the folder and start over.")]
+Folder = Annotated[Path | None, typer.Option(help="The run's folder; default: runs/<run.name>.", show_default=False)]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Discard the run in the folder and start over.")]
 Profile = Annotated[
-    int, typer.Option(help="Write a trace of so many steps, after the first four, into <folder>/profile, and what took the time.", min=0, show_default=False)
+    int, typer.Option(help="Profile this many steps, after the first four: trace and kernel times in <folder>/profile.", min=0, show_default=False)
 ]  # fmt: skip
 
 
@@ -58,14 +56,14 @@ def train_command(
     fresh: Fresh = False,
     profile: Profile = 0,
 ) -> None:
-    """Pretrain a model as a recipe says, and leave it in <folder>/model as transformers opens it.
+    """Pretrain a model from a recipe; the result is <folder>/model, in transformers' format.
 
-    Killed or interrupted, the same command continues to the bit from the last checkpoint. The folder holds the recipe in
-    full, run.json (how it was made), metrics.jsonl, speed.jsonl, loss.html, checkpoints and, at the end, the model.
+    After an interruption, the same command resumes bit-exactly from the last checkpoint. The folder holds the full
+    recipe, run.json (how it was made), metrics.jsonl, speed.jsonl, loss.html, checkpoints and, at the end, the model.
 
-    On a GPU steps are captured as CUDA graphs; where they cannot be, a line says why (run.graph).
+    On a GPU steps run as CUDA graphs where possible (run.graph).
 
-    What a recipe can say: [bold]tilestack recipe[/bold].
+    All recipe keys: [bold]tilestack recipe[/bold].
     """
     share_the_cores()
     from tilestack.train import Recipe
@@ -126,27 +124,27 @@ def whose(recipe: Path, kind: "type[Recipe]") -> str:
 def parity_command(
     recipe: Annotated[
         Path | None,
-        typer.Argument(help="A recipe; parity on a CPU (parity-fp8 for fp8) and pretrain-100m on a GPU when left out.", show_default=False),
+        typer.Argument(help="A recipe; default: parity on a CPU (parity-fp8 for fp8), pretrain-100m on a GPU.", show_default=False),
     ] = None,
     set_: Set = None,
     steps: Annotated[int | None, typer.Option(help="Steps to train; 300 for fp8, else 100 on a GPU and 5 on a CPU.", min=1, show_default=False)] = None,
-    backend: Annotated[str, typer.Option(help="The backend held against the definitions.")] = "triton",
+    backend: Annotated[str, typer.Option(help="The backend to compare with the definitions.")] = "triton",
     swap: Annotated[
         list[str] | None,
-        typer.Option(help="Swap this operator alone; all that the backend has when left out.", show_default=False),
+        typer.Option(help="Swap only this operator; default: all that the backend has.", show_default=False),
     ] = None,
-    fp8: Annotated[bool, typer.Option("--fp8", help="Hold fp8 against the recipe's own precision, in place of a backend against the definitions.")] = False,
-    starts: Annotated[int, typer.Option(help="With --fp8, from how many starts both are trained: the weights as they are, and nudged ones. Several tell chance from what fp8 costs.", min=1)] = 1,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Compare fp8 with the recipe's own precision, instead of a backend with the definitions.")] = False,
+    starts: Annotated[int, typer.Option(help="With --fp8, number of starting points (perturbed weights) to train from, to separate chance from the cost of fp8.", min=1)] = 1,
     output: Annotated[Path, typer.Option(help="The page with the curves.", callback=writable_file)] = Path("runs/parity.html"),
     device: Annotated[str | None, typer.Option(help="cuda or cpu, where kernels are interpreted.", show_default=False)] = None,
-    save: Annotated[bool, typer.Option("--save", help="Keep the curves in results/<machine>/parity.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Save the curves to results/<machine>/parity.")] = False,
     json_: JsonFile = None,
 ) -> None:  # fmt: skip
-    """Train on the definitions and on a backend, or with and without fp8, and see whether the losses agree; exit 1 if not,
-    naming the step.
+    """Compare loss curves on the definitions and on a backend, or with and without fp8; exit 1 if they differ, naming the
+    step.
 
-    The bound comes from the definitions themselves: how far their curve moves when each weight starts one unit in the last
-    place off.
+    The bound is measured: how far the definitions' own curve moves when each initial weight changes by one unit in the
+    last place.
     """
     place = kernel_device(device)
     import tempfile
@@ -209,20 +207,20 @@ def parity_command(
 def chain_command(
     folder: Annotated[
         Path | None,
-        typer.Option(help="Where the runs go, a folder for each.", show_default="runs/chain or runs/alignment"),
+        typer.Option(help="Output folder, with a folder per run.", show_default="runs/chain or runs/alignment"),
     ] = None,
     alignment: Annotated[
-        bool, typer.Option("--alignment", help="Instead, sft as it is, then grpo, dpo and kto, each from its model.")
+        bool, typer.Option("--alignment", help="Instead, sft, then grpo, dpo and kto, each from its model.")
     ] = False,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on where a chain in this folder was stopped, or where its recipes changed."),
+        typer.Option("--resume", help="Resume an interrupted chain, or from where its recipes changed."),
     ] = False,
-    save: Annotated[bool, typer.Option("--save", help="Keep the figures in results/<machine>/recipes.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Save the results to results/<machine>/recipes.")] = False,
     json_: JsonFile = None,
 ) -> None:
-    """Follow the recipes from nothing to a model that answers: train, sft, dpo, grpo, each from the model before it, then
-    generate; with the figures of each. On a GPU pretraining is demo-gpu, elsewhere demo.
+    """Run the recipes from pretraining to a model that answers (train, sft, dpo, grpo, generate), each from the previous
+    model, and report the results of each. On a GPU pretraining is demo-gpu, elsewhere demo.
     """
     import torch
 

@@ -6,7 +6,8 @@ from typing import Any
 from tilestack.lab.stale import is_current
 
 OLD = "†"
-OLDER = "measured on an older source than the present one, not to be trusted until measured again; at commit"
+OLDER = "measured on an older version of the code, outdated until measured again; "
+MOST_COMMITS = 3  # named under a table; where there are more, the rows of results/ say which is whose
 
 
 def markdown(header: list[str], rows: list[list[str]], left: int = 1) -> str:
@@ -20,6 +21,12 @@ def older_rows(rows: Iterable[dict[str, Any]], name: str) -> str:
     return daggers((row["commit"], row[name]) for row in rows if not is_current(row))
 
 
+def commits_in_words(commits: Iterable[str]) -> str:
+    """The commits that figures come from, by name where they are few."""
+    named = list(dict.fromkeys(commit for commit in commits if commit))
+    return f"commit {', '.join(named)}" if len(named) <= MOST_COMMITS else f"{len(named)} commits, named in results/"
+
+
 def daggers(stale: Iterable[tuple[str, str]]) -> str:
     """The line for what is stale: pairs of a commit and what was measured there."""
     commits: dict[str, dict[str, None]] = {}
@@ -27,5 +34,7 @@ def daggers(stale: Iterable[tuple[str, str]]) -> str:
         commits.setdefault(commit, {})[name] = None
     if not commits:
         return ""
+    if len(commits) > MOST_COMMITS:
+        return f"\n\n_{OLD} {OLDER}{commits_in_words(commits)}._"
     at = "; ".join(f"{commit} {', '.join(names)}" for commit, names in commits.items())
-    return f"\n\n_{OLD} {OLDER} {at}._"
+    return f"\n\n_{OLD} {OLDER}at commit {at}._"

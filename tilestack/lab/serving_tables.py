@@ -29,7 +29,7 @@ def serving(folder: Path, slug: str) -> str:
             line.append(figure(peer) + dagger(peer) if peer else "–")
             line.append(times(peer["seconds"] / row["seconds"]) if peer else "–")
         lines.append(line)
-    header = ["workload", "engine", "figure", "of the memory's rate", *(word for name in others for word in (name, f"against {name}"))]  # fmt: skip
+    header = ["workload", "engine", "result", "of memory bandwidth", *(word for name in others for word in (name, f"against {name}"))]  # fmt: skip
     when = dict.fromkeys(f"{with_version(row)} {row['date'][:16].replace('T', ' ')}" for row in rows)
     machine = read_json(path)["machine"]
     stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, in UTC: {', '.join(when)}._"

@@ -2,6 +2,7 @@
 
 A table stands between two markers and is rewritten in place by `make docs`:
 
+    <!-- table: summary h200 cpu softmax,linear -->   the README's: some operators, training and serving, a line per group
     <!-- table: headline h200 -->                     one line per operator, its best case; of some with their names
     <!-- table: operator h200 softmax,rms_norm -->    every case of some operators, both directions, and their means
     <!-- table: ladder h200 linear triton,aten -->    some backends of an operator side by side, a line per case
@@ -28,7 +29,7 @@ from typing import Any
 
 from tilestack.lab import chain, curves, memory, mutation_results, proved
 from tilestack.lab.bench_train import CANDIDATES
-from tilestack.lab.markdown import OLD, OLDER, daggers, markdown
+from tilestack.lab.markdown import OLD, OLDER, commits_in_words, daggers, markdown
 from tilestack.lab.measured import (
     Contest,
     Means,
@@ -47,6 +48,7 @@ from tilestack.lab.results import read_json
 from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER, UNCLEAR
 from tilestack.lab.serving_tables import http, serving
 from tilestack.lab.stale import TRAINING, is_current
+from tilestack.lab.summary_tables import summary
 
 NO_QUALITY = ["–", "–"]
 VERSIONS = {"torch": "torch", "Triton": "triton", "cuDNN": "cudnn", "Liger": "liger", "transformers": "transformers"}
@@ -93,11 +95,11 @@ def stamps(chosen: list[Contest]) -> str:
     for run in {id(contest.run): contest.run for contest in chosen}.values():
         machine = run.machine
         rows = [row for contest in chosen if contest.run is run for row in contest.timed]
-        commits = dict.fromkeys(row.get("commit") or machine.get("commit") for row in rows)
+        commits = [row.get("commit") or machine.get("commit") or "" for row in rows]
         known = [
             machine.get("gpu") or machine.get("cpu") or run.slug,
             *(f"{label} {machine[key]}" for label, key in VERSIONS.items() if machine.get(key)),
-            *(f"commit {commit}" for commit in commits if commit),
+            commits_in_words(commits) if any(commits) else "",
             str(machine.get("date", ""))[:10],
             method(rows),
         ]  # fmt: skip
@@ -237,7 +239,7 @@ def sweep(folder: Path, slug: str, name: str) -> str:
     how = method([{"how": point.how} for point in points])
     header = [memory.named(name).axis, *backends, f"{backends[0]}, of the roof"]
     stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, {versions}, {machine['date'][:10]}, {how}._"
-    old = "" if memory.is_current(run) else f"\n\n_{OLD} {OLDER} {machine['commit']}._"
+    old = "" if memory.is_current(run) else f"\n\n_{OLD} {OLDER}at commit {machine['commit']}._"
     return markdown(header, rows, left=0) + "\n\n" + stamp + old
 
 
@@ -252,12 +254,9 @@ def parity(folder: Path, slug: str) -> str:
         for run in kept["runs"]
     ]  # fmt: skip
     machine = kept["machine"]
-    commits = dict.fromkeys(run.get("commit", machine["commit"]) for run in kept["runs"])
+    commits = commits_in_words(run.get("commit", machine["commit"]) for run in kept["runs"])
     header = ["swapped", "loss on the definitions", "largest difference", "of what is allowed"]
-    return (
-        markdown(header, rows)
-        + f"\n\n_{kept['model']}; {machine['gpu']}, commit {', '.join(commits)}, {machine['date'][:10]}._"
-    )
+    return markdown(header, rows) + f"\n\n_{kept['model']}; {machine['gpu']}, {commits}, {machine['date'][:10]}._"
 
 
 def fp8_parity(folder: Path, slug: str) -> str:
@@ -313,8 +312,8 @@ def alignment(folder: Path, slug: str) -> str:
 
 def run_stamp(machine: dict[str, Any], runs: Iterable[dict[str, Any]]) -> str:
     """Where, with what and at which commits something was run."""
-    commits = dict.fromkeys(run.get("commit") or machine["commit"] for run in runs)
-    return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, commit {', '.join(commits)}, {machine['date'][:10]}"
+    commits = commits_in_words(run.get("commit") or machine["commit"] for run in runs)
+    return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {commits}, {machine['date'][:10]}"
 
 
 def proofs(folder: Path, slug: str) -> str:
@@ -343,11 +342,11 @@ def mutation(folder: Path) -> str:
     header = ["family", "files", "mutants", "tried", "caught", "equivalent", "seen on a GPU only", "holes", "caught, of all but the equivalent"]  # fmt: skip
     stale = [file for family in found for file in family.stale]
     unreached = [file for family in found for file in family.unreached]
-    commits = dict.fromkeys(tried.commit for family in found for tried in family.files.values() if tried.commit)
+    commits = commits_in_words(tried.commit for family in found for tried in family.files.values())
     named = lambda files: ", ".join(f"`{file}`" for file in files)
-    note = f" Nothing interpreted reaches {named(unreached)}: not tried." if unreached else ""
-    older = f"\n\n_{OLD} some of it of an older source: {named(stale)}._" if stale else ""
-    return markdown(header, rows) + f"\n\n_Tried in Triton's interpreter at commit {', '.join(commits)}.{note}_" + older
+    note = f" Not reachable in the interpreter, so not tried: {named(unreached)}." if unreached else ""
+    older = f"\n\n_{OLD} partly of an older version of the code: {named(stale)}._" if stale else ""
+    return markdown(header, rows) + f"\n\n_Tried in Triton's interpreter at {commits}.{note}_" + older
 
 
 def survivors(folder: Path) -> str:
@@ -385,7 +384,7 @@ WORDS = {
     "training": (1,),
     "roofs": (1,),
 }  # how many follow the name
-USES = "`headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `fp8-parity MACHINE`, `recipes MACHINE`, `alignment MACHINE`, `serving GPU`, `http MACHINE`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
+USES = "`summary GPU CPU NAME,NAME`, `headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `fp8-parity MACHINE`, `recipes MACHINE`, `alignment MACHINE`, `serving GPU`, `http MACHINE`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
 
 
 def table(name: str, root: Path, where: str = "") -> str:
@@ -398,6 +397,8 @@ def table(name: str, root: Path, where: str = "") -> str:
             written
             or f"_not measured yet: `{memory.COMMAND}` on a machine with the GPU `{words[0]}` fills this table._"
         )
+    if kind == "summary" and len(words) == 3:
+        return summary(root / "results", *words)
     if kind in OF_NO_GPU and not words:
         return OF_NO_GPU[kind](root / "results")
     if kind in FOLDERS and len(words) == 1:

@@ -1,0 +1,186 @@
+"""The README's one table: operators, training steps and serving, each group of cases on one line.
+
+A group's line shows its *median* case, the one in the middle when the group's cases are sorted by their ratio to the
+fastest peer (the lower of two), then the least and the greatest ratio and how many cases are won. Nobody picks a case, so
+a group that mostly loses shows a loss. Beside the operators that a page names stand the WEAKEST of all others. Cases
+without a peer, and those that run a peer's own kernel, are left out.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilestack.lab.markdown import OLD, markdown
+from tilestack.lab.measured import (
+    Contest,
+    Result,
+    Score,
+    contests,
+    mean_ratio,
+    microseconds,
+    percent,
+    results_under,
+    times,
+)
+from tilestack.lab.results import path_of, read_json
+from tilestack.lab.rows import EQUAL, FASTER, SLOWER, UNCLEAR
+from tilestack.lab.stale import TRAINING, is_current
+
+WEAKEST = 3  # how many operators are shown because they do worst, by the geometric mean over their cases
+OURS = "tilestack"  # an engine as it runs without options
+TRAINING_STEP = "training step"
+KINDS = {"ms/step": "decode step", "ms": "time to first token", "tokens/s": "throughput"}  # of a workload, by its unit
+VERSIONS = {"torch": "torch", "Triton": "triton", "cuDNN": "cudnn", "transformers": "transformers"}
+HEADER = ["what", "median case", "ours", "best peer", "ratio", "of the roof", "least – greatest ratio", "cases won"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One case of a group: ours beside the fastest peer."""
+
+    group: str
+    case: str
+    ours: str
+    peer: str
+    ratio: float
+    roof: float | None
+    verdict: str
+    stale: bool
+    dates: Sequence[str]
+
+
+def summary(folder: Path, gpu: str, cpu: str, names: str) -> str:
+    """The table of the named operators, of training and of serving on a GPU, and of serving on a CPU."""
+    runs = [run for run in results_under(folder) if run.slug == gpu]
+    measured = [line for contest in contests(runs) if (line := line_of(contest))]
+    served = [line for slug in (gpu, cpu) for line in lines_of_serving(folder, slug)]
+    operators = [line for line in measured if line.group != TRAINING_STEP]
+    worst = weakest(operators)
+    wanted = list(dict.fromkeys([*(f"`{name}`" for name in names.split(",")), *worst]))
+    shown = [line for name in wanted for line in operators if line.group == name]
+    shown += [line for line in measured if line.group == TRAINING_STEP] + served
+    if not shown:
+        return f"_not measured yet: `tilestack bench all --save` on a machine with the GPU `{gpu}` fills this table._"
+    rows = [row_of([line for line in shown if line.group == group]) for group in dict.fromkeys(line.group for line in shown)]  # fmt: skip
+    parts = [
+        markdown(HEADER, rows, left=2),
+        over_all(operators, worst),
+        stamp(folder, [gpu, cpu], runs, shown + operators),
+    ]
+    if any(line.stale for line in shown):
+        parts.append(f"_{OLD} the code has changed since some of these cases were measured._")
+    return "\n\n".join(filter(None, parts))
+
+
+def row_of(lines: list[Line]) -> list[str]:
+    """A group's cells."""
+    ordered = sorted(lines, key=lambda line: line.ratio)
+    middle = ordered[(len(ordered) - 1) // 2]
+    name = f"{middle.group} {OLD}" if any(line.stale for line in lines) else middle.group
+    ratio = times(middle.ratio)
+    ratio = {FASTER: f"**{ratio}**", EQUAL: f"{ratio} (equal)", UNCLEAR: f"{ratio} (unclear)"}.get(
+        middle.verdict, ratio
+    )
+    spread = f"{times(ordered[0].ratio)} – {times(ordered[-1].ratio)}" if len(ordered) > 1 else "–"
+    won = str(score(lines))
+    return [name, middle.case, middle.ours, middle.peer, ratio, percent(middle.roof), spread, won]
+
+
+def score(lines: Iterable[Line]) -> Score:
+    verdicts = [line.verdict for line in lines]
+    return Score(*(verdicts.count(word) for word in (FASTER, SLOWER, EQUAL)))
+
+
+def weakest(operators: list[Line]) -> list[str]:
+    """The operators whose cases come to the lowest mean ratio, the lowest first."""
+    ratios: dict[str, list[float]] = {}
+    for line in operators:
+        ratios.setdefault(line.group, []).append(line.ratio)
+    return sorted(ratios, key=lambda group: mean_ratio(ratios[group]))[:WEAKEST]
+
+
+def over_all(operators: list[Line], worst: list[str]) -> str:
+    """What all operators and optimizers come to, those that have no line of their own included."""
+    if not operators:
+        return ""
+    found = score(operators)
+    number = len({line.group for line in operators})
+    mean = mean_ratio([line.ratio for line in operators])
+    return f"_All {number} operators and optimizers with a peer, {found.met} comparisons: {found.won} won, {found.equal} equal, {found.lost} lost; geometric mean {times(mean)}. Lowest mean: {', '.join(worst)}._"
+
+
+def line_of(contest: Contest) -> Line | None:
+    """A contest of an operator, an optimizer or a training step; None without a peer or on a peer's kernel."""
+    ours, peer = contest.ours, contest.peer
+    if ours is None or peer is None or not contest.ratio or contest.borrowed:
+        return None
+    group, case = f"`{contest.op}`", f"{contest.label}, {contest.dtype} {contest.direction}"
+    if contest.op == TRAINING:
+        group, case = TRAINING_STEP, contest.label
+    return Line(
+        group,
+        case,
+        microseconds(ours["time_us"]),
+        f"{microseconds(peer['time_us'])} ({peer['backend']})",
+        contest.ratio,
+        ours.get("roof_fraction"),
+        contest.verdict,
+        contest.stale,
+        [date_of(row, contest.run.machine) for row in (ours, peer)],
+    )
+
+
+def lines_of_serving(folder: Path, slug: str) -> list[Line]:
+    """An engine's workloads beside the fastest other engine on each."""
+    path = path_of(slug, "serve", folder)
+    if not path.exists():
+        return []
+    kept = read_json(path)
+    machine, rows = kept["machine"], kept["rows"]
+    lines = []
+    for row in (row for row in rows if row["backend"] == OURS):
+        alike = [other for other in rows if other["case"] == row["case"] and other.get("model") == row.get("model")]
+        peers = [other for other in alike if other["backend"].partition(" ")[0] != OURS]
+        if not peers:
+            continue
+        peer = min(peers, key=lambda other: other["seconds"])
+        ratio = peer["seconds"] / row["seconds"]
+        verdict = EQUAL if round(ratio, 2) == 1 else FASTER if ratio > 1 else SLOWER
+        where = "GPU" if machine["gpu"] else "CPU"
+        lines.append(
+            Line(
+                f"serving on a {where}, {KINDS[row['unit']]}",
+                row["case"],
+                figure(row),
+                f"{figure(peer)} ({peer['backend']})",
+                ratio,
+                row["roof"],
+                verdict,
+                not (is_current(row) and is_current(peer)),
+                [date_of(either, machine) for either in (row, peer)],
+            )
+        )
+    return lines
+
+
+def figure(row: dict[str, Any]) -> str:
+    return f"{row['figure']:,.{2 if row['figure'] < 100 else 0}f} {row['unit']}"
+
+
+def date_of(row: dict[str, Any], machine: dict[str, Any]) -> str:
+    return str(row.get("date") or machine.get("date", ""))[:10]
+
+
+def stamp(folder: Path, slugs: Iterable[str], runs: list[Result], lines: list[Line]) -> str:
+    """Where, with what and between which days it was measured; each row of results/ has its commit."""
+    machines = [run.machine for run in runs]
+    machines += [read_json(path)["machine"] for slug in slugs if (path := path_of(slug, "serve", folder)).exists()]
+    known = {}
+    for machine in machines:
+        versions = [f"{label} {machine[key]}" for label, key in VERSIONS.items() if machine.get(key)]
+        known[machine.get("gpu") or machine.get("cpu")] = ", ".join(versions)
+    where = "; ".join(f"{name} ({versions})" for name, versions in known.items())
+    dates = sorted({date for line in lines for date in line.dates if date})
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "date not recorded"
+    return f"_Measured on {where}, {when}; commits are in results/._"
