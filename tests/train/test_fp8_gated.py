@@ -1,5 +1,7 @@
 """A gated layer in fp8 as one function, and codes of weights that are made once a step."""
 
+import copy
+
 import pytest
 import torch
 from tiny import Counting, TinyModel, recipe
@@ -202,6 +204,28 @@ def test_a_weight_that_changed_is_coded_anew():
     assert torch.equal(weights.of(weight)[1], 2 * first[1])
     weights.end()
     assert weights.of(weight) is not weights.of(weight)
+
+
+def test_codes_made_for_inference_are_not_kept_for_training():
+    """As where a loss asks a reference first, which has weights in common with the model."""
+    model = Layers(mlp())
+    fp8.compute_in_fp8(model)
+    wanted = gradients(model.layers[0])
+    model.weight_codes.begin()
+    with torch.inference_mode():
+        model.layers[0](torch.randn(3, 32))
+    for found, plain in zip(gradients(model.layers[0]), wanted, strict=True):
+        assert torch.equal(found, plain)
+
+
+def test_a_copy_takes_the_codes_of_its_own_weights():
+    """Of a copy's weight, which has got the number in memory that a weight of the original had."""
+    weights, weight, other = fp8_weights.WeightCodes(), *(torch.nn.Parameter(torch.randn(16, 16)) for _ in range(2))
+    weights.begin()
+    weights.of(weight)
+    copied = copy.deepcopy(weights)
+    copied.kept[id(other)] = copied.kept.pop(id(weight))
+    assert torch.equal(copied.of(other)[0].float(), fp8_weights.coded(other)[0].float())
 
 
 class BreaksOff(Counting):
