@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from tilestack import nn, ops
 from tilestack.nn.lora import add_lora
 from tilestack.train import Trainer, fp8, fp8_gated, fp8_weights
+from tilestack.train.step import kept_codes
 
 
 class Layers(torch.nn.Module):
@@ -127,6 +128,15 @@ def test_a_hook_on_a_projection_is_called():
     assert seen == [(150, 144)]
 
 
+@pytest.mark.parametrize("part", ["gate_up", "down"])
+@pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook", "forward_pre_hook"])
+def test_hooks_of_any_kind_are_called(kind, part):
+    layer, seen = coded(mlp()), []
+    getattr(getattr(layer, part), f"register_{kind}")(lambda *given: seen.append(kind))
+    gradients(layer)
+    assert seen == [kind]
+
+
 @pytest.mark.parametrize("targets", [["*.gate_up"], ["*.down"]])
 @pytest.mark.parametrize("make", [mlp, mixture])
 def test_beside_adapters_the_products_are_apart(make, targets, monkeypatch):
@@ -192,6 +202,15 @@ def test_a_repetition_takes_the_codes_of_its_forward(monkeypatch):
     for found, wanted in zip(gradients(model.layers[0], repeated), anew, strict=True):
         assert torch.equal(found, wanted)
     assert len(made) == 4 + 2
+
+
+def test_codes_are_kept_where_they_are_asked_for_again():
+    model = Layers(mlp())
+    fp8.compute_in_fp8(model)
+    kept = lambda **sections: kept_codes(recipe(**sections), model)
+    assert kept() is None
+    assert kept(data=dict(accumulate=2)) is kept(run=dict(activation_checkpointing=True)) is model.weight_codes
+    assert kept(data=dict(accumulate=2), run=dict(compile="default")) is None
 
 
 def test_a_weight_that_changed_is_coded_anew():
