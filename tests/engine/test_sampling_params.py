@@ -97,6 +97,13 @@ def test_what_was_drawn_before_in_a_row_counts_for_nobody_else():
     assert first == again == by_hand(penalties(frequency=0.8, presence=0.5))
 
 
+def test_log_probabilities_without_those_of_other_tokens():
+    _, deltas = ask(logprobs=0)
+    told = [each for delta in deltas for each in delta.logprobs]
+    assert [each.id for each in told] == alone(PROMPT, 12)
+    assert all(each.logprob < 0 and not each.top for each in told)
+
+
 def test_biases_and_bans():
     favourite = {40: 100.0, 41: -100.0}
     assert tokens_of(ask(logit_bias=favourite)[1]) == [40] * 12
