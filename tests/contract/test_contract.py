@@ -341,10 +341,11 @@ def test_another_number_of_results_than_declared_is_refused_in_every_call(made):
                 ops.relu(torch.ones(3))
 
 
-def test_what_a_backward_writes_over_is_copied_where_the_graph_is_kept():
+@pytest.mark.parametrize("backward", [lambda grad, mask: mask.mul_(grad), lambda grad, out, mask: mask.mul_(grad)], ids=["alone", "behind a result"])  # fmt: skip
+def test_what_a_backward_writes_over_is_copied_where_the_graph_is_kept(backward):
     extras = Extras(
         lambda x: (x.relu(), (x > 0).to(x.dtype)),
-        lambda grad, mask: mask.mul_(grad),
+        backward,
         when=lambda x: True,
         overwrites=("mask",),
     )

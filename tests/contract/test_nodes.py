@@ -21,13 +21,17 @@ pytestmark = pytest.mark.usefixtures("mine", "each_node")
     cases=cases(lambda make, n: dict(x=make.normal(n)), check=[(3,)]),
     outputs=("scaled", "order", "total"),
 )
-def scale_and_sort(x: Tensor, weight: Tensor | None = None, factor: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Several outputs, one of them of whole numbers, and an optional tensor."""
+def scale_and_sort(
+    x: Tensor, weight: Tensor | None = None, factor: float = 2.0, shift: float = 9.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Several outputs, one of them of whole numbers, an optional tensor, and two options."""
     scaled = x * factor if weight is None else x * weight * factor
-    return scaled, x.argsort(), x.sum()
+    return scaled + shift, x.argsort(), x.sum()
 
 
-def scale_and_sort_backward(grad_scaled, grad_order, grad_total, x, weight, needs, factor):
+def scale_and_sort_backward(grad_scaled, grad_order, grad_total, x, weight, needs, shift, factor):
+    """Options come by their names, in whichever order."""
+    assert shift == 9
     seen.append((grad_scaled, grad_order, grad_total, list(needs)))
     dx = grad_scaled * factor if weight is None else grad_scaled * weight * factor
     return dx + grad_total, None if weight is None else grad_scaled * x * factor
@@ -35,7 +39,7 @@ def scale_and_sort_backward(grad_scaled, grad_order, grad_total, x, weight, need
 
 seen: list = []
 implements(scale_and_sort, backend="mine", backward=scale_and_sort_backward)(
-    lambda x, weight, factor: scale_and_sort.definition(x, weight, factor)
+    lambda x, weight, factor, shift: scale_and_sort.definition(x, weight, factor, shift)
 )
 MINE = registry._operators.pop("scale_and_sort")  # in the registry only while these tests run
 
@@ -112,10 +116,10 @@ def test_without_gradients_nothing_is_kept():
         assert not scale_and_sort(leaf(3))[0].requires_grad
     implementation = MINE.implementations["mine"]
     run = autograd.differentiable(implementation, None, implementation.forward)
-    scaled, order, total = run(torch.ones(3), None, 2.0)  # as verify calls it, whoever wants a gradient
+    scaled, order, total = run(torch.ones(3), None, 2.0, 9.0)  # as verify calls it, whoever wants a gradient
     assert scaled.grad_fn is total.grad_fn is order.grad_fn is None
     with torch.no_grad():
-        assert run(leaf(3), None, 2.0)[0].grad_fn is None
+        assert run(leaf(3), None, 2.0, 9.0)[0].grad_fn is None
 
 
 def test_a_kept_argument_that_is_written_is_noticed():
@@ -194,7 +198,7 @@ def test_calls_leave_nothing_behind():
 
     for _ in range(3):
         step()
-    (plan,) = [run for key, run in MINE.plans.recent.items() if key[-1] == factor]
+    (plan,) = [run for key, run in MINE.plans.recent.items() if key[-2] == factor]
     before = sys.getrefcount(factor), sys.getrefcount(x), sys.getrefcount(plan)
     for _ in range(1000):
         step()
@@ -273,9 +277,9 @@ def test_writing_into_a_result_is_allowed_where_it_is_not_kept():
 def test_extras_are_handed_on_and_needs_are_asked_for():
     asked = []
 
-    def forward(x, weight, factor, needs):
+    def forward(x, weight, factor, shift, needs):
         asked.append(needs)
-        return scale_and_sort.definition(x, weight, factor), x * factor, None
+        return scale_and_sort.definition(x, weight, factor, shift), x * factor, None
 
     def backward(grad_scaled, weight, times, nothing, needs, factor):
         asked.append((nothing, needs))

@@ -31,7 +31,10 @@ def make_engine(*, pages=64, page=4, family="smollm2", draft=None, **settings):
         for part in parts:
             assert part.start + len_of(part) < part.sequence.limit
             assert len(part.sequence.pages) == -(-(part.start + part.count + part.room) // page)
-        return launch(parts)
+        step = launch(parts)
+        for sequence in (part.sequence for part in parts):  # what the device reads is what the host has given
+            assert engine.runner.tables[sequence.row, : len(sequence.pages)].tolist() == sequence.pages
+        return step
 
     engine.runner.launch = within_limits
     return engine

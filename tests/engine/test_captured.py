@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engines import make_engine, serve
+from engines import greedy, make_engine, serve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,6 +104,14 @@ def test_decoding_begins_with_the_longest_texts_and_each_gets_its_own_token(monk
     assert serve(make_engine(graphs=True), asked) == serve(make_engine(graphs=False), asked)
     assert any(len(set(starts)) == 3 for starts in launched)
     assert all(starts == sorted(starts, reverse=True) for starts in launched)
+
+
+def test_what_decoding_is_filled_up_with_is_kept_nowhere():
+    """Five sequences are filled up to eight; three tokens in one place would be refused."""
+    asked = lambda: [greedy(f"r{n}", [n + 1, 2], 5) for n in range(5)]
+    engine = make_engine(graphs=True)
+    assert serve(engine, asked()) == serve(make_engine(graphs=False), asked())
+    assert not engine.runner.cache.keys[:, 0].any()
 
 
 ASKING = {

@@ -60,13 +60,14 @@ class PoisonedFor:
         return getattr(decoder(), name)
 
     def hidden(self, ids, **named):
+        assert (ids >= 0).all()  # no token is -1, which stands for none
         found = decoder().hidden(ids, **named)
         return torch.where((ids == self.token)[:, None], torch.nan, found) if self.broken else found
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_logits_that_are_not_finite_end_one_sequence_alone(overlap):
-    engine = make_engine(overlap=overlap)
+@pytest.mark.parametrize(("overlap", "graphs"), [(True, False), (True, True), (False, False)])
+def test_logits_that_are_not_finite_end_one_sequence_alone(overlap, graphs):
+    engine = make_engine(overlap=overlap, graphs=graphs)
     engine.runner.decoder = model = PoisonedFor(96)
     sick, well = [4] * 12 + [96], [4] * 12 + [5]
     for request in (greedy("well", well, 8), greedy("sick", sick, 8)):

@@ -90,6 +90,20 @@ def test_a_penalty_lowers_what_was_seen_whatever_its_sign_and_nothing_of_who_had
         assert torch.equal(rows.penalised(logits, torch.tensor([0])), expected)
 
 
+def test_what_was_drawn_before_in_a_row_counts_for_nobody_else():
+    engine = make_engine(max_sequences=1)
+    asked = dict(frequency_penalty=0.8, presence_penalty=0.5)
+    first, again = (tokens_of(ask(engine, **asked)[1]) for _ in range(2))
+    assert first == again == by_hand(penalties(frequency=0.8, presence=0.5))
+
+
+def test_log_probabilities_without_those_of_other_tokens():
+    _, deltas = ask(logprobs=0)
+    told = [each for delta in deltas for each in delta.logprobs]
+    assert [each.id for each in told] == alone(PROMPT, 12)
+    assert all(each.logprob < 0 and not each.top for each in told)
+
+
 def test_biases_and_bans():
     favourite = {40: 100.0, 41: -100.0}
     assert tokens_of(ask(logit_bias=favourite)[1]) == [40] * 12

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import tiny_models as tiny
 import torch
 from engines import alone, check_empty, check_pages, decoder, greedy, make_engine, serve
 from hypothesis import given, settings
@@ -56,6 +57,13 @@ def test_keys_and_values_in_eight_bits(kept, family):
     assert engine.stats().preemptions
     with pytest.raises(ValueError, match="no kv_dtype 'int3'"):
         make_engine(kv_dtype="int3")
+
+
+def test_caches_of_codes_know_what_their_keys_have_in_common():
+    engine = make_engine(kv_dtype="int8", speculate="model", draft=tiny.ours("qwen2").double())
+    caches = engine.runner.cache, engine.runner.draft[1]
+    assert all(cache.key_offset.abs().amax((1, 2)).all() for cache in caches)
+    assert make_engine().runner.cache.key_offset is None
 
 
 @pytest.mark.parametrize("kept", ["int8", "fp8"])

@@ -13,16 +13,16 @@ FAR = 60.0
 
 
 def with_far_channels():
-    """A model whose keys have a bias in the channels that turn slowly, as Qwen's do."""
+    """A model whose keys have a bias in the channels that turn slowly, as Qwen's do; in each layer a larger one."""
     decoder = tiny.ours("qwen2")
     config = decoder.config
     first = config.heads * config.head_dim
     half = config.head_dim // 2
     with torch.no_grad():
-        for layer in decoder.layers:
+        for number, layer in enumerate(decoder.layers, 1):
             keys = layer.attention.qkv.bias[first : first + config.kv_heads * config.head_dim].view(config.kv_heads, -1)
-            keys[:, half - 1] += FAR
-            keys[:, -1] -= FAR
+            keys[:, half - 1] += FAR * number
+            keys[:, -1] -= FAR * number
     return decoder
 
 
@@ -58,13 +58,37 @@ def test_the_offset_is_the_mean_key():
     offset, half = cache.key_offset, decoder.config.head_dim // 2
     assert offset.shape == (decoder.config.layers, decoder.config.kv_heads, decoder.config.head_dim)
     assert offset.dtype == torch.float32
-    assert ((offset[:, :, half - 1] - FAR).abs() < FAR / 10).all()
-    assert ((offset[:, :, -1] + FAR).abs() < FAR / 10).all()
+    far = FAR * torch.arange(1, decoder.config.layers + 1)[:, None]
+    assert ((offset[:, :, half - 1] - far).abs() < far / 10).all()
+    assert ((offset[:, :, -1] + far).abs() < far / 10).all()
     near = [channel for channel in range(2 * half) if channel not in (half - 1, 2 * half - 1)]
     assert offset[:, :, near].abs().max() < FAR / 10
     again = models.PagedCache(decoder.config, PAGES, PAGE, torch.int8)
     calibrate_key_offset(decoder, again)
     assert torch.equal(again.key_offset, offset)
+
+
+def test_keys_lose_it_whichever_way_they_come():
+    """Turned by whoever calls, as latents are, or on the way into their pages."""
+    decoder = with_far_channels()
+    config, tokens, layer = decoder.config, 5, decoder.layers[1].attention.layer
+    heads = torch.randn(1, tokens, config.heads + 2 * config.kv_heads, config.head_dim) + FAR
+    q, k, v = heads.split((config.heads, config.kv_heads, config.kv_heads), 2)
+    still = torch.ones(tokens, config.head_dim // 2), torch.zeros(tokens, config.head_dim // 2)  # angles of zero
+    written = []
+    for attend in (
+        lambda batch: batch.attend(layer, q, k, v),
+        lambda batch: batch.attend_heads(layer, heads, config.heads, still, None, 1e-6, False),
+    ):
+        cache = models.PagedCache(config, PAGES, PAGE, torch.int8)
+        calibrate_key_offset(decoder, cache)
+        ends = torch.tensor([0, tokens])
+        attend(models.PagedBatch(cache, block_tables_of([[3, 1]]), torch.tensor([tokens]), ends, tokens, tokens))
+        slots = torch.tensor([3 * PAGE, 3 * PAGE + 1, 3 * PAGE + 2, 3 * PAGE + 3, PAGE])
+        codes, scale = cache.keys[1].flatten(0, 1)[slots], cache.key_scale[1].flatten(0, 1)[slots]
+        torch.testing.assert_close(codes * scale[..., None] + cache.key_offset[1], k[0], rtol=0, atol=2.0)
+        written.append(codes)
+    assert torch.equal(*written)
 
 
 def test_tokens_that_are_not_finite_spoil_no_text():

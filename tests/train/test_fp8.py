@@ -130,6 +130,15 @@ def test_a_frozen_head_and_no_gradient_at_all():
         assert fp8_head.head_loss(x, weight, labels).item() > 0
 
 
+def test_a_head_over_no_rows_has_no_loss_and_gradients_of_zero():
+    x, weight = torch.randn(0, 32, requires_grad=True), torch.randn(48, 32, requires_grad=True)
+    loss = fp8_head.head_loss(x, weight, torch.zeros(0, dtype=torch.int64))
+    loss.backward()
+    assert loss.item() == 0
+    assert x.grad.shape == (0, 32)
+    assert torch.equal(weight.grad, torch.zeros(48, 32))
+
+
 def test_the_head_is_taken_where_it_is_asked_for_and_its_sizes_are_named():
     model = decoder()
     fp8.compute_in_fp8(model)

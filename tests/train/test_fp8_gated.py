@@ -1,5 +1,7 @@
 """A gated layer in fp8 as one function, and codes of weights that are made once a step."""
 
+import copy
+
 import pytest
 import torch
 from tiny import Counting, TinyModel, recipe
@@ -8,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from tilestack import nn, ops
 from tilestack.nn.lora import add_lora
 from tilestack.train import Trainer, fp8, fp8_gated, fp8_weights
+from tilestack.train.step import kept_codes
 
 
 class Layers(torch.nn.Module):
@@ -125,6 +128,15 @@ def test_a_hook_on_a_projection_is_called():
     assert seen == [(150, 144)]
 
 
+@pytest.mark.parametrize("part", ["gate_up", "down"])
+@pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook", "forward_pre_hook"])
+def test_hooks_of_any_kind_are_called(kind, part):
+    layer, seen = coded(mlp()), []
+    getattr(getattr(layer, part), f"register_{kind}")(lambda *given: seen.append(kind))
+    gradients(layer)
+    assert seen == [kind]
+
+
 @pytest.mark.parametrize("targets", [["*.gate_up"], ["*.down"]])
 @pytest.mark.parametrize("make", [mlp, mixture])
 def test_beside_adapters_the_products_are_apart(make, targets, monkeypatch):
@@ -192,6 +204,15 @@ def test_a_repetition_takes_the_codes_of_its_forward(monkeypatch):
     assert len(made) == 4 + 2
 
 
+def test_codes_are_kept_where_they_are_asked_for_again():
+    model = Layers(mlp())
+    fp8.compute_in_fp8(model)
+    kept = lambda **sections: kept_codes(recipe(**sections), model)
+    assert kept() is None
+    assert kept(data=dict(accumulate=2)) is kept(run=dict(activation_checkpointing=True)) is model.weight_codes
+    assert kept(data=dict(accumulate=2), run=dict(compile="default")) is None
+
+
 def test_a_weight_that_changed_is_coded_anew():
     weights, weight = fp8_weights.WeightCodes(), torch.nn.Parameter(torch.randn(16, 16))
     weights.begin()
@@ -202,6 +223,28 @@ def test_a_weight_that_changed_is_coded_anew():
     assert torch.equal(weights.of(weight)[1], 2 * first[1])
     weights.end()
     assert weights.of(weight) is not weights.of(weight)
+
+
+def test_codes_made_for_inference_are_not_kept_for_training():
+    """As where a loss asks a reference first, which has weights in common with the model."""
+    model = Layers(mlp())
+    fp8.compute_in_fp8(model)
+    wanted = gradients(model.layers[0])
+    model.weight_codes.begin()
+    with torch.inference_mode():
+        model.layers[0](torch.randn(3, 32))
+    for found, plain in zip(gradients(model.layers[0]), wanted, strict=True):
+        assert torch.equal(found, plain)
+
+
+def test_a_copy_takes_the_codes_of_its_own_weights():
+    """Of a copy's weight, which has got the number in memory that a weight of the original had."""
+    weights, weight, other = fp8_weights.WeightCodes(), *(torch.nn.Parameter(torch.randn(16, 16)) for _ in range(2))
+    weights.begin()
+    weights.of(weight)
+    copied = copy.deepcopy(weights)
+    copied.kept[id(other)] = copied.kept.pop(id(weight))
+    assert torch.equal(copied.of(other)[0].float(), fp8_weights.coded(other)[0].float())
 
 
 class BreaksOff(Counting):

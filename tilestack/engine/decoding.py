@@ -67,7 +67,7 @@ class DecodingSteps(CapturedSteps):
             *(0 if waits else sequence.ids[-1] for waits, sequence in zip(unread, sequences, strict=True)), *[0] * more,
             *(row if waits else nobody for waits, row in zip(unread, rows, strict=True)), *[nobody] * more,
             *starts, *[0] * more,
-            *(number * page + start % page for number, start in zip(pages, starts, strict=True)), *[0] * more,
+            *(number * page + start % page for number, start in zip(pages, starts, strict=True)), *[-1] * more,
         ]  # fmt: skip
 
     def compute(self, inputs: Tensor, size: Size) -> tuple[Tensor, Tensor | None]:

@@ -26,10 +26,12 @@ class WeightCodes:
 
     def of(self, weight: Tensor) -> tuple[Tensor, ...]:
         """(codes, scale, turned, turned_scale) of a weight, made anew where it is another than it was."""
-        if self.kept is None or not isinstance(weight, torch.nn.Parameter) or torch.compiler.is_compiling():
+        # What inference mode makes could not be kept for a backward.
+        unkept = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+        if self.kept is None or unkept or not isinstance(weight, torch.nn.Parameter):
             return coded(weight)
         found = self.kept.get(id(weight))
-        if found is None or found[1] != weight._version:
+        if found is None or found[0] is not weight or found[1] != weight._version:  # in a copy the ids are others'
             found = self.kept[id(weight)] = weight, weight._version, coded(weight)
         return found[2]
 
