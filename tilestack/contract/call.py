@@ -106,7 +106,7 @@ def __call__(self, {declared}, *, out=None):
         return _traced({names}) if out is None else _copied(out, _traced({names}))
 {lines(*coerced)}
     try:
-        _seen = _signature({tensors}) or (
+        _seen = _signature and _signature({tensors}) or (
             _deterministic(), _autocasting() and _autocast(), _transforming(), {" or ".join(views)},
             _grad_enabled() and ({" or ".join(grads)}), {", ".join(parts)},
         )
@@ -148,14 +148,9 @@ def __call__(self, {declared}, *, out=None):
 
 def first_signature(op: "Operator", *tensors: Any) -> bytes | None:
     """What an operator's first call knows of its tensors; the next ones ask C++ themselves, where that is built."""
-    native = native_node()
-    signature = native.signature if native else unsigned
-    type(op).__call__.__globals__["_signature"] = signature  # type: ignore[attr-defined]
-    return signature(*tensors)
-
-
-def unsigned(*tensors: Any) -> None:
-    """What native/signature.h has for tensors that Python has to look at: all, where it is not built."""
+    native: Any = native_node()
+    signature = type(op).__call__.__globals__["_signature"] = native and native.signature  # type: ignore[attr-defined]
+    return signature and signature(*tensors)
 
 
 def autocast() -> tuple:
