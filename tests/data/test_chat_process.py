@@ -151,7 +151,7 @@ def test_threads_and_forked_processes_are_served_alike():
     child = multiprocessing.get_context("fork").Process(target=lambda: writing.send(render("forked", MESSAGES)))
     child.start()
     assert render("parent", MESSAGES) == "parent"
-    assert reading.poll(30)
+    assert reading.poll(120)
     assert reading.recv() == "forked"
     child.join()
     assert render("parent", MESSAGES) == "parent"
