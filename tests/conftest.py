@@ -1,6 +1,7 @@
 """What every test stands on: Triton's interpreter where there is no GPU, one thread each, and registries left as found."""
 
 import os
+from contextlib import suppress
 
 import pytest
 import torch
@@ -14,6 +15,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # nor more in the processes that tests star
 from tilestack import ops  # noqa: E402
 from tilestack.contract import backends, registry  # noqa: E402
 from tilestack.lab.oracle import judge, own_error  # noqa: E402
+
+with suppress(ImportError):  # the tests that need it say so
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("busy", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")  # a machine with other things to do; and the same examples on all
 
 needs_gpu = pytest.mark.skip(reason="there is no CUDA GPU here")
 
