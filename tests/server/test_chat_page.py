@@ -137,6 +137,20 @@ def test_a_message_waits_until_the_models_are_known(fails, browse, serve, fake):
     assert page.run("document.getElementById('model').value") == "fake"
 
 
+def test_a_message_that_waits_for_the_models_can_be_stopped(browse, serve, fake):
+    page = browse("about:blank")
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=LATE_MODELS.replace("FAILS", "false"))
+    page.open(serve(fake))
+    say(page, "too soon")
+    page.wait("document.getElementById('send').textContent === 'Stop'")
+    page.press("Escape")
+    assert page.wait(DONE) == "stopped"
+    page.run("tell()")
+    page.wait("document.getElementById('model').value === 'fake'")
+    assert not fake.submitted
+    assert not page.complaints
+
+
 def test_a_key_is_asked_for_and_errors_are_shown(browse, serve, fake):
     page = browse(serve(fake, api_key="secret"))
     page.wait("document.getElementById('panel').open")
