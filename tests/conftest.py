@@ -1,7 +1,10 @@
 """What every test stands on: Triton's interpreter where there is no GPU, one thread each, and registries left as found."""
 
 import os
+import random
+from contextlib import suppress
 
+import numpy
 import pytest
 import torch
 
@@ -15,6 +18,12 @@ from tilestack import ops  # noqa: E402
 from tilestack.contract import backends, registry  # noqa: E402
 from tilestack.lab.oracle import judge, own_error  # noqa: E402
 
+with suppress(ImportError):  # the tests that need it say so
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("busy", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")  # a machine with other things to do; and the same examples on all
+
 needs_gpu = pytest.mark.skip(reason="there is no CUDA GPU here")
 
 
@@ -25,6 +34,16 @@ def pytest_collection_modifyitems(items):
     items.sort(
         key=lambda item: item.get_closest_marker("slow") is None
     )  # else one process may wait for another's last test
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """The same numbers for a test whichever ran before it in its process; before its fixtures, which draw too."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.default_generator.manual_seed(0)
+    if GPU:
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from math import inf
 
 import pytest
 
@@ -42,11 +43,20 @@ def test_what_needs_no_tensors_does_not_import_pytorch(arguments, code, shown):
 
 def test_starts_stay_short_beside_pytorch():
     timed = {what: start for what, start in STARTS.items() if what != "from tilestack import ops"}  # which is below
-    found = {start.what: start.processor for start in bench_startup(timed, repeats=3)}
-    allowed = max(0.3, found["import torch"] / 4)  # seconds of a fast machine; a slower one is slow at PyTorch as well
-    assert found["tilestack --version"] < allowed
-    assert found["tilestack --help"] < allowed
-    assert found["import tilestack"] < allowed
+    ours, least, allowed = (
+        ("tilestack --version", "tilestack --help", "import tilestack"),
+        dict.fromkeys(timed, inf),
+        0.0,
+    )
+    for _ in range(4):  # where others disturb it, there are more repeats to take the least of
+        for start in bench_startup(timed, repeats=3):
+            least[start.what] = min(least[start.what], start.processor)
+        allowed = max(
+            0.3, least["import torch"] / 4
+        )  # seconds of a fast machine; a slower one is slow at PyTorch as well
+        if all(least[what] < allowed for what in ours):
+            break
+    assert {what: least[what] for what in ours if least[what] >= allowed} == {}
 
 
 OPS_AFTER_TORCH = """
@@ -60,7 +70,7 @@ print((time.process_time() - before) / before)
 def test_the_operators_import_in_a_quarter_of_the_time_of_pytorch():
     """Both in one process, since a machine that is busy may slow down one of two."""
     run = lambda: subprocess.run([sys.executable, "-c", OPS_AFTER_TORCH], capture_output=True, text=True, check=True)
-    assert any(float(run().stdout) < 0.25 for _ in range(3))
+    assert any(float(run().stdout) < 0.25 for _ in range(6))
 
 
 def test_a_start_that_fails_is_not_timed():

@@ -87,7 +87,7 @@ def test_two_processes_compile_once_and_a_lock_left_behind_stops_nobody(source, 
     (left / "lock").touch()  # as PyTorch leaves it where a build was killed
     both = [process(source, CXX=str(compiler)) for _ in range(2)]
     for each in both:
-        out, errors = each.communicate(timeout=120)
+        out, errors = each.communicate(timeout=300)
         assert out.split() == ["42"], errors
     assert (tmp_path / "count").read_text().split() == ["once"]
     assert sorted(path.name for path in build.cache_folder().iterdir()) == [f"{name}.lock", f"{name}.so"]

@@ -207,12 +207,12 @@ def test_results_come_one_by_one_and_a_failure_is_told():
 
 
 def test_the_process_ends_with_whoever_listens():
-    code = "import time; print('RESULT {}', flush=True); time.sleep(60)"
+    code = "import time; print('RESULT {}', flush=True); time.sleep(600)"
     rows = bench_serve.results_of([sys.executable, "-c", code], "ours", print)
     began = time.monotonic()
     assert next(rows) == {}
     rows.close()
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300
 
 
 def test_where_nothing_is_measured_the_reason_is_told_without_a_traceback(capfd):

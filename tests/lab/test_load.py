@@ -7,23 +7,40 @@ import random
 import statistics
 import xml.etree.ElementTree as ElementTree
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Condition, Thread
 from time import sleep
 
 import pytest
 
 from tilestack import cli
-from tilestack.lab.load import Ask, Objectives, Outcome, Target, make_workload, run_load, summary
+from tilestack.lab.load import Ask, Objectives, Outcome, Target, client, make_workload, run_load, summary
 from tilestack.lab.load.arrivals import arrival_times
 from tilestack.lab.load.figures import percentile
 from tilestack.lab.load.plot import latency_plot, ticks
 from tilestack.lab.load.workload import LONGEST, Prefixes, parse_length
 
 
+class Clock:
+    """Shows the time that the server says it is; the server waits until the client has looked."""
+
+    def __init__(self):
+        self.now, self.looks, self.looked = 0.0, 0, Condition()
+
+    def perf_counter(self):
+        with self.looked:
+            self.looks += 1
+            self.looked.notify()
+            return self.now
+
+    def wait_for_looks(self, number):
+        with self.looked:
+            assert self.looked.wait_for(lambda: self.looks >= number, 120)
+
+
 class Endpoint(BaseHTTPRequestHandler):
     """Answers in words, the first after 40 ms and the others 10 ms apart; refuses prompts that begin with 13."""
 
-    asked = []
+    asked, clock = [], None
 
     def log_message(self, *_):
         pass
@@ -44,9 +61,14 @@ class Endpoint(BaseHTTPRequestHandler):
             self.reply(429, b'{"error": {"message": "too many"}}')
             return
         self.reply(200, b"", "text/event-stream")
-        chat = "messages" in body
+        chat, looks = "messages" in body, self.clock.looks if self.clock else 0
         for place in range(body["max_tokens"]):
-            sleep(0.01 if place else 0.04)
+            pause = 0.01 if place else 0.04
+            if self.clock:
+                self.clock.wait_for_looks(looks + place)
+                self.clock.now += pause
+            else:
+                sleep(pause)
             piece = {"delta": {"content": "word "}} if chat else {"text": "word "}
             self.event({"choices": [{"index": 0, "finish_reason": None} | piece]})
         self.event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": body["max_tokens"]}})
@@ -100,13 +122,16 @@ def test_arrivals_are_poisson_or_at_once():
     assert arrival_times(3, None, 0) == [0.0, 0.0, 0.0]
 
 
-def test_times_of_a_known_server(endpoint):
-    outcomes = asyncio.run(run_load(Target(endpoint, "m"), [Ask([1], 5), Ask([2], 1)], api_key="k"))
+def test_times_of_a_known_server(endpoint, monkeypatch):
+    monkeypatch.setattr(Endpoint, "clock", Clock())
+    monkeypatch.setattr(client, "time", Endpoint.clock)
+    outcomes = asyncio.run(run_load(Target(endpoint, "m"), [Ask([1], 5), Ask([2], 1)], concurrency=1, api_key="k"))
     first, short = outcomes
-    assert 0.04 <= first.ttft < 0.5
-    assert len(first.itl) == 4
-    assert 0.009 <= first.tpot < 0.3
-    assert first.latency == pytest.approx(first.ttft + sum(first.itl))
+    assert first.ttft == pytest.approx(0.04)
+    assert first.itl == pytest.approx([0.01] * 4)
+    assert first.tpot == pytest.approx(0.01)
+    assert first.latency == pytest.approx(0.08)
+    assert (short.ttft, short.itl, short.tpot) == (pytest.approx(0.04), [], 0)
     assert (first.input_tokens, first.output_tokens, short.output_tokens) == (7, 5, 1)
     path, body, key = Endpoint.asked[0]
     assert (path, body["stream"], key) == ("/v1/completions", True, "Bearer k")

@@ -1,9 +1,12 @@
 """One request to a server in a process of its own, and its place in the report."""
 
+import sys
+
 import pytest
 import torch
 
 from tilestack import data, models
+from tilestack.lab import served
 from tilestack.lab.served import Served, serve_once, served_section
 
 
@@ -21,9 +24,27 @@ def folder(tmp_path_factory):
 
 
 def test_a_server_answers_once_and_ends(folder):
-    served = serve_once(folder, "the cat", "cpu", max_tokens=9)
-    assert 1 <= served.tokens <= 9
-    assert 0 < served.first_ms <= 1e3 * served.seconds
+    answered = serve_once(folder, "the cat", "cpu", max_tokens=9)
+    assert 1 <= answered.tokens <= 9
+    assert 0 < answered.first_ms <= 1e3 * answered.seconds
+
+
+SLOW_TO_END = """#!{python}
+import signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print('{{"event": "listening", "address": "http://here"}}', file=sys.stderr, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_server_that_answered_and_is_slow_to_end_is_killed(tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    program.write_text(SLOW_TO_END.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(served, "END_SECONDS", 0.2)
+    with served.server(tmp_path, "cpu") as address:
+        assert address == "http://here"
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path):

@@ -109,7 +109,7 @@ def serve(environment, desk):
     yield run
     for server in started:
         server.send_signal(signal.SIGINT)
-        assert "Traceback" not in server.communicate(timeout=60)[0]
+        assert "Traceback" not in server.communicate(timeout=300)[0]
 
 
 def changes(*settings: str) -> list[str]:

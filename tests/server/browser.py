@@ -39,14 +39,16 @@ class Browser:
             stderr=subprocess.DEVNULL,
         )
         port = folder / "DevToolsActivePort"
-        ends = time.monotonic() + 30
+        ends = time.monotonic() + 120
         while not port.exists() or len(port.read_text().split()) < 2:
             assert time.monotonic() < ends, "chromium did not start"
             assert self.process.poll() is None, "chromium ended"
             time.sleep(0.05)
         number, path = port.read_text().split()
         self.closing = ExitStack()
-        self.socket = self.closing.enter_context(connect(f"ws://127.0.0.1:{number}{path}", max_size=1 << 26))
+        self.socket = self.closing.enter_context(
+            connect(f"ws://127.0.0.1:{number}{path}", max_size=1 << 26, open_timeout=60)
+        )
         self.session = None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -62,19 +64,22 @@ class Browser:
         self.numbers += 1
         message = {"id": self.numbers, "method": method, "params": params}
         self.socket.send(json.dumps(message | ({"sessionId": self.session} if self.session else {})))
-        while (answer := json.loads(self.socket.recv(timeout=30))).get("id") != self.numbers:
+        while (answer := json.loads(self.socket.recv(timeout=120))).get("id") != self.numbers:
             if answer.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
                 self.complaints.append(json.dumps(answer["params"]))
         assert "error" not in answer, answer["error"]
         return answer["result"]
 
     def open(self, url):
-        self.call("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete'")
+        self.leave("Page.navigate", url=url)
 
     def reload(self):
+        self.leave("Page.reload")
+
+    def leave(self, method, **params):
+        """Until another document is there and has all it needs: the answer may come while the one before still is."""
         self.run("window.before = true")
-        self.call("Page.reload")
+        self.call(method, **params)
         self.wait("!window.before && document.readyState === 'complete'")
 
     def run(self, script):
@@ -82,7 +87,7 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def wait(self, script, seconds=10):
+    def wait(self, script, seconds=120):
         """Until a condition holds on the page; answers its value."""
         ends = time.monotonic() + seconds
         while not (value := self.run(script)):
@@ -105,4 +110,4 @@ class Browser:
     def close(self):
         self.closing.close()
         self.process.terminate()
-        self.process.wait(10)
+        self.process.wait(60)

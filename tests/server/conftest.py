@@ -6,6 +6,7 @@ import httpx2
 import pytest
 import torch
 from fake_engine import FakeEngine
+from patient import LONG
 from server_thread import served, small_tokenizer
 
 from tilestack import models
@@ -46,5 +47,5 @@ def serve():
 @pytest.fixture
 def client(serve, fake):
     """A client of a server with the fake engine."""
-    with httpx2.Client(base_url=serve(fake), timeout=10) as made:
+    with httpx2.Client(base_url=serve(fake), timeout=LONG) as made:
         yield made

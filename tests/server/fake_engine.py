@@ -119,8 +119,8 @@ class FakeStream:
         return Usage(len(self.prompt), min(1, len(self.prompt)), self.made)
 
 
-def empty_within(fake, seconds):
-    """Whether the engine holds no request, now or soon."""
+def empty_soon(fake, seconds=30):
+    """Whether the engine holds no request, now or soon; answers that nobody ends must take longer than that."""
     ends = time.monotonic() + seconds
     while fake.live and time.monotonic() < ends:
         time.sleep(0.01)

@@ -33,7 +33,7 @@ class Process:
     def signal(self, number=signal.SIGTERM):
         self.process.send_signal(number)
 
-    def end(self, seconds=20):
+    def end(self, seconds=120):
         """Its exit code, and the rest of its log."""
         _, rest = self.process.communicate(timeout=seconds)
         self.lines += rest.splitlines(keepends=True)

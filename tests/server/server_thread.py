@@ -36,5 +36,5 @@ def served(engine, settings=None):
         yield address_of(listening)
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()

@@ -1,6 +1,7 @@
 """Who may ask: keys, names, origins; and what every answer carries."""
 
 import httpx2
+import patient
 import pytest
 
 from tilestack.server.access import host_name
@@ -19,20 +20,20 @@ def test_a_key_is_asked_for_everywhere_but_for_health_and_the_page(serve, fake):
             {"Authorization": "Basic sécret".encode()},
             {"Authorization": "Bearer"},
         ):
-            refused = httpx2.get(url + path, headers=headers)
+            refused = patient.get(url + path, headers=headers)
             assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
             assert refused.json()["error"]["code"] == "invalid_api_key"
-    assert httpx2.post(url + "/v1/completions", json=TEXT).status_code == 401
+    assert patient.post(url + "/v1/completions", json=TEXT).status_code == 401
     assert not fake.submitted
-    assert httpx2.get(url + "/health").json() == {"status": "ok"}
-    assert "<!doctype html>" in httpx2.get(url + "/").text
+    assert patient.get(url + "/health").json() == {"status": "ok"}
+    assert "<!doctype html>" in patient.get(url + "/").text
 
 
 def test_the_key_opens(serve, fake):
     url = serve(fake, api_key="sécret")
     for known in ({"Authorization": "Bearer sécret".encode()}, {"Authorization": "bearer sécret".encode()}):
-        assert httpx2.get(url + "/v1/models", headers=known).status_code == 200
-        assert httpx2.post(url + "/v1/completions", json=TEXT, headers=known).status_code == 200
+        assert patient.get(url + "/v1/models", headers=known).status_code == 200
+        assert patient.post(url + "/v1/completions", json=TEXT, headers=known).status_code == 200
 
 
 def test_a_loopback_server_answers_to_its_own_names_only(client):
@@ -44,7 +45,7 @@ def test_a_loopback_server_answers_to_its_own_names_only(client):
 
 def test_names_may_be_added_and_other_interfaces_answer_to_any(serve, fake):
     url = serve(fake, hosts=("box.local",))
-    assert httpx2.get(url + "/health", headers={"Host": "box.local"}).status_code == 200
+    assert patient.get(url + "/health", headers={"Host": "box.local"}).status_code == 200
     assert ServerSettings(host="0.0.0.0").known_hosts is None
     assert ServerSettings(host="0.0.0.0", hosts=("a",)).known_hosts >= {"a", "localhost"}
 
@@ -59,22 +60,22 @@ def test_names_without_ports(given, name):
 def test_pages_of_other_sites_may_not_ask_unless_told(serve, fake):
     site, other = {"Origin": "https://site.example"}, {"Origin": "https://other.example"}
     url = serve(fake)
-    refused = httpx2.post(url + "/v1/completions", json=TEXT, headers=site)
+    refused = patient.post(url + "/v1/completions", json=TEXT, headers=site)
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "unknown_origin")
     assert "access-control-allow-origin" not in refused.headers
-    assert httpx2.post(url + "/v1/completions", json=TEXT, headers={"Origin": url}).status_code == 200
+    assert patient.post(url + "/v1/completions", json=TEXT, headers={"Origin": url}).status_code == 200
     beside = {"Origin": str(httpx2.URL(url).copy_with(port=1))}  # what else listens on this machine is another site
-    assert httpx2.post(url + "/v1/completions", json=TEXT, headers=beside).status_code == 403
+    assert patient.post(url + "/v1/completions", json=TEXT, headers=beside).status_code == 403
 
     url = serve(fake, cors=("https://site.example",), api_key="k")
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    preflight = httpx2.options(url + "/v1/completions", headers=site | asked)
+    preflight = patient.options(url + "/v1/completions", headers=site | asked)
     assert preflight.status_code == 200
     assert preflight.headers["access-control-allow-origin"] == "https://site.example"
     known = {"Authorization": "Bearer k"}
-    allowed = httpx2.post(url + "/v1/completions", json=TEXT, headers=site | known)
+    allowed = patient.post(url + "/v1/completions", json=TEXT, headers=site | known)
     assert allowed.headers["access-control-allow-origin"] == "https://site.example"
-    assert httpx2.post(url + "/v1/completions", json=TEXT, headers=other | known).status_code == 403
+    assert patient.post(url + "/v1/completions", json=TEXT, headers=other | known).status_code == 403
 
 
 def test_ids_of_requests_go_in_and_out(client):

@@ -2,7 +2,7 @@
 
 import pytest
 from browser import Browser, chromium
-from fake_engine import empty_within
+from fake_engine import empty_soon
 
 pytestmark = pytest.mark.skipif(
     chromium() is None, reason="there is no Chromium here: apt-get install chromium, or put google-chrome on the PATH"
@@ -43,8 +43,10 @@ def test_a_conversation(browse, serve, fake):
     page.type("first line")
     page.press("Enter", shift=True)
     page.type("second line")
-    fake.says = lambda prompt: "A **bold** answer to it."
+    fake.says, fake.pace = (lambda prompt: "A **bold** answer to it."), 0.5
     page.press("Enter")
+    page.wait(f"{LAST}?.querySelector('.text').innerText")
+    fake.pace = 0.0  # the rest comes surely later than the first, so there is a speed
     figures = page.wait(DONE)
     assert "tokens" in figures
     assert "tokens/s" in page.run("document.getElementById('speed').textContent")
@@ -52,7 +54,7 @@ def test_a_conversation(browse, serve, fake):
     assert page.run(f"{LAST}.querySelector('strong').textContent") == "bold"
     assert text_of(page, "document.querySelector('article.user')") == "first line\nsecond line"
 
-    fake.says, fake.pace = (lambda prompt: "word " * 500), 0.02
+    fake.says, fake.pace = (lambda prompt: "word " * 500), 0.05
     say(page, "go on and on")
     page.wait(f"{LAST}.querySelector('.text').innerText.startsWith('word word')")
     assert page.run("document.getElementById('send').textContent") == "Stop"
@@ -60,7 +62,7 @@ def test_a_conversation(browse, serve, fake):
     assert page.wait(f"document.querySelectorAll('article').length === 4 && {DONE}").startswith("stopped")
     page.wait("document.getElementById('send').textContent === 'Send'")
     stopped = text_of(page)
-    assert empty_within(fake, 1)
+    assert empty_soon(fake)
     assert len(stopped) < 1000
 
     page.reload()
@@ -85,7 +87,7 @@ def test_the_stop_button_and_parameters(browse, serve, fake):
     for name, value in (("system", "Be kind."), ("temperature", "0"), ("max_tokens", "300"), ("seed", "5")):
         page.run(f"document.getElementById('{name}').value = '{value}'; document.getElementById('{name}').oninput()")
     page.press("Escape")
-    fake.pace = 0.02
+    fake.pace = 0.2
     say(page, "hello")
     page.wait(f"{LAST}?.querySelector('.text').innerText.length > 4")
     page.run("document.getElementById('send').click()")
@@ -110,11 +112,11 @@ def test_what_a_model_writes_is_text(browse, serve, fake):
     assert page.run("window.hurt") is None
 
 
-# /v1/models fails at once, or comes after half a second.
-LATE_MODELS = """const really = fetch; let asked = 0;
+# /v1/models fails at once, or is waited for; then it comes when the test says so.
+LATE_MODELS = """const really = fetch; let asked = 0, tell; const told = new Promise((done) => { tell = done; });
 fetch = async (url, ...rest) => {
   if (url === 'v1/models' && FAILS && !asked++) throw new TypeError('Failed to fetch');
-  if (url === 'v1/models') await new Promise((done) => setTimeout(done, 500));
+  if (url === 'v1/models') await told;
   return really(url, ...rest);
 }"""
 
@@ -127,9 +129,26 @@ def test_a_message_waits_until_the_models_are_known(fails, browse, serve, fake):
     page.open(serve(fake))
     assert page.run("document.getElementById('model').value") == ""
     say(page, "too soon")
+    page.wait("document.querySelectorAll('article').length")
+    assert not fake.submitted
+    page.run("tell()")
     page.wait(DONE)
     assert text_of(page) == "Here."
     assert page.run("document.getElementById('model').value") == "fake"
+
+
+def test_a_message_that_waits_for_the_models_can_be_stopped(browse, serve, fake):
+    page = browse("about:blank")
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=LATE_MODELS.replace("FAILS", "false"))
+    page.open(serve(fake))
+    say(page, "too soon")
+    page.wait("document.getElementById('send').textContent === 'Stop'")
+    page.press("Escape")
+    assert page.wait(DONE) == "stopped"
+    page.run("tell()")
+    page.wait("document.getElementById('model').value === 'fake'")
+    assert not fake.submitted
+    assert not page.complaints
 
 
 def test_a_key_is_asked_for_and_errors_are_shown(browse, serve, fake):

@@ -1,9 +1,10 @@
 """Tokens that come faster than events may be sent share them; nothing is lost, reordered or held back for long."""
 
 import asyncio
+import time
 
-import httpx2
-from fake_engine import empty_within
+import patient
+from fake_engine import empty_soon
 
 from tilestack.engine import Delta, TokenLogprob
 from tilestack.server.pacing import Pace, merged, paced
@@ -46,7 +47,7 @@ def test_streams_wait_for_the_same_moment_and_one_that_leaves_takes_nobody_along
         waiting = [asyncio.create_task(pace.wait()) for _ in range(5)]
         await asyncio.sleep(0)
         waiting[2].cancel()
-        done, _ = await asyncio.wait(waiting, timeout=5)
+        done, _ = await asyncio.wait(waiting, timeout=60)
         return len(done), sum(task.cancelled() for task in waiting), len(intervals), pace.coming
 
     assert asyncio.run(read()) == (5, 1, 1, None)
@@ -60,18 +61,20 @@ async def collect(deltas, into):
 def test_many_streams_send_fewer_events(serve, fake):
     fake.pace = 0.001
     ask = {"prompt": "a", "max_tokens": 100, "stream": True}
-    events = lambda url: httpx2.post(url + "/v1/completions", json=ask, timeout=30).text.count("data: {")
-    few = events(serve(fake, events_per_second=2.0))
-    assert few < 20
+    events = lambda url: patient.post(url + "/v1/completions", json=ask).text.count("data: {")
+    slow = serve(fake, events_per_second=2.0)
+    began = time.monotonic()
+    few = events(slow)
+    assert few <= 3 + 2.0 * (time.monotonic() - began)  # the first and the last do not wait
     assert events(serve(fake)) > 50
 
 
 def test_a_client_that_leaves_between_events_takes_its_request_along(serve, fake):
-    fake.pace = 0.01
+    fake.pace = 0.05
     url = serve(fake, events_per_second=0.01)  # a hundred seconds between events
     ask = {"prompt": "a", "max_tokens": 2000, "stream": True}
-    with httpx2.stream("POST", url + "/v1/completions", json=ask) as answer:
+    with patient.stream("POST", url + "/v1/completions", json=ask) as answer:
         lines = answer.iter_lines()
         next(lines)
         assert fake.live
-    assert empty_within(fake, 1)
+    assert empty_soon(fake)

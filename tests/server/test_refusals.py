@@ -5,6 +5,7 @@ import socket
 from contextlib import suppress
 
 import httpx2
+import patient
 import pytest
 from fake_engine import FakeEngine
 from server_thread import served
@@ -22,7 +23,7 @@ LIMITS = Limits(
 def here(tokenizer):
     with (
         served(FakeEngine(tokenizer), ServerSettings(port=0, limits=LIMITS)) as url,
-        httpx2.Client(base_url=url, timeout=10) as client,
+        httpx2.Client(base_url=url, timeout=patient.LONG) as client,
     ):
         yield client
 
@@ -106,7 +107,7 @@ def test_a_completion_is_refused(here, change, said):
 
 def test_a_prompt_leaves_room_for_an_answer_and_an_answer_ends_with_the_context(serve, fake):
     fake.context = 60
-    with httpx2.Client(base_url=serve(fake), timeout=10) as client:
+    with httpx2.Client(base_url=serve(fake), timeout=patient.LONG) as client:
         for path, field, longest in (("/v1/completions", "prompt", 59), ("/v1/embeddings", "input", 60)):
             assert client.post(path, json={field: [1] * longest}).status_code == 200
             error = refused(client.post(path, json={field: [1] * (longest + 1)}))
@@ -167,7 +168,7 @@ def test_large_bodies_are_ended_while_they_arrive(here):
 
 def test_slow_bodies_are_ended(serve, fake):
     url = httpx2.URL(serve(fake, limits=Limits(upload_seconds=0.2)))
-    with socket.create_connection((url.host, url.port), timeout=5) as slow:
+    with socket.create_connection((url.host, url.port), timeout=patient.LONG) as slow:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
         slow.sendall(head)
         assert b"408" in slow.recv(4096).split(b"\r\n")[0]
@@ -175,9 +176,9 @@ def test_slow_bodies_are_ended(serve, fake):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_may_take_longer_than_its_question_to_arrive(serve, fake, stream):
-    fake.pace = 0.3
-    url = serve(fake, limits=Limits(upload_seconds=0.8))
-    answer = httpx2.post(url + "/v1/completions", json=TEXT | {"max_tokens": 4, "stream": stream})
+    fake.pace = 0.75
+    url = serve(fake, limits=Limits(upload_seconds=2))
+    answer = patient.post(url + "/v1/completions", json=TEXT | {"max_tokens": 4, "stream": stream})
     assert answer.status_code == 200
     assert fake.submitted
     assert "upload_timeout" not in answer.text
@@ -206,11 +207,11 @@ def test_a_hostile_template_ends_and_others_are_served(serve, tokenizer, monkeyp
     try:
         for template in hostile.values():
             tokenizer.template = template
-            refused(httpx2.post(url + "/v1/chat/completions", json=CHAT, timeout=10))
-            assert httpx2.post(url + "/v1/completions", json=TEXT).status_code == 200
+            refused(patient.post(url + "/v1/chat/completions", json=CHAT))
+            assert patient.post(url + "/v1/completions", json=TEXT).status_code == 200
     finally:
         tokenizer.template = before
-    assert httpx2.post(url + "/v1/chat/completions", json=CHAT).status_code == 200
+    assert patient.post(url + "/v1/chat/completions", json=CHAT).status_code == 200
 
 
 def test_tools_are_refused_where_the_template_takes_none(serve, tokenizer):
@@ -218,7 +219,7 @@ def test_tools_are_refused_where_the_template_takes_none(serve, tokenizer):
     tokenizer.template = "{{ messages[0].content }}"
     try:
         error = refused(
-            httpx2.post(serve(FakeEngine(tokenizer)) + "/v1/chat/completions", json=CHAT | {"tools": [tool]})
+            patient.post(serve(FakeEngine(tokenizer)) + "/v1/chat/completions", json=CHAT | {"tools": [tool]})
         )
     finally:
         tokenizer.template = before

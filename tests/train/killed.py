@@ -30,10 +30,24 @@ def die_while_saving(step: int) -> None:
     checkpoint.save_file = fatal
 
 
-def train(folder: Path, dies_at: int | None) -> None:
+def never_save(step: int) -> None:
+    """Wait in the save of a step to be killed, however late that comes."""
+    write = checkpoint.save_file
+
+    def endless(tensors, path):
+        while f"step-{step:06d}" in str(path):
+            time.sleep(1)
+        write(tensors, path)
+
+    checkpoint.save_file = endless
+
+
+def train(folder: Path, dies_at: int | None, ends: bool) -> None:
     torch.set_num_threads(1)
     if dies_at is not None:
         die_while_saving(dies_at)
+    if not ends:
+        never_save(24)
     torch.manual_seed(7)
     settings = recipe(
         run={"steps": 24, "log_every": 7}, checkpoint={"every": 4}, ema={"decay": 0.9},

@@ -26,8 +26,8 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["killed"])
 
 
-def start(folder, dies_at=None):
-    process = PROCESSES.Process(target=killed.train, args=(folder, dies_at))
+def start(folder, dies_at=None, ends=True):
+    process = PROCESSES.Process(target=killed.train, args=(folder, dies_at, ends))
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(Path(__file__).parent))  # by which the server finds what it is to preload
         process.start()
@@ -59,7 +59,7 @@ def test_killed_at_random_steps_and_during_a_save_it_ends_the_same(tmp_path):
     assert Checkpoints(left, 2).steps()[-1] == 8
 
     chance = random.Random(3)
-    again = start(tmp_path / "killed")
+    again = start(tmp_path / "killed", ends=False)
     wait_for_step(tmp_path / "killed", 16, again)
     time.sleep(chance.uniform(0, 0.1))
     again.kill()

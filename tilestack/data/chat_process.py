@@ -2,12 +2,16 @@
 
 There is one for each core, and many conversations are shared among them. They are kept between questions, since starting
 one takes longer than most of them. One that died or was stopped is started anew by the next question.
+
+A template has so many seconds of the processor, not of the clock, and its process's start is not among them: a machine that
+is busy with other things is no fault of the template's.
 """
 
 import atexit
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -23,7 +27,8 @@ from tilestack.data.errors import DataError, needs
 
 PROGRAM = Path(__file__).with_name("chat_worker.py")
 MEMORY = 1 << 29  # bytes that it may take in all
-SECONDS = 10.0  # for one conversation
+SECONDS = 10.0  # of the processor, for one conversation
+PATIENCE = 120.0  # seconds of the clock until its answer; for a start as many
 PART = 1 << 16  # characters of conversations that are asked about at a time
 
 
@@ -91,7 +96,7 @@ class ChatProcess:
 
     def ask(self, template: str, what: str, conversations: Sequence[str]) -> list[dict[str, Any]]:
         """The worker's answers about conversations in JSON."""
-        head = json.dumps({"template": template, "ask": what})[:-1]
+        head = json.dumps({"template": template, "ask": what, "seconds": SECONDS})[:-1]
         line = f'{head}, "conversations": [{", ".join(conversations)}]}}\n'.encode()
         with self.turn:
             try:
@@ -100,10 +105,13 @@ class ChatProcess:
             except TimeoutError:
                 self.stop()
                 raise DataError(
-                    f"the chat template took more than {SECONDS:g} seconds for a conversation; it is not usable"
+                    f"the process that renders chat templates did not answer within {PATIENCE:g} seconds; is this machine too busy?"
                 ) from None
             except (EOFError, BrokenPipeError):
-                self.stop()
+                if self.stop() == -signal.SIGPROF:
+                    raise DataError(
+                        f"the chat template took more than {SECONDS:g} seconds for a conversation; it is not usable"
+                    ) from None
                 raise DataError("the chat template ended the process that renders it; it is not usable") from None
             except BaseException:
                 self.stop()  # whatever it was, answers may be left in the pipe
@@ -118,6 +126,7 @@ class ChatProcess:
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is for those who asked, not for it
             )
+            self._line()  # which says that it has started
         assert self.worker.stdin is not None
         self.worker.stdin.write(line)
         self.worker.stdin.flush()
@@ -125,7 +134,7 @@ class ChatProcess:
     def _line(self) -> bytes:
         assert self.worker is not None
         assert self.worker.stdout is not None
-        late, searched = time.monotonic() + SECONDS, 0
+        late, searched = time.monotonic() + PATIENCE, 0
         waiting = select.poll()
         waiting.register(self.worker.stdout, select.POLLIN)
         while (end := self.unread.find(b"\n", searched)) < 0:
@@ -140,8 +149,11 @@ class ChatProcess:
         del self.unread[: end + 1]
         return line
 
-    def stop(self) -> None:
+    def stop(self) -> int | None:
+        """End the worker; answers how it ended, which may have been before."""
         worker, self.worker = self.worker, None
-        if worker is not None and os.getpid() == self.owner:  # a fork that ends takes nothing from its parent
-            worker.kill()
-            worker.communicate()  # closes the pipes and waits for its end
+        if worker is None or os.getpid() != self.owner:  # a fork that ends takes nothing from its parent
+            return None
+        worker.kill()
+        worker.communicate()  # closes the pipes and waits for its end
+        return worker.returncode

@@ -1,12 +1,12 @@
 """The program that renders chat templates. `tilestack.data.chat` runs it in a process of its own, and talks to it.
 
 A template comes with a model and is a program by a stranger. jinja2's sandbox keeps it from Python's objects, but not from
-memory and time: '%1000000000d' % 1 is a gigabyte. So this process takes no more memory than it is told at the start, and
-whoever waits for it stops it when it takes too long.
+memory and time: '%1000000000d' % 1 is a gigabyte. So this process takes no more memory than it is told at the start, and no
+more of the processor for a conversation than each question allows: then it is ended by SIGPROF.
 
-In comes a line of JSON for some conversations, out goes a line for each of them:
+It writes an empty line when it has started. In comes a line of JSON for some conversations, out goes a line for each of them:
 
-    {"template": …, "ask": "text" | "answers" | "last answer", "conversations": [{"messages": […], "bos_token": …}, …]}
+    {"template": …, "ask": "text" | "answers" | "last answer", "seconds": …, "conversations": [{"messages": […], "bos_token": …}, …]}
     {"text": …}   {"sequences": [[text, [[start, end], …]], …]}   {"error": …}
 
 Nothing of tilestack is imported, so that it starts at once and is small.
@@ -16,6 +16,7 @@ import json
 import os
 import re
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from datetime import datetime
@@ -186,6 +187,7 @@ def reply(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """An answer to each conversation of a request."""
     ask = {"answers": answers, "last answer": last_answer}.get(request["ask"])
     for conversation in request["conversations"]:
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         try:
             if ask:
                 yield {"sequences": ask(request["template"], **conversation)}
@@ -202,10 +204,13 @@ def main(memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     except ValueError:  # macOS has no such limit
         sys.stderr.write("chat templates run here without a limit of memory\n")
+    sys.stdout.buffer.write(b"\n")
+    sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:
         for found in reply(json.loads(line)):
             sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
             sys.stdout.buffer.flush()
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 if __name__ == "__main__":

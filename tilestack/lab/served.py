@@ -11,13 +11,14 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tilestack.lab.page import Section, cards, text
 
 START_SECONDS = 120
+END_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def server(model: Path, device: str) -> Iterator[str]:
     try:
         yield address_in(process)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        with suppress(subprocess.TimeoutExpired):  # it has answered, and is killed below
+            process.communicate(timeout=END_SECONDS)
     finally:
         if process.poll() is None:
             process.kill()

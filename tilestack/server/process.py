@@ -32,7 +32,8 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, drain: Drain, seconds: float, ready: Callable[[], None]):
         super().__init__(config)
         self.drain, self.seconds, self.ready = drain, seconds, ready
-        self.until = 0.0
+        self.until = 0.0  # when running requests have had their time
+        self.cancelled = 0.0  # when those that were left were ended
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -48,10 +49,11 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if self.drain.begun and not self.should_exit:
-            over = time.monotonic() - self.until
-            if over > 0:
+            now = time.monotonic()
+            if now > self.until:
                 self.drain.cancel()
-            self.should_exit = self.drain.requests == 0 or over > GRACE
+                self.cancelled = self.cancelled or now
+            self.should_exit = self.drain.requests == 0 or (self.cancelled > 0 and now > self.cancelled + GRACE)
         return await super().on_tick(counter)
 
 
