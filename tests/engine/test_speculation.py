@@ -150,6 +150,26 @@ def test_guesses_leave_a_token_of_the_step_to_all_who_run():
     assert found == {request.id: [alone(request.prompt, 12)] for request in requests}
 
 
+def test_nothing_is_held_back_for_guesses_that_nobody_can_make():
+    """Where as many run as a step with guesses has tokens, prompts get what is left of the step."""
+    engine = make_engine(speculate="lookup", step_tokens=16, max_sequences=4)
+    engine.scheduler.drafting_tokens = 3
+    schedule, seen = engine.scheduler.schedule, []
+
+    def watched():
+        running = len(engine.scheduler.running)
+        plan = schedule()
+        seen.extend((running < 3, part.room) for part in plan.parts if part.sequence.index > 0)
+        return plan
+
+    engine.scheduler.schedule = watched
+    requests = [greedy(f"r{n}", [n + 1] * 4, 6 + 4 * n) for n in range(4)]
+    found = serve(engine, requests, check_pages)
+    assert {may for may, room in seen if room} == {True}
+    assert {False, True} == {may for may, _ in seen}
+    assert found == {request.id: [alone(request.prompt, 6 + 4 * n)] for n, request in enumerate(requests)}
+
+
 class Echo:
     """Guesses what the text without speculation has, but nothing right from some places on, and notes how many it may
     guess."""

@@ -122,6 +122,7 @@ class Engine:
             step_tokens=step_tokens,
             prefix_caching=settings.prefix_caching,
             swap_tokens=settings.swap_memory // bytes_of_token(cache.keys.dtype, decoder, draft),
+            drafting_tokens=drafter.step_tokens if drafter else None,
         )
         self.scheduler = self.new_scheduler(self.pool)
         self.ends = frozenset((*(tokenizer.stops if tokenizer else ()), *decoder.config.eos))

@@ -52,9 +52,11 @@ class Scheduler:
         step_tokens: int,
         prefix_caching: bool = True,
         swap_tokens: int = 0,
+        drafting_tokens: int | None = None,
     ):
+        """`drafting_tokens` are those of a step with drafts, if there is such a bound."""
         self.pool, self.step_tokens, self.prefix_caching = pool, step_tokens, prefix_caching
-        self.swap_tokens = swap_tokens
+        self.swap_tokens, self.drafting_tokens = swap_tokens, drafting_tokens
         self.free_rows = list(range(rows))[::-1]
         self.waiting: list[Sequence] = []  # both in the order in which they are served
         self.running: list[Sequence] = []
@@ -79,13 +81,14 @@ class Scheduler:
         plan, left = Plan(), self.step_tokens
         self.make_way(plan)
         preempted = self.preemptions
+        drafting = self.drafting_tokens is None or len(self.running) < self.drafting_tokens
         for behind, sequence in list(zip(range(len(self.running) - 1, -1, -1), self.running, strict=True)):
             if sequence.row < 0 or sequence.waits_to_be_read:  # preempted by one before it, or nothing to compute
                 continue
             count = min(sequence.drawn - sequence.kept, left)
             if not count:
                 continue
-            room = self.room_for_drafts(sequence, count, left - count - behind) if sequence.guesses else 0
+            room = self.room_for_drafts(sequence, count, left - count - behind) if drafting and sequence.guesses else 0
             if self.find_pages(sequence, sequence.kept + count + room, plan):
                 left -= self.enter(plan, sequence, count, room)
         if self.preemptions == preempted:  # else the pages would go back and forth

@@ -27,6 +27,7 @@ WIDTH = array("i").itemsize  # bytes of a token in a text to be searched
 class Drafter(Protocol):
     usual: int  # tokens at a time, where nobody says
     most: int  # that they may grow to while all are right
+    step_tokens: int | None  # of a step with guesses, all sequences together, if there is such a bound
 
     def fill(self, parts: List[Part]) -> None:
         """Give parts that have room for them some drafts."""
@@ -55,7 +56,6 @@ class LookUp:
     usual = 7  # which are read with the last token of the text, and steps of 8 cost as much as those of 5
 
     def __init__(self, longest: int = 4, window: int = 8192, most: int = usual, step_tokens: int | None = None):
-        """`step_tokens` are those of a step with guesses, all sequences together, if there is such a bound."""
         self.longest, self.window, self.most, self.step_tokens = longest, window, most, step_tokens
         self.texts: WeakKeyDictionary[Sequence, bytearray] = WeakKeyDictionary()
 
@@ -93,6 +93,7 @@ class DraftModel:
     with every step, and draws its guesses with the noise that the large model will draw with at those places."""
 
     usual = most = 4
+    step_tokens: int | None = None
 
     def __init__(self, runner: Runner):
         self.runner = runner
