@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilestack import contract, ops
-from tilestack.contract import autograd, backend, call, wiring
+from tilestack.contract import autograd, backend, plan, wiring
 from tilestack.contract.cases import Make
 
 pytestmark = pytest.mark.usefixtures("outside")
@@ -107,7 +107,7 @@ def test_a_signature_is_all_that_a_choice_may_depend_on():
 
 
 def test_ever_changing_shapes_stay_bounded_and_what_is_used_stays_known(monkeypatch):
-    monkeypatch.setattr(call, "PLANS_KEPT", 8)
+    monkeypatch.setattr(plan, "PLANS_KEPT", 8)
     ops.relu.plans.clear()
     for length in range(60):
         ops.relu(torch.ones(length))

@@ -17,7 +17,7 @@ from tilestack import contract, ops
 from tilestack.contract import backend, source_of
 from tilestack.contract import launch as launcher
 from tilestack.contract import workspace as workspaces
-from tilestack.contract.call import copied
+from tilestack.contract.into import copied
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 

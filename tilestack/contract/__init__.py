@@ -2,7 +2,7 @@
 
     what people write     operator.py, implementation.py, cases.py, labels.py (a case in words), named.py
     who runs a call       backends.py (the choices), registry.py (the rule), recompute.py (checkpointing keeps a choice)
-    how it runs           call.py (signature and plan), autograd.py (gradients), library.py (under a compiler)
+    how it runs           call.py (signature), plan.py (its plan), into.py (out=), autograd.py (gradients), library.py (compiled)
     how kernels run       launch.py (a launch), descriptors.py (TMA), workspace.py (counters and partial sums),
                           repeat.py (the same call again)
     the code they write   source.py

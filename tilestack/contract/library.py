@@ -28,10 +28,10 @@ from tilestack.contract import registry
 from tilestack.contract.autograd import gradient_of_definition, per_parameter
 from tilestack.contract.backends import BackendError
 from tilestack.contract.backends import backend as on_backend
-from tilestack.contract.call import resolve
 from tilestack.contract.implementation import Extras, Implementation
 from tilestack.contract.named import call_named, parameters_of
 from tilestack.contract.operator import Operator, as_tuple
+from tilestack.contract.plan import resolve
 
 LIBRARY = torch.library.Library("tilestack", "DEF")
 COMPILER = "torch._dynamo"

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tilestack.contract import registry
-from tilestack.contract.call import Plans, warm_up, write_call
+from tilestack.contract.call import warm_up, write_call
 from tilestack.contract.cases import Case, Make
 from tilestack.contract.implementation import AUTOGRAD, FLOATS, Implementation, short
 from tilestack.contract.named import (
@@ -38,6 +38,7 @@ from tilestack.contract.named import (
     refuse_unknown,
     refuse_words,
 )
+from tilestack.contract.plan import Plans
 
 TENSORS = (Tensor, Tensor | None, list[Tensor], Sequence[Tensor])  # what an argument made of tensors may be
 

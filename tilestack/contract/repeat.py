@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilestack.contract.call import copied
 from tilestack.contract.descriptors import Tile
+from tilestack.contract.into import copied
 from tilestack.contract.launch import Launched, notes, noting
 from tilestack.contract.operator import as_tuple
 from tilestack.contract.source import lines, listed, write_function
