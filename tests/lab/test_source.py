@@ -137,15 +137,15 @@ for each in (unused,):
 
 @pytest.fixture
 def made_up(tmp_path, monkeypatch):
-    (tmp_path / "made_up.py").write_text(MADE_UP)
+    (tmp_path / "made_up_kernels.py").write_text(MADE_UP)
     monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module("made_up")
+    module = importlib.import_module("made_up_kernels")
     yield module
-    del sys.modules["made_up"]
+    del sys.modules["made_up_kernels"]
 
 
 def heads(found):
-    return {each.code.splitlines()[0] for each in found.statements if each.path.name == "made_up.py"}
+    return {each.code.splitlines()[0] for each in found.statements if each.path.name == "made_up_kernels.py"}
 
 
 def test_names_are_followed_in_their_file(made_up):
