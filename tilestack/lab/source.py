@@ -230,10 +230,9 @@ def names_bound_by(node: ast.stmt) -> Iterator[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name
         return
-    if isinstance(node, ast.Assign):
-        targets = node.targets
-    else:
-        targets = [node.target if isinstance(node, ast.AnnAssign | ast.AugAssign) else node]
+    targets: Iterable[ast.AST] = node.targets if isinstance(node, ast.Assign) else [node]
+    if isinstance(node, ast.AnnAssign | ast.AugAssign):
+        targets = [node.target]
     walrus = [part.target for part in ast.walk(node) if isinstance(part, ast.NamedExpr)]
     for part in itertools.chain.from_iterable(map(ast.walk, (*targets, *walrus))):
         if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
