@@ -13,6 +13,7 @@ from tilestack import contract, ops
 from tilestack.lab import source
 from tilestack.lab.source import (
     KERNELS,
+    Import,
     Reached,
     Statement,
     code_lines,
@@ -98,6 +99,26 @@ def test_a_backward_in_another_file_than_its_forward_is_followed(monkeypatch):
         monkeypatch.setattr(source.registry, "operator_named", lambda name: made(forward, backward))
         hashes.append(source_hash("softmax", "mixed"))
     assert hashes[0] not in hashes[1:]
+
+
+def test_whatever_an_implementation_was_registered_with_is_followed():
+    functions = [lambda: None for _ in range(8)]
+    extras = SimpleNamespace(**dict(zip(("forward", "backward", "when", "fake"), functions, strict=False)))
+    given = dict(zip(("forward", "backward", "when", "repeat"), functions[4:], strict=True))
+    assert set(functions_of(SimpleNamespace(extras=extras, **given))) == set(functions)
+    assert functions_of(SimpleNamespace(forward=functions[0], backward="autograd")) == functions[:1]
+    assert functions_of(None) == []
+
+
+def test_another_function_of_pytorch_is_another_hash(monkeypatch):
+    relu, before = ops.operator_named("relu").implementations["aten"], source_hash("relu", "aten")
+    monkeypatch.setattr(relu, "forward", torch.sigmoid)
+    assert source_hash("relu", "aten") != before
+
+
+def test_a_name_that_its_module_has_from_another_is_followed_there():
+    (found,) = Reached([]).of_import(Import(f"{KERNELS}.softmax.rows", "wide"))
+    assert found.path == file_of_module(f"{KERNELS}.tiles")
 
 
 MADE_UP = """
