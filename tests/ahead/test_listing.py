@@ -1,5 +1,6 @@
 """Listing on what says it is a GPU: launches are passed over once and for all, and nothing of it stays."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -142,6 +143,56 @@ def test_a_process_that_dies_or_answers_nonsense_compiles_nothing_and_is_forgott
     monkeypatch.setattr(pool, "start", start)
     wanted = pool.Wanted("module", "kernel", ("cuda", 90, 32), "{}", "")
     assert pool.compile_all([wanted] * 2, 2) == ["not compiled"] * 2
+
+
+REFUSING = """
+import json, sys
+for line in sys.stdin:
+    print(json.dumps(dict(number=json.loads(line)["number"], problem="no" * 200)), flush=True)
+"""
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """A process that answers every question at once, and at length."""
+    command = [sys.executable, "-c", REFUSING]
+    process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, start_new_session=True)
+    monkeypatch.setattr(pool, "_process", process)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def wanted(count):
+    return [pool.Wanted("module", "kernel", ("cuda", 90, 32), "x" * 1000, "")] * count
+
+
+def test_more_questions_and_answers_than_pipes_hold_come_through(refusing):
+    found = []
+    asking = threading.Thread(target=lambda: found.extend(pool.compile_all(wanted(1000), 2)), daemon=True)
+    asking.start()
+    asking.join(60)
+    assert found == ["no" * 200] * 1000
+
+
+def test_every_thread_gets_its_own_answers(refusing):
+    told = {count: [] for count in (200, 300)}
+    ask = lambda count: pool.compile_all(wanted(count), 2, lambda done, all: told[count].append((done, all)))
+    threads = [threading.Thread(target=ask, args=(count,), daemon=True) for count in told]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert told == {count: [(done, count) for done in range(1, count + 1)] for count in told}
+    assert refusing.poll() is None  # nobody had to end it
+
+
+def test_a_fork_leaves_the_process_to_the_one_that_started_it(refusing):
+    pool.at_exit()
+    if (child := os.fork()) == 0:
+        os._exit(0 if pool._process is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pool._process is refusing
 
 
 def test_the_environment_says_how_many_processes(monkeypatch):

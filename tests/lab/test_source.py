@@ -1,5 +1,7 @@
 """The hash of what was measured or proved: it follows the code that runs, and nothing else."""
 
+import ast
+import functools
 import importlib
 import sys
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from tilestack import contract, ops
 from tilestack.lab import source
 from tilestack.lab.source import (
     KERNELS,
+    Import,
     Reached,
     Statement,
     code_lines,
@@ -22,6 +25,7 @@ from tilestack.lab.source import (
     read_file,
     source_hash,
 )  # fmt: skip
+from tilestack.lab.stale import PACKAGE
 
 CODE = '''"""About it."""
 import math  # why
@@ -95,6 +99,26 @@ def test_a_backward_in_another_file_than_its_forward_is_followed(monkeypatch):
         monkeypatch.setattr(source.registry, "operator_named", lambda name: made(forward, backward))
         hashes.append(source_hash("softmax", "mixed"))
     assert hashes[0] not in hashes[1:]
+
+
+def test_whatever_an_implementation_was_registered_with_is_followed():
+    functions = [lambda: None for _ in range(8)]
+    extras = SimpleNamespace(**dict(zip(("forward", "backward", "when", "fake"), functions, strict=False)))
+    given = dict(zip(("forward", "backward", "when", "repeat"), functions[4:], strict=True))
+    assert set(functions_of(SimpleNamespace(extras=extras, **given))) == set(functions)
+    assert functions_of(SimpleNamespace(forward=functions[0], backward="autograd")) == functions[:1]
+    assert functions_of(None) == []
+
+
+def test_another_function_of_pytorch_is_another_hash(monkeypatch):
+    relu, before = ops.operator_named("relu").implementations["aten"], source_hash("relu", "aten")
+    monkeypatch.setattr(relu, "forward", torch.sigmoid)
+    assert source_hash("relu", "aten") != before
+
+
+def test_a_name_that_its_module_has_from_another_is_followed_there():
+    (found,) = Reached([]).of_import(Import(f"{KERNELS}.softmax.rows", "wide"))
+    assert found.path == file_of_module(f"{KERNELS}.tiles")
 
 
 MADE_UP = """
@@ -173,6 +197,107 @@ def test_of_a_module_only_what_is_taken_is_reached_and_all_where_that_is_not_kno
 def test_a_function_that_lies_in_no_statement_stands_for_its_file(made_up):
     made_up.forward.__code__ = made_up.forward.__code__.replace(co_filename="elsewhere.py")
     assert {"unused = 4", "def everything(x):"} <= heads(Reached([made_up.forward]))
+
+
+WAYS_TO_BIND = """
+import functools
+for size in (1, 2):
+    LAST = size
+FIRST = [(WITHIN := 3)]
+if LAST:
+    from tilestack.kernels.tiles import cdiv as part
+else:
+    from tilestack.kernels.tiles import next_power as part
+COUNT = 1
+COUNT += 1
+with open(__file__) as READ:
+    pass
+
+def decorated(function):
+    @functools.wraps(function)
+    def inner(x):
+        return function(x)
+    return inner
+
+@decorated
+def forward(x):
+    return x + {}
+
+def made(function):
+    return lambda x: function(x)
+
+def helper(x, y=1):
+    return x
+
+def another(y):
+    return y
+"""
+
+
+@pytest.fixture
+def ways_to_bind(tmp_path, monkeypatch):
+    def write(mentioned):
+        (tmp_path / "made_up.py").write_text(WAYS_TO_BIND.replace("{}", mentioned))
+        sys.modules.pop("made_up", None)
+        read_file.cache_clear()
+        code_lines.cache_clear()
+        importlib.invalidate_caches()
+        return importlib.import_module("made_up")
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield write
+    del sys.modules["made_up"]
+    read_file.cache_clear()
+    code_lines.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("mentioned", "head"),
+    [
+        ("LAST", "for size in (1, 2):"), ("WITHIN", "FIRST = [(WITHIN := 3)]"), ("part(1, 2)", "if LAST:"),
+        ("COUNT", "COUNT += 1"), ("READ", "with open(__file__) as READ:"),
+    ],
+)  # fmt: skip
+def test_whatever_gives_a_name_its_value_is_reached(ways_to_bind, mentioned, head):
+    found = heads(Reached([ways_to_bind(mentioned).forward]))
+    assert {"@decorated", "def decorated(function):", head} <= found  # though the code of a wrapper is not in `forward`
+
+
+def closing_over(function):
+    def inner(x):
+        return function(x) if x else inner(x)
+
+    return inner
+
+
+def test_what_a_function_was_made_of_is_reached_wherever_it_was_made(ways_to_bind):
+    mine = ways_to_bind("1")
+    both = {"def helper(x, y=1):", "def another(y):"}
+    partial = functools.partial(mine.helper, y=mine.another)
+    assert heads(Reached([closing_over(mine.helper)])) == {"def helper(x, y=1):"}
+    assert heads(Reached([closing_over(SimpleNamespace(fn=mine.another))])) == {"def another(y):"}
+    assert {each.path.name for each in Reached([partial]).statements} == {"made_up.py"}
+    assert heads(Reached([partial])) == heads(Reached([closing_over(partial)])) == both
+
+
+def test_every_name_of_ours_leads_to_its_code():
+    """Not to a package, which is not read, nor by a star or from a relative module, which are not followed."""
+    leads_out = "tilestack.contract.", "tilestack.ops.autocast.", "tilestack.tuning.model."
+    for op in ops.operators():
+        for backend in op.implementations:
+            ours = {name for name in reached(op.name, backend).others if name.startswith("tilestack")}
+            assert {name for name in ours if not name.startswith(leads_out)} <= {"tilestack.ops"}, (op.name, backend)
+    for path in sorted(path for folder in ("kernels", "ops") for path in (PACKAGE / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, path
+                assert [alias.name for alias in node.names] != ["*"], path
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                assert getattr(node.func.value, "id", "") != "ops", (
+                    path,
+                    node.lineno,
+                )  # it is not known what would run
 
 
 def test_no_statement_of_a_file_is_passed_over():

@@ -42,6 +42,7 @@ def test_peers_have_no_source_of_ours():
         ("train", "train/fp8.py", "train/pretrain.py"),
         ("train", "train/fp8_head.py", "train/checkpoint.py"),
         ("train", "kernels/cuda/rms_norm.cu", "kernels/cpu/team.h"),
+        ("train", "contract/native/signature.h", "kernels/cpu/team.h"),
     ],
 )
 def test_optimizers_and_training_steps_follow_the_files_they_run(monkeypatch, op, changes_with, is_left_by):
@@ -56,6 +57,7 @@ def test_optimizers_and_training_steps_follow_the_files_they_run(monkeypatch, op
         (("serve", "tilestack", "cuda"), "kernels/cuda/decode_step.cu", "kernels/cpu/few_tokens.h"),
         (("serve", "tilestack", "cuda"), "lab/serve_workloads.py", "models/gguf.py"),
         (("serve", "vllm", "cuda"), "lab/serve_workloads.py", "engine/engine.py"),
+        (("serve", "tilestack", "cuda"), "contract/native/signature.h", "kernels/cpu/few_tokens.h"),
         (("http", "http", "cpu"), "server/events.py", "lab/serve_workloads.py"),
         (("http", "offline", "cuda"), "engine/scheduler.py", "kernels/loss/cross_entropy.py"),
     ],

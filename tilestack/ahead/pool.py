@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -84,14 +85,21 @@ def list_missing(calls: Iterable[Callable[[], Any]], count: Callable[[int], Any]
 
 def compile_all(missing: Sequence[Wanted], jobs: int, report: Report = lambda done, all: None) -> list[str]:
     """Compile kernels into Triton's cache; what went wrong with each, empty where nothing did."""
+    with _one_at_a_time:
+        problems = answers_to(missing, jobs, report)
+    for wanted, problem in zip(missing, problems, strict=True):
+        if problem:
+            log.debug("%s.%s: %s", wanted.module, wanted.name, problem)
+    return problems
+
+
+def answers_to(missing: Sequence[Wanted], jobs: int, report: Report) -> list[str]:
     problems = ["not compiled"] * len(missing)
     try:
         process = start(jobs)
-        assert process.stdin is not None
         assert process.stdout is not None
-        for number, wanted in enumerate(missing):
-            process.stdin.write(json.dumps(wanted._asdict() | dict(number=number)) + "\n")
-        process.stdin.flush()
+        # Beside the reading, for while nobody reads its answers the process reads no more questions.
+        threading.Thread(target=ask, args=(process, missing), daemon=True).start()
         for done in range(1, len(missing) + 1):
             answer = process.stdout.readline()
             if not answer:
@@ -105,12 +113,18 @@ def compile_all(missing: Sequence[Wanted], jobs: int, report: Report = lambda do
     except BaseException:  # Ctrl-C
         stop()
         raise
-    for wanted, problem in zip(missing, problems, strict=True):
-        if problem:
-            log.debug("%s.%s: %s", wanted.module, wanted.name, problem)
     return problems
 
 
+def ask(process: subprocess.Popen[str], missing: Sequence[Wanted]) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError, ValueError):  # it has died, or was stopped
+        for number, wanted in enumerate(missing):
+            process.stdin.write(json.dumps(wanted._asdict() | dict(number=number)) + "\n")
+        process.stdin.flush()
+
+
+_one_at_a_time = threading.Lock()  # all threads share the process, and an answer does not say whom it is for
 _process: subprocess.Popen[str] | None = None
 
 
@@ -136,6 +150,13 @@ def start(jobs: int) -> subprocess.Popen[str]:
 @functools.cache
 def at_exit() -> None:
     atexit.register(stop)
+    os.register_at_fork(after_in_child=forget)
+
+
+def forget() -> None:
+    """In a fork of this process: what the other one started is not ours to ask or to end."""
+    global _process, _one_at_a_time
+    _process, _one_at_a_time = None, threading.Lock()
 
 
 def stop() -> None:

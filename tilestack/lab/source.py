@@ -8,8 +8,8 @@ them:
          └► softmax, ops/softmax.py ─► score_cases ─► ROW_CHECKS, contract/cases.py
 
 so that another kernel in the same file, or a helper nobody here calls, can change without a trace. What treats every call
-alike, contract/ and what autocast does, is followed no further than to its constants. Comments, docstrings and blank lines compile to nothing, so they count for
-nothing; nor do the sizes that are only measured, a definition's `bench=` cases.
+alike, contract/ and what autocast does, is followed no further than to its constants. Comments, docstrings and blank lines
+compile to nothing, so they count for nothing; nor do the sizes that are only measured, a definition's `bench=` cases.
 """
 
 import ast
@@ -21,6 +21,7 @@ import itertools
 import re
 import sys
 import tokenize
+import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -90,6 +91,31 @@ def files_behind(functions: Iterable[Callable]) -> set[Path]:
     return {each.path for each in reached.statements} | reached.cuda_sources()
 
 
+def made_of(functions: Iterable[Callable]) -> list[Callable]:
+    """Some functions and those that they were made of: what a decorator, `functools.partial` or a function that makes
+    functions was given, wherever that lies."""
+    found: dict[int, Callable] = {}
+    waiting: list[Any] = list(functions)
+    while waiting:
+        function = waiting.pop()
+        if id(function) in found:
+            continue
+        found[id(function)] = function
+        given = [getattr(function, "__wrapped__", None), *map(content, getattr(function, "__closure__", None) or ())]
+        if isinstance(function, functools.partial):
+            given += [function.func, *function.args, *function.keywords.values()]
+        kernels = (getattr(each, "fn", each) for each in given)  # Triton's, interpreted or not
+        waiting += [each for each in kernels if isinstance(each, types.FunctionType | functools.partial)]
+    return [each for each in found.values() if not isinstance(each, functools.partial)]
+
+
+def content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that was given nothing yet
+        return None
+
+
 class Reached:
     """The statements that some functions run, by way of every name that is mentioned; `others` are the names that lead out
     of what is followed."""
@@ -97,7 +123,7 @@ class Reached:
     def __init__(self, functions: Iterable[Callable]):
         self.statements: set[Statement] = set()
         self.others: set[str] = set()
-        waiting = [statement for function in functions for statement in self.of_function(function)]
+        waiting = [statement for function in made_of(functions) for statement in self.of_function(function)]
         while waiting:
             if (statement := waiting.pop()) not in self.statements:
                 self.statements.add(statement)
@@ -204,14 +230,19 @@ def names_bound_by(node: ast.stmt) -> Iterator[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name
         return
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
-    for part in itertools.chain.from_iterable(map(ast.walk, targets)):
+    targets: Iterable[ast.AST] = node.targets if isinstance(node, ast.Assign) else [node]
+    if isinstance(node, ast.AnnAssign | ast.AugAssign):
+        targets = [node.target]
+    walrus = [part.target for part in ast.walk(node) if isinstance(part, ast.NamedExpr)]
+    for part in itertools.chain.from_iterable(map(ast.walk, (*targets, *walrus))):
         if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
             yield part.id
         elif isinstance(part, ast.Attribute | ast.Subscript) and isinstance(part.ctx, ast.Store):
             yield from (inner.id for inner in ast.walk(part.value) if isinstance(inner, ast.Name))
         elif isinstance(part, ast.FunctionDef | ast.ClassDef):
             yield part.name
+        elif isinstance(part, ast.alias) and isinstance(node, ast.If):  # whose condition decides what is imported
+            yield part.asname or part.name.partition(".")[0]
 
 
 def imports_in(tree: ast.Module) -> Iterator[tuple[str, Import]]:

@@ -17,8 +17,8 @@ from tilestack.lab.source import code_of, source_hash
 PACKAGE = Path(__file__).resolve().parents[1]
 TRAINING = "train"  # what rows of `tilestack bench train` have for an operator
 OF_A_TRAINING_STEP = (
-    "contract", "ops", "kernels", "nn", "optim", "models/decoder.py", "models/attention.py", "models/context.py",
-    "models/norm.py", "models/rotary.py", "train/loop.py", "train/step.py", "train/static_step.py",
+    "contract", "contract/native/*.h", "ops", "kernels", "nn", "optim", "models/decoder.py", "models/attention.py",
+    "models/context.py", "models/norm.py", "models/rotary.py", "train/loop.py", "train/step.py", "train/static_step.py",
     "train/batch_buffer.py", "train/balancing.py", "train/execution.py", "train/optimizers.py", "train/next_token.py",
     "train/fp8*.py", "tuning/*.py", "tuning/tables/*.json",
 )  # fmt: skip
@@ -26,8 +26,8 @@ OF_AN_OPTIMIZER = ("optim", "kernels/optim")
 SERVING, HTTP = "serve", "http"  # the same of `tilestack bench serve` and `tilestack bench http`
 OF_A_WORKLOAD = ("lab/serve_workloads.py", "lab/serve_candidates.py")
 OF_AN_ENGINE = (
-    "contract", "ops", "nn", "engine", "models/attention.py", "models/cache.py", "models/context.py", "models/decoder.py",
-    "models/invariant.py", "models/mla.py", "models/norm.py", "models/paged.py", "models/rotary.py", "garbage.py",
+    "contract", "contract/native/*.h", "ops", "nn", "engine", "models/attention.py", "models/cache.py",
+    "models/context.py", "models/decoder.py", "models/invariant.py", "models/mla.py", "models/norm.py", "models/paged.py", "models/rotary.py", "garbage.py",
     "tuning/*.py",
 )  # fmt: skip
 OF_A_SERVER = ("server", "data/tokenizer.py", "lab/load", "lab/bench_http.py")
