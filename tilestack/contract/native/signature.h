@@ -1,6 +1,6 @@
 // What a choice of implementation may depend on of a call's tensors, as bytes: call.py's key, made in C++.
 //
-//     deterministic · gradient wanted · of each tensor: class, dtype, device, dimensions, sizes, strides
+//     of each tensor: class, dtype, device, dimensions, sizes, strides · deterministic · gradient wanted
 //
 // Two calls have the same bytes if and only if Python would have made the same key of them. What is rare has none (None),
 // and Python makes its key: autocast, transforms of torch.func, classes derived from Tensor, negated views, tensors
