@@ -89,7 +89,7 @@ def test_another_s_engine_says_its_version_itself_and_stands_while_it_is_install
 
 def test_the_roof_is_measured_before_any_engine_runs(monkeypatch):
     done = []
-    monkeypatch.setattr(bench_serve, "copy_rate", lambda device: done.append("roof") or 1e12)
+    monkeypatch.setattr(bench_serve, "memory_rate", lambda device: done.append("roof") or 1e12)
     row = dict(case="batch 1", backend="tilestack", figure=1.0, unit="ms/step", seconds=2.0, moved=1e12)
     monkeypatch.setattr(bench_serve, "results_of", lambda *_: done.append("engine") or [row])
     (found,) = bench_serve.bench_serve("cpu", None, ["tilestack"], None, lambda _: None)
@@ -105,7 +105,7 @@ def test_what_is_kept_of_the_present_source_is_not_measured_again(monkeypatch):
     kept += [row("prefix", name, model="another") for name in ("tilestack", "tilestack int8")]
     monkeypatch.setattr(serve_candidates, "measure", lambda serves, work, *_: dict.fromkeys(serves, (1.0, 1.0)))
     monkeypatch.setattr(bench_serve, "is_installed", lambda module: False)  # so that weights are drawn
-    monkeypatch.setattr(bench_serve, "copy_rate", lambda device: 1e12)
+    monkeypatch.setattr(bench_serve, "memory_rate", lambda device: 1e12)
 
     def in_this_process(command, *_):
         asked = json.loads(Path(command[3]).read_text()) | {"shape": bench_serve.SMALL | dict(num_hidden_layers=1)}
@@ -229,3 +229,9 @@ def test_workloads_that_are_not_there_are_named():
     asked = dict(device="cpu", model=None, shape=bench_serve.SMALL, scale=32, only=["batch 1", "nope"], current=[])
     with pytest.raises(ValueError, match="no workload is called nope; choose from throughput, batch 1"):
         next(serve_candidates.results(["tilestack"], asked))
+
+
+def test_the_memory_of_a_cpu_is_held_to_what_it_gives_to_readers(monkeypatch):
+    monkeypatch.setattr(bench_serve, "CPU_READ", 1000)
+    monkeypatch.setattr(bench_serve.timeit, "repeat", lambda call, number, repeat: [call() and 4.0, 2.0, 3.0])
+    assert bench_serve.memory_rate("cpu") == 4000 / 2

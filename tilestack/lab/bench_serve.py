@@ -20,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import timeit
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ import torch
 from rich.table import Table
 
 from tilestack.lab import machine, peers
-from tilestack.lab.roofs import measured
+from tilestack.lab.roofs import CPU_ATTEMPTS, measured
 from tilestack.lab.stale import is_current
 from tilestack.models.checkpoints import PACKAGED
 
@@ -43,6 +44,7 @@ CANDIDATES = (
     "transformers",
 )
 PACKAGED_MODEL = "smollm2"
+CPU_READ = 1 << 27  # numbers, half a gigabyte: more than any cache holds
 # Engines of others, with the packages that they want: these come first in such an engine's process, and in no other.
 PEER_PACKAGES = peers.FOLDER / "site"
 QWEN3 = dict(
@@ -101,7 +103,7 @@ def bench_serve(
         current = [(row["case"], row["backend"]) for row in kept if stands(row, model)]
         asked = dict(device=device, model=model, shape=shape, scale=scale, only=only, folder=folder, current=current)
         config.write_text(json.dumps(asked))
-        rate = copy_rate(device)
+        rate = memory_rate(device)
         names = list(candidates or CANDIDATES)
         for name in filter(lambda name: not importable(name), names):
             tell(f"{name} is not installed here")
@@ -132,13 +134,16 @@ def stands(row: dict[str, Any], model: str | None) -> bool:
     return is_current(row) and row["model"] == name_of(model) and here in ("", row["versions"].get(engine))
 
 
-def copy_rate(device: str) -> float:
-    """Bytes a second that a copy reads and writes: measured before any engine runs, which it would disturb, and whose memory
-    it gives back."""
-    rate = measured(device).copy_tb_per_s * 1e12
+def memory_rate(device: str) -> float:
+    """Bytes a second that the memory moves at best: for a GPU those that a copy reads and writes, for a CPU those that all its
+    threads read, as an engine reads weights. Measured before any engine runs, which it would disturb, and whose memory it
+    gives back."""
     if device == "cuda":
+        rate = measured(device).copy_tb_per_s * 1e12
         torch.cuda.empty_cache()
-    return rate
+        return rate
+    read = torch.ones(CPU_READ)
+    return read.nbytes / min(timeit.repeat(read.max, number=1, repeat=CPU_ATTEMPTS))
 
 
 def results_of(
