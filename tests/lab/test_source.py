@@ -237,17 +237,17 @@ def another(y):
 @pytest.fixture
 def ways_to_bind(tmp_path, monkeypatch):
     def write(mentioned):
-        (tmp_path / "made_up.py").write_text(WAYS_TO_BIND.replace("{}", mentioned))
-        sys.modules.pop("made_up", None)
+        (tmp_path / "made_up_kernels.py").write_text(WAYS_TO_BIND.replace("{}", mentioned))
+        sys.modules.pop("made_up_kernels", None)
         read_file.cache_clear()
         code_lines.cache_clear()
         importlib.invalidate_caches()
-        return importlib.import_module("made_up")
+        return importlib.import_module("made_up_kernels")
 
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield write
-    del sys.modules["made_up"]
+    del sys.modules["made_up_kernels"]
     read_file.cache_clear()
     code_lines.cache_clear()
 
@@ -277,7 +277,7 @@ def test_what_a_function_was_made_of_is_reached_wherever_it_was_made(ways_to_bin
     partial = functools.partial(mine.helper, y=mine.another)
     assert heads(Reached([closing_over(mine.helper)])) == {"def helper(x, y=1):"}
     assert heads(Reached([closing_over(SimpleNamespace(fn=mine.another))])) == {"def another(y):"}
-    assert {each.path.name for each in Reached([partial]).statements} == {"made_up.py"}
+    assert {each.path.name for each in Reached([partial]).statements} == {"made_up_kernels.py"}
     assert heads(Reached([partial])) == heads(Reached([closing_over(partial)])) == both
 
 

@@ -29,7 +29,7 @@ import torch
 from rich.table import Table
 
 from tilestack.lab import machine, peers
-from tilestack.lab.roofs import CPU_ATTEMPTS, measured
+from tilestack.lab.roofs import measured
 from tilestack.lab.stale import is_current
 from tilestack.models.checkpoints import PACKAGED
 
@@ -45,6 +45,7 @@ CANDIDATES = (
 )
 PACKAGED_MODEL = "smollm2"
 CPU_READ = 1 << 27  # numbers, half a gigabyte: more than any cache holds
+CPU_READS = 200  # a few seconds, for what a machine's memory gives changes with what else uses it
 # Engines of others, with the packages that they want: these come first in such an engine's process, and in no other.
 PEER_PACKAGES = peers.FOLDER / "site"
 QWEN3 = dict(
@@ -143,7 +144,7 @@ def memory_rate(device: str) -> float:
         torch.cuda.empty_cache()
         return rate
     read = torch.ones(CPU_READ)
-    return read.nbytes / min(timeit.repeat(read.max, number=1, repeat=CPU_ATTEMPTS))
+    return read.nbytes / min(timeit.repeat(read.max, number=1, repeat=CPU_READS))
 
 
 def results_of(
