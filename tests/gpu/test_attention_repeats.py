@@ -18,7 +18,7 @@ OWN_FORWARD = [
     (dim, name)
     for dim, of in ((64, "of_64"), (128, "of_128"))
     for name, config in CONFIGS.items()
-    if getattr(config, of)
+    if getattr(config, of) and config.own_backward
 ]
 
 

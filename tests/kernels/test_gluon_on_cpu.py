@@ -35,7 +35,10 @@ SHAPES = {  # batch, queries, keys, heads, kv_heads, dim, causal
     "128 and fewer keys": (1, 100, 70, 2, 2, 128, False),
 }
 OWN = {
-    (name, dim): of for name, config in CONFIGS.items() for dim, of in ((64, config.of_64), (128, config.of_128)) if of
+    (name, dim): of
+    for name, config in CONFIGS.items()
+    for dim, of in ((64, config.of_64), (128, config.of_128))
+    if of and config.own_backward  # else its forward is another's too
 }
 
 
@@ -144,11 +147,51 @@ def test_the_backend_hands_documents_to_its_own_kernels_whatever_the_configurati
     alone = [ops.attention.definition(*(x.flatten(0, 1)[None, part] for x in (q, k, v))) for part in PARTS_OF_200]
     torch.testing.assert_close(out.flatten(0, 1)[None], torch.cat(alone, 1), rtol=2**-9, atol=2**-9)
     grad = torch.randn(out.shape).half()
-    of_documents = backward_from_sums(grad, q, k, v, cu_seqlens, causal, scale, out, lse)
+    from_sums = [
+        backward_from_sums(grad, q, k, v, cu_seqlens, causal, scale, out, lse, config) for config in CONFIGS.values()
+    ]
     expected = attention_gradient(grad, *arguments, out)
-    for found in (of_documents, backward(grad, q, k, v, cu_seqlens, causal, scale, out)):
+    for found in (*from_sums, backward(grad, q, k, v, cu_seqlens, causal, scale, out)):
         for ours, theirs in zip(found[:3], expected[:3], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2**-8, atol=2**-8)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_a_configuration_hands_the_sums_of_our_forward_to_cudnns_backward(causal, monkeypatch):
+    """There is no cuDNN here: what it would be given is checked against its schema, and is enough for the gradients."""
+    schema = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default._schema
+    names, asked = [argument.name for argument in schema.arguments], []
+
+    def cudnn(*given, scale):
+        given = dict(zip(names, given, strict=False))
+        asked.append(given)
+        grad, q, k, v, out = (given[name].transpose(1, 2) for name in ("grad_out", "query", "key", "value", "out"))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q.double() * scale, k.double().repeat_interleave(2, 2))
+        seen = torch.ones(scores.shape[-2:]).tril() if given["is_causal"] else torch.ones(scores.shape[-2:])
+        weights = torch.where(seen.bool(), (scores - given["logsumexp"]).exp(), 0)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:3]).double(), rtol=1e-3, atol=1e-3)
+        return [x.transpose(1, 2) for x in attention_gradient(grad, q, k, v, None, given["is_causal"], None, scale, None, out)[:3]]  # fmt: skip
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", cudnn)
+    arguments = inputs(2, 70, 70, 4, 2, 64, causal, 0.3)
+    q, k, v, cu_seqlens, causal, _, scale, _ = arguments
+    out, lse = attention_and_sums(*arguments, config=CONFIGS["cudnn_backward"])
+    grad = torch.randn(out.shape).half()
+    found = backward_from_sums(grad, q, k, v, cu_seqlens, causal, scale, out, lse, CONFIGS["cudnn_backward"])
+    assert [(given["max_q"], given["max_k"], given["dropout_p"], given["attn_bias"]) for given in asked] == [(70, 70, 0.0, None)]  # fmt: skip
+    for ours, theirs in zip(found[:3], attention_gradient(grad, *arguments, out)[:3], strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert found[3] is None
+
+
+def test_more_keys_than_queries_go_back_by_our_kernels(monkeypatch):
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", None)
+    q, k, v, cu_seqlens, causal, _, scale, _ = arguments = inputs(1, 100, 130, 2, 1, 64, True)
+    out, lse = attention_and_sums(*arguments, config=CONFIGS["cudnn_backward"])
+    grad = torch.randn(out.shape).half()
+    ours = backward_from_sums(grad, q, k, v, cu_seqlens, causal, scale, out, lse, CONFIGS["own"])
+    found = backward_from_sums(grad, q, k, v, cu_seqlens, causal, scale, out, lse, CONFIGS["cudnn_backward"])
+    assert all(torch.equal(one, other) for one, other in zip(ours[:3], found[:3], strict=True))
 
 
 def test_documents_whose_neighbours_would_outweigh_all():

@@ -164,14 +164,19 @@ def test_a_row_that_says_whose_kernel_it_measured_is_believed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("without", "ends", "direction", "lender"),
-    [("cudnn", None, "forward", ""), ("own", None, "forward", "cuDNN"), ("own", None, "backward", ""), ("own", [0, 60, 128], "forward", "")],
-    ids=["of our own", "borrowed", "whose backward is ours", "documents"],
+    ("config", "ends", "direction", "lender"),
+    [
+        ("own", None, "forward", ""), ("own", None, "backward", ""),
+        ("cudnn", None, "forward", "cuDNN"), ("cudnn", None, "backward", ""), ("cudnn", [0, 60, 128], "forward", ""),
+        ("cudnn_backward", None, "forward", ""), ("cudnn_backward", None, "backward", "cuDNN"),
+        ("cudnn_backward", None, "both", ""), ("cudnn_backward", [0, 60, 128], "backward", ""),
+    ],
 )  # fmt: skip
-def test_a_configuration_says_whose_kernel_it_runs(without, ends, direction, lender, monkeypatch):
+def test_a_configuration_says_whose_kernel_it_runs(config, ends, direction, lender, monkeypatch):
     heads = Make(torch.bfloat16, "meta").normal(1, 128, 2, 128)
     given = ops.attention.bind(q=heads, k=heads, v=heads, cu_seqlens=ends and torch.tensor(ends, device="meta"))
-    monkeypatch.delitem(ops.attention.implementations["gluon"].configs, without)
+    configs = ops.attention.implementations["gluon"].configs
+    monkeypatch.setattr(ops.attention.implementations["gluon"], "configs", {config: configs[config]})
     assert kernel_lender(ops.attention, "gluon", given, direction) == lender
 
 

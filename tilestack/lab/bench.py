@@ -267,12 +267,13 @@ def compile_subject(
 
 
 def kernel_lender(operator: Operator, name: str, arguments: dict[str, Any], direction: str) -> str:
-    """Whose kernel a backend's forward runs where the configuration of the call says so; empty where it is its own."""
+    """Whose kernel a backend runs where the configuration of the call says so; empty where it is its own."""
     implementation = operator.implementations.get(name)
-    if implementation is None or direction != "forward":
+    if implementation is None:
         return ""
-    lender = getattr(configuration(implementation, arguments, name, with_gradient=False), "lender", None)
-    return call_named(lender, arguments) if lender else ""
+    config = configuration(implementation, arguments, name, with_gradient=direction != "forward")
+    lender = getattr(config, "lender", None)
+    return call_named(lender, {**arguments, "direction": direction}) if lender else ""
 
 
 def refusal(operator: Operator, name: str, peers: dict[str, Peer], arguments: dict[str, Any], direction: str) -> str:

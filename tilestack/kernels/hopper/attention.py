@@ -1,8 +1,8 @@
 """Attention on Hopper as the backend `gluon`, for heads of 64 and 128: a forward and a backward of our own.
 
-Rows may hold packed documents, as training has them, where attention is causal. Where a configuration says so, whole rows of
-a size of head without documents go forward by cuDNN. Either forward also answers the logarithm of every row's sum, which is
-kept for the backward where a gradient is wanted.
+Rows may hold packed documents, as training has them, where attention is causal. Where a configuration says so, whole rows
+without documents go forward or backward by cuDNN. Either forward also answers the logarithm of every row's sum, which is
+kept for the backward where a gradient is wanted; either backward takes it from either forward.
 """
 
 from typing import Any, NamedTuple
@@ -21,25 +21,37 @@ from tilestack.ops.attention import scale_or_usual
 
 
 class Config(NamedTuple):
-    """How heads of 64 and of 128 go forward; None is by cuDNN."""
+    """How heads of 64 and of 128 go forward, None being by cuDNN; and whether they go backward by our kernels."""
 
     of_64: Forward | None = None
     of_128: Forward | None = None
+    own_backward: bool = True
 
     def forward(self, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Forward | None:
-        """Ours too where there are documents, and where cuDNN aligns rows at their beginnings: where there are more keys
-        than queries, or fewer."""
         own = self.of_64 if q.shape[3] == 64 else self.of_128
-        return own if own or (q.shape[1] == k.shape[1] and cu_seqlens is None) else Forward()
+        return own if own or cudnn_takes(q, k, cu_seqlens) else Forward()
 
-    def lender(self, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> str:
-        """Whose forward runs, where it is not ours; for the laboratory, which counts no wins with it."""
-        return "" if self.forward(q, k, cu_seqlens) else "cuDNN"
+    def goes_back_by_cudnn(self, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> bool:
+        return not self.own_backward and cudnn_takes(q, k, cu_seqlens)
+
+    def lender(self, q: Tensor, k: Tensor, cu_seqlens: Tensor | None, direction: str) -> str:
+        """Whose kernel runs, where it is not ours; for the laboratory, which counts no wins with it."""
+        borrowed = {
+            "forward": self.forward(q, k, cu_seqlens) is None,
+            "backward": self.goes_back_by_cudnn(q, k, cu_seqlens),
+        }
+        return "cuDNN" if borrowed.get(direction) else ""
+
+
+def cudnn_takes(q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Not documents, and not more keys than queries or fewer: it aligns rows at their beginnings."""
+    return q.shape[1] == k.shape[1] and cu_seqlens is None
 
 
 CONFIGS = {
     "own": Config(Forward(slots=3, ping_pong=True), Forward()),
     "cudnn": Config(),
+    "cudnn_backward": Config(Forward(slots=3, ping_pong=True), Forward(), own_backward=False),
 }
 FIRST = next(iter(CONFIGS.values()))
 
@@ -83,11 +95,15 @@ def attention_and_sums(
         bounds = document_bounds(cu_seqlens, *q.shape[:2])
         out, lse = attention_and_lse(q, k, v, causal, scale_or_usual(scale, q), own, bounds)
         return out, lse[..., None]
-    rows = (straight(x).transpose(1, 2) for x in (q, k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *rows, None, wanted, 0.0, causal, False, scale=scale
+        *heads_first(q, k, v), None, wanted, 0.0, causal, False, scale=scale
     )
     return out.transpose(1, 2), lse
+
+
+def heads_first(*tensors: Tensor) -> list[Tensor]:
+    """[batch, heads, tokens, dim], as cuDNN takes them."""
+    return [straight(x).transpose(1, 2) for x in tensors]
 
 
 def empty_sums(q: Tensor) -> Tensor:
@@ -105,9 +121,22 @@ def backward_from_sums(
     scale: float | None,
     out: Tensor,
     lse: Tensor,
+    config: Config,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
+    if config.goes_back_by_cudnn(q, k, cu_seqlens):
+        return *gradients_by_cudnn(grad, q, k, v, out, lse, causal, scale), None
     lse, bounds = lse.view(q.shape[0], q.shape[2], q.shape[1]), document_bounds(cu_seqlens, *q.shape[:2])
     return *gradients(grad, q, k, v, out, lse, causal, scale_or_usual(scale, q), bounds), None
+
+
+def gradients_by_cudnn(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float | None
+) -> list[Tensor]:
+    chance = q.new_empty((), dtype=torch.int64)  # the state of dropout, of which there is none
+    made = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *heads_first(grad, q, k, v, out), lse, chance, chance, None, None, None, q.shape[1], k.shape[1], 0.0, causal, scale=scale
+    )  # fmt: skip
+    return [x.transpose(1, 2) for x in made]
 
 
 def backward(
@@ -121,7 +150,7 @@ def backward(
     out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     _, lse = attention_and_sums(q, k, v, cu_seqlens, causal, None, scale, None, config=FIRST)
-    return backward_from_sums(grad, q, k, v, cu_seqlens, causal, scale, out, lse)
+    return backward_from_sums(grad, q, k, v, cu_seqlens, causal, scale, out, lse, FIRST)
 
 
 @implements(
