@@ -122,7 +122,7 @@ def backward_from_sums(
     out: Tensor,
     lse: Tensor,
     config: Config,
-) -> tuple[Tensor, Tensor, Tensor, None]:
+) -> tuple[Tensor | None, ...]:
     if config.goes_back_by_cudnn(q, k, cu_seqlens):
         return *gradients_by_cudnn(grad, q, k, v, out, lse, causal, scale), None
     lse, bounds = lse.view(q.shape[0], q.shape[2], q.shape[1]), document_bounds(cu_seqlens, *q.shape[:2])
@@ -148,7 +148,7 @@ def backward(
     causal: bool,
     scale: float | None,
     out: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, None]:
+) -> tuple[Tensor | None, ...]:
     _, lse = attention_and_sums(q, k, v, cu_seqlens, causal, None, scale, None, config=FIRST)
     return backward_from_sums(grad, q, k, v, cu_seqlens, causal, scale, out, lse, FIRST)
 
