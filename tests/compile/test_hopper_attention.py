@@ -20,7 +20,8 @@ for causal, bounds in ((True, None), (False, None), (True, documents)):
         forwards = {config.of_64 if dim == 64 else config.of_128 for config in CONFIGS.values()} - {None}
         for forward in forwards:
             out, lse = attention_and_lse(q, k, k, causal, 0.1, forward, bounds)
-        gradients(out, q, k, k, out, lse, causal, 0.1, bounds)
+        for ordered in (False, True):
+            gradients(out, q, k, k, out, lse, causal, 0.1, bounds, ordered)
         rows += [report.row() | dict(documents=bounds is not None) for report in gpu.reports()]
 print(json.dumps(rows))
 """

@@ -40,22 +40,42 @@ class Deadlock(Exception):
 
 
 class Program:
-    """One program: its groups of warps, one of which runs at a time, and what is under way meanwhile."""
+    """One program, of as many as there are: its groups of warps."""
 
     def __init__(self, numbers: tuple[int, ...], count: int, seed: int):
         self.numbers, self.count = numbers, count
         self.random = random.Random(f"{seed} {numbers}")
         self.haste = self.random.choice([0.0, 0.3])  # how often a product or a store is made before it is waited for
         self.groups: list[Group] = []
+        self.machine: Machine | None = None
+
+    def has(self, functions: list[tuple[Callable, tuple]]) -> None:
+        self.groups = [Group(self, function, arguments) for function, arguments in functions]
+
+    @property
+    def done(self) -> bool:
+        return all(group.done for group in self.groups)
+
+
+class Machine:
+    """Programs that run beside each other, so many at most, beginning in their order: at any moment one group of warps of one
+    of them, and what is under way meanwhile."""
+
+    def __init__(self, programs: list[Program], at_most: int):
+        self.programs, self.at_most = programs, at_most
+        self.random = programs[0].random
+        self.last_first = self.random.choice([0.0, 0.95])  # how often the last program that can go on does
         self.failure: BaseException | None = None
         self.copies: list[Callable] = []
+        for program in programs:
+            program.machine = self
 
-    def run(self, functions: list[tuple[Callable, tuple]]) -> None:
-        self.groups = [Group(self, function, arguments) for function, arguments in functions]
-        for group in self.groups:
+    def run(self) -> None:
+        groups = [group for program in self.programs for group in program.groups]
+        for group in groups:
             group.thread.start()
         self.pass_on()
-        for group in self.groups:
+        for group in groups:
             group.thread.join()
         if self.failure:
             raise self.failure
@@ -63,22 +83,26 @@ class Program:
     def pass_on(self) -> None:
         """Let some of what is under way happen, then let a group run that can."""
         while True:
+            begun = list(itertools.islice((program for program in self.programs if not program.done), self.at_most))
             while self.copies and self.random.random() < 0.5:
                 self.copies.pop(self.random.randrange(len(self.copies)))()
-            for group in self.groups:
-                for queue in (group.products, group.stores):
-                    if queue and self.random.random() < self.haste:
+            groups = [group for program in begun for group in program.groups]
+            for group in groups:
+                for queue in (group.products, group.stores, group.writes):
+                    if queue and self.random.random() < group.program.haste:
                         queue.pop(0)()
-            able = [group for group in self.groups if not group.done and (self.failure or group.until())]
+            able = [group for group in groups if not group.done and (self.failure or group.until())]
             if able:
-                self.random.choice(able).may_run.set()
+                last = len(self.programs) > 1 and self.random.random() < self.last_first
+                (able[-1] if last else self.random.choice(able)).may_run.set()
                 return
-            if all(group.done for group in self.groups):
+            if not begun:
                 return
             if self.copies:
                 self.copies.pop(0)()
                 continue
-            self.failure = Deadlock(f"program {self.numbers[0]}: {[group.done or group.what for group in self.groups]}")
+            waiting = {program.numbers[0]: [group.done or group.what for group in program.groups] for program in begun}
+            self.failure = Deadlock(f"programs {waiting}")
 
 
 class Group:
@@ -87,7 +111,8 @@ class Group:
     def __init__(self, program: Program, function: Callable, arguments: tuple):
         self.program, self.function, self.arguments = program, function, arguments
         self.products: list[Callable] = []
-        self.stores: list[Callable] = []
+        self.stores: list[Callable] = []  # what is to be read from shared memory
+        self.writes: list[Callable] = []  # what was read, and is to come into global memory
         self.until: Callable[[], bool] = lambda: True
         self.what = ""
         self.done = False
@@ -101,18 +126,37 @@ class Group:
             self.function(*self.arguments)
             assert not self.products, "a product was not waited for"
             assert not self.stores, "a store was not waited for"
+            self.write_all()
         except BaseException as failure:
-            self.program.failure = self.program.failure or failure
+            self.machine.failure = self.machine.failure or failure
         self.done = True
-        self.program.pass_on()
+        self.machine.pass_on()
+
+    @property
+    def machine(self) -> Machine:
+        assert self.program.machine is not None
+        return self.program.machine
+
+    def store(self, source: "Shared", part: tuple[slice, ...], write: Callable[[torch.Tensor], Any]) -> None:
+        """Have a part of shared memory read, and what was read written, at two moments."""
+
+        def read() -> None:
+            found = source.memory[part].clone()
+            self.writes.append(lambda: write(found))
+
+        self.stores.append(read)
+
+    def write_all(self) -> None:
+        while self.writes:
+            self.writes.pop(0)()
 
     def pause(self, until: Callable[[], bool] = lambda: True, what: str = "") -> None:
         self.until, self.what = until, what
         self.may_run.clear()
-        self.program.pass_on()
+        self.machine.pass_on()
         self.may_run.wait()
-        if self.program.failure:
-            raise self.program.failure
+        if self.machine.failure:
+            raise self.machine.failure
 
 
 here = threading.local()
@@ -248,13 +292,13 @@ class tma:
             to.memory[part] = descriptor.memory[there]
             one(barrier).arrive(bytes=-descriptor.block_type.nbytes)
 
-        here.program.copies.append(copy)
+        here.program.machine.copies.append(copy)
         here.group.pause()
 
     @staticmethod
     def async_copy_shared_to_global(descriptor: Descriptor, at: list, source: Shared) -> None:
         there, part = descriptor.inside(at)
-        here.group.stores.append(lambda: descriptor.memory[there].copy_(source.memory[part]))
+        here.group.store(source, part, descriptor.memory[there].copy_)
 
     @staticmethod
     def store_wait(pendings: int) -> None:
@@ -265,7 +309,12 @@ class tma:
 
 def async_add(descriptor: Descriptor, at: list, source: Shared) -> None:
     there, part = descriptor.inside(at)
-    here.group.stores.append(lambda: descriptor.memory[there].add_(source.memory[part]))
+    here.group.store(source, part, descriptor.memory[there].add_)
+
+
+def wait_for_adds() -> None:
+    tma.store_wait(0)
+    here.group.write_all()
 
 
 def warpgroup_mma(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
@@ -368,11 +417,13 @@ LANGUAGE = types.SimpleNamespace(
     where=lambda chosen, a, b: torch.where(value(chosen), a, b),
     maximum=lambda a, b: torch.fmax(value(a), value(b)), minimum=lambda a, b: torch.fmin(value(a), value(b)),
     cdiv=lambda a, b: (value(a) + b - 1) // b,
-    warp_specialize=lambda functions, warps, registers: here.program.run(functions),
+    warp_specialize=lambda functions, warps, registers: here.program.has(functions),
 )  # fmt: skip
 STAND_INS = dict(
     gl=LANGUAGE, mbarrier=mbarrier, tma=tma, async_add=async_add, fence_async_shared=lambda: None,
     warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait, meet=lambda: here.group.pause(),
+    wait_for_adds=wait_for_adds,
+    wait_for_shares=lambda count, shares: here.group.pause(lambda: load(count) >= shares, f"waits for {shares} shares"),
     packed=lambda weights: weights, unpacked=lambda pairs, dtype: pairs, faded=lambda rows, fade: rows * fade[:, None],
 )  # fmt: skip
 
@@ -399,24 +450,37 @@ class Scope(dict):
 
 
 def emulate(
-    kernel: Any, grid: tuple[int, ...], *arguments: Any, seed: int = 0, num_warps: int = 4, **constants: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    seed: int = 0,
+    num_warps: int = 4,
+    at_most: int | None = None,
+    **constants: Any,
 ) -> None:
-    """Run a Gluon kernel's programs one after the other, in whatever order, as `launch` would all at once."""
+    """Run a Gluon kernel's programs one after the other, in whatever order, as `launch` would all at once; or, where they wait
+    for each other, `at_most` so many beside each other, beginning in their order."""
     constants.pop("maxnreg", None)
     constants.pop("launch_pdl", None)
-    programs = list(itertools.product(*map(range, grid)))
-    random.Random(seed).shuffle(programs)
-    for numbers in programs:
-        here.program = Program(numbers, grid[0], seed)
-        given = [
-            Pointer(a) if isinstance(a, torch.Tensor)
-            else Descriptor(a) if hasattr(a, "block")
-            else value(a) if isinstance(a, int)
-            else a
-            for a in arguments
-        ]  # fmt: skip
-        body = functools.partial(emulated(kernel), **constants)
+    numbers = list(itertools.product(*map(range, grid)))
+    if at_most is None:
+        random.Random(seed).shuffle(numbers)
+    programs = [Program(each, grid[0], seed) for each in numbers]
+    given = [
+        Pointer(a) if isinstance(a, torch.Tensor)
+        else Descriptor(a) if hasattr(a, "block")
+        else value(a) if isinstance(a, int)
+        else a
+        for a in arguments
+    ]  # fmt: skip
+    body = functools.partial(emulated(kernel), **constants)
+    for program in programs:
+        here.program = program
         if "warp_specialize" in kernel.fn.__code__.co_names:
             body(*given)
         else:  # all warps are one group
-            here.program.run([(body, tuple(given))])
+            program.has([(body, tuple(given))])
+        if at_most is None:
+            Machine([program], 1).run()
+    if at_most is not None:
+        Machine(programs, at_most).run()

@@ -80,7 +80,9 @@ def test_every_configuration(name, kind, monkeypatch):
 @each_kind
 @pytest.mark.parametrize("seed", range(4))
 def test_in_whatever_order_things_happen(seed, kind, monkeypatch):
-    monkeypatch.setattr(gluon_emulation.emulate, "__kwdefaults__", dict(seed=seed, num_warps=4))
+    monkeypatch.setattr(
+        gluon_emulation.emulate, "__kwdefaults__", gluon_emulation.emulate.__kwdefaults__ | dict(seed=seed)
+    )
     monkeypatch.setattr(attention_codes, "multiprocessors", lambda device: 1)
     config = CONFIGS["in turns" if seed % 2 else "free"]
     check(kind, inputs(1, 200, 330, 2, 1, 64, True), config)

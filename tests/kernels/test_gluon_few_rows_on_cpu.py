@@ -50,7 +50,9 @@ def test_rows_columns_and_sums_that_end_anywhere(shape, bias):
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("config", "few"), [("64x256", 8), ("64x256", 1), ("64x128 kept", 1)])
 def test_in_whatever_order_things_happen(seed, config, few, monkeypatch, multiprocessors):
-    monkeypatch.setattr(gluon_emulation.emulate, "__kwdefaults__", dict(seed=seed, num_warps=4))
+    monkeypatch.setattr(
+        gluon_emulation.emulate, "__kwdefaults__", gluon_emulation.emulate.__kwdefaults__ | dict(seed=seed)
+    )
     monkeypatch.setattr(few_rows, "MOST_SLOTS", 2 + seed % 3)
     multiprocessors(few)
     check(20, 330, 1100, CONFIGS[config], bias=True)
@@ -60,7 +62,9 @@ def test_parts_are_added_in_their_order_whoever_comes_last(monkeypatch):
     found = []
     for seed in range(4):
         torch.manual_seed(0)
-        monkeypatch.setattr(gluon_emulation.emulate, "__kwdefaults__", dict(seed=seed, num_warps=4))
+        monkeypatch.setattr(
+            gluon_emulation.emulate, "__kwdefaults__", gluon_emulation.emulate.__kwdefaults__ | dict(seed=seed)
+        )
         found.append(check(5, 64, 1024, Config(64, resident=1)))
     assert all(torch.equal(found[0], again) for again in found)
 

@@ -86,6 +86,10 @@ def inputs(batch, queries, keys, heads, kv_heads, dim, causal, scale=None):
     return q, k, v, None, causal, None, scale, None
 
 
+def inputs_of(*sizes):
+    return (inputs, *sizes)
+
+
 def wide(arguments):
     return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments]
 
@@ -101,17 +105,20 @@ def check_forward(arguments, config):
     return out, lse
 
 
-def check_backward(arguments, out, lse, lay=torch.clone):
+def check_backward(arguments, out, lse, lay=torch.clone, ordered=False):
     q, k, v, cu_seqlens, causal, _, scale, _ = arguments
     grad = lay(torch.randn(out.shape).half())
     bounds = document_bounds(cu_seqlens, *q.shape[:2])
-    found = attention_backward.gradients(grad, q, k, v, lay(out), lse, causal, scale_or_usual(scale, q), bounds)
+    found = attention_backward.gradients(
+        grad, q, k, v, lay(out), lse, causal, scale_or_usual(scale, q), bounds, ordered
+    )
     expected, truths = (
         attention_gradient(arriving, *given, ops.attention.definition(*given))[:3]
         for arriving, given in ((grad, arguments), (grad.double(), wide(arguments)))
     )
     for name, ours, reference, truth in zip("qkv", found, expected, truths, strict=True):
         assert not (message := judge(ours, reference, truth, own_error(reference, truth)).message), f"d{name} {message}"
+    return found
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -124,6 +131,51 @@ def test_attention_and_its_gradients(shape):
 def test_packed_documents_and_their_gradients(documents):
     arguments = rows_of_documents(*DOCUMENTS[documents])
     check_backward(arguments, *check_forward(arguments, Forward()))
+
+
+@pytest.fixture
+def beside_each_other(monkeypatch):
+    """Have programs of the ordered backward run so many at a time, and things happen in an order that a seed decides."""
+
+    def set_to(at_most, seed):
+        run = lambda kernel, *rest, **named: (
+            emulate(kernel, *rest, at_most=at_most, seed=seed, **named)
+            if "Gluon" in type(kernel).__name__
+            else launch(kernel, *rest, **named)
+        )
+        monkeypatch.setattr(attention_backward, "launch", run)
+
+    return set_to
+
+
+IN_ORDER = {
+    "causal": inputs_of(1, 390, 390, 2, 1, 64, True),
+    "128": inputs_of(1, 300, 300, 2, 2, 128, True),
+    "full": inputs_of(1, 140, 300, 1, 1, 64, False),
+    "more keys": inputs_of(1, 130, 386, 1, 1, 128, True),
+    "documents": (rows_of_documents, [40, 300, 390, 400], (1, 400, 2, 1, 64)),
+    "documents of 128": (rows_of_documents, [3, 129, 130, 257, 300], (1, 300, 1, 1, 128)),
+}
+
+
+@pytest.mark.parametrize("case", IN_ORDER)
+def test_dq_in_one_order_has_the_same_bits_however_programs_run(case, beside_each_other):
+    make, *sizes = IN_ORDER[case]
+    arguments = make(*sizes)
+    given = arguments, *check_forward(arguments, Forward())
+    dq = []
+    for at_most, seed in (
+        (1, 0),
+        (2, 1),
+        (3, 2),
+        (100, 3),
+        (100, 4),
+        (100, 5),
+    ):  # one at a time: none waits for a program that comes later
+        beside_each_other(at_most, seed)
+        torch.manual_seed(1)
+        dq.append(check_backward(*given, ordered=True)[0])
+    assert all(torch.equal(each, dq[0]) for each in dq)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -151,7 +203,7 @@ def test_the_backend_hands_documents_to_its_own_kernels_whatever_the_configurati
         backward_from_sums(grad, q, k, v, cu_seqlens, causal, scale, out, lse, config) for config in CONFIGS.values()
     ]
     expected = attention_gradient(grad, *arguments, out)
-    for found in (*from_sums, backward(grad, q, k, v, cu_seqlens, causal, scale, out)):
+    for found in (*from_sums, backward(grad, q, k, v, cu_seqlens, causal, scale, out, CONFIGS["own"])):
         for ours, theirs in zip(found[:3], expected[:3], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2**-8, atol=2**-8)
 
@@ -211,7 +263,9 @@ def test_every_configuration(name, dim, causal, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_in_whatever_order_things_happen(seed, monkeypatch):
-    monkeypatch.setattr(gluon_emulation.emulate, "__kwdefaults__", dict(seed=seed, num_warps=4))
+    monkeypatch.setattr(
+        gluon_emulation.emulate, "__kwdefaults__", gluon_emulation.emulate.__kwdefaults__ | dict(seed=seed)
+    )
     monkeypatch.setattr(attention_forward, "multiprocessors", lambda device: 1)
     config = Forward(slots=2 + seed % 2, ping_pong=seed % 4 < 2)
     arguments = inputs(1, 200, 200, 2, 1, 64, True)

@@ -155,7 +155,9 @@ def test_products_of_codes(by):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_in_whatever_order_things_happen(seed, monkeypatch):
-    monkeypatch.setattr(gluon_emulation.emulate, "__kwdefaults__", dict(seed=seed, num_warps=4))
+    monkeypatch.setattr(
+        gluon_emulation.emulate, "__kwdefaults__", gluon_emulation.emulate.__kwdefaults__ | dict(seed=seed)
+    )
     test_epilogues("128x64", "silu+residual")
     test_grouped_products_of_codes("128x64", "blocks", (5, 128, 129, 257, 300))
     test_grouped_sums_over_rows_of_codes("128x64", (5, 128, 129, 257, 300))

@@ -3,8 +3,11 @@
 Rows may hold packed documents, as training has them, where attention is causal. Where a configuration says so, whole rows
 without documents go forward or backward by cuDNN. Either forward also answers the logarithm of every row's sum, which is
 kept for the backward where a gradient is wanted; either backward takes it from either forward.
+
+`gluon` adds up dQ in whatever order; `gluon_ordered` in one, for those who want the same bits in every run.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +24,13 @@ from tilestack.ops.attention import scale_or_usual
 
 
 class Config(NamedTuple):
-    """How heads of 64 and of 128 go forward, None being by cuDNN; and whether they go backward by our kernels."""
+    """How heads of 64 and of 128 go forward, None being by cuDNN; whether they go backward by our kernels, and dQ is
+    added up in one order there."""
 
     of_64: Forward | None = None
     of_128: Forward | None = None
     own_backward: bool = True
+    ordered: bool = False
 
     def forward(self, q: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Forward | None:
         own = self.of_64 if q.shape[3] == 64 else self.of_128
@@ -53,7 +58,7 @@ CONFIGS = {
     "cudnn": Config(),
     "cudnn_backward": Config(Forward(slots=3, ping_pong=True), Forward(), own_backward=False),
 }
-FIRST = next(iter(CONFIGS.values()))
+ORDERED = {name: config._replace(ordered=True) for name, config in CONFIGS.items() if config.own_backward}
 
 
 def takes(
@@ -126,7 +131,7 @@ def backward_from_sums(
     if config.goes_back_by_cudnn(q, k, cu_seqlens):
         return *gradients_by_cudnn(grad, q, k, v, out, lse, causal, scale), None
     lse, bounds = lse.view(q.shape[0], q.shape[2], q.shape[1]), document_bounds(cu_seqlens, *q.shape[:2])
-    return *gradients(grad, q, k, v, out, lse, causal, scale_or_usual(scale, q), bounds), None
+    return *gradients(grad, q, k, v, out, lse, causal, scale_or_usual(scale, q), bounds, config.ordered), None
 
 
 def gradients_by_cudnn(
@@ -148,21 +153,24 @@ def backward(
     causal: bool,
     scale: float | None,
     out: Tensor,
+    config: Config,
 ) -> tuple[Tensor | None, ...]:
-    _, lse = attention_and_sums(q, k, v, cu_seqlens, causal, None, scale, None, config=FIRST)
-    return backward_from_sums(grad, q, k, v, cu_seqlens, causal, scale, out, lse, FIRST)
+    _, lse = attention_and_sums(q, k, v, cu_seqlens, causal, None, scale, None, config=config)
+    return backward_from_sums(grad, q, k, v, cu_seqlens, causal, scale, out, lse, config)
 
 
-@implements(
+on_hopper = functools.partial(
+    implements,
     ops.attention,
-    backend="gluon",
     backward=backward,
     extras=Extras(attention_and_sums, backward_from_sums, when=lambda q: True, fake=empty_sums),
     repeat=straight_line,
     when=takes,
     dtypes=HALVES,
-    deterministic=False,
-    configs=CONFIGS,
 )
+
+
+@on_hopper(backend="gluon", deterministic=False, configs=CONFIGS)
+@on_hopper(backend="gluon_ordered", configs=ORDERED)
 def attention(*arguments: Any, config: Config) -> Tensor:
     return attention_and_sums(*arguments, config=config, wanted=False)[0]

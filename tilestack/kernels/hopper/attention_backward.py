@@ -20,8 +20,17 @@ half of the columns.
 
 The scores of the next part are made under the end of this one. One barrier gives a slot back, when the last product that
 reads it is done. Programs whose keys are seen by most queries come first, and a few heads at a time, so that what they
-read and add to stays in the L2. The order in which dQ is added up is left to the hardware: its last bits may differ from
-run to run, as in other libraries' fast backward.
+read and add to stays in the L2.
+
+The order in which dQ is added up is left to the hardware, so its last bits may differ from run to run; or it is one order.
+Then a warp more, the adder, has the shares added, when those of all later keys are in: each tile of dQ has a count of them.
+A program of later keys begins at later queries, so it comes to a tile first, and nobody waits for long; and it has a lower
+number, so it is always there:
+
+    causal, tiles by time       first     then                           the count of a tile goes 0, 1, 2, …
+    keys  256 … 383              6        7        8        …            as these programs pass it
+    keys  128 … 255              4 5      6 7      8        …
+    keys    0 … 127              2 3      4 5      6 7      …
 
 Keys of packed documents are seen by queries up to the end of their document, which stand in order: a program's last query
 is that of its last key, and up to the end of its first key's document nothing is hidden but by the diagonal.
@@ -70,10 +79,12 @@ def async_add(descriptor, place, tile, _semantic=None):
 
 
 @gluon.jit
-def keys_of_program(keys, kv_heads, KEYS: gl.constexpr, AT_A_TIME: gl.constexpr):
-    """(batch, head of keys, first key) of this program: the first keys first, which most queries see."""
+def keys_of_program(keys, kv_heads, KEYS: gl.constexpr, AT_A_TIME: gl.constexpr, ORDERED: gl.constexpr):
+    """(batch, head of keys, first key) of this program: the first keys first, which most queries see, or else the last."""
     blocks = gl.cdiv(keys, KEYS)
     head, block = place_in_bands(gl.program_id(0), gl.num_programs(0) // blocks, blocks, AT_A_TIME)
+    if ORDERED:
+        block = blocks - 1 - block
     return head // kv_heads, head % kv_heads, block * KEYS
 
 
@@ -96,13 +107,14 @@ def end_of_document(bounds_ptr, batch, key, queries, keys):
 def producer(
     q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, bounds_ptr,
     q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, q_full, do_full, free,
-    queries, keys, kv_heads, GROUP: gl.constexpr, CAUSAL: gl.constexpr, AT_A_TIME: gl.constexpr,
+    queries, keys, kv_heads,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, AT_A_TIME: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     SLOTS: gl.constexpr = q_s.shape[0]
     QUERIES: gl.constexpr = q_s.shape[2]
     DIM: gl.constexpr = q_s.shape[3]
     HALF: gl.constexpr = k_s.shape[2]
-    batch, kv_head, first_key = keys_of_program(keys, kv_heads, 2 * HALF, AT_A_TIME)
+    batch, kv_head, first_key = keys_of_program(keys, kv_heads, 2 * HALF, AT_A_TIME, ORDERED)
     mbarrier.expect(kv_full, 4 * k_desc.block_type.nbytes)
     for half in gl.static_range(2):
         at = [batch, first_key + half * HALF, kv_head * DIM]
@@ -138,11 +150,81 @@ def producer(
 
 
 @gluon.jit
+def shares_before(first, first_key, queries, keys, QUERIES: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+    """How many programs have keys after these, up to those that the last query of a tile sees."""
+    blocks = gl.cdiv(keys, KEYS)
+    if CAUSAL:
+        blocks = gl.minimum(gl.cdiv(first + QUERIES + keys - queries, KEYS), blocks)
+    return blocks - 1 - first_key // KEYS
+
+
+@gluon.jit
+def wait_for_shares(count_ptr, shares):
+    while gl.atomic_add(count_ptr, 0, sem="acquire") < shares:
+        pass
+
+
+@gluon.jit
+def wait_for_adds():
+    """Until what this warp had TMA add is in global memory, not only read from shared memory."""
+    thread = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def add_share(dq_desc, batch, first, head, dq_s, ME: gl.constexpr, QUERIES: gl.constexpr):
+    """Have TMA add what one group of warps made of a tile of dQ: half of its columns, or of its rows."""
+    PART: gl.constexpr = dq_s.shape[2]
+    COLUMNS: gl.constexpr = dq_s.shape[3]
+    if QUERIES == PART:
+        async_add(dq_desc, [batch, first, (2 * head + ME) * COLUMNS], dq_s.index(ME))
+    else:
+        async_add(dq_desc, [batch, first + ME * PART, head * COLUMNS], dq_s.index(ME))
+
+
+@gluon.jit
+def adder(
+    dq_desc, bounds_ptr, count_ptr, q_s, k_s, dq_s, dq_full, dq_free, queries, keys, kv_heads,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, AT_A_TIME: gl.constexpr,
+):  # fmt: skip
+    """Where the order is left to the hardware, it has nothing to do."""
+    QUERIES: gl.constexpr = q_s.shape[2]
+    KEYS: gl.constexpr = 2 * k_s.shape[2]
+    if count_ptr is not None:
+        batch, kv_head, first_key = keys_of_program(keys, kv_heads, KEYS, AT_A_TIME, True)
+        start = first_query_of(first_key, queries, keys, QUERIES, CAUSAL)
+        end = end_of_document(bounds_ptr, batch, first_key + KEYS - 1, queries, keys)
+        tiles = gl.cdiv(queries, QUERIES)
+        head = kv_head * GROUP
+        count_ptr += (batch * kv_heads * GROUP + head) * tiles + start // QUERIES
+        first = start
+        phase = 0
+        for _ in range(gl.cdiv(end - start, QUERIES) * GROUP):
+            wait_for_shares(count_ptr, shares_before(first, first_key, queries, keys, QUERIES, KEYS, CAUSAL))
+            mbarrier.wait(dq_full, phase)
+            for half in gl.static_range(2):
+                add_share(dq_desc, batch, first, head, dq_s, half, QUERIES)
+            tma.store_wait(0)
+            mbarrier.arrive(dq_free, count=1)
+            wait_for_adds()
+            gl.atomic_add(count_ptr, 1, sem="release")
+            phase ^= 1
+            first += QUERIES
+            count_ptr += 1
+            if first >= end:  # the next head
+                count_ptr += tiles - (first - start) // QUERIES
+                first = start
+                head += 1
+
+
+@gluon.jit
 def half_of_keys(
     dq_desc, dk_desc, dv_desc, bounds_ptr,
-    q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s, kv_full, q_full, do_full, ds_full, free,
+    q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s, kv_full, q_full, do_full, ds_full, dq_full, dq_free, free,
     queries, keys, kv_heads, scale,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, AT_A_TIME: gl.constexpr, ME: gl.constexpr,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, AT_A_TIME: gl.constexpr, ORDERED: gl.constexpr, ME: gl.constexpr,
 ):  # fmt: skip
     SLOTS: gl.constexpr = q_s.shape[0]
     QUERIES: gl.constexpr = q_s.shape[2]
@@ -157,7 +239,7 @@ def half_of_keys(
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     OF_QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
-    batch, kv_head, first_key = keys_of_program(keys, kv_heads, 2 * HALF, AT_A_TIME)
+    batch, kv_head, first_key = keys_of_program(keys, kv_heads, 2 * HALF, AT_A_TIME, ORDERED)
     k = k_s.index(ME).reshape([HALF, DIM])
     v = v_s.index(ME).reshape([HALF, DIM])
     key = first_key + ME * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES))
@@ -227,18 +309,21 @@ def half_of_keys(
             dq = warpgroup_mma(left.permute((1, 0)), right, dq, use_acc=half == 1, is_async=True)
         coming, its_phase = next_in_ring(slot, phase, SLOTS)
         mbarrier.wait(q_full.index(coming), its_phase)
+        if ORDERED:
+            mbarrier.wait(dq_free, coming)  # of two slots, the number is the phase of every tile's barriers
         dv, dk = warpgroup_mma_wait(2, deps=(dv, dk))
         q = q_s.index(coming).reshape([QUERIES, DIM]).slice(0, PART, 0)
         s = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(1, deps=(dq,))
         mbarrier.arrive(free.index(slot), count=1)
-        tma.store_wait(0)
+        if not ORDERED:
+            tma.store_wait(0)
         dq_s.index(ME).reshape([PART, COLUMNS]).store(dq)
         fence_async_shared()
-        if COLUMNS < DIM:
-            async_add(dq_desc, [batch, first, head * DIM + ME * COLUMNS], dq_s.index(ME))
+        if ORDERED:
+            mbarrier.arrive(dq_full, count=1)
         else:
-            async_add(dq_desc, [batch, first + ME * PART, head * DIM], dq_s.index(ME))
+            add_share(dq_desc, batch, first, head, dq_s, ME, QUERIES)
         s = warpgroup_mma_wait(0, deps=(s,))
         first += QUERIES
         head += (first >= end).to(gl.int32)
@@ -258,7 +343,7 @@ def half_of_keys(
 
 @gluon.jit
 def attention_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, bounds_ptr,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, bounds_ptr, count_ptr,
     queries, keys, kv_heads, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, AT_A_TIME: gl.constexpr, SLOTS: gl.constexpr,
     KEY_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -269,6 +354,7 @@ def attention_bwd_kernel(
     PART: gl.constexpr = dq_desc.block_type.shape[1]
     DS: gl.constexpr = [HALF[1], PART]
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ORDERED: gl.constexpr = count_ptr is not None
     q_s = gl.allocate_shared_memory(DTYPE, [SLOTS] + TILE, q_desc.layout)
     do_s = gl.allocate_shared_memory(DTYPE, [SLOTS] + TILE, do_desc.layout)
     k_s = gl.allocate_shared_memory(DTYPE, [2] + HALF, k_desc.layout)
@@ -284,7 +370,11 @@ def attention_bwd_kernel(
     do_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    dq_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    dq_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
+    mbarrier.init(dq_full, count=2)
+    mbarrier.init(dq_free, count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(q_full.index(slot), count=2)  # TMA's bytes, and what the producer stores itself
         mbarrier.init(do_full.index(slot), count=2)
@@ -294,34 +384,41 @@ def attention_bwd_kernel(
         [
             (half_of_keys, (
                 dq_desc, dk_desc, dv_desc, bounds_ptr, q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s, kv_full, q_full,
-                do_full, ds_full, free, queries, keys, kv_heads, scale, GROUP, CAUSAL, AT_A_TIME, 0,
+                do_full, ds_full, dq_full, dq_free, free, queries, keys, kv_heads, scale, GROUP, CAUSAL, AT_A_TIME, ORDERED, 0,
             )),
             (half_of_keys, (
                 dq_desc, dk_desc, dv_desc, bounds_ptr, q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s, kv_full, q_full,
-                do_full, ds_full, free, queries, keys, kv_heads, scale, GROUP, CAUSAL, AT_A_TIME, 1,
+                do_full, ds_full, dq_full, dq_free, free, queries, keys, kv_heads, scale, GROUP, CAUSAL, AT_A_TIME, ORDERED, 1,
             )),
             (producer, (
                 q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, bounds_ptr, q_s, do_s, k_s, v_s, lse_s, delta_s,
-                kv_full, q_full, do_full, free, queries, keys, kv_heads, GROUP, CAUSAL, AT_A_TIME,
+                kv_full, q_full, do_full, free, queries, keys, kv_heads, GROUP, CAUSAL, AT_A_TIME, ORDERED,
+            )),
+            (adder, (
+                dq_desc, bounds_ptr, count_ptr, q_s, k_s, dq_s, dq_full, dq_free, queries, keys, kv_heads,
+                GROUP, CAUSAL, AT_A_TIME,
             )),
         ],
-        [4, 1],
-        [KEY_REGISTERS, PRODUCER_REGISTERS],
+        [4, 1, 1],
+        [KEY_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
 @triton.jit
 def prepare_kernel(
-    out_ptr, do_ptr, delta_ptr, dq_ptr,
-    rows, length, heads, DIM: tl.constexpr, ROWS: tl.constexpr,
+    out_ptr, do_ptr, delta_ptr, dq_ptr, count_ptr,
+    rows, length, heads, counts, DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta for each (batch, token, head), turned to (batch, head, token), and zeros for dQ to be added to."""
+    """delta for each (batch, token, head), turned to (batch, head, token), and zeros for dQ to be added to, and in the counts
+    of its tiles, of which there are no more than rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     places = row[:, None] * DIM + tl.arange(0, DIM)[None, :]
     out = tl.load(out_ptr + places, mask=inside[:, None], other=0).to(tl.float32)
     do = tl.load(do_ptr + places, mask=inside[:, None], other=0).to(tl.float32)
     tl.store(dq_ptr + places, tl.zeros([ROWS, DIM], tl.float32), mask=inside[:, None])
+    if count_ptr is not None:
+        tl.store(count_ptr + row, tl.zeros([ROWS], tl.int32), mask=row < counts)
     head, token = row % heads, row // heads
     tl.store(delta_ptr + (token // length * heads + head) * length + token % length, tl.sum(out * do, 1), mask=inside)
 
@@ -343,9 +440,10 @@ def gradients(
     causal: bool,
     scale: float,
     bounds: Tensor | None = None,
+    ordered: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV; lse is [batch, heads, queries], the natural logarithm of the sums the softmax divides by. `bounds` are
-    those of causal documents, as `document_bounds` finds them."""
+    those of causal documents, as `document_bounds` finds them. Where `ordered`, dQ has the same bits in every run."""
     (batch, queries, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
     q, k, v = by_rows(q), by_rows(k), by_rows(v)
     grad, out, lse = by_rows(grad.contiguous()), out.contiguous(), lse.contiguous()
@@ -353,15 +451,17 @@ def gradients(
     delta = torch.empty_like(lse)
     total = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     rows, tile = batch * queries * heads, QUERIES[dim]
+    counts = batch * heads * cdiv(queries, tile)
+    count = torch.empty(counts, dtype=torch.int32, device=q.device) if ordered else None
     launch(
-        prepare_kernel, (cdiv(rows, PREPARED_ROWS),), out, grad, delta, total, rows, queries, heads,
+        prepare_kernel, (cdiv(rows, PREPARED_ROWS),), out, grad, delta, total, count, rows, queries, heads, counts,
         DIM=dim, ROWS=PREPARED_ROWS, num_warps=4,
     )  # fmt: skip
     launch(
         attention_bwd_kernel, (batch * kv_heads * cdiv(keys, KEYS),),
         tiles_of(q, tile), tiles_of(k, KEYS // 2), tiles_of(v, KEYS // 2), tiles_of(grad, tile),
         tiles_of(total, PART, dim * tile // (2 * PART)), tiles_of(dk, KEYS // 2), tiles_of(dv, KEYS // 2),
-        lse, delta, bounds,
+        lse, delta, bounds, count,
         queries, keys, kv_heads, scale,
         GROUP=heads // kv_heads, CAUSAL=causal, AT_A_TIME=HEADS_AT_A_TIME, SLOTS=SLOTS,
         KEY_REGISTERS=REGISTERS[dim][0], PRODUCER_REGISTERS=REGISTERS[dim][1], num_warps=4,
