@@ -53,7 +53,7 @@ def batch_case(make, batch, tokens, vocabulary, width, different_ids):
 def awkward_case(make, tokens, vocabulary, width, padding_idx=3):
     """Ids from outside the vocabulary on both sides, and a padding row; too large for finite differences of its row."""
     ids = make.integers(tokens, low=-2, high=vocabulary + 2)
-    ids[::5] = padding_idx
+    ids[::5], ids[1], ids[2] = padding_idx, -1, vocabulary
     return dict(ids=ids, weight=make.normal(vocabulary, width), padding_idx=padding_idx)
 
 
