@@ -8,8 +8,11 @@
     x = tl.load(…)                                        x = tl.load(…)
     # end
     # begin: tutor
-    HINTS, MISTAKES
+    HINTS, MISTAKES, CASES
     # end
+
+HINTS go from a nudge to nearly the answer. MISTAKES maps what somebody may have done to the definition with that mistake,
+which gives the numbers that they got. CASES are calls to be tried beside the operator's own.
 
 Nothing here imports PyTorch: the list of exercises and a hint are to appear at once.
 """
@@ -91,12 +94,12 @@ class Exercise:
 
     def given(self, check_with: str) -> str:
         """The file that a learner begins with; its docstring ends with the command that checks it."""
-        text = "".join(line for line, part in self._lines() if part != "solution")
+        text = "".join(line for line, part in self._lines() if part != "solution").rstrip() + "\n"
         before, quotes, after = text.partition('\n"""\n')
         return f"{before}\n\nCheck it:  {check_with}{quotes}{after}"
 
     def solution(self) -> str:
-        return "".join(line for line, part in self._lines() if part != "given")
+        return "".join(line for line, part in self._lines() if part != "given").rstrip() + "\n"
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         """Every line that somebody may see, and the part that it belongs to: both, given or solution."""

@@ -69,8 +69,8 @@ HINTS = [
     "Forward: tl.where(x < 0, 0.0, x). Backward: tl.where(out <= 0, 0.0, grad).",
 ]
 MISTAKES = {
+    "a NaN becomes 0, as `tl.maximum` makes it": lambda x: torch.where(x > 0, x, 0),
     "nothing is set to zero, as if relu(x) were x": lambda x: x,
     "the negative numbers are kept and the positive ones dropped": lambda x: torch.where(x < 0, x, 0),
-    "a NaN becomes 0, as `tl.maximum` makes it": lambda x: torch.where(x > 0, x, 0),
 }
 # end
