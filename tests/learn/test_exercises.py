@@ -1,6 +1,8 @@
 """Every exercise can be solved, is not solved as it is given, and its mistakes are recognised when somebody makes them."""
 
 import ast
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,3 +163,10 @@ def test_a_close_result_is_told_from_a_wrong_one(outside, tmp_path):
     wide = EXERCISES["add"].solution().replace("torch.empty_like(x)", "torch.empty_like(x, dtype=torch.float64)")
     assert "dtype torch.float64 instead of torch.float32" in graded("add", wide, tmp_path).wrong.what
     assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.parametrize("page", ["learn.md", "zh/learn.md"])
+def test_the_page_lists_the_exercises_in_their_order(page):
+    text = (Path(__file__).resolve().parents[2] / "docs" / page).read_text(encoding="utf-8")
+    listed = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.MULTILINE)
+    assert listed == [(str(number), name) for number, name in enumerate(EXERCISES, 1)]
