@@ -27,8 +27,9 @@ def mine(tmp_path):
 
 
 @pytest.fixture
-def check(mine, capsys):
+def check(mine, capsys, monkeypatch):
     """Checks a text as the attempt at `add`; answers exit code and output."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which the command sets for good, owning its process
 
     def run(text, *options):
         mine.attempt(ADD).write_text(text)

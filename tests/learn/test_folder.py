@@ -133,5 +133,9 @@ def test_options_belong_behind_the_command(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def test_commands_can_be_copied_whatever_the_folder_is_called(tmp_path):
+    assert Folder(tmp_path / "my exercises").command("check", ADD).endswith(f"--folder '{tmp_path}/my exercises'")
+
+
 def test_the_name_of_a_file_will_do():
     assert find_exercise("add.py") is ADD

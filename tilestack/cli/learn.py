@@ -13,8 +13,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tilestack.cli.common import Device, console, has_nvidia_driver, in_paragraphs, kernel_device, progress_bar
-from tilestack.learn.exercise import EXERCISES, Exercise, find_exercise
+from tilestack.cli.common import (
+    Device,
+    console,
+    has_nvidia_driver,
+    in_paragraphs,
+    kernel_device,
+    progress_bar,
+    writable_folder,
+)
+from tilestack.learn.exercise import BACKEND, EXERCISES, Exercise, find_exercise
 from tilestack.learn.folder import DEFAULT, Folder, State
 
 if TYPE_CHECKING:
@@ -122,6 +130,7 @@ def check_command(
     """
     exercise, mine = find_exercise(name), Folder(folder)
     mine.attempt(exercise)
+    writable_folder(folder)  # before the work is done that is recorded there
     place = device_of_child(device)
     from tilestack.learn.check import check
 
@@ -226,8 +235,10 @@ def compare_command(name: Name, folder: FolderOption = DEFAULT.path) -> None:
         aside.print(f"{path} does not pass yet, so these may be times of something else")
     load_file(path)
     operator = operator_named(exercise.operator)
-    backends = [backend for backend in ("mine", "triton", "aten") if backend in operator.implementations]
-    directions = ["forward", "backward"] if operator.implementations["mine"].backward else ["forward"]
+    if BACKEND not in operator.implementations:
+        raise ValueError(f"{path} registers no backend {BACKEND!r} for {operator.name}; check says more")
+    backends = [backend for backend in (BACKEND, "triton", "aten") if backend in operator.implementations]
+    directions = ["forward", "backward"] if operator.implementations[BACKEND].backward else ["forward"]
     rows = bench.bench([operator], directions=directions, backends=backends, console=Console(stderr=True))
     for table in bench_tables.tables(rows, machine.stamp("cuda")):
         console.print(table)

@@ -109,6 +109,8 @@ def how_it_died(path: Path, code: int, last_words: str, limit: float) -> Finding
     elif code < 0:
         what = f"it crashed the process ({signal.Signals(-code).name})"
         advice = ["It used memory that is not its own: look at the offsets and the mask of each `tl.store`."]
+        if code == -signal.SIGKILL:
+            advice = ["Somebody ended it, or the machine ran out of memory."]
     else:
         raise RuntimeError(f"the process that checks {path} ended with exit code {code} and no answer")
     return Finding(what, line=line, code=code_in(path, line), advice=advice)

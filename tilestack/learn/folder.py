@@ -12,6 +12,7 @@ A file that was edited since it passed has other bytes, and is a beginning again
 import hashlib
 import json
 import re
+import shlex
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -107,7 +108,7 @@ class Folder:
 
     def command(self, verb: str, exercise: Exercise) -> str:
         """What to type for this folder."""
-        where = "" if self == DEFAULT else f" --folder {self.path}"
+        where = "" if self == DEFAULT else f" --folder {shlex.quote(str(self.path))}"
         return f"tilestack learn {verb} {exercise.name}{where}"
 
 

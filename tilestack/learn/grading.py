@@ -22,7 +22,7 @@ from tilestack.learn.check import Checked, Tell
 from tilestack.learn.exercise import BACKEND, Exercise
 from tilestack.learn.finding import Finding, code_in
 from tilestack.learn.folder import State
-from tilestack.learn.tutor import described, explain
+from tilestack.learn.tutor import describe_claim, explain
 from tilestack.ops import operator_named
 
 LARGER_TRIED = 4  # cases, when the first wrong one does not explain itself
@@ -92,7 +92,7 @@ def refutation(claim: Claim, path: Path, mistakes: dict[str, Callable]) -> Findi
         return explain(claim, proof, path, mistakes)
     if proof.ok is None and not proof.says_nothing:
         advice = ["The exercise asks for this call: see `when`, `dtypes` and `backward` of `@implements`."]
-        return Finding(f"it refuses the call: {proof.message}", *described(claim), advice=advice)
+        return Finding(f"it refuses the call: {proof.message}", *describe_claim(claim), advice=advice)
     return None
 
 

@@ -28,7 +28,7 @@ SHOWN = 4  # wrong elements
 BLOCK_OF = 16  # elements from which on a power of two is taken for the size of a block
 ABOUT = dict(rtol=1e-3, atol=1e-5)  # as near as two ways to the same wrong numbers are
 INTERPRETED = re.compile(r"^InterpreterError: (\w+)\((['\"])(.*)\2\)$")  # an error in a kernel, in Triton's words
-SAID = {
+ADVICE_FOR = {
     "it reads before or beyond a tensor": "A `tl.load` touches memory outside its tensor. Its mask must be false wherever "
     "the offset is not an element: give every load `mask=`, and compare with the size of what is loaded.",
     "it writes before or beyond the memory": "A `tl.store` goes outside the result. Its mask must be false beyond the last "
@@ -41,7 +41,7 @@ SAID = {
 }
 
 
-def described(claim: Claim) -> tuple[str, str]:
+def describe_claim(claim: Claim) -> tuple[str, str]:
     """The call, and the direction, dtype and variant in which it was tried, in words."""
     arguments = claim.arguments()
     usual = {name: parameter.default for name, parameter in claim.operator.signature.parameters.items()}
@@ -58,8 +58,8 @@ def described(claim: Claim) -> tuple[str, str]:
 
 def explain(claim: Claim, proof: Proof, path: Path, mistakes: dict[str, Callable]) -> Finding:
     """Everything that can be said of a claim that is wrong."""
-    call, circumstances = described(claim)
-    said = [advice for words, advice in SAID.items() if words in proof.message]
+    call, circumstances = describe_claim(claim)
+    said = [advice for words, advice in ADVICE_FOR.items() if words in proof.message]
     where = re.search(rf"\({re.escape(str(path))}:(\d+)\)$", proof.message)
     line = int(where[1]) if where else None
     what = INTERPRETED.sub(r"\1: \3", CRASHED.sub("", proof.message))
@@ -69,7 +69,7 @@ def explain(claim: Claim, proof: Proof, path: Path, mistakes: dict[str, Callable
     if claim.direction in EVALUATE and line is None:
         with suppress(Exception):  # what raises has been told already
             numbers = numbers_of(claim, name)
-    if numbers is None:
+    if numbers is None or not numbers[1].numel():
         return told(what, advice=said)
     results, truth, allowed = numbers
     unwritten = never_written(*results[:2]) if len(results) > 1 else torch.zeros_like(truth, dtype=torch.bool)
@@ -171,8 +171,9 @@ def not_finite(result: Tensor, truth: Tensor) -> Iterator[str]:
         yield "A number overflowed to infinity: before `tl.exp`, subtract the maximum; and divide by no zero."
     if bool((result.isnan() & ~truth.isnan()).any()):
         yield (
-            "NaN was computed: by inf - inf, 0 / 0 or inf / inf. Does `tl.exp` overflow (subtract the maximum first), or "
-            "do elements outside the tensor take part (see `other=`)?"
+            "NaN stands where a number belongs: it was never written, since new memory holds NaN here, or was computed, by "
+            "inf - inf, 0 / 0 or inf / inf. Does `tl.exp` overflow (subtract the maximum first), or do elements outside "
+            "the tensor take part (see `other=`)?"
         )
     if bool((truth.isnan() & ~result.isnan()).any()):
         yield (
@@ -187,7 +188,8 @@ def patterns(result: Tensor, truth: Tensor, wrong: Tensor) -> Iterator[str]:
         yield "These are the right numbers, transposed: rows and columns change places somewhere in an address."
     finite = result.isfinite() & truth.isfinite() & (truth.abs() > 1e-6)
     ratio = (result / truth)[finite]
-    if ratio.numel() > 3 and bool((ratio - ratio[0]).abs().max() < 1e-3 * ratio[0].abs()):
+    common = ratio.numel() > 3 and bool((ratio - ratio[0]).abs().max() < 1e-3 * ratio[0].abs())
+    if common and abs(float(ratio[0]) - 1) > 1e-2:
         yield f"Every element is {float(ratio[0]):.4g} times the right one: a factor is missing, or there twice."
     flat = wrong.flatten()
     begins = int(flat.int().argmax())

@@ -106,7 +106,9 @@ def attention_with(q, k, v, causal, scale, shift=None, masked=True):
     k, v = (t.repeat_interleave(groups, 2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
     if causal and masked:
-        unseen = torch.ones(queries, keys, dtype=torch.bool).triu(1 + (keys - queries if shift is None else shift))
+        unseen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(
+            1 + (keys - queries if shift is None else shift)
+        )
         scores = scores.masked_fill(unseen, -torch.inf)
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
 

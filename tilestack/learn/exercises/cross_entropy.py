@@ -70,7 +70,7 @@ HINTS = [
 ]
 
 
-def as_many_as(reduction, loss, labels, ignore_index):
+def reduced(reduction, loss, labels, ignore_index):
     return {"none": loss, "sum": loss.sum(), "mean": loss.sum() / (labels != ignore_index).sum()}[reduction]
 
 
@@ -80,7 +80,7 @@ def target_of(logits, labels):
 
 MISTAKES = {
     "the sign is turned around": (
-        lambda logits, labels, ignore_index, reduction: as_many_as(
+        lambda logits, labels, ignore_index, reduction: reduced(
             reduction,
             torch.where(labels == ignore_index, 0, target_of(logits, labels) - logits.logsumexp(-1)),
             labels,
@@ -88,12 +88,12 @@ MISTAKES = {
         )
     ),
     "ignored rows count": (
-        lambda logits, labels, ignore_index, reduction: as_many_as(
+        lambda logits, labels, ignore_index, reduction: reduced(
             reduction, logits.logsumexp(-1) - target_of(logits, labels), labels, ignore_index
         )
     ),
     "the label's logit is not subtracted": (
-        lambda logits, labels, ignore_index, reduction: as_many_as(
+        lambda logits, labels, ignore_index, reduction: reduced(
             reduction, torch.where(labels == ignore_index, 0, logits.logsumexp(-1)), labels, ignore_index
         )
     ),

@@ -60,24 +60,26 @@ HINTS = [
     "out = x * scale; if HAS_WEIGHT: out *= tl.load(weight_ptr + column, mask=inside).to(tl.float32). The weight's "
     "address has no row in it.",
 ]
+
+
+def scaled(x, weight, scale):
+    return x * scale * (1 if weight is None else weight)
+
+
+def squares(x):
+    return x.square().sum(-1, keepdim=True)
+
+
 MISTAKES = {
     "the sum of squares is taken for their mean": (
-        lambda x, weight, eps: (
-            x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps) * (1 if weight is None else weight)
-        )
+        lambda x, weight, eps: scaled(x, weight, torch.rsqrt(squares(x) + eps))
     ),
     "the mean is over WIDTH, and not over `columns`": (
-        lambda x, weight, eps: (
-            x
-            * torch.rsqrt(x.square().sum(-1, keepdim=True) / triton.next_power_of_2(x.shape[-1]) + eps)
-            * (1 if weight is None else weight)
-        )
+        lambda x, weight, eps: scaled(x, weight, torch.rsqrt(squares(x) / triton.next_power_of_2(x.shape[-1]) + eps))
     ),
-    "the weight is left out": lambda x, eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps),
+    "the weight is left out": lambda x, eps: x * torch.rsqrt(squares(x) / x.shape[-1] + eps),
     "the row is multiplied by its root mean square, not divided by it": (
-        lambda x, weight, eps: (
-            x * torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * (1 if weight is None else weight)
-        )
+        lambda x, weight, eps: scaled(x, weight, torch.sqrt(squares(x) / x.shape[-1] + eps))
     ),
 }
 # end

@@ -113,16 +113,16 @@ HINTS = [
     "dweight: total = tl.zeros((BLOCK,), tl.float32); for row in range(rows): load x and grad of that row at `column`, "
     "total += grad * x * tl.load(scale_ptr + row). There is no weight in it.",
 ]
+
+
+def r_of(x, eps):
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
 MISTAKES = {
     "r is taken for a constant: the part with mean(g · n) is missing": (
-        lambda x, weight, eps: (
-            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps).detach() * (1 if weight is None else weight)
-        )
+        lambda x, weight, eps: x * r_of(x, eps).detach() * (1 if weight is None else weight)
     ),
-    "the weight is missing in g": (
-        lambda x, weight, eps: (
-            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (1 + (weight * 0 if weight is not None else 0))
-        )
-    ),
+    "the weight is missing in g": lambda x, eps: x * r_of(x, eps),
 }
 # end
