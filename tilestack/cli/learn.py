@@ -109,7 +109,9 @@ def start_command(
     exercise, mine = find_exercise(name), Folder(folder)
     path = mine.start(exercise, again)
     do = "find the bug in it and mend it" if exercise.is_repair else "fill in what is marked `Yours:`"
-    console.print(escape(f"wrote {path}: read it, {do}, then\n{mine.command('check', exercise)}"), highlight=False)
+    console.print(
+        escape(f"wrote {path}: read it, {do}, then\n{mine.command('check', exercise)}"), highlight=False, soft_wrap=True
+    )
 
 
 @learn.command("check")
@@ -129,7 +131,7 @@ def check_command(
     interpreter. What has passed is kept in progress.json in your folder, until you edit the file.
     """
     exercise, mine = find_exercise(name), Folder(folder)
-    mine.attempt(exercise)
+    path = mine.attempt(exercise)
     writable_folder(folder)  # before the work is done that is recorded there
     place = device_of_child(device)
     from tilestack.learn.check import check
@@ -139,7 +141,11 @@ def check_command(
         tell = lambda number, count: progress.update(bar, completed=max(number - 1, 0), total=count or None)
         checked = check(exercise, mine, place, everything, limit, tell)
     if json_:
-        print(json.dumps(dict(exercise=exercise.name, passed=checked.wrong is None, **asdict(checked)), indent=1))
+        print(
+            json.dumps(
+                dict(exercise=exercise.name, file=str(path), passed=checked.wrong is None, **asdict(checked)), indent=1
+            )
+        )
     else:
         console.print(render(exercise, mine, checked))
     if checked.wrong is not None:
@@ -160,7 +166,9 @@ def render(exercise: Exercise, mine: Folder, checked: "Checked") -> Group:
         held = f", after {checked.proved} of {checked.claims} claims that hold" if checked.proved else ""
         first = Text.assemble(("✗ ", "red"), (f"{exercise.name} is not right yet", "bold"), held)
         stuck = f"A hint: {mine.command('hint', exercise)}"
-        return Group(first, Padding(render_finding(checked), (0, 0, 0, 2)), Text(stuck, "dim"))
+        return Group(
+            first, Padding(render_finding(checked.wrong, mine.attempt(exercise)), (0, 0, 0, 2)), Text(stuck, "dim")
+        )
     line = Text.assemble(
         ("✓ ", "green"), (f"{exercise.name} {checked.state}", "bold"), f": {checked.claims} claims hold"
     )
@@ -169,9 +177,7 @@ def render(exercise: Exercise, mine: Folder, checked: "Checked") -> Group:
     return Group(line, *([Text(more)] if checked.state is State.PASSES else []), Text(what_next(mine, states)))
 
 
-def render_finding(checked: "Checked") -> Group:
-    wrong: Finding | None = checked.wrong
-    assert wrong is not None
+def render_finding(wrong: "Finding", path: Path) -> Group:
     parts: list[Text | Table] = []
     if wrong.call:
         parts.append(Text.assemble((wrong.call, "bold"), f"    {wrong.claim}"))
@@ -182,7 +188,7 @@ def render_finding(checked: "Checked") -> Group:
             table.add_row(Text(element.place), Text(element.yours, "red"), Text(element.right, "green"))
         parts.append(table)
     if wrong.line:
-        parts.append(Text.assemble(f"{checked.file}:{wrong.line}    ", (wrong.code, "bold")))
+        parts.append(Text.assemble(f"{path}:{wrong.line}    ", (wrong.code, "bold")))
     return Group(*parts, *(Text(advice, "cyan") for advice in wrong.advice))
 
 

@@ -33,7 +33,6 @@ Tell = Callable[[int, int], None]  # a claim is begun: its number, and how many 
 class Checked:
     """What became of an attempt."""
 
-    file: str
     state: State
     proved: int = 0
     claims: int = 0
@@ -46,7 +45,7 @@ def check(exercise: Exercise, folder: Folder, device: str, everything: bool, lim
     hash_before = hash_of(path)
     known = folder.state(exercise)
     if (problem := syntax_error(path)) is not None:
-        checked = Checked(str(path), State.BEGUN, wrong=problem)
+        checked = Checked(State.BEGUN, wrong=problem)
     else:
         checked = check_apart(exercise, path, device, everything, limit, tell)
     best = State.EVERYTHING if checked.wrong is None and known is State.EVERYTHING else checked.state
@@ -90,7 +89,7 @@ def check_apart(exercise: Exercise, path: Path, device: str, everything: bool, l
             process.join()
             text = Path(last_words.name).read_text(encoding="utf-8", errors="replace")
             wrong = how_it_died(path, process.exitcode or 0, text, limit)
-            return Checked(str(path), State.BEGUN, max(begun - 1, 0), count, wrong)
+            return Checked(State.BEGUN, max(begun - 1, 0), count, wrong)
         finally:
             process.kill()
             process.join()
@@ -132,6 +131,6 @@ def work(
         try:
             answer = grade(exercise, path.absolute(), device, everything, begin)
         except SystemExit:
-            answer = Checked(str(path), State.BEGUN, wrong=Finding("it calls `exit()`, which ends the check with it"))
+            answer = Checked(State.BEGUN, wrong=Finding("it calls `exit()`, which ends the check with it"))
         connection.send(answer)
         faulthandler.cancel_dump_traceback_later()

@@ -37,7 +37,7 @@ def grade(exercise: Exercise, path: Path, device: str, everything: bool, begin: 
     further_cases = [Case(name, build) for name, build in getattr(tutor, "CASES", {}).items()]
     solution = operator.implementations.pop(BACKEND)  # the attempt is to register its own
     begin(0, 0)
-    failed = lambda wrong: Checked(str(path), State.BEGUN, wrong=wrong)
+    failed = lambda wrong: Checked(State.BEGUN, wrong=wrong)
     try:
         load_file(path)
     except ValueError as problem:
@@ -56,8 +56,8 @@ def grade(exercise: Exercise, path: Path, device: str, everything: bool, begin: 
             if not wrong.advice:
                 wrong = replace(wrong, advice=advice_from_larger(asked[number + 1 :], claim, path, mistakes))
             state = State.PASSES if number >= len(first) else State.BEGUN
-            return Checked(str(path), state, number, len(asked), wrong)
-    return Checked(str(path), State.EVERYTHING if everything else State.PASSES, len(asked), len(asked))
+            return Checked(state, number, len(asked), wrong)
+    return Checked(State.EVERYTHING if everything else State.PASSES, len(asked), len(asked))
 
 
 def claims_asked(
