@@ -30,6 +30,7 @@ except SystemExit as ended:
         (["--version"], 0, "0.1"),
         (["train", "--help"], 0, "recipe"),
         (["verify", "-h"], 0, "--quick"),
+        (["learn", "--folder", "/nowhere"], 0, "online_softmax"),
         (["trian"], 1, "error: No such command 'trian'. Did you mean 'train'?"),
         (["train", "demmo"], 1, "error: there is no recipe demmo. Did you mean demo?"),
         (["generate", "hello", "--max-tokens", "many"], 1, "error: Invalid value for '--max-tokens'"),

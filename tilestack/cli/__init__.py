@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilestack
-from tilestack.cli import align, bench, chat, demo, evaluate, generate, lab, load, serve, train
+from tilestack.cli import align, bench, chat, demo, evaluate, generate, lab, learn, load, serve, train
+from tilestack.cli.common import in_paragraphs
 
 app = typer.Typer(
     name="tilestack",
@@ -24,17 +25,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 PANELS = {
-    "Start here": (demo,),
+    "Start here": (demo, learn),
     "Kernels: verify, benchmark, inspect": (lab, bench),
     "Training": (train, align, evaluate),
     "Inference and serving": (generate, chat, serve, load),
 }
-
-
-def in_paragraphs(help_text: str) -> str:
-    """A docstring whose paragraphs are a line each, so that they wrap where the reader's terminal ends and not ours."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in help_text.split("\n\n"))
-
 
 for panel, parts in PANELS.items():
     known = len(app.registered_commands)

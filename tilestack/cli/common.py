@@ -78,6 +78,11 @@ Load = Annotated[
 ]
 
 
+def in_paragraphs(help_text: str) -> str:
+    """A docstring whose paragraphs are a line each, so that they wrap where the reader's terminal ends and not ours."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in help_text.split("\n\n"))
+
+
 def given_text(argument: str) -> str:
     """What was given on the command line, or with - on standard input."""
     if argument == "-":

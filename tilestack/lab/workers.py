@@ -18,6 +18,7 @@ from itertools import takewhile
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import cast
 
 import torch
@@ -214,15 +215,22 @@ def is_broken(proofs: Iterable[Proof]) -> bool:
 def load_files(paths: Iterable[Path] | None) -> None:
     """Run Python files that register operators and backends from outside."""
     for path in paths or ():
-        if not path.is_file():
-            raise FileNotFoundError(f"no file {path} to load")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if spec is None or spec.loader is None:
-            raise ValueError(f"{path} is not a Python file")
-        try:
-            spec.loader.exec_module(importlib.util.module_from_spec(spec))
-        except Exception as problem:
-            raise ValueError(f"{path}:{line_of(problem, path)}: {type(problem).__name__}: {problem}") from problem
+        load_file(path)
+
+
+def load_file(path: Path) -> ModuleType:
+    """Run one such file; an error in it is told with its line."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path} to load")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as problem:
+        raise ValueError(f"{path}:{line_of(problem, path)}: {type(problem).__name__}: {problem}") from problem
+    return module
 
 
 def line_of(problem: Exception, path: Path) -> int:
