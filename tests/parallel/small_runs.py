@@ -61,7 +61,9 @@ class Dealt:
         return Loss(next_token_loss(model, batch), batch.valid, tokens=batch.ids.numel())
 
 
-def train(family: str, mesh: Mesh, shard: bool, accumulate: int, checkpointing: bool = False) -> dict[str, torch.Tensor]:
+def train(
+    family: str, mesh: Mesh, shard: bool, accumulate: int, checkpointing: bool = False
+) -> dict[str, torch.Tensor]:
     """Losses, norms, logits, and whole weights, averages and momenta after some steps."""
     model = decoder(family)
     model.checkpointing = checkpointing

@@ -70,7 +70,6 @@ def gathered(local: Tensor, shapes: Sequence[Sequence[int]], group: dist.Process
     most = max(torch.Size(shape).numel() for shape in shapes)
     flat = local.new_zeros(most)
     flat[: local.numel()] = local.detach().flatten()
-    found = flat.new_empty(len(shapes) * most)
-    dist.all_gather_into_tensor(found, flat, group=group)
-    rows = found.view(len(shapes), most)
+    rows = [torch.empty_like(flat) for _ in shapes]
+    dist.all_gather(rows, flat, group=group)
     return [row[: torch.Size(shape).numel()].view(*shape) for row, shape in zip(rows, shapes, strict=True)]

@@ -82,6 +82,7 @@ class Placement:
         made = fully_shard(unit, mesh=self.mesh.devices["data"], mp_policy=policy)
         assert isinstance(made, FSDPModule)
         made.set_gradient_divide_factor(1.0)  # a sum: the step divides by the tokens of all
+        made.set_force_sum_reduction_for_comms(True)  # and by gloo, which knows no other
         if root:
             register_fsdp_forward_method(unit, "hidden")
 

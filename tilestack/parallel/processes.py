@@ -70,7 +70,7 @@ def take_gpu() -> None:
 def as_lost(problem: Exception) -> Exception:
     """The error, or where it is that of a connection to another process, one that says so."""
     words = str(problem)
-    if isinstance(problem, dist.DistError) or "gloo" in words.lower() or "Connection closed by peer" in words:
+    if isinstance(problem, dist.DistError) or "gloo/transport" in words:  # gloo's are plain RuntimeErrors
         line = words.strip().partition("\n")[0]
         return ProcessLost(
             "another process of the run ended, or did not answer; its own error, if it left one, tells why. The same command "
