@@ -18,7 +18,9 @@ SECONDS = 240  # a process is given up after, on a machine with much else to do
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["torch", "torch.distributed", "tilestack.models", "tilestack.data"])
+processes.set_forkserver_preload(
+    ["torch", "torch.distributed", "tilestack.models", "tilestack.data", "torch.distributed.pipelining"]
+)
 
 
 def run_ranks(
