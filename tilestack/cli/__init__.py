@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilestack
-from tilestack.cli import align, bench, chat, demo, evaluate, generate, lab, load, serve, train
+from tilestack.cli import align, bench, chat, demo, evaluate, generate, lab, load, parallel, serve, train
 
 app = typer.Typer(
     name="tilestack",
@@ -27,6 +27,7 @@ PANELS = {
     "Start here": (demo,),
     "Kernels: verify, benchmark, inspect": (lab, bench),
     "Training": (train, align, evaluate),
+    "Several GPUs": (parallel,),
     "Inference and serving": (generate, chat, serve, load),
 }
 

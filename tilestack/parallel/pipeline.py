@@ -42,7 +42,8 @@ def deal_layers(works: Sequence[int], before: int, after: int, stages: int) -> l
     if not 1 <= stages <= len(works):
         raise ValueError(f"{len(works)} layers cannot be dealt to {stages} stages: take 1 to {len(works)}")
     whole = len(works)
-    size = lambda start, end: sum(works[start:end]) + before * (start == 0) + after * (end == whole)
+    sums = [0, *itertools.accumulate(works)]
+    size = lambda start, end: sums[end] - sums[start] + before * (start == 0) + after * (end == whole)
 
     @functools.cache
     def best(start: int, left: int) -> tuple[int, tuple[int, ...]]:

@@ -71,14 +71,15 @@ class SequenceParallel:
         return getattr(self.model, name)
 
 
-def refuse_sharing(config: ModelConfig, row: int, name: str, ranks: int) -> None:
-    """Refuse, before the first step, what a method cannot share: rows of so many tokens of a model among so many ranks."""
+def refuse_sharing(config: ModelConfig, row: int, name: str, ranks: int, tensor: int = 1) -> None:
+    """Refuse, before the first step, what a method cannot share: rows of so many tokens of a model among so many ranks, where
+    `tensor` others divide its heads."""
     method_named(name).places(row, 0, ranks)
     windows = [
         window for layer in range(config.layers) if (window := config.window(layer)) is not None and window < row
     ]
     if name == "heads":
-        refuse_heads(config.heads, ranks)
+        refuse_heads(config.heads // tensor, ranks)
     elif windows:
         refuse_window(windows[0])
     scaling = config.rope_scaling or {}
