@@ -287,7 +287,7 @@ def test_a_step_without_a_label_learns_nothing_and_breaks_nothing(tmp_path, accu
 
 def test_the_average_follows_and_is_what_is_judged():
     model = seeded()
-    average = AveragedWeights(model, 0.9)
+    average = AveragedWeights(dict(model.named_parameters()), 0.9)
     start = model.head.weight.detach().clone()
     with torch.no_grad():
         model.head.weight += 1

@@ -14,6 +14,7 @@ from rich.markup import escape
 
 import tilestack
 from tilestack.cli import align, bench, chat, demo, evaluate, generate, lab, load, parallel, serve, train
+from tilestack.parallel import environment
 
 app = typer.Typer(
     name="tilestack",
@@ -76,7 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as problem:
         if "--debug" in arguments:
             raise
-        error.print(f"[red]error:[/red] {escape(in_words(problem))}")
+        where = f" on rank {environment.rank()}" if environment.launched() else ""
+        error.print(f"[red]error{where}:[/red] {escape(in_words(problem))}")
         sys.exit(1)
 
 

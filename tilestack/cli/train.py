@@ -1,8 +1,9 @@
 """The commands that train: a recipe in, a run folder out; and the proof that backends train alike."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.markup import escape
 from tilestack.cli import recipe_keys
 from tilestack.cli.common import JsonFile, console, kernel_device, share_the_cores, writable_file, write_json
 from tilestack.cli.recipes import find_recipe
+from tilestack.parallel import environment
 from tilestack.shipped import shipped
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ Profile = Annotated[
     int, typer.Option(help="Profile this many steps, after the first four: trace and kernel times in <folder>/profile.", min=0, show_default=False)
 ]  # fmt: skip
 
+Processes = Annotated[
+    int, typer.Option(help="Start this many processes on this machine, one per GPU, to train as one; see [parallel] in the recipe.", min=1, show_default=False)
+]  # fmt: skip
+
 
 def add_to(app: typer.Typer) -> None:
     app.command("train")(train_command)
@@ -55,13 +61,15 @@ def train_command(
     folder: Folder = None,
     fresh: Fresh = False,
     profile: Profile = 0,
+    processes: Processes = 1,
 ) -> None:
     """Pretrain a model from a recipe; the result is <folder>/model, in transformers' format.
 
     After an interruption, the same command resumes bit-exactly from the last checkpoint. The folder holds the full
     recipe, run.json (how it was made), metrics.jsonl, speed.jsonl, loss.html, checkpoints and, at the end, the model.
 
-    On a GPU steps run as CUDA graphs where possible (run.graph).
+    On a GPU steps run as CUDA graphs where possible (run.graph). On several GPUs, start it with --processes, or on several
+    machines with torchrun: `torchrun … -m tilestack train …`.
 
     All recipe keys: [bold]tilestack recipe[/bold].
     """
@@ -69,7 +77,39 @@ def train_command(
     from tilestack.train import Recipe
     from tilestack.train.pretrain import pretrain
 
+    if processes > 1 and not environment.launched():
+        launch_train(processes, recipe, set_, folder, fresh, profile)
     follow_recipe(Recipe, pretrain, recipe, set_, folder, fresh, profile)
+
+
+def launch_train(
+    processes: int, recipe: Path, set_: list[str] | None, folder: Path | None, fresh: bool, profile: int
+) -> NoReturn:
+    """Run the same command in several processes, and end as they do."""
+    from tilestack.parallel.launch import launch
+    from tilestack.parallel.mesh import Layout
+    from tilestack.train import Recipe
+
+    sides = read_recipe(Recipe, recipe, set_).parallel  # once here, for one error instead of many
+    Layout.fit(processes, tensor=sides.tensor, context=sides.context, pipeline=sides.pipeline)
+    arguments = ["train", str(recipe), *(part for assignment in set_ or () for part in ("--set", assignment))]
+    arguments += ["--folder", str(folder)] if folder else []
+    arguments += ["--fresh"] if fresh else []
+    arguments += ["--profile", str(profile)] if profile else []
+    debug = ["--debug"] if "--debug" in sys.argv else []
+    raise typer.Exit(launch(processes, [*debug, *arguments]))
+
+
+def read_recipe(kind: "type[Recipe]", recipe: Path, set_: list[str] | None) -> "Recipe":
+    """A recipe as the command line changes it; an error says whose it is, if it is another command's."""
+    from tilestack.train.settings import RecipeError
+
+    try:
+        return kind.load(recipe, set_ or ())
+    except RecipeError as problem:
+        if environment.rank():  # the first process says it for all
+            raise typer.Exit(1) from problem
+        raise RecipeError(f"{problem}{whose(recipe, kind)}") from problem
 
 
 def follow_recipe(
@@ -84,21 +124,19 @@ def follow_recipe(
     """Read a recipe, train as it says, and print the figures; a run that was asked to stop ends with the signal's code."""
     from tilestack.lab import machine
     from tilestack.train.errors import Interrupted
-    from tilestack.train.settings import RecipeError
 
-    try:
-        read = kind.load(recipe, set_ or ())
-    except RecipeError as problem:
-        raise RecipeError(f"{problem}{whose(recipe, kind)}") from problem
+    read = read_recipe(kind, recipe, set_)
     place = folder or Path("runs") / read.run.name
     said = Console(stderr=True)
     try:
         figures = train(read, place, fresh=fresh, profile=profile, provenance=machine.stamp(), console=said)
     except Interrupted as stopped:
-        said.print(escape(str(stopped)), highlight=False, soft_wrap=True)
+        if not environment.rank():
+            said.print(escape(str(stopped)), highlight=False, soft_wrap=True)
         raise typer.Exit(stopped.code) from None
-    shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items() if isinstance(value, float))
-    console.print(f"{place}: {shown}", highlight=False)
+    if not environment.rank():
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items() if isinstance(value, float))
+        console.print(f"{place}: {shown}", highlight=False)
 
 
 def whose(recipe: Path, kind: "type[Recipe]") -> str:

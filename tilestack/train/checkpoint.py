@@ -70,12 +70,14 @@ class Checkpoints:
         """Remove what a killed process left half-written."""
         clean_parts(self.folder)
 
-    def save(self, step: int, tensors: Groups, state: Mapping[str, Any]) -> None:
-        """Save the checkpoint of a step and forget the oldest ones. The tensors of each name become a file."""
+    def save(self, step: int, tensors: Groups, state: Mapping[str, Any], copies: bool = False) -> None:
+        """Save the checkpoint of a step and forget the oldest ones. The tensors of each name become a file; where they are
+        `copies` already, later steps leave them alone."""
         self.wait()
         if self.asynchronous:
-            copies = {name: {key: copied(x) for key, x in group.items()} for name, group in tensors.items()}
-            self.writing = self.writer.submit(self.write, step, copies, json.loads(json.dumps(state)))
+            if not copies:
+                tensors = {name: {key: copied(x) for key, x in group.items()} for name, group in tensors.items()}
+            self.writing = self.writer.submit(self.write, step, tensors, json.loads(json.dumps(state)))
         else:
             self.write(step, tensors, state)
 

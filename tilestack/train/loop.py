@@ -5,6 +5,7 @@ stay on the device until then. So does the verdict on them: after a loss or grad
 update is skipped on the device, so that when the host hears of it the weights are still those the step began with.
 """
 
+import dataclasses
 import math
 import random
 import time
@@ -21,13 +22,14 @@ from torch import Tensor, nn
 from tilestack.device import pick_device
 from tilestack.garbage import startup_frozen
 from tilestack.nn.lora import lora_parameters
+from tilestack.parallel.placement import Placement
 from tilestack.train import checkpoint, execution, metrics
 from tilestack.train.balancing import Balancing
 from tilestack.train.checkpoint import save_broken_step
 from tilestack.train.errors import TrainingError
 from tilestack.train.metrics import Progress
 from tilestack.train.objective import Objective
-from tilestack.train.optimizers import AveragedWeights, load_states, make_optimizer
+from tilestack.train.optimizers import AveragedWeights, make_optimizer
 from tilestack.train.recipe import Recipe
 from tilestack.train.run.folder import RunFolder
 from tilestack.train.run.interruption import Interruption
@@ -35,6 +37,7 @@ from tilestack.train.run.profile import StepProfiler
 from tilestack.train.run.provenance import begin, changes
 from tilestack.train.static_step import choose_steps, not_captured
 from tilestack.train.step import Step, Steps
+from tilestack.train.whole_state import WholeState
 
 T = TypeVar("T")
 
@@ -71,12 +74,14 @@ class Trainer:
         objective: Objective,
         folder: RunFolder | Path | str,
         *,
+        placement: Placement | None = None,
         provenance: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
         after_evaluation: Callable[[], Any] = lambda: None,
         profile: int = 0,
     ):
-        """`profile` is how many steps to write a trace of."""
+        """`placement` says what of the model this process has, where it is one of several: they train as one, and the first
+        of them writes. `profile` is how many steps to write a trace of."""
         self.recipe, self.model, self.objective = recipe, model, objective
         self.place = folder if isinstance(folder, RunFolder) else RunFolder(folder)
         self.folder, self.provenance, self.profile = self.place.path, provenance or {}, profile
@@ -89,13 +94,17 @@ class Trainer:
             changes(self.folder, recipe)
         self.runner = execution.prepare(model, recipe, self.device)
         self.found_model = found_model(model, getattr(objective, "has_reference", False))
-        parameters = [param for param in model.parameters() if param.requires_grad]
-        self.optimizer = make_optimizer(model, recipe.optimizer, recipe.precision, recipe.run.seed)
+        self.placement = placement or Placement(model)
+        self.mesh, learned = self.placement.mesh, self.placement.parameters
+        if place := self.mesh.index("data"):
+            torch.manual_seed(recipe.run.seed + place)  # what is dropped at random, in texts of its own
+        self.optimizer = make_optimizer(model, recipe.optimizer, recipe.precision, recipe.run.seed, learned)
         self.balancing = Balancing(model, recipe.model)
-        self.average = AveragedWeights(model, recipe.ema.decay) if recipe.ema.decay else None
+        self.average = AveragedWeights(learned, recipe.ema.decay) if recipe.ema.decay else None
+        self.whole = WholeState(self.placement, self.optimizer, self.average)
         self.progress, self.after_evaluation = progress or Progress(recipe), after_evaluation
         parts = self.optimizer, self.balancing, self.average, self.device
-        self.one_step = Step(recipe, self.runner, objective, parameters, *parts)
+        self.one_step = Step(recipe, self.runner, objective, self.placement, *parts)
         self.steps: Steps
         self.steps, self.about_steps = choose_steps(self.one_step, self.progress.say)
         self.step = 0  # steps done
@@ -111,20 +120,15 @@ class Trainer:
     def run(self) -> dict[str, float]:
         """Train to the end, or until interrupted; the last figures by name. However it ends, what was done is saved."""
         careful = execution.deterministic(self.recipe.run.deterministic)
-        with self.place.held(), self.interruption, careful, self.progress, startup_frozen(self.device):
-            self.checkpoints.clean()
-            steps = self.checkpoints.steps()
-            if not steps or steps[-1] < self.recipe.run.steps:  # the papers of a finished run say how it was made
-                papers = dict(self.provenance)
-                if counts := {name: count for name, count in getattr(self.objective, "counts", {}).items() if count}:
-                    papers["data"] = counts
-                    self.progress.say(", ".join(f"{count:,} {name}" for name, count in counts.items()))
-                begin(self.folder, self.recipe, bool(steps), papers)
-            self.log = metrics.Log(self.folder / metrics.METRICS)
-            self.speed = metrics.Log(self.folder / metrics.SPEED)
+        held = self.place.held() if self.mesh.first else nullcontext()
+        with held, self.interruption, careful, self.progress, startup_frozen(self.device):
+            last = self._begin() if self.mesh.first else 0
+            last = self.mesh.largest(last)
+            log = lambda name: metrics.Log(self.folder / name) if self.mesh.first else metrics.NoLog()
+            self.log, self.speed = log(metrics.METRICS), log(metrics.SPEED)
             try:
-                if steps:
-                    self._resume(self.checkpoints.load(steps[-1]))
+                if last:
+                    self._resume(self.checkpoints.load(last))
                 else:
                     self.log.cut(0)
                     self.speed.cut(0)
@@ -132,10 +136,12 @@ class Trainer:
                     if self.about_steps:
                         self.progress.say(self.about_steps)
                     about = self.recipe.run.name, self.recipe.table()
-                    self.trackers = metrics.open_trackers(self.recipe.run.trackers, self.folder, *about, self.step)
+                    names = self.recipe.run.trackers if self.mesh.first else ()
+                    self.trackers = metrics.open_trackers(names, self.folder, *about, self.step)
                 self.model.train()
                 self.clock, self.tokens = time.perf_counter(), 0
-                profiler = StepProfiler(self.folder, self.profile, self.progress.say) if self.profile else None
+                wanted = self.profile and self.mesh.first
+                profiler = StepProfiler(self.folder, self.profile, self.progress.say) if wanted else None
                 with profiler or nullcontext():
                     self._train(profiler)
             finally:
@@ -145,6 +151,20 @@ class Trainer:
                     tracker.close()
                 self.checkpoints.wait()
         return self.latest
+
+    def _begin(self) -> int:
+        """Write the papers of the run; the step of its last checkpoint, 0 where there is none."""
+        self.checkpoints.clean()
+        steps = self.checkpoints.steps()
+        if not steps or steps[-1] < self.recipe.run.steps:  # the papers of a finished run say how it was made
+            papers = dict(self.provenance)
+            if self.mesh.world > 1:
+                papers["processes"] = dataclasses.asdict(self.mesh.layout) | {"shard": self.placement.shard}
+            if counts := {name: count for name, count in getattr(self.objective, "counts", {}).items() if count}:
+                papers["data"] = counts
+                self.progress.say(", ".join(f"{count:,} {name}" for name, count in counts.items()))
+            begin(self.folder, self.recipe, bool(steps), papers)
+        return steps[-1] if steps else 0
 
     @property
     def finished(self) -> bool:
@@ -160,7 +180,7 @@ class Trainer:
         if self.step == 0 and self.recipe.evaluation.at_start:
             self._evaluate(evaluates=True, samples=False)
             self.clock = time.perf_counter()
-        while not (self.finished or self.interrupted):
+        while not (self.finished or self._asked_to_stop()):
             start, step = self._position(), self.step
             try:
                 self.train_step()
@@ -170,13 +190,19 @@ class Trainer:
             except (TrainingError, checkpoint.CheckpointError):
                 raise
             except Exception:
-                if not self.updating and self.saved < self.step:
+                # One of several processes cannot tell where the others are, nor save without them.
+                if self.mesh.world == 1 and not self.updating and self.saved < self.step:
                     self._read_figures()
                     self._save(start if self.step == step else self._position())
                 raise
         if self.saved < self.step:
             self._read_figures()
             self._save(self._position())
+
+    def _asked_to_stop(self) -> bool:
+        """Whether a signal has asked any process to stop: then all of them do, after the same step."""
+        self.interruption.number = self.mesh.largest(self.interruption.number)
+        return self.interrupted > 0
 
     def train_step(self) -> None:
         """One step: its micro-batches, their gradients, an update. Nothing is waited for."""
@@ -248,9 +274,9 @@ class Trainer:
             if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
                 self._stop_or_skip(pending, row)
         self.pending.clear()
-        seconds = time.perf_counter() - self.clock
-        self.progress.update(self.step, self.latest, self.tokens / seconds)
-        self.speed.write(step=self.step, tokens_per_s=self.tokens / seconds, **self.progress.machine_figures())
+        rate = self.tokens * self.mesh.size("data") / (time.perf_counter() - self.clock)
+        self.progress.update(self.step, self.latest, rate)
+        self.speed.write(step=self.step, tokens_per_s=rate, **self.progress.machine_figures())
         self.clock, self.tokens = time.perf_counter(), 0
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -266,9 +292,13 @@ class Trainer:
         self.skipped += 1
         folder, most = self.folder / f"broken-step-{pending.step:06d}", self.recipe.run.skip_broken
         stops = self.skipped > most
-        weights = self.model.state_dict() if stops else {}
-        optimizer = self.optimizer.state_dict() if stops else {"state": {}, "param_groups": []}
-        save_broken_step(folder, pending.batches, weights, optimizer, row)
+        weights = self.whole.weights(self.model.state_dict()) if stops else {}
+        optimizer = self.whole.optimizer_state() if stops else {"state": {}, "param_groups": []}
+        if self.mesh.first:
+            save_broken_step(folder, pending.batches, weights, optimizer, row)
+        elif self.mesh.index("tensor") == 0:  # what the others read is kept beside it
+            beside = folder.with_name(f"{folder.name}-rank-{self.mesh.rank}")
+            save_broken_step(beside, pending.batches, {}, {"state": {}, "param_groups": []}, row)
         wrong = "loss" if not math.isfinite(row["loss"]) else "grad_norm"
         what = f"step {pending.step} has a {wrong.replace('_', ' ')} of {row[wrong]}"
         if not stops:
@@ -283,19 +313,23 @@ class Trainer:
         return Position(checkpoint.RandomState.taken(), self.objective.state_dict())
 
     def _save(self, position: Position) -> None:
-        states, values = checkpoint.pack_optimizer(self.optimizer.state_dict())
+        states, values = checkpoint.pack_optimizer(self.whole.optimizer_state())
         random_tensors, random_values = position.chance.packed()
-        tensors = {"weights": learned_state(self.model), "optimizer": states, "rng": random_tensors}
+        for name, mine in list(random_tensors.items()):
+            others = self.mesh.from_every_rank(mine)[1:]
+            random_tensors |= {f"{name}.{rank}": state for rank, state in enumerate(others, 1)}
+        tensors = {"weights": self.whole.weights(learned_state(self.model)), "optimizer": states, "rng": random_tensors}
         if loads := self.balancing.state_dict():
-            tensors["loads"] = loads
+            tensors["loads"] = self.whole.weights(loads)
         if self.average:
-            tensors["average"] = self.average.state_dict()
+            tensors["average"] = self.whole.averages()
         state = {
             "step": self.step, "optimizer": values, "rng": random_values, "objective": position.objective,
             "lengths": [self.log.flush(), self.speed.flush()], "skipped": self.skipped, "found_model": self.found_model,
             "latest": {name: metrics.finite(value) for name, value in self.latest.items()},
         }  # fmt: skip
-        self.checkpoints.save(self.step, tensors, state)
+        if self.mesh.first:
+            self.checkpoints.save(self.step, tensors, state, copies=self.placement.divided)
         self.saved = self.step
 
     def _resume(self, saved: checkpoint.Saved) -> None:
@@ -305,21 +339,26 @@ class Trainer:
                 f"model.path = {self.recipe.model.path!r} is not the model that the run in {self.folder} began with; put that "
                 "back, or start over (--fresh)"
             )
-        checkpoint.refuse_other_shapes(saved, "weights", learned_state(self.model))
-        self.model.load_state_dict(saved.tensors["weights"], strict=False)
+        checkpoint.refuse_other_shapes(saved, "weights", self.whole.shaped(learned_state(self.model)))
+        self.whole.load_weights(saved.tensors["weights"])
         states = checkpoint.unpack_optimizer(saved.tensors.get("optimizer", {}), saved.state["optimizer"])
-        load_states(self.optimizer, states)
+        self.whole.load_optimizer(states)
         self.balancing.load_state_dict(saved.tensors.get("loads", {}))
         if self.average:
-            checkpoint.refuse_other_shapes(saved, "average", self.average.state_dict())
-            self.average.load_state_dict(saved.tensors["average"])
+            checkpoint.refuse_other_shapes(saved, "average", self.whole.shaped(self.average.state_dict()))
+            self.whole.load_averages(saved.tensors["average"])
         self.objective.load_state_dict(saved.state["objective"])
         self.step, self.latest, self.skipped = (saved.state[name] for name in ("step", "latest", "skipped"))
         self.saved = self.step
         self.one_step.broken.fill_(self.skipped)
         for log, length in zip((self.log, self.speed), saved.state["lengths"], strict=True):
             log.cut(length)
-        checkpoint.RandomState.unpacked(saved.tensors["rng"], saved.state["rng"]).restore()
+        of_rank = lambda name: f"{name}.{self.mesh.rank}" if self.mesh.rank else name
+        states_of = {
+            name: x for name in ("torch", "cuda") if (x := saved.tensors["rng"].get(of_rank(name))) is not None
+        }
+        if "torch" in states_of:  # a process that was not there before goes on with chances of its own
+            checkpoint.RandomState.unpacked(states_of, saved.state["rng"]).restore()
         self.progress.resumed(self.step)
 
     @contextmanager
@@ -329,12 +368,10 @@ class Trainer:
         chance = checkpoint.RandomState.taken()
         self.model.eval()
         try:
-            with torch.no_grad(), execution.autocast(self.recipe.precision, self.device):
-                if self.average:
-                    with self.average.applied():
-                        yield
-                else:
-                    yield
+            averaged = self.average.applied() if self.average else nullcontext()
+            with torch.no_grad(), execution.autocast(self.recipe.precision, self.device), averaged:
+                yield
+                self.placement.reshard()  # before the weights are those of the run again
         finally:
             self.model.train()
             chance.restore()

@@ -5,7 +5,7 @@ are not decayed and belong to AdamW (`optim.muon.is_hidden_matrix`).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,10 +24,18 @@ from tilestack.train.recipe import Optimizer, Precision, Schedule
 STEP_BYTES = 4  # of the number of steps that Adam keeps beside each parameter
 
 
-def make_optimizer(model: nn.Module, settings: Optimizer, precision: Precision, seed: int) -> Any:
-    """One optimizer for every parameter that learns. Each group keeps its highest rate as `initial_lr`; its rate is a tensor
+def make_optimizer(
+    model: nn.Module,
+    settings: Optimizer,
+    precision: Precision,
+    seed: int,
+    parameters: Mapping[str, Tensor] | None = None,
+) -> Any:
+    """One optimizer for every parameter that learns; `parameters` are these, where they are not the model's own but what a
+    process has of them (parallel/placement.py). Each group keeps its highest rate as `initial_lr`; its rate is a tensor
     beside its parameters, which `set_rates` fills, so that a CUDA graph reads it anew in every replay."""
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    given = model.named_parameters() if parameters is None else parameters.items()
+    named = [(name, param) for name, param in given if param.requires_grad]
     if not named:
         raise ValueError("no parameter of the model requires a gradient; there is nothing to train")
     hidden = [param for name, param in named if is_hidden_matrix(name, param)]
@@ -120,12 +128,12 @@ def load_states(optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 class AveragedWeights:
-    """The exponential moving average of a model's parameters, in float32: often a better model than the last step's. Early
+    """The exponential moving average of parameters, in float32: often a better model than the last step's. Early
     steps weigh more than `decay` says, so that the start is forgotten."""
 
-    def __init__(self, model: nn.Module, decay: float):
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float):
         self.decay = decay
-        self.parameters = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        self.parameters = {name: param for name, param in parameters.items() if param.requires_grad}
         self.averages = {name: param.detach().float().clone() for name, param in self.parameters.items()}
         self.share = torch.zeros((), device=next(iter(self.averages.values())).device)  # of the next step's weights
 

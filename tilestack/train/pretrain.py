@@ -24,7 +24,16 @@ class Pretraining:
 
     fixed_shapes = True
 
-    def __init__(self, recipe: Recipe, tokenizer: data.Tokenizer, tokens: data.TokenFile, device: torch.device):
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokenizer: data.Tokenizer,
+        tokens: data.TokenFile,
+        device: torch.device,
+        rank: int = 0,
+        world: int = 1,
+    ):
+        """`rank` of `world` processes that read other rows each."""
         self.recipe, self.tokenizer, self.tokens, self.device = recipe, tokenizer, tokens, device
         share = recipe.data.validation
         held_out = len(tokens.documents("validation", share))
@@ -35,7 +44,7 @@ class Pretraining:
                 f"none of the {len(tokens):,} documents falls into the share of {share} that data.validation holds out; "
                 "set it higher, or to 0 to hold out none"
             )
-        self.stream = self._stream("train" if recipe.data.holds_out else "all", recipe.data.weights)
+        self.stream = self._stream("train" if recipe.data.holds_out else "all", recipe.data.weights, rank, world)
         self.counts = {
             "documents": self.stream.documents,
             "documents held out": held_out,
@@ -43,11 +52,11 @@ class Pretraining:
             "tokens": tokens.meta["tokens"],
         }
 
-    def _stream(self, split: str, weights: Sequence[float] = ()) -> data.Packed:
+    def _stream(self, split: str, weights: Sequence[float] = (), rank: int = 0, world: int = 1) -> data.Packed:
         settings = self.recipe.data
         return data.Packed(
             self.tokens, settings.sequence, settings.batch, self.recipe.run.seed, split=split,
-            validation=settings.validation, weights=weights,
+            validation=settings.validation, weights=weights, rank=rank, world=world,
         )  # fmt: skip
 
     def next_batch(self) -> data.Batch:
@@ -57,7 +66,8 @@ class Pretraining:
         return Loss(next_token_loss(model, batch), batch.valid, tokens=batch.ids.numel())
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """The loss on the same held-out batches every time, in nats a token and in bits a byte of text."""
+        """The loss on the same held-out batches every time, and on every process, in nats a token and in bits a byte of
+        text."""
         if not self.recipe.data.holds_out:
             return {}
         stream, bytes_of = self._stream("validation"), torch.tensor(self.tokenizer.token_bytes)
@@ -107,7 +117,8 @@ def pretrain(
         tokenizer, tokens = prepare_tokens(
             recipe.data, folder, tokenizer_of=recipe.model.path, resumes=resumes, console=console
         )
-        return tokenizer, lambda model, device: Pretraining(recipe, tokenizer, tokens, device)
+        place = lambda mesh: (mesh.index("data"), mesh.size("data"))
+        return tokenizer, lambda model, device, mesh: Pretraining(recipe, tokenizer, tokens, device, *place(mesh))
 
     return follow(
         recipe, folder, prepare, command=command, fresh=fresh, profile=profile, provenance=provenance, console=console

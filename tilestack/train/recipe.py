@@ -236,6 +236,29 @@ class Lora:
 
 
 @dataclass(frozen=True)
+class Parallel:
+    """How the processes of a run share its work, where torchrun or --processes starts several. Those that `tensor`, `context`
+    and `pipeline` leave train on other texts (data parallelism)."""
+
+    tensor: int = setting(1, "processes that share every layer: heads, width of the feed-forward, words", low=1)
+    shard: bool = setting(
+        False, "divide weights, gradients and optimizer states among processes with other texts (FSDP2)"
+    )
+    context: int = setting(1, "processes that share every row of tokens", low=1)
+    pipeline: int = setting(1, "processes that have some of the layers each, one after another", low=1)
+
+    def __post_init__(self) -> None:
+        for side in ("context", "pipeline"):
+            if getattr(self, side) > 1:
+                raise RecipeError(f"parallel.{side} = {getattr(self, side)} is not there yet; set it to 1")
+
+    @property
+    def divides(self) -> bool:
+        """Whether a process has only a part of the model."""
+        return self.shard or self.tensor > 1
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A pretraining run. Other kinds of run derive from it and add sections of their own."""
 
@@ -249,6 +272,7 @@ class Recipe:
     checkpoint: Checkpoint = section(Checkpoint, operational=True)
     ema: Ema = section(Ema)
     lora: Lora = section(Lora)
+    parallel: Parallel = section(Parallel, operational=True)
 
     def __post_init__(self) -> None:
         if self.schedule.warmup >= self.run.steps:
@@ -265,6 +289,24 @@ class Recipe:
             raise RecipeError(
                 f'optimizer.name "muon" has no precision.updates = "{self.precision.updates}" for bfloat16 parameters; '
                 'set precision.updates = "master"'
+            )
+        if self.parallel.divides:
+            self._refuse_divided()
+
+    def _refuse_divided(self) -> None:
+        """Refuse what needs the whole of a parameter, where a process has a part of it."""
+        how = f"parallel.tensor = {self.parallel.tensor}" if self.parallel.tensor > 1 else "parallel.shard"
+        wholes = {
+            'optimizer.name "muon", which turns whole matrices': self.optimizer.name == "muon",
+            'optimizer.name "adamw8bit", whose blocks of states would be cut': self.optimizer.name == "adamw8bit",
+            "precision.fp8, whose scales are of whole weights": self.precision.fp8,
+            "lora.rank, whose adapters are of whole layers": self.lora.rank > 0,
+            f'run.compile = "{self.run.compile}", whose graphs have no collectives': self.run.compile != "off",
+        }
+        if found := [what for what, asked in wholes.items() if asked]:
+            raise RecipeError(
+                f"{how} does not go together with {'; nor with '.join(found)}. Processes that each have the "
+                "whole model (parallel.tensor = 1, parallel.shard = false) can"
             )
 
     @classmethod

@@ -43,6 +43,8 @@ def why_not_static(recipe: Recipe, objective: Any, optimizer: Any, device: torch
         return f'run.compile = "{recipe.run.compile}" has ways of its own'
     if device.type != "cuda":
         return ""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "torch.distributed is in use, and what processes tell each other has not been tried in graphs"
     if recipe.run.activation_checkpointing:
         return "run.activation_checkpointing looks at random states on the host"
     if not isinstance(optimizer, MultiTensor) or not takes_kernels(optimizer.name, device):
@@ -55,11 +57,10 @@ def why_not_by_default(recipe: Recipe, model: Any, objective: Any, optimizer: An
     here and nowhere else: what `on` may capture and `auto` shall leave alone is a rule more."""
     if device.type != "cuda":
         return f"the run is on a {device.type.upper()}"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return "torch.distributed is in use, and what processes tell each other has not been tried in graphs"
-    if name := hooked(model):
-        return f"{name} has a hook, which a replay would not call"
-    return why_not_static(recipe, objective, optimizer, device)
+    if reason := why_not_static(recipe, objective, optimizer, device):
+        return reason
+    name = hooked(model)
+    return f"{name} has a hook, which a replay would not call" if name else ""
 
 
 def hooked(model: Any) -> str:

@@ -8,7 +8,6 @@ All of the host's say lies in tensors that `begin` fills, and what goes on from 
 they are. So the very same calls can be captured as CUDA graphs and replayed (static_step.py).
 """
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from tilestack import optim
 from tilestack.optim.multi_tensor import KeptTables, MultiTensor
+from tilestack.parallel.placement import Placement
 from tilestack.train import execution
 from tilestack.train.balancing import Balancing
 from tilestack.train.objective import Objective
@@ -45,16 +45,19 @@ class Step:
         recipe: Recipe,
         runner: Any,
         objective: Objective,
-        parameters: Sequence[Tensor],
+        placement: Placement,
         optimizer: Any,
         balancing: Balancing,
         average: AveragedWeights | None,
         device: torch.device,
     ):
         self.recipe, self.runner, self.objective, self.device = recipe, runner, objective, device
-        self.parameters, self.optimizer, self.balancing, self.average = parameters, optimizer, balancing, average
+        self.placement, self.parameters = placement, list(placement.parameters.values())
+        self.optimizer, self.balancing, self.average = optimizer, balancing, average
+        # A single micro-batch is divided by its tokens before its backward; more of them, here or on other processes, by all.
+        self.one_batch = recipe.data.accumulate == 1 and placement.mesh.size("data") == 1
         self.compiled_graphs = execution.uses_graphs(recipe.run.compile, device)
-        for param in parameters if self.compiled_graphs else ():
+        for param in self.parameters if self.compiled_graphs else ():
             param.grad = torch.zeros_like(param)  # in memory of its own, which no replay of a graph writes over
         self.clip_tables = KeptTables("clip_grad_norm_")
         self.weight_codes = kept_codes(recipe, runner)
@@ -65,10 +68,15 @@ class Step:
     def forget(self) -> None:
         """Drop what a step that was not finished has added up."""
         self.count: Tensor | None = None
+        self.batches = 0  # micro-batches so far
         self.sums: dict[str, Tensor] = {}
         self.balancing.loads = None
         self.drop_codes()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self.compiled_graphs)
+        self.placement.drop_gradients()
 
     def drop_codes(self) -> None:
         """Keep no codes of weights beyond the micro-batches of a step, whether they ended or broke off."""
@@ -91,7 +99,9 @@ class Step:
             loss = self.objective.loss(self.runner, batch)
         valid = loss.count if isinstance(loss.count, Tensor) else torch.full((), loss.count, device=self.device)
         total = loss.total + self.balancing.loss() * valid
-        (total / valid.clamp(min=1) if self.recipe.data.accumulate == 1 else total).backward()
+        self.batches = 1 if first else self.batches + 1
+        self.placement.start_backward(last=self.batches == self.recipe.data.accumulate)
+        (total / valid.clamp(min=1) if self.one_batch else total).backward()
         added = {"loss": loss.total, **loss.metrics}
         if first or self.count is None:
             self.count = valid.detach().to(torch.float32, copy=True)
@@ -105,9 +115,10 @@ class Step:
     def update(self) -> Tensor:
         assert self.count is not None
         self.drop_codes()
+        self._sum_over_processes()
         count = self.count.clamp(min=1)
         figures = {name: value / count for name, value in self.sums.items()}
-        if self.recipe.data.accumulate > 1:
+        if not self.one_batch:
             torch._foreach_div_([param.grad for param in self.parameters if param.grad is not None], count)
         figures["grad_norm"] = self._clip()
         skip = self._is_broken(figures)
@@ -118,8 +129,23 @@ class Step:
         self.names = list(figures)
         return torch.stack([value.float() for value in figures.values()])
 
+    def _sum_over_processes(self) -> None:
+        """Let gradients, losses, counts and loads be those of all processes."""
+        mesh = self.placement.mesh
+        if mesh.world == 1:
+            return
+        assert self.count is not None
+        self.placement.finish_backward()
+        sums = torch.stack([self.count, *self.sums.values()])
+        mesh.sum(sums, "data")
+        self.count, self.sums = sums[0], dict(zip(self.sums, sums[1:], strict=True))
+        for load in self.balancing.loads or ():
+            mesh.sum(load, "data")
+
     def _clip(self) -> Tensor:
         """The norm of the gradients, which are scaled down where the recipe bounds it."""
+        if self.placement.divided:
+            return self.placement.clip(self.recipe.optimizer.clip)
         if self.recipe.optimizer.clip:
             return optim.clip_grad_norm_(self.parameters, self.recipe.optimizer.clip, tables=self.clip_tables)
         grads = [param.grad for param in self.parameters if param.grad is not None]
@@ -137,7 +163,7 @@ class Step:
             self.optimizer.step()
         elif not skip.item():  # torch's own optimizers cannot skip on the device
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self.compiled_graphs)
+        self._drop_gradients()
 
     def release(self) -> bool:
         return False

@@ -9,6 +9,8 @@ import torch
 from rich.console import Console
 
 from tilestack import data
+from tilestack.parallel import environment
+from tilestack.parallel.mesh import Mesh
 from tilestack.train import checkpoint
 from tilestack.train.align import dpo, grpo, kto, sft
 from tilestack.train.align.dpo import DPO, DPORecipe
@@ -55,6 +57,11 @@ def align(
         raise RecipeError(
             f"precision.fp8_head is for train and sft: {kind} compares log-probabilities, which the head makes without fp8"
         )
+    if environment.launched():
+        raise RecipeError(
+            f"{kind} trains in one process, and {environment.world()} were started; start it without torchrun and --processes. "
+            "train takes several"
+        )
     cache = folder.parent / ".reference"  # beside the run: others of the same model and data find it
 
     def prepare(_: Console) -> tuple[data.Tokenizer, MakeObjective]:
@@ -62,7 +69,7 @@ def align(
         tokenizer = found.for_chat(read_template(recipe))
         tokenizer.chat_cache = chats = data.ChatCache(folder / "chats")
 
-        def make(model: Any, device: torch.device) -> Objective:
+        def make(model: Any, device: torch.device, _: Mesh) -> Objective:
             ends = (*tokenizer.stops, *found.stops, *model.config.eos)
             model.config = replace(model.config, eos=tuple(dict.fromkeys(ends)))
             objective = KINDS[kind].objective(recipe, model, tokenizer, device, cache)

@@ -57,6 +57,25 @@ class Log:
             self.file.close()
 
 
+class NoLog(Log):
+    """The log of a process that leaves it to another."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, **row: Any) -> None:
+        pass
+
+    def flush(self) -> int:
+        return 0
+
+    def cut(self, length: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def finite(value: Any) -> Any:
     """The value, or as a text where JSON has no number for it."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -35,6 +35,11 @@ class Needs:
     def all(self) -> int:
         return self.weights + self.gradients + self.states + self.batch
 
+    def divided(self, processes: int) -> "Needs":
+        """What each of so many processes needs that have a part of the model."""
+        weights, gradients, states = (size // processes for size in (self.weights, self.gradients, self.states))
+        return Needs(weights, gradients, states, self.batch)
+
     @property
     def checkpoint(self) -> int:
         """Weights that learn, each of which has a gradient as large, and the optimizer's states."""

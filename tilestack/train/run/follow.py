@@ -15,6 +15,10 @@ from tilestack.device import pick_device
 from tilestack.files import whole_folder
 from tilestack.models.adapters import save_adapters
 from tilestack.nn.lora import add_lora, lora_layers, merge_lora
+from tilestack.parallel.mesh import Mesh
+from tilestack.parallel.placement import Placement
+from tilestack.parallel.processes import joined
+from tilestack.parallel.tensor import refuse_split
 from tilestack.train import checkpoint, execution, flops
 from tilestack.train.errors import Interrupted
 from tilestack.train.loop import Trainer
@@ -33,7 +37,9 @@ from tilestack.train.run.folder import RunFolder
 from tilestack.train.run.provenance import changes
 from tilestack.train.settings import RecipeError
 
-MakeObjective = Callable[[Any, torch.device], Objective]  # of the model as the run finds it, and its device
+MakeObjective = Callable[
+    [Any, torch.device, Mesh], Objective
+]  # of the model as the run finds it, its device, the processes
 
 
 def follow(
@@ -53,19 +59,27 @@ def follow(
 
     `prepare` reads the data and says how the objective is made; it is not called for a folder that holds another run. `row`
     is how many tokens a row of a batch has at least, data.sequence where it is not said.
+
+    Where torchrun has started several processes, each calls this, and they train as one. The first holds the folder, and is
+    the only one that prints and writes; the others read what it has prepared.
     """
-    console = console or Console(stderr=True)
-    place = RunFolder(folder, command)
-    refuse_own_output(recipe, folder)
-    with place.held():
-        with place.starting_over() if fresh else nullcontext():
-            trainer, tokenizer = make_trainer(
-                recipe, place, prepare, row or recipe.data.sequence, profile, provenance or {}, console
-            )
-        figures = trainer.run()
-        if trainer.finished:
-            leave_model(trainer, tokenizer)
-        else:
+    sides = recipe.parallel
+    with joined(recipe.run.device, tensor=sides.tensor, context=sides.context, pipeline=sides.pipeline) as mesh:
+        console = (console or Console(stderr=True)) if mesh.first else Console(quiet=True)
+        if not mesh.first:
+            mesh.wait_for_all()  # until the folder and the data are ready
+        place = RunFolder(folder, command)
+        refuse_own_output(recipe, folder)
+        with place.held() if mesh.first else nullcontext():
+            with place.starting_over() if fresh and mesh.first else nullcontext():
+                trainer, tokenizer = make_trainer(
+                    recipe, place, prepare, row or recipe.data.sequence, profile, provenance or {}, console, mesh
+                )
+            figures = trainer.run()
+            if trainer.finished:
+                leave_model(trainer, tokenizer)
+        if not trainer.finished:
+            mesh.wait_for_all()  # what is saved is on the disk before any process ends
             raise Interrupted(folder, trainer.step, trainer.interrupted)
     return figures
 
@@ -94,6 +108,7 @@ def make_trainer(
     profile: int,
     provenance: Mapping[str, Any],
     console: Console,
+    mesh: Mesh,
 ) -> tuple[Trainer, data.Tokenizer]:
     """The model and the objective of a recipe, ready to train, and the tokenizer; what can be wrong is found here."""
     if checkpoint.Checkpoints(place.checkpoints, 1).steps():
@@ -108,25 +123,39 @@ def make_trainer(
     else:
         with torch.device("meta"):  # what it would take, before anything is tokenised or allocated
             described = new_model(recipe, {"vocab_size": recipe.data.vocabulary})
-        refuse_impossible(recipe, described, least_needs(recipe, described, row), place.path, device)
+        refuse_impossible(recipe, described, least_needs(recipe, described, row), place.path, device, mesh)
     tokenizer, make_objective = prepare(console)
-    model = build_model(recipe, tokenizer).to(device, execution.DTYPES[recipe.precision.parameters])
-    refuse_impossible(recipe, model, least_needs(recipe, model, row), place.path, device, has_weights=True)
+    if mesh.first:
+        mesh.wait_for_all()  # the others come in
+    model = build_model(recipe, tokenizer).to(dtype=execution.DTYPES[recipe.precision.parameters])
+    if not recipe.parallel.divides:  # else it goes there in parts
+        model.to(device)
+    refuse_impossible(
+        recipe,
+        model,
+        least_needs(recipe, model, row),
+        place.path,
+        device,
+        mesh,
+        has_weights=not recipe.parallel.divides,
+    )
     refuse_prompts(recipe, tokenizer, model.config.positions)
     if recipe.lora.rank:
         lora = recipe.lora
         torch.manual_seed(recipe.run.seed)  # what adapters begin with is the same when the run resumes
         add_lora(model, lora.targets, lora.rank, lora.alpha, lora.dropout)
+    work = flops.per_token(model, recipe.data.sequence), flops.peak(device, recipe.precision) * mesh.world
+    placement = Placement(model, mesh, recipe.parallel.shard, device)
     execution.set_precision(model, recipe.precision, device)  # before a reference is asked, or copied
-    objective = make_objective(model, device)
-    work = flops.per_token(model, recipe.data.sequence), flops.peak(device, recipe.precision)
+    objective = make_objective(model, device, mesh)
     progress = Progress(recipe, console, *work)
-    draw = lambda: plot_run(place.path, recipe.run.name)
+    draw = lambda: plot_run(place.path, recipe.run.name) if mesh.first else None
     trainer = Trainer(
         recipe,
         model,
         objective,
         place,
+        placement=placement,
         provenance=provenance,
         progress=progress,
         after_evaluation=draw,
@@ -139,7 +168,9 @@ def leave_model(trainer: Trainer, tokenizer: data.Tokenizer) -> None:
     """Write the trained model into the run's folder, as others open it; with adapters, these too."""
     trainer.steps.release()  # an average or merged adapters need memory beside the model
     with trainer.as_evaluated():
-        model: Any = trainer.model
+        model: Any = trainer.placement.whole_model()
+        if not trainer.mesh.first:
+            return
         if lora_layers(model):
             save_adapters(model, trainer.folder / "adapter", trainer.recipe.model.path)
             merge_lora(model)
@@ -170,12 +201,23 @@ def new_model(recipe: Recipe, about: Mapping[str, Any]) -> models.Decoder:
 
 
 def refuse_impossible(
-    recipe: Recipe, model: Any, needs: Needs, folder: Path, device: torch.device, has_weights: bool = False
+    recipe: Recipe,
+    model: Any,
+    needs: Needs,
+    folder: Path,
+    device: torch.device,
+    mesh: Mesh,
+    has_weights: bool = False,
 ) -> None:
     """Refuse a run that cannot be; where it `has_weights`, they take no memory beyond what they have."""
+    if mesh.size("tensor") > 1:
+        refuse_split(model.config, mesh.size("tensor"))
     refuse_beyond_positions(recipe, model.config.positions)
-    refuse_beyond_memory(dataclasses.replace(needs, weights=0) if has_weights else needs, recipe, device)
-    refuse_beyond_disk(needs, folder)
+    share = mesh.size("tensor") * (mesh.size("data") if recipe.parallel.shard else 1)
+    here = needs.divided(share)
+    refuse_beyond_memory(dataclasses.replace(here, weights=0) if has_weights else here, recipe, device)
+    if mesh.first:
+        refuse_beyond_disk(needs, folder)
 
 
 def refuse_other_ids(tokenizer: data.Tokenizer, recipe: Recipe) -> None:

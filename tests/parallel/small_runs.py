@@ -1,0 +1,114 @@
+"""A few steps of a tiny decoder in float64, on any layout: what a process of a group computes, and what one alone does."""
+
+import torch
+from tiny_models import config_of
+
+from tilestack import models, optim
+from tilestack.data.packing import NO_LABEL, collate
+from tilestack.parallel.mesh import Layout, Mesh
+from tilestack.parallel.placement import Placement
+from tilestack.train import Loss, Recipe
+from tilestack.train.balancing import Balancing
+from tilestack.train.next_token import next_token_loss
+from tilestack.train.optimizers import AveragedWeights, set_rates
+from tilestack.train.settings import read
+from tilestack.train.step import Step
+from tilestack.train.whole_state import WholeState
+
+ROWS, TOKENS, STEPS = 2, 12, 3
+CPU = torch.device("cpu")
+
+
+def decoder(family: str, seed: int = 0) -> models.Decoder:
+    torch.manual_seed(seed)
+    model = models.Decoder(models.ModelConfig.from_hf(config_of(family))).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.3)
+            elif parameter.ndim > 1:
+                parameter.mul_(4)  # so that words and layers differ in what they do
+    return model
+
+
+def batch(number: int):
+    """Rows of two documents, as many valid labels as the number has it."""
+    numbers = torch.Generator().manual_seed(number)
+    rows = []
+    for _ in range(ROWS):
+        cut = int(torch.randint(3, TOKENS - 3, (), generator=numbers))
+        row = []
+        for length in (cut, TOKENS - cut):
+            ids = torch.randint(97, (length + 1,), generator=numbers)
+            labels = ids[1:].clone()
+            labels[torch.rand(length, generator=numbers) < 0.3] = NO_LABEL
+            row.append((ids[:-1].numpy(), labels.numpy()))
+        rows.append(row)
+    return collate(rows, TOKENS, 2)
+
+
+class Dealt:
+    """Batches 0, 1, 2, …, of which a process takes its own."""
+
+    def __init__(self, rank: int, world: int):
+        self.rank, self.world, self.taken = rank, world, 0
+
+    def next_batch(self):
+        self.taken += 1
+        return batch((self.taken - 1) * self.world + self.rank)
+
+    def loss(self, model, batch) -> Loss:
+        return Loss(next_token_loss(model, batch), batch.valid, tokens=batch.ids.numel())
+
+
+def train(
+    family: str, mesh: Mesh, shard: bool, accumulate: int, checkpointing: bool = False
+) -> dict[str, torch.Tensor]:
+    """Losses, norms, logits, and whole weights, averages and momenta after some steps."""
+    model = decoder(family)
+    model.checkpointing = checkpointing
+    recipe = read(Recipe, {
+        "data": {"accumulate": accumulate}, "optimizer": {"name": "sgd", "clip": 0.5}, "ema": {"decay": 0.5},
+        "model": {"bias_rate": 0.0, "auxiliary_loss": 0.02},
+    })  # fmt: skip
+    placement = Placement(model, mesh, shard)
+    learned = placement.parameters
+    optimizer = optim.SGD(list(learned.values()), lr=0.5, momentum=0.9)
+    for group in optimizer.param_groups:
+        group["initial_lr"], group["lr"] = group["lr"], torch.tensor(group["lr"], dtype=torch.float64)
+    average = AveragedWeights(learned, 0.5)
+    objective = Dealt(mesh.index("data"), mesh.size("data"))
+    step = Step(recipe, model, objective, placement, optimizer, Balancing(model, recipe.model), average, CPU)
+    figures = []
+    for number in range(STEPS):
+        step.begin(number)
+        set_rates(optimizer, 1.0)
+        for micro in range(accumulate):
+            step.micro_batch(objective.next_batch(), first=micro == 0)
+        figures.append(step.update().double())
+    whole = WholeState(placement, optimizer, average)
+    states = whole.optimizer_state()["state"]
+    with torch.no_grad():
+        logits = model.logits(model.hidden(batch(99).ids))
+    placement.reshard()
+    found = {"figures": torch.stack(figures), "logits": logits}
+    found |= {f"weight {name}": x for name, x in whole.weights(model.state_dict()).items()}
+    found |= {f"average {name}": x for name, x in whole.averages().items()}
+    if mesh.first:
+        found |= {f"momentum {number}": state["momentum_buffer"] for number, state in states.items()}
+    return found
+
+
+def alone(family: str, processes: int) -> dict[str, torch.Tensor]:
+    """What so many processes should find, from one that has all of their batches."""
+    return train(family, Mesh(), False, processes)
+
+
+def together(_, families: list[str], tensor: int, shard: bool, accumulate: int, checkpointing: bool):
+    world = torch.distributed.get_world_size()
+    mesh = Mesh(Layout.fit(world, tensor=tensor))
+    found = {}
+    for family in families:
+        made = train(family, mesh, shard, accumulate, checkpointing)
+        found |= {f"{family}: {name}": x for name, x in made.items()}
+    return found

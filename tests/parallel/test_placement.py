@@ -1,0 +1,39 @@
+"""Processes that share a model or its texts compute, step for step, what one process does that has all of it."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_runs import alone, together
+
+DENSE = ["llama3", "qwen2", "qwen3", "llama_biased", "gemma2"]
+MIXED = ["qwen3_moe"]
+# What float64 may lose: a few thousand additions in another order, each off by half a unit in the last place at most.
+SLACK = 2**12 * torch.finfo(torch.float64).eps
+
+
+@pytest.mark.parametrize(
+    ("world", "tensor", "shard", "accumulate", "checkpointing", "families"),
+    [
+        (2, 1, False, 1, False, [*DENSE, *MIXED]),
+        (2, 1, True, 2, True, [*DENSE, *MIXED]),
+        (2, 2, False, 2, False, DENSE),
+        (4, 2, True, 1, True, ["qwen3", "llama_biased"]),
+        (4, 2, False, 2, True, ["qwen2"]),
+    ],
+    ids=["data", "sharded", "tensor", "tensor and sharded", "tensor and data"],
+)
+def test_processes_train_as_one(tmp_path, world, tensor, shard, accumulate, checkpointing, families):
+    ranks = run_ranks(together, world, tmp_path, families, tensor, shard, accumulate, checkpointing)
+    for family in families:
+        expected = alone(family, world // tensor * accumulate)
+        found = {name.removeprefix(f"{family}: "): x for name, x in ranks[0].items() if name.startswith(f"{family}: ")}
+        assert found.keys() == expected.keys()
+        for name, x in expected.items():
+            # Figures are kept in float32.
+            slack = SLACK if name != "figures" else torch.finfo(torch.float32).eps
+            error = (found[name] - x).abs().max() / x.abs().max().clamp(min=1e-30)
+            assert error < slack, f"{family}: {name} differs by {float(error):.3g}"
+        assert float(expected["figures"][:, 0].std()) > 1e-3  # it has learned, or there would be nothing to compare
+        for other in ranks[1:]:
+            for name in ("figures", "logits"):
+                assert torch.equal(other[f"{family}: {name}"], ranks[0][f"{family}: {name}"])

@@ -1,0 +1,121 @@
+"""Where each process of a run stands: a grid of ranks, and along each side of it a group that talks to each other.
+
+    tensor 2, 8 processes            tensor 0   tensor 1
+                            data 0 |  rank 0     rank 1        a row shares the weights of a model,
+                            data 1 |  rank 2     rank 3        a column trains the same part of it
+                            data 2 |  rank 4     rank 5        on different texts
+                            data 3 |  rank 6     rank 7
+
+Sides from the outermost to the innermost are pipeline, data, context and tensor, so that the ranks that talk most, those of
+`tensor`, are neighbours on one machine.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+HOST_WORK = timedelta(days=1)  # that one process may do while the others wait, such as tokenising a corpus
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks each side of the grid has, from the outermost to the innermost."""
+
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def fit(cls, world: int, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> "Layout":
+        """The layout of so many processes; those that the other sides leave are `data`."""
+        each = tensor * context * pipeline
+        if world % each:
+            sides = {"tensor": tensor, "context": context, "pipeline": pipeline}
+            asked = " · ".join(f"parallel.{name} = {size}" for name, size in sides.items() if size > 1)
+            raise ValueError(
+                f"{asked} needs a multiple of {each} processes, and there {'is' if world == 1 else 'are'} {world}; "
+                f"start {max(1, world // each) * each} (--processes, or torchrun --nproc-per-node), or change the layout"
+            )
+        return cls(pipeline=pipeline, data=world // each, context=context, tensor=tensor)
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(getattr(self, side) for side in SIDES)
+
+
+SIDES = tuple(field.name for field in fields(Layout))
+
+
+class Mesh:
+    """This process's place in a layout. Of one process, it is made without torch.distributed."""
+
+    def __init__(self, layout: Layout = Layout(), device: torch.device | None = None):  # noqa: B008
+        """With more than one process, the default process group must be there, as many as the layout has."""
+        self.layout = layout
+        self.devices = None
+        if layout.world > 1:
+            if layout.world != dist.get_world_size():
+                raise ValueError(f"{layout} is of {layout.world} processes, and there are {dist.get_world_size()}")
+            kind = (device or torch.device("cpu")).type
+            self.devices = init_device_mesh(kind, layout.sizes, mesh_dim_names=SIDES)
+            # Of the hosts, whatever the device: what is said here needs no GPU, and waits as long as it takes.
+            self.hosts = dist.new_group(backend="gloo", timeout=HOST_WORK)
+
+    @property
+    def world(self) -> int:
+        return self.layout.world
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if self.devices else 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that prints, logs and writes."""
+        return self.rank == 0
+
+    def size(self, side: str) -> int:
+        return getattr(self.layout, side)
+
+    def index(self, side: str) -> int:
+        return self.devices.get_local_rank(side) if self.devices else 0
+
+    def group(self, side: str) -> dist.ProcessGroup:
+        assert self.devices is not None
+        return self.devices.get_group(side)
+
+    def sum(self, tensor: Tensor, side: str) -> None:
+        """Replace a tensor by its sum over the ranks of a side."""
+        if self.size(side) > 1:
+            dist.all_reduce(tensor, group=self.group(side))
+
+    def largest(self, number: int) -> int:
+        """The largest of the numbers that the processes give."""
+        if self.world == 1:
+            return number
+        given = torch.tensor(number)
+        dist.all_reduce(given, dist.ReduceOp.MAX, self.hosts)
+        return int(given)
+
+    def wait_for_all(self) -> None:
+        """Go on when every process has come here."""
+        if self.world > 1:
+            dist.barrier(self.hosts)
+
+    def from_every_rank(self, tensor: Tensor) -> list[Tensor]:
+        """Tensors of one shape on the hosts, one of each rank."""
+        if self.world == 1:
+            return [tensor]
+        found = [torch.empty_like(tensor) for _ in range(self.world)]
+        dist.all_gather(found, tensor, self.hosts)
+        return found

@@ -1,0 +1,208 @@
+"""A model placed on a mesh: which part of each parameter this process has, and what the processes tell each other in a step.
+
+    tensor    parameters are cut among the ranks of a model (tensor.py)
+    shard     what a rank has is cut once more, by rows, among the ranks that train it on other texts: FSDP2 gathers a layer
+              when it is needed, and sums its gradients on their way back into shards
+    else      those ranks have it whole, and sum gradients in buckets (replicas.py)
+
+Optimizers and averages work on `parameters`, plain tensors in which this process's part lies, whatever the layout.
+`whole` and `part` go between them and the tensors of one process, which is what checkpoints hold.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tilestack.models.decoder import Decoder
+from tilestack.optim.clip import coefficient_of
+from tilestack.parallel.collectives import gathered
+from tilestack.parallel.mesh import Mesh
+from tilestack.parallel.replicas import GradientBuckets
+from tilestack.parallel.tensor import Cut, cuts, partial, refuse_split, split_decoder
+
+
+class Placement:
+    def __init__(
+        self, model: nn.Module, mesh: Mesh | None = None, shard: bool = False, device: torch.device | None = None
+    ):
+        """Place a model, which is the same on all processes: where it is to be divided it may lie on the host, and goes to the
+        device in parts."""
+        self.model, self.mesh = model, mesh or Mesh()
+        self.shard = shard and self.mesh.size("data") > 1
+        self.config = getattr(model, "config", None)  # of the whole model
+        self.shapes = {name: param.shape for name, param in model.named_parameters()}  # likewise
+        self.cuts: dict[str, Cut] = {}
+        self.partial: set[str] = set()
+        if self.mesh.size("tensor") > 1:
+            assert isinstance(model, Decoder)
+            refuse_split(model.config, self.mesh.size("tensor"))
+            self.cuts, self.partial = cuts(model.config), partial(model.config)
+            split_decoder(model, self.mesh.group("tensor"))
+        if self.mesh.world > 1:
+            self._distribute(device or torch.device("cpu"))
+        self.sharded = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        self.parameters: dict[str, Any] = dict(self.sharded)
+        self.buckets: GradientBuckets | None = None
+        if self.shard:
+            self.parameters = {name: nn.Parameter(local_part(param)) for name, param in self.sharded.items()}
+        elif self.mesh.size("data") > 1:
+            self.buckets = GradientBuckets(list(self.parameters.values()), self.mesh.group("data"))
+
+    @property
+    def divided(self) -> bool:
+        """Whether this process has only a part of the model."""
+        return self.shard or bool(self.cuts)
+
+    def _distribute(self, device: torch.device) -> None:
+        """Give every process its part of rank 0's weights, a layer at a time."""
+        left = dict(self.model.named_parameters())
+        units: list[tuple[nn.Module, str]] = [(layer, f"layers.{i}.") for i, layer in enumerate(layers_of(self.model))]
+        for unit, prefix in (*units, (self.model, "")):  # the model itself last: what no layer has
+            for name in [name for name in left if name.startswith(prefix)]:
+                param = left.pop(name)
+                whole = param.detach().to(device)
+                dist.broadcast(whole, 0)
+                cut = self.cuts.get(name)
+                param.data = whole if cut is None else cut.part(whole, *self._tensor_place)
+            unit.to(device)
+            if self.shard:
+                self._shard(unit, root=unit is self.model)
+        for module in self.model.modules() if self.cuts else ():
+            if isinstance(module, nn.Linear):
+                module.out_features, module.in_features = module.weight.shape
+
+    def _shard(self, unit: nn.Module, root: bool) -> None:
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+        assert self.mesh.devices is not None
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32) if half(unit) else MixedPrecisionPolicy()
+        made = fully_shard(unit, mesh=self.mesh.devices["data"], mp_policy=policy)
+        assert isinstance(made, FSDPModule)
+        made.set_gradient_divide_factor(1.0)  # a sum: the step divides by the tokens of all
+        made.set_force_sum_reduction_for_comms(True)  # and by gloo, which knows no other
+        if root:
+            register_fsdp_forward_method(unit, "hidden")
+
+    @property
+    def _tensor_place(self) -> tuple[int, int]:
+        return self.mesh.index("tensor"), self.mesh.size("tensor")
+
+    def start_backward(self, last: bool) -> None:
+        """Before each backward of a step; in the `last` one gradients are sent as they come."""
+        if self.buckets and last:
+            self.buckets.start()
+
+    def finish_backward(self) -> None:
+        """After the last backward of a step: let every parameter have its part of the gradient of all processes' losses."""
+        if self.buckets:
+            self.buckets.finish()
+        if self.shard:
+            for name, param in self.sharded.items():
+                self.parameters[name].grad = None if param.grad is None else local_part(param.grad)
+        for name in sorted(self.partial):
+            if (grad := self.parameters[name].grad) is not None:
+                self.mesh.sum(grad, "tensor")
+
+    def drop_gradients(self) -> None:
+        """Beside those of `parameters`, which the optimizer drops."""
+        if self.shard:
+            for param in self.sharded.values():
+                param.grad = None
+
+    def clip(self, most: float) -> Tensor:
+        """The norm of the gradient of all processes, of which each parameter counts once; above `most` it is scaled down,
+        unless that is 0."""
+        found = [(name, param.grad) for name, param in self.parameters.items() if param.grad is not None]
+        counted = [grad for name, grad in found if name in self.cuts or self.mesh.index("tensor") == 0]
+        square = sum_of_squares(counted, found[0][1])
+        self.mesh.sum(square, "tensor")
+        if self.shard:
+            self.mesh.sum(square, "data")
+        norm = square.sqrt()
+        if most:
+            torch._foreach_mul_([grad for _, grad in found], coefficient_of(norm, most))
+        return norm
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        """All of what this process has a part of: a parameter, or something of its shape. Every process asks for it."""
+        shape, cut = tuple(self.shapes[name]), self.cuts.get(name)
+        rank, ranks = self._tensor_place
+        if self.shard:
+            mine = shape if cut is None else cut.shape(shape, rank, ranks)
+            group = self.mesh.group("data")
+            local = torch.cat(
+                gathered(local, [chunk_shape(mine, r, self._replicas) for r in range(self._replicas)], group)
+            )
+        if cut is not None:
+            local = cut.join(
+                gathered(local, [cut.shape(shape, r, ranks) for r in range(ranks)], self.mesh.group("tensor"))
+            )
+        return local
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """What this process has of a tensor of a parameter's shape."""
+        if (cut := self.cuts.get(name)) is not None:
+            whole = cut.part(whole, *self._tensor_place)
+        if self.shard:
+            rows = chunk_rows(len(whole), self._replicas)
+            whole = whole[self.mesh.index("data") * rows :][:rows]
+        return whole
+
+    @property
+    def _replicas(self) -> int:
+        return self.mesh.size("data")
+
+    def reshard(self) -> None:
+        """Forget what was gathered for forwards without a backward."""
+        if self.shard:
+            self.model.reshard()  # type: ignore[operator]
+
+    def whole_model(self) -> Any:
+        """The model as one process has it, on the first; its parameters are gathered one by one. Every process asks."""
+        if not self.divided:
+            return self.model
+        assert self.config is not None
+        with torch.device("meta"):
+            made = Decoder(self.config)
+        for name, param in self.model.named_parameters():
+            gathered_one = self.whole(name, local_part(param))
+            if self.mesh.first:
+                path, _, attribute = name.rpartition(".")
+                setattr(made.get_submodule(path), attribute, nn.Parameter(gathered_one.cpu(), requires_grad=False))
+        return made
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    return list(getattr(model, "layers", ()))
+
+
+def local_part(tensor: Any) -> Tensor:
+    """The tensor of this process behind one that FSDP2 has divided; the tensor itself where it has not."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def chunk_rows(rows: int, ranks: int) -> int:
+    """Rows of a shard, the last of which may be shorter or empty, as FSDP2 divides them."""
+    return math.ceil(rows / ranks)
+
+
+def chunk_shape(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, ...]:
+    rows = chunk_rows(shape[0], ranks)
+    return (max(0, min(rows, shape[0] - rank * rows)), *shape[1:])
+
+
+def sum_of_squares(grads: list[Tensor], like: Tensor) -> Tensor:
+    """At least in float32."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    if not grads:
+        return torch.zeros((), dtype=wide, device=like.device)
+    return torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).square().sum()
+
+
+def half(module: nn.Module) -> bool:
+    return any(param.dtype.itemsize < 4 for param in module.parameters())

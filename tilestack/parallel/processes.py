@@ -1,0 +1,89 @@
+"""Joining the processes that torchrun started, and leaving them: together at the end, and soon where one of them fails.
+
+A process that fails leaves at once with its error. The others find their connections to it closed (gloo) or are ended by
+torchrun (NCCL, which would wait), and say that they lost it. What all say alike is printed by one.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tilestack.parallel import environment
+from tilestack.parallel.mesh import Layout, Mesh
+
+PATIENCE = timedelta(minutes=15)  # with a collective that does not end though nobody has left
+
+
+class ProcessLost(RuntimeError):
+    """Another process of the run ended before its time."""
+
+
+@contextmanager
+def joined(device: str, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> Iterator[Mesh]:
+    """Inside, this process is at its place among those of the run, or alone where nobody else was started. `device` is auto,
+    cpu or cuda. Who has made a process group already keeps it."""
+    there = dist.is_available() and dist.is_initialized()
+    world = dist.get_world_size() if there else environment.world()
+    layout = Layout.fit(world, tensor=tensor, context=context, pipeline=pipeline)
+    if world == 1:
+        yield Mesh(layout)
+        return
+    kind = "cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda"
+    if there:
+        yield Mesh(layout, torch.device(kind))
+        return
+    if kind == "cuda":
+        take_gpu()
+    store, rank, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE
+    )
+    try:
+        mesh = Mesh(layout, torch.device(kind))
+        yield mesh
+        mesh.wait_for_all()
+    except Exception as problem:
+        told = as_lost(problem)
+        if said_already(store, told):
+            raise SystemExit(1) from problem
+        if told is problem:
+            raise
+        raise told from problem
+    dist.destroy_process_group()
+
+
+def take_gpu() -> None:
+    """Let `cuda` mean this process's own GPU."""
+    number, found = environment.local_rank(), torch.cuda.device_count()
+    if number >= found:
+        raise ValueError(
+            f"rank {environment.rank()} is process {number} of its machine, which has {found} GPUs; start at most as many "
+            "processes there as it has, or set run.device=cpu"
+        )
+    torch.cuda.set_device(number)
+
+
+def as_lost(problem: Exception) -> Exception:
+    """The error, or where it is that of a connection to another process, one that says so."""
+    words = str(problem)
+    if isinstance(problem, dist.DistError) or "gloo/transport" in words:  # gloo's are plain RuntimeErrors
+        line = words.strip().partition("\n")[0]
+        return ProcessLost(
+            "another process of the run ended, or did not answer; its own error, if it left one, tells why. The same command "
+            f"goes on from the last checkpoint ({line[:200]})"
+        )
+    return problem
+
+
+def said_already(store: dist.Store, problem: Exception) -> bool:
+    """Whether another process has the same error, and came first."""
+    words = str(problem) if not isinstance(problem, ProcessLost) else ProcessLost.__name__
+    key = f"tilestack/error/{hashlib.blake2b(words.encode(), digest_size=16).hexdigest()}"
+    try:
+        return store.add(key, 1) > 1
+    except RuntimeError:  # the store is gone with its process
+        return False
