@@ -11,7 +11,7 @@ import tilestack
 from tilestack import models
 from tilestack.cli import main
 from tilestack.lab.plan import plan_of, plans
-from tilestack.lab.plan_costs import Cluster, Layout, Workload, described_model, layer_bytes
+from tilestack.lab.plan_costs import Cluster, Sharing, Workload, described_model, layer_bytes
 from tilestack.train import Recipe
 from tilestack.train.optimizers import make_optimizer
 from tilestack.train.settings import read
@@ -27,7 +27,7 @@ def recipe_of(**sections):
 
 
 def of_layout(recipe, **how):
-    layout = Layout(**how)
+    layout = Sharing(**how)
     gpus = layout.replicas * layout.tensor * layout.pipeline
     return plan_of(Workload(recipe), Cluster(gpus), layout)
 
@@ -154,7 +154,7 @@ def test_every_layout_uses_all_gpus_and_the_first_is_the_fastest():
 
 
 def test_machines_that_are_slow_to_reach_are_counted():
-    near, far = (plan_of(Workload(recipe_of()), Cluster(4, node=node), Layout(tensor=4)) for node in (4, 2))
+    near, far = (plan_of(Workload(recipe_of()), Cluster(4, node=node), Sharing(tensor=4)) for node in (4, 2))
     assert far.seconds["tensor"] == pytest.approx(9 * near.seconds["tensor"])
 
 

@@ -1,5 +1,6 @@
 """The commands for several GPUs: which layout a model could have on them, and how fast they talk to each other."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,11 +8,13 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tilestack.cli.common import JsonFile, console, write_json
+from tilestack.cli.common import Device, JsonFile, console, write_json
 from tilestack.cli.recipes import find_recipe
 from tilestack.cli.train import Set
+from tilestack.parallel import environment
 
 if TYPE_CHECKING:
+    from tilestack.lab.comm import Measured
     from tilestack.lab.plan import Plan
     from tilestack.lab.plan_costs import Cluster
     from tilestack.train import Recipe
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 def add_to(app: typer.Typer) -> None:
     app.command("plan")(plan_command)
+    app.command("comm")(comm_command)
 
 
 def plan_command(
@@ -65,6 +69,78 @@ def plan_command(
         highlight=False,
     )
     console.print(assumptions(cluster), highlight=False)
+
+
+def comm_command(
+    collectives: Annotated[list[str] | None, typer.Argument(help="all_reduce, all_gather, reduce_scatter, all_to_all or send_recv; default: all.", show_default=False)] = None,
+    processes: Annotated[int | None, typer.Option(help="Number of processes to start; default: one per GPU, 2 without one.", min=1, max=1024, show_default=False)] = None,
+    sizes: Annotated[str, typer.Option(help="Bytes of the larger buffer, comma-separated, with K, M or G.")] = "64K,1M,16M",
+    repeats: Annotated[int, typer.Option(help="Calls to take the mean of.", min=1)] = 20,
+    device: Device = None,
+    json_: JsonFile = None,
+) -> None:  # fmt: skip
+    """Measure collectives between processes: time, algorithm and bus bandwidth as nccl-tests define them.
+
+    Each result is checked before it is timed. GPUs talk by NCCL, CPUs by gloo. For several machines, start it with torchrun
+    instead of --processes: `torchrun … -m tilestack comm`.
+    """
+    from tilestack.device import pick_device
+    from tilestack.lab import comm
+
+    names = comm.collectives_named(collectives or [])
+    wanted = [comm.size_of(size) for size in sizes.split(",")]
+    place = pick_device(device)
+    if not environment.launched():
+        number = processes or default_processes(place.type)
+        if number == 1:
+            what = "GPU" if place.type == "cuda" else "process"
+            console.print(f"there is one {what} alone, which has nobody to talk to; see --processes and --device")
+            return
+        from tilestack.parallel.launch import launch
+
+        refuse_too_many(number, place.type)
+        given = ["--sizes", sizes, "--repeats", str(repeats), "--device", place.type]
+        raise typer.Exit(launch(number, ["comm", *names, *given, *(["--json", str(json_)] if json_ else [])]))
+    import torch.distributed as dist
+
+    from tilestack.parallel.processes import joined
+
+    with joined(place.type) as mesh:
+        assert dist.group.WORLD is not None
+        found = list(comm.measure(names, wanted, repeats, dist.group.WORLD, place))
+        if mesh.first:
+            write_json(json_, [asdict(row) for row in found])
+            if str(json_) != "-":
+                console.print(comm_table(found))
+                by = "NCCL" if place.type == "cuda" else "gloo"
+                console.print(
+                    f"{mesh.world} processes by {by}, {repeats} calls each; every result was right", highlight=False
+                )
+
+
+def default_processes(kind: str) -> int:
+    import torch
+
+    return torch.cuda.device_count() if kind == "cuda" else 2
+
+
+def refuse_too_many(processes: int, kind: str) -> None:
+    import torch
+
+    if kind == "cuda" and processes > torch.cuda.device_count():
+        raise ValueError(
+            f"--processes {processes} needs as many GPUs, and there are {torch.cuda.device_count()}; --device cpu needs none"
+        )
+
+
+def comm_table(found: list["Measured"]) -> Table:
+    made = Table("collective", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("bytes", "time", "algorithm bandwidth", "bus bandwidth"):
+        made.add_column(name, justify="right")
+    for row in found:
+        rates = (f"{rate / 1e9:.3f} GB/s" for rate in (row.algorithm_bandwidth, row.bus_bandwidth))
+        made.add_row(row.collective, f"{row.bytes:,}", in_seconds(row.seconds), *rates)
+    return made
 
 
 def recipe_or_model(name: str, changes: list[str]) -> "Recipe":

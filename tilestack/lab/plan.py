@@ -10,16 +10,17 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tilestack.lab.plan_costs import Cluster, Layout, Workload, layer_bytes, sent_bytes, stage_states, step_seconds
+from tilestack.lab.plan_costs import Cluster, Sharing, Workload, layer_bytes, sent_bytes, stage_states, step_seconds
 from tilestack.models import ModelConfig
 from tilestack.parallel.sequence import METHODS, refuse_sharing
+from tilestack.parallel.tensor import CannotSplit, refuse_split
 
 
 @dataclass(frozen=True)
 class Plan:
     """A layout and what it takes, on the GPU that has most. Bytes, and seconds of a step."""
 
-    layout: Layout
+    layout: Sharing
     weights: int
     gradients: int
     optimizer: int
@@ -51,11 +52,11 @@ def plans(work: Workload, cluster: Cluster) -> list[Plan]:
     return sorted(found, key=lambda plan: (not plan.fits, plan.step, sum(plan.communication.values())))
 
 
-def layouts(work: Workload, gpus: int) -> Iterator[Layout]:
+def layouts(work: Workload, gpus: int) -> Iterator[Sharing]:
     """The layouts that a model can have on so many GPUs."""
     config, data = work.config, work.data
     numbers = [number for number in range(1, gpus + 1) if gpus % number == 0]
-    for tensor in filter(lambda ranks: divides_model(config, ranks), numbers):
+    for tensor in filter(lambda ranks: can_split(config, ranks), numbers):
         for pipeline in numbers:
             if pipeline > config.layers or (pipeline > 1 and config.experts) or gpus % (tensor * pipeline):
                 continue
@@ -65,16 +66,16 @@ def layouts(work: Workload, gpus: int) -> Iterator[Layout]:
                     continue
                 for method in sharing_methods(config, data.sequence, context, tensor):
                     for shard in (False, True)[: 2 if replicas * context > 1 else 1]:
-                        yield Layout(replicas, shard, context, method, tensor, pipeline)
+                        yield Sharing(pipeline, replicas, context, tensor, shard, method)
 
 
-def divides_model(config: ModelConfig, ranks: int) -> bool:
-    """Whether so many ranks can divide every layer."""
-    if ranks == 1:
-        return True
-    widths = [config.heads, config.kv_heads, config.intermediate]
-    widths += [config.expert_intermediate, config.shared_intermediate or ranks] if config.experts else []
-    return not config.kv_rank and all(width % ranks == 0 for width in widths)
+def can_split(config: ModelConfig, tensor: int) -> bool:
+    """Whether so many GPUs can divide every layer."""
+    try:
+        refuse_split(config, tensor)
+    except CannotSplit:
+        return tensor == 1
+    return True
 
 
 def sharing_methods(config: ModelConfig, row: int, context: int, tensor: int) -> list[str]:
@@ -91,7 +92,7 @@ def sharing_methods(config: ModelConfig, row: int, context: int, tensor: int) ->
     return able
 
 
-def plan_of(work: Workload, cluster: Cluster, layout: Layout) -> Plan:
+def plan_of(work: Workload, cluster: Cluster, layout: Sharing) -> Plan:
     micro_batches = work.data.accumulate * cluster.gpus // layout.data
     tokens = work.data.batch * work.data.sequence // layout.context
     states, unit = stage_states(work, layout)

@@ -33,6 +33,7 @@ import torch
 
 from tilestack.models import Decoder, ModelConfig
 from tilestack.models.checkpoints import config_of
+from tilestack.parallel.mesh import Layout
 from tilestack.parallel.pipeline import layers_of_stages
 from tilestack.train import flops
 from tilestack.train.execution import DTYPES
@@ -66,15 +67,12 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How many GPUs share what. `shard`: whether those that differ in data or context divide weights, gradients and states."""
+class Sharing(Layout):
+    """A layout, and what the recipe says beside it: whether GPUs that differ in data or context divide the model's states, and
+    how those that differ in context share a row."""
 
-    data: int = 1
     shard: bool = False
-    context: int = 1
     method: str = ""  # of context: heads or ring
-    tensor: int = 1
-    pipeline: int = 1
 
     @property
     def replicas(self) -> int:
@@ -142,7 +140,7 @@ def described_model(recipe: Recipe) -> Decoder:
         return new_model(recipe, {"vocab_size": recipe.data.vocabulary})
 
 
-def stage_states(work: Workload, layout: Layout) -> tuple[States, int]:
+def stage_states(work: Workload, layout: Sharing) -> tuple[States, int]:
     """(the states of the stage that has most, before `shard` divides them; weights and gradients of the largest part that is
     gathered at once)."""
     stages = work.stages(layout.pipeline)
@@ -175,7 +173,7 @@ def layer_bytes(config: ModelConfig, tensor: int, width: int) -> int:
     return width * (whole + (attention + feed_forward) // tensor) + 8 * config.heads // tensor
 
 
-def sent_bytes(work: Workload, layout: Layout, states: States, tokens: int, micro_batches: int) -> dict[str, int]:
+def sent_bytes(work: Workload, layout: Sharing, states: States, tokens: int, micro_batches: int) -> dict[str, int]:
     """Bytes that a GPU sends in a step, by kind; see the head of this file."""
     config, share = work.config, lambda ranks: (ranks - 1) / ranks
     layers = max(len(stage) for stage in work.stages(layout.pipeline))
@@ -201,7 +199,7 @@ def sent_bytes(work: Workload, layout: Layout, states: States, tokens: int, micr
 
 
 def step_seconds(
-    work: Workload, cluster: Cluster, layout: Layout, micro_batches: int, checkpointing: bool, sent: dict[str, int]
+    work: Workload, cluster: Cluster, layout: Sharing, micro_batches: int, checkpointing: bool, sent: dict[str, int]
 ) -> dict[str, float]:
     """The estimated seconds of a step, by what they go to."""
     tokens = work.data.batch * work.data.sequence * micro_batches * layout.data
@@ -214,7 +212,7 @@ def step_seconds(
     return {"arithmetic": arithmetic, "bubble": bubble, **times, "not hidden": ring + gradients}
 
 
-def group_speed(cluster: Cluster, layout: Layout, kind: str) -> float:
+def group_speed(cluster: Cluster, layout: Sharing, kind: str) -> float:
     """Bytes a second of a kind of communication. Neighbours are, from the nearest: tensor, context, data, pipeline."""
     ranks, apart = {
         "tensor": (layout.tensor, 1),
