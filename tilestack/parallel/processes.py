@@ -4,7 +4,10 @@ A process that fails leaves at once with its error. The others find their connec
 torchrun (NCCL, which would wait), and say that they lost it. What all say alike is printed by one.
 """
 
+import ctypes
 import hashlib
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from tilestack.parallel import environment
 from tilestack.parallel.mesh import Layout, Mesh
 
+PR_SET_PDEATHSIG = 1  # of sys/prctl.h
 PATIENCE = timedelta(minutes=15)  # with a collective that does not end though nobody has left
 
 
@@ -36,6 +40,7 @@ def joined(device: str, *, tensor: int = 1, context: int = 1, pipeline: int = 1)
     if there:
         yield Mesh(layout, torch.device(kind))
         return
+    end_with_launcher()
     if kind == "cuda":
         take_gpu()
     store, rank, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
@@ -56,6 +61,12 @@ def joined(device: str, *, tensor: int = 1, context: int = 1, pipeline: int = 1)
     dist.destroy_process_group()
 
 
+def end_with_launcher() -> None:
+    """Ask Linux for a SIGTERM when the launcher is gone, by whose hand ever, so that no process is left behind on a GPU."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def take_gpu() -> None:
     """Let `cuda` mean this process's own GPU."""
     number, found = environment.local_rank(), torch.cuda.device_count()
@@ -71,10 +82,10 @@ def as_lost(problem: Exception) -> Exception:
     """The error, or where it is that of a connection to another process, one that says so."""
     words = str(problem)
     if isinstance(problem, dist.DistError) or "gloo/transport" in words:  # gloo's are plain RuntimeErrors
-        line = words.strip().partition("\n")[0]
+        what = words.partition("] ")[2].partition("\n")[0].partition(". ")[0] or type(problem).__name__
         return ProcessLost(
-            "another process of the run ended, or did not answer; its own error, if it left one, tells why. The same command "
-            f"goes on from the last checkpoint ({line[:200]})"
+            f"another process of the run ended, or did not answer ({what}); its own error, if it left one, tells why. The "
+            "same command goes on from the last checkpoint"
         )
     return problem
 

@@ -78,9 +78,8 @@ def follow(
             figures = trainer.run()
             if trainer.finished:
                 leave_model(trainer, tokenizer)
-        if not trainer.finished:
-            mesh.wait_for_all()  # what is saved is on the disk before any process ends
-            raise Interrupted(folder, trainer.step, trainer.interrupted)
+    if not trainer.finished:
+        raise Interrupted(folder, trainer.step, trainer.interrupted)
     return figures
 
 

@@ -1,0 +1,126 @@
+"""`tilestack train --processes`, as people start it: what it prints and leaves, and what becomes of it when a process dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pretraining
+import pytest
+
+from tilestack import models
+from tilestack.train.checkpoint import Checkpoints
+from tilestack.train.settings import as_toml
+
+SECONDS = 240  # before a command is given up, on a machine with much else to do
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def command(*arguments):
+    """A tilestack command in a process of its own, which is gone in the end."""
+    started = subprocess.Popen(
+        [sys.executable, "-m", "tilestack", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    watch = threading.Timer(SECONDS, started.kill)  # with whom the processes it has started end too
+    watch.start()
+    try:
+        yield started
+    finally:
+        watch.cancel()
+        started.kill()
+        started.communicate()
+
+
+def process_of_rank(launcher: int, rank: int) -> int:
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if f"RANK={rank}" in Path(f"/proc/{child}/environ").read_text().split("\0"):
+            return int(child)
+    raise AssertionError(f"no process of rank {rank}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+def test_a_run_whose_process_is_killed_ends_and_is_continued(tmp_path):
+    texts, folder = pretraining.write_texts(tmp_path), tmp_path / "run"
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(as_toml(pretraining.recipe(texts, 10**6, 1).table()))
+    endless = ["train", recipe, "--processes", 2, "--folder", folder]
+    with command(*endless) as started:
+        for line in started.stderr:
+            if line.startswith("step 4/"):  # the checkpoint of step 2 is being written, if it is not there yet
+                break
+        os.kill(process_of_rank(started.pid, 1), signal.SIGKILL)
+        said = started.communicate(timeout=SECONDS)[1]
+    assert started.returncode == 1
+    assert said.count("error on rank 0: another process of the run ended") == 1
+    assert "error: the process of rank 1 was ended by SIGKILL" in said
+    assert "Traceback" not in said
+
+    done = Checkpoints(folder / "checkpoints", 9).steps()[-1]
+    with command(*endless, "--set", f"run.steps={done + 2}", "--set", "parallel.tensor=2") as started:
+        out, said = started.communicate(timeout=SECONDS)
+    assert started.returncode == 0, said
+    assert said.count(f"resuming after step {done}") == 1
+    assert out.count("loss") == 2  # of training and of held-out text, by one process
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, done + 3))
+    assert [row["step"] for row in rows if "sample" in row] == [done + 2]
+    assert models.load(folder / "model").config.heads == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["parallel.tensor=3"], "parallel.tensor = 3 needs a multiple of 3 processes, and there are 2; start 3"),
+        (["parallel.context=2"], "parallel.context = 2 is not there yet"),
+        (["parallel.tensor=2", "optimizer.name=muon"], 'parallel.tensor = 2 does not go together with optimizer.name "muon"'),
+        (["parallel.shard=true", "optimizer.name=adamw8bit"], 'parallel.shard does not go together with optimizer.name "adamw8bit"'),
+        (["parallel.shard=true", "lora.rank=2"], "lora.rank"),
+        (["parallel.tensor=2", "precision.fp8=true", "run.compile=default"], "nor with run.compile"),
+        (["parallel.tensor=0"], "parallel.tensor must be at least 1, not 0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_any_process_is_started(monkeypatch, capsys, tmp_path, settings, words):
+    from tilestack.cli import main
+
+    monkeypatch.setattr("tilestack.parallel.launch.launch", lambda *_: pytest.fail("a process was started"))
+    sets = [part for setting in settings for part in ("--set", setting)]
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "demo", "--processes", "2", "--folder", str(tmp_path / "run"), *sets])
+    assert ended.value.code == 1
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_alignment_on_several_processes_is_refused(monkeypatch, capsys, tmp_path):
+    from tilestack.cli import main
+
+    for name, value in (
+        ("RANK", 0),
+        ("WORLD_SIZE", 2),
+        ("LOCAL_RANK", 0),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", 1),
+    ):
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SystemExit) as ended:
+        main(["sft", "sft", "--folder", str(tmp_path / "run")])
+    assert ended.value.code == 1
+    assert "sft trains in one process, and 2 were started" in capsys.readouterr().err
+
+
+def test_one_process_needs_no_torch_distributed(monkeypatch):
+    from tilestack.parallel.processes import joined
+
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: pytest.fail("a group was made"))
+    with joined("cpu") as mesh:
+        assert (mesh.world, mesh.rank, mesh.first, mesh.largest(3)) == (1, 0, True, 3)

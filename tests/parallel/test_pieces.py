@@ -1,0 +1,118 @@
+"""The parts of parallel training: cuts and layouts, the divided head, buckets of gradients, and stopping together."""
+
+import pieces
+import pretraining
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_models import config_of
+
+from tilestack import models, ops
+from tilestack.models.weights import layout
+from tilestack.parallel.mesh import Layout
+from tilestack.parallel.tensor import CannotSplit, Cut, cuts, refuse_split
+from tilestack.train.checkpoint import Checkpoints
+
+
+def described(family: str, **changed) -> models.ModelConfig:
+    return models.ModelConfig.from_hf(config_of(family) | changed)
+
+
+def test_the_processes_that_other_sides_leave_are_data():
+    assert Layout.fit(8, tensor=2) == Layout(data=4, tensor=2)
+    assert Layout.fit(12, tensor=2, context=3, pipeline=2).sizes == (2, 1, 3, 2)
+    assert Layout.fit(1).world == 1
+    with pytest.raises(
+        ValueError, match=r"parallel.tensor = 2 · parallel.context = 3 needs a multiple of 6 .* are 8; start 6"
+    ):
+        Layout.fit(8, tensor=2, context=3)
+
+
+@pytest.mark.parametrize("family", ["llama_biased", "qwen2", "qwen3", "phi3", "gemma3"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_parts_of_a_parameter_make_it_whole_again(family, ranks):
+    config = described(family)
+    shapes = {name: param.shape for name, param in models.Decoder(config).named_parameters()}
+    found = cuts(config)
+    for name, cut in found.items():
+        whole = torch.arange(shapes[name].numel()).view(shapes[name])
+        parts = [cut.part(whole, rank, ranks) for rank in range(ranks)]
+        assert [part.shape for part in parts] == [cut.shape(whole.shape, rank, ranks) for rank in range(ranks)]
+        assert torch.equal(cut.join(parts), whole)
+    left = {name.rpartition(".")[0].rpartition(".")[2] for name in shapes.keys() - found.keys()}
+    assert all("norm" in name or name in ("output", "down") for name in left)  # of the last two, biases
+
+
+def test_a_rank_has_the_queries_keys_and_values_of_its_own_heads():
+    config = described("qwen3")
+    whole = torch.cat(
+        [torch.full((piece.rows,), n) for n, piece in enumerate(layout(config)["layers.0.attention.qkv.weight"])]
+    )
+    for rank in range(2):
+        part = Cut(0, cuts(config)["layers.0.attention.qkv.weight"].pieces).part(whole, rank, 2)
+        assert part.bincount().tolist() == [2 * 24, 24, 24]
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "words"),
+    [
+        ("qwen3_moe", 2, "a mixture of experts"),
+        ("deepseek_v2", 2, "latent attention (MLA, kv_lora_rank)"),
+        ("olmo2", 2, "norms over all queries of a token"),
+        ("qwen3", 3, "parallel.tensor = 3 does not divide the model's num_attention_heads, 4; 2 would"),
+        ("qwen3", 4, "parallel.tensor = 4 does not divide the model's num_key_value_heads, 2; 2 would"),
+        ("qwen2", 2, ""),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused_by_its_numbers(family, ranks, words):
+    if not words:
+        refuse_split(described(family), ranks)
+        return
+    with pytest.raises(CannotSplit) as refused:
+        refuse_split(described(family), ranks)
+    assert words in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two processes found, and where."""
+    folder = tmp_path_factory.mktemp("pieces")
+    (folder / "ranks").mkdir()
+    return run_ranks(pieces.pieces, 2, folder / "ranks", pretraining.write_texts(folder), folder), folder
+
+
+@pytest.mark.parametrize("dtype", pieces.DTYPES)
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_the_loss_of_a_divided_head_is_that_of_a_whole_one(two, dtype, cap):
+    exact = [t.double().requires_grad_() if t.is_floating_point() else t for t in pieces.head(pieces.DTYPES[dtype])]
+    loss = ops.linear_cross_entropy(*exact, softcap=cap, reduction="sum")
+    (loss * 3).backward()
+    ranks = two[0]
+    found = {
+        "loss": (ranks[0][f"{dtype} {cap} loss"], loss),
+        "dx": (ranks[1][f"{dtype} {cap} dx"], exact[0].grad),
+        "dweight": (torch.cat([rank[f"{dtype} {cap} dweight"] for rank in ranks]), exact[1].grad),
+    }
+    for name, (ours, true) in found.items():
+        # Logits, their gradient and what is made of it are rounded, once each, and eight of them summed.
+        assert (ours.double() - true).abs().max() <= 16 * torch.finfo(pieces.DTYPES[dtype]).eps * true.abs().max(), name
+
+
+def test_labels_and_words_that_do_not_exist_are_nan_as_in_one_process(two):
+    for rank in two[0]:
+        assert rank["unknown"].isnan()
+        assert rank["embedded"].isnan().any(-1).tolist() == [[False, False, True, True, False]]
+
+
+def test_gradients_are_summed_in_the_last_backward_also_where_a_rank_has_none(two):
+    for number, rank in enumerate(two[0]):
+        assert rank["before"].tolist() == [number + 1.0] * 3
+        for n in range(4):
+            assert rank[f"grad {n}"].tolist() == [2.0 if n == 2 else 6.0] * (3 + n)
+        assert rank["largest"] == 7
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(two):
+    ranks, folder = two
+    assert [int(rank["code"]) for rank in ranks] == [143, 143]
+    assert Checkpoints(folder / "stopped" / "checkpoints", 9).steps() == [2, 3]
