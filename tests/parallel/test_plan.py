@@ -93,7 +93,8 @@ def test_shares_are_divided():
     sharded = of_layout(recipe, data=4, shard=True)
     assert (sharded.weights, sharded.gradients) == (alone.weights // 4, alone.gradients // 4)
     assert sharded.optimizer == math.ceil(alone.optimizer / 4)
-    assert sharded.gathered > 0
+    assert sharded.buffers > 0
+    assert of_layout(recipe, data=4).buffers == alone.gradients
     assert sharded.activations == alone.activations
     model = described_model(recipe)
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1)
@@ -117,7 +118,7 @@ def test_communication_is_as_the_formulas_have_it():
     tokens, width, layers, hidden = 64, 2, 4, 64
     assert of_layout(recipe).communication == {}
     assert of_layout(recipe, data=4).communication == {"data": 2 * 3 * gradients // 4}
-    assert of_layout(recipe, data=4, shard=True).communication == {"shard": round(2 * 3 / 4 * 3 * gradients)}
+    assert of_layout(recipe, data=4, shard=True).communication == {"shard": 2 * 3 * (2 + 2) * gradients // 4}
     assert of_layout(recipe, tensor=2).communication == {"tensor": 4 * layers * 4 * tokens * hidden * width}
     heads = of_layout(recipe, context=2, method="heads").communication["heads"]
     assert heads == 2 * 4 * layers * tokens // 2 * width * (4 + 4 + 4 + 4) * 24 // 2
@@ -151,6 +152,11 @@ def test_every_layout_uses_all_gpus_and_the_first_is_the_fastest():
     steps = [plan.step for plan in found]
     assert steps == sorted(steps)
     assert found[0].step == sum(found[0].seconds.values())
+
+
+def test_what_the_recipe_cannot_say_is_not_planned():
+    found = plans(Workload(recipe_of(optimizer={"name": "muon"})), Cluster(4))
+    assert {(plan.layout.shard, plan.layout.tensor) for plan in found} == {(False, 1)}
 
 
 def test_machines_that_are_slow_to_reach_are_counted():

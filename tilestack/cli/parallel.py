@@ -60,7 +60,8 @@ def plan_command(
     if str(json_) == "-":
         return
     size = sum(parameter.numel() for parameter in work.model.parameters())
-    console.print(plan_table(found[: top or None]))
+    shown = found[: top or None]
+    console.print(plan_table(shown))
     fitting = sum(plan.fits for plan in found)
     console.print(
         f"{size / 1e9:,.2f} G parameters in {recipe.precision.parameters}, {recipe.optimizer.name}; {recipe.data.batch} rows of "
@@ -69,6 +70,8 @@ def plan_command(
         highlight=False,
     )
     console.print(assumptions(cluster), highlight=False)
+    if any(plan.layout.pipeline > 1 for plan in shown):
+        console.print("`tilestack train` has no pipeline stages yet; tilestack.parallel.pipeline has.", highlight=False)
 
 
 def comm_command(

@@ -7,13 +7,15 @@ alone would give it. The time is an estimate to compare layouts by, not a promis
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tilestack.lab.plan_costs import Cluster, Sharing, Workload, layer_bytes, sent_bytes, stage_states, step_seconds
 from tilestack.models import ModelConfig
 from tilestack.parallel.sequence import METHODS, refuse_sharing
 from tilestack.parallel.tensor import CannotSplit, refuse_split
+from tilestack.train.recipe import Recipe
+from tilestack.train.settings import RecipeError
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Plan:
     weights: int
     gradients: int
     optimizer: int
-    gathered: int  # with shard: the weights and gradients of two layers, whole
+    buffers: int  # with shard, the weights and gradients of two layers, whole; else, gradients on their way to others
     activations: int
     activations_checkpointed: int
     checkpointing: bool  # whether it needs to be, to fit
@@ -36,7 +38,7 @@ class Plan:
     @property
     def memory(self) -> int:
         activations = self.activations_checkpointed if self.checkpointing else self.activations
-        return self.weights + self.gradients + self.optimizer + self.gathered + activations
+        return self.weights + self.gradients + self.optimizer + self.buffers + activations
 
     @property
     def step(self) -> float:
@@ -66,7 +68,9 @@ def layouts(work: Workload, gpus: int) -> Iterator[Sharing]:
                     continue
                 for method in sharing_methods(config, data.sequence, context, tensor):
                     for shard in (False, True)[: 2 if replicas * context > 1 else 1]:
-                        yield Sharing(pipeline, replicas, context, tensor, shard, method)
+                        layout = Sharing(pipeline, replicas, context, tensor, shard, method)
+                        if recipe_takes(work.recipe, layout):
+                            yield layout
 
 
 def can_split(config: ModelConfig, tensor: int) -> bool:
@@ -75,6 +79,16 @@ def can_split(config: ModelConfig, tensor: int) -> bool:
         refuse_split(config, tensor)
     except CannotSplit:
         return tensor == 1
+    return True
+
+
+def recipe_takes(recipe: Recipe, layout: Sharing) -> bool:
+    """Whether a recipe may ask for a layout; what it says of a pipeline is another matter."""
+    try:
+        sides = replace(recipe.parallel, tensor=layout.tensor, shard=layout.shard, context=layout.context)
+        replace(recipe, parallel=sides)
+    except RecipeError:
+        return False
     return True
 
 
@@ -98,7 +112,7 @@ def plan_of(work: Workload, cluster: Cluster, layout: Sharing) -> Plan:
     states, unit = stage_states(work, layout)
     among = layout.replicas if layout.shard else 1
     weights, gradients, optimizer = (-(-size // among) for size in states)
-    gathered = 2 * unit if layout.shard else 0
+    buffers = 2 * unit if layout.shard else gradients if layout.replicas > 1 else 0
     layers = max(len(stage) for stage in work.stages(layout.pipeline))
     waiting = min(layout.pipeline, micro_batches)  # micro-batches whose activations the first stage has under 1f1b
     stream = work.config.hidden * work.width * tokens
@@ -106,12 +120,12 @@ def plan_of(work: Workload, cluster: Cluster, layout: Sharing) -> Plan:
     ends = 4 * stream  # embedding, last norm, what the head reads and its gradient
     activations = waiting * (layers * layer + ends)
     checkpointed = waiting * (layers * 2 * stream + ends) + layer
-    kept = weights + gradients + optimizer + gathered
+    kept = weights + gradients + optimizer + buffers
     checkpointing = kept + activations > cluster.memory
     fits = kept + (checkpointed if checkpointing else activations) <= cluster.memory
     sent = sent_bytes(work, layout, states, tokens, micro_batches)
     seconds = step_seconds(work, cluster, layout, micro_batches, checkpointing, sent)
     return Plan(
-        layout, weights, gradients, optimizer, gathered, activations, checkpointed, checkpointing, fits, micro_batches,
+        layout, weights, gradients, optimizer, buffers, activations, checkpointed, checkpointing, fits, micro_batches,
         sent, seconds,
     )  # fmt: skip

@@ -9,7 +9,7 @@ and with checkpointing two times `hidden`, and one layer whole. What a GPU sends
 `tokens` on it, where n ranks share the work and a ring of n sends (n - 1) / n of what it gathers or scatters:
 
     data       gradients summed once                       2 (n - 1) / n · gradients
-    shard      weights gathered twice, gradients scattered      M · (n - 1) / n · (2 weights + gradients)
+    shard      weights gathered twice, gradients scattered      M · (n - 1) / n · (2 weights + gradients in float32)
     tensor     two sums in each layer, and two backward    M · layers · 4 · 2 (n - 1) / n · tokens · hidden
     heads      queries, keys, values and results, and back      M · layers · 2 (n - 1) / n · tokens · (2 heads + 2 kv_heads) · dim
     ring       keys and values twice round, their gradients in float32 once
@@ -107,18 +107,19 @@ class Workload:
         self.recipe, self.data = recipe, recipe.data
         self.model = described_model(recipe)
         self.config: ModelConfig = self.model.config
-        self.width = DTYPES[recipe.precision.compute].itemsize
+        self.width = DTYPES[recipe.precision.compute].itemsize  # bytes of an activation
+        self.wide = DTYPES[recipe.precision.parameters].itemsize  # and of a weight
         self.operations = flops.per_token(self.model, self.data.sequence)
         self.in_attention = 6 * flops.attention_width(self.config) * self.data.sequence / self.operations
         self.known_stages: dict[int, list[range]] = {1: [range(self.config.layers)]}
 
     @cached_property
     def parts(self) -> list[Part]:
-        wide, found = DTYPES[self.recipe.precision.parameters].itemsize, []
+        found = []
         for name, param in self.model.named_parameters():
             module, _, rest = name.partition(".")
             layer = int(rest.partition(".")[0]) if module == "layers" else -1
-            weights = param.numel() * wide
+            weights = param.numel() * self.wide
             states = States(weights, weights, state_bytes(name, param, self.recipe.optimizer, self.recipe.precision))
             if self.recipe.lora.rank:  # adapters alone learn, which are small
                 states = States(weights, 0, 0)
@@ -183,7 +184,8 @@ def sent_bytes(work: Workload, layout: Sharing, states: States, tokens: int, mic
     dims = config.head_dim + (config.value_dim if config.kv_rank else config.head_dim)
     found: dict[str, float] = {}
     if layout.shard:
-        found["shard"] = micro_batches * share(layout.replicas) * (2 * states.weights + states.gradients)
+        summed = states.gradients // work.wide * 4
+        found["shard"] = micro_batches * share(layout.replicas) * (2 * states.weights + summed)
     elif layout.replicas > 1:
         found["data"] = 2 * share(layout.replicas) * states.gradients
     if layout.tensor > 1:
