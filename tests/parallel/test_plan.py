@@ -119,7 +119,7 @@ def test_communication_is_as_the_formulas_have_it():
     assert of_layout(recipe).communication == {}
     assert of_layout(recipe, data=4).communication == {"data": 2 * 3 * gradients // 4}
     assert of_layout(recipe, data=4, shard=True).communication == {"shard": 2 * 3 * (2 + 2) * gradients // 4}
-    assert of_layout(recipe, tensor=2).communication == {"tensor": 4 * layers * 4 * tokens * hidden * width}
+    assert of_layout(recipe, tensor=2).communication == {"tensor": 4 * (4 * layers + 2) * tokens * hidden * width}
     heads = of_layout(recipe, context=2, method="heads").communication["heads"]
     assert heads == 2 * 4 * layers * tokens // 2 * width * (4 + 4 + 4 + 4) * 24 // 2
     ring = of_layout(recipe, context=2, method="ring").communication["ring"]

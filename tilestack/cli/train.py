@@ -77,7 +77,9 @@ def train_command(
     from tilestack.train import Recipe
     from tilestack.train.pretrain import pretrain
 
-    if processes > 1 and not environment.launched():
+    if processes > 1 and environment.launched():
+        raise ValueError(f"torchrun has started {environment.world()} processes; leave --processes {processes} out")
+    if processes > 1:
         launch_train(processes, recipe, set_, folder, fresh, profile)
     follow_recipe(Recipe, pretrain, recipe, set_, folder, fresh, profile)
 

@@ -10,7 +10,7 @@ and with checkpointing two times `hidden`, and one layer whole. What a GPU sends
 
     data       gradients summed once                       2 (n - 1) / n · gradients
     shard      weights gathered twice, gradients scattered      M · (n - 1) / n · (2 weights + gradients in float32)
-    tensor     two sums in each layer, and two backward    M · layers · 4 · 2 (n - 1) / n · tokens · hidden
+    tensor     two sums in each layer and two backward, and embedding and head    M · (4 layers + 2) · 2 (n - 1) / n · tokens · hidden
     heads      queries, keys, values and results, and back      M · layers · 2 (n - 1) / n · tokens · (2 heads + 2 kv_heads) · dim
     ring       keys and values twice round, their gradients in float32 once
                                                            M · layers · tokens · 2 kv_heads · dim · (2 (n - 1) + n · 4 bytes)
@@ -189,7 +189,7 @@ def sent_bytes(work: Workload, layout: Sharing, states: States, tokens: int, mic
     elif layout.replicas > 1:
         found["data"] = 2 * share(layout.replicas) * states.gradients
     if layout.tensor > 1:
-        found["tensor"] = 4 * 2 * share(layout.tensor) * passed * config.hidden
+        found["tensor"] = 2 * share(layout.tensor) * (passed * 4 + passed // layers * 2) * config.hidden
     if layout.method == "heads":
         repeated = keys * layout.context // math.gcd(keys, layout.context)
         found["heads"] = 2 * share(layout.context) * passed * (queries + repeated) * dims

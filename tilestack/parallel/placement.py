@@ -43,11 +43,11 @@ class Placement:
             split_decoder(model, self.mesh.group("tensor"))
         if self.mesh.world > 1:
             self._distribute(device or torch.device("cpu"))
-        self.sharded = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        self.parameters: dict[str, Any] = dict(self.sharded)
+        self.of_model = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        self.parameters: dict[str, Any] = dict(self.of_model)
         self.buckets: GradientBuckets | None = None
         if self.shard:
-            self.parameters = {name: nn.Parameter(local_part(param)) for name, param in self.sharded.items()}
+            self.parameters = {name: nn.Parameter(local_part(param)) for name, param in self.of_model.items()}
         elif self.mesh.size("replicas") > 1:
             self.buckets = GradientBuckets(list(self.parameters.values()), self.mesh.group("replicas"))
 
@@ -99,7 +99,7 @@ class Placement:
         if self.buckets:
             self.buckets.finish()
         if self.shard:
-            for name, param in self.sharded.items():
+            for name, param in self.of_model.items():
                 self.parameters[name].grad = None if param.grad is None else local_part(param.grad)
         for name in sorted(self.partial):
             if (grad := self.parameters[name].grad) is not None:
@@ -108,7 +108,7 @@ class Placement:
     def drop_gradients(self) -> None:
         """Beside those of `parameters`, which the optimizer drops."""
         if self.shard:
-            for param in self.sharded.values():
+            for param in self.of_model.values():
                 param.grad = None
 
     def clip(self, most: float) -> Tensor:

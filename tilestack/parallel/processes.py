@@ -1,7 +1,8 @@
 """Joining the processes that torchrun started, and leaving them: together at the end, and soon where one of them fails.
 
-A process that fails leaves at once with its error. The others find their connections to it closed (gloo) or are ended by
-torchrun (NCCL, which would wait), and say that they lost it. What all say alike is printed by one.
+A process that fails leaves at once with its error. The others find their connections to it closed (gloo), or are ended by
+torchrun where they would wait (NCCL). What several have to say is said by one, and that another was lost only where that one
+could say nothing itself.
 """
 
 import ctypes
@@ -84,17 +85,19 @@ def as_lost(problem: Exception) -> Exception:
     if isinstance(problem, dist.DistError) or "gloo/transport" in words:  # gloo's are plain RuntimeErrors
         what = words.partition("] ")[2].partition("\n")[0].partition(". ")[0] or type(problem).__name__
         return ProcessLost(
-            f"another process of the run ended, or did not answer ({what}); its own error, if it left one, tells why. The "
-            "same command goes on from the last checkpoint"
+            f"another process of the run ended, or did not answer ({what}), and has said nothing of its own; the same command "
+            "goes on from the last checkpoint"
         )
     return problem
 
 
 def said_already(store: dist.Store, problem: Exception) -> bool:
-    """Whether another process has the same error, and came first."""
-    words = str(problem) if not isinstance(problem, ProcessLost) else ProcessLost.__name__
-    key = f"tilestack/error/{hashlib.blake2b(words.encode(), digest_size=16).hexdigest()}"
+    """Whether another process has said as much: the same error, or for one that lost another, any error of its own."""
+    words = hashlib.blake2b(str(problem).encode(), digest_size=16).hexdigest()
     try:
-        return store.add(key, 1) > 1
+        if isinstance(problem, ProcessLost):
+            return store.add("tilestack/errors", 0) > 0 or store.add("tilestack/lost", 1) > 1
+        store.add("tilestack/errors", 1)
+        return store.add(f"tilestack/error/{words}", 1) > 1
     except RuntimeError:  # the store is gone with its process
         return False

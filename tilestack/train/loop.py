@@ -302,6 +302,7 @@ class Trainer:
         elif self.mesh.index("tensor") == 0:  # what the others read is kept beside it
             beside = folder.with_name(f"{folder.name}-rank-{self.mesh.rank}")
             save_broken_step(beside, pending.batches, {}, {"state": {}, "param_groups": []}, row)
+        self.mesh.wait_for_all()  # all of it is on the disk before any process ends
         wrong = "loss" if not math.isfinite(row["loss"]) else "grad_norm"
         what = f"step {pending.step} has a {wrong.replace('_', ' ')} of {row[wrong]}"
         if not stops:
