@@ -7,10 +7,10 @@
 Micro-batches follow one another, so that stages work at the same time. Of P stages and M micro-batches, a stage waits for
 (P - 1) / (M + P - 1) of the step whichever of the two schedules runs; they differ in what is kept:
 
-    1f1b, M = 4   stage 0   0 1 2 . . 0̅ 3 1̅ . 2̅ . 3̅      n̅ is the backward of micro-batch n
-                  stage 1     0 1 . 0̅ 2 1̅ 3 2̅ . 3̅       stage s has activations of at most P - s micro-batches
-                  stage 2       0 0̅ 1 1̅ 2 2̅ 3 3̅
-    gpipe         all forwards, then all backwards; activations of all M micro-batches
+    1f1b, P = 3, M = 4    stage 0   0 1 2 . . a 3 b . c . d      a is the backward of micro-batch 0, b that of 1, …
+                          stage 1   . 0 1 . a 2 b 3 c . d .      stage s has activations of at most P - s micro-batches
+                          stage 2   . . 0 a 1 b 2 c 3 d . .
+    gpipe                 all forwards, then all backwards; activations of all M micro-batches
 
 The schedules are torch.distributed.pipelining's. Where head and embedding share their weight, the first and the last stage
 have it each, and the sum of their gradients, so that both take the same step.
