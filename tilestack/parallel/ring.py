@@ -1,9 +1,9 @@
 """Attention over a sequence that ranks share, in a ring: queries stay, keys and values go round.
 
 A row is cut into 2 N chunks, and rank i has the chunks i and 2 N - 1 - i. A query sees what stands before it, so ranks in
-plain order would have unequal work; in this one (zigzag) each has half a square of it in every round but the first:
+plain order would have unequal work; in this one (zigzag) every rank has two squares of it in each round, a chunk by a chunk:
 
-    N = 4            keys of chunk                       round 0    own keys, causal: 2 triangles and a square
+    N = 4            keys of chunk                       own keys: causal, two triangles and a square
                      0 1 2 3 4 5 6 7                     keys of a lower rank j < i: all queries see chunk j, none the other
     rank 0  chunk 0  ◣                                   keys of a higher rank j > i: the second half of the queries sees
             chunk 7  ■ ■ ■ ■ ■ ■ ■ ◣                         both chunks, the first half none
