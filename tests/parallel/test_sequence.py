@@ -163,10 +163,10 @@ def test_a_cut_batch_has_the_labels_of_its_tokens():
 @pytest.mark.parametrize(
     ("family", "row", "method", "ranks", "said"),
     [
-        ("qwen3", 32, "heads", 3, "rows of 32 tokens cannot be cut into 3 equal parts"),
+        ("qwen3", 32, "heads", 3, "rows of 32 tokens cannot be cut into 3 parts"),
         ("qwen3", 32, "heads", 8, "4 heads of queries cannot be dealt to 8 ranks"),
         ("qwen3", 36, "ring", 4, "a multiple of 8"),
-        ("gemma2", 32, "ring", 4, "the model has one of 5 tokens; take the method heads"),
+        ("gemma2", 32, "ring", 4, "the model has one of 5 tokens; set parallel.context_by"),
         ("phi4_mini_long", 32, "heads", 2, "at most 16 tokens, not 32"),
         ("qwen3", 32, "rings", 2, "'rings' to share a sequence; choose from heads, ring"),
     ],

@@ -78,15 +78,17 @@ def attention_by_heads(
 def heads_places(row: int, rank: int, ranks: int, device: torch.device | str = "cpu") -> Tensor:
     """Which tokens a rank has of a row of so many."""
     if row % ranks:
-        raise ValueError(f"rows of {row} tokens cannot be cut into {ranks} equal parts: take a multiple of {ranks}")
+        raise ValueError(
+            f"rows of {row} tokens cannot be cut into {ranks} parts: set data.sequence to a multiple of {ranks}"
+        )
     return torch.arange(row, device=device).chunk(ranks)[rank]
 
 
 def refuse_heads(heads: int, ranks: int) -> None:
     if heads % ranks:
         raise ValueError(
-            f"{heads} heads of queries cannot be dealt to {ranks} ranks: take a number of ranks that divides {heads}, "
-            "or the method ring, which leaves heads together"
+            f"{heads} heads of queries cannot be dealt to {ranks} ranks: set parallel.context to a number that divides {heads}, "
+            'or parallel.context_by = "ring", which leaves heads together'
         )
 
 

@@ -30,7 +30,6 @@ from tilestack.data import Batch
 from tilestack.models import Decoder
 from tilestack.models.context import Documents
 from tilestack.models.decoder import places_of, run_layers
-from tilestack.ops.numerics import wide
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 LossOfLabels = Callable[[Any, Tensor, Tensor], Tensor]  # (model, hidden [B, T, H], labels [B, T]): a sum
@@ -121,7 +120,7 @@ class Pipeline:
             )
         self.model, self.group, self.micro_batches, self.shape = model, group, micro_batches, (rows, tokens)
         weight = model.embedding.weight
-        self.no_loss = torch.zeros((), dtype=wide(weight).dtype, device=weight.device)
+        self.no_loss = torch.zeros((), dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
         stages, stage = group.size(), group.rank()
         keep_stage(model, layers_of_stages(model, stages)[stage])
         self.tied: dist.ProcessGroup | None = None  # of the stages that have the weight of embedding and head

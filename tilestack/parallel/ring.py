@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tilestack import ops
 from tilestack.models.context import AttentionLayer
@@ -126,8 +127,9 @@ class RingAttention(torch.autograd.Function):
         softcap: float | None,
     ) -> Tensor:
         kv, dims = torch.cat((k, v), -1), (k.shape[3], v.shape[3])  # one message
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide(q).dtype, device=q.device)
-        out = lse.new_zeros((*q.shape[:3], dims[1]))
+        batch, tokens, heads, _ = q.shape
+        lse = torch.full((batch, heads, tokens), -torch.inf, dtype=sum_dtype(q), device=q.device)
+        out = lse.new_zeros(batch, tokens, heads, dims[1])
         here = kv
         for turn in range(zigzag.ranks):
             passing = Passing(here, group) if turn < zigzag.ranks - 1 else None
@@ -146,11 +148,12 @@ class RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, here, out, lse = ctx.saved_tensors
         group, zigzag, dims = ctx.group, ctx.zigzag, ctx.dims
         mean = (wide(grad) * wide(out)).sum(-1, keepdim=True)  # dO · out, [B, t, H, 1]
-        dq = torch.zeros_like(wide(q))
+        dq = torch.zeros_like(q, dtype=sum_dtype(q))
         homeward: Passing | None = None  # the gradients of the keys and values that are here, from the ranks before
         for turn in range(zigzag.ranks):
             passing = Passing(here, group) if turn < zigzag.ranks - 1 else None
@@ -172,6 +175,11 @@ class RingAttention(torch.autograd.Function):
         assert homeward is not None
         dk, dv = homeward.wait().to(q.dtype).split(dims, -1)
         return dq.to(q.dtype), dk, dv, None, None, None, None
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """What sums over rounds are kept in."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def by_query(x: Tensor) -> Tensor:
@@ -198,7 +206,7 @@ def ring_places(row: int, rank: int, ranks: int, device: torch.device | str = "c
     """Which tokens a rank has of a row of so many."""
     if row % (2 * ranks):
         raise ValueError(
-            f"rows of {row} tokens cannot be cut into two equal chunks for each of {ranks} ranks: take a multiple of {2 * ranks}"
+            f"rows of {row} tokens cannot be cut into two chunks for each of {ranks} ranks: set data.sequence to a multiple of {2 * ranks}"
         )
     chunks = torch.arange(row, device=device).chunk(2 * ranks)
     return torch.cat((chunks[rank], chunks[-1 - rank]))
@@ -227,7 +235,7 @@ class RingContext:
 
 def refuse_window(window: int) -> None:
     raise ValueError(
-        f"the method ring has no sliding windows, and the model has one of {window} tokens; take the method heads"
+        f'a ring has no sliding windows, and the model has one of {window} tokens; set parallel.context_by = "heads"'
     )
 
 
