@@ -18,8 +18,8 @@ SECONDS = 240  # a process is given up after, on a machine with much else to do
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(
-    ["torch", "torch.distributed", "tilestack.models", "tilestack.data", "torch.distributed.pipelining"]
+processes.set_forkserver_preload(  # what takes seconds to import, once for all processes
+    ["torch.distributed.fsdp", "torch.distributed.pipelining", "tilestack.kernels", "tilestack.train.pretrain"]
 )
 
 

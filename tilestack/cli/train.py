@@ -44,7 +44,7 @@ Profile = Annotated[
 ]  # fmt: skip
 
 Processes = Annotated[
-    int, typer.Option(help="Start this many processes on this machine, one per GPU, to train as one; see [parallel] in the recipe.", min=1, show_default=False)
+    int, typer.Option(help="Start this many processes on this machine, one per GPU, which train as one; the recipe's section parallel says how.", min=1, show_default=False)
 ]  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """Collectives that autograd sees: what is the same on all ranks of a group meets what is divided among them.
 
-entered     the same on all ──► each rank's own work      backward: gradients are summed
-summed      parts on all ──► their sum on all             backward: as it is
-joined      columns of each ──► all columns on all        backward: each rank's own columns
+    entered           the same on all ──► each rank's own work      backward: gradients are summed
+    summed            parts on all ──► their sum on all             backward: as it is
+    joined_columns    columns of each ──► all columns on all        backward: each rank's own columns
+
+In all three what is the same on all ranks has the same gradient on all of them, or autograd would count it once for each.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """Tensor parallelism: each rank of a group has some of a decoder's heads, of its feed-forward's width, and of its words.
 
-    x ──► attention: qkv by rows (heads), output by columns ──► sum over ranks ──► norm ──► mlp: gate and up by rows, down by
-    the same on all         each rank its own heads              the same on all            columns ──► sum over ranks ──► …
+    rank 0   x ─► qkv of heads 0, 1 ─► output, their columns ─┐          ┌─► gate, up: half ─► down, its columns ─┐
+                                                              ├─ sum ─ x ┤                                         ├─ sum ─ x
+    rank 1   x ─► qkv of heads 2, 3 ─► output, their columns ─┘          └─► gate, up: half ─► down, its columns ─┘
 
 A rank's decoder is a decoder with fewer heads and a narrower feed-forward: its blocks are the modules they were, fused
 operators included, over smaller weights. Hooks around each block do what the ranks have to tell each other: what enters is the

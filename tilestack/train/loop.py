@@ -204,8 +204,9 @@ class Trainer:
 
     def _asked_to_stop(self) -> bool:
         """Whether a signal has asked any process to stop: then all of them do, after the same step."""
-        self.interruption.number = self.mesh.largest(self.interruption.number)
-        return self.interrupted > 0
+        if asked := self.mesh.largest(self.interruption.number):  # else a signal may have come in between
+            self.interruption.number = asked
+        return asked > 0
 
     def train_step(self) -> None:
         """One step: its micro-batches, their gradients, an update. Nothing is waited for."""

@@ -1,8 +1,10 @@
 """What a run learns as one process has it, whatever part of it this process holds: a checkpoint is the same for every layout.
 
-one process, or all with the whole model      tensors go to the disk as they are, and come from it
-a model that is divided                       tensor by tensor, parts are gathered on the first process's host, which
-                                              writes; coming back, every process takes its part
+    one process, or all with the whole model      tensors go to the disk as they are, and come from it
+    a model that is divided                       tensor by tensor, parts are gathered on the first process's host, which
+                                                  writes; coming back, every process takes its part
+
+Optimizers number their parameters alike on every process, so their states are found by the same names.
 """
 
 from collections.abc import Mapping

@@ -38,9 +38,8 @@ from tilestack.train.run.folder import RunFolder
 from tilestack.train.run.provenance import changes
 from tilestack.train.settings import RecipeError
 
-MakeObjective = Callable[
-    [Any, torch.device, Mesh], Objective
-]  # of the model as the run finds it, its device, the processes
+# Of the model as the run finds it, its device, and this process's place among those of the run.
+MakeObjective = Callable[[Any, torch.device, Mesh], Objective]
 
 
 def follow(
