@@ -192,6 +192,7 @@ def test_the_command_plans_for_recipes_and_for_folders(capsys, tmp_path):
         (("llama-1b", "--gpus", 2, "--efficiency", "nan"), "efficiency must be above 0, not nan"),
         (("llama-1b", "--gpus", 2, "--efficiency", 40), "efficiency is a share of the peak, at most 1, not 40"),
         (("llama-1b", "--gpus", 2, "--set", "data.batches=2"), "data.batches"),
+        (("llama-1b", "--gpus", 2, "--sequence", 10000), "more than the 8192 positions"),
         ((".", "--gpus", 2), "has no config.json, so it is no model"),
     ],
 )

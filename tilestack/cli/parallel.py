@@ -42,8 +42,8 @@ def plan_command(
 ) -> None:  # fmt: skip
     """Plan a training run on several GPUs: memory, communication and estimated time of every possible layout.
 
-    A step has as many rows in every layout: micro-batches times data.accumulate times GPUs, as data parallelism alone has
-    them. Nothing is loaded or run, so any machine can plan for any other.
+    A step has as many rows in every layout, data.batch times data.accumulate times GPUs. Nothing is loaded or run, so any
+    machine can plan for any other.
 
     [bold]tilestack plan llama-1b --gpus 8[/bold]
     """
@@ -149,12 +149,14 @@ def comm_table(found: list["Measured"]) -> Table:
 def recipe_or_model(name: str, changes: list[str]) -> "Recipe":
     """The recipe of that name, or one that trains the model in that folder as most are: bfloat16 with float32 masters."""
     from tilestack.cli.recipe_keys import recipe_kinds
+    from tilestack.models.checkpoints import config_of
     from tilestack.train import Recipe
     from tilestack.train.settings import RecipeError, override, read
 
     if Path(name).is_dir():
         precision = {"parameters": "bfloat16", "compute": "bfloat16", "updates": "master"}
-        table = {"model": {"path": name}, "precision": precision, "data": {"sequence": 4096, "batch": 1}}
+        sequence = min(config_of(name).positions, 4096)
+        table = {"model": {"path": name}, "precision": precision, "data": {"sequence": sequence, "batch": 1}}
         for change in changes:
             override(table, change)
         return read(Recipe, table)
@@ -169,19 +171,8 @@ def recipe_or_model(name: str, changes: list[str]) -> "Recipe":
 
 def plan_table(found: list["Plan"]) -> Table:
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    sides = ("data", "shard", "context", "tensor", "pipeline")
-    for name in (
-        *sides,
-        "weights",
-        "gradients",
-        "optimizer",
-        "activations",
-        "checkpointed",
-        "memory",
-        "fits",
-        "sends",
-        "step",
-    ):
+    sides, sizes = "data shard context tensor pipeline", "weights gradients optimizer activations checkpointed memory"
+    for name in f"{sides} {sizes} fits sends step".split():
         made.add_column(name, justify="right")
     for plan in found:
         layout = plan.layout
@@ -213,10 +204,5 @@ def in_bytes(size: float) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    return (
-        f"{seconds:.3g} s"
-        if seconds >= 1
-        else f"{seconds * 1e3:.3g} ms"
-        if seconds >= 1e-3
-        else f"{seconds * 1e6:.3g} µs"
-    )
+    unit, factor = ("s", 1) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("µs", 1e6)
+    return f"{seconds * factor:.3g} {unit}"

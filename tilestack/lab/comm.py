@@ -51,15 +51,17 @@ def numbers(rank: int, count: int, device: torch.device) -> Tensor:
     return ((torch.arange(count, device=device) * 7 + rank * 13) % 31).float()
 
 
+def numbers_of_all(group: dist.ProcessGroup, count: int, device: torch.device) -> Tensor:
+    """The sum of what all ranks contribute."""
+    total = torch.zeros(count, device=device)
+    for rank in range(group.size()):
+        total += numbers(rank, count, device)
+    return total
+
+
 def all_reduce(count: int, group: dist.ProcessGroup, device: torch.device) -> Call:
-    mine = numbers(group.rank(), count, device)
-    out = mine.clone()
-    expected = torch.stack([numbers(rank, count, device) for rank in range(group.size())]).sum(0)
-
-    def run() -> None:
-        dist.all_reduce(out, group=group)
-
-    return Call(run, out, expected)
+    out = numbers(group.rank(), count, device)
+    return Call(lambda: dist.all_reduce(out, group=group), out, numbers_of_all(group, count, device))
 
 
 def all_gather(count: int, group: dist.ProcessGroup, device: torch.device) -> Call:
@@ -74,8 +76,7 @@ def reduce_scatter(count: int, group: dist.ProcessGroup, device: torch.device) -
     each = count // group.size()
     out = torch.empty(each, device=device)
     mine = numbers(group.rank(), each * group.size(), device)
-    whole = sum(numbers(rank, each * group.size(), device) for rank in range(group.size()))
-    expected = torch.as_tensor(whole)[group.rank() * each :][:each]
+    expected = numbers_of_all(group, each * group.size(), device)[group.rank() * each :][:each]
     return Call(lambda: SCATTER(out, mine, group=group), out, expected)
 
 

@@ -39,6 +39,7 @@ from tilestack.train import flops
 from tilestack.train.execution import DTYPES
 from tilestack.train.optimizers import state_bytes
 from tilestack.train.recipe import Recipe
+from tilestack.train.run.feasible import refuse_beyond_positions
 from tilestack.train.run.follow import new_model
 
 
@@ -74,11 +75,6 @@ class Sharing(Layout):
     shard: bool = False
     method: str = ""  # of context: heads or ring
 
-    @property
-    def replicas(self) -> int:
-        """GPUs that have the same weights, or parts of them."""
-        return self.data * self.context
-
 
 class States(NamedTuple):
     """Bytes that stay from step to step, and the gradients."""
@@ -107,6 +103,7 @@ class Workload:
         self.recipe, self.data = recipe, recipe.data
         self.model = described_model(recipe)
         self.config: ModelConfig = self.model.config
+        refuse_beyond_positions(recipe, self.config.positions)
         self.width = DTYPES[recipe.precision.compute].itemsize  # bytes of an activation
         self.wide = DTYPES[recipe.precision.parameters].itemsize  # and of a weight
         self.operations = flops.per_token(self.model, self.data.sequence)
