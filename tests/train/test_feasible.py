@@ -7,6 +7,7 @@ import pytest
 import torch
 from small import decoder
 
+from tilestack.parallel.mesh import Mesh
 from tilestack.train import Recipe, RecipeError
 from tilestack.train.run import feasible
 from tilestack.train.run.follow import refuse_impossible
@@ -25,6 +26,13 @@ def test_a_checkpoint_is_what_learns_and_the_states_of_it(optimizer, states):
     assert needs_of(model, lora={"rank": 4}).checkpoint == 0  # adapters alone, which are not counted
 
 
+def test_processes_with_a_part_of_the_model_need_a_part_of_its_memory_and_their_whole_batch():
+    whole = needs_of(decoder())
+    part = whole.divided(4)
+    assert (part.weights, part.gradients, part.states) == (whole.weights // 4, whole.gradients // 4, whole.states // 4)
+    assert part.batch == whole.batch
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_a_checkpoint_that_would_fill_the_disk_is_refused_with_the_way_out(known, tmp_path, monkeypatch):
     """Also where the weights are in memory already, as those of a model that is fine-tuned."""
@@ -32,7 +40,7 @@ def test_a_checkpoint_that_would_fill_the_disk_is_refused_with_the_way_out(known
     needs = needs_of(model)
     free = SimpleNamespace(free=needs.checkpoint - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: free if folder == tmp_path else None)
-    check = lambda: refuse_impossible(recipe, model, needs, tmp_path, torch.device("cpu"), has_weights=known)
+    check = lambda: refuse_impossible(recipe, model, needs, tmp_path, torch.device("cpu"), Mesh(), has_weights=known)
     with pytest.raises(RecipeError, match=r"a checkpoint takes .* GiB, and .* are free where .*--folder"):
         check()
     free.free += 1
