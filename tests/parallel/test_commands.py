@@ -81,7 +81,7 @@ def test_a_run_whose_process_is_killed_ends_and_is_continued(tmp_path):
     ("settings", "words"),
     [
         (["parallel.tensor=3"], "parallel.tensor = 3 needs a multiple of 3 processes, and there are 2; start 3"),
-        (["parallel.context=2"], "parallel.context = 2 is not there yet"),
+        (["parallel.pipeline=2"], "parallel.pipeline = 2 is not there yet"),
         (["parallel.tensor=2", "optimizer.name=muon"], 'parallel.tensor = 2 does not go together with optimizer.name "muon"'),
         (["parallel.shard=true", "optimizer.name=adamw8bit"], 'parallel.shard does not go together with optimizer.name "adamw8bit"'),
         (["parallel.shard=true", "lora.rank=2"], "lora.rank"),

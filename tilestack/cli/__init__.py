@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilestack
-from tilestack.cli import align, bench, chat, demo, evaluate, generate, lab, learn, load, serve, train
+from tilestack.cli import align, bench, chat, demo, evaluate, generate, lab, learn, load, parallel, serve, train
 from tilestack.cli.common import in_paragraphs
 from tilestack.parallel import environment
 
@@ -29,6 +29,7 @@ PANELS = {
     "Start here": (demo, learn),
     "Kernels: verify, benchmark, inspect": (lab, bench),
     "Training": (train, align, evaluate),
+    "Several GPUs": (parallel,),
     "Inference and serving": (generate, chat, serve, load),
 }
 

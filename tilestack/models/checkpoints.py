@@ -134,6 +134,12 @@ def why_not_there(name: str) -> str:
     return ""
 
 
+def config_of(name: str | Path) -> ModelConfig:
+    """The configuration of a model that `load` would read; of a folder, config.json alone has to be there."""
+    path = locate(name)
+    return ModelConfig.from_hf(read_json(path / CONFIG)) if path.is_dir() else GGUF(path).config
+
+
 def load(
     name: str | Path,
     *,

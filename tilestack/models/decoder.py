@@ -6,6 +6,8 @@ added (`x`) and the sum up to it (`residual`).
 Shapes: B batch, T tokens, H hidden, V vocabulary.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -101,23 +103,20 @@ class Decoder(torch.nn.Module):
         if context is not None and cu_seqlens is not None:
             raise ValueError("cu_seqlens are of rows that are read at once; a context goes on where it ended")
         context = Documents(cu_seqlens) if context is None else context
-        following = context.start(*ids.shape)
-        whole, local = self.rotary(context.longest or ids.shape[1], None if context.longest else positions)
-        places = Places(following if positions is None else positions, whole, local)
-        x, residual = self.embedded(ids), None
-        for layer in self.layers:
-            if self.checkpointing and torch.is_grad_enabled():
-                x, residual = checkpoint(layer, x, residual, places, context, use_reentrant=False)
-            else:
-                x, residual = layer(x, residual, places, context)
-        normal = add_norm(x, residual, self.norm)[0]
-        return normal if self.config.logit_divisor == 1 else normal / self.config.logit_divisor
+        places = places_of(self.rotary, ids.shape, positions, context)
+        x, residual = run_layers(self.layers, self.embedded(ids), None, places, context, self.checkpointing)
+        return self.normed(x, residual)
 
     def embedded(self, ids: Tensor) -> Tensor:
         x = ops.embedding(ids, self.embedding.weight)
         if self.config.embedding_scale == 1:
             return x
         return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # rounded as Gemma was trained with it
+
+    def normed(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """What the head reads of what the last layer hands on."""
+        normal = add_norm(x, residual, self.norm)[0]
+        return normal if self.config.logit_divisor == 1 else normal / self.config.logit_divisor
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's scores [..., V] of hidden states [..., H]."""
@@ -145,6 +144,30 @@ class Decoder(torch.nn.Module):
         """How the last forward loaded the experts of each mixture, first layer first."""
         found = (layer.mlp.balance for layer in self.layers if isinstance(layer.mlp, MoE))
         return [balance for balance in found if balance is not None]
+
+
+def places_of(rotary: Rotary, shape: torch.Size, positions: Tensor | None, context: Context) -> Places:
+    """Where new tokens, [B, T], stand."""
+    following = context.start(*shape)
+    whole, local = rotary(context.longest or shape[1], None if context.longest else positions)
+    return Places(following if positions is None else positions, whole, local)
+
+
+def run_layers(
+    layers: Iterable[torch.nn.Module],
+    x: Tensor,
+    residual: Tensor | None,
+    places: Places,
+    context: Context,
+    checkpointing: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """What layers, one after another, hand on."""
+    for layer in layers:
+        if checkpointing and torch.is_grad_enabled():
+            x, residual = checkpoint(layer, x, residual, places, context, use_reentrant=False)
+        else:
+            x, residual = layer(x, residual, places, context)
+    return x, residual
 
 
 def feed_forward(config: ModelConfig) -> MLP:

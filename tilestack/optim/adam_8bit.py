@@ -10,6 +10,7 @@ from tilestack.optim.definitions import adam_step
 from tilestack.optim.dynamic_map import BLOCK, decode, encode, values_of_codes
 from tilestack.optim.multi_tensor import Factors
 
+MIN_8BIT_SIZE = 4096
 CODES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}  # states in codes, and where their scales are
 
 
@@ -20,7 +21,7 @@ class AdamW8bit(AdamW):
     name = "adamw8bit"
     options = (*AdamW.options, "min_8bit_size")
 
-    def __init__(self, params: Any, *args: Any, min_8bit_size: int = 4096, **kwargs: Any):
+    def __init__(self, params: Any, *args: Any, min_8bit_size: int = MIN_8BIT_SIZE, **kwargs: Any):
         super().__init__(params, *args, **kwargs)
         if self.defaults["amsgrad"]:
             raise ValueError("AdamW8bit has no amsgrad: a running maximum of quantised values would only ever grow")

@@ -7,7 +7,8 @@
                             data 3 |  rank 6     rank 7
 
 Sides from the outermost to the innermost are pipeline, data, context and tensor, so that the ranks that talk most, those of
-`tensor`, are neighbours on one machine.
+`tensor`, are neighbours on one machine. Ranks of `context` share the rows of a text (sequence.py). To gradients it is all one
+whether ranks differ in rows or in parts of rows: `replicas` are the ranks of data and context together.
 """
 
 import math
@@ -49,6 +50,11 @@ class Layout:
         return math.prod(self.sizes)
 
     @property
+    def replicas(self) -> int:
+        """Ranks that train the same part of the model, on other rows or on other parts of rows."""
+        return self.data * self.context
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(getattr(self, side) for side in SIDES)
 
@@ -68,6 +74,9 @@ class Mesh:
                 raise ValueError(f"{layout} is of {layout.world} processes, and there are {dist.get_world_size()}")
             kind = (device or torch.device("cpu")).type
             self.devices = init_device_mesh(kind, layout.sizes, mesh_dim_names=SIDES)
+            self.sides = {side: self.devices[side] for side in SIDES}
+            both = self.devices["data", "context"]._flatten("replicas") if layout.context > 1 else self.devices["data"]
+            self.sides["replicas"] = both  # data and context together
             # Of the hosts, whatever the device: what is said here needs no GPU, and waits as long as it takes.
             self.hosts = dist.new_group(backend="gloo", timeout=HOST_WORK)
 
@@ -88,11 +97,10 @@ class Mesh:
         return getattr(self.layout, side)
 
     def index(self, side: str) -> int:
-        return self.devices.get_local_rank(side) if self.devices else 0
+        return self.sides[side].get_local_rank() if self.devices else 0
 
     def group(self, side: str) -> dist.ProcessGroup:
-        assert self.devices is not None
-        return self.devices.get_group(side)
+        return self.sides[side].get_group()
 
     def sum(self, tensor: Tensor, side: str) -> None:
         """Replace a tensor by its sum over the ranks of a side."""

@@ -31,7 +31,7 @@ class Placement:
         """Place a model, which is the same on all processes: where it is to be divided it may lie on the host, and goes to the
         device in parts."""
         self.model, self.mesh = model, mesh or Mesh()
-        self.shard = shard and self.mesh.size("data") > 1
+        self.shard = shard and self.mesh.size("replicas") > 1
         self.config = getattr(model, "config", None)  # of the whole model
         self.shapes = {name: param.shape for name, param in model.named_parameters()}  # likewise
         self.cuts: dict[str, Cut] = {}
@@ -48,8 +48,8 @@ class Placement:
         self.buckets: GradientBuckets | None = None
         if self.shard:
             self.parameters = {name: nn.Parameter(local_part(param)) for name, param in self.of_model.items()}
-        elif self.mesh.size("data") > 1:
-            self.buckets = GradientBuckets(list(self.parameters.values()), self.mesh.group("data"))
+        elif self.mesh.size("replicas") > 1:
+            self.buckets = GradientBuckets(list(self.parameters.values()), self.mesh.group("replicas"))
 
     @property
     def divided(self) -> bool:
@@ -77,9 +77,8 @@ class Placement:
     def _shard(self, unit: nn.Module, root: bool) -> None:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-        assert self.mesh.devices is not None
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32) if half(unit) else MixedPrecisionPolicy()
-        made = fully_shard(unit, mesh=self.mesh.devices["data"], mp_policy=policy)
+        made = fully_shard(unit, mesh=self.mesh.sides["replicas"], mp_policy=policy)
         assert isinstance(made, FSDPModule)
         made.set_gradient_divide_factor(1.0)  # a sum: the step divides by the tokens of all
         made.set_force_sum_reduction_for_comms(True)  # and by gloo, which knows no other
@@ -120,7 +119,7 @@ class Placement:
         square = sum_of_squares(counted, found[0][1])
         self.mesh.sum(square, "tensor")
         if self.shard:
-            self.mesh.sum(square, "data")
+            self.mesh.sum(square, "replicas")
         norm = square.sqrt()
         if most:
             torch._foreach_mul_([grad for _, grad in found], coefficient_of(norm, most))
@@ -132,7 +131,7 @@ class Placement:
         rank, ranks = self._tensor_place
         if self.shard:
             mine = shape if cut is None else cut.shape(shape, rank, ranks)
-            group = self.mesh.group("data")
+            group = self.mesh.group("replicas")
             local = torch.cat(
                 gathered(local, [chunk_shape(mine, r, self._replicas) for r in range(self._replicas)], group)
             )
@@ -148,12 +147,12 @@ class Placement:
             whole = cut.part(whole, *self._tensor_place)
         if self.shard:
             rows = chunk_rows(len(whole), self._replicas)
-            whole = whole[self.mesh.index("data") * rows :][:rows]
+            whole = whole[self.mesh.index("replicas") * rows :][:rows]
         return whole
 
     @property
     def _replicas(self) -> int:
-        return self.mesh.size("data")
+        return self.mesh.size("replicas")
 
     def reshard(self) -> None:
         """Forget what was gathered for forwards without a backward."""

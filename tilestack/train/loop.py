@@ -23,6 +23,7 @@ from tilestack.device import pick_device
 from tilestack.garbage import startup_frozen
 from tilestack.nn.lora import lora_parameters
 from tilestack.parallel.placement import Placement
+from tilestack.parallel.sequence import SequenceParallel
 from tilestack.train import checkpoint, execution, metrics
 from tilestack.train.balancing import Balancing
 from tilestack.train.checkpoint import save_broken_step
@@ -96,8 +97,10 @@ class Trainer:
         self.found_model = found_model(model, getattr(objective, "has_reference", False))
         self.placement = placement or Placement(model)
         self.mesh, learned = self.placement.mesh, self.placement.parameters
-        if place := self.mesh.index("data"):
+        if place := self.mesh.index("replicas"):
             torch.manual_seed(recipe.run.seed + place)  # what is dropped at random, in texts of its own
+        if self.mesh.size("context") > 1:
+            self.runner = SequenceParallel(self.runner, self.mesh.group("context"), recipe.parallel.context_by)
         self.optimizer = make_optimizer(model, recipe.optimizer, recipe.precision, recipe.run.seed, learned)
         self.balancing = Balancing(model, recipe.model)
         self.average = AveragedWeights(learned, recipe.ema.decay) if recipe.ema.decay else None
@@ -275,7 +278,7 @@ class Trainer:
             if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
                 self._stop_or_skip(pending, row)
         self.pending.clear()
-        rate = self.tokens * self.mesh.size("data") / (time.perf_counter() - self.clock)
+        rate = self.tokens * self.mesh.size("replicas") / (time.perf_counter() - self.clock)
         self.progress.update(self.step, self.latest, rate)
         self.speed.write(step=self.step, tokens_per_s=rate, **self.progress.machine_figures())
         self.clock, self.tokens = time.perf_counter(), 0

@@ -16,8 +16,12 @@ from tilestack import optim
 from tilestack.contract.backends import AUTO, chosen
 from tilestack.models.decoder import Decoder
 from tilestack.models.weights import rows_of_matrices
+from tilestack.optim.adam_8bit import MIN_8BIT_SIZE
+from tilestack.optim.dynamic_map import BLOCK
 from tilestack.optim.muon import is_hidden_matrix
 from tilestack.train.recipe import Optimizer, Precision, Schedule
+
+STEP_BYTES = 4  # of the number of steps that Adam keeps beside each parameter
 
 
 def make_optimizer(
@@ -167,3 +171,19 @@ class AveragedWeights:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name, average in self.averages.items():
             average.copy_(state[name])
+
+
+def state_bytes(name: str, param: Tensor, settings: Optimizer, precision: Precision) -> int:
+    """What the optimizer of a recipe keeps of one parameter, by its name, once it has taken a step."""
+    half = precision.parameters == "bfloat16"
+    master = half and precision.updates == "master"
+    size = param.numel()
+    moment = size * (2 if half and not master else 4)
+    copy = 4 * size if master else 0
+    if settings.name == "sgd":
+        return moment if settings.momentum else 0
+    if settings.name == "muon" and is_hidden_matrix(name, param):
+        return moment + copy
+    if settings.name == "adamw8bit" and size >= MIN_8BIT_SIZE:
+        moment = size + 4 * -(-size // BLOCK)
+    return STEP_BYTES + 2 * moment + copy

@@ -1,7 +1,7 @@
 """Pretraining: predict every next token of packed documents, and leave a folder that transformers can open."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import nn
 from tilestack import data, models
 from tilestack.data import DataError
 from tilestack.data.prepared import prepare_tokens
+from tilestack.parallel.mesh import Mesh
+from tilestack.parallel.sequence import cut_batch
 from tilestack.train.checkpoint import Checkpoints
 from tilestack.train.next_token import next_token_loss
 from tilestack.train.objective import Loss
@@ -32,8 +34,10 @@ class Pretraining:
         device: torch.device,
         rank: int = 0,
         world: int = 1,
+        cut: Callable[[data.Batch], data.Batch] | None = None,
     ):
-        """`rank` of `world` processes that read other rows each."""
+        """`rank` of `world` processes that read other rows each; `cut` takes what this one has of its rows."""
+        self.cut = cut
         self.recipe, self.tokenizer, self.tokens, self.device = recipe, tokenizer, tokens, device
         share = recipe.data.validation
         held_out = len(tokens.documents("validation", share))
@@ -60,7 +64,8 @@ class Pretraining:
         )  # fmt: skip
 
     def next_batch(self) -> data.Batch:
-        return next(self.stream).to(self.device)
+        batch = next(self.stream)
+        return (batch if self.cut is None else self.cut(batch)).to(self.device)
 
     def loss(self, model: nn.Module, batch: data.Batch) -> Loss:
         return Loss(next_token_loss(model, batch), batch.valid, tokens=batch.ids.numel())
@@ -117,8 +122,14 @@ def pretrain(
         tokenizer, tokens = prepare_tokens(
             recipe.data, folder, tokenizer_of=recipe.model.path, resumes=resumes, console=console
         )
-        place = lambda mesh: (mesh.index("data"), mesh.size("data"))
-        return tokenizer, lambda model, device, mesh: Pretraining(recipe, tokenizer, tokens, device, *place(mesh))
+
+        def make(_: Any, device: torch.device, mesh: Mesh) -> Pretraining:
+            index, ranks = mesh.index("context"), mesh.size("context")
+            cut = lambda batch: cut_batch(batch, recipe.parallel.context_by, index, ranks)
+            place = mesh.index("data"), mesh.size("data")
+            return Pretraining(recipe, tokenizer, tokens, device, *place, cut if ranks > 1 else None)
+
+        return tokenizer, make
 
     return follow(
         recipe, folder, prepare, command=command, fresh=fresh, profile=profile, provenance=provenance, console=console

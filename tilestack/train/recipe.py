@@ -245,12 +245,16 @@ class Parallel:
         False, "divide weights, gradients and optimizer states among processes with other texts (FSDP2)"
     )
     context: int = setting(1, "processes that share every row of tokens", low=1)
+    context_by: str = setting(
+        "heads",
+        "how they meet in attention: each has all tokens for some heads, or keys and values go round in a ring",
+        choices=("heads", "ring"),
+    )
     pipeline: int = setting(1, "processes that have some of the layers each, one after another", low=1)
 
     def __post_init__(self) -> None:
-        for side in ("context", "pipeline"):
-            if getattr(self, side) > 1:
-                raise RecipeError(f"parallel.{side} = {getattr(self, side)} is not there yet; set it to 1")
+        if self.pipeline > 1:
+            raise RecipeError(f"parallel.pipeline = {self.pipeline} is not there yet; set it to 1")
 
     @property
     def divides(self) -> bool:
@@ -292,6 +296,11 @@ class Recipe:
             )
         if self.parallel.divides:
             self._refuse_divided()
+        if self.parallel.context > 1 and self.run.compile != "off":
+            raise RecipeError(
+                f'parallel.context = {self.parallel.context} does not go together with run.compile = "{self.run.compile}", whose '
+                'graphs have no collectives; set run.compile = "off"'
+            )
 
     def _refuse_divided(self) -> None:
         """Refuse what needs the whole of a parameter, where a process has a part of it."""

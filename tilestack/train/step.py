@@ -55,7 +55,7 @@ class Step:
         self.placement, self.parameters = placement, list(placement.parameters.values())
         self.optimizer, self.balancing, self.average = optimizer, balancing, average
         # A single micro-batch is divided by its tokens before its backward; more of them, here or on other processes, by all.
-        self.one_batch = recipe.data.accumulate == 1 and placement.mesh.size("data") == 1
+        self.one_batch = recipe.data.accumulate == 1 and placement.mesh.size("replicas") == 1
         self.compiled_graphs = execution.uses_graphs(recipe.run.compile, device)
         for param in self.parameters if self.compiled_graphs else ():
             param.grad = torch.zeros_like(param)  # in memory of its own, which no replay of a graph writes over
@@ -137,10 +137,10 @@ class Step:
         assert self.count is not None
         self.placement.finish_backward()
         sums = torch.stack([self.count, *self.sums.values()])
-        mesh.sum(sums, "data")
+        mesh.sum(sums, "replicas")
         self.count, self.sums = sums[0], dict(zip(self.sums, sums[1:], strict=True))
         for load in self.balancing.loads or ():
-            mesh.sum(load, "data")
+            mesh.sum(load, "replicas")
 
     def _clip(self) -> Tensor:
         """The norm of the gradients, which are scaled down where the recipe bounds it."""

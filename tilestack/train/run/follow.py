@@ -18,6 +18,7 @@ from tilestack.nn.lora import add_lora, lora_layers, merge_lora
 from tilestack.parallel.mesh import Mesh
 from tilestack.parallel.placement import Placement
 from tilestack.parallel.processes import joined
+from tilestack.parallel.sequence import refuse_sharing
 from tilestack.parallel.tensor import refuse_split
 from tilestack.train import checkpoint, execution, flops
 from tilestack.train.errors import Interrupted
@@ -210,8 +211,10 @@ def refuse_impossible(
     """Refuse a run that cannot be; where it `has_weights`, they take no memory beyond what they have."""
     if mesh.size("tensor") > 1:
         refuse_split(model.config, mesh.size("tensor"))
+    if (context := mesh.size("context")) > 1:
+        refuse_sharing(model.config, recipe.data.sequence, recipe.parallel.context_by, context, mesh.size("tensor"))
     refuse_beyond_positions(recipe, model.config.positions)
-    share = mesh.size("tensor") * (mesh.size("data") if recipe.parallel.shard else 1)
+    share = mesh.size("tensor") * (mesh.size("replicas") if recipe.parallel.shard else 1)
     here = needs.divided(share)
     refuse_beyond_memory(dataclasses.replace(here, weights=0) if has_weights else here, recipe, device)
     if mesh.first:
