@@ -8,6 +8,7 @@ import torch
 
 from tilestack import contract, ops
 from tilestack.contract import registry
+from tilestack.contract.cases import Make
 from tilestack.tuning import preferences
 
 
@@ -307,3 +308,22 @@ def test_shipped_tables_name_backends_and_configurations_that_there_are(path):
             way, _, config = name.partition(":")
             assert (op, way) in known, f"{op} has no backend {way}"
             assert not config or config in known[op, way], f"{op} has no configuration {name}"
+
+
+@pytest.mark.parametrize("path", sorted(preferences.TABLES.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_tables_hold_the_buckets_of_cases_that_are_measured_and_no_others(path):
+    """Nothing renews an entry that no case is measured for, and it speaks for all sizes that it is the nearest to."""
+    strays = []
+    for name, entry in preferences.read_table(path).items():
+        op = registry.operator_named(name)
+        measured = {
+            preferences.bucket_of(op, op.bind(**case.build(Make(dtype, "meta"))))
+            for case in op.cases
+            for dtype in (torch.bfloat16, torch.float32)
+            if case.kind == "bench"
+        }
+        ranked = [(dtype, bucket) for dtype, buckets in entry.items() if dtype != "default" for bucket in buckets]
+        strays += [
+            (name, *found) for found in ranked if (found[0].removesuffix(" forward"), found[1]) not in measured
+        ]
+    assert not strays
