@@ -54,6 +54,39 @@ def test_a_table_answers_by_bucket_and_otherwise_by_default():
     assert ask(ops.softmax, {"dim": -1}) == ["triton"], "a backward may not have kept x"
 
 
+def test_bfloat16_speaks_for_float16_until_that_is_measured():
+    entry = {"default": ["triton"], "bfloat16": {"25x12": ["aten"]}, "bfloat16 forward": {"25x12": ["mine"]}}
+    half = arguments_of(8192, 4096, dtype=torch.float16)
+    ask = lambda **more: [
+        preferences.look_up({"softmax": entry | more}, ops.softmax, half, with_gradient)
+        for with_gradient in (True, False)
+    ]
+    assert ask() == [["aten"], ["mine"]]
+    assert ask(**{"float16 forward": {"22x8": ["triton", "aten"]}}) == [["aten"], ["triton", "aten"]]
+    assert ask(float16={"22x8": ["triton", "aten"]}) == [["triton", "aten"]] * 2
+    single = arguments_of(8192, 4096, dtype=torch.float32)
+    assert preferences.look_up({"softmax": entry}, ops.softmax, single) == ["triton"]
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        (ops.attention, lambda make: dict.fromkeys("qkv", make.normal(8, 2048, 16, 128))),
+        (ops.linear, lambda make: dict(x=make.normal(8, 4096), weight=make.normal(4096, 4096))),
+        (
+            ops.grouped_linear,
+            lambda make: dict(x=make.normal(8192, 1024), weight=make.normal(8, 768, 1024), offsets=None),
+        ),
+    ],
+)
+def test_the_half_precisions_take_the_same_backends_on_an_h200(op, arguments):
+    half, brain = (
+        preferences.look_up(preferences.table_of("h200"), op, op.bind(**arguments(Make(dtype, "meta"))), False)
+        for dtype in (torch.float16, torch.bfloat16)
+    )
+    assert half == brain
+
+
 def test_the_nearest_bucket_with_the_same_words_speaks():
     measured = ["6x12x12x7 causal", "6x14x14x7 causal", "6x12x12x7 full", "25x12"]
     assert preferences.nearest("6x13x13x7 causal", measured) == "6x12x12x7 causal"
@@ -323,7 +356,5 @@ def test_shipped_tables_hold_the_buckets_of_cases_that_are_measured_and_no_other
             if case.kind == "bench"
         }
         ranked = [(dtype, bucket) for dtype, buckets in entry.items() if dtype != "default" for bucket in buckets]
-        strays += [
-            (name, *found) for found in ranked if (found[0].removesuffix(" forward"), found[1]) not in measured
-        ]
+        strays += [(name, *found) for found in ranked if (found[0].removesuffix(" forward"), found[1]) not in measured]
     assert not strays
