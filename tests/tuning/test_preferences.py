@@ -108,6 +108,9 @@ def test_an_operator_names_what_its_speed_depends_on():
     assert attention(True) == ("bfloat16", "6x12x12 dim128 causal")
     assert attention(False) == ("bfloat16", "6x12x12 dim128 full")
     assert attention(False, 1) == ("bfloat16", "6x0x12 dim128 full")
+    strided = lambda step: preferences.bucket_of(ops.strided_copy, dict(x=shape(8192, 32768), step=step))
+    assert strided(2) == ("bfloat16", "28x15x1")
+    assert strided(16) == ("bfloat16", "28x15x4")
 
 
 def test_a_product_of_codes_is_found_by_the_dtype_of_its_codes():
