@@ -40,6 +40,7 @@ from tilestack.files import alone_in, write_text_whole
 TABLES = Path(__file__).parent / "tables"
 UNMEASURED: dict[str, list[str]] = {
     "linear": ["aten"],
+    "bmm": ["aten"],
     "attention": ["aten"],
     "conv2d": ["aten"],
     "grouped_linear": ["aten"],
