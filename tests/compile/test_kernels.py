@@ -17,17 +17,7 @@ from tilestack.lab.spills import SPILLS_OWED, spills_no_longer_owed
 EVERYTHING = os.environ.get("TILESTACK_COMPILE") == "all"
 FAMILIES = dict(
     attention=("attention", "flex_attention", "kv_write", "paged", "paged_codes", "quantised_attention", "rope"),
-    matmul=(
-        "bmm",
-        "conv",
-        "fused_linear",
-        "gram",
-        "grouped",
-        "grouped_fp8",
-        "matmul",
-        "quantised_linear",
-        "weight_only",
-    ),
+    matmul=("conv", "fused_linear", "gram", "grouped", "grouped_fp8", "matmul", "quantised_linear", "weight_only"),
 )
 """The files in ops/ that take the compiler longest; all others are tried together."""
 
