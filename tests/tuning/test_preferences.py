@@ -68,6 +68,17 @@ def test_bfloat16_speaks_for_float16_until_that_is_measured():
     assert preferences.look_up({"softmax": entry}, ops.softmax, single) == ["triton"]
 
 
+@pytest.mark.parametrize("table", [{}, preferences.table_of("h200")], ids=["unmeasured", "h200"])
+@pytest.mark.parametrize("with_gradient", [False, True])
+@pytest.mark.parametrize(("rows", "taken"), [(8, "triton_split_k"), (8192, "triton_parts")])
+def test_a_gated_layer_of_many_rows_goes_through_the_fastest_product(table, with_gradient, rows, taken):
+    make = Make(torch.bfloat16, "meta")
+    arguments = ops.linear_swiglu.bind(make.normal(rows, 4096), make.normal(2 * 14336, 4096))
+    ranked = preferences.look_up(table, ops.linear_swiglu, arguments, with_gradient)
+    ways = (ops.linear_swiglu.implementations[name.partition(":")[0]] for name in ranked)
+    assert next(way.backend for way in ways if way.when is None or way.when(arguments["x"]) is True) == taken
+
+
 @pytest.mark.parametrize(
     ("op", "arguments"),
     [
