@@ -19,8 +19,8 @@ gates: .venv/ready
 	TILESTACK_COMPILE=all $(BIN)/python -m pytest tests/compile -n auto --dist worksteal
 
 lint: .venv/ready
-	$(BIN)/ruff check tilestack tests
-	$(BIN)/ruff format --check tilestack tests
+	$(BIN)/ruff check tilestack tests recipes
+	$(BIN)/ruff format --check tilestack tests recipes
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

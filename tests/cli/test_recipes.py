@@ -1,8 +1,11 @@
 """Recipes by name, with what there is when a name is unknown."""
 
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tilestack import shipped
 from tilestack.cli.recipes import find_recipe, recipe_names
@@ -48,3 +51,28 @@ def test_what_a_wheel_carries_inside_the_package_is_found_first(tmp_path, monkey
     monkeypatch.setattr(shipped, "PACKAGE", package)
     assert shipped.shipped("recipes") == package / "recipes"
     assert shipped.checkout() is None
+
+
+CNN = Path(__file__).parents[2] / "recipes" / "cnn.py"
+
+
+def test_a_small_cnn_learns_to_tell_shapes_apart_that_it_has_not_seen(capsys):
+    recipe, cpu = runpy.run_path(str(CNN)), torch.device("cpu")
+    torch.manual_seed(0)
+    assert recipe["accuracy"](recipe["network"](), cpu) < 0.5, "untrained, it guesses one of three"
+    assert recipe["accuracy"](recipe["train"](20, cpu), cpu) > 0.65
+    assert capsys.readouterr().out.startswith("step 20: loss 0.")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "--steps must be at least 1, not 0"),
+        (["--device", "tpu"], "invalid choice: 'tpu'"),
+    ],
+)
+def test_what_the_cnn_cannot_do_is_said_before_it_begins(options, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["cnn.py", *options])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(CNN), run_name="__main__")
+    assert message in capsys.readouterr().err

@@ -88,10 +88,11 @@ def test_without_the_mode_they_are_close_and_not_equal():
     assert not all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_the_kernels_of_gpus_agree_with_each_other_too(monkeypatch):
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v2"])
+def test_the_kernels_of_gpus_agree_with_each_other_too(monkeypatch, family):
     """The path of GPUs, in the interpreter: flat batches of serving and rows of training on batch-invariant kernels."""
     monkeypatch.setattr(invariant, "one_at_a_time", lambda device: False)
-    decoder = tiny.ours("qwen3", num_hidden_layers=1).eval()
+    decoder = tiny.ours(family, num_hidden_layers=1).eval()
     with backend("triton", sample="torch", paged_attention="torch"):
         _, outputs = served(decoder, PROMPTS[:2], count=3, step_tokens=6)
         for prompt, output in zip(PROMPTS, outputs, strict=False):

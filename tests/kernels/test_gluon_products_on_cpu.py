@@ -7,6 +7,7 @@ from gluon_emulation import emulate
 
 from tilestack import ops
 from tilestack.contract.launch import launch
+from tilestack.kernels.elementwise.dropout import dropout_add_in_place
 from tilestack.kernels.hopper import (
     attention_codes,
     fp8,
@@ -14,6 +15,7 @@ from tilestack.kernels.hopper import (
     fp8_loss_tiles,
     fp8_tiles,
     fused,
+    gated,
     grouped_fp8,
     grouped_outer_fp8,
     matmul,
@@ -54,17 +56,70 @@ def ends(*at):
 
 
 @pytest.mark.parametrize("config", fused.CONFIGS)
-@pytest.mark.parametrize("parts", ["gelu", "silu+residual", "residual"])
+@pytest.mark.parametrize("parts", ["gelu", "silu+residual", "residual", "gelu+dropout+residual", "dropout"])
 def test_epilogues(config, parts):
     x, weight, bias = torch.randn(150, 200).half(), torch.randn(272, 200).half() / 14, torch.randn(272).half()
     residual = torch.randn(150, 272).half() if "residual" in parts else None
     activation = next((kind for kind in parts.split("+") if kind in KINDS), "none")
+    seed, p = (torch.tensor(3**30), 0.3) if "dropout" in parts else (None, 0.0)
     pre = torch.full((150, 272), torch.nan).half()
-    epilogue = Epilogue(activation, residual, None, 0.0, pre if activation != "none" else None)
+    epilogue = Epilogue(activation, residual, seed, p, pre if activation != "none" else None)
     found = fused.fused_product(x, weight.T, bias, fused.CONFIGS[config], epilogue)
-    check(found, ops.fused_linear.definition, x, weight, bias, residual, None, activation)
+    check(found, ops.fused_linear.definition, x, weight, bias, residual, seed, activation, p)
     if activation != "none":
         check(pre, ops.linear.definition, x, weight, bias)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "none"])
+def test_gradients_of_a_layer_with_dropout(activation):
+    x, weight, residual = torch.randn(70, 40).half(), torch.randn(48, 40).half() / 6, torch.randn(48, 70).half().T
+    arriving, seed, config = torch.randn(70, 48).half(), torch.tensor(3**30), fused.CONFIGS["128x64"]
+    given = x, weight, None, residual, seed, activation, 0.3
+    if activation == "none":
+        out, found = (
+            fused.fused_linear(*given, config),
+            fused.fused_backward(arriving, *given, (True, True, False, True), config),
+        )
+    else:
+        out, pre = fused.fused_and_pre(*given, config)
+        found = fused.fused_backward_from_pre(arriving, *given, (True, True, False, True), pre, config)
+    check(out, ops.fused_linear.definition, *given)
+
+    def gradients(*given):
+        leaves = [given[place].detach().requires_grad_() for place in (0, 1, 3)]
+        made = ops.fused_linear.definition(*leaves[:2], None, leaves[2], *given[4:])
+        return torch.autograd.grad(made, leaves, arriving.to(made.dtype))
+
+    for place, each in enumerate((found[0], found[1], found[3])):
+        check(each, lambda *given, place=place: gradients(*given)[place], *given)
+
+
+@pytest.mark.parametrize("config", ["128x256", "128x64"])
+def test_a_gated_layer_and_its_gradients(config):
+    x, weight, bias = torch.randn(150, 72).half(), torch.randn(80, 72).half() / 8, torch.randn(80).half()
+    arriving, config = torch.randn(150, 40).half(), matmul.CONFIGS[config]
+    out, pair = gated.linear_swiglu_and_pair(x, weight, bias, config)
+    check(out, ops.linear_swiglu.definition, x, weight, bias)
+    check(pair, ops.linear.definition, x, weight, bias)
+
+    def gradients(*given):
+        leaves = [each.detach().requires_grad_() for each in given]
+        made = ops.linear_swiglu.definition(*leaves)
+        return torch.autograd.grad(made, leaves, arriving.to(made.dtype))
+
+    kept = gated.linear_swiglu_backward_from_pair(arriving, x, weight, bias, (True,) * 3, pair, config)
+    again = gated.linear_swiglu_backward(arriving, x, weight, bias, (True,) * 3, config)
+    for place, (each, same) in enumerate(zip(kept, again, strict=True)):
+        check(each, lambda *given, place=place: gradients(*given)[place], x, weight, bias)
+        assert torch.equal(each, same)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
+def test_dropout_of_what_a_product_left(p):
+    x, residual, seed = torch.randn(3, 2000), torch.randn(2000, 3).T, torch.tensor(7)
+    expected = ops.dropout.definition(x, seed, p)
+    torch.testing.assert_close(dropout_add_in_place(x.clone(), None, seed, p), expected)
+    torch.testing.assert_close(dropout_add_in_place(x.clone(), residual, seed, p), expected + residual)
 
 
 def codes(*shape):

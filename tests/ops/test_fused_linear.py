@@ -39,6 +39,7 @@ def test_leading_dimensions_are_those_of_x(name):
             "activation must be one of none, relu, squared_relu, silu, gelu, gelu_tanh, not 'swish'",
         ),
         (dict(residual=torch.ones(3, 5)), r"residual must be torch.float32 \(3, 4\), not torch.float32 \(3, 5\)"),
+        (dict(p=0.5), r"dropout of p = 0\.5 needs a seed, one int64 number in a tensor"),
         (dict(seed=torch.ones(2)), "seed must be one int64 number"),
         (dict(weight=torch.ones(4, 6)), "x ends in K and weight is"),
     ],

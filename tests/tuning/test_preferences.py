@@ -8,6 +8,7 @@ import torch
 
 from tilestack import contract, ops
 from tilestack.contract import registry
+from tilestack.contract.cases import Make
 from tilestack.tuning import preferences
 
 
@@ -53,6 +54,50 @@ def test_a_table_answers_by_bucket_and_otherwise_by_default():
     assert ask(ops.softmax, {"dim": -1}) == ["triton"], "a backward may not have kept x"
 
 
+def test_bfloat16_speaks_for_float16_until_that_is_measured():
+    entry = {"default": ["triton"], "bfloat16": {"25x12": ["aten"]}, "bfloat16 forward": {"25x12": ["mine"]}}
+    half = arguments_of(8192, 4096, dtype=torch.float16)
+    ask = lambda **more: [
+        preferences.look_up({"softmax": entry | more}, ops.softmax, half, with_gradient)
+        for with_gradient in (True, False)
+    ]
+    assert ask() == [["aten"], ["mine"]]
+    assert ask(**{"float16 forward": {"22x8": ["triton", "aten"]}}) == [["aten"], ["triton", "aten"]]
+    assert ask(float16={"22x8": ["triton", "aten"]}) == [["triton", "aten"]] * 2
+    single = arguments_of(8192, 4096, dtype=torch.float32)
+    assert preferences.look_up({"softmax": entry}, ops.softmax, single) == ["triton"]
+
+
+@pytest.mark.parametrize("table", [{}, preferences.table_of("h200")], ids=["unmeasured", "h200"])
+@pytest.mark.parametrize("with_gradient", [False, True])
+@pytest.mark.parametrize(("rows", "taken"), [(8, "triton_split_k"), (8192, "triton_parts")])
+def test_a_gated_layer_of_many_rows_goes_through_the_fastest_product(table, with_gradient, rows, taken):
+    make = Make(torch.bfloat16, "meta")
+    arguments = ops.linear_swiglu.bind(make.normal(rows, 4096), make.normal(2 * 14336, 4096))
+    ranked = preferences.look_up(table, ops.linear_swiglu, arguments, with_gradient)
+    ways = (ops.linear_swiglu.implementations[name.partition(":")[0]] for name in ranked)
+    assert next(way.backend for way in ways if way.when is None or way.when(arguments["x"]) is True) == taken
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        (ops.attention, lambda make: dict.fromkeys("qkv", make.normal(8, 2048, 16, 128))),
+        (ops.linear, lambda make: dict(x=make.normal(8, 4096), weight=make.normal(4096, 4096))),
+        (
+            ops.grouped_linear,
+            lambda make: dict(x=make.normal(8192, 1024), weight=make.normal(8, 768, 1024), offsets=None),
+        ),
+    ],
+)
+def test_the_half_precisions_take_the_same_backends_on_an_h200(op, arguments):
+    half, brain = (
+        preferences.look_up(preferences.table_of("h200"), op, op.bind(**arguments(Make(dtype, "meta"))), False)
+        for dtype in (torch.float16, torch.bfloat16)
+    )
+    assert half == brain
+
+
 def test_the_nearest_bucket_with_the_same_words_speaks():
     measured = ["6x12x12x7 causal", "6x14x14x7 causal", "6x12x12x7 full", "25x12"]
     assert preferences.nearest("6x13x13x7 causal", measured) == "6x12x12x7 causal"
@@ -74,6 +119,9 @@ def test_an_operator_names_what_its_speed_depends_on():
     assert attention(True) == ("bfloat16", "6x12x12 dim128 causal")
     assert attention(False) == ("bfloat16", "6x12x12 dim128 full")
     assert attention(False, 1) == ("bfloat16", "6x0x12 dim128 full")
+    strided = lambda step: preferences.bucket_of(ops.strided_copy, dict(x=shape(8192, 32768), step=step))
+    assert strided(2) == ("bfloat16", "28x15x1")
+    assert strided(16) == ("bfloat16", "28x15x4")
 
 
 def test_a_product_of_codes_is_found_by_the_dtype_of_its_codes():
@@ -307,3 +355,20 @@ def test_shipped_tables_name_backends_and_configurations_that_there_are(path):
             way, _, config = name.partition(":")
             assert (op, way) in known, f"{op} has no backend {way}"
             assert not config or config in known[op, way], f"{op} has no configuration {name}"
+
+
+@pytest.mark.parametrize("path", sorted(preferences.TABLES.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_tables_hold_the_buckets_of_cases_that_are_measured_and_no_others(path):
+    """Nothing renews an entry that no case is measured for, and it speaks for all sizes that it is the nearest to."""
+    strays = []
+    for name, entry in preferences.read_table(path).items():
+        op = registry.operator_named(name)
+        measured = {
+            preferences.bucket_of(op, op.bind(**case.build(Make(dtype, "meta"))))
+            for case in op.cases
+            for dtype in (torch.bfloat16, torch.float32)
+            if case.kind == "bench"
+        }
+        ranked = [(dtype, bucket) for dtype, buckets in entry.items() if dtype != "default" for bucket in buckets]
+        strays += [(name, *found) for found in ranked if (found[0].removesuffix(" forward"), found[1]) not in measured]
+    assert not strays

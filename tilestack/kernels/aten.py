@@ -86,6 +86,7 @@ implements(ops.logsumexp, backend="aten", backward=AUTOGRAD, dtypes=(torch.float
     lambda x, dim: torch.logsumexp(x, dim)
 )
 implements(ops.linear, backend="aten", backward=AUTOGRAD)(F.linear)
+implements(ops.bmm, backend="aten", backward=AUTOGRAD)(torch.bmm)
 implements(ops.gram, backend="aten", backward=AUTOGRAD)(lambda x: x @ x.mT)
 implements(ops.conv2d, backend="aten", backward=AUTOGRAD, deterministic=False)(  # cuDNN adds up gradients atomically
     lambda x, weight, bias, stride, padding, dilation, groups: F.conv2d(

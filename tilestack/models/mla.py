@@ -70,15 +70,20 @@ class LatentAttention(torch.nn.Module):
         config = self.config
         up = self.up_weight(q_nope).unflatten(0, (config.heads, -1))  # [heads, nope_dim + V, R]
         to_keys, to_values = up.split((config.nope_dim, config.value_dim), 1)
-        q = torch.cat((torch.einsum("bthn,hnr->bthr", q_nope, to_keys), q_rope), -1)
+        q = torch.cat((by_head(q_nope, to_keys), q_rope), -1)
         k = torch.cat((latent[:, :, None], rotary), -1)
-        return torch.einsum("bthr,hvr->bthv", context.attend(self.layer, q, k, None), to_values)
+        return by_head(context.attend(self.layer, q, k, None), to_values.mT)
 
     def up_weight(self, like: Tensor) -> Tensor:
         """kv_up as a matrix, [heads * (nope_dim + V), R]; of a layer with an adapter or of another precision, its columns."""
         if is_untouched(self.kv_up):
             return self.kv_up.weight.to(like.dtype)
         return self.kv_up(torch.eye(self.config.kv_rank, dtype=like.dtype, device=like.device)).T
+
+
+def by_head(x: Tensor, weight: Tensor) -> Tensor:
+    """[B, T, heads, N] of x [B, T, heads, K], each head by its own weight, [heads, K, N]."""
+    return ops.bmm(x.flatten(0, 1).transpose(0, 1), weight).transpose(0, 1).unflatten(0, x.shape[:2])
 
 
 def attention_scale(config: ModelConfig) -> float:

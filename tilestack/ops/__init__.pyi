@@ -3,6 +3,7 @@ from tilestack.contract.registry import operator_named as operator_named, operat
 from tilestack.ops.activation import gelu as gelu, relu as relu, sigmoid as sigmoid, silu as silu, softcap as softcap, squared_relu as squared_relu, tanh as tanh
 from tilestack.ops.activation_dropout import activation_dropout as activation_dropout, gated_dropout as gated_dropout
 from tilestack.ops.attention import attention as attention
+from tilestack.ops.bmm import bmm as bmm
 from tilestack.ops.conv import conv2d as conv2d, conv2d_int8 as conv2d_int8
 from tilestack.ops.elementwise import add as add, axpy as axpy
 from tilestack.ops.experts import combine_rows as combine_rows, dispatch_rows as dispatch_rows, expert_places as expert_places

@@ -28,7 +28,13 @@ def fused_case(make, rows, columns, inner, parts):
 
 
 def parts_agree(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, activation: str
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    seed: Tensor | None,
+    activation: str,
+    p: float,
 ) -> bool | str:
     if (reason := shapes_agree(x, weight, bias)) is not True:
         return reason
@@ -37,6 +43,8 @@ def parts_agree(
     shape = (*x.shape[:-1], weight.shape[0])
     if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
         return f"residual must be {x.dtype} {shape}, not {residual.dtype} {tuple(residual.shape)}"
+    if p and seed is None:
+        return f"dropout of p = {p} needs a seed, one int64 number in a tensor"
     return True if seed is None else one_seed(seed)
 
 
@@ -82,7 +90,7 @@ def fused_linear(
     """dropout(activation(x @ weight.T + bias)) + residual, of which all but the product may be left out.
 
     activation: none, relu, squared_relu, silu, gelu or gelu_tanh. With a seed, `dropout` of probability p follows; it drops
-    what `ops.dropout` would. Under autocast all tensors are in its dtype.
+    what `ops.dropout` would, and any p but 0 asks for one. Under autocast all tensors are in its dtype.
     """
     x, weight, bias, residual = lowered(x, weight, bias, residual)
     out = linear.definition(x, weight, bias)

@@ -59,7 +59,12 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # its gradient is made of codes, which have none of their own
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        scaled = (None if made is None else made * grad.to(made.dtype) for made in ctx.saved_tensors)
+        # A tensor without dimensions would be rounded to bfloat16 before the product, 1 / count and so all gradients with
+        # it; one of one dimension is not.
+        scaled = (
+            None if made is None else torch.mul(made, grad[None], out=torch.empty_like(made))
+            for made in ctx.saved_tensors
+        )
         return *scaled, *(None for _ in range(6))
 
 

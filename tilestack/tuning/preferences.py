@@ -10,8 +10,10 @@ of the operator's `tuning_key` and its words (the first tensor's elements and la
                  "bfloat16 forward": {"25x12": ["aten", "triton"]}},
      "attention": {"default": ["aten"], "bfloat16": {"6x12x12 dim128 causal": ["gluon", "aten"]}}}
 
-Between the sizes that were measured the nearest bucket with the same words speaks. A GPU without a table runs Triton where
-there is a choice, except for what PyTorch's libraries are known to do best.
+Between the sizes that were measured the nearest bucket with the same words speaks. float16 has as many bytes and the same
+tensor cores as bfloat16, which speaks for it until it is measured itself; a backend that takes no float16 is passed over,
+as in any ranking. A GPU without a table runs Triton where there is a choice, except for what PyTorch's libraries are known
+to do best.
 
 `tilestack tune` measures more on the machine it runs on and keeps it in the user's cache, a table of the same form that
 is asked first, bucket by bucket.
@@ -38,10 +40,11 @@ from tilestack.files import alone_in, write_text_whole
 TABLES = Path(__file__).parent / "tables"
 UNMEASURED: dict[str, list[str]] = {
     "linear": ["aten"],
+    "bmm": ["aten"],
     "attention": ["aten"],
     "conv2d": ["aten"],
     "grouped_linear": ["aten"],
-    "linear_swiglu": ["triton_split_k"],  # which takes few rows, and leaves others to Triton
+    "linear_swiglu": ["triton_split_k", "triton_parts"],  # the first takes few rows and leaves others to cuBLAS
     # Triton goes through a tile of these twice, Gluon once.
     "swiglu_fp8_tiles": ["gluon"],
     "swiglu_gradient_fp8_tiles": ["gluon"],
@@ -67,9 +70,15 @@ def look_up(table: dict[str, Entry], op: Operator, arguments: dict[str, Any], wi
     if entry is None:
         return UNMEASURED.get(op.name, [])
     dtype, bucket = bucket_of(op, arguments)
-    measured = entry.get(dtype, {}) | ({} if with_gradient else entry.get(f"{dtype} forward", {}))
+    measured = rankings_of(entry, dtype, with_gradient)
     near = nearest(bucket, measured) if bucket else None
     return measured[near] if near else entry["default"]
+
+
+def rankings_of(entry: Entry, dtype: str, with_gradient: bool) -> dict[str, list[str]]:
+    """What a call in a dtype goes by, bucket by bucket: float16 by bfloat16's where it has none."""
+    found = entry.get(dtype, {}) | ({} if with_gradient else entry.get(f"{dtype} forward", {}))
+    return found if found or dtype != "float16" else rankings_of(entry, "bfloat16", with_gradient)
 
 
 def nearest(bucket: str, measured: Iterable[str]) -> str | None:
@@ -216,9 +225,12 @@ def with_configs(table: dict[str, Entry], known: dict[str, Entry]) -> dict[str, 
         return next((name for name in ranking if name.partition(":")[0] == backend), backend)
 
     for op, entry in table.items():
-        for dtype, buckets in entry.items():
-            measured = known.get(op, {}).get(dtype, {})
-            for bucket in buckets if dtype != "default" and measured else ():
+        for key, buckets in entry.items():
+            if key == "default":
+                continue
+            dtype, _, forward = key.partition(" ")
+            measured = rankings_of(known.get(op, {}), dtype, with_gradient=not forward)
+            for bucket in buckets:
                 if near := nearest(bucket, measured):
                     buckets[bucket] = [named(backend, measured[near]) for backend in buckets[bucket]]
     return table

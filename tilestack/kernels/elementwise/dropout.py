@@ -27,6 +27,7 @@ from tilestack.kernels.tiles import cdiv, wide
 from tilestack.ops.random import SLAB, dropped_below
 
 TOGETHER = 4  # slabs of a step of dropout alone
+ADDED_TOGETHER = 2  # and of one that adds something
 
 
 @triton.jit
@@ -106,3 +107,29 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     n = x.numel()
     launch(dropout_kernel, (cdiv(n, 4 * SLAB),), x, out, seed, n, below, TOGETHER=TOGETHER, SLAB=SLAB, num_warps=4)
     return out
+
+
+@triton.jit
+def dropout_add_kernel(x_ptr, residual_ptr, seed_ptr, n, below, TOGETHER: tl.constexpr, SLAB: tl.constexpr):
+    bits = kept_bits(seed_ptr, below, SLAB)
+    for first in range(0, 4, TOGETHER):
+        offsets, kept, whole = slabs_of(bits, first, n, TOGETHER, SLAB)
+        x = wide(load_block(x_ptr, offsets, whole, n))
+        x = tl.where(kept, x * kept_scale(below, x.dtype), 0.0)
+        if residual_ptr is not None:
+            x += load_block(residual_ptr, offsets, whole, n).to(x.dtype)
+        store_block(x_ptr, offsets, x.to(x_ptr.dtype.element_ty), whole, n)
+
+
+def dropout_add_in_place(x: Tensor, residual: Tensor | None, seed: Tensor, p: float) -> Tensor:
+    """dropout(x) + residual, rounded once, written over x, which is contiguous: the end of a layer whose product left it to
+    a pass of its own."""
+    below = dropped_below(p)
+    if below == 2**32:
+        return x.zero_() if residual is None else x.copy_(residual)
+    residual, n = None if residual is None else residual.contiguous(), x.numel()
+    launch(
+        dropout_add_kernel, (cdiv(n, 4 * SLAB),), x, residual, seed, n, below,
+        TOGETHER=ADDED_TOGETHER, SLAB=SLAB, num_warps=4,
+    )  # fmt: skip
+    return x

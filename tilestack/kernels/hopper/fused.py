@@ -1,11 +1,12 @@
 """Linear layers with what follows them on Hopper in Gluon: the top rung (`matmul.py`) with another end of a tile.
 
-    total ──+ bias──▶ pre ──activation──▶ ──+ residual──▶ rounded once ──▶ c
-                       └─ also stored where a gradient will ask for it
+    total ──+ bias──▶ pre ──activation──▶ ──+ residual──▶ rounded once ──▶ c ──dropout, + residual──▶ c
+                       └─ also stored where a gradient will ask for it      └─ a pass of its own, where there is a seed
 
 A tile of the residual comes by TMA into the buffer that the result will leave through: it is asked for as soon as the last
 tile has left, and is there when the sums are. So nothing is read or written an element at a time, and an epilogue takes no
-more registers than its numbers.
+more registers than its numbers. Dropout would take more than there are: it goes over the stored result once more, and the
+residual, which comes after it, with it. That rounds where the pipelined product does, which drops from memory too.
 """
 
 import functools
@@ -27,6 +28,7 @@ from tilestack.contract import Extras, implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.elementwise.activation import activate
+from tilestack.kernels.elementwise.dropout import dropout_add_in_place
 from tilestack.kernels.hopper.matmul import (
     K_BYTES,
     PRODUCER_REGISTERS,
@@ -44,7 +46,7 @@ from tilestack.kernels.matmul.fused import (
     empty_pre,
     fused_by,
     has_activation,
-    leaves_registers,
+    stores_vectors,
     with_gradients,
 )
 from tilestack.kernels.matmul.products import HALVES
@@ -152,7 +154,10 @@ def fused_hopper_kernel(
 
 def fused_product(a: Tensor, b: Tensor, bias: Tensor | None, config: Config, epilogue: Epilogue = PLAIN) -> Tensor:
     """a @ b + bias, then the epilogue, for matrices of any strides; those that TMA cannot move are copied."""
-    if epilogue is PLAIN or 0 in (*a.shape, b.shape[1]):
+    if epilogue.seed is not None:
+        c = fused_product(a, b, bias, config, Epilogue(epilogue.activation, pre=epilogue.pre))
+        return dropout_add_in_place(c, epilogue.residual, epilogue.seed, epilogue.p)
+    if (epilogue.activation == "none" and epilogue.residual is None) or 0 in (*a.shape, b.shape[1]):
         return hopper_product(a, b, bias, config)
     if epilogue.pre is not None and config.n > 128:
         config = CONFIGS["128x128"]  # two results of a tile are more than registers hold beside a wider one
@@ -186,13 +191,13 @@ fused_and_pre, fused_backward, fused_backward_from_pre = with_gradients(fused_pr
     repeat=straight_line,
     backward=fused_backward,
     extras=Extras(fused_and_pre, fused_backward_from_pre, when=has_activation, fake=empty_pre),
-    when=leaves_registers,
+    when=stores_vectors,
     dtypes=HALVES,
     configs=CONFIGS,
 )
 def fused_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: None, activation: str, p: float,
-    config: Config,
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, activation: str,
+    p: float, config: Config,
 ) -> Tensor:  # fmt: skip
     product = functools.partial(fused_product, config=config)
     return fused_by(product, False, x, weight, bias, residual, seed, activation, p)[0]

@@ -101,21 +101,21 @@ def with_gradients(product: Callable[..., Tensor]) -> tuple[Callable, Callable, 
     """The forward that keeps what its backward needs, a backward without it and one with it, of a product by configurations."""
 
     def fused_and_pre(
-        x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: None, activation: str, p: float,
-        config: Any,
+        x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, activation: str,
+        p: float, config: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         by_config = functools.partial(product, config=config)
         return fused_by(by_config, True, x, weight, bias, residual, seed, activation, p)
 
     def backward(
-        grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: None,
+        grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None,
         activation: str, p: float, needs: tuple[bool, ...], config: Any,
     ) -> Gradients:  # fmt: skip
         by_config = functools.partial(product, config=config)
         return gradients_by(by_config, grad, x, weight, bias, residual, seed, activation, p, needs, None)
 
     def backward_from_pre(
-        grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: None,
+        grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None,
         activation: str, p: float, needs: tuple[bool, ...], pre: Tensor, config: Any,
     ) -> Gradients:  # fmt: skip
         by_config = functools.partial(product, config=config)
@@ -127,13 +127,17 @@ def with_gradients(product: Callable[..., Tensor]) -> tuple[Callable, Callable, 
 persistent_and_pre, persistent_backward, persistent_backward_from_pre = with_gradients(persistent_product)
 
 
-def leaves_registers(x: Tensor, weight: Tensor, seed: Tensor | None) -> bool | str:
-    """Beside a loop over tiles there is no room for dropout, nor for an address of each element of a result."""
-    if seed is not None:
-        return "its loop over tiles leaves no registers for dropout"
+def stores_vectors(x: Tensor, weight: Tensor) -> bool | str:
+    """Beside a loop over tiles there is no room for an address of each element of a result."""
     if weight.shape[0] % 16:
         return f"it takes multiples of 16 columns, not {weight.shape[0]}"
     return can_move(x, weight)
+
+
+def leaves_registers(x: Tensor, weight: Tensor, seed: Tensor | None) -> bool | str:
+    if seed is not None:
+        return "its loop over tiles leaves no registers for dropout"
+    return stores_vectors(x, weight)
 
 
 @implements(

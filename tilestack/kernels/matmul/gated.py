@@ -11,6 +11,8 @@ The pair, 2 · M · N numbers, is never written, where a projection and `swiglu`
 is wanted it is: the backward is `swiglu`'s on the pair, then the two products of a linear layer.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +28,7 @@ from tilestack.kernels.matmul.epilogue import halves_of_columns
 from tilestack.kernels.matmul.naive import block_of_product, sum_along_k
 from tilestack.kernels.matmul.ordered import BAND, tile_in_bands
 from tilestack.kernels.matmul.pipelined import pipelined_product
-from tilestack.kernels.matmul.products import linear_again, linear_gradients_by
+from tilestack.kernels.matmul.products import Product, linear_again, linear_gradients_by
 from tilestack.kernels.tiles import accumulator, as_matrix, cdiv
 from tilestack.ops.autocast import lowered
 
@@ -88,18 +90,27 @@ def linear_swiglu_and_pair(x: Tensor, weight: Tensor, bias: Tensor | None) -> tu
     return gated_product(x, weight, bias, keep_pair=True)
 
 
+def gated_gradients_by(
+    product: Product, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool],
+    pair: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """From the pair, computed again where it was not kept."""
+    if pair is None:
+        pair = linear_again(product, grad.dtype, x, weight, bias)
+    dpair = one_tensor_backward(as_matrix(grad), pair, "silu", False)
+    return linear_gradients_by(product, dpair, x, weight, bias, needs)
+
+
 def linear_swiglu_backward_from_pair(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool], pair: Tensor
 ) -> tuple[Tensor | None, ...]:
-    dpair = one_tensor_backward(as_matrix(grad), pair, "silu", False)
-    return linear_gradients_by(pipelined_product, dpair, x, weight, bias, needs)
+    return gated_gradients_by(pipelined_product, grad, x, weight, bias, needs, pair)
 
 
 def linear_swiglu_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, ...]:
-    pair = linear_again(pipelined_product, grad.dtype, x, weight, bias)
-    return linear_swiglu_backward_from_pair(grad, x, weight, bias, needs, pair)
+    return gated_gradients_by(pipelined_product, grad, x, weight, bias, needs, None)
 
 
 def empty_pair(x: Tensor, weight: Tensor) -> Tensor:
