@@ -170,26 +170,32 @@ def recipe_or_model(name: str, changes: list[str]) -> "Recipe":
 
 
 def plan_table(found: list["Plan"]) -> Table:
+    """A line a layout, no wider than a terminal; `--json` has every part of what is added up here."""
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    sides, sizes = "data shard context tensor pipeline", "weights gradients optimizer activations checkpointed memory"
-    for name in f"{sides} {sizes} fits sends step".split():
+    made.add_column("layout", no_wrap=True)
+    for name in ("state", "activations", "memory", "fits", "sends", "step"):
         made.add_column(name, justify="right")
     for plan in found:
-        layout = plan.layout
-        context = f"{layout.context} {layout.method}".strip()
-        fits = ("with checkpointing" if plan.checkpointing else "yes") if plan.fits else "no"
-        sends = ", ".join(f"{kind} {in_bytes(size)}" for kind, size in plan.communication.items()) or "nothing"
+        activations = plan.activations_checkpointed if plan.checkpointing else plan.activations
         made.add_row(
-            str(layout.data), "yes" if layout.shard else "", context, str(layout.tensor), str(layout.pipeline),
-            in_bytes(plan.weights), in_bytes(plan.gradients), in_bytes(plan.optimizer), in_bytes(plan.activations),
-            in_bytes(plan.activations_checkpointed), in_bytes(plan.memory), fits, escape(sends), in_seconds(plan.step),
+            escape(in_words(plan)), in_bytes(plan.weights + plan.gradients + plan.optimizer), in_bytes(activations),
+            in_bytes(plan.memory), ("checkpointed" if plan.checkpointing else "yes") if plan.fits else "no",
+            in_bytes(sum(plan.communication.values())) if plan.communication else "nothing", in_seconds(plan.step),
         )  # fmt: skip
     return made
 
 
+def in_words(plan: "Plan") -> str:
+    """The sides of a layout that are more than 1, as a recipe names them."""
+    layout = plan.layout
+    sides = {"shard" if layout.shard else "data": layout.data, layout.method or "context": layout.context}
+    sides |= {"tensor": layout.tensor, "pipeline": layout.pipeline}
+    return " × ".join(f"{name} {size}" for name, size in sides.items() if size > 1) or "one GPU"
+
+
 def assumptions(cluster: "Cluster") -> str:
     return (
-        "Bytes are of the GPU that has most; sends are its bytes in a step. The step is an estimate: arithmetic at "
+        "Bytes are of the GPU that has most: state is weights, gradients and the optimizer's, sends are a step's. The step is an estimate: arithmetic at "
         f"{cluster.efficiency:.0%} of {cluster.peak / 1e12:g} TFLOP/s, times 1 + (stages - 1) / micro-batches, + what tensor, heads "
         f"and pipeline send at {cluster.bandwidth / 1e9:g} GB/s in a machine of {cluster.node} and {cluster.network / 1e9:g} GB/s "
         "between machines, + what ring sends beyond attention, and data and shard beyond the arithmetic, that hide it."
