@@ -188,9 +188,10 @@ def plan_table(found: list["Plan"]) -> Table:
 def in_words(plan: "Plan") -> str:
     """The sides of a layout that are more than 1, as a recipe names them."""
     layout = plan.layout
-    sides = {"shard" if layout.shard else "data": layout.data, layout.method or "context": layout.context}
-    sides |= {"tensor": layout.tensor, "pipeline": layout.pipeline}
-    return " × ".join(f"{name} {size}" for name, size in sides.items() if size > 1) or "one GPU"
+    sides = {"data": layout.data, layout.method or "context": layout.context, "tensor": layout.tensor}
+    sides["pipeline"] = layout.pipeline
+    named = " × ".join(f"{name} {size}" for name, size in sides.items() if size > 1) or "one GPU"
+    return f"{named}, shard" if layout.shard else named
 
 
 def assumptions(cluster: "Cluster") -> str:
