@@ -35,6 +35,16 @@ class Part:
         asked = sequence.params.prompt_logprobs is not None
         return asked and not sequence.choice and self.start < sequence.prompt - 1
 
+    @property
+    def ends_prompt(self) -> bool:
+        return self.start + self.count == self.sequence.prompt
+
+    @property
+    def pools(self) -> bool:
+        """Whether hidden states of these tokens become part of a vector: all of them for a mean, else the text's last."""
+        pooling = self.sequence.pooling
+        return pooling == "mean" or (pooling == "last" and self.ends_prompt)
+
 
 @dataclass
 class Plan:
@@ -137,10 +147,11 @@ class Scheduler:
     def enter(self, plan: Plan, sequence: Sequence, count: int, room: int = 0) -> int:
         """Put a sequence's tokens into the plan; how many of the step's they are."""
         start, drawn = sequence.kept, sequence.drawn
-        draws = start + count == drawn
+        last = start + count == drawn
+        draws = last and sequence.pooling is None
         plan.parts.append(Part(sequence, start, count, draws, drawn - sequence.prompt, room))
         sequence.kept = start + count
-        sequence.in_flight += draws
+        sequence.in_flight += last
         self.remember(sequence)
         return count + room
 
@@ -157,7 +168,7 @@ class Scheduler:
 
     def known_beginning(self, sequence: Sequence) -> tuple[list[int], list[bytes]]:
         """Pages that hold a sequence's first tokens; the last one is computed in any case, for what follows it."""
-        if not self.prefix_caching or sequence.swapped or sequence.params.prompt_logprobs is not None:
+        if not self.prefix_caching or sequence.swapped or sequence.needs_all_states:
             return [], []
         return self.pool.find(sequence.root, sequence.ids[:-1])
 
