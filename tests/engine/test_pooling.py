@@ -105,10 +105,10 @@ def test_only_what_pools_leaves_the_graphs(monkeypatch):
     for pooling, expected in (("mean", [16, 16, 8]), ("last", [8])):
         engine = make_engine(graphs=True, step_tokens=16)
         forward, read = engine.runner.forward, []
-        noting = lambda parts, ids, batch: (read.append(len(ids)), forward(parts, ids, batch))[1]  # noqa: B023
+        noting = lambda parts, ids, batch: (read.append(len(ids)), forward(parts, ids, batch))[1]
         monkeypatch.setattr(engine.runner, "forward", noting)
         close(LLM(engine).embed(LONG, pooling), vector_alone(LONG, pooling))
-        assert read == expected  # noqa: B023
+        assert read == expected
 
 
 @pytest.mark.parametrize("speculate", ["lookup", "model"])
