@@ -413,6 +413,21 @@ def test_pages_that_hold_the_same_behind_other_beginnings_are_found_for_each():
     assert found == {request.id: [alone(request.prompt, 2)] for request in again}
 
 
+def test_a_long_prompt_leaves_its_tokens_of_a_step_to_the_urgent():
+    engine, order = make_engine(step_tokens=5), []
+    late = greedy("late", list(range(1, 44)), 2)
+    late.priority = 1
+    engine.add(late)
+    engine.step()
+    for id in ("one", "two"):
+        engine.add(greedy(id, [7, 8, 9], 3))
+    while engine.busy:
+        order += [request.id for request, _ in engine.step()]
+        check_pages(engine)
+    assert (sorted(order[:6]), order[6:]) == (["one"] * 3 + ["two"] * 3, ["late"] * 2)
+    assert engine.stats().preemptions == 0
+
+
 @pytest.mark.parametrize("swap", [0, 1 << 20])
 def test_who_gives_way_with_pages_to_spare_comes_back_a_step_later(swap):
     """Drafts leave such pages. Its own would be enough for it to return at once, and to give way again."""
