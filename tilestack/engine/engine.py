@@ -255,8 +255,8 @@ class Engine:
         """Queue a request that was checked, however many wait by now."""
         if request.id in self.requests:
             raise RequestError(f"a request with the id {request.id!r} is being served")
-        params, pools = request.params, request.pooling is not None
-        most = 1 if pools else self.context - len(request.prompt)  # a vector stands in for one token
+        params = request.params
+        most = 1 if request.pooling else self.context - len(request.prompt)  # a vector stands in for one token
         limit = len(request.prompt) + min(most, params.max_tokens or most)
         backend = self.tokenizer.backend if self.tokenizer else None
         sequences = []
@@ -271,7 +271,7 @@ class Engine:
                 frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else self.ends),
                 self.structures.matcher(params.structure),
                 # Penalties and grammars change with every token, so their drafts would have to be drawn one by one.
-                guesses=0 if params.penalises or params.structure is not None or pools else self.usual_guesses,
+                guesses=0 if params.penalises or params.structure is not None else self.usual_guesses,
                 adapter=self.adapters.numbers[request.adapter] if self.adapters and request.adapter else 0,
             )
             sequences.append(sequence)
