@@ -96,12 +96,20 @@ def check_empty(engine):
     assert not engine.requests
     assert not engine.held
     assert not engine.runner.swapped
+    assert not engine.runner.pooler.sums
 
 
 def alone(prompt, count, family="smollm2"):
     """What greedy decoding in a contiguous cache of its own gives."""
     steps = models.generate(decoder(family), torch.tensor([prompt]), max_new_tokens=count)
     return [int(step[0]) for step in steps]
+
+
+@torch.no_grad()
+def vector_alone(text, pooling, family="smollm2"):
+    """A text as a vector, by one forward over all of it."""
+    states = decoder(family).hidden(torch.tensor(text))
+    return torch.nn.functional.normalize(states.mean(0) if pooling == "mean" else states[-1], dim=0).tolist()
 
 
 def greedy(id, prompt, count, **params):

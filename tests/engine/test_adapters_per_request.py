@@ -6,7 +6,7 @@ import torch
 from engines import check_empty, greedy, make_engine, serve
 
 from tilestack import models
-from tilestack.engine import Engine, EngineSettings
+from tilestack.engine import LLM, Engine, EngineSettings
 from tilestack.models.adapters import AdapterError, load_adapters, save_adapters
 from tilestack.nn.lora import add_lora, lora_parameters
 
@@ -21,11 +21,16 @@ def saved(folder, targets, rank, seed):
     return folder
 
 
-def alone_with(folder, prompt, count):
+def model_with(folder):
     model = tiny.ours("smollm2").double()
     if folder:
         load_adapters(model, folder)
-    return [int(step[0]) for step in models.generate(model, torch.tensor([prompt]), max_new_tokens=count)]
+    return model
+
+
+def alone_with(folder, prompt, count):
+    steps = models.generate(model_with(folder), torch.tensor([prompt]), max_new_tokens=count)
+    return [int(step[0]) for step in steps]
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -54,9 +59,10 @@ def test_requests_with_different_adapters_in_one_batch(drafts, graphs, tmp_path)
     assert [found[request.id] for request in requests] == [[answer] for answer in answers]
     assert len({tuple(answer) for answer in answers[:3]}) == 3
     check_empty(engine)
-    last = tiny.ours("smollm2").double().hidden(torch.tensor(prompt)).float()[-1]
-    vector = torch.tensor(engine.runner.embed(prompt, "last"))  # with no adapter left from before
-    torch.testing.assert_close(vector, torch.nn.functional.normalize(last, dim=0))
+    for name in (None, "b"):
+        last = model_with(folders.get(name)).hidden(torch.tensor(prompt)).float()[-1]
+        vector = torch.tensor(LLM(engine).embed(prompt, "last", adapter=name))
+        torch.testing.assert_close(vector, torch.nn.functional.normalize(last, dim=0))
     stats = engine.stats()
     assert (stats.drafted > 0) == (drafts is not None)
     assert stats.accepted <= stats.drafted

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from engines import alone, check_empty, decoder, make_engine
+from engines import alone, check_empty, decoder, make_engine, vector_alone
 
 from tilestack.engine import AsyncEngine, EngineClosed, QueueFull, RequestError, SamplingParams
 from tilestack.engine.sequence import Request
@@ -187,16 +187,14 @@ async def test_closing_drains_and_then_cancels():
 async def test_embeddings():
     async with serving() as engine:
         ids = [3, 5, 7]
-        states = decoder().hidden(torch.tensor(ids)).float()
-        for pooling, state in (("mean", states.mean(0)), ("last", states[-1])):
-            expected = torch.nn.functional.normalize(state, dim=0)
-            torch.testing.assert_close(torch.tensor(await engine.embed(ids, pooling)), expected)
+        for pooling in ("mean", "last"):
+            stream = engine.submit(ids, pooling=pooling)
+            _, last = await whole(stream)
+            assert last.vector == pytest.approx(vector_alone(ids, pooling), abs=1e-6)
+            assert (stream.usage.prompt, stream.usage.completion) == (3, 0)
         with pytest.raises(RequestError, match="no pooling"):
-            await engine.embed(ids, "middle")
-        with pytest.raises(RequestError, match="0 tokens"):
-            await engine.embed([])
-        with pytest.raises(RequestError, match="the text has token 97"):
-            await engine.embed([1, 97])
+            engine.submit(ids, pooling="middle")
+        await quiet(engine)
 
 
 async def test_a_request_that_cannot_be_added_ends_alone(monkeypatch):

@@ -5,7 +5,7 @@ import random
 import pytest
 import tiny_models as tiny
 import torch
-from engines import alone, check_empty, check_pages, decoder, greedy, make_engine, serve
+from engines import alone, check_empty, check_pages, decoder, greedy, make_engine, serve, vector_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,7 +98,7 @@ class Traffic:
 
     def __init__(self, **settings):
         self.engine = make_engine(**settings)
-        self.found, self.told, self.asked, self.cancelled = {}, {}, {}, set()
+        self.found, self.told, self.asked, self.cancelled, self.vectors = {}, {}, {}, set(), {}
 
     def run(self, events):
         for kind, number in events:
@@ -132,6 +132,8 @@ class Traffic:
         request = Request(
             f"r{len(self.asked)}", prompt, params, priority=draw.choice([0, 0, 1]), salt=draw.choice(["", "x"])
         )
+        if pooling := draw.choice([None, None, "mean", "last"]):
+            request.params, request.pooling, params = SamplingParams(), pooling, SamplingParams()
         self.asked[request.id] = request
         self.found[request.id] = [[] for _ in range(params.n)]
         self.told[request.id] = [[] for _ in range(params.n)]
@@ -142,6 +144,9 @@ class Traffic:
             assert delta.error is None
             self.found[request.id][delta.choice] += delta.ids
             self.told[request.id][delta.choice] += delta.logprobs
+            if delta.vector:
+                assert delta.finish == "stop"
+                self.vectors[request.id] = delta.vector
 
     def check_totals(self):
         """What is counted is what was asked for and what was given."""
@@ -163,6 +168,15 @@ class Traffic:
                     own = torch.log_softmax(logits, -1)[range(len(ids)), ids]
                     assert [each.logprob for each in told] == pytest.approx(own.tolist(), abs=1e-5)
 
+    def check_vectors(self):
+        """One for each who asked for it and stayed, and that of one forward."""
+        asked = {id for id, request in self.asked.items() if request.pooling}
+        assert asked - self.cancelled == self.vectors.keys()
+        for id, vector in self.vectors.items():
+            expected = vector_alone(self.asked[id].prompt, self.asked[id].pooling)
+            torch.testing.assert_close(torch.tensor(vector), torch.tensor(expected), rtol=1e-5, atol=1e-7)
+            assert self.found[id] == [[]]
+
 
 EVENTS = st.lists(
     st.tuples(st.sampled_from(["arrive", "step", "step", "step", "cancel"]), st.integers(0, 40)), max_size=40
@@ -180,7 +194,10 @@ def test_any_traffic_in_a_small_pool(events, pages, overlap, swap, tokens, looku
     check_empty(traffic.engine)
     traffic.check_totals()
     traffic.check_told()
+    traffic.check_vectors()
     for id, request in traffic.asked.items():
+        if request.pooling:
+            continue
         alone = Request(id, request.prompt, request.params)
         expected = serve(make_engine(overlap=False, prefix_caching=False, step_tokens=64), [alone])[id]
         if id in traffic.cancelled:
@@ -394,6 +411,21 @@ def test_pages_that_hold_the_same_behind_other_beginnings_are_found_for_each():
     found = serve(engine, again, check_pages)
     assert [request.cached for request in again] == [8, 8]
     assert found == {request.id: [alone(request.prompt, 2)] for request in again}
+
+
+def test_a_long_prompt_leaves_its_tokens_of_a_step_to_the_urgent():
+    engine, order = make_engine(step_tokens=5), []
+    late = greedy("late", list(range(1, 44)), 2)
+    late.priority = 1
+    engine.add(late)
+    engine.step()
+    for id in ("one", "two"):
+        engine.add(greedy(id, [7, 8, 9], 3))
+    while engine.busy:
+        order += [request.id for request, _ in engine.step()]
+        check_pages(engine)
+    assert (sorted(order[:6]), order[6:]) == (["one"] * 3 + ["two"] * 3, ["late"] * 2)
+    assert engine.stats().preemptions == 0
 
 
 @pytest.mark.parametrize("swap", [0, 1 << 20])

@@ -196,6 +196,19 @@ def test_who_is_cancelled_in_flight_leaves_nothing_and_others_their_own(decoder,
     assert again == answers(decoder)[:8]
 
 
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+@torch.no_grad()
+def test_texts_become_vectors_beside_graphs(decoder, pooling):
+    """Read in chunks that leave the graphs, while others decode in them."""
+    texts = [Request(f"text{n}", request.prompt * 3, pooling=pooling) for n, request in enumerate(requests(6))]
+    outputs = LLM(engine_of(decoder)).run([each for pair in zip(requests(6), texts, strict=True) for each in pair])
+    assert [output.completions[0].ids for output in outputs[::2]] == answers(decoder)[:6]
+    for request, output in zip(texts, outputs[1::2], strict=True):
+        states = decoder.hidden(torch.tensor(request.prompt, device="cuda"))
+        expected = torch.nn.functional.normalize(states.mean(0) if pooling == "mean" else states[-1], dim=0)
+        torch.testing.assert_close(torch.tensor(output.completions[0].vector), expected.cpu(), rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
 def test_eight_bit_pages(decoder, kept):
     assert answers(decoder, kv_dtype=kept) == answers(decoder, kv_dtype=kept, graphs=False, overlap=False)

@@ -17,7 +17,8 @@ def count_up(prompt: str) -> str:
 
 @dataclass
 class FakeEngine:
-    """Answers each prompt with `says(prompt)`, cut at max_tokens; waits `pace` seconds before each token."""
+    """Answers each prompt with `says(prompt)`, cut at max_tokens, or with a vector; waits `pace` seconds before each token, and
+    for a vector as long as the prompt has tokens."""
 
     tokenizer: Tokenizer
     says: Callable[[str], str] = count_up
@@ -43,7 +44,7 @@ class FakeEngine:
         for stream in list(self.live):
             stream.cancel()
 
-    def submit(self, prompt, params, *, id, priority=0, adapter=None, salt=""):
+    def submit(self, prompt, params, *, id, priority=0, adapter=None, salt="", pooling=None):
         if self.closed:
             raise EngineClosed("closed")
         if len(self.live) >= self.queue:
@@ -51,10 +52,7 @@ class FakeEngine:
         if adapter is not None and adapter not in self.adapters:
             raise RequestError(f"no adapter {adapter}")
         self.submitted.append((prompt, params, dict(id=id, priority=priority, adapter=adapter, salt=salt)))
-        return FakeStream(self, prompt, params)
-
-    async def embed(self, ids, pooling="mean"):
-        return list(self.vector if pooling == "mean" else self.vector[::-1])
+        return FakeStream(self, prompt, params, pooling)
 
     def stats(self):
         self.totals.running = len(self.live)
@@ -62,8 +60,8 @@ class FakeEngine:
 
 
 class FakeStream:
-    def __init__(self, engine, prompt, params):
-        self.engine, self.prompt, self.params = engine, prompt, params
+    def __init__(self, engine, prompt, params, pooling):
+        self.engine, self.prompt, self.params, self.pooling = engine, prompt, params, pooling
         self.made, self.cancelled = 0, False
         self.prompt_logprobs = None
         if params.prompt_logprobs is not None:
@@ -83,6 +81,11 @@ class FakeStream:
         text = self.engine.tokenizer.decode(self.prompt)
         if "explode" in text:
             self.deltas.put_nowait(Delta(0, finish="error", error="RuntimeError: the model broke"))
+            return
+        if self.pooling:
+            await asyncio.sleep(self.engine.pace * len(self.prompt))
+            vector = self.engine.vector if self.pooling == "mean" else self.engine.vector[::-1]
+            self.deltas.put_nowait(Delta(0, finish="stop", vector=vector))
             return
         ids = self.engine.tokenizer.encode(self.engine.says(text), bare=True)
         most = self.params.max_tokens or self.engine.context - len(self.prompt)

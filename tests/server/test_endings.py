@@ -11,7 +11,7 @@ import patient
 import pytest
 from fake_engine import empty_soon
 
-from tilestack.engine import EngineClosed, EngineStats
+from tilestack.engine import EngineStats
 from tilestack.extras import MissingExtra
 from tilestack.server import events
 from tilestack.server.app import create_app
@@ -53,10 +53,22 @@ async def abandon(url, count, seconds, begun):
         writer.close()
 
 
-def wait_for_the_log(caplog):
+def seconds_to_answer(url):
+    """What one token takes."""
+    began = time.monotonic()
+    assert patient.post(url + "/v1/chat/completions", json=CHAT | {"max_tokens": 1}).status_code == 200
+    return time.monotonic() - began
+
+
+def usual_seconds(url):
+    """The same of an idle server, once it is warm; it says how busy the machine is."""
+    return max([seconds_to_answer(url) for _ in range(6)][1:])
+
+
+def wait_for_the_log(caplog, requests=1):
     """The line of a request is written when its answer is gone."""
     deadline = time.monotonic() + patient.LONG
-    while "request" not in caplog.messages and time.monotonic() < deadline:
+    while caplog.messages.count("request") < requests and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
@@ -79,10 +91,12 @@ def test_a_stream_that_is_closed_ends_its_request(serve, fake):
     assert empty_soon(fake)
 
 
-def test_two_hundred_requests_cut_off_leave_an_engine_that_answers(serve, fake):
-    fake.pace, fake.queue = 0.05, 1000
+def test_two_hundred_requests_cut_off_leave_a_server_that_answers_within_a_second(serve, fake):
     url = serve(fake)
-    asyncio.run(abandon(url, 200, 0.5, lambda: len(fake.submitted) == 200))
+    usual, before = usual_seconds(url), len(fake.submitted)
+    fake.pace, fake.queue = 0.05, 1000
+    asyncio.run(abandon(url, 200, 0.5, lambda: len(fake.submitted) == before + 200))
+    assert seconds_to_answer(url) < max(1.0, 50 * usual)
     assert empty_soon(fake)
     made = fake.totals.completion_tokens
     assert patient.post(url + "/v1/chat/completions", json=CHAT | {"max_tokens": 1}).status_code == 200
@@ -126,6 +140,35 @@ def test_time_that_is_up_is_a_504(serve, fake):
         late = patient.post(url + "/v1/chat/completions", json=CHAT | {"stream": stream})
         assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
     assert empty_soon(fake)
+
+
+def test_texts_that_become_vectors_end_as_other_requests_do(serve, fake, caplog):
+    """When the client leaves, when there is no room for all of them, and when the time is up."""
+    fake.pace, fake.queue = 60, 2
+    url = serve(fake, limits=Limits(request_seconds=0.1))
+
+    async def leave():
+        async with httpx2.AsyncClient(base_url=serve(fake), timeout=patient.LONG) as client:
+            asked = asyncio.create_task(client.post("/v1/embeddings", json={"input": ["a", "b"]}))
+            await until(lambda: len(fake.live) == 2)
+            asked.cancel()
+
+    asyncio.run(leave())
+    assert empty_soon(fake)
+    with caplog.at_level(logging.INFO, "tilestack.server"):
+        refused = patient.post(url + "/v1/embeddings", json={"input": ["a", "b", "c"]})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert refused.headers["retry-after"] == "1"
+        assert empty_soon(fake)
+        late = patient.post(url + "/v1/embeddings", json={"input": ["a", "b"]})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        assert empty_soon(fake)
+        fake.pace = 0.0
+        assert patient.post(url + "/v1/embeddings", json={"input": [[1, 2], [3]]}).status_code == 200
+        wait_for_the_log(caplog, 3)
+    fields = [record.fields for record in caplog.records if record.getMessage() == "request"][-1]
+    assert (fields["prompt_tokens"], fields["completion_tokens"], fields["first_token_seconds"]) == (3, 0, None)
+    assert "tilestack_request_seconds_count 1.0" in patient.get(url + "/metrics").text
 
 
 def test_time_that_is_up_in_a_stream_is_an_event(serve, fake, caplog):
@@ -212,13 +255,11 @@ def test_what_the_engine_cannot_do_here_or_any_more_has_a_status(serve, fake):
     def missing(structure):
         raise MissingExtra("structured output needs llguidance: pip install llguidance")
 
-    async def closed(ids, pooling):
-        raise EngineClosed("closed")
-
-    fake.engine.structures.matcher, fake.embed = missing, closed
+    fake.engine.structures.matcher = missing
     url = serve(fake)
     absent = patient.post(url + "/v1/chat/completions", json=CHAT | {"response_format": {"type": "json_object"}})
     assert (absent.status_code, absent.json()["error"]["code"]) == (501, "not_installed")
+    fake.closed = True
     ending = patient.post(url + "/v1/embeddings", json={"input": "a"})
     assert (ending.status_code, ending.json()["error"]["code"]) == (503, "ending")
     assert int(ending.headers["retry-after"]) > 0

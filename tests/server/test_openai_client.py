@@ -260,11 +260,16 @@ def test_echo_with_log_probabilities(ask, fake, bare):
     assert told.text_offset == [len("".join(told.tokens[:place])) for place in range(len(ids) + 2)]
 
 
-def test_embeddings(ask):
+def test_embeddings(ask, fake):
     asked = ask.embeddings.create(model="fake", input=["the cat", "the dog"])  # base64 beneath
     assert [entry.embedding for entry in asked.data] == [pytest.approx([0.6, 0.8])] * 2
     last = ask.embeddings.create(model="fake", input="x", encoding_format="float", extra_body={"pooling": "last"})
     assert last.data[0].embedding == [0.8, 0.6]
+    assert last.usage.prompt_tokens == last.usage.total_tokens == len(fake.tokenizer.encode("x"))
+    more = {"priority": -3, "cache_salt": "mine"}
+    assert ask.embeddings.create(model="pirate", input="x", extra_body=more).model == "pirate"
+    _, _, options = fake.submitted[-1]
+    assert (options["adapter"], options["priority"], options["salt"]) == ("pirate", -3, "mine")
 
 
 def test_models(ask):

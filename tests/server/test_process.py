@@ -5,6 +5,7 @@ import json
 import logging
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,11 +81,17 @@ def test_what_does_not_end_in_time_is_ended_with_an_error():
         with patient.stream("POST", server.url + "/v1/chat/completions", json=CHAT) as stream:
             lines = stream.iter_lines()
             first = next(lines)
-            server.signal(signal.SIGINT)
-            said, errors = texts([first, *lines])
+            with ThreadPoolExecutor(1) as pool:
+                vector = pool.submit(patient.post, server.url + "/v1/embeddings", json={"input": [1] * 2000})
+                while "tilestack_requests_running 2.0" not in patient.get(server.url + "/metrics").text:
+                    assert not vector.done()
+                server.signal(signal.SIGINT)
+                said, errors = texts([first, *lines])
         assert server.end() == 0
     assert said
     assert errors == ["ending"]
+    assert (vector.result().status_code, vector.result().json()["error"]["code"]) == (503, "ending")
+    assert "traceback" not in "".join(server.lines)
 
 
 def test_a_second_signal_ends_at_once():

@@ -13,7 +13,7 @@ import openai
 import patient
 import pytest
 from server_thread import served
-from test_endings import abandon, until
+from test_endings import abandon, seconds_to_answer, until, usual_seconds
 
 from tilestack.engine import AsyncEngine, EngineSettings
 
@@ -52,9 +52,10 @@ def test_the_same_seed_gives_the_same_text_streamed_or_not_alone_or_among_others
     assert again.usage.prompt_tokens_details.cached_tokens > 0
 
 
-def test_two_hundred_requests_cut_off_leave_an_empty_engine(url, engine):
-    begun = lambda: engine.stats().requests == 200
-    asyncio.run(abandon(url, 200, 0.5, begun))
+def test_two_hundred_requests_cut_off_leave_an_empty_engine_that_answers_within_a_second(url, engine):
+    usual, before = usual_seconds(url), engine.stats().requests
+    asyncio.run(abandon(url, 200, 0.5, lambda: engine.stats().requests == before + 200))
+    assert seconds_to_answer(url) < max(1.0, 50 * usual)
     assert idle_soon(engine)
     made = engine.stats().completion_tokens
     assert patient.post(url + "/v1/chat/completions", json=CHAT | {"max_tokens": 1}).status_code == 200
@@ -121,8 +122,10 @@ def test_hostile_stop_texts(url):
 
 
 def test_tokens_that_the_model_does_not_know_are_refused(url):
-    refused = patient.post(url + "/v1/completions", json={"prompt": [5, 10**6]})
-    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+    for path, field in (("completions", "prompt"), ("embeddings", "input")):
+        refused = patient.post(f"{url}/v1/{path}", json={field: [5, 10**6]})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert "token 1000000" in refused.json()["error"]["message"]
 
 
 def test_log_probabilities_and_embeddings_of_a_real_model(url):
@@ -146,7 +149,7 @@ async def soak(url, count, seed):
     dice, turns, statuses = random.Random(seed), asyncio.Semaphore(32), []
 
     async def one(client):
-        kind, size = dice.random(), dice.randrange(1, 6)
+        kind, size = dice.random(), dice.randrange(1, 5)
         path, body = "/v1/completions", {"prompt": "the cat " * dice.randrange(1, 9), "max_tokens": size}
         if kind < 0.3:
             path, body = "/v1/chat/completions", CHAT | {"max_tokens": size, "stream": kind < 0.15}
@@ -155,7 +158,14 @@ async def soak(url, count, seed):
         elif kind < 0.5:
             body |= {"n": 2, "logprobs": 2}
         elif kind < 0.6:
-            path, body = "/v1/embeddings", {"input": "the dog"}
+            texts = ["the dog", "the cat " * dice.randrange(1, 30)]
+            path, body = "/v1/embeddings", {"input": texts, "pooling": "mean" if kind < 0.57 else "last"}
+        elif kind < 0.61:
+            body |= {"prompt": f"{size} " + "the cat " * 300}  # read in several steps
+        elif kind < 0.63:
+            body |= {"structured_outputs": {"regex": f"[a-z ]{{{size}}}"}}
+        elif kind < 0.64:
+            path, body = "/v1/chat/completions", CHAT | {"max_tokens": size, "response_format": {"type": "json_object"}}
         async with turns:
             try:
                 wait = 0.005 if kind > 0.95 else patient.LONG

@@ -119,15 +119,6 @@ def test_a_prompt_leaves_room_for_an_answer_and_an_answer_ends_with_the_context(
         assert len(prompt) + params.max_tokens == 60
 
 
-def test_unknown_tokens_and_adapters_have_no_embedding(here, tokenizer):
-    first_unknown = refused(here.post("/v1/embeddings", json={"input": [tokenizer.vocabulary]}))
-    assert f"token {tokenizer.vocabulary} is unknown" in first_unknown["message"]
-    assert (
-        "not of an adapter" in refused(here.post("/v1/embeddings", json={"input": "a", "model": "pirate"}))["message"]
-    )
-    assert "token 1000000 is unknown" in refused(here.post("/v1/embeddings", json={"input": [5, 10**6]}))["message"]
-
-
 @pytest.mark.parametrize(
     "body",
     [

@@ -16,7 +16,6 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +126,19 @@ class AsyncEngine:
     def submit(
         self,
         prompt: list[int],
-        params: SamplingParams,
+        params: SamplingParams | None = None,
         *,
         id: str | None = None,
         priority: int = 0,
         adapter: str | None = None,
         salt: str = "",
+        pooling: str | None = None,
     ) -> Stream:
-        """Queue a request from within a loop; raises RequestError, QueueFull or EngineClosed at once."""
-        request = Request(id or f"request-{next(self.numbers)}", list(prompt), params, priority, adapter, salt)
+        """Queue a request from within a loop; raises RequestError, QueueFull or EngineClosed at once. With `pooling` its only
+        delta holds the prompt as a vector."""
+        params = params or SamplingParams()
+        id = id or f"request-{next(self.numbers)}"
+        request = Request(id, list(prompt), params, priority, adapter, salt, pooling)
         self.engine.check(request)
         self.engine.check_queue(params.drawn, self.entering)
         stream = Stream(self, request, asyncio.get_running_loop())
@@ -166,26 +169,6 @@ class AsyncEngine:
 
     def cancel(self, request: Request) -> None:
         self.inbox.put(lambda: self.engine.cancel(request.id) if request in self.streams else [])
-
-    async def embed(self, ids: list[int], pooling: str = "mean") -> list[float]:
-        """A text as a vector of length 1, by the mean of its tokens' hidden states or by the last."""
-        if not 1 <= len(ids) <= self.context:
-            raise RequestError(f"the text has {len(ids)} tokens, and the model reads 1 to {self.context}")
-        self.engine.check_tokens("the text", ids)
-        if pooling not in ("mean", "last"):
-            raise RequestError(f"no pooling {pooling!r}; choose from mean, last")
-        found: Future[list[float]] = Future()
-
-        def compute() -> list[News]:
-            if found.set_running_or_notify_cancel():
-                try:
-                    found.set_result(self.engine.runner.embed(ids, pooling))
-                except Exception as problem:
-                    found.set_exception(problem)
-            return []
-
-        self.leave(compute)
-        return await asyncio.wrap_future(found)
 
     async def close(self, drain: float = 0.0) -> None:
         """Take no more requests, give those that run so many seconds, cancel the rest, and end the thread."""

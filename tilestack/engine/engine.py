@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from tilestack import models
 from tilestack.data import Tokenizer
@@ -23,7 +24,8 @@ from tilestack.engine.cpu_step import FEW as FEW_ON_CPU
 from tilestack.engine.cpu_weights import can_block, pack_for_cpu
 from tilestack.engine.outputs import Completion, Delta, TokenLogprob, Usage
 from tilestack.engine.pages import PagePool
-from tilestack.engine.params import RequestError
+from tilestack.engine.params import RequestError, SamplingParams
+from tilestack.engine.pooling import POOLINGS, unit_vector
 from tilestack.engine.quantised_weights import has_codes, load_decoder
 from tilestack.engine.reading import FEW as FEW_ON_GPU
 from tilestack.engine.runner import Runner, Step
@@ -200,9 +202,11 @@ class Engine:
     def check(self, request: Request) -> None:
         """Refuse what cannot be served; touches nothing, so any thread may ask."""
         params, prompt = request.params, request.prompt
+        if request.pooling is not None:
+            self.check_pooling(request)
         if not prompt:
             raise RequestError("the prompt is empty; there must be at least one token to go on from")
-        if len(prompt) >= self.context:
+        if len(prompt) >= self.context and request.pooling is None:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens; at most {self.context - 1} leave room for an answer"
             )
@@ -214,6 +218,15 @@ class Engine:
             )
         if params.stop and self.tokenizer is None:
             raise RequestError("stop texts need a tokenizer, and the engine has none")
+
+    def check_pooling(self, request: Request) -> None:
+        """Of a request for a vector; there need be no room for an answer."""
+        if request.pooling not in POOLINGS:
+            raise RequestError(f"no pooling {request.pooling!r}; choose from {', '.join(POOLINGS)}")
+        if request.params != SamplingParams():
+            raise RequestError("a request with pooling draws no tokens; leave its sampling parameters out")
+        if len(request.prompt) > self.context:
+            raise RequestError(f"the text has {len(request.prompt)} tokens, and the model reads at most {self.context}")
 
     def check_queue(self, sequences: int, entering: int = 0) -> None:
         """Refuse so many sequences where too many wait; `entering` others are on their way. Any thread may ask."""
@@ -243,7 +256,7 @@ class Engine:
         if request.id in self.requests:
             raise RequestError(f"a request with the id {request.id!r} is being served")
         params = request.params
-        most = self.context - len(request.prompt)
+        most = 1 if request.pooling else self.context - len(request.prompt)  # a vector stands in for one token
         limit = len(request.prompt) + min(most, params.max_tokens or most)
         backend = self.tokenizer.backend if self.tokenizer else None
         sequences = []
@@ -323,6 +336,8 @@ class Engine:
         for part in step.parts:
             if step.prompt_logprobs:
                 self.note_prompt(part, step)
+            if part.sequence in step.pooled and not part.sequence.ended:
+                news += self.end_pooled(part.sequence, step.pooled[part.sequence])
             if not part.draws:
                 continue
             count = len(part.drafts) + 1
@@ -352,9 +367,7 @@ class Engine:
                 what = (
                     "no token is allowed by the structure" if sequence.matcher else "the model's logits are not finite"
                 )
-                for page in sequence.pages:  # they may hold what is not finite, which others must not find
-                    self.pool.forget(page)
-                return self.end([sequence], "error", what)
+                return self.end_not_finite(sequence, what)
             taken += 1
             piece, finish = self.take(sequence, token)
             text += piece
@@ -375,6 +388,18 @@ class Engine:
                 [sequence], finish, ids=tuple(tokens[:taken]), text=text + sequence.text.rest(), logprobs=logprobs
             )
         return self.publish(sequence, Delta(sequence.choice, tuple(tokens[:taken]), text, logprobs))
+
+    def end_pooled(self, sequence: Sequence, total: Tensor) -> list[News]:
+        """A text that was read to its end, with what its states have come to."""
+        sequence.in_flight -= 1
+        if not total.isfinite().all():
+            return self.end_not_finite(sequence, "the model's hidden states are not finite")
+        return self.end([sequence], "stop", vector=unit_vector(total))
+
+    def end_not_finite(self, sequence: Sequence, what: str) -> list[News]:
+        for page in sequence.pages:  # they may hold what is not finite, which others must not find
+            self.pool.forget(page)
+        return self.end([sequence], "error", what)
 
     def guesses_after(self, guessed: int, right: int) -> int:
         """Tokens that a sequence may guess next: as many as usual, and more and more as long as all of them are right."""
@@ -424,6 +449,7 @@ class Engine:
         ids: tuple[int, ...] = (),
         text: str = "",
         logprobs: tuple[TokenLogprob, ...] = (),
+        vector: tuple[float, ...] = (),
     ) -> list[News]:
         """End sequences, all for the same reason."""
         news: list[News] = []
@@ -439,7 +465,8 @@ class Engine:
             if request.ended:
                 self.requests.pop(request.id, None)
                 self.totals.cached_tokens += request.cached
-            news += self.publish(sequence, Delta(sequence.choice, ids, text, logprobs, finish, stopped_by, error))
+            delta = Delta(sequence.choice, ids, text, logprobs, finish, stopped_by, error, vector)
+            news += self.publish(sequence, delta)
         return news
 
     def fail(self, sequences: Iterable[Sequence], problem: Exception) -> list[News]:
@@ -466,6 +493,7 @@ class Engine:
         self.held.clear()
         self.flying = None
         self.runner.swapped.clear()
+        self.runner.pooler.sums.clear()
         before = self.scheduler
         self.pool = PagePool(self.pool.pages + 1, self.pool.page)
         self.scheduler = self.new_scheduler(self.pool)

@@ -1,4 +1,4 @@
-"""Many prompts at once, offline: `LLM(model).generate(prompts, params)` and `.chat(conversations, params)`."""
+"""Many prompts at once, offline: `LLM(model).generate(prompts, params)`, `.chat(conversations, params)`, `.embed(texts)`."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -48,22 +48,40 @@ class LLM:
         progress: bool = True,
     ) -> Any:
         """What follows each prompt, a text or token ids: a RequestOutput for one prompt, a list of them for a list."""
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        given: list[Any] = [prompts] if one else list(prompts)
+        ids, one = self.encoded(prompts)
         asked = (
-            [params or SamplingParams()] * len(given)
+            [params or SamplingParams()] * len(ids)
             if params is None or isinstance(params, SamplingParams)
             else list(params)
         )
-        if len(asked) != len(given):
-            raise ValueError(f"{len(given)} prompts and {len(asked)} parameters; give one for all, or one for each")
-        encode = lambda prompt: self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if len(asked) != len(ids):
+            raise ValueError(f"{len(ids)} prompts and {len(asked)} parameters; give one for all, or one for each")
         requests = [
-            Request(f"{number}", encode(prompt), wanted, adapter=adapter)
-            for number, (prompt, wanted) in enumerate(zip(given, asked, strict=True))
+            Request(f"{number}", prompt, wanted, adapter=adapter)
+            for number, (prompt, wanted) in enumerate(zip(ids, asked, strict=True))
         ]
         found = self.run(requests, progress and not one)
         return found[0] if one else found
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        pooling: str = "mean",
+        *,
+        adapter: str | None = None,
+        progress: bool = True,
+    ) -> Any:
+        """A text as a vector of length 1, by the mean of its tokens' hidden states or by the last; a list for a list."""
+        ids, one = self.encoded(texts)
+        requests = [Request(f"{number}", text, adapter=adapter, pooling=pooling) for number, text in enumerate(ids)]
+        found = [output.completions[0].vector for output in self.run(requests, progress and not one)]
+        return found[0] if one else found
+
+    def encoded(self, prompts: Prompt | Sequence[Prompt]) -> tuple[list[list[int]], bool]:
+        """Prompts as token ids, and whether one was given instead of a list."""
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        given: list[Any] = [prompts] if one else list(prompts)
+        return [self.tokenizer.encode(each) if isinstance(each, str) else list(each) for each in given], one
 
     def chat(
         self,

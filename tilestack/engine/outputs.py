@@ -15,7 +15,7 @@ class TokenLogprob:
 
 class Delta(NamedTuple):
     """What was added to one answer of a request. The last of an answer says why it ended: "stop" (the model, a stop text
-    or token), "length", "cancelled" or "error".
+    or token, or the end of a text that becomes a vector), "length", "cancelled" or "error".
 
     A tuple, since a step of many sequences makes one for each."""
 
@@ -26,6 +26,7 @@ class Delta(NamedTuple):
     finish: str | None = None
     stopped_by: str | int | None = None  # the stop text or token of the request that ended it
     error: str | None = None
+    vector: tuple[float, ...] = ()  # of a request that asks for one, with its only delta
 
 
 @dataclass
@@ -38,12 +39,14 @@ class Completion:
     finish: str | None = None
     stopped_by: str | int | None = None
     error: str | None = None
+    vector: tuple[float, ...] = ()
 
     def add(self, delta: Delta) -> None:
         self.text += delta.text
         self.ids += delta.ids
         self.logprobs += delta.logprobs
         self.finish, self.stopped_by, self.error = delta.finish, delta.stopped_by, delta.error
+        self.vector = delta.vector
 
 
 @dataclass(frozen=True)

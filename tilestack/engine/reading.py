@@ -52,7 +52,8 @@ class ReadingSteps(CapturedSteps):
 
     def take(self, parts: List[Part]) -> bool:
         tokens = sum(part.count + len(part.drafts) for part in parts)
-        if not 0 < tokens <= self.most or any(part.tells_prompt for part in parts):
+        # A graph leaves the states of tokens that are followed by a new one, and these need others.
+        if not 0 < tokens <= self.most or any(part.tells_prompt or part.pools for part in parts):
             return False
         return tokens <= FEW or not any(part.drafts for part in parts)
 

@@ -28,6 +28,7 @@ from tilestack.engine.cpu_step import FEW, CPUStep, torch_on_one_thread
 from tilestack.engine.decoding import DecodingSteps
 from tilestack.engine.decoding_one import persistent_steps
 from tilestack.engine.outputs import TokenLogprob
+from tilestack.engine.pooling import Pooler
 from tilestack.engine.reading import ReadingSteps
 from tilestack.engine.sampling import Draws, SamplingRows, sample_unfiltered, told_of
 from tilestack.engine.scheduler import Part, Plan
@@ -65,6 +66,7 @@ class Step:
     ready: torch.cuda.Event | None
     logprobs: Told | None = None
     prompt_logprobs: dict[Sequence, list[Told]] = field(default_factory=dict)
+    pooled: dict[Sequence, Tensor] = field(default_factory=dict)  # [hidden] of texts that were read to their end
 
     def read(self) -> list[int]:
         """The tokens, waiting for them."""
@@ -108,6 +110,7 @@ class Runner:
         self.report: Report | None = None  # told what takes long before a step can begin
         self.graph_memory: Any = None  # which all graphs share, since one runs at a time
         self.swapped: dict[Sequence, list[Tensor]] = {}
+        self.pooler = Pooler()
         self.captured: list[CapturedSteps] = []
         if graphs:
             self.captured = [DecodingSteps(self, rows), ReadingSteps(self, rows, step_tokens)]
@@ -149,8 +152,8 @@ class Runner:
         drawn, told = torch.zeros(0, dtype=torch.int64), None
         if draws.sequences:
             drawn, told = self.draw(draws, hidden[self.indices(places_of(parts))])
-        of_prompts = self.prompt_logprobs(parts, hidden)
-        return Step(parts, self.to_host(drawn), self.record(), told, of_prompts)
+        of_prompts, pooled = self.prompt_logprobs(parts, hidden), self.pool(parts, hidden)
+        return Step(parts, self.to_host(drawn), self.record(), told, of_prompts, pooled)
 
     def draw(self, draws: Draws, hidden: Tensor) -> tuple[Tensor, Told | None]:
         """Tokens [D] by hidden states [D, hidden], which become the last of their rows, and what is told of those whose
@@ -281,8 +284,9 @@ class Runner:
                 tensor[:, self.indices(pages)] = held.to(self.device)
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence has ended: drop what host memory holds of it."""
+        """A sequence has ended: drop what is held of it."""
         self.swapped.pop(sequence, None)
+        self.pooler.forget(sequence)
 
     def prompt_logprobs(self, parts: List[Part], hidden: Tensor) -> dict[Sequence, list[Told]]:
         """Of the prompt's tokens that follow those of this step, where a request wants them told."""
@@ -309,12 +313,13 @@ class Runner:
         own, ids, values = told_of(found, tokens.clamp(min=0), top)
         return Told(self.to_host(tokens), self.to_host(own), self.to_host(ids), self.to_host(values))
 
-    @torch.no_grad()
-    def embed(self, ids: List[int], pooling: str) -> list[float]:
-        """A text as one vector of length 1: the mean of its hidden states, or the last of them."""
-        hidden = self.decoder.hidden(self.indices(ids)).float()
-        vector = hidden.mean(0) if pooling == "mean" else hidden[-1]
-        return torch.nn.functional.normalize(vector, dim=0).tolist()
+    def pool(self, parts: List[Part], hidden: Tensor) -> dict[Sequence, Tensor]:
+        """What texts that become vectors have come to, of those that end in this step."""
+        found: dict[Sequence, Tensor] = {}
+        for part, offset in offsets_of(parts):
+            if part.pools and (total := self.pooler.add(part, hidden[offset : offset + part.count])) is not None:
+                found[part.sequence] = self.to_host(total)
+        return found
 
     def indices(self, values: List[int] | List[List[int]]) -> Tensor:
         """Integers on the device, sent without waiting."""

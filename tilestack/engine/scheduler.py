@@ -1,13 +1,14 @@
 """Who computes what in the next step.
 
-A step is a flat batch of tokens: a chunk of a prompt here, one token of decoding there. Sequences that run come first, by
-priority and arrival, each with the tokens it lacks; then those that wait, as long as tokens, rows and pages last. When
-pages run out the newest of the least priority gives its own back, and computes again what it had (or copies it to host
-memory and back, where that is allowed).
+A step is a flat batch of tokens: a chunk of a prompt here, one token of decoding there. It is filled by priority; among equals
+those that run come first, in the order of their arrival, each with the tokens it lacks, and then those that wait, as long as
+tokens, rows and pages last. When pages run out the newest of the least priority gives its own back, and computes again what it
+had (or copies it to host memory and back, where that is allowed).
 
 Nothing here touches the device, so a schedule can be made while the step before is still being computed.
 """
 
+import math
 from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -34,6 +35,16 @@ class Part:
         sequence = self.sequence
         asked = sequence.params.prompt_logprobs is not None
         return asked and not sequence.choice and self.start < sequence.prompt - 1
+
+    @property
+    def ends_prompt(self) -> bool:
+        return self.start + self.count == self.sequence.prompt
+
+    @property
+    def pools(self) -> bool:
+        """Whether hidden states of these tokens become part of a vector: all of them for a mean, else the text's last."""
+        pooling = self.sequence.pooling
+        return pooling == "mean" or (pooling == "last" and self.ends_prompt)
 
 
 @dataclass
@@ -80,11 +91,14 @@ class Scheduler:
     def schedule(self) -> Plan:
         plan, left = Plan(), self.step_tokens
         self.make_way(plan)
-        preempted = self.preemptions
+        preempted, level = self.preemptions, -math.inf
         drafting = self.drafting_tokens is None or len(self.running) < self.drafting_tokens
         for behind, sequence in list(zip(range(len(self.running) - 1, -1, -1), self.running, strict=True)):
             if sequence.row < 0 or sequence.waits_to_be_read:  # preempted by one before it, or nothing to compute
                 continue
+            if sequence.request.priority > level and self.preemptions == preempted:
+                level = sequence.request.priority
+                left = self.admit(plan, left, level)
             count = min(sequence.drawn - sequence.kept, left)
             if not count:
                 continue
@@ -109,10 +123,13 @@ class Scheduler:
         free = len(self.pool.free) - sum(not self.pool.users[page] for page in found)
         return bool(self.free_rows) and need <= free - (self.reserve if self.running else 0)
 
-    def admit(self, plan: Plan, left: int) -> None:
-        """Let sequences begin that wait, in their order, while there is room."""
-        while self.waiting and self.free_rows and left > 0 and not self.waiting[0].in_flight:
+    def admit(self, plan: Plan, left: int, before: float = math.inf) -> int:
+        """Let sequences begin that wait and have priority over `before`, in their order, while there is room; how many of the
+        step's tokens are left."""
+        while self.waiting and self.waiting[0].request.priority < before:
             sequence = self.waiting[0]
+            if not self.free_rows or left <= 0 or sequence.in_flight:
+                break
             pages, keys = self.known_beginning(sequence)
             if not self.has_room(sequence, pages):
                 break
@@ -133,14 +150,16 @@ class Scheduler:
             count = min(sequence.drawn - sequence.kept, left)
             self.take_pages(sequence, sequence.kept + count)
             left -= self.enter(plan, sequence, count)
+        return left
 
     def enter(self, plan: Plan, sequence: Sequence, count: int, room: int = 0) -> int:
         """Put a sequence's tokens into the plan; how many of the step's they are."""
         start, drawn = sequence.kept, sequence.drawn
-        draws = start + count == drawn
+        last = start + count == drawn
+        draws = last and sequence.pooling is None
         plan.parts.append(Part(sequence, start, count, draws, drawn - sequence.prompt, room))
         sequence.kept = start + count
-        sequence.in_flight += draws
+        sequence.in_flight += last
         self.remember(sequence)
         return count + room
 
@@ -157,7 +176,7 @@ class Scheduler:
 
     def known_beginning(self, sequence: Sequence) -> tuple[list[int], list[bytes]]:
         """Pages that hold a sequence's first tokens; the last one is computed in any case, for what follows it."""
-        if not self.prefix_caching or sequence.swapped or sequence.params.prompt_logprobs is not None:
+        if not self.prefix_caching or sequence.swapped or sequence.needs_all_states:
             return [], []
         return self.pool.find(sequence.root, sequence.ids[:-1])
 

@@ -27,10 +27,11 @@ class Request:
 
     id: str
     prompt: list[int]
-    params: SamplingParams
+    params: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0  # smaller is served first
     adapter: str | None = None
     salt: str = ""  # requests share prefixes only with those of the same salt
+    pooling: str | None = None  # "mean" or "last": not an answer is asked for but the prompt as a vector (pooling.py)
     cached: int = 0  # tokens of the prompt that were found instead of computed
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     sequences: list["Sequence"] = field(default_factory=list)
@@ -55,7 +56,7 @@ class Sequence:
     guesses: int = 0  # tokens that its next step may guess; 0: it never does
     adapter: int = 0  # its number among the adapters; 0: none
     ids: list[int] = field(default_factory=list)
-    in_flight: int = 0  # tokens drawn that the host has not read
+    in_flight: int = 0  # tokens drawn that the host has not read; or the vector, which stands in for one
     kept: int = 0
     pages: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of the pages that are remembered
@@ -69,6 +70,9 @@ class Sequence:
         self.prompt = len(self.ids)
         self.root = root_key(self.request.salt, self.request.adapter or "")
         self.params = params = self.request.params
+        self.pooling = self.request.pooling
+        # Whether every token of the prompt has something to tell, so that none is found instead of computed.
+        self.needs_all_states = self.pooling == "mean" or params.prompt_logprobs is not None
         # How many of the likeliest tokens are told beside each; None: nothing is. To choose the best, 0 are needed.
         self.logprobs = 0 if params.logprobs is None and params.drawn > params.n else params.logprobs
         asks = params.penalises or params.logit_bias or self.matcher is not None or self.logprobs is not None

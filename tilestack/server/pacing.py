@@ -71,4 +71,5 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         last.finish,
         last.stopped_by,
         last.error,
+        last.vector,
     )

@@ -1,21 +1,21 @@
 """The routes of OpenAI's API, each a few steps: check, make token ids, let the engine work, shape the answer."""
 
-import asyncio
 import base64
 import struct
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 
 from tilestack.server.chat_answers import ChatAnswers
 from tilestack.server.completion_answers import CompletionAnswers
-from tilestack.server.errors import ERROR_SCHEMA, ApiError, refuse
+from tilestack.server.errors import ERROR_SCHEMA
 from tilestack.server.limits import check_limits, most
 from tilestack.server.prompts import chat_ids, text_ids
 from tilestack.server.sampling import chat_params, completion_params
 from tilestack.server.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
 from tilestack.server.schemas.completion import as_list
-from tilestack.server.service import Service, unless_client_leaves
+from tilestack.server.service import Service, Vector, unless_client_leaves
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     kind: {"description": about, "content": {"application/json": {"schema": ERROR_SCHEMA}}}
@@ -56,34 +56,24 @@ def openai_routes(service: Service) -> APIRouter:
         return await service.answer(http, body, prompts, answers)
 
     @router.post("/embeddings")
-    async def embed(body: EmbeddingRequest, http: Request) -> dict[str, Any]:
+    async def embed(body: EmbeddingRequest, http: Request) -> Response:
         """Vectors of texts, each of length one."""
-        if service.adapter(body.model):
-            raise ApiError(400, "embeddings are of the model itself, not of an adapter", param="model")
+        service.adapter(body.model)
         given = as_list(body.input)
         most(limits.prompts, len(given), "input", "texts in a request")
         each = await unless_client_leaves(http, text_ids(engine.tokenizer, given, "input"))
         for ids in each:
             service.check_prompt(ids, "input", room=0)
-            if max(ids) >= engine.tokenizer.vocabulary:
-                raise refuse(f"token {max(ids)} is unknown; there are {engine.tokenizer.vocabulary:,}", "input")
-
-        async def vectors() -> list[list[float]]:
-            async with asyncio.timeout(limits.request_seconds):
-                return [await engine.embed(ids, pooling=body.pooling or "mean") for ids in each]
-
-        try:
-            found = await unless_client_leaves(http, vectors())
-        except TimeoutError:
-            raise ApiError(504, f"it took longer than {limits.request_seconds:g} seconds", code="timeout") from None
+        found = await service.vectors(http, body, each)
         shape = packed if body.encoding_format == "base64" else list
         used = sum(map(len, each))
-        return {
+        answer = {
             "object": "list",
             "data": [{"object": "embedding", "index": place, "embedding": shape(v)} for place, v in enumerate(found)],
-            "model": service.name,
+            "model": body.model or service.name,
             "usage": {"prompt_tokens": used, "total_tokens": used},
         }
+        return JSONResponse(answer)  # as it is, where FastAPI would look at every number
 
     @router.get("/models")
     async def models() -> dict[str, Any]:
@@ -108,6 +98,6 @@ def openai_routes(service: Service) -> APIRouter:
     return router
 
 
-def packed(vector: list[float]) -> str:
+def packed(vector: Vector) -> str:
     """Little-endian float32 in base64, as OpenAI's clients ask for it."""
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

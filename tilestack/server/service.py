@@ -21,6 +21,7 @@ from tilestack.server.metrics import Metrics
 from tilestack.server.pacing import Pace
 from tilestack.server.running import Prompt, Running
 from tilestack.server.schemas.common import Sampled
+from tilestack.server.schemas.embedding import EmbeddingRequest
 from tilestack.server.settings import ServerSettings
 from tilestack.server.token_text import TokenTexts
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tilestack.engine import AsyncEngine
 
 Result = TypeVar("Result")
+Vector = tuple[float, ...]
 
 
 class ClientLeft(ApiError):
@@ -73,6 +75,33 @@ class Service:
     ) -> Response:
         """Let the engine answer, and shape what comes as the client asked for it."""
         await self.check_structure(prompts[0][1])
+        with ExitStack() as cleanup:
+            running = self.begin(http, cleanup, answers.shared["id"], request, prompts)
+            if request.stream:
+                events = answers.events(running)
+                first = await unless_client_leaves(http, started(running, events))
+                return EventStream(running, first, events, cleanup.pop_all().close)
+            completions = await unless_client_leaves(http, running.completions())
+            return JSONResponse(answers.whole(completions, running))
+
+    async def vectors(self, http: Request, request: EmbeddingRequest, texts: Sequence[list[int]]) -> list[Vector]:
+        """Let the engine read texts, which wait, run and end as prompts do."""
+        prompts = [(ids, SamplingParams()) for ids in texts]
+        with ExitStack() as cleanup:
+            id = f"embd-{uuid.uuid4().hex}"
+            running = self.begin(http, cleanup, id, request, prompts, pooling=request.pooling or "mean")
+            return [each.vector for each in await unless_client_leaves(http, running.completions())]
+
+    def begin(
+        self,
+        http: Request,
+        cleanup: ExitStack,
+        id: str,
+        request: Sampled | EmbeddingRequest,
+        prompts: Sequence[Prompt],
+        **options: Any,
+    ) -> Running:
+        """Hand prompts to the engine; `cleanup` ends what is left of them."""
         running = Running(
             self.engine,
             self.metrics,
@@ -81,19 +110,11 @@ class Service:
             retry=self.settings.retry_after,
             pace=self.pace,
         )
-        options = dict(
-            priority=request.priority or 0, adapter=self.adapter(request.model), salt=request.cache_salt or ""
-        )
-        with ExitStack() as cleanup:
-            cleanup.callback(self.ended, http, running)
-            running.submit(answers.shared["id"], **options)
-            self.drain.running.add(running)
-            if request.stream:
-                events = answers.events(running)
-                first = await unless_client_leaves(http, started(running, events))
-                return EventStream(running, first, events, cleanup.pop_all().close)
-            completions = await unless_client_leaves(http, running.completions())
-            return JSONResponse(answers.whole(completions, running))
+        cleanup.callback(self.ended, http, running)
+        adapter, salt = self.adapter(request.model), request.cache_salt or ""
+        running.submit(id, priority=request.priority or 0, adapter=adapter, salt=salt, **options)
+        self.drain.running.add(running)
+        return running
 
     def ended(self, http: Request, running: Running) -> None:
         """However a request ended, the engine is done with it, and its figures are in the log."""

@@ -16,4 +16,8 @@ class EmbeddingRequest(Body):
         None, description="Over the tokens' hidden states; mean when left out."
     )
     dimensions: None = Field(None, description="Not supported: vectors have the model's width.")
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="As the engine orders requests.")
+    cache_salt: str | None = Field(
+        None, max_length=256, description="Texts share cached prefixes only with those of the same salt."
+    )
     user: str | None = Field(None, description="Accepted for OpenAI's clients; not used.")
