@@ -3,6 +3,7 @@
 import json
 
 import openai
+import pydantic
 import pytest
 
 TOOL = {
@@ -159,6 +160,23 @@ def test_a_function_that_must_be_called_is_asked_for_by_a_schema(ask, fake):
     assert structure.kind == "json_schema"
     (call,) = json.loads(structure.text)["anyOf"]
     assert call["properties"]["name"] == {"const": "get_weather"}
+
+
+def test_a_function_by_openais_own_helper_keeps_to_its_schema(ask, fake):
+    class get_weather(pydantic.BaseModel):
+        city: str
+
+    fake.says = lambda _: CALL
+    tool = openai.pydantic_function_tool(get_weather)
+    assert tool["function"]["strict"]
+    answer = ask.chat.completions.parse(model="fake", messages=user(), tools=[tool])
+    assert answer.choices[0].message.tool_calls[0].function.parsed_arguments == get_weather(city="Oslo")
+    ask.chat.completions.create(model="fake", messages=user(), tools=[TOOL])
+    ask.chat.completions.create(
+        model="fake", messages=user(), tools=[tool], max_tokens=1, response_format={"type": "json_object"}
+    )
+    strict, free, other = [params.structure for _, params, _ in fake.submitted]
+    assert (strict.kind, free, other.kind) == ("grammar", None, "json")
 
 
 def test_tools_that_may_not_be_called_are_text(ask, fake):

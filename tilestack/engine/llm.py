@@ -102,7 +102,8 @@ class LLM:
                 while self.engine.busy:
                     for request, delta in self.engine.step():
                         if delta.error:
-                            raise RuntimeError(f"request {request.id} failed: {delta.error}")
+                            failure = RequestError if delta.finish == "refused" else RuntimeError
+                            raise failure(f"request {request.id} failed: {delta.error}")
                         found[request][delta.choice].add(delta)
                     if progress:
                         left = len(self.engine.requests)

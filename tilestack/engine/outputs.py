@@ -15,7 +15,7 @@ class TokenLogprob:
 
 class Delta(NamedTuple):
     """What was added to one answer of a request. The last of an answer says why it ended: "stop" (the model, a stop text
-    or token), "length", "cancelled" or "error".
+    or token), "length", "cancelled", "error", or "refused": it cannot go on as it was asked for.
 
     A tuple, since a step of many sequences makes one for each."""
 

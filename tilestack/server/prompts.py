@@ -56,6 +56,8 @@ async def encoded(encode: Any, param: str) -> Any:
         return await asyncio.to_thread(encode)
     except (UnicodeEncodeError, TypeError) as problem:  # half of a surrogate pair, which JSON can say and text cannot
         raise refuse(f"{param} holds what is not text: {problem}", param) from problem
+    except DataError as problem:  # of a template, or of what it makes of these messages
+        raise refuse(str(problem), param) from problem
 
 
 def template_message(message: Message) -> dict[str, Any]:

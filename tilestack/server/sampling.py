@@ -2,14 +2,16 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from tilestack.engine.params import SamplingParams, Structure
 from tilestack.server.errors import refuse
-from tilestack.server.schemas.chat import ChatRequest, SchemaFormat, ToolChoice
+from tilestack.server.schemas.chat import ChatRequest, Function, SchemaFormat, ToolChoice
 from tilestack.server.schemas.common import Sampled, StructuredOutputs
 from tilestack.server.schemas.completion import CompletionRequest
+from tilestack.server.tools import CLOSE, OPEN
 
 SAME = {field.name for field in fields(SamplingParams)} - {"stop", "stop_ids", "logit_bias", "logprobs", "structure"}
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
@@ -61,14 +63,23 @@ def chat_structure(request: ChatRequest) -> Structure | None:
         forms.append(response_structure(request.response_format))
     if request.structured_outputs:
         forms.append(structure_of(request.structured_outputs))
-    if must_call(request):
-        try:
-            forms.append(Structure("json_schema", json.dumps(call_schema(request))))
-        except RecursionError:
-            raise refuse("the parameters of a tool are nested too deeply", "tools") from None
+    try:
+        if must_call(request):
+            forms.append(Structure("json_schema", json.dumps(call_schema(callable_tools(request)))))
+        elif calls_strictly(request) and not forms:
+            forms.append(Structure("grammar", strict_calls(callable_tools(request))))
+    except RecursionError:
+        raise refuse("the parameters of a tool are nested too deeply", "tools") from None
     if len(forms) > 1:
         raise refuse("one of response_format, structured_outputs and a tool that must be called, not several")
     return forms[0] if forms else None
+
+
+def structure_field(request: Sampled) -> str:
+    """The field of a request that asks for the form of its answer."""
+    if request.structured_outputs:
+        return "structured_outputs"
+    return "response_format" if getattr(request, "response_format", None) else "tools"
 
 
 def response_structure(form: Any) -> Structure:
@@ -91,10 +102,20 @@ def must_call(request: ChatRequest) -> bool:
     return request.tool_choice == "required" or isinstance(request.tool_choice, ToolChoice)
 
 
-def call_schema(request: ChatRequest) -> dict[str, Any]:
-    """The JSON of a call of one of the tools, or of the one that was chosen."""
+def calls_strictly(request: ChatRequest) -> bool:
+    """Whether a tool may be called, and then by its schema."""
+    may_call = request.tool_choice in (None, "auto")
+    return may_call and any(tool.function.strict for tool in request.tools or ())
+
+
+def callable_tools(request: ChatRequest) -> list[Function]:
+    """Those of a request, or the one that was chosen."""
     chosen = request.tool_choice.function.name if isinstance(request.tool_choice, ToolChoice) else None
-    tools = [tool.function for tool in request.tools or () if chosen in (None, tool.function.name)]
+    return [tool.function for tool in request.tools or () if chosen in (None, tool.function.name)]
+
+
+def call_schema(tools: Sequence[Function]) -> dict[str, Any]:
+    """The JSON of a call of one of some tools."""
     calls = [
         {
             "type": "object",
@@ -108,6 +129,18 @@ def call_schema(request: ChatRequest) -> dict[str, Any]:
         for number, tool in enumerate(tools)
     ]
     return {"anyOf": calls}
+
+
+def strict_calls(tools: Sequence[Function]) -> str:
+    """A grammar of text and calls in any order: text is free, and what follows the mark of a call is one. Of tools that are
+    not strict, the arguments are any object."""
+    known = [tool if tool.strict else tool.model_copy(update={"parameters": None}) for tool in tools]
+    return f"""start: (before call)* TEXT
+before[lazy]: TEXT {json.dumps(OPEN)}
+call: SPACE %json {json.dumps(call_schema(known))} SPACE {json.dumps(CLOSE)}
+SPACE: /[ \\n]{{0,4}}/
+TEXT: /(.|\\n)*/
+"""
 
 
 def moved_to(place: str, schema: Any) -> Any:

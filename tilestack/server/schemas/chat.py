@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tilestack.server.schemas.common import Body, Sampled
+from tilestack.server.schemas.common import Body, Sampled, clash
 
 
 class TextPart(Body):
@@ -49,7 +49,7 @@ class AssistantMessage(Body):
     @model_validator(mode="after")
     def says_something(self) -> "AssistantMessage":
         if self.content is None and not self.tool_calls:
-            raise ValueError("an assistant's message needs content or tool_calls")
+            raise clash("messages", "an assistant's message needs content or tool_calls")
         return self
 
 
@@ -67,7 +67,7 @@ class Function(Body):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object.")
-    strict: bool | None = Field(None, description="true: only with a tool_choice that makes the model call.")
+    strict: bool | None = Field(None, description="true: the arguments of a call keep to the schema.")
 
 
 class Tool(Body):
@@ -121,16 +121,14 @@ class ChatRequest(Sampled):
     @model_validator(mode="after")
     def fields_agree(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs need logprobs: true")
+            raise clash("top_logprobs", "top_logprobs need logprobs: true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens differ; give one")
+            raise clash("max_tokens", "max_tokens and max_completion_tokens differ; give one")
         names = [tool.function.name for tool in self.tools or ()]
-        if self.tool_choice in (None, "auto") and any(tool.function.strict for tool in self.tools or ()):
-            raise ValueError(
-                "a strict function needs tool_choice: required, or its name; auto cannot promise its schema"
-            )
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
+            raise clash(
+                "tool_choice", f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools"
+            )
         if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice is required, and there are no tools")
+            raise clash("tool_choice", "tool_choice is required, and there are no tools")
         return self

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from tilestack.server.schemas.common import Sampled
+from tilestack.server.schemas.common import Sampled, clash
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 Texts = str | Annotated[list[str], Field(min_length=1)] | TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
@@ -22,11 +22,11 @@ class CompletionRequest(Sampled):
     @model_validator(mode="after")
     def fields_agree(self) -> "CompletionRequest":
         if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
-            raise ValueError("best_of cannot be streamed: which answers are the likeliest is known at the end")
+            raise clash("best_of", "best_of cannot be streamed: which answers are the likeliest is known at the end")
         if self.best_of is not None and self.best_of < (self.n or 1):
-            raise ValueError(f"best_of is {self.best_of}, fewer than the {self.n} answers to give")
+            raise clash("best_of", f"best_of is {self.best_of}, fewer than the {self.n} answers to give")
         if self.stream and self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs cannot be streamed")
+            raise clash("echo", "echo with logprobs cannot be streamed")
         return self
 
 
