@@ -278,6 +278,35 @@ def test_echo_with_log_probabilities(ask, fake, bare):
     assert told.text_offset == [len("".join(told.tokens[:place])) for place in range(len(ids) + 2)]
 
 
+def test_a_prompt_alone_is_scored(ask, fake):
+    ids = fake.tokenizer.encode("the cat")
+    answer = ask.completions.create(model="fake", prompt=["the cat", "a"], max_tokens=0, echo=True, logprobs=1)
+    told = answer.choices[0].logprobs
+    assert [choice.text for choice in answer.choices] == ["the cat", "a"]
+    assert told.token_logprobs == [None] + [-0.5] * (len(ids) - 1)
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 0)
+    for more in ({}, {"echo": True, "stream": True}):
+        with pytest.raises(openai.BadRequestError, match="takes echo: true and no stream"):
+            ask.completions.create(model="fake", prompt="a", max_tokens=0, **more)
+
+
+def test_what_openais_clients_send_and_nothing_is_made_of(ask):
+    beside = dict(store=False, metadata={"a": "b"}, prompt_cache_key="k", safety_identifier="s", service_tier="auto", user="u")  # fmt: skip
+    assert ask.chat.completions.create(model="fake", messages=user(), max_tokens=1, **beside).choices
+    for changed, said in ((dict(store=True), "store"), (dict(service_tier="flex"), "service_tier")):
+        with pytest.raises(openai.BadRequestError, match=said):
+            ask.chat.completions.create(model="fake", messages=user(), max_tokens=1, **changed)
+
+
+def test_a_models_own_sampling_is_taken_where_a_request_says_nothing(serve, fake):
+    own = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    with openai.OpenAI(base_url=serve(fake, sampling=own) + "/v1", api_key="none") as client:
+        client.chat.completions.create(model="fake", messages=user(), max_tokens=1)
+        client.completions.create(model="fake", prompt="a", max_tokens=1, temperature=0, extra_body={"top_k": -1})
+    taken = [(params.temperature, params.top_k, params.repetition_penalty) for _, params, _ in fake.submitted]
+    assert taken == [(0.6, 20, 1.1), (0, 0, 1.1)]
+
+
 def test_embeddings(ask):
     asked = ask.embeddings.create(model="fake", input=["the cat", "the dog"])  # base64 beneath
     assert [entry.embedding for entry in asked.data] == [pytest.approx([0.6, 0.8])] * 2

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,15 +14,17 @@ from tilestack.server.schemas.completion import CompletionRequest
 from tilestack.server.tools import CLOSE, OPEN
 
 SAME = {field.name for field in fields(SamplingParams)} - {"stop", "stop_ids", "logit_bias", "logprobs", "structure"}
+NONE: Mapping[str, float] = {}
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 
 
-def common_params(request: Sampled, **others: Any) -> dict[str, Any]:
-    """The parameters that both kinds of request name alike, and `others`."""
+def common_params(request: Sampled, defaults: Mapping[str, float], **others: Any) -> dict[str, Any]:
+    """The parameters that both kinds of request name alike, or else their defaults, and `others`."""
     given = {name: value for name in SAME if (value := getattr(request, name, None)) is not None}
+    if request.top_k == -1:  # vLLM's word for all
+        given["top_k"] = 0
     given |= {name: value for name, value in others.items() if value is not None}
-    return given | dict(
-        top_k=0 if request.top_k in (None, -1) else request.top_k,
+    return {**defaults, **given} | dict(
         stop=request.stops,
         stop_ids=tuple(request.stop_token_ids or ()),
         keep_stop=bool(request.include_stop_str_in_output),
@@ -30,16 +32,18 @@ def common_params(request: Sampled, **others: Any) -> dict[str, Any]:
     )
 
 
-def completion_params(request: CompletionRequest, room: int) -> SamplingParams:
+def completion_params(request: CompletionRequest, room: int, defaults: Mapping[str, float] = NONE) -> SamplingParams:
     """For a prompt after which there is room for so many tokens."""
     prompt_logprobs = request.prompt_logprobs
     if request.echo and request.logprobs is not None:
         prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
     structure = structure_of(request.structured_outputs) if request.structured_outputs else None
+    wanted = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     return SamplingParams(
         **common_params(
             request,
-            max_tokens=min(request.max_tokens or COMPLETION_TOKENS, room),
+            defaults,
+            max_tokens=min(max(wanted, 1), room),  # of a request for none, the token that is drawn is not told
             logprobs=request.logprobs,
             prompt_logprobs=prompt_logprobs,
             structure=structure,
@@ -47,12 +51,14 @@ def completion_params(request: CompletionRequest, room: int) -> SamplingParams:
     )
 
 
-def chat_params(request: ChatRequest, room: int, most: int) -> SamplingParams:
+def chat_params(request: ChatRequest, room: int, most: int, defaults: Mapping[str, float] = NONE) -> SamplingParams:
     """For a conversation after which there is room for so many tokens; one that names no limit gets `most`."""
     wanted = request.max_completion_tokens or request.max_tokens or most
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     return SamplingParams(
-        **common_params(request, max_tokens=min(wanted, room), logprobs=logprobs, structure=chat_structure(request))
+        **common_params(
+            request, defaults, max_tokens=min(wanted, room), logprobs=logprobs, structure=chat_structure(request)
+        )
     )
 
 

@@ -103,20 +103,49 @@ class PlainFormat(Body):
 ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 
 
-class ChatRequest(Sampled):
+class Templated(Body):
+    """What a chat template reads besides messages."""
+
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template, such as enable_thinking."
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = Field(
+        None, description="Only for models whose chat template reads it."
+    )
+    add_generation_prompt: bool | None = Field(None, description="false: no new turn of the assistant is begun.")
+    continue_final_message: bool | None = Field(None, description="true: go on with the last message where it ends.")
+
+    @model_validator(mode="after")
+    def begin_or_continue(self) -> "Templated":
+        if self.add_generation_prompt and self.continue_final_message:
+            raise clash(
+                "continue_final_message",
+                "continue_final_message goes on with a turn and add_generation_prompt begins one; give one of them",
+            )
+        return self
+
+
+class ChatRequest(Sampled, Templated):
     """A conversation to be continued by the assistant."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, description="OpenAI's newer name of max_tokens.")
     logprobs: bool | None = Field(None, description="Tell each token's log-probability.")
     top_logprobs: int | None = Field(None, ge=0, description="And those of this many likeliest in its place.")
-    tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: only the first call is given.")
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the chat template, such as enable_thinking."
-    )
+    # OpenAI's clients send these; they change no answer, and nothing is made of them.
+    store: Literal[False] | None = Field(None, description="Nothing is ever stored, so true is refused.")
+    metadata: dict[str, str] | None = Field(None, description="Accepted for OpenAI's clients; not used.")
+    prompt_cache_key: str | None = Field(None, description="Accepted for OpenAI's clients; not used.")
+    safety_identifier: str | None = Field(None, description="Accepted for OpenAI's clients; not used.")
+    service_tier: Literal["auto", "default"] | None = Field(None, description="There is one tier, the default.")
+
+    @property
+    def offered_tools(self) -> list[Tool] | None:
+        return None if self.tool_choice == "none" else self.tools
 
     @model_validator(mode="after")
     def fields_agree(self) -> "ChatRequest":

@@ -14,6 +14,7 @@ class CompletionRequest(Sampled):
     """One prompt, or several that are answered each for itself."""
 
     prompt: Texts
+    max_tokens: int | None = Field(None, ge=0, description="Tokens of each answer; 0 with echo: the prompt alone.")
     best_of: int | None = Field(None, ge=1, description="Answers to draw, of which the n likeliest are given.")
     echo: bool | None = Field(None, description="Give the prompt before the answer.")
     logprobs: int | None = Field(None, ge=0, description="Tell log-probabilities, and those of this many likeliest.")
@@ -27,6 +28,8 @@ class CompletionRequest(Sampled):
             raise clash("best_of", f"best_of is {self.best_of}, fewer than the {self.n} answers to give")
         if self.stream and self.echo and self.logprobs is not None:
             raise clash("echo", "echo with logprobs cannot be streamed")
+        if self.max_tokens == 0 and (self.stream or not self.echo):
+            raise clash("max_tokens", "max_tokens: 0 tells of the prompt alone, which takes echo: true and no stream")
         return self
 
 
