@@ -66,6 +66,8 @@ class EngineSettings:
             )
         if self.code_queries and self.kv_dtype is None:
             raise ValueError("code_queries multiplies codes of keys, which a cache with kv_dtype int8 or fp8 has")
+        if self.draft_tokens is not None and self.speculate is None:
+            raise ValueError("draft_tokens is how many speculate guesses; give speculate, lookup or a model, too")
         if self.decode not in (None, "persistent", "operators"):
             raise ValueError(
                 f"no way to decode is called {self.decode!r}; choose persistent or operators, or leave it out"
