@@ -344,13 +344,13 @@ def test_a_context_is_the_one_that_was_asked_for_or_none(caplog):
     with pytest.raises(ValueError, match="a context of 65 tokens, and the model reads 64; give 64 or less"):
         make_engine(context=65)
     with pytest.raises(
-        ValueError, match=r"hold 40 tokens; a context of 48 takes .* MB. Give more kv_memory, a context of 40"
+        ValueError, match=r"hold 40 tokens; a context of 48 takes .* MB. Give a context of 40 or less, or more kv"
     ):
         make_engine(pages=10, context=48)
     assert make_engine(pages=10, context=40).context == 40
     assert not caplog.messages
     assert make_engine(pages=10).context == 40
-    assert "Texts are cut at 40 tokens" in caplog.text
+    assert "Texts end at 40 tokens" in caplog.text
 
 
 def test_more_answers_than_can_ever_wait_and_run_are_refused_for_good():

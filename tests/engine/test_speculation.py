@@ -311,5 +311,5 @@ def test_a_draft_with_which_the_text_ends_was_accepted():
 
 
 def test_a_number_of_guesses_without_who_guesses_is_refused():
-    with pytest.raises(ValueError, match="give speculate, lookup or a model, too"):
+    with pytest.raises(ValueError, match="set speculate, too, to lookup or a model"):
         make_engine(draft_tokens=3)

@@ -145,7 +145,7 @@ def test_bad_input_is_one_line(folder, capsys, monkeypatch, fake, serve):
     assert "model or none, not some" in error_of(["--model", str(folder), "--generation-config", "some"], capsys)
     asked = ["--model", str(folder), "--port", "0", "--device", "cpu"]
     assert "the model reads 4,096" in error_of([*asked, "--context", "99999999"], capsys)
-    assert "give speculate" in error_of([*asked, "--draft-tokens", "3"], capsys)
+    assert "set speculate" in error_of([*asked, "--draft-tokens", "3"], capsys)
     monkeypatch.setenv("TILESTACK_API_KEY", " ")
     assert "API key is empty" in error_of(["--model", str(folder)], capsys)
 

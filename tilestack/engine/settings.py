@@ -67,7 +67,7 @@ class EngineSettings:
         if self.code_queries and self.kv_dtype is None:
             raise ValueError("code_queries multiplies codes of keys, which a cache with kv_dtype int8 or fp8 has")
         if self.draft_tokens is not None and self.speculate is None:
-            raise ValueError("draft_tokens is how many speculate guesses; give speculate, lookup or a model, too")
+            raise ValueError("draft_tokens is for speculative decoding; set speculate, too, to lookup or a model")
         if self.decode not in (None, "persistent", "operators"):
             raise ValueError(
                 f"no way to decode is called {self.decode!r}; choose persistent or operators, or leave it out"
@@ -134,12 +134,11 @@ def make_cache(
     longest = min(context, int(pages) * settings.page)
     if longest < context:
         needed = page * -(-context // settings.page)
-        short = f"{memory / 1e6:,.1f} MB for keys and values hold {longest:,} tokens; a context of {context:,} takes {needed / 1e6:,.1f} MB"
+        what = f"{memory / 1e6:,.1f} MB for keys and values hold {longest:,} tokens; a context of {context:,} takes {needed / 1e6:,.1f} MB"
+        more = "more kv_memory" if settings.kv_dtype else "more kv_memory, or kv_dtype int8"
         if settings.context is not None:
-            raise ValueError(f"{short}. Give more kv_memory, a context of {longest} or less, or kv_dtype int8 or fp8")
-        log.warning(
-            "%s. Texts are cut at %d tokens; more kv_memory, or kv_dtype int8 or fp8, gives more", short, longest
-        )
+            raise ValueError(f"{what}. Give a context of {longest} or less, or {more}")
+        log.warning("%s. Texts end at %d tokens; with %s they may be longer", what, longest, more)
     return new_cache(decoder, int(pages) + 1, settings, dtype, longest)
 
 
