@@ -5,11 +5,19 @@ import json
 import httpx2
 import patient
 import pytest
+from fake_engine import FakeEngine
+from server_thread import served
 
-from tilestack.server.settings import Limits
+from tilestack.server.settings import Limits, ServerSettings
 
 TALK = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on "}]
 TOOL = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.fixture(scope="module")
+def limited(tokenizer):
+    with served(FakeEngine(tokenizer), ServerSettings(port=0, limits=Limits(body_bytes=2000, messages=2))) as url:
+        yield url
 
 
 def test_texts_as_tokens_and_back(client, tokenizer):
@@ -67,9 +75,8 @@ def test_what_a_template_does_not_read_is_refused(client, tokenizer, monkeypatch
         ("/detokenize", {"tokens": "a"}, "tokens"),
     ],
 )  # fmt: skip
-def test_tokens_have_limits_too(serve, fake, path, body, param):
-    url = serve(fake, limits=Limits(body_bytes=2000, messages=2))
-    refused = patient.post(url + path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+def test_tokens_have_limits_too(limited, path, body, param):
+    refused = patient.post(limited + path, content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert refused.status_code == (400 if param else 413)
     assert refused.json()["error"]["param"] == param
 

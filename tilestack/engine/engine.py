@@ -212,8 +212,9 @@ class Engine:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens; at most {self.context - 1} leave room for an answer", "prompt"
             )
-        for name, ids in (("prompt", prompt), ("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
-            self.check_tokens(name, ids)
+        self.check_tokens("the prompt", prompt, "prompt")
+        self.check_tokens("logit_bias", params.logit_bias, "logit_bias")
+        self.check_tokens("stop_ids", params.stop_ids, "stop_ids")
         if request.adapter is not None and request.adapter not in self.adapter_names:
             raise RequestError(
                 f"there is no adapter {request.adapter!r}; there are: {', '.join(self.adapter_names) or 'none'}",
@@ -240,12 +241,12 @@ class Engine:
         if most is not None and waiting + sequences > most + len(self.scheduler.free_rows):
             raise QueueFull(f"{waiting} requests wait already, of at most {most}")
 
-    def check_tokens(self, name: str, ids: Collection[int]) -> None:
+    def check_tokens(self, name: str, ids: Collection[int], param: str | None = None) -> None:
         if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocabulary):
             return  # as nearly always, and found sooner than by looking at each: prompts of a batch are many tokens
         if wrong := [token for token in ids if not isinstance(token, int) or not 0 <= token < self.vocabulary]:
             raise RequestError(
-                f"{name} has token {brief(wrong[0])}, and the model has 0 to {self.vocabulary - 1}", name
+                f"{name} has token {brief(wrong[0])}, and the model has 0 to {self.vocabulary - 1}", param
             )
 
     @property

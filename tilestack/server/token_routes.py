@@ -29,7 +29,8 @@ def token_routes(service: Service) -> APIRouter:
             bare, text = body.add_special_tokens is False, body.prompt or ""
             work = encoded(lambda: engine.tokenizer.encode(text, bare=bare), "prompt")
         ids = await unless_client_leaves(http, work)
-        strings = [engine.tokenizer.backend.id_to_token(token) for token in ids] if body.return_token_strs else None
+        written = lambda: list(map(engine.tokenizer.backend.id_to_token, ids))
+        strings = await asyncio.to_thread(written) if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": engine.context, "tokens": ids, "token_strs": strings}
 
     @router.post("/detokenize")
@@ -37,8 +38,8 @@ def token_routes(service: Service) -> APIRouter:
         """The text of tokens, special ones included."""
         service.adapter(body.model)
         known = engine.tokenizer.vocabulary
-        if unknown := [token for token in body.tokens if token >= known]:
-            raise refuse(f"token {unknown[0]} is unknown; there are {known:,}", "tokens")
+        if (highest := max(body.tokens, default=0)) >= known:
+            raise refuse(f"token {highest} is unknown; there are {known:,}", "tokens")
         work = asyncio.to_thread(engine.tokenizer.decode, body.tokens, special=True)
         return {"prompt": await unless_client_leaves(http, work)}
 
