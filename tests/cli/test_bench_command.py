@@ -4,8 +4,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from typer.main import get_command
 
-from tilestack.cli import main
+from tilestack.cli import app, main
 from tilestack.lab import bench, bench_host, bench_http, bench_optim, bench_serve, bench_train, memory, results
 from tilestack.lab.rows import Row
 from tilestack.lab.stale import present_source
@@ -94,6 +95,35 @@ def test_what_parts_would_read_differently_is_refused(parts, option, capsys):
     assert run("all", option) == 1
     assert "they mean other things to its parts" in capsys.readouterr().err
     assert parts == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "--dtype", "int4"], "bench serve does not read --dtype; it reads --device, "),
+        (["serve", "--recipe", "demo", "--jobs", "2"], "bench serve does not read --jobs, --recipe"),
+        (["memory", "--json", "rows.json"], "bench memory does not read --json"),
+        (["softmax", "--model", "smollm2"], "bench of operators does not read --model"),
+        (["--micro-batch", "2"], "bench of operators does not read --micro-batch"),
+    ],
+)
+def test_options_that_would_not_be_read_are_refused(parts, arguments, said, capsys):
+    assert run(*arguments) == 1
+    assert said in capsys.readouterr().err
+    assert parts == []
+
+
+def test_a_wrong_name_tells_what_can_be_measured(parts, capsys):
+    assert run("serv") == 1
+    said = capsys.readouterr().err
+    assert "bench measures operators, and memory, host, optim, train, serve, http, startup, all by these names" in said
+    assert "no operator is named 'serv'" in said
+    assert parts == []
+
+
+def test_the_help_names_all_engines():
+    (backend,) = [param for param in get_command(app).commands["bench"].params if param.name == "backend"]
+    assert all(f"{name}," in backend.help or f"{name})" in backend.help for name in bench_serve.CANDIDATES)
 
 
 def test_what_is_of_the_present_source_is_not_done_again(parts):

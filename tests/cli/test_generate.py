@@ -1,6 +1,7 @@
 """`tilestack generate` on a tiny model and a tokenizer of its own."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -63,6 +64,20 @@ def test_a_prompt_may_come_from_standard_input_and_through_the_template(capsys, 
     assert told["prompt"] == "the cat"
     assert told["chat"] is True
     assert told["prompt_tokens"] > len(data.Tokenizer.load(folder).encode("the cat"))
+
+
+def test_the_models_own_sampling_is_taken_unless_told(capsys, folder, tmp_path):
+    """Here one that draws, and from a single token, which is as the likeliest is."""
+    own = shutil.copytree(folder, tmp_path / "own")
+    (own / "generation_config.json").write_text('{"temperature": 50.0, "top_k": 1}')
+    ask = lambda model, *more: run(capsys, "--model", model, "--device", "cpu", "--raw", "--max-tokens", 12, "the cat", *more)  # fmt: skip
+    likeliest = ask(folder)[1]
+    _, text, said = ask(own)
+    assert text == likeliest
+    assert "unless told otherwise: temperature 50, top_k 1" in said
+    assert ask(own, "--top-k", 0)[1] != likeliest
+    assert ask(own, "--top-k", 0, "--temperature", 0)[1] == likeliest
+    assert "generation_config" not in ask(folder)[2]
 
 
 @pytest.mark.parametrize(

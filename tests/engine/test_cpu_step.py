@@ -8,7 +8,7 @@ import tiny_models as tiny
 import torch
 
 from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams
-from tilestack.engine.cpu_step import CPUStep, why_not
+from tilestack.engine.cpu_step import CPUStep, cpu_step, why_not
 from tilestack.engine.cpu_weights import pack_for_cpu, pack_int8
 from tilestack.engine.plain_decoder import linears_of
 from tilestack.engine.sampling import sample_unfiltered
@@ -228,15 +228,18 @@ def test_what_tensors_are_by_default_does_not_matter(default):
 def test_models_that_it_is_not_for(decoder, reason, caplog):
     caplog.set_level(logging.INFO, "tilestack.engine.cpu_step")
     decoder = decoder()
-    assert reason in why_not(decoder, PagedCache(decoder.config, 3, 4, decoder.embedding.weight.dtype))
+    assert reason in why_not(decoder)
     assert Engine(decoder, None, EngineSettings(context=32)).runner.step is None
     assert f"decoding operator by operator: {reason}" in caplog.text
 
 
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn])
-def test_keys_of_another_dtype_are_left_to_the_operators(kept):
+def test_keys_of_another_dtype_are_left_to_the_operators_which_is_said_aloud(kept, caplog):
     decoder = fitting()
-    assert f"keys of {kept}" in why_not(decoder, PagedCache(decoder.config, 3, 4, kept))
+    assert cpu_step(decoder, PagedCache(decoder.config, 3, 4, kept)) is None
+    (said,) = caplog.records
+    assert said.levelno == logging.WARNING
+    assert f"kept in {kept}; leave kv_dtype out".replace("torch.", "") in said.getMessage()
 
 
 def listened_to(decoder):
@@ -271,13 +274,13 @@ def turned(decoder):
 def test_models_that_are_more_than_their_weights_are_left_to_the_operators(change):
     decoder = fitting()
     change(decoder)
-    assert why_not(decoder, PagedCache(decoder.config, 3, 4))
+    assert why_not(decoder)
 
 
 def test_without_a_compiler_everything_works(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     decoder = fitting()
-    assert why_not(decoder, PagedCache(decoder.config, 3, 4)) == "there is no no-such-compiler to compile it"
+    assert why_not(decoder) == "there is no no-such-compiler to compile it"
     engine, outputs = served(decoder)
     assert engine.runner.step is None
     assert [len(output.completions[0].ids) for output in outputs] == [12, 13, 14]

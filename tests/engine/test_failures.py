@@ -3,11 +3,13 @@
 import math
 import sys
 
+import numpy as np
 import pytest
 import torch
 from engines import alone, check_empty, check_pages, decoder, greedy, make_engine, serve
 
-from tilestack.engine import LLM, Request, SamplingParams
+from tilestack.engine import LLM, Request, RequestError, SamplingParams, Structure
+from tilestack.engine.structure import StructureFailed
 from tilestack.engine.text import TextStream
 
 PROMPT = [3, 5, 7, 11, 13, 5, 5, 2, 9]
@@ -145,6 +147,35 @@ def test_an_answer_whose_text_cannot_be_read_fails_alone(monkeypatch):
     assert "no such piece" in ends["sick"].error
     assert made == alone([6, 7], 8)
     check_empty(engine)
+
+
+class Fails:
+    """A grammar that allows any token but has become too large, at its first token or at its third."""
+
+    def __init__(self, allows):
+        self.left, self.allows, self.problem = 3, allows, None
+
+    def allowed(self):
+        self.problem = None if self.left > 1 or self.allows else "too many items"
+        return np.full(decoder().config.vocabulary, self.problem is None)
+
+    def accept(self, token):
+        self.left -= 1
+        if not self.left:
+            raise StructureFailed("the structure is too complex: too many items")
+        return True
+
+
+@pytest.mark.parametrize("allows", [True, False])
+def test_a_grammar_that_fails_is_of_the_request_and_not_of_the_engine(monkeypatch, caplog, allows):
+    engine = make_engine()
+    monkeypatch.setattr(engine.structures, "matcher", lambda structure: Fails(allows) if structure else None)
+    sick, well = greedy("sick", [4, 5], 8, structure=Structure("json")), greedy("well", [6, 7], 8)
+    with pytest.raises(RequestError, match="too complex: too many items"):
+        LLM(engine).run([sick, well])
+    serve(engine, [])  # what was in flight
+    check_empty(engine)
+    assert not caplog.records  # nothing to look after for whoever runs the engine
 
 
 def best_of_three(spoil):

@@ -37,8 +37,8 @@ SERVING = dict(
     together={},
     chunks=dict(step_tokens=5),
     alone=dict(max_sequences=1),
-    preempted=dict(pages=9, prefix_caching=False),
-    swapped=dict(pages=9, swap_memory=1 << 20),
+    preempted=dict(pages=9, context=36, prefix_caching=False),
+    swapped=dict(pages=9, context=36, swap_memory=1 << 20),
     lookup=dict(speculate="lookup"),
     in_order=dict(overlap=False),
 )
@@ -120,4 +120,4 @@ def test_what_the_mode_is_not_for(settings):
 
 def test_a_rotation_that_depends_on_what_is_beside_is_refused():
     with pytest.raises(ValueError, match="no batch-invariant mode: the model's rotation depends on the length"):
-        served(tiny.ours("llama_dynamic"))
+        served(tiny.ours("llama_dynamic"), context=None)

@@ -90,6 +90,13 @@ def test_token_prompts_lists_and_mistakes(llm):
     assert not llm.engine.busy
 
 
+def test_tools_that_the_template_does_not_read_are_refused(llm):
+    assert "tools" not in llm.tokenizer.template
+    tool = {"type": "function", "function": {"name": "look"}}
+    with pytest.raises(RequestError, match="the chat template of this model takes no tools"):
+        llm.chat([{"role": "user", "content": "Look!"}], GREEDY, tools=[tool])
+
+
 def test_characters_that_span_tokens_come_whole():
     tokenizer = Tokenizer.load("smollm2")
     text = "naïve 漢字 🙂 end"

@@ -407,14 +407,26 @@ def test_several_answers_differ_and_the_best_are_chosen():
         (dict(n=1.5), "n must be a whole number, not 1.5"),
         (dict(max_tokens=2.0), "max_tokens must be a whole"),
         (dict(seed=2**64), "seed must lie"),
+        (dict(seed=10**400), "seed must lie between .* not a number of 1329 bits"),
+        (dict(temperature=10**5000), "temperature must lie between"),
+        (dict(temperature=None), "temperature must be a number, not None"),
+        (dict(n=None), "n must be a number, not None"),
+        (dict(min_tokens=None), "min_tokens must be a number, not None"),
+        (dict(stop_ids=5), "stop_ids must be a tuple of token ids, not 5"),
+        (dict(stop_ids=("a",)), "stop_ids must be a tuple of token ids"),
+        (dict(stop=None), "stop must be a tuple of texts, not None"),
+        (dict(logit_bias=[1]), "logit_bias must map tokens to numbers"),
+        (dict(structure="json"), "structure must be a Structure, not 'json'"),
         (dict(logit_bias={999: 1.0}), "token 999"),
         (dict(stop_ids=(-1,)), "token -1"),
+        (dict(stop_ids=(10**5000,)), "token a number of 16610 bits"),
         (dict(stop=("x",)), "tokenizer"),
     ],
 )
 def test_what_cannot_be_served_is_said(wrong, said):
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=said) as problem:
         ask(**wrong)
+    assert problem.value.param in wrong
 
 
 @pytest.mark.parametrize(

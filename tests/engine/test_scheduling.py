@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilestack import ops
-from tilestack.engine import Request, SamplingParams
+from tilestack.engine import Request, RequestError, SamplingParams
 from tilestack.engine.pages import PagePool
 from tilestack.engine.settings import bytes_of_token
 
@@ -353,6 +353,29 @@ def test_odd_settings(kind):
     found = serve(engine, asked, check_pages)
     family = kind.get("family", "smollm2")
     assert found == {each.id: [alone(each.prompt, 3, family)] for each in asked}
+    check_empty(engine)
+
+
+def test_a_context_is_the_one_that_was_asked_for_or_none(caplog):
+    """By itself it is as long as the memory allows, and that is said."""
+    with pytest.raises(ValueError, match="a context of 65 tokens, and the model reads 64; give 64 or less"):
+        make_engine(context=65)
+    with pytest.raises(
+        ValueError, match=r"hold 40 tokens; a context of 48 takes .* MB. Give a context of 40 or less, or more kv"
+    ):
+        make_engine(pages=10, context=48)
+    assert make_engine(pages=10, context=40).context == 40
+    assert not caplog.messages
+    assert make_engine(pages=10).context == 40
+    assert "Texts end at 40 tokens" in caplog.text
+
+
+def test_more_answers_than_can_ever_wait_and_run_are_refused_for_good():
+    engine = make_engine(max_sequences=2, queue=2)
+    request = lambda drawn: Request("r", [1, 2], SamplingParams(n=1, best_of=drawn, max_tokens=2))
+    with pytest.raises(RequestError, match="5 answers, and at most 2 run at a time while 2 wait; ask for 4 or fewer"):
+        engine.add(request(5))
+    serve(engine, [request(4)])
     check_empty(engine)
 
 

@@ -308,3 +308,8 @@ def test_a_draft_with_which_the_text_ends_was_accepted():
     asked = greedy("r", prompt, 21, stop_ids=(whole[2],))
     assert serve(engine, [asked])["r"] == [whole]
     assert engine.stats().accepted == 2  # the first token came with the prompt, and two drafts after it
+
+
+def test_a_number_of_guesses_without_who_guesses_is_refused():
+    with pytest.raises(ValueError, match="set speculate, too, to lookup or a model"):
+        make_engine(draft_tokens=3)

@@ -3,12 +3,21 @@
 import pytest
 
 from tilestack.data import Tokenizer
-from tilestack.engine import Structure
+from tilestack.engine import RequestError, Structure
 from tilestack.engine.structure import StructureFailed, Structures
 
 
-def test_a_text_that_is_complete_may_end_with_any_token_that_ends_texts():
-    tokenizer = Tokenizer.load("smollm2")
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load("smollm2")
+
+
+@pytest.fixture(scope="module")
+def structures(tokenizer):
+    return Structures(tokenizer, 49152)
+
+
+def test_a_text_that_is_complete_may_end_with_any_token_that_ends_texts(tokenizer):
     end, other = tokenizer.eos, tokenizer.backend.token_to_id("<|endoftext|>")
     assert end != other
     structures = Structures(tokenizer, 49152, {end, other})
@@ -21,8 +30,7 @@ def test_a_text_that_is_complete_may_end_with_any_token_that_ends_texts():
         assert not matcher.accept(last)
 
 
-def test_every_answer_has_a_matcher_of_its_own():
-    structures = Structures(tokenizer := Tokenizer.load("smollm2"), 49152)
+def test_every_answer_has_a_matcher_of_its_own(tokenizer, structures):
     first, second = (structures.matcher(Structure("regex", "a{1,3}")) for _ in range(2))
     (letter,) = tokenizer.encode("a", bare=True)
     before = second.allowed()
@@ -31,23 +39,34 @@ def test_every_answer_has_a_matcher_of_its_own():
     assert (second.allowed() == before).all()
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "letters"),
-    [("regex", "((a{0,100}){0,100}){0,100}", 30), ("json_schema", '{"$ref": "#"}', 0), ("grammar", "start: start", 0)],
-)
-def test_a_grammar_that_fails_on_the_way_is_no_answer_that_has_ended(kind, text, letters):
+def test_a_grammar_that_fails_on_the_way_is_no_answer_that_has_ended(tokenizer, structures):
     """It allows nothing from there on, and says why; it must not look like a text that is complete."""
-    structures = Structures(tokenizer := Tokenizer.load("smollm2"), 49152)
-    matcher = structures.matcher(Structure(kind, text))
+    matcher = structures.matcher(Structure("regex", "((a{0,100}){0,100}){0,100}"))
     (letter,) = tokenizer.encode("aaaa", bare=True)
-    failed = None
-    while failed is None and letters:
+    failed, letters = None, 0
+    while failed is None and letters < 30:
+        letters += 1
         matcher.allowed()
         try:
             assert matcher.accept(letter)
         except StructureFailed as problem:
             failed = problem
-        letters -= 1
+    assert letters > 1
     assert not matcher.allowed().any()
     with pytest.raises(StructureFailed, match="too complex"):
         matcher.accept(tokenizer.eos)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("json_schema", '{"$ref": "#"}', "allows no text"),
+        ("grammar", "start: start", "allows no text"),
+        ("grammar", "start: " + " | ".join(f'"w{number}"' for number in range(3000)), "cannot be used: .* too complex"),
+    ],
+)
+def test_what_fails_at_its_first_token_is_refused_before(structures, kind, text, said, capfd):
+    with pytest.raises(RequestError, match=f"the {kind} {said}") as problem:
+        structures.matcher(Structure(kind, text))
+    assert problem.value.param == "structure"
+    assert not capfd.readouterr().err  # llguidance's own warnings

@@ -34,7 +34,8 @@ class FakeEngine:
 
     def __post_init__(self):
         self.live = set()
-        self.engine = SimpleNamespace(structures=SimpleNamespace(matcher=lambda structure: None))
+        structures = SimpleNamespace(matcher=lambda structure: None)
+        self.engine = SimpleNamespace(structures=structures, check_fits=lambda sequences: None)
 
     def start(self):
         return self

@@ -3,6 +3,7 @@
 import json
 
 import openai
+import pydantic
 import pytest
 
 TOOL = {
@@ -161,6 +162,23 @@ def test_a_function_that_must_be_called_is_asked_for_by_a_schema(ask, fake):
     assert call["properties"]["name"] == {"const": "get_weather"}
 
 
+def test_a_function_by_openais_own_helper_keeps_to_its_schema(ask, fake):
+    class get_weather(pydantic.BaseModel):
+        city: str
+
+    fake.says = lambda _: CALL
+    tool = openai.pydantic_function_tool(get_weather)
+    assert tool["function"]["strict"]
+    answer = ask.chat.completions.parse(model="fake", messages=user(), tools=[tool])
+    assert answer.choices[0].message.tool_calls[0].function.parsed_arguments == get_weather(city="Oslo")
+    ask.chat.completions.create(model="fake", messages=user(), tools=[TOOL])
+    ask.chat.completions.create(
+        model="fake", messages=user(), tools=[tool], max_tokens=1, response_format={"type": "json_object"}
+    )
+    strict, free, other = [params.structure for _, params, _ in fake.submitted]
+    assert (strict.kind, free, other.kind) == ("grammar", None, "json")
+
+
 def test_tools_that_may_not_be_called_are_text(ask, fake):
     fake.says = lambda _: CALL
     answer = ask.chat.completions.create(model="fake", messages=user(), tools=[TOOL], tool_choice="none")
@@ -258,6 +276,35 @@ def test_echo_with_log_probabilities(ask, fake, bare):
     assert len(told.tokens) == len(told.text_offset) == len(told.top_logprobs) == len(ids) + 2
     assert "".join(told.tokens) == answer.choices[0].text  # the prompt's first token too, which has no probability
     assert told.text_offset == [len("".join(told.tokens[:place])) for place in range(len(ids) + 2)]
+
+
+def test_a_prompt_alone_is_scored(ask, fake):
+    ids = fake.tokenizer.encode("the cat")
+    answer = ask.completions.create(model="fake", prompt=["the cat", "a"], max_tokens=0, echo=True, logprobs=1)
+    told = answer.choices[0].logprobs
+    assert [choice.text for choice in answer.choices] == ["the cat", "a"]
+    assert told.token_logprobs == [None] + [-0.5] * (len(ids) - 1)
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 0)
+    for more in ({}, {"echo": True, "stream": True}):
+        with pytest.raises(openai.BadRequestError, match="takes echo: true and no stream"):
+            ask.completions.create(model="fake", prompt="a", max_tokens=0, **more)
+
+
+def test_what_openais_clients_send_and_nothing_is_made_of(ask):
+    beside = dict(store=False, metadata={"a": "b"}, prompt_cache_key="k", safety_identifier="s", service_tier="auto", user="u")  # fmt: skip
+    assert ask.chat.completions.create(model="fake", messages=user(), max_tokens=1, **beside).choices
+    for changed, said in ((dict(store=True), "store"), (dict(service_tier="flex"), "service_tier")):
+        with pytest.raises(openai.BadRequestError, match=said):
+            ask.chat.completions.create(model="fake", messages=user(), max_tokens=1, **changed)
+
+
+def test_a_models_own_sampling_is_taken_where_a_request_says_nothing(serve, fake):
+    own = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    with openai.OpenAI(base_url=serve(fake, sampling=own) + "/v1", api_key="none") as client:
+        client.chat.completions.create(model="fake", messages=user(), max_tokens=1)
+        client.completions.create(model="fake", prompt="a", max_tokens=1, temperature=0, extra_body={"top_k": -1})
+    taken = [(params.temperature, params.top_k, params.repetition_penalty) for _, params, _ in fake.submitted]
+    assert taken == [(0.6, 20, 1.1), (0, 0, 1.1)]
 
 
 def test_embeddings(ask, fake):

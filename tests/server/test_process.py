@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import shutil
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -148,8 +149,38 @@ def test_bad_input_is_one_line(folder, capsys, monkeypatch, fake, serve):
     assert "cannot listen on 127.0.0.1" in error_of(["--model", str(folder), "--port", str(taken)], capsys)
     assert "NAME=FOLDER" in error_of(["--model", str(folder), "--port", "0", "--adapter", "x"], capsys)
     assert "nowhere" in error_of(["--model", "nowhere", "--port", "0"], capsys)
+    assert "model or none, not some" in error_of(["--model", str(folder), "--generation-config", "some"], capsys)
+    asked = ["--model", str(folder), "--port", "0", "--device", "cpu"]
+    assert "the model reads 4,096" in error_of([*asked, "--context", "99999999"], capsys)
+    assert "set speculate" in error_of([*asked, "--draft-tokens", "3"], capsys)
     monkeypatch.setenv("TILESTACK_API_KEY", " ")
     assert "API key is empty" in error_of(["--model", str(folder)], capsys)
+
+
+@pytest.mark.usefixtures("logs_as_before")
+@pytest.mark.parametrize("source", ["model", "none"])
+def test_a_model_is_served_with_its_own_sampling_and_a_template_from_a_file(
+    folder, tmp_path, monkeypatch, capsys, source
+):
+    own = shutil.copytree(folder, tmp_path / "own")
+    (own / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}")
+    served = []
+
+    def run(engine, settings, listening, greet):
+        served.append((settings.sampling, settings.split_reasoning, engine.tokenizer.template))
+        listening.close()
+        greet("http://here")
+
+    monkeypatch.setattr("tilestack.server.process.run_server", run)
+    options = ["--generation-config", source, "--chat-template", str(template), "--split-reasoning"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--model", str(own), "--port", "0", "--device", "cpu", *options])
+    sampling = {"temperature": 0.6, "top_k": 20} if source == "model" else {}
+    assert served == [(sampling, True, template.read_text())]
+    assert ("temperature 0.6, top_k 20; --generation-config none" in capsys.readouterr().out) == bool(sampling)
+    assert ended.value.code == 0
 
 
 def test_an_address_is_taken_once_though_nobody_serves_there_yet():

@@ -91,6 +91,9 @@ def test_a_full_queue_answers_429(folder):
             return refused.status_code, (await asking[0]).status_code
 
     with served(engine) as address:
+        for never in ({"prompt": "a", "n": 3}, {"prompt": ["a", "b", "c"]}, {"prompt": "a", "best_of": 3}):
+            refused = patient.post(address + "/v1/completions", json=never)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
         assert asyncio.run(ask_one_after_another(address)) == (429, 200)
 
 
@@ -102,6 +105,20 @@ def test_structures_that_cannot_be_read_are_refused_and_others_are_kept_to(url):
         url + "/v1/chat/completions", json=CHAT | {"structured_outputs": {"choice": ["the cat", "the dog"]}}
     )
     assert kept.json()["choices"][0]["message"]["content"] in ("the cat", "the dog")
+
+
+def test_a_grammar_that_becomes_too_complex_is_the_clients_error(url, caplog):
+    grows = {"regex": "((a{0,100}){0,100}){0,100}"}
+    asked = CHAT | {"structured_outputs": grows, "max_tokens": 500, "min_tokens": 499}
+    failed = patient.post(url + "/v1/chat/completions", json=asked)
+    assert (failed.status_code, failed.json()["error"]["code"]) == (400, "structure_failed")
+    assert "too complex" in failed.json()["error"]["message"]
+    streamed = patient.post(url + "/v1/chat/completions", json=asked | {"stream": True})
+    assert '"structure_failed"' in streamed.text
+    assert not [record for record in caplog.records if record.exc_info]
+    at_once = "start: " + " | ".join(f'"w{number}"' for number in range(3000))
+    refused = patient.post(url + "/v1/chat/completions", json=CHAT | {"structured_outputs": {"grammar": at_once}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "structured_outputs")
 
 
 def test_hostile_stop_texts(url):

@@ -47,27 +47,26 @@ def refused(response, status=400):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, None, ""),
         ({"messages": [{"role": "assistant", "content": None}]}, "messages.0", "content or tool_calls"),
         ({"temperature": "hot"}, "temperature", 'not "hot"'),
-        ({"temperature": -1}, None, "temperature must lie between 0 and 100"),
+        ({"temperature": -1}, "temperature", "temperature must lie between 0 and 100"),
         ({"temperature": True}, "temperature", ""),
-        ({"top_p": 3}, None, "top_p"),
+        ({"top_p": 3}, "top_p", "top_p must lie between 0 and 1"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 5}, "n", "at most 4"),
         ({"max_tokens": 101}, "max_tokens", "at most 100"),
         ({"max_tokens": None, "max_completion_tokens": 101}, "max_completion_tokens", "at most 100"),
-        ({"max_tokens": 1, "max_completion_tokens": 2}, None, "differ"),
-        ({"min_tokens": 3}, None, "min_tokens is 3"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ"),
+        ({"min_tokens": 3}, "min_tokens", "min_tokens is 3"),
         ({"stop": ["a"] * 5}, "stop", "5 stop texts"),
         ({"stop": "a" * 21}, "stop", "21 characters"),
-        ({"stop": [""]}, None, "empty"),
+        ({"stop": [""]}, "stop", "empty"),
         ({"stop": {"a": 1}}, None, ""),
         ({"logit_bias": {"x": 1}}, "logit_bias.x", ""),
-        ({"logit_bias": {"1": 5000}}, None, "logit_bias of token 1"),
-        ({"top_logprobs": 2}, None, "logprobs: true"),
+        ({"logit_bias": {"1": 5000}}, "logit_bias", "logit_bias of token 1"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"logprobs": True, "top_logprobs": 50}, "top_logprobs", "at most 20"),
-        ({"stream_options": {"include_usage": True}}, None, "stream: true"),
-        ({"stream": True, "prompt_logprobs": 1}, None, "cannot be streamed"),
-        ({"tool_choice": "required"}, None, "no tools"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, None, "auto cannot promise"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "cannot be streamed"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"response_format": {"type": "xml"}}, "response_format", "'xml'"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "holds 2"),
         *(
@@ -75,14 +74,18 @@ def refused(response, status=400):
             for name in ("messages", "tools", "add_generation_prompt")
         ),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
-        ({"seed": 2**70}, None, "seed"),
+        ({"seed": 2**70}, "seed", "seed must lie between"),
+        *(({name: 10**310}, name, "not a number of 1030 bits") for name in ("seed", "top_k", "min_tokens")),
+        *(({name: 10**310}, name, "") for name in ("temperature", "n", "max_tokens", "priority")),
     ],
 )
 def test_a_chat_is_refused(here, change, param, said):
     error = refused(here.post("/v1/chat/completions", json=CHAT | change))
     assert error["param"] == param or param is None
     assert said in error["message"]
+    assert '"messages"' not in error["message"]  # the field, and not the whole body
     assert error["type"] == "invalid_request_error"
+    assert error["code"]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,10 @@ def test_a_chat_is_refused(here, change, param, said):
     ],
 )
 def test_a_completion_is_refused(here, change, said):
-    assert said in refused(here.post("/v1/completions", json=TEXT | change))["message"]
+    error = refused(here.post("/v1/completions", json=TEXT | change))
+    assert said in error["message"]
+    assert error["param"] is not None
+    assert '"prompt"' not in error["message"]  # the field, and not the whole body
 
 
 def test_a_prompt_leaves_room_for_an_answer_and_an_answer_ends_with_the_context(serve, fake):

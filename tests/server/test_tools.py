@@ -115,6 +115,31 @@ def test_parameters_may_refer_to_their_own_definitions(tokenizer, choice):
     assert not all(wrong.allowed()[token] and wrong.accept(token) is not None for token in ids)
 
 
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ("it is 3 < 4 <tool", True),
+        ('so\n<tool_call>\n{"name": "move", "arguments": {"to": {"x": 1}}}\n</tool_call> and on', True),
+        ('<tool_call>{"name": "move", "arguments": {"to": {"x": 1}}}</tool_call>' * 2, True),
+        ('<tool_call>{"name": "turn", "arguments": {"any": 1}}</tool_call>', True),
+        ('<tool_call>{"name": "move", "arguments": {"to"', False),
+        ("<tool_call>hello", None),
+        ('<tool_call>{"name": "move", "arguments": {"to": {"x": "1"', None),
+        ('<tool_call>{"name": "mo</tool_call>', None),
+    ],
+)
+def test_a_strict_function_is_called_by_its_schema_and_text_is_free(tokenizer, text, ends):
+    tools = asked().model_dump(exclude_none=True)["tools"]
+    tools[1]["function"]["strict"] = True
+    structure = chat_params(asked(tools=tools, tool_choice=None), 100, 100).structure
+    matcher = Structures(tokenizer, tokenizer.vocabulary, tokenizer.stops).matcher(structure)
+    ids = tokenizer.encode(text, bare=True)
+    kept = all(matcher.allowed()[token] and matcher.accept(token) for token in ids)
+    assert kept == (ends is not None)
+    if kept:
+        assert matcher.allowed()[tokenizer.eos] == ends
+
+
 def test_parameters_have_the_limits_of_a_structure():
     deep = {"type": "object"}
     for _ in range(600):

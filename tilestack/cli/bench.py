@@ -32,18 +32,35 @@ if TYPE_CHECKING:
     from tilestack.contract.operator import Operator
     from tilestack.lab.train_steps import Work
 
+RUN = ("device", "save", "stale", "budget", "load")
+OF_OPERATORS = (*RUN, "json", "backend", "dtype", "direction", "case", "jobs")
+# What is measured besides operators, and the options that each part reads; "all" hands them to whichever does.
+PARTS = {
+    "memory": RUN,
+    "host": (*RUN, "json"),
+    "optim": (*RUN, "json", "dtype", "case"),
+    "train": (*RUN, "json", "backend", "dtype", "recipe", "micro_batch", "sequence"),
+    "serve": (*RUN, "json", "backend", "model", "workload"),
+    "http": (*RUN, "json", "model"),
+    "startup": ("json",),
+    "all": None,
+}
+
 
 def add_to(app: typer.Typer) -> None:
     app.command("bench")(bench_command)
 
 
 def bench_command(
+    context: typer.Context,
     operators: Operators = None,
     device: Device = None,
     backend: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated backends and peers (aten, aten-rowwise, compile, compile-max, eager, liger); default: all that can run.",
+            help="Comma-separated backends and peers (aten, aten-rowwise, compile, compile-max, eager, liger); bench serve: engines "
+            "(tilestack, tilestack int8, tilestack lookup, tilestack operators, tilestack fp8 kv, tilestack fp8 weights, vllm, "
+            "transformers); default: all that can run.",
             show_default=False,
         ),
     ] = None,
@@ -116,6 +133,7 @@ def bench_command(
     `bench http` the overhead of HTTP, `bench startup` imports and the command line. `bench all` runs all but the last;
     `make bench` and, on a CPU, `make bench-cpu` reproduce every figure of the documentation.
     """
+    refuse_ignored_options(context, operators[0] if operators else "")
     if operators == ["startup"]:
         bench_starts(json_)
         return
@@ -149,9 +167,35 @@ def bench_command(
     elif operators and operators[0] in parts and (len(operators) == 1 or operators[0] == "optim"):
         parts[operators[0]]()
     else:
-        if mixed := [name for name in operators or () if name in (*parts, "all", "startup")]:
+        if mixed := [name for name in operators or () if name in PARTS]:
             raise ValueError(f"bench {mixed[0]} is measured by itself, without other names beside it")
+        refuse_unknown_names(operators or [])
         kernels(operators)
+
+
+def refuse_ignored_options(context: typer.Context, first: str) -> None:
+    """Refuse an option that was given and would not be read: whoever gave it would believe the figures to be of it."""
+    read = PARTS.get(first, OF_OPERATORS)
+    given = [name.strip("_") for name in context.params if is_given(context, name)]
+    if read is not None and (ignored := sorted(set(given) - {*read, "operators"})):
+        written = lambda names: ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        what = f"bench {first}" if first in PARTS else "bench of operators"
+        raise ValueError(f"{what} does not read {written(ignored)}; it reads {written(read)}")
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def refuse_unknown_names(names: Sequence[str]) -> None:
+    """Refuse what is no operator; the error tells what else can be measured, too."""
+    from tilestack.contract import BackendError
+
+    try:
+        pick_operators(list(names))
+    except BackendError as problem:
+        raise ValueError(f"bench measures operators, and {', '.join(PARTS)} by these names; {problem}") from problem
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import typer
 
 from tilestack.cli.common import console
 from tilestack.cli.speaker import (
+    ChatTemplate,
     DeviceName,
     Dtype,
     MaxTokens,
@@ -36,11 +37,12 @@ def chat_command(
     model: ModelName = "smollm2",
     system: Annotated[str | None, typer.Option(help="System prompt.", show_default=False)] = None,
     max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
     seed: Seed = 0,
+    chat_template: ChatTemplate = None,
     device: DeviceName = None,
     dtype: Dtype = None,
     weights: Weights = None,
@@ -48,13 +50,15 @@ def chat_command(
     """Chat with a model. /reset starts over, /quit exits, Ctrl-C stops an answer."""
     if max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1, not {max_tokens}")
-    speaker = Speaker(model, device, dtype, weights)
+    speaker = Speaker(model, device, dtype, weights, chat_template)
     if not speaker.chats:
         raise ValueError(
             f"{model} has no chat template, so it was not taught to converse; use tilestack generate --raw"
         )
-    sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    sampling = speaker.sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     console.print(f"{model} on {speaker.device.type}. {HELP}.", style="dim", highlight=False)
+    if speaker.defaults_line:
+        console.print(speaker.defaults_line, style="dim", highlight=False)
     converse(speaker, [{"role": "system", "content": system}] if system else [], max_tokens, sampling)
 
 

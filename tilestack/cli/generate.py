@@ -31,10 +31,10 @@ def generate_command(
     model: ModelName = "smollm2",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text directly, without the chat template.")] = False,
     max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
     seed: Seed = 0,
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop before this text; may be given several times.", show_default=False)
@@ -56,7 +56,7 @@ def generate_command(
     if speaker.room(ids) < 1:
         most = speaker.engine.context - 1
         raise ValueError(f"the prompt has {len(ids)} tokens; this model takes 1 to {most} and an answer")
-    sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    sampling = speaker.sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     speech = speaker.speak(ids, max_tokens, stop or (), **sampling)
     text = ""
     for piece in speech:
@@ -69,3 +69,5 @@ def generate_command(
     else:
         print(flush=True)
         print(speech.figures(), file=sys.stderr)
+        if speaker.defaults_line:
+            print(speaker.defaults_line, file=sys.stderr)

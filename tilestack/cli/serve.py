@@ -6,7 +6,16 @@ from typing import Annotated
 import typer
 
 from tilestack.cli.common import console, progress_bar
-from tilestack.cli.speaker import DeviceName, Dtype, ModelName, Weights, check_packages, trust_engine
+from tilestack.cli.speaker import (
+    ChatTemplate,
+    DeviceName,
+    Dtype,
+    ModelName,
+    Weights,
+    check_packages,
+    read_template,
+    trust_engine,
+)
 
 ENGINE, LIMITS, ACCESS = "Engine", "Limits", "Access"
 GIB = 1 << 30
@@ -29,10 +38,23 @@ def serve_command(
         float,
         typer.Option(help="Limit over all streams; above it, several tokens share an event.", min=1),
     ] = 1500.0,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Sampling defaults of requests: the model's generation_config.json, or none of it (then OpenAI's).",
+        ),
+    ] = "model",
+    chat_template: ChatTemplate = None,
+    split_reasoning: Annotated[
+        bool,
+        typer.Option(
+            "--split-reasoning", help="Return what the model writes between <think> and </think> as reasoning_content."
+        ),
+    ] = False,
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="Require this key on all routes but /health. Set it by the environment to keep it out of `ps`.",
+            help="Require this key on all routes but /health and the chat page, which asks for it. Set it by the environment to keep it out of `ps`.",
             envvar="TILESTACK_API_KEY",
             show_default=False,
             rich_help_panel=ACCESS,
@@ -184,7 +206,10 @@ def serve_command(
         needs(package, "tilestack serve", "server")
     if api_key is not None and not api_key.strip():
         raise ValueError("the API key is empty; leave --api-key and TILESTACK_API_KEY out for a server without one")
+    if generation_config not in ("model", "none"):
+        raise ValueError(f"--generation-config is model or none, not {generation_config}")
     check_packages(model)
+    template = None if chat_template is None else read_template(chat_template)
     from tilestack.server.process import listen, run_server
     from tilestack.server.request_log import log_to_stderr
     from tilestack.server.settings import LOOPBACK, Limits, ServerSettings
@@ -197,6 +222,9 @@ def serve_command(
         stops=max_stops,
         request_seconds=timeout,
     )
+    from tilestack.engine.defaults import defaults_line, model_defaults
+
+    sampling = model_defaults(model) if generation_config == "model" else {}
     settings = ServerSettings(
         host=host,
         port=port,
@@ -207,6 +235,8 @@ def serve_command(
         drain=drain,
         events_per_second=events_per_second,
         limits=limits,
+        sampling=sampling,
+        split_reasoning=split_reasoning,
     )
     listening = listen(settings)
     from tilestack.engine import AsyncEngine, EngineSettings
@@ -234,7 +264,8 @@ def serve_command(
             adapters=named_folders(adapter or []),
         ),
     )
-
+    if template is not None:
+        engine.tokenizer.template = template
     if warm_up:
         progress = progress_bar()
         progress.disable = not progress.console.is_terminal  # elsewhere standard error is for the log
@@ -246,6 +277,8 @@ def serve_command(
     def greet(address: str) -> None:
         told = f"{name or engine.model_name} on {address}: chat in a browser, or ask {address}/v1"
         console.print(told, highlight=False, soft_wrap=True)
+        if sampling:
+            console.print(f"{defaults_line(sampling)}; --generation-config none for OpenAI's", soft_wrap=True)
         if host not in LOOPBACK and api_key is None:
             console.print(f"anyone who reaches {host} may use it; --api-key asks for a key", style="yellow")
 

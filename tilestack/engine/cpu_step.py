@@ -38,9 +38,15 @@ def torch_on_one_thread() -> Iterator[None]:
 
 
 def cpu_step(decoder: Decoder, cache: PagedCache) -> "CPUStep | None":
-    """The step of a decoder, or None; why there is none is logged."""
-    if reason := why_not(decoder, cache):
+    """The step of a decoder, or None; why there is none is logged, with a warning where one could be had."""
+    if reason := why_not(decoder):
         log.info("decoding operator by operator: %s", reason)
+        return None
+    weight = decoder.embedding.weight
+    if cache.keys.dtype != weight.dtype:
+        kept, own = (str(dtype).removeprefix("torch.") for dtype in (cache.keys.dtype, weight.dtype))
+        why = f"keys and values are kept in {kept}; leave kv_dtype out to keep them in {own}"
+        log.warning("decoding operator by operator, which is slower: %s", why)
         return None
     try:
         return CPUStep(decoder, cache)
@@ -49,13 +55,13 @@ def cpu_step(decoder: Decoder, cache: PagedCache) -> "CPUStep | None":
         return None
 
 
-def why_not(decoder: Decoder, cache: PagedCache) -> str:
+def why_not(decoder: Decoder) -> str:
     """Why a decoder cannot be stepped in one call; empty when it can."""
     config, weight = decoder.config, decoder.embedding.weight
     if reason := not_plain(decoder):
         return reason
-    if weight.dtype not in PLAIN or cache.keys.dtype != weight.dtype:
-        return f"weights of {weight.dtype} with keys of {cache.keys.dtype}; both must be float32, or both bfloat16"
+    if weight.dtype not in PLAIN:
+        return f"weights of {weight.dtype}; they must be float32 or bfloat16"
     linears = [*(each for layer in decoder.layers for each in linears_of(layer)), *filter(None, [decoder.head])]
     if not (all(map(is_untouched, linears)) or all(type(each) is Int8Linear for each in (*linears, decoder.head))):
         return "linear layers of the model are adapted, packed or listened to"

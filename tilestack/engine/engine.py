@@ -24,7 +24,7 @@ from tilestack.engine.cpu_step import FEW as FEW_ON_CPU
 from tilestack.engine.cpu_weights import can_block, pack_for_cpu
 from tilestack.engine.outputs import Completion, Delta, TokenLogprob, Usage
 from tilestack.engine.pages import PagePool
-from tilestack.engine.params import RequestError, SamplingParams
+from tilestack.engine.params import RequestError, SamplingParams, brief
 from tilestack.engine.pooling import POOLINGS, unit_vector
 from tilestack.engine.quantised_weights import has_codes, load_decoder
 from tilestack.engine.reading import FEW as FEW_ON_GPU
@@ -33,7 +33,7 @@ from tilestack.engine.scheduler import Part, Plan, Scheduler
 from tilestack.engine.sequence import Request, Sequence, first_seeds
 from tilestack.engine.settings import EngineSettings, bytes_of_token, make_cache, new_cache
 from tilestack.engine.speculation import Drafter, DraftModel, LookUp, check_draft
-from tilestack.engine.structure import Structures
+from tilestack.engine.structure import StructureFailed, Structures
 from tilestack.engine.text import TextStream
 from tilestack.models import Decoder, PagedCache
 from tilestack.models.invariant import why_not_invariant
@@ -79,7 +79,13 @@ class Engine:
         self.decoder, self.tokenizer = decoder, tokenizer
         weight = decoder.embedding.weight
         self.vocabulary = decoder.config.vocabulary
-        self.context = min(decoder.config.positions, settings.context or decoder.config.positions)
+        positions = decoder.config.positions
+        if settings.context is not None and settings.context > positions:
+            raise ValueError(
+                f"a context of {settings.context:,} tokens, and the model reads {positions:,}; give {positions:,} or less, or "
+                "leave it out"
+            )
+        self.context = settings.context or positions
         if settings.weights and not has_codes(decoder):
             raise ValueError(
                 f"weights of {settings.weights} are made as a model is loaded, by Engine.load; of one that is there, "
@@ -205,28 +211,43 @@ class Engine:
         if request.pooling is not None:
             self.check_pooling(request)
         if not prompt:
-            raise RequestError("the prompt is empty; there must be at least one token to go on from")
+            raise RequestError("the prompt is empty; there must be at least one token to go on from", "prompt")
         if len(prompt) >= self.context and request.pooling is None:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens; at most {self.context - 1} leave room for an answer"
+                f"the prompt has {len(prompt)} tokens; at most {self.context - 1} leave room for an answer", "prompt"
             )
-        for name, ids in (("the prompt", prompt), ("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
-            self.check_tokens(name, ids)
+        self.check_tokens("the prompt", prompt, "prompt")
+        self.check_tokens("logit_bias", params.logit_bias, "logit_bias")
+        self.check_tokens("stop_ids", params.stop_ids, "stop_ids")
         if request.adapter is not None and request.adapter not in self.adapter_names:
             raise RequestError(
-                f"there is no adapter {request.adapter!r}; there are: {', '.join(self.adapter_names) or 'none'}"
+                f"there is no adapter {request.adapter!r}; there are: {', '.join(self.adapter_names) or 'none'}",
+                "adapter",
             )
+        self.check_fits(params.drawn)
         if params.stop and self.tokenizer is None:
-            raise RequestError("stop texts need a tokenizer, and the engine has none")
+            raise RequestError("stop texts need a tokenizer, and the engine has none", "stop")
+
+    def check_fits(self, sequences: int) -> None:
+        """Refuse so many sequences of one request where they would not fit if nothing else was there."""
+        queue, rows = self.settings.queue, self.settings.max_sequences
+        if queue is not None and sequences > queue + rows:
+            raise RequestError(
+                f"{sequences} answers, and at most {rows} run at a time while {queue} wait; ask for {queue + rows} or "
+                "fewer, or start with a larger queue or max_sequences",
+                "n",
+            )
 
     def check_pooling(self, request: Request) -> None:
         """Of a request for a vector; there need be no room for an answer."""
         if request.pooling not in POOLINGS:
-            raise RequestError(f"no pooling {request.pooling!r}; choose from {', '.join(POOLINGS)}")
+            raise RequestError(f"no pooling {request.pooling!r}; choose from {', '.join(POOLINGS)}", "pooling")
         if request.params != SamplingParams():
-            raise RequestError("a request with pooling draws no tokens; leave its sampling parameters out")
+            raise RequestError("a request with pooling draws no tokens; leave its sampling parameters out", "params")
         if len(request.prompt) > self.context:
-            raise RequestError(f"the text has {len(request.prompt)} tokens, and the model reads at most {self.context}")
+            raise RequestError(
+                f"the text has {len(request.prompt)} tokens, and the model reads at most {self.context}", "prompt"
+            )
 
     def check_queue(self, sequences: int, entering: int = 0) -> None:
         """Refuse so many sequences where too many wait; `entering` others are on their way. Any thread may ask."""
@@ -235,11 +256,13 @@ class Engine:
         if most is not None and waiting + sequences > most + len(self.scheduler.free_rows):
             raise QueueFull(f"{waiting} requests wait already, of at most {most}")
 
-    def check_tokens(self, name: str, ids: Collection[int]) -> None:
+    def check_tokens(self, name: str, ids: Collection[int], param: str | None = None) -> None:
         if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocabulary):
             return  # as nearly always, and found sooner than by looking at each: prompts of a batch are many tokens
         if wrong := [token for token in ids if not isinstance(token, int) or not 0 <= token < self.vocabulary]:
-            raise RequestError(f"{name} has token {wrong[0]!r}, and the model has 0 to {self.vocabulary - 1}")
+            raise RequestError(
+                f"{name} has token {brief(wrong[0])}, and the model has 0 to {self.vocabulary - 1}", param
+            )
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
@@ -344,7 +367,9 @@ class Engine:
             if not part.sequence.ended:
                 try:
                     news += self.go_on(part, tokens[place : place + count], step, place)
-                except Exception as problem:  # of its text or its grammar, and no other's
+                except StructureFailed as problem:  # by the grammar that was asked for; nothing is wrong here
+                    news += self.end([part.sequence], "refused", str(problem))
+                except Exception as problem:  # of its text, and no other's
                     log.exception("an answer failed", exc_info=problem)
                     news += self.end([part.sequence], "error", f"{type(problem).__name__}: {problem}")
             place += count
@@ -364,10 +389,11 @@ class Engine:
         taken, text, finish = 0, "", None
         for token in tokens:
             if token < 0:
-                what = (
-                    "no token is allowed by the structure" if sequence.matcher else "the model's logits are not finite"
-                )
-                return self.end_not_finite(sequence, what)
+                if sequence.matcher and not sequence.matcher.allowed().any():
+                    self.forget_pages(sequence)
+                    why = sequence.matcher.problem or "no token is allowed by it any more"
+                    raise StructureFailed(f"the structure is too complex: {why}")
+                return self.end_not_finite(sequence, "the model's logits are not finite")
             taken += 1
             piece, finish = self.take(sequence, token)
             text += piece
@@ -397,9 +423,12 @@ class Engine:
         return self.end([sequence], "stop", vector=unit_vector(total))
 
     def end_not_finite(self, sequence: Sequence, what: str) -> list[News]:
+        self.forget_pages(sequence)
+        return self.end([sequence], "error", what)
+
+    def forget_pages(self, sequence: Sequence) -> None:
         for page in sequence.pages:  # they may hold what is not finite, which others must not find
             self.pool.forget(page)
-        return self.end([sequence], "error", what)
 
     def guesses_after(self, guessed: int, right: int) -> int:
         """Tokens that a sequence may guess next: as many as usual, and more and more as long as all of them are right."""

@@ -95,6 +95,8 @@ class LLM:
         """The model's next turn in a conversation (a list of messages), or in each of several."""
         one = len(conversations) > 0 and isinstance(conversations[0], dict)
         given: list[Any] = [conversations] if one else list(conversations)
+        if tools and not self.tokenizer.template_reads("tools"):
+            raise RequestError("the chat template of this model takes no tools", "tools")
         texts = [self.tokenizer.chat(messages, add_generation_prompt=True, tools=tools) for messages in given]
         ids = [self.tokenizer.encode(text, bare=True) for text in texts]
         found = self.generate(ids, params, adapter=adapter, progress=progress and not one)
@@ -120,7 +122,8 @@ class LLM:
                 while self.engine.busy:
                     for request, delta in self.engine.step():
                         if delta.error:
-                            raise RuntimeError(f"request {request.id} failed: {delta.error}")
+                            failure = RequestError if delta.finish == "refused" else RuntimeError
+                            raise failure(f"request {request.id} failed: {delta.error}")
                         found[request][delta.choice].add(delta)
                     if progress:
                         left = len(self.engine.requests)

@@ -15,7 +15,8 @@ class TokenLogprob:
 
 class Delta(NamedTuple):
     """What was added to one answer of a request. The last of an answer says why it ended: "stop" (the model, a stop text
-    or token, or the end of a text that becomes a vector), "length", "cancelled" or "error".
+    or token, or the end of a text that becomes a vector), "length", "cancelled", "error", or "refused": it cannot go on as it
+    was asked for.
 
     A tuple, since a step of many sequences makes one for each."""
 

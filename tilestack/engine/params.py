@@ -1,7 +1,7 @@
 """What a request asks for: how its tokens are drawn, when it ends, and what is told about them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,12 @@ KINDS = ("json", "json_schema", "regex", "grammar")
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as it is; the message says what was given and what is accepted."""
+    """A request that cannot be served as it is; the message says what was given and what is accepted, and `param` is the
+    name of what is at fault, where it is one thing."""
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
 
 
 @dataclass(frozen=True)
@@ -62,25 +67,29 @@ class SamplingParams:
             ("frequency_penalty", -100, 100),
         ):
             check_between(name, getattr(self, name), low, high)
+        for name, low, high in (("top_k", 0, 2**31 - 1), ("n", 1, 1024), ("min_tokens", 0, 2**31 - 1)):
+            check_whole(name, getattr(self, name), low, high)
         for name, low, high in (
-            ("top_k", 0, 2**31 - 1),
-            ("n", 1, 1024),
-            ("min_tokens", 0, 2**31 - 1),
             ("best_of", self.n, 1024),
             ("max_tokens", 1, 2**31 - 1),
             ("logprobs", 0, 128),
             ("prompt_logprobs", 0, 128),
             ("seed", -(2**63), 2**64 - 1),
         ):
-            check_whole(name, getattr(self, name), low, high)
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value, low, high)
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias must map tokens to numbers, not {brief(self.logit_bias)}", "logit_bias")
         for token, bias in self.logit_bias.items():
-            check_between(f"logit_bias of token {token}", bias, -1000, 1000)
+            check_between("logit_bias", bias, -1000, 1000, f"logit_bias of token {brief(token)}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens is {self.min_tokens} and max_tokens only {self.max_tokens}")
-        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
-            raise RequestError(f"stop must be a tuple of texts, not {self.stop!r}")
+            raise RequestError(f"min_tokens is {self.min_tokens} and max_tokens only {self.max_tokens}", "min_tokens")
+        check_tuple("stop", self.stop, str, "texts")
+        check_tuple("stop_ids", self.stop_ids, int, "token ids")
         if not all(self.stop):
-            raise RequestError("a stop text must not be empty")
+            raise RequestError("a stop text must not be empty", "stop")
+        if not isinstance(self.structure, Structure | None):
+            raise RequestError(f"structure must be a Structure, not {brief(self.structure)}", "structure")
 
     @property
     def drawn(self) -> int:
@@ -96,18 +105,32 @@ class SamplingParams:
         return (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
 
 
-def check_between(name: str, value: Any, low: float, high: float) -> None:
-    """Refuse a number outside its range, or what is no number; None was not asked for."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise RequestError(f"{name} must be a number, not {value!r}")
+def check_between(name: str, value: Any, low: float, high: float, called: str | None = None) -> None:
+    """Refuse a number outside its range, or what is no number."""
+    whole = isinstance(value, int) and not isinstance(value, bool)  # of any size, which a float is not
+    if not whole and (not isinstance(value, float) or math.isnan(value)):
+        raise RequestError(f"{called or name} must be a number, not {brief(value)}", name)
     if not low <= value <= high:
-        raise RequestError(f"{name} must lie between {low} and {high}, not {value}")
+        raise RequestError(f"{called or name} must lie between {low} and {high}, not {brief(value)}", name)
 
 
 def check_whole(name: str, value: Any, low: int, high: int) -> None:
     """The same for what is counted."""
     if isinstance(value, float):
-        raise RequestError(f"{name} must be a whole number, not {value!r}")
+        raise RequestError(f"{name} must be a whole number, not {value!r}", name)
     check_between(name, value, low, high)
+
+
+def check_tuple(name: str, value: Any, kind: type, called: str) -> None:
+    listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    if not listed or not all(isinstance(each, kind) for each in value):
+        raise RequestError(f"{name} must be a tuple of {called}, not {brief(value)}", name)
+
+
+def brief(value: Any) -> str:
+    """A value as messages show it, cut short; of a whole number of many digits only the size, since Python may refuse to
+    write it out."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"

@@ -1,5 +1,6 @@
 """What an engine is started with. Whatever is left out follows from the model and the machine."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from tilestack.models import Decoder, PagedCache
 from tilestack.models.key_offset import calibrate_key_offset
 from tilestack.ops.paged import CODES
 
+log = logging.getLogger(__name__)
 CPU_CACHE = 1 << 30  # bytes of keys and values on a CPU, unless told
 GPU_SHARE = 0.9  # of a GPU's memory that the engine uses in all, unless told
 
@@ -45,10 +47,18 @@ class EngineSettings:
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, low in (("context", 1), ("max_sequences", 1), ("step_tokens", 1), ("page", 1), ("draft_tokens", 1)):
-            check_whole(name, getattr(self, name), low, 2**31 - 1)
-        for name, low in (("kv_memory", 1), ("swap_memory", 0), ("queue", 0)):
-            check_whole(name, getattr(self, name), low, 2**62)
+        many, bytes_ = 2**31 - 1, 2**62
+        for name, low, high in (("max_sequences", 1, many), ("page", 1, many), ("swap_memory", 0, bytes_)):
+            check_whole(name, getattr(self, name), low, high)
+        for name, low, high in (
+            ("context", 1, many),
+            ("step_tokens", 1, many),
+            ("draft_tokens", 1, many),
+            ("kv_memory", 1, bytes_),
+            ("queue", 0, bytes_),
+        ):
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value, low, high)
         if self.batch_invariant and (self.weights or self.kv_dtype or self.adapters or self.decode == "persistent"):
             raise ValueError(
                 "batch_invariant is for the model as it was trained: without weights or kv_dtype of 8 bits, adapters, and "
@@ -56,6 +66,8 @@ class EngineSettings:
             )
         if self.code_queries and self.kv_dtype is None:
             raise ValueError("code_queries multiplies codes of keys, which a cache with kv_dtype int8 or fp8 has")
+        if self.draft_tokens is not None and self.speculate is None:
+            raise ValueError("draft_tokens is for speculative decoding; set speculate, too, to lookup or a model")
         if self.decode not in (None, "persistent", "operators"):
             raise ValueError(
                 f"no way to decode is called {self.decode!r}; choose persistent or operators, or leave it out"
@@ -120,6 +132,13 @@ def make_cache(
             "kv_memory, a smaller model, or a GPU with more memory"
         )
     longest = min(context, int(pages) * settings.page)
+    if longest < context:
+        needed = page * -(-context // settings.page)
+        what = f"{memory / 1e6:,.1f} MB for keys and values hold {longest:,} tokens; a context of {context:,} takes {needed / 1e6:,.1f} MB"
+        more = "more kv_memory" if settings.kv_dtype else "more kv_memory, or kv_dtype int8"
+        if settings.context is not None:
+            raise ValueError(f"{what}. Give a context of {longest} or less, or {more}")
+        log.warning("%s. Texts end at %d tokens; with %s they may be longer", what, longest, more)
     return new_cache(decoder, int(pages) + 1, settings, dtype, longest)
 
 

@@ -21,6 +21,11 @@ class Matcher:
     def __init__(self, matcher: Any, vocabulary: int):
         self.matcher, self.vocabulary = matcher, vocabulary
 
+    @property
+    def problem(self) -> str | None:
+        """Why the grammar cannot be gone on with, if it cannot."""
+        return self.matcher.get_error().splitlines()[0] if self.matcher.is_error() else None
+
     def allowed(self) -> numpy.ndarray:
         """A boolean for every token of the vocabulary: whether it may come next. None may where the grammar failed, since
         this is asked for many answers at a time, and one of them must not fail the others."""
@@ -33,8 +38,8 @@ class Matcher:
     def accept(self, token: int) -> bool:
         """Take a step; false where the grammar ends, with this token or before it."""
         goes_on = not self.matcher.is_stopped() and self.matcher.consume_token(token) and not self.matcher.is_stopped()
-        if self.matcher.is_error():
-            raise StructureFailed(f"the structure is too complex: {self.matcher.get_error().splitlines()[0]}")
+        if self.problem:
+            raise StructureFailed(f"the structure is too complex: {self.problem}")
         return goes_on
 
 
@@ -65,7 +70,7 @@ class Structures:
         if structure is None:
             return None
         if self.tokenizer is None:
-            raise RequestError("a structure is a form of text, and the engine has no tokenizer")
+            raise RequestError("a structure is a form of text, and the engine has no tokenizer", "structure")
         make = self.library.LLMatcher
         try:
             if structure.kind == "regex":
@@ -76,8 +81,19 @@ class Structures:
                 schema = structure.text if structure.kind == "json_schema" else '{"type": "object"}'
                 grammar = make.grammar_from_json_schema(schema)
         except ValueError as problem:
-            raise RequestError(f"the {structure.kind} cannot be read: {problem}") from None
-        matcher = make(self.tokens, grammar)
+            raise RequestError(f"the {structure.kind} cannot be read: {problem}", "structure") from None
+        matcher = make(self.tokens, grammar, log_level=0)  # else it writes to standard error itself
         if matcher.is_error():
-            raise RequestError(f"the {structure.kind} cannot be read: {matcher.get_error()}")
+            raise RequestError(f"the {structure.kind} cannot be read: {matcher.get_error()}", "structure")
+        self.try_first_token(structure.kind, Matcher(matcher.deep_copy(), self.vocabulary))
         return Matcher(matcher, self.vocabulary)
+
+    def try_first_token(self, kind: str, matcher: Matcher) -> None:
+        """Refuse a grammar that fails as soon as it is used: how large it is, llguidance finds out only then."""
+        allowed = matcher.allowed()
+        if not allowed.any():
+            raise RequestError(f"the {kind} allows no text: {matcher.problem or 'no token begins it'}", "structure")
+        try:
+            matcher.accept(int(allowed.argmax()))
+        except StructureFailed as problem:
+            raise RequestError(f"the {kind} cannot be used: {problem}", "structure") from None

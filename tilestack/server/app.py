@@ -20,6 +20,7 @@ from tilestack.server.request_log import RequestLog
 from tilestack.server.routes import ERRORS, openai_routes
 from tilestack.server.service import Service
 from tilestack.server.settings import ServerSettings
+from tilestack.server.token_routes import token_routes
 
 if TYPE_CHECKING:
     from tilestack.engine import AsyncEngine
@@ -48,6 +49,7 @@ def create_app(engine: "AsyncEngine", settings: ServerSettings | None = None) ->
     app.state.service = service
     add_handlers(app)
     app.include_router(openai_routes(service))
+    app.include_router(token_routes(service))
 
     @app.get("/health", responses=ERRORS)
     async def health() -> Response:

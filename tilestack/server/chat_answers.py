@@ -7,11 +7,12 @@ from typing import Any
 
 from tilestack.engine.outputs import Completion, Delta, TokenLogprob
 from tilestack.server.events import DONE, Chunks
+from tilestack.server.reasoning import ThoughtReader
 from tilestack.server.running import Running, usage_body
 from tilestack.server.sampling import must_call
 from tilestack.server.schemas import ChatRequest
 from tilestack.server.token_text import TokenTexts
-from tilestack.server.tools import Call, CallReader, WholeCall
+from tilestack.server.tools import Call, CallReader, Found, WholeCall
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,16 @@ class ChatAnswers:
     request: ChatRequest
     texts: TokenTexts
     shared: dict[str, Any]
+    thinking: bool | None = None  # whether an answer begins within thoughts; None: thoughts are not told from text
 
-    def reader(self) -> CallReader | WholeCall | None:
-        """What finds calls in an answer, where there may be any."""
-        if not self.request.tools or self.request.tool_choice == "none":
-            return None
+    def reader(self) -> "AnswerReader | None":
+        """What finds thoughts and calls in an answer, where there may be any."""
+        thoughts = None if self.thinking is None else ThoughtReader(begun=self.thinking)
+        if not self.request.offered_tools:
+            return AnswerReader(thoughts, None) if thoughts else None
         if must_call(self.request):
-            return WholeCall()
-        return CallReader(most=1 if self.request.parallel_tool_calls is False else None)
+            return AnswerReader(None, WholeCall())
+        return AnswerReader(thoughts, CallReader(most=1 if self.request.parallel_tool_calls is False else None))
 
     def whole(self, completions: Sequence[Completion], running: Running) -> dict[str, Any]:
         body = {
@@ -42,11 +45,12 @@ class ChatAnswers:
         return body
 
     def choice(self, number: int, completion: Completion) -> dict[str, Any]:
-        text, calls, reader = completion.text, [], self.reader()
-        if reader:
-            first, last = reader.feed(text), reader.end()
-            text, calls = first.text + last.text, first.calls + last.calls
+        reader = self.reader()
+        found = reader.feed(completion.text, last=True) if reader else Found(completion.text)
+        text, calls = found.text, found.calls
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        if self.thinking is not None:
+            message["reasoning_content"] = found.thoughts or None
         if calls:
             message["tool_calls"] = [call.body() for call in calls]
         return {
@@ -79,23 +83,39 @@ class ChatAnswers:
         yield DONE
 
 
+class AnswerReader:
+    """Splits one answer, piece by piece, into thoughts, text and calls."""
+
+    def __init__(self, thoughts: ThoughtReader | None, calls: CallReader | WholeCall | None):
+        self.thoughts, self.calls = thoughts, calls
+
+    def feed(self, piece: str, last: bool) -> Found:
+        """What is certain after this piece; after the last, all."""
+        thought = ""
+        if self.thoughts:
+            thought, piece = self.thoughts.feed(piece)
+            if last:
+                thought, piece = (had + more for had, more in zip((thought, piece), self.thoughts.end(), strict=True))
+        found = self.calls.feed(piece) if self.calls else Found(piece)
+        if self.calls and last:
+            rest = self.calls.end()
+            found.text, found.calls = found.text + rest.text, found.calls + rest.calls
+        found.thoughts = thought
+        return found
+
+
 class ChatChoice:
     """One answer in events."""
 
-    def __init__(self, number: int, reader: CallReader | WholeCall | None):
+    def __init__(self, number: int, reader: AnswerReader | None):
         self.number, self.reader, self.calls = number, reader, 0
 
     def bodies(self, delta: Delta, told: dict[str, Any] | None) -> list[dict[str, Any]]:
         """What a piece of the answer adds."""
-        text, calls = delta.text, []
-        if self.reader:
-            found = self.reader.feed(delta.text)
-            text, calls = found.text, found.calls
-            if delta.finish:
-                last = self.reader.end()
-                text, calls = text + last.text, calls + last.calls
-        made = [self.body({"content": text}, told)] if text or told else []
-        made += [self.body({"tool_calls": [self.called(call)]}) for call in calls]
+        found = self.reader.feed(delta.text, bool(delta.finish)) if self.reader else Found(delta.text)
+        made = [self.body({"reasoning_content": found.thoughts})] if found.thoughts else []
+        made += [self.body({"content": found.text}, told)] if found.text or told else []
+        made += [self.body({"tool_calls": [self.called(call)]}) for call in found.calls]
         if delta.finish:
             finish = "tool_calls" if self.calls and delta.finish == "stop" else delta.finish
             made.append(self.body({}) | {"finish_reason": finish, "stop_reason": delta.stopped_by})

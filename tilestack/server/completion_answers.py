@@ -1,7 +1,7 @@
 """The answers to prompts, whole or in events: text, the prompt before it where echoed, log-probabilities."""
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
@@ -26,10 +26,17 @@ class CompletionAnswers:
             **self.shared,
             "object": "text_completion",
             "choices": [self.choice(number, completion, running) for number, completion in enumerate(completions)],
-            "usage": usage_body(running.usage),
+            "usage": usage_body(replace(running.usage, completion=0) if self.prompt_only else running.usage),
         }
 
+    @property
+    def prompt_only(self) -> bool:
+        """Whether nothing is told but the prompt; the engine draws a token all the same."""
+        return self.request.max_tokens == 0
+
     def choice(self, number: int, completion: Completion, running: Running) -> dict[str, Any]:
+        if self.prompt_only:
+            completion = Completion(finish="length")
         prompt = number // (self.request.n or 1)
         stream, (ids, _) = running.streams[prompt], running.prompts[prompt]
         told: list[TokenLogprob | None] = list(completion.logprobs)

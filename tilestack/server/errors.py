@@ -9,11 +9,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from tilestack.data.errors import DataError
 from tilestack.engine import EngineClosed, RequestError
 from tilestack.extras import MissingExtra
+from tilestack.server.schemas.common import CLASH
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+FIELDS = {"stop_ids": "stop_token_ids", "adapter": "model"}  # of requests, by the engine's names for what they ask
 
 
 class ApiError(HTTPException):
@@ -61,7 +62,7 @@ ERROR_SCHEMA = {
 }
 
 
-def refuse(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def refuse(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     """The error of a request that is wrong in itself."""
     return ApiError(400, message, param=param, code=code)
 
@@ -88,9 +89,8 @@ def add_handlers(app: FastAPI) -> None:
         return explain_malformed(problem.errors(), problem.body).response()
 
     @app.exception_handler(RequestError)
-    @app.exception_handler(DataError)
-    async def unservable(request: Request, problem: ValueError) -> JSONResponse:
-        return refuse(str(problem)).response()
+    async def unservable(request: Request, problem: RequestError) -> JSONResponse:
+        return refuse(str(problem), FIELDS.get(problem.param or "", problem.param)).response()
 
     @app.exception_handler(EngineClosed)
     async def closed(request: Request, problem: EngineClosed) -> JSONResponse:
@@ -113,10 +113,12 @@ def explain_malformed(found: Sequence[Any], body: Any) -> ApiError:
         return refuse(f"{param} is not supported", param, "unsupported_parameter")
     if first["type"] == "missing":
         return refuse(f"{param or 'a JSON body'} is missing", param or None, "missing_parameter")
+    said = first["msg"][:1].lower() + first["msg"][1:]
+    if first["type"] == CLASH:  # of several fields, so that no single value is to be shown
+        return refuse(f"{param}: {said}" if param else said, param or first["ctx"]["param"])
     given = json.dumps(first.get("input"), default=str)
     shown = given if len(given) <= 80 else given[:77] + "…"
-    said = first["msg"].removeprefix("Value error, ")
-    return refuse(f"{param or 'the body'}: {said[:1].lower()}{said[1:]}, not {shown}", param or None, "invalid_value")
+    return refuse(f"{param or 'the body'}: {said}, not {shown}", param or None)
 
 
 def field_path(location: Sequence[Any], body: Any, missing: bool) -> str:

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from tilestack.server.errors import ApiError, refuse
-from tilestack.server.sampling import must_call
+from tilestack.server.sampling import calls_strictly, must_call
 from tilestack.server.schemas.chat import ChatRequest
 from tilestack.server.schemas.common import Sampled
 from tilestack.server.schemas.completion import CompletionRequest
@@ -28,7 +28,7 @@ def check_limits(request: Sampled, limits: Limits, prompts: int = 1) -> None:
     if isinstance(request, ChatRequest):
         most(limits.messages, len(request.messages), "messages", "messages")
         most(limits.tools, len(request.tools or ()), "tools", "tools")
-        if must_call(request):
+        if must_call(request) or calls_strictly(request):
             most_structure(limits, [tool.function.parameters for tool in request.tools or ()], "tools")
         most(limits.logprobs, request.top_logprobs or 0, "top_logprobs", "likeliest tokens told")
         most(limits.output_tokens, request.max_completion_tokens or 0, "max_completion_tokens", "tokens of an answer")

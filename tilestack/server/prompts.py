@@ -6,15 +6,15 @@ Both run in threads, so that a long text or a slow template holds up nobody else
 
 import asyncio
 import json
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from tilestack.data import Tokenizer
-from tilestack.data.chat import CHATML
 from tilestack.data.errors import DataError
 from tilestack.server.errors import refuse
-from tilestack.server.schemas.chat import AssistantMessage, ChatRequest, Content, Message, ToolCall, ToolMessage
+from tilestack.server.schemas.chat import AssistantMessage, Content, Message, Templated, Tool, ToolCall, ToolMessage
 
 RESERVED = {"messages", "tools", "add_generation_prompt"}
 
@@ -28,21 +28,46 @@ async def text_ids(tokenizer: Tokenizer, prompts: Sequence[str] | Sequence[list[
     return await encoded(encode, param)
 
 
-async def chat_ids(tokenizer: Tokenizer, request: ChatRequest) -> list[int]:
+async def chat_ids(
+    tokenizer: Tokenizer,
+    conversation: Sequence[Message],
+    tools: Sequence[Tool] | None,
+    options: Templated,
+    add_special_tokens: bool = False,
+) -> list[int]:
     """The ids of a conversation, up to where the answer begins."""
-    variables = dict(request.chat_template_kwargs or {})
+    variables = dict(options.chat_template_kwargs or {})
     if taken := RESERVED & set(variables):
         raise refuse(f"chat_template_kwargs must not set {', '.join(sorted(taken))}", "chat_template_kwargs")
-    if request.tools and request.tool_choice != "none":
-        if "tools" not in (CHATML if tokenizer.template is None else tokenizer.template):
-            raise refuse("the chat template of this model takes no tools", "tools", "unsupported_parameter")
-        variables["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
-    messages = [template_message(message) for message in request.messages]
+    if tools:
+        variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+    if options.reasoning_effort:
+        variables["reasoning_effort"] = options.reasoning_effort
+    messages = [template_message(message) for message in conversation]
+    continues = bool(options.continue_final_message)
+    begins = options.add_generation_prompt is not False and not continues
 
     def encode() -> list[int]:
-        return tokenizer.encode(tokenizer.chat(messages, add_generation_prompt=True, **variables), bare=True)
+        for name in {"tools", "reasoning_effort"} & set(variables):
+            if not tokenizer.template_reads(name):
+                raise refuse(f"the chat template of this model takes no {name}", name, "unsupported_parameter")
+        if continues:
+            text = up_to_last_word(tokenizer, messages, variables)
+        else:
+            text = tokenizer.chat(messages, add_generation_prompt=begins, **variables)
+        return tokenizer.encode(text, bare=not add_special_tokens)
 
     return await encoded(encode, "messages")
+
+
+def up_to_last_word(tokenizer: Tokenizer, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    """A conversation up to the end of what its last message says: a mark is put there, and the text cut at the mark."""
+    mark = f"\ufdd0{os.urandom(8).hex()}\ufdd1"
+    marked = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + mark}]
+    before, found, _ = tokenizer.chat(marked, **variables).partition(mark)
+    if not found:
+        raise refuse("the chat template does not write the last message's content", "continue_final_message")
+    return before
 
 
 async def warm_up(tokenizer: Tokenizer) -> None:
@@ -56,6 +81,8 @@ async def encoded(encode: Any, param: str) -> Any:
         return await asyncio.to_thread(encode)
     except (UnicodeEncodeError, TypeError) as problem:  # half of a surrogate pair, which JSON can say and text cannot
         raise refuse(f"{param} holds what is not text: {problem}", param) from problem
+    except DataError as problem:  # of a template, or of what it makes of these messages
+        raise refuse(str(problem), param) from problem
 
 
 def template_message(message: Message) -> dict[str, Any]:

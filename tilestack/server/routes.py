@@ -12,7 +12,8 @@ from tilestack.server.completion_answers import CompletionAnswers
 from tilestack.server.errors import ERROR_SCHEMA
 from tilestack.server.limits import check_limits, most
 from tilestack.server.prompts import chat_ids, text_ids
-from tilestack.server.sampling import chat_params, completion_params
+from tilestack.server.reasoning import opens_thoughts
+from tilestack.server.sampling import calls_strictly, chat_params, completion_params
 from tilestack.server.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
 from tilestack.server.schemas.completion import as_list
 from tilestack.server.service import Service, Vector, unless_client_leaves
@@ -28,17 +29,19 @@ EVENTS: dict[int | str, dict[str, Any]] = {
 
 def openai_routes(service: Service) -> APIRouter:
     router = APIRouter(prefix="/v1", responses=ERRORS)
-    engine, limits = service.engine, service.settings.limits
+    engine, limits, defaults = service.engine, service.settings.limits, service.settings.sampling
 
     @router.post("/chat/completions", responses=EVENTS)
     async def chat(body: ChatRequest, http: Request) -> Response:
         """Answer a conversation."""
         service.adapter(body.model)
         check_limits(body, limits)
-        ids = await unless_client_leaves(http, chat_ids(engine.tokenizer, body))
+        ids = await unless_client_leaves(http, chat_ids(engine.tokenizer, body.messages, body.offered_tools, body))
         service.check_prompt(ids, "messages")
-        params = chat_params(body, engine.context - len(ids), limits.output_tokens)
-        answers = ChatAnswers(body, service.texts, service.head("chatcmpl", body.model))
+        params = chat_params(body, engine.context - len(ids), limits.output_tokens, defaults)
+        thinks = service.settings.split_reasoning and (params.structure is None or calls_strictly(body))
+        thinking = opens_thoughts(engine.tokenizer, ids) if thinks else None
+        answers = ChatAnswers(body, service.texts, service.head("chatcmpl", body.model), thinking)
         return await service.answer(http, body, [(ids, params)], answers)
 
     @router.post("/completions", responses=EVENTS)
@@ -50,7 +53,7 @@ def openai_routes(service: Service) -> APIRouter:
         each = await unless_client_leaves(http, text_ids(engine.tokenizer, given, "prompt"))
         for ids in each:
             service.check_prompt(ids, "prompt")
-        prompts = [(ids, completion_params(body, engine.context - len(ids))) for ids in each]
+        prompts = [(ids, completion_params(body, engine.context - len(ids), defaults)) for ids in each]
         texts = [one if isinstance(one, str) else engine.tokenizer.decode(one) for one in given] if body.echo else []
         answers = CompletionAnswers(body, service.texts, service.head("cmpl", body.model), texts)
         return await service.answer(http, body, prompts, answers)

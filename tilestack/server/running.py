@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tilestack.engine import QueueFull
 from tilestack.engine.outputs import Completion, Delta, Usage
 from tilestack.engine.params import SamplingParams
-from tilestack.server.errors import ApiError, ending
+from tilestack.server.errors import ApiError, ending, refuse
 from tilestack.server.metrics import Metrics, Stopwatch
 from tilestack.server.pacing import Pace, paced
 
@@ -46,6 +46,7 @@ class Running:
 
     def submit(self, id: str, **options: Any) -> None:
         """Hand all prompts to the engine, or none; whoever calls cancels those that were."""
+        self.engine.engine.check_fits(sum(params.drawn for _, params in self.prompts))
         try:
             for number, (ids, params) in enumerate(self.prompts):
                 self.streams.append(self.engine.submit(ids, params, id=f"{id}-{number}", **options))
@@ -60,6 +61,8 @@ class Running:
     async def deltas(self) -> AsyncIterator[Delta]:
         """What comes of all prompts, in the order it comes; an answer that fails ends the request."""
         async for delta in paced(self.streams[0], self.pace) if len(self.streams) == 1 else self._mixed():
+            if delta.finish == "refused":
+                raise refuse(delta.error or "the answer cannot go on as it was asked for", code="structure_failed")
             if delta.finish == "error":
                 raise ApiError(500, delta.error or "the model failed on this request", code="model_error")
             if delta.finish == "cancelled":

@@ -2,25 +2,29 @@
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from tilestack.engine.params import SamplingParams, Structure
 from tilestack.server.errors import refuse
-from tilestack.server.schemas.chat import ChatRequest, SchemaFormat, ToolChoice
+from tilestack.server.schemas.chat import ChatRequest, Function, SchemaFormat, ToolChoice
 from tilestack.server.schemas.common import Sampled, StructuredOutputs
 from tilestack.server.schemas.completion import CompletionRequest
+from tilestack.server.tools import CLOSE, OPEN
 
 SAME = {field.name for field in fields(SamplingParams)} - {"stop", "stop_ids", "logit_bias", "logprobs", "structure"}
+NONE: Mapping[str, float] = {}
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 
 
-def common_params(request: Sampled, **others: Any) -> dict[str, Any]:
-    """The parameters that both kinds of request name alike, and `others`."""
+def common_params(request: Sampled, defaults: Mapping[str, float], **others: Any) -> dict[str, Any]:
+    """The parameters that both kinds of request name alike, or else their defaults, and `others`."""
     given = {name: value for name in SAME if (value := getattr(request, name, None)) is not None}
+    if request.top_k == -1:  # vLLM's word for all
+        given["top_k"] = 0
     given |= {name: value for name, value in others.items() if value is not None}
-    return given | dict(
-        top_k=0 if request.top_k in (None, -1) else request.top_k,
+    return {**defaults, **given} | dict(
         stop=request.stops,
         stop_ids=tuple(request.stop_token_ids or ()),
         keep_stop=bool(request.include_stop_str_in_output),
@@ -28,16 +32,18 @@ def common_params(request: Sampled, **others: Any) -> dict[str, Any]:
     )
 
 
-def completion_params(request: CompletionRequest, room: int) -> SamplingParams:
+def completion_params(request: CompletionRequest, room: int, defaults: Mapping[str, float] = NONE) -> SamplingParams:
     """For a prompt after which there is room for so many tokens."""
     prompt_logprobs = request.prompt_logprobs
     if request.echo and request.logprobs is not None:
         prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
     structure = structure_of(request.structured_outputs) if request.structured_outputs else None
+    wanted = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     return SamplingParams(
         **common_params(
             request,
-            max_tokens=min(request.max_tokens or COMPLETION_TOKENS, room),
+            defaults,
+            max_tokens=min(max(wanted, 1), room),  # of a request for none, the token that is drawn is not told
             logprobs=request.logprobs,
             prompt_logprobs=prompt_logprobs,
             structure=structure,
@@ -45,12 +51,14 @@ def completion_params(request: CompletionRequest, room: int) -> SamplingParams:
     )
 
 
-def chat_params(request: ChatRequest, room: int, most: int) -> SamplingParams:
+def chat_params(request: ChatRequest, room: int, most: int, defaults: Mapping[str, float] = NONE) -> SamplingParams:
     """For a conversation after which there is room for so many tokens; one that names no limit gets `most`."""
     wanted = request.max_completion_tokens or request.max_tokens or most
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     return SamplingParams(
-        **common_params(request, max_tokens=min(wanted, room), logprobs=logprobs, structure=chat_structure(request))
+        **common_params(
+            request, defaults, max_tokens=min(wanted, room), logprobs=logprobs, structure=chat_structure(request)
+        )
     )
 
 
@@ -61,14 +69,23 @@ def chat_structure(request: ChatRequest) -> Structure | None:
         forms.append(response_structure(request.response_format))
     if request.structured_outputs:
         forms.append(structure_of(request.structured_outputs))
-    if must_call(request):
-        try:
-            forms.append(Structure("json_schema", json.dumps(call_schema(request))))
-        except RecursionError:
-            raise refuse("the parameters of a tool are nested too deeply", "tools") from None
+    try:
+        if must_call(request):
+            forms.append(Structure("json_schema", json.dumps(call_schema(callable_tools(request)))))
+        elif calls_strictly(request) and not forms:
+            forms.append(Structure("grammar", strict_calls(callable_tools(request))))
+    except RecursionError:
+        raise refuse("the parameters of a tool are nested too deeply", "tools") from None
     if len(forms) > 1:
         raise refuse("one of response_format, structured_outputs and a tool that must be called, not several")
     return forms[0] if forms else None
+
+
+def structure_field(request: Sampled) -> str:
+    """The field of a request that asks for the form of its answer."""
+    if request.structured_outputs:
+        return "structured_outputs"
+    return "response_format" if getattr(request, "response_format", None) else "tools"
 
 
 def response_structure(form: Any) -> Structure:
@@ -91,10 +108,20 @@ def must_call(request: ChatRequest) -> bool:
     return request.tool_choice == "required" or isinstance(request.tool_choice, ToolChoice)
 
 
-def call_schema(request: ChatRequest) -> dict[str, Any]:
-    """The JSON of a call of one of the tools, or of the one that was chosen."""
+def calls_strictly(request: ChatRequest) -> bool:
+    """Whether a tool may be called, and then by its schema."""
+    may_call = request.tool_choice in (None, "auto")
+    return may_call and any(tool.function.strict for tool in request.tools or ())
+
+
+def callable_tools(request: ChatRequest) -> list[Function]:
+    """Those of a request, or the one that was chosen."""
     chosen = request.tool_choice.function.name if isinstance(request.tool_choice, ToolChoice) else None
-    tools = [tool.function for tool in request.tools or () if chosen in (None, tool.function.name)]
+    return [tool.function for tool in request.tools or () if chosen in (None, tool.function.name)]
+
+
+def call_schema(tools: Sequence[Function]) -> dict[str, Any]:
+    """The JSON of a call of one of some tools."""
     calls = [
         {
             "type": "object",
@@ -108,6 +135,18 @@ def call_schema(request: ChatRequest) -> dict[str, Any]:
         for number, tool in enumerate(tools)
     ]
     return {"anyOf": calls}
+
+
+def strict_calls(tools: Sequence[Function]) -> str:
+    """A grammar of text and calls in any order: text is free, and what follows the mark of a call is one. Of tools that are
+    not strict, the arguments are any object."""
+    known = [tool if tool.strict else tool.model_copy(update={"parameters": None}) for tool in tools]
+    return f"""start: (before call)* TEXT
+before[lazy]: TEXT {json.dumps(OPEN)}
+call: SPACE %json {json.dumps(call_schema(known))} SPACE {json.dumps(CLOSE)}
+SPACE: /[ \\n]{{0,4}}/
+TEXT: /(.|\\n)*/
+"""
 
 
 def moved_to(place: str, schema: Any) -> Any:

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from tilestack.engine.params import SamplingParams
+from tilestack.engine.params import RequestError, SamplingParams
 from tilestack.server.chat_answers import ChatAnswers
 from tilestack.server.completion_answers import CompletionAnswers
 from tilestack.server.drain import Drain
-from tilestack.server.errors import ApiError
+from tilestack.server.errors import ApiError, refuse
 from tilestack.server.events import EventStream, started
 from tilestack.server.limits import check_prompt
 from tilestack.server.metrics import Metrics
 from tilestack.server.pacing import Pace
 from tilestack.server.running import Prompt, Running
+from tilestack.server.sampling import structure_field
 from tilestack.server.schemas.common import Sampled
 from tilestack.server.schemas.embedding import EmbeddingRequest
 from tilestack.server.settings import ServerSettings
@@ -62,10 +63,14 @@ class Service:
     def check_prompt(self, ids: list[int], param: str, room: int = 1) -> None:
         check_prompt(ids, self.engine.context, self.settings.limits, param, room)
 
-    async def check_structure(self, params: SamplingParams) -> None:
+    async def check_structure(self, request: Sampled, params: SamplingParams) -> None:
         """Refuse a form that cannot be read. The engine reads it again, but in its own thread, where it is too late for that."""
-        if params.structure is not None:
+        if params.structure is None:
+            return
+        try:
             await asyncio.to_thread(self.engine.engine.structures.matcher, params.structure)
+        except RequestError as problem:
+            raise refuse(str(problem), structure_field(request)) from problem
 
     def head(self, prefix: str, model: str | None) -> dict[str, Any]:
         return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model or self.name}
@@ -74,7 +79,7 @@ class Service:
         self, http: Request, request: Sampled, prompts: Sequence[Prompt], answers: ChatAnswers | CompletionAnswers
     ) -> Response:
         """Let the engine answer, and shape what comes as the client asked for it."""
-        await self.check_structure(prompts[0][1])
+        await self.check_structure(request, prompts[0][1])
         with ExitStack() as cleanup:
             running = self.begin(http, cleanup, answers.shared["id"], request, prompts)
             if request.stream:

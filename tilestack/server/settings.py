@@ -1,5 +1,6 @@
 """How a server behaves: who may ask, how much, and for how long. Every limit has a default."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -38,7 +39,10 @@ class ServerSettings:
     drain: float = 30.0  # seconds that running requests are given once the server is told to end
     events_per_second: float = 1500.0  # of all streams together; tokens that come faster share an event
     retry_after: int = 1  # seconds after which a refused client may try again
+    split_reasoning: bool = False  # give what a model writes between <think> and </think> as `reasoning_content`
     limits: Limits = field(default_factory=Limits)
+    # What requests take that name no such value, as `engine.defaults.model_defaults` reads it; else OpenAI's defaults.
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def known_hosts(self) -> frozenset[str] | None:

@@ -29,6 +29,7 @@ class Found:
     """What a piece of text has come to."""
 
     text: str = ""
+    thoughts: str = ""
     calls: list[Call] = field(default_factory=list)
 
 
@@ -91,9 +92,9 @@ class WholeCall:
         return Found(calls=[call]) if call else Found(text=self.held)
 
 
-def undecided(text: str) -> int:
-    """How many characters at the end may yet belong to a call: the beginning of its mark, and the space before."""
-    begun = next((n for n in range(min(len(OPEN) - 1, len(text)), 0, -1) if text.endswith(OPEN[:n])), 0)
+def undecided(text: str, mark: str = OPEN) -> int:
+    """How many characters at the end may yet belong to a mark: the beginning of it, and the space before."""
+    begun = next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
     certain = text[: len(text) - begun]
     return begun + len(certain) - len(certain.rstrip())
 

@@ -56,3 +56,10 @@ def test_memory_for_a_few_at_a_time_is_enough(monkeypatch):
 def test_an_answer_ends_with_what_stopped_it(stop):
     (answer,) = answers(decoder(), [[5, 6]], max_new_tokens=5, stop=stop)
     assert all(token not in stop for token in answer[:-1])
+
+
+def test_an_answer_ends_where_the_model_reads_no_further():
+    model = decoder()
+    positions = model.config.positions
+    (answer,) = answers(model, [[5] * (positions - 3)], max_new_tokens=50, stop=())
+    assert len(answer) == 3

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tilestack.server.schemas.common import Body, Sampled
+from tilestack.server.schemas.common import Body, Sampled, clash
 
 
 class TextPart(Body):
@@ -49,7 +49,7 @@ class AssistantMessage(Body):
     @model_validator(mode="after")
     def says_something(self) -> "AssistantMessage":
         if self.content is None and not self.tool_calls:
-            raise ValueError("an assistant's message needs content or tool_calls")
+            raise clash("messages", "an assistant's message needs content or tool_calls")
         return self
 
 
@@ -67,7 +67,7 @@ class Function(Body):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object.")
-    strict: bool | None = Field(None, description="true: only with a tool_choice that makes the model call.")
+    strict: bool | None = Field(None, description="true: the arguments of a call keep to the schema.")
 
 
 class Tool(Body):
@@ -103,34 +103,61 @@ class PlainFormat(Body):
 ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 
 
-class ChatRequest(Sampled):
+class Templated(Body):
+    """What a chat template reads besides messages."""
+
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template, such as enable_thinking."
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = Field(
+        None, description="Only for models whose chat template reads it."
+    )
+    add_generation_prompt: bool | None = Field(None, description="false: no new turn of the assistant is begun.")
+    continue_final_message: bool | None = Field(None, description="true: go on with the last message where it ends.")
+
+    @model_validator(mode="after")
+    def begin_or_continue(self) -> "Templated":
+        if self.add_generation_prompt and self.continue_final_message:
+            raise clash(
+                "continue_final_message",
+                "continue_final_message goes on with a turn and add_generation_prompt begins one; give one of them",
+            )
+        return self
+
+
+class ChatRequest(Sampled, Templated):
     """A conversation to be continued by the assistant."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, description="OpenAI's newer name of max_tokens.")
     logprobs: bool | None = Field(None, description="Tell each token's log-probability.")
     top_logprobs: int | None = Field(None, ge=0, description="And those of this many likeliest in its place.")
-    tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: only the first call is given.")
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the chat template, such as enable_thinking."
-    )
+    # OpenAI's clients send these; they change no answer, and nothing is made of them.
+    store: Literal[False] | None = Field(None, description="Nothing is ever stored, so true is refused.")
+    metadata: dict[str, str] | None = Field(None, description="Accepted for OpenAI's clients; not used.")
+    prompt_cache_key: str | None = Field(None, description="Accepted for OpenAI's clients; not used.")
+    safety_identifier: str | None = Field(None, description="Accepted for OpenAI's clients; not used.")
+    service_tier: Literal["auto", "default"] | None = Field(None, description="There is one tier, the default.")
+
+    @property
+    def offered_tools(self) -> list[Tool] | None:
+        return None if self.tool_choice == "none" else self.tools
 
     @model_validator(mode="after")
     def fields_agree(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs need logprobs: true")
+            raise clash("top_logprobs", "top_logprobs need logprobs: true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens differ; give one")
+            raise clash("max_tokens", "max_tokens and max_completion_tokens differ; give one")
         names = [tool.function.name for tool in self.tools or ()]
-        if self.tool_choice in (None, "auto") and any(tool.function.strict for tool in self.tools or ()):
-            raise ValueError(
-                "a strict function needs tool_choice: required, or its name; auto cannot promise its schema"
-            )
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
+            raise clash(
+                "tool_choice", f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools"
+            )
         if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice is required, and there are no tools")
+            raise clash("tool_choice", "tool_choice is required, and there are no tools")
         return self

@@ -3,12 +3,20 @@
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+CLASH = "fields_clash"
 
 
 class Body(BaseModel):
     """No field but those declared, and no text where a number is meant."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+def clash(param: str, message: str) -> PydanticCustomError:
+    """The error of fields that do not go together; `param` is the one to change."""
+    return PydanticCustomError(CLASH, "{message}", {"message": message, "param": param})
 
 
 class StreamOptions(Body):
@@ -29,7 +37,9 @@ class StructuredOutputs(Body):
     def one_form(self) -> "StructuredOutputs":
         given = [form for form in (self.json_, self.regex, self.choice, self.grammar) if form is not None]
         if len(given) != 1:
-            raise ValueError(f"must hold one of json, regex, choice and grammar, and holds {len(given)}")
+            raise clash(
+                "structured_outputs", f"must hold one of json, regex, choice and grammar, and holds {len(given)}"
+            )
         return self
 
 
@@ -80,7 +90,7 @@ class Sampled(Body):
     @model_validator(mode="after")
     def stream_options_need_a_stream(self) -> "Sampled":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options are for stream: true")
+            raise clash("stream_options", "stream_options are for stream: true")
         if self.stream and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs cannot be streamed")
+            raise clash("prompt_logprobs", "prompt_logprobs cannot be streamed")
         return self

@@ -72,7 +72,7 @@ def answer_all(
     longest = max(len(request.prompt) + (request.params.max_tokens or 0) for request in requests)
     tokens = min(BUDGET, len(requests) * (longest + PAGE))
     settings = EngineSettings(
-        context=longest + 1,
+        context=min(longest + 1, model.config.positions),
         max_sequences=min(len(requests), MOST_ANSWERS),
         kv_memory=max(tokens, longest + PAGE) * bytes_of_token(model.embedding.weight.dtype, model),
         page=PAGE,

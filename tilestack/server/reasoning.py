@@ -1,0 +1,60 @@
+"""What a model thinks before it answers, as DeepSeek and Qwen write it: <think>…</think> and then the answer.
+
+Some templates write the first mark themselves, so that the model's text begins within its thoughts. Only what an answer
+begins with is taken for thoughts; a mark further on is text.
+"""
+
+from collections.abc import Sequence
+
+from tilestack.data import Tokenizer
+from tilestack.server.tools import undecided
+
+OPEN, CLOSE = "<think>", "</think>"
+LAST = 16  # tokens at the end of a prompt, among which the mark is
+
+
+def opens_thoughts(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+    """Whether a prompt ends with the beginning of thoughts."""
+    return tokenizer.decode(prompt[-LAST:], special=True).rstrip().endswith(OPEN)
+
+
+class ThoughtReader:
+    """Splits one answer, piece by piece, into thoughts and what follows them, each without the space around it."""
+
+    def __init__(self, begun: bool):
+        self.held, self.thought = "", False
+        self.place = "thoughts" if begun else "before"  # then "after" them, and then "answer"
+
+    def feed(self, piece: str) -> tuple[str, str]:
+        """What is certain after this piece: thoughts, and text of the answer."""
+        self.held += piece
+        thoughts = ""
+        if self.place == "before":
+            found = self.held.lstrip()
+            if found.startswith(OPEN):
+                self.held, self.place = found.removeprefix(OPEN), "thoughts"
+            elif not OPEN.startswith(found):
+                self.place = "answer"
+        if self.place == "thoughts":
+            thoughts = self.take_thoughts()
+        if self.place == "after":
+            self.held = self.held.lstrip()
+            self.place = "answer" if self.held else "after"
+        return thoughts, self.take_all() if self.place == "answer" else ""
+
+    def take_thoughts(self) -> str:
+        before, closed, after = (self.held if self.thought else self.held.lstrip()).partition(CLOSE)
+        certain = len(before.rstrip()) if closed else len(before) - undecided(before, CLOSE)
+        self.held = after if closed else before[certain:]
+        self.place = "after" if closed else "thoughts"
+        self.thought = self.thought or certain > 0
+        return before[:certain]
+
+    def end(self) -> tuple[str, str]:
+        """What is left when the answer has ended, which may be within thoughts."""
+        place, left = self.place, self.take_all()
+        return (left.rstrip(), "") if place == "thoughts" else ("", left)
+
+    def take_all(self) -> str:
+        held, self.held = self.held, ""
+        return held
