@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from tilestack.server.schemas.chat import Message, Templated
 from tilestack.server.schemas.common import Body, clash
@@ -11,6 +11,7 @@ from tilestack.server.schemas.common import Body, clash
 class TokenizeRequest(Templated):
     """A text, or a conversation by the chat template."""
 
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
