@@ -29,10 +29,13 @@ SHAPES = {  # batch, queries, keys, heads, kv_heads, dim, causal
     "all of a tile but its last key": (1, 130, 256, 1, 1, 64, True),
     "a key more, seen by the last query of a tile": (1, 130, 131, 1, 1, 64, True),
     "fewer keys": (1, 170, 90, 2, 1, 64, False),
+    "queries before the first key": (1, 300, 70, 2, 1, 64, True),
+    "one query before the first key": (2, 129, 128, 2, 2, 64, True),
     "groups of heads": (2, 70, 70, 6, 2, 64, True),
     "128": (1, 200, 200, 2, 1, 128, True),
     "128 and more keys": (1, 70, 300, 2, 1, 128, True),
     "128 and fewer keys": (1, 100, 70, 2, 2, 128, False),
+    "128 and queries before the first key": (1, 260, 3, 2, 1, 128, True),
 }
 OWN = {
     (name, dim): of

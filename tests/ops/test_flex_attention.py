@@ -168,3 +168,15 @@ def test_nothing_is_refused_silently():
     ]:
         with pytest.raises(ValueError, match=message):
             ops.flex_attention(q, k, v, **arguments)
+
+
+def test_queries_before_the_first_key_get_zeros_and_give_none(chosen):
+    """Rows are aligned at their ends: of seven queries and three keys, the first four see nothing."""
+    leaves = drawn(7, 3)
+    out, lse = ops.flex_attention(*leaves)
+    assert not out[:, :4].any()
+    assert bool((lse[..., :4] == -torch.inf).all())
+    found = gradients([out[:, 4:], lse[..., 4:]], leaves)
+    assert not found[2][:, :4].any()
+    last = ops.flex_attention(leaves[0][:, 4:], *leaves[1:])
+    assert_same(found, gradients(last, leaves))

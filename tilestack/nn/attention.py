@@ -5,7 +5,7 @@ MultiheadAttention    PyTorch's module on it; `Attention`, a decoder's, is in ro
 register_attention    transformers.AutoModelForCausalLM.from_pretrained(..., attn_implementation="tilestack") after it
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,13 +13,17 @@ from torch import Tensor
 from tilestack import ops
 from tilestack.extras import MissingExtra, install_command
 from tilestack.nn.autocast import lowered
+from tilestack.ops.block_mask import kept_blocks
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask  # it takes long to import
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None = None,
+    mask: "Tensor | BlockMask | None" = None,
     *,
     cu_seqlens: Tensor | None = None,
     causal: bool = False,
@@ -32,18 +36,38 @@ def attend(
     """What queries [batch, queries, heads, dim] see of keys and values [batch, keys, kv_heads, dim].
 
     `mask` is True where a key is seen, or is added to the scores: [batch, heads, queries, keys], all but the last may be 1.
-    Weights are dropped by a seed from PyTorch's generator. Under autocast, all is done in its dtype, as PyTorch's is.
+    It may be PyTorch's BlockMask of as many queries and keys, which is read once: what its mask_mod looks at must not change
+    afterwards. Either comes on top of the other rules, and `causal` aligns rows at their ends. Weights are dropped by a seed from PyTorch's generator. Under autocast, all is done in its dtype, as PyTorch's is.
     """
     q, k, v = lowered(q, k, v)
     if mask is None and sinks is None and not dropout:
         return ops.attention(q, k, v, cu_seqlens, causal=causal, window=window, scale=scale, softcap=softcap)
-    bias = None if mask is None else added_to_scores(mask, q.dtype)
+    bias, blocks = None, {}
+    if isinstance(mask, Tensor):
+        bias = added_to_scores(mask, q.dtype)
+    elif mask is not None:
+        blocks = blocks_of(mask, q, k)
     seed = torch.randint(2**62, (), device=q.device) if dropout else None
     out, _ = ops.flex_attention(
-        q, k, v, cu_seqlens, sinks=sinks, bias=bias, seed=seed,
+        q, k, v, cu_seqlens, sinks=sinks, bias=bias, seed=seed, **blocks,
         causal=causal, window=window, scale=scale, softcap=softcap, dropout=dropout,
     )  # fmt: skip
     return out
+
+
+def blocks_of(mask: "BlockMask", q: Tensor, k: Tensor) -> dict[str, Tensor]:
+    """PyTorch's block mask as arguments of `flex_attention`, where it is of these queries and keys."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if not isinstance(mask, BlockMask):
+        raise TypeError(f"a mask is a tensor or a BlockMask, not {type(mask).__name__}")
+    batch, queries, heads, keys = *q.shape[:3], k.shape[1]
+    if mask.shape not in [(b, h, queries, keys) for b in (1, batch) for h in (1, heads)]:
+        raise ValueError(
+            f"the BlockMask is {tuple(mask.shape)}, but must be ({batch} or 1, {heads} or 1, {queries}, {keys}): "
+            f"make it by create_block_mask(mask_mod, B, H, Q_LEN={queries}, KV_LEN={keys})"
+        )
+    return kept_blocks(mask)
 
 
 def added_to_scores(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -127,7 +151,7 @@ def transformers_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: "Tensor | BlockMask | None",
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -150,10 +174,12 @@ def transformers_attention(
     queries, mask = query.shape[2], attention_mask
     causal = queries > 1 and mask is None and causal  # a single query is the last, and sees all
     if position_bias is not None:
+        if mask is not None and not isinstance(mask, Tensor):
+            raise ValueError("a position bias comes with a mask that is a tensor, not with a BlockMask")
         mask = position_bias if mask is None else position_bias + added_to_scores(mask, position_bias.dtype)
     if causal:
         key, value = key[:, :, :queries], value[:, :, :queries]
-        mask = None if mask is None else mask[..., :queries]
+        mask = mask[..., :queries] if isinstance(mask, Tensor) else mask
     out = attend(
         query.transpose(1, 2),
         key.transpose(1, 2),

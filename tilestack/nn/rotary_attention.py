@@ -11,7 +11,7 @@ The weights of LlamaAttention, Qwen2Attention, Qwen3Attention and their like loa
 Shapes: B batch, T new tokens, D head_dim.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from tilestack import ops
 from tilestack.nn.attention import attend
 from tilestack.nn.modules import Linear, RMSNorm
 from tilestack.nn.rotary import RotaryTable
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask  # it takes long to import
 
 
 class KeyValueCache:
@@ -126,7 +129,7 @@ class Attention(torch.nn.Module):
     def forward(
         self,
         x: Tensor,
-        mask: Tensor | None = None,
+        mask: "Tensor | BlockMask | None" = None,
         *,
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
@@ -136,7 +139,8 @@ class Attention(torch.nn.Module):
 
         `positions`, [T] or [B, T], are those of the cache's end on, or from 0, where they are not given; those given lie
         below the layer's `positions`. `mask` is True where a key may be seen, or is added to the scores, [B or 1, heads
-        or 1, T or 1, keys]; it comes on top of `causal` and `window`. `cu_seqlens` are the offsets of packed documents.
+        or 1, T or 1, keys], or is PyTorch's BlockMask; it comes on top of `causal` and `window`. `cu_seqlens` are the offsets
+        of packed documents.
         """
         batch, tokens, _ = x.shape
         start = 0

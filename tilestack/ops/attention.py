@@ -57,8 +57,6 @@ def attention_takes(
         return f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}"
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         return f"the heads of q, {q.shape[2]}, must be a multiple of those of k and v, {k.shape[2]}"
-    if causal and q.shape[1] > k.shape[1]:
-        return f"causal attention needs a key for every query, but there are {q.shape[1]} queries and {k.shape[1]} keys"
     if window is not None and window < 1:
         return f"a window holds at least the token itself, so it must be 1 or more, not {window}"
     if softcap is not None and softcap <= 0:
@@ -232,6 +230,8 @@ def attention_key(
             (2, 8, 8, 1, 1, 8, 8, "documents_around"),
             (1, 19, 40, 1, 1, 24, 24, "around"),
             (1, 12, 3, 1, 1, 8, 8, "around"),  # the first queries see nothing
+            (2, 9, 4, 4, 2, 16, 16, "causal"),  # nor do these
+            (1, 50, 6, 2, 1, 8, 8, "window"),  # nor all of the first tile's
             (1, 3, 5, 1, 1, 192, 128, "causal"),
             (1, 3, 3, 1, 1, 80, 80, "full"),
             (0, 4, 4, 2, 1, 8, 8, "causal"),
@@ -248,6 +248,10 @@ def attention_key(
             (1, 1, 1, 2, 1, 64, 64, "causal"),
             (2, 70, 300, 2, 1, 128, 128, "causal"),
             (1, 100, 70, 2, 1, 128, 128, "full"),
+            (1, 300, 70, 2, 1, 128, 128, "causal"),  # the first queries see nothing
+            (2, 250, 130, 4, 2, 64, 64, "causal"),
+            (1, 129, 128, 2, 2, 64, 64, "causal"),
+            (1, 200, 3, 2, 1, 80, 80, "window"),
             (2, 1, 13, 4, 2, 16, 16, "causal"),
             (1, 130, 130, 2, 1, 32, 32, "causal"),
             (2, 100, 230, 4, 1, 64, 64, "causal"),
@@ -275,6 +279,7 @@ def attention_key(
             (64, 256, 256, 16, 8, 128, 128, "causal"),
             (2, 4096, 4096, 32, 8, 128, 128, "causal"),  # Llama-3-8B
             (1, 16384, 16384, 32, 8, 128, 128, "causal"),
+            (1, 131072, 131072, 8, 1, 128, 128, "causal"),  # Llama-3.1-70B's longest row, an eighth of its heads
             (4, 4096, 4096, 32, 32, 128, 128, "causal"),
             (4, 4096, 4096, 32, 32, 128, 128, "full"),
             (2, 4096, 4096, 32, 8, 128, 128, "wide"),
@@ -311,8 +316,8 @@ def attention(
     aligned at their ends: the last query stands at the last key, as in decoding with a cache. `causal` hides the keys
     after a query; `window` those `window` or more places away from it. `cu_seqlens` are the offsets of documents in
     the batch · queries tokens, from 0 to their number, the start of every row among them; equal offsets are empty
-    documents. `scale` is 1 / √dim if not given; `softcap` c bounds scores as c · tanh(score / c). A query that sees no key, as
-    a window may leave it where there are more queries than keys, gets zeros.
+    documents. `scale` is 1 / √dim if not given; `softcap` c bounds scores as c · tanh(score / c). Where there are more queries
+    than keys, the first may see no key; they get zeros.
     """
     weights, _ = attention_weights(q, k, cu_seqlens, causal, window, scale, softcap)
     return ungrouped(weights @ wide(v).transpose(1, 2), q).to(q.dtype)

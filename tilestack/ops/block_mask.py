@@ -8,6 +8,7 @@ pair, whatever its mask_mod computes.
 """
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask  # it takes long to import
 
 UNSEEN, WHOLE = -1, 0
+KEPT: "WeakKeyDictionary[BlockMask, tuple[Any, dict[str, Tensor]]]" = WeakKeyDictionary()
 
 
 def block_mask_arguments(mask: "BlockMask") -> dict[str, Any]:
@@ -50,6 +52,18 @@ def block_mask_arguments(mask: "BlockMask") -> dict[str, Any]:
         tiles = ask(batch, head, query.clamp_max(queries - 1), key.clamp_max(keys - 1))
         tiles = tiles & (query < queries)[:, :, None] & (key < keys)[:, None, :]
     return dict(blocks=blocks, tiles=tiles, causal=False)
+
+
+@torch.compiler.disable(reason="which blocks a BlockMask shows is read from the device")
+def kept_blocks(mask: "BlockMask") -> dict[str, Tensor]:
+    """`blocks` and `tiles` of a mask, made when it is first met and kept as long as it lives: layers share one mask."""
+    mask_mod, found = KEPT.get(mask, (None, {}))
+    if mask_mod is not mask.mask_mod:
+        with torch.inference_mode(False):  # a gradient may be wanted of what is met later
+            made = block_mask_arguments(mask)
+        found = dict(blocks=made["blocks"], tiles=made["tiles"])
+        KEPT[mask] = mask.mask_mod, found
+    return found
 
 
 def mask_of_blocks(blocks: Tensor, tiles: Tensor, queries: int, keys: int) -> Tensor:

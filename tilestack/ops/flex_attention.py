@@ -211,6 +211,8 @@ def flex_attention_case(make, batch, queries, keys, heads, kv_heads, dim, value_
         check=[  # batch, queries, keys, heads, kv_heads, dim, dim of v, what changes the scores
             (1, 1, 1, 1, 1, 8, 8, "sinks"),
             (2, 5, 9, 2, 1, 8, 8, "sinks"),
+            (1, 20, 3, 2, 1, 8, 8, "sinks"),  # the first queries see nothing but the sink
+            (1, 20, 3, 2, 1, 8, 8, "slopes"),  # nothing at all
             (1, 18, 18, 2, 2, 8, 8, "slopes"),
             (1, 35, 20, 2, 1, 8, 8, "bias"),
             (1, 3, 3, 1, 1, 136, 8, "bias"),
@@ -224,6 +226,7 @@ def flex_attention_case(make, batch, queries, keys, heads, kv_heads, dim, value_
         ],
         gpu=[
             (2, 150, 150, 4, 2, 64, 64, "sinks"),
+            (2, 150, 40, 4, 2, 64, 64, "slopes"),
             (1, 130, 130, 3, 1, 32, 32, "slopes"),
             (2, 90, 150, 2, 1, 64, 64, "bias"),
             (2, 100, 100, 4, 1, 64, 64, "bias_of_heads"),

@@ -110,14 +110,16 @@ def mean_of_values(scores: Tensor, v: Tensor, values: str) -> Tensor:
     With values of 8 bits, v has a scale for each channel and head of a row, and weights are rounded to 8 bits relative to a
     power of two: however far an online softmax has come, they are then the same codes.
     """
+    sees_none = scores.amax(-1, keepdim=True) == -torch.inf  # a query before the first key gets zeros
+    scores = scores.masked_fill(sees_none, 0)
     if values == "same":
-        return torch.softmax(scores, -1) @ wide(v).transpose(1, 2)
+        return (torch.softmax(scores, -1) @ wide(v).transpose(1, 2)).masked_fill(sees_none, 0)
     powers = scores * LOG2_E
     weights = torch.exp2(powers - (powers.amax(-1, keepdim=True).ceil() - LOG2_TOP))
     v_codes, v_scale = quantised(wide(v).permute(0, 2, 3, 1), E4M3)
     in_8_bits = weights if weights.dtype == torch.float64 else weights.to(E4M3).to(weights.dtype)
     sums = in_8_bits @ v_codes.to(weights.dtype).mT
-    return sums * (v_scale[:, :, None].to(weights.dtype) / weights.sum(-1, keepdim=True))
+    return (sums * (v_scale[:, :, None].to(weights.dtype) / weights.sum(-1, keepdim=True))).masked_fill(sees_none, 0)
 
 
 def refuse_gradient(name: str, *tensors: Tensor) -> None:
@@ -180,6 +182,7 @@ CHECKS = [  # batch, queries, keys, heads, kv_heads, dim, dim of v, what is seen
     (1, 300, 300, 1, 1, 16, 16, "causal"),  # several tiles and blocks, and a rest
     (1, 150, 280, 1, 1, 16, 16, "full"),
     (1, 290, 290, 2, 1, 8, 8, "documents"),
+    (1, 140, 3, 2, 1, 8, 8, "causal"),  # the first queries see nothing
 ]
 ON_GPU = [
     (2, 300, 300, 4, 2, 128, 128, "causal"),
@@ -196,6 +199,7 @@ ON_GPU = [
     (2, 300, 300, 4, 2, 64, 64, "documents"),
     (2, 670, 670, 2, 1, 128, 128, "documents"),
     (1, 2100, 2100, 2, 1, 128, 128, "causal"),  # tops that rise, and parts of a mean
+    (2, 300, 70, 2, 1, 64, 64, "causal"),  # the first queries see nothing
 ]
 BENCHES = [
     (1, 16384, 16384, 32, 8, 128, 128, "causal"),

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilestack import ops
 from tilestack.contract import AUTOGRAD, implements
+from tilestack.kernels.attention.before_keys import before_first_key, behind_zeros
 from tilestack.kernels.attention.one_order import backward_in_one_order, in_one_order
 from tilestack.ops.attention import attention_mask, grouped, scale_or_usual, ungrouped
 from tilestack.ops.numerics import wide
@@ -146,6 +147,8 @@ def attention(
     softcap: float | None,
 ) -> Tensor:
     queries, keys = q.shape[1], k.shape[1]
+    if first := before_first_key(q, k, causal):
+        return behind_zeros(attention(q[:, first:], k, v, cu_seqlens, causal, window, scale, softcap), first)
     q, k, v = straight(q), straight(k), straight(v)
     in_one_piece = cu_seqlens is None and window is None and (not causal or queries in (1, keys))
     lost = window_is_lost(queries, keys, causal, window)

@@ -267,7 +267,7 @@ def codes_fwd_kernel(
         k_codes_ptr, k_scale_ptr, v_ptr, v_stride, v_dim_stride,
         True, CAUSAL, DOCUMENTS, FP8_VALUES, BLOCK, KEYS, WIDTH, VALUE_DIM, VALUE_WIDTH,
     )  # fmt: skip
-    values = values / tl.where(inside, total, 1.0)[:, None]
+    values = values / tl.where(total == 0, 1.0, total)[:, None]  # a query may see no key, and gets zeros
     if FP8_VALUES:
         values *= tl.load(v_scale_ptr + line * VALUE_WIDTH + tl.arange(0, VALUE_WIDTH))[None, :]
     out_ptr += (batch * queries * heads + head) * VALUE_DIM

@@ -55,6 +55,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilestack.contract.launch import launch
+from tilestack.kernels.attention.before_keys import before_first_key, behind_zeros
 from tilestack.kernels.hopper.attention_tiles import by_rows, place_in_bands, tiles_of
 from tilestack.kernels.hopper.matmul import next_in_ring
 from tilestack.kernels.tiles import cdiv
@@ -444,6 +445,10 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV; lse is [batch, heads, queries], the natural logarithm of the sums the softmax divides by. `bounds` are
     those of causal documents, as `document_bounds` finds them. Where `ordered`, dQ has the same bits in every run."""
+    if first := before_first_key(q, k, causal):
+        grad, q, out = grad[:, first:], q[:, first:], out[:, first:]
+        dq, dk, dv = gradients(grad, q, k, v, out, lse[..., first:], causal, scale, None, ordered)
+        return behind_zeros(dq, first), dk, dv
     (batch, queries, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
     q, k, v = by_rows(q), by_rows(k), by_rows(v)
     grad, out, lse = by_rows(grad.contiguous()), out.contiguous(), lse.contiguous()

@@ -29,6 +29,7 @@ from tilestack import ops
 from tilestack.contract import implements
 from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
+from tilestack.kernels.attention.before_keys import before_first_key, behind_zeros
 from tilestack.kernels.attention.documents import document_bounds
 from tilestack.kernels.attention.quantised import HALVES, MOST_HEADS, coded_keys
 from tilestack.kernels.hopper.attention_forward import (
@@ -401,6 +402,9 @@ def attention_of_codes(
     values: str,
     config: Config,
 ) -> Tensor:
+    if first := before_first_key(q, k, causal):
+        seeing = attention_of_codes(q[:, first:], k, v, cu_seqlens, causal, scale, codes, values, config)
+        return behind_zeros(seeing, first)
     (batch, queries, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
     coded = coded_keys(k, v, codes, values)
     k_tiles = tile_of(coded.k.flatten(0, 1), (1, BLOCK, dim))

@@ -28,6 +28,7 @@ where its queries lay. For the backward each row leaves the logarithm of its sum
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,6 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilestack.contract.launch import launch
 from tilestack.contract.workspace import workspace
+from tilestack.kernels.attention.before_keys import before_first_key, behind_zeros
 from tilestack.kernels.hopper.attention_tiles import by_rows, place_in_bands, tiles_of
 from tilestack.kernels.hopper.matmul import next_in_ring
 from tilestack.kernels.tiles import cdiv, multiprocessors
@@ -382,6 +384,9 @@ def attention_and_lse(
 ) -> tuple[Tensor, Tensor]:
     """The result, and the natural logarithm of each row's sum of exponentials, [batch, heads, queries]; `bounds` are those of
     causal documents, as `document_bounds` finds them."""
+    if first := before_first_key(q, k, causal):
+        out, lse = attention_and_lse(q[:, first:], k, v, causal, scale, config)
+        return behind_zeros(out, first), F.pad(lse, (first, 0), value=-torch.inf)
     (batch, queries, heads, _), (_, keys, kv_heads, _) = q.shape, k.shape
     q, k, v = by_rows(q), by_rows(k), by_rows(v)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
