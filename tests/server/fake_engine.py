@@ -35,7 +35,9 @@ class FakeEngine:
     def __post_init__(self):
         self.live = set()
         structures = SimpleNamespace(matcher=lambda structure: None)
-        self.engine = SimpleNamespace(structures=structures, check_fits=lambda sequences: None)
+        self.engine = SimpleNamespace(
+            structures=structures, admission=SimpleNamespace(check_fits=lambda sequences: None)
+        )
 
     def start(self):
         return self

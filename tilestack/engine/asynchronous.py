@@ -139,7 +139,7 @@ class AsyncEngine:
         params = params or SamplingParams()
         id = id or f"request-{next(self.numbers)}"
         request = Request(id, list(prompt), params, priority, adapter, salt, pooling)
-        self.engine.check(request)
+        self.engine.admission.check(request)
         self.engine.check_queue(params.drawn, self.entering)
         stream = Stream(self, request, asyncio.get_running_loop())
 

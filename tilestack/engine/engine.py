@@ -7,7 +7,7 @@ looks for stops, and hands it on. Whatever ends, its pages and its row are free 
 
 import itertools
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,13 @@ from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.device import pick_device
 from tilestack.engine.adapters import ServedAdapters
+from tilestack.engine.admission import Admission
 from tilestack.engine.cpu_step import FEW as FEW_ON_CPU
 from tilestack.engine.cpu_weights import can_block, pack_for_cpu
 from tilestack.engine.outputs import Completion, Delta, TokenLogprob, Usage
 from tilestack.engine.pages import PagePool
-from tilestack.engine.params import RequestError, SamplingParams, brief
-from tilestack.engine.pooling import POOLINGS, unit_vector
+from tilestack.engine.params import RequestError
+from tilestack.engine.pooling import unit_vector
 from tilestack.engine.quantised_weights import has_codes, load_decoder
 from tilestack.engine.reading import FEW as FEW_ON_GPU
 from tilestack.engine.runner import Runner, Step
@@ -133,6 +134,14 @@ class Engine:
             drafting_tokens=drafter.step_tokens if drafter else None,
         )
         self.scheduler = self.new_scheduler(self.pool)
+        self.admission = Admission(
+            self.vocabulary,
+            self.context,
+            settings.max_sequences,
+            settings.queue,
+            self.adapter_names,
+            reads_text=tokenizer is not None,
+        )
         self.ends = frozenset((*(tokenizer.stops if tokenizer else ()), *decoder.config.eos))
         self.structures = Structures(tokenizer, self.vocabulary, self.ends)
         self.arrivals = itertools.count()
@@ -205,50 +214,6 @@ class Engine:
             preemptions=self.scheduler.preemptions,
         )
 
-    def check(self, request: Request) -> None:
-        """Refuse what cannot be served; touches nothing, so any thread may ask."""
-        params, prompt = request.params, request.prompt
-        if request.pooling is not None:
-            self.check_pooling(request)
-        if not prompt:
-            raise RequestError("the prompt is empty; there must be at least one token to go on from", "prompt")
-        if len(prompt) >= self.context and request.pooling is None:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; at most {self.context - 1} leave room for an answer", "prompt"
-            )
-        self.check_tokens("the prompt", prompt, "prompt")
-        self.check_tokens("logit_bias", params.logit_bias, "logit_bias")
-        self.check_tokens("stop_ids", params.stop_ids, "stop_ids")
-        if request.adapter is not None and request.adapter not in self.adapter_names:
-            raise RequestError(
-                f"there is no adapter {request.adapter!r}; there are: {', '.join(self.adapter_names) or 'none'}",
-                "adapter",
-            )
-        self.check_fits(params.drawn)
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop texts need a tokenizer, and the engine has none", "stop")
-
-    def check_fits(self, sequences: int) -> None:
-        """Refuse so many sequences of one request where they would not fit if nothing else was there."""
-        queue, rows = self.settings.queue, self.settings.max_sequences
-        if queue is not None and sequences > queue + rows:
-            raise RequestError(
-                f"{sequences} answers, and at most {rows} run at a time while {queue} wait; ask for {queue + rows} or "
-                "fewer, or start with a larger queue or max_sequences",
-                "n",
-            )
-
-    def check_pooling(self, request: Request) -> None:
-        """Of a request for a vector; there need be no room for an answer."""
-        if request.pooling not in POOLINGS:
-            raise RequestError(f"no pooling {request.pooling!r}; choose from {', '.join(POOLINGS)}", "pooling")
-        if request.params != SamplingParams():
-            raise RequestError("a request with pooling draws no tokens; leave its sampling parameters out", "params")
-        if len(request.prompt) > self.context:
-            raise RequestError(
-                f"the text has {len(request.prompt)} tokens, and the model reads at most {self.context}", "prompt"
-            )
-
     def check_queue(self, sequences: int, entering: int = 0) -> None:
         """Refuse so many sequences where too many wait; `entering` others are on their way. Any thread may ask."""
         most = self.settings.queue
@@ -256,21 +221,13 @@ class Engine:
         if most is not None and waiting + sequences > most + len(self.scheduler.free_rows):
             raise QueueFull(f"{waiting} requests wait already, of at most {most}")
 
-    def check_tokens(self, name: str, ids: Collection[int], param: str | None = None) -> None:
-        if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocabulary):
-            return  # as nearly always, and found sooner than by looking at each: prompts of a batch are many tokens
-        if wrong := [token for token in ids if not isinstance(token, int) or not 0 <= token < self.vocabulary]:
-            raise RequestError(
-                f"{name} has token {brief(wrong[0])}, and the model has 0 to {self.vocabulary - 1}", param
-            )
-
     @property
     def adapter_names(self) -> tuple[str, ...]:
         return tuple(self.adapters.numbers) if self.adapters else ()
 
     def add(self, request: Request) -> None:
         """Queue a request, or refuse it."""
-        self.check(request)
+        self.admission.check(request)
         self.check_queue(request.params.drawn)
         self.accept(request)
 

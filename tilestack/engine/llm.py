@@ -115,7 +115,7 @@ class LLM:
                 self.engine.runner.report = told
             try:
                 for request in requests:
-                    self.engine.check(request)
+                    self.engine.admission.check(request)
                 for request in requests:
                     self.engine.check_queue(request.params.drawn)
                     self.engine.accept(request)

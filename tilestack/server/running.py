@@ -46,7 +46,7 @@ class Running:
 
     def submit(self, id: str, **options: Any) -> None:
         """Hand all prompts to the engine, or none; whoever calls cancels those that were."""
-        self.engine.engine.check_fits(sum(params.drawn for _, params in self.prompts))
+        self.engine.engine.admission.check_fits(sum(params.drawn for _, params in self.prompts))
         try:
             for number, (ids, params) in enumerate(self.prompts):
                 self.streams.append(self.engine.submit(ids, params, id=f"{id}-{number}", **options))
