@@ -4,14 +4,15 @@ import gluon_emulation
 import pytest
 import torch
 from gluon_emulation import emulate
-from test_gluon_on_cpu import DOCUMENTS, SHAPES
+from test_gluon_on_cpu import DOCUMENTS, READ_AS_THEY_LIE, SHAPES, Copies, memory_of_tiles
 
 from tilestack import ops
 from tilestack.contract.cases import Make
 from tilestack.contract.launch import launch
 from tilestack.contract.named import call_named
+from tilestack.kernels.attention import quantised
 from tilestack.kernels.hopper import attention_codes
-from tilestack.kernels.hopper.attention_codes import CONFIGS, attention_fp8, attention_int8, takes
+from tilestack.kernels.hopper.attention_codes import CONFIGS, attention_fp8, attention_int8, attention_of_codes, takes
 from tilestack.lab.oracle import judge, own_error
 from tilestack.ops.quantised_attention import with_far_channels
 
@@ -89,11 +90,30 @@ def test_in_whatever_order_things_happen(seed, kind, monkeypatch):
 
 
 @each_kind
-def test_another_scale_and_tensors_that_lie_apart(kind):
+@pytest.mark.parametrize("lie", READ_AS_THEY_LIE)
+def test_another_scale_and_tensors_that_lie_apart(kind, lie):
     arguments = inputs(2, 70, 70, 4, 2, 64, False) | dict(scale=0.3)
     for name in "qkv":
-        arguments[name] = torch.stack([arguments[name], torch.full_like(arguments[name], torch.nan)], 2)[:, :, 0]
+        arguments[name] = READ_AS_THEY_LIE[lie](arguments[name])
     check(kind, arguments)
+
+
+@each_kind
+@pytest.mark.parametrize("lie", READ_AS_THEY_LIE)
+def test_nothing_is_copied(kind, lie, monkeypatch):
+    moved = []
+    for module in (attention_codes, quantised):
+        monkeypatch.setattr(
+            module, "launch", lambda kernel, grid, *given, **named: moved.append(memory_of_tiles(given))
+        )
+    q, k, v = (READ_AS_THEY_LIE[lie](inputs(2, 70, 70, 4, 2, 64, False)[name]) for name in "qkv")
+    codes, values = torch.float8_e4m3fn if kind == "fp8" else torch.int8, "same" if "halves" in kind else "fp8"
+    with Copies() as copies:
+        attention_of_codes(q, k, v, None, False, None, codes, values, FIRST)
+    assert copies.made == []
+    of_q, _, of_v, _ = moved[-1]
+    assert of_q == q.data_ptr()
+    assert values == "fp8" or of_v == v.data_ptr()
 
 
 @each_kind

@@ -4,6 +4,7 @@ import gluon_emulation
 import pytest
 import torch
 from gluon_emulation import Deadlock, emulate
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -11,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from tilestack import ops
 from tilestack.contract.descriptors import Tile
 from tilestack.contract.launch import launch
+from tilestack.contract.repeat import ALLOCATIONS
 from tilestack.kernels.attention.documents import document_bounds
 from tilestack.kernels.hopper import attention_backward, attention_forward
 from tilestack.kernels.hopper.attention import CONFIGS, attention_and_sums, backward, backward_from_sums
@@ -288,20 +290,74 @@ def test_more_heads_than_share_the_cache(monkeypatch):
     check_backward(arguments, *check_forward(arguments, Forward(heads_at_a_time=2)))
 
 
-@pytest.mark.parametrize(
-    "lay",
-    [
-        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-        lambda x: torch.cat([x, torch.full_like(x, torch.nan)], 2)[:, :, : x.shape[2]],
-        lambda x: torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0],
-        lambda x: torch.stack([x, torch.full_like(x, torch.nan)], 2)[:, :, 0],
-    ],
-    ids=["heads before tokens", "some of the heads", "every other element", "every other token"],
-)
-def test_what_lies_apart_in_memory(lay):
+def beside_nan(x, dim):
+    """x and as many NaN, in one piece of memory."""
+    return torch.cat([x, torch.full_like(x, torch.nan)], dim).narrow(dim, 0, x.shape[dim])
+
+
+READ_AS_THEY_LIE = {
+    "heads before tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "some heads before tokens": lambda x: beside_nan(x.transpose(1, 2), 1).transpose(1, 2),
+    "tokens before rows": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "heads before rows": lambda x: x.transpose(0, 2).contiguous().transpose(0, 2),
+    "some of the heads": lambda x: beside_nan(x, 2),
+    "some of the tokens": lambda x: beside_nan(x, 1),
+    "beside keys and values": lambda x: torch.stack([x, torch.full_like(x, torch.nan)], 2)[:, :, 0],
+    "half of each head": lambda x: beside_nan(x, 3),
+}
+COPIED = {
+    "every other element": lambda x: torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0],
+    "heads off 16 bytes": lambda x: torch.cat([x, x[..., :2]], 3)[..., : x.shape[3]],
+}
+
+
+@pytest.mark.parametrize("lie", READ_AS_THEY_LIE | COPIED)
+def test_what_lies_apart_in_memory(lie):
+    lay = (READ_AS_THEY_LIE | COPIED)[lie]
     q, k, v, *rest = inputs(2, 70, 70, 4, 2, 64, False)
     arguments = lay(q), lay(k), lay(v), *rest
     check_backward(arguments, *check_forward(arguments, Forward()), lay)
+
+
+class Copies(TorchDispatchMode):
+    """What PyTorch does with elements, which is more than allocating and viewing them."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func not in ALLOCATIONS and not any(found.alias_info for found in func._schema.returns):
+            self.made.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lie", READ_AS_THEY_LIE)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_nothing_is_copied(lie, dim, monkeypatch):
+    """Kernels are handed the memory they are given, forward and backward, and results lie as queries, keys and values do."""
+    moved = []
+    for module in (attention_forward, attention_backward):
+        monkeypatch.setattr(
+            module, "launch", lambda kernel, grid, *given, **named: moved.append(memory_of_tiles(given))
+        )
+    lay = READ_AS_THEY_LIE[lie]
+    q, k, v, *_ = inputs(2, 130, 70, 4, 2, dim, False)
+    q, k, v, grad = lay(q), lay(k), lay(v), lay(q.clone())
+    with Copies() as copies:
+        out, lse = attention_and_lse(q, k, v, False, 0.1, Forward())
+        dq, dk, dv = attention_backward.gradients(grad, q, k, v, out, lse, False, 0.1)
+    assert copies.made == []
+    addresses = lambda *tensors: [x.data_ptr() for x in tensors]
+    forward, _, backward, _ = moved
+    assert forward == addresses(q, k, v, out)
+    assert [*backward[:4], *backward[5:]] == addresses(q, k, v, grad, dk, dv)
+    for result, given in ((out, q), (dq, q), (dk, k), (dv, v)):
+        assert (result.stride(2) > result.stride(1)) == (given.stride(2) > given.stride(1))
+
+
+def memory_of_tiles(arguments):
+    return [tile.tensor.data_ptr() for tile in arguments if isinstance(tile, Tile)]
 
 
 @pytest.mark.parametrize("shape", ["full and a rest", "rest", "128 and fewer keys"])

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from gluon_emulation import refuse_what_tma_cannot_move
 
 from tilestack import ops
 from tilestack.contract.launch import launch
 from tilestack.contract.named import call_named
 from tilestack.kernels.hopper.attention import takes
 from tilestack.kernels.hopper.attention_backward import prepare_kernel, round_kernel
-from tilestack.kernels.hopper.attention_tiles import by_rows
+from tilestack.kernels.hopper.attention_tiles import as_tma_reads, empty_as, tiles_of
 
 
 def heads(*shape, dtype=torch.bfloat16):
@@ -21,43 +22,82 @@ def heads(*shape, dtype=torch.bfloat16):
         lambda: heads(2, 6, 4, 128),
         lambda: heads(2, 6, 12, 128)[:, :, 4:8],  # a part of queries, keys and values in one piece
         lambda: heads(2, 9, 4, 128)[:, 2:8],
+        lambda: heads(2, 4, 6, 128).transpose(1, 2),
+        lambda: heads(6, 2, 4, 128).transpose(0, 1),
+        lambda: heads(2, 6, 3, 4, 128)[:, :, 1],
+        lambda: heads(2, 6, 4, 136)[..., :128],
+        lambda: heads(2, 6, 4, 128)[:1, :, :1].as_strided((1, 6, 1, 128), (3, 512, 5, 1)),
     ],
-    ids=["dense", "part of the heads", "part of the tokens"],
+    ids=[
+        "dense",
+        "part of the heads",
+        "part of the tokens",
+        "heads before tokens",
+        "tokens before rows",
+        "queries, keys and values in turns",
+        "padded heads",
+        "any stride of what is one",
+    ],
 )
-def test_rows_on_16_bytes_are_taken_as_they_lie(lies):
+def test_what_begins_on_16_bytes_is_taken_as_it_lies(lies):
     x = lies()
-    assert by_rows(x) is x
+    assert as_tma_reads(x) is x
+    tile = tiles_of(x, 64)
+    refuse_what_tma_cannot_move(tile)
+    assert torch.equal(x.as_strided(tile.shape, tile.strides), x.transpose(1, 2))
 
 
 @pytest.mark.parametrize(
     "lies",
     [
-        lambda: heads(2, 4, 6, 128).transpose(1, 2),
         lambda: heads(2 * 6 * 4 * 128 + 1)[1:].view(2, 6, 4, 128),
         lambda: heads(2, 6, 4, 130)[..., :128],
         lambda: heads(2, 6, 4, 256)[..., ::2],
         lambda: heads(1, 6, 4, 128).expand(2, 6, 4, 128),
     ],
-    ids=["heads apart", "off 16 bytes", "padded heads", "strided", "expanded"],
+    ids=["off 16 bytes", "padded heads off 16 bytes", "strided", "expanded"],
 )
 def test_what_lies_otherwise_is_copied(lies):
     x = lies()
-    copy = by_rows(x)
+    copy = as_tma_reads(x)
     assert copy.is_contiguous()
     assert torch.equal(copy, x)
+
+
+@pytest.mark.parametrize(
+    ("lies", "order"),
+    [
+        (lambda: heads(2, 6, 4, 128), (0, 1, 2, 3)),
+        (lambda: heads(2, 4, 6, 128).transpose(1, 2), (0, 2, 1, 3)),
+        (lambda: heads(2, 12, 6, 256)[:, :4, :, :128].transpose(1, 2), (0, 2, 1, 3)),
+        (lambda: heads(6, 2, 4, 128).transpose(0, 1), (0, 1, 2, 3)),
+        (lambda: heads(2, 1, 4, 128), (0, 1, 2, 3)),
+    ],
+    ids=["dense", "heads before tokens", "some heads before tokens", "tokens before rows", "one token"],
+)
+def test_results_are_dense_and_have_heads_before_tokens_where_queries_do(lies, order):
+    """Either order is promised: the first is contiguous, the second lies as the definition's result."""
+    made = empty_as(x := lies(), torch.float32)
+    assert (made.shape, made.dtype) == (x.shape, torch.float32)
+    assert made.permute(order).is_contiguous()
+    if order == (0, 2, 1, 3):
+        assert made.stride() == ops.attention.definition(x, x, x).stride()
 
 
 def test_the_sums_that_a_gradient_needs_are_turned_and_its_total_starts_at_zero():
     batch, length, count, dim = 2, 5, 3, 128
     out, grad = (
         heads(batch, length, count, dim, dtype=torch.float16),
-        heads(batch, length, count, dim, dtype=torch.float16),
+        heads(count, batch, length, dim, dtype=torch.float16).permute(1, 2, 0, 3),
     )
     delta, total = torch.full((batch, count, length), torch.nan), torch.full((batch, length, count, dim), torch.nan)
     rows = batch * length * count
-    launch(prepare_kernel, (4,), out, grad, delta, total, rows, length, count, DIM=dim, ROWS=8)
+    strides = *out.stride()[:3], *grad.stride()[:3]
+    counts = torch.full((22,), 7, dtype=torch.int32)  # of tiles, and two numbers behind them that nobody may write
+    launch(prepare_kernel, (4,), out, grad, delta, total, counts, rows, length, count, 20, *strides, DIM=dim, ROWS=8)
     torch.testing.assert_close(delta, (out.float() * grad.float()).sum(-1).transpose(1, 2), rtol=1e-5, atol=1e-4)
     assert not total.any()
+    assert counts.tolist() == [0] * 20 + [7] * 2
 
 
 def test_a_total_is_scaled_before_it_is_rounded():

@@ -19,6 +19,7 @@ CPU = torch.device("cpu")
 SMALL = 4096  # elements of a call that takes the interpreter little time
 GPU_ONLY = "asked only where there is a GPU; tests/gpu and `tilestack verify` there take both ways"
 EMULATED = "asked only on Hopper; tests/kernels/test_gluon_conv_on_cpu.py takes both ways"
+LAYOUTS = "asked only on Hopper; tests/kernels/test_hopper.py takes both ways"
 TOO_LARGE = "the other way takes tensors larger than memory here"
 OF_SHAPES = "tests/kernels/test_gluon_products_on_cpu.py asks both ways, of shapes alone"
 EXPANDED = "the other way takes expanded rows, one of the layouts"
@@ -47,7 +48,10 @@ UNDECIDED = {
     "hopper.conv box_of_places: h * w <= places": EMULATED,
     "hopper.attention_codes takes: q.shape[1] < min(ROWS, k.shape[1])": GPU_ONLY,
     "hopper.attention_codes takes: q.numel() > 0": GPU_ONLY,
-    "hopper.attention_tiles by_rows: min(x.stride()[:2]) > 0": GPU_ONLY,
+    "hopper.attention_tiles as_tma_reads: size > 1": LAYOUTS,
+    "hopper.attention_tiles empty_as: min(tokens, heads) > 1": LAYOUTS,
+    "hopper.attention_tiles empty_as: x.stride(2) > x.stride(1)": LAYOUTS,
+    "hopper.attention_tiles tiles_of: size > 1": LAYOUTS,
     "attention.paged paged_tile: shared_memory(q.device) < HOPPER_SHARED": GPU_ONLY,
     "quantised.codes reads_fp8: target.arch >= 89": GPU_ONLY,
     "early begins_early: capability(device) >= FIRST_CAPABILITY": GPU_ONLY,

@@ -56,7 +56,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilestack.contract.launch import launch
 from tilestack.kernels.attention.before_keys import before_first_key, behind_zeros
-from tilestack.kernels.hopper.attention_tiles import by_rows, place_in_bands, tiles_of
+from tilestack.kernels.hopper.attention_tiles import as_tma_reads, empty_as, place_in_bands, tiles_of
 from tilestack.kernels.hopper.matmul import next_in_ring
 from tilestack.kernels.tiles import cdiv
 
@@ -112,13 +112,12 @@ def producer(
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, AT_A_TIME: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     SLOTS: gl.constexpr = q_s.shape[0]
-    QUERIES: gl.constexpr = q_s.shape[2]
-    DIM: gl.constexpr = q_s.shape[3]
-    HALF: gl.constexpr = k_s.shape[2]
+    QUERIES: gl.constexpr = q_s.shape[3]
+    HALF: gl.constexpr = k_s.shape[3]
     batch, kv_head, first_key = keys_of_program(keys, kv_heads, 2 * HALF, AT_A_TIME, ORDERED)
     mbarrier.expect(kv_full, 4 * k_desc.block_type.nbytes)
     for half in gl.static_range(2):
-        at = [batch, first_key + half * HALF, kv_head * DIM]
+        at = [batch, kv_head, first_key + half * HALF, 0]
         tma.async_copy_global_to_shared(k_desc, at, kv_full, k_s.index(half))
         tma.async_copy_global_to_shared(v_desc, at, kv_full, v_s.index(half))
     query = gl.arange(0, QUERIES, layout=gl.BlockedLayout([QUERIES // 32], [32], [1], [0]))
@@ -135,18 +134,18 @@ def producer(
             delta = gl.load(delta_ptr + line + first + query, mask=inside, other=0.0)
             mbarrier.wait(free.index(slot), phase)
             mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_desc, [batch, first, head * DIM], q_full.index(slot), q_s.index(slot))
+            tma.async_copy_global_to_shared(q_desc, [batch, head, first, 0], q_full.index(slot), q_s.index(slot))
             lse_s.index(slot).store(lse * LOG2_E)
             mbarrier.arrive(q_full.index(slot), count=1)
             delta_s.index(slot).store(delta)
             mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(do_desc, [batch, first, head * DIM], do_full.index(slot), do_s.index(slot))
+            tma.async_copy_global_to_shared(do_desc, [batch, head, first, 0], do_full.index(slot), do_s.index(slot))
             mbarrier.arrive(do_full.index(slot), count=1)
             slot, phase = next_in_ring(slot, phase, SLOTS)
     # One tile more, for the scores that are made ahead and never used.
     mbarrier.wait(free.index(slot), phase)
     mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_desc, [batch, start, kv_head * DIM], q_full.index(slot), q_s.index(slot))
+    tma.async_copy_global_to_shared(q_desc, [batch, kv_head, start, 0], q_full.index(slot), q_s.index(slot))
     mbarrier.arrive(q_full.index(slot), count=1)
 
 
@@ -175,14 +174,14 @@ def wait_for_adds():
 
 
 @gluon.jit
-def add_share(dq_desc, batch, first, head, dq_s, ME: gl.constexpr, QUERIES: gl.constexpr):
+def add_share(dq_desc, batch, head, first, dq_s, ME: gl.constexpr, QUERIES: gl.constexpr):
     """Have TMA add what one group of warps made of a tile of dQ: half of its columns, or of its rows."""
-    PART: gl.constexpr = dq_s.shape[2]
-    COLUMNS: gl.constexpr = dq_s.shape[3]
+    PART: gl.constexpr = dq_s.shape[3]
+    COLUMNS: gl.constexpr = dq_s.shape[4]
     if QUERIES == PART:
-        async_add(dq_desc, [batch, first, (2 * head + ME) * COLUMNS], dq_s.index(ME))
+        async_add(dq_desc, [batch, head, first, ME * COLUMNS], dq_s.index(ME))
     else:
-        async_add(dq_desc, [batch, first + ME * PART, head * COLUMNS], dq_s.index(ME))
+        async_add(dq_desc, [batch, head, first + ME * PART, 0], dq_s.index(ME))
 
 
 @gluon.jit
@@ -191,8 +190,8 @@ def adder(
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, AT_A_TIME: gl.constexpr,
 ):  # fmt: skip
     """Where the order is left to the hardware, it has nothing to do."""
-    QUERIES: gl.constexpr = q_s.shape[2]
-    KEYS: gl.constexpr = 2 * k_s.shape[2]
+    QUERIES: gl.constexpr = q_s.shape[3]
+    KEYS: gl.constexpr = 2 * k_s.shape[3]
     if count_ptr is not None:
         batch, kv_head, first_key = keys_of_program(keys, kv_heads, KEYS, AT_A_TIME, True)
         start = first_query_of(first_key, queries, keys, QUERIES, CAUSAL)
@@ -206,7 +205,7 @@ def adder(
             wait_for_shares(count_ptr, shares_before(first, first_key, queries, keys, QUERIES, KEYS, CAUSAL))
             mbarrier.wait(dq_full, phase)
             for half in gl.static_range(2):
-                add_share(dq_desc, batch, first, head, dq_s, half, QUERIES)
+                add_share(dq_desc, batch, head, first, dq_s, half, QUERIES)
             tma.store_wait(0)
             mbarrier.arrive(dq_free, count=1)
             wait_for_adds()
@@ -228,12 +227,12 @@ def half_of_keys(
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, AT_A_TIME: gl.constexpr, ORDERED: gl.constexpr, ME: gl.constexpr,
 ):  # fmt: skip
     SLOTS: gl.constexpr = q_s.shape[0]
-    QUERIES: gl.constexpr = q_s.shape[2]
-    DIM: gl.constexpr = q_s.shape[3]
-    HALF: gl.constexpr = k_s.shape[2]
-    PART: gl.constexpr = dq_s.shape[2]
+    QUERIES: gl.constexpr = q_s.shape[3]
+    DIM: gl.constexpr = q_s.shape[4]
+    HALF: gl.constexpr = k_s.shape[3]
+    PART: gl.constexpr = dq_s.shape[3]
     PARTS: gl.constexpr = QUERIES // PART
-    COLUMNS: gl.constexpr = dq_s.shape[3]
+    COLUMNS: gl.constexpr = dq_s.shape[4]
     DTYPE: gl.constexpr = q_s.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -324,14 +323,14 @@ def half_of_keys(
         if ORDERED:
             mbarrier.arrive(dq_full, count=1)
         else:
-            add_share(dq_desc, batch, first, head, dq_s, ME, QUERIES)
+            add_share(dq_desc, batch, head, first, dq_s, ME, QUERIES)
         s = warpgroup_mma_wait(0, deps=(s,))
         first += QUERIES
         head += (first >= end).to(gl.int32)
         first = gl.where(first >= end, start, first)
         slot = coming
         phase = its_phase
-    at = [batch, first_key + ME * HALF, kv_head * DIM]
+    at = [batch, kv_head, first_key + ME * HALF, 0]
     v.store(dv.to(DTYPE))  # nobody else reads this half of the values
     fence_async_shared()
     tma.async_copy_shared_to_global(dv_desc, at, v_s.index(ME))
@@ -352,8 +351,8 @@ def attention_bwd_kernel(
     TILE: gl.constexpr = q_desc.block_type.shape
     HALF: gl.constexpr = k_desc.block_type.shape
     DTYPE: gl.constexpr = q_desc.dtype
-    PART: gl.constexpr = dq_desc.block_type.shape[1]
-    DS: gl.constexpr = [HALF[1], PART]
+    PART: gl.constexpr = dq_desc.block_type.shape[2]
+    DS: gl.constexpr = [HALF[2], PART]
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ORDERED: gl.constexpr = count_ptr is not None
     q_s = gl.allocate_shared_memory(DTYPE, [SLOTS] + TILE, q_desc.layout)
@@ -361,11 +360,11 @@ def attention_bwd_kernel(
     k_s = gl.allocate_shared_memory(DTYPE, [2] + HALF, k_desc.layout)
     v_s = gl.allocate_shared_memory(DTYPE, [2] + HALF, v_desc.layout)
     ds_s = gl.allocate_shared_memory(
-        DTYPE, [2 * SLOTS * (TILE[1] // PART)] + DS, gl.NVMMASharedLayout.get_default_for(DS, DTYPE)
+        DTYPE, [2 * SLOTS * (TILE[2] // PART)] + DS, gl.NVMMASharedLayout.get_default_for(DS, DTYPE)
     )
     dq_s = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
-    lse_s = gl.allocate_shared_memory(gl.float32, [SLOTS, TILE[1]], LINES)
-    delta_s = gl.allocate_shared_memory(gl.float32, [SLOTS, TILE[1]], LINES)
+    lse_s = gl.allocate_shared_memory(gl.float32, [SLOTS, TILE[2]], LINES)
+    delta_s = gl.allocate_shared_memory(gl.float32, [SLOTS, TILE[2]], LINES)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -407,21 +406,25 @@ def attention_bwd_kernel(
 
 @triton.jit
 def prepare_kernel(
-    out_ptr, do_ptr, delta_ptr, dq_ptr, count_ptr,
-    rows, length, heads, counts, DIM: tl.constexpr, ROWS: tl.constexpr,
+    out_ptr, do_ptr, delta_ptr, dq_ptr,  # [B, S, heads, DIM] twice, [B, heads, S], as many numbers as there are queries
+    count_ptr, rows, length, heads, counts,
+    out_batch_stride, out_stride, out_head_stride, do_batch_stride, do_stride, do_head_stride,
+    DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """delta for each (batch, token, head), turned to (batch, head, token), and zeros for dQ to be added to, and in the counts
     of its tiles, of which there are no more than rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    places = row[:, None] * DIM + tl.arange(0, DIM)[None, :]
-    out = tl.load(out_ptr + places, mask=inside[:, None], other=0).to(tl.float32)
-    do = tl.load(do_ptr + places, mask=inside[:, None], other=0).to(tl.float32)
-    tl.store(dq_ptr + places, tl.zeros([ROWS, DIM], tl.float32), mask=inside[:, None])
+    head, token, batch = row % heads, row // heads % length, row // (heads * length)
+    element = tl.arange(0, DIM)[None, :]
+    out_row = batch * out_batch_stride + token * out_stride + head * out_head_stride
+    do_row = batch * do_batch_stride + token * do_stride + head * do_head_stride
+    out = tl.load(out_ptr + out_row[:, None] + element, mask=inside[:, None], other=0).to(tl.float32)
+    do = tl.load(do_ptr + do_row[:, None] + element, mask=inside[:, None], other=0).to(tl.float32)
+    tl.store(delta_ptr + (batch * heads + head) * length + token, tl.sum(out * do, 1), mask=inside)
+    tl.store(dq_ptr + row[:, None] * DIM + element, tl.zeros([ROWS, DIM], tl.float32), mask=inside[:, None])
     if count_ptr is not None:
         tl.store(count_ptr + row, tl.zeros([ROWS], tl.int32), mask=row < counts)
-    head, token = row % heads, row // heads
-    tl.store(delta_ptr + (token // length * heads + head) * length + token % length, tl.sum(out * do, 1), mask=inside)
 
 
 @triton.jit
@@ -450,17 +453,16 @@ def gradients(
         dq, dk, dv = gradients(grad, q, k, v, out, lse[..., first:], causal, scale, None, ordered)
         return behind_zeros(dq, first), dk, dv
     (batch, queries, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
-    q, k, v = by_rows(q), by_rows(k), by_rows(v)
-    grad, out, lse = by_rows(grad.contiguous()), out.contiguous(), lse.contiguous()
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    grad, q, k, v, out = (as_tma_reads(x) for x in (grad, q, k, v, out))
+    dq, dk, dv, total = empty_as(q), empty_as(k), empty_as(v), empty_as(q, torch.float32)
+    lse = lse.contiguous()
     delta = torch.empty_like(lse)
-    total = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     rows, tile = batch * queries * heads, QUERIES[dim]
     counts = batch * heads * cdiv(queries, tile)
     count = torch.empty(counts, dtype=torch.int32, device=q.device) if ordered else None
     launch(
         prepare_kernel, (cdiv(rows, PREPARED_ROWS),), out, grad, delta, total, count, rows, queries, heads, counts,
-        DIM=dim, ROWS=PREPARED_ROWS, num_warps=4,
+        *out.stride()[:3], *grad.stride()[:3], DIM=dim, ROWS=PREPARED_ROWS, num_warps=4,
     )  # fmt: skip
     launch(
         attention_bwd_kernel, (batch * kv_heads * cdiv(keys, KEYS),),

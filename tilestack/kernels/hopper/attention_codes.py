@@ -42,7 +42,7 @@ from tilestack.kernels.hopper.attention_forward import (
     rows_of_tile,
     tiles_seen,
 )
-from tilestack.kernels.hopper.attention_tiles import by_rows, tiles_of
+from tilestack.kernels.hopper.attention_tiles import as_tma_reads, tiles_of
 from tilestack.kernels.hopper.matmul import next_in_ring, tile_of
 from tilestack.kernels.tiles import cdiv, multiprocessors
 from tilestack.ops import quantised, quantised_attention
@@ -64,10 +64,9 @@ def load_codes(
 ):  # fmt: skip
     """The producer: all that the consumers of this program will read, as room becomes free."""
     CONSUMERS: gl.constexpr = q_s.shape[0]
-    ROWS: gl.constexpr = q_s.shape[2]
-    DIM: gl.constexpr = q_s.shape[3]
+    ROWS: gl.constexpr = q_s.shape[3]
     SLOTS: gl.constexpr = k_s.shape[0]
-    KEYS: gl.constexpr = k_s.shape[2]
+    KEYS: gl.constexpr = k_s.shape[3]
     slot = 0
     phase = 1  # a barrier that nobody has used lets the first round pass
     q_phase = 1
@@ -75,25 +74,24 @@ def load_codes(
         row, head, first_query = rows_of_tile(number, queries, heads, batch, CONSUMERS * ROWS, CAUSAL, AT_A_TIME)
         seen, _ = tiles_seen(first_query, queries, keys, CONSUMERS * ROWS, KEYS, CAUSAL)
         unseen, _ = first_tiles(bounds_ptr, row, first_query, queries, CONSUMERS * ROWS, KEYS)
-        line = row * (heads // GROUP) + head // GROUP
+        kv_head = head // GROUP
         mbarrier.wait(q_free, q_phase)
         mbarrier.expect(q_full, CONSUMERS * q_desc.block_type.nbytes)
         for consumer in gl.static_range(CONSUMERS):
-            at = [row, first_query + consumer * ROWS, head * DIM]
+            at = [row, head, first_query + consumer * ROWS, 0]
             tma.async_copy_global_to_shared(q_desc, at, q_full, q_s.index(consumer))
         q_phase ^= 1
         for step in range(seen - unseen):
             first_key = (seen - 1 - step) * KEYS
             mbarrier.wait(k_free.index(slot), phase)
             mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(k_desc, [line, first_key, 0], k_full.index(slot), k_s.index(slot))
+            at = [row, kv_head, first_key, 0]
+            tma.async_copy_global_to_shared(k_desc, at, k_full.index(slot), k_s.index(slot))
             mbarrier.wait(v_free.index(slot), phase)
             mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
             if FP8_VALUES:
-                tma.async_copy_global_to_shared(v_desc, [line, 0, first_key], v_full.index(slot), v_s.index(slot))
-            else:
-                at = [row, first_key, head // GROUP * DIM]
-                tma.async_copy_global_to_shared(v_desc, at, v_full.index(slot), v_s.index(slot))
+                at = [row, kv_head, 0, first_key]
+            tma.async_copy_global_to_shared(v_desc, at, v_full.index(slot), v_s.index(slot))
             slot, phase = next_in_ring(slot, phase, SLOTS)
 
 
@@ -164,7 +162,7 @@ def add_values(total, kept, weights_s, v, FP8_VALUES: gl.constexpr):
 @gluon.jit
 def values_in(v_s, slot, FP8_VALUES: gl.constexpr):
     """The values of a slot, [keys, dim]."""
-    SIDES: gl.constexpr = [v_s.shape[2], v_s.shape[3]]
+    SIDES: gl.constexpr = [v_s.shape[3], v_s.shape[4]]
     if FP8_VALUES:
         return v_s.index(slot).reshape(SIDES).permute((1, 0))
     else:
@@ -190,7 +188,7 @@ def add_coded_keys(
     ROWS: gl.constexpr = q.shape[0]
     DIM: gl.constexpr = q.shape[1]
     SLOTS: gl.constexpr = k_s.shape[0]
-    KEYS: gl.constexpr = k_s.shape[2]
+    KEYS: gl.constexpr = k_s.shape[3]
     NUMBERS: gl.constexpr = gl.int32 if q.dtype == gl.int8 else gl.float32
     unit = factor * gl.load(scale_ptr + tile)
     coming, its_phase = next_in_ring(slot, phase, SLOTS)
@@ -231,10 +229,10 @@ def attend_codes(
 ):  # fmt: skip
     """A consumer: ROWS queries of each of this program's tiles."""
     CONSUMERS: gl.constexpr = q_s.shape[0]
-    ROWS: gl.constexpr = q_s.shape[2]
-    DIM: gl.constexpr = q_s.shape[3]
+    ROWS: gl.constexpr = q_s.shape[3]
+    DIM: gl.constexpr = q_s.shape[4]
     SLOTS: gl.constexpr = k_s.shape[0]
-    KEYS: gl.constexpr = k_s.shape[2]
+    KEYS: gl.constexpr = k_s.shape[3]
     DEPTH: gl.constexpr = 32 if FP8_VALUES else 16  # keys that an instruction takes of weights and values
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, DEPTH])
@@ -322,7 +320,7 @@ def attend_codes(
 
 @gluon.jit
 def attention_codes_kernel(
-    q_desc, k_desc, v_desc, out_desc, k_scale_ptr, v_scale_ptr, bounds_ptr,  # tiles; [B, kv_heads, …] twice, [B, S, 2]
+    q_desc, k_desc, v_desc, out_desc, k_scale_ptr, v_scale_ptr, bounds_ptr,  # [B, heads, S, DIM] thrice, [B, S, heads · DIM], [B, kv_heads, …] twice, [B, S, 2]
     batch, queries, keys, heads, tiles, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, AT_A_TIME: gl.constexpr, LARGEST: gl.constexpr,
     SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -332,14 +330,14 @@ def attention_codes_kernel(
     TILE: gl.constexpr = q_desc.block_type.shape
     KEYS: gl.constexpr = k_desc.block_type.shape
     VALUES: gl.constexpr = v_desc.block_type.shape
-    CODES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE[1], TILE[2]], k_desc.dtype)
+    CODES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE[2], TILE[3]], k_desc.dtype)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + TILE, q_desc.layout)
-    codes_s = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, TILE[1], TILE[2]], CODES)
+    codes_s = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, TILE[2], TILE[3]], CODES)
     weights_s = codes_s  # not used where weights stay in registers
     if FP8_VALUES:
-        WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE[1], KEYS[1]], v_desc.dtype)
-        weights_s = gl.allocate_shared_memory(v_desc.dtype, [CONSUMERS, TILE[1], KEYS[1]], WEIGHTS)
-    out_s = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + TILE, out_desc.layout)
+        WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE[2], KEYS[2]], v_desc.dtype)
+        weights_s = gl.allocate_shared_memory(v_desc.dtype, [CONSUMERS, TILE[2], KEYS[2]], WEIGHTS)
+    out_s = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [SLOTS] + KEYS, k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [SLOTS] + VALUES, v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -407,15 +405,16 @@ def attention_of_codes(
         return behind_zeros(seeing, first)
     (batch, queries, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
     coded = coded_keys(k, v, codes, values)
-    k_tiles = tile_of(coded.k.flatten(0, 1), (1, BLOCK, dim))
-    v_tiles = tiles_of(by_rows(v), BLOCK) if coded.v is None else tile_of(coded.v.flatten(0, 1), (1, dim, BLOCK))
-    q = by_rows(q)
+    k_tiles = tile_of(coded.k, (1, 1, BLOCK, dim))
+    v_tiles = tiles_of(as_tma_reads(v), BLOCK) if coded.v is None else tile_of(coded.v, (1, 1, dim, BLOCK))
+    q = as_tma_reads(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out_tiles = tile_of(out.flatten(2), (1, ROWS, dim))  # a coordinate less to keep in registers, where some spill
     tiles = batch * heads * cdiv(queries, CONSUMERS * ROWS)
     programs = min(multiprocessors(q.device), tiles)
     launch(
         attention_codes_kernel, (programs,),
-        tiles_of(q, ROWS), k_tiles, v_tiles, tiles_of(out, ROWS), coded.k_scale, coded.v_scale,
+        tiles_of(q, ROWS), k_tiles, v_tiles, out_tiles, coded.k_scale, coded.v_scale,
         document_bounds(cu_seqlens, batch, queries),
         batch, queries, keys, heads, tiles, scale_or_usual(scale, q) * LOG2_E,
         GROUP=heads // kv_heads, CAUSAL=causal, PING_PONG=config.ping_pong, AT_A_TIME=config.heads_at_a_time,

@@ -43,7 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilestack.contract.launch import launch
 from tilestack.contract.workspace import workspace
 from tilestack.kernels.attention.before_keys import before_first_key, behind_zeros
-from tilestack.kernels.hopper.attention_tiles import by_rows, place_in_bands, tiles_of
+from tilestack.kernels.hopper.attention_tiles import as_tma_reads, empty_as, place_in_bands, tiles_of
 from tilestack.kernels.hopper.matmul import next_in_ring
 from tilestack.kernels.tiles import cdiv, multiprocessors
 
@@ -114,10 +114,9 @@ def load_tiles(
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, AT_A_TIME: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """The producer: all that the consumers of this program will read, as room becomes free."""
-    ROWS: gl.constexpr = q_s.shape[2]
-    DIM: gl.constexpr = q_s.shape[3]
+    ROWS: gl.constexpr = q_s.shape[3]
     SLOTS: gl.constexpr = k_s.shape[0]
-    KEYS: gl.constexpr = k_s.shape[2]
+    KEYS: gl.constexpr = k_s.shape[3]
     TILES: gl.constexpr = number_s.shape[0]
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = 0
@@ -133,12 +132,12 @@ def load_tiles(
         number_s.index(place).store(gl.full([1], number, gl.int32, ONE))
         mbarrier.expect(q_full.index(place), CONSUMERS * q_desc.block_type.nbytes)
         for consumer in gl.static_range(CONSUMERS):
-            at = [row, first_query + consumer * ROWS, head * DIM]
+            at = [row, head, first_query + consumer * ROWS, 0]
             tma.async_copy_global_to_shared(q_desc, at, q_full.index(place), q_s.index(place * CONSUMERS + consumer))
         mbarrier.arrive(q_full.index(place), count=1)
         place, q_phase = next_in_ring(place, q_phase, TILES)
         for step in range(seen - unseen):
-            at = [row, (seen - 1 - step) * KEYS, head // GROUP * DIM]
+            at = [row, head // GROUP, (seen - 1 - step) * KEYS, 0]
             mbarrier.wait(k_free.index(slot), phase)
             mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(k_desc, at, k_full.index(slot), k_s.index(slot))
@@ -152,11 +151,13 @@ def load_tiles(
     number_s.index(place).store(gl.full([1], number, gl.int32, ONE))
     mbarrier.expect(q_full.index(place), CONSUMERS * q_desc.block_type.nbytes)
     for consumer in gl.static_range(CONSUMERS):
-        tma.async_copy_global_to_shared(q_desc, [0, 0, 0], q_full.index(place), q_s.index(place * CONSUMERS + consumer))
+        tma.async_copy_global_to_shared(
+            q_desc, [0, 0, 0, 0], q_full.index(place), q_s.index(place * CONSUMERS + consumer)
+        )
     mbarrier.arrive(q_full.index(place), count=1)
     mbarrier.wait(k_free.index(slot), phase)
     mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [0, 0, 0], k_full.index(slot), k_s.index(slot))
+    tma.async_copy_global_to_shared(k_desc, [0, 0, 0, 0], k_full.index(slot), k_s.index(slot))
 
 
 @gluon.jit
@@ -224,10 +225,10 @@ def attend_rows(
     CONSUMERS: gl.constexpr, ME: gl.constexpr,
 ):  # fmt: skip
     """A consumer: ROWS queries of each of this program's tiles."""
-    ROWS: gl.constexpr = q_s.shape[2]
-    DIM: gl.constexpr = q_s.shape[3]
+    ROWS: gl.constexpr = q_s.shape[3]
+    DIM: gl.constexpr = q_s.shape[4]
     SLOTS: gl.constexpr = k_s.shape[0]
-    KEYS: gl.constexpr = k_s.shape[2]
+    KEYS: gl.constexpr = k_s.shape[3]
     TILES: gl.constexpr = number_s.shape[0]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -318,14 +319,14 @@ def attend_rows(
         total = faded(total, 1 / sums)
         q.store(total.to(q.dtype))  # nobody else reads these queries, and their last scores are made
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [row, first_query, head * DIM], q_s.index(this * CONSUMERS + ME))
+        tma.async_copy_shared_to_global(out_desc, [row, head, first_query, 0], q_s.index(this * CONSUMERS + ME))
         s = warpgroup_mma_wait(0, deps=(s,))
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
 def attention_fwd_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, bounds_ptr, next_ptr,  # [B, S, heads · DIM], …, [B, heads, S], [B, S, 2], [1]
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, bounds_ptr, next_ptr,  # [B, heads, S, DIM], …, [B, heads, S], [B, S, 2], [1]
     batch, queries, keys, heads, tiles, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, AT_A_TIME: gl.constexpr,
     CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
@@ -388,8 +389,8 @@ def attention_and_lse(
         out, lse = attention_and_lse(q[:, first:], k, v, causal, scale, config)
         return behind_zeros(out, first), F.pad(lse, (first, 0), value=-torch.inf)
     (batch, queries, heads, _), (_, keys, kv_heads, _) = q.shape, k.shape
-    q, k, v = by_rows(q), by_rows(k), by_rows(v)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    q, k, v = as_tma_reads(q), as_tma_reads(k), as_tma_reads(v)
+    out = empty_as(q)
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
     tiles = batch * heads * cdiv(queries, CONSUMERS * ROWS)
     next_tile = workspace("attention_fwd_next_tile", (1,), torch.int32, q.device)

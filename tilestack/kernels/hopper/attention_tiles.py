@@ -1,7 +1,9 @@
-"""What the forward and backward of attention on Hopper share: how tensors lie, and the order of programs."""
+"""What the forward and backward of attention on Hopper share: how tensors lie, and the order of programs.
 
-import functools
-from typing import Any
+To TMA a tensor is [batch, heads, tokens, dim], whatever lies beside what, and a tile is some tokens of one head. It asks of
+strides only that they are whole multiples of 16 bytes, so that heads may lie within tokens, tokens within heads, or all of
+them within a projection of queries, keys and values together.
+"""
 
 import torch
 from torch import Tensor
@@ -9,6 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilestack.contract.descriptors import Tile
+from tilestack.kernels.hopper.matmul import layout_of
+
+TMA_BYTES = 16  # that all it moves begins on
 
 
 @gluon.jit
@@ -20,21 +25,28 @@ def place_in_bands(number, heads, blocks, AT_A_TIME: gl.constexpr):
     return first + within % together, within // together
 
 
-def by_rows(x: Tensor) -> Tensor:
-    """x, [batch, tokens, heads, dim], itself where a token's heads lie side by side and rows start on 16 bytes, else a copy."""
-    side_by_side = x.stride(3) == 1 and (x.stride(2) == x.shape[3] or x.shape[2] == 1)
-    places = x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:2])
-    aligned = not any(place % 16 for place in places) and min(x.stride()[:2]) > 0
-    return x if side_by_side and aligned else x.clone(memory_format=torch.contiguous_format)
+def as_tma_reads(x: Tensor) -> Tensor:
+    """x, [batch, tokens, heads, dim], itself where TMA can read it, else a copy."""
+    apart = [stride for stride, size in zip(x.stride()[:3], x.shape, strict=False) if size > 1]
+    places = x.data_ptr(), *(stride * x.element_size() for stride in apart)
+    readable = x.stride(3) == 1 and 0 not in apart and not any(place % TMA_BYTES for place in places)
+    return x if readable else x.clone(memory_format=torch.contiguous_format)
+
+
+def empty_as(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Dense memory of x's shape, [batch, tokens, heads, dim]: a head's tokens side by side where x has them so, else a token's
+    heads."""
+    _, tokens, heads, dim = x.shape
+    heads_first = min(tokens, heads) > 1 and x.stride(2) > x.stride(1)
+    within = (dim, tokens * dim) if heads_first else (heads * dim, dim)
+    return torch.empty_strided(x.shape, (tokens * heads * dim, *within, 1), dtype=dtype or x.dtype, device=x.device)
 
 
 def tiles_of(x: Tensor, rows: int, columns: int | None = None) -> Tile:
     """What TMA has to know of x, [batch, tokens, heads, dim], to move tiles of some tokens and columns of one head, or all."""
     batch, tokens, heads, dim = x.shape
-    block = (1, rows, columns or dim)
-    return Tile(x, (batch, tokens, heads * dim), (x.stride(0), x.stride(1), 1), block, layout_of(block, x.dtype))
-
-
-@functools.cache
-def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))
+    block = (1, 1, rows, columns or dim)
+    # Along a dimension of one element any stride may stand, also one that TMA would refuse.
+    strides = [stride if size > 1 else dim for stride, size in zip(x.stride()[:3], x.shape, strict=False)]
+    lies = (strides[0], strides[2], strides[1], 1)
+    return Tile(x, (batch, heads, tokens, dim), lies, block, layout_of(block, x.dtype))
