@@ -8,6 +8,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pretraining
 import pytest
@@ -124,3 +125,17 @@ def test_one_process_needs_no_torch_distributed(monkeypatch):
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: pytest.fail("a group was made"))
     with joined("cpu") as mesh:
         assert (mesh.world, mesh.rank, mesh.first, mesh.largest(3)) == (1, 0, True, 3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where processes are not told of their launcher's end")
+def test_a_process_whose_launcher_was_gone_before_it_came_does_not_wait_for_others(monkeypatch):
+    from tilestack.parallel import environment, processes
+
+    monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))  # or it would be of all tests
+    for parent in (None, os.getppid()):  # torchrun does not say who it is
+        if parent:
+            monkeypatch.setenv(environment.LAUNCHER, str(parent))
+        processes.end_with_launcher()
+    monkeypatch.setenv(environment.LAUNCHER, str(os.getpid()))
+    with pytest.raises(processes.ProcessLost, match="started this one has ended"):
+        processes.end_with_launcher()

@@ -66,6 +66,8 @@ def end_with_launcher() -> None:
     """Ask Linux for a SIGTERM when the launcher is gone, by whose hand ever, so that no process is left behind on a GPU."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if environment.orphaned():  # before: no signal will come, and nobody else either
+            raise ProcessLost("the process that started this one has ended")
 
 
 def take_gpu() -> None:
