@@ -1,13 +1,16 @@
 """`tilestack train --processes`, as people start it: what it prints and leaves, and what becomes of it when a process dies."""
 
+import itertools
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pretraining
 import pytest
@@ -124,3 +127,30 @@ def test_one_process_needs_no_torch_distributed(monkeypatch):
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: pytest.fail("a group was made"))
     with joined("cpu") as mesh:
         assert (mesh.world, mesh.rank, mesh.first, mesh.largest(3)) == (1, 0, True, 3)
+
+
+def test_a_process_stops_when_its_launcher_is_gone(monkeypatch):
+    """It is asked once: who is asked twice ends without saving."""
+    from tilestack.parallel import environment, processes
+
+    parents, asked = itertools.chain([7] * 5, itertools.repeat(1)), queue.SimpleQueue()
+    monkeypatch.setattr("os.getppid", lambda: next(parents))
+    monkeypatch.setattr("os.kill", lambda *given: asked.put(given))
+    monkeypatch.setattr(processes, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setenv(environment.LAUNCHER, "7")
+    processes.end_with_launcher()
+    assert asked.get(timeout=SECONDS) == (os.getpid(), signal.SIGTERM)
+    assert asked.empty()
+
+
+@pytest.mark.parametrize(("launcher", "gone"), [("", False), ("7", False), ("8", True)])
+def test_a_process_whose_launcher_was_gone_before_it_came_does_not_wait_for_others(monkeypatch, launcher, gone):
+    from tilestack.parallel import environment, processes
+
+    monkeypatch.setattr("os.getppid", lambda: 7)
+    monkeypatch.setattr("threading.Thread", lambda **_: SimpleNamespace(start=lambda: None))
+    monkeypatch.setenv(environment.LAUNCHER, launcher)
+    if not launcher:  # torchrun does not say who it is
+        monkeypatch.delenv(environment.LAUNCHER)
+    with pytest.raises(processes.ProcessLost, match="started this one has ended") if gone else nullcontext():
+        processes.end_with_launcher()

@@ -1,8 +1,9 @@
-"""What torchrun tells each process it starts, read without importing PyTorch."""
+"""What torchrun tells each process it starts, and what our own launcher adds, read without importing PyTorch."""
 
 import os
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER = "TILESTACK_LAUNCHER"  # its process id, of our own launcher alone
 
 
 def launched() -> bool:
@@ -21,3 +22,8 @@ def world() -> int:
 def local_rank() -> int:
     """The number of this process on its machine, and of its GPU."""
     return int(os.environ["LOCAL_RANK"]) if launched() else 0
+
+
+def orphaned() -> bool:
+    """Whether the launcher of this process was gone before it could ask to end with it."""
+    return os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid())

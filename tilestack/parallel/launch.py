@@ -11,6 +11,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 
+from tilestack.parallel import environment
 from tilestack.parallel.processes import ProcessLost
 
 SAVING = 600  # seconds that processes have to save and end, once asked to
@@ -25,6 +26,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING))
+    os.environ[environment.LAUNCHER] = str(os.getpid())
     logging.disable(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,

@@ -5,10 +5,11 @@ torchrun where they would wait (NCCL). What several have to say is said by one, 
 could say nothing itself.
 """
 
-import ctypes
 import hashlib
+import os
 import signal
-import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from tilestack.parallel import environment
 from tilestack.parallel.mesh import Layout, Mesh
 
-PR_SET_PDEATHSIG = 1  # of sys/prctl.h
 PATIENCE = timedelta(minutes=15)  # with a collective that does not end though nobody has left
 
 
@@ -63,9 +63,18 @@ def joined(device: str, *, tensor: int = 1, context: int = 1, pipeline: int = 1)
 
 
 def end_with_launcher() -> None:
-    """Ask Linux for a SIGTERM when the launcher is gone, by whose hand ever, so that no process is left behind on a GPU."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Ask this process to stop, as by SIGTERM, when its launcher is gone, by whose hand ever, so that none is left behind on a
+    GPU. (Linux could send the signal itself, but sends it for every thread of the launcher, and a second one means at once.)"""
+    launcher = os.getppid()
+    if environment.orphaned():
+        raise ProcessLost("the process that started this one has ended")
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def take_gpu() -> None:

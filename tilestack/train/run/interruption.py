@@ -3,6 +3,9 @@
 Python runs a handler only between two of its own instructions, which a process deep in a large allocation or a long
 kernel does not reach. The signal's number is also written to a pipe, in C and at once; a thread that reads the pipe ends
 the process at the second. A run is exact after any kill, so nothing is lost but the steps since the last checkpoint.
+
+What happens is said in a thread too. A handler stands wherever the program was, which may be in the middle of a print, or of
+an import that printing needs; and what is said may have to wait for a terminal, as the second signal shall not.
 """
 
 import os
@@ -13,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 ASKING = (signal.SIGINT, signal.SIGTERM)
+STOPPING = "stopping: the run is saved after this step; once more ends it at once"
 SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 
 
@@ -46,15 +50,17 @@ class Interruption:
         os.close(self._pipe)
 
     def _ask(self, number: int, frame: Any) -> None:
-        if not self.number:
-            self.number = number
-            self.say("stopping: the run is saved after this step; once more ends it at once")
+        self.number = self.number or number
 
     def _watch(self) -> None:
         asked = 0
         while written := os.read(self._pipe, 1):
-            asked += written[0] in ASKING
-            if asked == 2:
+            if written[0] not in ASKING:
+                continue
+            asked += 1
+            if asked == 1:
+                threading.Thread(target=self.say, args=(STOPPING,), daemon=True).start()
+            else:
                 if sys.stderr.isatty():
                     os.write(2, SHOW_CURSOR + b"\n")
                 os._exit(128 + written[0])
