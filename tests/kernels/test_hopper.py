@@ -93,11 +93,18 @@ def test_the_sums_that_a_gradient_needs_are_turned_and_its_total_starts_at_zero(
     delta, total = torch.full((batch, count, length), torch.nan), torch.full((batch, length, count, dim), torch.nan)
     rows = batch * length * count
     strides = *out.stride()[:3], *grad.stride()[:3]
-    counts = torch.full((22,), 7, dtype=torch.int32)  # of tiles, and two numbers behind them that nobody may write
-    launch(prepare_kernel, (4,), out, grad, delta, total, counts, rows, length, count, 20, *strides, DIM=dim, ROWS=8)
-    torch.testing.assert_close(delta, (out.float() * grad.float()).sum(-1).transpose(1, 2), rtol=1e-5, atol=1e-4)
-    assert not total.any()
-    assert counts.tolist() == [0] * 20 + [7] * 2
+    expected = (out.float() * grad.float()).sum(-1).transpose(1, 2)
+    for grad_lse in (None, torch.randn(batch, count).unsqueeze(-1).expand(batch, count, length)):
+        lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
+        counts = torch.full((22,), 7, dtype=torch.int32)  # of tiles, and two numbers behind them that nobody may write
+        launch(
+            prepare_kernel, (4,), out, grad, grad_lse, delta, total, counts, rows, length, count, 20, *strides, *lse_strides,
+            DIM=dim, ROWS=8,
+        )  # fmt: skip
+        less = expected if grad_lse is None else expected - grad_lse
+        torch.testing.assert_close(delta, less, rtol=1e-5, atol=1e-4)
+        assert not total.any()
+        assert counts.tolist() == [0] * 20 + [7] * 2
 
 
 def test_a_total_is_scaled_before_it_is_rounded():

@@ -144,7 +144,7 @@ def test_the_declared_gradient_of_no_sink_is_zero_where_nothing_is_seen():
     rules = dict(causal=False, window=None, scale=None, softcap=None, dropout=0.0)
     out, lse = ops.flex_attention.definition(q, k, v, **given, **rules)
     arriving = torch.ones_like(out), torch.ones_like(lse)
-    _, _, _, _, dsinks, *_ = flex_attention_gradient(*arriving, q, k, v, **given, seed=None, **rules, out=out)
+    _, _, _, _, dsinks, *_ = flex_attention_gradient(*arriving, q, k, v, **given, seed=None, **rules, out=out, lse=lse)
     assert dsinks[0] != 0
     assert dsinks[1] == 0
 

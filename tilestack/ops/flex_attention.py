@@ -149,10 +149,11 @@ def flex_attention_gradient(
     softcap: float | None,
     dropout: float,
     out: Tensor,
+    lse: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """As every fused kernel makes it: weights computed again, and their mean gradient taken from the rounded result."""
     heads, kv_heads = q.shape[2], k.shape[2]
-    weights, lse, capped = flex_weights(
+    weights, _, capped = flex_weights(
         q, k, cu_seqlens, sinks, slopes, bias, blocks, tiles, causal, window, scale, softcap
     )
     factor, arriving = flex_dropout(weights, seed, dropout), by_head(grad_out, heads)
@@ -173,7 +174,28 @@ def flex_attention_gradient(
     return dense(dq, q), dense(dk, k), dense(dv, v), None, dsinks, None, dbias, None, None, None
 
 
+def flex_attention_key(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    bias: Tensor | None,
+    blocks: Tensor | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    dropout: float,
+) -> tuple[int | str, ...]:
+    """That of attention, and whether there is more to it: other kernels take that."""
+    more = any(term is not None for term in (sinks, slopes, bias, blocks)) or dropout
+    return *attention_key(q, k, cu_seqlens, causal, window, softcap), "more" if more else ""
+
+
 FLEX_RULES: dict[str, dict[str, Any]] = dict(
+    plain={},
+    full=dict(causal=False),
+    documents={},
     sinks={},
     slopes={},
     bias=dict(causal=False),
@@ -209,6 +231,8 @@ def flex_attention_case(make, batch, queries, keys, heads, kv_heads, dim, value_
     cases=cases(
         flex_attention_case,
         check=[  # batch, queries, keys, heads, kv_heads, dim, dim of v, what changes the scores
+            (1, 9, 12, 2, 1, 8, 8, "plain"),
+            (2, 10, 10, 2, 1, 16, 16, "documents"),
             (1, 1, 1, 1, 1, 8, 8, "sinks"),
             (2, 5, 9, 2, 1, 8, 8, "sinks"),
             (1, 20, 3, 2, 1, 8, 8, "sinks"),  # the first queries see nothing but the sink
@@ -225,6 +249,13 @@ def flex_attention_case(make, batch, queries, keys, heads, kv_heads, dim, value_
             (0, 4, 4, 2, 1, 8, 8, "sinks"),
         ],
         gpu=[
+            (2, 200, 200, 4, 2, 64, 64, "plain"),
+            (1, 250, 130, 2, 1, 64, 64, "plain"),
+            (1, 129, 129, 3, 1, 64, 64, "full"),
+            (2, 300, 300, 4, 2, 64, 64, "documents"),
+            (2, 70, 300, 2, 1, 128, 128, "plain"),
+            (1, 100, 70, 2, 1, 128, 128, "full"),
+            (2, 270, 270, 2, 1, 128, 128, "documents"),
             (2, 150, 150, 4, 2, 64, 64, "sinks"),
             (2, 150, 40, 4, 2, 64, 64, "slopes"),
             (1, 130, 130, 3, 1, 32, 32, "slopes"),
@@ -237,6 +268,7 @@ def flex_attention_case(make, batch, queries, keys, heads, kv_heads, dim, value_
             (1, 200, 140, 4, 2, 32, 32, "sinks_slopes_bias_blocks_dropout", 32),
         ],
         bench=[
+            (2, 4096, 4096, 32, 8, 128, 128, "plain"),
             (2, 4096, 4096, 64, 8, 64, 64, "sinks"),  # GPT-OSS
             (2, 4096, 4096, 16, 4, 64, 64, "bias_of_heads"),
             (2, 4096, 4096, 32, 8, 128, 128, "blocks", 128),
@@ -248,7 +280,7 @@ def flex_attention_case(make, batch, queries, keys, heads, kv_heads, dim, value_
     gradient=flex_attention_gradient,
     outputs=("out", "lse"),
     spreads_nan=False,
-    tuning_key=attention_key,
+    tuning_key=flex_attention_key,
 )
 def flex_attention(
     q: Tensor,
@@ -279,4 +311,4 @@ def flex_attention(
     """
     weights, lse, _ = flex_weights(q, k, cu_seqlens, sinks, slopes, bias, blocks, tiles, causal, window, scale, softcap)
     kept_weights = weights * flex_dropout(weights, seed, dropout)
-    return dense((kept_weights @ by_head(v, q.shape[2])).transpose(1, 2), q), lse
+    return (kept_weights @ by_head(v, q.shape[2])).transpose(1, 2).to(q.dtype), lse

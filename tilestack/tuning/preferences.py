@@ -44,6 +44,7 @@ UNMEASURED: dict[str, list[str]] = {
     "attention": ["aten"],
     "conv2d": ["aten"],
     "grouped_linear": ["aten"],
+    "flex_attention": ["gluon"],  # which takes plain attention, and leaves others to Triton
     "linear_swiglu": ["triton_split_k", "triton_parts"],  # the first takes few rows and leaves others to cuBLAS
     # Triton goes through a tile of these twice, Gluon once.
     "swiglu_fp8_tiles": ["gluon"],

@@ -35,7 +35,8 @@ number, so it is always there:
 Keys of packed documents are seen by queries up to the end of their document, which stand in order: a program's last query
 is that of its last key, and up to the end of its first key's document nothing is hidden but by the diagonal.
 
-The small kernels around it make delta and zeros before, and round dQ after.
+The small kernels around it make delta and zeros before, and round dQ after. Where a gradient arrives at the log-sum-exp as
+well (flex_attention.py), it is taken off delta.
 """
 
 import torch
@@ -406,13 +407,14 @@ def attention_bwd_kernel(
 
 @triton.jit
 def prepare_kernel(
-    out_ptr, do_ptr, delta_ptr, dq_ptr,  # [B, S, heads, DIM] twice, [B, heads, S], as many numbers as there are queries
+    out_ptr, do_ptr, dlse_ptr, delta_ptr, dq_ptr,  # [B, S, heads, DIM] twice, [B, heads, S] twice, as many numbers as q has
     count_ptr, rows, length, heads, counts,
     out_batch_stride, out_stride, out_head_stride, do_batch_stride, do_stride, do_head_stride,
+    dlse_batch_stride, dlse_head_stride, dlse_stride,
     DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta for each (batch, token, head), turned to (batch, head, token), and zeros for dQ to be added to, and in the counts
-    of its tiles, of which there are no more than rows."""
+    """delta for each (batch, token, head), turned to (batch, head, token), less what arrives at the log-sum-exp; and zeros for
+    dQ to be added to, and in the counts of its tiles, of which there are no more than rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     head, token, batch = row % heads, row // heads % length, row // (heads * length)
@@ -421,7 +423,11 @@ def prepare_kernel(
     do_row = batch * do_batch_stride + token * do_stride + head * do_head_stride
     out = tl.load(out_ptr + out_row[:, None] + element, mask=inside[:, None], other=0).to(tl.float32)
     do = tl.load(do_ptr + do_row[:, None] + element, mask=inside[:, None], other=0).to(tl.float32)
-    tl.store(delta_ptr + (batch * heads + head) * length + token, tl.sum(out * do, 1), mask=inside)
+    delta = tl.sum(out * do, 1)
+    if dlse_ptr is not None:
+        place = batch * dlse_batch_stride + head * dlse_head_stride + token * dlse_stride
+        delta -= tl.load(dlse_ptr + place, mask=inside, other=0)
+    tl.store(delta_ptr + (batch * heads + head) * length + token, delta, mask=inside)
     tl.store(dq_ptr + row[:, None] * DIM + element, tl.zeros([ROWS, DIM], tl.float32), mask=inside[:, None])
     if count_ptr is not None:
         tl.store(count_ptr + row, tl.zeros([ROWS], tl.int32), mask=row < counts)
@@ -445,12 +451,15 @@ def gradients(
     scale: float,
     bounds: Tensor | None = None,
     ordered: bool = False,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV; lse is [batch, heads, queries], the natural logarithm of the sums the softmax divides by. `bounds` are
-    those of causal documents, as `document_bounds` finds them. Where `ordered`, dQ has the same bits in every run."""
+    """dQ, dK and dV; lse is [batch, heads, queries], the natural logarithm of the sums the softmax divides by, and grad_lse what
+    arrives at it. `bounds` are those of causal documents, as `document_bounds` finds them. Where `ordered`, dQ has the same
+    bits in every run."""
     if first := before_first_key(q, k, causal):
         grad, q, out = grad[:, first:], q[:, first:], out[:, first:]
-        dq, dk, dv = gradients(grad, q, k, v, out, lse[..., first:], causal, scale, None, ordered)
+        grad_lse = None if grad_lse is None else grad_lse[..., first:]
+        dq, dk, dv = gradients(grad, q, k, v, out, lse[..., first:], causal, scale, None, ordered, grad_lse)
         return behind_zeros(dq, first), dk, dv
     (batch, queries, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
     grad, q, k, v, out = (as_tma_reads(x) for x in (grad, q, k, v, out))
@@ -461,8 +470,10 @@ def gradients(
     counts = batch * heads * cdiv(queries, tile)
     count = torch.empty(counts, dtype=torch.int32, device=q.device) if ordered else None
     launch(
-        prepare_kernel, (cdiv(rows, PREPARED_ROWS),), out, grad, delta, total, count, rows, queries, heads, counts,
-        *out.stride()[:3], *grad.stride()[:3], DIM=dim, ROWS=PREPARED_ROWS, num_warps=4,
+        prepare_kernel, (cdiv(rows, PREPARED_ROWS),),
+        out, grad, grad_lse, delta, total, count, rows, queries, heads, counts,
+        *out.stride()[:3], *grad.stride()[:3], *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
+        DIM=dim, ROWS=PREPARED_ROWS, num_warps=4,
     )  # fmt: skip
     launch(
         attention_bwd_kernel, (batch * kv_heads * cdiv(keys, KEYS),),
