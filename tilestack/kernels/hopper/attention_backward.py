@@ -316,25 +316,27 @@ def prepare_kernel(
     out_ptr, do_ptr, dlse_ptr, delta_ptr, dq_ptr,  # [B, S, heads, DIM] twice, [B, heads, S] twice, as many numbers as q has
     rows, length, heads,
     out_batch_stride, out_stride, out_head_stride, do_batch_stride, do_stride, do_head_stride,
-    dlse_batch_stride, dlse_head_stride, dlse_stride,
     DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """delta for each (batch, token, head), turned to (batch, head, token), less what arrives at the log-sum-exp; and zeros for
     dQ to be added to."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # of which no memory holds 2³¹, as it does of elements
     inside = row < rows
-    head, token, batch = row % heads, row // heads % length, row // (heads * length)
+    head, token = (row % heads).to(tl.int64), (row // heads % length).to(tl.int64)
+    batch = (row // heads // length).to(tl.int64)
     element = tl.arange(0, DIM)[None, :]
     out_row = batch * out_batch_stride + token * out_stride + head * out_head_stride
     do_row = batch * do_batch_stride + token * do_stride + head * do_head_stride
     out = tl.load(out_ptr + out_row[:, None] + element, mask=inside[:, None], other=0).to(tl.float32)
     do = tl.load(do_ptr + do_row[:, None] + element, mask=inside[:, None], other=0).to(tl.float32)
     delta = tl.sum(out * do, 1)
+    place = (batch * heads + head) * length + token
     if dlse_ptr is not None:
-        place = batch * dlse_batch_stride + head * dlse_head_stride + token * dlse_stride
         delta -= tl.load(dlse_ptr + place, mask=inside, other=0)
-    tl.store(delta_ptr + (batch * heads + head) * length + token, delta, mask=inside)
-    tl.store(dq_ptr + row[:, None] * DIM + element, tl.zeros([ROWS, DIM], tl.float32), mask=inside[:, None])
+    tl.store(delta_ptr + place, delta, mask=inside)
+    tl.store(
+        dq_ptr + row.to(tl.int64)[:, None] * DIM + element, tl.zeros([ROWS, DIM], tl.float32), mask=inside[:, None]
+    )
 
 
 @triton.jit
@@ -366,13 +368,12 @@ def gradients(
     (batch, queries, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
     grad, q, k, v, out = (as_tma_reads(x) for x in (grad, q, k, v, out))
     dq, dk, dv, total = empty_as(q), empty_as(k), empty_as(v), empty_as(q, torch.float32)
-    lse = lse.contiguous()
+    lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     delta = torch.empty_like(lse)
     rows, tile = batch * queries * heads, QUERIES[dim]
     launch(
         prepare_kernel, (cdiv(rows, PREPARED_ROWS),), out, grad, grad_lse, delta, total, rows, queries, heads,
-        *out.stride()[:3], *grad.stride()[:3], *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
-        DIM=dim, ROWS=PREPARED_ROWS, num_warps=4,
+        *out.stride()[:3], *grad.stride()[:3], DIM=dim, ROWS=PREPARED_ROWS, num_warps=4,
     )  # fmt: skip
     launch(
         attention_bwd_kernel, (batch * kv_heads * cdiv(keys, KEYS),),
