@@ -58,7 +58,7 @@ def test_dpo_from_a_file_of_pairs(tilestack, model, tmp_path):
         (["dpo", "own.toml"], 'pairs.jsonl:2: expected a text or messages under "rejected"; this row has prompt, chosen'),
         (["sft", "own.toml"], 'pairs.jsonl:1: expected one of messages, conversations, instruction, completion; this row has prompt, chosen, rejected'),
         (["dpo", "own.toml", "--set", "dpo.bta=1"], "no setting dpo.bta; did you mean dpo.beta?"),
-        (["grpo", "own.toml", "--set", "dpo.beta=1"], "no setting dpo; a recipe has run, model, data, optimizer, schedule, precision, evaluation, checkpoint, ema, lora, grpo"),
+        (["grpo", "own.toml", "--set", "dpo.beta=1"], "no setting dpo; a recipe has run, model, data, optimizer, schedule, precision, evaluation, checkpoint, ema, lora, parallel, grpo"),
         (["grpo", "none.toml"], f"there is no recipe none.toml. tilestack comes with {', '.join(recipe_names())}"),
         (["dpo", "own.toml", "--set", "lora.rank=2", "--set", 'lora.targets=["*.kqv"]', "--set", "data.corpus=preferences", "--set", "data.files=[]"], "lora: no linear layer is named *.kqv; their names end in down, gate_up, output, qkv"),
     ],

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask  # it takes long to import
@@ -54,7 +55,7 @@ def block_mask_arguments(mask: "BlockMask") -> dict[str, Any]:
     return dict(blocks=blocks, tiles=tiles, causal=False)
 
 
-@torch.compiler.disable(reason="which blocks a BlockMask shows is read from the device")
+@_disable_dynamo  # which blocks a BlockMask shows is read from the device; torch.compiler.disable would import the compiler now
 def kept_blocks(mask: "BlockMask") -> dict[str, Tensor]:
     """`blocks` and `tiles` of a mask, made when it is first met and kept as long as it lives: layers share one mask."""
     mask_mod, found = KEPT.get(mask, (None, {}))
