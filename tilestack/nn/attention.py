@@ -37,7 +37,8 @@ def attend(
 
     `mask` is True where a key is seen, or is added to the scores: [batch, heads, queries, keys], all but the last may be 1.
     It may be PyTorch's BlockMask of as many queries and keys, which is read once: what its mask_mod looks at must not change
-    afterwards. Either comes on top of the other rules, and `causal` aligns rows at their ends. Weights are dropped by a seed from PyTorch's generator. Under autocast, all is done in its dtype, as PyTorch's is.
+    afterwards. Either comes on top of the other rules, of which `causal` aligns rows at their ends. Weights are dropped by a
+    seed from PyTorch's generator. Under autocast, all is done in its dtype, as PyTorch's is.
     """
     q, k, v = lowered(q, k, v)
     if mask is None and sinks is None and not dropout:

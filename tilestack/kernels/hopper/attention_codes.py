@@ -320,7 +320,8 @@ def attend_codes(
 
 @gluon.jit
 def attention_codes_kernel(
-    q_desc, k_desc, v_desc, out_desc, k_scale_ptr, v_scale_ptr, bounds_ptr,  # [B, heads, S, DIM] thrice, [B, S, heads · DIM], [B, kv_heads, …] twice, [B, S, 2]
+    q_desc, k_desc, v_desc, out_desc,  # [B, heads, S, DIM], [B, kv_heads, …] twice, [B, S, heads · DIM]
+    k_scale_ptr, v_scale_ptr, bounds_ptr,  # [B, kv_heads, …] twice, [B, S, 2]
     batch, queries, keys, heads, tiles, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, AT_A_TIME: gl.constexpr, LARGEST: gl.constexpr,
     SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
