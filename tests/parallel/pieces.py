@@ -82,10 +82,12 @@ class AskedOnce(Pretraining):
 
 
 def stopped_by_one(texts: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """The texts are there for the first process alone, which prepares them."""
     from tilestack.train import pretrain as module
 
     module.Pretraining = AskedOnce
     try:
+        texts = texts if dist.get_rank() == 0 else texts.with_name("not on this machine.jsonl")
         pretrain(pretraining.recipe(texts, 50, 1), folder / "stopped", console=Console(quiet=True))
     except Interrupted as stopped:
         return {"code": torch.tensor(stopped.code)}
