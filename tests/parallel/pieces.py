@@ -8,14 +8,15 @@ import pretraining
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from small_runs import decoder
+from small_runs import batch, decoder
 
 from tilestack.parallel.mesh import Layout, Mesh
-from tilestack.parallel.placement import Placement
+from tilestack.parallel.placement import Placement, local_part
 from tilestack.parallel.replicas import GradientBuckets
 from tilestack.parallel.tensor import bounds
 from tilestack.parallel.vocabulary import vocabulary_loss
 from tilestack.train.errors import Interrupted
+from tilestack.train.next_token import next_token_loss
 from tilestack.train.pretrain import Pretraining, pretrain
 
 WORDS, HIDDEN = 23, 8
@@ -71,6 +72,24 @@ def unknown_words(mesh: Mesh) -> dict[str, torch.Tensor]:
         return {"embedded": model.embedded(torch.tensor([[0, 96, 97, -1, 48]]))}
 
 
+def half_mixtures() -> dict[str, torch.Tensor]:
+    """Gradients of a mixture of experts in bfloat16, its router in float32, whole on both processes and sharded; and whether
+    what an optimizer steps is what the sharded model has."""
+    mesh, found = Mesh(Layout(data=2)), {}
+    for shard in (False, True):
+        model = decoder("qwen3_moe").float().bfloat16()
+        placement = Placement(model, mesh, shard)
+        model.to(torch.bfloat16)  # again, as a trainer does
+        placement.start_backward(last=True)
+        next_token_loss(model, batch(dist.get_rank())).backward()
+        placement.finish_backward()
+        for name, param in placement.parameters.items():
+            found[f"{shard} {name}"] = placement.whole(name, param.grad)
+    shared = [param.data_ptr() == local_part(of_model).data_ptr() for param, of_model in zip(
+        placement.parameters.values(), model.parameters(), strict=True)]  # fmt: skip
+    return found | {"shared": torch.tensor(shared)}
+
+
 class AskedOnce(Pretraining):
     """One process is asked to stop in its third step; the others are not."""
 
@@ -82,10 +101,12 @@ class AskedOnce(Pretraining):
 
 
 def stopped_by_one(texts: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """The texts are there for the first process alone, which prepares them."""
     from tilestack.train import pretrain as module
 
     module.Pretraining = AskedOnce
     try:
+        texts = texts if dist.get_rank() == 0 else texts.with_name("not on this machine.jsonl")
         pretrain(pretraining.recipe(texts, 50, 1), folder / "stopped", console=Console(quiet=True))
     except Interrupted as stopped:
         return {"code": torch.tensor(stopped.code)}
@@ -98,4 +119,5 @@ def pieces(group, texts: Path, folder: Path) -> dict[str, torch.Tensor]:
     mesh = Mesh(Layout(tensor=dist.get_world_size(group)))
     found = divided_heads(group) | late_gradients(group) | unknown_words(mesh)
     found["largest"] = torch.tensor(mesh.largest(dist.get_rank(group) * 7))
+    found |= {f"mixture {name}": x for name, x in half_mixtures().items()}
     return found | stopped_by_one(texts, folder)

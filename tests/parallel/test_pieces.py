@@ -116,3 +116,17 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(two):
     ranks, folder = two
     assert [int(rank["code"]) for rank in ranks] == [143, 143]
     assert Checkpoints(folder / "stopped" / "checkpoints", 9).steps() == [2, 3]
+
+
+def test_a_mixture_in_half_precision_is_sharded_with_its_router_in_float32(two):
+    for rank in two[0]:
+        assert rank["mixture shared"].all()
+        whole = {
+            name.removeprefix("mixture False "): x for name, x in rank.items() if name.startswith("mixture False ")
+        }
+        assert {name for name, x in whole.items() if x.dtype == torch.float32} == {"layers.1.mlp.router.weight"}
+        for name, x in whole.items():
+            sharded = rank[f"mixture True {name}"]
+            assert sharded.dtype == x.dtype
+            # Two ranks' gradients, added in float32 and rounded, or added in bfloat16.
+            assert (sharded - x).abs().max() <= torch.finfo(torch.bfloat16).eps * x.abs().max() > 0, name

@@ -98,12 +98,22 @@ def prepare_tokens(
     A run that `resumes` goes on with its tokens even where the files are gone, and refuses files that have changed. So does
     a run that shares its tokens with others, in the folder `settings.tokens`.
     """
-    target = Path(settings.tokens) if settings.tokens else folder / FOLDER
+    target = tokens_folder(settings, folder)
     with one_at_a_time(target) if settings.tokens else nullcontext():
         update_tokens(settings, target, settings.tokenizer or tokenizer_of, resumes, console)
+    return open_tokens(settings, folder)
+
+
+def open_tokens(settings: TextSettings, folder: Path) -> tuple[Tokenizer, TokenFile]:
+    """The tokenizer and the tokens of a run as `prepare_tokens` has left them, whatever became of the texts."""
+    target = tokens_folder(settings, folder)
     tokenizer, tokens = Tokenizer.load(target / "tokenizer"), TokenFile(target / "tokens")
     tokens.check(tokenizer)
     return tokenizer, tokens
+
+
+def tokens_folder(settings: TextSettings, folder: Path) -> Path:
+    return Path(settings.tokens) if settings.tokens else folder / FOLDER
 
 
 def update_tokens(settings: TextSettings, target: Path, named: str, resumes: bool, console: Console | None) -> None:

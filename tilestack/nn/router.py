@@ -140,13 +140,12 @@ class Router(torch.nn.Module):
 
     def _apply(self, fn, recurse=True):
         """Weight and bias move with the module and keep their float32: the steps a bias grows by are lost in half precision."""
-        weight, bias = self.weight.data, self.bias
-        super()._apply(fn, recurse)
-        if self.weight.dtype in HALVES:
-            self.weight.data = wide(weight).to(self.weight.device)
-        if bias is not None and self.bias is not None and self.bias.dtype != bias.dtype:
-            self.bias = bias.to(self.bias.device)
-        return self
+
+        def moved(x: Tensor) -> Tensor:
+            made = fn(x)
+            return wide(x).to(made.device) if made.dtype in HALVES else made
+
+        return super()._apply(moved, recurse)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]} to {self.top_k} of {self.experts}, {self.scoring}"

@@ -10,6 +10,7 @@ Optimizers and averages work on `parameters`, plain tensors in which this proces
 """
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilestack.models.decoder import Decoder
+from tilestack.nn.router import Router
 from tilestack.optim.clip import coefficient_of
 from tilestack.parallel.collectives import gathered
 from tilestack.parallel.mesh import Mesh
@@ -69,6 +71,8 @@ class Placement:
                 param.data = whole if cut is None else cut.part(whole, *self._tensor_place)
             unit.to(device)
             if self.shard:
+                for router in float32_routers(unit) if unit is not self.model else ():
+                    self._shard(router, root=False)
                 self._shard(unit, root=unit is self.model)
         for module in self.model.modules() if self.cuts else ():
             if isinstance(module, nn.Linear):
@@ -77,6 +81,8 @@ class Placement:
     def _shard(self, unit: nn.Module, root: bool) -> None:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+        # A mixture's result is a view, of which FSDP2 warns, as changes in place would lose its hooks: nobody makes any.
+        warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPLayer\) returned a view tensor", UserWarning)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32) if half(unit) else MixedPrecisionPolicy()
         made = fully_shard(unit, mesh=self.mesh.sides["replicas"], mp_policy=policy)
         assert isinstance(made, FSDPModule)
@@ -201,6 +207,12 @@ def sum_of_squares(grads: list[Tensor], like: Tensor) -> Tensor:
     if not grads:
         return torch.zeros((), dtype=wide, device=like.device)
     return torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).square().sum()
+
+
+def float32_routers(layer: nn.Module) -> list[nn.Module]:
+    """Routers that stay in float32 in a layer of half precision: a unit of FSDP2 has one dtype, so they are units of their
+    own."""
+    return [module for module in layer.modules() if isinstance(module, Router)] if half(layer) else []
 
 
 def half(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 from tilestack import data, models
 from tilestack.data import DataError
-from tilestack.data.prepared import prepare_tokens
+from tilestack.data.prepared import open_tokens, prepare_tokens
 from tilestack.parallel.mesh import Mesh
 from tilestack.parallel.sequence import cut_batch
 from tilestack.train.checkpoint import Checkpoints
@@ -117,11 +117,14 @@ def pretrain(
 ) -> dict[str, float]:
     """Follow a pretraining recipe in a folder, and leave the model in `folder/model`."""
 
-    def prepare(console: Console) -> tuple[data.Tokenizer, MakeObjective]:
-        resumes = bool(Checkpoints(folder / "checkpoints", 1).steps())
-        tokenizer, tokens = prepare_tokens(
-            recipe.data, folder, tokenizer_of=recipe.model.path, resumes=resumes, console=console
-        )
+    def prepare(console: Console, mesh: Mesh) -> tuple[data.Tokenizer, MakeObjective]:
+        if mesh.first:
+            resumes = bool(Checkpoints(folder / "checkpoints", 1).steps())
+            tokenizer, tokens = prepare_tokens(
+                recipe.data, folder, tokenizer_of=recipe.model.path, resumes=resumes, console=console
+            )
+        else:  # which may not even see the texts
+            tokenizer, tokens = open_tokens(recipe.data, folder)
 
         def make(_: Any, device: torch.device, mesh: Mesh) -> Pretraining:
             index, ranks = mesh.index("context"), mesh.size("context")

@@ -64,7 +64,7 @@ def align(
         )
     cache = folder.parent / ".reference"  # beside the run: others of the same model and data find it
 
-    def prepare(_: Console) -> tuple[data.Tokenizer, MakeObjective]:
+    def prepare(_: Console, __: Mesh) -> tuple[data.Tokenizer, MakeObjective]:
         found = find_tokenizer(KINDS[kind], recipe, folder)
         tokenizer = found.for_chat(read_template(recipe))
         tokenizer.chat_cache = chats = data.ChatCache(folder / "chats")

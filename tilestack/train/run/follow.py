@@ -40,12 +40,13 @@ from tilestack.train.settings import RecipeError
 
 # Of the model as the run finds it, its device, and this process's place among those of the run.
 MakeObjective = Callable[[Any, torch.device, Mesh], Objective]
+PrepareData = Callable[[Console, Mesh], tuple[data.Tokenizer, MakeObjective]]
 
 
 def follow(
     recipe: Recipe,
     folder: Path,
-    prepare: Callable[[Console], tuple[data.Tokenizer, MakeObjective]],
+    prepare: PrepareData,
     *,
     command: str = "train",
     fresh: bool = False,
@@ -57,8 +58,9 @@ def follow(
     """Follow a recipe in a folder, from where it stands to the end or from nothing if it is to be `fresh`, and leave the
     model in `folder/model`. A run that is asked to stop saves and raises `Interrupted`.
 
-    `prepare` reads the data and says how the objective is made; it is not called for a folder that holds another run. `row`
-    is how many tokens a row of a batch has at least, data.sequence where it is not said.
+    `prepare` reads the data and says how the objective is made; it is not called for a folder that holds another run, and on
+    other processes than the first when that has returned. `row` is how many tokens a row of a batch has at least,
+    data.sequence where it is not said.
 
     Where torchrun has started several processes, each calls this, and they train as one. The first holds the folder, and is
     the only one that prints and writes; the others read what it has prepared.
@@ -102,7 +104,7 @@ def refuse_own_output(recipe: Recipe, folder: Path) -> None:
 def make_trainer(
     recipe: Recipe,
     place: RunFolder,
-    prepare: Callable[[Console], tuple[data.Tokenizer, MakeObjective]],
+    prepare: PrepareData,
     row: int,
     profile: int,
     provenance: Mapping[str, Any],
@@ -123,7 +125,7 @@ def make_trainer(
         with torch.device("meta"):  # what it would take, before anything is tokenised or allocated
             described = new_model(recipe, {"vocab_size": recipe.data.vocabulary})
         refuse_impossible(recipe, described, least_needs(recipe, described, row), place.path, device, mesh)
-    tokenizer, make_objective = prepare(console)
+    tokenizer, make_objective = prepare(console, mesh)
     if mesh.first:
         mesh.wait_for_all()  # the others come in
     model = build_model(recipe, tokenizer).to(dtype=execution.DTYPES[recipe.precision.parameters])
