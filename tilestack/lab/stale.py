@@ -20,7 +20,7 @@ OF_A_TRAINING_STEP = (
     "contract", "contract/native/*.h", "ops", "kernels", "nn", "optim", "models/decoder.py", "models/attention.py",
     "models/context.py", "models/norm.py", "models/rotary.py", "train/loop.py", "train/step.py", "train/static_step.py",
     "train/batch_buffer.py", "train/balancing.py", "train/execution.py", "train/optimizers.py", "train/next_token.py",
-    "train/fp8*.py", "tuning/*.py", "tuning/tables/*.json",
+    "train/fp8*.py", "parallel/mesh.py", "parallel/placement.py", "tuning/*.py", "tuning/tables/*.json",
 )  # fmt: skip
 OF_AN_OPTIMIZER = ("optim", "kernels/optim")
 SERVING, HTTP = "serve", "http"  # the same of `tilestack bench serve` and `tilestack bench http`
