@@ -10,11 +10,12 @@ from engines import check_empty, greedy, serve
 from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.engine import LLM, Engine, EngineSettings, SamplingParams, quantised_weights
-from tilestack.engine.quantised_weights import FEW, QuantisedLinear, quantise_layer, quantise_weights, refuse_weights
+from tilestack.engine.quantised_weights import quantise_layer, quantise_weights, refuse_weights
 from tilestack.lab.oracle import judge, own_error
 from tilestack.models.adapters import AdapterError, load_adapters, save_adapters
 from tilestack.nn import Linear
 from tilestack.nn.lora import add_lora, lora_parameters
+from tilestack.quant.linear import FEW, QuantisedLinear
 
 VOCABULARY = 300
 PROMPT = [3, 5, 7, 11, 13, 3, 5, 7, 11]

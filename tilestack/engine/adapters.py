@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.engine.cpu_weights import Int8Linear
-from tilestack.engine.quantised_weights import QuantisedLinear
 from tilestack.models import Decoder
 from tilestack.models.adapters import AdapterError, read_adapters
 from tilestack.nn import Linear
+from tilestack.quant import QuantisedLinear
 
 ADAPTABLE = (Linear, QuantisedLinear, Int8Linear)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from tilestack.models import Decoder
 from tilestack.nn import Linear
 from tilestack.ops.quantised import quantised
+from tilestack.quant.linear import drop_weight
 
 FEW = 8  # rows for which PyTorch's kernel for codes is faster than to make numbers of them first
 WHOLE = 64  # it leaves out what is no multiple of this in a row
@@ -66,10 +67,6 @@ def pack_int8(layer: Linear) -> None:
     layer.__class__ = Int8Linear
     layer.codes, layer.code_scale = codes, scale  # type: ignore[assignment]
     drop_weight(layer)
-
-
-def drop_weight(layer: Linear) -> None:
-    layer.weight = torch.nn.Parameter(torch.empty_like(layer.weight, device="meta"), requires_grad=False)
 
 
 def can_block() -> bool:

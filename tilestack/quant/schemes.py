@@ -1,0 +1,66 @@
+"""What a linear layer's numbers become: its weight's codes, how many of them share a scale, and the numbers of its input.
+
+    scheme   weight                                                      input, where rows are many
+    fp8      float8_e4m3fn, a scale for each output                      float8_e4m3fn, a scale for each row
+    w8a8     int8, a scale for each output                               int8, a scale for each row
+    w8a16    int8, a scale for each output                               as it is
+    w4a16    4 bits, two to a byte, a scale for 128 numbers of an output  as it is
+
+A number of the weight is (code - zero) · scale. Scales of inputs are found as they come, so nothing about inputs is kept.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tilestack.ops.weight_only import FORMATS, PACKED, quantise_weight
+
+
+class Codes(NamedTuple):
+    """A quantised weight [out, in], as `ops.linear_weight_only` reads it."""
+
+    codes: Tensor  # int8 or float8_e4m3fn [out, in], or two codes of 4 bits a byte, uint8 [out, in / 2]
+    scale: Tensor  # [out, groups]
+    zero: Tensor | None  # int8 [out, groups]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The numbers of a linear layer. `group` numbers of a weight's row share a scale, the whole row when it is 0."""
+
+    weights: str  # int4, int8 or fp8
+    group: int = 0
+    symmetric: bool = True  # otherwise each group has a zero point
+    activations: str | None = None  # int8 or fp8: the input's rows become codes where there are many
+
+    def __post_init__(self) -> None:
+        if self.weights not in FORMATS:
+            raise ValueError(f"weights are {', '.join(FORMATS)}, not {self.weights!r}")
+        if self.activations not in (None, self.weights) or self.activations == "int4":
+            raise ValueError(
+                f"an input's numbers are int8 or fp8 as the weight's are, or stay as they are; not {self.activations!r} "
+                f"beside {self.weights}"
+            )
+        if self.activations and (self.group or not self.symmetric):
+            raise ValueError("products of codes take a scale for each output, without zero points")
+
+    def group_of(self, inner: int) -> int:
+        """How many numbers share a scale in rows of `inner`: the largest part of `group` that divides them."""
+        return math.gcd(self.group, inner) if self.group else 0
+
+    def takes(self, inner: int) -> bool:
+        """Whether rows of `inner` numbers can be such codes."""
+        return self.weights != "int4" or inner % PACKED == 0
+
+    def round_to_nearest(self, weight: Tensor) -> Codes:
+        return Codes(*quantise_weight(weight, self.weights, self.group_of(weight.shape[1]), self.symmetric))
+
+
+SCHEMES = {
+    "fp8": Scheme("fp8", activations="fp8"),
+    "w8a8": Scheme("int8", activations="int8"),
+    "w8a16": Scheme("int8"),
+    "w4a16": Scheme("int4", group=128),
+}
