@@ -10,7 +10,7 @@ import torch
 
 from tilestack import models
 from tilestack.cli import main
-from tilestack.cli.bench import training_works
+from tilestack.cli.bench_models import training_works
 from tilestack.cli.recipes import find_recipe
 from tilestack.lab import bench_train
 from tilestack.lab.bench_train import measure

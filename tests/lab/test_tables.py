@@ -77,6 +77,24 @@ def test_training_has_a_line_per_candidate_and_stays_out_of_the_headline(root):
     assert "train" not in table("headline imaginary", root)
 
 
+def test_layers_have_a_column_per_candidate_and_stay_out_of_the_operators(root):
+    small, case = small_result(), "mlp, tiny, 2x8"
+    times = (("tilestack", 200.0), ("plain", 300.0), ("transformers", 250.0))
+    steps = [row("layer", case, name, time, direction="both") for name, time in times]
+    steps += [row("layer", case, "plain", 90.0), row("layer", case, "tilestack", 120.0, source="0" * 16)]
+    save(root, replace(small, rows=steps), "layers")
+    header, _, *rows = cells(table("layers imaginary", root))
+    assert header[3:] == ["tilestack", "plain", "transformers", "of the roof", "against the best peer"]
+    assert rows == [
+        ["mlp, tiny, 2×8 †", "bfloat16", "forward", "120 µs", "90.0 µs", "–", "56%", "0.75× (slower than plain)"],
+        ["mlp, tiny, 2×8", "bfloat16", "both", "200 µs", "300 µs", "250 µs", "34%", "**1.25×** transformers"],
+    ]
+    assert "layer" not in table("headline imaginary", root)
+    written = table("summary imaginary nothing softmax", root)
+    assert "layer of a decoder †" in written
+    assert "All 2 operators and optimizers" in written
+
+
 def test_headline_of_some_operators_has_only_those(root):
     assert [row[0] for row in cells(table("headline imaginary softmax,relu", root))[2:]] == ["`softmax`"]
 

@@ -1,10 +1,10 @@
-"""`tilestack bench`: kernels, access patterns, optimizers and whole training steps, measured."""
+"""`tilestack bench`: kernels, access patterns, the host's time and optimizers, measured; of models, see bench_models.py."""
 
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +12,7 @@ import typer
 from rich.console import Console, Group
 from rich.markup import escape
 
+from tilestack.cli import bench_models
 from tilestack.cli.common import (
     Device,
     Dtypes,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     import torch
 
     from tilestack.contract.operator import Operator
-    from tilestack.lab.train_steps import Work
 
 RUN = ("device", "save", "stale", "budget", "load")
 OF_OPERATORS = (*RUN, "json", "backend", "dtype", "direction", "case", "jobs")
@@ -39,6 +39,7 @@ PARTS = {
     "memory": RUN,
     "host": (*RUN, "json"),
     "optim": (*RUN, "json", "dtype", "case"),
+    "layers": (*RUN, "json", "backend", "dtype", "direction", "recipe", "micro_batch", "sequence"),
     "train": (*RUN, "json", "backend", "dtype", "recipe", "micro_batch", "sequence"),
     "serve": (*RUN, "json", "backend", "model", "workload"),
     "http": (*RUN, "json", "model"),
@@ -65,7 +66,13 @@ def bench_command(
         ),
     ] = None,
     dtype: Dtypes = None,
-    direction: Annotated[str, typer.Option(help="Comma-separated: forward, backward, both.")] = "forward,backward",
+    direction: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: forward, backward, both; default: forward,backward, of layers forward,both.",
+            show_default=False,
+        ),
+    ] = None,
     case: Annotated[
         str, typer.Option(help="bench, check, or the name of one case, which `tilestack ops NAME` lists.")
     ] = "bench",
@@ -93,20 +100,22 @@ def bench_command(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="bench train: comma-separated recipes whose models to train; default: those of the documentation, or demo on a CPU.",
+            help="bench train, bench layers: comma-separated recipes whose models to take; default: those of the documentation, or demo on a CPU.",
             show_default=False,
         ),
     ] = None,
     micro_batch: Annotated[
         str | None,
         typer.Option(
-            help="bench train: comma-separated batch sizes; default: the documentation's or the recipe's.",
+            help="bench train, bench layers: comma-separated batch sizes; default: the documentation's or the recipe's.",
             show_default=False,
         ),
     ] = None,
     sequence: Annotated[
         int | None,
-        typer.Option(help="bench train: sequence length; default: the recipe's.", min=2, show_default=False),
+        typer.Option(
+            help="bench train, bench layers: sequence length; default: the recipe's.", min=2, show_default=False
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -129,7 +138,7 @@ def bench_command(
     are timed on the CPU, and the tables say so.
 
     `bench memory` sweeps access patterns, `bench host` times the host cost of calls, `bench optim [NAME]` optimizers,
-    `bench train` training steps next to transformers and Liger, `bench serve` the engine next to vLLM and transformers,
+    `bench layers [NAME]` a decoder's attention, mlp, block and head, `bench train` training steps next to transformers and Liger, `bench serve` the engine next to vLLM and transformers,
     `bench http` the overhead of HTTP, `bench startup` imports and the command line. `bench all` runs all but the last;
     `make bench` and, on a CPU, `make bench-cpu` reproduce every figure of the documentation.
     """
@@ -149,22 +158,28 @@ def bench_command(
     asked = Asked(place, machine.stamp(place.type), save, stale, budget, json_, time.monotonic())
     split = lambda text: text.split(",") if text else None
     ahead = (jobs, tuple(load or ()))
-    kernels = functools.partial(bench_kernels, asked, split(dtype), direction.split(","), split(backend), case, ahead)
+    ways = (direction or "forward,backward").split(",")
+    kernels = functools.partial(bench_kernels, asked, split(dtype), ways, split(backend), case, ahead)
+    training_works, layer_works = (
+        functools.partial(works, place, recipe, micro_batch, sequence, dtype)
+        for works in (bench_models.training_works, bench_models.layer_works)
+    )
     parts: dict[str, Callable[[], None]] = {
         "memory": functools.partial(bench_memory_patterns, asked),
         "host": functools.partial(bench_host_time, asked),
         "optim": lambda: bench_optimizers(asked, (operators or [])[1:], "bench" if everything else case, split(dtype)),
-        "train": lambda: bench_training(
-            asked, training_works(place, recipe, micro_batch, sequence, dtype), split(backend)
+        "layers": lambda: bench_models.bench_decoder_layers(
+            asked, layer_works(), (operators or [])[1:], split(direction), split(backend)
         ),
-        "serve": functools.partial(bench_serving, asked, model, split(backend), split(workload)),
-        "http": functools.partial(bench_over_http, asked, model),
+        "train": lambda: bench_models.bench_training(asked, training_works(), split(backend)),
+        "serve": functools.partial(bench_models.bench_serving, asked, model, split(backend), split(workload)),
+        "http": functools.partial(bench_models.bench_over_http, asked, model),
     }
     if everything:
         kernels()
         for part in parts.values():
             part()
-    elif operators and operators[0] in parts and (len(operators) == 1 or operators[0] == "optim"):
+    elif operators and operators[0] in parts and (len(operators) == 1 or operators[0] in ("optim", "layers")):
         parts[operators[0]]()
     else:
         if mixed := [name for name in operators or () if name in PARTS]:
@@ -366,84 +381,3 @@ def bench_optimizers(asked: Asked, names: list[str], case: str, dtypes: list[str
             rows += contest
             if asked.save:
                 results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), contest)
-
-
-def training_works(
-    place: "torch.device", recipes: str | None, micro_batches: str | None, sequence: int | None, dtype: str | None
-) -> list["Work"]:
-    """What `bench train` does: the models of some recipes, at some micro-batches."""
-    from tilestack.cli.recipes import find_recipe
-    from tilestack.lab.bench_train import PUBLISHED, Work
-    from tilestack.train import Recipe
-
-    sizes = micro_batches.split(",") if micro_batches else []
-    if not all(size.strip().isdigit() and int(size) > 0 for size in sizes):
-        raise ValueError(f"micro-batches are positive numbers separated by commas, not {micro_batches!r}")
-    on_gpu = place.type == "cuda"
-    works = []
-    for name in recipes.split(",") if recipes else PUBLISHED if on_gpu else ["demo"]:
-        read = Recipe.load(find_recipe(Path(name)))
-        work = Work(
-            read.run.name,
-            {"vocab_size": read.data.vocabulary, **read.model.config},
-            read.data.batch,
-            sequence or read.data.sequence,
-            dtype or ("bfloat16" if on_gpu else "float32"),
-            place.type,
-            read.run.backend,
-            steps=10 if on_gpu else 30,  # a CPU has other things to do in between
-            seconds=60,
-        )
-        published = PUBLISHED.get(name, ()) if recipes is None else ()
-        works += [replace(work, batch=int(size)) for size in sizes or published] or [work]
-    return works
-
-
-def bench_training(asked: Asked, works: list["Work"], candidates: list[str] | None) -> None:
-    """Whole training steps, each candidate in a process of its own."""
-    from tilestack.lab import bench_train, results
-    from tilestack.lab.roofs import measured
-
-    target = asked.results_file("train")
-    with asked.measured_rows(target, bench_train.render) as rows:
-        if asked.stale:
-            works = bench_train.stale_works(works, asked.kept_rows("train"), candidates)
-        for work in works:
-            if asked.is_over():
-                break
-            found = bench_train.bench_train(work, candidates, Console(stderr=True).print)
-            rows += found
-            if asked.save:
-                results.merge(target, asked.stamp, measured(work.device).as_dict(), found)
-
-
-def bench_serving(asked: Asked, model: str | None, candidates: list[str] | None, only: list[str] | None) -> None:
-    """Engines on the same workloads, each in a process of its own."""
-    from tilestack.lab import bench_serve, results
-    from tilestack.lab.roofs import measured
-
-    if asked.is_over():
-        return
-    target = asked.results_file("serve")
-    kept = asked.kept_rows("serve") if asked.stale else []
-    with asked.measured_rows(target, bench_serve.render) as rows:
-        for row in bench_serve.bench_serve(asked.place.type, model, candidates, only, Console(stderr=True).print, kept):
-            rows.append(row)
-            if asked.save:  # at once: the next may fail
-                results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), [row])
-
-
-def bench_over_http(asked: Asked, model: str | None) -> None:
-    """What HTTP costs of the engine's throughput."""
-    from tilestack.cli.speaker import trust_engine
-    from tilestack.lab import bench_http, results
-    from tilestack.lab.roofs import measured
-
-    if asked.is_over() or (asked.stale and bench_http.is_kept(asked.kept_rows("http"), model)):
-        return
-    trust_engine()
-    target = asked.results_file("http")
-    with asked.measured_rows(target, bench_http.render) as rows:
-        rows += bench_http.bench_http(asked.place.type, model, tell=Console(stderr=True).print)
-        if asked.save:
-            results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), rows)

@@ -66,7 +66,12 @@ class PlainLayer(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return self.feed_forward(self.attend(x, cos, sin))
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x + self.attention(self.attention_norm(x), cos, sin)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
         y = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
@@ -99,12 +104,16 @@ class PlainDecoder(nn.Module):
         model.load_state_dict(tensors)
         return model
 
-    def forward(self, ids: Tensor) -> Tensor:
-        frequencies = self.theta ** (-torch.arange(0, self.dim, 2, device=ids.device) / self.dim)
-        angles = torch.arange(ids.shape[1], device=ids.device)[:, None] * frequencies
+    def angles(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of RoPE, [T, dim] each."""
+        frequencies = self.theta ** (-torch.arange(0, self.dim, 2, device=device) / self.dim)
+        angles = torch.arange(length, device=device)[:, None] * frequencies
         angles = torch.cat([angles, angles], -1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cos, sin = self.angles(ids.shape[1], ids.device, x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)
         return self.head(self.norm(x))

@@ -22,11 +22,16 @@ OF_A_TRAINING_STEP = (
     "train/batch_buffer.py", "train/balancing.py", "train/execution.py", "train/optimizers.py", "train/next_token.py",
     "train/fp8*.py", "parallel/mesh.py", "parallel/placement.py", "tuning/*.py", "tuning/tables/*.json",
 )  # fmt: skip
+LAYER = "layer"  # the same of `tilestack bench layers`
+OF_A_LAYER = tuple(part for part in OF_A_TRAINING_STEP if not part.startswith(("optim", "train/", "parallel/"))) + (
+    "train/next_token.py",
+    "lab/layers.py",
+)
 OF_AN_OPTIMIZER = ("optim", "kernels/optim")
 SERVING, HTTP = "serve", "http"  # the same of `tilestack bench serve` and `tilestack bench http`
 OF_A_WORKLOAD = ("lab/serve_workloads.py", "lab/serve_candidates.py")
 OF_AN_ENGINE = (
-    "contract", "contract/native/*.h", "ops", "nn", "engine", "models/attention.py", "models/cache.py",
+    "contract", "contract/native/*.h", "ops", "nn", "quant", "engine", "models/attention.py", "models/cache.py",
     "models/context.py", "models/decoder.py", "models/invariant.py", "models/mla.py", "models/norm.py", "models/paged.py", "models/rotary.py", "garbage.py",
     "tuning/*.py",
 )  # fmt: skip
@@ -52,7 +57,7 @@ def present_source(op: str, backend: str, device: str = "") -> str:
     operator = next((found for found in operators() if found.name == op), None)
     if operator is not None:
         return source_hash(op, backend) if backend in operator.implementations else ""
-    return hash_of_parts(OF_A_TRAINING_STEP if op == TRAINING else OF_AN_OPTIMIZER)
+    return hash_of_parts({TRAINING: OF_A_TRAINING_STEP, LAYER: OF_A_LAYER}.get(op, OF_AN_OPTIMIZER))
 
 
 def parts_of_serving(op: str, backend: str, device: str) -> tuple[str, ...]:

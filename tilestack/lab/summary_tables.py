@@ -25,11 +25,11 @@ from tilestack.lab.measured import (
 )
 from tilestack.lab.results import path_of, read_json
 from tilestack.lab.rows import EQUAL, FASTER, SLOWER, UNCLEAR
-from tilestack.lab.stale import TRAINING, is_current
+from tilestack.lab.stale import LAYER, TRAINING, is_current
 
 WEAKEST = 3  # how many operators are shown because they do worst, by the geometric mean over their cases
 OURS = "tilestack"  # an engine as it runs without options
-TRAINING_STEP = "training step"
+TRAINING_STEP, DECODER_LAYER = "training step", "layer of a decoder"
 KINDS = {"ms/step": "decode step", "ms": "time to first token", "tokens/s": "throughput"}  # of a workload, by its unit
 VERSIONS = {"torch": "torch", "Triton": "triton", "cuDNN": "cudnn", "transformers": "transformers"}
 HEADER = ["what", "median case", "ours", "best peer", "ratio", "of the roof", "least – greatest ratio", "cases won"]
@@ -55,11 +55,12 @@ def summary(folder: Path, gpu: str, cpu: str, names: str) -> str:
     runs = [run for run in results_under(folder) if run.slug == gpu]
     measured = [line for contest in contests(runs) if (line := line_of(contest))]
     served = [line for slug in (gpu, cpu) for line in lines_of_serving(folder, slug)]
-    operators = [line for line in measured if line.group != TRAINING_STEP]
+    of_models = [line for group in (DECODER_LAYER, TRAINING_STEP) for line in measured if line.group == group]
+    operators = [line for line in measured if line not in of_models]
     worst = weakest(operators)
     wanted = list(dict.fromkeys([*(f"`{name}`" for name in names.split(",")), *worst]))
     shown = [line for name in wanted for line in operators if line.group == name]
-    shown += [line for line in measured if line.group == TRAINING_STEP] + served
+    shown += of_models + served
     if not shown:
         return f"_not measured yet: `tilestack bench all --save` on a machine with the GPU `{gpu}` fills this table._"
     rows = [row_of([line for line in shown if line.group == group]) for group in dict.fromkeys(line.group for line in shown)]  # fmt: skip
@@ -118,6 +119,8 @@ def line_of(contest: Contest) -> Line | None:
     group, case = f"`{contest.op}`", f"{contest.label}, {contest.dtype} {contest.direction}"
     if contest.op == TRAINING:
         group, case = TRAINING_STEP, contest.label
+    elif contest.op == LAYER:
+        group = DECODER_LAYER
     return Line(
         group,
         case,

@@ -6,6 +6,7 @@ A table stands between two markers and is rewritten in place by `make docs`:
     <!-- table: headline h200 -->                     one line per operator, its best case; of some with their names
     <!-- table: operator h200 softmax,rms_norm -->    every case of some operators, both directions, and their means
     <!-- table: ladder h200 linear triton,aten -->    some backends of an operator side by side, a line per case
+    <!-- table: layers h200 -->                       a decoder's layers alone, ours and every peer's
     <!-- table: training h200 -->                     whole training steps, ours and every peer's
     <!-- table: roofs h200 -->                        what the machine can do at best
     <!-- table: memory h200 stride -->                one sweep of `tilestack bench memory`, a line per setting
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tilestack.lab import chain, curves, memory, mutation_results, proved
+from tilestack.lab.bench_layers import CANDIDATES as OF_LAYERS
 from tilestack.lab.bench_train import CANDIDATES
 from tilestack.lab.markdown import OLD, OLDER, commits_in_words, daggers, markdown
 from tilestack.lab.measured import (
@@ -47,7 +49,7 @@ from tilestack.lab.peers import is_peer
 from tilestack.lab.results import read_json
 from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER, UNCLEAR
 from tilestack.lab.serving_tables import http, serving
-from tilestack.lab.stale import TRAINING, is_current
+from tilestack.lab.stale import LAYER, TRAINING, is_current
 from tilestack.lab.summary_tables import summary
 
 NO_QUALITY = ["–", "–"]
@@ -111,7 +113,7 @@ def headline(found: list[Contest], names: str = "") -> str:
     """One line per operator, or per named one: the case closest to its roof, forward where it was timed, and how many
     cases are won."""
     rows, used = [], []
-    for op in names.split(",") if names else dict.fromkeys(contest.op for contest in found if contest.op != TRAINING):
+    for op in names.split(",") if names else dict.fromkeys(contest.op for contest in found if contest.op not in (LAYER, TRAINING)):
         ours = [contest for contest in found if contest.op == op and contest.ours]
         if not ours:
             continue
@@ -174,6 +176,21 @@ def ladder(found: list[Contest], op: str, names: str) -> str:
     if not rows:
         return ""
     header = ["case", "dtype", "direction", *(f"`{name}`" for name in wanted)]
+    return markdown(header, rows, left=3) + "\n\n" + stamps(used) + older(used)
+
+
+def layers(found: list[Contest]) -> str:
+    """A decoder's layers: a line per layer and direction, the times of all candidates side by side."""
+    rows, used = [], [contest for contest in found if contest.op == LAYER]
+    names = [name for name in OF_LAYERS if any(row["backend"] == name for contest in used for row in contest.timed)]
+    for contest in used:
+        by_name = {row["backend"]: row for row in contest.timed}
+        cells = [microseconds(by_name[name]["time_us"]) if name in by_name else "–" for name in names]
+        roof = percent(contest.ours["roof_fraction"]) if contest.ours else "–"
+        rows.append([marked(contest.label, [contest]), contest.dtype, contest.direction, *cells, roof, against_peer(contest)])  # fmt: skip
+    if not rows:
+        return ""
+    header = ["layer, model, micro-batch", "dtype", "direction", *names, "of the roof", "against the best peer"]
     return markdown(header, rows, left=3) + "\n\n" + stamps(used) + older(used)
 
 
@@ -364,6 +381,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "headline": headline,
     "operator": operator,
     "ladder": ladder,
+    "layers": layers,
     "training": training,
     "roofs": roofs,
 }
@@ -381,10 +399,11 @@ WORDS = {
     "headline": (1, 2),
     "operator": (2,),
     "ladder": (3,),
+    "layers": (1,),
     "training": (1,),
     "roofs": (1,),
 }  # how many follow the name
-USES = "`summary GPU CPU NAME,NAME`, `headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `training GPU`, `roofs GPU`, `parity GPU`, `fp8-parity MACHINE`, `recipes MACHINE`, `alignment MACHINE`, `serving GPU`, `http MACHINE`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
+USES = "`summary GPU CPU NAME,NAME`, `headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `layers MACHINE`, `training GPU`, `roofs GPU`, `parity GPU`, `fp8-parity MACHINE`, `recipes MACHINE`, `alignment MACHINE`, `serving GPU`, `http MACHINE`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
 
 
 def table(name: str, root: Path, where: str = "") -> str:
@@ -408,5 +427,6 @@ def table(name: str, root: Path, where: str = "") -> str:
     slug, *names = words
     runs = [run for run in results_under(root / "results") if run.slug == slug]
     written = TABLES[kind](contests(runs), *names)
-    command = f"tilestack bench {'train ' if kind == 'training' else ''}--save"
+    part = {"training": "train ", "layers": "layers "}.get(kind, "")
+    command = f"tilestack bench {part}--save"
     return written or f"_not measured yet: `{command}` on a machine with the GPU `{slug}` fills this table._"

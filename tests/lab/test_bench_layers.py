@@ -1,0 +1,141 @@
+"""The benchmark of layers: every candidate computes the same layer, and one that does not has a note instead of figures."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilestack.cli import main
+from tilestack.lab import bench_layers, layers, stale
+from tilestack.lab.bench_layers import cost, step, unlike_the_others
+from tilestack.lab.layers import LAYERS, build
+from tilestack.lab.train_steps import Work, write_weights
+
+TINY = {
+    "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,
+}  # fmt: skip
+EXPERTS = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1, norm_topk_prob=True
+)
+MODELS = {
+    "qwen3": TINY,
+    "llama": TINY | {"model_type": "llama", "tie_word_embeddings": False, "rms_norm_eps": 0.1, "rope_theta": 5e5},
+    "qwen3_moe": TINY | {"model_type": "qwen3_moe", "mlp_only_layers": []} | EXPERTS,
+}
+WORK = Work("tiny", TINY, 2, 16, "float32", "cpu")
+PEERS = {"qwen3": ("plain", "transformers"), "llama": ("plain", "transformers"), "qwen3_moe": ("transformers",)}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def work(request, tmp_path_factory):
+    return write_weights(
+        replace(WORK, name=request.param, config=MODELS[request.param]), tmp_path_factory.mktemp("model")
+    )
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_candidates_compute_the_same_results_and_gradients(work, layer):
+    x = bench_layers.hidden_states(work, 0)
+    out, of_x, *of_weights = step(build("tilestack", work, layer), "both", x.clone())
+    assert out.shape == (() if layer == "head" else x.shape)
+    for name in PEERS[work.name]:
+        their_out, their_of_x, *their_of_weights = step(build(name, work, layer), "both", x.clone())
+        torch.testing.assert_close(out, their_out, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(of_x, their_of_x, rtol=1e-3, atol=1e-5)
+        squares = lambda gradients: sum(float(gradient.double().square().sum()) for gradient in gradients)
+        assert squares(of_weights) == pytest.approx(squares(their_of_weights), rel=1e-4)  # ours are fused otherwise
+
+
+def test_a_layer_that_computes_something_else_has_a_note_and_no_figures(monkeypatch):
+    def wrong(name, work, layer):
+        built = build(name, work, layer)
+        return built if name != "transformers" else layers.Built(lambda x: 1.1 * built.run(x), built.weights)
+
+    monkeypatch.setattr(bench_layers, "build", wrong)
+    (rows,) = bench_layers.bench_layers([WORK], ["mlp"], ["forward"], ["tilestack", "plain", "transformers"])
+    found = {row["backend"]: row for row in rows}
+    assert found["transformers"]["note"].startswith("not the same work: 10.0% from")
+    assert found["transformers"]["time_us"] is None
+    assert found["tilestack"]["time_us"] > 0
+    assert found["tilestack"]["ratio_to_best_peer"] == found["plain"]["time_us"] / found["tilestack"]["time_us"]
+
+
+def test_a_wrong_gradient_is_seen_too(work):
+    built = build("tilestack", work, "mlp")
+    halved = layers.Built(lambda x: built.run(x.detach() + 0.5 * (x - x.detach())), built.weights)
+    candidates = {"tilestack": built, "halved": halved, "again": built}
+    assert unlike_the_others(candidates, work, "forward") == {}
+    assert list(unlike_the_others(candidates, work, "both")) == ["halved"]
+
+
+def test_a_candidate_that_fails_is_a_row_with_its_reason():
+    (rows,) = bench_layers.bench_layers(
+        [replace(WORK, config=MODELS["qwen3_moe"])], ["mlp"], ["forward"], ["tilestack", "plain"]
+    )
+    assert [(row["backend"], bool(row["time_us"])) for row in rows] == [("tilestack", True), ("plain", False)]
+    assert "no qwen3_moe in plain PyTorch" in rows[1]["note"]
+
+
+def test_the_arithmetic_of_layers_is_counted_by_hand(tmp_path):
+    work = write_weights(WORK, tmp_path)
+    tokens, head, queries, keys = 32, 8, 4 * 8, 2 * 8
+    matrices = {
+        "attention": 32 * (queries + 2 * keys) + queries * 32,
+        "mlp": 3 * 32 * 48,
+        "head": 32 * 64,
+    }
+    norms = {"attention": 32 + 2 * head, "mlp": 32, "head": 32}
+    matrices["block"], norms["block"] = matrices["attention"] + matrices["mlp"], norms["attention"] + norms["mlp"]
+    for layer in LAYERS:
+        seen = 4 * 8 * 16 if layer in ("attention", "block") else 0  # half a sequence on average, scores and values
+        states = tokens * 32 * (1 if layer == "head" else 2)
+        moved, flops = cost(build("tilestack", work, layer), work, layer, "forward")
+        assert (moved, flops) == (4 * (states + matrices[layer] + norms[layer]), 2 * tokens * (matrices[layer] + seen))
+        assert cost(build("tilestack", work, layer), work, layer, "both") == (3 * moved, 3 * flops)
+
+
+def test_kept_rows_of_the_present_source_are_not_measured_again():
+    first = [row for rows in bench_layers.bench_layers([WORK], ["mlp"], candidates=["tilestack"]) for row in rows]
+    assert [row["direction"] for row in first] == ["forward", "both"]
+    assert list(bench_layers.bench_layers([WORK], ["mlp"], candidates=["tilestack"], kept=first)) == []
+    older = [first[0] | {"source": "0" * 16}, first[1]]
+    (again,) = bench_layers.bench_layers([WORK], ["mlp"], candidates=["tilestack"], kept=older)
+    assert [row["direction"] for row in again] == ["forward"]
+
+
+def test_the_source_of_a_layer_follows_what_computes_it():
+    files = {path.relative_to(stale.PACKAGE).as_posix() for path in stale.files_of_parts(stale.OF_A_LAYER)}
+    assert {"models/attention.py", "kernels/norm/rows.py", "nn/mlp.py", "train/next_token.py"} <= files
+    assert not any(file.startswith(("optim/", "train/loop", "engine/", "parallel/")) for file in files)
+
+
+def test_the_command_saves_what_it_measures(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked = ["bench", "layers", "mlp", "--device", "cpu", "--recipe", "demo", "--micro-batch", "1", "--sequence", "16"]
+    with pytest.raises(SystemExit) as left:
+        main([*asked, "--backend", "tilestack,plain", "--direction", "forward", "--save"])
+    assert left.value.code == 0
+    (file,) = tmp_path.rglob("layers.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["op"], row["backend"], row["direction"]) for row in rows] == [
+        ("layer", "tilestack", "forward"), ("layer", "plain", "forward"),
+    ]  # fmt: skip
+    assert "layers of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["hed"], "no layer hed; there are attention, mlp, block, head"),
+        (["--direction", "backward"], "no direction backward; there are forward, both"),
+        (["--backend", "liger"], "no candidate liger; there are tilestack, plain"),
+        (["--case", "x"], "bench layers does not read --case"),
+    ],
+)
+def test_the_command_names_what_there_is(asked, words, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "layers", "--device", "cpu", "--recipe", "demo", *asked])
+    assert left.value.code == 1
+    assert words in " ".join(capsys.readouterr().err.split())

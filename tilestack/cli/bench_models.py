@@ -1,0 +1,141 @@
+"""What `tilestack bench` measures of models: their layers, training steps, engines, and what HTTP costs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilestack.cli.bench import Asked
+    from tilestack.lab.train_steps import Work
+
+
+def training_works(
+    place: "torch.device", recipes: str | None, micro_batches: str | None, sequence: int | None, dtype: str | None
+) -> list["Work"]:
+    """What `bench train` does: the models of some recipes, at some micro-batches."""
+    from tilestack.lab.bench_train import PUBLISHED
+
+    return works_of_recipes(place, recipes, micro_batches, sequence, dtype, PUBLISHED)
+
+
+def layer_works(
+    place: "torch.device", recipes: str | None, micro_batches: str | None, sequence: int | None, dtype: str | None
+) -> list["Work"]:
+    """What `bench layers` does: the layers of some recipes' models."""
+    from tilestack.lab.bench_layers import PUBLISHED
+
+    return works_of_recipes(place, recipes, micro_batches, sequence, dtype, PUBLISHED)
+
+
+def works_of_recipes(
+    place: "torch.device",
+    recipes: str | None,
+    micro_batches: str | None,
+    sequence: int | None,
+    dtype: str | None,
+    published: Mapping[str, Sequence[int]],
+) -> list["Work"]:
+    """The models of some recipes at some micro-batches; where nothing is asked for, those that are `published`."""
+    from tilestack.cli.recipes import find_recipe
+    from tilestack.lab.train_steps import Work
+    from tilestack.train import Recipe
+
+    sizes = micro_batches.split(",") if micro_batches else []
+    if not all(size.strip().isdigit() and int(size) > 0 for size in sizes):
+        raise ValueError(f"micro-batches are positive numbers separated by commas, not {micro_batches!r}")
+    on_gpu = place.type == "cuda"
+    works = []
+    for name in recipes.split(",") if recipes else published if on_gpu else ["demo"]:
+        read = Recipe.load(find_recipe(Path(name)))
+        work = Work(
+            read.run.name,
+            {"vocab_size": read.data.vocabulary, **read.model.config},
+            read.data.batch,
+            sequence or read.data.sequence,
+            dtype or ("bfloat16" if on_gpu else "float32"),
+            place.type,
+            read.run.backend,
+            steps=10 if on_gpu else 30,  # a CPU has other things to do in between
+            seconds=60,
+        )
+        usual = published.get(name, ()) if recipes is None else ()
+        works += [replace(work, batch=int(size)) for size in sizes or usual] or [work]
+    return works
+
+
+def bench_decoder_layers(
+    asked: "Asked",
+    works: list["Work"],
+    layers: Sequence[str],
+    directions: list[str] | None,
+    candidates: list[str] | None,
+) -> None:
+    """The layers of decoders, each alone, all candidates in this process."""
+    from tilestack.lab import bench_layers, results
+    from tilestack.lab.roofs import measured
+
+    target = asked.results_file("layers")
+    kept = asked.kept_rows("layers") if asked.stale else []
+    with asked.measured_rows(target, bench_layers.render) as rows:
+        found = bench_layers.bench_layers(
+            works, layers, directions or bench_layers.DIRECTIONS, candidates, Console(stderr=True).print, kept
+        )
+        while not asked.is_over() and (those := next(found, None)) is not None:
+            rows += those
+            if asked.save:  # at once: the next may fail
+                results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), those)
+
+
+def bench_training(asked: "Asked", works: list["Work"], candidates: list[str] | None) -> None:
+    """Whole training steps, each candidate in a process of its own."""
+    from tilestack.lab import bench_train, results
+    from tilestack.lab.roofs import measured
+
+    target = asked.results_file("train")
+    with asked.measured_rows(target, bench_train.render) as rows:
+        if asked.stale:
+            works = bench_train.stale_works(works, asked.kept_rows("train"), candidates)
+        for work in works:
+            if asked.is_over():
+                break
+            found = bench_train.bench_train(work, candidates, Console(stderr=True).print)
+            rows += found
+            if asked.save:
+                results.merge(target, asked.stamp, measured(work.device).as_dict(), found)
+
+
+def bench_serving(asked: "Asked", model: str | None, candidates: list[str] | None, only: list[str] | None) -> None:
+    """Engines on the same workloads, each in a process of its own."""
+    from tilestack.lab import bench_serve, results
+    from tilestack.lab.roofs import measured
+
+    if asked.is_over():
+        return
+    target = asked.results_file("serve")
+    kept = asked.kept_rows("serve") if asked.stale else []
+    with asked.measured_rows(target, bench_serve.render) as rows:
+        for row in bench_serve.bench_serve(asked.place.type, model, candidates, only, Console(stderr=True).print, kept):
+            rows.append(row)
+            if asked.save:  # at once: the next may fail
+                results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), [row])
+
+
+def bench_over_http(asked: "Asked", model: str | None) -> None:
+    """What HTTP costs of the engine's throughput."""
+    from tilestack.cli.speaker import trust_engine
+    from tilestack.lab import bench_http, results
+    from tilestack.lab.roofs import measured
+
+    if asked.is_over() or (asked.stale and bench_http.is_kept(asked.kept_rows("http"), model)):
+        return
+    trust_engine()
+    target = asked.results_file("http")
+    with asked.measured_rows(target, bench_http.render) as rows:
+        rows += bench_http.bench_http(asked.place.type, model, tell=Console(stderr=True).print)
+        if asked.save:
+            results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), rows)
