@@ -13,7 +13,22 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilestack
-from tilestack.cli import align, bench, chat, demo, evaluate, generate, lab, learn, load, parallel, serve, train
+from tilestack.cli import (
+    align,
+    bench,
+    chat,
+    compare,
+    demo,
+    evaluate,
+    generate,
+    lab,
+    learn,
+    load,
+    parallel,
+    profile,
+    serve,
+    train,
+)
 from tilestack.cli.common import in_paragraphs
 from tilestack.parallel import environment
 
@@ -27,7 +42,7 @@ app = typer.Typer(
 )
 PANELS = {
     "Start here": (demo, learn),
-    "Kernels: verify, benchmark, inspect": (lab, bench),
+    "Kernels: verify, benchmark, inspect": (lab, bench, profile, compare),
     "Training": (train, align, evaluate),
     "Several GPUs": (parallel,),
     "Inference and serving": (generate, chat, serve, load),

@@ -113,7 +113,11 @@ def headline(found: list[Contest], names: str = "") -> str:
     """One line per operator, or per named one: the case closest to its roof, forward where it was timed, and how many
     cases are won."""
     rows, used = [], []
-    for op in names.split(",") if names else dict.fromkeys(contest.op for contest in found if contest.op not in (LAYER, TRAINING)):
+    for op in (
+        names.split(",")
+        if names
+        else dict.fromkeys(contest.op for contest in found if contest.op not in (LAYER, TRAINING))
+    ):
         ours = [contest for contest in found if contest.op == op and contest.ours]
         if not ours:
             continue

@@ -1,0 +1,92 @@
+"""Results before and after: only what both measured is compared, and a change counts when it exceeds the spread."""
+
+import json
+import subprocess
+
+import pytest
+from made_up import MACHINE, ROOFS, row
+
+from tilestack.cli import main
+from tilestack.lab.compare import compare, rows_of, summary
+from tilestack.lab.results import save
+
+BEFORE = {"triton": 100.0, "aten": 80.0, "gluon": 90.0, "cuda": 50.0}
+AFTER = {"triton": 120.0, "aten": 79.5, "gluon": 60.0, "liger": 10.0}
+
+
+def results(times, date, machine=MACHINE):
+    rows = [row("softmax", "8192x4096x-1", name, time, date=date) for name, time in times.items()]
+    return {"machine": machine, "roofs": ROOFS, "rows": rows}
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name, times in (("before", BEFORE), ("after", AFTER)):
+        save(tmp_path / name / "imaginary" / "kernels.json", results(times, name))
+    return tmp_path / "before", tmp_path / "after"
+
+
+def test_what_both_measured_is_judged_by_its_spread(folders):
+    changes = compare(*(rows_of(str(folder)) for folder in folders))
+    found = [(change.after["backend"], change.ratio, change.verdict, change.is_ours) for change in changes]
+    assert found == [
+        ("triton", 100 / 120, "slower", True),
+        ("aten", 80 / 79.5, "equal", False),
+        ("gluon", 1.5, "faster", True),
+    ]
+    ours, peers = summary(changes).splitlines()
+    assert ours.startswith("ours: 1 faster, 1 slower, 0 equal; geometric mean 1.12×")
+    assert peers.startswith("peers: 0 faster, 0 slower, 1 equal")
+
+
+def test_the_same_measurement_is_no_change(folders):
+    rows = rows_of(str(folders[0]))
+    assert compare(rows, rows) == []
+    assert summary([]) == "nothing was measured in both"
+
+
+def test_another_machine_is_another_measurement(tmp_path):
+    here, there = tmp_path / "here.json", tmp_path / "there.json"
+    save(here, results(BEFORE, "before"))
+    save(there, results(AFTER, "after", MACHINE | {"gpu": "Another GPU"}))
+    assert compare(rows_of(str(here)), rows_of(str(there))) == []
+
+
+def test_a_git_revision_has_the_results_of_its_time(folders, tmp_path, monkeypatch):
+    before, after = folders
+    work = tmp_path / "checkout"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    git = lambda *arguments: subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *arguments], check=True, capture_output=True)  # fmt: skip
+    git("init", "-q")
+    before.rename(work / "results")
+    git("add", ".")
+    git("commit", "-qm", "before")
+    for file in (work / "results").rglob("*.json"):
+        file.write_text((after / "imaginary" / file.name).read_text())
+    assert len(compare(rows_of("HEAD"), rows_of("results"))) == 3
+
+
+def test_the_command_answers_in_json_and_by_its_exit_code(folders, capsys):
+    def ran(*asked):
+        with pytest.raises(SystemExit) as left:
+            main(["compare", *map(str, folders), *asked])
+        return left.value.code
+
+    assert ran("--json", "-") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(each["backend"], each["before_us"], each["after_us"], each["verdict"]) for each in rows] == [
+        ("triton", 100.0, 120.0, "slower"), ("aten", 80.0, 79.5, "equal"), ("gluon", 90.0, 60.0, "faster"),
+    ]  # fmt: skip
+    assert ran("--strict", "--ours") == 1
+    said = capsys.readouterr().out
+    assert "0.83×" in said
+    assert "aten" not in said
+    assert ran("-o", "relu") == 1
+    assert "nothing named relu was measured both before and after" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", ["nowhere", "--upload-pack=x"])
+def test_what_is_no_results_is_refused(source):
+    with pytest.raises(ValueError, match=r"no git revision here|is no file, folder or git revision"):
+        rows_of(source)
