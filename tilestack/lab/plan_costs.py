@@ -34,7 +34,7 @@ import torch
 from tilestack.models import Decoder, ModelConfig
 from tilestack.models.checkpoints import config_of
 from tilestack.parallel.mesh import Layout
-from tilestack.parallel.pipeline import layers_of_stages
+from tilestack.parallel.stages import layers_of_stages
 from tilestack.train import flops
 from tilestack.train.execution import DTYPES
 from tilestack.train.optimizers import state_bytes
