@@ -27,6 +27,24 @@ from tilestack.models.context import Documents
 from tilestack.parallel.stages import STAGES_EACH, StageDecoder
 
 
+def waiting_share(schedule: str, processes: int, micro_batches: int) -> float:
+    """How long a process waits in a step, as a share of how long it works, where all stages take equally long."""
+    return (processes - 1) / micro_batches / STAGES_EACH[schedule]
+
+
+def micro_batches_kept(schedule: str, processes: int, micro_batches: int) -> float:
+    """The activations that the process with most of them has at a time, in those of one micro-batch in all of its layers."""
+    if schedule == "gpipe":
+        return micro_batches
+    if schedule == "1f1b":
+        return min(processes, micro_batches)
+    each = STAGES_EACH[schedule]
+    together = micro_batches // max(
+        1, micro_batches // processes
+    )  # pass a stage before they go on to the process's next one
+    return min(each * micro_batches, (each - 1) * together + 2 * (processes - 1) + 1) / each
+
+
 class Stage(nn.Module):
     """One stage as a schedule calls it."""
 

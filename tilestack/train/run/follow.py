@@ -67,6 +67,11 @@ def follow(
     the only one that prints and writes; the others read what it has prepared.
     """
     sides = recipe.parallel
+    if sides.pipeline > 1 and command != "train":
+        raise RecipeError(
+            f"parallel.pipeline = {sides.pipeline} is for `tilestack train`, whose rows all have data.sequence tokens, and this is "
+            f"{command}; set it to 1"
+        )
     with joined(recipe.run.device, tensor=sides.tensor, context=sides.context, pipeline=sides.pipeline) as mesh:
         console = (console or Console(stderr=True)) if mesh.first else Console(quiet=True)
         if not mesh.first:
