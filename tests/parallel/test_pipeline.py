@@ -158,7 +158,7 @@ def test_micro_batches_that_cannot_be_interleaved_are_refused_and_others_are_not
     for micro_batches in (1, 2, 3, 4, 6):
         refuse_stages(config, 2, "interleaved", micro_batches)
     with pytest.raises(
-        ValueError, match="takes micro-batches 2 at a time, and data.accumulate is 5; set it to a multiple"
+        ValueError, match=r"takes micro-batches 2 at a time, and data.accumulate is 5; set it to a multiple"
     ):
         refuse_stages(config, 2, "interleaved", 5)
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from tilestack.data import Batch
 from tilestack.models.context import Documents
@@ -72,6 +71,8 @@ class Pipeline:
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
         """Micro-batches have so many rows of so many tokens; forwards run inside of `autocast`."""
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
         self.group, self.micro_batches, self.shape = model.stage_group, micro_batches, (rows, tokens)
         weight = next(model.parameters())
         self.like = torch.empty(0, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
