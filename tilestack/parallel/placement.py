@@ -159,21 +159,18 @@ class Placement:
             torch._foreach_mul_([grad for _, grad in found], coefficient_of(norm, most))
         return norm
 
-    def whole(self, name: str, local: Tensor | None, like: Tensor | None = None) -> Tensor:
+    def whole(self, name: str, local: Tensor) -> Tensor:
         """All of what this process has a part of: a parameter, or something of its shape. Every process asks for it; where
-        another stage has it, there is nothing `local`, and it is `like` some other tensor here."""
-        whole = None if local is None else self._whole_of_stage(name, local)
+        another stage has the parameter, `local` is any tensor of the same dtype."""
+        if name in self.of_model or not self.owners:
+            local = self._whole_of_stage(name, local)
         if name in self.owners:
             mine = self.owners[name] == self.mesh.index("pipeline")
-            like = whole if mine or like is None else like
-            assert like is not None
-            whole = like.contiguous() if mine else like.new_empty(self.shapes[name])
-            dist.broadcast(whole, group_src=self.owners[name], group=self.mesh.group("pipeline"))
-        assert whole is not None
-        return whole
+            local = local.contiguous() if mine else local.new_empty(self.shapes[name])
+            dist.broadcast(local, group_src=self.owners[name], group=self.mesh.group("pipeline"))
+        return local
 
     def _whole_of_stage(self, name: str, local: Tensor) -> Tensor:
-        """Of one that this process has a part of."""
         shape, cut = tuple(self.shapes[name]), self.cuts.get(name)
         rank, ranks = self._tensor_place
         if self.shard:
@@ -215,7 +212,7 @@ class Placement:
             made = Decoder(self.config)
         local = {name: local_part(param) for name, param in self.model.named_parameters()}
         for name in self.shapes:
-            gathered_one = self.whole(name, local.get(name), next(iter(local.values())))
+            gathered_one = self.whole(name, local.get(name, next(iter(local.values()))))
             if self.mesh.first:
                 path, _, attribute = name.rpartition(".")
                 setattr(made.get_submodule(path), attribute, nn.Parameter(gathered_one.cpu(), requires_grad=False))

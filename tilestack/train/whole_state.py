@@ -55,7 +55,7 @@ class WholeState:
                 like = name if name in local else here[0]
                 shape = self.placement.parameters[like].shape
                 made = {
-                    key: self._host(name if value.shape == shape else None, value if name in local else None, value)
+                    key: self._host(name if value.shape == shape else None, value)
                     if isinstance(value, Tensor)
                     else value
                     for key, value in saved["state"].get(local[like], {}).items()
@@ -73,10 +73,8 @@ class WholeState:
         """Tensors of the shapes that these have when they are whole."""
         if not self.placement.divided:
             return state
-        shapes = {name: x.shape for name, x in state.items()} | (self.placement.shapes if self.placement.owners else {})
-        return {
-            name: torch.empty(self.placement.shapes.get(name, shape), device="meta") for name, shape in shapes.items()
-        }
+        shapes = {name: x.shape for name, x in state.items()} | self.placement.shapes
+        return {name: torch.empty(shapes[name], device="meta") for name in self.placement.owners | dict(state)}
 
     def load_weights(self, saved: Mapping[str, Tensor]) -> None:
         model = self.placement.model
@@ -109,20 +107,17 @@ class WholeState:
     def _gathered(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not self.placement.divided:
             return dict(state)
-        found, like = {}, local_part(next(iter(state.values())))
-        for name in dict.fromkeys((*(self.placement.shapes if self.placement.owners else ()), *state)):
-            local = local_part(state[name]) if name in state else None
-            whole = self._host(name if name in self.placement.shapes else None, local, like)
+        found, like = {}, next(iter(state.values()))
+        for name in self.placement.owners | dict(state):
+            whole = self._host(name if name in self.placement.shapes else None, local_part(state.get(name, like)))
             if self.placement.mesh.first:
                 found[name] = whole
         return found
 
-    def _host(self, name: str | None, local: Tensor | None, like: Tensor) -> Tensor:
-        """A copy of a tensor on the host of the first process, whole where it has the shape of the parameter `name`; `like`
-        that one, where another stage has it."""
-        given = like if local is None else local
-        whole = given if name is None else self.placement.whole(name, local, like)
-        return whole.to("cpu", copy=True) if self.placement.mesh.first else given
+    def _host(self, name: str | None, local: Tensor) -> Tensor:
+        """A copy of a tensor on the host of the first process, whole where it has the shape of the parameter `name`."""
+        whole = local if name is None else self.placement.whole(name, local)
+        return whole.to("cpu", copy=True) if self.placement.mesh.first else local
 
     @torch.no_grad()
     def _fill(self, name: str, local: Tensor, whole: Tensor) -> None:
