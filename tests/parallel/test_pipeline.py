@@ -16,7 +16,10 @@ from tilestack.parallel.pipeline import Pipeline, micro_batches_kept, waiting_sh
 from tilestack.parallel.placement import Placement
 from tilestack.parallel.stages import STAGES_EACH, deal_layers, layers_of_stages, owner_of, refuse_stages, split_stages
 from tilestack.train.optimizers import make_optimizer
-from tilestack.train.recipe import Optimizer, Precision
+from tilestack.train.recipe import Optimizer, Precision, Recipe
+from tilestack.train.run.follow import follow
+from tilestack.train.settings import RecipeError, read
+from tilestack.train.static_step import why_not_static
 
 FAMILY, LAYERS, MICRO_BATCHES, NEW = "gemma2", 5, 4, 5  # tied, and with windows
 BATCHES = [batch(number) for number in range(MICRO_BATCHES)]
@@ -161,6 +164,19 @@ def test_micro_batches_that_cannot_be_interleaved_are_refused_and_others_are_not
         ValueError, match=r"takes micro-batches 2 at a time, and data.accumulate is 5; set it to a multiple"
     ):
         refuse_stages(config, 2, "interleaved", 5)
+
+
+def test_what_only_pretraining_has_is_refused_elsewhere(tmp_path):
+    staged = read(Recipe, {"parallel": {"pipeline": 2}})
+    with pytest.raises(RecipeError, match=r"parallel.pipeline = 2 is for `tilestack train`.*this is sft"):
+        follow(staged, tmp_path / "run", lambda *_: pytest.fail("data was read"), command="sft")
+    assert not (tmp_path / "run").exists()
+
+
+def test_steps_of_stages_are_not_captured():
+    """One buffer for batches would have the last micro-batch in the place of all."""
+    recipe, objective = read(Recipe, {"parallel": {"pipeline": 2}}), SimpleNamespace(fixed_shapes=True)
+    assert "parallel.pipeline" in why_not_static(recipe, objective, None, torch.device("cpu"))
 
 
 @pytest.fixture

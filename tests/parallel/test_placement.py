@@ -26,7 +26,19 @@ SLACK = 2**12 * torch.finfo(torch.float64).eps
         (4, {"pipeline": 2}, 2, False, 5, ["qwen3", "gemma2"]),
         (4, {"pipeline": 2, "tensor": 2}, 3, False, 3, ["qwen3", "gemma2"]),
     ],
-    ids=lambda value: " ".join(f"{key} {size}" for key, size in value.items()) if isinstance(value, dict) else "",
+    ids=[
+        "data",
+        "sharded",
+        "tensor",
+        "tensor and sharded",
+        "tensor and data",
+        "stages",
+        "stages by gpipe",
+        "stages interleaved",
+        "stages and sharded",
+        "stages and data",
+        "stages and tensor",
+    ],
 )
 def test_processes_train_as_one(tmp_path, world, parallel, accumulate, checkpointing, layers, families):
     ranks = run_ranks(together, world, tmp_path, families, parallel, accumulate, checkpointing, layers)
@@ -36,8 +48,8 @@ def test_processes_train_as_one(tmp_path, world, parallel, accumulate, checkpoin
         found = {name.removeprefix(f"{family}: "): x for name, x in ranks[0].items() if name.startswith(f"{family}: ")}
         assert found.keys() == expected.keys()
         for name, x in expected.items():
-            # Figures are kept in float32.
-            slack = SLACK if name != "figures" else torch.finfo(torch.float32).eps
+            # Figures are kept in float32, and are sums of those of a few micro-batches.
+            slack = SLACK if name != "figures" else 4 * torch.finfo(torch.float32).eps
             error = (found[name] - x).abs().max() / x.abs().max().clamp(min=1e-30)
             assert error < slack, f"{family}: {name} differs by {float(error):.3g}"
         assert float(expected["figures"][:, 0].std()) > 1e-3  # it has learned, or there would be nothing to compare
