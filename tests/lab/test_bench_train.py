@@ -1,5 +1,6 @@
 """The benchmark of training steps: every candidate does the same work, and a failure is a row with a note."""
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilestack import models
+from tilestack import models, ops
 from tilestack.cli import main
 from tilestack.cli.bench_models import training_works
 from tilestack.cli.recipes import find_recipe
@@ -210,8 +211,9 @@ def test_a_step_in_fp8_says_why_it_cannot_be_had_here(work):
 def test_the_head_of_a_model_that_caps_its_logits_is_capped(monkeypatch):
     """The loss is that of training, which knows the model's cap."""
     seen = []
-    model = SimpleNamespace(head_weight=torch.eye(4), logit_softcap=2.0)
-    monkeypatch.setattr(next_token.ops, "linear_cross_entropy", lambda *_, softcap, reduction: seen.append(softcap))
+    head_loss = functools.partial(models.Decoder.head_loss, None)
+    model = SimpleNamespace(head_weight=torch.eye(4), logit_softcap=2.0, head_loss=head_loss)
+    monkeypatch.setattr(ops, "linear_cross_entropy", lambda *_, softcap, reduction: seen.append(softcap))
     next_token.loss_of_labels(model, torch.ones(1, 3, 4), torch.ones(1, 3, dtype=torch.long))
     assert seen == [2.0]
 

@@ -25,11 +25,11 @@ def write_texts(folder: Path) -> Path:
     return path
 
 
-def recipe(texts: Path, steps: int, batch: int, optimizer: str = "sgd", **parallel) -> Recipe:
+def recipe(texts: Path, steps: int, batch: int, optimizer: str = "sgd", accumulate: int = 1, **parallel) -> Recipe:
     return read(Recipe, {
         "run": {"steps": steps, "device": "cpu", "log_every": 2},
         "model": {"config": MODEL},
-        "data": {"corpus": "files", "files": [str(texts)], "vocabulary": 301, "validation": 0.2, "sequence": 24, "batch": batch},
+        "data": {"corpus": "files", "files": [str(texts)], "vocabulary": 301, "validation": 0.2, "sequence": 24, "batch": batch, "accumulate": accumulate},
         "optimizer": {"name": optimizer, "lr": 0.05},
         "schedule": {"name": "constant"},
         "evaluation": {"every": 2, "batches": 1, "prompts": ["def "], "sample_tokens": 3},
@@ -39,23 +39,33 @@ def recipe(texts: Path, steps: int, batch: int, optimizer: str = "sgd", **parall
     })  # fmt: skip
 
 
-def run(texts: Path, folder: Path, steps: int, batch: int, optimizer: str = "sgd", **parallel) -> None:
-    pretrain(recipe(texts, steps, batch, optimizer, **parallel), folder, console=Console(quiet=True))
+def run(texts: Path, folder: Path, steps: int, batch: int, optimizer: str = "sgd", **how) -> None:
+    pretrain(recipe(texts, steps, batch, optimizer, **how), folder, console=Console(quiet=True))
 
 
 def interrupted_and_not(_, texts: Path, folder: Path) -> dict[str, torch.Tensor]:
     """On two processes, by each layout: a run of four steps at once, and one of two that is continued."""
-    for name, parallel in LAYOUTS.items():
-        run(texts, folder / f"{name} at once", 4, 1, "adamw", **parallel)
+    for name, (optimizer, how) in LAYOUTS.items():
+        run(texts, folder / f"{name} at once", 4, 1, optimizer, **how)
         for steps in (2, 4):
-            run(texts, folder / f"{name} in two", steps, 1, "adamw", **parallel)
-    run(texts, folder / "moving", 2, 1)  # is continued by one process, and then by two that share the model
+            run(texts, folder / f"{name} in two", steps, 1, optimizer, **how)
+    # Both are continued by one process, and then by two again, in another way.
+    run(texts, folder / "moving", 2, 1)
+    run(texts, folder / "moving stages", 2, 1, **STAGES)
     return {}
 
 
 def continued(_, texts: Path, folder: Path) -> dict[str, torch.Tensor]:
     run(texts, folder / "moving", 6, 2, tensor=dist.get_world_size())
+    run(texts, folder / "moving stages", 6, 1)
     return {}
 
 
-LAYOUTS = {"data": {}, "sharded": {"shard": True}, "tensor": {"tensor": 2}}
+STAGES = {"pipeline": 2, "accumulate": 2}  # of one row each: as many as in the other runs
+LAYOUTS = {
+    "data": ("adamw", {}),
+    "sharded": ("adamw", {"shard": True}),
+    "tensor": ("adamw", {"tensor": 2}),
+    "pipeline": ("adamw", STAGES),
+    "pipeline by muon": ("muon", STAGES),
+}

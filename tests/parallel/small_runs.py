@@ -10,7 +10,8 @@ from tilestack.parallel.placement import Placement
 from tilestack.train import Loss, Recipe
 from tilestack.train.balancing import Balancing
 from tilestack.train.next_token import next_token_loss
-from tilestack.train.optimizers import AveragedWeights, set_rates
+from tilestack.train.optimizers import AveragedWeights, hidden_and_others, set_rates
+from tilestack.train.pipeline_step import PipelineStep
 from tilestack.train.settings import read
 from tilestack.train.step import Step
 from tilestack.train.whole_state import WholeState
@@ -19,9 +20,11 @@ ROWS, TOKENS, STEPS = 2, 12, 3
 CPU = torch.device("cpu")
 
 
-def decoder(family: str, seed: int = 0) -> models.Decoder:
+def decoder(family: str, layers: int = 0, seed: int = 0) -> models.Decoder:
+    """A model of a family, of so many layers where it is said."""
     torch.manual_seed(seed)
-    model = models.Decoder(models.ModelConfig.from_hf(config_of(family))).double()
+    changed = {"num_hidden_layers": layers} if layers else {}
+    model = models.Decoder(models.ModelConfig.from_hf(config_of(family) | changed)).double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -62,23 +65,25 @@ class Dealt:
 
 
 def train(
-    family: str, mesh: Mesh, shard: bool, accumulate: int, checkpointing: bool = False
+    family: str, mesh: Mesh, parallel: dict, accumulate: int, checkpointing: bool = False, layers: int = 0
 ) -> dict[str, torch.Tensor]:
     """Losses, norms, logits, and whole weights, averages and momenta after some steps."""
-    model = decoder(family)
+    model = decoder(family, layers)
     model.checkpointing = checkpointing
     recipe = read(Recipe, {
-        "data": {"accumulate": accumulate}, "optimizer": {"name": "sgd", "clip": 0.5}, "ema": {"decay": 0.5},
+        "data": {"accumulate": accumulate, "batch": ROWS, "sequence": TOKENS}, "parallel": parallel, "optimizer": {"name": "sgd", "clip": 0.5}, "ema": {"decay": 0.5},
         "model": {"bias_rate": 0.0, "auxiliary_loss": 0.02},
     })  # fmt: skip
-    placement = Placement(model, mesh, shard)
+    placement = Placement(model, mesh, recipe.parallel.shard, schedule=recipe.parallel.schedule)
     learned = placement.parameters
-    optimizer = optim.SGD(list(learned.values()), lr=0.5, momentum=0.9)
+    kinds = [[param for _, param in kind] for kind in hidden_and_others(learned.items())]
+    optimizer = optim.SGD([{"params": kind} for kind in kinds], lr=0.5, momentum=0.9)
     for group in optimizer.param_groups:
         group["initial_lr"], group["lr"] = group["lr"], torch.tensor(group["lr"], dtype=torch.float64)
     average = AveragedWeights(learned, 0.5)
     objective = Dealt(mesh.index("data"), mesh.size("data"))
-    step = Step(recipe, model, objective, placement, optimizer, Balancing(model, recipe.model), average, CPU)
+    kind = PipelineStep if mesh.size("pipeline") > 1 else Step
+    step = kind(recipe, model, objective, placement, optimizer, Balancing(model, recipe.model), average, CPU)
     figures = []
     for number in range(STEPS):
         step.begin(number)
@@ -99,16 +104,16 @@ def train(
     return found
 
 
-def alone(family: str, processes: int) -> dict[str, torch.Tensor]:
-    """What so many processes should find, from one that has all of their batches."""
-    return train(family, Mesh(), False, processes)
+def alone(family: str, micro_batches: int, layers: int = 0) -> dict[str, torch.Tensor]:
+    """What processes should find, from one that has all of their micro-batches."""
+    return train(family, Mesh(), {}, micro_batches, layers=layers)
 
 
-def together(_, families: list[str], tensor: int, shard: bool, accumulate: int, checkpointing: bool):
+def together(_, families: list[str], parallel: dict, *how):
     world = torch.distributed.get_world_size()
-    mesh = Mesh(Layout.fit(world, tensor=tensor))
+    mesh = Mesh(Layout.fit(world, tensor=parallel.get("tensor", 1), pipeline=parallel.get("pipeline", 1)))
     found = {}
     for family in families:
-        made = train(family, mesh, shard, accumulate, checkpointing)
+        made = train(family, mesh, parallel, *how)
         found |= {f"{family}: {name}": x for name, x in made.items()}
     return found

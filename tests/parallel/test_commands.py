@@ -51,11 +51,12 @@ def process_of_rank(launcher: int, rank: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", [{}, pretraining.STAGES], ids=["data", "pipeline"])
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
-def test_a_run_whose_process_is_killed_ends_and_is_continued(tmp_path):
+def test_a_run_whose_process_is_killed_ends_and_is_continued(tmp_path, how):
     texts, folder = pretraining.write_texts(tmp_path), tmp_path / "run"
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(as_toml(pretraining.recipe(texts, 10**6, 1).table()))
+    recipe.write_text(as_toml(pretraining.recipe(texts, 10**6, 1, **how).table()))
     endless = ["train", recipe, "--processes", 2, "--folder", folder]
     with command(*endless) as started:
         for line in started.stderr:
@@ -69,7 +70,8 @@ def test_a_run_whose_process_is_killed_ends_and_is_continued(tmp_path):
     assert "Traceback" not in said
 
     done = Checkpoints(folder / "checkpoints", 9).steps()[-1]
-    with command(*endless, "--set", f"run.steps={done + 2}", "--set", "parallel.tensor=2") as started:
+    other = [part for key in ("pipeline=1", "tensor=2") for part in ("--set", f"parallel.{key}")]
+    with command(*endless, "--set", f"run.steps={done + 2}", *other) as started:
         out, said = started.communicate(timeout=SECONDS)
     assert started.returncode == 0, said
     assert said.count(f"resuming after step {done}") == 1
@@ -84,7 +86,9 @@ def test_a_run_whose_process_is_killed_ends_and_is_continued(tmp_path):
     ("settings", "words"),
     [
         (["parallel.tensor=3"], "parallel.tensor = 3 needs a multiple of 3 processes, and there are 2; start 3"),
-        (["parallel.pipeline=2"], "parallel.pipeline = 2 is not there yet"),
+        (["parallel.pipeline=2", "parallel.context=2"], "parallel.pipeline = 2 does not go together with parallel.context = 2"),
+        (["parallel.pipeline=2", "optimizer.name=adamw8bit", "precision.fp8=true", "lora.rank=2"], 'parallel.pipeline = 2 does not go together with optimizer.name "adamw8bit"'),
+        (["parallel.pipeline=2", "parallel.schedule=zigzag"], "1f1b, gpipe, interleaved"),
         (["parallel.tensor=2", "optimizer.name=muon"], 'parallel.tensor = 2 does not go together with optimizer.name "muon"'),
         (["parallel.shard=true", "optimizer.name=adamw8bit"], 'parallel.shard does not go together with optimizer.name "adamw8bit"'),
         (["parallel.shard=true", "lora.rank=2"], "lora.rank"),

@@ -58,7 +58,7 @@ def test_processes_that_share_rows_train_as_one(runs, layout):
     [
         ({"context": 2, "context_by": "rings"}, "heads, ring"),
         ({"context": 0}, "parallel.context"),
-        ({"pipeline": 2}, "parallel.pipeline = 2 is not there yet"),
+        ({"context": 2, "pipeline": 2}, "parallel.pipeline = 2 does not go together with parallel.context = 2"),
     ],
 )
 def test_what_a_recipe_cannot_say_is_refused(tmp_path, parallel, said):

@@ -1,62 +1,117 @@
-"""Stages of a pipeline compute what one process does: the loss and every gradient of a step, in float64."""
+"""Stages of a pipeline: the layers they have, what they keep and generate, what is refused. That they train as one process does
+is in test_placement.py and test_runs.py."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from tiny_models import ours
+from small_runs import ROWS, TOKENS, batch, decoder
+from tiny_models import config_of
 
-from tilestack.data.packing import collate
-from tilestack.parallel.pipeline import SCHEDULES, Pipeline, deal_layers, keep_stage, layers_of_stages
-from tilestack.train.next_token import loss_of_labels, next_token_loss
+from tilestack import models
+from tilestack.parallel.mesh import Layout, Mesh
+from tilestack.parallel.pipeline import Pipeline, micro_batches_kept, waiting_share
+from tilestack.parallel.placement import Placement
+from tilestack.parallel.stages import STAGES_EACH, deal_layers, layers_of_stages, owner_of, refuse_stages, split_stages
+from tilestack.train.optimizers import make_optimizer
+from tilestack.train.recipe import Optimizer, Precision, Recipe
+from tilestack.train.run.follow import follow
+from tilestack.train.settings import RecipeError, read
+from tilestack.train.static_step import why_not_static
 
-ROWS, TOKENS, MICRO_BATCHES = 2, 12, 4
-MODELS = {"llama3": 3, "gemma2": 4}  # layers; the second is tied, has windows, and scales its embedding
-
-
-def model_of(family):
-    return ours(family, num_hidden_layers=MODELS[family]).double().train()
-
-
-def micro_batches():
-    """Packed rows, no two of which have the same documents."""
-    numbers = torch.Generator().manual_seed(5)
-    draw = lambda size: torch.randint(97, (size + 1,), generator=numbers).tolist()
-    sizes = [[[3 + number, 4], [10 - number]] for number in range(MICRO_BATCHES)]
-    made = [[[draw(size) for size in row] for row in batch] for batch in sizes]
-    return [collate([[(text[:-1], text[1:]) for text in row] for row in batch], TOKENS, 3) for batch in made]
+FAMILY, LAYERS, MICRO_BATCHES, NEW = "gemma2", 5, 4, 5  # tied, and with windows
+BATCHES = [batch(number) for number in range(MICRO_BATCHES)]
 
 
-def piped(group, family, schedule):
-    model = model_of(family)
-    model.checkpointing = schedule == "gpipe"
-    pipeline = Pipeline(
-        model, group, loss_of_labels, rows=ROWS, tokens=TOKENS, micro_batches=MICRO_BATCHES, schedule=schedule
-    )
-    losses = {"first": pipeline.step(micro_batches())}
-    model.zero_grad()
-    losses |= {"second": pipeline.step(micro_batches())}
-    return losses | {name: parameter.grad for name, parameter in model.named_parameters()}
+def pipeline_of(model, schedule: str, **how) -> Pipeline:
+    sizes = dict(rows=ROWS, tokens=TOKENS, micro_batches=MICRO_BATCHES)
+    return Pipeline(model, **sizes | how, schedule=schedule)
 
 
-@pytest.mark.parametrize(
-    ("family", "schedule", "stages"), [("llama3", "1f1b", 3), ("gemma2", "1f1b", 2), ("gemma2", "gpipe", 2)]
-)
-def test_stages_compute_what_one_process_does(family, schedule, stages, tmp_path):
-    found = run_ranks(piped, stages, tmp_path, family, schedule)
-    model = model_of(family)
-    losses = [next_token_loss(model, batch) for batch in micro_batches()]
-    sum(losses).backward()
-    for stage in found:
-        for loss in (stage.pop("first"), stage.pop("second")):
-            torch.testing.assert_close(loss, sum(losses).detach())
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert set().union(*found) == set(gradients)
-    for stage in found:
-        for name, grad in stage.items():
-            torch.testing.assert_close(grad, gradients[name], rtol=1e-9, atol=1e-11, msg=lambda m: f"{name}: {m}")
-    shared = [name for name in gradients if sum(name in stage for stage in found) > 1]
-    assert shared == (["embedding.weight"] if model.config.tied else [])
+def continued(model) -> torch.Tensor:
+    """Tokens that follow two rows; the first step reads several, later ones one."""
+    return torch.stack(list(models.generate(model, batch(99).ids[:, :6], max_new_tokens=NEW, temperature=1.0)))
+
+
+def piped(group) -> dict[str, torch.Tensor]:
+    """By each schedule, what is generated, and how many micro-batches' activations this process had at most; and the weight of
+    both ends after steps that round at random."""
+    found = {}
+    for schedule, each in STAGES_EACH.items():
+        model = decoder(FAMILY, LAYERS)
+        split_stages(model, group, schedule)
+        found[f"{schedule} tokens"] = continued(model)
+        pipeline, kept = pipeline_of(model, schedule), Kept(model)
+        pipeline.step(BATCHES)
+        assert not kept.now
+        found[f"{schedule} kept"] = torch.tensor(kept.most / each)
+    found["tied"] = rounded_weight()
+    return found
+
+
+class Kept:
+    """Counts the forwards of a model's stages whose backward is still to come."""
+
+    def __init__(self, model):
+        self.now = self.most = 0
+        run_stage = model.run_stage
+
+        def watched(*given):
+            out = run_stage(*given)
+            self.now += 1
+            self.most = max(self.most, self.now)
+            out.register_hook(self.drop)
+            return out
+
+        model.run_stage = watched
+
+    def drop(self, grad: torch.Tensor) -> None:
+        self.now -= 1
+
+
+def rounded_weight() -> torch.Tensor:
+    model = decoder(FAMILY, LAYERS).bfloat16()
+    placement = Placement(model, Mesh(Layout(pipeline=dist.get_world_size())))
+    precision = Precision(parameters="bfloat16", compute="bfloat16", updates="stochastic")
+    optimizer = make_optimizer(model, Optimizer(), precision, 0, placement.parameters)
+    pipeline = pipeline_of(model, "1f1b")
+    for _ in range(2):
+        pipeline.step(BATCHES)
+        placement.finish_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.embedding.weight
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_ranks(piped, 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("schedule", STAGES_EACH)
+def test_a_process_keeps_activations_of_as_many_micro_batches_as_is_said(two, schedule):
+    assert max(float(rank[f"{schedule} kept"]) for rank in two) == micro_batches_kept(schedule, 2, MICRO_BATCHES)
+
+
+def test_what_schedules_keep_and_wait_for():
+    assert [micro_batches_kept(schedule, 4, 8) for schedule in STAGES_EACH] == [4, 8, 5.5]
+    assert [micro_batches_kept(schedule, 4, 2) for schedule in STAGES_EACH] == [2, 2, 2]
+    assert [waiting_share(schedule, 4, 8) for schedule in STAGES_EACH] == [3 / 8, 3 / 8, 3 / 16]
+
+
+@pytest.mark.parametrize("schedule", STAGES_EACH)
+def test_stages_generate_what_one_process_does(two, schedule):
+    expected = continued(decoder(FAMILY, LAYERS))
+    assert len(expected.unique()) > 3
+    for rank in two:
+        assert torch.equal(rank[f"{schedule} tokens"], expected)
+
+
+def test_both_ends_have_the_same_weight_though_it_is_rounded_at_random(two):
+    assert torch.equal(two[0]["tied"], two[1]["tied"])
+    assert not torch.equal(two[0]["tied"], decoder(FAMILY, LAYERS).bfloat16().embedding.weight)
 
 
 def test_layers_are_dealt_so_that_the_largest_stage_is_smallest():
@@ -70,15 +125,58 @@ def test_layers_are_dealt_so_that_the_largest_stage_is_smallest():
         deal_layers([1, 1], 0, 0, 3)
 
 
-def test_a_stage_keeps_its_layers_under_their_names():
-    model = ours("llama3", num_hidden_layers=3)
-    names = [name for name, _ in model.named_parameters()]
-    kept = []
-    for layers in layers_of_stages(model, 3):
-        part = ours("llama3", num_hidden_layers=3)
-        keep_stage(part, layers)
-        kept += [name for name, _ in part.named_parameters()]
-    assert kept == names
+@pytest.mark.parametrize("schedule", STAGES_EACH)
+@pytest.mark.parametrize("family", ["llama3", "gemma2"])
+def test_a_process_keeps_its_layers_under_their_names(family, schedule):
+    whole = decoder(family, LAYERS)
+    stages = layers_of_stages(whole, 2, schedule)
+    kept: dict[str, list[int]] = {}
+    for rank in range(2):
+        part = decoder(family, LAYERS)
+        split_stages(part, SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2), schedule)
+        for name, _ in part.named_parameters():
+            kept.setdefault(name, []).append(rank)
+    assert kept.keys() == {name for name, _ in whole.named_parameters()}
+    twice = {"embedding.weight"} if whole.config.tied else set()
+    assert {name for name, ranks in kept.items() if len(ranks) > 1} == twice
+    assert {name: ranks[0] for name, ranks in kept.items()} == {name: owner_of(name, stages, 2) for name in kept}
+
+
+@pytest.mark.parametrize(
+    ("family", "processes", "schedule", "micro_batches", "said"),
+    [
+        ("mixtral", 2, "1f1b", 4, r"takes dense models.*\(num_experts\)"),
+        ("llama3", 4, "1f1b", 4, r"needs 4 layers or more, and the model has 2 \(num_hidden_layers\)"),
+        ("llama3", 2, "interleaved", 4, r'parallel.pipeline = 2 by parallel.schedule = "interleaved" needs 4 layers'),
+        ("llama3", 2, "1f1b", 1, r"as many micro-batches in a step, and data.accumulate is 1; set it to 2 or more"),
+    ],
+)
+def test_what_cannot_be_staged_is_refused_by_its_numbers(family, processes, schedule, micro_batches, said):
+    with pytest.raises(ValueError, match=said):
+        refuse_stages(models.ModelConfig.from_hf(config_of(family)), processes, schedule, micro_batches)
+
+
+def test_micro_batches_that_cannot_be_interleaved_are_refused_and_others_are_not():
+    config = models.ModelConfig.from_hf(config_of("llama3") | {"num_hidden_layers": 8})
+    for micro_batches in (1, 2, 3, 4, 6):
+        refuse_stages(config, 2, "interleaved", micro_batches)
+    with pytest.raises(
+        ValueError, match=r"takes micro-batches 2 at a time, and data.accumulate is 5; set it to a multiple"
+    ):
+        refuse_stages(config, 2, "interleaved", 5)
+
+
+def test_what_only_pretraining_has_is_refused_elsewhere(tmp_path):
+    staged = read(Recipe, {"parallel": {"pipeline": 2}})
+    with pytest.raises(RecipeError, match=r"parallel.pipeline = 2 is for `tilestack train`.*this is sft"):
+        follow(staged, tmp_path / "run", lambda *_: pytest.fail("data was read"), command="sft")
+    assert not (tmp_path / "run").exists()
+
+
+def test_steps_of_stages_are_not_captured():
+    """One buffer for batches would have the last micro-batch in the place of all."""
+    recipe, objective = read(Recipe, {"parallel": {"pipeline": 2}}), SimpleNamespace(fixed_shapes=True)
+    assert "parallel.pipeline" in why_not_static(recipe, objective, None, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -88,18 +186,10 @@ def alone(tmp_path):
     dist.destroy_process_group()
 
 
-def test_wrong_pipelines_are_refused_by_their_numbers(alone):
-    make = lambda family="llama3", **how: Pipeline(
-        ours(family), alone, loss_of_labels, **dict(rows=ROWS, tokens=TOKENS, micro_batches=4) | how
-    )
-    with pytest.raises(ValueError, match=f"no schedule 'zigzag'; choose from {', '.join(SCHEDULES)}"):
-        make(schedule="zigzag")
-    with pytest.raises(ValueError, match=r"set data\.accumulate = 1 or more"):
-        make(micro_batches=0)
-    with pytest.raises(ValueError, match="pipeline stages take dense models"):
-        make("mixtral")
-    pipeline = make(tokens=TOKENS - 1)
+def test_steps_of_another_size_are_refused(alone):
+    model = decoder(FAMILY)
+    split_stages(model, alone, "1f1b")
     with pytest.raises(ValueError, match=r"are \(2, 11\), and one is \(2, 12\)"):
-        pipeline.step(micro_batches())
+        pipeline_of(model, "1f1b", tokens=TOKENS - 1).step(BATCHES)
     with pytest.raises(ValueError, match="has 4 micro-batches, not 2"):
-        make().step(micro_batches()[:2])
+        pipeline_of(model, "1f1b").step(BATCHES[:2])

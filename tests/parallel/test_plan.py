@@ -112,6 +112,31 @@ def test_shares_are_divided():
     assert alone.activations_checkpointed < alone.activations
 
 
+@pytest.mark.parametrize(
+    ("schedule", "kept", "wait"), [("1f1b", 2, 1 / 8), ("gpipe", 8, 1 / 8), ("interleaved", 2.5, 1 / 16)]
+)
+def test_a_schedule_says_what_stages_keep_and_how_long_they_wait(schedule, kept, wait):
+    recipe = recipe_of(
+        precision=MASTER, parallel={"schedule": schedule}, data={"sequence": 32, "batch": 2, "accumulate": 4}
+    )
+    alone, staged = of_layout(recipe), of_layout(recipe, pipeline=2)
+    stream = 64 * 64 * 2  # tokens, hidden, bytes
+    layer = (alone.activations - 4 * stream) // 4
+    assert staged.activations == kept * (2 * layer + 4 * stream)
+    assert staged.seconds["bubble"] == pytest.approx(wait * staged.seconds["arithmetic"])
+    # The first process receives a gradient, the last a stream; of two stages each, both in one of them.
+    messages = 3 if schedule == "interleaved" else 1
+    assert staged.buffers == 8 * messages * stream
+    sends = 2 if schedule == "interleaved" else 1
+    assert staged.communication == {"pipeline": 8 * sends * 2 * stream}
+
+
+def test_the_gradient_of_a_tied_weight_is_sent_between_stages():
+    tied = recipe_of(model={"config": MODEL | {"tie_word_embeddings": True}})
+    sent = lambda recipe, **how: of_layout(recipe, pipeline=2, **how).communication["pipeline"]
+    assert sent(tied) - sent(recipe_of()) == 97 * 64 * 4
+
+
 def test_communication_is_as_the_formulas_have_it():
     recipe = recipe_of(precision=MASTER, data={"sequence": 32, "batch": 2, "accumulate": 2})
     gradients = of_layout(recipe).gradients
@@ -146,7 +171,8 @@ def test_every_layout_uses_all_gpus_and_the_first_is_the_fastest():
     found = plans(Workload(recipe), Cluster(8))
     sizes = {(p.layout.data, p.layout.context, p.layout.tensor, p.layout.pipeline) for p in found}
     assert all(math.prod(each) == 8 for each in sizes)
-    assert {(8, 1, 1, 1), (1, 8, 1, 1), (2, 1, 4, 1), (2, 1, 1, 4), (1, 2, 2, 2)} <= sizes
+    assert {(8, 1, 1, 1), (1, 8, 1, 1), (2, 1, 4, 1), (2, 1, 1, 4), (2, 1, 2, 2)} <= sizes
+    assert not any(context > 1 and pipeline > 1 for _, context, _, pipeline in sizes)  # which a recipe refuses
     assert not any(tensor == 8 or pipeline == 8 for _, _, tensor, pipeline in sizes)  # 4 heads, 4 layers
     assert not any(p.layout.context == 8 and p.layout.method == "heads" for p in found)
     steps = [plan.step for plan in found]

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from tilestack import models
 
+MOVING = {"moving": [{"data": 2}, {}, {"tensor": 2}], "moving stages": [{"pipeline": 2}, {}, {"data": 2}]}
 HALF = torch.finfo(torch.float32).eps
 
 
@@ -21,7 +22,8 @@ def runs(tmp_path_factory):
     for name in ("ranks", "more ranks"):
         (folder / name).mkdir()
     run_ranks(pretraining.interrupted_and_not, 2, folder / "ranks", texts, folder)
-    pretraining.run(texts, folder / "moving", 4, 2)
+    for name in MOVING:
+        pretraining.run(texts, folder / name, 4, 2)
     run_ranks(pretraining.continued, 2, folder / "more ranks", texts, folder)
     pretraining.run(texts, folder / "one", 6, 2)
     return folder
@@ -40,22 +42,36 @@ def test_a_run_is_continued_to_the_bit_on_the_same_layout(runs, layout):
     assert [step for step, _ in losses(at_once)] == [1, 2, 3, 4]  # one set of metrics, though there were two processes
 
 
-def test_a_run_goes_on_with_other_processes_and_ends_as_if_it_had_not(runs):
-    moving, one = (load_file(runs / name / "checkpoints/step-000006/weights.safetensors") for name in ("moving", "one"))
+@pytest.mark.parametrize(
+    "layout", [name for name, (optimizer, _) in pretraining.LAYOUTS.items() if optimizer == "adamw"]
+)
+def test_a_checkpoint_does_not_know_how_its_processes_were_laid_out(runs, layout):
+    def contents(layout):
+        folder = runs / f"{layout} at once" / "checkpoints" / "step-000004"
+        files = {name: load_file(folder / f"{name}.safetensors") for name in ("weights", "optimizer", "average")}
+        shapes = {(file, name): (x.shape, x.dtype) for file, group in files.items() for name, x in group.items()}
+        return shapes, json.loads((folder / "state.json").read_text())["optimizer"]
+
+    assert contents(layout) == contents("data")
+
+
+@pytest.mark.parametrize(("name", "expected_sides"), MOVING.items())
+def test_a_run_goes_on_with_other_processes_and_ends_as_if_it_had_not(runs, name, expected_sides):
+    papers = json.loads((runs / name / "run.json").read_text())
+    moving, one = (load_file(runs / each / "checkpoints/step-000006/weights.safetensors") for each in (name, "one"))
     start = load_file(runs / "one" / "checkpoints/step-000002/weights.safetensors")
     assert moving.keys() == one.keys()
     for name, x in one.items():
         # Six updates, of gradients that are sums of some thousand products in another order.
         assert (moving[name] - x).abs().max() <= 2**7 * HALF * x.abs().max(), name
     assert max(float((one[name] - start[name]).abs().max()) for name in one) > 0.01  # it has gone somewhere
-    papers = json.loads((runs / "moving" / "run.json").read_text())
-    assert [entry.get("processes", {}).get("data", 1) for entry in papers] == [2, 1, 1]
-    assert papers[2]["processes"]["tensor"] == 2
+    sides = [{side: n for side, n in entry.get("processes", {}).items() if n > 1} for entry in papers]
+    assert sides == expected_sides
 
 
 def test_the_model_of_a_divided_run_is_that_of_its_average(runs):
     """It was gathered from two processes; its words are those of one model, whole."""
-    for layout in ("sharded", "tensor"):
+    for layout in ("sharded", "tensor", "pipeline"):
         folder = runs / f"{layout} at once"
         model = models.load(folder / "model")
         kept = load_file(folder / "checkpoints/step-000004/average.safetensors")

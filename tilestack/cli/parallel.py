@@ -70,8 +70,6 @@ def plan_command(
         highlight=False,
     )
     console.print(assumptions(cluster), highlight=False)
-    if any(plan.layout.pipeline > 1 for plan in shown):
-        console.print("`tilestack train` has no pipeline stages yet; tilestack.parallel.pipeline has.", highlight=False)
 
 
 def comm_command(
@@ -197,7 +195,7 @@ def in_words(plan: "Plan") -> str:
 def assumptions(cluster: "Cluster") -> str:
     return (
         "Bytes are of the GPU that has most: state is weights, gradients and the optimizer's, sends are a step's. The step is an estimate: arithmetic at "
-        f"{cluster.efficiency:.0%} of {cluster.peak / 1e12:g} TFLOP/s, times 1 + (stages - 1) / micro-batches, + what tensor, heads "
+        f"{cluster.efficiency:.0%} of {cluster.peak / 1e12:g} TFLOP/s, times 1 + (pipeline - 1) / micro-batches or half of that interleaved, + what tensor, heads "
         f"and pipeline send at {cluster.bandwidth / 1e9:g} GB/s in a machine of {cluster.node} and {cluster.network / 1e9:g} GB/s "
         "between machines, + what ring sends beyond attention, and data and shard beyond the arithmetic, that hide it."
     )

@@ -10,9 +10,20 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tilestack.lab.plan_costs import Cluster, Sharing, Workload, layer_bytes, sent_bytes, stage_states, step_seconds
+from tilestack.lab.plan_costs import (
+    Cluster,
+    Sharing,
+    Workload,
+    layer_bytes,
+    received_bytes,
+    sent_bytes,
+    stage_states,
+    step_seconds,
+)
 from tilestack.models import ModelConfig
+from tilestack.parallel.pipeline import micro_batches_kept
 from tilestack.parallel.sequence import METHODS, refuse_sharing
+from tilestack.parallel.stages import refuse_stages
 from tilestack.parallel.tensor import CannotSplit, refuse_split
 from tilestack.train.recipe import Recipe
 from tilestack.train.settings import RecipeError
@@ -26,7 +37,8 @@ class Plan:
     weights: int
     gradients: int
     optimizer: int
-    buffers: int  # with shard, the weights and gradients of two layers, whole; else, gradients on their way to others
+    buffers: int  # with shard, the weights and gradients of two layers, whole; else, gradients on their way to others; and what
+    # pipeline stages receive
     activations: int
     activations_checkpointed: int
     checkpointing: bool  # whether it needs to be, to fit
@@ -59,12 +71,10 @@ def layouts(work: Workload, gpus: int) -> Iterator[Sharing]:
     config, data = work.config, work.data
     numbers = [number for number in range(1, gpus + 1) if gpus % number == 0]
     for tensor in filter(lambda ranks: can_split(config, ranks), numbers):
-        for pipeline in numbers:
-            if pipeline > config.layers or (pipeline > 1 and config.experts) or gpus % (tensor * pipeline):
-                continue
+        for pipeline in filter(lambda ranks: gpus % (tensor * ranks) == 0, numbers):
             for context in filter(lambda ranks: gpus % (tensor * pipeline * ranks) == 0, numbers):
                 replicas = gpus // (tensor * pipeline * context)
-                if data.accumulate * gpus // replicas < pipeline:
+                if not can_stage(config, pipeline, work.schedule, data.accumulate * gpus // replicas):
                     continue
                 for method in sharing_methods(config, data.sequence, context, tensor):
                     for shard in (False, True)[: 2 if replicas * context > 1 else 1]:
@@ -82,11 +92,20 @@ def can_split(config: ModelConfig, tensor: int) -> bool:
     return True
 
 
-def recipe_takes(recipe: Recipe, layout: Sharing) -> bool:
-    """Whether a recipe may ask for a layout; what it says of a pipeline is another matter."""
+def can_stage(config: ModelConfig, pipeline: int, schedule: str, micro_batches: int) -> bool:
+    """Whether so many GPUs can have the layers one after another."""
     try:
-        sides = replace(recipe.parallel, tensor=layout.tensor, shard=layout.shard, context=layout.context)
-        replace(recipe, parallel=sides)
+        refuse_stages(config, pipeline, schedule, micro_batches)
+    except ValueError:
+        return pipeline == 1
+    return True
+
+
+def recipe_takes(recipe: Recipe, layout: Sharing) -> bool:
+    """Whether a recipe may ask for a layout."""
+    sides = {side: getattr(layout, side) for side in ("tensor", "shard", "context", "pipeline")}
+    try:
+        replace(recipe, parallel=replace(recipe.parallel, **sides))
     except RecipeError:
         return False
     return True
@@ -113,13 +132,14 @@ def plan_of(work: Workload, cluster: Cluster, layout: Sharing) -> Plan:
     among = layout.replicas if layout.shard else 1
     weights, gradients, optimizer = (-(-size // among) for size in states)
     buffers = 2 * unit if layout.shard else gradients if layout.replicas > 1 else 0
-    layers = max(len(stage) for stage in work.stages(layout.pipeline))
-    waiting = min(layout.pipeline, micro_batches)  # micro-batches whose activations the first stage has under 1f1b
+    buffers += micro_batches * received_bytes(work, layout, tokens)
+    waiting = micro_batches_kept(work.schedule, layout.pipeline, micro_batches) if layout.pipeline > 1 else 1
+    layers = work.most_layers(layout.pipeline)
     stream = work.config.hidden * work.width * tokens
     layer = layer_bytes(work.config, layout.tensor, work.width) * tokens
     ends = 4 * stream  # embedding, last norm, what the head reads and its gradient
-    activations = waiting * (layers * layer + ends)
-    checkpointed = waiting * (layers * 2 * stream + ends) + layer
+    activations = round(waiting * (layers * layer + ends))
+    checkpointed = round(waiting * (layers * 2 * stream + ends)) + layer
     kept = weights + gradients + optimizer + buffers
     checkpointing = kept + activations > cluster.memory
     fits = kept + (checkpointed if checkpointing else activations) <= cluster.memory

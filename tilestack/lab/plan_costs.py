@@ -14,12 +14,16 @@ and with checkpointing two times `hidden`, and one layer whole. What a GPU sends
     heads      queries, keys, values and results, and back      M · layers · 2 (n - 1) / n · tokens · (2 heads + 2 kv_heads) · dim
     ring       keys and values twice round, their gradients in float32 once
                                                            M · layers · tokens · 2 kv_heads · dim · (2 (n - 1) + n · 4 bytes)
-    pipeline   the residual stream, and its gradient       M · 2 tokens · hidden
+    pipeline   the residual stream, and its gradient, of each stage of a process    M · 2 tokens · hidden · stages
+               and where head and embedding are one, its gradient    vocabulary · hidden
+
+A pipeline's process has room for all that it receives in a step (torch.distributed.pipelining), and keeps the activations of as
+many micro-batches as its schedule says (parallel/pipeline.py).
 
 The time of a step, where what `ring` sends is hidden behind attention, and what `data` and `shard` send behind all arithmetic, as
 far as these last:
 
-    arithmetic · (1 + (stages - 1) / M) + sent in the open / bandwidth + what is not hidden
+    arithmetic · (1 + (pipeline - 1) / M, or half of that interleaved) + sent in the open / bandwidth + what is not hidden
 
 The arithmetic is that of `train.flops` at a share of the GPU's peak; with checkpointing a third more.
 """
@@ -34,7 +38,8 @@ import torch
 from tilestack.models import Decoder, ModelConfig
 from tilestack.models.checkpoints import config_of
 from tilestack.parallel.mesh import Layout
-from tilestack.parallel.pipeline import layers_of_stages
+from tilestack.parallel.pipeline import waiting_share
+from tilestack.parallel.stages import layers_of_stages
 from tilestack.train import flops
 from tilestack.train.execution import DTYPES
 from tilestack.train.optimizers import state_bytes
@@ -108,6 +113,7 @@ class Workload:
         self.wide = DTYPES[recipe.precision.parameters].itemsize  # and of a weight
         self.operations = flops.per_token(self.model, self.data.sequence)
         self.in_attention = 6 * flops.attention_width(self.config) * self.data.sequence / self.operations
+        self.schedule = recipe.parallel.schedule  # of pipeline stages
         self.known_stages: dict[int, list[range]] = {1: [range(self.config.layers)]}
 
     @cached_property
@@ -123,11 +129,16 @@ class Workload:
             found.append(Part(module, layer, states, param.ndim > 1 and "router" not in name))
         return found
 
-    def stages(self, number: int) -> list[range]:
-        """The layers of each of so many stages."""
-        if number not in self.known_stages:
-            self.known_stages[number] = layers_of_stages(self.model, number)
-        return self.known_stages[number]
+    def stages(self, processes: int) -> list[range]:
+        """The layers of each stage; stage s is on process s modulo their number."""
+        if processes not in self.known_stages:
+            self.known_stages[processes] = layers_of_stages(self.model, processes, self.schedule)
+        return self.known_stages[processes]
+
+    def most_layers(self, processes: int) -> int:
+        """Those of the process that has most."""
+        stages = self.stages(processes)
+        return max(sum(map(len, stages[process::processes])) for process in range(processes))
 
 
 def described_model(recipe: Recipe) -> Decoder:
@@ -139,21 +150,29 @@ def described_model(recipe: Recipe) -> Decoder:
 
 
 def stage_states(work: Workload, layout: Sharing) -> tuple[States, int]:
-    """(the states of the stage that has most, before `shard` divides them; weights and gradients of the largest part that is
+    """(the states of the process that has most, before `shard` divides them; weights and gradients of the largest part that is
     gathered at once)."""
-    stages = work.stages(layout.pipeline)
-    stage_of = {layer: number for number, stage in enumerate(stages) for layer in stage}
-    sums, last = [[0, 0, 0] for _ in stages], len(stages) - 1
+    stages, processes = work.stages(layout.pipeline), layout.pipeline
+    process_of = {layer: number % processes for number, stage in enumerate(stages) for layer in stage}
+    sums, last = [[0, 0, 0] for _ in range(processes)], processes - 1
     units: dict[tuple[str, int], int] = {}
     for part in work.parts:
         states = part.on_each(layout.tensor)
-        places = {stage_of.get(part.layer, 0 if part.module == "embedding" else last)}
+        places = {process_of.get(part.layer, 0 if part.module == "embedding" else last)}
         if part.module == "embedding" and work.config.tied:
             places.add(last)
         for place in places:
             sums[place] = [before + size for before, size in zip(sums[place], states, strict=True)]
         units[part[:2]] = units.get(part[:2], 0) + states.weights + states.gradients
     return States(*max(sums, key=sum)), max(units.values())
+
+
+def received_bytes(work: Workload, layout: Sharing, tokens: int) -> int:
+    """What the pipeline stages of the process that gets most receive of a micro-batch: streams, and gradients of streams."""
+    stages, last = work.stages(layout.pipeline), len(work.stages(layout.pipeline)) - 1
+    messages = [(stage > 0) + (stage < last) for stage in range(len(stages))]
+    most = max(sum(messages[process :: layout.pipeline]) for process in range(layout.pipeline))
+    return most * tokens * work.config.hidden * work.wide
 
 
 def layer_bytes(config: ModelConfig, tensor: int, width: int) -> int:
@@ -174,7 +193,7 @@ def layer_bytes(config: ModelConfig, tensor: int, width: int) -> int:
 def sent_bytes(work: Workload, layout: Sharing, states: States, tokens: int, micro_batches: int) -> dict[str, int]:
     """Bytes that a GPU sends in a step, by kind; see the head of this file."""
     config, share = work.config, lambda ranks: (ranks - 1) / ranks
-    layers = max(len(stage) for stage in work.stages(layout.pipeline))
+    layers = work.most_layers(layout.pipeline)
     passed = micro_batches * layers * tokens * work.width  # of each element of a token
     queries = config.heads // layout.tensor
     keys = queries if config.kv_rank else config.kv_heads // layout.tensor
@@ -193,7 +212,11 @@ def sent_bytes(work: Workload, layout: Sharing, states: States, tokens: int, mic
     if layout.method == "ring":
         found["ring"] = passed * keys * dims * (2 * (layout.context - 1) + layout.context * 4 / work.width)
     if layout.pipeline > 1:
-        found["pipeline"] = micro_batches * 2 * tokens * config.hidden * work.width
+        each = len(work.stages(layout.pipeline)) // layout.pipeline
+        found["pipeline"] = micro_batches * 2 * tokens * config.hidden * work.wide * each
+        if config.tied:
+            divided = layout.tensor * (layout.replicas if layout.shard else 1)
+            found["pipeline"] += config.vocabulary * config.hidden * work.wide // divided
     return {kind: round(size) for kind, size in found.items()}
 
 
@@ -207,7 +230,7 @@ def step_seconds(
     times = {kind: size / group_speed(cluster, layout, kind) for kind, size in sent.items()}
     ring = max(0.0, times.pop("ring", 0.0) - arithmetic * work.in_attention)
     gradients = max(0.0, times.pop("data", 0.0) + times.pop("shard", 0.0) - arithmetic)
-    bubble = arithmetic * (layout.pipeline - 1) / micro_batches
+    bubble = arithmetic * waiting_share(work.schedule, layout.pipeline, micro_batches)
     return {"arithmetic": arithmetic, "bubble": bubble, **times, "not hidden": ring + gradients}
 
 

@@ -123,6 +123,12 @@ class Decoder(torch.nn.Module):
         scores = ops.linear(*lowered(hidden, self.head_weight, None)) if self.head is None else self.head(hidden)
         return ops.softcap(scores, self.logit_softcap) if self.logit_softcap else scores
 
+    def head_loss(self, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float) -> Tensor:
+        """The sum of -log p over labels [B, T] of hidden states [B, T, H], by a head's weight; the logits are never in memory
+        where a kernel spares them. Training may replace it, where the head is in fp8 or divided."""
+        hidden, weight, _ = lowered(hidden, weight, None)
+        return ops.linear_cross_entropy(hidden, weight, labels, softcap=softcap, reduction="sum")
+
     @property
     def logit_softcap(self) -> float:
         """c where the head's scores are bounded as c · tanh(score / c), as losses on hidden states have to know; or 0."""

@@ -75,7 +75,7 @@ def generate(
     sampler = Sampler(
         ids.shape[0], ids.device, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
-    weight = decoder.embedding.weight
+    weight = next(decoder.parameters())  # the embedding's, where the decoder has one here (parallel/pipeline.py)
     cache = KVCache(decoder.config, ids.shape[0], ids.shape[1] + max_new_tokens, weight.dtype, weight.device)
     stops = torch.tensor(list(stop), dtype=ids.dtype, device=ids.device)
     ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)

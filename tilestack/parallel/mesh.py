@@ -7,8 +7,9 @@
                             data 3 |  rank 6     rank 7
 
 Sides from the outermost to the innermost are pipeline, data, context and tensor, so that the ranks that talk most, those of
-`tensor`, are neighbours on one machine. Ranks of `context` share the rows of a text (sequence.py). To gradients it is all one
-whether ranks differ in rows or in parts of rows: `replicas` are the ranks of data and context together.
+`tensor`, are neighbours on one machine. Ranks of `pipeline` have some layers each (stages.py). Ranks of `context` share the rows
+of a text (sequence.py). To gradients it is all one whether ranks differ in rows or in parts of rows: `replicas` are the ranks of
+data and context together.
 """
 
 import math

@@ -1,6 +1,7 @@
 """A model placed on a mesh: which part of each parameter this process has, and what the processes tell each other in a step.
 
-    tensor    parameters are cut among the ranks of a model (tensor.py)
+    pipeline  a rank has some of the layers (stages.py)
+    tensor    parameters are cut among the ranks of a model, or of a stage (tensor.py)
     shard     what a rank has is cut once more, by rows, among the ranks that train it on other texts: FSDP2 gathers a layer
               when it is needed, and sums its gradients on their way back into shards
     else      those ranks have it whole, and sum gradients in buckets (replicas.py)
@@ -23,19 +24,26 @@ from tilestack.optim.clip import coefficient_of
 from tilestack.parallel.collectives import gathered
 from tilestack.parallel.mesh import Mesh
 from tilestack.parallel.replicas import GradientBuckets
+from tilestack.parallel.stages import StageDecoder, owner_of, split_stages
 from tilestack.parallel.tensor import Cut, cuts, partial, refuse_split, split_decoder
 
 
 class Placement:
     def __init__(
-        self, model: nn.Module, mesh: Mesh | None = None, shard: bool = False, device: torch.device | None = None
+        self,
+        model: nn.Module,
+        mesh: Mesh | None = None,
+        shard: bool = False,
+        device: torch.device | None = None,
+        schedule: str = "1f1b",
     ):
         """Place a model, which is the same on all processes: where it is to be divided it may lie on the host, and goes to the
-        device in parts."""
+        device in parts. `schedule` is that of pipeline stages, where there are some."""
         self.model, self.mesh = model, mesh or Mesh()
         self.shard = shard and self.mesh.size("replicas") > 1
         self.config = getattr(model, "config", None)  # of the whole model
-        self.shapes = {name: param.shape for name, param in model.named_parameters()}  # likewise
+        everything = dict(model.named_parameters())
+        self.shapes = {name: param.shape for name, param in everything.items()}  # likewise
         self.cuts: dict[str, Cut] = {}
         self.partial: set[str] = set()
         if self.mesh.size("tensor") > 1:
@@ -43,8 +51,17 @@ class Placement:
             refuse_split(model.config, self.mesh.size("tensor"))
             self.cuts, self.partial = cuts(model.config), partial(model.config)
             split_decoder(model, self.mesh.group("tensor"))
+        self.owners: dict[str, int] = {}  # of pipeline stages: the process that has a parameter, the first of two
+        self.tied: dist.ProcessGroup | None = None  # of the two that have the weight of embedding and head
+        if (processes := self.mesh.size("pipeline")) > 1:
+            assert isinstance(model, Decoder)
+            split_stages(model, self.mesh.group("pipeline"), schedule)
+            assert isinstance(model, StageDecoder)
+            self.owners = {name: owner_of(name, model.stages, processes) for name in self.shapes}
+            if model.config.tied and self.mesh.index("pipeline") in (0, processes - 1):
+                self.tied = ends_of(self.mesh.group("pipeline"))
         if self.mesh.world > 1:
-            self._distribute(device or torch.device("cpu"))
+            self._distribute(everything, device or torch.device("cpu"))
         self.of_model = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.parameters: dict[str, Any] = dict(self.of_model)
         self.buckets: GradientBuckets | None = None
@@ -56,19 +73,23 @@ class Placement:
     @property
     def divided(self) -> bool:
         """Whether this process has only a part of the model."""
-        return self.shard or bool(self.cuts)
+        return self.shard or bool(self.cuts) or bool(self.owners)
 
-    def _distribute(self, device: torch.device) -> None:
-        """Give every process its part of rank 0's weights, a layer at a time."""
-        left = dict(self.model.named_parameters())
-        units: list[tuple[nn.Module, str]] = [(layer, f"layers.{i}.") for i, layer in enumerate(layers_of(self.model))]
-        for unit, prefix in (*units, (self.model, "")):  # the model itself last: what no layer has
+    def _distribute(self, left: dict[str, nn.Parameter], device: torch.device) -> None:
+        """Give every process its part of rank 0's weights, a layer at a time; `left` are all parameters of the whole model."""
+        here = {name for name, _ in self.model.named_parameters()}
+        numbers = sorted({int(name.split(".")[1]) for name in left if name.startswith("layers.")})
+        for prefix in (*(f"layers.{number}." for number in numbers), ""):  # the model itself last: what no layer has
             for name in [name for name in left if name.startswith(prefix)]:
                 param = left.pop(name)
                 whole = param.detach().to(device)
                 dist.broadcast(whole, 0)
-                cut = self.cuts.get(name)
-                param.data = whole if cut is None else cut.part(whole, *self._tensor_place)
+                if name in here:
+                    cut = self.cuts.get(name)
+                    param.data = whole if cut is None else cut.part(whole, *self._tensor_place)
+            if not any(name.startswith(prefix) for name in here):
+                continue  # another stage's
+            unit = self.model.get_submodule(prefix.removesuffix("."))
             unit.to(device)
             if self.shard:
                 for router in float32_routers(unit) if unit is not self.model else ():
@@ -89,16 +110,17 @@ class Placement:
         made.set_gradient_divide_factor(1.0)  # a sum: the step divides by the tokens of all
         made.set_force_sum_reduction_for_comms(True)  # and by gloo, which knows no other
         if root:
-            register_fsdp_forward_method(unit, "hidden")
+            register_fsdp_forward_method(unit, "run_stage" if self.owners else "hidden")
 
     @property
     def _tensor_place(self) -> tuple[int, int]:
         return self.mesh.index("tensor"), self.mesh.size("tensor")
 
-    def start_backward(self, last: bool) -> None:
-        """Before each backward of a step; in the `last` one gradients are sent as they come."""
+    def start_backward(self, last: bool, times: int = 1) -> None:
+        """Before each backward of a step; in the `last` one gradients are sent as they come. Where several come together, it is
+        the last of so many `times`."""
         if self.buckets and last:
-            self.buckets.start()
+            self.buckets.start(times)
 
     def finish_backward(self) -> None:
         """After the last backward of a step: let every parameter have its part of the gradient of all processes' losses."""
@@ -107,9 +129,11 @@ class Placement:
         if self.shard:
             for name, param in self.of_model.items():
                 self.parameters[name].grad = None if param.grad is None else local_part(param.grad)
-        for name in sorted(self.partial):
+        for name in sorted(self.partial & self.parameters.keys()):
             if (grad := self.parameters[name].grad) is not None:
                 self.mesh.sum(grad, "tensor")
+        if self.tied is not None:
+            dist.all_reduce(self.parameters["embedding.weight"].grad, group=self.tied)
 
     def drop_gradients(self) -> None:
         """Beside those of `parameters`, which the optimizer drops."""
@@ -121,9 +145,13 @@ class Placement:
         """The norm of the gradient of all processes, of which each parameter counts once; above `most` it is scaled down,
         unless that is 0."""
         found = [(name, param.grad) for name, param in self.parameters.items() if param.grad is not None]
-        counted = [grad for name, grad in found if name in self.cuts or self.mesh.index("tensor") == 0]
+        stage, first = self.mesh.index("pipeline"), self.mesh.index("tensor") == 0
+        counted = [
+            grad for name, grad in found if (first or name in self.cuts) and self.owners.get(name, stage) == stage
+        ]
         square = sum_of_squares(counted, found[0][1])
         self.mesh.sum(square, "tensor")
+        self.mesh.sum(square, "pipeline")
         if self.shard:
             self.mesh.sum(square, "replicas")
         norm = square.sqrt()
@@ -132,7 +160,17 @@ class Placement:
         return norm
 
     def whole(self, name: str, local: Tensor) -> Tensor:
-        """All of what this process has a part of: a parameter, or something of its shape. Every process asks for it."""
+        """All of what this process has a part of: a parameter, or something of its shape. Every process asks for it; where
+        another stage has the parameter, `local` is any tensor of the same dtype."""
+        if name in self.of_model or not self.owners:
+            local = self._whole_of_stage(name, local)
+        if name in self.owners:
+            mine = self.owners[name] == self.mesh.index("pipeline")
+            local = local.contiguous() if mine else local.new_empty(self.shapes[name])
+            dist.broadcast(local, group_src=self.owners[name], group=self.mesh.group("pipeline"))
+        return local
+
+    def _whole_of_stage(self, name: str, local: Tensor) -> Tensor:
         shape, cut = tuple(self.shapes[name]), self.cuts.get(name)
         rank, ranks = self._tensor_place
         if self.shard:
@@ -172,16 +210,19 @@ class Placement:
         assert self.config is not None
         with torch.device("meta"):
             made = Decoder(self.config)
-        for name, param in self.model.named_parameters():
-            gathered_one = self.whole(name, local_part(param))
+        local = {name: local_part(param) for name, param in self.model.named_parameters()}
+        for name in self.shapes:
+            gathered_one = self.whole(name, local.get(name, next(iter(local.values()))))
             if self.mesh.first:
                 path, _, attribute = name.rpartition(".")
                 setattr(made.get_submodule(path), attribute, nn.Parameter(gathered_one.cpu(), requires_grad=False))
         return made
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    return list(getattr(model, "layers", ()))
+def ends_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the first rank of another and its last, which both ask for it."""
+    ends = [dist.get_global_rank(group, place) for place in (0, group.size() - 1)]
+    return dist.new_group(ends, use_local_synchronization=True)
 
 
 def local_part(tensor: Any) -> Tensor:

@@ -43,11 +43,11 @@ class GradientBuckets:
             parameter.register_post_accumulate_grad_hook(self._note)
         self.sent = len(self.buckets)
 
-    def start(self) -> None:
-        """Let the next backward send."""
+    def start(self, times: int = 1) -> None:
+        """Let the next backward send, or the last of the next so many."""
         self.sent = 0
         for bucket in self.buckets:
-            bucket.missing = len(bucket.parameters)
+            bucket.missing = times * len(bucket.parameters)
 
     def _note(self, parameter: Tensor) -> None:
         self.bucket_of[parameter].missing -= 1

@@ -31,6 +31,7 @@ from tilestack.train.errors import TrainingError
 from tilestack.train.metrics import Progress
 from tilestack.train.objective import Objective
 from tilestack.train.optimizers import AveragedWeights, make_optimizer
+from tilestack.train.pipeline_step import PipelineStep
 from tilestack.train.recipe import Recipe
 from tilestack.train.run.folder import RunFolder
 from tilestack.train.run.interruption import Interruption
@@ -107,7 +108,8 @@ class Trainer:
         self.whole = WholeState(self.placement, self.optimizer, self.average)
         self.progress, self.after_evaluation = progress or Progress(recipe), after_evaluation
         parts = self.optimizer, self.balancing, self.average, self.device
-        self.one_step = Step(recipe, self.runner, objective, self.placement, *parts)
+        one_step = PipelineStep if self.mesh.size("pipeline") > 1 else Step
+        self.one_step = one_step(recipe, self.runner, objective, self.placement, *parts)
         self.steps: Steps
         self.steps, self.about_steps = choose_steps(self.one_step, self.progress.say)
         self.step = 0  # steps done
@@ -300,7 +302,7 @@ class Trainer:
         optimizer = self.whole.optimizer_state() if stops else {"state": {}, "param_groups": []}
         if self.mesh.first:
             save_broken_step(folder, pending.batches, weights, optimizer, row)
-        elif self.mesh.index("tensor") == 0:  # what the others read is kept beside it
+        elif self.mesh.index("tensor") == self.mesh.index("pipeline") == 0:  # what the others read is kept beside it
             beside = folder.with_name(f"{folder.name}-rank-{self.mesh.rank}")
             save_broken_step(beside, pending.batches, {}, {"state": {}, "param_groups": []}, row)
         self.mesh.wait_for_all()  # all of it is on the disk before any process ends

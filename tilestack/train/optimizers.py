@@ -5,7 +5,7 @@ are not decayed and belong to AdamW (`optim.muon.is_hidden_matrix`).
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,8 +38,7 @@ def make_optimizer(
     named = [(name, param) for name, param in given if param.requires_grad]
     if not named:
         raise ValueError("no parameter of the model requires a gradient; there is nothing to train")
-    hidden = [param for name, param in named if is_hidden_matrix(name, param)]
-    others = [param for name, param in named if not is_hidden_matrix(name, param)]
+    hidden, others = ([param for _, param in kind] for kind in hidden_and_others(named))
     decay = settings.weight_decay
     if settings.name == "muon":
         made: Any = muon(named, model, settings, precision)
@@ -51,6 +50,14 @@ def make_optimizer(
         group["initial_lr"] = group["lr"]
         group["lr"] = torch.tensor(group["lr"], dtype=torch.float64, device=group["params"][0].device)
     return made
+
+
+def hidden_and_others(named: Iterable[tuple[str, Tensor]]) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+    """Parameters in the order in which an optimizer numbers them: its first group, then its second."""
+    kinds: tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]] = [], []
+    for name, param in named:
+        kinds[not is_hidden_matrix(name, param)].append((name, param))
+    return kinds
 
 
 def groups(decayed: Sequence[Tensor], others: Sequence[Tensor], decay: float) -> list[dict[str, Any]]:

@@ -251,15 +251,16 @@ class Parallel:
         choices=("heads", "ring"),
     )
     pipeline: int = setting(1, "processes that have some of the layers each, one after another", low=1)
-
-    def __post_init__(self) -> None:
-        if self.pipeline > 1:
-            raise RecipeError(f"parallel.pipeline = {self.pipeline} is not there yet; set it to 1")
+    schedule: str = setting(
+        "1f1b",
+        "how micro-batches follow one another through them: 1f1b keeps activations of few, gpipe of all, interleaved waits less",
+        choices=("1f1b", "gpipe", "interleaved"),
+    )
 
     @property
     def divides(self) -> bool:
         """Whether a process has only a part of the model."""
-        return self.shard or self.tensor > 1
+        return self.shard or self.tensor > 1 or self.pipeline > 1
 
 
 @dataclass(frozen=True)
@@ -304,10 +305,14 @@ class Recipe:
 
     def _refuse_divided(self) -> None:
         """Refuse what needs the whole of a parameter, where a process has a part of it."""
-        how = f"parallel.tensor = {self.parallel.tensor}" if self.parallel.tensor > 1 else "parallel.shard"
+        sides = self.parallel
+        tensor, stages = f"parallel.tensor = {sides.tensor}", f"parallel.pipeline = {sides.pipeline}"
+        how = tensor if sides.tensor > 1 else "parallel.shard" if sides.shard else stages
         wholes = {
-            'optimizer.name "muon", which turns whole matrices': self.optimizer.name == "muon",
-            'optimizer.name "adamw8bit", whose blocks of states would be cut': self.optimizer.name == "adamw8bit",
+            'optimizer.name "muon", which turns whole matrices': self.optimizer.name == "muon"
+            and (sides.shard or sides.tensor > 1),
+            'optimizer.name "adamw8bit", whose blocks of states are not those of parameters': self.optimizer.name
+            == "adamw8bit",
             "precision.fp8, whose scales are of whole weights": self.precision.fp8,
             "lora.rank, whose adapters are of whole layers": self.lora.rank > 0,
             f'run.compile = "{self.run.compile}", whose graphs have no collectives': self.run.compile != "off",
@@ -315,7 +320,12 @@ class Recipe:
         if found := [what for what, asked in wholes.items() if asked]:
             raise RecipeError(
                 f"{how} does not go together with {'; nor with '.join(found)}. Processes that each have the "
-                "whole model (parallel.tensor = 1, parallel.shard = false) can"
+                "whole model (parallel.tensor = 1, parallel.shard = false, parallel.pipeline = 1) can"
+            )
+        if sides.pipeline > 1 and sides.context > 1:
+            raise RecipeError(
+                f"{stages} does not go together with parallel.context = {sides.context}: stages hand on whole rows; set one of "
+                "them to 1"
             )
 
     @classmethod

@@ -41,6 +41,8 @@ def why_not_static(recipe: Recipe, objective: Any, optimizer: Any, device: torch
         return f"batches of {type(objective).__name__} differ in shape"
     if recipe.run.compile != "off":
         return f'run.compile = "{recipe.run.compile}" has ways of its own'
+    if recipe.parallel.pipeline > 1:
+        return "the micro-batches of parallel.pipeline run together"
     if device.type != "cuda":
         return ""
     if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -4,17 +4,19 @@
     a model that is divided                       tensor by tensor, parts are gathered on the first process's host, which
                                                   writes; coming back, every process takes its part
 
-Optimizers number their parameters alike on every process, so their states are found by the same names.
+Optimizers number their parameters alike on every process, so their states are found by the same names. Of pipeline stages each
+has a numbering of its own: what is saved has that of all parameters together, in the same order.
 """
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilestack.parallel.placement import Placement, local_part
-from tilestack.train.optimizers import AveragedWeights, load_states
+from tilestack.train.optimizers import AveragedWeights, hidden_and_others, load_states
 
 
 class WholeState:
@@ -23,7 +25,14 @@ class WholeState:
     def __init__(self, placement: Placement, optimizer: Any, average: AveragedWeights | None):
         self.placement, self.optimizer, self.average = placement, optimizer, average
         names = {id(param): name for name, param in placement.parameters.items()}
-        self.names = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]  # by number
+        self.here = [
+            [names[id(param)] for param in group["params"]] for group in optimizer.param_groups
+        ]  # names by group
+        self.groups = self.here  # and those of all processes
+        if placement.owners:
+            shaped = [(name, torch.empty(shape, device="meta")) for name, shape in placement.shapes.items()]
+            self.groups = [[name for name, _ in kind] for kind in hidden_and_others(shaped)]
+        self.numbers = {name: number for number, name in enumerate(chain(*self.groups))}
 
     def weights(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Some of a model's state dict, whole; what is no parameter is the same on all processes."""
@@ -38,21 +47,34 @@ class WholeState:
         saved = self.optimizer.state_dict()
         if not self.placement.divided:
             return saved
+        local = {name: number for number, name in enumerate(chain(*self.here))}
         states: dict[int, dict[str, Any]] = {}
-        for number, state in sorted(saved["state"].items()):
-            name = self.names[number]
-            shape = self.placement.parameters[name].shape
-            states[number] = {
-                key: self._host(name if value.shape == shape else None, value) if isinstance(value, Tensor) else value
-                for key, value in state.items()
-            }
-        return {**saved, "state": states}
+        for names, here in zip(self.groups, self.here, strict=True):
+            for name in names:
+                # All of a group have taken the same steps, so that those of another stage have states like any of this one.
+                like = name if name in local else here[0]
+                shape = self.placement.parameters[like].shape
+                made = {
+                    key: self._host(name if value.shape == shape else None, value)
+                    if isinstance(value, Tensor)
+                    else value
+                    for key, value in saved["state"].get(local[like], {}).items()
+                }
+                if made:
+                    states[self.numbers[name]] = made
+        groups = [
+            group | {"params": [self.numbers[name] for name in names]}
+            | ({"param_names": names} if "param_names" in group else {})
+            for group, names in zip(saved["param_groups"], self.groups, strict=True)
+        ]  # fmt: skip
+        return {"state": states, "param_groups": groups}
 
     def shaped(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Tensors of the shapes that these have when they are whole."""
         if not self.placement.divided:
             return state
-        return {name: torch.empty(self.placement.shapes.get(name, x.shape), device="meta") for name, x in state.items()}
+        shapes = {name: x.shape for name, x in state.items()} | self.placement.shapes
+        return {name: torch.empty(shapes[name], device="meta") for name in self.placement.owners | dict(state)}
 
     def load_weights(self, saved: Mapping[str, Tensor]) -> None:
         model = self.placement.model
@@ -70,22 +92,24 @@ class WholeState:
     def load_optimizer(self, saved: dict[str, Any]) -> None:
         if self.placement.divided:
             states = {}
-            for number, state in saved["state"].items():
-                name = self.names[number]
+            for number, name in enumerate(chain(*self.here)):
                 shape = self.placement.shapes[name]
-                states[number] = {
-                    key: self.placement.part(name, value).clone() if getattr(value, "shape", None) == shape else value
-                    for key, value in state.items()
-                }
-            saved = {**saved, "state": states}
+                if state := saved["state"].get(self.numbers[name]):
+                    states[number] = {
+                        key: self.placement.part(name, value).clone()
+                        if getattr(value, "shape", None) == shape
+                        else value
+                        for key, value in state.items()
+                    }
+            saved = {"state": states, "param_groups": self.optimizer.state_dict()["param_groups"]}
         load_states(self.optimizer, saved)
 
     def _gathered(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not self.placement.divided:
             return dict(state)
-        found = {}
-        for name, value in state.items():
-            whole = self._host(name if name in self.placement.shapes else None, local_part(value))
+        found, like = {}, next(iter(state.values()))
+        for name in self.placement.owners | dict(state):
+            whole = self._host(name if name in self.placement.shapes else None, local_part(state.get(name, like)))
             if self.placement.mesh.first:
                 found[name] = whole
         return found

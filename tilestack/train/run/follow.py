@@ -19,6 +19,7 @@ from tilestack.parallel.mesh import Mesh
 from tilestack.parallel.placement import Placement
 from tilestack.parallel.processes import joined
 from tilestack.parallel.sequence import refuse_sharing
+from tilestack.parallel.stages import refuse_stages
 from tilestack.parallel.tensor import refuse_split
 from tilestack.train import checkpoint, execution, flops
 from tilestack.train.errors import Interrupted
@@ -66,6 +67,11 @@ def follow(
     the only one that prints and writes; the others read what it has prepared.
     """
     sides = recipe.parallel
+    if sides.pipeline > 1 and command != "train":
+        raise RecipeError(
+            f"parallel.pipeline = {sides.pipeline} is for `tilestack train`, whose rows all have data.sequence tokens, and this is "
+            f"{command}; set it to 1"
+        )
     with joined(recipe.run.device, tensor=sides.tensor, context=sides.context, pipeline=sides.pipeline) as mesh:
         console = (console or Console(stderr=True)) if mesh.first else Console(quiet=True)
         if not mesh.first:
@@ -146,7 +152,7 @@ def make_trainer(
         torch.manual_seed(recipe.run.seed)  # what adapters begin with is the same when the run resumes
         add_lora(model, lora.targets, lora.rank, lora.alpha, lora.dropout)
     work = flops.per_token(model, recipe.data.sequence), flops.peak(device, recipe.precision) * mesh.world
-    placement = Placement(model, mesh, recipe.parallel.shard, device)
+    placement = Placement(model, mesh, recipe.parallel.shard, device, recipe.parallel.schedule)
     execution.set_precision(model, recipe.precision, device)  # before a reference is asked, or copied
     objective = make_objective(model, device, mesh)
     progress = Progress(recipe, console, *work)
@@ -213,10 +219,12 @@ def refuse_impossible(
     """Refuse a run that cannot be; where it `has_weights`, they take no memory beyond what they have."""
     if mesh.size("tensor") > 1:
         refuse_split(model.config, mesh.size("tensor"))
+    if (processes := mesh.size("pipeline")) > 1:
+        refuse_stages(model.config, processes, recipe.parallel.schedule, recipe.data.accumulate)
     if (context := mesh.size("context")) > 1:
         refuse_sharing(model.config, recipe.data.sequence, recipe.parallel.context_by, context, mesh.size("tensor"))
     refuse_beyond_positions(recipe, model.config.positions)
-    share = mesh.size("tensor") * (mesh.size("replicas") if recipe.parallel.shard else 1)
+    share = mesh.size("pipeline") * mesh.size("tensor") * (mesh.size("replicas") if recipe.parallel.shard else 1)
     here = needs.divided(share)
     refuse_beyond_memory(dataclasses.replace(here, weights=0) if has_weights else here, recipe, device)
     if mesh.first:
