@@ -12,6 +12,8 @@ whether ranks differ in rows or in parts of rows: `replicas` are the ranks of da
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
 
@@ -119,6 +121,31 @@ class Mesh:
         """Go on when every process has come here."""
         if self.world > 1:
             dist.barrier(self.hosts)
+
+    @contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """Inside, the first process has left before the others come: they find what it has put on the disk."""
+        if not self.first:
+            self.wait_for_all()
+        yield
+        if self.first:
+            self.wait_for_all()
+
+    def from_first(self, tensor: Tensor) -> Tensor:
+        """The first process's tensor, on the hosts of all, which give one of its shape."""
+        if self.world > 1:
+            dist.broadcast(tensor, 0, self.hosts)
+        return tensor
+
+    def texts(self, side: str, text: str) -> list[str]:
+        """A text of each rank of a side, in their order; every process gives one."""
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        sizes = [int(size) for size in self.from_every_rank(torch.tensor(len(data)))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = data
+        found = self.from_every_rank(padded)
+        ranks = dist.get_process_group_ranks(self.group(side)) if self.devices else [0]
+        return [bytes(found[rank][: sizes[rank]].tolist()).decode() for rank in ranks]
 
     def from_every_rank(self, tensor: Tensor) -> list[Tensor]:
         """Tensors of one shape on the hosts, one of each rank."""
