@@ -12,16 +12,18 @@ whether ranks differ in rows or in parts of rows: `replicas` are the ranks of da
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+T = TypeVar("T")
 HOST_WORK = timedelta(days=1)  # that one process may do while the others wait, such as tokenising a corpus
 
 
@@ -109,6 +111,17 @@ class Mesh:
         if self.size(side) > 1:
             dist.all_reduce(tensor, group=self.group(side))
 
+    def sums(self, values: Mapping[str, Tensor], side: str) -> dict[str, Tensor]:
+        """Numbers summed over the ranks of a side, in float64."""
+        stacked = torch.stack([value.detach().double() for value in values.values()])
+        self.sum(stacked, side)
+        return dict(zip(values, stacked, strict=True))
+
+    def share(self, items: Sequence[T], side: str) -> Sequence[T]:
+        """This rank's part of items that all ranks of a side have: one after another, as even as can be."""
+        index, ranks = self.index(side), self.size(side)
+        return items[len(items) * index // ranks : len(items) * (index + 1) // ranks]
+
     def largest(self, number: int) -> int:
         """The largest of the numbers that the processes give."""
         if self.world == 1:
@@ -137,15 +150,15 @@ class Mesh:
             dist.broadcast(tensor, 0, self.hosts)
         return tensor
 
-    def texts(self, side: str, text: str) -> list[str]:
-        """A text of each rank of a side, in their order; every process gives one."""
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        sizes = [int(size) for size in self.from_every_rank(torch.tensor(len(data)))]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(data)] = data
-        found = self.from_every_rank(padded)
-        ranks = dist.get_process_group_ranks(self.group(side)) if self.devices else [0]
-        return [bytes(found[rank][: sizes[rank]].tolist()).decode() for rank in ranks]
+    def texts(self, text: str, side: str) -> list[str]:
+        """The texts that the ranks of a side give, in their order. Every process asks."""
+        if self.world == 1:
+            return [text]
+        mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        sizes = [int(size) for size in self.from_every_rank(torch.tensor(len(mine)))]
+        found = self.from_every_rank(torch.nn.functional.pad(mine, (0, max(sizes) - len(mine))))
+        ranks = dist.get_process_group_ranks(self.group(side))
+        return [found[rank][: sizes[rank]].numpy().tobytes().decode() for rank in ranks]
 
     def from_every_rank(self, tensor: Tensor) -> list[Tensor]:
         """Tensors of one shape on the hosts, one of each rank."""

@@ -178,6 +178,11 @@ class Placement:
         if self.shard:
             self.model.reshard()  # type: ignore[operator]
 
+    def whole_copy(self, model: Any) -> Any:
+        """A model that this process can run by itself: the placed one as it is, or where that is divided, a whole copy of it on
+        the device. Every process asks."""
+        return self.whole_model(everywhere=True) if self.divided else model
+
     def whole_state(self) -> Iterator[tuple[str, Tensor]]:
         """The model's state dict as one process has it, a tensor at a time. Every process asks for all of it."""
         for name, value in self.model.state_dict().items():
@@ -189,8 +194,8 @@ class Placement:
         one by one. Every process asks."""
         if not self.divided:
             return self.model
-        made = copy.deepcopy(self.whole_without_weights)
-        made.config = dataclasses.replace(made.config, eos=self.model.config.eos)  # which training may add to
+        made, here = copy.deepcopy(self.whole_without_weights), cast(Any, self.model)
+        made.config = dataclasses.replace(made.config, eos=here.config.eos)  # which training may add to
         for name, tensor in self.whole_state():
             if everywhere or self.mesh.first:
                 path, _, attribute = name.rpartition(".")

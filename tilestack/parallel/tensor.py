@@ -169,19 +169,15 @@ class TensorDecoder(Decoder):
 
     def head_loss(self, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float) -> Tensor:
         """The sum of -log p over labels, of hidden states that are the same on all ranks."""
-        return vocabulary_loss(*self._scored(hidden, weight), labels, softcap, *self._place)
+        hidden, weight, _ = lowered(entered(hidden, self.group), weight, None)
+        place = self.words[self.rank], self.words[-1]
+        return vocabulary_loss(hidden, weight, labels, softcap, *place, self.group)
 
     def head_losses(self, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float) -> Tensor:
-        """-log p of each label, 0 where there is none."""
-        return vocabulary_losses(*self._scored(hidden, weight), labels, softcap, *self._place)
-
-    def _scored(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The terms of that sum, of the shape of the labels."""
         hidden, weight, _ = lowered(entered(hidden, self.group), weight, None)
-        return hidden, weight
-
-    @property
-    def _place(self) -> tuple[int, int, dist.ProcessGroup]:
-        return self.words[self.rank], self.words[-1], self.group
+        place = self.words[self.rank], self.words[-1]
+        return vocabulary_losses(hidden, weight, labels, softcap, *place, self.group)
 
 
 def split_decoder(decoder: Decoder, group: dist.ProcessGroup) -> None:

@@ -46,7 +46,7 @@ class VocabularyLoss(torch.autograd.Function):
         dweight = torch.zeros_like(weight) if needs_weight else None
         total = wide(x.new_zeros(()))
         place = softcap, start, vocabulary, group
-        for part, losses, dlogits in in_chunks(x, weight, labels, *place, needs_x or needs_weight):
+        for part, losses, dlogits in in_chunks(x, weight, labels, *place, wanted=needs_x or needs_weight):
             total += losses.sum()
             if dx is not None:
                 dx[part] = dlogits @ weight
@@ -72,17 +72,19 @@ def vocabulary_losses(
 
 class VocabularyLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, weight, labels, *place):  # type: ignore[override]
+    def forward(ctx: Any, x, weight, labels, softcap, start, vocabulary, group):  # type: ignore[override]
         ctx.save_for_backward(x, weight, labels)
-        ctx.place = place
-        return torch.cat([losses for _, losses, _ in in_chunks(x, weight, labels, *place, False)])
+        ctx.place = softcap, start, vocabulary, group
+        return torch.cat([losses for _, losses, _ in in_chunks(x, weight, labels, *ctx.place, wanted=False)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
         x, weight, labels = ctx.saved_tensors
-        dx, dweight = (torch.zeros_like(x) if needed else None for x, needed in zip((x, weight), ctx.needs_input_grad))
-        for part, _, dlogits in in_chunks(x, weight, labels, *ctx.place, True):
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        dx = torch.empty_like(x) if needs_x else None
+        dweight = torch.zeros_like(weight) if needs_weight else None
+        for part, _, dlogits in in_chunks(x, weight, labels, *ctx.place, wanted=True):
             scaled = dlogits * grad[part, None].to(dlogits.dtype)
             if dx is not None:
                 dx[part] = scaled @ weight
@@ -99,6 +101,7 @@ def in_chunks(
     start: int,
     vocabulary: int,
     group: dist.ProcessGroup,
+    *,
     wanted: bool,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Some rows at a time: which, their losses, and the gradient of the sum of those, where that is wanted."""

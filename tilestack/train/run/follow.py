@@ -38,8 +38,8 @@ from tilestack.train.run.folder import RunFolder
 from tilestack.train.run.provenance import changes
 from tilestack.train.settings import RecipeError
 
-# Of the model as the run finds it, its device, and this process's place among those of the run.
-MakeObjective = Callable[[Any, torch.device, Mesh], Objective]
+# Of the model as the run finds it, placed among the processes of the run, and its device.
+MakeObjective = Callable[[Placement, torch.device], Objective]
 PrepareData = Callable[[Console, Mesh], tuple[data.Tokenizer, MakeObjective]]
 
 
@@ -148,7 +148,7 @@ def make_trainer(
     work = flops.per_token(model, recipe.data.sequence), flops.peak(device, recipe.precision) * mesh.world
     placement = Placement(model, mesh, recipe.parallel.shard, device)
     execution.set_precision(model, recipe.precision, device)  # before a reference is asked, or copied
-    objective = make_objective(model, device, mesh)
+    objective = make_objective(placement, device)
     progress = Progress(recipe, console, *work)
     draw = lambda: plot_run(place.path, recipe.run.name) if mesh.first else None
     trainer = Trainer(
