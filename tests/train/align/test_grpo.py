@@ -208,7 +208,9 @@ def test_a_saved_place_continues_with_the_same_answers_to_the_bit(reuse):
 
 def test_rewards_are_checked_by_a_program():
     model = decoder()
-    objective = GRPO(recipe(GRPORecipe, grpo={"reward": "exact", "max_new_tokens": 2}), Placement(model), tokenizer(), CPU)
+    objective = GRPO(
+        recipe(GRPORecipe, grpo={"reward": "exact", "max_new_tokens": 2}), Placement(model), tokenizer(), CPU
+    )
     task = corpora.Task("2 + 2?", "4", "sum")
     assert [objective.reward(task, text) for text in (" 4\n", "It is 4", "5")] == [1, 0, 0]
     assert objective.evaluate(model)["validation_reward"] == 0

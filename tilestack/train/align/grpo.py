@@ -234,7 +234,8 @@ class GRPO:
         whole = self.mesh.sums(counts | sums | of_answers, "data")
         means = {name: whole[name] / whole["tokens"].clamp(min=1) for name in sums} | batch.reward_figures
         means |= {name: whole[name] / whole["answers"] for name in of_answers}
-        count = torch.where(whole["count"] > 0, own, 1)  # figures that are not of tokens need something to be shared by
+        # Figures that are not of tokens need a count too: of nothing to learn from, it is 1 over all processes.
+        count = torch.where(whole["count"] > 0, own, 1 / self.mesh.size("data"))
         metrics = {name: (mean * count).float() for name, mean in means.items()}
         return Loss(total, count, metrics, tokens=batch.rows.ids.numel())
 
