@@ -95,6 +95,7 @@ def launch_command(
     """Run the same command in several processes, and end as they do."""
     from tilestack.parallel.launch import launch
     from tilestack.parallel.mesh import Layout
+    from tilestack.train.errors import AFTER_A_LOSS
 
     if environment.launched():
         raise ValueError(f"torchrun has started {environment.world()} processes; leave --processes {processes} out")
@@ -105,7 +106,7 @@ def launch_command(
     arguments += ["--fresh"] if fresh else []
     arguments += ["--profile", str(profile)] if profile else []
     debug = ["--debug"] if "--debug" in sys.argv else []
-    raise typer.Exit(launch(processes, [*debug, *arguments]))
+    raise typer.Exit(launch(processes, [*debug, *arguments], AFTER_A_LOSS))
 
 
 def read_recipe(kind: "type[Recipe]", recipe: Path, set_: list[str] | None) -> "Recipe":

@@ -21,7 +21,7 @@ from tilestack.parallel.processes import joined
 from tilestack.parallel.sequence import refuse_sharing
 from tilestack.parallel.tensor import refuse_split
 from tilestack.train import checkpoint, execution, flops
-from tilestack.train.errors import Interrupted
+from tilestack.train.errors import AFTER_A_LOSS, Interrupted
 from tilestack.train.loop import Trainer
 from tilestack.train.metrics import Progress, load_trackers, plot_run
 from tilestack.train.objective import Objective
@@ -66,7 +66,8 @@ def follow(
     the only one that prints and writes; the others read what it has prepared.
     """
     sides = recipe.parallel
-    with joined(recipe.run.device, tensor=sides.tensor, context=sides.context, pipeline=sides.pipeline) as mesh:
+    grid = dict(tensor=sides.tensor, context=sides.context, pipeline=sides.pipeline)
+    with joined(recipe.run.device, **grid, advice=AFTER_A_LOSS) as mesh:
         console = (console or Console(stderr=True)) if mesh.first else Console(quiet=True)
         if not mesh.first:
             mesh.wait_for_all()  # until the folder and the data are ready
