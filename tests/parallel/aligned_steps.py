@@ -72,15 +72,21 @@ def aligned(of: SimpleNamespace, mesh: Mesh, batch: int, cache: Path | None = No
     placement = Placement(model, mesh, recipe.parallel.shard)
     objective = KINDS[of.kind].objective(recipe, placement, tokenizer(), CPU, cache)
     if of.kind == "grpo":
-        objective.reward = lambda task, text: float(len(text) % 3)  # the answers of random weights are never right
+        objective.reward = reward
     move(placement)
     with torch.no_grad():
         model.eval()
         figures = objective.evaluate(model)
         model.train()
         placement.reshard()
+    if mesh.index("tensor"):
+        objective.reward = None  # of ranks that share a model, the first alone asks about answers to learn from
     found = after_steps(recipe, placement, objective)
     return found | {"evaluation": torch.tensor(list(figures.values()), dtype=torch.float64)}
+
+
+def reward(task, text: str) -> float:
+    return float(len(text) % 3)  # the answers of random weights are never right
 
 
 @torch.no_grad()

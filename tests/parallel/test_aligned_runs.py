@@ -1,6 +1,7 @@
 """Runs of alignment on several processes: continued to the bit on the same layout, and by one process within rounding."""
 
 import json
+from types import SimpleNamespace
 
 import aligning
 import pytest
@@ -9,7 +10,8 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from tilestack import models
-from tilestack.data import Tokenizer
+from tilestack.data import DataError, Tokenizer
+from tilestack.train.align.kinds import refuse_other_examples
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +84,9 @@ def test_a_divided_run_leaves_a_whole_chat_model_and_its_adapters(runs):
     learned = load_file(runs / "dpo tensor at once/checkpoints/step-000003/weights.safetensors")
     assert all(torch.equal(x, learned[name]) for name, x in tensor.named_parameters())
     assert set(Tokenizer.load(runs / "dpo tensor at once/model").stops) <= set(tensor.config.eos)
+
+
+def test_processes_that_have_read_other_examples_are_refused():
+    refuse_other_examples("a", SimpleNamespace(texts=lambda digest: [digest, "a"]))
+    with pytest.raises(DataError, match="rank 1 has read other examples than rank 0"):
+        refuse_other_examples("a", SimpleNamespace(texts=lambda digest: [digest, "b"]))

@@ -150,14 +150,14 @@ class Mesh:
             dist.broadcast(tensor, 0, self.hosts)
         return tensor
 
-    def texts(self, text: str, side: str) -> list[str]:
-        """The texts that the ranks of a side give, in their order. Every process asks."""
+    def texts(self, text: str, side: str | None = None) -> list[str]:
+        """The texts that the ranks of a side give, or all ranks, in their order; none is empty. Every process asks."""
         if self.world == 1:
             return [text]
         mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         sizes = [int(size) for size in self.from_every_rank(torch.tensor(len(mine)))]
         found = self.from_every_rank(torch.nn.functional.pad(mine, (0, max(sizes) - len(mine))))
-        ranks = dist.get_process_group_ranks(self.group(side))
+        ranks = dist.get_process_group_ranks(self.group(side)) if side else range(self.world)
         return [found[rank][: sizes[rank]].numpy().tobytes().decode() for rank in ranks]
 
     def from_every_rank(self, tensor: Tensor) -> list[Tensor]:

@@ -40,7 +40,7 @@ class Placement:
         self.model, self.mesh = model, mesh or Mesh()
         self.shard = shard and self.mesh.size("replicas") > 1
         self.adapters = {param for _, param in lora_parameters(model)}
-        self.shapes = {name: param.shape for name, param in model.named_parameters()}  # likewise
+        self.shapes = {name: param.shape for name, param in model.named_parameters()}  # of the whole model
         self.cuts: dict[str, Cut] = {}
         self.partial: set[str] = set()
         if self.shard or self.mesh.size("tensor") > 1:

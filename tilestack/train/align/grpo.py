@@ -37,6 +37,9 @@ from tilestack.train.evaluation.log_probs import Rows, Scored, in_rows, invarian
 from tilestack.train.objective import Loss
 from tilestack.train.settings import RecipeError, setting
 
+# Prompts and answers, one of each for every row, what the sampler says of the answers' tokens, and rewards.
+Drawn = tuple[list[list[int]], list[list[int]], list[list[float]] | None, list[float]]
+
 
 @dataclass(frozen=True)
 class TaskData(examples.ArithmeticData):
@@ -118,10 +121,9 @@ class GRPO:
                 f"with an answer of grpo.max_new_tokens = {recipe.grpo.max_new_tokens}"
             )
         self.has_reference = bool(recipe.grpo.beta)
-        adapted = bool(
-            lora_layers(self.policy)
-        )  # then the reference is the model without adapters; else its weights now
-        self.found_weights = FrozenWeights(placement) if self.has_reference and not adapted else None
+        self.found_weights = None
+        if self.has_reference and not lora_layers(self.policy):  # else the reference is the model without adapters
+            self.found_weights = FrozenWeights(placement)
         made_of = digest_of(self.tasks, self.held)
         self.deck = Deck(len(self.tasks), recipe.run.seed, sources, found.weights, made_of)
         self.rollouts = 0  # made so far; the next one's seed follows from it
@@ -143,10 +145,29 @@ class GRPO:
         """New answers of the policy as it is now, with rewards and what the reference thinks of them."""
         dealt = self.deck.deal(self.recipe.data.batch * self.mesh.size("data"))
         chosen = [self.tasks[number] for number in self.mesh.share(dealt, "data")]
-        prompts = [prompt for task in chosen for prompt in [self.prompt(task)] * self.settings.group]
         was_training = self.policy.training
         self.policy.eval()
-        policy = self.placement.whole_copy(self.policy)
+        drawn = self.drawn(self.placement.whole_copy(self.policy), chosen)
+        if self.mesh.size("tensor") > 1:  # those that share a model learn from the answers of the first of them
+            drawn = json.loads(self.mesh.texts(json.dumps(drawn), "tensor")[0])
+        prompts, found, told, rewards = drawn
+        self.rollouts += 1
+        sequences = [Scored.answer(prompt, answer) for prompt, answer in zip(prompts, found, strict=True)]
+        ended = [answer[-1] in self.tokenizer.stops for answer in found]
+        made = self.assembled(in_rows(sequences), torch.tensor(rewards), torch.tensor(ended))
+        if told is not None:
+            made.old = torch.zeros(made.rows.labels.shape, device=self.device)
+            made.old[made.rows.labels != NO_LABEL] = torch.tensor(
+                [each for row in told for each in row], device=self.device
+            )
+        self.policy.train(was_training)
+        return made
+
+    def drawn(self, policy: Any, chosen: Sequence[corpora.Task]) -> Drawn:
+        """A group of answers to each task, with rewards, and what the sampler says of their tokens where that is asked."""
+        if self.mesh.index("tensor"):
+            return [], [], None, []
+        prompts = [prompt for task in chosen for prompt in [self.prompt(task)] * self.settings.group]
         asked: dict[str, Any] = dict(
             max_new_tokens=self.settings.max_new_tokens,
             stop=self.tokenizer.stops,
@@ -159,21 +180,10 @@ class GRPO:
                 found, told = answers_and_log_probs(policy, prompts, **asked)
             else:
                 found = answers(policy, prompts, temperature=self.settings.temperature, **asked)
-        del policy  # before the reference needs its memory
-        self.rollouts += 1
         texts = [self.tokenizer.decode(answer) for answer in found]
         answered = [task for task in chosen for _ in range(self.settings.group)]
         rewards = [self.reward(task, text) for task, text in zip(answered, texts, strict=True)]
-        sequences = [Scored.answer(prompt, answer) for prompt, answer in zip(prompts, found, strict=True)]
-        ended = [answer[-1] in self.tokenizer.stops for answer in found]
-        made = self.assembled(in_rows(sequences), torch.tensor(rewards), torch.tensor(ended))
-        if told is not None:
-            made.old = torch.zeros(made.rows.labels.shape, device=self.device)
-            made.old[made.rows.labels != NO_LABEL] = torch.tensor(
-                [each for row in told for each in row], device=self.device
-            )
-        self.policy.train(was_training)
-        return made
+        return prompts, found, told, rewards
 
     def assembled(self, rows: Rows, rewards: Tensor, ended: Tensor) -> Rollout:
         rows, grouped = rows.to(self.device), rewards.view(-1, self.settings.group).to(self.device)

@@ -29,7 +29,7 @@ class Kind:
 
     recipe: type[Recipe]
     texts: Callable[[Any], Iterator[str]]
-    objective: Callable[[Any, Placement, data.Tokenizer, torch.device, Path], Objective]
+    objective: Callable[[Any, Placement, data.Tokenizer, torch.device, Path], SFT | DPO | KTO | GRPO]
 
 
 KINDS = {
@@ -69,6 +69,7 @@ def align(
             objective = KINDS[kind].objective(recipe, placement, tokenizer, device, cache)
             if mesh.first:
                 chats.sweep()
+            refuse_other_examples(objective.deck.made_of, mesh)
             return objective
 
         return tokenizer, make
@@ -84,6 +85,16 @@ def align(
         provenance=provenance,
         console=console,
     )
+
+
+def refuse_other_examples(digest: str, mesh: Mesh) -> None:
+    """Refuse processes of which some have read other examples than the first: what they dealt would not be shares of the
+    same."""
+    told = mesh.texts(digest)
+    if wrong := [rank for rank, found in enumerate(told) if found != told[0]]:
+        raise data.DataError(
+            f"rank {wrong[0]} has read other examples than rank 0; give all machines the same data.files and chat template"
+        )
 
 
 def find_tokenizer(kind: Kind, recipe: Recipe, folder: Path, trains: bool = True) -> data.Tokenizer:
