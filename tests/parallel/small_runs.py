@@ -1,5 +1,7 @@
 """A few steps of a tiny decoder in float64, on any layout: what a process of a group computes, and what one alone does."""
 
+from typing import Any
+
 import torch
 from tiny_models import config_of
 
@@ -7,6 +9,7 @@ from tilestack import models, optim
 from tilestack.data.packing import NO_LABEL, collate
 from tilestack.parallel.mesh import Layout, Mesh
 from tilestack.parallel.placement import Placement
+from tilestack.parallel.sequence import SequenceParallel
 from tilestack.train import Loss, Recipe
 from tilestack.train.balancing import Balancing
 from tilestack.train.next_token import next_token_loss
@@ -20,11 +23,11 @@ ROWS, TOKENS, STEPS = 2, 12, 3
 CPU = torch.device("cpu")
 
 
-def decoder(family: str, layers: int = 0, seed: int = 0) -> models.Decoder:
+def decoder(family: str, layers: int = 0, seed: int = 0, **settings) -> models.Decoder:
     """A model of a family, of so many layers where it is said."""
     torch.manual_seed(seed)
-    changed = {"num_hidden_layers": layers} if layers else {}
-    model = models.Decoder(models.ModelConfig.from_hf(config_of(family) | changed)).double()
+    settings |= {"num_hidden_layers": layers} if layers else {}
+    model = models.Decoder(models.ModelConfig.from_hf(config_of(family) | settings)).double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -75,31 +78,39 @@ def train(
         "model": {"bias_rate": 0.0, "auxiliary_loss": 0.02},
     })  # fmt: skip
     placement = Placement(model, mesh, recipe.parallel.shard, schedule=recipe.parallel.schedule)
-    learned = placement.parameters
+    found = after_steps(recipe, placement, Dealt(mesh.index("data"), mesh.size("data")))
+    with torch.no_grad():
+        found["logits"] = model.logits(model.hidden(batch(99).ids))
+    placement.reshard()
+    return found
+
+
+def after_steps(recipe: Recipe, placement: Placement, objective: Any) -> dict[str, torch.Tensor]:
+    """Losses, norms, and whole weights, averages and momenta after some steps of SGD."""
+    model, learned = placement.model, placement.parameters
+    runner: Any = model
+    if placement.mesh.size("context") > 1:
+        runner = SequenceParallel(model, placement.mesh.group("context"), recipe.parallel.context_by)
     kinds = [[param for _, param in kind] for kind in hidden_and_others(learned.items())]
     optimizer = optim.SGD([{"params": kind} for kind in kinds], lr=0.5, momentum=0.9)
     for group in optimizer.param_groups:
         group["initial_lr"], group["lr"] = group["lr"], torch.tensor(group["lr"], dtype=torch.float64)
     average = AveragedWeights(learned, 0.5)
-    objective = Dealt(mesh.index("data"), mesh.size("data"))
-    kind = PipelineStep if mesh.size("pipeline") > 1 else Step
-    step = kind(recipe, model, objective, placement, optimizer, Balancing(model, recipe.model), average, CPU)
+    kind = PipelineStep if placement.mesh.size("pipeline") > 1 else Step
+    step = kind(recipe, runner, objective, placement, optimizer, Balancing(model, recipe.model), average, CPU)
     figures = []
     for number in range(STEPS):
         step.begin(number)
         set_rates(optimizer, 1.0)
-        for micro in range(accumulate):
+        for micro in range(recipe.data.accumulate):
             step.micro_batch(objective.next_batch(), first=micro == 0)
         figures.append(step.update().double())
     whole = WholeState(placement, optimizer, average)
     states = whole.optimizer_state()["state"]
-    with torch.no_grad():
-        logits = model.logits(model.hidden(batch(99).ids))
-    placement.reshard()
-    found = {"figures": torch.stack(figures), "logits": logits}
+    found = {"figures": torch.stack(figures)}
     found |= {f"weight {name}": x for name, x in whole.weights(model.state_dict()).items()}
     found |= {f"average {name}": x for name, x in whole.averages().items()}
-    if mesh.first:
+    if placement.mesh.first:
         found |= {f"momentum {number}": state["momentum_buffer"] for number, state in states.items()}
     return found
 

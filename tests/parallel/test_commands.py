@@ -1,4 +1,4 @@
-"""`tilestack train --processes`, as people start it: what it prints and leaves, and what becomes of it when a process dies."""
+"""`tilestack train --processes` and those of alignment, as people start it: what it prints and leaves, and what becomes of it when a process dies."""
 
 import itertools
 import json
@@ -91,7 +91,6 @@ def test_a_run_whose_process_is_killed_ends_and_is_continued(tmp_path, how):
         (["parallel.pipeline=2", "parallel.schedule=zigzag"], "1f1b, gpipe, interleaved"),
         (["parallel.tensor=2", "optimizer.name=muon"], 'parallel.tensor = 2 does not go together with optimizer.name "muon"'),
         (["parallel.shard=true", "optimizer.name=adamw8bit"], 'parallel.shard does not go together with optimizer.name "adamw8bit"'),
-        (["parallel.shard=true", "lora.rank=2"], "lora.rank"),
         (["parallel.tensor=2", "precision.fp8=true", "run.compile=default"], "nor with run.compile"),
         (["parallel.tensor=0"], "parallel.tensor must be at least 1, not 0"),
     ],
@@ -108,21 +107,49 @@ def test_what_cannot_be_is_refused_before_any_process_is_started(monkeypatch, ca
     assert not (tmp_path / "run").exists()
 
 
-def test_alignment_on_several_processes_is_refused(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "settings", "words"),
+    [
+        ("sft", ["parallel.tensor=3"], "parallel.tensor = 3 needs a multiple of 3 processes"),
+        ("dpo", ["parallel.context=2"], "parallel.context = 2 is for train and sft"),
+        ("kto", ["parallel.shard=true", "optimizer.name=muon"], "parallel.shard does not go together with optimizer.name"),
+        ("grpo", ["grpo.batch_invariant=true", "parallel.shard=true"], "grpo.batch_invariant needs the whole model"),
+    ],
+)  # fmt: skip
+def test_alignment_refuses_what_cannot_be_before_any_process_is_started(monkeypatch, capsys, kind, settings, words):
     from tilestack.cli import main
 
-    for name, value in (
-        ("RANK", 0),
-        ("WORLD_SIZE", 2),
-        ("LOCAL_RANK", 0),
-        ("MASTER_ADDR", "localhost"),
-        ("MASTER_PORT", 1),
-    ):
-        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("tilestack.parallel.launch.launch", lambda *_: pytest.fail("a process was started"))
     with pytest.raises(SystemExit) as ended:
-        main(["sft", "sft", "--folder", str(tmp_path / "run")])
+        main([kind, kind, "--processes", "2", *(part for setting in settings for part in ("--set", setting))])
     assert ended.value.code == 1
-    assert "sft trains in one process, and 2 were started" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["train", "sft", "dpo", "kto", "grpo"])
+def test_processes_are_started_with_the_same_command(monkeypatch, tmp_path, kind):
+    from tilestack.cli import main
+
+    given = []
+    monkeypatch.setattr("tilestack.parallel.launch.launch", lambda *launched: given.append(launched) or 3)
+    arguments = [kind, "demo" if kind == "train" else kind, "--set", "run.seed=4", "--folder", str(tmp_path), "--fresh"]
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--processes", "2"])
+    ((processes, launched, advice),) = given
+    assert (ended.value.code, processes) == (3, 2)
+    assert [launched[0], *launched[2:]] == [arguments[0], *arguments[2:]]
+    assert "the last checkpoint" in advice
+
+
+def test_who_lost_another_process_is_told_of_checkpoints_where_there_are_some():
+    from tilestack.parallel.processes import ProcessLost, as_lost
+
+    closed = RuntimeError("[../gloo/transport/tcp/pair.cc:1] Connection closed by peer. More")
+    for advice, words in (("", "of its own"), ("go on", "of its own; go on")):
+        told = as_lost(closed, advice)
+        assert isinstance(told, ProcessLost)
+        assert str(told).endswith(words)
+        assert "(Connection closed by peer)" in str(told)
 
 
 def test_one_process_needs_no_torch_distributed(monkeypatch):

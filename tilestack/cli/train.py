@@ -77,29 +77,36 @@ def train_command(
     from tilestack.train import Recipe
     from tilestack.train.pretrain import pretrain
 
-    if processes > 1 and environment.launched():
-        raise ValueError(f"torchrun has started {environment.world()} processes; leave --processes {processes} out")
     if processes > 1:
-        launch_train(processes, recipe, set_, folder, fresh, profile)
+        launch_command("train", Recipe, processes, recipe, set_, folder, fresh, profile)
     follow_recipe(Recipe, pretrain, recipe, set_, folder, fresh, profile)
 
 
-def launch_train(
-    processes: int, recipe: Path, set_: list[str] | None, folder: Path | None, fresh: bool, profile: int
+def launch_command(
+    command: str,
+    kind: "type[Recipe]",
+    processes: int,
+    recipe: Path,
+    set_: list[str] | None,
+    folder: Path | None,
+    fresh: bool,
+    profile: int,
 ) -> NoReturn:
     """Run the same command in several processes, and end as they do."""
     from tilestack.parallel.launch import launch
     from tilestack.parallel.mesh import Layout
-    from tilestack.train import Recipe
+    from tilestack.train.errors import AFTER_A_LOSS
 
-    sides = read_recipe(Recipe, recipe, set_).parallel  # once here, for one error instead of many
+    if environment.launched():
+        raise ValueError(f"torchrun has started {environment.world()} processes; leave --processes {processes} out")
+    sides = read_recipe(kind, recipe, set_).parallel  # once here, for one error instead of many
     Layout.fit(processes, tensor=sides.tensor, context=sides.context, pipeline=sides.pipeline)
-    arguments = ["train", str(recipe), *(part for assignment in set_ or () for part in ("--set", assignment))]
+    arguments = [command, str(recipe), *(part for assignment in set_ or () for part in ("--set", assignment))]
     arguments += ["--folder", str(folder)] if folder else []
     arguments += ["--fresh"] if fresh else []
     arguments += ["--profile", str(profile)] if profile else []
     debug = ["--debug"] if "--debug" in sys.argv else []
-    raise typer.Exit(launch(processes, [*debug, *arguments]))
+    raise typer.Exit(launch(processes, [*debug, *arguments], AFTER_A_LOSS))
 
 
 def read_recipe(kind: "type[Recipe]", recipe: Path, set_: list[str] | None) -> "Recipe":

@@ -17,8 +17,9 @@ from tilestack.parallel.processes import ProcessLost
 SAVING = 600  # seconds that processes have to save and end, once asked to
 
 
-def launch(processes: int, arguments: Sequence[str]) -> int:
-    """Run `tilestack` with some arguments in so many processes of one group; the exit code of all."""
+def launch(processes: int, arguments: Sequence[str], advice: str = "") -> int:
+    """Run `tilestack` with some arguments in so many processes of one group; the exit code of all. `advice` ends the error of
+    a process that was killed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -49,7 +50,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
             raise ProcessLost(
                 f"the process of rank {rank} was ended by {name}"
                 + (", as a machine does that runs out of memory" if name == "SIGKILL" else "")
-                + "; the same command goes on from the last checkpoint"
+                + (f"; {advice}" if advice else "")
             ) from None
         return failure.exitcode
     return 0

@@ -13,14 +13,18 @@ data and context together.
 """
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+T = TypeVar("T")
 HOST_WORK = timedelta(days=1)  # that one process may do while the others wait, such as tokenising a corpus
 
 
@@ -108,6 +112,17 @@ class Mesh:
         if self.size(side) > 1:
             dist.all_reduce(tensor, group=self.group(side))
 
+    def sums(self, values: Mapping[str, Tensor], side: str) -> dict[str, Tensor]:
+        """Numbers summed over the ranks of a side, in float64."""
+        stacked = torch.stack([value.detach().double() for value in values.values()])
+        self.sum(stacked, side)
+        return dict(zip(values, stacked, strict=True))
+
+    def share(self, items: Sequence[T], side: str) -> Sequence[T]:
+        """This rank's part of items that all ranks of a side have: one after another, as even as can be."""
+        index, ranks = self.index(side), self.size(side)
+        return items[len(items) * index // ranks : len(items) * (index + 1) // ranks]
+
     def largest(self, number: int) -> int:
         """The largest of the numbers that the processes give."""
         if self.world == 1:
@@ -120,6 +135,31 @@ class Mesh:
         """Go on when every process has come here."""
         if self.world > 1:
             dist.barrier(self.hosts)
+
+    @contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """Inside, the first process has left before the others come: they find what it has put on the disk."""
+        if not self.first:
+            self.wait_for_all()
+        yield
+        if self.first:
+            self.wait_for_all()
+
+    def from_first(self, tensor: Tensor) -> Tensor:
+        """The first process's tensor, on the hosts of all, which give one of its shape."""
+        if self.world > 1:
+            dist.broadcast(tensor, 0, self.hosts)
+        return tensor
+
+    def texts(self, text: str, side: str | None = None) -> list[str]:
+        """The texts that the ranks of a side give, or all ranks, in their order; none is empty. Every process asks."""
+        if self.world == 1:
+            return [text]
+        mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        sizes = [int(size) for size in self.from_every_rank(torch.tensor(len(mine)))]
+        found = self.from_every_rank(torch.nn.functional.pad(mine, (0, max(sizes) - len(mine))))
+        ranks = dist.get_process_group_ranks(self.group(side)) if side else range(self.world)
+        return [found[rank][: sizes[rank]].numpy().tobytes().decode() for rank in ranks]
 
     def from_every_rank(self, tensor: Tensor) -> list[Tensor]:
         """Tensors of one shape on the hosts, one of each rank."""

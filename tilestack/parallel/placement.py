@@ -3,29 +3,34 @@
     pipeline  a rank has some of the layers (stages.py)
     tensor    parameters are cut among the ranks of a model, or of a stage (tensor.py)
     shard     what a rank has is cut once more, by rows, among the ranks that train it on other texts: FSDP2 gathers a layer
-              when it is needed, and sums its gradients on their way back into shards
+              when it is needed, and sums its gradients on their way back into shards. Adapters (LoRA) are few and thin, and
+              stay as they are: what is divided is the frozen model beside them
     else      those ranks have it whole, and sum gradients in buckets (replicas.py)
 
 Optimizers and averages work on `parameters`, plain tensors in which this process's part lies, whatever the layout.
 `whole` and `part` go between them and the tensors of one process, which is what checkpoints hold.
 """
 
+import copy
+import dataclasses
 import math
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilestack.models.decoder import Decoder
+from tilestack.nn.lora import lora_parameters
 from tilestack.nn.router import Router
 from tilestack.optim.clip import coefficient_of
 from tilestack.parallel.collectives import gathered
 from tilestack.parallel.mesh import Mesh
 from tilestack.parallel.replicas import GradientBuckets
 from tilestack.parallel.stages import StageDecoder, owner_of, split_stages
-from tilestack.parallel.tensor import Cut, cuts, partial, refuse_split, split_decoder
+from tilestack.parallel.tensor import Cut, adapter_cuts, cuts, partial, refuse_split, split_decoder
 
 
 class Placement:
@@ -41,15 +46,17 @@ class Placement:
         device in parts. `schedule` is that of pipeline stages, where there are some."""
         self.model, self.mesh = model, mesh or Mesh()
         self.shard = shard and self.mesh.size("replicas") > 1
-        self.config = getattr(model, "config", None)  # of the whole model
+        self.adapters = {param for _, param in lora_parameters(model)}
         everything = dict(model.named_parameters())
-        self.shapes = {name: param.shape for name, param in everything.items()}  # likewise
+        self.shapes = {name: param.shape for name, param in everything.items()}  # of the whole model
         self.cuts: dict[str, Cut] = {}
         self.partial: set[str] = set()
+        if self.shard or self.mesh.size("tensor") > 1 or self.mesh.size("pipeline") > 1:
+            self.whole_without_weights = without_weights(model)
         if self.mesh.size("tensor") > 1:
             assert isinstance(model, Decoder)
             refuse_split(model.config, self.mesh.size("tensor"))
-            self.cuts, self.partial = cuts(model.config), partial(model.config)
+            self.cuts, self.partial = cuts(model.config) | adapter_cuts(model), partial(model)
             split_decoder(model, self.mesh.group("tensor"))
         self.owners: dict[str, int] = {}  # of pipeline stages: the process that has a parameter, the first of two
         self.tied: dist.ProcessGroup | None = None  # of the two that have the weight of embedding and head
@@ -62,13 +69,17 @@ class Placement:
                 self.tied = ends_of(self.mesh.group("pipeline"))
         if self.mesh.world > 1:
             self._distribute(everything, device or torch.device("cpu"))
-        self.of_model = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        self.parameters: dict[str, Any] = dict(self.of_model)
+        named = dict(model.named_parameters())
+        self.sharded = {name for name, param in named.items() if self.shard and param not in self.adapters}
+        self.of_model = {name: param for name, param in named.items() if param.requires_grad}
+        self.parameters: dict[str, Any] = {
+            name: nn.Parameter(local_part(param)) if name in self.sharded else param
+            for name, param in self.of_model.items()
+        }
         self.buckets: GradientBuckets | None = None
-        if self.shard:
-            self.parameters = {name: nn.Parameter(local_part(param)) for name, param in self.of_model.items()}
-        elif self.mesh.size("replicas") > 1:
-            self.buckets = GradientBuckets(list(self.parameters.values()), self.mesh.group("replicas"))
+        replicated = [param for name, param in self.parameters.items() if name not in self.sharded]
+        if replicated and self.mesh.size("replicas") > 1:
+            self.buckets = GradientBuckets(replicated, self.mesh.group("replicas"))
 
     @property
     def divided(self) -> bool:
@@ -105,7 +116,9 @@ class Placement:
         # A mixture's result is a view, of which FSDP2 warns, as changes in place would lose its hooks: nobody makes any.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPLayer\) returned a view tensor", UserWarning)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32) if half(unit) else MixedPrecisionPolicy()
-        made = fully_shard(unit, mesh=self.mesh.sides["replicas"], mp_policy=policy)
+        made = fully_shard(
+            unit, mesh=self.mesh.sides["replicas"], mp_policy=policy, ignored_params=cast(Any, self.adapters)
+        )
         assert isinstance(made, FSDPModule)
         made.set_gradient_divide_factor(1.0)  # a sum: the step divides by the tokens of all
         made.set_force_sum_reduction_for_comms(True)  # and by gloo, which knows no other
@@ -126,8 +139,8 @@ class Placement:
         """After the last backward of a step: let every parameter have its part of the gradient of all processes' losses."""
         if self.buckets:
             self.buckets.finish()
-        if self.shard:
-            for name, param in self.of_model.items():
+        for name, param in self.of_model.items():
+            if name in self.sharded:
                 self.parameters[name].grad = None if param.grad is None else local_part(param.grad)
         for name in sorted(self.partial & self.parameters.keys()):
             if (grad := self.parameters[name].grad) is not None:
@@ -137,9 +150,8 @@ class Placement:
 
     def drop_gradients(self) -> None:
         """Beside those of `parameters`, which the optimizer drops."""
-        if self.shard:
-            for param in self.of_model.values():
-                param.grad = None
+        for name in self.sharded & self.of_model.keys():
+            self.of_model[name].grad = None
 
     def clip(self, most: float) -> Tensor:
         """The norm of the gradient of all processes, of which each parameter counts once; above `most` it is scaled down,
@@ -147,13 +159,16 @@ class Placement:
         found = [(name, param.grad) for name, param in self.parameters.items() if param.grad is not None]
         stage, first = self.mesh.index("pipeline"), self.mesh.index("tensor") == 0
         counted = [
-            grad for name, grad in found if (first or name in self.cuts) and self.owners.get(name, stage) == stage
+            (name, grad)
+            for name, grad in found
+            if (first or name in self.cuts) and self.owners.get(name, stage) == stage
         ]
-        square = sum_of_squares(counted, found[0][1])
+        parts = sum_of_squares([grad for name, grad in counted if name in self.sharded], found[0][1])
+        if self.shard:
+            self.mesh.sum(parts, "replicas")
+        square = parts + sum_of_squares([grad for name, grad in counted if name not in self.sharded], found[0][1])
         self.mesh.sum(square, "tensor")
         self.mesh.sum(square, "pipeline")
-        if self.shard:
-            self.mesh.sum(square, "replicas")
         norm = square.sqrt()
         if most:
             torch._foreach_mul_([grad for _, grad in found], coefficient_of(norm, most))
@@ -173,7 +188,7 @@ class Placement:
     def _whole_of_stage(self, name: str, local: Tensor) -> Tensor:
         shape, cut = tuple(self.shapes[name]), self.cuts.get(name)
         rank, ranks = self._tensor_place
-        if self.shard:
+        if name in self.sharded:
             mine = shape if cut is None else cut.shape(shape, rank, ranks)
             group = self.mesh.group("replicas")
             local = torch.cat(
@@ -189,7 +204,7 @@ class Placement:
         """What this process has of a tensor of a parameter's shape."""
         if (cut := self.cuts.get(name)) is not None:
             whole = cut.part(whole, *self._tensor_place)
-        if self.shard:
+        if name in self.sharded:
             rows = chunk_rows(len(whole), self._replicas)
             whole = whole[self.mesh.index("replicas") * rows :][:rows]
         return whole
@@ -203,20 +218,39 @@ class Placement:
         if self.shard:
             self.model.reshard()  # type: ignore[operator]
 
-    def whole_model(self) -> Any:
-        """The model as one process has it, on the first; its parameters are gathered one by one. Every process asks."""
+    def whole_copy(self, model: Any) -> Any:
+        """A model that this process can run by itself: the placed one as it is, or where that is divided, a whole copy of it on
+        the device. Every process asks."""
+        return self.whole_model(everywhere=True) if self.divided else model
+
+    def whole_state(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's state dict as one process has it, a tensor at a time. Every process asks for all of it."""
+        here = {name: local_part(value) for name, value in self.model.state_dict().items()}
+        another = next(local_part(param) for param in self.model.parameters())  # in place of what other stages have
+        for name in self.shapes:
+            yield name, self.whole(name, here.get(name, another))
+        yield from ((name, value) for name, value in here.items() if name not in self.shapes)
+
+    def whole_model(self, everywhere: bool = False) -> Any:
+        """The model as one process has it, on the host of the first, or `everywhere` on the device: parameters are gathered
+        one by one. Every process asks."""
         if not self.divided:
             return self.model
-        assert self.config is not None
-        with torch.device("meta"):
-            made = Decoder(self.config)
-        local = {name: local_part(param) for name, param in self.model.named_parameters()}
-        for name in self.shapes:
-            gathered_one = self.whole(name, local.get(name, next(iter(local.values()))))
-            if self.mesh.first:
+        made, here = copy.deepcopy(self.whole_without_weights), cast(Any, self.model)
+        made.config = dataclasses.replace(made.config, eos=here.config.eos)  # which training may add to
+        for name, tensor in self.whole_state():
+            if everywhere or self.mesh.first:
                 path, _, attribute = name.rpartition(".")
-                setattr(made.get_submodule(path), attribute, nn.Parameter(gathered_one.cpu(), requires_grad=False))
-        return made
+                given = tensor if everywhere else tensor.cpu()
+                given = nn.Parameter(given, requires_grad=False) if name in self.shapes else given
+                setattr(made.get_submodule(path), attribute, given)
+        return made.to(next(self.model.parameters()).device) if everywhere else made
+
+
+def without_weights(model: nn.Module) -> Any:
+    """A copy of a model, whose parameters are on the meta device."""
+    empty = lambda param: nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
+    return copy.deepcopy(model, {id(param): empty(param) for param in model.parameters()})
 
 
 def ends_of(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -28,9 +28,9 @@ class ProcessLost(RuntimeError):
 
 
 @contextmanager
-def joined(device: str, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> Iterator[Mesh]:
+def joined(device: str, *, tensor: int = 1, context: int = 1, pipeline: int = 1, advice: str = "") -> Iterator[Mesh]:
     """Inside, this process is at its place among those of the run, or alone where nobody else was started. `device` is auto,
-    cpu or cuda. Who has made a process group already keeps it."""
+    cpu or cuda; `advice` ends the error of one that lost another. Who has made a process group already keeps it."""
     there = dist.is_available() and dist.is_initialized()
     world = dist.get_world_size() if there else environment.world()
     layout = Layout.fit(world, tensor=tensor, context=context, pipeline=pipeline)
@@ -53,7 +53,7 @@ def joined(device: str, *, tensor: int = 1, context: int = 1, pipeline: int = 1)
         yield mesh
         mesh.wait_for_all()
     except Exception as problem:
-        told = as_lost(problem)
+        told = as_lost(problem, advice)
         if said_already(store, told):
             raise SystemExit(1) from problem
         if told is problem:
@@ -88,14 +88,14 @@ def take_gpu() -> None:
     torch.cuda.set_device(number)
 
 
-def as_lost(problem: Exception) -> Exception:
+def as_lost(problem: Exception, advice: str) -> Exception:
     """The error, or where it is that of a connection to another process, one that says so."""
     words = str(problem)
     if isinstance(problem, dist.DistError) or "gloo/transport" in words:  # gloo's are plain RuntimeErrors
         what = words.partition("] ")[2].partition("\n")[0].partition(". ")[0] or type(problem).__name__
         return ProcessLost(
-            f"another process of the run ended, or did not answer ({what}), and has said nothing of its own; the same command "
-            "goes on from the last checkpoint"
+            f"another process of the run ended, or did not answer ({what}), and has said nothing of its own"
+            + (f"; {advice}" if advice else "")
         )
     return problem
 

@@ -11,6 +11,7 @@ same on all, so its gradient is a sum over them; what leaves is a sum. Embedding
 rank sees its own heads' alone: `partial` names them, and their gradients have to be summed.
 
 `cuts` says how each parameter is divided, following `models.weights.layout`: it takes parts for a rank, and joins them again.
+An adapter (LoRA) beside a weight is divided as that is: of B A, B has the weight's rows and A its columns.
 """
 
 import dataclasses
@@ -28,8 +29,9 @@ from tilestack.models.decoder import Decoder
 from tilestack.models.weights import layout
 from tilestack.nn import Linear
 from tilestack.nn.autocast import lowered
+from tilestack.nn.lora import LoRALinear, lora_layers
 from tilestack.parallel.collectives import entered, joined_columns, summed
-from tilestack.parallel.vocabulary import vocabulary_loss
+from tilestack.parallel.vocabulary import vocabulary_loss, vocabulary_losses
 
 BY_ROWS = ("qkv", "gate_up", "embedding", "head")
 BY_COLUMNS = ("output", "down")
@@ -83,10 +85,26 @@ def cuts(config: ModelConfig) -> dict[str, Cut]:
     return found
 
 
-def partial(config: ModelConfig) -> set[str]:
-    """Parameters that every rank has, and of whose gradient it has a part: the sum is over its own heads."""
+def adapter_cuts(decoder: Decoder) -> dict[str, Cut]:
+    """How the adapters of a decoder are divided, those that are."""
+    of_weights = cuts(decoder.config)
+    halves = {0: "lora_B", 1: "lora_A"}  # by the dimension in which the weight is divided
+    return {
+        f"{path}.{halves[cut.dim]}": cut
+        for path in lora_layers(decoder)
+        if (cut := of_weights.get(f"{path}.weight")) is not None
+    }
+
+
+def partial(decoder: Decoder) -> set[str]:
+    """Parameters that every rank has, and of whose gradient it has a part: the sum is over its own heads, or its part of the
+    adapter's other half."""
+    config = decoder.config
     per_head = ("q_norm.weight", "k_norm.weight") if config.qk_norm == "head" else ()
-    return {f"layers.{layer}.attention.{name}" for layer in range(config.layers) for name in per_head}
+    norms = {f"layers.{layer}.attention.{name}" for layer in range(config.layers) for name in per_head}
+    divided = adapter_cuts(decoder)
+    halves = [(f"{path}.lora_A", f"{path}.lora_B") for path in lora_layers(decoder)]
+    return norms | {one for a, b in halves for one, other in ((a, b), (b, a)) if other in divided}
 
 
 def refuse_split(config: ModelConfig, ranks: int) -> None:
@@ -123,6 +141,13 @@ class PartialLinear(Linear):
         return ops.linear(*lowered(input, self.weight, None))
 
 
+class PartialLoRALinear(LoRALinear):
+    """The same with an adapter beside it."""
+
+    def base(self, input: Tensor) -> Tensor:
+        return ops.linear(*lowered(input, self.weight, None))
+
+
 class TensorDecoder(Decoder):
     """A decoder with a rank's share of heads, width and words; what comes out is that of the whole one."""
 
@@ -147,6 +172,12 @@ class TensorDecoder(Decoder):
         hidden, weight, _ = lowered(entered(hidden, self.group), weight, None)
         place = self.words[self.rank], self.words[-1]
         return vocabulary_loss(hidden, weight, labels, softcap, *place, self.group)
+
+    def head_losses(self, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float) -> Tensor:
+        """The terms of that sum, of the shape of the labels."""
+        hidden, weight, _ = lowered(entered(hidden, self.group), weight, None)
+        place = self.words[self.rank], self.words[-1]
+        return vocabulary_losses(hidden, weight, labels, softcap, *place, self.group)
 
 
 def split_decoder(decoder: Decoder, group: dist.ProcessGroup) -> None:
@@ -173,7 +204,7 @@ def split_decoder(decoder: Decoder, group: dist.ProcessGroup) -> None:
 def surround(block: nn.Module, last: Linear, group: dist.ProcessGroup) -> None:
     """Let a block take what is the same on all ranks, and leave the sum of what each of them makes of it."""
     if last.bias is not None:
-        last.__class__ = PartialLinear
+        last.__class__ = PartialLoRALinear if isinstance(last, LoRALinear) else PartialLinear
 
     def enter_block(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return entered(args[0], group), *args[1:]

@@ -8,10 +8,12 @@ Rank r scores its own words and knows lse_r, the log-sum-exp of those. With w_r 
 
 `ops.cross_entropy` on a rank's words against any one of them (the label where the rank has it) is lse_r less that word's
 score, and its gradient is softmax_r - [that word]. So the local operator does the work, forward and backward, and one element
-a row, that word's, is written anew. As in `linear_cross_entropy`, rows go in chunks, and gradients are made in the forward:
-what arrives from above at a sum is one number.
+a row, that word's, is written anew. As in `linear_cross_entropy`, rows go in chunks, and gradients of a sum are made in the
+forward: what arrives from above is one number. Gradients of single losses need what arrives for each, so their backward makes
+the logits again.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,13 +45,8 @@ class VocabularyLoss(torch.autograd.Function):
         dx = torch.empty_like(x) if needs_x else None
         dweight = torch.zeros_like(weight) if needs_weight else None
         total = wide(x.new_zeros(()))
-        size = rows_per_chunk(len(x), weight)
-        for first in range(0, len(x), size):
-            part = slice(first, first + size)
-            logits = ops.linear(x[part], weight)
-            losses, dlogits = losses_and_gradient(
-                logits, labels[part], softcap, start, vocabulary, group, needs_x or needs_weight
-            )
+        place = softcap, start, vocabulary, group
+        for part, losses, dlogits in in_chunks(x, weight, labels, *place, wanted=needs_x or needs_weight):
             total += losses.sum()
             if dx is not None:
                 dx[part] = dlogits @ weight
@@ -63,6 +60,56 @@ class VocabularyLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
         scaled = (None if made is None else made * grad.to(made.dtype) for made in ctx.saved_tensors)
         return *scaled, *(None for _ in range(5))
+
+
+def vocabulary_losses(
+    x: Tensor, weight: Tensor, labels: Tensor, softcap: float, start: int, vocabulary: int, group: dist.ProcessGroup
+) -> Tensor:
+    """The terms of `vocabulary_loss`, of the shape of the labels: 0 where a label is ignored."""
+    flat = x.reshape(-1, x.shape[-1]), weight, labels.reshape(-1)
+    return VocabularyLosses.apply(*flat, softcap, start, vocabulary, group).view(labels.shape)
+
+
+class VocabularyLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, weight, labels, softcap, start, vocabulary, group):  # type: ignore[override]
+        ctx.save_for_backward(x, weight, labels)
+        ctx.place = softcap, start, vocabulary, group
+        return torch.cat([losses for _, losses, _ in in_chunks(x, weight, labels, *ctx.place, wanted=False)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+        x, weight, labels = ctx.saved_tensors
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        dx = torch.empty_like(x) if needs_x else None
+        dweight = torch.zeros_like(weight) if needs_weight else None
+        for part, _, dlogits in in_chunks(x, weight, labels, *ctx.place, wanted=True):
+            scaled = dlogits * grad[part, None].to(dlogits.dtype)
+            if dx is not None:
+                dx[part] = scaled @ weight
+            if dweight is not None:
+                dweight.addmm_(scaled.T, x[part])
+        return dx, dweight, *(None for _ in range(5))
+
+
+def in_chunks(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    softcap: float,
+    start: int,
+    vocabulary: int,
+    group: dist.ProcessGroup,
+    *,
+    wanted: bool,
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Some rows at a time: which, their losses, and the gradient of the sum of those, where that is wanted."""
+    size = rows_per_chunk(len(x), weight)
+    for first in range(0, len(x), size):
+        part = slice(first, first + size)
+        logits = ops.linear(x[part], weight)
+        yield part, *losses_and_gradient(logits, labels[part], softcap, start, vocabulary, group, wanted)
 
 
 def losses_and_gradient(

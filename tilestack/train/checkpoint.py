@@ -18,7 +18,7 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,10 +195,10 @@ def unpack_optimizer(tensors: Mapping[str, Tensor], packed: Mapping[str, Any]) -
     return {"state": state, "param_groups": packed["param_groups"]}
 
 
-def checksum(tensors: Mapping[str, Tensor]) -> str:
+def checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """The same for the same tensors, wherever they lie: sums of their bits, which take no longer than to read them."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         bits = tensor.detach().contiguous().view(BITS[tensor.element_size()])
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {int(bits.sum(dtype=torch.int64))}".encode())
     return digest.hexdigest()

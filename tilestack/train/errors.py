@@ -8,6 +8,9 @@ class TrainingError(RuntimeError):
     """A run that cannot go on; the message says at which step and what was saved."""
 
 
+AFTER_A_LOSS = "the same command goes on from the last checkpoint"  # of a process
+
+
 class Interrupted(Exception):
     """A run that was asked to stop, and has saved; `code` is what its process ends with."""
 

@@ -95,8 +95,8 @@ class Trainer:
         if self.checkpoints.steps():
             changes(self.folder, recipe)
         self.runner = execution.prepare(model, recipe, self.device)
-        self.found_model = found_model(model, getattr(objective, "has_reference", False))
         self.placement = placement or Placement(model)
+        self.found_model = found_model(self.placement, getattr(objective, "has_reference", False))
         self.mesh, learned = self.placement.mesh, self.placement.parameters
         if place := self.mesh.index("replicas"):
             torch.manual_seed(recipe.run.seed + place)  # what is dropped at random, in texts of its own
@@ -186,7 +186,8 @@ class Trainer:
             self._evaluate(evaluates=True, samples=False)
             self.clock = time.perf_counter()
         while not (self.finished or self._asked_to_stop()):
-            start, step = self._position(), self.step
+            # One of several processes cannot tell where the others are, nor save without them.
+            start, step = self._position() if self.mesh.world == 1 else None, self.step
             try:
                 self.train_step()
                 if profiler:
@@ -195,8 +196,7 @@ class Trainer:
             except (TrainingError, checkpoint.CheckpointError):
                 raise
             except Exception:
-                # One of several processes cannot tell where the others are, nor save without them.
-                if self.mesh.world == 1 and not self.updating and self.saved < self.step:
+                if start is not None and not self.updating and self.saved < self.step:
                     self._read_figures()
                     self._save(start if self.step == step else self._position())
                 raise
@@ -390,13 +390,13 @@ def learned_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: state[name] for name, _ in lora_parameters(model)} or state
 
 
-def found_model(model: nn.Module, has_reference: bool) -> str:
+def found_model(placement: Placement, has_reference: bool) -> str:
     """A checksum of the model as the run finds it, which must be the same when it goes on: beside adapters, and where it is
     compared with. Empty where all that matters is in the checkpoint."""
-    adapters = {name for name, _ in lora_parameters(model)}
+    adapters = {name for name, _ in lora_parameters(placement.model)}
     if not (adapters or has_reference):
         return ""
-    return checkpoint.checksum({name: x for name, x in model.state_dict().items() if name not in adapters})
+    return checkpoint.checksum((name, x) for name, x in placement.whole_state() if name not in adapters)
 
 
 def seed_all(seed: int) -> None:

@@ -13,6 +13,7 @@ from tilestack import data, models
 from tilestack.data import DataError
 from tilestack.data.prepared import open_tokens, prepare_tokens
 from tilestack.parallel.mesh import Mesh
+from tilestack.parallel.placement import Placement
 from tilestack.parallel.sequence import cut_batch
 from tilestack.train.checkpoint import Checkpoints
 from tilestack.train.next_token import next_token_loss
@@ -126,7 +127,7 @@ def pretrain(
         else:  # which may not even see the texts
             tokenizer, tokens = open_tokens(recipe.data, folder)
 
-        def make(_: Any, device: torch.device, mesh: Mesh) -> Pretraining:
+        def make(_: Placement, device: torch.device) -> Pretraining:
             index, ranks = mesh.index("context"), mesh.size("context")
             cut = lambda batch: cut_batch(batch, recipe.parallel.context_by, index, ranks)
             place = mesh.index("data"), mesh.size("data")

@@ -314,7 +314,6 @@ class Recipe:
             'optimizer.name "adamw8bit", whose blocks of states are not those of parameters': self.optimizer.name
             == "adamw8bit",
             "precision.fp8, whose scales are of whole weights": self.precision.fp8,
-            "lora.rank, whose adapters are of whole layers": self.lora.rank > 0,
             f'run.compile = "{self.run.compile}", whose graphs have no collectives': self.run.compile != "off",
         }
         if found := [what for what, asked in wholes.items() if asked]:

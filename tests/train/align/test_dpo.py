@@ -16,12 +16,13 @@ from small import (
 
 from tilestack.data import DataError
 from tilestack.nn.lora import add_lora, without_lora
+from tilestack.parallel.placement import Placement
 from tilestack.train import RecipeError
 from tilestack.train.align.dpo import DPO, DPORecipe, pairs_of, preferences
 
 
 def dpo(model, cache=None, **sections):
-    return DPO(recipe(DPORecipe, **sections), model, tokenizer(), CPU, cache)
+    return DPO(recipe(DPORecipe, **sections), Placement(model), tokenizer(), CPU, cache)
 
 
 def nudged(model, by=0.05):

@@ -17,12 +17,13 @@ from small import (
 
 from tilestack.data import DataError
 from tilestack.data.formats import Judged, user
+from tilestack.parallel.placement import Placement
 from tilestack.train import RecipeError
 from tilestack.train.align.kto import KTO, KTORecipe, cases_of, strangers
 
 
 def kto(model, cache=None, **sections):
-    return KTO(recipe(KTORecipe, **sections), model, tokenizer(), CPU, cache)
+    return KTO(recipe(KTORecipe, **sections), Placement(model), tokenizer(), CPU, cache)
 
 
 def sigmoid(x):

@@ -5,6 +5,7 @@ import torch
 from bigrams import Bigrams
 from small import decoder
 
+from tilestack.parallel.placement import Placement
 from tilestack.train import fp8
 from tilestack.train.align import reference
 from tilestack.train.align.reference import reference_log_probs
@@ -13,48 +14,52 @@ from tilestack.train.evaluation.log_probs import Scored
 SEQUENCES = [Scored.answer([1, 2, 3], [4, 5]), Scored.answer([7], [8, 9, 10])]
 
 
+def log_probs_of(model, *asked):
+    return reference_log_probs(Placement(model), *asked)
+
+
 def test_it_is_what_the_model_says_and_is_kept(tmp_path, monkeypatch):
     model = Bigrams()
-    found = reference_log_probs(model, SEQUENCES, "cpu", tmp_path / "cache")
+    found = log_probs_of(model, SEQUENCES, "cpu", tmp_path / "cache")
     expected = [model.log_prob([3, 4, 5]), model.log_prob([7, 8, 9, 10])]
     assert found.tolist() == pytest.approx(expected, rel=1e-5)
-    monkeypatch.setattr(reference, "score", lambda *_: pytest.fail("the reference was asked again"))
-    assert torch.equal(reference_log_probs(model, SEQUENCES, "cpu", tmp_path / "cache"), found)
+    monkeypatch.setattr(reference, "shared_log_probs", lambda *_: pytest.fail("the reference was asked again"))
+    assert torch.equal(log_probs_of(model, SEQUENCES, "cpu", tmp_path / "cache"), found)
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 def test_another_model_or_other_data_is_asked_itself(tmp_path):
     model = Bigrams()
-    first = reference_log_probs(model, SEQUENCES, "cpu", tmp_path)
-    assert not torch.equal(reference_log_probs(Bigrams(seed=1), SEQUENCES, "cpu", tmp_path), first)
-    assert torch.equal(reference_log_probs(model, SEQUENCES[::-1], "cpu", tmp_path), first.flip(0))
+    first = log_probs_of(model, SEQUENCES, "cpu", tmp_path)
+    assert not torch.equal(log_probs_of(Bigrams(seed=1), SEQUENCES, "cpu", tmp_path), first)
+    assert torch.equal(log_probs_of(model, SEQUENCES[::-1], "cpu", tmp_path), first.flip(0))
     with torch.no_grad():
         model.embedding[0, 0] += 1e-6
-    reference_log_probs(model, SEQUENCES, "cpu", tmp_path)
+    log_probs_of(model, SEQUENCES, "cpu", tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_model_in_fp8_is_asked_itself(tmp_path):
     model = decoder()
-    in_full = reference_log_probs(model, SEQUENCES, "cpu", tmp_path)
+    in_full = log_probs_of(model, SEQUENCES, "cpu", tmp_path)
     fp8.compute_in_fp8(model)
-    in_fp8 = reference_log_probs(model, SEQUENCES, "cpu", tmp_path)
+    in_fp8 = log_probs_of(model, SEQUENCES, "cpu", tmp_path)
     assert not torch.equal(in_fp8, in_full)
-    assert torch.equal(reference_log_probs(model, SEQUENCES, "cpu", tmp_path), in_fp8)
-    assert torch.equal(reference_log_probs(decoder(), SEQUENCES, "cpu", tmp_path), in_full)
+    assert torch.equal(log_probs_of(model, SEQUENCES, "cpu", tmp_path), in_fp8)
+    assert torch.equal(log_probs_of(decoder(), SEQUENCES, "cpu", tmp_path), in_full)
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_damaged_file_is_made_again(tmp_path):
     model = Bigrams()
-    first = reference_log_probs(model, SEQUENCES, "cpu", tmp_path)
+    first = log_probs_of(model, SEQUENCES, "cpu", tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:20])
-    assert torch.equal(reference_log_probs(model, SEQUENCES, "cpu", tmp_path), first)
-    assert torch.equal(reference_log_probs(model, SEQUENCES, "cpu", tmp_path), first)
+    assert torch.equal(log_probs_of(model, SEQUENCES, "cpu", tmp_path), first)
+    assert torch.equal(log_probs_of(model, SEQUENCES, "cpu", tmp_path), first)
 
 
 def test_the_model_is_left_in_the_mode_it_was_in(tmp_path):
     model = Bigrams().train()
-    reference_log_probs(model, SEQUENCES, "cpu", None)
+    log_probs_of(model, SEQUENCES, "cpu", None)
     assert model.training

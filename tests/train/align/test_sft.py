@@ -8,6 +8,7 @@ import torch
 from small import CPU, decoder, log_prob, recipe, through_json, tokenizer
 
 from tilestack.data import DataError
+from tilestack.parallel.placement import Placement
 from tilestack.train import RecipeError
 from tilestack.train.align.sft import SFT, SFTRecipe
 from tilestack.train.batch_buffer import difference
@@ -22,7 +23,7 @@ CONVERSATION = [
 
 
 def sft(**sections):
-    return SFT(recipe(SFTRecipe, **sections), tokenizer(), CPU)
+    return SFT(recipe(SFTRecipe, **sections), Placement(decoder()), tokenizer(), CPU)
 
 
 def test_the_loss_is_that_of_the_answers_of_conversations_read_one_by_one():
@@ -65,7 +66,7 @@ def test_conversations_whose_history_is_rewritten_are_learned_turn_by_turn(tmp_p
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": CONVERSATION}) + "\n")
     settings = {"corpus": "files", "files": [str(path)], "validation": 0.0, "examples": 0}
-    objective = SFT(recipe(SFTRecipe, data=settings), tokenizer().for_chat(FORGETFUL), CPU)
+    objective = SFT(recipe(SFTRecipe, data=settings), Placement(decoder()), tokenizer().for_chat(FORGETFUL), CPU)
     assert (objective.counts["conversations"], objective.counts["sequences"]) == (1, 2)
     learned = [tokenizer().decode([n for n in labels if n >= 0], special=True) for _, labels in objective.sequences]
     assert learned == ["<think></think>3<|im_end|>", "<think></think>It is 7.<|im_end|>"]

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from tilestack.data import Tokenizer, corpora, formats
+from tilestack.parallel.placement import Placement
 from tilestack.train.align import examples
 from tilestack.train.align.losses import PREFERENCE_LOSSES, Preferences, preference_losses, simpo_losses
 from tilestack.train.align.pairs import Pair, PairObjective, PreferenceData, spoken_pairs
 from tilestack.train.evaluation.log_probs import Rows, log_probs
 from tilestack.train.objective import Loss
-from tilestack.train.recipe import Recipe
 from tilestack.train.settings import RecipeError, setting
 
 
@@ -35,7 +35,7 @@ class DPOSettings:
 
 
 @dataclass(frozen=True)
-class DPORecipe(Recipe):
+class DPORecipe(examples.AlignmentRecipe):
     data: PreferenceData = field(default_factory=PreferenceData)
     dpo: DPOSettings = field(default_factory=DPOSettings)
 
@@ -54,7 +54,7 @@ class DPO(PairObjective[Pair]):
     def __init__(
         self,
         recipe: DPORecipe,
-        model: torch.nn.Module,
+        placement: Placement,
         tokenizer: Tokenizer,
         device: torch.device,
         cache: Path | None = None,
@@ -63,7 +63,7 @@ class DPO(PairObjective[Pair]):
         found = preferences(recipe.data, recipe.run.seed)
         pairs = lambda some: pairs_of(tokenizer, some)
         asks = recipe.dpo.loss != "simpo"
-        super().__init__(recipe, model, tokenizer, device, cache, found, pairs, "pairs of answers", asks)
+        super().__init__(recipe, placement, tokenizer, device, cache, found, pairs, "pairs of answers", asks)
 
     def next_batch(self) -> PairBatch:
         return PairBatch(*self.in_rows(*self.dealt()))

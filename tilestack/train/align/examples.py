@@ -6,13 +6,13 @@ Rows of files come in the formats of `tilestack.data.formats`; what is wrong wit
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from tilestack.data import Conversation, DataError, corpora, located
 from tilestack.data.formats import Row, user
-from tilestack.train.recipe import Data
+from tilestack.train.recipe import Data, Recipe
 from tilestack.train.settings import RecipeError, setting
 
 T = TypeVar("T")
@@ -32,6 +32,23 @@ class ExampleData(Data):
             raise RecipeError("data.most_bytes is for running text; data.examples says how many examples to take")
         if self.tokens:
             raise RecipeError("data.tokens is for running text; conversations are kept in the run's own folder")
+
+
+@dataclass(frozen=True)
+class AlignmentRecipe(Recipe):
+    """What recipes of alignment refuse of those of pretraining."""
+
+    rows_can_be_shared: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for side, refused in (("context", not self.rows_can_be_shared), ("pipeline", True)):
+            if refused and (size := getattr(self.parallel, side)) > 1:
+                others = "train and sft" if side == "context" else "train"
+                raise RecipeError(
+                    f"parallel.{side} = {size} is for {others}; here processes may have other examples each, with "
+                    "parallel.shard a part of the model too, or share its layers (parallel.tensor)"
+                )
 
 
 @dataclass(frozen=True)

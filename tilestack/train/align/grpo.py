@@ -9,11 +9,15 @@ log-probabilities the ratio is taken to are not the sampler's: they are those of
 answers, with the weights that drew them. The ratio is then exactly 1 at the first step on new answers, and where it
 differs later, the policy has moved and not the arithmetic. With `batch_invariant` both sides run in the batch-invariant mode
 (models/invariant.py), and the sampler's own log-probabilities are those of the loss, bit for bit.
+
+Of several processes with other texts each answers its share of the prompts, with an engine of its own. A group is never shared,
+and what is drawn for an answer follows from its place among those of all processes. A divided model answers as a whole copy,
+gathered for the time.
 """
 
-import copy
+import json
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,15 +26,19 @@ from torch import Tensor
 
 from tilestack.data import NO_LABEL, Tokenizer, corpora, formats
 from tilestack.nn.lora import lora_layers, without_lora
+from tilestack.parallel.placement import Placement
 from tilestack.train import execution
 from tilestack.train.align import examples, rewards
 from tilestack.train.align.deck import Deck, digest_of
 from tilestack.train.align.losses import group_advantages, k3, policy_losses
+from tilestack.train.align.reference import FrozenWeights
 from tilestack.train.evaluation.answers import answers, answers_and_log_probs, prompt_ids, shown_answers
 from tilestack.train.evaluation.log_probs import Rows, Scored, in_rows, invariant_log_probs, log_probs
 from tilestack.train.objective import Loss
-from tilestack.train.recipe import Recipe
 from tilestack.train.settings import RecipeError, setting
+
+# Prompts and answers, one of each for every row, what the sampler says of the answers' tokens, and rewards.
+Drawn = tuple[list[list[int]], list[list[int]], list[list[float]] | None, list[float]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ class TaskData(examples.ArithmeticData):
     """Tasks with answers that can be checked: arithmetic, or rows of files in the format of `data.formats`."""
 
     corpus: str = setting("arithmetic", "what to learn from", choices=("arithmetic", "files"))
-    batch: int = setting(8, "prompts in a micro-batch, each answered by a group", low=1)
+    batch: int = setting(8, "prompts in a micro-batch, each answered by a group", low=1, operational=True)
     system: str = setting("", "a system prompt before every task that has none of its own")
 
 
@@ -66,9 +74,16 @@ class GRPOSettings:
 
 
 @dataclass(frozen=True)
-class GRPORecipe(Recipe):
+class GRPORecipe(examples.AlignmentRecipe):
     data: TaskData = field(default_factory=TaskData)
     grpo: GRPOSettings = field(default_factory=GRPOSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.grpo.batch_invariant and self.parallel.divides:
+            raise RecipeError(
+                "grpo.batch_invariant needs the whole model in every process: leave out parallel.shard and parallel.tensor"
+            )
 
 
 @dataclass
@@ -79,6 +94,7 @@ class Rollout:
     rewards: Tensor  # [prompts, group]
     advantages: Tensor  # [prompts · group]
     ended: Tensor  # [prompts · group], whether an answer ended by itself
+    reward_figures: dict[str, Tensor]  # of the prompts of all processes
     reference: Tensor | None  # [prompts · group, length], log-probabilities under the reference
     old: Tensor | None = (
         None  # the same under the policy that drew them; noted by the first loss, or told by the sampler
@@ -88,9 +104,9 @@ class Rollout:
 class GRPO:
     """Rewards as an objective; see `tilestack.train.objective`."""
 
-    def __init__(self, recipe: GRPORecipe, model: torch.nn.Module, tokenizer: Tokenizer, device: torch.device):
+    def __init__(self, recipe: GRPORecipe, placement: Placement, tokenizer: Tokenizer, device: torch.device):
         self.recipe, self.settings, self.tokenizer, self.device = recipe, recipe.grpo, tokenizer, device
-        self.policy = model
+        self.placement, self.mesh, self.policy = placement, placement.mesh, placement.model
         self.reward = rewards.find_reward(recipe.grpo.reward)
         found = tasks(recipe)
         self.tasks, sources = self.fitting(found.learned, found.sources)
@@ -104,11 +120,10 @@ class GRPO:
                 f"none of {len(found.learned)} tasks fits into data.sequence = {recipe.data.sequence} "
                 f"with an answer of grpo.max_new_tokens = {recipe.grpo.max_new_tokens}"
             )
-        self.reference: Any = None
         self.has_reference = bool(recipe.grpo.beta)
-        if self.has_reference:
-            # With adapters, the reference is the model without them; else a copy, made before the first step.
-            self.reference = model if lora_layers(model) else copy.deepcopy(model).requires_grad_(False).eval()
+        self.found_weights = None
+        if self.has_reference and not lora_layers(self.policy):  # else the reference is the model without adapters
+            self.found_weights = FrozenWeights(placement)
         made_of = digest_of(self.tasks, self.held)
         self.deck = Deck(len(self.tasks), recipe.run.seed, sources, found.weights, made_of)
         self.rollouts = 0  # made so far; the next one's seed follows from it
@@ -128,25 +143,15 @@ class GRPO:
 
     def rollout(self) -> Rollout:
         """New answers of the policy as it is now, with rewards and what the reference thinks of them."""
-        chosen = [self.tasks[number] for number in self.deck.deal(self.recipe.data.batch)]
-        prompts = [prompt for task in chosen for prompt in [self.prompt(task)] * self.settings.group]
+        dealt = self.deck.deal(self.recipe.data.batch * self.mesh.size("data"))
+        chosen = [self.tasks[number] for number in self.mesh.share(dealt, "data")]
         was_training = self.policy.training
         self.policy.eval()
-        asked: dict[str, Any] = dict(
-            max_new_tokens=self.settings.max_new_tokens,
-            stop=self.tokenizer.stops,
-            seed=self.recipe.run.seed * 1_000_003 + self.rollouts,
-        )
-        told = None
-        with self.autocast():
-            if self.settings.batch_invariant:
-                found, told = answers_and_log_probs(self.policy, prompts, **asked)
-            else:
-                found = answers(self.policy, prompts, temperature=self.settings.temperature, **asked)
+        drawn = self.drawn(self.placement.whole_copy(self.policy), chosen)
+        if self.mesh.size("tensor") > 1:  # those that share a model learn from the answers of the first of them
+            drawn = json.loads(self.mesh.texts(json.dumps(drawn), "tensor")[0])
+        prompts, found, told, rewards = drawn
         self.rollouts += 1
-        texts = [self.tokenizer.decode(answer) for answer in found]
-        answered = [task for task in chosen for _ in range(self.settings.group)]
-        rewards = [self.reward(task, text) for task, text in zip(answered, texts, strict=True)]
         sequences = [Scored.answer(prompt, answer) for prompt, answer in zip(prompts, found, strict=True)]
         ended = [answer[-1] in self.tokenizer.stops for answer in found]
         made = self.assembled(in_rows(sequences), torch.tensor(rewards), torch.tensor(ended))
@@ -158,17 +163,56 @@ class GRPO:
         self.policy.train(was_training)
         return made
 
+    def drawn(self, policy: Any, chosen: Sequence[corpora.Task]) -> Drawn:
+        """A group of answers to each task, with rewards, and what the sampler says of their tokens where that is asked."""
+        if self.mesh.index("tensor"):
+            return [], [], None, []
+        prompts = [prompt for task in chosen for prompt in [self.prompt(task)] * self.settings.group]
+        asked: dict[str, Any] = dict(
+            max_new_tokens=self.settings.max_new_tokens,
+            stop=self.tokenizer.stops,
+            seed=self.recipe.run.seed * 1_000_003 + self.rollouts,
+            first=self.mesh.index("data") * len(prompts),
+        )
+        told = None
+        with self.autocast():
+            if self.settings.batch_invariant:
+                found, told = answers_and_log_probs(policy, prompts, **asked)
+            else:
+                found = answers(policy, prompts, temperature=self.settings.temperature, **asked)
+        texts = [self.tokenizer.decode(answer) for answer in found]
+        answered = [task for task in chosen for _ in range(self.settings.group)]
+        rewards = [self.reward(task, text) for task, text in zip(answered, texts, strict=True)]
+        return prompts, found, told, rewards
+
     def assembled(self, rows: Rows, rewards: Tensor, ended: Tensor) -> Rollout:
         rows, grouped = rows.to(self.device), rewards.view(-1, self.settings.group).to(self.device)
         advantages = group_advantages(grouped, self.settings.divide_by_std).view(-1)
-        return Rollout(rows, grouped, advantages, ended.to(self.device), self.reference_log_probs(rows))
+        ended, figures = ended.to(self.device), self.reward_figures(grouped)
+        return Rollout(rows, grouped, advantages, ended, figures, self.reference_log_probs(rows))
+
+    def reward_figures(self, rewards: Tensor) -> dict[str, Tensor]:
+        """Mean and standard deviation of the rewards of all processes, and the share of groups whose answers earn the same, of
+        which nothing can be learned."""
+        parts = {"sum": rewards, "squares": rewards.double().square(), "answers": torch.ones_like(rewards)}
+        alike = rewards.std(-1) == 0
+        parts |= {"alike": alike, "groups": torch.ones_like(alike)}
+        whole = self.mesh.sums({name: part.sum() for name, part in parts.items()}, "data")
+        mean = whole["sum"] / whole["answers"]
+        spread = (whole["squares"] - whole["sum"] * mean).clamp(min=0) / (whole["answers"] - 1)
+        return {"reward": mean, "reward_std": spread.sqrt(), "groups_alike": whole["alike"] / whole["groups"]}
 
     @torch.no_grad()
     def reference_log_probs(self, rows: Rows) -> Tensor | None:
-        if self.reference is None:
+        if not self.has_reference:
             return None
-        with self.autocast(), without_lora(self.reference):
-            return self.log_probs(self.reference, rows)
+        was_training = self.policy.training
+        self.policy.eval()
+        found_weights = self.found_weights.applied() if self.found_weights else nullcontext()
+        with self.autocast(), without_lora(self.policy), found_weights:
+            found = self.log_probs(self.policy, rows)
+        self.policy.train(was_training)
+        return found
 
     def log_probs(self, model: Any, rows: Rows) -> Tensor:
         if self.settings.batch_invariant:
@@ -193,15 +237,16 @@ class GRPO:
             per_token["kl"] = divergence.detach()
         by_token = self.settings.average == "token"
         total = losses.sum() if by_token else (losses.sum(-1) / lengths.clamp(min=1)).sum()
-        count = (tokens if by_token else learned.sum()).clamp(min=1)
-        means = {name: (value * mask).sum() / tokens.clamp(min=1) for name, value in per_token.items()} | {
-            "reward": batch.rewards.mean(),
-            "reward_std": batch.rewards.std(),
-            "groups_alike": (batch.rewards.std(-1) == 0).float().mean(),  # nothing can be learned from these
-            "answer_tokens": lengths.float().mean(),
-            "cut_short": 1 - batch.ended.float().mean(),
-        }
-        metrics = {name: mean.float() * count for name, mean in means.items()}
+        own = tokens if by_token else learned.sum()
+        counts = {"count": own, "tokens": tokens, "answers": torch.ones_like(lengths).sum()}
+        sums = {name: (value * mask).sum() for name, value in per_token.items()}
+        of_answers = {"answer_tokens": lengths.sum(), "cut_short": (~batch.ended).sum()}
+        whole = self.mesh.sums(counts | sums | of_answers, "data")
+        means = {name: whole[name] / whole["tokens"].clamp(min=1) for name in sums} | batch.reward_figures
+        means |= {name: whole[name] / whole["answers"] for name in of_answers}
+        # Figures that are not of tokens need a count too: of nothing to learn from, it is 1 over all processes.
+        count = torch.where(whole["count"] > 0, own, 1 / self.mesh.size("data"))
+        metrics = {name: (mean * count).float() for name, mean in means.items()}
         return Loss(total, count, metrics, tokens=batch.rows.ids.numel())
 
     def evaluate(self, model: Any) -> dict[str, float]:
@@ -210,7 +255,7 @@ class GRPO:
         if not held:
             return {}
         found = answers(
-            model,
+            self.placement.whole_copy(model),
             [self.prompt(task) for task in held],
             max_new_tokens=self.settings.max_new_tokens,
             stop=self.tokenizer.stops,
@@ -220,7 +265,7 @@ class GRPO:
 
     def sample(self, model: Any) -> list[str]:
         prompts = [self.prompt(task) for task in self.held[:3]]
-        return shown_answers(model, self.tokenizer, prompts, self.recipe.evaluation)
+        return shown_answers(self.placement.whole_copy(model), self.tokenizer, prompts, self.recipe.evaluation)
 
     def prompt(self, task: corpora.Task) -> list[int]:
         messages = list(task.messages) or [formats.user(task.prompt)]
@@ -232,12 +277,14 @@ class GRPO:
         return execution.autocast(self.recipe.precision, self.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place among the tasks, how many rollouts there were, and answers that further steps will use."""
+        """The place among the tasks, how many rollouts there were, and answers that further steps will use, those of all
+        processes."""
         made = list({id(rollout): rollout for rollout in self.pending}.values())
+        told = self.mesh.texts(json.dumps([saved(rollout) for rollout in made]), "data")
         return {
             "deck": self.deck.state_dict(),
             "rollouts": self.rollouts,
-            "made": [saved(rollout) for rollout in made],
+            "made": [joined_rollouts(parts) for parts in zip(*map(json.loads, told), strict=True)],
             "pending": [next(n for n, each in enumerate(made) if each is rollout) for rollout in self.pending],
         }
 
@@ -248,10 +295,32 @@ class GRPO:
         self.pending = [made[number] for number in state["pending"]]
 
     def restored(self, state: dict[str, Any]) -> Rollout:
-        rows = Rows(torch.tensor(state["ids"]), torch.tensor(state["labels"]))
-        rollout = self.assembled(rows, torch.tensor(state["rewards"]), torch.tensor(state["ended"]))
-        rollout.old = None if state["old"] is None else torch.tensor(state["old"], device=self.device)
+        """This process's share of a rollout, in whole groups."""
+        groups = self.mesh.share(range(len(state["rewards"])), "data")
+        if not groups:
+            raise RecipeError(
+                f"the answers that the run still learns from are to {len(state['rewards'])} prompts, too few for "
+                f"{self.mesh.size('data')} processes with other texts; go on with at most so many"
+            )
+        mine = slice(groups[0] * self.settings.group, (groups[-1] + 1) * self.settings.group)
+        rows = Rows(filled_rows(state["ids"][mine], 0), filled_rows(state["labels"][mine], NO_LABEL))
+        rewards = torch.tensor(state["rewards"][groups[0] : groups[-1] + 1])
+        rollout = self.assembled(rows, rewards, torch.tensor(state["ended"][mine]))
+        rollout.old = None if state["old"] is None else filled_rows(state["old"][mine], 0.0).to(self.device)
         return rollout
+
+
+def filled_rows(rows: Sequence[Sequence[Any]], filling: Any) -> Tensor:
+    """Rows as one tensor, filled on the right: those of other processes may have other lengths."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[filling] * (longest - len(row))] for row in rows])
+
+
+def joined_rollouts(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What several processes have saved of a rollout, one after another."""
+    return {
+        name: None if parts[0][name] is None else [row for part in parts for row in part[name]] for name in parts[0]
+    }
 
 
 def saved(rollout: Rollout) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import torch
 from rich.console import Console
 
 from tilestack import data
-from tilestack.parallel import environment
 from tilestack.parallel.mesh import Mesh
+from tilestack.parallel.placement import Placement
 from tilestack.train import checkpoint
 from tilestack.train.align import dpo, grpo, kto, sft
 from tilestack.train.align.dpo import DPO, DPORecipe
@@ -29,16 +29,14 @@ class Kind:
 
     recipe: type[Recipe]
     texts: Callable[[Any], Iterator[str]]
-    objective: Callable[[Any, Any, data.Tokenizer, torch.device, Path], Objective]
+    objective: Callable[[Any, Placement, data.Tokenizer, torch.device, Path], SFT | DPO | KTO | GRPO]
 
 
 KINDS = {
-    "sft": Kind(SFTRecipe, sft.texts, lambda recipe, model, tokenizer, device, _: SFT(recipe, tokenizer, device)),
+    "sft": Kind(SFTRecipe, sft.texts, lambda *given: SFT(*given[:-1])),
     "dpo": Kind(DPORecipe, dpo.texts, DPO),
     "kto": Kind(KTORecipe, kto.texts, KTO),
-    "grpo": Kind(
-        GRPORecipe, grpo.texts, lambda recipe, model, tokenizer, device, _: GRPO(recipe, model, tokenizer, device)
-    ),
+    "grpo": Kind(GRPORecipe, grpo.texts, lambda *given: GRPO(*given[:-1])),
 }
 
 
@@ -57,23 +55,21 @@ def align(
         raise RecipeError(
             f"precision.fp8_head is for train and sft: {kind} compares log-probabilities, which the head makes without fp8"
         )
-    if environment.launched():
-        raise RecipeError(
-            f"{kind} trains in one process, and {environment.world()} were started; start it without torchrun and --processes. "
-            "train takes several"
-        )
     cache = folder.parent / ".reference"  # beside the run: others of the same model and data find it
 
-    def prepare(_: Console, __: Mesh) -> tuple[data.Tokenizer, MakeObjective]:
-        found = find_tokenizer(KINDS[kind], recipe, folder)
+    def prepare(_: Console, mesh: Mesh) -> tuple[data.Tokenizer, MakeObjective]:
+        found = find_tokenizer(KINDS[kind], recipe, folder, mesh.first)
         tokenizer = found.for_chat(read_template(recipe))
         tokenizer.chat_cache = chats = data.ChatCache(folder / "chats")
 
-        def make(model: Any, device: torch.device, _: Mesh) -> Objective:
+        def make(placement: Placement, device: torch.device) -> Objective:
+            model: Any = placement.model
             ends = (*tokenizer.stops, *found.stops, *model.config.eos)
             model.config = replace(model.config, eos=tuple(dict.fromkeys(ends)))
-            objective = KINDS[kind].objective(recipe, model, tokenizer, device, cache)
-            chats.sweep()
+            objective = KINDS[kind].objective(recipe, placement, tokenizer, device, cache)
+            if mesh.first:
+                chats.sweep()
+            refuse_other_examples(objective.deck.made_of, mesh)
             return objective
 
         return tokenizer, make
@@ -91,12 +87,23 @@ def align(
     )
 
 
-def find_tokenizer(kind: Kind, recipe: Recipe, folder: Path) -> data.Tokenizer:
-    """The tokenizer that the recipe names, else the model's; for a new model, one trained on the recipe's texts."""
+def refuse_other_examples(digest: str, mesh: Mesh) -> None:
+    """Refuse processes of which some have read other examples than the first: what they dealt would not be shares of the
+    same."""
+    told = mesh.texts(digest)
+    if wrong := [rank for rank, found in enumerate(told) if found != told[0]]:
+        raise data.DataError(
+            f"rank {wrong[0]} has read other examples than rank 0; give all machines the same data.files and chat template"
+        )
+
+
+def find_tokenizer(kind: Kind, recipe: Recipe, folder: Path, trains: bool = True) -> data.Tokenizer:
+    """The tokenizer that the recipe names, else the model's; for a new model, one trained on the recipe's texts. A process that
+    does not train one finds what another has."""
     if named := recipe.data.tokenizer or recipe.model.path:
         return data.Tokenizer.load(named)
     kept = folder / "tokenizer"
-    if checkpoint.Checkpoints(folder / "checkpoints", 1).steps() and kept.is_dir():
+    if not trains or (checkpoint.Checkpoints(folder / "checkpoints", 1).steps() and kept.is_dir()):
         return data.Tokenizer.load(kept)
     tokenizer = data.Tokenizer.train(kind.texts(recipe), recipe.data.vocabulary)
     tokenizer.save(kept)

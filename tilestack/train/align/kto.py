@@ -2,7 +2,8 @@
 
 An answer's gain over the reference is held against what the policy has gained on answers that have nothing to do with
 their prompts: each prompt with the answer to the next one. What is raised everywhere is no merit of an answer. Who follows
-whom is fixed for the run, so the reference is asked once about both, as in DPO.
+whom is fixed for the run, so the reference is asked once about both, as in DPO. The gain is a mean over the micro-batches of all
+processes, which together are one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,12 +15,12 @@ import torch
 from torch import Tensor
 
 from tilestack.data import Tokenizer, corpora, formats
+from tilestack.parallel.placement import Placement
 from tilestack.train.align import examples
 from tilestack.train.align.losses import Judgements, kto_losses
 from tilestack.train.align.pairs import Pair, PairObjective, PreferenceData, spoken_pairs
 from tilestack.train.evaluation.log_probs import Rows, log_probs
 from tilestack.train.objective import Loss
-from tilestack.train.recipe import Recipe
 from tilestack.train.settings import setting
 
 
@@ -31,7 +32,7 @@ class KTOSettings:
 
 
 @dataclass(frozen=True)
-class KTORecipe(Recipe):
+class KTORecipe(examples.AlignmentRecipe):
     data: PreferenceData = field(default_factory=PreferenceData)
     kto: KTOSettings = field(default_factory=KTOSettings)
 
@@ -58,7 +59,7 @@ class KTO(PairObjective[Case]):
     def __init__(
         self,
         recipe: KTORecipe,
-        model: torch.nn.Module,
+        placement: Placement,
         tokenizer: Tokenizer,
         device: torch.device,
         cache: Path | None = None,
@@ -66,7 +67,7 @@ class KTO(PairObjective[Case]):
         self.settings = recipe.kto
         found = judgements(recipe.data, recipe.run.seed)
         cases = lambda some: cases_of(tokenizer, some)
-        super().__init__(recipe, model, tokenizer, device, cache, found, cases, "judged answers")
+        super().__init__(recipe, placement, tokenizer, device, cache, found, cases, "judged answers")
 
     def next_batch(self) -> CaseBatch:
         return self.collated(*self.dealt())
@@ -76,10 +77,11 @@ class KTO(PairObjective[Case]):
         return CaseBatch(*self.in_rows(cases, reference), good)
 
     def loss(self, model: Any, batch: CaseBatch) -> Loss:
-        found, good, bad = self.judged(model, batch), batch.good, ~batch.good
-        mean_of = lambda some: (found.rewards * some).sum() / some.sum().clamp(min=1)
-        means = {"reward_good": mean_of(good), "reward_bad": mean_of(bad), "kl": found.divergence}
-        metrics = {name: mean * len(found.losses) for name, mean in means.items()}
+        found, kinds = self.judged(model, batch), {"good": batch.good, "bad": ~batch.good}
+        rewards = {f"reward_{kind}": (found.rewards * some).sum() for kind, some in kinds.items()}
+        sums = self.mesh.sums(rewards | {kind: some.sum() for kind, some in kinds.items()}, "data")
+        means = {f"reward_{kind}": sums[f"reward_{kind}"] / sums[kind].clamp(min=1) for kind in kinds}
+        metrics = {name: mean * len(found.losses) for name, mean in (means | {"kl": found.divergence}).items()}
         return Loss(found.losses.sum(), len(found.losses), metrics, tokens=batch.rows.ids.numel())
 
     def judged(self, model: Any, batch: CaseBatch) -> Judgements:
@@ -87,12 +89,13 @@ class KTO(PairObjective[Case]):
         reference, reference_strangers = batch.reference.chunk(2)
         with torch.no_grad():
             strangers = log_probs(model, Rows(ids[1], labels[1])).sum(-1)
+        gained = strangers - reference_strangers
+        sums = self.mesh.sums({"gained": gained.sum(), "answers": torch.ones_like(gained).sum()}, "data")
         return kto_losses(
             log_probs(model, Rows(ids[0], labels[0])).sum(-1),
             reference,
             batch.good,
-            strangers,
-            reference_strangers,
+            (sums["gained"] / sums["answers"]).to(gained.dtype),
             beta=self.settings.beta,
             weight_good=self.settings.weight_good,
             weight_bad=self.settings.weight_bad,

@@ -77,15 +77,14 @@ def kto_losses(
     log_probs: Tensor,
     reference: Tensor,
     good: Tensor,
-    strangers: Tensor,
-    reference_strangers: Tensor,
+    gained: Tensor,
     beta: float = 0.1,
     weight_good: float = 1.0,
     weight_bad: float = 1.0,
 ) -> Judgements:
-    """KTO's losses from the log-probabilities [answers] of answers and of `strangers`, answers to other prompts: what the
-    policy has gained on those is taken for its divergence from the reference. No gradient flows through it."""
-    divergence = (strangers - reference_strangers).mean().clamp(min=0).detach()
+    """KTO's losses from the log-probabilities [answers] of answers. What the policy has `gained` on answers to other prompts,
+    in the mean over a batch, is taken for its divergence from the reference. No gradient flows through it."""
+    divergence = gained.clamp(min=0).detach()
     h = log_probs - reference
     towards = torch.where(good, h - divergence, divergence - h)
     weights = torch.where(good, weight_good, weight_bad)

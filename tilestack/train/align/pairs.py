@@ -1,7 +1,8 @@
 """What DPO and KTO share: pairs of sequences, what a frozen reference says of both, and an order to deal them in.
 
 The reference is the model as the run found it. What it says of a sequence does not change, so it is asked once, before the
-first step, and only the policy runs after that. No second model is held.
+first step, and only the policy runs after that. No second model is held. Processes with other texts deal the same cards, and
+each takes its share of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from torch import Tensor
 from tilestack.data import Conversation, Tokenizer
 from tilestack.data.corpora import Preference
 from tilestack.data.formats import Judged
+from tilestack.parallel.placement import Placement
 from tilestack.train import execution
 from tilestack.train.align import examples
 from tilestack.train.align.deck import Deck, digest_of
@@ -62,7 +64,7 @@ class PairObjective(Generic[P]):
     def __init__(
         self,
         recipe: Recipe,
-        model: torch.nn.Module,
+        placement: Placement,
         tokenizer: Tokenizer,
         device: torch.device,
         cache: Path | None,
@@ -72,9 +74,11 @@ class PairObjective(Generic[P]):
         with_reference: bool = True,
     ):
         self.recipe, self.tokenizer, self.device, self.has_reference = recipe, tokenizer, device, with_reference
+        self.placement, self.mesh = placement, placement.mesh
         self.prompts = [prompt_ids(tokenizer, each.messages, each.tools) for each in found.held[:2]]
-        self.pairs, sources = self.fitting(pairs(found.learned), found.sources)
-        self.held, _ = self.fitting(pairs(found.held), [0] * len(found.held))
+        with self.mesh.first_alone():  # the others find what it has tokenised
+            self.pairs, sources = self.fitting(pairs(found.learned), found.sources)
+            self.held, _ = self.fitting(pairs(found.held), [0] * len(found.held))
         self.counts = {
             noun: len(found.learned), "too long for data.sequence": len(found.learned) - len(self.pairs),
             "held out": len(found.held), "held out and too long": len(found.held) - len(self.held),
@@ -85,7 +89,7 @@ class PairObjective(Generic[P]):
         if with_reference:
             sequences = [sequence for pair in self.pairs + self.held for sequence in (pair.first, pair.second)]
             with execution.autocast(recipe.precision, device):  # as the policy will be asked
-                asked = reference_log_probs(model, sequences, device, cache).view(-1, 2)
+                asked = reference_log_probs(placement, sequences, device, cache).view(-1, 2)
         self.reference, self.held_reference = asked[: len(self.pairs)], asked[len(self.pairs) :]
         made_of = digest_of(self.pairs, self.held)
         self.deck = Deck(len(self.pairs), recipe.run.seed, sources, found.weights, made_of)
@@ -99,8 +103,8 @@ class PairObjective(Generic[P]):
 
     def dealt(self) -> tuple[list[P], Tensor]:
         """The next pairs, and what the reference says of them, [pairs, 2]."""
-        numbers = self.deck.deal(self.recipe.data.batch)
-        return [self.pairs[number] for number in numbers], self.reference[numbers]
+        numbers = self.mesh.share(self.deck.deal(self.recipe.data.batch * self.mesh.size("data")), "data")
+        return [self.pairs[number] for number in numbers], self.reference[list(numbers)]
 
     def in_rows(self, pairs: Sequence[P], reference: Tensor) -> tuple[Rows, Tensor]:
         """Pairs as rows, the first of each above the second, and what the reference says of each row, [2 · pairs]."""
@@ -114,7 +118,7 @@ class PairObjective(Generic[P]):
             yield self.held[first : first + size], self.held_reference[first : first + size]
 
     def sample(self, model: Any) -> list[str]:
-        return shown_answers(model, self.tokenizer, self.prompts, self.recipe.evaluation)
+        return shown_answers(self.placement.whole_copy(model), self.tokenizer, self.prompts, self.recipe.evaluation)
 
     def state_dict(self) -> dict[str, Any]:
         return self.deck.state_dict()

@@ -1,25 +1,27 @@
 """Supervised fine-tuning: conversations in which only the assistant's answers are learned.
 
 Conversations are packed into rows side by side and kept apart: attention stays within each, positions restart, and no
-label crosses from one to the next. They are packed anew in every round, in an order that follows from seed and round.
+label crosses from one to the next. They are packed anew in every round, in an order that follows from seed and round. All
+processes pack the same rows, and those with other texts take their share of them.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from tilestack.data import Batch, Conversation, Tokenizer, answer_labels, corpora, formats, pack
 from tilestack.data.packing import best_fit, collate
+from tilestack.parallel.placement import Placement
+from tilestack.parallel.sequence import cut_batch
 from tilestack.train.align import examples
 from tilestack.train.align.deck import Deck, digest_of
 from tilestack.train.evaluation.answers import answers, prompt_ids, shown_answers
 from tilestack.train.next_token import next_token_loss
 from tilestack.train.objective import Loss
-from tilestack.train.recipe import Recipe
 from tilestack.train.settings import RecipeError, setting
 
 Sequences = list[tuple[list[int], list[int]]]  # ids and labels of each
@@ -35,7 +37,8 @@ class ConversationData(examples.ArithmeticData):
 
 
 @dataclass(frozen=True)
-class SFTRecipe(Recipe):
+class SFTRecipe(examples.AlignmentRecipe):
+    rows_can_be_shared: ClassVar[bool] = True
     data: ConversationData = field(default_factory=ConversationData)
 
 
@@ -62,12 +65,14 @@ class SFT:
 
     fixed_shapes = True
 
-    def __init__(self, recipe: SFTRecipe, tokenizer: Tokenizer, device: torch.device):
+    def __init__(self, recipe: SFTRecipe, placement: Placement, tokenizer: Tokenizer, device: torch.device):
         self.recipe, self.tokenizer, self.device = recipe, tokenizer, device
+        self.placement, self.mesh = placement, placement.mesh
         found = conversations(recipe.data, recipe.run.seed)
-        self.sequences, sources, left_out = self.tokenised(found.learned, found.sources)
         self.held = found.held
-        self.held_sequences, _, held_left_out = self.tokenised(self.held, [0] * len(self.held))
+        with self.mesh.first_alone():  # the others find what it has tokenised
+            self.sequences, sources, left_out = self.tokenised(found.learned, found.sources)
+            self.held_sequences, _, held_left_out = self.tokenised(self.held, [0] * len(self.held))
         self.counts = {
             "conversations": len(found.learned), "sequences": len(self.sequences), "too long for data.sequence": left_out,
             "held out": len(self.held), "held out and too long": held_left_out,
@@ -106,16 +111,17 @@ class SFT:
 
     def next_batch(self) -> Batch:
         rows: list[list[int]] = []
-        while len(rows) < self.recipe.data.batch:
+        while len(rows) < self.recipe.data.batch * self.mesh.size("data"):
             rows.append(self.rows[self.taken])
             self.taken += 1
             if self.taken == len(self.rows):
                 self.deck.next_round()
                 self.taken, self.rows = 0, self.packed()
-        return self.collated([[self.sequences[number] for number in row] for row in rows])
-
-    def collated(self, rows: Sequence[Sequence[tuple[list[int], list[int]]]]) -> Batch:
-        return collate(rows, self.recipe.data.sequence, self.most).to(self.device)
+        mine = [[self.sequences[number] for number in row] for row in self.mesh.share(rows, "data")]
+        batch = collate(mine, self.recipe.data.sequence, self.most)
+        if (ranks := self.mesh.size("context")) > 1:
+            batch = cut_batch(batch, self.recipe.parallel.context_by, self.mesh.index("context"), ranks)
+        return batch.to(self.device)
 
     def loss(self, model: Any, batch: Batch) -> Loss:
         return Loss(next_token_loss(model, batch), batch.valid, tokens=batch.ids.numel())
@@ -137,7 +143,7 @@ class SFT:
 
     def share_exact(self, model: Any, asked: Sequence[Conversation]) -> float:
         found = answers(
-            model,
+            self.placement.whole_copy(model),
             [self.prompt(each) for each in asked],
             max_new_tokens=self.recipe.evaluation.sample_tokens,
             stop=self.tokenizer.stops,
@@ -148,7 +154,7 @@ class SFT:
 
     def sample(self, model: Any) -> list[str]:
         prompts = [self.prompt(each) for each in self.held[:3] if is_answered(each)]
-        return shown_answers(model, self.tokenizer, prompts, self.recipe.evaluation)
+        return shown_answers(self.placement.whole_copy(model), self.tokenizer, prompts, self.recipe.evaluation)
 
     def prompt(self, conversation: Conversation) -> list[int]:
         return prompt_ids(self.tokenizer, conversation.messages[:-1], conversation.tools)

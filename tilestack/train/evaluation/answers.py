@@ -31,35 +31,43 @@ def answers(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
+    first: int = 0,
 ) -> list[list[int]]:
     """Token ids that follow each prompt, the one it stopped at included; one that did not stop lacks it.
 
-    What is drawn for a prompt depends on the seed and its place among the prompts, not on what is drawn beside it.
+    What is drawn for a prompt depends on the seed and its place among the prompts, not on what is drawn beside it; these are
+    the prompts from the place `first` on.
     """
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=max_new_tokens, stop_ids=tuple(stop),
         ignore_eos=True,
     )  # fmt: skip
-    return [output.completions[0].ids for output in answer_all(model, requests_of(prompts, params, seed))]
+    return [output.completions[0].ids for output in answer_all(model, requests_of(prompts, params, seed, first))]
 
 
 def answers_and_log_probs(
-    model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stop: Sequence[int], seed: int = 0
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop: Sequence[int],
+    seed: int = 0,
+    first: int = 0,
 ) -> tuple[list[list[int]], list[list[float]]]:
     """`answers` at temperature 1 in the batch-invariant mode, and the log-probability of each of their tokens, which
     `invariant_log_probs` finds again to the bit."""
     params = SamplingParams(
         temperature=1.0, max_tokens=max_new_tokens, stop_ids=tuple(stop), ignore_eos=True, logprobs=0
     )
-    outputs = answer_all(model, requests_of(prompts, params, seed), batch_invariant=True)
+    outputs = answer_all(model, requests_of(prompts, params, seed, first), batch_invariant=True)
     found = [output.completions[0] for output in outputs]
     return [each.ids for each in found], [[told.logprob for told in each.logprobs] for each in found]
 
 
-def requests_of(prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[Request]:
+def requests_of(prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int, first: int = 0) -> list[Request]:
     """A request for each prompt, each with a seed of its own."""
     seeded = lambda number: replace(params, seed=(seed * 1_000_003 + number) % 2**62)
-    return [Request(f"{number}", list(prompt), seeded(number)) for number, prompt in enumerate(prompts)]
+    return [Request(f"{number}", list(prompt), seeded(number)) for number, prompt in enumerate(prompts, first)]
 
 
 def answer_all(

@@ -79,6 +79,8 @@ def log_probs(model: Any, rows: Rows, temperature: float = 1.0) -> Tensor:
     if temperature != 1.0:
         # The head is linear, and c · tanh(x / c) / T is c/T · tanh((x/T) / (c/T)).
         hidden, softcap = hidden / temperature, softcap / temperature
+    if (divided := getattr(model, "head_losses", None)) is not None:
+        return -divided(hidden, model.head_weight, rows.labels, softcap)
     hidden, weight, _ = lowered(hidden, model.head_weight, None)
     return -ops.linear_cross_entropy(
         hidden, weight, rows.labels, ignore_index=NO_LABEL, softcap=softcap, reduction="none"

@@ -22,7 +22,7 @@ from tilestack.parallel.sequence import refuse_sharing
 from tilestack.parallel.stages import refuse_stages
 from tilestack.parallel.tensor import refuse_split
 from tilestack.train import checkpoint, execution, flops
-from tilestack.train.errors import Interrupted
+from tilestack.train.errors import AFTER_A_LOSS, Interrupted
 from tilestack.train.loop import Trainer
 from tilestack.train.metrics import Progress, load_trackers, plot_run
 from tilestack.train.objective import Objective
@@ -39,8 +39,8 @@ from tilestack.train.run.folder import RunFolder
 from tilestack.train.run.provenance import changes
 from tilestack.train.settings import RecipeError
 
-# Of the model as the run finds it, its device, and this process's place among those of the run.
-MakeObjective = Callable[[Any, torch.device, Mesh], Objective]
+# Of the model as the run finds it, placed among the processes of the run, and its device.
+MakeObjective = Callable[[Placement, torch.device], Objective]
 PrepareData = Callable[[Console, Mesh], tuple[data.Tokenizer, MakeObjective]]
 
 
@@ -72,7 +72,8 @@ def follow(
             f"parallel.pipeline = {sides.pipeline} is for `tilestack train`, whose rows all have data.sequence tokens, and this is "
             f"{command}; set it to 1"
         )
-    with joined(recipe.run.device, tensor=sides.tensor, context=sides.context, pipeline=sides.pipeline) as mesh:
+    grid = dict(tensor=sides.tensor, context=sides.context, pipeline=sides.pipeline)
+    with joined(recipe.run.device, **grid, advice=AFTER_A_LOSS) as mesh:
         console = (console or Console(stderr=True)) if mesh.first else Console(quiet=True)
         if not mesh.first:
             mesh.wait_for_all()  # until the folder and the data are ready
@@ -154,7 +155,7 @@ def make_trainer(
     work = flops.per_token(model, recipe.data.sequence), flops.peak(device, recipe.precision) * mesh.world
     placement = Placement(model, mesh, recipe.parallel.shard, device, recipe.parallel.schedule)
     execution.set_precision(model, recipe.precision, device)  # before a reference is asked, or copied
-    objective = make_objective(model, device, mesh)
+    objective = make_objective(placement, device)
     progress = Progress(recipe, console, *work)
     draw = lambda: plot_run(place.path, recipe.run.name) if mesh.first else None
     trainer = Trainer(
