@@ -37,6 +37,15 @@ class QuantisedLinear(Linear):
             return product(rows.view(input.shape), self.codes, scale, self.product_scale, self.bias, dtype=dtype)
         return ops.linear_weight_only(input, self.codes, self.code_scale, self.code_zero, self.bias)
 
+    def split(self, rows: list[int]) -> list[Codes]:
+        """The codes of so many outputs, and of as many after them, and so on."""
+        parts = [[None] * len(rows) if each is None else each.split(rows) for each in self.kept]
+        return [Codes(*some) for some in zip(*parts, strict=True)]  # type: ignore[arg-type]
+
+    @property
+    def kept(self) -> Codes:
+        return Codes(self.codes, self.code_scale, self.code_zero)
+
 
 PRODUCTS: dict[str, tuple[Callable, Callable]] = dict(
     fp8=(ops.quantise_rows_fp8, ops.linear_fp8), int8=(ops.quantise_rows_int8, ops.linear_int8)
