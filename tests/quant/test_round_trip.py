@@ -5,8 +5,9 @@ import tiny_models as tiny
 import torch
 
 from tilestack import models
+from tilestack.models.weights import rows_of_matrices
 from tilestack.nn import Linear
-from tilestack.quant import SCHEMES, QuantisedLinear, Scheme
+from tilestack.quant import SCHEMES, Codes, QuantisedLinear, Scheme
 from tilestack.quant.linear import quantise_linear
 
 # Rows of whole groups of 32, and of 64 in some layers alone, so that groups differ between layers.
@@ -25,9 +26,13 @@ FAMILIES = ["smollm2", "llama_biased", "qwen3", "phi3", "glm4", "gemma3"]
 def quantised(family, scheme, **sizes):
     """A decoder whose projections are codes, and whose head, where it has one, is not."""
     decoder = tiny.ours(family, **SIZES | sizes)
+    matrices = rows_of_matrices(decoder.config)
     for path, layer in decoder.named_modules():
-        if type(layer) is Linear and path != "head":
-            quantise_linear(layer, scheme)
+        if type(layer) is Linear and path != "head":  # matrix by matrix, as blocks are of one matrix
+            rows = matrices.get(f"{path}.weight", [layer.out_features])
+            parts = [scheme.round_to_nearest(part) for part in layer.weight.split(rows)]
+            codes = Codes(*(None if some[0] is None else torch.cat(some) for some in zip(*parts, strict=True)))
+            quantise_linear(layer, scheme, codes)
     return decoder
 
 

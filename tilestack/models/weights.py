@@ -253,7 +253,10 @@ def unfused(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
         layer, sizes = decoder.get_submodule(path), [piece.rows for piece in pieces]
         if isinstance(layer, QuantisedLinear) and attribute == "weight":
             for piece, codes in zip(pieces, layer.split(sizes), strict=True):
-                packed = written_format(layer.scheme, codes).pack(codes)
+                try:
+                    packed = written_format(layer.scheme, codes).pack(codes)
+                except ValueError as problem:
+                    raise CheckpointError(f"{piece.layer} cannot be written: {problem}") from problem
                 yield from ((f"{piece.layer}.{kind}", tensor) for kind, tensor in packed.items())
         elif parameters[name].is_meta:
             raise CheckpointError(

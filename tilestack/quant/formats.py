@@ -97,9 +97,11 @@ class PlainCodes(CodeFormat):
 
     def pack(self, codes: Codes) -> dict[str, Tensor]:
         """The tensors that hold some codes."""
-        scale = codes.scale
+        scale, (rows, inner) = codes.scale, codes.codes.shape
         if self.scheme.blocks:
-            scale = scale[::BLOCK, :: scale.shape[1] * BLOCK // codes.codes.shape[1]]
+            scale = scale[::BLOCK, :: scale.shape[1] * BLOCK // inner]
+            if not scale_of_rows(scale, rows, inner).equal(codes.scale):
+                raise ValueError("its blocks do not begin with it: quantise each matrix of a fused layer by itself")
         found = {"weight": codes.codes, self.scale_name: scale.contiguous()}
         return found if codes.zero is None else found | {"weight_zero_point": codes.zero}
 

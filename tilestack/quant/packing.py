@@ -22,15 +22,21 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     codes = torch.nn.functional.pad(codes, (0, words_of(codes.shape[-1], bits) * WORD // bits - codes.shape[-1]))
     if bits == 4:
         codes = codes[..., ::2] | codes[..., 1::2] << 4
-    return codes.contiguous().view(torch.int32)
+    return as_dtype(codes, torch.int32)
 
 
 def unpack_words(words: Tensor, bits: int, codes: int) -> Tensor:
     """The first `codes` codes of words [..., N] of int32."""
-    found = words.contiguous().view(torch.uint8)
+    found = as_dtype(words, torch.uint8)
     if bits == 4:
         found = torch.stack((found & 15, found >> 4), -1).flatten(-2)
     return found[..., :codes]
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes of rows as numbers of another size. Flat, as PyTorch minds the strides of dimensions of 1."""
+    inner = x.shape[-1] * x.element_size() // dtype.itemsize
+    return x.reshape(-1).view(dtype).view(*x.shape[:-1], inner)
 
 
 def signed(codes: Tensor) -> Tensor:
