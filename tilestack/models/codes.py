@@ -124,7 +124,7 @@ def different(one: Piece, other: Piece) -> str:
 def quantization_config_of(decoder: Decoder) -> dict[str, Any] | None:
     """What a config.json says of a decoder's codes; None where it has none."""
     written: dict[str, PlainCodes | PackedCodes] = {}
-    ignored: set[str] = set()
+    ignored = {"lm_head"}  # in other libraries it is a layer of its own where it is tied, too
     for name, pieces in layout(decoder.config).items():
         path, _, attribute = name.rpartition(".")
         layer = decoder.get_submodule(path)
