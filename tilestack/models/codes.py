@@ -3,15 +3,16 @@
 A checkpoint quantises q, k and v one by one, and here they are rows of one matrix; so are their codes and scales.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilestack.models.decoder import Decoder
 from tilestack.models.quantised_config import written_config
-from tilestack.models.weights import CheckpointError, Piece, Source, layout, mismatches
+from tilestack.models.weights import CheckpointError, Piece, Source, layout, mismatches, unfused
 from tilestack.nn import Linear, Router
 from tilestack.quant import Codes, QuantisedLinear
 from tilestack.quant.formats import CodeFormat, Kept, PackedCodes, PlainCodes, written_format
@@ -121,18 +122,45 @@ def different(one: Piece, other: Piece) -> str:
     )
 
 
-def quantization_config_of(decoder: Decoder) -> dict[str, Any] | None:
-    """What a config.json says of a decoder's codes; None where it has none."""
-    written: dict[str, PlainCodes | PackedCodes] = {}
-    ignored = {"lm_head"}  # in other libraries it is a layer of its own where it is tied, too
+def pieces_of_codes(decoder: Decoder) -> dict[str, tuple[PlainCodes | PackedCodes, Codes]]:
+    """The codes of a decoder's layers and how they are written, by the Hugging Face names of the weights they stand for."""
+    found = {}
     for name, pieces in layout(decoder.config).items():
         path, _, attribute = name.rpartition(".")
         layer = decoder.get_submodule(path)
         if isinstance(layer, QuantisedLinear) and attribute == "weight":
-            format = written_format(layer.scheme, layer.kept)
-            written |= {piece.layer: format for piece in pieces}
-        elif ".experts." in pieces[0].name:
+            for piece, codes in zip(pieces, layer.split([piece.rows for piece in pieces]), strict=True):
+                found[piece.name] = written_format(layer.scheme, codes), codes
+    return found
+
+
+def written_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a decoder's checkpoint: its weights, views of them, and its codes, packed anew."""
+    coded = pieces_of_codes(decoder)
+    for name, weight in unfused(decoder):
+        layer = name.removesuffix(".weight")
+        if name in coded:
+            format, codes = coded[name]
+            try:
+                yield from ((f"{layer}.{kind}", tensor) for kind, tensor in format.pack(codes).items())
+            except ValueError as problem:
+                raise CheckpointError(f"{layer} cannot be written: {problem}") from problem
+        elif weight.is_meta:
+            raise CheckpointError(
+                f"{layer} has no weight to write: an engine has packed it for a CPU or put adapters beside it"
+            )
+        else:
+            yield name, weight
+
+
+def quantization_config_of(decoder: Decoder) -> dict[str, Any] | None:
+    """What a config.json says of a decoder's codes; None where it has none."""
+    coded = {name.removesuffix(".weight"): format for name, (format, _) in pieces_of_codes(decoder).items()}
+    ignored = {"lm_head"}  # in other libraries it is a layer of its own where it is tied, too
+    for name, pieces in layout(decoder.config).items():
+        path, _, attribute = name.rpartition(".")
+        if ".experts." in pieces[0].name:
             ignored.add(r"re:.*\.experts\..*")
-        elif isinstance(layer, Linear | Router) and attribute == "weight":
-            ignored |= {piece.layer for piece in pieces}
-    return written_config(written, ignored) if written else None
+        elif attribute == "weight" and isinstance(decoder.get_submodule(path), Linear | Router):
+            ignored |= {piece.layer for piece in pieces} - coded.keys()
+    return written_config(coded, ignored) if coded else None

@@ -18,8 +18,7 @@ from tilestack.models.decoder import Decoder
 from tilestack.models.families import FAMILIES
 from tilestack.models.keys import shown
 from tilestack.nn import Router
-from tilestack.quant import QuantisedLinear
-from tilestack.quant.formats import Kept, written_format
+from tilestack.quant.formats import Kept
 
 if TYPE_CHECKING:
     from tilestack.models.codes import StoredCodes
@@ -246,25 +245,11 @@ def shortened(names: list[str]) -> str:
 
 
 def unfused(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The decoder's weights under their Hugging Face names; views of its parameters, no copies. Codes are packed anew."""
+    """The decoder's weights under their Hugging Face names; views of its parameters, no copies."""
     parameters = dict(decoder.named_parameters())
     for name, pieces in layout(decoder.config).items():
-        path, _, attribute = name.rpartition(".")
-        layer, sizes = decoder.get_submodule(path), [piece.rows for piece in pieces]
-        if isinstance(layer, QuantisedLinear) and attribute == "weight":
-            for piece, codes in zip(pieces, layer.split(sizes), strict=True):
-                try:
-                    packed = written_format(layer.scheme, codes).pack(codes)
-                except ValueError as problem:
-                    raise CheckpointError(f"{piece.layer} cannot be written: {problem}") from problem
-                yield from ((f"{piece.layer}.{kind}", tensor) for kind, tensor in packed.items())
-        elif parameters[name].is_meta:
-            raise CheckpointError(
-                f"{path} has no weight to write: it was packed for a CPU, or adapters lie beside its codes"
-            )
-        else:
-            rows = as_rows(parameters[name].detach()).split(sizes)
-            yield from ((piece.name, part) for piece, part in zip(pieces, rows, strict=True))
+        rows = as_rows(parameters[name].detach()).split([piece.rows for piece in pieces])
+        yield from ((piece.name, part) for piece, part in zip(pieces, rows, strict=True))
 
 
 def sharded(tensors: Iterable[tuple[str, Tensor]], most: int) -> list[dict[str, Tensor]]:
