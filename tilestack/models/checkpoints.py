@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Safetensors:
                 raise CheckpointError(f"{file} cannot be read as safetensors: {problem}") from problem
             self.files |= dict.fromkeys(opened.keys(), opened)
 
-    def names(self) -> Iterable[str]:
+    def names(self) -> Collection[str]:
         return self.files
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ class Piece:
 class Source(Protocol):
     """Where tensors come from, by their Hugging Face names."""
 
-    def names(self) -> Iterable[str]: ...
+    def names(self) -> Collection[str]: ...  # in which looking one up takes no time
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype(self, name: str) -> str: ...  # as safetensors calls it
     def read(self, name: str) -> Tensor: ...
@@ -182,7 +182,7 @@ def fill(
 
 def refuse_more_than_there_is(config: ModelConfig, source: Source) -> None:
     """Raise before a decoder is built for layers or experts of which a checkpoint cannot have the tensors."""
-    tensors = sum(1 for _ in source.names())
+    tensors = len(source.names())
     sparse = sum(config.sparse(layer) for layer in range(config.layers))
     for field, needed in (("layers", config.layers), ("experts", sparse * config.experts)):
         if needed > tensors:
@@ -219,7 +219,7 @@ def refuse_mismatch(
 
 def mismatches(expected: Mapping[str, Kept], source: Source) -> dict[str, list[str]]:
     """What is not as it should be, by the kind of fault."""
-    given = set(source.names())
+    given = source.names()
     here = {name: kept for name, kept in expected.items() if name in given}
     one_of = lambda values: " or ".join(map(str, values))
     return {
