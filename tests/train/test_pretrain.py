@@ -263,6 +263,6 @@ def test_codes_do_not_learn(tilestack, small, tmp_path, monkeypatch):
     (tmp_path / "codes").mkdir()
     config = {"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}}
     (tmp_path / "codes" / "config.json").write_text(json.dumps(config))
-    code, said = tilestack("train", small(), "--set", "model.path=codes")
+    code, said = tilestack("train", small(), "--set", "model.path=codes", "--set", "model.config={}")
     assert code == 1
     assert "the weights of codes are codes, which do not learn; start from the model that they were made from" in said
