@@ -12,6 +12,7 @@ from code_models import ALL, SIZES, quantised
 from published import FORMATS, change_config, change_tensors, publish
 
 from tilestack import models
+from tilestack.models.checkpoints import code_formats
 from tilestack.models.quantised_config import formats_of
 
 HOSTILE = [
@@ -184,6 +185,15 @@ def every_key(config, path=()):
     for key, value in config.items():
         yield (*path, key)
         yield from every_key(value, (*path, key)) if isinstance(value, dict) else ()
+
+
+@pytest.mark.parametrize("said", ["awq", ["awq"], 3])
+def test_a_config_that_is_no_object_is_refused_by_its_file(said, tmp_path):
+    folder = written(tmp_path / "model", "awq")
+    change_config(folder, said)
+    for call in (models.load, code_formats):
+        message = line_of(lambda call=call: call(folder))
+        assert message.startswith(f"{folder / 'config.json'}: quantization_config must be an object, not ")
 
 
 @pytest.mark.parametrize("name", ["w4a16", "fp8 blocks", "gptq", "awq", "fp8 by DeepSeek"])

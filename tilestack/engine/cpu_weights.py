@@ -3,8 +3,8 @@
     int8       codes of 8 bits and a scale for each output; activations stay as they are (in W8A8 checkpoints too)
     bfloat16   in the blocks that oneDNN's kernels read, where no compiled step (cpu_step.py) reads them as they are
 
-The head is packed too, beside the embedding that it may share its numbers with; that of a checkpoint of codes stays. What is packed is for inference: a layer
-keeps the shape of its weight and no longer the weight.
+The head is packed too, beside the embedding that it may share its numbers with; beside codes from a checkpoint it stays as it
+is. What is packed is for inference: a layer keeps the shape of its weight and no longer the weight.
 """
 
 import torch
@@ -73,11 +73,10 @@ def pack_int8(layer: Linear) -> None:
 def take_int8(decoder: Decoder) -> None:
     """Let layers of int8 codes be those that the compiled step reads, where an output has one scale and no zero point."""
     for layer in decoder.modules():
-        if isinstance(layer, QuantisedLinear) and layer.codes.dtype == torch.int8 and layer.code_zero is None:
-            scale = layer.code_scale
-            if scale.shape[1] == 1:
+        if isinstance(layer, QuantisedLinear) and layer.codes.dtype == torch.int8:
+            if layer.code_zero is None and layer.code_scale.shape[1] == 1:
                 layer.__class__ = Int8Linear  # type: ignore[assignment]
-                layer.code_scale = scale[:, 0].contiguous()
+                layer.code_scale = layer.code_scale[:, 0].contiguous()
 
 
 def can_block() -> bool:

@@ -148,7 +148,10 @@ def config_of(name: str | Path) -> ModelConfig:
 def code_formats(name: str | Path) -> list[CodeFormat]:
     """The formats of codes that layers of such a model may have; none where it is not quantised, or a .gguf file."""
     path = locate(name)
-    return formats_of(read_json(path / CONFIG)) if path.is_dir() else []
+    try:
+        return formats_of(read_json(path / CONFIG)) if path.is_dir() else []
+    except ConfigError as problem:
+        raise ConfigError(f"{path / CONFIG}: {problem}") from problem
 
 
 def load(
