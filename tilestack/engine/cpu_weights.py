@@ -73,10 +73,11 @@ def pack_int8(layer: Linear) -> None:
 def take_int8(decoder: Decoder) -> None:
     """Let layers of int8 codes be those that the compiled step reads, where an output has one scale and no zero point."""
     for layer in decoder.modules():
-        if isinstance(layer, QuantisedLinear) and layer.codes.dtype == torch.int8:
-            if layer.code_zero is None and layer.code_scale.shape[1] == 1:
-                layer.__class__ = Int8Linear  # type: ignore[assignment]
-                layer.code_scale = layer.code_scale[:, 0].contiguous()
+        if not isinstance(layer, QuantisedLinear) or layer.codes.dtype != torch.int8:
+            continue
+        if layer.code_zero is None and layer.code_scale.shape[1] == 1:
+            layer.__class__ = Int8Linear  # type: ignore[assignment]
+            layer.code_scale = layer.code_scale[:, 0].contiguous()
 
 
 def can_block() -> bool:
