@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tilestack.files import whole_folder
+from tilestack.models.codes import quantization_config_of, stored_codes, written_tensors
 from tilestack.models.config import ModelConfig, listed
 from tilestack.models.decoder import Decoder
 from tilestack.models.gguf import GGUF
 from tilestack.models.keys import TOKENS, ConfigError, check_kinds, shown
+from tilestack.models.quantised_config import formats_of
 from tilestack.models.weights import (
     LONGEST_NAME,
     CheckpointError,
@@ -26,8 +28,8 @@ from tilestack.models.weights import (
     refuse_more_than_there_is,
     sharded,
     shortened,
-    unfused,
 )
+from tilestack.quant.formats import CodeFormat
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"  # what transformers and vLLM generate by: above all, where to stop
@@ -50,11 +52,14 @@ class Safetensors:
                 raise CheckpointError(f"{file} cannot be read as safetensors: {problem}") from problem
             self.files |= dict.fromkeys(opened.keys(), opened)
 
-    def names(self) -> Iterable[str]:
+    def names(self) -> Collection[str]:
         return self.files
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.files[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        return self.files[name].get_slice(name).get_dtype()
 
     def read(self, name: str) -> Tensor:
         return self.files[name].get_tensor(name)
@@ -140,6 +145,15 @@ def config_of(name: str | Path) -> ModelConfig:
     return ModelConfig.from_hf(read_json(path / CONFIG)) if path.is_dir() else GGUF(path).config
 
 
+def code_formats(name: str | Path) -> list[CodeFormat]:
+    """The formats of codes that layers of such a model may have; none where it is not quantised, or a .gguf file."""
+    path = locate(name)
+    try:
+        return formats_of(read_json(path / CONFIG)) if path.is_dir() else []
+    except ConfigError as problem:
+        raise ConfigError(f"{path / CONFIG}: {problem}") from problem
+
+
 def load(
     name: str | Path,
     *,
@@ -152,9 +166,11 @@ def load(
     path = locate(name)
     described = path / CONFIG if path.is_dir() else path
     source: Source
+    formats: list[CodeFormat] = []
     try:
         if path.is_dir():
-            config, source = ModelConfig.from_hf(read_json(described)), Safetensors(path)
+            given = read_json(described)
+            config, formats, source = ModelConfig.from_hf(given), formats_of(given), Safetensors(path)
         else:
             source = GGUF(path)
             config = source.config
@@ -167,7 +183,7 @@ def load(
         refuse_more_than_there_is(config, source)
         with torch.device("meta"):
             decoder = Decoder(config)
-        fill(decoder, source, dtype, device, filled)
+        fill(decoder, source, dtype, device, filled, stored_codes(decoder, source, formats))
     except CheckpointError as problem:
         raise CheckpointError(f"{path}: {problem}") from problem
     return decoder.eval()
@@ -197,10 +213,12 @@ def save(decoder: Decoder, folder: str | Path, *, shard_size: int = SHARD) -> No
 
 def write(decoder: Decoder, folder: Path, shard_size: int) -> None:
     config = decoder.config.to_hf() | {"dtype": str(decoder.embedding.weight.dtype).removeprefix("torch.")}
+    if quantised := quantization_config_of(decoder):
+        config["quantization_config"] = quantised
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if config[name] is not None}
     for name, content in ((CONFIG, config), (GENERATION, ends)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    shards = sharded(unfused(decoder), shard_size)
+    shards = sharded(written_tensors(decoder), shard_size)
     many = len(shards) > 1
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" if many else WEIGHTS for i in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
