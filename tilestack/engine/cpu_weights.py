@@ -3,9 +3,13 @@
     int8       codes of 8 bits and a scale for each output; activations stay as they are (in W8A8 checkpoints too)
     bfloat16   in the blocks that oneDNN's kernels read, where no compiled step (cpu_step.py) reads them as they are
 
+Codes of other kinds are made numbers once, and are then as fast and as large as plain weights.
+
 The head is packed too, beside the embedding that it may share its numbers with; beside codes from a checkpoint it stays as it
 is. What is packed is for inference: a layer keeps the shape of its weight and no longer the weight.
 """
+
+import logging
 
 import torch
 from torch import Tensor
@@ -15,6 +19,8 @@ from tilestack.nn import Linear
 from tilestack.ops.quantised import quantised
 from tilestack.quant import QuantisedLinear
 from tilestack.quant.linear import drop_weight
+
+log = logging.getLogger(__name__)
 
 FEW = 8  # rows for which PyTorch's kernel for codes is faster than to make numbers of them first
 WHOLE = 64  # it leaves out what is no multiple of this in a row
@@ -78,6 +84,27 @@ def take_int8(decoder: Decoder) -> None:
         if layer.code_zero is None and layer.code_scale.shape[1] == 1:
             layer.__class__ = Int8Linear  # type: ignore[assignment]
             layer.code_scale = layer.code_scale[:, 0].contiguous()
+
+
+@torch.no_grad()
+def unpack_codes(decoder: Decoder) -> None:
+    """Make plain layers, in the decoder's dtype, of codes that CPUs have no kernel for: to make numbers of them in every step
+    takes far longer than to read numbers. A layer keeps its `scheme`, to tell what it was."""
+    dtype = decoder.embedding.weight.dtype
+    unpacked = set()
+    for layer in decoder.modules():
+        if isinstance(layer, QuantisedLinear):
+            layer.weight = torch.nn.Parameter(layer.kept.numbers().to(dtype), requires_grad=False)
+            layer.codes = layer.code_scale = layer.code_zero = layer.product_scale = None  # type: ignore[assignment]
+            layer.__class__ = Linear  # type: ignore[assignment]
+            unpacked.add(layer.scheme.weights)
+    if unpacked:
+        log.warning(
+            "codes of %s are unpacked to %s, which takes the memory of a model that is not quantised: CPUs have kernels for int8 "
+            "with a scale for each output alone (W8A16, W8A8)",
+            " and ".join(sorted(unpacked)),
+            str(dtype).removeprefix("torch."),
+        )
 
 
 def can_block() -> bool:

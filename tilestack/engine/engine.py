@@ -26,7 +26,7 @@ from tilestack.engine.outputs import Completion, Delta, TokenLogprob, Usage
 from tilestack.engine.pages import PagePool
 from tilestack.engine.params import RequestError
 from tilestack.engine.pooling import unit_vector
-from tilestack.engine.quantised_weights import has_codes, load_decoder, warn_of_slow_codes, weights_in_words
+from tilestack.engine.quantised_weights import has_codes, load_decoder, weights_in_words
 from tilestack.engine.reading import FEW as FEW_ON_GPU
 from tilestack.engine.runner import Runner, Step
 from tilestack.engine.scheduler import Part, Plan, Scheduler
@@ -94,6 +94,8 @@ class Engine:
             )
         if settings.batch_invariant and (reason := why_not_invariant(decoder)):
             raise ValueError(f"no batch-invariant mode: {reason}")
+        if settings.batch_invariant and has_codes(decoder):  # on a CPU, in a layer of its own or unpacked
+            raise ValueError("no batch-invariant mode: it is for a model as it was trained, and this one is quantised")
         step_tokens = settings.step_tokens or (8192 if weight.device.type == "cuda" else 512)
         if draft is not None:
             check_draft(draft, decoder, self.context)
@@ -160,7 +162,6 @@ class Engine:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"no dtype {settings.dtype}; choose from float32, bfloat16, float16")
         decoder = load_decoder(model, settings.weights, dtype, device)
-        warn_of_slow_codes(decoder)
         tokenizer = Tokenizer.load(model)
         tokenizer.check_against(decoder.config.vocabulary)
         draft = None

@@ -9,21 +9,20 @@ are one, rows of it are looked up as well.
 """
 
 import functools
-import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tilestack import models
-from tilestack.engine.cpu_weights import Int8Linear, pack_for_cpu, take_int8
+from tilestack.engine.cpu_weights import Int8Linear, pack_for_cpu, take_int8, unpack_codes
 from tilestack.models import Decoder
 from tilestack.models.checkpoints import code_formats
 from tilestack.nn import Linear, MoE
 from tilestack.ops.weight_only import PACKED
-from tilestack.quant import SCHEMES, QuantisedLinear
+from tilestack.quant import SCHEMES
 from tilestack.quant.linear import quantise_linear
 
-log = logging.getLogger(__name__)
 FORMATS = dict(fp8=SCHEMES["fp8"], int8=SCHEMES["w8a16"], int4=SCHEMES["w4a16"])
 FP8_CAPABILITY = 8, 9  # of GPUs that convert from and to fp8
 
@@ -84,26 +83,21 @@ def load_decoder(model: str | Path, weights: str | None, dtype: torch.dtype, dev
     decoder = models.load(model, dtype=dtype, device=device, filled=filled)
     if device.type == "cpu":
         take_int8(decoder)
+        unpack_codes(decoder)
     return decoder
 
 
 def has_codes(decoder: Decoder) -> bool:
-    return any(isinstance(layer, QuantisedLinear | Int8Linear) for layer in decoder.modules())
+    """Whether layers are of codes, or were until a CPU had them unpacked."""
+    return bool(formats_of(decoder))
+
+
+def formats_of(decoder: Decoder) -> set[str]:
+    layers: list[Any] = [layer for layer in decoder.modules() if isinstance(layer, Linear)]
+    found = {layer.scheme.weights for layer in layers if hasattr(layer, "scheme")}
+    return found | {"int8" for layer in layers if isinstance(layer, Int8Linear)}
 
 
 def weights_in_words(decoder: Decoder) -> str:
     """What the weights of a decoder's layers are: fp8, int8 or int4 where they are codes, or a dtype."""
-    found = {layer.scheme.weights for layer in decoder.modules() if isinstance(layer, QuantisedLinear)}
-    found |= {"int8" for layer in decoder.modules() if isinstance(layer, Int8Linear)}
-    return " and ".join(sorted(found)) or str(decoder.embedding.weight.dtype).removeprefix("torch.")
-
-
-def warn_of_slow_codes(decoder: Decoder) -> None:
-    """On a CPU, say so where codes have no kernel."""
-    slow = {layer.scheme.weights for layer in decoder.modules() if isinstance(layer, QuantisedLinear)}
-    if slow and decoder.embedding.weight.device.type == "cpu":
-        log.warning(
-            "these codes of %s have no kernel for CPUs: every step makes numbers of all of them, which is slow; int8 with a "
-            "scale for each output (W8A16, W8A8) is fast",
-            " and ".join(sorted(slow)),
-        )
+    return " and ".join(sorted(formats_of(decoder))) or str(decoder.embedding.weight.dtype).removeprefix("torch.")

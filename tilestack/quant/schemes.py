@@ -14,11 +14,12 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tilestack.ops.fp8_tiles import codes_by
 from tilestack.ops.quantised_linear import BLOCK, E4M3
-from tilestack.ops.weight_only import FORMATS, PACKED, quantise_weight
+from tilestack.ops.weight_only import CENTRE, FORMATS, PACKED, quantise_weight, unpack_int4
 
 
 class Codes(NamedTuple):
@@ -27,6 +28,13 @@ class Codes(NamedTuple):
     codes: Tensor  # int8 or float8_e4m3fn [out, in], or two codes of 4 bits a byte, uint8 [out, in / 2]
     scale: Tensor  # [out, groups]; outputs that share a block repeat its scale
     zero: Tensor | None  # int8 [out, groups]
+
+    def numbers(self) -> Tensor:
+        """The weight [out, in] that they stand for, in float32."""
+        packed = self.codes.dtype == torch.uint8
+        groups = (unpack_int4(self.codes) if packed else self.codes).float().unflatten(1, (self.scale.shape[1], -1))
+        zeros = (CENTRE if packed else 0) if self.zero is None else self.zero.float()[..., None]
+        return ((groups - zeros) * self.scale.float()[..., None]).flatten(1)
 
 
 @dataclass(frozen=True)
