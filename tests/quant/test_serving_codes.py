@@ -93,7 +93,7 @@ def test_what_goes_with_no_codes_is_refused(tmp_path):
         Engine.load(tmp_path / "model", settings(weights="int8"))
     saved(tmp_path / "int8", "smollm2", ALL["w8a8"])
     for name in ("model", "int8"):
-        with pytest.raises(ValueError, match="no batch-invariant mode: .* this one is quantised"):
+        with pytest.raises(ValueError, match=r"no batch-invariant mode: .* this one is quantised"):
             Engine.load(tmp_path / name, settings(batch_invariant=True))
 
 

@@ -38,9 +38,8 @@ def micro_batches_kept(schedule: str, processes: int, micro_batches: int) -> flo
     if schedule == "1f1b":
         return min(processes, micro_batches)
     each = STAGES_EACH[schedule]
-    together = micro_batches // max(
-        1, micro_batches // processes
-    )  # pass a stage before they go on to the process's next one
+    # So many pass a stage before they go on to the process's next one.
+    together = micro_batches // max(1, micro_batches // processes)
     return min(each * micro_batches, (each - 1) * together + 2 * (processes - 1) + 1) / each
 
 
@@ -76,9 +75,8 @@ class Pipeline:
         self.group, self.micro_batches, self.shape = model.stage_group, micro_batches, (rows, tokens)
         weight = next(model.parameters())
         self.like = torch.empty(0, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
-        stream = torch.empty(
-            rows, tokens, model.config.hidden, dtype=weight.dtype, device="meta", requires_grad=True
-        )  # by which no shapes have to be asked for
+        # With examples of what goes in and out, stages need not ask each other for shapes.
+        stream = torch.empty(rows, tokens, model.config.hidden, dtype=weight.dtype, device="meta", requires_grad=True)
         ids = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
         stages = [
             PipelineStage(

@@ -124,6 +124,10 @@ class Placement:
         made.set_force_sum_reduction_for_comms(True)  # and by gloo, which knows no other
         if root:
             register_fsdp_forward_method(unit, "run_stage" if self.owners else "hidden")
+            if (
+                self.owners
+            ):  # losses of several micro-batches may wait for their backward, which begins with the head's weight
+                made.set_reshard_after_backward(False, recurse=False)
 
     @property
     def _tensor_place(self) -> tuple[int, int]:
@@ -139,6 +143,8 @@ class Placement:
         """After the last backward of a step: let every parameter have its part of the gradient of all processes' losses."""
         if self.buckets:
             self.buckets.finish()
+        if self.owners:
+            self.reshard()
         for name, param in self.of_model.items():
             if name in self.sharded:
                 self.parameters[name].grad = None if param.grad is None else local_part(param.grad)
@@ -214,7 +220,7 @@ class Placement:
         return self.mesh.size("replicas")
 
     def reshard(self) -> None:
-        """Forget what was gathered for forwards without a backward."""
+        """Forget what was gathered and is kept: for forwards without a backward, and for those of a pipeline."""
         if self.shard:
             self.model.reshard()  # type: ignore[operator]
 
