@@ -12,6 +12,8 @@ from tilestack.nn.lora import add_lora
 from tilestack.parallel.mesh import Layout, Mesh
 from tilestack.parallel.placement import Placement
 from tilestack.train.align import KINDS
+from tilestack.train.align.reference import shared_log_probs
+from tilestack.train.evaluation.log_probs import Scored
 from tilestack.train.settings import read
 
 BATCH = 3  # examples of a process in a micro-batch
@@ -104,6 +106,17 @@ def in_two_processes(_, folder: Path) -> dict[str, torch.Tensor]:
         made = aligned(of, Mesh(Layout.fit(2, **sides)), BATCH, folder / "references")
         found |= {f"{name}: {what}": x for what, x in made.items()}
     return found
+
+
+def reference_in_two_processes(_) -> dict[str, torch.Tensor]:
+    return {name: reference(Mesh(Layout.fit(2)), name == "sharded") for name in ("replicated", "sharded")}
+
+
+def reference(mesh: Mesh, shard: bool) -> torch.Tensor:
+    """What a model says of five sequences, in three batches, so that of two processes one has none left in the end."""
+    placement = Placement(decoder("qwen3"), mesh, shard)
+    sequences = [Scored(list(range(7, 7 + length)), [1] * length) for length in (5, 19, 12, 30, 17)]
+    return shared_log_probs(placement, sequences, CPU, budget=40)
 
 
 def alone(name: str) -> dict[str, torch.Tensor]:

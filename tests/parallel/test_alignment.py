@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from aligned_steps import CASES, alone, in_two_processes
+from aligned_steps import CASES, alone, in_two_processes, reference, reference_in_two_processes
 from ranks import run_ranks
+
+from tilestack.parallel.mesh import Mesh
 
 # What float64 may lose: a few thousand additions in another order, each off by half a unit in the last place at most.
 SLACK = 2**12 * torch.finfo(torch.float64).eps
@@ -28,3 +30,11 @@ def test_processes_align_as_one(ranks, name):
     for what in ("figures", "evaluation"):
         assert torch.equal(second[what], first[what])
     assert float(expected["figures"][:, 0].std()) > 1e-4  # it has learned, or there would be nothing to compare
+
+
+def test_processes_share_what_the_reference_is_asked_and_all_know_it(tmp_path):
+    expected = reference(Mesh(), shard=False)
+    assert len(set(expected.tolist())) == 5
+    for rank in run_ranks(reference_in_two_processes, 2, tmp_path):
+        for found in rank.values():
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilestack.files import whole_file
 from tilestack.parallel.placement import Placement
-from tilestack.train.evaluation.evaluate import batches
+from tilestack.train.evaluation.evaluate import BUDGET, batches
 from tilestack.train.evaluation.log_probs import Scored, log_probs
 from tilestack.train.fp8 import modules_in_fp8
 
@@ -68,7 +68,9 @@ def read_log_probs(path: Path) -> Tensor | None:
 
 
 @torch.no_grad()
-def shared_log_probs(placement: Placement, sequences: Sequence[Scored], device: torch.device | str) -> Tensor:
+def shared_log_probs(
+    placement: Placement, sequences: Sequence[Scored], device: torch.device | str, budget: int = BUDGET
+) -> Tensor:
     """The same, by all processes: those with other texts read a batch each at a time. Who finds none left reads another's
     again, since a model that is divided by rows needs all of them."""
     model, mesh = placement.model, placement.mesh
@@ -76,7 +78,7 @@ def shared_log_probs(placement: Placement, sequences: Sequence[Scored], device: 
     found = torch.zeros(len(sequences), dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
-    parts = batches(model, sequences)
+    parts = batches(model, sequences, budget)
     while some := list(itertools.islice(parts, ranks)):
         numbers, rows = some[min(index, len(some) - 1)]
         sums = log_probs(model, rows.to(device)).double().sum(-1)
