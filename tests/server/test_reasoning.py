@@ -73,7 +73,9 @@ def test_they_stay_text_unless_asked_for_and_in_answers_of_a_form(serve, fake):
     fake.says = lambda _: THINKS + "Oslo"
     plain, split = serve(fake), serve(fake, split_reasoning=True)
     form = {"response_format": {"type": "json_object"}}
-    for url, more in ((plain, {}), (split, form)):
+    strict = {"tools": [TOOL | {"function": TOOL["function"] | {"strict": True}}]}
+    choice = {"structured_outputs": {"choice": ["Oslo"]}}
+    for url, more in ((plain, {}), (split, form), (split, form | strict), (split, choice | strict)):
         message = patient.post(url + "/v1/chat/completions", json={"messages": ASKED} | more).json()["choices"][0][
             "message"
         ]

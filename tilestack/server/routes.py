@@ -54,7 +54,7 @@ def openai_routes(service: Service) -> APIRouter:
         for ids in each:
             service.check_prompt(ids, "prompt")
         prompts = [(ids, completion_params(body, engine.context - len(ids), defaults)) for ids in each]
-        texts = [one if isinstance(one, str) else engine.tokenizer.decode(one) for one in given] if body.echo else []
+        texts = [one if isinstance(one, str) else service.texts.echoed(one) for one in given] if body.echo else []
         answers = CompletionAnswers(body, service.texts, service.head("cmpl", body.model), texts)
         return await service.answer(http, body, prompts, answers)
 
