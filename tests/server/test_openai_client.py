@@ -285,7 +285,8 @@ def test_offsets_are_those_of_the_text_where_special_tokens_are_in_it(ask, fake,
     text = "<|im_start|>the<|im_end|> cat"
     prompt = fake.tokenizer.encode("the" + text, bare=True) if as_ids else text
     choice = ask.completions.create(model="fake", prompt=prompt, max_tokens=0, echo=True, logprobs=1).choices[0]
-    assert choice.text.endswith("<|im_end|> cat") and "<|im_end|>" in choice.logprobs.tokens
+    assert choice.text.endswith("<|im_end|> cat")
+    assert "<|im_end|>" in choice.logprobs.tokens
     assert "".join(choice.logprobs.tokens) == choice.text
     for place, token in zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True):
         assert choice.text[place:].startswith(token)
