@@ -13,6 +13,7 @@ from tilestack.engine.defaults import defaults_line, model_defaults
     [
         ({"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 5}, {"temperature": 0.6, "top_p": 0.9}),
         ({"do_sample": True, "top_k": 20, "min_p": None}, {"temperature": 1.0, "top_k": 20}),
+        ({"do_sample": True, "temperature": 0.6}, {"temperature": 0.6}),
         ({"do_sample": False, "eos_token_id": 2}, {}),
         (None, {}),
     ],

@@ -373,7 +373,7 @@ def test_a_context_is_the_one_that_was_asked_for_or_none(caplog):
 def test_more_answers_than_can_ever_wait_and_run_are_refused_for_good():
     engine = make_engine(max_sequences=2, queue=2)
     request = lambda drawn: Request("r", [1, 2], SamplingParams(n=1, best_of=drawn, max_tokens=2))
-    with pytest.raises(RequestError, match="5 answers, and at most 2 run at a time while 2 wait; ask for 4 or fewer"):
+    with pytest.raises(RequestError, match="5 sequences, and at most 2 run at a time while 2 wait; ask for 4 or fewer"):
         engine.add(request(5))
     serve(engine, [request(4)])
     check_empty(engine)

@@ -63,6 +63,7 @@ ONE_TENSOR = {
     "reduce_columns": lambda x: ops.reduce_sum(x, 0),
     "embedding": lambda x: ops.embedding(LABELS[[0, 2]], x),
     "grouped_linear": lambda x: ops.grouped_linear(x, drawn(2, 8, 40), torch.tensor([1, 3], dtype=torch.int32)),
+    "bmm": lambda x: ops.bmm(x[:, None], drawn(3, 40, 8)),
 }
 NO_GRADIENT = {
     "argmax": lambda x: ops.argmax(x),

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from tilestack.cli import main
-from tilestack.learn.check import syntax_error
+from tilestack.learn import check as checking
+from tilestack.learn.check import Checked, syntax_error
 from tilestack.learn.exercise import EXERCISES
-from tilestack.learn.folder import Folder, State
+from tilestack.learn.finding import Finding
+from tilestack.learn.folder import Folder, State, hash_of
 
 ADD = EXERCISES["add"]
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -58,6 +60,31 @@ def test_a_right_kernel_passes_and_a_wrong_one_is_explained(mine, check):
         "subtracted",
     ):
         assert part in said
+
+
+@pytest.mark.parametrize(
+    ("known", "wrong", "recorded"),
+    [
+        (State.EVERYTHING, None, State.EVERYTHING),  # of all that passed, this was a part
+        (State.EVERYTHING, Finding("it crashed"), State.BEGUN),
+        (State.BEGUN, None, State.PASSES),
+    ],
+)
+def test_what_is_remembered_is_the_most_that_these_bytes_have_passed(mine, monkeypatch, known, wrong, recorded):
+    path = mine.attempt(ADD)
+    mine.record(ADD, hash=hash_of(path), state=known)
+    found = Checked(State.PASSES if wrong is None else State.BEGUN, wrong=wrong)
+    monkeypatch.setattr(checking, "check_apart", lambda *_: found)
+    checking.check(ADD, mine, "cpu", False, 60, lambda *_: None)
+    assert mine.state(ADD) is recorded
+
+
+def test_what_was_edited_while_it_was_checked_has_passed_nothing(mine, monkeypatch):
+    monkeypatch.setattr(
+        checking, "check_apart", lambda _, path, *__: path.write_text("x = 1") and Checked(State.PASSES)
+    )
+    checking.check(ADD, mine, "cpu", False, 60, lambda *_: None)
+    assert mine.state(ADD) is State.BEGUN
 
 
 def test_a_syntax_error_is_found_without_running_anything(mine, check, monkeypatch):

@@ -120,7 +120,7 @@ def test_a_folder_that_is_something_else_is_refused(mine, learn):
     assert "is a file; name a folder" in learn("start", "add")[2]
     mine.path.unlink()
     mine.start(ADD)
-    for text in ("not JSON", "[]", '{"add": 1}'):
+    for text in ("not JSON", "[]", '{"add": 1}', '{"add": {"hints": -1}}', '{"add": {"hints": "2"}}'):
         (mine.path / PROGRESS).write_text(text)
         assert f"{PROGRESS} is not what `tilestack learn` wrote" in learn()[2].replace("\n", " ")
         assert (mine.path / PROGRESS).read_text() == text

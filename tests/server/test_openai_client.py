@@ -6,6 +6,8 @@ import openai
 import pydantic
 import pytest
 
+from tilestack.server.token_text import TokenTexts
+
 TOOL = {
     "type": "function",
     "function": {
@@ -276,6 +278,23 @@ def test_echo_with_log_probabilities(ask, fake, bare):
     assert len(told.tokens) == len(told.text_offset) == len(told.top_logprobs) == len(ids) + 2
     assert "".join(told.tokens) == answer.choices[0].text  # the prompt's first token too, which has no probability
     assert told.text_offset == [len("".join(told.tokens[:place])) for place in range(len(ids) + 2)]
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_offsets_are_those_of_the_text_where_special_tokens_are_in_it(ask, fake, as_ids):
+    text = "<|im_start|>the<|im_end|> cat"
+    prompt = fake.tokenizer.encode("the" + text, bare=True) if as_ids else text
+    choice = ask.completions.create(model="fake", prompt=prompt, max_tokens=0, echo=True, logprobs=1).choices[0]
+    assert choice.text.endswith("<|im_end|> cat")
+    assert "<|im_end|>" in choice.logprobs.tokens
+    assert "".join(choice.logprobs.tokens) == choice.text
+    for place, token in zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True):
+        assert choice.text[place:].startswith(token)
+
+
+def test_a_special_token_that_a_prompt_begins_with_is_in_its_text_or_was_put_before_it(fake):
+    texts, mark = TokenTexts(fake.tokenizer), fake.tokenizer.backend.token_to_id("<|im_start|>")
+    assert [texts.first_text(mark, echoed) for echoed in ("<|im_start|>the", "the")] == ["<|im_start|>", ""]
 
 
 def test_a_prompt_alone_is_scored(ask, fake):

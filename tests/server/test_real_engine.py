@@ -143,6 +143,7 @@ def test_tokens_that_the_model_does_not_know_are_refused(url):
         refused = patient.post(f"{url}/v1/{path}", json={field: [5, 10**6]})
         assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
         assert "token 1000000" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["param"] == field
 
 
 def test_log_probabilities_and_embeddings_of_a_real_model(url):

@@ -73,9 +73,27 @@ def test_they_stay_text_unless_asked_for_and_in_answers_of_a_form(serve, fake):
     fake.says = lambda _: THINKS + "Oslo"
     plain, split = serve(fake), serve(fake, split_reasoning=True)
     form = {"response_format": {"type": "json_object"}}
-    for url, more in ((plain, {}), (split, form)):
+    strict = {"tools": [TOOL | {"function": TOOL["function"] | {"strict": True}}]}
+    choice = {"structured_outputs": {"choice": ["Oslo"]}}
+    for url, more in ((plain, {}), (split, form), (split, form | strict), (split, choice | strict)):
         message = patient.post(url + "/v1/chat/completions", json={"messages": ASKED} | more).json()["choices"][0][
             "message"
         ]
         assert message["content"] == THINKS + "Oslo"
         assert "reasoning_content" not in message
+
+
+@pytest.mark.parametrize(
+    ("begun", "thoughts", "content"),
+    [
+        ("<think>\nA", "city", "Oslo"),
+        ("<think>A</think>\n", None, " city</think>Oslo"),
+        ("A", None, " city</think>Oslo"),
+    ],
+)
+def test_an_answer_that_is_continued_goes_on_within_its_thoughts_or_behind_them(serve, fake, begun, thoughts, content):
+    fake.says = lambda _: " city</think>Oslo"
+    url = serve(fake, split_reasoning=True)
+    asked = {"messages": [*ASKED, {"role": "assistant", "content": begun}], "continue_final_message": True}
+    message = patient.post(url + "/v1/chat/completions", json=asked).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (thoughts, content)

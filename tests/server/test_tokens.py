@@ -65,6 +65,8 @@ def test_what_a_template_does_not_read_is_refused(client, tokenizer, monkeypatch
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": TALK}, "prompt"),
+        ("/tokenize", {"prompt": "a", "tools": [TOOL]}, "tools"),
+        ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
         ("/tokenize", {"messages": TALK * 2}, "messages"),
         ("/tokenize", {"prompt": "\ud800"}, "prompt"),
         ("/tokenize", {"messages": TALK, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),

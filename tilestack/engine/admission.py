@@ -45,7 +45,7 @@ class Admission:
         """Refuse so many sequences of one request where they would not fit if nothing else was there."""
         if self.queue is not None and sequences > self.queue + self.rows:
             raise RequestError(
-                f"{sequences} answers, and at most {self.rows} run at a time while {self.queue} wait; ask for "
+                f"{sequences} sequences, and at most {self.rows} run at a time while {self.queue} wait; ask for "
                 f"{self.queue + self.rows} or fewer, or start with a larger queue or max_sequences",
                 "n",
             )

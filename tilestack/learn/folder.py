@@ -102,7 +102,7 @@ class Folder:
             return {}
         except ValueError:
             found = None
-        if not isinstance(found, dict) or not all(isinstance(known, dict) for known in found.values()):
+        if not isinstance(found, dict) or not all(map(is_record, found.values())):
             raise ValueError(f"{path} is not what `tilestack learn` wrote; move it away, and check your files again")
         return found
 
@@ -113,6 +113,11 @@ class Folder:
 
 
 DEFAULT = Folder(Path("exercises"))
+
+
+def is_record(known: Any) -> bool:
+    """Whether this is what is remembered of an exercise."""
+    return isinstance(known, dict) and isinstance(hints := known.get("hints", 0), int) and hints >= 0
 
 
 def hash_of(path: Path) -> str:

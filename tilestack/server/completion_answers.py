@@ -40,15 +40,18 @@ class CompletionAnswers:
         prompt = number // (self.request.n or 1)
         stream, (ids, _) = running.streams[prompt], running.prompts[prompt]
         told: list[TokenLogprob | None] = list(completion.logprobs)
+        echoed = self.echoed(number)
         if self.request.echo and self.request.logprobs is not None:
             told = [*(stream.prompt_logprobs or []), *told]
         body = {
             "index": number,
-            "text": self.echoed(number) + completion.text,
-            "logprobs": None if self.request.logprobs is None else self.texts.completion(told, first=ids[0]),
+            "text": echoed + completion.text,
+            "logprobs": None,
             "finish_reason": completion.finish,
             "stop_reason": completion.stopped_by,
         }
+        if self.request.logprobs is not None:
+            body["logprobs"] = self.texts.completion(told, first=self.texts.first_text(ids[0], echoed))
         if self.request.prompt_logprobs is not None:
             body["prompt_logprobs"] = self.texts.prompt(stream.prompt_logprobs)
         return body

@@ -13,8 +13,10 @@ OPEN, CLOSE = "<think>", "</think>"
 LAST = 16  # tokens at the end of a prompt, among which the mark is
 
 
-def opens_thoughts(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
-    """Whether a prompt ends with the beginning of thoughts."""
+def opens_thoughts(tokenizer: Tokenizer, prompt: Sequence[int], continued: str = "") -> bool:
+    """Whether an answer begins within thoughts: the prompt ends with their mark, or what is `continued` has not closed them."""
+    if continued.lstrip().startswith(OPEN):
+        return CLOSE not in continued
     return tokenizer.decode(prompt[-LAST:], special=True).rstrip().endswith(OPEN)
 
 

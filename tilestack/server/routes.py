@@ -11,7 +11,7 @@ from tilestack.server.chat_answers import ChatAnswers
 from tilestack.server.completion_answers import CompletionAnswers
 from tilestack.server.errors import ERROR_SCHEMA
 from tilestack.server.limits import check_limits, most
-from tilestack.server.prompts import chat_ids, text_ids
+from tilestack.server.prompts import chat_ids, plain_text, text_ids
 from tilestack.server.reasoning import opens_thoughts
 from tilestack.server.sampling import calls_strictly, chat_params, completion_params
 from tilestack.server.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
@@ -40,7 +40,8 @@ def openai_routes(service: Service) -> APIRouter:
         service.check_prompt(ids, "messages")
         params = chat_params(body, engine.context - len(ids), limits.output_tokens, defaults)
         thinks = service.settings.split_reasoning and (params.structure is None or calls_strictly(body))
-        thinking = opens_thoughts(engine.tokenizer, ids) if thinks else None
+        continued = plain_text(body.messages[-1].content) if body.continue_final_message else ""
+        thinking = opens_thoughts(engine.tokenizer, ids, continued) if thinks else None
         answers = ChatAnswers(body, service.texts, service.head("chatcmpl", body.model), thinking)
         return await service.answer(http, body, [(ids, params)], answers)
 
@@ -54,7 +55,7 @@ def openai_routes(service: Service) -> APIRouter:
         for ids in each:
             service.check_prompt(ids, "prompt")
         prompts = [(ids, completion_params(body, engine.context - len(ids), defaults)) for ids in each]
-        texts = [one if isinstance(one, str) else engine.tokenizer.decode(one) for one in given] if body.echo else []
+        texts = [one if isinstance(one, str) else service.texts.echoed(one) for one in given] if body.echo else []
         answers = CompletionAnswers(body, service.texts, service.head("cmpl", body.model), texts)
         return await service.answer(http, body, prompts, answers)
 

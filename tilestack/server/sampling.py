@@ -65,14 +65,14 @@ def chat_params(request: ChatRequest, room: int, most: int, defaults: Mapping[st
 def chat_structure(request: ChatRequest) -> Structure | None:
     """The form of a chat's answer, from the one field that asks for it."""
     forms = []
-    if request.response_format and request.response_format.type != "text":
+    if has_response_form(request):
         forms.append(response_structure(request.response_format))
     if request.structured_outputs:
         forms.append(structure_of(request.structured_outputs))
     try:
         if must_call(request):
             forms.append(Structure("json_schema", json.dumps(call_schema(callable_tools(request)))))
-        elif calls_strictly(request) and not forms:
+        elif calls_strictly(request):
             forms.append(Structure("grammar", strict_calls(callable_tools(request))))
     except RecursionError:
         raise refuse("the parameters of a tool are nested too deeply", "tools") from None
@@ -85,7 +85,11 @@ def structure_field(request: Sampled) -> str:
     """The field of a request that asks for the form of its answer."""
     if request.structured_outputs:
         return "structured_outputs"
-    return "response_format" if getattr(request, "response_format", None) else "tools"
+    return "response_format" if isinstance(request, ChatRequest) and has_response_form(request) else "tools"
+
+
+def has_response_form(request: ChatRequest) -> bool:
+    return request.response_format is not None and request.response_format.type != "text"
 
 
 def response_structure(form: Any) -> Structure:
@@ -109,9 +113,10 @@ def must_call(request: ChatRequest) -> bool:
 
 
 def calls_strictly(request: ChatRequest) -> bool:
-    """Whether a tool may be called, and then by its schema."""
-    may_call = request.tool_choice in (None, "auto")
-    return may_call and any(tool.function.strict for tool in request.tools or ())
+    """Whether the answer is text in which a tool may be called, and then by its schema: no other form is asked for."""
+    if must_call(request) or request.structured_outputs or has_response_form(request):
+        return False
+    return request.tool_choice != "none" and any(tool.function.strict for tool in request.tools or ())
 
 
 def callable_tools(request: ChatRequest) -> list[Function]:

@@ -94,7 +94,10 @@ class Service:
         prompts = [(ids, SamplingParams()) for ids in texts]
         with ExitStack() as cleanup:
             id = f"embd-{uuid.uuid4().hex}"
-            running = self.begin(http, cleanup, id, request, prompts, pooling=request.pooling or "mean")
+            try:
+                running = self.begin(http, cleanup, id, request, prompts, pooling=request.pooling or "mean")
+            except RequestError as problem:  # of a prompt, or of too many of them
+                raise refuse(str(problem), "input") from problem
             return [each.vector for each in await unless_client_leaves(http, running.completions())]
 
     def begin(

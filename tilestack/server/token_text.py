@@ -35,12 +35,20 @@ class TokenTexts:
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text_of(token), "logprob": max(logprob, LOWEST), "bytes": list(self.bytes_of(token))}
 
-    def completion(self, told: list[TokenLogprob | None], offset: int = 0, first: int | None = None) -> dict[str, Any]:
-        """The `logprobs` of a completion; the `first` token of a prompt has none, and no text where it marks a beginning."""
-        begins = "" if first is None or first in self.special else self.text_of(first)
+    def echoed(self, ids: list[int]) -> str:
+        """A prompt's ids as text, special ones too, but for a first that marks the beginning."""
+        return self.tokenizer.decode(ids[1:] if ids[0] in self.special else ids, special=True)
+
+    def first_text(self, token: int, echoed: str) -> str:
+        """What a prompt's first token has in the text that is echoed: nothing where it was put before it."""
+        text = self.text_of(token)
+        return "" if token in self.special and not echoed.startswith(text) else text
+
+    def completion(self, told: list[TokenLogprob | None], offset: int = 0, first: str = "") -> dict[str, Any]:
+        """The `logprobs` of a completion; those of a prompt begin with its `first` token, which has none."""
         texts, offsets = [], []
         for each in told:
-            texts.append(begins if each is None else self.text_of(each.id))
+            texts.append(first if each is None else self.text_of(each.id))
             offsets.append(offset)
             offset += len(texts[-1])
         return {

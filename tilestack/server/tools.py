@@ -34,10 +34,12 @@ class Found:
 
 
 class CallReader:
-    """Splits one answer, piece by piece, into text and calls; at most `most` calls are given."""
+    """Splits one answer, piece by piece, into text and calls; at most `most` calls are given. The text is what stands around
+    the calls, without the space at its ends where a call is next to it."""
 
     def __init__(self, most: int | None = None):
         self.held, self.inside, self.seen, self.most = "", False, 0, most
+        self.said, self.space = False, ""  # whether there was text, and the space behind it, given if more text follows
 
     def feed(self, piece: str) -> Found:
         """What is certain after this piece."""
@@ -46,7 +48,7 @@ class CallReader:
         while self.inside or OPEN in self.held:
             if not self.inside:
                 before, self.held = self.held.split(OPEN, 1)
-                found.text += before.rstrip() if self.seen == 0 else before.strip()
+                found.text += self._say(before)
                 self.inside = True
             if CLOSE not in self.held:
                 return found
@@ -54,7 +56,7 @@ class CallReader:
             self.inside = False
             self._take(written, CLOSE, found)
         free = len(self.held) - undecided(self.held)
-        found.text += self.held[:free] if self.seen == 0 else self.held[:free].lstrip()
+        found.text += self._say(self.held[:free])
         self.held = self.held[free:]
         return found
 
@@ -64,14 +66,24 @@ class CallReader:
         left, self.held = self.held, ""
         if self.inside:
             self._take(left, "", found)
-        elif left.strip() or self.seen == 0:
-            found.text = left
+        else:
+            found.text = self._say(left)
+        if self.seen == 0:
+            found.text += self.space
         return found
+
+    def _say(self, text: str) -> str:
+        text = self.space + text
+        if self.seen and not self.said:
+            text = text.lstrip()
+        kept = text.rstrip()
+        self.said, self.space = self.said or bool(kept), text[len(kept) :]
+        return kept
 
     def _take(self, written: str, close: str, found: Found) -> None:
         call = parse_call(written)
         if call is None:
-            found.text += OPEN + written + close
+            found.text += self._say(OPEN + written + close)
         elif self.most is None or self.seen < self.most:
             self.seen += 1
             found.calls.append(call)

@@ -24,6 +24,9 @@ class TokenizeRequest(Templated):
     def one_of_both(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise clash("prompt", "give either prompt or messages")
+        for name in Templated.model_fields if self.messages is None else ():
+            if getattr(self, name) is not None:
+                raise clash(name, f"{name} is for messages, and prompt is a text as it is")
         return self
 
 
