@@ -14,6 +14,7 @@ from small_runs import batch, decoder
 
 from tilestack import optim
 from tilestack.parallel import vocabulary
+from tilestack.parallel.collectives import entered, summed
 from tilestack.parallel.mesh import Layout, Mesh
 from tilestack.parallel.placement import Placement, local_part
 from tilestack.parallel.replicas import GradientBuckets
@@ -80,6 +81,17 @@ def late_gradients(group) -> dict[str, torch.Tensor]:
         total.backward()
         buckets.finish()
     return {"before": before} | {f"grad {n}": p.grad for n, p in enumerate(params)}
+
+
+def sums_of_shared(group) -> dict[str, torch.Tensor]:
+    """A sum over ranks of what is used beside it, and the gradient where one arrives at both."""
+    x = torch.full((3,), 2.0, requires_grad=True)
+    together = summed(x * 1, group)
+    mine = x * 1
+    (summed(mine, group) * mine).sum().backward()
+    first, x.grad = x.grad, None
+    (entered(x, group) + x).sum().backward()
+    return {"summed": together, "beside a sum": first, "beside what entered": x.grad}
 
 
 def placed_decoder(mesh: Mesh) -> dict[str, torch.Tensor]:
@@ -185,7 +197,7 @@ def stopped_by_one(texts: Path, folder: Path) -> dict[str, torch.Tensor]:
 
 def pieces(group, texts: Path, folder: Path) -> dict[str, torch.Tensor]:
     mesh = Mesh(Layout(tensor=dist.get_world_size(group)))
-    found = divided_heads(group) | late_gradients(group) | placed_decoder(mesh)
+    found = divided_heads(group) | late_gradients(group) | sums_of_shared(group) | placed_decoder(mesh)
     found["largest"] = torch.tensor(mesh.largest(dist.get_rank(group) * 7 + 2))
     found |= {f"mixture {name}": x for name, x in half_mixtures().items()}
     return found | saved_and_loaded(folder) | stopped_by_one(texts, folder)

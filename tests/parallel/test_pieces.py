@@ -130,6 +130,13 @@ def test_gradients_are_summed_in_the_last_backward_also_where_a_rank_has_none(tw
         assert rank["largest"] == 9
 
 
+def test_what_is_summed_over_ranks_is_left_as_it_was(two):
+    for rank in two[0]:
+        assert rank["summed"].tolist() == [4.0] * 3
+        assert rank["beside a sum"].tolist() == [6.0] * 3  # the sum, 4, and x, 2, as summed passes its gradient on
+        assert rank["beside what entered"].tolist() == [3.0] * 3  # 2 ranks', and its own
+
+
 def test_a_signal_to_one_process_stops_all_after_the_same_step(two):
     ranks, folder = two
     assert [int(rank["code"]) for rank in ranks] == [143, 143]
