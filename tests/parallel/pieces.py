@@ -66,21 +66,23 @@ def divided_heads(group) -> dict[str, torch.Tensor]:
 
 
 def late_gradients(group) -> dict[str, torch.Tensor]:
-    """Sums in buckets of a few bytes, of parameters one of which has a gradient on one rank alone, in two steps."""
+    """Sums in buckets of a few bytes, of parameters one of which has a gradient on one rank alone, and in the next step on all."""
     rank = dist.get_rank(group)
     params = [torch.nn.Parameter(torch.arange(3.0 + n)) for n in range(4)]
     buckets = GradientBuckets(params, group, size=28)
-    used = [p for n, p in enumerate(params) if n != 2 or rank == 0]
-    for _ in range(2):
+    found = {}
+    for step in range(2):
         for param in params:
             param.grad = None
+        used = [p for n, p in enumerate(params) if n != 2 or rank == 0 or step == 1]
         total = sum((p * (rank + 1)).sum() for p in used)
         total.backward(retain_graph=True)  # an earlier micro-batch, which sends nothing
         before = params[0].grad.clone()
         buckets.start()
         total.backward()
         buckets.finish()
-    return {"before": before} | {f"grad {n}": p.grad for n, p in enumerate(params)}
+        found |= {f"grad {n} of step {step}": p.grad for n, p in enumerate(params)}
+    return {"before": before} | found
 
 
 def sums_of_shared(group) -> dict[str, torch.Tensor]:
