@@ -1,6 +1,8 @@
 """What is written is whole or not there, and what somebody else put there stays."""
 
+import errno
 import json
+import os
 
 import pytest
 
@@ -54,6 +56,15 @@ def test_after_an_error_the_old_folder_stands_and_nothing_half_made_is_left(tmp_
         make(tmp_path / "model", weights="2", index=object())
     assert seen(tmp_path / "model") == {"weights": "1"}
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_full_disk_is_said_with_the_file_that_found_it_so(tmp_path):
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '.*loss.html'"),
+        files.whole_file(tmp_path / "loss.html"),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("stop", ["aside", "in place"])

@@ -38,6 +38,10 @@ def whole_file(target: Path) -> Iterator[Path]:
     try:
         yield hidden
         put_in_place(hidden, target)
+    except OSError as problem:
+        if problem.filename is None:  # a full disk's, which says nothing of where
+            problem.filename = str(target)
+        raise
     finally:
         hidden.unlink(missing_ok=True)
 

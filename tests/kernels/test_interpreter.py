@@ -63,3 +63,17 @@ def test_fp8_is_rounded_to_nearest_and_ends_at_the_largest_code(dtype):
     fp8_kernel[(-(-x.numel() // 128),)](x, out, x.numel(), BLOCK=128)
     torch.testing.assert_close(out.float(), x.clamp(-448, 448).to(torch.float8_e4m3fn).float(), equal_nan=True)
     assert out[: codes.numel()].to(dtype).equal(codes)
+
+
+@triton.jit
+def bfloat16_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + at).to(tl.bfloat16))
+
+
+def test_bfloat16_is_rounded_to_nearest_and_ties_to_even():
+    numbers = torch.randn(1016, generator=torch.Generator().manual_seed(0))
+    ends = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, -3.4e38, torch.inf, torch.nan, 1e-40, -0.0])
+    x, out = torch.cat([numbers, ends]), torch.empty(1024, dtype=torch.bfloat16)
+    bfloat16_kernel[(1,)](x, out, BLOCK=1024)
+    torch.testing.assert_close(out, x.bfloat16(), rtol=0, atol=0, equal_nan=True)

@@ -32,7 +32,7 @@ def recipe(texts: Path, steps: int, batch: int, optimizer: str = "sgd", accumula
         "data": {"corpus": "files", "files": [str(texts)], "vocabulary": 301, "validation": 0.2, "sequence": 24, "batch": batch, "accumulate": accumulate},
         "optimizer": {"name": optimizer, "lr": 0.05},
         "schedule": {"name": "constant"},
-        "evaluation": {"every": 2, "batches": 1, "prompts": ["def "], "sample_tokens": 3},
+        "evaluation": {"every": 1, "batches": 1, "prompts": ["def "], "sample_tokens": 3},
         "checkpoint": {"every": 2, "keep": 9},
         "ema": {"decay": 0.9},
         "parallel": parallel,

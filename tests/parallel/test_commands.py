@@ -14,8 +14,12 @@ from types import SimpleNamespace
 
 import pretraining
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tilestack import models
+from tilestack.parallel.launch import launch
+from tilestack.parallel.processes import ProcessLost
 from tilestack.train.checkpoint import Checkpoints
 from tilestack.train.settings import as_toml
 
@@ -105,6 +109,43 @@ def test_what_cannot_be_is_refused_before_any_process_is_started(monkeypatch, ca
     assert ended.value.code == 1
     assert words in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "words"),
+    [
+        (lambda: SignalException("", signal.SIGTERM), 143, ""),
+        (lambda: failed(3), 3, ""),
+        (
+            lambda: failed(-signal.SIGKILL),
+            None,
+            "rank 1 was ended by SIGKILL, as a machine does that runs out of memory",
+        ),
+        (lambda: failed(-signal.SIGSEGV), None, "rank 1 was ended by SIGSEGV; the same command goes on"),
+    ],
+    ids=["asked to stop", "an error", "killed", "crashed"],
+)
+def test_a_launcher_ends_as_its_processes_do(monkeypatch, ended, code, words):
+    def elastic_launch(config, program):
+        assert (config.nproc_per_node, config.max_restarts, program) == (2, 0, sys.executable)
+        assert int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) >= 600  # seconds to save in
+
+        def run(*arguments):
+            assert arguments == ("-m", "tilestack", "train", "demo")
+            raise ended()
+
+        return run
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr("logging.disable", lambda level: None)
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
+    with pytest.raises(ProcessLost, match=words) if words else nullcontext():
+        assert launch(2, ["train", "demo"], "the same command goes on") == code
+
+
+def failed(code: int) -> ChildFailedError:
+    first = ProcessFailure(local_rank=1, pid=7, exitcode=code, error_file="")
+    return ChildFailedError("tilestack", {1: first})
 
 
 @pytest.mark.parametrize(

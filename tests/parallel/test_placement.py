@@ -3,7 +3,9 @@
 import pytest
 import torch
 from ranks import run_ranks
-from small_runs import alone, together
+from small_runs import alone, decoder, together
+
+from tilestack.parallel.placement import Placement
 
 DENSE = ["llama3", "qwen2", "qwen3", "llama_biased", "gemma2"]
 MIXED = ["qwen3_moe"]
@@ -58,3 +60,16 @@ def test_processes_train_as_one(tmp_path, world, parallel, accumulate, checkpoin
         for other in ranks[1:]:
             for name in ("figures", "logits"):
                 assert torch.equal(other[f"{family}: {name}"], ranks[0][f"{family}: {name}"])
+
+
+def test_a_norm_without_a_bound_changes_no_gradient_and_is_not_summed_in_half_precision():
+    model = decoder("qwen3").bfloat16()
+    numbers = torch.Generator().manual_seed(0)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=numbers).bfloat16()
+    before = [param.grad.clone() for param in model.parameters()]
+    norm = Placement(model).clip(0)
+    exact = torch.cat([grad.flatten() for grad in before]).double().norm()
+    assert norm.dtype == torch.float32
+    assert float(norm) == pytest.approx(float(exact), rel=1e-5)
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), before, strict=True))

@@ -152,6 +152,52 @@ def test_communication_is_as_the_formulas_have_it():
     assert of_layout(recipe, pipeline=2).communication == {"pipeline": 4 * 2 * tokens * hidden * width}
 
 
+def test_what_stages_and_shards_keep_beside_their_share():
+    recipe = recipe_of(data={"sequence": 32, "batch": 2})
+    alone, staged = of_layout(recipe), of_layout(recipe, pipeline=2)
+    ends = 4 * 64 * 4 * 64  # embedding, last norm, what the head reads and its gradient: 64 tokens of 64 float32
+    assert staged.activations == alone.activations + ends  # half of the layers, of two micro-batches
+    tied = recipe_of(model={"config": MODEL | {"tie_word_embeddings": True}})
+    one, last = of_layout(tied), of_layout(tied, pipeline=4)
+    head = 97 * 64 * 4
+    assert last.weights == (one.weights - head - 4 * 64) // 4 + head + 4 * 64  # the weight of embedding and head, again
+    layer = sum(4 * parameter.numel() for parameter in described_model(recipe).layers[0].parameters())
+    assert of_layout(recipe, data=4, shard=True).buffers == 2 * 2 * layer  # weights and gradients, of two
+    adapted = of_layout(recipe_of(lora={"rank": 2}))
+    assert (adapted.weights, adapted.gradients, adapted.optimizer) == (alone.weights, 0, 0)
+
+
+def test_a_step_is_arithmetic_and_bubble_and_what_nothing_hides():
+    work = Workload(recipe_of(data={"sequence": 32, "batch": 2, "accumulate": 2}))
+    apart = Cluster(4, node=2)
+    plan = plan_of(work, apart, Sharing(tensor=2, pipeline=2))
+    assert plan.micro_batches == 8
+    assert plan.seconds["bubble"] == pytest.approx(plan.seconds["arithmetic"] / 8)
+    assert plan.seconds["tensor"] == pytest.approx(plan.communication["tensor"] / apart.bandwidth)
+    assert plan.seconds["pipeline"] == pytest.approx(plan.communication["pipeline"] / apart.network)
+    for layout in (Sharing(data=4), Sharing(data=4, shard=True)):
+        quick = plan_of(work, Cluster(4, bandwidth=1e15), layout)
+        ((_, sent),), arithmetic = quick.communication.items(), quick.seconds["arithmetic"]
+        slow = plan_of(work, Cluster(4, bandwidth=sent / arithmetic / 3), layout)
+        assert quick.seconds["not hidden"] == 0
+        assert slow.seconds["not hidden"] == pytest.approx(2 * arithmetic)
+
+
+def test_key_heads_are_sent_as_often_as_they_are_repeated():
+    one_head = recipe_of(model={"config": MODEL | {"num_key_value_heads": 1}}, precision=MASTER)
+    heads = of_layout(one_head, context=2, method="heads").communication["heads"]
+    assert heads == 2 * 2 * 4 * 32 * 2 * (4 + 2 + 2 + 4) * 24 // 2
+
+
+def test_what_fits_comes_before_what_is_faster():
+    work = Workload(recipe_of())
+    least = min(plan.memory for plan in plans(work, Cluster(8, memory=1)))
+    found = plans(work, Cluster(8, memory=2 * least))
+    fitting = [plan for plan in found if plan.fits]
+    assert found[: len(fitting)] == fitting != found
+    assert min(plan.step for plan in found[len(fitting) :]) < fitting[-1].step
+
+
 def test_a_layout_that_does_not_fit_is_told_from_one_that_does_with_checkpointing():
     recipe = recipe_of(data={"sequence": 32, "batch": 64})
     work = Workload(recipe)

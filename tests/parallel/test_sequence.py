@@ -1,5 +1,7 @@
 """Ranks that share a sequence compute what one process does: attention, losses, and every gradient, in float64."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -8,7 +10,7 @@ from tiny_models import config_of, ours
 from tilestack import models, ops
 from tilestack.data.packing import NO_LABEL, collate
 from tilestack.parallel.heads import attention_by_heads
-from tilestack.parallel.ring import ring_attention, zigzag_of
+from tilestack.parallel.ring import RingContext, ring_attention, zigzag_of
 from tilestack.parallel.sequence import METHODS, SequenceParallel, cut_batch, refuse_sharing
 from tilestack.train.next_token import next_token_loss
 
@@ -175,6 +177,21 @@ def test_what_cannot_be_shared_is_refused_by_its_numbers(family, row, method, ra
     config = models.ModelConfig.from_hf(config_of(family))
     with pytest.raises(ValueError, match=said):
         refuse_sharing(config, row, method, ranks)
+
+
+def test_heads_that_tensor_has_divided_are_fewer_to_deal():
+    config = models.ModelConfig.from_hf(config_of("qwen3"))
+    refuse_sharing(config, 32, "heads", 2, tensor=2)
+    with pytest.raises(ValueError, match="2 heads of queries cannot be dealt to 4 ranks"):
+        refuse_sharing(config, 32, "heads", 4, tensor=2)
+
+
+def test_a_ring_refuses_a_window_that_is_shorter_than_the_row_though_not_than_its_part():
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    context = RingContext(group, METHODS["ring"].places(TOKENS, 0, 2))
+    q = torch.zeros(ROWS, TOKENS // 2, 4, 8)
+    with pytest.raises(ValueError, match="the model has one of 20 tokens"):
+        context.attend(SimpleNamespace(window=20, scale=None, softcap=None), q, q, q)
 
 
 def test_what_can_be_shared_is_not_refused():

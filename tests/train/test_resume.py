@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import multiprocessing
+import os
 import random
 import signal
 import threading
@@ -83,6 +84,14 @@ def test_a_checkpoint_holds_its_step_though_later_ones_come_before_it_is_written
     checkpoints.wait()
     saved = checkpoints.load(1)
     assert (saved.tensors["weights"]["w"].tolist(), saved.state["place"]) == ([1, 1, 1], [1])
+
+
+def test_a_checkpoint_that_could_not_be_written_is_heard_of_before_the_next(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, keep=2, asynchronous=True)
+    monkeypatch.setattr("tilestack.train.checkpoint.write_folder", lambda *_: os.close(-1))
+    checkpoints.save(1, {}, {})
+    with pytest.raises(CheckpointError, match="cannot save the checkpoint of step 1 "):
+        checkpoints.save(2, {}, {})
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(tmp_path, monkeypatch):

@@ -58,7 +58,11 @@ class VocabularyLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        scaled = (None if made is None else made * grad.to(made.dtype) for made in ctx.saved_tensors)
+        # A factor of one dimension is multiplied as it is; rounded to bfloat16, 1 / count would be off in all gradients.
+        scaled = (
+            None if made is None else torch.mul(made, grad[None], out=torch.empty_like(made))
+            for made in ctx.saved_tensors
+        )
         return *scaled, *(None for _ in range(5))
 
 
