@@ -20,7 +20,6 @@ from tilestack import models
         ("llama2", dict(head_dim=15), "head_dim must be even"),
         ("llama2", dict(num_kv_heads=2, num_key_value_head=2), "'num_key_value_head'; did you mean"),
         ("llama2", dict(hidden_act="gelu"), "hidden_act must be silu, not 'gelu'"),
-        ("llama2", dict(quantization_config=dict(quant_method="awq")), "quantised .*awq"),
         ("llama2", dict(rope_scaling=dict(rope_type="proportional")), "rope_type must be one of .*'proportional'"),
         ("llama2", dict(rope_scaling=dict(rope_type="longrope")), "longrope lacks short_factor"),
         ("llama2", dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1"),

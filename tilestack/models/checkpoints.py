@@ -14,10 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tilestack.files import whole_folder
+from tilestack.models.codes import quantization_config_of, stored_codes
 from tilestack.models.config import ModelConfig, listed
 from tilestack.models.decoder import Decoder
 from tilestack.models.gguf import GGUF
 from tilestack.models.keys import TOKENS, ConfigError, check_kinds, shown
+from tilestack.models.quantised_config import formats_of
 from tilestack.models.weights import (
     LONGEST_NAME,
     CheckpointError,
@@ -28,6 +30,7 @@ from tilestack.models.weights import (
     shortened,
     unfused,
 )
+from tilestack.quant.formats import CodeFormat
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"  # what transformers and vLLM generate by: above all, where to stop
@@ -55,6 +58,9 @@ class Safetensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.files[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        return self.files[name].get_slice(name).get_dtype()
 
     def read(self, name: str) -> Tensor:
         return self.files[name].get_tensor(name)
@@ -152,9 +158,11 @@ def load(
     path = locate(name)
     described = path / CONFIG if path.is_dir() else path
     source: Source
+    formats: list[CodeFormat] = []
     try:
         if path.is_dir():
-            config, source = ModelConfig.from_hf(read_json(described)), Safetensors(path)
+            given = read_json(described)
+            config, formats, source = ModelConfig.from_hf(given), formats_of(given), Safetensors(path)
         else:
             source = GGUF(path)
             config = source.config
@@ -167,7 +175,7 @@ def load(
         refuse_more_than_there_is(config, source)
         with torch.device("meta"):
             decoder = Decoder(config)
-        fill(decoder, source, dtype, device, filled)
+        fill(decoder, source, dtype, device, filled, stored_codes(decoder, source, formats))
     except CheckpointError as problem:
         raise CheckpointError(f"{path}: {problem}") from problem
     return decoder.eval()
@@ -197,6 +205,8 @@ def save(decoder: Decoder, folder: str | Path, *, shard_size: int = SHARD) -> No
 
 def write(decoder: Decoder, folder: Path, shard_size: int) -> None:
     config = decoder.config.to_hf() | {"dtype": str(decoder.embedding.weight.dtype).removeprefix("torch.")}
+    if quantised := quantization_config_of(decoder):
+        config["quantization_config"] = quantised
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if config[name] is not None}
     for name, content in ((CONFIG, config), (GENERATION, ends)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -269,6 +269,3 @@ def refuse_unsupported(given: Mapping[str, Any], family: families.Family) -> Non
     for key in ("hidden_act", "hidden_activation"):
         if given.get(key) is not None and given[key] not in names:
             raise ConfigError(f"{key} must be {names[0]}, not {shown(given[key])}")
-    if given.get("quantization_config"):
-        kind = shown(given["quantization_config"].get("quant_method", "unknown"))
-        raise ConfigError(f"the weights are quantised (quantization_config, {kind}); take the unquantised model")

@@ -73,6 +73,9 @@ class GGUF:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(int(size) for size in reversed(self.stored[self.by_hf_name[name]].shape))
 
+    def dtype(self, name: str) -> str:
+        return "F32"  # whatever it is kept in, it is read as this
+
     def read(self, name: str) -> Tensor:
         tensor = self.tensors[self.by_hf_name[name]]
         if name.endswith("norm.weight"):

@@ -2,13 +2,13 @@
 
 Every parameter of ours, seen as rows, is some of theirs one below the other: qkv is q, k and v; gate_up is gate and up;
 all experts' gate_up is gate and up of expert 0, of expert 1, and so on. `layout` lists the pieces of each parameter, and
-both ways follow it.
+both ways follow it. Where a layer is codes, each of their tensors is several: its codes, their scales and so on (codes.py).
 """
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from tilestack.models.decoder import Decoder
 from tilestack.models.families import FAMILIES
 from tilestack.models.keys import shown
 from tilestack.nn import Router
+from tilestack.quant import QuantisedLinear
+from tilestack.quant.formats import Kept, written_format
+
+if TYPE_CHECKING:
+    from tilestack.models.codes import StoredCodes
 
 FEW = 5  # tensors that an error names before it counts the others
 LONGEST_NAME = 200  # of a tensor or file that an error writes out
@@ -34,12 +39,18 @@ class Piece:
     name: str
     rows: int
 
+    @property
+    def layer(self) -> str:
+        """The name of the module whose weight it is."""
+        return self.name.removesuffix(".weight")
+
 
 class Source(Protocol):
     """Where tensors come from, by their Hugging Face names."""
 
     def names(self) -> Iterable[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> str: ...  # as safetensors calls it
     def read(self, name: str) -> Tensor: ...
 
 
@@ -139,13 +150,17 @@ def fill(
     dtype: torch.dtype | None,
     device: torch.device | str,
     filled: Callable[[str, torch.nn.Module], None] | None = None,
+    codes: "Mapping[str, StoredCodes] | None" = None,
 ) -> None:
     """Give a decoder that lies on `meta` its parameters, one piece at a time, in the source's dtype or the one given.
     `filled` gets every module with its path as soon as it has its own, so that it can be made smaller before the next is
-    read."""
-    parameters, pieces = dict(decoder.named_parameters()), layout(decoder.config)
-    refuse_mismatch(parameters, pieces, source, decoder.config)
+    read. `codes` are the parameters that the source has as codes, which stay codes."""
+    parameters, pieces, codes = dict(decoder.named_parameters()), layout(decoder.config), codes or {}
+    refuse_mismatch(parameters, pieces, source, decoder.config, codes)
     for name, parameter in parameters.items():
+        if name in codes:
+            codes[name].put_into(decoder, source, dtype or decoder.embedding.weight.dtype, device)
+            continue
         made = torch.empty(0)
         row = 0
         path, _, attribute = name.rpartition(".")
@@ -182,25 +197,46 @@ def as_rows(parameter: Tensor) -> Tensor:
 
 
 def refuse_mismatch(
-    parameters: Mapping[str, Tensor], pieces: Mapping[str, list[Piece]], source: Source, config: ModelConfig
+    parameters: Mapping[str, Tensor],
+    pieces: Mapping[str, list[Piece]],
+    source: Source,
+    config: ModelConfig,
+    codes: "Mapping[str, StoredCodes]",
 ) -> None:
     """One error for all that is missing, too much, or of another shape."""
-    shapes = {p.name: (p.rows, *parameters[name].shape[1:][-1:]) for name in pieces for p in pieces[name]}
-    given = set(source.names())
-    spare = {name for name in given - shapes.keys() if name.endswith("rotary_emb.inv_freq")}
+    expected: dict[str, Kept] = {}
+    for name, some in pieces.items():
+        of_row = parameters[name].shape[1:][-1:]
+        plain = {piece.name: Kept(((piece.rows, *of_row),)) for piece in some}
+        expected |= codes[name].tensors if name in codes else plain
+    spare = {name for name in source.names() if name.endswith("rotary_emb.inv_freq")}
     spare |= {"lm_head.weight"} if config.tied else set()
-    wrong = [
-        f"{name} is {source.shape(name)} instead of {shape}"
-        for name, shape in shapes.items()
-        if name in given and source.shape(name) != shape
-    ]
-    problems = {
-        "missing": [name for name in shapes if name not in given],
-        "unexpected": sorted(given - shapes.keys() - spare),
-        "of the wrong shape": wrong,
-    }
+    spare |= {name for stored in codes.values() for name in stored.unused(source, expected)}
+    problems = mismatches(expected, source)
+    problems["unexpected"] = sorted({*source.names()} - expected.keys() - spare)
     if said := [f"{len(names)} {kind}: {shortened(names)}" for kind, names in problems.items() if names]:
         raise CheckpointError("the tensors do not fit the configuration; " + "; ".join(said))
+
+
+def mismatches(expected: Mapping[str, Kept], source: Source) -> dict[str, list[str]]:
+    """What is not as it should be, by the kind of fault."""
+    given = set(source.names())
+    here = {name: kept for name, kept in expected.items() if name in given}
+    one_of = lambda values: " or ".join(map(str, values))
+    return {
+        "missing": [name for name, kept in expected.items() if kept.needed and name not in given],
+        "unexpected": [],
+        "of the wrong shape": [
+            f"{name} is {source.shape(name)} instead of {one_of(kept.shapes)}"
+            for name, kept in here.items()
+            if source.shape(name) not in kept.shapes
+        ],
+        "of the wrong dtype": [
+            f"{name} is {source.dtype(name)} instead of {one_of(kept.dtypes)}"
+            for name, kept in here.items()
+            if kept.dtypes and source.dtype(name) not in kept.dtypes
+        ],
+    }
 
 
 def shortened(names: list[str]) -> str:
@@ -210,11 +246,25 @@ def shortened(names: list[str]) -> str:
 
 
 def unfused(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The decoder's weights under their Hugging Face names; views of its parameters, no copies."""
+    """The decoder's weights under their Hugging Face names; views of its parameters, no copies. Codes are packed anew."""
     parameters = dict(decoder.named_parameters())
     for name, pieces in layout(decoder.config).items():
-        rows = as_rows(parameters[name].detach()).split([piece.rows for piece in pieces])
-        yield from ((piece.name, part) for piece, part in zip(pieces, rows, strict=True))
+        path, _, attribute = name.rpartition(".")
+        layer, sizes = decoder.get_submodule(path), [piece.rows for piece in pieces]
+        if isinstance(layer, QuantisedLinear) and attribute == "weight":
+            for piece, codes in zip(pieces, layer.split(sizes), strict=True):
+                try:
+                    packed = written_format(layer.scheme, codes).pack(codes)
+                except ValueError as problem:
+                    raise CheckpointError(f"{piece.layer} cannot be written: {problem}") from problem
+                yield from ((f"{piece.layer}.{kind}", tensor) for kind, tensor in packed.items())
+        elif parameters[name].is_meta:
+            raise CheckpointError(
+                f"{path} has no weight to write: it was packed for a CPU, or adapters lie beside its codes"
+            )
+        else:
+            rows = as_rows(parameters[name].detach()).split(sizes)
+            yield from ((piece.name, part) for piece, part in zip(pieces, rows, strict=True))
 
 
 def sharded(tensors: Iterable[tuple[str, Tensor]], most: int) -> list[dict[str, Tensor]]:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tilestack import ops
 from tilestack.nn import Linear
-from tilestack.quant.schemes import Codes, Scheme
+from tilestack.ops.quantised_linear import BLOCK
+from tilestack.quant.schemes import Codes, Scheme, scale_of_rows
 
 FEW = 64  # rows whose product with codes is taken up by reading them
 
@@ -26,14 +27,24 @@ class QuantisedLinear(Linear):
     codes: Tensor  # [out, in], or [out, in / 2] of 4 bits
     code_scale: Tensor  # [out, groups]
     code_zero: Tensor | None  # [out, groups]
+    product_scale: Tensor | None  # as a product of codes takes it, where there is one: [out], or of blocks
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.scheme.activations and has_many_rows(input):
+        if self.scheme.activations and self.product_scale is not None and has_many_rows(input):
             quantise, product = PRODUCTS[self.scheme.activations]
-            rows, scale = quantise(input)
+            rows, scale = quantise(input.unflatten(-1, (-1, BLOCK)) if self.scheme.blocks else input)
             dtype = f"{input.dtype}".removeprefix("torch.")
-            return product(rows, self.codes, scale, self.code_scale[:, 0], self.bias, dtype=dtype)
+            return product(rows.view(input.shape), self.codes, scale, self.product_scale, self.bias, dtype=dtype)
         return ops.linear_weight_only(input, self.codes, self.code_scale, self.code_zero, self.bias)
+
+    def split(self, rows: list[int]) -> list[Codes]:
+        """The codes of so many outputs, and of as many after them, and so on."""
+        parts = [[None] * len(rows) if each is None else each.split(rows) for each in self.kept]
+        return [Codes(*some) for some in zip(*parts, strict=True)]  # type: ignore[arg-type]
+
+    @property
+    def kept(self) -> Codes:
+        return Codes(self.codes, self.code_scale, self.code_zero)
 
 
 PRODUCTS: dict[str, tuple[Callable, Callable]] = dict(
@@ -53,7 +64,22 @@ def quantise_linear(layer: Linear, scheme: Scheme, codes: Codes | None = None) -
     layer.__class__ = QuantisedLinear
     layer.scheme = scheme  # type: ignore[assignment]
     layer.codes, layer.code_scale, layer.code_zero = found  # type: ignore[assignment]
+    layer.product_scale = scale_of_product(scheme, found)  # type: ignore[assignment]
     drop_weight(layer)
+
+
+def scale_of_product(scheme: Scheme, codes: Codes) -> Tensor | None:
+    """The scales that a product of codes takes, or None where there is no such product: of inputs that stay as they are, and
+    of blocks that do not lie in one grid, as where a matrix is several that end within a block."""
+    if not scheme.activations:
+        return None
+    if not scheme.blocks:
+        return codes.scale[:, 0]
+    rows, inner = codes.codes.shape
+    if inner % BLOCK:
+        return None
+    grid = codes.scale[::BLOCK].contiguous()
+    return grid if scale_of_rows(grid, rows, inner).equal(codes.scale) else None
 
 
 def drop_weight(layer: Linear) -> None:

@@ -7,6 +7,7 @@
     w4a16    4 bits, two to a byte, a scale for 128 numbers of an output  as it is
 
 A number of the weight is (code - zero) · scale. Scales of inputs are found as they come, so nothing about inputs is kept.
+Checkpoints have more than these: other groups, zero points, and fp8 with a scale for 128 by 128 numbers (`blocks`).
 """
 
 import math
@@ -15,6 +16,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from tilestack.ops.fp8_tiles import codes_by
+from tilestack.ops.quantised_linear import BLOCK, E4M3
 from tilestack.ops.weight_only import FORMATS, PACKED, quantise_weight
 
 
@@ -22,7 +25,7 @@ class Codes(NamedTuple):
     """A quantised weight [out, in], as `ops.linear_weight_only` reads it."""
 
     codes: Tensor  # int8 or float8_e4m3fn [out, in], or two codes of 4 bits a byte, uint8 [out, in / 2]
-    scale: Tensor  # [out, groups]
+    scale: Tensor  # [out, groups]; outputs that share a block repeat its scale
     zero: Tensor | None  # int8 [out, groups]
 
 
@@ -34,6 +37,7 @@ class Scheme:
     group: int = 0
     symmetric: bool = True  # otherwise each group has a zero point
     activations: str | None = None  # int8 or fp8: the input's rows become codes where there are many
+    blocks: bool = False  # of fp8: 128 by 128 numbers of a weight share a scale, and 128 of an input's row
 
     def __post_init__(self) -> None:
         if self.weights not in FORMATS:
@@ -43,8 +47,12 @@ class Scheme:
                 f"an input's numbers are int8 or fp8 as the weight's are, or stay as they are; not {self.activations!r} "
                 f"beside {self.weights}"
             )
-        if self.activations and (self.group or not self.symmetric):
-            raise ValueError("products of codes take a scale for each output, without zero points")
+        if self.blocks and (self.weights != "fp8" or self.group != BLOCK):
+            raise ValueError(
+                f"blocks are of fp8, in groups of {BLOCK}, not of {self.weights} in groups of {self.group}"
+            )
+        if self.activations and ((self.group and not self.blocks) or not self.symmetric):
+            raise ValueError("products of codes take a scale for each output or for blocks, without zero points")
 
     def group_of(self, inner: int) -> int:
         """How many numbers share a scale in rows of `inner`: the largest part of `group` that divides them."""
@@ -55,7 +63,17 @@ class Scheme:
         return self.weights != "int4" or inner % PACKED == 0
 
     def round_to_nearest(self, weight: Tensor) -> Codes:
+        if self.blocks:
+            codes, scale = codes_by(weight.detach(), "blocks", E4M3)
+            return Codes(codes, scale_of_rows(scale, *weight.shape), None)
         return Codes(*quantise_weight(weight, self.weights, self.group_of(weight.shape[1]), self.symmetric))
+
+
+def scale_of_rows(blocks: Tensor, rows: int, inner: int) -> Tensor:
+    """Scales of blocks [⌈rows / 128⌉, ⌈inner / 128⌉] as `Codes` have them: [rows, groups], where groups of 128 numbers are as
+    much smaller as it takes for them to be whole."""
+    group = math.gcd(BLOCK, inner)
+    return blocks.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK // group, 1)[:, : inner // group]
 
 
 SCHEMES = {

@@ -1,0 +1,138 @@
+"""Layers of codes in and out: between the tensors of a quantised checkpoint and a decoder's fused layers.
+
+A checkpoint quantises q, k and v one by one, and here they are rows of one matrix; so are their codes and scales.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tilestack.models.decoder import Decoder
+from tilestack.models.quantised_config import written_config
+from tilestack.models.weights import CheckpointError, Piece, Source, layout, mismatches
+from tilestack.nn import Linear, Router
+from tilestack.quant import Codes, QuantisedLinear
+from tilestack.quant.formats import CodeFormat, Kept, PackedCodes, PlainCodes, written_format
+from tilestack.quant.linear import quantise_linear
+
+PLAIN = ("F64", "F32", "BF16", "F16")  # dtypes of numbers, as safetensors calls them
+# Tensors of codes that are not needed: static scales of inputs, which are found as they come, and of keys and values.
+UNUSED = ("input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale")
+UNUSED_ABOVE = ("k_scale", "v_scale")  # of the module that a layer is in
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """A parameter of a decoder's linear layer, as codes that lie in a source."""
+
+    name: str
+    pieces: Sequence[Piece]
+    inner: int
+    format: CodeFormat
+
+    @property
+    def tensors(self) -> dict[str, Kept]:
+        return {
+            name: kept for piece in self.pieces for name, kept in tensors_of(piece, self.inner, self.format).items()
+        }
+
+    def unused(self, source: Source, expected: Mapping[str, Kept]) -> set[str]:
+        """Tensors of these layers that are not needed; also biases of zeros, which GPTQ's files have of every layer."""
+        given, found = set(source.names()), set()
+        for layer in (piece.layer for piece in self.pieces):
+            above, bias = layer.rpartition(".")[0], f"{layer}.bias"
+            found |= {f"{layer}.{name}" for name in UNUSED} | {f"{above}.{name}" for name in UNUSED_ABOVE}
+            if bias in given and bias not in expected and not source.read(bias).any():
+                found.add(bias)
+        return found & given
+
+    def put_into(self, decoder: Decoder, source: Source, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Make the parameter's layer one of these codes, on a device, for inputs of a dtype."""
+        layer = decoder.get_submodule(self.name.removesuffix(".weight"))
+        assert isinstance(layer, Linear)
+        parts = [self.read(piece, source) for piece in self.pieces]
+        codes = Codes(*(None if some[0] is None else torch.cat(some).to(device) for some in zip(*parts, strict=True)))  # type: ignore
+        layer.weight = torch.nn.Parameter(layer.weight.to(dtype), requires_grad=False)
+        quantise_linear(layer, replace(self.format.scheme, symmetric=codes.zero is None), codes)
+
+    def read(self, piece: Piece, source: Source) -> Codes:
+        given = {name.rpartition(".")[2]: name for name in tensors_of(piece, self.inner, self.format)}
+        there = set(source.names())
+        try:
+            found = {kind: source.read(name) for kind, name in given.items() if name in there}
+            return self.format.codes(found, piece.rows, self.inner)
+        except ValueError as problem:
+            raise CheckpointError(f"{piece.layer}: {problem}") from problem
+
+
+def tensors_of(piece: Piece, inner: int, format: CodeFormat) -> dict[str, Kept]:
+    return {f"{piece.layer}.{kind}": kept for kind, kept in format.tensors(piece.rows, inner).items()}
+
+
+def stored_codes(decoder: Decoder, source: Source, formats: Sequence[CodeFormat]) -> dict[str, StoredCodes]:
+    """The parameters that a source has as codes of some formats, by their names; an error for what cannot be read as such."""
+    if not formats:
+        return {}
+    given, found = set(source.names()), {}
+    parameters = dict(decoder.named_parameters())
+    for name, pieces in layout(decoder.config).items():
+        coded = [piece for piece in pieces if has_codes(piece, source, given, formats)]
+        if not coded:
+            continue
+        if len(coded) < len(pieces):
+            plain = next(piece for piece in pieces if piece not in coded)
+            raise CheckpointError(different(coded[0], plain))
+        path = name.removesuffix(".weight")
+        if path == "head" or not (name.endswith(".weight") and isinstance(decoder.get_submodule(path), Linear)):
+            raise CheckpointError(
+                f"{coded[0].layer} holds codes, and of these only the projections of attention and dense feed-forward layers "
+                "are read; take a checkpoint that leaves out the others, or the model that it was made from"
+            )
+        inner = parameters[name].shape[1]
+        own = [format_of(piece, inner, source, formats) for piece in pieces]
+        for piece, format in zip(pieces, own, strict=True):
+            if format != own[0]:
+                raise CheckpointError(different(pieces[0], piece))
+            if reason := format.refused(piece.rows, inner):
+                raise CheckpointError(f"{piece.layer} cannot be read: {reason}")
+        found[name] = StoredCodes(name, pieces, inner, own[0])
+    return found
+
+
+def has_codes(piece: Piece, source: Source, given: set[str], formats: Sequence[CodeFormat]) -> bool:
+    """Whether a source has a weight as codes, or as some of their tensors."""
+    if not piece.name.endswith(".weight") or (piece.name in given and source.dtype(piece.name) in PLAIN):
+        return False
+    return any(f"{piece.layer}.{format.holds}" in given for format in formats)
+
+
+def format_of(piece: Piece, inner: int, source: Source, formats: Sequence[CodeFormat]) -> CodeFormat:
+    """The first format that the tensors of a layer fit, or the one that they are closest to, whose misfits will be named."""
+    faults = lambda format: sum(map(len, mismatches(tensors_of(piece, inner, format), source).values()))
+    return min(formats, key=faults)
+
+
+def different(one: Piece, other: Piece) -> str:
+    return (
+        f"{one.layer} and {other.layer} are kept in different ways, and here they are one matrix; take a checkpoint that "
+        "quantises both alike"
+    )
+
+
+def quantization_config_of(decoder: Decoder) -> dict[str, Any] | None:
+    """What a config.json says of a decoder's codes; None where it has none."""
+    written: dict[str, PlainCodes | PackedCodes] = {}
+    ignored = {"lm_head"}  # in other libraries it is a layer of its own where it is tied, too
+    for name, pieces in layout(decoder.config).items():
+        path, _, attribute = name.rpartition(".")
+        layer = decoder.get_submodule(path)
+        if isinstance(layer, QuantisedLinear) and attribute == "weight":
+            format = written_format(layer.scheme, layer.kept)
+            written |= {piece.layer: format for piece in pieces}
+        elif ".experts." in pieces[0].name:
+            ignored.add(r"re:.*\.experts\..*")
+        elif isinstance(layer, Linear | Router) and attribute == "weight":
+            ignored |= {piece.layer for piece in pieces}
+    return written_config(written, ignored) if written else None
