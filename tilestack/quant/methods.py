@@ -68,6 +68,8 @@ def refuse_method(method: str, scheme: Scheme) -> None:
     """Raise where there is no such method, or it does nothing for a scheme."""
     if method not in METHODS:
         raise ValueError(f"no method {method!r}; choose from {', '.join(METHODS)}")
+    if scheme.blocks and method != "nearest":
+        raise ValueError("blocks of fp8 are rounded to nearest; the other methods are for scales of rows and groups")
     if method == "smooth" and not scheme.activations:
         raise ValueError(
             "smooth is for schemes whose inputs become codes, w8a8 and fp8; for weights alone choose awq or gptq"
