@@ -26,7 +26,9 @@ def codes_of(decoder):
     return {path: layer.kept for path, layer in decoder.named_modules() if isinstance(layer, QuantisedLinear)}
 
 
-USEFUL = [(scheme, method) for scheme in SCHEMES for method in METHODS if method != "smooth" or SCHEMES[scheme].activations]
+USEFUL = [
+    (scheme, method) for scheme in SCHEMES for method in METHODS if method != "smooth" or SCHEMES[scheme].activations
+]
 
 
 @pytest.mark.parametrize(("scheme", "method"), USEFUL)
@@ -39,7 +41,9 @@ def test_every_scheme_and_method_keeps_what_a_model_says(scheme, method):
     relative = (after - before).norm() / before.norm()
     assert 0 < relative < (0.4 if scheme == "w4a16" else 0.1)
     assert set(codes_of(decoder)) == {
-        f"layers.{n}.{name}" for n in range(2) for name in ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")
+        f"layers.{n}.{name}"
+        for n in range(2)
+        for name in ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")
     }
     assert decoder.head is not None
     assert not isinstance(decoder.head, QuantisedLinear)
@@ -133,7 +137,9 @@ def test_what_cannot_be_codes_is_refused_before_anything_is_changed():
             call()
     assert not codes_of(plain)
     quantise(plain, W4)
-    with pytest.raises(ValueError, match="layers.0.attention.qkv is a QuantisedLinear: quantise a model of plain weights"):
+    with pytest.raises(
+        ValueError, match=r"layers.0.attention.qkv is a QuantisedLinear: quantise a model of plain weights"
+    ):
         quantise(plain, W4)
 
 

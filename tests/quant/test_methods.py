@@ -146,7 +146,9 @@ def test_dead_inputs_and_constant_weights_stay_finite_and_near(scheme, method):
 def test_all_inputs_dead_rounds_to_nearest():
     weight, scheme = torch.randn(4, 64), SCHEMES["w4a16"]
     nothing = torch.zeros(64, 64)
-    assert torch.equal(gptq(weight, nothing, scheme).codes, clipped_grid(weight, scheme, nothing[0]).encode(weight).codes)
+    assert torch.equal(
+        gptq(weight, nothing, scheme).codes, clipped_grid(weight, scheme, nothing[0]).encode(weight).codes
+    )
     assert torch.equal(awq_scale(weight, nothing, scheme), torch.ones(64))
     assert torch.equal(smooth_scale(weight, nothing[0]), torch.ones(64))
 
@@ -189,10 +191,10 @@ def test_statistics_are_of_all_rows_whatever_the_batches(kind):
 
 def test_statistics_that_say_nothing_are_refused():
     nothing, infinite = InputStatistics("moments"), InputStatistics("squares")
-    with pytest.raises(ValueError, match="layers.1.mlp.down saw no input"):
+    with pytest.raises(ValueError, match=r"layers.1.mlp.down saw no input"):
         nothing.result("layers.1.mlp.down")
     infinite.add(torch.tensor([[1.0, torch.inf]]))
-    with pytest.raises(ValueError, match="inputs of layers.1.mlp.down are not finite"):
+    with pytest.raises(ValueError, match=r"inputs of layers.1.mlp.down are not finite"):
         infinite.result("layers.1.mlp.down")
 
 

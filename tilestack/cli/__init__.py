@@ -13,7 +13,21 @@ from rich.console import Console
 from rich.markup import escape
 
 import tilestack
-from tilestack.cli import align, bench, chat, demo, evaluate, generate, lab, learn, load, parallel, serve, train
+from tilestack.cli import (
+    align,
+    bench,
+    chat,
+    demo,
+    evaluate,
+    generate,
+    lab,
+    learn,
+    load,
+    parallel,
+    quantize,
+    serve,
+    train,
+)
 from tilestack.cli.common import in_paragraphs
 from tilestack.parallel import environment
 
@@ -30,7 +44,7 @@ PANELS = {
     "Kernels: verify, benchmark, inspect": (lab, bench),
     "Training": (train, align, evaluate),
     "Several GPUs": (parallel,),
-    "Inference and serving": (generate, chat, serve, load),
+    "Inference and serving": (generate, chat, serve, load, quantize),
 }
 
 for panel, parts in PANELS.items():

@@ -42,6 +42,7 @@ PARTS = {
     "train": (*RUN, "json", "backend", "dtype", "recipe", "micro_batch", "sequence"),
     "serve": (*RUN, "json", "backend", "model", "workload"),
     "http": (*RUN, "json", "model"),
+    "quantize": (*RUN, "json", "model"),
     "startup": ("json",),
     "all": None,
 }
@@ -111,7 +112,7 @@ def bench_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="bench serve, bench http: a model's folder, file or name; default: random weights, on a GPU in the shape of Qwen3-0.6B.",
+            help="bench serve, http and quantize: a model's folder, file or name; default: random weights, on a GPU in the shape of Qwen3-0.6B; quantize: smollm2.",
             show_default=False,
         ),
     ] = None,
@@ -130,7 +131,7 @@ def bench_command(
 
     `bench memory` sweeps access patterns, `bench host` times the host cost of calls, `bench optim [NAME]` optimizers,
     `bench train` training steps next to transformers and Liger, `bench serve` the engine next to vLLM and transformers,
-    `bench http` the overhead of HTTP, `bench startup` imports and the command line. `bench all` runs all but the last;
+    `bench http` the overhead of HTTP, `bench quantize` the quality of quantised weights, `bench startup` imports and the command line. `bench all` runs all but the last;
     `make bench` and, on a CPU, `make bench-cpu` reproduce every figure of the documentation.
     """
     refuse_ignored_options(context, operators[0] if operators else "")
@@ -159,6 +160,7 @@ def bench_command(
         ),
         "serve": functools.partial(bench_serving, asked, model, split(backend), split(workload)),
         "http": functools.partial(bench_over_http, asked, model),
+        "quantize": functools.partial(bench_quality, asked, model),
     }
     if everything:
         kernels()
@@ -447,3 +449,22 @@ def bench_over_http(asked: Asked, model: str | None) -> None:
         rows += bench_http.bench_http(asked.place.type, model, tell=Console(stderr=True).print)
         if asked.save:
             results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), rows)
+
+
+def bench_quality(asked: Asked, model: str | None) -> None:
+    """What each scheme and method of quantising costs in quality."""
+    from tilestack.lab import quantisation
+
+    model = model or quantisation.MODEL
+    target = asked.results_file(quantisation.RESULTS)
+    done = {quantisation.way_of(run) for run in quantisation.kept_runs(target)} if asked.stale else set()
+    chosen = [way for way in quantisation.ways() if (model, *way) not in done]
+    if not chosen or asked.is_over():
+        return
+    with asked.measured_rows(target, quantisation.render) as runs:
+        for run in quantisation.measure(chosen, asked.place, Console(stderr=True).print, model):
+            runs.append(run)
+            if asked.save:
+                quantisation.keep(target, asked.stamp, run)
+            if asked.is_over():
+                return

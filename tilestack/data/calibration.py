@@ -17,9 +17,9 @@ from tilestack.data.tokenizer import Tokenizer
 
 BUILTIN = "builtin"
 SURPLUS = 8  # times as many rows are cut from texts as are drawn
-SOURCES = 4 << 20  # bytes of Python's sources
+SOURCES = 2 << 20  # bytes of Python's sources
 HELD_OUT = 8  # one document of so many
-LONGEST = 1 << 14  # characters of a built-in document, so that there are many
+LONGEST = 1 << 12  # characters of a built-in document, so that there are many
 
 
 def builtin_texts(held_out: bool) -> Iterator[str]:
@@ -31,9 +31,10 @@ def builtin_texts(held_out: bool) -> Iterator[str]:
             yield document.text[:LONGEST]
 
 
-def calibration_texts(source: str, held_out: bool = False) -> Iterator[str]:
-    """The texts of a file, folder or dataset, or the built-in ones."""
-    return builtin_texts(held_out) if source == BUILTIN else texts(source)
+def texts_of(sources: Iterable[str], held_out: bool = False) -> Iterator[str]:
+    """The texts of files, folders and datasets, or under the name `builtin` of Python."""
+    for source in sources:
+        yield from builtin_texts(held_out) if source == BUILTIN else texts(source)
 
 
 def calibration_ids(documents: Iterable[str], tokenizer: Tokenizer, samples: int, length: int, seed: int = 0) -> Tensor:
@@ -46,8 +47,8 @@ def calibration_ids(documents: Iterable[str], tokenizer: Tokenizer, samples: int
             break
     if (rows := len(ids) // length) < samples:
         raise DataError(
-            f"the calibration texts have {len(ids):,} tokens, {rows} rows of {length}; {samples} are asked for. "
-            "Give more text, fewer --samples or a smaller --length"
+            f"the calibration texts have {len(ids):,} tokens, {rows} rows of {length}; {samples} are asked for; "
+            "give more text, fewer samples or a smaller length"
         )
     cut = torch.tensor(ids[: rows * length]).view(rows, length)
     return cut[torch.randperm(rows, generator=torch.Generator().manual_seed(seed))[:samples]]

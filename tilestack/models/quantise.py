@@ -63,7 +63,9 @@ def projections(decoder: Decoder, scheme: Scheme, ignore: Sequence[str] = ()) ->
             )
         found[path] = module
     if unused:
-        raise ValueError(f"nothing is named {', '.join(sorted(unused))}; there are paths such as {', '.join(list(found)[:4])}")
+        raise ValueError(
+            f"nothing is named {', '.join(sorted(unused))}; there are paths such as {', '.join(list(found)[:4])}"
+        )
     if not found:
         raise ValueError("there is nothing left to quantise: every projection is ignored")
     return found
@@ -105,7 +107,9 @@ def before_layers(decoder: Decoder, ids: Tensor) -> Stream:
     return [(decoder.embedded(some), None, places_of(decoder.rotary, some.shape, None, Documents())) for some in rows]
 
 
-def recorded(layer: Layer, inner: dict[str, Linear], stream: Stream, kind: str | None, prefix: str) -> dict[str, Tensor]:
+def recorded(
+    layer: Layer, inner: dict[str, Linear], stream: Stream, kind: str | None, prefix: str
+) -> dict[str, Tensor]:
     """Statistics of what the linear layers of a layer read."""
     assert kind is not None
     kept = {name: InputStatistics(kind) for name in inner}
@@ -119,7 +123,8 @@ def recorded(layer: Layer, inner: dict[str, Linear], stream: Stream, kind: str |
 def listening(listeners: Iterable[tuple[Linear, Callable[[Tensor], None]]]):
     """Let functions have the inputs of linear layers."""
     handles = [
-        linear.register_forward_pre_hook(lambda module, given, heard=heard: heard(given[0])) for linear, heard in listeners
+        linear.register_forward_pre_hook(lambda module, given, heard=heard: heard(given[0]))
+        for linear, heard in listeners
     ]
     try:
         yield

@@ -1,10 +1,10 @@
 """The ways to find codes, by name: what each has to know of a layer's inputs, how it scales them, and how it rounds.
 
-    nearest   each number to the nearest on its grid; no calibration
-    clip      grids that reach less far where that is better (clipping.py)
-    gptq      errors are made up for by columns that are still to be rounded (gptq.py)
-    awq       weights of large inputs are made larger first, then clip (awq.py)
-    smooth    large inputs are made smaller first, then nearest (smooth.py); where inputs become codes too
+nearest   each number to the nearest on its grid; no calibration
+clip      grids that reach less far where that is better (clipping.py)
+gptq      errors are made up for by columns that are still to be rounded (gptq.py)
+awq       weights of large inputs are made larger first, then clip (awq.py)
+smooth    large inputs are made smaller first, then nearest (smooth.py); where inputs become codes too
 """
 
 from collections.abc import Callable
