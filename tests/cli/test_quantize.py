@@ -67,7 +67,9 @@ def test_a_quantised_model_is_written_read_and_measured(capsys, folder, texts, t
     assert code == 0, problem
     told = json.loads(said)
     assert told["scheme"] == scheme
-    assert told["method"] == (options[1] if "--method" in options else dict(w4a16="gptq", w8a8="smooth", fp8="nearest")[scheme])
+    assert told["method"] == (
+        options[1] if "--method" in options else dict(w4a16="gptq", w8a8="smooth", fp8="nearest")[scheme]
+    )
     assert bits is None or told["size"]["after"]["bits_per_weight"] == pytest.approx(bits)
     assert told["size"]["before"]["bits_per_weight"] == 16
     assert told["size"]["after"]["bytes"] == pytest.approx(
@@ -76,7 +78,9 @@ def test_a_quantised_model_is_written_read_and_measured(capsys, folder, texts, t
     quality = told["quality"]
     assert 0 < quality["kl"]["value"] < 0.1
     assert 0.3 < quality["agreement"]["value"] <= 1
-    assert quality["after"]["bits_per_byte"]["value"] == pytest.approx(quality["before"]["bits_per_byte"]["value"], rel=0.1)
+    assert quality["after"]["bits_per_byte"]["value"] == pytest.approx(
+        quality["before"]["bits_per_byte"]["value"], rel=0.1
+    )
     assert quality["change"]["error"] < quality["after"]["bits_per_byte"]["error"] + 1e-3
     decoder = models.load(out)
     quantised = [path for path, layer in decoder.named_modules() if isinstance(layer, QuantisedLinear)]
@@ -97,7 +101,14 @@ def test_the_table_says_what_was_lost_and_the_folder_can_be_written_again(capsys
     for _ in range(2):
         code, said, problem = run(capsys, *given)
         assert code == 0, problem
-    for word in ("bits per quantised weight", "16.00", "bits per byte", "perplexity", "KL divergence", "top-1 agreement"):
+    for word in (
+        "bits per quantised weight",
+        "16.00",
+        "bits per byte",
+        "perplexity",
+        "KL divergence",
+        "top-1 agreement",
+    ):
         assert word in said
     assert f"written to {tmp_path / 'out'}" in said.replace("\n", "")
     assert sorted(os.listdir(tmp_path)) == ["out"]
@@ -137,7 +148,11 @@ def test_built_in_texts_are_the_default_and_the_parts_differ(capsys, folder, tmp
 )
 def test_wrong_input_is_one_line_and_writes_nothing(capsys, folder, texts, tmp_path, arguments, problem):
     files = ("--evaluate", texts / "evaluate.jsonl") if "--evaluate" not in arguments else ()
-    files += ("--calibrate", texts / "calibrate.jsonl") if "--calibrate" not in arguments and "--samples" in arguments else ()
+    files += (
+        ("--calibrate", texts / "calibrate.jsonl")
+        if "--calibrate" not in arguments and "--samples" in arguments
+        else ()
+    )
     code, said, told = run(capsys, folder, tmp_path / "out", *files, *arguments)
     assert (code, said) == (1, "")
     assert problem in told
@@ -171,7 +186,9 @@ def test_ctrl_c_leaves_nothing_behind(folder, texts, tmp_path):
     before = sorted(path.name for path in out.iterdir())
     command = [sys.executable, "-m", "tilestack", "quantize", str(folder), str(out), "--device", "cpu", "--samples", "2000",
                "--length", "64", "--calibrate", str(texts_for(tmp_path)), "--evaluate", str(texts / "evaluate.jsonl")]  # fmt: skip
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, stderr=subprocess.PIPE
+    )
     try:
         ends = time.monotonic() + 120
         while not (tmp_path / ".out.tilestack-part").exists() and process.poll() is None and time.monotonic() < ends:
