@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tilestack.models.decoder import Layer
 from tilestack.models.mla import LatentAttention
-from tilestack.nn import MLP, Linear
+from tilestack.nn import MLP, Linear, RMSNorm
 from tilestack.ops.numerics import wide
 
 
@@ -35,7 +35,7 @@ class Fold:
     """
 
     name: str  # of the reader, in its layer
-    maker: torch.nn.Module
+    maker: RMSNorm | Linear
     reader: Linear
     first: int = 0
     rows: int = 0
@@ -44,7 +44,7 @@ class Fold:
 
     @property
     def behind_norm(self) -> bool:
-        return not isinstance(self.maker, Linear)
+        return isinstance(self.maker, RMSNorm)
 
     def by_copy(self, of_inputs: Tensor) -> Tensor:
         """Numbers of the reader's inputs, [in], as [groups, copies, width]."""
@@ -59,7 +59,7 @@ class Fold:
     def apply(self, scale: Tensor) -> Tensor:
         """Divide what is read by scale, [in], equal for copies, and multiply the reader's weight with it. Gives what was
         divided by in the end: of a norm, its new weight is rounded, and the reader's takes up the rest."""
-        if self.behind_norm:
+        if isinstance(self.maker, RMSNorm):
             scale = divide_norm(self.maker, scale)
         else:
             divide_rows(self.maker, self.by_copy(scale)[:, 0].flatten(), self.first, self.rows)
@@ -68,7 +68,7 @@ class Fold:
         return scale
 
 
-def divide_norm(norm: torch.nn.Module, scale: Tensor) -> Tensor:
+def divide_norm(norm: RMSNorm, scale: Tensor) -> Tensor:
     weight, offset = norm.weight, getattr(norm, "offset", 0.0)
     before = wide(weight) + offset
     weight.copy_(before / scale - offset)
@@ -76,7 +76,7 @@ def divide_norm(norm: torch.nn.Module, scale: Tensor) -> Tensor:
     return torch.where(after != 0, before / after, scale)
 
 
-def divide_rows(layer: torch.nn.Module, scale: Tensor, first: int, rows: int) -> None:
+def divide_rows(layer: Linear, scale: Tensor, first: int, rows: int) -> None:
     for parameter in (layer.weight, layer.bias):
         if parameter is not None:
             part = parameter[first : first + rows]

@@ -12,7 +12,7 @@ norms and the head keep their numbers.
 """
 
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -88,12 +88,12 @@ def quantise(
     chosen, way = projections(decoder, scheme, ignore), METHODS[method]
     if way.statistics and ids is None and method != "clip":
         raise ValueError(f"{method} needs calibration texts: give token ids, [samples, length]")
-    calibrated = way.statistics is not None and ids is not None
-    stream = before_layers(decoder, ids) if calibrated else []
+    stream = [] if ids is None or way.statistics is None else before_layers(decoder, ids)
     for number, layer in enumerate(decoder.layers):
+        assert isinstance(layer, Layer)
         prefix = f"layers.{number}."
         inner = {path.removeprefix(prefix): linear for path, linear in chosen.items() if path.startswith(prefix)}
-        statistics = recorded(layer, inner, stream, way.statistics, prefix) if calibrated and inner else {}
+        statistics = recorded(layer, inner, stream, way.statistics, prefix) if way.statistics and stream else {}
         quantise_layer(layer, inner, statistics, scheme, way)
         if number + 1 < len(decoder.layers):
             stream = [(*layer(x, residual, places, Documents()), places) for x, residual, places in stream]
@@ -107,11 +107,8 @@ def before_layers(decoder: Decoder, ids: Tensor) -> Stream:
     return [(decoder.embedded(some), None, places_of(decoder.rotary, some.shape, None, Documents())) for some in rows]
 
 
-def recorded(
-    layer: Layer, inner: dict[str, Linear], stream: Stream, kind: str | None, prefix: str
-) -> dict[str, Tensor]:
+def recorded(layer: Layer, inner: dict[str, Linear], stream: Stream, kind: str, prefix: str) -> dict[str, Tensor]:
     """Statistics of what the linear layers of a layer read."""
-    assert kind is not None
     kept = {name: InputStatistics(kind) for name in inner}
     with listening((linear, kept[name].add) for name, linear in inner.items()):
         for x, residual, places in stream:
@@ -120,7 +117,7 @@ def recorded(
 
 
 @contextmanager
-def listening(listeners: Iterable[tuple[Linear, Callable[[Tensor], None]]]):
+def listening(listeners: Iterable[tuple[Linear, Callable[[Tensor], None]]]) -> Iterator[None]:
     """Let functions have the inputs of linear layers."""
     handles = [
         linear.register_forward_pre_hook(lambda module, given, heard=heard: heard(given[0]))
