@@ -3,10 +3,6 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -179,32 +175,22 @@ def test_a_model_of_codes_or_experts_is_refused_by_name(capsys, folder, texts, t
     assert not (tmp_path / "twice").exists()
 
 
-def test_ctrl_c_leaves_nothing_behind(folder, texts, tmp_path):
-    """Interrupted while it works in its hidden folder, and with what stood there before still in place."""
+@pytest.mark.parametrize(
+    "moment", ["tilestack.models.quantise.quantise_layer", "tilestack.models.checkpoints.save_file"]
+)
+def test_ctrl_c_leaves_nothing_behind_and_what_was_there_in_place(capsys, folder, texts, tmp_path, monkeypatch, moment):
     out = tmp_path / "out"
     shutil.copytree(folder, out)  # with the marker of a folder that tilestack made
-    before = sorted(path.name for path in out.iterdir())
-    command = [sys.executable, "-m", "tilestack", "quantize", str(folder), str(out), "--device", "cpu", "--samples", "2000",
-               "--length", "64", "--calibrate", str(texts_for(tmp_path)), "--evaluate", str(texts / "evaluate.jsonl")]  # fmt: skip
-    process = subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, stderr=subprocess.PIPE
-    )
-    try:
-        ends = time.monotonic() + 120
-        while not (tmp_path / ".out.tilestack-part").exists() and process.poll() is None and time.monotonic() < ends:
-            time.sleep(0.05)
-        assert process.poll() is None, process.stderr.read()
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 130
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["long.txt", "out"]
-    assert sorted(path.name for path in out.iterdir()) == before
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
 
+    def interrupted(*_, **__):
+        assert (tmp_path / ".out.tilestack-part").is_dir()
+        raise KeyboardInterrupt
 
-def texts_for(folder):
-    """Enough text that quantising takes longer than the test."""
-    (folder / "long.txt").write_text((TEXT + "\n") * 8000)
-    return folder / "long.txt"
+    monkeypatch.setattr(moment, interrupted)
+    files = ("--calibrate", texts / "calibrate.jsonl", "--evaluate", texts / "evaluate.jsonl")
+    code, _, said = run(capsys, folder, out, *SMALL, *files)
+    assert code == 130
+    assert "Traceback" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before

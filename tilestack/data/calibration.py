@@ -1,6 +1,6 @@
 """Texts to calibrate and compare quantised models on: those of files, or Python's own, which need no download.
 
-The built-in texts are Python's sources and its manual, code and English prose. An eighth of the documents, by a hash of
+The built-in texts are Python's sources and its manual, code and English prose. A quarter of the documents, by a hash of
 their names, is held out: calibration never reads it, and comparisons read nothing else.
 """
 
@@ -17,9 +17,9 @@ from tilestack.data.tokenizer import Tokenizer
 
 BUILTIN = "builtin"
 SURPLUS = 8  # times as many rows are cut from texts as are drawn
-SOURCES = 2 << 20  # bytes of Python's sources
-HELD_OUT = 8  # one document of so many
-LONGEST = 1 << 12  # characters of a built-in document, so that there are many
+SOURCES = 8 << 20  # bytes of Python's sources
+HELD_OUT = 4  # one document of so many
+LONGEST = 1 << 11  # characters of a built-in document, so that there are many
 
 
 def builtin_texts(held_out: bool) -> Iterator[str]:

@@ -91,7 +91,7 @@ def quality_table(title: str, before: Size, after: Size, found: Comparison) -> T
 
 def with_error(estimate: Estimate) -> str:
     error = "" if estimate.error != estimate.error else f" ± {estimate.error:.2g}"
-    return f"{estimate.value:.4f}{error}"
+    return f"{estimate.value:.4g}{error}"
 
 
 def ways() -> list[tuple[str, str]]:
@@ -133,13 +133,19 @@ def kept_runs(path: Path) -> list[dict[str, Any]]:
     return results.read_json(path)["runs"] if path.exists() else []
 
 
+def is_alike(run: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two runs may stand in one table: of one model, by the same texts."""
+    texts = lambda each: (each["model"], each["calibration"], each["quality"]["before"])
+    return texts(run) == texts(other)
+
+
 def way_of(run: dict[str, Any]) -> tuple[str, str, str]:
     return run["model"], run["scheme"], run["method"]
 
 
 def keep(path: Path, stamp: dict[str, Any], run: dict[str, Any]) -> None:
-    """Put a run into its file, in the place of an older one of the same model, scheme and method."""
-    runs = {way_of(each): each for each in [*kept_runs(path), run]}
+    """Put a run into its file, in the place of an older one of its scheme and method; those of other texts are dropped."""
+    runs = {way_of(each): each for each in [*kept_runs(path), run] if is_alike(each, run)}
     order = {way: number for number, way in enumerate(ways())}
     results.save(path, {"machine": stamp, "runs": sorted(runs.values(), key=lambda each: order[way_of(each)[1:]])})
 
