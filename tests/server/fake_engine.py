@@ -25,6 +25,7 @@ class FakeEngine:
     pace: float = 0.0
     model_name: str = "fake"
     context: int = 2048
+    weights: str = "int4"
     adapters: tuple[str, ...] = ("pirate",)
     queue: int = 64  # requests that may run; there is no other queue
     vector: tuple[float, ...] = (0.6, 0.8)

@@ -322,6 +322,7 @@ def test_embeddings(ask, fake):
 def test_models(ask):
     assert [model.id for model in ask.models.list()] == ["fake", "pirate"]
     assert ask.models.retrieve("pirate").max_model_len == 2048
+    assert ask.models.retrieve("fake").weights == "int4"
     with pytest.raises(openai.NotFoundError, match="no model 'other' here; there is fake, pirate"):
         ask.models.retrieve("other")
     with pytest.raises(openai.NotFoundError):

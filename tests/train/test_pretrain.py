@@ -256,3 +256,13 @@ def test_bad_input_is_one_line_and_leaves_nothing_half_made(tilestack, small, tm
     assert not list(tmp_path.glob("runs/small/checkpoints/*"))
     assert "step " not in said
     assert not list(tmp_path.glob("runs/small/.data*"))
+
+
+def test_codes_do_not_learn(tilestack, small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "codes").mkdir()
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}}
+    (tmp_path / "codes" / "config.json").write_text(json.dumps(config))
+    code, said = tilestack("train", small(), "--set", "model.path=codes", "--set", "model.config={}")
+    assert code == 1
+    assert "the weights of codes are codes, which do not learn; start from the model that they were made from" in said

@@ -105,6 +105,10 @@ class AsyncEngine:
         return self.engine.context
 
     @property
+    def weights(self) -> str:
+        return self.engine.weights
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         return self.engine.adapter_names
 

@@ -62,8 +62,10 @@ def why_not(decoder: Decoder) -> str:
         return reason
     if weight.dtype not in PLAIN:
         return f"weights of {weight.dtype}; they must be float32 or bfloat16"
-    linears = [*(each for layer in decoder.layers for each in linears_of(layer)), *filter(None, [decoder.head])]
-    if not (all(map(is_untouched, linears)) or all(type(each) is Int8Linear for each in (*linears, decoder.head))):
+    linears, head = [each for layer in decoder.layers for each in linears_of(layer)], decoder.head
+    coded = lambda each: type(each) is Int8Linear
+    alike = all(map(is_untouched, linears)) or all(map(coded, linears))
+    if not alike or not (head is None or is_untouched(head) or coded(head)):
         return "linear layers of the model are adapted, packed or listened to"
     plain = [each for each in decoder.parameters() if not each.is_meta]
     if any(each.dtype != weight.dtype or not each.is_contiguous() for each in plain):

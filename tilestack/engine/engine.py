@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.device import pick_device
 from tilestack.engine.adapters import ServedAdapters
@@ -27,7 +26,7 @@ from tilestack.engine.outputs import Completion, Delta, TokenLogprob, Usage
 from tilestack.engine.pages import PagePool
 from tilestack.engine.params import RequestError
 from tilestack.engine.pooling import unit_vector
-from tilestack.engine.quantised_weights import has_codes, load_decoder
+from tilestack.engine.quantised_weights import has_codes, load_decoder, warn_of_slow_codes, weights_in_words
 from tilestack.engine.reading import FEW as FEW_ON_GPU
 from tilestack.engine.runner import Runner, Step
 from tilestack.engine.scheduler import Part, Plan, Scheduler
@@ -79,6 +78,7 @@ class Engine:
         self.settings = settings = settings or EngineSettings()
         self.decoder, self.tokenizer = decoder, tokenizer
         weight = decoder.embedding.weight
+        self.weights = weights_in_words(decoder)
         self.vocabulary = decoder.config.vocabulary
         positions = decoder.config.positions
         if settings.context is not None and settings.context > positions:
@@ -160,14 +160,16 @@ class Engine:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"no dtype {settings.dtype}; choose from float32, bfloat16, float16")
         decoder = load_decoder(model, settings.weights, dtype, device)
+        warn_of_slow_codes(decoder)
         tokenizer = Tokenizer.load(model)
         tokenizer.check_against(decoder.config.vocabulary)
         draft = None
         if settings.speculate not in (None, "lookup"):
-            draft = models.load(settings.speculate, dtype=dtype, device=device).eval()
+            draft = load_decoder(settings.speculate, None, dtype, device)
             if not Tokenizer.load(settings.speculate).same_ids(tokenizer):
                 raise ValueError(f"{settings.speculate} has another tokenizer than {model}, so it cannot draft for it")
         engine = cls(decoder, tokenizer, settings, draft)
+        log.info("the weights of %s are %s", model, engine.weights)
         if engine.reads_blocks(dtype):
             pack_for_cpu(decoder, "bfloat16")
         return engine

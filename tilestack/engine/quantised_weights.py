@@ -9,18 +9,21 @@ are one, rows of it are looked up as well.
 """
 
 import functools
+import logging
 from pathlib import Path
 
 import torch
 
 from tilestack import models
-from tilestack.engine.cpu_weights import Int8Linear, pack_for_cpu
+from tilestack.engine.cpu_weights import Int8Linear, pack_for_cpu, take_int8
 from tilestack.models import Decoder
+from tilestack.models.checkpoints import code_formats
 from tilestack.nn import Linear, MoE
 from tilestack.ops.weight_only import PACKED
 from tilestack.quant import SCHEMES, QuantisedLinear
 from tilestack.quant.linear import quantise_linear
 
+log = logging.getLogger(__name__)
 FORMATS = dict(fp8=SCHEMES["fp8"], int8=SCHEMES["w8a16"], int4=SCHEMES["w4a16"])
 FP8_CAPABILITY = 8, 9  # of GPUs that convert from and to fp8
 
@@ -65,16 +68,42 @@ def quantise_weights(decoder: Decoder, weights: str) -> None:
 
 def load_decoder(model: str | Path, weights: str | None, dtype: torch.dtype, device: torch.device) -> Decoder:
     """A model by its name, folder or file, with weights of a format, or its own. Each layer is made codes before the next is
-    read, so that a model need only fit in as codes."""
+    read, so that a model need only fit in as codes. A checkpoint of codes keeps them."""
     if weights is not None:
         refuse_weights(weights, device)
+    own = {format.scheme.weights for format in code_formats(model)}
+    if own and weights is not None:
+        raise ValueError(f"the weights of {model} are codes of {' and '.join(sorted(own))} already; leave weights out")
+    for each in own:
+        refuse_weights(each, device)
     if weights == "int8" and device.type == "cpu":
         decoder = models.load(model, dtype=dtype, device=device)
         pack_for_cpu(decoder, weights)  # as the compiled step reads them
         return decoder
     filled = None if weights is None else functools.partial(quantise_layer, weights=weights)
-    return models.load(model, dtype=dtype, device=device, filled=filled)
+    decoder = models.load(model, dtype=dtype, device=device, filled=filled)
+    if device.type == "cpu":
+        take_int8(decoder)
+    return decoder
 
 
 def has_codes(decoder: Decoder) -> bool:
     return any(isinstance(layer, QuantisedLinear | Int8Linear) for layer in decoder.modules())
+
+
+def weights_in_words(decoder: Decoder) -> str:
+    """What the weights of a decoder's layers are: fp8, int8 or int4 where they are codes, or a dtype."""
+    found = {layer.scheme.weights for layer in decoder.modules() if isinstance(layer, QuantisedLinear)}
+    found |= {"int8" for layer in decoder.modules() if isinstance(layer, Int8Linear)}
+    return " and ".join(sorted(found)) or str(decoder.embedding.weight.dtype).removeprefix("torch.")
+
+
+def warn_of_slow_codes(decoder: Decoder) -> None:
+    """On a CPU, say so where codes have no kernel."""
+    slow = {layer.scheme.weights for layer in decoder.modules() if isinstance(layer, QuantisedLinear)}
+    if slow and decoder.embedding.weight.device.type == "cpu":
+        log.warning(
+            "these codes of %s have no kernel for CPUs: every step makes numbers of all of them, which is slow; int8 with a "
+            "scale for each output (W8A16, W8A8) is fast",
+            " and ".join(sorted(slow)),
+        )

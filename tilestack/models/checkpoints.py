@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tilestack.files import whole_folder
-from tilestack.models.codes import quantization_config_of, stored_codes
+from tilestack.models.codes import quantization_config_of, stored_codes, written_tensors
 from tilestack.models.config import ModelConfig, listed
 from tilestack.models.decoder import Decoder
 from tilestack.models.gguf import GGUF
@@ -28,7 +28,6 @@ from tilestack.models.weights import (
     refuse_more_than_there_is,
     sharded,
     shortened,
-    unfused,
 )
 from tilestack.quant.formats import CodeFormat
 
@@ -53,7 +52,7 @@ class Safetensors:
                 raise CheckpointError(f"{file} cannot be read as safetensors: {problem}") from problem
             self.files |= dict.fromkeys(opened.keys(), opened)
 
-    def names(self) -> Iterable[str]:
+    def names(self) -> Collection[str]:
         return self.files
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -146,6 +145,15 @@ def config_of(name: str | Path) -> ModelConfig:
     return ModelConfig.from_hf(read_json(path / CONFIG)) if path.is_dir() else GGUF(path).config
 
 
+def code_formats(name: str | Path) -> list[CodeFormat]:
+    """The formats of codes that layers of such a model may have; none where it is not quantised, or a .gguf file."""
+    path = locate(name)
+    try:
+        return formats_of(read_json(path / CONFIG)) if path.is_dir() else []
+    except ConfigError as problem:
+        raise ConfigError(f"{path / CONFIG}: {problem}") from problem
+
+
 def load(
     name: str | Path,
     *,
@@ -210,7 +218,7 @@ def write(decoder: Decoder, folder: Path, shard_size: int) -> None:
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if config[name] is not None}
     for name, content in ((CONFIG, config), (GENERATION, ends)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    shards = sharded(unfused(decoder), shard_size)
+    shards = sharded(written_tensors(decoder), shard_size)
     many = len(shards) > 1
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" if many else WEIGHTS for i in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):

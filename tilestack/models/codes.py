@@ -3,24 +3,26 @@
 A checkpoint quantises q, k and v one by one, and here they are rows of one matrix; so are their codes and scales.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilestack.models.decoder import Decoder
 from tilestack.models.quantised_config import written_config
-from tilestack.models.weights import CheckpointError, Piece, Source, layout, mismatches
+from tilestack.models.weights import CheckpointError, Piece, Source, layout, mismatches, unfused
 from tilestack.nn import Linear, Router
 from tilestack.quant import Codes, QuantisedLinear
 from tilestack.quant.formats import CodeFormat, Kept, PackedCodes, PlainCodes, written_format
 from tilestack.quant.linear import quantise_linear
 
 PLAIN = ("F64", "F32", "BF16", "F16")  # dtypes of numbers, as safetensors calls them
-# Tensors of codes that are not needed: static scales of inputs, which are found as they come, and of keys and values.
-UNUSED = ("input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale")
-UNUSED_ABOVE = ("k_scale", "v_scale")  # of the module that a layer is in
+# Tensors that are not needed: static scales of a layer's inputs, as scales of inputs are found as they come, and, of the
+# attention that it is in, of keys and values.
+UNUSED = ("input_scale", "input_zero_point", "activation_scale")
+UNUSED_ABOVE = ("k_scale", "v_scale")
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,13 @@ class StoredCodes:
 
     def unused(self, source: Source, expected: Mapping[str, Kept]) -> set[str]:
         """Tensors of these layers that are not needed; also biases of zeros, which GPTQ's files have of every layer."""
-        given, found = set(source.names()), set()
-        for layer in (piece.layer for piece in self.pieces):
-            above, bias = layer.rpartition(".")[0], f"{layer}.bias"
-            found |= {f"{layer}.{name}" for name in UNUSED} | {f"{above}.{name}" for name in UNUSED_ABOVE}
-            if bias in given and bias not in expected and not source.read(bias).any():
+        given, found = source.names(), set()
+        for piece in self.pieces:
+            above, bias = piece.layer.rpartition(".")[0], f"{piece.layer}.bias"
+            found |= {f"{piece.layer}.{name}" for name in UNUSED} | {f"{above}.{name}" for name in UNUSED_ABOVE}
+            if bias in given and bias not in expected and source.dtype(bias) in PLAIN and not source.read(bias).any():
                 found.add(bias)
-        return found & given
+        return {name for name in found if name in given}
 
     def put_into(self, decoder: Decoder, source: Source, dtype: torch.dtype, device: torch.device | str) -> None:
         """Make the parameter's layer one of these codes, on a device, for inputs of a dtype."""
@@ -59,9 +61,8 @@ class StoredCodes:
 
     def read(self, piece: Piece, source: Source) -> Codes:
         given = {name.rpartition(".")[2]: name for name in tensors_of(piece, self.inner, self.format)}
-        there = set(source.names())
         try:
-            found = {kind: source.read(name) for kind, name in given.items() if name in there}
+            found = {kind: source.read(name) for kind, name in given.items() if name in source.names()}
             return self.format.codes(found, piece.rows, self.inner)
         except ValueError as problem:
             raise CheckpointError(f"{piece.layer}: {problem}") from problem
@@ -75,22 +76,21 @@ def stored_codes(decoder: Decoder, source: Source, formats: Sequence[CodeFormat]
     """The parameters that a source has as codes of some formats, by their names; an error for what cannot be read as such."""
     if not formats:
         return {}
-    given, found = set(source.names()), {}
+    found = {}
     parameters = dict(decoder.named_parameters())
     for name, pieces in layout(decoder.config).items():
-        coded = [piece for piece in pieces if has_codes(piece, source, given, formats)]
+        inner, path = parameters[name].shape[-1], name.removesuffix(".weight")
+        coded = [piece for piece in pieces if has_codes(piece, inner, source, formats)]
         if not coded:
             continue
-        if len(coded) < len(pieces):
-            plain = next(piece for piece in pieces if piece not in coded)
-            raise CheckpointError(different(coded[0], plain))
-        path = name.removesuffix(".weight")
-        if path == "head" or not (name.endswith(".weight") and isinstance(decoder.get_submodule(path), Linear)):
+        if path in (name, "head") or not isinstance(decoder.get_submodule(path), Linear):
             raise CheckpointError(
                 f"{coded[0].layer} holds codes, and of these only the projections of attention and dense feed-forward layers "
                 "are read; take a checkpoint that leaves out the others, or the model that it was made from"
             )
-        inner = parameters[name].shape[1]
+        for piece in pieces:
+            if piece not in coded:
+                raise CheckpointError(different(coded[0], piece))
         own = [format_of(piece, inner, source, formats) for piece in pieces]
         for piece, format in zip(pieces, own, strict=True):
             if format != own[0]:
@@ -101,11 +101,12 @@ def stored_codes(decoder: Decoder, source: Source, formats: Sequence[CodeFormat]
     return found
 
 
-def has_codes(piece: Piece, source: Source, given: set[str], formats: Sequence[CodeFormat]) -> bool:
+def has_codes(piece: Piece, inner: int, source: Source, formats: Sequence[CodeFormat]) -> bool:
     """Whether a source has a weight as codes, or as some of their tensors."""
+    given = source.names()
     if not piece.name.endswith(".weight") or (piece.name in given and source.dtype(piece.name) in PLAIN):
         return False
-    return any(f"{piece.layer}.{format.holds}" in given for format in formats)
+    return any(name in given for format in formats for name in tensors_of(piece, inner, format))
 
 
 def format_of(piece: Piece, inner: int, source: Source, formats: Sequence[CodeFormat]) -> CodeFormat:
@@ -121,18 +122,45 @@ def different(one: Piece, other: Piece) -> str:
     )
 
 
-def quantization_config_of(decoder: Decoder) -> dict[str, Any] | None:
-    """What a config.json says of a decoder's codes; None where it has none."""
-    written: dict[str, PlainCodes | PackedCodes] = {}
-    ignored = {"lm_head"}  # in other libraries it is a layer of its own where it is tied, too
+def pieces_of_codes(decoder: Decoder) -> dict[str, tuple[PlainCodes | PackedCodes, Codes]]:
+    """The codes of a decoder's layers and how they are written, by the Hugging Face names of the weights they stand for."""
+    found = {}
     for name, pieces in layout(decoder.config).items():
         path, _, attribute = name.rpartition(".")
         layer = decoder.get_submodule(path)
         if isinstance(layer, QuantisedLinear) and attribute == "weight":
-            format = written_format(layer.scheme, layer.kept)
-            written |= {piece.layer: format for piece in pieces}
-        elif ".experts." in pieces[0].name:
+            for piece, codes in zip(pieces, layer.split([piece.rows for piece in pieces]), strict=True):
+                found[piece.name] = written_format(layer.scheme, codes), codes
+    return found
+
+
+def written_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a decoder's checkpoint: its weights, views of them, and its codes, packed anew."""
+    coded = pieces_of_codes(decoder)
+    for name, weight in unfused(decoder):
+        layer = name.removesuffix(".weight")
+        if name in coded:
+            format, codes = coded[name]
+            try:
+                yield from ((f"{layer}.{kind}", tensor) for kind, tensor in format.pack(codes).items())
+            except ValueError as problem:
+                raise CheckpointError(f"{layer} cannot be written: {problem}") from problem
+        elif weight.is_meta:
+            raise CheckpointError(
+                f"{layer} has no weight to write: an engine has packed it for a CPU or put adapters beside it"
+            )
+        else:
+            yield name, weight
+
+
+def quantization_config_of(decoder: Decoder) -> dict[str, Any] | None:
+    """What a config.json says of a decoder's codes; None where it has none."""
+    coded = {name.removesuffix(".weight"): format for name, (format, _) in pieces_of_codes(decoder).items()}
+    ignored = {"lm_head"}  # in other libraries it is a layer of its own where it is tied, too
+    for name, pieces in layout(decoder.config).items():
+        path, _, attribute = name.rpartition(".")
+        if ".experts." in pieces[0].name:
             ignored.add(r"re:.*\.experts\..*")
-        elif isinstance(layer, Linear | Router) and attribute == "weight":
-            ignored |= {piece.layer for piece in pieces}
-    return written_config(written, ignored) if written else None
+        elif attribute == "weight" and isinstance(decoder.get_submodule(path), Linear | Router):
+            ignored |= {piece.layer for piece in pieces} - coded.keys()
+    return written_config(coded, ignored) if coded else None

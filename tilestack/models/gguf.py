@@ -1,6 +1,6 @@
 """GGUF files, llama.cpp's format: one file that holds a model's settings, its tokenizer and its (quantised) tensors."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class GGUF:
         tensors = FAMILIES[self.config.family].tensors
         return {hf_name(name, tensors): name for name in self.stored if name not in ROPE_FACTORS}
 
-    def names(self) -> Iterable[str]:
+    def names(self) -> Collection[str]:
         return self.by_hf_name
 
     def shape(self, name: str) -> tuple[int, ...]:

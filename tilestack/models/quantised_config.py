@@ -43,6 +43,7 @@ MOST_GROUPS = 1000
 
 def formats_of(config: Mapping[str, Any]) -> list[CodeFormat]:
     """The formats that layers may have by a config.json; none where the model is not quantised."""
+    check_kinds(config, dict(quantization_config=OBJECT))
     if not (given := config.get("quantization_config")):
         return []
     try:

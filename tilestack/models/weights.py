@@ -18,8 +18,7 @@ from tilestack.models.decoder import Decoder
 from tilestack.models.families import FAMILIES
 from tilestack.models.keys import shown
 from tilestack.nn import Router
-from tilestack.quant import QuantisedLinear
-from tilestack.quant.formats import Kept, written_format
+from tilestack.quant.formats import Kept
 
 if TYPE_CHECKING:
     from tilestack.models.codes import StoredCodes
@@ -48,7 +47,7 @@ class Piece:
 class Source(Protocol):
     """Where tensors come from, by their Hugging Face names."""
 
-    def names(self) -> Iterable[str]: ...
+    def names(self) -> Collection[str]: ...  # in which looking one up takes no time
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype(self, name: str) -> str: ...  # as safetensors calls it
     def read(self, name: str) -> Tensor: ...
@@ -183,7 +182,7 @@ def fill(
 
 def refuse_more_than_there_is(config: ModelConfig, source: Source) -> None:
     """Raise before a decoder is built for layers or experts of which a checkpoint cannot have the tensors."""
-    tensors = sum(1 for _ in source.names())
+    tensors = len(source.names())
     sparse = sum(config.sparse(layer) for layer in range(config.layers))
     for field, needed in (("layers", config.layers), ("experts", sparse * config.experts)):
         if needed > tensors:
@@ -220,7 +219,7 @@ def refuse_mismatch(
 
 def mismatches(expected: Mapping[str, Kept], source: Source) -> dict[str, list[str]]:
     """What is not as it should be, by the kind of fault."""
-    given = set(source.names())
+    given = source.names()
     here = {name: kept for name, kept in expected.items() if name in given}
     one_of = lambda values: " or ".join(map(str, values))
     return {
@@ -246,25 +245,11 @@ def shortened(names: list[str]) -> str:
 
 
 def unfused(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The decoder's weights under their Hugging Face names; views of its parameters, no copies. Codes are packed anew."""
+    """The decoder's weights under their Hugging Face names; views of its parameters, no copies."""
     parameters = dict(decoder.named_parameters())
     for name, pieces in layout(decoder.config).items():
-        path, _, attribute = name.rpartition(".")
-        layer, sizes = decoder.get_submodule(path), [piece.rows for piece in pieces]
-        if isinstance(layer, QuantisedLinear) and attribute == "weight":
-            for piece, codes in zip(pieces, layer.split(sizes), strict=True):
-                try:
-                    packed = written_format(layer.scheme, codes).pack(codes)
-                except ValueError as problem:
-                    raise CheckpointError(f"{piece.layer} cannot be written: {problem}") from problem
-                yield from ((f"{piece.layer}.{kind}", tensor) for kind, tensor in packed.items())
-        elif parameters[name].is_meta:
-            raise CheckpointError(
-                f"{path} has no weight to write: it was packed for a CPU, or adapters lie beside its codes"
-            )
-        else:
-            rows = as_rows(parameters[name].detach()).split(sizes)
-            yield from ((piece.name, part) for piece, part in zip(pieces, rows, strict=True))
+        rows = as_rows(parameters[name].detach()).split([piece.rows for piece in pieces])
+        yield from ((piece.name, part) for piece, part in zip(pieces, rows, strict=True))
 
 
 def sharded(tensors: Iterable[tuple[str, Tensor]], most: int) -> list[dict[str, Tensor]]:

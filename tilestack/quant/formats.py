@@ -39,7 +39,6 @@ class CodeFormat:
     """The tensors of a layer [rows, inner], by what follows its name."""
 
     scheme: Scheme
-    holds: ClassVar[str]  # the tensor of codes
 
     @property
     def bits(self) -> int:
@@ -79,7 +78,6 @@ class PlainCodes(CodeFormat):
     """Codes of 8 bits as they are."""
 
     scale_name: str = "weight_scale"
-    holds = "weight"
 
     def tensors(self, rows: int, inner: int) -> dict[str, Kept]:
         shapes: tuple[tuple[int, ...], ...] = scale_shapes(rows, self.groups(inner))
@@ -109,8 +107,6 @@ class PlainCodes(CodeFormat):
 @dataclass(frozen=True)
 class PackedCodes(CodeFormat):
     """Codes of 4 or 8 bits in words along a row; zero points in words along a column."""
-
-    holds = "weight_packed"
 
     def tensors(self, rows: int, inner: int) -> dict[str, Kept]:
         groups = self.groups(inner)
@@ -154,7 +150,6 @@ class GPTQCodes(CodeFormat):
     less 1, so that 15 is the 0 of 4 bits."""
 
     offset: int = 1  # of zero points: 1 in the first format, 0 in the second
-    holds = "qweight"
 
     def tensors(self, rows: int, inner: int) -> dict[str, Kept]:
         groups = self.groups(inner)
@@ -181,7 +176,6 @@ class GPTQCodes(CodeFormat):
 class AWQCodes(CodeFormat):
     """Codes of 4 bits in words along a row of [in, out], the even ones of eight before the odd ones; zero points likewise."""
 
-    holds = "qweight"
     ORDER: ClassVar = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word the codes of eight outputs are
 
     def refused(self, rows: int, inner: int) -> str:

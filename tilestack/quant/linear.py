@@ -38,7 +38,7 @@ class QuantisedLinear(Linear):
         return ops.linear_weight_only(input, self.codes, self.code_scale, self.code_zero, self.bias)
 
     def split(self, rows: list[int]) -> list[Codes]:
-        """The codes of so many outputs, and of as many after them, and so on."""
+        """The codes of each of several matrices that lie one below the other, by how many rows they have."""
         parts = [[None] * len(rows) if each is None else each.split(rows) for each in self.kept]
         return [Codes(*some) for some in zip(*parts, strict=True)]  # type: ignore[arg-type]
 

@@ -96,6 +96,7 @@ def openai_routes(service: Service) -> APIRouter:
             "created": service.began,
             "owned_by": "tilestack",
             "max_model_len": engine.context,
+            "weights": engine.weights,
         }
 
     return router

@@ -72,7 +72,8 @@ def room(*shape: int) -> Tensor:
 
 
 class DecodeStep:
-    """The step of one model, all of whose matrices have one dtype. What it is given must stay where it is."""
+    """The step of one model, all of whose layers have matrices of one dtype; the head's may be another. What it is given must
+    stay where it is."""
 
     def __init__(
         self,
@@ -91,7 +92,8 @@ class DecodeStep:
         use_large_pages([matrix.rows for layer in layers for matrix in layer.matrices] + [head.rows])
         self.threads = torch.get_num_threads()
         self.head, self.hidden, self.intermediate = head, len(norm), intermediate
-        self.functions = library("decode_step.cpp", WEIGHT=WEIGHTS[head.rows.dtype], PLAIN=PLAIN[keys.dtype])
+        compiled = lambda of: library("decode_step.cpp", WEIGHT=WEIGHTS[of.rows.dtype], PLAIN=PLAIN[keys.dtype])
+        self.functions, self.head_functions = compiled(layers[0].matrices[0]), compiled(head)
         self.functions.most_tokens.restype = integer
         self.most = self.functions.most_tokens()  # tokens of a step
         self.table = torch.tensor([layer.addresses for layer in layers], dtype=torch.int64, device="cpu")
@@ -141,7 +143,7 @@ class DecodeStep:
         logits = room(tokens, count)
         addresses = *self.head.addresses, hidden.data_ptr(), logits.data_ptr()
         sizes = tokens, columns, count, self.threads
-        self.functions.decode_head(*map(pointer, addresses), *map(integer, sizes))
+        self.head_functions.decode_head(*map(pointer, addresses), *map(integer, sizes))
         return logits
 
     def draw(self, logits: Tensor, seeds: Tensor, temperature: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from tilestack.contract.registry import refuse_unknown_backends
 from tilestack.device import pick_device
 from tilestack.files import whole_folder
 from tilestack.models.adapters import save_adapters
+from tilestack.models.checkpoints import code_formats
 from tilestack.nn.lora import add_lora, lora_layers, merge_lora
 from tilestack.parallel.mesh import Mesh
 from tilestack.parallel.placement import Placement
@@ -120,7 +121,11 @@ def make_trainer(
         configure_backend(recipe.run.backend)
     device = pick_device(recipe.run.device, "run.device")
     if recipe.model.path:
-        models.locate(recipe.model.path)
+        if code_formats(recipe.model.path):
+            raise RecipeError(
+                f"model.path: the weights of {recipe.model.path} are codes, which do not learn; start from the model that "
+                "they were made from"
+            )
     else:
         with torch.device("meta"):  # what it would take, before anything is tokenised or allocated
             described = new_model(recipe, {"vocab_size": recipe.data.vocabulary})

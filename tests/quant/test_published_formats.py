@@ -1,0 +1,84 @@
+"""GPTQ, AWQ and fp8 checkpoints: the codes that are read stand for the numbers that the formats define."""
+
+import pytest
+import tiny_models as tiny
+import torch
+from code_models import SIZES, code_layers, with_numbers
+from published import FORMATS, publish
+
+from tilestack import models
+from tilestack.data import Tokenizer
+from tilestack.engine import LLM, EngineSettings, SamplingParams
+from tilestack.models.weights import unfused
+
+PROMPT = [3, 5, 7, 11, 13]
+
+
+def published(folder, name, family="qwen2", **sizes):
+    """A folder of codes; what it holds of biases, norms and the rest, and the numbers of its codes."""
+    decoder = tiny.ours(family, **SIZES | sizes)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(1.0, 0.3)
+    models.save(decoder, folder)
+    return decoder, publish(folder, name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("family", ["qwen2", "llama_biased", "phi3"])
+@torch.no_grad()
+def test_codes_stand_for_their_numbers(name, family, tmp_path):
+    plain, numbers = published(tmp_path / "model", name, family)
+    for weight, tensor in unfused(plain):  # views, so that this changes the decoder
+        if weight in numbers:
+            tensor.copy_(numbers[weight])
+    decoder = models.load(tmp_path / "model")
+    assert len(code_layers(decoder)) == 4 * decoder.config.layers
+    for (weight, tensor), (_, truth) in zip(unfused(with_numbers(decoder)), unfused(plain), strict=True):
+        torch.testing.assert_close(tensor, truth, rtol=1e-6, atol=0, msg=weight)
+    torch.testing.assert_close(decoder(tiny.ids()), plain(tiny.ids()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_engine_serves_them(name, tmp_path):
+    plain, numbers = published(tmp_path / "model", name, "qwen3", vocab_size=300)
+    Tokenizer.train(["a b c d e f g " * 30], 300).save(tmp_path / "model")
+    with torch.no_grad():
+        for weight, tensor in unfused(plain):
+            if weight in numbers:
+                tensor.copy_(numbers[weight])
+    settings = EngineSettings(device="cpu", dtype="float32", page=4, kv_memory=1 << 22)
+    found = LLM(tmp_path / "model", settings).generate(
+        PROMPT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    )
+    steps = models.generate(plain, torch.tensor([PROMPT]), max_new_tokens=8)
+    assert found.completions[0].ids == [int(step[0]) for step in steps]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@torch.no_grad()
+def test_what_was_read_is_written_as_compressed_tensors(name, tmp_path):
+    published(tmp_path / "model", name)
+    decoder = models.load(tmp_path / "model")
+    models.save(decoder, tmp_path / "again")
+    again = models.load(tmp_path / "again")
+    for one, other in zip(code_layers(decoder).values(), code_layers(again).values(), strict=True):
+        assert all(a is b or a.equal(b) for a, b in zip(one.kept, other.kept, strict=True))
+
+
+@torch.no_grad()
+def test_blocks_of_a_fused_layer_are_multiplied_as_codes_where_they_lie_in_one_grid(tmp_path):
+    """And where they do not, as with 96 rows of gate and of up, the weights alone are codes."""
+    whole = dict(hidden_size=128, head_dim=32, num_attention_heads=4, num_key_value_heads=4)
+    published(tmp_path / "model", "fp8 by DeepSeek", "qwen3", intermediate_size=192, **whole)
+    layers = code_layers(models.load(tmp_path / "model", dtype=torch.bfloat16))
+    qkv, gate_up = layers["layers.0.attention.qkv"], layers["layers.0.mlp.gate_up"]
+    assert qkv.product_scale.shape == (3, 1)
+    assert gate_up.product_scale is None
+    x = torch.randn(70, 128)
+    for layer in (qkv, gate_up):
+        few, many = layer(x[:5].bfloat16()), layer(x.bfloat16())[:5]
+        assert (many - few).norm() < 0.05 * few.norm()
+    assert gate_up(x.bfloat16())[:5].equal(gate_up(x[:5].bfloat16()))
+    assert not qkv(x.bfloat16())[:5].equal(qkv(x[:5].bfloat16()))
