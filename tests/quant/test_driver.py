@@ -150,3 +150,18 @@ def test_a_model_that_overflows_is_refused_by_the_layers_name():
     with pytest.raises(ValueError, match=r"inputs of layers.1.mlp.gate_up are not finite"):
         quantise(decoder, W4, "gptq", ids())
     assert not decoder.layers[1].mlp.down._forward_pre_hooks
+
+
+@torch.no_grad()
+def test_awq_rounds_by_the_inputs_as_they_are_after_folding():
+    decoder, heard = tiny.ours("llama3", **WIDE), InputStatistics("moments")
+    folded = tiny.ours("llama3", **WIDE)
+    folded.layers[0].attention.qkv.register_forward_pre_hook(lambda module, given: heard.add(given[0]))
+    quantise(decoder, W4, "awq", ids())
+    folded.layers[0].attention_norm.weight.copy_(decoder.layers[0].attention_norm.weight)
+    scale = tiny.ours("llama3", **WIDE).layers[0].attention_norm.weight / folded.layers[0].attention_norm.weight
+    assert scale.max() > 1.05 * scale.min()
+    folded.hidden(ids())
+    weight = folded.layers[0].attention.qkv.weight[:64] * scale  # queries, whose rows no other fold divides
+    expected = METHODS["awq"].round(weight, heard.result("qkv"), W4)
+    assert torch.allclose(decoder.layers[0].attention.qkv.code_scale[:64], expected.scale, rtol=1e-5)

@@ -215,3 +215,8 @@ def test_methods_are_refused_where_they_do_nothing():
         refuse_method("gptq", Scheme("fp8", group=128, blocks=True))
     with pytest.raises(ValueError, match="smooth is for schemes whose inputs become codes"):
         refuse_method("smooth", dataclasses.replace(SCHEMES["w8a8"], activations=None))
+
+
+def test_what_is_no_second_moment_is_refused():
+    with pytest.raises(ValueError, match="these are no second moments"):
+        gptq(torch.randn(4, 32), torch.full((32, 32), torch.nan), Scheme("int8"))

@@ -93,7 +93,9 @@ def quantise(
         assert isinstance(layer, Layer)
         prefix = f"layers.{number}."
         inner = {path.removeprefix(prefix): linear for path, linear in chosen.items() if path.startswith(prefix)}
-        statistics = recorded(layer, inner, stream, way.statistics, prefix) if way.statistics and stream and inner else {}
+        statistics = (
+            recorded(layer, inner, stream, way.statistics, prefix) if way.statistics and stream and inner else {}
+        )
         quantise_layer(layer, inner, statistics, scheme, way)
         if number + 1 < len(decoder.layers):
             stream = [(*layer(x, residual, places, Documents()), places) for x, residual, places in stream]

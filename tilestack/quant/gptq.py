@@ -28,6 +28,7 @@ from tilestack.quant.schemes import Codes, Scheme
 
 BLOCK = 128  # columns
 DAMPING = 0.01  # of the mean of H's diagonal, added to it
+MOST_DAMPING = 1e3
 
 
 def gptq(weight: Tensor, moments: Tensor, scheme: Scheme, damping: float = DAMPING, block: int = BLOCK) -> Codes:
@@ -69,3 +70,5 @@ def inverse_factor(moments: Tensor, damping: float) -> Tensor:
             if not failed:
                 return upper
         damping = max(10 * damping, 1e-6)
+        if damping > MOST_DAMPING:
+            raise ValueError("these are no second moments of inputs: not finite, or not positive however much is added")
