@@ -26,6 +26,7 @@ from tilestack.cli import (
     load,
     parallel,
     profile,
+    quantize,
     serve,
     train,
 )
@@ -45,7 +46,7 @@ PANELS = {
     "Kernels: verify, benchmark, inspect": (lab, bench, profile, compare),
     "Training": (train, align, evaluate),
     "Several GPUs": (parallel,),
-    "Inference and serving": (generate, chat, serve, load),
+    "Inference and serving": (generate, chat, serve, load, quantize),
 }
 
 for panel, parts in PANELS.items():

@@ -43,6 +43,7 @@ PARTS = {
     "train": (*RUN, "json", "backend", "dtype", "recipe", "micro_batch", "sequence"),
     "serve": (*RUN, "json", "backend", "model", "workload"),
     "http": (*RUN, "json", "model"),
+    "quantize": (*RUN, "json", "model"),
     "startup": ("json",),
     "all": None,
 }
@@ -120,7 +121,7 @@ def bench_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="bench serve, bench http: a model's folder, file or name; default: random weights, on a GPU in the shape of Qwen3-0.6B.",
+            help="bench serve, http and quantize: a model's folder, file or name; default: random weights, on a GPU in the shape of Qwen3-0.6B; quantize: smollm2.",
             show_default=False,
         ),
     ] = None,
@@ -138,8 +139,9 @@ def bench_command(
     are timed on the CPU, and the tables say so.
 
     `bench memory` sweeps access patterns, `bench host` times the host cost of calls, `bench optim [NAME]` optimizers,
-    `bench layers [NAME]` a decoder's attention, mlp, block and head, `bench train` training steps next to transformers and Liger, `bench serve` the engine next to vLLM and transformers,
-    `bench http` the overhead of HTTP, `bench startup` imports and the command line. `bench all` runs all but the last;
+    `bench layers [NAME]` a decoder's attention, mlp, block and head, `bench train` training steps next to transformers and Liger,
+    `bench serve` the engine next to vLLM and transformers, `bench http` the overhead of HTTP, `bench quantize` the quality of
+    quantised weights, `bench startup` imports and the command line. `bench all` runs all but the last;
     `make bench` and, on a CPU, `make bench-cpu` reproduce every figure of the documentation.
     """
     refuse_ignored_options(context, operators[0] if operators else "")
@@ -174,6 +176,7 @@ def bench_command(
         "train": lambda: bench_models.bench_training(asked, training_works(), split(backend)),
         "serve": functools.partial(bench_models.bench_serving, asked, model, split(backend), split(workload)),
         "http": functools.partial(bench_models.bench_over_http, asked, model),
+        "quantize": functools.partial(bench_models.bench_quality, asked, model),
     }
     if everything:
         kernels()

@@ -1,4 +1,4 @@
-"""What `tilestack bench` measures of models: their layers, training steps, engines, and what HTTP costs."""
+"""What `tilestack bench` measures of models: their layers, training steps, engines, what HTTP costs and what quantising does."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -139,3 +139,22 @@ def bench_over_http(asked: "Asked", model: str | None) -> None:
         rows += bench_http.bench_http(asked.place.type, model, tell=Console(stderr=True).print)
         if asked.save:
             results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), rows)
+
+
+def bench_quality(asked: "Asked", model: str | None) -> None:
+    """What each scheme and method of quantising costs in quality."""
+    from tilestack.lab import quantisation
+
+    model = model or quantisation.MODEL
+    target = asked.results_file(quantisation.RESULTS)
+    done = {quantisation.way_of(run) for run in quantisation.kept_runs(target)} if asked.stale else set()
+    chosen = [way for way in quantisation.ways() if (model, *way) not in done]
+    if not chosen or asked.is_over():
+        return
+    with asked.measured_rows(target, quantisation.render) as runs:
+        for run in quantisation.measure(chosen, asked.place, Console(stderr=True).print, model):
+            runs.append(run)
+            if asked.save:
+                quantisation.keep(target, asked.stamp, run)
+            if asked.is_over():
+                return

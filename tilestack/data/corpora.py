@@ -83,6 +83,13 @@ def python_files(most_bytes: int | None = None, libraries: bool = False) -> dict
     return dict(sorted(found.items()))
 
 
+def python_manual() -> Iterator[Document]:
+    """The manual that comes with the running interpreter, as `help()` shows it: a topic each, English prose."""
+    from pydoc_data.topics import topics
+
+    yield from (Document(f"manual/{name}", text) for name, text in sorted(topics.items()) if text.strip())
+
+
 def _sources_below(root: Path) -> Iterator[Path]:
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in LEFT_OUT]

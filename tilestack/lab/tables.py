@@ -15,6 +15,7 @@ A table stands between two markers and is rewritten in place by `make docs`:
     <!-- table: http cpu -->                          what HTTP costs of the engine's throughput, of `tilestack bench http`
     <!-- table: recipes cpu -->                       what `tilestack chain` came to, recipe by recipe
     <!-- table: alignment cpu -->                     what the recipes of alignment came to from a model of their own
+    <!-- table: quantised cpu -->                     the quality of quantised weights, of `tilestack bench quantize`
     <!-- table: proofs h200 -->                       which backends are proved there, of the present source
     <!-- table: mutation -->                          how many mutants of the kernels the proofs catch, by family
     <!-- table: survivors -->                         the mutants that they do not, each with the reason
@@ -46,6 +47,7 @@ from tilestack.lab.measured import (
     times,
 )
 from tilestack.lab.peers import is_peer
+from tilestack.lab.quantisation import quantised
 from tilestack.lab.results import read_json
 from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER, UNCLEAR
 from tilestack.lab.serving_tables import http, serving
@@ -396,6 +398,7 @@ FOLDERS: dict[str, Callable[[Path, str], str]] = {
     "alignment": alignment,
     "serving": serving,
     "http": http,
+    "quantised": quantised,
     "proofs": proofs,
 }  # from files of their own
 OF_NO_GPU: dict[str, Callable[[Path], str]] = {"mutation": mutation, "survivors": survivors}
@@ -407,7 +410,7 @@ WORDS = {
     "training": (1,),
     "roofs": (1,),
 }  # how many follow the name
-USES = "`summary GPU CPU NAME,NAME`, `headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `layers MACHINE`, `training GPU`, `roofs GPU`, `parity GPU`, `fp8-parity MACHINE`, `recipes MACHINE`, `alignment MACHINE`, `serving GPU`, `http MACHINE`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
+USES = "`summary GPU CPU NAME,NAME`, `headline GPU [NAME,NAME]`, `operator GPU NAME,NAME`, `ladder GPU NAME BACKEND,BACKEND`, `layers MACHINE`, `training GPU`, `roofs GPU`, `parity GPU`, `fp8-parity MACHINE`, `recipes MACHINE`, `alignment MACHINE`, `serving GPU`, `http MACHINE`, `quantised MACHINE`, `proofs GPU`, `memory GPU SWEEP`, `mutation` and `survivors`"
 
 
 def table(name: str, root: Path, where: str = "") -> str:

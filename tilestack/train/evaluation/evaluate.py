@@ -120,6 +120,11 @@ def evaluate_texts(
                 found.append([0.0, 0, 0])
             pieces.append([-part.log_prob, part.tokens, size])
             found[document] = [total + more for total, more in zip(found[document], pieces[-1], strict=True)]
+    return text_figures(found, pieces)
+
+
+def text_figures(found: Sequence[Sequence[float]], pieces: Sequence[Sequence[float]]) -> TextFigures:
+    """Figures from the nats, tokens and bytes of each document; those of windows tell the spread of a single document."""
     if not found:
         raise EvaluationError("there is no text to evaluate: every document is empty")
     units = found if len(found) > 1 else pieces
