@@ -47,7 +47,7 @@ def gptq(weight: Tensor, moments: Tensor, scheme: Scheme, damping: float = DAMPI
             rounded = grid.nearest_in_column(columns[at], places[at], inner)
             errors[at - begin] = (columns[at] - rounded) / factor[at, at]
             columns[at] = rounded
-            columns[at + 1 : end].addr_(factor[at, at + 1 : end], errors[at - begin], alpha=-1)
+            columns[at + 1 : end].addmm_(factor[at, at + 1 : end, None], errors[at - begin, None], alpha=-1)
         columns[end:].addmm_(factor[begin:end, end:].T, errors, alpha=-1)
     return grid.encode(columns[torch.argsort(order)].T)
 
@@ -55,7 +55,8 @@ def gptq(weight: Tensor, moments: Tensor, scheme: Scheme, damping: float = DAMPI
 def inverse_factor(moments: Tensor, damping: float) -> Tensor:
     """U, upper triangular, with Uᵀ U = H⁻¹; H has a little added to its diagonal, more where it is too close to singular.
 
-    An input that was always zero says nothing: its column is rounded to nearest and makes up for nothing.
+    Read backwards, H is M Mᵀ with M lower triangular, and U is M⁻¹ read backwards: no inverse of H is needed. An input that was
+    always zero says nothing: its column is rounded to nearest and makes up for nothing.
     """
     moments = moments.double()
     diagonal = moments.diagonal()
@@ -63,12 +64,8 @@ def inverse_factor(moments: Tensor, damping: float) -> Tensor:
     mean = diagonal.mean() if bool((~dead).any()) else torch.ones_like(diagonal[0])
     while True:
         damped = moments + torch.diag(torch.where(dead, mean, damping * mean))
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
         if not failed:
-            inverse = torch.cholesky_inverse(lower)
-            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-            if not failed:
-                return upper
+            identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+            return torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
         damping = max(10 * damping, 1e-6)
-        if damping > MOST_DAMPING:
-            raise ValueError("these are no second moments of inputs: not finite, or not positive however much is added")
