@@ -52,6 +52,15 @@ def test_layers_may_differ_in_their_schemes(tmp_path):
     assert again(tiny.ids()).equal(decoder(tiny.ids()))
 
 
+@torch.no_grad()
+def test_rows_shorter_than_a_group_come_back_beside_rows_of_many(tmp_path):
+    """Rows of 64 have one scale, as rows of fewer than two groups of 128 do; their own group fits, the first does not."""
+    decoder = quantised("llama3", ALL["w4a16"], hidden_size=256, intermediate_size=256, head_dim=16)
+    assert [layer.code_scale.shape[1] for layer in code_layers(decoder).values()] == [2, 1, 2, 2] * 2
+    models.save(decoder, tmp_path / "model")
+    assert models.load(tmp_path / "model")(tiny.ids()).equal(decoder(tiny.ids()))
+
+
 def test_a_matrix_whose_blocks_begin_before_it_is_not_written(tmp_path):
     decoder = tiny.ours("qwen3", **SIZES)  # gate and up of 96 rows, and a block has 128
     quantise_linear(decoder.layers[0].mlp.gate_up, ALL["fp8 blocks"])
