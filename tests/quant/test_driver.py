@@ -118,6 +118,15 @@ def test_what_is_ignored_keeps_its_weight_and_dtype():
     assert not decoder.layers[1].mlp.down._forward_pre_hooks
 
 
+@pytest.mark.parametrize("ignored", ["attention.qkv", "mlp.gate_up"])
+def test_scales_are_not_folded_into_what_is_ignored(ignored):
+    decoder = tiny.ours("llama3", **WIDE).to(torch.bfloat16)
+    weights = [layer.get_submodule(ignored).weight.clone() for layer in decoder.layers]
+    quantise(decoder, W4, "awq", ids(), ignore=[f"*.{ignored}"])
+    for layer, weight in zip(decoder.layers, weights, strict=True):
+        assert torch.equal(layer.get_submodule(ignored).weight, weight)
+
+
 def test_what_cannot_be_codes_is_refused_before_anything_is_changed():
     plain = tiny.ours("llama3", **WIDE)
     for problem, call in {
