@@ -128,8 +128,10 @@ def test_scales_are_not_folded_into_what_is_ignored(ignored):
 
 
 def test_what_cannot_be_codes_is_refused_before_anything_is_changed():
-    plain = tiny.ours("llama3", **WIDE)
+    plain, broken = tiny.ours("llama3", **WIDE), tiny.ours("llama3", **WIDE)
+    broken.layers[1].mlp.down.weight.data[3, 4] = torch.nan
     for problem, call in {
+        "the weight of layers.1.mlp.down holds numbers that are not finite": lambda: quantise(broken, SCHEMES["fp8"]),
         "layers.0.mlp has experts": lambda: quantise(tiny.ours("mixtral"), SCHEMES["w8a16"]),
         "int4 needs rows of a multiple of 32 numbers, and those of layers.0.mlp.down have 80": lambda: quantise(
             tiny.ours("llama3"), SCHEMES["w4a16"]

@@ -154,8 +154,9 @@ def scheme_of(name: str, group: int | None, asymmetric: bool) -> "Scheme":
         raise ValueError(
             f"{name} has a scale for each output and no zero points; --group and --asymmetric are for w4a16 and w8a16"
         )
-    if group is not None and (group < 0 or (found.weights == "int4" and group % PACKED)):
-        more = f"a multiple of {PACKED}" if found.weights == "int4" else "more"
-        raise ValueError(f"--group must be 0, for whole rows, or {more}, not {group}")
+    if group is not None and (
+        group < 0 or group % PACKED
+    ):  # of fewer 8-bit numbers, scales would take up what codes save
+        raise ValueError(f"--group must be 0, for whole rows, or a multiple of {PACKED}, not {group}")
     changes: dict[str, Any] = {} if group is None else {"group": group}
     return dataclasses.replace(found, symmetric=not asymmetric, **changes)

@@ -61,6 +61,8 @@ def projections(decoder: Decoder, scheme: Scheme, ignore: Sequence[str] = ()) ->
                 f"{scheme.weights} needs rows of a multiple of {PACKED} numbers, and those of {path} have "
                 f"{module.in_features}; ignore it, or take 8 bits"
             )
+        if not bool(torch.isfinite(module.weight).all()):
+            raise ValueError(f"the weight of {path} holds numbers that are not finite, for which there are no codes")
         found[path] = module
     if unused:
         raise ValueError(
