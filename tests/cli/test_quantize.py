@@ -9,7 +9,7 @@ import torch
 
 from tilestack import cli, data, models
 from tilestack.data.chat import CHATML
-from tilestack.files import MARKER
+from tilestack.files import MARKER, write_marker
 from tilestack.quant import QuantisedLinear
 
 SMALL = ("--samples", 8, "--length", 32, "--device", "cpu")
@@ -163,6 +163,10 @@ def test_foreign_folders_and_the_model_itself_are_left_alone(capsys, folder, tmp
     assert "was not made by tilestack (it holds letter.txt)" in run(capsys, folder, tmp_path / "mine")[2]
     assert "holds the model that is read" in run(capsys, folder, folder)[2]
     assert "no model at nowhere" in run(capsys, "nowhere", tmp_path / "out")[2]
+    (tmp_path / "run").mkdir()
+    write_marker(tmp_path / "run", command="train")
+    assert "run is a run of `tilestack train`" in run(capsys, folder, tmp_path / "run")[2]
+    assert os.listdir(tmp_path / "run") == [MARKER]
     (tmp_path / "file").write_text("")
     assert "is a file" in run(capsys, folder, tmp_path / "file" / "out")[2]
     assert os.listdir(tmp_path / "mine") == ["letter.txt"]

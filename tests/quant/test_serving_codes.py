@@ -66,7 +66,9 @@ def test_int8_on_a_cpu_is_read_by_the_compiled_step(name, family, tmp_path):
 
 
 def test_int8_with_zero_points_is_not_taken_for_int8_without(tmp_path):
-    plain = saved(tmp_path / "model", "smollm2", Scheme("int8", symmetric=False))  # one scale for an output, as w8a16 has
+    plain = saved(
+        tmp_path / "model", "smollm2", Scheme("int8", symmetric=False)
+    )  # one scale for an output, as w8a16 has
     engine = Engine.load(tmp_path / "model", settings())
     assert {type(layer) for layer in engine.decoder.layers.modules() if isinstance(layer, torch.nn.Linear)} == {Linear}
     with torch.no_grad():
