@@ -100,7 +100,7 @@ def quantize_command(
     place, source = pick_device(device), models.locate(model)
     refuse_foreign(out)
     if command := read_marker(out).get("command"):
-        raise ValueError(f"{out} is a run of `tilestack {command}`; choose another folder, such as {out / 'quantised'}")
+        raise ValueError(f"{out} is a run of `tilestack {command}`; choose another folder")
     if out.resolve() == source.resolve() or out.resolve() in source.resolve().parents:
         raise ValueError(f"{out} holds the model that is read; choose another folder")
     tokenizer = data.Tokenizer.load(model)
@@ -156,9 +156,7 @@ def scheme_of(name: str, group: int | None, asymmetric: bool) -> "Scheme":
         raise ValueError(
             f"{name} has a scale for each output and no zero points; --group and --asymmetric are for w4a16 and w8a16"
         )
-    if group is not None and (
-        group < 0 or group % PACKED
-    ):  # of fewer 8-bit numbers, scales would take up what codes save
+    if group is not None and (group < 0 or group % PACKED):  # smaller groups: scales take up what codes save
         raise ValueError(f"--group must be 0, for whole rows, or a multiple of {PACKED}, not {group}")
     changes: dict[str, Any] = {} if group is None else {"group": group}
     return dataclasses.replace(found, symmetric=not asymmetric, **changes)

@@ -142,10 +142,9 @@ def quantise_layer(
     for linear in kept:
         linear.weight.data = wide(linear.weight)  # folding should not round what is rounded anyway
     for fold in folds_of(layer) if way.scale else ():
-        may_change = fold.behind_norm or (
-            way.behind == "all" and fold.maker in kept
-        )  # what is ignored keeps its numbers
-        if fold.name in statistics and may_change:
+        # A linear layer that is ignored keeps its numbers, so nothing is folded into it.
+        allowed = fold.behind_norm or (way.behind == "all" and fold.maker in kept)
+        if fold.name in statistics and allowed:
             found = statistics[fold.name]
             scale = fold.apply(way.scale(fold.reader.weight, found, scheme, fold.shared))  # type: ignore[misc]
             statistics[fold.name] = scaled_statistics(found, scale)

@@ -7,8 +7,8 @@ models read the same windows, and at each token the distributions of what follow
     top-1 agreement    how often both think the same token likeliest
 
 Of the model as it was, its last hidden states are kept and not the model, which is changed in place; so its norm and head
-must be those that it had. Logits are in float32 here: bfloat16 knows those from 16 on in steps of an eighth, which moves
-predictions nearly as much as weights of 8 bits do, and makes many tokens equally likely.
+must be those that it had. Logits are in float32 here: bfloat16 has those from 16 on in steps of an eighth, which
+adds to the divergence of weights of 8 bits, and makes tokens equally likely that are not.
 """
 
 import math
