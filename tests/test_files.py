@@ -27,6 +27,23 @@ def test_a_folder_replaces_the_one_made_before(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_and_the_folder_it_leads_to_is_written(tmp_path, there):
+    disk, link = tmp_path / "disk", tmp_path / "link"
+    disk.mkdir()
+    if there:
+        (disk / "real").mkdir()
+    link.symlink_to(disk / "real")
+    for text in ("first", "second"):
+        with whole_folder(link) as hidden:
+            assert hidden.parent == disk
+            (hidden / "a.txt").write_text(text)
+    assert link.is_symlink()
+    assert (disk / "real" / "a.txt").read_text() == "second"
+    assert [path.name for path in disk.iterdir()] == ["real"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]
+
+
 @pytest.mark.parametrize("name", ["notes.txt", ".hidden"])
 def test_a_folder_that_is_someone_elses_is_refused_and_left_alone(tmp_path, name):
     (tmp_path / "data").mkdir()

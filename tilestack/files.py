@@ -69,8 +69,10 @@ def whole_folder(target: Path, *, carry: Callable[[Path], bool] | None = None) -
     """A hidden folder to fill, which takes the target's name and place at the end; after an error nothing is left of it.
 
     The target may be missing, empty, or a folder made before. With `carry` it may be anyone's: what is in it and is to be
-    carried over stays, as a copy in the new folder, and all else in it is replaced.
+    carried over stays, as a copy in the new folder, and all else in it is replaced. A link to a folder stays: the folder that
+    it leads to, perhaps on another disk, is the target.
     """
+    target = target.resolve()
     hidden = beside(target, PART)
     settle(target)
     if carry is None:

@@ -9,7 +9,7 @@ import torch
 
 from tilestack import cli, data, models
 from tilestack.data.chat import CHATML
-from tilestack.files import MARKER
+from tilestack.files import MARKER, write_marker
 from tilestack.quant import QuantisedLinear
 
 SMALL = ("--samples", 8, "--length", 32, "--device", "cpu")
@@ -131,7 +131,8 @@ def test_built_in_texts_are_the_default_and_the_parts_differ(capsys, folder, tmp
         (("--scheme", "w8a8", "--group", "64"), "w8a8 has a scale for each output"),
         (("--scheme", "fp8", "--asymmetric"), "fp8 has a scale for each output"),
         (("--group", "48"), "--group must be 0, for whole rows, or a multiple of 32, not 48"),
-        (("--scheme", "w8a16", "--group", "-1"), "--group must be 0, for whole rows, or more, not -1"),
+        (("--group", "-1"), "--group must be 0, for whole rows, or a multiple of 32, not -1"),
+        (("--scheme", "w8a16", "--group", "7"), "--group must be 0, for whole rows, or a multiple of 32, not 7"),
         (("--method", "nearest", "--calibrate", "x.txt"), "nearest reads no calibration texts"),
         (("--calibrate", "nowhere.txt"), "no data at nowhere.txt"),
         (("--evaluate", "nowhere.txt"), "no data at nowhere.txt"),
@@ -162,6 +163,10 @@ def test_foreign_folders_and_the_model_itself_are_left_alone(capsys, folder, tmp
     assert "was not made by tilestack (it holds letter.txt)" in run(capsys, folder, tmp_path / "mine")[2]
     assert "holds the model that is read" in run(capsys, folder, folder)[2]
     assert "no model at nowhere" in run(capsys, "nowhere", tmp_path / "out")[2]
+    (tmp_path / "run").mkdir()
+    write_marker(tmp_path / "run", command="train")
+    assert "run is a run of `tilestack train`" in run(capsys, folder, tmp_path / "run")[2]
+    assert os.listdir(tmp_path / "run") == [MARKER]
     (tmp_path / "file").write_text("")
     assert "is a file" in run(capsys, folder, tmp_path / "file" / "out")[2]
     assert os.listdir(tmp_path / "mine") == ["letter.txt"]

@@ -15,7 +15,8 @@ from tilestack.lab.oracle import judge, own_error
 from tilestack.models.adapters import AdapterError, load_adapters, save_adapters
 from tilestack.nn import Linear
 from tilestack.nn.lora import add_lora, lora_parameters
-from tilestack.quant.linear import FEW, QuantisedLinear
+from tilestack.quant import SCHEMES
+from tilestack.quant.linear import FEW, QuantisedLinear, quantise_linear
 
 VOCABULARY = 300
 PROMPT = [3, 5, 7, 11, 13, 3, 5, 7, 11]
@@ -127,6 +128,18 @@ def test_a_layer_of_many_rows_rounds_them_too_in_fp8_alone(format, dtype):
     if format == "fp8" and dtype != torch.float32:
         met = rounded(met, "fp8")
     assert_product(layer(x).flatten(0, 1), met, exact, layer.bias)
+
+
+@pytest.mark.parametrize("dtype", HALVES_AND_MORE)
+@torch.no_grad()
+def test_a_layer_of_w8a8_rounds_many_rows_too(dtype):
+    torch.manual_seed(0)
+    layer = Linear(96, 40).to(dtype)
+    exact = rounded(layer.weight.detach(), "int8").double()
+    quantise_linear(layer, SCHEMES["w8a8"])
+    x = torch.randn(FEW + 1, 96, dtype=dtype)
+    assert_product(layer(x), x if dtype == torch.float32 else rounded(x, "int8"), exact, layer.bias)
+    assert_product(layer(x[1:]), x[1:], exact, layer.bias)
 
 
 def layer_and_weight(format, dtype):

@@ -51,3 +51,18 @@ def test_what_stays_is_bfloat16_unless_the_model_is_float16(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
     assert quantisation.kept_dtype(str(folder)) == torch.float16
+
+
+@pytest.mark.parametrize("begins", [True, False])  # texts by itself, as some tokenizers do
+def test_texts_are_compared_from_their_first_token_on_and_without_their_end(folder, tmp_path, begins):
+    said = json.loads((folder / "tokenizer.json").read_text())
+    assert said["post_processor"]
+    (folder / "tokenizer.json").write_text(json.dumps(said if begins else said | {"post_processor": None}))
+    tokenizer = data.Tokenizer.load(folder)
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "the cat sat on the mat"}))
+    (window,) = quantisation.held_out_windows([str(tmp_path / "text.jsonl")], tokenizer, 64, 100)
+    ids = tokenizer.encode("the cat sat on the mat", bare=True)
+    start = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
+    assert window.scored.ids == [start, *ids]
+    assert window.scored.mask == [0] + [1] * len(ids)
+    assert window.bytes == len("the cat sat on the mat")

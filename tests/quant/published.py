@@ -111,6 +111,10 @@ FORMATS = {
         dict(quant_method="awq", bits=4, group_size=32, zero_point=False),
         lambda *size: awq(*size, zeros=False),
     ),
+    "awq by AutoRound": (  # symmetric, with the zero points written out
+        dict(quant_method="awq", bits=4, group_size=32, zero_point=False, version="gemm", sym=True),
+        lambda *size: awq(*size, zeros=True),
+    ),
     "fp8 by DeepSeek": (
         dict(quant_method="fp8", weight_block_size=[128, 128], fmt="e4m3", activation_scheme="dynamic"),
         fp8_blocks,

@@ -118,9 +118,20 @@ def test_what_is_ignored_keeps_its_weight_and_dtype():
     assert not decoder.layers[1].mlp.down._forward_pre_hooks
 
 
+@pytest.mark.parametrize("ignored", ["attention.qkv", "mlp.gate_up"])
+def test_scales_are_not_folded_into_what_is_ignored(ignored):
+    decoder = tiny.ours("llama3", **WIDE).to(torch.bfloat16)
+    weights = [layer.get_submodule(ignored).weight.clone() for layer in decoder.layers]
+    quantise(decoder, W4, "awq", ids(), ignore=[f"*.{ignored}"])
+    for layer, weight in zip(decoder.layers, weights, strict=True):
+        assert torch.equal(layer.get_submodule(ignored).weight, weight)
+
+
 def test_what_cannot_be_codes_is_refused_before_anything_is_changed():
-    plain = tiny.ours("llama3", **WIDE)
+    plain, broken = tiny.ours("llama3", **WIDE), tiny.ours("llama3", **WIDE)
+    broken.layers[1].mlp.down.weight.data[3, 4] = torch.nan
     for problem, call in {
+        "the weight of layers.1.mlp.down holds numbers that are not finite": lambda: quantise(broken, SCHEMES["fp8"]),
         "layers.0.mlp has experts": lambda: quantise(tiny.ours("mixtral"), SCHEMES["w8a16"]),
         "int4 needs rows of a multiple of 32 numbers, and those of layers.0.mlp.down have 80": lambda: quantise(
             tiny.ours("llama3"), SCHEMES["w4a16"]

@@ -53,6 +53,27 @@ def test_what_rounding_a_norm_leaves_goes_into_the_reader():
     assert torch.allclose(before, after, rtol=1e-5, atol=1e-7)  # bfloat16 alone would be off by a thousandth
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype", "small", "scale"),
+    [
+        ("gemma2", torch.bfloat16, 0.05 - 1, 60.0),  # -1 + 0.0008 is -1
+        ("llama3", torch.float16, 1e-4, 1e5),
+        ("llama3", torch.float16, 1e2, 1e-4),
+    ],
+)
+@torch.no_grad()
+def test_a_norm_keeps_what_its_dtype_cannot_hold_divided(family, dtype, small, scale):
+    fold = folds_of(tiny.ours(family).to(dtype).layers[0])[0]
+    fold.reader.weight.data = fold.reader.weight.float()
+    fold.maker.weight[3] = small
+    result = lambda: (fold.maker.weight.float() + getattr(fold.maker, "offset", 0.0)) * fold.reader.weight
+    before = result()
+    scales = torch.ones(64).index_fill(0, torch.tensor([3]), scale)
+    assert fold.apply(scales)[3] == 1
+    assert before[:, 3].any()
+    assert torch.allclose(result(), before)
+
+
 def test_scales_of_grouped_heads_are_means_over_the_heads_that_share_a_value():
     decoder = tiny.ours("llama3")  # 4 heads of 16, 2 of values
     (fold,) = (each for each in folds_of(decoder.layers[0]) if each.name == "attention.output")

@@ -1,11 +1,13 @@
 """What `models.save` writes of a decoder of codes, `models.load` reads: the same codes, bit for bit."""
 
 import json
+import re
 
 import pytest
 import tiny_models as tiny
 import torch
 from code_models import ALL, KINDS, SIZES, code_layers, quantised, same
+from safetensors import safe_open
 
 from tilestack import models
 from tilestack.quant.linear import quantise_linear
@@ -50,6 +52,35 @@ def test_layers_may_differ_in_their_schemes(tmp_path):
         f"layers.{layer}.attention.{name}" for layer in (0, 1) for name in ("qkv", "output")
     }
     assert again(tiny.ids()).equal(decoder(tiny.ids()))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v2"])
+def test_experts_and_routers_are_named_as_what_is_not_quantised(family, tmp_path):
+    """Others read from the config alone which linear layers hold codes."""
+    decoder = quantised(family, ALL["w8a16"])
+    models.save(decoder, tmp_path / "model")
+    said = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
+    ignored = lambda layer: any(
+        re.match(name[3:], layer) if name.startswith("re:") else name == layer for name in said["ignore"]
+    )
+    with safe_open(tmp_path / "model" / "model.safetensors", framework="pt") as file:
+        names = list(file.keys())
+    plain = {name.removesuffix(".weight") for name in names if name.endswith(("proj.weight", "gate.weight"))}
+    plain |= {name.removesuffix(".weight") for name in names if ".experts." in name}
+    coded = {name.removesuffix(".weight_packed") for name in names if name.endswith(".weight_packed")}
+    assert any(".experts." in layer for layer in plain)
+    assert coded
+    assert all(map(ignored, plain))
+    assert not any(map(ignored, coded))
+
+
+@torch.no_grad()
+def test_rows_shorter_than_a_group_come_back_beside_rows_of_many(tmp_path):
+    """Rows of 64 have one scale, as rows of fewer than two groups of 128 do; their own group fits, the first does not."""
+    decoder = quantised("llama3", ALL["w4a16"], hidden_size=256, intermediate_size=256, head_dim=16)
+    assert [layer.code_scale.shape[1] for layer in code_layers(decoder).values()] == [2, 1, 2, 2] * 2
+    models.save(decoder, tmp_path / "model")
+    assert models.load(tmp_path / "model")(tiny.ids()).equal(decoder(tiny.ids()))
 
 
 def test_a_matrix_whose_blocks_begin_before_it_is_not_written(tmp_path):

@@ -15,6 +15,7 @@ from tilestack.kernels.cpu import build
 from tilestack.models.adapters import load_adapters, save_adapters
 from tilestack.nn import Linear
 from tilestack.nn.lora import add_lora, lora_parameters
+from tilestack.quant import Scheme
 
 PROMPT = [3, 5, 7, 11, 13, 3, 5, 7, 11]
 ANSWER = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -62,6 +63,16 @@ def test_int8_on_a_cpu_is_read_by_the_compiled_step(name, family, tmp_path):
     assert {type(layer) for layer in layers} == {Int8Linear}
     assert engine.decoder.head_weight.equal(plain.head_weight)
     assert answer(engine) == alone(plain)
+
+
+def test_int8_with_zero_points_is_not_taken_for_int8_without(tmp_path):
+    plain = saved(
+        tmp_path / "model", "smollm2", Scheme("int8", symmetric=False)
+    )  # one scale for an output, as w8a16 has
+    engine = Engine.load(tmp_path / "model", settings())
+    assert {type(layer) for layer in engine.decoder.layers.modules() if isinstance(layer, torch.nn.Linear)} == {Linear}
+    with torch.no_grad():
+        torch.testing.assert_close(engine.decoder(tiny.ids()), plain(tiny.ids()))
 
 
 @pytest.mark.parametrize("name", ["w8a8", "w4a16", "fp8"])

@@ -86,7 +86,7 @@ def quantize_command(
     from tilestack import data, models
     from tilestack.data.calibration import BUILTIN, calibration_ids, texts_of
     from tilestack.device import pick_device
-    from tilestack.files import refuse_foreign, whole_folder
+    from tilestack.files import read_marker, refuse_foreign, whole_folder
     from tilestack.lab.quantisation import held_out_windows, kept_dtype, quality_table, size_of
     from tilestack.models.checkpoints import GENERATION
     from tilestack.models.quantise import projections, quantise
@@ -99,6 +99,8 @@ def quantize_command(
         raise ValueError(f"{method} reads no calibration texts; leave --calibrate out, or choose another --method")
     place, source = pick_device(device), models.locate(model)
     refuse_foreign(out)
+    if command := read_marker(out).get("command"):
+        raise ValueError(f"{out} is a run of `tilestack {command}`; choose another folder")
     if out.resolve() == source.resolve() or out.resolve() in source.resolve().parents:
         raise ValueError(f"{out} holds the model that is read; choose another folder")
     tokenizer = data.Tokenizer.load(model)
@@ -155,8 +157,7 @@ def scheme_of(name: str, group: int | None, asymmetric: bool) -> "Scheme":
         raise ValueError(
             f"{name} has a scale for each output and no zero points; --group and --asymmetric are for w4a16 and w8a16"
         )
-    if group is not None and (group < 0 or (found.weights == "int4" and group % PACKED)):
-        more = f"a multiple of {PACKED}" if found.weights == "int4" else "more"
-        raise ValueError(f"--group must be 0, for whole rows, or {more}, not {group}")
+    if group is not None and (group < 0 or group % PACKED):  # smaller groups: scales take up what codes save
+        raise ValueError(f"--group must be 0, for whole rows, or a multiple of {PACKED}, not {group}")
     changes: dict[str, Any] = {} if group is None else {"group": group}
     return dataclasses.replace(found, symmetric=not asymmetric, **changes)

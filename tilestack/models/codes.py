@@ -110,8 +110,12 @@ def has_codes(piece: Piece, inner: int, source: Source, formats: Sequence[CodeFo
 
 
 def format_of(piece: Piece, inner: int, source: Source, formats: Sequence[CodeFormat]) -> CodeFormat:
-    """The first format that the tensors of a layer fit, or the one that they are closest to, whose misfits will be named."""
-    faults = lambda format: sum(map(len, mismatches(tensors_of(piece, inner, format), source).values()))
+    """The first format that a layer and its tensors fit, or the one that they are closest to, whose misfits will be named."""
+
+    def faults(format: CodeFormat) -> int:
+        misfits = mismatches(tensors_of(piece, inner, format), source)
+        return sum(map(len, misfits.values())) + bool(format.refused(piece.rows, inner))
+
     return min(formats, key=faults)
 
 

@@ -69,11 +69,15 @@ class Fold:
 
 
 def divide_norm(norm: RMSNorm, scale: Tensor) -> Tensor:
+    """Divide what a norm gives; gives what it was divided by. A number of its weight that would become zero or infinite in
+    its dtype stays: near -1, as Gemma stores small ones, bfloat16 is coarse."""
     weight, offset = norm.weight, getattr(norm, "offset", 0.0)
     before = wide(weight) + offset
-    weight.copy_(before / scale - offset)
-    after = wide(weight) + offset
-    return torch.where(after != 0, before / after, scale)
+    divided = (before / scale - offset).to(weight.dtype)
+    after = wide(divided) + offset
+    holds = torch.isfinite(after) & (after != 0)
+    weight.copy_(torch.where(holds, divided, weight))
+    return torch.where(holds, before / after, 1.0)
 
 
 def divide_rows(layer: Linear, scale: Tensor, first: int, rows: int) -> None:

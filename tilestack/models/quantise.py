@@ -61,6 +61,8 @@ def projections(decoder: Decoder, scheme: Scheme, ignore: Sequence[str] = ()) ->
                 f"{scheme.weights} needs rows of a multiple of {PACKED} numbers, and those of {path} have "
                 f"{module.in_features}; ignore it, or take 8 bits"
             )
+        if not bool(torch.isfinite(module.weight).all()):
+            raise ValueError(f"the weight of {path} holds numbers that are not finite, for which there are no codes")
         found[path] = module
     if unused:
         raise ValueError(
@@ -140,7 +142,9 @@ def quantise_layer(
     for linear in kept:
         linear.weight.data = wide(linear.weight)  # folding should not round what is rounded anyway
     for fold in folds_of(layer) if way.scale else ():
-        if fold.name in statistics and (way.behind == "all" or fold.behind_norm):
+        # A linear layer that is ignored keeps its numbers, so nothing is folded into it.
+        allowed = fold.behind_norm or (way.behind == "all" and fold.maker in kept)
+        if fold.name in statistics and allowed:
             found = statistics[fold.name]
             scale = fold.apply(way.scale(fold.reader.weight, found, scheme, fold.shared))  # type: ignore[misc]
             statistics[fold.name] = scaled_statistics(found, scale)

@@ -163,7 +163,9 @@ def awq(given: Mapping[str, Any]) -> list[CodeFormat]:
     if (version := str(given.get("version") or "gemm").lower()) != "gemm":
         raise ConfigError(f"version must be gemm, not {shown(version)}; other versions pack codes in other orders")
     group = given.get("group_size") or given.get("q_group_size") or 128
-    return [AWQCodes(Scheme("int4", max(group, 0), given.get("zero_point") is False))]
+    # Files of symmetric codes may have qzeros all the same, of 8 throughout, as AutoRound writes them.
+    symmetric = (False, True) if given.get("zero_point") is False else (False,)
+    return [AWQCodes(Scheme("int4", max(group, 0), each)) for each in symmetric]
 
 
 METHODS = {"compressed-tensors": compressed_tensors, "fp8": fp8, "gptq": gptq, "awq": awq}

@@ -69,3 +69,5 @@ def inverse_factor(moments: Tensor, damping: float) -> Tensor:
             identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
             return torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
         damping = max(10 * damping, 1e-6)
+        if damping > MOST_DAMPING:
+            raise ValueError("these are no second moments of inputs: not finite, or not positive however much is added")

@@ -6,6 +6,7 @@ import pytest
 import tiny_models as tiny
 import torch
 
+from tilestack.data import NO_LABEL
 from tilestack.train.evaluation.comparison import compare, remember, take_windows
 from tilestack.train.evaluation.evaluate import EvaluationError, evaluate_texts
 
@@ -25,6 +26,24 @@ def test_a_model_that_has_not_changed_agrees_with_itself():
         mine, theirs = getattr(found.before, name), getattr(expected, name)
         assert mine.value == pytest.approx(theirs.value, rel=1e-5)
         assert mine.error == pytest.approx(theirs.error, rel=1e-3)
+
+
+@torch.no_grad()
+def test_logits_of_half_precision_are_not_rounded():
+    decoder = tiny.ours("llama3").to(torch.bfloat16)
+    decoder.head_weight.mul_(20)  # to where the steps of bfloat16 are coarse
+    reference = remember(decoder, take_windows(DOCUMENTS, 16, 10**6), "cpu")
+    nats, rounded = [], []
+    for _, rows, hidden in reference.batches:
+        labels = rows.labels[rows.labels != NO_LABEL]
+        for logits, found in (
+            (hidden.float() @ decoder.head_weight.float().T, nats),
+            (decoder.logits(hidden), rounded),
+        ):
+            found += torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none").tolist()
+    mean = compare(decoder, reference, "cpu").before.nats_per_token.value
+    assert mean == pytest.approx(sum(nats) / len(nats), rel=1e-6)
+    assert mean != pytest.approx(sum(rounded) / len(rounded), rel=3e-5)
 
 
 @torch.no_grad()

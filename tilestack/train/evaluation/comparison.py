@@ -7,18 +7,21 @@ models read the same windows, and at each token the distributions of what follow
     top-1 agreement    how often both think the same token likeliest
 
 Of the model as it was, its last hidden states are kept and not the model, which is changed in place; so its norm and head
-must be those that it had.
+must be those that it had. Logits are in float32 here: bfloat16 has those from 16 on in steps of an eighth, which
+adds to the divergence of weights of 8 bits, and makes tokens equally likely that are not.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilestack import ops
 from tilestack.data import NO_LABEL
+from tilestack.ops.numerics import wide
 from tilestack.train.evaluation.evaluate import (
     Estimate,
     EvaluationError,
@@ -92,19 +95,26 @@ def remember(model: Any, windows: list[Window], device: torch.device | str) -> R
 def compare(model: Any, reference: Reference, device: torch.device | str) -> Comparison:
     """What a model makes of the texts now, beside what it made of them."""
     figures = torch.zeros(len(reference.windows), 4, dtype=torch.float64)  # of each window, summed over its tokens
+    head = wide(model.head_weight)
+    log_probs = lambda hidden: torch.log_softmax(softcapped(wide(hidden) @ head.T, model.logit_softcap), -1)
     for numbers, rows, before in reference.batches:
         scored = rows.labels != NO_LABEL
-        found = token_figures(model, before.to(device), model.hidden(rows.ids)[scored], rows.labels[scored]).cpu()
+        after = model.hidden(rows.ids)[scored]
+        found = token_figures(log_probs, before.to(device), after, rows.labels[scored]).cpu()
         for number, part in zip(numbers, found.split(rows.tokens.tolist()), strict=True):
             figures[number] = part.sum(0)
     return over_documents(reference.windows, figures)
 
 
-def token_figures(model: Any, before: Tensor, after: Tensor, labels: Tensor) -> Tensor:
+def softcapped(logits: Tensor, cap: float) -> Tensor:
+    return ops.softcap(logits, cap) if cap else logits
+
+
+def token_figures(log_probs: Callable[[Tensor], Tensor], before: Tensor, after: Tensor, labels: Tensor) -> Tensor:
     """[tokens, 4] of hidden states [tokens, H] before and after: nats of each, KL divergence, agreement."""
     parts = []
     for p, q, label in zip(*(each.split(CHUNK) for each in (before, after, labels)), strict=True):
-        p, q = (torch.log_softmax(model.logits(hidden).float(), -1) for hidden in (p, q))
+        p, q = log_probs(p), log_probs(q)
         nats = [-each.gather(1, label[:, None])[:, 0] for each in (p, q)]
         divergence = (p.exp() * (p - q)).sum(-1)
         parts.append(torch.stack([*nats, divergence, (p.argmax(-1) == q.argmax(-1)).to(p.dtype)], 1).double())
