@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tilestack.cli import main
+from tilestack.cli.bench_models import layer_works
 from tilestack.lab import bench_layers, layers, stale
 from tilestack.lab.bench_layers import cost, step, unlike_the_others
 from tilestack.lab.layers import LAYERS, build
@@ -151,6 +152,13 @@ def test_the_command_saves_what_it_measures(tmp_path, monkeypatch, capsys):
     assert "layers of" in capsys.readouterr().out
 
 
+def test_every_dtype_and_batch_is_a_work_of_its_own():
+    made = layer_works(torch.device("cpu"), "demo", "1,2", 16, "float32,bfloat16")
+    assert [(work.batch, work.dtype) for work in made] == [
+        (1, "float32"), (1, "bfloat16"), (2, "float32"), (2, "bfloat16"),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
@@ -158,6 +166,7 @@ def test_the_command_saves_what_it_measures(tmp_path, monkeypatch, capsys):
         (["--direction", "backward"], "no direction backward; there are forward, both"),
         (["--backend", "liger"], "no candidate liger; there are tilestack, plain"),
         (["--case", "x"], "bench layers does not read --case"),
+        (["--dtype", "float8"], "no dtype float8; choose from float16"),
     ],
 )
 def test_the_command_names_what_there_is(asked, words, capsys):

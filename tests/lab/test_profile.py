@@ -100,6 +100,16 @@ def test_the_command_profiles_operators_and_layers(tmp_path, capsys):
         (["softmax", "relu"], "one operator at a time"),
         (["layers", "hed"], "no layer hed"),
         (["softmx"], "softmx"),
+        (
+            ["layers", "mlp", "--backend", "triton", "--case", "x"],
+            "profile layers does not read --backend, --case; it reads",
+        ),
+        (["serve", "--calls", "3"], "profile serve does not read --calls; it reads"),
+        (["softmax", "--recipe", "demo"], "profile of an operator does not read --recipe; it reads"),
+        (["serve", "smollm2"], "takes no names, and there is smollm2; the model is --model"),
+        (["softmax", "--dtype", "float8"], "no dtype float8; choose from float16"),
+        (["softmax", "--dtype", "float32,float64"], "one --dtype at a time"),
+        (["layers", "mlp", "--recipe", "demo,demo"], "one --recipe at a time"),
     ],
 )
 def test_the_command_says_what_it_takes(asked, words, capsys):
