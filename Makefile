@@ -45,13 +45,14 @@ bench: .venv/node
 	$(BIN)/python -m tilestack report --tables
 
 # Every figure that is a CPU's, on a machine without a GPU and with nothing else to do: the recipes, what fp8 costs of the loss,
-# engines with SmolLM2, and what HTTP costs; then the tables.
+# engines with SmolLM2, what HTTP costs, and what quantising SmolLM2 does to it; then the tables.
 bench-cpu: recipes
 	$(FP8_PARITY) --starts 8
 	$(FP8_PARITY) --starts 16 --set optimizer.lr=3e-3
 	$(BIN)/python -m tilestack bench serve --device cpu --save $(BENCH)
 	$(BIN)/python -m tilestack bench http --device cpu --save $(BENCH)
 	$(BIN)/python -m tilestack bench http --device cpu --model smollm2 --save $(BENCH)
+	$(BIN)/python -m tilestack bench quantize --device cpu --save $(BENCH)
 	$(BIN)/python -m tilestack report --tables
 
 # On a GPU: what has no proof of the present source is proved, and all of tests/gpu runs; cut off, it goes on where it was.

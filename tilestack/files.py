@@ -39,7 +39,7 @@ def whole_file(target: Path) -> Iterator[Path]:
         yield hidden
         put_in_place(hidden, target)
     except OSError as problem:
-        if problem.filename is None:  # a full disk's, which says nothing of where
+        if problem.errno and problem.filename is None:  # a full disk's, which says nothing of where
             problem.filename = str(target)
         raise
     finally:

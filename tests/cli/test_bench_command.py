@@ -7,7 +7,18 @@ import pytest
 from typer.main import get_command
 
 from tilestack.cli import app, main
-from tilestack.lab import bench, bench_host, bench_http, bench_optim, bench_serve, bench_train, memory, results
+from tilestack.lab import (
+    bench,
+    bench_host,
+    bench_http,
+    bench_layers,
+    bench_optim,
+    bench_serve,
+    bench_train,
+    memory,
+    quantisation,
+    results,
+)
 from tilestack.lab.rows import Row
 from tilestack.lab.stale import present_source
 
@@ -36,6 +47,9 @@ def parts(monkeypatch, tmp_path, outside):
         yield []
 
     monkeypatch.setattr(bench_optim, "bench_optim", optimizers)
+    monkeypatch.setattr(
+        bench_layers, "bench_layers", lambda works, *_: asked.append(("layers", len(works))) or iter(())
+    )
     monkeypatch.setattr(bench_train, "bench_train", lambda work, *_: asked.append(("train", work.case)) or [])
     monkeypatch.setattr(bench_serve, "bench_serve", lambda device, *_: asked.append(("serve", device)) or [])
     monkeypatch.setattr(bench_http, "bench_http", lambda device, *_, **__: asked.append(("http", device)) or [])
@@ -51,7 +65,15 @@ def run(*arguments):
 def test_all_is_every_part(parts):
     assert run("all") == 0
     served = [("serve", "cpu"), ("http", "cpu")]
-    assert parts == [("kernels", True), ("memory", True), ("host", "cpu"), ("optim", 0), ("train", "python, 4x256"), *served]  # fmt: skip
+    assert parts == [("kernels", True), ("memory", True), ("host", "cpu"), ("optim", 0), ("layers", 1), ("train", "python, 4x256"), *served]  # fmt: skip
+
+
+def test_the_quality_of_quantised_weights_is_measured_by_itself(parts, monkeypatch):
+    asked = []
+    monkeypatch.setattr(quantisation, "measure", lambda chosen, *_: iter(asked.append(len(chosen)) or ()))
+    assert run("quantize") == 0
+    assert asked == [len(quantisation.ways())]
+    assert parts == []
 
 
 def test_names_after_optim_choose_optimizers(parts, monkeypatch):
@@ -116,7 +138,10 @@ def test_options_that_would_not_be_read_are_refused(parts, arguments, said, caps
 def test_a_wrong_name_tells_what_can_be_measured(parts, capsys):
     assert run("serv") == 1
     said = capsys.readouterr().err
-    assert "bench measures operators, and memory, host, optim, train, serve, http, startup, all by these names" in said
+    assert (
+        "bench measures operators, and memory, host, optim, layers, train, serve, http, quantize, startup, all by these names"
+        in said
+    )
     assert "no operator is named 'serv'" in said
     assert parts == []
 
@@ -140,6 +165,7 @@ def test_what_is_of_the_present_source_is_not_done_again(parts):
         ("memory", True),
         ("host", "cpu"),
         ("optim", 1),
+        ("layers", 1),
         ("serve", "cpu"),
         ("http", "cpu"),
     ]

@@ -194,3 +194,14 @@ def test_ctrl_c_leaves_nothing_behind_and_what_was_there_in_place(capsys, folder
     assert "Traceback" not in said
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_what_took_long_is_kept_where_the_comparison_fails(capsys, folder, texts, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tilestack.train.evaluation.comparison.compare", interrupted)
+    files = ("--calibrate", texts / "calibrate.jsonl", "--evaluate", texts / "evaluate.jsonl")
+    assert run(capsys, folder, tmp_path / "out", *SMALL, *files)[0] == 130
+    ids = torch.arange(8)[None]
+    assert not torch.equal(models.load(tmp_path / "out")(ids), models.load(folder)(ids))

@@ -64,9 +64,10 @@ def test_pre_commit_runs_the_linters_of_make_lint():
 KERNELS = "tilestack bench all --save"
 MUTATION = "python -m tests.mutation"  # which needs neither
 FILLED_BY = {
-    **dict.fromkeys(("headline", "operator", "ladder", "training", "roofs", "memory"), (KERNELS, None)),
+    **dict.fromkeys(("headline", "operator", "ladder", "layers", "training", "roofs", "memory"), (KERNELS, None)),
     **dict.fromkeys(("serving", "summary"), (KERNELS, "tilestack bench serve --device cpu --save")),
     "http": (KERNELS, "tilestack bench http --device cpu --save"),
+    "quantised": (None, "tilestack bench quantize --device cpu --save"),
     "recipes": ("tilestack chain --save", "tilestack chain --save"),
     "alignment": (None, "tilestack chain --alignment --save"),
     "parity": ("tilestack parity --save", None),

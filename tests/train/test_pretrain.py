@@ -85,6 +85,7 @@ def test_bits_per_byte_are_of_the_very_text_that_is_asked_for(small, tmp_path):
         """All tokens are equally likely."""
 
         head_weight, logit_softcap = torch.zeros(tokenizer.vocabulary, 4), 0.0
+        head_loss = models.Decoder.head_loss
 
         def hidden(self, ids, positions, cu_seqlens):
             return torch.zeros(*ids.shape, 4)

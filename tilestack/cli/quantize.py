@@ -110,23 +110,24 @@ def quantize_command(
     ids = None
     if METHODS[method].statistics is not None:
         ids = calibration_ids(texts_of(calibrate or [BUILTIN]), tokenizer, samples, length, seed)
-    with whole_folder(out) as hidden, progress_bar() as progress:
+    with progress_bar() as progress:
         bar = progress.add_task("reading held-out text", total=len(decoder.layers))
         reference, before = remember(decoder, windows, place), size_of(decoder)
         progress.update(bar, description="quantising layers")
-        quantise(
-            decoder,
-            wanted,
-            method,
-            ids,
-            ignore=ignore or (),
-            progress=lambda done, _: progress.update(bar, completed=done),
-        )
-        models.save(decoder, hidden)
-        tokenizer.save(hidden)
-        if (source / GENERATION).is_file():
-            shutil.copyfile(source / GENERATION, hidden / GENERATION)
-        progress.update(bar, description="comparing on held-out text")
+        with whole_folder(out) as hidden:
+            quantise(
+                decoder,
+                wanted,
+                method,
+                ids,
+                ignore=ignore or (),
+                progress=lambda done, _: progress.update(bar, completed=done),
+            )
+            models.save(decoder, hidden)
+            tokenizer.save(hidden)
+            if (source / GENERATION).is_file():
+                shutil.copyfile(source / GENERATION, hidden / GENERATION)
+        progress.update(bar, description="comparing on held-out text")  # the folder is there, whatever happens now
         found, after = compare(decoder, reference, place), size_of(decoder)
     made = dict(
         model=model, out=str(out), scheme=scheme, method=method, group=wanted.group, symmetric=wanted.symmetric,

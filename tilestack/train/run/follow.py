@@ -68,11 +68,6 @@ def follow(
     the only one that prints and writes; the others read what it has prepared.
     """
     sides = recipe.parallel
-    if sides.pipeline > 1 and command != "train":
-        raise RecipeError(
-            f"parallel.pipeline = {sides.pipeline} is for `tilestack train`, whose rows all have data.sequence tokens, and this is "
-            f"{command}; set it to 1"
-        )
     grid = dict(tensor=sides.tensor, context=sides.context, pipeline=sides.pipeline)
     with joined(recipe.run.device, **grid, advice=AFTER_A_LOSS) as mesh:
         console = (console or Console(stderr=True)) if mesh.first else Console(quiet=True)
