@@ -9,7 +9,7 @@ import torch
 from tilestack.cli import main
 from tilestack.cli.bench_models import layer_works
 from tilestack.lab import bench_layers, layers, stale
-from tilestack.lab.bench_layers import cost, step, unlike_the_others
+from tilestack.lab.bench_layers import cost, step, unlike_the_others, working_set
 from tilestack.lab.layers import LAYERS, build
 from tilestack.lab.train_steps import Work, write_weights
 
@@ -39,12 +39,15 @@ def work(request, tmp_path_factory):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_candidates_compute_the_same_results_and_gradients(work, layer):
     x = bench_layers.hidden_states(work, 0)
-    out, of_x, *of_weights = step(build("tilestack", work, layer), "both", x.clone())
+    built = build("tilestack", work, layer)
+    out, of_x, *of_weights = step(built, "both", x.clone())
+    assert [gradient.shape for gradient in of_weights] == [weight.shape for weight in built.weights]
     assert out.shape == (() if layer == "head" else x.shape)
     for name in PEERS[work.name]:
         their_out, their_of_x, *their_of_weights = step(build(name, work, layer), "both", x.clone())
         torch.testing.assert_close(out, their_out, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(of_x, their_of_x, rtol=1e-3, atol=1e-5)
+        assert sum(map(torch.numel, of_weights)) == sum(map(torch.numel, their_of_weights))
         squares = lambda gradients: sum(float(gradient.double().square().sum()) for gradient in gradients)
         assert squares(of_weights) == pytest.approx(squares(their_of_weights), rel=1e-4)  # ours are fused otherwise
 
@@ -121,6 +124,24 @@ def test_the_arithmetic_of_layers_is_counted_by_hand(tmp_path):
         assert (moved, flops) == (4 * (states + matrices[layer] + norms[layer]), 2 * tokens * (matrices[layer] + seen))
         # x, the weights and what comes of them, and the gradient of each; a backward has two products for each of a forward.
         assert cost(build("tilestack", work, layer), work, layer, "both") == (2 * moved, 3 * flops)
+
+
+def test_of_experts_those_that_a_token_meets_are_counted(tmp_path):
+    work = write_weights(replace(WORK, config=MODELS["qwen3_moe"]), tmp_path)
+    built = build("tilestack", work, "mlp")
+    router, expert = 4 * 32, 3 * 32 * 16
+    moved, flops = cost(built, work, "mlp", "forward")
+    assert flops == 2 * work.tokens * (router + 2 * expert)
+    assert moved == 4 * (2 * work.tokens * 32 + 32 + router + 4 * expert)  # all of them are read
+
+
+def test_calls_have_inputs_of_their_own_and_a_forward_keeps_nothing(work):
+    built = build("tilestack", work, "head")
+    assert working_set(built, work) == 4 * (work.tokens * (32 + 64) + 32 * 64)
+    made = bench_layers.calls(built, work, "forward", 3)
+    first, second, third = (float(out) for (out,) in (call() for call in made))
+    assert len({first, second, third}) == 3
+    assert not made[0]()[0].requires_grad
 
 
 def test_kept_rows_of_the_present_source_are_not_measured_again():

@@ -7,7 +7,7 @@ import pytest
 from made_up import MACHINE, ROOFS, row
 
 from tilestack.cli import main
-from tilestack.lab.compare import compare, rows_of, summary
+from tilestack.lab.compare import Change, compare, rows_of, summary
 from tilestack.lab.results import save
 
 BEFORE = {"triton": 100.0, "aten": 80.0, "gluon": 90.0, "cuda": 50.0}
@@ -37,6 +37,14 @@ def test_what_both_measured_is_judged_by_its_spread(folders):
     ours, peers = summary(changes).splitlines()
     assert ours.startswith("ours: 1 faster, 1 slower, 0 equal; geometric mean 1.12×")
     assert peers.startswith("peers: 0 faster, 0 slower, 1 equal")
+
+
+def test_a_borrowed_kernel_may_become_slower_too_and_the_definition_is_not_ours():
+    made = lambda backend, time: row("attention", "8x1024", backend, time)
+    found = [Change("", made(backend, 100.0), made(backend, 200.0)) for backend in ("gluon", "torch", "aten")]
+    assert [(change.verdict, change.is_ours) for change in found] == [
+        ("slower", True), ("slower", False), ("slower", False),
+    ]  # fmt: skip
 
 
 def test_the_same_measurement_is_no_change(folders):
