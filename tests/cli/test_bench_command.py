@@ -112,7 +112,7 @@ def test_other_parts_take_no_names_beside_them(parts, capsys):
     assert run("softmax", "optim") == 1
 
 
-@pytest.mark.parametrize("option", ["--backend=triton", "--dtype=float16", "--json=rows.json"])
+@pytest.mark.parametrize("option", ["--backend=triton", "--dtype=float16", "--direction=backward", "--json=rows.json"])
 def test_what_parts_would_read_differently_is_refused(parts, option, capsys):
     assert run("all", option) == 1
     assert "they mean other things to its parts" in capsys.readouterr().err

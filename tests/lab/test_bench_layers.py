@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tilestack.cli import main
+from tilestack.cli.bench_models import layer_works
 from tilestack.lab import bench_layers, layers, stale
-from tilestack.lab.bench_layers import cost, step, unlike_the_others
+from tilestack.lab.bench_layers import cost, step, unlike_the_others, working_set
 from tilestack.lab.layers import LAYERS, build
 from tilestack.lab.train_steps import Work, write_weights
 
@@ -38,12 +39,15 @@ def work(request, tmp_path_factory):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_candidates_compute_the_same_results_and_gradients(work, layer):
     x = bench_layers.hidden_states(work, 0)
-    out, of_x, *of_weights = step(build("tilestack", work, layer), "both", x.clone())
+    built = build("tilestack", work, layer)
+    out, of_x, *of_weights = step(built, "both", x.clone())
+    assert [gradient.shape for gradient in of_weights] == [weight.shape for weight in built.weights]
     assert out.shape == (() if layer == "head" else x.shape)
     for name in PEERS[work.name]:
         their_out, their_of_x, *their_of_weights = step(build(name, work, layer), "both", x.clone())
         torch.testing.assert_close(out, their_out, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(of_x, their_of_x, rtol=1e-3, atol=1e-5)
+        assert sum(map(torch.numel, of_weights)) == sum(map(torch.numel, their_of_weights))
         squares = lambda gradients: sum(float(gradient.double().square().sum()) for gradient in gradients)
         assert squares(of_weights) == pytest.approx(squares(their_of_weights), rel=1e-4)  # ours are fused otherwise
 
@@ -70,6 +74,31 @@ def test_a_wrong_gradient_is_seen_too(work):
     assert list(unlike_the_others(candidates, work, "both")) == ["halved"]
 
 
+def test_numbers_that_are_none_are_the_fault_of_the_candidate_that_makes_them(work):
+    built = build("tilestack", work, "mlp")
+    broken = layers.Built(lambda x: built.run(x) * torch.where(torch.arange(32) == 3, torch.nan, 1.0), built.weights)
+    candidates = {"tilestack": built, "broken": broken, "again": built}
+    for direction in ("forward", "both"):
+        assert list(unlike_the_others(candidates, work, direction)) == ["broken"]
+
+
+def test_what_is_not_counted_has_no_share_of_the_roof():
+    (rows,) = bench_layers.bench_layers([WORK], ["mlp"], ["forward"], ["plain"])
+    assert rows[0]["time_us"] > 0
+    assert [rows[0][figure] for figure in ("roof_fraction", "tflops", "tb_per_s")] == [None] * 3
+
+
+def test_the_parts_of_a_layer_come_to_the_whole(tmp_path):
+    """Also where a family normalises what a part adds."""
+    gemma = TINY | {"model_type": "gemma2", "query_pre_attn_scalar": 8, "sliding_window": 64}
+    work = write_weights(replace(WORK, config=gemma), tmp_path)
+    attention, mlp, block = (build("tilestack", work, layer) for layer in ("attention", "mlp", "block"))
+    x = bench_layers.hidden_states(work, 0)
+    torch.testing.assert_close(mlp.run(attention.run(x)), block.run(x))
+    count = lambda built: sum(weight.numel() for weight in built.weights)
+    assert count(attention) + count(mlp) == count(block)
+
+
 def test_a_candidate_that_fails_is_a_row_with_its_reason():
     (rows,) = bench_layers.bench_layers(
         [replace(WORK, config=MODELS["qwen3_moe"])], ["mlp"], ["forward"], ["tilestack", "plain"]
@@ -93,7 +122,26 @@ def test_the_arithmetic_of_layers_is_counted_by_hand(tmp_path):
         states = tokens * 32 * (1 if layer == "head" else 2)
         moved, flops = cost(build("tilestack", work, layer), work, layer, "forward")
         assert (moved, flops) == (4 * (states + matrices[layer] + norms[layer]), 2 * tokens * (matrices[layer] + seen))
-        assert cost(build("tilestack", work, layer), work, layer, "both") == (3 * moved, 3 * flops)
+        # x, the weights and what comes of them, and the gradient of each; a backward has two products for each of a forward.
+        assert cost(build("tilestack", work, layer), work, layer, "both") == (2 * moved, 3 * flops)
+
+
+def test_of_experts_those_that_a_token_meets_are_counted(tmp_path):
+    work = write_weights(replace(WORK, config=MODELS["qwen3_moe"]), tmp_path)
+    built = build("tilestack", work, "mlp")
+    router, expert = 4 * 32, 3 * 32 * 16
+    moved, flops = cost(built, work, "mlp", "forward")
+    assert flops == 2 * work.tokens * (router + 2 * expert)
+    assert moved == 4 * (2 * work.tokens * 32 + 32 + router + 4 * expert)  # all of them are read
+
+
+def test_calls_have_inputs_of_their_own_and_a_forward_keeps_nothing(work):
+    built = build("tilestack", work, "head")
+    assert working_set(built, work) == 4 * (work.tokens * (32 + 64) + 32 * 64)
+    made = bench_layers.calls(built, work, "forward", 3)
+    first, second, third = (float(out) for (out,) in (call() for call in made))
+    assert len({first, second, third}) == 3
+    assert not made[0]()[0].requires_grad
 
 
 def test_kept_rows_of_the_present_source_are_not_measured_again():
@@ -125,6 +173,13 @@ def test_the_command_saves_what_it_measures(tmp_path, monkeypatch, capsys):
     assert "layers of" in capsys.readouterr().out
 
 
+def test_every_dtype_and_batch_is_a_work_of_its_own():
+    made = layer_works(torch.device("cpu"), "demo", "1,2", 16, "float32,bfloat16")
+    assert [(work.batch, work.dtype) for work in made] == [
+        (1, "float32"), (1, "bfloat16"), (2, "float32"), (2, "bfloat16"),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
@@ -132,6 +187,7 @@ def test_the_command_saves_what_it_measures(tmp_path, monkeypatch, capsys):
         (["--direction", "backward"], "no direction backward; there are forward, both"),
         (["--backend", "liger"], "no candidate liger; there are tilestack, plain"),
         (["--case", "x"], "bench layers does not read --case"),
+        (["--dtype", "float8"], "no dtype float8; choose from float16"),
     ],
 )
 def test_the_command_names_what_there_is(asked, words, capsys):

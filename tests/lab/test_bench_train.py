@@ -138,8 +138,8 @@ def test_rows_carry_the_source_of_ours_and_stale_works_are_those_of_another(monk
     take_turns(monkeypatch, lambda name, work: made(1.0))
     rows = bench_train.bench_train(WORK, ["tilestack", "plain"])
     assert [bool(row["source"]) for row in rows] == [True, False]
-    other = replace(WORK, batch=4)
-    assert bench_train.stale_works([WORK, other], rows) == [other]
+    others = [replace(WORK, batch=4), replace(WORK, dtype="bfloat16")]
+    assert bench_train.stale_works([WORK, *others], rows) == others
     assert bench_train.stale_works([WORK], [rows[0] | {"source": "older"}, rows[1]]) == [WORK]
     assert bench_train.stale_works([WORK], rows, ["tilestack", "transformers"]) == []
     assert bench_train.stale_works([WORK], rows, ["tilestack", "tilestack-fp8"]) == [WORK]

@@ -7,7 +7,7 @@ import pytest
 from made_up import MACHINE, ROOFS, row
 
 from tilestack.cli import main
-from tilestack.lab.compare import compare, rows_of, summary
+from tilestack.lab.compare import Change, compare, rows_of, summary
 from tilestack.lab.results import save
 
 BEFORE = {"triton": 100.0, "aten": 80.0, "gluon": 90.0, "cuda": 50.0}
@@ -39,10 +39,18 @@ def test_what_both_measured_is_judged_by_its_spread(folders):
     assert peers.startswith("peers: 0 faster, 0 slower, 1 equal")
 
 
+def test_a_borrowed_kernel_may_become_slower_too_and_the_definition_is_not_ours():
+    made = lambda backend, time: row("attention", "8x1024", backend, time)
+    found = [Change("", made(backend, 100.0), made(backend, 200.0)) for backend in ("gluon", "torch", "aten")]
+    assert [(change.verdict, change.is_ours) for change in found] == [
+        ("slower", True), ("slower", False), ("slower", False),
+    ]  # fmt: skip
+
+
 def test_the_same_measurement_is_no_change(folders):
     rows = rows_of(str(folders[0]))
     assert compare(rows, rows) == []
-    assert summary([]) == "nothing was measured in both"
+    assert summary([]) == "nothing of the one was measured again in the other"
 
 
 def test_another_machine_is_another_measurement(tmp_path):
@@ -84,6 +92,24 @@ def test_the_command_answers_in_json_and_by_its_exit_code(folders, capsys):
     assert "aten" not in said
     assert ran("-o", "relu") == 1
     assert "nothing named relu was measured both before and after" in capsys.readouterr().err
+
+
+def test_what_was_timed_before_and_fails_now_is_told_and_no_change_of_speed(folders, capsys):
+    failed = results({"triton": 100.0, "aten": 80.0, "gluon": 90.0, "liger": 5.0}, "later")
+    for broken in (failed["rows"][0], failed["rows"][1]):
+        broken |= {"time_us": None, "note": "out of resource: [shared memory]"}
+    save(folders[1] / "imaginary" / "kernels.json", failed)
+
+    def ran(*asked):
+        with pytest.raises(SystemExit) as left:
+            main(["compare", *map(str, folders), "--json", "-", *asked])
+        return left.value.code
+
+    assert ran("-o", "softmax") == 0
+    out, told = capsys.readouterr()
+    assert [row["backend"] for row in json.loads(out)] == ["gluon"]
+    assert told.splitlines() == ["fails now: softmax, 8192x4096x-1, bfloat16, forward, triton: out of resource: [shared memory]"]  # fmt: skip
+    assert ran("--strict") == 1
 
 
 @pytest.mark.parametrize("source", ["nowhere", "--upload-pack=x"])

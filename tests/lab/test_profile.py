@@ -1,6 +1,7 @@
 """The profiler: whose kernels took the time, of one call."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import tiny_models as tiny
@@ -8,6 +9,7 @@ import torch
 
 from tilestack import ops
 from tilestack.cli import main
+from tilestack.cli.profile import WARM_UP, recorded_call
 from tilestack.engine import Engine, EngineSettings
 from tilestack.lab.profile import Profile, origin_of, our_kernels, record, render
 from tilestack.lab.serve_steps import ServedSteps
@@ -50,6 +52,15 @@ def test_shares_are_of_one_call():
     assert calls["aten::mm"] == calls["aten::add"] == 1
     assert profile.by_origin() == pytest.approx({"PyTorch": 1.0})
     assert 0 < profile.total_ms <= 4 * profile.wall_ms
+
+
+def test_wall_time_is_of_one_call_and_begins_when_it_is_warm(monkeypatch):
+    ticks, called = iter([3.0, 11.0]), []
+    monkeypatch.setattr("tilestack.lab.profile.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    title, profile = recorded_call(torch.device("cpu"), "made up", lambda: called.append(torch.ones(2)), 4, None)
+    assert (title, profile.wall_ms) == ("made up", 2000.0)
+    assert len(called) == WARM_UP + 4
+    assert WARM_UP >= 2  # the first compiles, the second may choose a backend
 
 
 def test_the_table_says_whose_the_time_was_and_how_busy_the_gpu():
@@ -100,6 +111,16 @@ def test_the_command_profiles_operators_and_layers(tmp_path, capsys):
         (["softmax", "relu"], "one operator at a time"),
         (["layers", "hed"], "no layer hed"),
         (["softmx"], "softmx"),
+        (
+            ["layers", "mlp", "--backend", "triton", "--case", "x"],
+            "profile layers does not read --backend, --case; it reads",
+        ),
+        (["serve", "--calls", "3"], "profile serve does not read --calls; it reads"),
+        (["softmax", "--recipe", "demo"], "profile of an operator does not read --recipe; it reads"),
+        (["serve", "smollm2"], "takes no names, and there is smollm2; the model is --model"),
+        (["softmax", "--dtype", "float8"], "no dtype float8; choose from float16"),
+        (["softmax", "--dtype", "float32,float64"], "one --dtype at a time"),
+        (["layers", "mlp", "--recipe", "demo,demo"], "one --recipe at a time"),
     ],
 )
 def test_the_command_says_what_it_takes(asked, words, capsys):

@@ -92,6 +92,8 @@ def test_a_run_whose_process_is_killed_ends_and_is_continued(tmp_path):
         (["parallel.tensor=3"], "parallel.tensor = 3 needs a multiple of 3 processes, and there are 2; start 3"),
         (["parallel.pipeline=2", "parallel.context=2"], "parallel.pipeline = 2 does not go together with parallel.context = 2"),
         (["parallel.pipeline=2", "optimizer.name=adamw8bit", "precision.fp8=true", "lora.rank=2"], 'parallel.pipeline = 2 does not go together with optimizer.name "adamw8bit"'),
+        (["parallel.pipeline=2", "lora.rank=2"], "parallel.pipeline = 2 does not go together with lora.rank = 2"),
+        (["parallel.pipeline=2", "parallel.shard=true", "lora.rank=2"], "parallel.pipeline = 2 does not go together with lora.rank = 2"),
         (["parallel.pipeline=2", "parallel.schedule=zigzag"], "1f1b, gpipe, interleaved"),
         (["parallel.tensor=2", "optimizer.name=muon"], 'parallel.tensor = 2 does not go together with optimizer.name "muon"'),
         (["parallel.shard=true", "optimizer.name=adamw8bit"], 'parallel.shard does not go together with optimizer.name "adamw8bit"'),

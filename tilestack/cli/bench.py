@@ -23,6 +23,7 @@ from tilestack.cli.common import (
     kernel_device,
     load_files,
     pick_operators,
+    refuse_ignored_options,
     writable_file,
     write_json,
 )
@@ -144,14 +145,16 @@ def bench_command(
     quantised weights, `bench startup` imports and the command line. `bench all` runs all but the last two;
     `make bench` and, on a CPU, `make bench-cpu` reproduce every figure of the documentation.
     """
-    refuse_ignored_options(context, operators[0] if operators else "")
+    first = operators[0] if operators else ""
+    if (read := PARTS.get(first, OF_OPERATORS)) is not None:
+        refuse_ignored_options(context, f"bench {first}" if first in PARTS else "bench of operators", read)
     if operators == ["startup"]:
         bench_starts(json_)
         return
     everything = operators == ["all"]
-    if everything and (backend or dtype or json_):
+    if everything and (backend or dtype or direction or json_):
         raise ValueError(
-            "bench all takes no --backend, --dtype or --json: they mean other things to its parts; name one"
+            "bench all takes no --backend, --dtype, --direction or --json: they mean other things to its parts; name one"
         )
     place = kernel_device(device)
     from tilestack.lab import machine
@@ -190,21 +193,6 @@ def bench_command(
             raise ValueError(f"bench {mixed[0]} is measured by itself, without other names beside it")
         refuse_unknown_names(operators or [])
         kernels(operators)
-
-
-def refuse_ignored_options(context: typer.Context, first: str) -> None:
-    """Refuse an option that was given and would not be read: whoever gave it would believe the figures to be of it."""
-    read = PARTS.get(first, OF_OPERATORS)
-    given = [name.strip("_") for name in context.params if is_given(context, name)]
-    if read is not None and (ignored := sorted(set(given) - {*read, "operators"})):
-        written = lambda names: ", ".join(f"--{name.replace('_', '-')}" for name in names)
-        what = f"bench {first}" if first in PARTS else "bench of operators"
-        raise ValueError(f"{what} does not read {written(ignored)}; it reads {written(read)}")
-
-
-def is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def refuse_unknown_names(names: Sequence[str]) -> None:

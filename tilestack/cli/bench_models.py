@@ -41,14 +41,17 @@ def works_of_recipes(
     published: Mapping[str, Sequence[int]],
 ) -> list["Work"]:
     """The models of some recipes at some micro-batches; where nothing is asked for, those that are `published`."""
+    from tilestack.cli.common import pick_dtypes
     from tilestack.cli.recipes import find_recipe
     from tilestack.lab.train_steps import Work
     from tilestack.train import Recipe
 
+    pick_dtypes(dtype)  # or refuse it
     sizes = micro_batches.split(",") if micro_batches else []
     if not all(size.strip().isdigit() and int(size) > 0 for size in sizes):
         raise ValueError(f"micro-batches are positive numbers separated by commas, not {micro_batches!r}")
     on_gpu = place.type == "cuda"
+    dtypes = (dtype or ("bfloat16" if on_gpu else "float32")).split(",")
     works = []
     for name in recipes.split(",") if recipes else published if on_gpu else ["demo"]:
         read = Recipe.load(find_recipe(Path(name)))
@@ -57,14 +60,15 @@ def works_of_recipes(
             {"vocab_size": read.data.vocabulary, **read.model.config},
             read.data.batch,
             sequence or read.data.sequence,
-            dtype or ("bfloat16" if on_gpu else "float32"),
+            dtypes[0],
             place.type,
             read.run.backend,
             steps=10 if on_gpu else 30,  # a CPU has other things to do in between
             seconds=60,
         )
         usual = published.get(name, ()) if recipes is None else ()
-        works += [replace(work, batch=int(size)) for size in sizes or usual] or [work]
+        batches = [int(size) for size in sizes or usual] or [work.batch]
+        works += [replace(work, batch=batch, dtype=each) for batch in batches for each in dtypes]
     return works
 
 

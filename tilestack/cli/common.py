@@ -149,6 +149,20 @@ def pick_dtypes(text: str | None) -> list["torch.dtype"] | None:
     return [known[name] for name in text.split(",")]
 
 
+def refuse_ignored_options(context: typer.Context, what: str, read: Sequence[str]) -> None:
+    """Refuse an option that was given and would not be read: whoever gave it would believe the figures to be of it."""
+    options = [param.name or "" for param in context.command.params if param.param_type_name == "option"]
+    given = [name.strip("_") for name in options if is_given(context, name)]
+    if ignored := sorted(set(given) - {*read}):
+        written = lambda names: ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise ValueError(f"{what} does not read {written(ignored)}; it reads {written(read)}")
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def load_files(paths: Iterable[Path] | None) -> None:
     from tilestack.lab import workers
 

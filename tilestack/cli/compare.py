@@ -3,6 +3,7 @@
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from tilestack.cli.common import JsonFile, console, write_json
 
@@ -20,7 +21,7 @@ def compare_command(
     ours: Annotated[bool, typer.Option("--ours", help="Leave peers out.")] = False,
     most: Annotated[int, typer.Option(min=1, help="Show at most so many that became slower, and faster.")] = 20,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Exit with 1 if something of ours became slower, for CI.")
+        bool, typer.Option("--strict", help="Exit with 1 if something of ours became slower or fails, for CI.")
     ] = False,
     json_: JsonFile = None,
 ) -> None:
@@ -32,17 +33,23 @@ def compare_command(
     Peers' changes are listed too, dimmed: theirs is the code that did not change, so they show how far the machine is off.
     """
     from tilestack.lab import compare
+    from tilestack.lab.results import IDENTITY
     from tilestack.lab.rows import SLOWER
 
-    changes = compare.compare(compare.rows_of(before), compare.rows_of(after))
+    both = compare.rows_of(before), compare.rows_of(after)
+    changes, failing = compare.compare(*both), compare.failing(*both)
     if operator:
-        if unknown := set(operator) - {change.after["op"] for change in changes}:
+        if unknown := set(operator) - {row["op"] for row in [*(change.after for change in changes), *failing]}:
             raise ValueError(f"nothing named {', '.join(sorted(unknown))} was measured both before and after")
         changes = [change for change in changes if change.after["op"] in operator]
+        failing = [row for row in failing if row["op"] in operator]
     if ours:
         changes = [change for change in changes if change.is_ours]
     write_json(json_, [change.as_dict() for change in changes])
     if str(json_) != "-":
         console.print(compare.render(changes, most))
-    if strict and any(change.is_ours and change.verdict == SLOWER for change in changes):
+    for row in failing:
+        which = ", ".join(row[name] for name in IDENTITY)
+        Console(stderr=True).print(f"fails now: {which}: {row['note']}", style="red", markup=False, soft_wrap=True)
+    if strict and (failing or any(change.is_ours and change.verdict == SLOWER for change in changes)):
         raise typer.Exit(1)

@@ -7,12 +7,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilestack.cli.common import Device, JsonFile, Load, console, kernel_device, load_files, writable_file, write_json
+from tilestack.cli.common import (
+    Device,
+    JsonFile,
+    Load,
+    console,
+    kernel_device,
+    load_files,
+    pick_dtypes,
+    refuse_ignored_options,
+    writable_file,
+    write_json,
+)
 
 if TYPE_CHECKING:
     import torch
 
 WARM_UP = 3  # calls before those that are recorded
+EVERYWHERE = ("device", "dtype", "most", "trace", "json", "load")
+OF_OPERATORS = (*EVERYWHERE, "backend", "case", "direction", "calls")
+# What is profiled besides operators, and the options that each reads.
+PARTS = {
+    "layers": (*EVERYWHERE, "recipe", "candidate", "direction", "batch", "prompt", "calls"),
+    "serve": (*EVERYWHERE, "model", "batch", "prompt", "tokens"),
+}
 
 
 def add_to(app: typer.Typer) -> None:
@@ -20,6 +38,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def profile_command(
+    context: typer.Context,
     what: Annotated[list[str], typer.Argument(help="An operator's name, or: layers [NAME], serve.")],
     device: Device = None,
     backend: Annotated[
@@ -32,7 +51,10 @@ def profile_command(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Default: bfloat16 on a GPU, float32 on a CPU.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Default: bfloat16 on a GPU, float32 on a CPU; of serve, as the engine takes it.", show_default=False
+        ),
     ] = None,
     direction: Annotated[str, typer.Option(help="Of operators and layers: forward or both.")] = "both",
     recipe: Annotated[str, typer.Option(help="Of layers: the recipe of the model.")] = "demo",
@@ -48,7 +70,7 @@ def profile_command(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Also write a trace for https://ui.perfetto.dev to this file.",
+            help="Also write a trace for https://ui.perfetto.dev to this file; of serve, of decoding.",
             callback=writable_file,
             show_default=False,
         ),
@@ -67,12 +89,18 @@ def profile_command(
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # or the profiler says on standard error that it starts and stops
     if what[0] == "train":
         raise ValueError("training steps are profiled inside a run: tilestack train RECIPE --profile 5")
+    read, name = PARTS.get(what[0], OF_OPERATORS), what[0] if what[0] in PARTS else "of an operator"
+    refuse_ignored_options(context, f"profile {name}", read)
     if direction not in ("forward", "both"):
         raise ValueError(f"--direction is forward or both, not {direction!r}")
+    if len(pick_dtypes(dtype) or ()) > 1:
+        raise ValueError(f"profile takes one --dtype at a time, not {dtype}")
     place = kernel_device(device)
     load_files(load)
     if what[0] == "serve":
-        recorded = profile_serving(place, model, batch, prompt, tokens, trace)
+        if len(what) > 1:
+            raise ValueError(f"profile serve takes no names, and there is {what[1]}; the model is --model")
+        recorded = profile_serving(place, model, dtype, batch, prompt, tokens, trace)
     elif what[0] == "layers":
         work = (recipe, batch, prompt, dtype)
         recorded = profile_layers(place, what[1:] or ["block"], work, candidate, direction, calls, trace)
@@ -164,6 +192,8 @@ def profile_layers(
     if trace is not None and len(layers) > 1:
         raise ValueError("--trace is of one layer; name one")
     recipe, batch, sequence, dtype = work
+    if "," in recipe:
+        raise ValueError(f"profile takes one --recipe at a time, not {recipe}")
     (model,) = layer_works(place, recipe, str(batch), sequence, dtype)
     with tempfile.TemporaryDirectory() as folder:
         alone = write_weights(replace(model, config=model.config | {"num_hidden_layers": 1}), Path(folder))
@@ -175,7 +205,7 @@ def profile_layers(
 
 
 def profile_serving(
-    place: "torch.device", model: str, batch: int, prompt: int, tokens: int, trace: Path | None
+    place: "torch.device", model: str, dtype: str | None, batch: int, prompt: int, tokens: int, trace: Path | None
 ) -> Iterator[Any]:
     """The engine's steps: reading prompts, then decoding."""
     from tilestack.cli.speaker import trust_engine
@@ -184,7 +214,8 @@ def profile_serving(
     from tilestack.lab.serve_steps import ServedSteps
 
     trust_engine()
-    engine = Engine.load(model, EngineSettings(device=str(place), max_sequences=batch, prefix_caching=False))
+    settings = EngineSettings(device=str(place), dtype=dtype, max_sequences=batch, prefix_caching=False)
+    engine = Engine.load(model, settings)
     steps = ServedSteps(engine, batch, prompt, tokens)
     for read_or_decode in (steps.read_prompts, steps.decode):  # unrecorded
         read_or_decode()

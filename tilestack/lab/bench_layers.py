@@ -123,7 +123,7 @@ def row_of(
         timing.time_us, timing.spread, timing.host_us, peak_mib=timing.peak_mib, how=timing.how, note=timing.note,
         source=present_source(LAYER, name),
     )  # fmt: skip
-    if timing.time_us:
+    if timing.time_us and flops:  # whose weights are counted by ours, which may not have been asked for
         row.tb_per_s, row.tflops = moved / timing.time_us * 1e-6, flops / timing.time_us * 1e-6
         row.roof_fraction = roofs.floor_us(flops, moved, work.dtype) / timing.time_us
     return row
@@ -162,7 +162,8 @@ def unlike_the_others(built: dict[str, Built], work: Work, direction: str) -> di
         except Exception as error:
             notes[name] = in_one_line(error)
     for number in range(1 if direction == "forward" else 2):
-        usual = torch.stack([results[number] for results in found.values()]).median(0).values if found else None
+        # Of numbers that are none the median is none; a candidate that makes some is not what most compute.
+        usual = torch.stack([results[number] for results in found.values()]).nanmedian(0).values if found else None
         for name, results in found.items():
             assert usual is not None
             apart = float((results[number] - usual).norm() / usual.norm())
@@ -172,7 +173,8 @@ def unlike_the_others(built: dict[str, Built], work: Work, direction: str) -> di
 
 
 def cost(ours: Built, work: Work, layer: str, direction: str) -> tuple[float, float]:
-    """Bytes that a layer cannot avoid to move, and its arithmetic; a backward is as much as two forwards."""
+    """Bytes that a layer cannot avoid to move, and its arithmetic. A backward calculates as much as two forwards; what it
+    shares with its forward is read once, so that it adds the gradients: of the result in, of x and the weights out."""
     from tilestack.models import ModelConfig
     from tilestack.train.flops import attention_width
 
@@ -186,8 +188,8 @@ def cost(ours: Built, work: Work, layer: str, direction: str) -> tuple[float, fl
     size = getattr(torch, work.dtype).itemsize
     states = work.tokens * config.hidden * (1 if layer == "head" else 2)
     moved = (states + sum(weight.numel() for weight in ours.weights)) * size
-    passes = 1 if direction == "forward" else 3
-    return passes * moved, passes * 2.0 * work.tokens * (met + attended)
+    flops = 2.0 * work.tokens * (met + attended)
+    return (moved, flops) if direction == "forward" else (2 * moved, 3 * flops)
 
 
 def working_set(ours: Built | None, work: Work) -> float:

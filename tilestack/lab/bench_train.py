@@ -198,7 +198,9 @@ def stale_works(works: Sequence[Work], rows: Sequence[Stored], candidates: Seque
     """The works without a row of the present source of each of ours that was asked for, or where none was of each that has
     a row."""
     mine = [row for row in rows if row["op"] == TRAINING and row["backend"] in OURS]
-    named = lambda work, those: {row["backend"] for row in those if row["case"] == work.case}
+    named = lambda work, those: {
+        row["backend"] for row in those if (row["case"], row["dtype"]) == (work.case, work.dtype)
+    }
     current = [row for row in mine if is_current(row)]
     wanted = lambda work: set(candidates or ()) & set(OURS) or named(work, mine)
     return [work for work in works if not named(work, current) or not wanted(work) <= named(work, current)]

@@ -2,7 +2,8 @@
 
 Rows are the same measurement where operator, case, dtype, direction and backend agree, and were made on the same machine.
 What ours did between two commits and what another version of PyTorch did to a peer are both seen here; a peer's change
-says how far the machine itself may be off, so peers are counted apart.
+says how far the machine itself may be off, so peers are counted apart. What was timed before and fails now is no change of
+speed, and worse than any.
 """
 
 import json
@@ -44,7 +45,7 @@ class Change:
 
     @property
     def is_ours(self) -> bool:
-        return not is_peer(self.after["backend"]) and self.after["backend"] != DEFINITION
+        return is_ours(self.after)
 
     def as_dict(self) -> dict[str, Any]:
         named = {name: self.after[name] for name in IDENTITY}
@@ -52,8 +53,12 @@ class Change:
         return {"machine": self.machine, **named, **figures, "verdict": self.verdict, "ours": self.is_ours}
 
 
+def is_ours(row: Stored) -> bool:
+    return not is_peer(row["backend"]) and row["backend"] != DEFINITION
+
+
 def rows_of(source: str, folder: Path = Path("results")) -> dict[Identity, Stored]:
-    """The timed rows of a results file, of a folder of them, or of `results/` as a git revision has it."""
+    """The rows of what was to be timed: of a results file, of a folder of them, or of `results/` as a git revision has it."""
     path = Path(source)
     if path.is_file():
         runs: Iterable[dict[str, Any]] = [load(path)]
@@ -68,7 +73,7 @@ def rows_of(source: str, folder: Path = Path("results")) -> dict[Identity, Store
     for run in runs:
         machine = run["machine"].get("gpu") or run["machine"].get("cpu") or "unknown"
         for row in run["rows"]:
-            if row.get("time_us"):
+            if "time_us" in row:
                 found[machine, *(str(row[name]) for name in IDENTITY)] = row
     return found
 
@@ -101,9 +106,16 @@ def compare(before: dict[Identity, Stored], after: dict[Identity, Stored]) -> li
     changes = [
         Change(key[0], before[key], row)
         for key, row in after.items()
-        if key in before and (before[key].get("date"), before[key]["time_us"]) != (row.get("date"), row["time_us"])
-    ]
+        if row["time_us"] and key in before and before[key]["time_us"]
+        and (before[key].get("date"), before[key]["time_us"]) != (row.get("date"), row["time_us"])
+    ]  # fmt: skip
     return sorted(changes, key=lambda change: change.ratio)
+
+
+def failing(before: dict[Identity, Stored], after: dict[Identity, Stored]) -> list[Stored]:
+    """Rows of ours that were timed before, and have a note in place of a time afterwards."""
+    timed = lambda key: key in before and before[key]["time_us"]
+    return [row for key, row in after.items() if row["time_us"] is None and is_ours(row) and timed(key)]
 
 
 def render(changes: Sequence[Change], most: int | None) -> Table:
@@ -144,4 +156,4 @@ def summary(changes: Sequence[Change]) -> str:
                 f"{whose}: {count(FASTER)} faster, {count(SLOWER)} slower, {count(EQUAL)} equal; "
                 f"geometric mean {mean} as fast as before"
             )
-    return "\n".join(said) or "nothing was measured in both"
+    return "\n".join(said) or "nothing of the one was measured again in the other"

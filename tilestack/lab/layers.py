@@ -55,11 +55,11 @@ def ours(work: Work, layer: str, way: str) -> Built:
 
     def attention(x: Tensor) -> Tensor:
         normal, residual = add_norm(x, None, block.attention_norm)
-        return residual + block.attention(normal, places, context)
+        return residual + block.added(block.attention(normal, places, context), block.attention_post_norm)
 
     def mlp(x: Tensor) -> Tensor:
         normal, residual = add_norm(x, None, block.mlp_norm)
-        return residual + block.mlp(normal)
+        return residual + block.added(block.mlp(normal), block.mlp_post_norm)
 
     def whole(x: Tensor) -> Tensor:
         added, residual = block(x, None, places, context)
@@ -68,9 +68,11 @@ def ours(work: Work, layer: str, way: str) -> Built:
     def head(x: Tensor) -> Tensor:
         return loss_of_labels(model, model.normed(x, None), labels) / count
 
+    norms = lambda *found: [norm for norm in found if norm is not None]  # which families have before, behind or both
+    attention_parts = (*norms(block.attention_norm, block.attention_post_norm), block.attention)
     return {
-        "attention": Built(attention, weights_of(block.attention_norm, block.attention)),
-        "mlp": Built(mlp, weights_of(block.mlp_norm, block.mlp)),
+        "attention": Built(attention, weights_of(*attention_parts)),
+        "mlp": Built(mlp, weights_of(*norms(block.mlp_norm, block.mlp_post_norm), block.mlp)),
         "block": Built(whole, weights_of(block)),
         "head": Built(head, [*weights_of(model.norm), model.head_weight]),
     }[layer]

@@ -321,6 +321,11 @@ class Recipe:
                 f"{how} does not go together with {'; nor with '.join(found)}. Processes that each have the "
                 "whole model (parallel.tensor = 1, parallel.shard = false, parallel.pipeline = 1) can"
             )
+        if sides.pipeline > 1 and self.lora.rank:
+            raise RecipeError(
+                f"{stages} does not go together with lora.rank = {self.lora.rank}: stages train all of their weights; set "
+                "parallel.pipeline = 1, with parallel.shard or parallel.tensor to divide the model"
+            )
         if sides.pipeline > 1 and sides.context > 1:
             raise RecipeError(
                 f"{stages} does not go together with parallel.context = {sides.context}: stages hand on whole rows; set one of "
