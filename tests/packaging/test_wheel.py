@@ -142,7 +142,10 @@ def test_the_readme_from_an_empty_folder(tilestack, serve, environment, desk):
     blocks = re.findall(r"^```sh\n(.*?)^```$", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     lines = [line.partition("#")[0] for block in blocks for line in block.splitlines() if line.startswith("tilestack ")]
     commands = [shlex.split(command)[1:] for line in lines for command in line.split("&&")]
+    held_out = desk.parent / "held-out.txt"
+    held_out.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 4)
     shorter = {
+        "quantize": ["--samples", "1", "--length", "16", "--evaluate", str(held_out)],
         "train": changes(*TINY, *TINY_TEXT),
         "sft": changes(*TINY, "data.sequence=128"),
         "grpo": changes("run.steps=2", "schedule.warmup=1", "data.batch=2", "evaluation.batches=1", "evaluation.sample_tokens=2", "grpo.max_new_tokens=2"),
@@ -161,7 +164,7 @@ def test_the_readme_from_an_empty_folder(tilestack, serve, environment, desk):
             shorter["load"].insert(0, serve(*rest))
             continue
         tilestack(name, *rest, *shorter.get(name, []))
-    assert {path.name for path in desk.iterdir()} == {"runs"}
+    assert {path.name for path in desk.iterdir()} == {"runs", "smollm2-w4"}
     assert (desk / "runs/python/model/model.safetensors").is_file()
     assert "<h2>On NVIDIA H200</h2>" in (desk / "runs/report.html").read_text()
     assert files_of(site) == before

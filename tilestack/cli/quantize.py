@@ -13,7 +13,8 @@ from tilestack.cli.evaluate import without_nan
 if TYPE_CHECKING:
     from tilestack.quant import Scheme
 
-EVALUATED = 16384  # tokens of held-out text, at most
+SAMPLES = {"cuda": 128, "cpu": 16}  # rows of calibration text, unless some are asked for
+EVALUATED = {"cuda": 16384, "cpu": 4096}  # tokens of held-out text, at most
 
 
 def add_to(app: typer.Typer) -> None:
@@ -52,12 +53,16 @@ def quantize_command(
             help="Texts to calibrate on: files or folders; may be given several times.", show_default="builtin"
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Rows of calibration text.", min=1)] = 128,
+    samples: Annotated[
+        int | None,
+        typer.Option(help="Rows of calibration text; default: 128, on a CPU 16.", min=1, show_default=False),
+    ] = None,
     length: Annotated[int, typer.Option(help="Tokens of a row; at most the model's maximum.", min=2)] = 512,
     evaluate: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Texts to compare on, of which {EVALUATED:,} tokens are read; likewise.", show_default="builtin"
+            help=f"Texts to compare on, of which {EVALUATED['cuda']:,} tokens are read, on a CPU {EVALUATED['cpu']:,}; likewise.",
+            show_default="builtin",
         ),
     ] = None,
     ignore: Annotated[
@@ -98,6 +103,7 @@ def quantize_command(
     if METHODS[method].statistics is None and calibrate:
         raise ValueError(f"{method} reads no calibration texts; leave --calibrate out, or choose another --method")
     place, source = pick_device(device), models.locate(model)
+    samples = samples or SAMPLES[place.type]
     refuse_foreign(out)
     if command := read_marker(out).get("command"):
         raise ValueError(f"{out} is a run of `tilestack {command}`; choose another folder")
@@ -108,7 +114,7 @@ def quantize_command(
     tokenizer.check_against(decoder.config.vocabulary)
     projections(decoder, wanted, ignore or ())
     length = min(length, decoder.config.positions)
-    windows = held_out_windows(evaluate or [BUILTIN], tokenizer, length, EVALUATED)
+    windows = held_out_windows(evaluate or [BUILTIN], tokenizer, length, EVALUATED[place.type])
     ids = None
     if METHODS[method].statistics is not None:
         ids = calibration_ids(texts_of(calibrate or [BUILTIN]), tokenizer, samples, length, seed)
