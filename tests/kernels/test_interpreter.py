@@ -30,6 +30,33 @@ def test_attention_of_bfloat16():
 
 
 @triton.jit
+def square_dot_kernel(a_ptr, b_ptr, out_ptr, SIDE: tl.constexpr):
+    at = tl.arange(0, SIDE)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
+    tl.store(
+        out_ptr + at,
+        tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at), input_precision="ieee").to(out_ptr.dtype.element_ty),
+    )
+
+
+def square_dot(a, b):
+    out = torch.empty(a.shape, dtype=torch.float64 if a.dtype == torch.float64 else torch.float32)
+    square_dot_kernel[(1,)](a, b, out, SIDE=len(a))
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])  # fmt: skip
+def test_equal_rows_and_columns_of_a_product_have_equal_bits(dtype):
+    numbers = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    product = square_dot(*numbers)
+    torch.testing.assert_close(product.double(), torch.matmul(*numbers.double()), rtol=1e-5, atol=1e-4)
+    rows, columns = numbers.clone(), numbers.clone()
+    rows[0] = numbers[0, 37]  # the same row at every place
+    columns[1] = numbers[1, :, 37:38]
+    assert square_dot(*rows).equal(product[37].expand(64, 64))
+    assert square_dot(*columns).equal(product[:, 37:38].expand(64, 64))
+
+
+@triton.jit
 def extremes_kernel(x_ptr, y_ptr, out_ptr, NAN: tl.constexpr):
     at = tl.arange(0, 4)
     x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)

@@ -1,7 +1,9 @@
 """Triton's interpreter, mended where it would silently be wrong, or right where a GPU is not. On a GPU nothing is changed.
 
 `tl.dot` of bfloat16: numpy has no such type, so the interpreter holds the bits as integers, and multiplies these. Of float16,
-numpy adds products one by one, which loses more than tensor cores do. Operands of both are widened to float32 here.
+numpy adds products one by one, which loses more than tensor cores do. Operands of both are widened to float32 here. Products
+of floats are summed by `einsum` rather than by the BLAS behind `matmul`, whose order depends on where a row is in the tile:
+on some processors (Zen 5), equal rows get other bits in another place, which on a GPU they do not.
 
 Float32 to bfloat16 was cut off, towards zero, so that kernels lost twice what they lose on a GPU, and all of it in one
 direction. It is rounded to nearest, ties to even.
@@ -22,21 +24,32 @@ from triton.runtime import interpreter
 
 from tilestack.contract.backends import interpreting
 
+FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
 
 def widened(operand: Any) -> Any:
-    """An operand whose numbers numpy can multiply."""
-    if operand.dtype.scalar == tl.float16:
-        return interpreter.TensorHandle(operand.data.astype(np.float32), tl.float32)
-    if operand.dtype.scalar != tl.bfloat16:
+    """An operand whose numbers numpy can multiply: floats of 8 and 16 bits in float32."""
+    kind = operand.dtype.scalar
+    if kind == tl.float16:
+        numbers = operand.data.astype(np.float32)
+    elif kind == tl.bfloat16:
+        numbers = (operand.data.astype(np.uint32) << 16).view(np.float32)
+    elif kind in FP8:
+        numbers = torch.from_numpy(np.array(operand.data)).view(FP8[kind]).float().numpy()
+    else:
         return operand
-    return interpreter.TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+    return interpreter.TensorHandle(numbers, tl.float32)
 
 
 def mend_products() -> None:
     multiply = interpreter.InterpreterBuilder.create_dot
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return multiply(self, widened(a), widened(b), *rest)
+    def create_dot(self: Any, a: Any, b: Any, total: Any, *rest: Any) -> Any:
+        a, b = widened(a), widened(b)
+        if a.data.dtype.kind != "f":
+            return multiply(self, a, b, total, *rest)
+        product = np.einsum("...ij,...jk->...ik", np.ascontiguousarray(a.data), np.ascontiguousarray(b.data))
+        return interpreter.TensorHandle(product.astype(total.data.dtype) + total.data, total.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
 
