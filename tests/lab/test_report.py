@@ -11,6 +11,7 @@ from made_up import MACHINE, contest, large_result, many_proofs, proof, small_re
 
 from tilestack.extras import MissingExtra
 from tilestack.lab.page import COLOURS, Section, colour, plot, table
+from tilestack.lab.plots import kernel_families
 from tilestack.lab.report import share_of_bound, write_report
 
 CPU = {"cpu": "Imaginary CPU, 2 cores", "gpu": "", "slug": "cpu", "torch": "2.99.0", "date": "2031-05-06T07:08:09Z"}
@@ -319,3 +320,9 @@ def test_proofs_kept_of_a_gpu_stand_under_its_name(tmp_path):
     assert "kept" in section(
         written(tmp_path, [small_result()], [], MACHINE, kept_proofs=kept), "this-machine-proved-on-imaginary"
     )
+
+
+def test_an_operator_is_of_the_family_of_its_triton_kernels():
+    families = kernel_families()
+    assert (families["add"], families["softmax"], families["linear"]) == ("elementwise", "softmax", "matmul")
+    assert not {"cuda", "hopper"} & set(families.values())

@@ -33,13 +33,20 @@ def units_of(run: Result) -> Units:
 
 
 def kernel_families() -> dict[str, str]:
-    """Each operator's family as its kernels are filed, which is coarser than where operators are defined."""
-    found = {}
+    """Each operator's family as its kernels are filed, which is coarser than where operators are defined.
+
+    The folders `hopper` and `cuda` hold second kernels of families that lie elsewhere; they name one only where nothing else does.
+    """
+    found: dict[str, str] = {}
     for operator in operators():
         for implementation in operator.implementations.values():
             folder, _, file = implementation.forward.__module__.removeprefix(KERNELS).partition(".")
-            if implementation.forward.__module__.startswith(KERNELS) and file:
-                found[operator.name] = file.partition("_")[0] if folder == "hopper" else folder
+            if not implementation.forward.__module__.startswith(KERNELS) or not file:
+                continue
+            if folder in ("hopper", "cuda"):
+                found.setdefault(operator.name, file.partition("_")[0])
+            else:
+                found[operator.name] = folder
     return found
 
 
