@@ -159,3 +159,14 @@ def test_a_dataset_of_the_hub_is_streamed(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install -e '.\[data\]'"):
         list(read("hf:org/name"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.txt", "a.txt.zst"])
+def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path, name):
+    whole = json.dumps(RECORDS) if name == "a.json" else LINES
+    content = b"\xef\xbb\xbf" + whole.encode()
+    if name.endswith(".zst"):
+        write_zst(tmp_path / name, content)
+    else:
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert list(read(tmp_path / name)) == ([{"text": LINES}] if "txt" in name else RECORDS)

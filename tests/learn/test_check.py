@@ -114,6 +114,17 @@ def test_what_crashes_the_process_is_told_with_its_line(mine, check):
     assert (wrong["line"], wrong["code"]) == (3, "os.kill(os.getpid(), signal.SIGSEGV)")
 
 
+def test_the_line_of_a_crash_is_told_in_a_folder_of_any_name(mine, tmp_path):
+    path = tmp_path / "Übung 1 習" / "add.py"
+    path.parent.mkdir()
+    path.write_text("x = 1\ny = 2\n")
+    with (tmp_path / "last_words").open("w+") as file:
+        code = compile("import faulthandler\nfaulthandler.dump_traceback(file)", str(path.absolute()), "exec")
+        exec(code, {"file": file})
+        file.seek(0)
+        assert checking.how_it_died(path, -signal.SIGSEGV, file.read(), 60).line == 2
+
+
 def test_ctrl_c_ends_both_processes(mine):
     attempt = "import os, sys\nprint('here', os.getpid(), file=sys.stderr, flush=True)\nwhile True:\n    pass\n"
     mine.attempt(ADD).write_text(attempt)

@@ -16,6 +16,7 @@ import io
 import json
 import re
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -199,6 +200,18 @@ def _read_hub(source: str) -> Iterator[Located]:
 
 
 def _open(path: Path) -> BinaryIO:
+    """A file's bytes, uncompressed, behind the byte order mark with which editors on Windows begin a text."""
+    file = _open_whole(path)
+    try:
+        if file.peek(len(BOM_UTF8))[: len(BOM_UTF8)] == BOM_UTF8:  # type: ignore[attr-defined]
+            file.read(len(BOM_UTF8))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _open_whole(path: Path) -> BinaryIO:
     if path.suffix == ".gz":
         return gzip.open(path)  # type: ignore[return-value]
     if path.suffix == ".zst":

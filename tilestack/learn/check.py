@@ -97,7 +97,8 @@ def check_apart(exercise: Exercise, path: Path, device: str, everything: bool, l
 
 def how_it_died(path: Path, code: int, last_words: str, limit: float) -> Finding:
     """Why a process ended without an answer, and in which line of the file, from what `faulthandler` wrote."""
-    found = re.search(rf'File "{re.escape(str(path.absolute()))}", line (\d+)', last_words)
+    name = str(path.absolute()).encode("ascii", "backslashreplace").decode()  # as faulthandler writes it
+    found = re.search(rf'File "{re.escape(name)}", line (\d+)', last_words)
     line = int(found[1]) if found else None
     if last_words.startswith("Timeout"):
         what = f"it was still running after {limit:g} seconds in one case"

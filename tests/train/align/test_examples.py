@@ -125,3 +125,20 @@ def test_a_deck_deals_everything_once_a_round_and_goes_on_from_its_place():
     assert resumed.deal(9) == dealt[5:]
     with pytest.raises(ValueError, match="the data has changed"):
         Deck(3, seed=3).load_state_dict({"round": 0, "dealt": 5})
+
+
+def test_examples_left_out_for_a_prompt_held_out_are_counted(tmp_path):
+    rows = [{"prompt": f"question {number // 8}", "answer": str(number)} for number in range(80)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = examples.ExampleData(corpus="files", files=(str(tmp_path / "tasks.jsonl"),), validation=0.05)
+    tasks = examples.gathered(settings, 0, lambda row: [formats.task(row)], lambda _: [], lambda task: task.prompt)
+    touched = {task.prompt for task in tasks.held}
+    assert tasks.prompt_held_out == 8 * len(touched) - 4
+    assert len(tasks.learned) + len(tasks.held) + tasks.prompt_held_out == 80
+
+
+def test_prompts_that_are_all_held_out_are_told_as_such(tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "the same", "answer": "1"}\n' * 30)
+    settings = examples.ExampleData(corpus="files", files=(str(tmp_path / "tasks.jsonl"),), validation=0.1)
+    with pytest.raises(RecipeError, match=r"prompts of all 27 examples are held out too.*data\.validation = 0"):
+        examples.gathered(settings, 0, lambda row: [formats.task(row)], lambda _: [], lambda task: task.prompt)

@@ -66,12 +66,14 @@ class ArithmeticData(ExampleData):
 
 @dataclass(frozen=True)
 class Examples(Generic[T]):
-    """Examples to learn from, the number of the file that each is from, what files weigh, and examples held out."""
+    """Examples to learn from, the number of the file that each is from, what files weigh, examples held out, and how many
+    are neither, since their prompt is held out."""
 
     learned: list[T]
     sources: list[int]
     weights: tuple[float, ...]
     held: list[T]
+    prompt_held_out: int = 0
 
 
 def gathered(
@@ -88,13 +90,20 @@ def gathered(
     else:
         found = [(0, item) for item in make(settings.examples or MADE)]
     if settings.validation_files:
-        held = [item for _, item in from_files(settings.validation_files, read)]
+        held, others = [item for _, item in from_files(settings.validation_files, read)], found
     else:
         chosen = held_out(len(found), settings.validation, seed)
         held = [item for number, (_, item) in enumerate(found) if number in chosen]
+        others = [pair for number, pair in enumerate(found) if number not in chosen]
     known = {repr(prompt(item)) for item in held}
-    kept = [(source, item) for source, item in found if repr(prompt(item)) not in known]
-    return Examples([item for _, item in kept], [source for source, _ in kept], settings.weights, held)
+    kept = [(source, item) for source, item in others if repr(prompt(item)) not in known]
+    if others and not kept:
+        raise RecipeError(
+            f"the prompts of all {len(others):,} examples are held out too, which leaves none to learn from; "
+            "set data.validation = 0 or hold out data.validation_files of other prompts"
+        )
+    learned, sources = [item for _, item in kept], [source for source, _ in kept]
+    return Examples(learned, sources, settings.weights, held, len(others) - len(kept))
 
 
 def from_files(files: Sequence[str], read: Callable[[Row], Iterable[T]]) -> Iterator[tuple[int, T]]:
