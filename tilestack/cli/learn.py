@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console, Group
 from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -147,7 +147,7 @@ def check_command(
             )
         )
     else:
-        console.print(render(exercise, mine, checked))
+        console.print(render(exercise, mine, checked), soft_wrap=True)
     if checked.wrong is not None:
         raise typer.Exit(1)
 
@@ -166,9 +166,7 @@ def render(exercise: Exercise, mine: Folder, checked: "Checked") -> Group:
         held = f", after {checked.proved} of {checked.claims} claims that hold" if checked.proved else ""
         first = Text.assemble(("✗ ", "red"), (f"{exercise.name} is not right yet", "bold"), held)
         stuck = f"A hint: {mine.command('hint', exercise)}"
-        return Group(
-            first, Padding(render_finding(checked.wrong, mine.attempt(exercise)), (0, 0, 0, 2)), Text(stuck, "dim")
-        )
+        return Group(first, *render_finding(checked.wrong, mine.attempt(exercise)), Text(stuck, "dim"))
     line = Text.assemble(
         ("✓ ", "green"), (f"{exercise.name} {checked.state}", "bold"), f": {checked.claims} claims hold"
     )
@@ -177,19 +175,20 @@ def render(exercise: Exercise, mine: Folder, checked: "Checked") -> Group:
     return Group(line, *([Text(more)] if checked.state is State.PASSES else []), Text(what_next(mine, states)))
 
 
-def render_finding(wrong: "Finding", path: Path) -> Group:
-    parts: list[Text | Table] = []
+def render_finding(wrong: "Finding", path: Path) -> Iterator[Text | Table]:
+    """Lines of their own length, so that a path is never broken and a terminal can open it."""
     if wrong.call:
-        parts.append(Text.assemble((wrong.call, "bold"), f"    {wrong.claim}"))
-    parts.append(Text(wrong.what))
+        yield Text.assemble("  ", (wrong.call, "bold"), f"    {wrong.claim}")
+    yield Text(f"  {wrong.what}")
     if wrong.elements:
         table = Table("place", "yours", "right", box=None, padding=(0, 2))
         for element in wrong.elements:
             table.add_row(Text(element.place), Text(element.yours, "red"), Text(element.right, "green"))
-        parts.append(table)
+        yield table
     if wrong.line:
-        parts.append(Text.assemble(f"{path}:{wrong.line}    ", (wrong.code, "bold")))
-    return Group(*parts, *(Text(advice, "cyan") for advice in wrong.advice))
+        yield Text.assemble(f"  {path}:{wrong.line}    ", (wrong.code, "bold"))
+    for advice in wrong.advice:
+        yield Text(f"  {advice}", "cyan")
 
 
 @learn.command("hint")
