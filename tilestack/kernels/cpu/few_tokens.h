@@ -20,6 +20,7 @@ constexpr int64_t FEW = 16;    // tokens that a step may have to be one of few
 constexpr int64_t PIECE = 32;  // rows of weights that a thread takes at a time
 constexpr int ROWS = 4;        // of these, rows that it computes with at a time
 constexpr int TOKENS = 4;      // and the tokens that they meet at a time
+constexpr int SUMS = 16;       // vectors of sums that there are registers for, beside what they are made of
 constexpr int LINE = 64;       // bytes that come from memory at once
 constexpr int AHEAD = 4096;    // bytes that are on their way while one is computed with
 
@@ -88,8 +89,13 @@ template <int rows, int tokens>
 inline void scaled_dots(const Matrix& matrix, int64_t row, const float* x, int64_t columns, float (*out)[TOKENS]) {
     const Weight* weight = static_cast<const Weight*>(matrix.rows) + row * columns / IN_ONE<Weight>;
     if constexpr (IS_CODE<Weight>)
-        if (std::is_same_v<Weight, Int4> || matrix.group < columns || matrix.zero)
-            return grouped_dots<rows, tokens>(matrix, weight, row * columns / matrix.group, x, columns, out);
+        if (std::is_same_v<Weight, Int4> || matrix.group < columns || matrix.zero) {
+            if constexpr (rows * tokens * Group<Weight>::VECTORS > SUMS) {
+                scaled_dots<rows / 2, tokens>(matrix, row, x, columns, out);
+                return scaled_dots<rows / 2, tokens>(matrix, row + rows / 2, x, columns, out + rows / 2);
+            } else
+                return grouped_dots<rows, tokens>(matrix, weight, row * columns / matrix.group, x, columns, out);
+        }
     if constexpr (!std::is_same_v<Weight, Int4>) dots<rows, tokens>(weight, x, columns, out);
     if (matrix.scale)
         for (int r = 0; r < rows; r++)
