@@ -6,9 +6,15 @@ import pytest
 import tiny_models as tiny
 import torch
 
-from tilestack import models
+from tilestack import models, ops
 from tilestack.engine import LLM, Engine, EngineSettings, SamplingParams
-from tilestack.engine.cpu_weights import can_block, pack_for_cpu
+from tilestack.engine.cpu_weights import CodedLinear, can_block, pack_for_cpu
+from tilestack.kernels.cpu import build
+from tilestack.nn import Linear
+from tilestack.quant import SCHEMES
+from tilestack.quant.linear import quantise_linear
+
+needs_compiler = pytest.mark.skipif(bool(build.missing_compiler()), reason="there is no C++ compiler")
 
 
 @pytest.mark.parametrize("family", ["smollm2", "qwen2", "deepseek_v2", "gemma3"])
@@ -50,7 +56,6 @@ def test_eight_bits_are_as_far_off_as_their_rounding(family):
 @pytest.mark.parametrize("columns", [24, 64, 80, 192])  # of some, PyTorch's kernel for codes leaves out the rest
 def test_one_layer_in_eight_bits_by_hand(columns):
     from tilestack.engine.cpu_weights import pack_int8
-    from tilestack.nn import Linear
 
     torch.manual_seed(0)
     layer = Linear(columns, 7)
@@ -72,3 +77,20 @@ def test_engines_take_them(tmp_path):
         llm = LLM(Engine.load(tmp_path / "model", settings))
         output = llm.generate([3, 5, 7], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
         assert len(output.completions[0].ids) == 5
+
+
+@needs_compiler
+@pytest.mark.parametrize("scheme", ["w4a16", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [(2, 3), (5, 13)])  # a few, and as many as a GPU would quantise for fp8
+@torch.no_grad()
+def test_a_layer_of_codes_is_as_exact_as_the_definition(scheme, dtype, rows):
+    torch.manual_seed(0)
+    layer = Linear(96, 40).to(dtype)
+    quantise_linear(layer, SCHEMES[scheme])
+    layer.__class__ = CodedLinear
+    x = torch.randn(*rows, 96).to(dtype)
+    truth = ops.linear_weight_only(x.double(), *layer.kept, layer.bias)
+    by_definition = ops.linear_weight_only(x, *layer.kept, layer.bias)
+    assert layer(x).dtype == dtype
+    assert (layer(x) - truth).norm() <= 1.1 * (by_definition - truth).norm()

@@ -5,17 +5,18 @@ import logging
 import pytest
 import tiny_models as tiny
 import torch
-from code_models import ALL, quantised, with_numbers
+from code_models import ALL, MORE, code_layers, quantised, same, with_numbers
 
 from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.engine import LLM, Engine, EngineSettings, SamplingParams
-from tilestack.engine.cpu_weights import Int8Linear
+from tilestack.engine.cpu_weights import CodedLinear, Int8Linear, take_codes, take_int8, unpack_codes
 from tilestack.kernels.cpu import build
 from tilestack.models.adapters import load_adapters, save_adapters
 from tilestack.nn import Linear
 from tilestack.nn.lora import add_lora, lora_parameters
 from tilestack.quant import Scheme
+from tilestack.quant.linear import quantise_linear
 
 PROMPT = [3, 5, 7, 11, 13, 3, 5, 7, 11]
 ANSWER = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -65,14 +66,80 @@ def test_int8_on_a_cpu_is_read_by_the_compiled_step(name, family, tmp_path):
     assert answer(engine) == alone(plain)
 
 
+@needs_compiler
+@pytest.mark.parametrize("name", ["w4a16", "fp8", *MORE])
+@pytest.mark.parametrize("family", ["smollm2", "qwen3"])
+def test_other_codes_are_read_by_the_compiled_step_as_they_are(name, family, tmp_path):
+    plain = saved(tmp_path / "model", family, ALL[name])
+    engine = Engine.load(tmp_path / "model", settings())
+    assert engine.runner.step is not None
+    kept = code_layers(models.load(tmp_path / "model"))
+    layers = {path: layer for path, layer in engine.decoder.named_modules() if path in kept}
+    assert {type(layer) for layer in layers.values()} == {CodedLinear}
+    for path, layer in layers.items():
+        assert layer.weight.is_meta
+        assert all(same(*pair) for pair in zip(layer.kept, kept[path].kept, strict=True)), path
+    assert answer(engine) == alone(plain)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["w4a16", "fp8", "int4 groups with zeros"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])  # which the compiled step does not take
+def test_codes_stay_codes_operator_by_operator(name, family, tmp_path):
+    plain = saved(tmp_path / "model", family, ALL[name])
+    engine = Engine.load(tmp_path / "model", settings())
+    assert engine.runner.step is None
+    coded = code_layers(models.load(tmp_path / "model"))
+    assert {type(engine.decoder.get_submodule(path)) for path in coded} == {CodedLinear}
+    assert answer(engine) == alone(plain)
+
+
+@needs_compiler
+def test_the_matrix_of_latents_alone_is_unpacked(tmp_path, caplog):
+    decoder = tiny.ours("deepseek_v2", hidden_size=64, kv_lora_rank=32, vocab_size=VOCABULARY)
+    layer = decoder.layers[1].attention
+    for linear in (layer.qkv, layer.kv_up):
+        quantise_linear(linear, ALL["w8a16"])
+        linear.code_zero = torch.zeros_like(
+            linear.code_scale, dtype=torch.int8
+        )  # so that it is not int8 as W8A16 has it
+    plain = with_numbers(decoder)
+    take_int8(decoder), take_codes(decoder), unpack_codes(decoder)
+    assert (type(layer.qkv), type(layer.kv_up)) == (CodedLinear, Linear)
+    assert caplog.messages[-1].endswith("attention over latents takes the whole matrix in every step")
+    with torch.no_grad():
+        torch.testing.assert_close(decoder(tiny.ids()), plain(tiny.ids()))
+
+
 def test_int8_with_zero_points_is_not_taken_for_int8_without(tmp_path):
     plain = saved(
         tmp_path / "model", "smollm2", Scheme("int8", symmetric=False)
     )  # one scale for an output, as w8a16 has
     engine = Engine.load(tmp_path / "model", settings())
-    assert {type(layer) for layer in engine.decoder.layers.modules() if isinstance(layer, torch.nn.Linear)} == {Linear}
+    layers = [layer for layer in engine.decoder.layers.modules() if isinstance(layer, torch.nn.Linear)]
+    assert Int8Linear not in {type(layer) for layer in layers}
     with torch.no_grad():
         torch.testing.assert_close(engine.decoder(tiny.ids()), plain(tiny.ids()))
+
+
+@pytest.mark.parametrize("why", ["no compiler", "groups"])
+def test_codes_that_cannot_be_read_are_unpacked_and_why_is_said(why, tmp_path, monkeypatch, caplog):
+    if why == "no compiler":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        scheme, said = ALL["int4 groups with zeros"], "there is no no-such-compiler to compile it"
+    else:
+        scheme, said = Scheme("int8", 8), "groups of codes must be multiples of 16, not 8"
+    plain = saved(tmp_path / "model", "smollm2", scheme)
+    engine = Engine.load(tmp_path / "model", settings())
+    warned = [message for message in caplog.messages if message.startswith(f"codes of {scheme.weights} are unpacked to float32")]  # fmt: skip
+    assert [message.rpartition(": ")[2] for message in warned] == [said] or (
+        why == "groups" and build.missing_compiler()
+    )
+    layers = [layer for layer in engine.decoder.layers.modules() if isinstance(layer, torch.nn.Linear)]
+    assert {type(layer) for layer in layers} == {Linear}
+    assert all(layer.codes is None and not layer.weight.is_meta for layer in layers)
+    assert engine.weights == scheme.weights
+    assert answer(engine) == alone(plain)
 
 
 @pytest.mark.parametrize("name", ["w8a8", "w4a16", "fp8"])
@@ -103,8 +170,9 @@ def test_what_goes_with_no_codes_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"model are codes of int4 already; leave weights out"):
         Engine.load(tmp_path / "model", settings(weights="int8"))
     saved(tmp_path / "int8", "smollm2", ALL["w8a8"])
-    for name in ("model", "int8"):
-        with pytest.raises(ValueError, match=r"no batch-invariant mode: .* this one is quantised"):
+    stays = "weights are codes" if not build.missing_compiler() else "this one is quantised"
+    for name, why in dict(model=stays, int8="this one is quantised").items():
+        with pytest.raises(ValueError, match=f"no batch-invariant mode: .*{why}"):
             Engine.load(tmp_path / name, settings(batch_invariant=True))
 
 
@@ -114,11 +182,6 @@ def test_an_engine_tells_what_the_weights_are(tmp_path, caplog):
     engine = Engine.load(tmp_path / "model", settings())
     assert engine.weights == "int4"
     assert f"the weights of {tmp_path / 'model'} are {engine.weights}" in caplog.messages
-    assert any("codes of int4 are unpacked to float32" in message for message in caplog.messages)
-    layers = [layer for layer in engine.decoder.layers.modules() if isinstance(layer, torch.nn.Linear)]
-    assert {type(layer) for layer in layers} == {Linear}
-    assert all(layer.codes is None and not layer.weight.is_meta for layer in layers)
-    assert bool(build.missing_compiler()) or engine.runner.step is not None
     caplog.clear()
     saved(tmp_path / "other", "smollm2", ALL["w8a8"])
     assert Engine.load(tmp_path / "other", settings()).weights == "int8"

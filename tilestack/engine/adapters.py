@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from tilestack import ops
-from tilestack.engine.cpu_weights import Int8Linear
+from tilestack.engine.cpu_weights import CodedLinear, Int8Linear
 from tilestack.models import Decoder
 from tilestack.models.adapters import AdapterError, read_adapters
 from tilestack.nn import Linear
 from tilestack.quant import QuantisedLinear
 
-ADAPTABLE = (Linear, QuantisedLinear, Int8Linear)
+ADAPTABLE = (Linear, QuantisedLinear, CodedLinear, Int8Linear)
 
 
 class AdaptedLinear(Linear):

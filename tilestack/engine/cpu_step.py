@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from tilestack.engine.cpu_weights import Int8Linear
+from tilestack.engine.cpu_weights import CodedLinear, Int8Linear
 from tilestack.engine.plain_decoder import linears_of, norms_of, not_plain
 from tilestack.kernels.cpu.build import missing_compiler
 from tilestack.kernels.cpu.decode_step import PLAIN, DecodeStep, LayerWeights, Matrix, sizes_refused
@@ -63,8 +63,10 @@ def why_not(decoder: Decoder) -> str:
     if weight.dtype not in PLAIN:
         return f"weights of {weight.dtype}; they must be float32 or bfloat16"
     linears, head = [each for layer in decoder.layers for each in linears_of(layer)], decoder.head
-    coded = lambda each: type(each) is Int8Linear
-    alike = all(map(is_untouched, linears)) or all(map(coded, linears))
+    coded = lambda each: type(each) in (Int8Linear, CodedLinear)
+    alike = all(map(is_untouched, linears)) or (
+        all(map(coded, linears)) and len({each.codes.dtype for each in linears}) == 1
+    )
     if not alike or not (head is None or is_untouched(head) or coded(head)):
         return "linear layers of the model are adapted, packed or listened to"
     plain = [each for each in decoder.parameters() if not each.is_meta]
@@ -75,6 +77,8 @@ def why_not(decoder: Decoder) -> str:
 
 
 def matrix_of(linear: torch.nn.Module) -> Matrix:
+    if isinstance(linear, CodedLinear):
+        return Matrix(*linear.kept)
     return Matrix(linear.codes, linear.code_scale) if isinstance(linear, Int8Linear) else Matrix(linear.weight.detach())  # type: ignore
 
 

@@ -1,9 +1,11 @@
 """Weights laid out for a CPU. Decoding reads every weight for every token, so how they lie in memory decides its speed.
 
     int8       codes of 8 bits and a scale for each output; activations stay as they are (in W8A8 checkpoints too)
-    bfloat16   in the blocks that oneDNN's kernels read, where no compiled step (cpu_step.py) reads them as they are
+    other      codes of a checkpoint, as they are, for the compiled step (cpu_step.py); where a model is computed operator by
+    codes      operator, the same C++ multiplies with them
+    bfloat16   in the blocks that oneDNN's kernels read, where no compiled step reads them as they are
 
-Codes of other kinds are made numbers once, and are then as fast and as large as plain weights.
+Without a compiler, codes other than int8 are made numbers once, and are then as fast and as large as plain weights.
 
 The head is packed too, beside the embedding that it may share its numbers with; beside codes from a checkpoint it stays as it
 is. What is packed is for inference: a layer keeps the shape of its weight and no longer the weight.
@@ -14,6 +16,9 @@ import logging
 import torch
 from torch import Tensor
 
+from tilestack.kernels.cpu.build import missing_compiler
+from tilestack.kernels.cpu.decode_step import Matrix, groups_refused, matrix_product
+from tilestack.kernels.cuda.build import BuildError
 from tilestack.models import Decoder
 from tilestack.nn import Linear
 from tilestack.ops.quantised import quantised
@@ -48,6 +53,17 @@ class Int8Linear(Linear):
         else:
             out = torch.nn.functional.linear(rows, self.codes.to(dtype)) * self.code_scale.to(dtype)
         return (out if self.bias is None else out + self.bias).unflatten(0, input.shape[:-1])
+
+
+class CodedLinear(QuantisedLinear):
+    """A layer of codes that C++ multiplies with. Activations stay as they are, whatever the scheme says."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows, matrix = input.flatten(0, -2), Matrix(self.codes, self.code_scale, self.code_zero)
+        functions = matrix.functions(torch.bfloat16 if input.dtype == torch.bfloat16 else torch.float32)
+        out = matrix_product(matrix, rows, functions, torch.get_num_threads())
+        out = out if self.bias is None else out + self.bias.float()
+        return out.to(input.dtype).unflatten(0, input.shape[:-1])
 
 
 @torch.no_grad()
@@ -86,24 +102,47 @@ def take_int8(decoder: Decoder) -> None:
             layer.code_scale = layer.code_scale[:, 0].contiguous()
 
 
+def take_codes(decoder: Decoder) -> None:
+    """Let the other layers of codes be read by C++ as they are, where it can be compiled and their groups are whole vectors."""
+    dtype = decoder.embedding.weight.dtype
+    for path, layer in decoder.named_modules():
+        if not isinstance(layer, QuantisedLinear) or why_unpacked(path, layer, dtype):
+            continue
+        layer.code_scale = layer.code_scale.float().contiguous()
+        layer.__class__ = CodedLinear  # type: ignore[assignment]
+
+
+def why_unpacked(path: str, layer: QuantisedLinear, dtype: torch.dtype) -> str:
+    """Why C++ is not to read a layer's codes, for inputs of a dtype; empty when it is."""
+    if path.endswith(".kv_up"):
+        return "attention over latents takes the whole matrix in every step"
+    if reason := missing_compiler() or groups_refused(layer.in_features, layer.code_scale.shape[1]):
+        return reason
+    try:
+        Matrix(*layer.kept).functions(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    except BuildError as problem:
+        return problem.in_short()
+    return ""
+
+
 @torch.no_grad()
 def unpack_codes(decoder: Decoder) -> None:
-    """Make plain layers, in the decoder's dtype, of codes that CPUs have no kernel for: to make numbers of them in every step
+    """Make plain layers, in the decoder's dtype, of codes that cannot be read here: to make numbers of them in every step
     takes far longer than to read numbers. A layer keeps its `scheme`, to tell what it was."""
     dtype = decoder.embedding.weight.dtype
     unpacked = set()
-    for layer in decoder.modules():
-        if isinstance(layer, QuantisedLinear):
+    for path, layer in decoder.named_modules():
+        if isinstance(layer, QuantisedLinear) and not isinstance(layer, CodedLinear):
+            unpacked.add((layer.scheme.weights, why_unpacked(path, layer, dtype)))
             layer.weight = torch.nn.Parameter(layer.kept.numbers().to(dtype), requires_grad=False)
             layer.codes = layer.code_scale = layer.code_zero = layer.product_scale = None  # type: ignore[assignment]
             layer.__class__ = Linear  # type: ignore[assignment]
-            unpacked.add(layer.scheme.weights)
-    if unpacked:
+    for weights, reason in sorted(unpacked):
         log.warning(
-            "codes of %s are unpacked to %s, which takes the memory of a model that is not quantised: CPUs have kernels for int8 "
-            "with a scale for each output alone (W8A16, W8A8)",
-            " and ".join(sorted(unpacked)),
+            "codes of %s are unpacked to %s, which takes the memory of a model that is not quantised: %s",
+            weights,
             str(dtype).removeprefix("torch."),
+            reason,
         )
 
 

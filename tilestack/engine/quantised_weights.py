@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tilestack import models
-from tilestack.engine.cpu_weights import Int8Linear, pack_for_cpu, take_int8, unpack_codes
+from tilestack.engine.cpu_weights import Int8Linear, pack_for_cpu, take_codes, take_int8, unpack_codes
 from tilestack.models import Decoder
 from tilestack.models.checkpoints import code_formats
 from tilestack.nn import Linear, MoE
@@ -83,6 +83,7 @@ def load_decoder(model: str | Path, weights: str | None, dtype: torch.dtype, dev
     decoder = models.load(model, dtype=dtype, device=device, filled=filled)
     if device.type == "cpu":
         take_int8(decoder)
+        take_codes(decoder)
         unpack_codes(decoder)
     return decoder
 

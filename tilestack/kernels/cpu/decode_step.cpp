@@ -1,6 +1,6 @@
 // A step of a dense decoder on a CPU: some tokens through all layers, in one call.
 //
-// Weights are rows of float32, bfloat16 or int8 with a scale for each row. Decoding reads every weight for a handful of
+// Weights are rows of float32 or bfloat16, or of codes with scales (codes.h). Decoding reads every weight for a handful of
 // tokens (few_tokens.h); prompts are matrix products (many_tokens.h), which are here for CPUs with instructions for bfloat16.
 
 #include "few_tokens.h"
@@ -14,8 +14,9 @@ extern "C" void decode_step(const void* given) {
     step.tokens > FEW ? run_many(step) : run_few(step);
 }
 
-extern "C" void decode_head(const void* rows, const float* scale, const float* x, float* logits, int64_t tokens,
-                            int64_t columns, int64_t count, int64_t threads) {
-    const auto head = tokens > FEW ? head_of_many : head_of_few;
-    head({rows, scale}, x, logits, tokens, columns, count, threads);
+// logits [tokens, count]: x [tokens, columns] times the rows of a matrix.
+extern "C" void decode_head(const void* rows, const float* scale, const int8_t* zero, int64_t group, const float* x,
+                            float* logits, int64_t tokens, int64_t columns, int64_t count, int64_t threads) {
+    const auto head = MANY_TOKENS && tokens > FEW ? head_of_many : head_of_few;
+    head({rows, scale, zero, group}, x, logits, tokens, columns, count, threads);
 }

@@ -12,8 +12,8 @@ from tilestack.kernels.cpu.build import library
 from tilestack.kernels.cpu.large_pages import use_large_pages
 
 LANES = 16  # of decode_step.cpp
-WEIGHTS = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.int8: "int8_t"}
 PLAIN = {torch.float32: "float", torch.bfloat16: "BFloat16"}
+CODES = {torch.int8: "int8_t", torch.float8_e4m3fn: "Float8", torch.uint8: "Int4"}
 
 pointer, integer = ctypes.c_void_p, ctypes.c_int64
 
@@ -37,14 +37,47 @@ class StepArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight [rows, columns], contiguous: float32, bfloat16, or int8 with a float32 scale for each row."""
+    """A weight [rows, columns], contiguous: of float32 or bfloat16, or codes as `ops.linear_weight_only` takes them, whose
+    groups `groups_refused` does not mind."""
 
     rows: Tensor
-    scale: Tensor | None = None
+    scale: Tensor | None = None  # float32 [rows, groups], or [rows]
+    zero: Tensor | None = None  # int8 [rows, groups]
 
     @property
-    def addresses(self) -> list[int]:
-        return [self.rows.data_ptr(), 0 if self.scale is None else self.scale.data_ptr()]
+    def columns(self) -> int:
+        return self.rows.shape[1] * (2 if self.rows.dtype == torch.uint8 else 1)
+
+    @property
+    def group(self) -> int:
+        return 0 if self.scale is None else self.columns * len(self.rows) // max(self.scale.numel(), 1)
+
+    @property
+    def fields(self) -> list[int]:
+        """The `Matrix` of codes.h."""
+        address = lambda tensor: 0 if tensor is None else tensor.data_ptr()
+        return [self.rows.data_ptr(), address(self.scale), address(self.zero), self.group]
+
+    def functions(self, plain: torch.dtype) -> ctypes.CDLL:
+        """The library for such weights beside norms, keys and values of a dtype."""
+        return library("decode_step.cpp", WEIGHT=(PLAIN | CODES)[self.rows.dtype], PLAIN=PLAIN[plain])
+
+
+def matrix_product(matrix: Matrix, x: Tensor, functions: ctypes.CDLL, threads: int) -> Tensor:
+    """x [T, columns] times the rows of a matrix, [T, rows], in float32. With functions of bfloat16, x of many rows is
+    rounded to it."""
+    x = x.float().contiguous()
+    out = room(len(x), len(matrix.rows))
+    rows, scale, zero, group = matrix.fields
+    given = pointer(rows), pointer(scale), pointer(zero), integer(group), pointer(x.data_ptr()), pointer(out.data_ptr())
+    functions.decode_head(*given, *map(integer, (len(x), matrix.columns, len(matrix.rows), threads)))
+    return out
+
+
+def groups_refused(columns: int, groups: int) -> str:
+    """Why rows of codes in so many groups cannot be read; empty when they can."""
+    group = columns // groups
+    return f"groups of codes must be multiples of {LANES}, not {group}" if group % LANES else ""
 
 
 @dataclass(frozen=True)
@@ -55,9 +88,10 @@ class LayerWeights:
     norms: Sequence[Tensor | None]  # before attention and feed-forward, then of queries and keys where there are such
 
     @property
-    def addresses(self) -> list[int]:
+    def fields(self) -> list[int]:
+        """The `Layer` of decoder.h."""
         norms = [0 if norm is None else norm.data_ptr() for norm in self.norms]
-        return [address for matrix in self.matrices for address in matrix.addresses] + norms
+        return [field for matrix in self.matrices for field in matrix.fields] + norms
 
 
 def sizes_refused(**sizes: int) -> str:
@@ -92,11 +126,11 @@ class DecodeStep:
         use_large_pages([matrix.rows for layer in layers for matrix in layer.matrices] + [head.rows])
         self.threads = torch.get_num_threads()
         self.head, self.hidden, self.intermediate = head, len(norm), intermediate
-        compiled = lambda of: library("decode_step.cpp", WEIGHT=WEIGHTS[of.rows.dtype], PLAIN=PLAIN[keys.dtype])
-        self.functions, self.head_functions = compiled(layers[0].matrices[0]), compiled(head)
+        self.functions = layers[0].matrices[0].functions(keys.dtype)
+        self.head_functions = head.functions(keys.dtype)
         self.functions.most_tokens.restype = integer
         self.most = self.functions.most_tokens()  # tokens of a step
-        self.table = torch.tensor([layer.addresses for layer in layers], dtype=torch.int64, device="cpu")
+        self.table = torch.tensor([layer.fields for layer in layers], dtype=torch.int64, device="cpu")
         _, pages, page, kv_heads, dim = keys.shape
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
         self.arguments: dict[str, Any] = dict(
@@ -138,13 +172,7 @@ class DecodeStep:
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's scores [D, V] of hidden states [D, hidden], in float32."""
         self.check_tokens(len(hidden))
-        hidden = hidden.float().contiguous()
-        (count, columns), tokens = self.head.rows.shape, len(hidden)
-        logits = room(tokens, count)
-        addresses = *self.head.addresses, hidden.data_ptr(), logits.data_ptr()
-        sizes = tokens, columns, count, self.threads
-        self.head_functions.decode_head(*map(pointer, addresses), *map(integer, sizes))
-        return logits
+        return matrix_product(self.head, hidden, self.head_functions, self.threads)
 
     def draw(self, logits: Tensor, seeds: Tensor, temperature: Tensor) -> Tensor:
         """A token [D] for each of logits [D, V] in float32, as `ops.sample` draws it without filters; seeds are int64."""

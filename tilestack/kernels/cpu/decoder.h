@@ -2,17 +2,12 @@
 
 #pragma once
 
-#include "vectors.h"
+#include "codes.h"
 
 namespace {
 
 typedef PLAIN Plain;    // float or BFloat16: what norms have and what keys and values are kept in
-typedef WEIGHT Weight;  // that, or int8_t: what matrices have
-
-struct Matrix {
-    const void* rows;
-    const float* scale;  // of each row; null: 1
-};
+typedef WEIGHT Weight;  // that, or int8_t, Float8 or Int4: what matrices have
 
 struct Layer {
     Matrix qkv, output, gate_up, down;

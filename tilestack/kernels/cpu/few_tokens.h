@@ -8,6 +8,9 @@
 
 #pragma once
 
+#include <array>
+#include <utility>
+
 #include "decoder.h"
 #include "team.h"
 
@@ -17,15 +20,16 @@ constexpr int64_t FEW = 16;    // tokens that a step may have to be one of few
 constexpr int64_t PIECE = 32;  // rows of weights that a thread takes at a time
 constexpr int ROWS = 4;        // of these, rows that it computes with at a time
 constexpr int TOKENS = 4;      // and the tokens that they meet at a time
+constexpr int SUMS = 16;       // vectors of sums that there are registers for, beside what they are made of
 constexpr int LINE = 64;       // bytes that come from memory at once
 constexpr int AHEAD = 4096;    // bytes that are on their way while one is computed with
 
 // out[r][t]: the products of `rows` rows of weights with `tokens` rows of x.
-template <int rows, int tokens>
-inline void dots(const Weight* weight, const float* x, int64_t columns, float (*out)[TOKENS]) {
+template <int rows, int tokens, class Number>
+inline void dots(const Number* weight, const float* x, int64_t columns, float (*out)[TOKENS]) {
     Vector sums[rows][tokens] = {};
     auto ahead = reinterpret_cast<const char*>(weight) + AHEAD;
-    constexpr int step = rows * LANES * sizeof(Weight);
+    constexpr int step = rows * LANES * sizeof(Number);
     for (int64_t k = 0; k < columns; k += LANES, ahead += step) {
         if (rows > 1)
             for (int line = 0; line < step; line += LINE) __builtin_prefetch(ahead + line);
@@ -45,35 +49,86 @@ inline void dots(const Weight* weight, const float* x, int64_t columns, float (*
         for (int t = 0; t < tokens; t++) out[r][t] = sum(sums[r][t]);
 }
 
+// The same of codes in groups: `groups` many in a row, those of the first row from `at` on.
+template <int rows, int tokens>
+inline void grouped_dots(const Matrix& matrix, const Weight* weight, int64_t at, const float* x, int64_t columns,
+                         float (*out)[TOKENS]) {
+    typedef Group<Weight> Some;
+    constexpr int vectors = Some::VECTORS, step = rows * LANES * sizeof(Weight);
+    Vector sums[rows][tokens][vectors] = {};
+    const int64_t groups = columns / matrix.group;
+    auto ahead = reinterpret_cast<const char*>(weight) + AHEAD;
+    for (int64_t group = 0; group < groups; group++) {
+        auto some = [&]<int... r>(std::integer_sequence<int, r...>) {
+            return std::array<Some, rows>{Some(matrix, at + r * groups + group)...};
+        }(std::make_integer_sequence<int, rows>());
+        for (int64_t k = group * matrix.group; k < (group + 1) * matrix.group; k += vectors * LANES, ahead += step) {
+            if (rows > 1)
+                for (int line = 0; line < step; line += LINE) __builtin_prefetch(ahead + line);
+            Vector w[rows][vectors];
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) some[r].read(weight + (r * columns + k) / IN_ONE<Weight>, w[r]);
+#pragma GCC unroll 4
+            for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 2
+                for (int v = 0; v < vectors; v++) {
+                    Vector token = load(x + t * columns + k + v * LANES);
+#pragma GCC unroll 4
+                    for (int r = 0; r < rows; r++) sums[r][t][v] += w[r][v] * token;
+                }
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int t = 0; t < tokens; t++) out[r][t] = sum(vectors > 1 ? sums[r][t][0] + sums[r][t][vectors - 1] : sums[r][t][0]);
+}
+
+// out[r][t] of `rows` rows of a matrix, from `row` on, scaled.
+template <int rows, int tokens>
+inline void scaled_dots(const Matrix& matrix, int64_t row, const float* x, int64_t columns, float (*out)[TOKENS]) {
+    const Weight* weight = static_cast<const Weight*>(matrix.rows) + row * columns / IN_ONE<Weight>;
+    if constexpr (IS_CODE<Weight>)
+        if (std::is_same_v<Weight, Int4> || matrix.group < columns || matrix.zero) {
+            if constexpr (rows * tokens * Group<Weight>::VECTORS > SUMS) {
+                scaled_dots<rows / 2, tokens>(matrix, row, x, columns, out);
+                return scaled_dots<rows / 2, tokens>(matrix, row + rows / 2, x, columns, out + rows / 2);
+            } else
+                return grouped_dots<rows, tokens>(matrix, weight, row * columns / matrix.group, x, columns, out);
+        }
+    if constexpr (!std::is_same_v<Weight, Int4>) dots<rows, tokens>(weight, x, columns, out);
+    if (matrix.scale)
+        for (int r = 0; r < rows; r++)
+            for (int t = 0; t < tokens; t++) out[r][t] *= matrix.scale[row + r];
+}
+
 template <int rows>
-inline void dots_of(int tokens, const Weight* weight, const float* x, int64_t columns, float (*out)[TOKENS]) {
+inline void dots_of(int tokens, const Matrix& matrix, int64_t row, const float* x, int64_t columns, float (*out)[TOKENS]) {
     switch (tokens) {
-        case 1: return dots<rows, 1>(weight, x, columns, out);
-        case 2: return dots<rows, 2>(weight, x, columns, out);
-        case 3: return dots<rows, 3>(weight, x, columns, out);
-        default: return dots<rows, 4>(weight, x, columns, out);
+        case 1: return scaled_dots<rows, 1>(matrix, row, x, columns, out);
+        case 2: return scaled_dots<rows, 2>(matrix, row, x, columns, out);
+        case 3: return scaled_dots<rows, 3>(matrix, row, x, columns, out);
+        default: return scaled_dots<rows, 4>(matrix, row, x, columns, out);
     }
 }
 
 // Rows `first` … of a matrix times every token: emit(row, token, value). Where a single token meets weights of 16 bits or more,
-// that is a row at a time: a single stream, which a CPU reads ahead of by itself, and nothing else is slower. Codes of 8 bits
+// that is a row at a time: a single stream, which a CPU reads ahead of by itself, and nothing else is slower. Codes
 // have to be made numbers, which goes faster with several rows at a time, and more tokens share what is loaded of these. What
 // comes next is then asked for in the order in which it lies, which is a single stream again.
 template <class Emit>
 inline void product(Matrix matrix, int64_t first, int64_t last, const float* x, int64_t tokens, int64_t columns, Emit emit) {
-    auto weight = static_cast<const Weight*>(matrix.rows);
     float out[ROWS][TOKENS];
     for (int64_t row = first; row < last;) {
-        int64_t many = (tokens > 1 || sizeof(Weight) == 1) && last - row >= ROWS ? ROWS : 1;
+        int64_t many = (tokens > 1 || IS_CODE<Weight>) && last - row >= ROWS ? ROWS : 1;
         for (int64_t token = 0; token < tokens; token += TOKENS) {
             int some = tokens - token < TOKENS ? tokens - token : TOKENS;
             if (many == ROWS)
-                dots_of<ROWS>(some, weight + row * columns, x + token * columns, columns, out);
+                dots_of<ROWS>(some, matrix, row, x + token * columns, columns, out);
             else
-                dots_of<1>(some, weight + row * columns, x + token * columns, columns, out);
+                dots_of<1>(some, matrix, row, x + token * columns, columns, out);
             for (int64_t r = 0; r < many; r++)
-                for (int t = 0; t < some; t++)
-                    emit(row + r, token + t, matrix.scale ? out[r][t] * matrix.scale[row + r] : out[r][t]);
+                for (int t = 0; t < some; t++) emit(row + r, token + t, out[r][t]);
         }
         row += many;
     }

@@ -36,6 +36,7 @@ struct Room {
     BFloat16 *queries, *likelihood; // [rows, dim], [rows, KEYS]
     float *scores, *seen;           // likewise
     float *most, *total;            // [rows]
+    float* scales;                  // of panels, [groups, 2, 16]
 
     template <class Number>
     void take(Number*& at, int64_t count) {
@@ -48,6 +49,7 @@ struct Room {
         take(one, pairs), take(two, pairs);
         take(queries, rows * dim), take(likelihood, rows * KEYS), take(scores, rows * KEYS), take(seen, rows * dim);
         take(most, rows), take(total, rows);
+        take(scales, 2 * columns);  // a group has 16 numbers at least
     }
 };
 
@@ -58,18 +60,39 @@ void product_of_many(Matrix matrix, int64_t one, int64_t two, int64_t count, int
                      const BFloat16* x, int64_t tokens, Room& room, Emit emit) {
     auto weight = static_cast<const Weight*>(matrix.rows);
     auto row_of = [&](int64_t row) { return std::min(row, count - 1); };  // some may not be there, and nobody looks at theirs
-    turn_rows(room.one, columns, [&](int r) { return weight + row_of(one + r) * columns; });
-    turn_rows(room.two, columns, [&](int r) { return weight + row_of(two + r) * columns; });
-    Vector scale[2] = {Vector{} + 1, Vector{} + 1};
-    if (matrix.scale)
-        for (int r = 0; r < LANES; r++)
-            scale[0][r] = matrix.scale[row_of(one + r)], scale[1][r] = matrix.scale[row_of(two + r)];
+    auto start_of = [&](int64_t row) { return weight + row * columns / IN_ONE<Weight>; };
+    const int64_t group = matrix.scale ? matrix.group : columns, groups = columns / group;
+    auto turn_panel = [&](Pairs* panel, int64_t first) {
+        turn_rows(panel, columns, [&](int r, int64_t k) {
+            const int64_t row = row_of(first + r);
+            const Weight* at = start_of(row) + k / IN_ONE<Weight>;
+            if constexpr (IS_CODE<Weight>) {
+                if (!matrix.zero) {
+                    constexpr float centre = std::is_same_v<Weight, Int4> ? 8 : 0;
+                    return pairs_of_codes(at, columns - k, centre, centre);
+                }
+                const int8_t* zero = matrix.zero + row * groups;
+                return pairs_of_codes(at, columns - k, zero[k / group], zero[std::min(k + LANES, columns - 1) / group]);
+            } else
+                return pairs_of(at, columns - k);
+        });
+    };
+    turn_panel(room.one, one), turn_panel(room.two, two);
+    Scales scales;
+    if (matrix.scale) {
+        for (int64_t each = 0; each < groups; each++)
+            for (int r = 0; r < LANES; r++) {
+                room.scales[2 * each * LANES + r] = matrix.scale[row_of(one + r) * groups + each];
+                room.scales[(2 * each + 1) * LANES + r] = matrix.scale[row_of(two + r) * groups + each];
+            }
+        scales = {reinterpret_cast<const Vector(*)[2]>(room.scales), group / 2};
+    }
     auto ahead = [&](int64_t row) {
         const bool there = tokens <= SHORT && row + further + LANES <= count;
-        return there ? reinterpret_cast<const char*>(weight + (row + further) * columns) : nullptr;
+        return there ? reinterpret_cast<const char*>(start_of(row + further)) : nullptr;
     };
-    tiles(room.one, room.two, columns / 2, x, columns, tokens, {ahead(one), ahead(two)},
-          [&](int64_t token, Vector first, Vector second) { emit(token, first * scale[0], second * scale[1]); });
+    const int64_t line = IS_CODE<Weight> ? 2 * LANES / IN_ONE<Weight> : sizeof(Pairs);
+    tiles(room.one, room.two, columns / 2, x, columns, tokens, {ahead(one), ahead(two), line}, scales, emit);
 }
 
 inline Vector silu(Vector x) {
@@ -113,9 +136,9 @@ void see_together(const Step& step, const Kept& kept, Block block, int64_t kv_he
     for (int64_t first = 0; first < length; first += KEYS) {
         const int64_t* place = places.data() + first;
         for (int64_t key = 0; key < KEYS; key += 2 * LANES) {
-            turn_rows(room.one, dim, [&](int r) { return kept.keys + place[key + r]; });
-            turn_rows(room.two, dim, [&](int r) { return kept.keys + place[key + LANES + r]; });
-            tiles(room.one, room.two, dim / 2, room.queries, dim, rows, {}, [&](int64_t row, Vector one, Vector two) {
+            turn_rows(room.one, dim, [&](int r, int64_t k) { return pairs_of(kept.keys + place[key + r] + k, dim - k); });
+            turn_rows(room.two, dim, [&](int r, int64_t k) { return pairs_of(kept.keys + place[key + LANES + r] + k, dim - k); });
+            tiles(room.one, room.two, dim / 2, room.queries, dim, rows, {}, {}, [&](int64_t row, Vector one, Vector two) {
                 store(room.scores + row * KEYS + key, one * scale);
                 store(room.scores + row * KEYS + key + LANES, two * scale);
             });
@@ -152,7 +175,7 @@ void see_together(const Step& step, const Kept& kept, Block block, int64_t kv_he
                 };
                 room.one[pair] = both(k), room.two[pair] = both(next);
             }
-            tiles(room.one, room.two, KEYS / 2, room.likelihood, KEYS, rows, {}, [&](int64_t row, Vector one, Vector two) {
+            tiles(room.one, room.two, KEYS / 2, room.likelihood, KEYS, rows, {}, {}, [&](int64_t row, Vector one, Vector two) {
                 float* at = room.seen + row * dim;
                 store(at + k, load(at + k) + one);
                 if (next > k) store(at + next, load(at + next) + two);

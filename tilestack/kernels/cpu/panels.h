@@ -7,7 +7,7 @@
 
 #include <type_traits>
 
-#include "vectors.h"
+#include "codes.h"
 
 #ifdef __AVX512BF16__
 
@@ -29,10 +29,21 @@ inline Vector add_products(Vector sums, Pairs one, Pairs other) {
 inline Pairs pairs_of(const BFloat16* at, int64_t count) {
     return _mm512_maskz_loadu_epi16(count < 2 * LANES ? 0xffff : 0xffffffff, at);
 }
+inline Pairs pairs_of(Vector first, Vector second) { return (Pairs)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first); }
 template <class Number>
 inline Pairs pairs_of(const Number* at, int64_t count) {
-    const Vector second = count < 2 * LANES ? Vector{} : load(at + LANES);
-    return (Pairs)_mm512_cvtne2ps_pbh((__m512)second, (__m512)load(at));
+    return pairs_of(load(at), count < 2 * LANES ? Vector{} : load(at + LANES));
+}
+
+// The same of codes, as code - zero, which bfloat16 has exactly. `zero` and `next` are of the first and the second 16.
+template <class Code>
+inline Pairs pairs_of_codes(const Code* at, int64_t count, float zero, float next) {
+    return pairs_of(load(at) - zero, count < 2 * LANES ? Vector{} : load(at + LANES) - next);
+}
+inline Pairs pairs_of_codes(const Int4* at, int64_t, float zero, float next) {
+    const Words both = widened(at);
+    auto number = [](Words code) { return (Vector)_mm512_cvtepi32_ps((__m512i)code); };
+    return pairs_of(number(both & 15) - zero, number(both >> 4) - next);
 }
 
 // 16 rows of 16 words become its columns.
@@ -63,55 +74,72 @@ inline void transpose(const Pairs (&rows)[LANES], Pairs* columns) {
     }
 }
 
-// The panel of 16 rows, row(0) … row(15).
-template <class Row>
-inline void turn_rows(Pairs* panel, int64_t columns, Row row) {
+// The panel of 16 rows, of whose row r pairs(r, k) are 32 numbers from column k on.
+template <class Read>
+inline void turn_rows(Pairs* panel, int64_t columns, Read pairs) {
     for (int64_t k = 0; k < columns; k += 2 * LANES) {
         Pairs rows[LANES];
 #pragma GCC unroll 16
-        for (int r = 0; r < LANES; r++) rows[r] = pairs_of(row(r) + k, columns - k);
+        for (int r = 0; r < LANES; r++) rows[r] = pairs(r, k);
         transpose(rows, panel + k / 2);
     }
 }
 
-// emit(token, sums of panel one, sums of panel two) for tokens x, `stride` numbers apart. Meanwhile the memory is asked for a
-// line behind `ahead` with each pair, which is as much as a panel of bfloat16 is made of.
-template <int tokens, class Emit>
-inline void tile(const Pairs* one, const Pairs* two, int64_t pairs, const BFloat16* x, int64_t stride, const char* ahead,
-                 Emit emit) {
-    Vector sums[tokens][2] = {};
-    const int64_t line = ahead ? sizeof(Pairs) : 0;
-    if (!ahead) ahead = reinterpret_cast<const char*>(one);  // which is at hand, so that one loop does for both
-    for (int64_t pair = 0; pair < pairs; pair++) {
-        __builtin_prefetch(ahead + pair * line, 0, 2);
-        const Pairs first = one[pair], second = two[pair];
-#pragma GCC unroll 8
-        for (int t = 0; t < tokens; t++) {
-            int32_t both;
-            memcpy(&both, x + t * stride + 2 * pair, sizeof both);
-            const Pairs spread = _mm512_set1_epi32(both);
-            sums[t][0] = add_products(sums[t][0], first, spread);
-            sums[t][1] = add_products(sums[t][1], second, spread);
-        }
-    }
-#pragma GCC unroll 8
-    for (int t = 0; t < tokens; t++) emit(t, sums[t][0], sums[t][1]);
-}
+// What the sums of each `span` pairs of columns are multiplied with before they are added up, rows of panel one and panel two
+// for each span; null: with nothing, and all pairs are one span.
+struct Scales {
+    const Vector (*of)[2] = nullptr;
+    int64_t span = 0;
+};
 
-// The rows that the next panels are made of, which are on their way while these are computed with; null: unknown.
+// The rows that the next panels are made of, which are on their way while these are computed with; null: unknown. `line` is
+// how many bytes of them come with each pair of columns.
 struct Ahead {
     const char *one = nullptr, *two = nullptr;
+    int64_t line = sizeof(Pairs);
 };
+
+// emit(token, sums of panel one, sums of panel two) for tokens x, `stride` numbers apart. Meanwhile the memory is asked for
+// what is behind `ahead`, `line` bytes with each pair.
+template <int tokens, class Emit>
+inline void tile(const Pairs* one, const Pairs* two, int64_t pairs, const BFloat16* x, int64_t stride, const char* ahead,
+                 int64_t line, Scales scales, Emit emit) {
+    Vector totals[tokens][2] = {};
+    if (!ahead) ahead = reinterpret_cast<const char*>(one), line = 0;  // which is at hand, so that one loop does for both
+    const int64_t span = scales.of ? scales.span : pairs;
+    for (int64_t begin = 0; begin < pairs; begin += span) {
+        Vector sums[tokens][2] = {};
+        for (int64_t pair = begin; pair < begin + span; pair++) {
+            __builtin_prefetch(ahead + pair * line, 0, 2);
+            const Pairs first = one[pair], second = two[pair];
+#pragma GCC unroll 8
+            for (int t = 0; t < tokens; t++) {
+                int32_t both;
+                memcpy(&both, x + t * stride + 2 * pair, sizeof both);
+                const Pairs spread = _mm512_set1_epi32(both);
+                sums[t][0] = add_products(sums[t][0], first, spread);
+                sums[t][1] = add_products(sums[t][1], second, spread);
+            }
+        }
+        const Vector* scale = scales.of ? scales.of[begin / span] : nullptr;
+#pragma GCC unroll 8
+        for (int t = 0; t < tokens; t++)
+            for (int panel = 0; panel < 2; panel++)
+                totals[t][panel] = scale ? totals[t][panel] + sums[t][panel] * scale[panel] : sums[t][panel];
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < tokens; t++) emit(t, totals[t][0], totals[t][1]);
+}
 
 template <class Emit>
 inline void tiles(const Pairs* one, const Pairs* two, int64_t pairs, const BFloat16* x, int64_t stride, int64_t tokens,
-                  Ahead ahead, Emit emit) {
+                  Ahead ahead, Scales scales, Emit emit) {
     int64_t token = 0;
     auto some = [&](auto size) {
         for (; token + size <= tokens; token += size) {
             const int64_t left = tokens - token;  // to the last of them, lest their numbers drive out what came for the next
             tile<size>(one, two, pairs, x + token * stride, stride,
-                       left > 2 * TILE ? nullptr : left > TILE ? ahead.one : ahead.two,
+                       left > 2 * TILE ? nullptr : left > TILE ? ahead.one : ahead.two, ahead.line, scales,
                        [&](int t, Vector first, Vector second) { emit(token + t, first, second); });
         }
     };
