@@ -13,7 +13,7 @@ from tilestack.contract.cases import Make
 from tilestack.lab.bench import kernel_lender
 from tilestack.lab.generated import stale_tables, update_tables
 from tilestack.lab.measured import Result, contests, results_under
-from tilestack.lab.mutation_results import code_hash
+from tilestack.lab.mutation.results import code_hash
 from tilestack.lab.stale import present_source
 from tilestack.lab.tables import TableError, table
 
