@@ -11,7 +11,7 @@ import torch
 from lowered import LOWERED, lowered
 
 from tilestack import ops
-from tilestack.lab.mutation import elements_of
+from tilestack.lab.mutation.suite import elements_of
 from tilestack.lab.verify import claims, prove
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ from lowered import LOWERED, lowered
 from tilestack import contract, ops
 from tilestack.contract.cases import Make
 from tilestack.contract.operator import as_tuple
-from tilestack.lab.mutants import is_kernel
-from tilestack.lab.mutation import import_order
+from tilestack.lab.mutation.mutants import is_kernel
+from tilestack.lab.mutation.suite import import_order
 from tilestack.lab.source import KERNELS, file_of_module
 
 CPU = torch.device("cpu")

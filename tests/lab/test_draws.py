@@ -6,7 +6,7 @@ import torch
 from tilestack import contract, ops
 from tilestack.contract.cases import Make, cases
 from tilestack.lab.evaluate import LARGE, NUDGES, REDRAWS, compute_standards, further_draws
-from tilestack.lab.mutation import Original
+from tilestack.lab.mutation.suite import Original
 from tilestack.lab.oracle import own_error
 from tilestack.lab.variants import nudged
 from tilestack.lab.verify import claims, prove

@@ -13,7 +13,7 @@ from tilestack.contract.cases import Make
 from tilestack.lab.bench import kernel_lender
 from tilestack.lab.generated import stale_tables, update_tables
 from tilestack.lab.measured import Result, contests, results_under
-from tilestack.lab.mutation_results import code_hash
+from tilestack.lab.mutation.results import code_hash
 from tilestack.lab.stale import present_source
 from tilestack.lab.tables import TableError, table
 
@@ -403,23 +403,28 @@ def test_the_summary_shows_each_groups_median_case_and_the_weakest_operators(roo
         for size, ours, theirs in ((1, 0.01, 0.04), (2, 0.02, 0.03), (4, 0.04, 0.03))
         for backend, seconds in (("tilestack", ours), ("transformers", theirs), ("tilestack int8", ours / 2))
     ]
+    rows += [
+        served(backend, "first token", seconds) | {"unit": "ms"}
+        for backend, seconds in (("tilestack", 0.01), ("transformers", 0.02))
+    ]
     of_a_cpu = replace(gpu, machine=MACHINE | {"gpu": "", "cpu": "Imaginary CPU", "slug": "cpu"}, rows=rows)
     save(root, of_a_cpu, "serve")
     header, _, *lines = cells(written := table("summary imaginary cpu softmax", root))
     assert header[:2] == ["what", "median case"]
     assert lines == [
-        ["`softmax`", "8192×1024, dim -1, bfloat16 forward", "32.0 µs", "24.0 µs (aten)", "0.75×", "52%", "0.75× – 1.25×", "1 of 2"],
-        ["`linear`", "4096 rows, 4096 columns, inner 4096, bfloat16 forward", "400 µs", "220 µs (aten)", "0.55×", "49%", "–", "0 of 1"],
-        ["serving on a CPU, decode step", "batch 2", "20.00 ms/step", "30.00 ms/step (transformers)", "**1.50×**", "50%", "0.75× – 4.00×", "2 of 3"],
+        ["serving on a CPU, decode step", "batch 2", "20.00 ms/step", "30.00 ms/step (transformers)", "**1.50×**", "0.75× – 4.00×", "2 of 3"],
+        ["serving on a CPU, time to first token", "one prompt", "10.00 ms", "20.00 ms (transformers)", "**2.00×**", "–", "1 of 1"],
+        ["`softmax`", "8192×1024, dim -1, bfloat16 forward", "32.0 µs", "24.0 µs (aten)", "0.75×", "0.75× – 1.25×", "1 of 2"],
+        ["`linear`", "4096 rows, 4096 columns, inner 4096, bfloat16 forward", "400 µs", "220 µs (aten)", "0.55×", "–", "0 of 1"],
     ]  # fmt: skip
     assert "All 2 operators and optimizers with a peer, 3 comparisons: 1 won, 0 equal, 2 lost" in written
     assert "Lowest mean: `linear`, `softmax`." in written
     assert written.endswith("2031-05-06 to 2031-05-09; commits are in results/._")
     old = [row | {"source": "older"} if row["op"] == "softmax" else row for row in gpu.rows]
     save(root, replace(gpu, rows=old))
-    _, _, first, *_ = cells(written := table("summary imaginary cpu softmax", root))
-    assert first[0] == "`softmax` †"
-    assert written.endswith("_† the code has changed since some of these cases were measured._")
+    _, _, _, _, third, *_ = cells(written := table("summary imaginary cpu softmax", root))
+    assert third[0] == "`softmax` †"
+    assert written.endswith("_† some of these cases were measured on an earlier version of the code._")
     assert "not measured yet" in table("summary h100 unknown softmax", root)
 
 

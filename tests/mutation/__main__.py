@@ -20,8 +20,10 @@ from rich.progress import track
 
 from tilestack import ops
 from tilestack.kernels.quantised import codes
-from tilestack.lab import machine, mutation, mutation_results
-from tilestack.lab.mutants import Mutant
+from tilestack.lab import machine
+from tilestack.lab.mutation import results as mutation_results
+from tilestack.lab.mutation import suite as mutation
+from tilestack.lab.mutation.mutants import Mutant
 from tilestack.lab.source import KERNELS
 
 console = Console()

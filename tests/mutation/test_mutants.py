@@ -8,9 +8,9 @@ import time
 import pytest
 
 from tilestack import ops
-from tilestack.lab import mutation_results
-from tilestack.lab.mutants import KINDS, Mutant, mutants_of
-from tilestack.lab.mutation import (
+from tilestack.lab.mutation import results as mutation_results
+from tilestack.lab.mutation.mutants import KINDS, Mutant, mutants_of
+from tilestack.lab.mutation.suite import (
     Original,
     Outcome,
     Suite,

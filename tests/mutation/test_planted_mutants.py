@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tilestack import ops
-from tilestack.lab.mutants import Mutant
-from tilestack.lab.mutation import CPU, Suite
+from tilestack.lab.mutation.mutants import Mutant
+from tilestack.lab.mutation.suite import CPU, Suite
 from tilestack.lab.verify import claims
 
 # file: what was planted, and the claim that catches it; a constant is lowered where no small case crosses it

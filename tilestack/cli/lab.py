@@ -151,7 +151,7 @@ def mutate_operator(name: str, json_: Path | None) -> None:
     kernel_device("cpu")
     import warnings
 
-    from tilestack.lab import mutation
+    from tilestack.lab.mutation import suite as mutation
 
     (operator,) = pick_operators([name])
     suite = mutation.Suite(mutation.module_of(operator), tried=[operator])

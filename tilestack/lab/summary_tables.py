@@ -1,4 +1,4 @@
-"""The README's one table: operators, training steps and serving, each group of cases on one line.
+"""The README's one table: training steps, serving and operators, each group of cases on one line.
 
 A group's line shows its *median* case, the one in the middle when the group's cases are sorted by their ratio to the
 fastest peer (the lower of two), then the least and the greatest ratio and how many cases are won. Nobody picks a case, so
@@ -19,7 +19,6 @@ from tilestack.lab.measured import (
     contests,
     mean_ratio,
     microseconds,
-    percent,
     results_under,
     times,
 )
@@ -31,8 +30,14 @@ WEAKEST = 3  # how many operators are shown because they do worst, by the geomet
 OURS = "tilestack"  # an engine as it runs without options
 TRAINING_STEP, DECODER_LAYER = "training step", "layer of a decoder"
 KINDS = {"ms/step": "decode step", "ms": "time to first token", "tokens/s": "throughput"}  # of a workload, by its unit
+WORKLOADS = {
+    "throughput": "requests of mixed lengths",
+    "prefix": "requests with a shared prefix",
+    "copying": "a text that repeats itself",
+    "first token": "one prompt",
+}  # what to call those of `bench serve` whose names say little here
 VERSIONS = {"torch": "torch", "Triton": "triton", "cuDNN": "cudnn", "transformers": "transformers"}
-HEADER = ["what", "median case", "ours", "best peer", "ratio", "of the roof", "least – greatest ratio", "cases won"]
+HEADER = ["what", "median case", "ours", "fastest peer", "ratio", "worst – best ratio", "cases won"]
 
 
 @dataclass(frozen=True)
@@ -44,14 +49,13 @@ class Line:
     ours: str
     peer: str
     ratio: float
-    roof: float | None
     verdict: str
     stale: bool
     dates: Sequence[str]
 
 
 def summary(folder: Path, gpu: str, cpu: str, names: str) -> str:
-    """The table of the named operators, of training and of serving on a GPU, and of serving on a CPU."""
+    """The table of training and serving on a GPU, of serving on a CPU, and of the named operators."""
     runs = [run for run in results_under(folder) if run.slug == gpu]
     measured = [line for contest in contests(runs) if (line := line_of(contest))]
     served = [line for slug in (gpu, cpu) for line in lines_of_serving(folder, slug)]
@@ -59,8 +63,7 @@ def summary(folder: Path, gpu: str, cpu: str, names: str) -> str:
     operators = [line for line in measured if line not in of_models]
     worst = weakest(operators)
     wanted = list(dict.fromkeys([*(f"`{name}`" for name in names.split(",")), *worst]))
-    shown = [line for name in wanted for line in operators if line.group == name]
-    shown += of_models + served
+    shown = of_models + served + [line for name in wanted for line in operators if line.group == name]
     if not shown:
         return f"_not measured yet: `tilestack bench all --save` on a machine with the GPU `{gpu}` fills this table._"
     rows = [row_of([line for line in shown if line.group == group]) for group in dict.fromkeys(line.group for line in shown)]  # fmt: skip
@@ -70,7 +73,7 @@ def summary(folder: Path, gpu: str, cpu: str, names: str) -> str:
         stamp(folder, [gpu, cpu], runs, shown + operators),
     ]
     if any(line.stale for line in shown):
-        parts.append(f"_{OLD} the code has changed since some of these cases were measured._")
+        parts.append(f"_{OLD} some of these cases were measured on an earlier version of the code._")
     return "\n\n".join(filter(None, parts))
 
 
@@ -85,7 +88,7 @@ def row_of(lines: list[Line]) -> list[str]:
     )
     spread = f"{times(ordered[0].ratio)} – {times(ordered[-1].ratio)}" if len(ordered) > 1 else "–"
     won = str(score(lines))
-    return [name, middle.case, middle.ours, middle.peer, ratio, percent(middle.roof), spread, won]
+    return [name, middle.case, middle.ours, middle.peer, ratio, spread, won]
 
 
 def score(lines: Iterable[Line]) -> Score:
@@ -127,7 +130,6 @@ def line_of(contest: Contest) -> Line | None:
         microseconds(ours["time_us"]),
         f"{microseconds(peer['time_us'])} ({peer['backend']})",
         contest.ratio,
-        ours.get("roof_fraction"),
         contest.verdict,
         contest.stale,
         [date_of(row, contest.run.machine) for row in (ours, peer)],
@@ -154,11 +156,10 @@ def lines_of_serving(folder: Path, slug: str) -> list[Line]:
         lines.append(
             Line(
                 f"serving on a {where}, {KINDS[row['unit']]}",
-                row["case"],
+                WORKLOADS.get(row["case"], row["case"]),
                 figure(row),
                 f"{figure(peer)} ({peer['backend']})",
                 ratio,
-                row["roof"],
                 verdict,
                 not (is_current(row) and is_current(peer)),
                 [date_of(either, machine) for either in (row, peer)],

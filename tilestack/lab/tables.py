@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tilestack.lab import chain, curves, memory, mutation_results, proved
+from tilestack.lab import chain, curves, memory, proved
 from tilestack.lab.bench_layers import CANDIDATES as OF_LAYERS
 from tilestack.lab.bench_train import CANDIDATES
 from tilestack.lab.markdown import OLD, OLDER, commits_in_words, daggers, markdown
@@ -46,6 +46,7 @@ from tilestack.lab.measured import (
     score,
     times,
 )
+from tilestack.lab.mutation import results as mutation_results
 from tilestack.lab.peers import is_peer
 from tilestack.lab.quantisation import quantised
 from tilestack.lab.results import read_json

@@ -39,8 +39,8 @@ from tilestack.lab.evaluate import Standard, compute_standards
 from tilestack.lab.explain import elements
 from tilestack.lab.interpreted import SWITCH, branches_of_a_gpu
 from tilestack.lab.labels import case_label
-from tilestack.lab.mutants import KINDS, Mutant, mutants_of
-from tilestack.lab.reach import Lines, forget_cached_results, reached_lines
+from tilestack.lab.mutation.mutants import KINDS, Mutant, mutants_of
+from tilestack.lab.mutation.reach import Lines, forget_cached_results, reached_lines
 from tilestack.lab.source import KERNELS, file_of_module, files_behind, functions_of, imported_kernels
 from tilestack.lab.verify import WITHOUT_EXTRAS, Claim, claims, prove
 

@@ -16,14 +16,14 @@ from rich.table import Table
 
 from tilestack.files import alone_in
 from tilestack.lab import results
-from tilestack.lab.mutants import KINDS
+from tilestack.lab.mutation.mutants import KINDS
 from tilestack.lab.source import code_of
 
 if TYPE_CHECKING:
-    from tilestack.lab.mutation import Outcome
+    from tilestack.lab.mutation.suite import Outcome
 
-KERNELS = Path(__file__).parents[1] / "kernels"
-FOLDER = Path(__file__).parents[2] / "results"
+KERNELS = Path(__file__).parents[2] / "kernels"
+FOLDER = Path(__file__).parents[3] / "results"
 NAME, REASONS = "mutation.json", "mutation_reasons.json"
 EQUIVALENT, GPU_ONLY = "equivalent", "seen on a GPU only"
 WANTED = 0.95
