@@ -88,6 +88,8 @@ def pairs(group: dist.ProcessGroup, texts: Path, folder: Path) -> dict[str, torc
     for name, steps in (("at once", (4,)), ("in two", (2, 4)), ("moving", (2,))):
         for end in steps:
             run(texts, folder / name, end, expert=2)
+    for end in (2, 4):
+        run(texts, folder / "muon", end, expert=2, optimizer="muon")
     return found
 
 

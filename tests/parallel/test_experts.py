@@ -46,6 +46,7 @@ def pairs(tmp_path_factory):
     found = run_ranks(expert_steps.pairs, 2, folder / "ranks", texts, folder)
     for name, steps in (("moving", 4), ("one", 4)):
         expert_steps.run(texts, folder / name, steps, accumulate=2)
+    expert_steps.run(texts, folder / "one by muon", 4, accumulate=2, optimizer="muon")
     return found, folder
 
 
@@ -120,6 +121,17 @@ def test_a_checkpoint_is_that_of_one_process_and_is_continued_by_one(pairs):
     average = load_file(folder / "at once" / "checkpoints/step-000004/average.safetensors")
     for name, x in exported.named_parameters():
         assert torch.equal(x, average[name])
+
+
+def test_muon_turns_the_matrices_of_experts_that_are_here(pairs):
+    """Each expert's gate, up and down by itself, as one process does that has all of them; also from a checkpoint."""
+    together, one = (
+        load_file(pairs[1] / name / "checkpoints/step-000004/weights.safetensors") for name in ("muon", "one by muon")
+    )
+    # Newton–Schulz makes the smallest directions of a gradient 3.4445 times larger five times over, and their rounding with them.
+    slack = 3.4445**5 * torch.finfo(torch.float32).eps
+    for name, x in one.items():
+        assert (together[name] - x).abs().max() <= slack * x.abs().max(), name
 
 
 def test_steps_go_on_under_another_layout(tmp_path):

@@ -316,7 +316,7 @@ class Recipe:
         ) if asked)  # fmt: skip
         wholes = {
             'optimizer.name "muon", which turns whole matrices': self.optimizer.name == "muon"
-            and (sides.shard or sides.tensor > 1 or sides.expert > 1),
+            and (sides.shard or sides.tensor > 1),
             'optimizer.name "adamw8bit", whose blocks of states are not those of parameters': self.optimizer.name
             == "adamw8bit",
             "precision.fp8, whose scales are of whole weights": self.precision.fp8,
