@@ -88,8 +88,10 @@ def pairs(group: dist.ProcessGroup, texts: Path, folder: Path) -> dict[str, torc
     for name, steps in (("at once", (4,)), ("in two", (2, 4)), ("moving", (2,))):
         for end in steps:
             run(texts, folder / name, end, expert=2)
-    for end in (2, 4):
-        run(texts, folder / "muon", end, expert=2, optimizer="muon")
+    for optimizer in ("adamw", "muon"):
+        for name, steps in ((f"{optimizer} at once", (4,)), (f"{optimizer} in two", (2, 4))):
+            for end in steps:
+                run(texts, folder / name, end, expert=2, optimizer=optimizer)
     return found
 
 

@@ -95,10 +95,12 @@ def test_what_is_sent_is_what_a_plan_says(pairs):
     assert [int(found["sent"]) for found in pairs[0]] == [planned] * 2
 
 
+@pytest.mark.parametrize("optimizer", ["", "adamw ", "muon "])
 @pytest.mark.parametrize("file", ["weights", "optimizer", "average", "loads", "rng"])
-def test_a_run_is_continued_to_the_bit(pairs, file):
+def test_a_run_is_continued_to_the_bit(pairs, file, optimizer):
     at_once, in_two = (
-        pairs[1] / name / f"checkpoints/step-000004/{file}.safetensors" for name in ("at once", "in two")
+        pairs[1] / f"{optimizer}{name}" / f"checkpoints/step-000004/{file}.safetensors"
+        for name in ("at once", "in two")
     )
     assert at_once.read_bytes() == in_two.read_bytes()
 
@@ -126,7 +128,8 @@ def test_a_checkpoint_is_that_of_one_process_and_is_continued_by_one(pairs):
 def test_muon_turns_the_matrices_of_experts_that_are_here(pairs):
     """Each expert's gate, up and down by itself, as one process does that has all of them; also from a checkpoint."""
     together, one = (
-        load_file(pairs[1] / name / "checkpoints/step-000004/weights.safetensors") for name in ("muon", "one by muon")
+        load_file(pairs[1] / name / "checkpoints/step-000004/weights.safetensors")
+        for name in ("muon in two", "one by muon")
     )
     # Newton–Schulz makes the smallest directions of a gradient 3.4445 times larger five times over, and their rounding with them.
     slack = 3.4445**5 * torch.finfo(torch.float32).eps
