@@ -26,13 +26,18 @@ def test_collectives_are_right_and_bandwidths_those_of_nccl_tests(tmp_path):
         assert torch.equal(found[0]["rows"], other["rows"])  # the time is that of the slowest rank, on all
     rows = dict(zip(comm.COLLECTIVES, found[0]["rows"].split(2), strict=True))
     factors = dict(all_reduce=4 / 3, all_gather=2 / 3, reduce_scatter=2 / 3, all_to_all=2 / 3, send_recv=1)
+    factors["all_to_all_uneven"] = 5 / 6  # of six parts a rank keeps one
     assert factors.keys() == rows.keys()
     for name, factor in factors.items():
         for size, seconds, algorithm, bus in rows[name].tolist():
             assert seconds > 0
             assert algorithm == pytest.approx(size / seconds)
             assert bus == pytest.approx(algorithm * factor)
-        assert rows[name][:, 0].tolist() == [12, 4092]  # whole elements, as many for each rank
+        parts = 6 if name == "all_to_all_uneven" else 3
+        assert rows[name][:, 0].tolist() == [
+            4 * parts,
+            4096 // 4 // parts * 4 * parts,
+        ]  # whole elements, as many in each
 
 
 def broken(group):

@@ -98,6 +98,8 @@ def test_a_run_whose_process_is_killed_ends_and_is_continued(tmp_path):
         (["parallel.tensor=2", "optimizer.name=muon"], 'parallel.tensor = 2 does not go together with optimizer.name "muon"'),
         (["parallel.shard=true", "optimizer.name=adamw8bit"], 'parallel.shard does not go together with optimizer.name "adamw8bit"'),
         (["parallel.tensor=2", "precision.fp8=true", "run.compile=default"], "nor with run.compile"),
+        (["parallel.expert=3"], "parallel.expert = 3 needs a multiple of 3 processes that read other tokens, and there are 2; start 3"),
+        (["parallel.expert=2", "optimizer.name=adamw8bit"], 'parallel.expert = 2 does not go together with optimizer.name "adamw8bit"'),
         (["parallel.tensor=0"], "parallel.tensor must be at least 1, not 0"),
     ],
 )  # fmt: skip
@@ -155,6 +157,7 @@ def failed(code: int) -> ChildFailedError:
     [
         ("sft", ["parallel.tensor=3"], "parallel.tensor = 3 needs a multiple of 3 processes"),
         ("dpo", ["parallel.context=2"], "parallel.context = 2 is for train and sft"),
+        ("sft", ["parallel.expert=2"], "parallel.expert = 2 is for train"),
         ("kto", ["parallel.shard=true", "optimizer.name=muon"], "parallel.shard does not go together with optimizer.name"),
         ("grpo", ["grpo.batch_invariant=true", "parallel.shard=true"], "grpo.batch_invariant needs the whole model"),
     ],

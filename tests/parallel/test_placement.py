@@ -28,6 +28,9 @@ SLACK = 2**12 * torch.finfo(torch.float64).eps
         (4, {"pipeline": 2, "shard": True, "schedule": "gpipe"}, 3, False, 5, ["qwen3"]),
         (4, {"pipeline": 2}, 2, False, 5, ["gemma2"]),
         (4, {"pipeline": 2, "tensor": 2}, 3, False, 3, ["qwen3", "gemma2"]),
+        (2, {"expert": 2}, 2, True, 0, [*MIXED, "deepseek_v2_lite"]),
+        (4, {"expert": 2}, 1, False, 0, MIXED),
+        (4, {"expert": 2, "shard": True}, 2, True, 0, MIXED),
     ],
     ids=[
         "data",
@@ -42,6 +45,9 @@ SLACK = 2**12 * torch.finfo(torch.float64).eps
         "stages by gpipe and sharded",
         "stages and data",
         "stages and tensor",
+        "experts",
+        "experts and data",
+        "experts and sharded",
     ],
 )
 def test_processes_train_as_one(tmp_path, world, parallel, accumulate, checkpointing, layers, families):

@@ -73,7 +73,7 @@ def plan_command(
 
 
 def comm_command(
-    collectives: Annotated[list[str] | None, typer.Argument(help="all_reduce, all_gather, reduce_scatter, all_to_all or send_recv; default: all.", show_default=False)] = None,
+    collectives: Annotated[list[str] | None, typer.Argument(help="all_reduce, all_gather, reduce_scatter, all_to_all, all_to_all_uneven or send_recv; default: all.", show_default=False)] = None,
     processes: Annotated[int | None, typer.Option(help="Number of processes to start; default: one per GPU, 2 without one.", min=1, max=1024, show_default=False)] = None,
     sizes: Annotated[str, typer.Option(help="Bytes of the larger buffer, comma-separated, with K, M or G.")] = "64K,1M,16M",
     repeats: Annotated[int, typer.Option(help="Calls to take the mean of.", min=1)] = 20,
@@ -189,15 +189,16 @@ def in_words(plan: "Plan") -> str:
     sides = {"data": layout.data, layout.method or "context": layout.context, "tensor": layout.tensor}
     sides["pipeline"] = layout.pipeline
     named = " × ".join(f"{name} {size}" for name, size in sides.items() if size > 1) or "one GPU"
+    named += f", expert {layout.expert}" if layout.expert > 1 else ""
     return f"{named}, shard" if layout.shard else named
 
 
 def assumptions(cluster: "Cluster") -> str:
     return (
         "Bytes are of the GPU that has most: state is weights, gradients and the optimizer's, sends are a step's. The step is an estimate: arithmetic at "
-        f"{cluster.efficiency:.0%} of {cluster.peak / 1e12:g} TFLOP/s, times 1 + (pipeline - 1) / micro-batches or half of that interleaved, + what tensor, heads "
-        f"and pipeline send at {cluster.bandwidth / 1e9:g} GB/s in a machine of {cluster.node} and {cluster.network / 1e9:g} GB/s "
-        "between machines, + what ring sends beyond attention, and data and shard beyond the arithmetic, that hide it."
+        f"{cluster.efficiency:.0%} of {cluster.peak / 1e12:g} TFLOP/s, times 1 + (pipeline - 1) / micro-batches or half of that interleaved, + what tensor, heads, "
+        f"expert and pipeline send at {cluster.bandwidth / 1e9:g} GB/s in a machine of {cluster.node} and {cluster.network / 1e9:g} GB/s "
+        "between machines, + what ring sends beyond attention, and data, copies and shard beyond the arithmetic, that hide it."
     )
 
 

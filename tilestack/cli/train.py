@@ -100,7 +100,8 @@ def launch_command(
     if environment.launched():
         raise ValueError(f"torchrun has started {environment.world()} processes; leave --processes {processes} out")
     sides = read_recipe(kind, recipe, set_).parallel  # once here, for one error instead of many
-    Layout.fit(processes, tensor=sides.tensor, context=sides.context, pipeline=sides.pipeline)
+    grid = dict(tensor=sides.tensor, context=sides.context, pipeline=sides.pipeline, expert=sides.expert)
+    Layout.fit(processes, **grid)
     arguments = [command, str(recipe), *(part for assignment in set_ or () for part in ("--set", assignment))]
     arguments += ["--folder", str(folder)] if folder else []
     arguments += ["--fresh"] if fresh else []

@@ -7,7 +7,9 @@ slowest rank, n the number of ranks:
     bus bandwidth         S / t · what a link carries of each byte, which does not depend on n where links are the limit:
                           2 (n - 1) / n for all_reduce, (n - 1) / n for all_gather, reduce_scatter and all_to_all, 1 for send_recv
 
-In send_recv every rank sends to the next and receives from the one before.
+In send_recv every rank sends to the next and receives from the one before. all_to_all_uneven is what experts on several GPUs
+need (parallel/experts.py): of n (n + 1) / 2 shares a rank keeps one, sends two to the next, three to the one after that, and so
+on, so that a link carries 1 - 2 / (n (n + 1)) of each byte.
 """
 
 import re
@@ -40,6 +42,7 @@ class Call(NamedTuple):
 class Collective:
     prepare: Callable[[int, dist.ProcessGroup, torch.device], Call]  # (elements of the larger buffer, …)
     carried: Callable[[int], float]  # by a link, of each byte, with n ranks
+    parts: Callable[[int], int] = lambda n: n  # equal ones that a buffer is made of
 
 
 class WrongResult(RuntimeError):
@@ -88,6 +91,18 @@ def all_to_all(count: int, group: dist.ProcessGroup, device: torch.device) -> Ca
     return Call(lambda: dist.all_to_all_single(out, mine, group=group), out, torch.cat(parts))
 
 
+def all_to_all_uneven(count: int, group: dist.ProcessGroup, device: torch.device) -> Call:
+    rank, ranks = group.rank(), group.size()
+    shares = ranks * (ranks + 1) // 2
+    each = count // shares
+    size = lambda sender, receiver: each * ((receiver - sender) % ranks + 1)
+    start = lambda sender, receiver: sum(size(sender, before) for before in range(receiver))
+    out, mine = torch.empty(count, device=device), numbers(rank, count, device)
+    sent, received = ([size(rank, other) for other in range(ranks)], [size(other, rank) for other in range(ranks)])
+    parts = [numbers(r, count, device)[start(r, rank) :][: size(r, rank)] for r in range(ranks)]
+    return Call(lambda: dist.all_to_all_single(out, mine, received, sent, group=group), out, torch.cat(parts))
+
+
 def send_recv(count: int, group: dist.ProcessGroup, device: torch.device) -> Call:
     rank, ranks = group.rank(), group.size()
     after, before = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
@@ -106,6 +121,7 @@ COLLECTIVES = {
     "all_gather": Collective(all_gather, lambda n: (n - 1) / n),
     "reduce_scatter": Collective(reduce_scatter, lambda n: (n - 1) / n),
     "all_to_all": Collective(all_to_all, lambda n: (n - 1) / n),
+    "all_to_all_uneven": Collective(all_to_all_uneven, lambda n: 1 - 2 / (n * (n + 1)), lambda n: n * (n + 1) // 2),
     "send_recv": Collective(send_recv, lambda n: 1.0),
 }
 
@@ -130,7 +146,8 @@ def measure(
 
 def measure_one(name: str, size: int, repeats: int, group: dist.ProcessGroup, device: torch.device) -> Measured:
     ranks, collective = group.size(), COLLECTIVES[name]
-    count = max(size // ELEMENT // ranks, 1) * ranks  # as many elements for each rank
+    parts = collective.parts(ranks)
+    count = max(size // ELEMENT // parts, 1) * parts  # as many elements in each
     call = collective.prepare(count, group, device)
     call.run()
     refuse_wrong(name, count, torch.equal(call.out, call.expected), group, device)

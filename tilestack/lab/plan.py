@@ -1,6 +1,6 @@
 """What a model would need on N GPUs, in every layout that they can have, so that one can be chosen before any is paid for.
 
-    for tensor, pipeline, context, data with a product of N:  layout ─► bytes, communication, estimated seconds (plan_costs.py)
+    for tensor, pipeline, context, data with a product of N, and expert:  layout ─► bytes, communication, estimated seconds (plan_costs.py)
 
 A step has as many rows in every layout, so that steps are comparable: data.batch · data.accumulate · N, what data parallelism
 alone would give it. The time is an estimate to compare layouts by, not a promise.
@@ -77,10 +77,11 @@ def layouts(work: Workload, gpus: int) -> Iterator[Sharing]:
                 if not can_stage(config, pipeline, work.schedule, data.accumulate * gpus // replicas):
                     continue
                 for method in sharing_methods(config, data.sequence, context, tensor):
-                    for shard in (False, True)[: 2 if replicas * context > 1 else 1]:
-                        layout = Sharing(pipeline, replicas, context, tensor, shard, method)
-                        if recipe_takes(work.recipe, layout):
-                            yield layout
+                    for expert in filter(lambda ranks: can_deal(config, ranks, replicas * context), numbers):
+                        for shard in (False, True)[: 2 if replicas * context > 1 else 1]:
+                            layout = Sharing(pipeline, replicas, context, tensor, expert, shard, method)
+                            if recipe_takes(work.recipe, layout):
+                                yield layout
 
 
 def can_split(config: ModelConfig, tensor: int) -> bool:
@@ -90,6 +91,11 @@ def can_split(config: ModelConfig, tensor: int) -> bool:
     except CannotSplit:
         return tensor == 1
     return True
+
+
+def can_deal(config: ModelConfig, expert: int, replicas: int) -> bool:
+    """Whether so many GPUs can share the experts of a mixture."""
+    return expert == 1 or (config.experts > 0 and config.experts % expert == 0 and replicas % expert == 0)
 
 
 def can_stage(config: ModelConfig, pipeline: int, schedule: str, micro_batches: int) -> bool:
@@ -103,7 +109,7 @@ def can_stage(config: ModelConfig, pipeline: int, schedule: str, micro_batches: 
 
 def recipe_takes(recipe: Recipe, layout: Sharing) -> bool:
     """Whether a recipe may ask for a layout."""
-    sides = {side: getattr(layout, side) for side in ("tensor", "shard", "context", "pipeline")}
+    sides = {side: getattr(layout, side) for side in ("tensor", "shard", "context", "pipeline", "expert")}
     try:
         replace(recipe, parallel=replace(recipe.parallel, **sides))
     except RecipeError:
@@ -128,10 +134,13 @@ def sharing_methods(config: ModelConfig, row: int, context: int, tensor: int) ->
 def plan_of(work: Workload, cluster: Cluster, layout: Sharing) -> Plan:
     micro_batches = work.data.accumulate * cluster.gpus // layout.data
     tokens = work.data.batch * work.data.sequence // layout.context
-    states, unit = stage_states(work, layout)
+    states, dealt, unit = stage_states(work, layout)
     among = layout.replicas if layout.shard else 1
-    weights, gradients, optimizer = (-(-size // among) for size in states)
-    buffers = 2 * unit if layout.shard else gradients if layout.replicas > 1 else 0
+    weights, gradients, optimizer = (
+        -(-(size - apart) // among) + apart for size, apart in zip(states, dealt, strict=True)
+    )
+    buffers = 2 * unit if layout.shard else gradients - dealt.gradients if layout.replicas > 1 else 0
+    buffers += dealt.gradients if layout.copies > 1 else 0
     buffers += micro_batches * received_bytes(work, layout, tokens)
     waiting = micro_batches_kept(work.schedule, layout.pipeline, micro_batches) if layout.pipeline > 1 else 1
     layers = work.most_layers(layout.pipeline)
@@ -143,7 +152,7 @@ def plan_of(work: Workload, cluster: Cluster, layout: Sharing) -> Plan:
     kept = weights + gradients + optimizer + buffers
     checkpointing = kept + activations > cluster.memory
     fits = kept + (checkpointed if checkpointing else activations) <= cluster.memory
-    sent = sent_bytes(work, layout, states, tokens, micro_batches)
+    sent = sent_bytes(work, layout, states, dealt, tokens, micro_batches)
     seconds = step_seconds(work, cluster, layout, micro_batches, checkpointing, sent)
     return Plan(
         layout, weights, gradients, optimizer, buffers, activations, checkpointed, checkpointing, fits, micro_batches,

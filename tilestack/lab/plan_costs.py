@@ -14,14 +14,19 @@ and with checkpointing two times `hidden`, and one layer whole. What a GPU sends
     heads      queries, keys, values and results, and back      M · layers · 2 (n - 1) / n · tokens · (2 heads + 2 kv_heads) · dim
     ring       keys and values twice round, their gradients in float32 once
                                                            M · layers · tokens · 2 kv_heads · dim · (2 (n - 1) + n · 4 bytes)
+    expert     rows of the other ranks' experts, there and back, and their gradients; how many, in int32
+               M · mixtures · (n - 1) / n · (4 tokens · top_k · hidden + 4 bytes · experts), where experts have as many rows each
+    copies     gradients of experts, summed once among the n that have the same    2 (n - 1) / n · their gradients
     pipeline   the residual stream, and its gradient, of each stage of a process    M · 2 tokens · hidden · stages
                and where head and embedding are one, its gradient    vocabulary · hidden
+
+With `expert`, gradients of experts are in `copies` and not in `data`, and `shard` does not divide what is left of them.
 
 A pipeline's process has room for all that it receives in a step (torch.distributed.pipelining), and keeps the activations of as
 many micro-batches as its schedule says (parallel/pipeline.py).
 
-The time of a step, where what `ring` sends is hidden behind attention, and what `data` and `shard` send behind all arithmetic, as
-far as these last:
+The time of a step, where what `ring` sends is hidden behind attention, and what `data`, `copies` and `shard` send behind all
+arithmetic, as far as these last:
 
     arithmetic · (1 + (pipeline - 1) / M, or half of that interleaved) + sent in the open / bandwidth + what is not hidden
 
@@ -37,6 +42,7 @@ import torch
 
 from tilestack.models import Decoder, ModelConfig
 from tilestack.models.checkpoints import config_of
+from tilestack.parallel.experts import expert_cuts
 from tilestack.parallel.mesh import Layout
 from tilestack.parallel.pipeline import waiting_share
 from tilestack.parallel.stages import layers_of_stages
@@ -90,15 +96,17 @@ class States(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A parameter: the part of the model it belongs to, its bytes, and whether `tensor` divides it."""
+    """A parameter: the part of the model it belongs to, its bytes, and whether `tensor` divides it, or `expert`."""
 
     module: str  # embedding, layers, norm or head
     layer: int  # -1 outside of layers
     states: States
     divided: bool
+    expert: bool
 
-    def on_each(self, tensor: int) -> States:
-        return States(*(size // tensor for size in self.states)) if self.divided else self.states
+    def on_each(self, tensor: int, expert: int = 1) -> States:
+        ranks = (tensor if self.divided else 1) * (expert if self.expert else 1)
+        return States(*(size // ranks for size in self.states))
 
 
 class Workload:
@@ -118,7 +126,7 @@ class Workload:
 
     @cached_property
     def parts(self) -> list[Part]:
-        found = []
+        found, of_experts = [], expert_cuts(self.model)
         for name, param in self.model.named_parameters():
             module, _, rest = name.partition(".")
             layer = int(rest.partition(".")[0]) if module == "layers" else -1
@@ -126,7 +134,7 @@ class Workload:
             states = States(weights, weights, state_bytes(name, param, self.recipe.optimizer, self.recipe.precision))
             if self.recipe.lora.rank:  # adapters alone learn, which are small
                 states = States(weights, 0, 0)
-            found.append(Part(module, layer, states, param.ndim > 1 and "router" not in name))
+            found.append(Part(module, layer, states, param.ndim > 1 and "router" not in name, name in of_experts))
         return found
 
     def stages(self, processes: int) -> list[range]:
@@ -149,22 +157,26 @@ def described_model(recipe: Recipe) -> Decoder:
         return new_model(recipe, {"vocab_size": recipe.data.vocabulary})
 
 
-def stage_states(work: Workload, layout: Sharing) -> tuple[States, int]:
-    """(the states of the process that has most, before `shard` divides them; weights and gradients of the largest part that is
-    gathered at once)."""
+def stage_states(work: Workload, layout: Sharing) -> tuple[States, States, int]:
+    """(the states of the process that has most, before `shard` divides them; of these what belongs to experts that `expert`
+    deals out, which `shard` leaves; weights and gradients of the largest part that is gathered at once)."""
     stages, processes = work.stages(layout.pipeline), layout.pipeline
     process_of = {layer: number % processes for number, stage in enumerate(stages) for layer in stage}
     sums, last = [[0, 0, 0] for _ in range(processes)], processes - 1
     units: dict[tuple[str, int], int] = {}
+    dealt = States(0, 0, 0)  # mixtures have no stages
     for part in work.parts:
-        states = part.on_each(layout.tensor)
+        states = part.on_each(layout.tensor, layout.expert)
         places = {process_of.get(part.layer, 0 if part.module == "embedding" else last)}
         if part.module == "embedding" and work.config.tied:
             places.add(last)
         for place in places:
             sums[place] = [before + size for before, size in zip(sums[place], states, strict=True)]
-        units[part[:2]] = units.get(part[:2], 0) + states.weights + states.gradients
-    return States(*max(sums, key=sum)), max(units.values())
+        if part.expert and layout.expert > 1:
+            dealt = States(*(before + size for before, size in zip(dealt, states, strict=True)))
+        else:
+            units[part[:2]] = units.get(part[:2], 0) + states.weights + states.gradients
+    return States(*max(sums, key=sum)), dealt, max(units.values())
 
 
 def received_bytes(work: Workload, layout: Sharing, tokens: int) -> int:
@@ -190,8 +202,10 @@ def layer_bytes(config: ModelConfig, tensor: int, width: int) -> int:
     return width * (whole + (attention + feed_forward) // tensor) + 8 * config.heads // tensor
 
 
-def sent_bytes(work: Workload, layout: Sharing, states: States, tokens: int, micro_batches: int) -> dict[str, int]:
-    """Bytes that a GPU sends in a step, by kind; see the head of this file."""
+def sent_bytes(
+    work: Workload, layout: Sharing, states: States, dealt: States, tokens: int, micro_batches: int
+) -> dict[str, int]:
+    """Bytes that a GPU sends in a step, by kind; see the head of this file. Of its states some are of `dealt` experts."""
     config, share = work.config, lambda ranks: (ranks - 1) / ranks
     layers = work.most_layers(layout.pipeline)
     passed = micro_batches * layers * tokens * work.width  # of each element of a token
@@ -200,10 +214,16 @@ def sent_bytes(work: Workload, layout: Sharing, states: States, tokens: int, mic
     dims = config.head_dim + (config.value_dim if config.kv_rank else config.head_dim)
     found: dict[str, float] = {}
     if layout.shard:
-        summed = states.gradients // work.wide * 4
-        found["shard"] = micro_batches * share(layout.replicas) * (2 * states.weights + summed)
+        summed = (states.gradients - dealt.gradients) // work.wide * 4
+        found["shard"] = micro_batches * share(layout.replicas) * (2 * (states.weights - dealt.weights) + summed)
     elif layout.replicas > 1:
-        found["data"] = 2 * share(layout.replicas) * states.gradients
+        found["data"] = 2 * share(layout.replicas) * (states.gradients - dealt.gradients)
+    if layout.expert > 1:
+        rows = 4 * tokens * config.top_k * config.hidden * work.width + 4 * config.experts
+        mixtures = sum(config.sparse(layer) for layer in range(config.layers))
+        found["expert"] = micro_batches * mixtures * share(layout.expert) * rows
+        if layout.copies > 1:
+            found["copies"] = 2 * share(layout.copies) * dealt.gradients
     if layout.tensor > 1:
         found["tensor"] = 2 * share(layout.tensor) * (passed * 4 + passed // layers * 2) * config.hidden
     if layout.method == "heads":
@@ -229,19 +249,22 @@ def step_seconds(
     arithmetic = operations / cluster.gpus / (cluster.peak * cluster.efficiency)
     times = {kind: size / group_speed(cluster, layout, kind) for kind, size in sent.items()}
     ring = max(0.0, times.pop("ring", 0.0) - arithmetic * work.in_attention)
-    gradients = max(0.0, times.pop("data", 0.0) + times.pop("shard", 0.0) - arithmetic)
+    gradients = max(0.0, sum(times.pop(kind, 0.0) for kind in ("data", "copies", "shard")) - arithmetic)
     bubble = arithmetic * waiting_share(work.schedule, layout.pipeline, micro_batches)
     return {"arithmetic": arithmetic, "bubble": bubble, **times, "not hidden": ring + gradients}
 
 
 def group_speed(cluster: Cluster, layout: Sharing, kind: str) -> float:
-    """Bytes a second of a kind of communication. Neighbours are, from the nearest: tensor, context, data, pipeline."""
+    """Bytes a second of a kind of communication. Neighbours are, from the nearest: tensor, context, data, pipeline; those that
+    share experts are the nearest of data and context."""
     ranks, apart = {
         "tensor": (layout.tensor, 1),
         "heads": (layout.context, layout.tensor),
         "ring": (layout.context, layout.tensor),
         "data": (layout.replicas, layout.tensor),
         "shard": (layout.replicas, layout.tensor),
+        "expert": (layout.expert, layout.tensor),
+        "copies": (layout.copies, layout.tensor * layout.expert),
         "pipeline": (layout.pipeline, layout.tensor * layout.replicas),
     }[kind]
     return cluster.speed(ranks, apart)

@@ -10,6 +10,12 @@ Sides from the outermost to the innermost are pipeline, data, context and tensor
 `tensor`, are neighbours on one machine. Ranks of `pipeline` have some layers each (stages.py). Ranks of `context` share the rows
 of a text (sequence.py). To gradients it is all one whether ranks differ in rows or in parts of rows: `replicas` are the ranks of
 data and context together.
+
+`expert` is no side of its own: it divides the replicas into groups of neighbours that share the experts of a mixture (experts.py).
+Those that have the same experts, one of each group, are `copies`:
+
+    data 4, expert 2        copies 0   rank 0: experts 0, 1   rank 1: experts 2, 3
+                            copies 1   rank 2: experts 0, 1   rank 3: experts 2, 3
 """
 
 import math
@@ -36,9 +42,10 @@ class Layout:
     data: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1  # of the replicas, those that share the experts
 
     @classmethod
-    def fit(cls, world: int, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> "Layout":
+    def fit(cls, world: int, *, tensor: int = 1, context: int = 1, pipeline: int = 1, expert: int = 1) -> "Layout":
         """The layout of so many processes; those that the other sides leave are `data`."""
         each = tensor * context * pipeline
         if world % each:
@@ -48,7 +55,13 @@ class Layout:
                 f"{asked} needs a multiple of {each} processes, and there {'is' if world == 1 else 'are'} {world}; "
                 f"start {max(1, world // each) * each} (--processes, or torchrun --nproc-per-node), or change the layout"
             )
-        return cls(pipeline=pipeline, data=world // each, context=context, tensor=tensor)
+        if (replicas := world // each * context) % expert:
+            raise ValueError(
+                f"parallel.expert = {expert} needs a multiple of {expert} processes that read other tokens, and there "
+                f"{'is' if replicas == 1 else 'are'} {replicas}; start {expert * each // math.gcd(expert, context)} or a multiple "
+                "of that (--processes, or torchrun --nproc-per-node), or change the layout"
+            )
+        return cls(pipeline=pipeline, data=world // each, context=context, tensor=tensor, expert=expert)
 
     @property
     def world(self) -> int:
@@ -60,11 +73,16 @@ class Layout:
         return self.data * self.context
 
     @property
+    def copies(self) -> int:
+        """Ranks that have the same experts."""
+        return self.replicas // self.expert
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(getattr(self, side) for side in SIDES)
 
 
-SIDES = tuple(field.name for field in fields(Layout))
+SIDES = tuple(field.name for field in fields(Layout) if field.name != "expert")
 
 
 class Mesh:
@@ -82,6 +100,10 @@ class Mesh:
             self.sides = {side: self.devices[side] for side in SIDES}
             both = self.devices["data", "context"]._flatten("replicas") if layout.context > 1 else self.devices["data"]
             self.sides["replicas"] = both  # data and context together
+            if layout.expert > 1:
+                grid = layout.pipeline, layout.copies, layout.expert, layout.tensor
+                divided = init_device_mesh(kind, grid, mesh_dim_names=("stages", "copies", "expert", "parts"))
+                self.sides |= {side: divided[side] for side in ("copies", "expert")}
             # Of the hosts, whatever the device: what is said here needs no GPU, and waits as long as it takes.
             self.hosts = dist.new_group(backend="gloo", timeout=HOST_WORK)
 
@@ -102,7 +124,7 @@ class Mesh:
         return getattr(self.layout, side)
 
     def index(self, side: str) -> int:
-        return self.sides[side].get_local_rank() if self.devices else 0
+        return self.sides[side].get_local_rank() if self.size(side) > 1 else 0
 
     def group(self, side: str) -> dist.ProcessGroup:
         return self.sides[side].get_group()

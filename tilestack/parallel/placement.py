@@ -2,6 +2,8 @@
 
     pipeline  a rank has some of the layers (stages.py)
     tensor    parameters are cut among the ranks of a model, or of a stage (tensor.py)
+    expert    the experts of mixtures are dealt to ranks that read other texts (experts.py); those with the same experts sum
+              their gradients, and shard leaves them as they are
     shard     what a rank has is cut once more, by rows, among the ranks that train it on other texts: FSDP2 gathers a layer
               when it is needed, and sums its gradients on their way back into shards. Adapters (LoRA) are few and thin, and
               stay as they are: what is divided is the frozen model beside them
@@ -27,6 +29,7 @@ from tilestack.nn.lora import lora_parameters
 from tilestack.nn.router import Router
 from tilestack.optim.clip import coefficient_of
 from tilestack.parallel.collectives import gathered
+from tilestack.parallel.experts import expert_cuts, refuse_experts, split_experts
 from tilestack.parallel.mesh import Mesh
 from tilestack.parallel.replicas import GradientBuckets
 from tilestack.parallel.stages import StageDecoder, owner_of, split_stages
@@ -51,13 +54,20 @@ class Placement:
         self.shapes = {name: param.shape for name, param in everything.items()}  # of the whole model
         self.cuts: dict[str, Cut] = {}
         self.partial: set[str] = set()
-        if self.shard or self.mesh.size("tensor") > 1 or self.mesh.size("pipeline") > 1:
+        self.expert_cuts: dict[str, Cut] = {}
+        if self.shard or any(self.mesh.size(side) > 1 for side in ("tensor", "pipeline", "expert")):
             self.whole_without_weights = without_weights(model)
         if self.mesh.size("tensor") > 1:
             assert isinstance(model, Decoder)
             refuse_split(model.config, self.mesh.size("tensor"))
             self.cuts, self.partial = cuts(model.config) | adapter_cuts(model), partial(model)
             split_decoder(model, self.mesh.group("tensor"))
+        if (ranks := self.mesh.size("expert")) > 1:
+            refuse_experts(cast(Any, model).config, ranks)
+            self.expert_cuts = expert_cuts(model)
+            split_experts(model, self.mesh.group("expert"))
+        # Beside what FSDP2 divides.
+        self.undivided = self.adapters | {everything[name] for name in self.expert_cuts}
         self.owners: dict[str, int] = {}  # of pipeline stages: the process that has a parameter, the first of two
         self.tied: dist.ProcessGroup | None = None  # of the two that have the weight of embedding and head
         if (processes := self.mesh.size("pipeline")) > 1:
@@ -70,21 +80,26 @@ class Placement:
         if self.mesh.world > 1:
             self._distribute(everything, device or torch.device("cpu"))
         named = dict(model.named_parameters())
-        self.sharded = {name for name, param in named.items() if self.shard and param not in self.adapters}
+        self.sharded = {name for name, param in named.items() if self.shard and param not in self.undivided}
         self.of_model = {name: param for name, param in named.items() if param.requires_grad}
         self.parameters: dict[str, Any] = {
             name: nn.Parameter(local_part(param)) if name in self.sharded else param
             for name, param in self.of_model.items()
         }
-        self.buckets: GradientBuckets | None = None
-        replicated = [param for name, param in self.parameters.items() if name not in self.sharded]
-        if replicated and self.mesh.size("replicas") > 1:
-            self.buckets = GradientBuckets(replicated, self.mesh.group("replicas"))
+        self.buckets: list[GradientBuckets] = []
+        replicated = [name for name in self.parameters if name not in self.sharded]
+        for side, names in (
+            ("replicas", [name for name in replicated if name not in self.expert_cuts]),
+            ("copies", [name for name in replicated if name in self.expert_cuts]),
+        ):
+            if names and self.mesh.size(side) > 1:
+                summed = [self.parameters[name] for name in names]
+                self.buckets.append(GradientBuckets(summed, self.mesh.group(side)))
 
     @property
     def divided(self) -> bool:
         """Whether this process has only a part of the model."""
-        return self.shard or bool(self.cuts) or bool(self.owners)
+        return self.shard or bool(self.cuts) or bool(self.owners) or bool(self.expert_cuts)
 
     def _distribute(self, left: dict[str, nn.Parameter], device: torch.device) -> None:
         """Give every process its part of rank 0's weights, a layer at a time; `left` are all parameters of the whole model."""
@@ -96,8 +111,7 @@ class Placement:
                 whole = param.detach().to(device)
                 dist.broadcast(whole, 0)
                 if name in here:
-                    cut = self.cuts.get(name)
-                    param.data = whole if cut is None else cut.part(whole, *self._tensor_place)
+                    param.data = self._cut(name, whole)
             if not any(name.startswith(prefix) for name in here):
                 continue  # another stage's
             unit = self.model.get_submodule(prefix.removesuffix("."))
@@ -117,7 +131,7 @@ class Placement:
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPLayer\) returned a view tensor", UserWarning)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32) if half(unit) else MixedPrecisionPolicy()
         made = fully_shard(
-            unit, mesh=self.mesh.sides["replicas"], mp_policy=policy, ignored_params=cast(Any, self.adapters)
+            unit, mesh=self.mesh.sides["replicas"], mp_policy=policy, ignored_params=cast(Any, self.undivided)
         )
         assert isinstance(made, FSDPModule)
         made.set_gradient_divide_factor(1.0)  # a sum: the step divides by the tokens of all
@@ -133,16 +147,24 @@ class Placement:
     def _tensor_place(self) -> tuple[int, int]:
         return self.mesh.index("tensor"), self.mesh.size("tensor")
 
+    def _cut(self, name: str, whole: Tensor) -> Tensor:
+        """What a process has of a tensor of a parameter's shape, before `shard` divides it."""
+        if (cut := self.cuts.get(name)) is not None:
+            whole = cut.part(whole, *self._tensor_place)
+        if (cut := self.expert_cuts.get(name)) is not None:
+            whole = cut.part(whole, self.mesh.index("expert"), self.mesh.size("expert"))
+        return whole
+
     def start_backward(self, last: bool, times: int = 1) -> None:
         """Before each backward of a step; in the `last` one gradients are sent as they come. Where several come together, it is
         the last of so many `times`."""
-        if self.buckets and last:
-            self.buckets.start(times)
+        for buckets in self.buckets if last else ():
+            buckets.start(times)
 
     def finish_backward(self) -> None:
         """After the last backward of a step: let every parameter have its part of the gradient of all processes' losses."""
-        if self.buckets:
-            self.buckets.finish()
+        for buckets in self.buckets:
+            buckets.finish()
         if self.owners:
             self.reshard()
         for name, param in self.of_model.items():
@@ -172,7 +194,10 @@ class Placement:
         parts = sum_of_squares([grad for name, grad in counted if name in self.sharded], found[0][1])
         if self.shard:
             self.mesh.sum(parts, "replicas")
-        square = parts + sum_of_squares([grad for name, grad in counted if name not in self.sharded], found[0][1])
+        experts = sum_of_squares([grad for name, grad in counted if name in self.expert_cuts], found[0][1])
+        self.mesh.sum(experts, "expert")
+        others = [grad for name, grad in counted if name not in self.sharded and name not in self.expert_cuts]
+        square = parts + experts + sum_of_squares(others, found[0][1])
         self.mesh.sum(square, "tensor")
         self.mesh.sum(square, "pipeline")
         norm = square.sqrt()
@@ -194,8 +219,12 @@ class Placement:
     def _whole_of_stage(self, name: str, local: Tensor) -> Tensor:
         shape, cut = tuple(self.shapes[name]), self.cuts.get(name)
         rank, ranks = self._tensor_place
+        mine = shape if cut is None else cut.shape(shape, rank, ranks)
+        if (by_expert := self.expert_cuts.get(name)) is not None:
+            shares = self.mesh.size("expert")
+            shapes = [by_expert.shape(mine, r, shares) for r in range(shares)]
+            local = by_expert.join(gathered(local, shapes, self.mesh.group("expert")))
         if name in self.sharded:
-            mine = shape if cut is None else cut.shape(shape, rank, ranks)
             group = self.mesh.group("replicas")
             local = torch.cat(
                 gathered(local, [chunk_shape(mine, r, self._replicas) for r in range(self._replicas)], group)
@@ -208,8 +237,7 @@ class Placement:
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """What this process has of a tensor of a parameter's shape."""
-        if (cut := self.cuts.get(name)) is not None:
-            whole = cut.part(whole, *self._tensor_place)
+        whole = self._cut(name, whole)
         if name in self.sharded:
             rows = chunk_rows(len(whole), self._replicas)
             whole = whole[self.mesh.index("replicas") * rows :][:rows]

@@ -28,12 +28,14 @@ class ProcessLost(RuntimeError):
 
 
 @contextmanager
-def joined(device: str, *, tensor: int = 1, context: int = 1, pipeline: int = 1, advice: str = "") -> Iterator[Mesh]:
+def joined(
+    device: str, *, tensor: int = 1, context: int = 1, pipeline: int = 1, expert: int = 1, advice: str = ""
+) -> Iterator[Mesh]:
     """Inside, this process is at its place among those of the run, or alone where nobody else was started. `device` is auto,
     cpu or cuda; `advice` ends the error of one that lost another. Who has made a process group already keeps it."""
     there = dist.is_available() and dist.is_initialized()
     world = dist.get_world_size() if there else environment.world()
-    layout = Layout.fit(world, tensor=tensor, context=context, pipeline=pipeline)
+    layout = Layout.fit(world, tensor=tensor, context=context, pipeline=pipeline, expert=expert)
     if world == 1:
         yield Mesh(layout)
         return

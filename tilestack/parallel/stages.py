@@ -65,7 +65,8 @@ def refuse_stages(config: ModelConfig, processes: int, schedule: str, micro_batc
     if config.experts:
         raise ValueError(
             f"parallel.pipeline = {processes} takes dense models, and this {config.family} model is a mixture of experts "
-            "(num_experts): the loss that balances them is not carried between stages; set parallel.pipeline = 1"
+            "(num_experts): the loss that balances them is not carried between stages; set parallel.pipeline = 1, and "
+            "parallel.expert or parallel.shard to divide the model"
         )
     if (stages := processes * STAGES_EACH[schedule]) > config.layers:
         raise ValueError(

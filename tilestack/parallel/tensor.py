@@ -117,7 +117,9 @@ def refuse_split(config: ModelConfig, ranks: int) -> None:
     if found := [kind for kind, there in kinds.items() if there]:
         raise CannotSplit(
             f"parallel.tensor = {ranks} cannot split this {config.family} model, which has {' and '.join(found)}; "
-            "use parallel.tensor=1, and parallel.shard=true to divide its memory"
+            "use parallel.tensor=1, and parallel.shard=true "
+            + ("or parallel.expert " if config.experts else "")
+            + "to divide its memory"
         )
     for field in ("heads", "kv_heads", "intermediate"):
         size = getattr(config, field)

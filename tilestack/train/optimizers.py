@@ -80,10 +80,16 @@ def muon(
         weight_decay=settings.weight_decay,
         adjust_lr_fn=settings.muon_rule,
         adamw=dict(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=0.0),
-        splits={name: rows[name] for name, _ in named if name in rows},
+        splits={name: rows_here(rows[name], param) for name, param in named if name in rows},
         ns_dtype=torch.bfloat16 if named[0][1].is_cuda else torch.float32,  # which a CPU multiplies faster
         master_weights=precision.parameters == "bfloat16",
     )
+
+
+def rows_here(rows: list[int], param: Tensor) -> list[int]:
+    """Of the matrices in a parameter those that are here: of a stack, a process may have some experts, which are all alike."""
+    there = param[..., 0].numel() if param.ndim == 3 else sum(rows)
+    return rows[: len(rows) * there // sum(rows)]
 
 
 def adamw(params: list[dict[str, Any]], settings: Optimizer, precision: Precision, seed: int) -> torch.optim.AdamW:

@@ -241,6 +241,9 @@ class Parallel:
     and `pipeline` leave train on other texts (data parallelism)."""
 
     tensor: int = setting(1, "processes that share every layer: heads, width of the feed-forward, words", low=1)
+    expert: int = setting(
+        1, "of the processes with other tokens, those that share the experts of a mixture, some for each", low=1
+    )
     shard: bool = setting(
         False, "divide weights, gradients and optimizer states among processes with other texts (FSDP2)"
     )
@@ -260,7 +263,7 @@ class Parallel:
     @property
     def divides(self) -> bool:
         """Whether a process has only a part of the model."""
-        return self.shard or self.tensor > 1 or self.pipeline > 1
+        return self.shard or self.tensor > 1 or self.pipeline > 1 or self.expert > 1
 
 
 @dataclass(frozen=True)
@@ -307,7 +310,10 @@ class Recipe:
         """Refuse what needs the whole of a parameter, where a process has a part of it."""
         sides = self.parallel
         tensor, stages = f"parallel.tensor = {sides.tensor}", f"parallel.pipeline = {sides.pipeline}"
-        how = tensor if sides.tensor > 1 else "parallel.shard" if sides.shard else stages
+        how = next(name for name, asked in (
+            (tensor, sides.tensor > 1), ("parallel.shard", sides.shard), (stages, sides.pipeline > 1),
+            (f"parallel.expert = {sides.expert}", sides.expert > 1),
+        ) if asked)  # fmt: skip
         wholes = {
             'optimizer.name "muon", which turns whole matrices': self.optimizer.name == "muon"
             and (sides.shard or sides.tensor > 1),
@@ -319,7 +325,7 @@ class Recipe:
         if found := [what for what, asked in wholes.items() if asked]:
             raise RecipeError(
                 f"{how} does not go together with {'; nor with '.join(found)}. Processes that each have the "
-                "whole model (parallel.tensor = 1, parallel.shard = false, parallel.pipeline = 1) can"
+                "whole model (parallel.tensor = 1, parallel.shard = false, parallel.pipeline = 1, parallel.expert = 1) can"
             )
         if sides.pipeline > 1 and self.lora.rank:
             raise RecipeError(

@@ -42,7 +42,7 @@ class AlignmentRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for side, refused in (("context", not self.rows_can_be_shared), ("pipeline", True)):
+        for side, refused in (("context", not self.rows_can_be_shared), ("pipeline", True), ("expert", True)):
             if refused and (size := getattr(self.parallel, side)) > 1:
                 others = "train and sft" if side == "context" else "train"
                 raise RecipeError(

@@ -35,9 +35,10 @@ class Needs:
     def all(self) -> int:
         return self.weights + self.gradients + self.states + self.batch
 
-    def divided(self, processes: int) -> "Needs":
-        """What each of so many processes needs that have a part of the model."""
-        weights, gradients, states = (size // processes for size in (self.weights, self.gradients, self.states))
+    def divided(self, processes: float) -> "Needs":
+        """What each of so many processes needs that have a part of the model; where they have unequal parts of its tensors, the
+        number is that of equal ones."""
+        weights, gradients, states = (int(size // processes) for size in (self.weights, self.gradients, self.states))
         return Needs(weights, gradients, states, self.batch)
 
     @property

@@ -16,6 +16,7 @@ from tilestack.files import whole_folder
 from tilestack.models.adapters import save_adapters
 from tilestack.models.checkpoints import code_formats
 from tilestack.nn.lora import add_lora, lora_layers, merge_lora
+from tilestack.parallel.experts import expert_cuts, refuse_experts
 from tilestack.parallel.mesh import Mesh
 from tilestack.parallel.placement import Placement
 from tilestack.parallel.processes import joined
@@ -68,7 +69,7 @@ def follow(
     the only one that prints and writes; the others read what it has prepared.
     """
     sides = recipe.parallel
-    grid = dict(tensor=sides.tensor, context=sides.context, pipeline=sides.pipeline)
+    grid = dict(tensor=sides.tensor, context=sides.context, pipeline=sides.pipeline, expert=sides.expert)
     with joined(recipe.run.device, **grid, advice=AFTER_A_LOSS) as mesh:
         console = (console or Console(stderr=True)) if mesh.first else Console(quiet=True)
         if not mesh.first:
@@ -220,16 +221,28 @@ def refuse_impossible(
     """Refuse a run that cannot be; where it `has_weights`, they take no memory beyond what they have."""
     if mesh.size("tensor") > 1:
         refuse_split(model.config, mesh.size("tensor"))
+    if mesh.size("expert") > 1:
+        refuse_experts(model.config, mesh.size("expert"))
     if (processes := mesh.size("pipeline")) > 1:
         refuse_stages(model.config, processes, recipe.parallel.schedule, recipe.data.accumulate)
     if (context := mesh.size("context")) > 1:
         refuse_sharing(model.config, recipe.data.sequence, recipe.parallel.context_by, context, mesh.size("tensor"))
     refuse_beyond_positions(recipe, model.config.positions)
-    share = mesh.size("pipeline") * mesh.size("tensor") * (mesh.size("replicas") if recipe.parallel.shard else 1)
-    here = needs.divided(share)
+    here = needs.divided(parts_of_model(model, recipe, mesh))
     refuse_beyond_memory(dataclasses.replace(here, weights=0) if has_weights else here, recipe, device)
     if mesh.first:
         refuse_beyond_disk(needs, folder)
+
+
+def parts_of_model(model: Any, recipe: Recipe, mesh: Mesh) -> float:
+    """How many parts as large as that of a process a model has."""
+    alike = mesh.size("pipeline") * mesh.size("tensor")
+    shares = mesh.size("replicas") if recipe.parallel.shard else 1
+    if mesh.size("expert") == 1:
+        return alike * shares
+    sizes = {name: param.numel() for name, param in model.named_parameters()}
+    of_experts = sum(sizes[name] for name in expert_cuts(model)) / sum(sizes.values())
+    return alike / (of_experts / mesh.size("expert") + (1 - of_experts) / shares)
 
 
 def refuse_other_ids(tokenizer: data.Tokenizer, recipe: Recipe) -> None:
