@@ -78,6 +78,20 @@ def test_epochs_and_seeds_differ_and_repeat(file):
     assert not any(same(a, b) for a in first for b in later)
 
 
+def test_the_rows_of_every_window_are_dealt_in_an_order_of_their_own(file):
+    """A row for each document: packing puts the longest first, and the order in which they come is that of the dealing."""
+    options = dict(length=512, batch=1, seed=5, most=1, epochs=1)
+    documents = lambda window: [
+        tuple(batch.ids[0, : batch.cu_seqlens[1]].tolist()) for batch in Packed(file, **options, window=window)
+    ]
+    order, dealt = documents(window=1), documents(window=8)
+    orders = set()
+    for start in range(0, len(order), 8):
+        packed = sorted(order[start : start + 8], key=len, reverse=True)
+        orders.add(tuple(packed.index(document) for document in dealt[start : start + 8]))
+    assert len(orders) == 5
+
+
 @settings(max_examples=25, deadline=None)
 @given(taken=st.integers(0, 60), more=st.integers(1, 30))
 def test_a_cursor_continues_bit_for_bit(file, taken, more):

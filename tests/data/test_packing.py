@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilestack.data import NO_LABEL, pack
+from tilestack.data import NO_LABEL, answer_labels, pack
 from tilestack.data.packing import best_fit, most_documents
 
 LENGTH = 16
@@ -70,6 +70,13 @@ def test_rows_come_in_the_order_of_the_sequences():
 def test_sequences_that_ask_for_nothing_are_left_out():
     assert pack([([1, 2, 3], [NO_LABEL] * 3)], 8, 2) == []
     assert pack([(list(range(10)), [NO_LABEL] * 8 + [9, NO_LABEL])], 8, 2) == []  # what it asks for is cut away
+
+
+def test_an_answer_is_asked_for_at_the_tokens_before_it():
+    """The first token of the answer too, and nothing after its last."""
+    assert answer_labels([10, 11, 12, 13, 14], [0, 0, 1, 1, 0]) == [NO_LABEL, 12, 13, NO_LABEL, NO_LABEL]
+    assert answer_labels([10, 11, 12], [1, 0, 1]) == [NO_LABEL, 12, NO_LABEL]  # nothing stands before the first token
+    assert answer_labels([10], [1]) == [NO_LABEL]
 
 
 def test_the_documents_of_a_row_are_limited_so_that_shapes_are_fixed():

@@ -144,6 +144,17 @@ def test_the_compiled_step_of_a_cpu_pools_too():
             torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_sum_is_kept_no_longer_than_its_text_is_read():
+    engine = make_engine(step_tokens=32)
+    engine.add(Request("text", LONG, pooling="mean"))
+    assert engine.step() == []
+    assert len(engine.runner.pooler.sums) == 1
+    while not (told := engine.step()):
+        assert not engine.runner.pooler.sums  # the vector is on its way to the host
+    close(told[0][1].vector, vector_alone(LONG, "mean"))
+    check_empty(engine)
+
+
 def test_who_is_cancelled_leaves_no_sum():
     engine = make_engine(step_tokens=8)
     engine.add(Request("text", LONG, pooling="mean"))

@@ -30,6 +30,14 @@ def test_a_text_that_is_complete_may_end_with_any_token_that_ends_texts(tokenize
         assert not matcher.accept(last)
 
 
+@pytest.mark.parametrize("more", [1, 7, 1000])
+def test_a_vocabulary_padded_beyond_the_tokenizer_allows_none_of_the_padding(tokenizer, structures, more):
+    """Models have heads of round sizes; a token that is no text fits no form."""
+    allowed = Structures(tokenizer, 49152 + more).matcher(Structure("regex", ".*")).allowed()
+    assert (len(allowed), allowed[49152:].any()) == (49152 + more, False)
+    assert (allowed[:49152] == structures.matcher(Structure("regex", ".*")).allowed()).all()
+
+
 def test_every_answer_has_a_matcher_of_its_own(tokenizer, structures):
     first, second = (structures.matcher(Structure("regex", "a{1,3}")) for _ in range(2))
     (letter,) = tokenizer.encode("a", bare=True)

@@ -63,6 +63,12 @@ def test_old_and_new_ways_to_write_rope_are_read_alike():
     assert models.ModelConfig.from_hf(new) == models.ModelConfig.from_hf(old)
 
 
+def test_every_nth_layer_of_qwen3_moe_is_a_mixture_counted_from_one():
+    """With a step of 2 the second layer is the first mixture; a layer that is named besides is dense."""
+    given = tiny.config_of("qwen3_moe") | dict(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert models.ModelConfig.from_hf(given).dense_layers == (0, 2, 3, 4)
+
+
 def test_what_no_config_can_say_is_not_written():
     config = models.ModelConfig(97, 64, 80, layers=2, heads=4, kv_heads=2, head_dim=16, qkv_bias=True, qk_norm="head")
     with pytest.raises(models.ConfigError, match="a llama model has no words for this: qk_norm, output_bias"):

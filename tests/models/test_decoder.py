@@ -82,6 +82,17 @@ def test_half_precision_and_autocast_stay_near_float32(family):
         assert (found - expected).abs().median() < 0.02 * expected.std()
 
 
+@torch.no_grad()
+def test_gemma_rounds_its_embedding_scale_and_not_its_norm_weights():
+    """As it was trained: the factor is one of the model's dtype, and 1 + w is made in float32."""
+    decoder, ids = tiny.ours("gemma2", hidden_size=72).bfloat16(), tiny.ids()
+    assert float(torch.tensor(72**0.5, dtype=torch.bfloat16)) == 8.5
+    assert torch.equal(decoder.embedded(ids), (decoder.embedding.weight[ids].float() * 8.5).bfloat16())
+
+    decoder.norm.weight.fill_(2**-8 - 2**-12)  # which 1 + w in bfloat16 loses
+    assert torch.equal(decoder.norm.scale, 1 + decoder.norm.weight.float())
+
+
 def test_mixtures_tell_their_balance():
     decoder = tiny.ours("qwen3_moe")
     assert decoder.balances() == []

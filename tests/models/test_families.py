@@ -50,9 +50,9 @@ def test_a_configuration_survives_the_way_out_and_in(family):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("first", [0, 14, 30])
+@pytest.mark.parametrize("first", [0, 4, 5, 14, 30])
 def test_longrope_goes_by_the_positions_of_a_text(first, tmp_path):
-    """Trained on 16 positions: below them, across them, and beyond."""
+    """Trained on 16 positions: below them, up to the last, one further, across them, and beyond."""
     theirs, ids, positions = tiny.theirs("phi4_mini_long"), tiny.ids(2, 12), torch.arange(first, first + 12)
     theirs.save_pretrained(tmp_path)
     close(models.load(tmp_path)(ids, positions), theirs(ids, position_ids=positions[None]).logits)

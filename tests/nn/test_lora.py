@@ -72,6 +72,18 @@ def test_merging_keeps_what_was_learned_and_gives_plain_layers_back():
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_a_model_without_its_adapter_stays_so_until_the_outermost_asks_no_more():
+    model, x = make_model(), torch.randn(5, 6, dtype=torch.float64)
+    before = model(x).detach()
+    add_lora(model, ["*"], rank=3)
+    trained(model, x)
+    with without_lora(model):
+        with without_lora(model):
+            pass
+        assert torch.equal(model(x), before)
+    assert not torch.equal(model(x), before)
+
+
 def test_the_adapter_is_the_formula():
     layer = torch.nn.Sequential(Linear(4, 3, bias=True).double())
     add_lora(layer, ["0"], rank=2, alpha=5)

@@ -263,6 +263,13 @@ def test_an_even_load_has_the_least_auxiliary_loss():
     assert (uneven.auxiliary_loss.item(), uneven.imbalance.item()) == (pytest.approx(6), 3)
 
 
+def test_the_auxiliary_loss_of_sigmoids_is_of_shares():
+    """Scores of any size: what counts is the part of their sum that an expert has."""
+    router = Router(6, 6, 2, scoring="sigmoid")
+    for scores in (torch.full((12, 6), 0.5), torch.full((12, 6), 0.01)):
+        assert router.balance(torch.full((6,), 4), scores, torch.zeros(12, 6)).auxiliary_loss.item() == pytest.approx(2)
+
+
 def skewed_router(**options):
     """A router that sends nearly all tokens to its first experts: the tokens have a mean, and it likes those more."""
     moe = mixture(torch.float32, experts=8, top_k=2, **options)

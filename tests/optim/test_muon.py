@@ -44,12 +44,15 @@ def test_it_errs_no_more_than_torchs_over_50_steps(path, as_good_as, rule, neste
     as_good_as(ours, theirs, truth)
 
 
-def test_the_definition_is_torchs_up_to_the_norm_it_divides_by():
-    """torch rounds the norm to bfloat16; for a gradient whose norm is a power of two both are the same arithmetic."""
-    ours, theirs = parameters(shapes=[(8, 16)]), parameters(shapes=[(8, 16)])
-    options = dict(lr=0.5, weight_decay=0.25, momentum=0.0)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", [(8, 16), (16, 8), (32, 8)])
+def test_the_definition_is_torchs_up_to_the_norm_it_divides_by(shape, rule):
+    """torch rounds the norm to bfloat16; for a gradient whose norm is a power of two both are the same arithmetic, and what
+    the shape of a matrix makes of the learning rate."""
+    ours, theirs = parameters(shapes=[shape]), parameters(shapes=[shape])
+    options = dict(lr=0.5, weight_decay=0.25, momentum=0.0, adjust_lr_fn=rule)
     for params, home in ((ours, optim), (theirs, torch.optim)):
-        params[0].grad = torch.eye(8, 16) * 2**-0.5 * 2**-1  # of norm 1
+        params[0].grad = torch.eye(*shape) * 2**-0.5 * 2**-1  # of norm 1
         home.Muon(params, **options).step()
     assert torch.equal(ours[0], theirs[0])
 

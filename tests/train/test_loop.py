@@ -53,6 +53,19 @@ def test_accumulation_equals_a_larger_batch(tmp_path):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_are_those_of_the_mean_over_all_tokens(tmp_path, accumulate):
+    """Adam would hide a wrong scale of the gradient from everything but the norm that clipping goes by."""
+    settings = recipe(data={"accumulate": accumulate}, optimizer={"clip": 0})
+    trainer = Trainer(settings, seeded(), Counting(noise=0), tmp_path)
+    trainer.train_step()
+    model, source = seeded(), Counting(noise=0)
+    losses = [source.loss(model, source.next_batch()) for _ in range(accumulate)]
+    (sum(loss.total for loss in losses) / sum(loss.count for loss in losses)).backward()
+    expected = torch.cat([param.grad.flatten() for param in model.parameters()]).norm()
+    assert float(trainer.pending[0].figure("grad_norm")) == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_the_loss_falls_and_every_step_is_written(tmp_path):
     settings = recipe(run={"steps": 150}, optimizer={"lr": 0.03}, evaluation={"every": 75}, checkpoint={"every": 0})
     figures = Trainer(settings, seeded(), Counting(), tmp_path).run()

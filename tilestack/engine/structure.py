@@ -32,8 +32,7 @@ class Matcher:
         bits = numpy.frombuffer(self.matcher.compute_bitmask(), dtype=numpy.uint8)
         if self.matcher.is_error():
             return numpy.zeros(self.vocabulary, dtype=bool)
-        found = numpy.unpackbits(bits, bitorder="little")[: self.vocabulary].astype(bool)
-        return numpy.pad(found, (0, self.vocabulary - len(found)))
+        return numpy.unpackbits(bits, count=self.vocabulary, bitorder="little").astype(bool)
 
     def accept(self, token: int) -> bool:
         """Take a step; false where the grammar ends, with this token or before it."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from tilestack.optim.exact_scale import scale_exactly_
 from tilestack.optim.multi_tensor import KeptTables, takes_kernels, walkable
 
 
@@ -40,7 +41,7 @@ def clip_grad_norm_(
     if not takes_kernels("clip_grad_norm", device):
         norm = total_norm(grads)
         refuse_nonfinite(norm, error_if_nonfinite)
-        torch._foreach_mul_(grads, coefficient_of(norm, max_norm))
+        scale_exactly_(grads, coefficient_of(norm, max_norm))
         return norm
 
     from tilestack.kernels.optim.grad_norm import BLOCK, gradient_norm, scale_gradients

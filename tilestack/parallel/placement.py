@@ -28,6 +28,7 @@ from tilestack.models.decoder import Decoder
 from tilestack.nn.lora import lora_parameters
 from tilestack.nn.router import Router
 from tilestack.optim.clip import coefficient_of
+from tilestack.optim.exact_scale import scale_exactly_
 from tilestack.parallel.collectives import gathered
 from tilestack.parallel.experts import expert_cuts, refuse_experts, split_experts
 from tilestack.parallel.mesh import Mesh
@@ -202,7 +203,7 @@ class Placement:
         self.mesh.sum(square, "pipeline")
         norm = square.sqrt()
         if most:
-            torch._foreach_mul_([grad for _, grad in found], coefficient_of(norm, most))
+            scale_exactly_([grad for _, grad in found], coefficient_of(norm, most))
         return norm
 
     def whole(self, name: str, local: Tensor) -> Tensor:

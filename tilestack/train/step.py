@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilestack import optim
+from tilestack.optim.exact_scale import divide_exactly_
 from tilestack.optim.multi_tensor import KeptTables, MultiTensor
 from tilestack.parallel.placement import Placement
 from tilestack.train import execution
@@ -119,7 +120,7 @@ class Step:
         count = self.count.clamp(min=1)
         figures = {name: value / count for name, value in self.sums.items()}
         if not self.one_batch:
-            torch._foreach_div_([param.grad for param in self.parameters if param.grad is not None], count)
+            divide_exactly_([param.grad for param in self.parameters if param.grad is not None], count)
         figures["grad_norm"] = self._clip()
         skip = self._is_broken(figures)
         figures |= self.balancing.finish_step(skip)
