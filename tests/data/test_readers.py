@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import tracemalloc
 
 import pytest
@@ -170,3 +171,16 @@ def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path, name):
     else:
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     assert list(read(tmp_path / name)) == ([{"text": LINES}] if "txt" in name else RECORDS)
+
+
+def test_a_folder_with_a_pipe_is_refused_and_does_not_wait_for_a_writer(tmp_path):
+    (tmp_path / "a.txt").write_text("a text\n")
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(DataError, match=r"pipe\.txt is a pipe, socket or device.*leave it out"):
+        readers.files_behind(tmp_path)
+
+
+def test_a_folder_named_like_a_file_is_read_as_a_folder(tmp_path):
+    (tmp_path / "notes.md").mkdir()
+    (tmp_path / "notes.md" / "a.txt").write_text("a text\n")
+    assert list(texts(tmp_path)) == ["a text\n"]

@@ -60,7 +60,9 @@ def files_behind(source: str | Path) -> list[Path]:
         return []
     if path.is_dir():
         inside = (file for file in path.rglob("*") if not _hidden(file.relative_to(path)))
-        files = sorted(file for file in inside if _reader(file) not in (None, _read_json))
+        files = sorted(file for file in inside if _reader(file) not in (None, _read_json) and not file.is_dir())
+        if odd := next((file for file in files if file.exists() and not file.is_file()), None):
+            raise DataError(f"{odd} is a pipe, socket or device, which a folder of texts cannot hold; leave it out")
         if not files:
             raise DataError(f"{path} holds no file that can be read; known are {_known()}")
         return files
