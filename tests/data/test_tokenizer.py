@@ -10,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tilestack.data import CHATML, Conversation, DataError, Tokenizer
 from tilestack.data.pretokenizers import byte_level
+from tilestack.data.tokenizer_sources import LONGEST_RUN, in_parts
 
 AWKWARD = [
     "def f(x):\n    return [1234, 'it''s'] # naïve cafe\u0301\r\n\t\tpass   \n\n\n",
@@ -34,6 +35,15 @@ def test_the_bytes_of_tokens_are_known_in_sentencepiece_vocabularies_too():
     backend.add_tokens(["  x"])
     backend.add_special_tokens(["<s>"])
     assert Tokenizer(backend).token_bytes == [1, 3, 1, 2, 3, 0]
+
+
+@pytest.mark.parametrize("run", ["x", " ", "一"])
+def test_a_long_line_is_learned_in_parts(run):
+    text = run * 20_000 + " and more"
+    assert "".join(in_parts(text)) == text
+    assert list(in_parts("two words ")) == ["two words "]
+    longest = max(len(token) for token in Tokenizer.train([text], 256 + 3 + 60).backend.get_vocab())
+    assert longest <= LONGEST_RUN * len(run.encode())
 
 
 def test_a_tokenizer_without_turns_cannot_chat(tmp_path):

@@ -5,8 +5,9 @@ template if there is one.
 """
 
 import json
+import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from tilestack.data.pretokenizers import byte_level
 
 END_OF_TEXT, TURN_START, TURN_END = SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens, as GGUF numbers them
+LONGEST_RUN = 4096
+RUNS = re.compile(rf"\S{{1,{LONGEST_RUN}}}|\s{{1,{LONGEST_RUN}}}")
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,21 @@ def trained(texts: Iterable[str], vocabulary: int) -> Parts:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator((part for text in texts for part in in_parts(text)), trainer)
     backend.post_processor = _begin_with(backend, END_OF_TEXT)
     return Parts(backend, bos=END_OF_TEXT, eos=END_OF_TEXT, pad=END_OF_TEXT)
+
+
+def in_parts(text: str) -> Iterator[str]:
+    """A text, cut where it goes on for `LONGEST_RUN` characters with or without a space. Merges of one word take a time that
+    grows with the square of its length: a line of a million letters would take hours."""
+    start = 0
+    for run in RUNS.finditer(text):
+        if len(run[0]) == LONGEST_RUN:
+            yield text[start : run.end()]
+            start = run.end()
+    if start < len(text):
+        yield text[start:]
 
 
 def from_folder(path: Path) -> Parts:
