@@ -55,8 +55,8 @@ def trained(texts: Iterable[str], vocabulary: int) -> Parts:
 
 
 def in_parts(text: str) -> Iterator[str]:
-    """A text, cut where it goes on for `LONGEST_RUN` characters with or without a space. Merges of one word take a time that
-    grows with the square of its length: a line of a million letters would take hours."""
+    """A text, cut where it goes on for `LONGEST_RUN` characters with or without a space. The merges of one word take a time
+    that grows with the square of its length."""
     start = 0
     for run in RUNS.finditer(text):
         if len(run[0]) == LONGEST_RUN:
