@@ -84,7 +84,12 @@ def test_adapters_of_some_parts_of_a_fused_layer_become_one(tmp_path):
         (lambda c, t: t.update({"base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": torch.zeros(3, 16)}), "the model has no layer for base_model.model.model.layers.9"),
         (lambda c, t: t.clear(), "there are no adapters in adapter_model.safetensors"),
         (lambda c, t: c.update(r=4), "does not have rank 4"),
-        (lambda c, t: c.update(use_dora=True), "only plain LoRA is read"),
+        (lambda c, t: c.update(use_dora=True), "only plain LoRA is read, and use_dora is True"),
+        (lambda c, t: c.update(peft_type="IA3"), "only plain LoRA is read, and peft_type is 'IA3'"),
+        (lambda c, t: c.update(alora_invocation_tokens=[7, 8]), r"and alora_invocation_tokens is \[7, 8\]"),
+        (lambda c, t: c.update(layer_replication=[[0, 2], [1, 2]]), "and layer_replication is"),
+        (lambda c, t: c.update(init_lora_weights="pissa_niter_4"), "'pissa_niter_4' has taken the first adapters out"),
+        (lambda c, t: c.update(init_lora_weights="OLoRA"), "'OLoRA' has taken the first adapters out"),
         (lambda c, t: c.pop("r"), "must have numbers under r and lora_alpha"),
     ],
 )  # fmt: skip

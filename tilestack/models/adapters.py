@@ -35,6 +35,13 @@ from tilestack.nn.lora import ExpertLoRA, add_lora, lora_layers
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+# PEFT's settings under which a layer computes something else than x W + scale · x A B, and beginnings of its ways to begin
+# adapters that change W.
+OTHER_SUMS = (
+    "use_dora", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config",
+    "layer_replication", "lora_bias",
+)  # fmt: skip
+TAKEN_FROM_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 class AdapterError(ValueError):
@@ -238,8 +245,14 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as problem:
         raise AdapterError(f"{folder} holds no adapters: {problem}") from problem
-    if config.get("peft_type") != "LORA" or config.get("use_dora"):
-        raise AdapterError(f"{folder / CONFIG}: only plain LoRA is read, and no DoRA")
+    other = "peft_type" if config.get("peft_type") != "LORA" else next(filter(config.get, OTHER_SUMS), None)
+    if other is not None:
+        raise AdapterError(f"{folder / CONFIG}: only plain LoRA is read, and {other} is {config.get(other)!r}")
+    if str(config.get("init_lora_weights")).lower().startswith(TAKEN_FROM_BASE):
+        raise AdapterError(
+            f"{folder / CONFIG}: init_lora_weights {config['init_lora_weights']!r} has taken the first adapters out of the base "
+            "model's weights, which these do not say; save them with PEFT's path_initial_model_for_weight_conversion"
+        )
     if not isinstance(config.get("r"), int) or not isinstance(config.get("lora_alpha"), int | float):
         raise AdapterError(f"{folder / CONFIG} must have numbers under r and lora_alpha")
     return config, tensors

@@ -77,7 +77,8 @@ class Attention(torch.nn.Module):
 
     Heads are turned by RoPE, with `rope_base`, `rope_scaling` in the words of a Hugging Face config and `rotary_dim` of a
     head's elements, or left alone where the base is None. With `qk_norm`, each head of queries and keys is normalised
-    first. Tables reach to `positions`, and grow with longer rows.
+    first. Tables reach to `positions`, and grow with longer rows; a scaling whose frequencies depend on how long a text is
+    (dynamic, longrope) has those of a text of `positions` for all, where a `Decoder` goes by the text.
     """
 
     def __init__(
