@@ -106,6 +106,20 @@ def test_what_never_ends_is_ended_and_its_line_told(mine, check):
     assert "loop" in wrong["advice"][0]
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise SystemExit", "it calls `exit()`, which ends the check with it"),
+        ("raise KeyboardInterrupt", "it raises KeyboardInterrupt, which ends the check with it"),
+        ("import os; os._exit(0)", "it ended the process, with exit code 0, before the check was done"),
+    ],
+)
+def test_what_ends_the_check_is_told(check, code, said):
+    failed, out = check(code, "--json")
+    assert failed == 1
+    assert json.loads(out)["wrong"]["what"] == said
+
+
 def test_what_crashes_the_process_is_told_with_its_line(mine, check):
     code, out = check("import os, signal\n\nos.kill(os.getpid(), signal.SIGSEGV)\n", "--json")
     wrong = json.loads(out)["wrong"]

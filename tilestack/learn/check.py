@@ -111,6 +111,8 @@ def how_it_died(path: Path, code: int, last_words: str, limit: float) -> Finding
         advice = ["It used memory that is not its own: look at the offsets and the mask of each `tl.store`."]
         if code == -signal.SIGKILL:
             advice = ["Somebody ended it, or the machine ran out of memory."]
+    elif code != 1:  # of Python's own, where our check raises
+        what, advice = f"it ended the process, with exit code {code}, before the check was done", []
     else:
         raise RuntimeError(f"the process that checks {path} ended with exit code {code} and no answer")
     return Finding(what, line=line, code=code_in(path, line), advice=advice)
@@ -131,7 +133,8 @@ def work(
 
         try:
             answer = grade(exercise, path.absolute(), device, everything, begin)
-        except SystemExit:
-            answer = Checked(State.BEGUN, wrong=Finding("it calls `exit()`, which ends the check with it"))
+        except (SystemExit, KeyboardInterrupt) as end:  # Ctrl-C itself does not come here
+            does = "calls `exit()`" if isinstance(end, SystemExit) else "raises KeyboardInterrupt"
+            answer = Checked(State.BEGUN, wrong=Finding(f"it {does}, which ends the check with it"))
         connection.send(answer)
         faulthandler.cancel_dump_traceback_later()
