@@ -23,6 +23,8 @@ from tilestack.train.objective import Objective
 from tilestack.train.optimizers import AveragedWeights, rate_share, set_rates
 from tilestack.train.recipe import Recipe
 
+WEIGHT = "weight of the metrics"  # its name among the sums
+
 
 class Steps(Protocol):
     """What the loop asks for: a `Step`, or one that runs it in another way."""
@@ -103,7 +105,7 @@ class Step:
         self.batches = 1 if first else self.batches + 1
         self.placement.start_backward(last=self.batches == self.recipe.data.accumulate)
         (total / valid.clamp(min=1) if self.one_batch else total).backward()
-        added = {"loss": loss.total, **loss.metrics}
+        added = {"loss": loss.total, **loss.metrics} | ({} if loss.weight is None else {WEIGHT: loss.weight})
         if first or self.count is None:
             self.count = valid.detach().to(torch.float32, copy=True)
             self.sums = {name: value.detach().to(torch.float32, copy=True) for name, value in added.items()}
@@ -118,7 +120,9 @@ class Step:
         self.drop_codes()
         self._sum_over_processes()
         count = self.count.clamp(min=1)
-        figures = {name: value / count for name, value in self.sums.items()}
+        weight = self.sums.get(WEIGHT, count)
+        figures = {name: value / weight for name, value in self.sums.items() if name != WEIGHT}
+        figures["loss"] = self.sums["loss"] / count
         if not self.one_batch:
             divide_exactly_([param.grad for param in self.parameters if param.grad is not None], count)
         figures["grad_norm"] = self._clip()

@@ -12,6 +12,7 @@ from tilestack.nn.lora import add_lora
 from tilestack.parallel.placement import Placement
 from tilestack.train import RecipeError
 from tilestack.train.align.grpo import GRPO, GRPORecipe
+from tilestack.train.loop import Trainer
 
 
 def grpo(model, **sections):
@@ -26,7 +27,7 @@ def even(task, text):
 
 
 def means(loss):
-    return {name: float(value / loss.count) for name, value in loss.metrics.items()}
+    return {name: float(value / loss.weight) for name, value in loss.metrics.items()}
 
 
 def moved(model, by=0.05):
@@ -307,8 +308,29 @@ def test_answers_that_were_cut_short_can_be_left_alone(average):
     assert means(ours)["cut_short"] == pytest.approx(0.5)
     batch.ended = torch.zeros(12, dtype=torch.bool)
     nothing = objective.loss(model, batch)
-    assert nothing.total.item() == 0
+    assert (nothing.total.item(), int(nothing.count)) == (0, 0)
     assert means(nothing)["reward"] == pytest.approx(float(batch.rewards.mean()))
+
+
+@pytest.mark.parametrize("average", ["token", "sequence"])
+def test_a_micro_batch_that_was_all_cut_short_changes_nothing_of_the_others(tmp_path, average):
+    """Were it to count as one answer, the others would weigh less."""
+    figures = []
+    for number, left_alone in enumerate(([], [True], [True, True])):
+        model, accumulate = decoder(), 1 + len(left_alone)
+        objective = grpo(model, grpo={"mask_truncated": True, "average": average}, data={"accumulate": accumulate})
+        found = objective.next_batch()
+        batches = [copy.copy(found) for _ in range(accumulate)]
+        for batch, alone in zip(batches, [False, *left_alone], strict=True):
+            batch.ended = torch.full_like(batch.ended, not alone)
+        objective.next_batch = iter(batches).__next__
+        moved(model)
+        trainer = Trainer(objective.recipe, model, objective, tmp_path / str(number))
+        trainer.train_step()
+        figures.append({name: float(trainer.pending[0].figure(name)) for name in ("loss", "grad_norm", "reward")})
+    assert figures[0]["grad_norm"] > 0
+    assert figures[1] == pytest.approx(figures[0], rel=1e-6)
+    assert figures[2] == pytest.approx(figures[0], rel=1e-6)
 
 
 def test_tasks_that_leave_no_room_for_an_answer_are_left_out():

@@ -245,10 +245,10 @@ class GRPO:
         whole = self.mesh.sums(counts | sums | of_answers, "data")
         means = {name: whole[name] / whole["tokens"].clamp(min=1) for name in sums} | batch.reward_figures
         means |= {name: whole[name] / whole["answers"] for name in of_answers}
-        # Figures that are not of tokens need a count too: of nothing to learn from, it is 1 over all processes.
-        count = torch.where(whole["count"] > 0, own, 1 / self.mesh.size("data"))
-        metrics = {name: (mean * count).float() for name, mean in means.items()}
-        return Loss(total, count, metrics, tokens=batch.rows.ids.numel())
+        # Rewards are figures of answers that nothing is learned from, too: those count as 1 over all processes.
+        weight = torch.where(whole["count"] > 0, own, 1 / self.mesh.size("data"))
+        metrics = {name: (mean * weight).float() for name, mean in means.items()}
+        return Loss(total, own, metrics, tokens=batch.rows.ids.numel(), weight=weight)
 
     def evaluate(self, model: Any) -> dict[str, float]:
         """The mean reward of the likeliest answers to tasks held out."""
