@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -183,6 +184,11 @@ def test_a_process_that_dies_leaves_nothing_proved_until_it_is_tried_again(tmp_p
     assert left() == backends
     proofs.save_proofs(path, now, [proved_of("triton")])
     assert stands() == backends - left() == {"triton"}
+
+
+def test_a_process_that_dies_names_the_cases_it_was_at():
+    part = replace(quick("relu")[0], backend="triton", case_names=frozenset({"4x128", "3x33"}))
+    assert [proof.case for proof in part.refuted("it died")] == ["3x33, 4x128"]
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path):

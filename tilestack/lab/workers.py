@@ -4,6 +4,7 @@ On a GPU most of the time goes into compiling kernels and evaluating definitions
 dies, or whose GPU context a kernel has broken, takes no other task with it: its own is refuted, and another takes its place.
 """
 
+import faulthandler
 import importlib.util
 import math
 import multiprocessing
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -79,7 +81,8 @@ class Task:
         dtype = str(self.dtype).removeprefix("torch.")
         taken = [task.backend for task in each_backend([self]) if task.is_taken()]
         blamed = [self.backend] if self.backend else taken or ["any"]
-        return [Proof(self.operator, name, "any", "any", dtype, ANY, False, message=message) for name in blamed if name]
+        cases = ", ".join(sorted(self.case_names or ["any"]))
+        return [Proof(self.operator, name, cases, "any", dtype, ANY, False, message=message) for name in blamed if name]
 
 
 def tasks_for(
@@ -185,6 +188,7 @@ def start_worker(files: Sequence[Path]) -> tuple[Connection, BaseProcess]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs, files), daemon=True)
+    resource_tracker.ensure_running()  # else the start would, and unblock the signal for that
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process, which ends them
     try:
         process.start()
@@ -195,6 +199,7 @@ def start_worker(files: Sequence[Path]) -> tuple[Connection, BaseProcess]:
 
 
 def work(connection: Connection, files: Sequence[Path]) -> None:
+    faulthandler.enable()  # a crash in a compiler or a driver says where it was
     torch.set_num_threads(1)
     load_files(files)
     while True:

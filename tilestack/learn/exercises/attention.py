@@ -19,7 +19,8 @@ q is [batch, queries, heads, dim], k and v are [batch, keys, kv_heads, dim]: ele
 tokens and H heads is at ((b · T + t) · H + h) · dim + d. Several heads of q share one of k and v.
 
 The last query stands at the last key. So with `keys - queries` keys more than queries, query i sees the keys up to
-i + keys - queries. Windows, documents, caps and queries before the first key are left out, which `when` says.
+i + keys - queries. Windows, documents, caps, queries before the first key and float32 heads beyond 64 are left out, which
+`when` says.
 """
 
 import torch
@@ -71,6 +72,8 @@ def plain_attention(q, k, v, cu_seqlens, causal, window, scale, softcap):
     if causal and q.shape[1] > k.shape[1]:
         return "no queries before the first key"
     dim = q.shape[3]
+    if q.dtype == torch.float32 and dim > 64:
+        return "no long heads in float32: added up one by one, so many products lose digits"
     return (v.shape[3] == dim and dim >= 16 and dim & (dim - 1) == 0) or f"heads of 16, 32, 64, …, not {dim}"
 
 
