@@ -7,13 +7,21 @@ from gluon_emulation import refuse_what_tma_cannot_move
 from tilestack import ops
 from tilestack.contract.launch import launch
 from tilestack.contract.named import call_named
-from tilestack.kernels.hopper.attention import takes
+from tilestack.kernels.hopper.attention import CONFIGS, takes
 from tilestack.kernels.hopper.attention_backward import prepare_kernel, round_kernel
 from tilestack.kernels.hopper.attention_tiles import as_tma_reads, empty_as, tiles_of
 
 
 def heads(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape).to(dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_single_query_is_not_for_cudnn(tokens):
+    """Its backward crashed the process there."""
+    q = heads(1, tokens, 2, 64)
+    assert CONFIGS["cudnn_backward"].goes_back_by_cudnn(q, q, None) == (tokens > 1)
+    assert (CONFIGS["cudnn"].forward(q, q, None) is None) == (tokens > 1)
 
 
 @pytest.mark.parametrize(
