@@ -57,7 +57,7 @@ PLANTED = [
     ("linear", "weight_ptr + n[None, :] * K + k[:, None]", "weight_ptr + k[:, None] * N + n[None, :]", "as if it were [K, N]"),
     ("linear", "if HAS_BIAS:", "if False:", "the bias is left out"),
     ("linear", "range(0, K, STEP)", "range(0, STEP, STEP)", "only the first 32 of K"),
-    ("linear", "tl.dot(x, weight, total,", "tl.dot(x, weight,", "each step replaces the sums"),
+    ("linear", "total += tl.dot(", "total = tl.dot(", "each step replaces the sums"),
     ("ordered_linear", "height = tl.minimum(blocks_m - first, GROUP)", "height = GROUP", "Some elements were never written"),
     ("cross_entropy", "top + tl.log(total) - target", "target - top - tl.log(total)", "the sign is turned around"),
     ("cross_entropy", "top + tl.log(total) - target", "top + tl.log(total)", "the label's logit is not subtracted"),

@@ -21,19 +21,28 @@ def serving(folder: Path, slug: str) -> str:
     dagger = lambda row: "" if is_current(row) else f" {OLD}"
     lines = []
     for row in filter(is_ours, rows):
-        alike = [other for other in rows if other["case"] == row["case"] and other.get("model") == row.get("model")]
-        peers = {other["backend"]: other for other in alike}
+        peers = {other["backend"]: other for other in on_the_same_work(rows, row)}
         line = [row["case"], row["backend"] + dagger(row), f"**{figure(row)}** {row['unit']}", percent(row["roof"])]
         for name in others:
             peer = peers.get(name)
             line.append(figure(peer) + dagger(peer) if peer else "–")
-            line.append(times(peer["seconds"] / row["seconds"]) if peer else "–")
+            line.append(times(times_as_fast(row, peer)) if peer else "–")
         lines.append(line)
     header = ["workload", "engine", "result", "of memory bandwidth", *(word for name in others for word in (name, f"against {name}"))]  # fmt: skip
     when = dict.fromkeys(f"{with_version(row)} {row['date'][:16].replace('T', ' ')}" for row in rows)
     machine = read_json(path)["machine"]
     stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, in UTC: {', '.join(when)}._"
     return f"{markdown(header, lines, left=2)}\n\n{stamp}{older_rows(rows, 'backend')}"
+
+
+def on_the_same_work(rows: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that stand beside one: of the same workload on the same model."""
+    return [other for other in rows if (other["case"], other.get("model")) == (row["case"], row.get("model"))]
+
+
+def times_as_fast(row: dict[str, Any], peer: dict[str, Any]) -> float:
+    """By their rates or times: the seconds of an older row may be those of another number of tokens."""
+    return row["figure"] / peer["figure"] if row["unit"] == "tokens/s" else peer["figure"] / row["figure"]
 
 
 def with_version(row: dict[str, Any]) -> str:

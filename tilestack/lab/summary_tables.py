@@ -24,6 +24,7 @@ from tilestack.lab.measured import (
 )
 from tilestack.lab.results import path_of, read_json
 from tilestack.lab.rows import EQUAL, FASTER, SLOWER, UNCLEAR
+from tilestack.lab.serving_tables import on_the_same_work, times_as_fast
 from tilestack.lab.stale import LAYER, TRAINING, is_current
 
 WEAKEST = 3  # how many operators are shown because they do worst, by the geometric mean over their cases
@@ -145,12 +146,11 @@ def lines_of_serving(folder: Path, slug: str) -> list[Line]:
     machine, rows = kept["machine"], kept["rows"]
     lines = []
     for row in (row for row in rows if row["backend"] == OURS):
-        alike = [other for other in rows if other["case"] == row["case"] and other.get("model") == row.get("model")]
-        peers = [other for other in alike if other["backend"].partition(" ")[0] != OURS]
+        peers = [other for other in on_the_same_work(rows, row) if other["backend"].partition(" ")[0] != OURS]
         if not peers:
             continue
-        peer = min(peers, key=lambda other: other["seconds"])
-        ratio = peer["seconds"] / row["seconds"]
+        peer = min(peers, key=lambda other: times_as_fast(row, other))
+        ratio = times_as_fast(row, peer)
         verdict = EQUAL if round(ratio, 2) == 1 else FASTER if ratio > 1 else SLOWER
         where = "GPU" if machine["gpu"] else "CPU"
         lines.append(

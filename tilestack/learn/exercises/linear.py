@@ -22,6 +22,9 @@ products are bound by arithmetic where everything before was bound by memory.
 
 `weight` is [N, K]: element [n, k] is at n * K + k. A tile with k downwards and n across is loaded with
 n[None, :] * K + k[:, None]. Beyond K, both must be zero. `input_precision="ieee"` makes a GPU multiply float32 exactly.
+
+A thousand float32 products, added one after the other, lose digits; short sums, added to each other, lose fewer. So the
+product of a step is made by itself and then added. Triton would join the two: `max_num_imprecise_acc=1` forbids it.
 """
 
 import torch
@@ -45,7 +48,7 @@ def linear_kernel(
         k = start + tl.arange(0, STEP)
         x = tl.load(x_ptr + m[:, None] * K + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
         weight = tl.load(weight_ptr + n[None, :] * K + k[:, None], mask=(n[None, :] < N) & (k[:, None] < K), other=0.0)
-        total = tl.dot(x, weight, total, input_precision="ieee")
+        total += tl.dot(x, weight, input_precision="ieee", max_num_imprecise_acc=1)
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < N, other=0.0)[None, :].to(tl.float32)
     tl.store(out_ptr + m[:, None] * N + n[None, :], total, mask=(m[:, None] < M) & (n[None, :] < N))
@@ -70,8 +73,8 @@ HINTS = [
     "total = tl.zeros((TILE, TILE), tl.float32), then a loop over range(0, K, STEP) with k = start + tl.arange(0, STEP).",
     "x's tile is [TILE, STEP]: m[:, None] * K + k[None, :], with the mask (m[:, None] < M) & (k[None, :] < K) and "
     "other=0.0. weight's is [STEP, TILE]: n[None, :] * K + k[:, None], masked likewise.",
-    'total = tl.dot(x, weight, total, input_precision="ieee"). After the loop, if HAS_BIAS: total += tl.load(bias_ptr + '
-    "n, mask=n < N, other=0.0)[None, :]. Store at m[:, None] * N + n[None, :].",
+    'total += tl.dot(x, weight, input_precision="ieee", max_num_imprecise_acc=1). After the loop, if HAS_BIAS: total += '
+    "tl.load(bias_ptr + n, mask=n < N, other=0.0)[None, :]. Store at m[:, None] * N + n[None, :].",
 ]
 MISTAKES = {
     "weight is read as if it were [K, N]": (

@@ -52,7 +52,7 @@ def ordered_linear_kernel(
         k = start + tl.arange(0, STEP)
         x = tl.load(x_ptr + m[:, None] * K + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
         weight = tl.load(weight_ptr + n[None, :] * K + k[:, None], mask=(n[None, :] < N) & (k[:, None] < K), other=0.0)
-        total = tl.dot(x, weight, total, input_precision="ieee")
+        total += tl.dot(x, weight, input_precision="ieee", max_num_imprecise_acc=1)
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < N, other=0.0)[None, :].to(tl.float32)
     tl.store(out_ptr + m[:, None] * N + n[None, :], total, mask=(m[:, None] < M) & (n[None, :] < N))
