@@ -5,9 +5,11 @@ import json
 import os
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tilestack import files
-from tilestack.files import MARKER, ForeignFolder, clean_parts, discard, whole_folder, write_text_whole
+from tilestack.files import MARKER, ForeignFolder, clean_parts, discard, whole_file, whole_folder, write_text_whole
 
 
 def make(target, **contents):
@@ -55,6 +57,20 @@ def test_a_folder_that_is_someone_elses_is_refused_and_left_alone(tmp_path, name
     (tmp_path / "file").write_text("precious")
     with pytest.raises(ForeignFolder, match="it is a file"):
         make(tmp_path / "file")
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_others_may_read_what_the_umask_lets_them(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        with whole_folder(tmp_path / "model") as hidden:
+            save_file({"x": torch.zeros(1)}, hidden / "a.safetensors")
+        with whole_file(tmp_path / "b.safetensors") as hidden:
+            save_file({"x": torch.zeros(1)}, hidden)
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "model" / "a.safetensors", tmp_path / "b.safetensors"):
+        assert path.stat().st_mode & 0o777 == mode
 
 
 def test_what_somebody_added_is_kept_when_the_folder_makes_way(tmp_path):

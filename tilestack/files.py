@@ -37,6 +37,7 @@ def whole_file(target: Path) -> Iterator[Path]:
     hidden = beside(target, PART)
     try:
         yield hidden
+        let_others_read(hidden)
         put_in_place(hidden, target)
     except OSError as problem:
         if problem.errno and problem.filename is None:  # a full disk's, which says nothing of where
@@ -81,7 +82,9 @@ def whole_folder(target: Path, *, carry: Callable[[Path], bool] | None = None) -
     try:
         hidden.mkdir(parents=True)
         yield hidden
-        write_marker(hidden, files=[str(path.relative_to(hidden)) for path in files_in(hidden)])
+        made = files_in(hidden)
+        let_others_read(*made)
+        write_marker(hidden, files=[str(path.relative_to(hidden)) for path in made])
         if carry is not None and target.is_dir():
             for path in target.iterdir():
                 if carry(path) and path.name != MARKER:
@@ -176,6 +179,14 @@ def read_marker(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return about if isinstance(about, dict) and about.get("made_by") == "tilestack" else {}
+
+
+def let_others_read(*files: Path) -> None:
+    """Give files the mode that the umask gives to new ones: safetensors makes its files for their owner alone."""
+    status = Path("/proc/self/status").read_text()  # os.umask tells by setting, which other threads would see
+    umask = int(status.partition("\nUmask:")[2].split(maxsplit=1)[0], 8)
+    for path in files:
+        path.chmod(0o666 & ~umask)
 
 
 def files_in(folder: Path) -> list[Path]:
