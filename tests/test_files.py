@@ -97,6 +97,11 @@ def test_a_full_disk_is_said_with_the_file_that_found_it_so(tmp_path):
         files.whole_file(tmp_path / "loss.html"),
     ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '.*model'"),
+        files.whole_folder(tmp_path / "model"),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert not list(tmp_path.iterdir())
 
 
