@@ -29,6 +29,15 @@ def test_a_folder_replaces_the_one_made_before(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_folder_in_a_folder_goes_with_it(tmp_path):
+    for text in ("1", "2"):
+        with whole_folder(tmp_path / "data") as hidden:
+            make(hidden / "tokens", ids=text)
+    assert seen(tmp_path / "data" / "tokens") == {"ids": "2"}
+    discard(tmp_path / "data")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_a_link_stays_and_the_folder_it_leads_to_is_written(tmp_path, there):
     disk, link = tmp_path / "disk", tmp_path / "link"

@@ -201,7 +201,8 @@ def let_others_read(*files: Path) -> None:
 
 
 def files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARKER)
+    """All files below a folder but its own marker; those of folders in it, which were made likewise, count."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MARKER)
 
 
 def beside(path: Path, what: str) -> Path:
