@@ -5,9 +5,11 @@ import json
 import os
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tilestack import files
-from tilestack.files import MARKER, ForeignFolder, clean_parts, discard, whole_folder, write_text_whole
+from tilestack.files import MARKER, ForeignFolder, clean_parts, discard, whole_file, whole_folder, write_text_whole
 
 
 def make(target, **contents):
@@ -25,6 +27,15 @@ def test_a_folder_replaces_the_one_made_before(tmp_path):
     make(tmp_path / "model", weights="3")
     assert seen(tmp_path / "model") == {"weights": "3"}
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_folder_in_a_folder_goes_with_it(tmp_path):
+    for text in ("1", "2"):
+        with whole_folder(tmp_path / "data") as hidden:
+            make(hidden / "tokens", ids=text)
+    assert seen(tmp_path / "data" / "tokens") == {"ids": "2"}
+    discard(tmp_path / "data")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -57,6 +68,20 @@ def test_a_folder_that_is_someone_elses_is_refused_and_left_alone(tmp_path, name
         make(tmp_path / "file")
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_others_may_read_what_the_umask_lets_them(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        with whole_folder(tmp_path / "model") as hidden:
+            save_file({"x": torch.zeros(1)}, hidden / "a.safetensors")
+        with whole_file(tmp_path / "b.safetensors") as hidden:
+            save_file({"x": torch.zeros(1)}, hidden)
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "model" / "a.safetensors", tmp_path / "b.safetensors"):
+        assert path.stat().st_mode & 0o777 == mode
+
+
 def test_what_somebody_added_is_kept_when_the_folder_makes_way(tmp_path):
     for attempt in ("", "1"):
         make(tmp_path / "model", weights="1")
@@ -79,6 +104,11 @@ def test_a_full_disk_is_said_with_the_file_that_found_it_so(tmp_path):
     with (
         pytest.raises(OSError, match=r"No space left on device: '.*loss.html'"),
         files.whole_file(tmp_path / "loss.html"),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '.*model'"),
+        files.whole_folder(tmp_path / "model"),
     ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert not list(tmp_path.iterdir())

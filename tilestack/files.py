@@ -13,6 +13,7 @@ A folder without the marker is someone else's and is refused. Of one that has it
 removed: what somebody put there stays, in `model.kept` when the folder itself had to make way.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -36,14 +37,23 @@ def whole_file(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     hidden = beside(target, PART)
     try:
-        yield hidden
-        put_in_place(hidden, target)
-    except OSError as problem:
-        if problem.errno and problem.filename is None:  # a full disk's, which says nothing of where
-            problem.filename = str(target)
-        raise
+        with naming(target):
+            yield hidden
+            let_others_read(hidden)
+            put_in_place(hidden, target)
     finally:
         hidden.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(target: Path) -> Iterator[None]:
+    """Say in the error of a full disk, which tells nothing of where, what was being written."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT) and problem.filename is None:
+            problem.filename = str(target)
+        raise
 
 
 def write_text_whole(target: Path, text: str) -> None:
@@ -79,14 +89,17 @@ def whole_folder(target: Path, *, carry: Callable[[Path], bool] | None = None) -
         refuse_foreign(target)
     shutil.rmtree(hidden, ignore_errors=True)
     try:
-        hidden.mkdir(parents=True)
-        yield hidden
-        write_marker(hidden, files=[str(path.relative_to(hidden)) for path in files_in(hidden)])
-        if carry is not None and target.is_dir():
-            for path in target.iterdir():
-                if carry(path) and path.name != MARKER:
-                    (shutil.copytree if path.is_dir() else shutil.copy2)(path, hidden / path.name)
-        put_in_place(hidden, target, whole=carry is not None)
+        with naming(target):
+            hidden.mkdir(parents=True)
+            yield hidden
+            made = files_in(hidden)
+            let_others_read(*made)
+            write_marker(hidden, files=[str(path.relative_to(hidden)) for path in made])
+            if carry is not None and target.is_dir():
+                for path in target.iterdir():
+                    if carry(path) and path.name != MARKER:
+                        (shutil.copytree if path.is_dir() else shutil.copy2)(path, hidden / path.name)
+            put_in_place(hidden, target, whole=carry is not None)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
 
@@ -166,7 +179,8 @@ def contents(folder: Path) -> str:
 
 
 def write_marker(folder: Path, **about: Any) -> None:
-    (folder / MARKER).write_text(json.dumps({"made_by": "tilestack", **about}, indent=1) + "\n", encoding="utf-8")
+    with naming(folder):
+        (folder / MARKER).write_text(json.dumps({"made_by": "tilestack", **about}, indent=1) + "\n", encoding="utf-8")
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
@@ -178,8 +192,17 @@ def read_marker(folder: Path) -> dict[str, Any]:
     return about if isinstance(about, dict) and about.get("made_by") == "tilestack" else {}
 
 
+def let_others_read(*files: Path) -> None:
+    """Give files the mode that the umask gives to new ones: safetensors makes its files for their owner alone."""
+    status = Path("/proc/self/status").read_text()  # os.umask tells by setting, which other threads would see
+    umask = int(status.partition("\nUmask:")[2].split(maxsplit=1)[0], 8)
+    for path in files:
+        path.chmod(0o666 & ~umask)
+
+
 def files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARKER)
+    """All files below a folder but its own marker; those of folders in it, which were made likewise, count."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MARKER)
 
 
 def beside(path: Path, what: str) -> Path:

@@ -93,7 +93,7 @@ def test_a_quantised_model_is_written_read_and_measured(capsys, folder, texts, t
 
 
 def test_the_table_says_what_was_lost_and_the_folder_can_be_written_again(capsys, folder, texts, tmp_path):
-    given = (folder, tmp_path / "out", "--scheme", "w8a16", *SMALL, "--evaluate", texts / "evaluate.jsonl")
+    given = (folder, tmp_path / "my [out]", "--scheme", "w8a16", *SMALL, "--evaluate", texts / "evaluate.jsonl")
     for _ in range(2):
         code, said, problem = run(capsys, *given)
         assert code == 0, problem
@@ -106,9 +106,9 @@ def test_the_table_says_what_was_lost_and_the_folder_can_be_written_again(capsys
         "top-1 agreement",
     ):
         assert word in said
-    assert f"written to {tmp_path / 'out'}" in said.replace("\n", "")
-    assert sorted(os.listdir(tmp_path)) == ["out"]
-    assert (tmp_path / "out" / MARKER).is_file()
+    assert f"written to {tmp_path}/my [out]; try: tilestack generate --model '{tmp_path}/my [out]' 'Hello'" in said
+    assert sorted(os.listdir(tmp_path)) == ["my [out]"]
+    assert (tmp_path / "my [out]" / MARKER).is_file()
 
 
 def test_built_in_texts_are_the_default_and_the_parts_differ(capsys, folder, tmp_path):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from rich.console import Console
 
 from tilestack.cli import main
 from tilestack.train import Recipe
@@ -55,6 +56,11 @@ def test_the_table_is_for_people(tilestack):
     assert code == 0
     assert ["optimizer.lr", "·", "0.001", "a", "number", "above", "0", "the", "highest", "learning", "rate"] in lines
     assert any(line[:2] == ["run.seed", "0"] for line in lines)
+
+
+def test_nothing_is_cut_short_on_a_narrow_terminal(tilestack, monkeypatch):
+    monkeypatch.setattr("tilestack.cli.recipe_keys.console", Console(width=40))
+    assert "…" not in tilestack("recipe", "parallel")[1]
 
 
 def test_wrong_words_are_one_line(tilestack):

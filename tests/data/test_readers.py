@@ -184,3 +184,29 @@ def test_a_folder_named_like_a_file_is_read_as_a_folder(tmp_path):
     (tmp_path / "notes.md").mkdir()
     (tmp_path / "notes.md" / "a.txt").write_text("a text\n")
     assert list(texts(tmp_path)) == ["a text\n"]
+
+
+def test_suffixes_are_known_in_capitals_too(tmp_path):
+    (tmp_path / "A.TXT").write_text("a text\n")
+    (tmp_path / "B.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "another"}\n'))
+    assert list(texts(tmp_path)) == ["a text\n", "another"]
+
+
+def test_folders_that_are_linked_to_are_read_once_and_circles_end(tmp_path):
+    for place, name in (("data/own", "a"), ("elsewhere/deep", "b")):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / f"{name}.txt").write_text(name)
+    links = {
+        "data/linked": "elsewhere", "data/again": "elsewhere", "data/inside": "data/own", "data/up": "",
+        "elsewhere/round": "elsewhere", "elsewhere/deep/back": "data", "elsewhere/nowhere.txt.d": "missing",
+    }  # fmt: skip
+    for link, target in links.items():
+        (tmp_path / link).symlink_to(tmp_path / target)
+    assert sorted(texts(tmp_path / "data")) == ["a", "b"]
+
+
+@pytest.mark.parametrize("coding", ["utf-16-le", "utf-16-be"])
+def test_utf16_is_called_by_its_name(tmp_path, coding):
+    (tmp_path / "a.txt").write_bytes("\ufeffa text\n".encode(coding))
+    with pytest.raises(DataError, match=r"a\.txt:1: not UTF-8: byte 0xf[ef]; it begins as UTF-16 does.*iconv"):
+        list(texts(tmp_path))

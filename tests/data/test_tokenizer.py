@@ -1,6 +1,9 @@
 """Tokenizers: exact round trips, the same ids in transformers, and errors that name what does not fit."""
 
 import json
+import os
+import signal
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -44,6 +47,31 @@ def test_a_long_line_is_learned_in_parts(run):
     assert list(in_parts("two words ")) == ["two words "]
     longest = max(len(token) for token in Tokenizer.train([text], 256 + 3 + 60).backend.get_vocab())
     assert longest <= LONGEST_RUN * len(run.encode())
+
+
+def test_ctrl_c_ends_learning_at_once():
+    read = []
+
+    def texts():
+        yield "a text"
+        os.kill(os.getpid(), signal.SIGINT)
+        for number in range(500):
+            time.sleep(0.01)
+            read.append(number)
+            yield "a text"
+
+    with pytest.raises(KeyboardInterrupt):
+        Tokenizer.train(texts(), 300)
+    assert len(read) < 400
+
+
+def test_an_error_in_the_texts_ends_learning():
+    def texts():
+        yield "a text"
+        raise DataError("a.txt:7: not UTF-8")
+
+    with pytest.raises(DataError, match=r"a\.txt:7"):
+        Tokenizer.train(texts(), 300)
 
 
 def test_a_tokenizer_without_turns_cannot_chat(tmp_path):

@@ -114,6 +114,13 @@ def test_a_workload_is_the_same_for_a_seed_and_shares_beginnings():
     assert {len(ask.prompt.split()) for ask in words} == {6}
 
 
+@pytest.mark.parametrize("vocabulary", [1, 2, 101, 280, 10_000])
+def test_random_ids_are_in_the_vocabulary(vocabulary):
+    length = parse_length("2000", "input")
+    (ask,) = make_workload(1, length, length, vocabulary=vocabulary)
+    assert 0 <= min(ask.prompt) < max(ask.prompt) + 1 <= vocabulary
+
+
 def test_arrivals_are_poisson_or_at_once():
     times = arrival_times(4000, 50.0, 0)
     gaps = [b - a for a, b in itertools.pairwise(times)]
@@ -187,6 +194,15 @@ def test_the_command_writes_what_vllm_bench_serve_does(endpoint, tmp_path, capsy
     assert "TTFT" in capsys.readouterr().out
 
 
+def test_a_server_that_refuses_random_ids_is_told_of_with_the_way_out(endpoint, monkeypatch, capsys):
+    monkeypatch.setattr(Endpoint, "do_POST", lambda self: self.reply(400, b'{"error": {"message": "token 8836"}}'))
+    with pytest.raises(SystemExit):
+        cli.main(["load", endpoint.removeprefix("http://")])
+    said = capsys.readouterr().err
+    assert "token 8836" in said
+    assert "--vocabulary" in said
+
+
 def test_a_plot_of_nothing_says_so():
     assert "nothing measured" in latency_plot([], summary([]), "<nobody>")
 
@@ -209,6 +225,7 @@ def test_a_scale_spans_what_was_measured(least, most):
         (["--input", "x"], "--input takes"),
         (["--goodput", "x"], "--goodput takes"),
         (["--plot", "x.png"], ".svg"),
+        (["--plot", f"{__file__}/x.svg"], "cannot write"),
         ([], "does not tell its models"),
     ],
 )

@@ -1,10 +1,14 @@
 """A learner's folder: nothing of theirs is overwritten, and what passed is remembered for just those bytes."""
 
+import errno
 import json
+import os
 import re
+from pathlib import Path
 
 import pytest
 
+from tilestack.cli import learn as command_line
 from tilestack.cli import main
 from tilestack.learn.exercise import EXERCISES, find_exercise
 from tilestack.learn.folder import PROGRESS, Folder, State, hash_of
@@ -78,6 +82,29 @@ def test_the_list_shows_how_far_one_is_and_what_is_next(mine, learn):
         if exercise is not ADD:
             mine.record(exercise, hash=hash_of(mine.start(exercise)), state=State.PASSES)
     assert "All pass. next: tilestack learn check relu" in learn()[1]
+
+
+def test_names_are_whole_on_a_narrow_terminal(learn, monkeypatch):
+    monkeypatch.setattr(command_line.console, "width", 40)
+    out = learn()[1]
+    assert all(name in out for name in EXERCISES)
+
+
+def test_a_full_disk_leaves_no_beginning_that_passes_for_an_attempt(mine, monkeypatch):
+    def full(text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    begin = Path.open
+
+    def opened(path, *arguments, **options):
+        file = begin(path, *arguments, **options)
+        file.write = full
+        return file
+
+    monkeypatch.setattr(Path, "open", opened)
+    with pytest.raises(OSError, match=r"No space left on device: '.*add.py'"):
+        mine.start(ADD)
+    assert mine.state(ADD) is State.NOT_BEGUN
 
 
 def test_hints_come_one_by_one_and_then_all_again(mine, learn):

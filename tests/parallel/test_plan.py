@@ -10,6 +10,7 @@ from tiny_models import config_of
 import tilestack
 from tilestack import models
 from tilestack.cli import main
+from tilestack.cli.parallel import count_in_words
 from tilestack.lab.plan import plan_of, plans
 from tilestack.lab.plan_costs import Cluster, Sharing, Workload, described_model, layer_bytes
 from tilestack.train import Recipe
@@ -273,3 +274,10 @@ def test_wrong_arguments_are_refused_in_a_line(capsys, tmp_path, monkeypatch, ar
     code, _, error = run_plan(capsys, *arguments)
     assert code == 1
     assert said in " ".join(error.split())
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(231_000, "231.00 k"), (134_515_008, "134.52 M"), (1_236_000_000, "1.24 G")]
+)
+def test_a_small_model_has_more_than_0_00_g_parameters(count, words):
+    assert count_in_words(count) == words

@@ -142,7 +142,8 @@ def test_malformed_bodies(here, body):
 def test_other_content_types_are_not_read(here):
     """A form of another site can send text/plain without being asked; JSON it cannot."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
-        refused(here.post("/v1/chat/completions", content=json.dumps(CHAT), headers={"Content-Type": kind}))
+        said = refused(here.post("/v1/chat/completions", content=json.dumps(CHAT), headers={"Content-Type": kind}))
+        assert "Content-Type: application/json" in said["message"]
 
 
 def test_large_bodies_are_ended_while_they_arrive(here):

@@ -92,6 +92,11 @@ def test_overrides_that_make_no_sense_are_refused(tmp_path, change, message):
         Recipe.load(tmp_path / "r.toml", [change])
 
 
+def test_a_byte_order_mark_before_a_recipe_is_skipped(tmp_path):
+    (tmp_path / "r.toml").write_text("\ufeff[run]\nsteps = 7\n", encoding="utf-8")
+    assert Recipe.load(tmp_path / "r.toml").run.steps == 7
+
+
 def test_files_that_are_no_recipes(tmp_path):
     (tmp_path / "bad.toml").write_text("[run\nsteps = 7\n")
     with pytest.raises(RecipeError, match=r"bad\.toml is not TOML: .*line 1"):

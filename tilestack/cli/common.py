@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tilestack.files import naming
+
 if TYPE_CHECKING:
     import torch
 
@@ -181,7 +183,8 @@ def write_json(target: Path | None, rows: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    with naming(path):
+        path.write_text(text)
 
 
 def progress_bar() -> Progress:

@@ -1,5 +1,6 @@
 """`tilestack demo`: the whole stack on this machine in a few minutes."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -84,17 +85,17 @@ def demo_command(
         written = report.write_report(
             output / "report.html", found, [asdict(p) for p in proofs], stamp, [show_training(), *served], kept
         )
-        console.print(f"open [bold]{written}[/bold] in a browser")
+        console.print(f"open [bold]{escape(str(written))}[/bold] in a browser")
     except MissingExtra as missing:
         console.print(escape(f"no page, since {missing}"), soft_wrap=True)
-    console.print(f"talk to the model: {continue_with(output)}", highlight=False, soft_wrap=True)
+    console.print(escape(f"talk to the model: {continue_with(output)}"), highlight=False, soft_wrap=True)
     if any(proof.ok is False for proof in proofs):
         raise typer.Exit(1)
 
 
 def continue_with(folder: Path) -> str:
     """A command that shows the demo's model at its best: drawn from its likelier tokens, not the likeliest each time."""
-    return f"tilestack generate --model {folder / 'model'} --raw --temperature 0.6 --top-k 40 'def main('"
+    return f"tilestack generate --model {shlex.quote(str(folder / 'model'))} --raw --temperature 0.6 --top-k 40 'def main('"
 
 
 def serve_demonstration(model: Path, device: str) -> list["Section"]:
@@ -111,7 +112,7 @@ def serve_demonstration(model: Path, device: str) -> list["Section"]:
     console.print(Text.assemble((served.prompt, "bold"), served.answer))
     console.print(
         f"{served.tokens} tokens over HTTP, the first after {served.first_ms:.0f} ms; yourself: "
-        f"[bold]tilestack serve --model {model}[/bold]",
+        f"[bold]tilestack serve --model {escape(shlex.quote(str(model)))}[/bold]",
         highlight=False,
         soft_wrap=True,
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console, Group
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from tilestack.cli.common import (
@@ -64,7 +64,8 @@ def list_command(context: typer.Context, folder: FolderOption = DEFAULT.path, js
     if json_:
         print(json.dumps([as_row(mine, exercise, state) for exercise, state in states.items()], indent=1))
         return
-    table = Table("", "exercise", "what is new in it", "state", box=None, pad_edge=False)
+    name = Column("exercise", no_wrap=True)  # which is to be typed
+    table = Table("", name, "what is new in it", "state", box=None, pad_edge=False)
     for number, (exercise, state) in enumerate(states.items(), 1):
         table.add_row(
             str(number), f"[bold]{exercise.name}[/bold]", escape(exercise.teaches), Text(state, STYLES[state])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from tilestack.cli.common import JsonFile, console, progress_bar, write_json, write_text
+from tilestack.cli.common import JsonFile, console, progress_bar, writable_file, write_json, write_text
 from tilestack.extras import MissingExtra, install_command
 
 if TYPE_CHECKING:
@@ -71,6 +71,9 @@ def load_command(
             rich_help_panel=WHAT,
         ),
     ] = None,
+    vocabulary: Annotated[
+        int, typer.Option(help="Random token ids are below this.", min=1, rich_help_panel=WHAT)
+    ] = 10_000,
     chat: Annotated[
         bool, typer.Option("--chat", help="Use /v1/chat/completions; needs --text.", rich_help_panel=WHAT)
     ] = False,
@@ -94,7 +97,12 @@ def load_command(
     json_: JsonFile = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Plot the latencies to this .svg file.", show_default=False, rich_help_panel=REPORT),
+        typer.Option(
+            help="Plot the latencies to this .svg file.",
+            callback=writable_file,
+            show_default=False,
+            rich_help_panel=REPORT,
+        ),
     ] = None,
 ) -> None:
     """Load-test an OpenAI-compatible server: throughput, TTFT, TPOT, ITL and end-to-end latency.
@@ -123,15 +131,18 @@ def load_command(
         parse_length(output, "output"),
         prefixes=Prefixes(prefix, prefixes),
         text=words,
+        vocabulary=vocabulary,
         seed=seed,
     )
     address = url.rstrip("/").removesuffix("/v1")
+    address = address if "://" in address else f"http://{address}"
     options = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
     target = Target(address, model or asyncio.run(first_model(address, api_key)), chat, options)
     sent = dict(rate=rate, concurrency=concurrency, seed=seed, api_key=api_key, timeout=timeout)
     warm = send_all(target, asks[requests:], "warming up", concurrency=1, api_key=api_key, timeout=timeout)
     if warm and warm[0].error:
-        raise ValueError(f"{address} does not answer as asked: {warm[0].error}")
+        ids = f". Prompts are random ids below {vocabulary:,}; see --vocabulary and --text" if words is None else ""
+        raise ValueError(f"{address} does not answer as asked: {warm[0].error}{ids}")
     outcomes = send_all(target, asks[:requests], "asking", **sent)
     figures = summary(outcomes, objectives)
     about = dict(

@@ -64,7 +64,7 @@ def plan_command(
     console.print(plan_table(shown))
     fitting = sum(plan.fits for plan in found)
     console.print(
-        f"{size / 1e9:,.2f} G parameters in {recipe.precision.parameters}, {recipe.optimizer.name}; {recipe.data.batch} rows of "
+        f"{count_in_words(size)} parameters in {recipe.precision.parameters}, {recipe.optimizer.name}; {recipe.data.batch} rows of "
         f"{recipe.data.sequence:,} tokens in a micro-batch, {recipe.data.accumulate * gpus} micro-batches in a step. "
         f"{fitting} of {len(found)} layouts fit into {gpus} times {memory:g} GB.",
         highlight=False,
@@ -200,6 +200,12 @@ def assumptions(cluster: "Cluster") -> str:
         f"expert and pipeline send at {cluster.bandwidth / 1e9:g} GB/s in a machine of {cluster.node} and {cluster.network / 1e9:g} GB/s "
         "between machines, + what ring sends beyond attention, and data, copies and shard beyond the arithmetic, that hide it."
     )
+
+
+def count_in_words(count: int) -> str:
+    """A number of parameters in units of which it has at least one."""
+    unit, factor = ("G", 1e9) if count >= 1e9 else ("M", 1e6) if count >= 1e6 else ("k", 1e3)
+    return f"{count / factor:,.2f} {unit}"
 
 
 def in_bytes(size: float) -> str:

@@ -1,11 +1,13 @@
 """The `quantize` command: a model's weights as 8 or 4 bits, in a folder of its own, and what that costs in quality."""
 
 import dataclasses
+import shlex
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from tilestack.cli.common import JsonFile, console, progress_bar, share_the_cores, writable_folder, write_json
 from tilestack.cli.evaluate import without_nan
@@ -145,10 +147,9 @@ def quantize_command(
     )  # fmt: skip
     write_json(json_, without_nan(made))
     if str(json_) != "-":
-        console.print(quality_table(f"{model} as {scheme} by {method}", before, after, found))
-        console.print(
-            f"written to {out}; try: tilestack generate --model {out} 'Hello'", soft_wrap=True, highlight=False
-        )
+        console.print(quality_table(escape(f"{model} as {scheme} by {method}"), before, after, found))
+        attempt = f"tilestack generate --model {shlex.quote(str(out))} 'Hello'"
+        console.print(escape(f"written to {out}; try: {attempt}"), soft_wrap=True, highlight=False)
 
 
 def scheme_of(name: str, group: int | None, asymmetric: bool) -> "Scheme":

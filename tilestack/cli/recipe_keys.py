@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from tilestack.cli.common import JsonFile, console, write_json
 
@@ -69,7 +69,9 @@ def wanted(keys: list["Key"], words: list[str]) -> list["Key"]:
 def table_of(keys: list["Key"]) -> Table:
     from tilestack.train.settings import toml_value
 
-    made = Table("key", "", "default", "accepts", "means", box=None, padding=(0, 2, 0, 0))
+    heads = ("key", "", "default", "accepts", "means")
+    whole = (Column(head, overflow="fold") for head in heads)  # on a narrow terminal too: they are to be typed
+    made = Table(*whole, box=None, padding=(0, 2, 0, 0))
     section = ""
     for key in keys:
         if section and key.name.split(".")[0] != section:

@@ -146,7 +146,7 @@ def follow_recipe(
         raise typer.Exit(stopped.code) from None
     if not environment.rank():
         shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items() if isinstance(value, float))
-        console.print(f"{place}: {shown}", highlight=False)
+        console.print(escape(f"{place}: {shown}"), highlight=False)
 
 
 def whose(recipe: Path, kind: "type[Recipe]") -> str:

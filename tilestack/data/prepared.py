@@ -9,13 +9,14 @@ data/
 import fcntl
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from tilestack.data import corpora
 from tilestack.data.errors import DataError
@@ -156,7 +157,7 @@ def make(
     target: Path, settings: TextSettings, given: Tokenizer | None, asked: dict[str, Any], console: Console | None
 ) -> None:
     with whole_folder(target) as hidden:
-        tokenizer = given or Tokenizer.train(chain.from_iterable(parts(settings)), settings.vocabulary)
+        tokenizer = given or learn_tokenizer(chain.from_iterable(parts(settings)), settings.vocabulary, console)
         tokenizer.save(hidden / "tokenizer")
         write_parts(
             hidden / "tokens",
@@ -167,6 +168,22 @@ def make(
             console=console,
         )
         (hidden / MADE_FROM).write_text(json.dumps(asked))
+
+
+def learn_tokenizer(texts: Iterable[str], vocabulary: int, console: Console | None) -> Tokenizer:
+    """`Tokenizer.train`, which takes minutes for a gigabyte, with how far it has read."""
+    columns = (TextColumn("learning a tokenizer"), TextColumn("{task.fields[said]}"), TimeElapsedColumn())
+    with Progress(*columns, console=console or Console(quiet=True), transient=True) as progress:
+        task = progress.add_task("learning a tokenizer", total=None, said="")
+
+        def counted() -> Iterator[str]:
+            size = 0
+            for text in texts:
+                yield text
+                size += len(text)
+                progress.update(task, said=f"{size / 1e6:,.1f} M characters")
+
+        return Tokenizer.train(counted(), vocabulary)
 
 
 def what_changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

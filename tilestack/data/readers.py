@@ -5,7 +5,7 @@
     .json               a list of objects, or an object per line; in a folder it is passed over, being mostly settings
     .parquet            a row each
     .gz .zst            any of the text formats, compressed
-    folder              all of these in it, in order of name
+    folder              all of these in it and in folders that it links to, in order of name
     hf:name             a dataset of the hub, streamed; hf:name:configuration@split says which part
 
 No file is ever read whole, and an error names the file and the line.
@@ -14,9 +14,10 @@ No file is ever read whole, and an error names the file and the line.
 import gzip
 import io
 import json
+import os
 import re
 import zlib
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -59,8 +60,7 @@ def files_behind(source: str | Path) -> list[Path]:
     if str(source).startswith("hf:"):
         return []
     if path.is_dir():
-        inside = (file for file in path.rglob("*") if not _hidden(file.relative_to(path)))
-        files = sorted(file for file in inside if _reader(file) not in (None, _read_json) and not file.is_dir())
+        files = sorted(file for file in _files_in(path) if _reader(file) not in (None, _read_json))
         if odd := next((file for file in files if file.exists() and not file.is_file()), None):
             raise DataError(f"{odd} is a pipe, socket or device, which a folder of texts cannot hold; leave it out")
         if not files:
@@ -82,7 +82,7 @@ def _read_file(path: Path) -> Iterator[Located]:
 
 
 def _reader(path: Path) -> Callable[[Path], Iterator[Located]] | None:
-    suffixes = path.suffixes
+    suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes = suffixes[:-1]
     elif suffixes and suffixes[-1] == ".parquet":
@@ -214,9 +214,9 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _open_whole(path: Path) -> BinaryIO:
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         return gzip.open(path)  # type: ignore[return-value]
-    if path.suffix == ".zst":
+    if path.suffix.lower() == ".zst":
         stream = needs("pyarrow", "a .zst file").input_stream(str(path), compression="zstd")
         return io.BufferedReader(stream)
     return open(path, "rb")
@@ -226,12 +226,26 @@ def _decode(raw: bytes, path: Path, line: int) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as problem:
+        marked = line == 1 and raw.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
+        way_out = "; it begins as UTF-16 does, so convert it: iconv -f UTF-16 -t UTF-8" if marked else ""
         line += raw.count(b"\n", 0, problem.start)
-        raise DataError(f"{path}:{line}: not UTF-8: byte 0x{raw[problem.start]:02x}") from problem
+        raise DataError(f"{path}:{line}: not UTF-8: byte 0x{raw[problem.start]:02x}{way_out}") from problem
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _files_in(folder: Path) -> Iterator[Path]:
+    """What is in a folder and not hidden. Folders that it links to are part of it, those elsewhere and each of them once."""
+    whole, linked = folder.resolve(), set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        entered = []
+        for path in (Path(place, name) for name in folders if not name.startswith(".")):
+            if path.is_symlink():
+                real = path.resolve()
+                if real in linked or real.is_relative_to(whole) or whole.is_relative_to(real):
+                    continue
+                linked.add(real)
+            entered.append(path.name)
+        folders[:] = entered
+        yield from (Path(place, name) for name in files if not name.startswith("."))
 
 
 def _described(record: dict[str, Any]) -> str:

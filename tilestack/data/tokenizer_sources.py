@@ -7,6 +7,7 @@ template if there is one.
 import json
 import re
 import reprlib
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,9 +50,37 @@ def trained(texts: Iterable[str], vocabulary: int) -> Parts:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator((part for text in texts for part in in_parts(text)), trainer)
+    train_in_a_thread(backend, trainer, texts)
     backend.post_processor = _begin_with(backend, END_OF_TEXT)
     return Parts(backend, bos=END_OF_TEXT, eos=END_OF_TEXT, pad=END_OF_TEXT)
+
+
+def train_in_a_thread(backend: tokenizers.Tokenizer, trainer: trainers.Trainer, texts: Iterable[str]) -> None:
+    """Train beside the main thread, so that Ctrl-C ends it at once. Compiled code would keep it waiting until all is read and
+    merged, for a gigabyte minutes."""
+    given_up = threading.Event()
+    failed: list[BaseException] = []
+
+    def parts() -> Iterator[str]:
+        for text in texts:
+            if given_up.is_set():
+                raise InterruptedError("nobody waits for this tokenizer any more")
+            yield from in_parts(text)
+
+    def train() -> None:
+        try:
+            backend.train_from_iterator(parts(), trainer)
+        except BaseException as problem:
+            failed.append(problem)
+
+    thread = threading.Thread(target=train, name="tokenizer", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    finally:
+        given_up.set()
+    if failed:
+        raise failed[0]
 
 
 def in_parts(text: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from tilestack.files import alone_in, write_text_whole
+from tilestack.files import alone_in, naming, write_text_whole
 from tilestack.learn.exercise import Exercise
 
 PROGRESS = "progress.json"
@@ -71,10 +71,16 @@ class Folder:
         return target
 
     def write_new(self, target: Path, text: str) -> None:
-        """Write a file that must not exist yet."""
+        """Write a file that must not exist yet, and after a full disk still does not: half of one would pass for an attempt."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with target.open("x", encoding="utf-8") as file:
-            file.write(text)
+        try:
+            with naming(target), target.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            raise
+        except OSError:
+            target.unlink(missing_ok=True)
+            raise
 
     def state(self, exercise: Exercise) -> State:
         if not self.attempts(exercise):

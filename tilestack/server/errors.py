@@ -103,6 +103,10 @@ def add_handlers(app: FastAPI) -> None:
 
 def explain_malformed(found: Sequence[Any], body: Any) -> ApiError:
     """What is wrong with a body, from what pydantic found: the field first, then what was given and what is accepted."""
+    if isinstance(body, bytes):  # as FastAPI leaves a body of another type, such as curl's by default
+        return refuse(
+            "the body is read as JSON only with the header Content-Type: application/json", code="invalid_json"
+        )
     # Of a field that may be several things, each of them complains. That it is something else says least.
     telling = lambda error: (error["type"] == "extra_forbidden", not error["type"].endswith("_type"), len(error["loc"]))
     first = max(found, key=telling)

@@ -174,7 +174,7 @@ def limits(accepted: Mapping[str, Any]) -> str:
 def load_table(path: Path) -> dict[str, Any]:
     """The table in a TOML file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise RecipeError(f"no recipe {path}") from None
     except IsADirectoryError:

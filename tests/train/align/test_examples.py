@@ -137,6 +137,18 @@ def test_examples_left_out_for_a_prompt_held_out_are_counted(tmp_path):
     assert len(tasks.learned) + len(tasks.held) + tasks.prompt_held_out == 80
 
 
+@pytest.mark.parametrize(("wanted", "told"), [(0, 0), (3, 1), (4, 0), (9, 0)])
+def test_rows_that_data_examples_leaves_out_are_told(tmp_path, wanted, told):
+    rows = [{"prompt": f"question {number}", "answer": "1"} for number in range(4)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = examples.ExampleData(
+        corpus="files", files=(str(tmp_path / "tasks.jsonl"),), validation=0, examples=wanted
+    )
+    tasks = examples.gathered(settings, 0, lambda row: [formats.task(row)], lambda _: [], lambda task: task.prompt)
+    assert len(tasks.learned) == min(wanted or 4, 4)
+    assert tasks.left_out["or more left out by data.examples"] == told
+
+
 def test_prompts_that_are_all_held_out_are_told_as_such(tmp_path):
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "the same", "answer": "1"}\n' * 30)
     settings = examples.ExampleData(corpus="files", files=(str(tmp_path / "tasks.jsonl"),), validation=0.1)

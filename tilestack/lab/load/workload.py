@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-IDS = (100, 10_000)  # random prompts are made of these: low enough for any vocabulary, above most special tokens
+IDS = (100, 10_000)  # random prompts are made of these: in the vocabulary of most models, above most special tokens
 LONGEST = 1024  # tokens of a conversation-like prompt or answer; longer ones are left out of ShareGPT when it is measured with
 SIGMA = 1.0  # of the logarithm: a tenth of the lengths are over twice the mean
 SHAREGPT = {"input": 220, "output": 200}  # about the means of ShareGPT's turns, in tokens
@@ -70,24 +70,27 @@ def make_workload(
     *,
     prefixes: Prefixes | None = None,
     text: str | None = None,
+    vocabulary: int = IDS[1],
     seed: int = 0,
 ) -> list[Ask]:
-    """So many requests. With a `text`, prompts are pieces of it, three words for every four tokens."""
+    """So many requests, of random ids below `vocabulary`. With a `text`, prompts are pieces of it, three words for every four
+    tokens."""
     dice, shared = random.Random(seed), prefixes or Prefixes()
     words = text.split() if text is not None else None
     if words is not None and not words:
         raise ValueError("the text that prompts are to be made of is empty")
-    begins = [make_prompt(dice, shared.tokens, words) for _ in range(shared.count)]
+    ids = range(min(IDS[0], vocabulary // 2), vocabulary)
+    begins = [make_prompt(dice, shared.tokens, words, ids) for _ in range(shared.count)]
     made = []
     for _ in range(requests):
-        begin, rest, tokens = dice.choice(begins), make_prompt(dice, input(dice), words), output(dice)
+        begin, rest, tokens = dice.choice(begins), make_prompt(dice, input(dice), words, ids), output(dice)
         made.append(Ask(begin + rest if words is None else " ".join([*begin, *rest]), tokens))  # type: ignore[list-item]
     return made
 
 
-def make_prompt(dice: random.Random, tokens: int, words: list[str] | None) -> list:
+def make_prompt(dice: random.Random, tokens: int, words: list[str] | None, ids: range) -> list:
     if words is None:
-        return [dice.randrange(*IDS) for _ in range(tokens)]
+        return [dice.choice(ids) for _ in range(tokens)]
     count = math.ceil(tokens * 3 / 4)
     first = dice.randrange(len(words))
     return [words[(first + place) % len(words)] for place in range(count)]

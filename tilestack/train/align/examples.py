@@ -66,14 +66,21 @@ class ArithmeticData(ExampleData):
 
 @dataclass(frozen=True)
 class Examples(Generic[T]):
-    """Examples to learn from, the number of the file that each is from, what files weigh, examples held out, and how many
-    are neither, since their prompt is held out."""
+    """Examples to learn from, the number of the file that each is from, what files weigh, examples held out, how many are
+    neither, since their prompt is held out, and how many were seen beyond those that data.examples takes: one, not to read
+    all that files hold."""
 
     learned: list[T]
     sources: list[int]
     weights: tuple[float, ...]
     held: list[T]
     prompt_held_out: int = 0
+    beyond: int = 0
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many examples of the files have no part in the run, by reason, in words that follow a number."""
+        return {"with a prompt held out": self.prompt_held_out, "or more left out by data.examples": self.beyond}
 
 
 def gathered(
@@ -85,8 +92,11 @@ def gathered(
 ) -> Examples[T]:
     """The examples that the settings name: rows of files as `read` makes them, or as many as are wanted of those that
     `make` makes. No prompt that is held out is among those to learn from."""
+    beyond = 0
     if settings.corpus == "files":
-        found = list(itertools.islice(from_files(settings.files, read), settings.examples or None))
+        rows = from_files(settings.files, read)
+        found = list(itertools.islice(rows, settings.examples or None))
+        beyond = sum(1 for _ in itertools.islice(rows, 1))
     else:
         found = [(0, item) for item in make(settings.examples or MADE)]
     if settings.validation_files:
@@ -103,7 +113,7 @@ def gathered(
             "set data.validation = 0 or hold out data.validation_files of other prompts"
         )
     learned, sources = [item for _, item in kept], [source for source, _ in kept]
-    return Examples(learned, sources, settings.weights, held, len(others) - len(kept))
+    return Examples(learned, sources, settings.weights, held, len(others) - len(kept), beyond)
 
 
 def from_files(files: Sequence[str], read: Callable[[Row], Iterable[T]]) -> Iterator[tuple[int, T]]:

@@ -113,7 +113,7 @@ class GRPO:
         self.held, _ = self.fitting(found.held, [0] * len(found.held))
         self.counts = {
             "tasks": len(found.learned), "too long for data.sequence": len(found.learned) - len(self.tasks),
-            "with a prompt held out": found.prompt_held_out,
+            **found.left_out,
             "held out": len(found.held), "held out and too long": len(found.held) - len(self.held),
         }  # fmt: skip
         if not self.tasks:

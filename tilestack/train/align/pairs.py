@@ -81,7 +81,7 @@ class PairObjective(Generic[P]):
             self.held, _ = self.fitting(pairs(found.held), [0] * len(found.held))
         self.counts = {
             noun: len(found.learned), "too long for data.sequence": len(found.learned) - len(self.pairs),
-            "with a prompt held out": found.prompt_held_out,
+            **found.left_out,
             "held out": len(found.held), "held out and too long": len(found.held) - len(self.held),
         }  # fmt: skip
         if not self.pairs:

@@ -75,7 +75,7 @@ class SFT:
             self.held_sequences, _, held_left_out = self.tokenised(self.held, [0] * len(self.held))
         self.counts = {
             "conversations": len(found.learned), "sequences": len(self.sequences), "too long for data.sequence": left_out,
-            "with a prompt held out": found.prompt_held_out,
+            **found.left_out,
             "held out": len(self.held), "held out and too long": held_left_out,
         }  # fmt: skip
         if not self.sequences:
