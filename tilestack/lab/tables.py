@@ -170,20 +170,26 @@ def over_cases(found: list[Means]) -> str:
 
 
 def ladder(found: list[Contest], op: str, names: str) -> str:
-    """The rates of the named backends side by side, a line for each case that at least two of them were timed on."""
+    """The rates of the named backends side by side, a line for each case that at least two of them were timed on. One
+    that was timed on none of those has no column; a line below the table names it."""
     wanted = names.split(",")
-    rows, used = [], []
+    chosen = []
     for contest in (c for c in found if c.op == op):
-        by_backend = {row["backend"]: row for row in contest.timed}
-        if sum(name in by_backend for name in wanted) < 2:
-            continue
-        rates = [rate(contest, by_backend[name]) if name in by_backend else "–" for name in wanted]
-        rows.append([marked(contest.label, [contest]), contest.dtype, contest.direction, *rates])
-        used.append(contest)
-    if not rows:
+        by_backend = {row["backend"]: row for row in contest.timed if row["backend"] in wanted}
+        if len(by_backend) > 1:
+            chosen.append((contest, by_backend))
+    if not chosen:
         return ""
-    header = ["case", "dtype", "direction", *(f"`{name}`" for name in wanted)]
-    return markdown(header, rows, left=3) + "\n\n" + stamps(used) + older(used)
+    timed = [name for name in wanted if any(name in by_backend for _, by_backend in chosen)]
+    rows = []
+    for contest, by_backend in chosen:
+        rates = [rate(contest, by_backend[name]) if name in by_backend else "–" for name in timed]
+        rows.append([marked(contest.label, [contest]), contest.dtype, contest.direction, *rates])
+    header = ["case", "dtype", "direction", *(f"`{name}`" for name in timed)]
+    untimed = ", ".join(f"`{name}`" for name in wanted if name not in timed)
+    note = f"\n\n_Not measured yet: {untimed}._" if untimed else ""
+    used = [contest for contest, _ in chosen]
+    return markdown(header, rows, left=3) + note + "\n\n" + stamps(used) + older(used)
 
 
 def layers(found: list[Contest]) -> str:
