@@ -358,6 +358,12 @@ def test_engines_stand_beside_each_other_by_workload(tmp_path):
         served("tilestack lookup", "copying", 5000.4, "tokens/s", 2.0),
         served("vllm", "batch 1", 2.5, "ms/step", 2.0),
     ]
+    shuffled = [
+        served("tilestack", case, 1, "ms", 1) for case in ("new", "copying", "batch 64", "batch 8", "throughput")
+    ]
+    save(tmp_path, replace(small_result(), rows=shuffled), "serve")
+    _, _, *lines = cells(table("serving imaginary", tmp_path))
+    assert [line[0] for line in lines] == ["throughput", "batch 8", "batch 64", "copying", "new"]
     save(tmp_path, replace(small_result(), rows=rows), "serve")
     header, _, *lines = cells(written := table("serving imaginary", tmp_path))
     assert header[-2:] == ["vllm", "against vllm"]

@@ -8,6 +8,9 @@ from tilestack.lab.measured import percent, times
 from tilestack.lab.results import path_of, read_json
 from tilestack.lab.stale import is_current
 
+# Of workloads, in the order in which docs/serving.md explains them.
+KINDS = ("throughput", "batch", "first token", "prefix", "long", "copying")
+
 
 def serving(folder: Path, slug: str) -> str:
     """Engines on the same workloads: a line per workload and way of ours, beside each other engine."""
@@ -20,7 +23,7 @@ def serving(folder: Path, slug: str) -> str:
     figure = lambda row: f"{row['figure']:,.{2 if row['figure'] < 100 else 0}f}"
     dagger = lambda row: "" if is_current(row) else f" {OLD}"
     lines = []
-    for row in filter(is_ours, rows):
+    for row in sorted(filter(is_ours, rows), key=lambda row: place_of(row["case"])):
         alike = [other for other in rows if other["case"] == row["case"] and other.get("model") == row.get("model")]
         peers = {other["backend"]: other for other in alike}
         line = [row["case"], row["backend"] + dagger(row), f"**{figure(row)}** {row['unit']}", percent(row["roof"])]
@@ -34,6 +37,12 @@ def serving(folder: Path, slug: str) -> str:
     machine = read_json(path)["machine"]
     stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, in UTC: {', '.join(when)}._"
     return f"{markdown(header, lines, left=2)}\n\n{stamp}{older_rows(rows, 'backend')}"
+
+
+def place_of(case: str) -> tuple[int, int]:
+    """Where a workload stands in the table: by its kind, batches by their size."""
+    kind, _, size = case.rpartition(" ") if case[-1:].isdigit() else (case, "", "0")
+    return KINDS.index(kind) if kind in KINDS else len(KINDS), int(size)
 
 
 def with_version(row: dict[str, Any]) -> str:
