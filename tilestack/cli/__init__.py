@@ -14,8 +14,8 @@ from rich.markup import escape
 
 import tilestack
 from tilestack.cli import (
-    align,
     bench,
+    chain,
     chat,
     compare,
     demo,
@@ -25,8 +25,10 @@ from tilestack.cli import (
     learn,
     load,
     parallel,
+    parity,
     profile,
     quantize,
+    recipe_keys,
     serve,
     train,
 )
@@ -44,7 +46,7 @@ app = typer.Typer(
 PANELS = {
     "Start here": (demo, learn),
     "Kernels: verify, benchmark, inspect": (lab, bench, profile, compare),
-    "Training": (train, align, evaluate),
+    "Training": (train, recipe_keys, evaluate, parity, chain),
     "Several GPUs": (parallel,),
     "Inference and serving": (generate, chat, serve, load, quantize),
 }
@@ -55,7 +57,7 @@ for panel, parts in PANELS.items():
         part.add_to(app)
     for command in app.registered_commands[known:]:
         command.rich_help_panel = panel
-        command.help = in_paragraphs(getattr(command.callback, "__doc__", None) or "")
+        command.help = in_paragraphs(command.help or getattr(command.callback, "__doc__", None) or "")
 
 
 def print_version(wanted: bool) -> None:
