@@ -58,79 +58,22 @@ def bench_command(
     context: typer.Context,
     operators: Operators = None,
     device: Device = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated backends and peers (aten, aten-rowwise, compile, compile-max, eager, liger); bench serve: engines "
-            "(tilestack, tilestack int8, tilestack lookup, tilestack operators, tilestack fp8 kv, tilestack fp8 weights, vllm, "
-            "transformers); default: all that can run.",
-            show_default=False,
-        ),
-    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Comma-separated backends and peers (aten, aten-rowwise, compile, compile-max, eager, liger); bench serve: engines (tilestack, tilestack int8, tilestack lookup, tilestack operators, tilestack fp8 kv, tilestack fp8 weights, vllm, transformers); default: all that can run.", show_default=False)] = None,
     dtype: Dtypes = None,
-    direction: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated: forward, backward, both; default: forward,backward, of layers forward,both.",
-            show_default=False,
-        ),
-    ] = None,
-    case: Annotated[
-        str, typer.Option(help="bench, check, or the name of one case, which `tilestack ops NAME` lists.")
-    ] = "bench",
-    save: Annotated[
-        bool,
-        typer.Option(
-            "--save",
-            help="Merge the rows into results/<machine>/ as they are measured; on a GPU, in a checkout, also update the table that auto reads.",
-        ),
-    ] = False,
+    direction: Annotated[str | None, typer.Option(help="Comma-separated: forward, backward, both; default: forward,backward, of layers forward,both.", show_default=False)] = None,
+    case: Annotated[str, typer.Option(help="bench, check, or the name of one case, which `tilestack ops NAME` lists.")] = "bench",
+    save: Annotated[bool, typer.Option("--save", help="Merge the rows into results/<machine>/ as they are measured; on a GPU, in a checkout, also update the table that auto reads.")] = False,
     stale: Annotated[bool, typer.Option("--stale", help="Only what has no up-to-date result in results/.")] = False,
-    budget: Annotated[
-        float | None,
-        typer.Option(help="Start nothing that would end after this many seconds.", min=1, show_default=False),
-    ] = None,
-    jobs: Annotated[
-        int,
-        typer.Option(
-            help="Operators on a GPU: processes that compile kernels before they are timed in one; at most two fifths of the budget.",
-            min=1,
-        ),
-    ] = 1,
+    budget: Annotated[float | None, typer.Option(help="Start nothing that would end after this many seconds.", min=1, show_default=False)] = None,
+    jobs: Annotated[int, typer.Option(help="Operators on a GPU: processes that compile kernels before they are timed in one; at most two fifths of the budget.", min=1)] = 1,
     json_: JsonFile = None,
     load: Load = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help="bench train, bench layers: comma-separated recipes whose models to take; default: those of the documentation, or demo on a CPU.",
-            show_default=False,
-        ),
-    ] = None,
-    micro_batch: Annotated[
-        str | None,
-        typer.Option(
-            help="bench train, bench layers: comma-separated batch sizes; default: the documentation's or the recipe's.",
-            show_default=False,
-        ),
-    ] = None,
-    sequence: Annotated[
-        int | None,
-        typer.Option(
-            help="bench train, bench layers: sequence length; default: the recipe's.", min=2, show_default=False
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="bench serve, http and quantize: a model's folder, file or name; default: random weights, on a GPU in the shape of Qwen3-0.6B; quantize: smollm2.",
-            show_default=False,
-        ),
-    ] = None,
-    workload: Annotated[
-        str | None,
-        typer.Option(help="bench serve: comma-separated workloads, such as 'throughput,batch 1'.", show_default=False),
-    ] = None,
-) -> None:
+    recipe: Annotated[str | None, typer.Option(help="bench train, bench layers: comma-separated recipes whose models to take; default: those of the documentation, or demo on a CPU.", show_default=False)] = None,
+    micro_batch: Annotated[str | None, typer.Option(help="bench train, bench layers: comma-separated batch sizes; default: the documentation's or the recipe's.", show_default=False)] = None,
+    sequence: Annotated[int | None, typer.Option(help="bench train, bench layers: sequence length; default: the recipe's.", min=2, show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="bench serve, http and quantize: a model's folder, file or name; default: random weights, on a GPU in the shape of Qwen3-0.6B; quantize: smollm2.", show_default=False)] = None,
+    workload: Annotated[str | None, typer.Option(help="bench serve: comma-separated workloads, such as 'throughput,batch 1'.", show_default=False)] = None,
+) -> None:  # fmt: skip
     """Benchmark kernels against the hardware roofs and the fastest peer, in one run.
 
     [bold]tilestack bench softmax[/bold] measures one operator; [bold]tilestack bench add --load my_kernels.py[/bold]

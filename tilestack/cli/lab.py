@@ -91,20 +91,11 @@ def verify_command(
     jobs: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
     save: Annotated[bool, typer.Option("--save", help="Save proofs to results/<gpu>/proofs.json.")] = False,
     stale: Annotated[bool, typer.Option("--stale", help="Only what has no up-to-date proof in proofs.json.")] = False,
-    budget: Annotated[
-        float | None, typer.Option(min=0, help="Start nothing after this many seconds.", show_default=False)
-    ] = None,
-    mutate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="OP",
-            help="Instead, mutation testing: break this operator's kernels in small ways and show which mutants are caught.",
-            show_default=False,
-        ),
-    ] = None,
+    budget: Annotated[float | None, typer.Option(min=0, help="Start nothing after this many seconds.", show_default=False)] = None,
+    mutate: Annotated[str | None, typer.Option(metavar="OP", help="Instead, mutation testing: break this operator's kernels in small ways and show which mutants are caught.", show_default=False)] = None,
     json_: JsonFile = None,
     load: Load = None,
-) -> None:
+) -> None:  # fmt: skip
     """Verify implementations against the float64 definition; exit 1 if one is wrong, naming the case.
 
     [bold]tilestack verify softmax --device cpu --quick[/bold] is a first look, on any machine;
@@ -172,31 +163,16 @@ def mutate_operator(name: str, json_: Path | None) -> None:
 def tune_command(
     operators: Operators = None,
     dtype: Dtypes = None,
-    case: Annotated[
-        str, typer.Option(help="bench, check, or the name of one case, which `tilestack ops NAME` lists.")
-    ] = "bench",
-    budget: Annotated[
-        float | None,
-        typer.Option(min=0, help="Start no case that would end after this many seconds.", show_default=False),
-    ] = None,
-    kept: Annotated[
-        int, typer.Option(min=1, help="Configurations to time per backend, preselected by a cost model.")
-    ] = 8,
-    backend: Annotated[
-        str | None, typer.Option(help="Comma-separated backends; default: all but torch.", show_default=False)
-    ] = None,
+    case: Annotated[str, typer.Option(help="bench, check, or the name of one case, which `tilestack ops NAME` lists.")] = "bench",
+    budget: Annotated[float | None, typer.Option(min=0, help="Start no case that would end after this many seconds.", show_default=False)] = None,
+    kept: Annotated[int, typer.Option(min=1, help="Configurations to time per backend, preselected by a cost model.")] = 8,
+    backend: Annotated[str | None, typer.Option(help="Comma-separated backends; default: all but torch.", show_default=False)] = None,
     forward: Annotated[bool, typer.Option("--forward", help="Only the forward, for inference.")] = False,
-    jobs: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Processes that compile and verify before timing in one; at most two fifths of the budget.",
-        ),
-    ] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that compile and verify before timing in one; at most two fifths of the budget.")] = 1,
     ship: Annotated[bool, typer.Option("--ship", help="In a checkout, also update the shipped table.")] = False,
     json_: JsonFile = None,
     load: Load = None,
-) -> None:
+) -> None:  # fmt: skip
     """Find the fastest backend and configuration of operators on this GPU, for [bold]auto[/bold] to use.
 
     Every candidate is verified on a case before it is timed. By default only operators with several configurations are

@@ -41,43 +41,22 @@ def profile_command(
     context: typer.Context,
     what: Annotated[list[str], typer.Argument(help="An operator's name, or: layers [NAME], serve.")],
     device: Device = None,
-    backend: Annotated[
-        str | None, typer.Option(help="Of an operator: its backend; default: what auto takes.", show_default=False)
-    ] = None,
-    case: Annotated[
-        str | None,
-        typer.Option(
-            help="Of an operator: a case that `tilestack ops NAME` lists; default: its first.", show_default=False
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Default: bfloat16 on a GPU, float32 on a CPU; of serve, as the engine takes it.", show_default=False
-        ),
-    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Of an operator: its backend; default: what auto takes.", show_default=False)] = None,
+    case: Annotated[str | None, typer.Option(help="Of an operator: a case that `tilestack ops NAME` lists; default: its first.", show_default=False)] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, float32 on a CPU; of serve, as the engine takes it.", show_default=False)] = None,
     direction: Annotated[str, typer.Option(help="Of operators and layers: forward or both.")] = "both",
     recipe: Annotated[str, typer.Option(help="Of layers: the recipe of the model.")] = "demo",
-    candidate: Annotated[
-        str, typer.Option(help="Of layers: tilestack, plain, transformers, or …-compile.")
-    ] = "tilestack",
+    candidate: Annotated[str, typer.Option(help="Of layers: tilestack, plain, transformers, or …-compile.")] = "tilestack",
     model: Annotated[str, typer.Option(help="Of serve: a model's folder, file or name.")] = "smollm2",
     batch: Annotated[int, typer.Option(min=1, help="Of layers and serve: sequences.")] = 8,
     prompt: Annotated[int, typer.Option(min=1, help="Of layers and serve: tokens of each sequence.")] = 256,
     tokens: Annotated[int, typer.Option(min=2, help="Of serve: tokens to decode.")] = 16,
     calls: Annotated[int, typer.Option(min=1, help="Of operators and layers: calls to record.")] = 5,
     most: Annotated[int, typer.Option(min=1, help="Show at most so many lines.")] = 15,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also write a trace for https://ui.perfetto.dev to this file; of serve, of decoding.",
-            callback=writable_file,
-            show_default=False,
-        ),
-    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Also write a trace for https://ui.perfetto.dev to this file; of serve, of decoding.", callback=writable_file, show_default=False)] = None,
     json_: JsonFile = None,
     load: Load = None,
-) -> None:
+) -> None:  # fmt: skip
     """Profile an operator, a layer or serving: which kernels run, whose they are (tilestack, cuBLAS, cuDNN, PyTorch, …),
     how long each takes, and how busy the GPU is.
 

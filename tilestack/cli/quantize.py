@@ -23,61 +23,20 @@ def add_to(app: typer.Typer) -> None:
 
 def quantize_command(
     model: Annotated[str, typer.Argument(help="A Hugging Face folder, a run's model, a .gguf file, or smollm2.")],
-    out: Annotated[
-        Path,
-        typer.Argument(help="The folder to write: new, empty, or one that tilestack made.", callback=writable_folder),
-    ],
-    scheme: Annotated[
-        str, typer.Option(help="w4a16, w8a16, w8a8 or fp8: bits of weights, and of inputs where rows are many.")
-    ] = "w4a16",
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="nearest, clip, gptq, awq or smooth; default: gptq for w4a16, smooth for w8a8, nearest for the others.",
-            show_default=False,
-        ),
-    ] = None,
-    group: Annotated[
-        int | None,
-        typer.Option(
-            help="Numbers of a row that share a scale, 0 for the whole row; default: 128 of w4a16, else 0.",
-            show_default=False,
-        ),
-    ] = None,
-    asymmetric: Annotated[
-        bool, typer.Option("--asymmetric", help="Give each group a zero point; for w4a16 and w8a16.")
-    ] = False,
-    calibrate: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Texts to calibrate on: files or folders; may be given several times.", show_default="builtin"
-        ),
-    ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(help="Rows of calibration text; default: 128, on a CPU 16.", min=1, show_default=False),
-    ] = None,
+    out: Annotated[Path, typer.Argument(help="The folder to write: new, empty, or one that tilestack made.", callback=writable_folder)],
+    scheme: Annotated[str, typer.Option(help="w4a16, w8a16, w8a8 or fp8: bits of weights, and of inputs where rows are many.")] = "w4a16",
+    method: Annotated[str | None, typer.Option(help="nearest, clip, gptq, awq or smooth; default: gptq for w4a16, smooth for w8a8, nearest for the others.", show_default=False)] = None,
+    group: Annotated[int | None, typer.Option(help="Numbers of a row that share a scale, 0 for the whole row; default: 128 of w4a16, else 0.", show_default=False)] = None,
+    asymmetric: Annotated[bool, typer.Option("--asymmetric", help="Give each group a zero point; for w4a16 and w8a16.")] = False,
+    calibrate: Annotated[list[str] | None, typer.Option(help="Texts to calibrate on: files or folders; may be given several times.", show_default="builtin")] = None,
+    samples: Annotated[int | None, typer.Option(help="Rows of calibration text; default: 128, on a CPU 16.", min=1, show_default=False)] = None,
     length: Annotated[int, typer.Option(help="Tokens of a row; at most the model's maximum.", min=2)] = 512,
-    evaluate: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Texts to compare on, of which {EVALUATED['cuda']:,} tokens are read, on a CPU {EVALUATED['cpu']:,}; likewise.",
-            show_default="builtin",
-        ),
-    ] = None,
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Keep the numbers of layers whose path fits, such as 'layers.0.*' or '*.mlp.down'; likewise.",
-            show_default=False,
-        ),
-    ] = None,
+    evaluate: Annotated[list[str] | None, typer.Option(help=f"Texts to compare on, of which {EVALUATED['cuda']:,} tokens are read, on a CPU {EVALUATED['cpu']:,}; likewise.", show_default="builtin")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="Keep the numbers of layers whose path fits, such as 'layers.0.*' or '*.mlp.down'; likewise.", show_default=False)] = None,
     seed: Annotated[int, typer.Option(help="Which rows of the calibration texts are drawn.")] = 0,
-    device: Annotated[
-        str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.", show_default=False)
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.", show_default=False)] = None,
     json_: JsonFile = None,
-) -> None:
+) -> None:  # fmt: skip
     """Quantise a model's weights, and tell what it costs: size, bits per byte and perplexity of held-out text, and how far
     its predictions move.
 
