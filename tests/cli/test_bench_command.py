@@ -210,7 +210,7 @@ def test_what_was_measured_is_shown_and_kept_when_the_rest_fails(parts, monkeypa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench_serve, "bench_serve", then_ctrl_c)
-    monkeypatch.setattr(bench_serve, "render", lambda rows: f"{len(rows)} row of {rows[0]['backend']}")
+    monkeypatch.setattr(bench_serve, "render_engines", lambda rows: f"{len(rows)} row of {rows[0]['backend']}")
     assert run("serve", "--save", "--json", "rows.json") == 130
     assert "1 row of tilestack" in capsys.readouterr().out
     assert [row["op"] for row in json.loads((tmp_path / "rows.json").read_text())] == ["serve"]

@@ -177,7 +177,7 @@ def test_rows_are_shown_beside_the_best_other():
     row = lambda backend, seconds: dict(
         case="throughput", backend=backend, figure=1 / seconds, unit="tokens/s", seconds=seconds, roof=0.5
     )
-    table = bench_serve.render([row("tilestack", 1.0), row("tilestack lookup", 0.5), row("vllm", 2.0)])
+    table = bench_serve.render_engines([row("tilestack", 1.0), row("tilestack lookup", 0.5), row("vllm", 2.0)])
     assert list(table.columns[-1].cells) == ["2.00×", "4.00×", "0.25×"]
 
 

@@ -129,7 +129,7 @@ def test_rows_compare_with_the_fastest_peer_and_keep_failures(monkeypatch):
     )
     contest = Contest("train", "tiny", "float32", "step", rows, Result({}, {}, rows))
     assert (contest.ours["backend"], contest.peer["backend"], contest.ratio) == ("tilestack", "plain", 2.0)
-    assert bench_train.render(rows).row_count == 4
+    assert bench_train.render_training_steps(rows).row_count == 4
     assert all(row["tried"] == [*seconds, "transformers-compile"] for row in rows)
     assert (by_name["plain"]["first_loss"], by_name["plain"]["last_loss"]) == (4.0, 3.0)
 

@@ -106,5 +106,7 @@ def test_missing_commands_and_files_are_no_errors(monkeypatch):
 def test_the_table_keeps_the_brackets_of_a_fix():
     console = Console(width=200)
     with console.capture() as shown:
-        console.print(machine.render([machine.Finding("extra hf", "missing", "no x", "pip install 'tilestack[hf]'")]))
+        console.print(
+            machine.render_findings([machine.Finding("extra hf", "missing", "no x", "pip install 'tilestack[hf]'")])
+        )
     assert "pip install 'tilestack[hf]'" in shown.get()

@@ -257,7 +257,7 @@ def bench_starts(json_: Path | None) -> None:
     found = bench_startup.bench_startup(bench_startup.STARTS)
     write_json(json_, [asdict(start) for start in found])
     if str(json_) != "-":
-        console.print(bench_startup.render(found))
+        console.print(bench_startup.render_starts(found))
 
 
 def bench_memory_patterns(asked: Asked) -> None:
@@ -287,7 +287,7 @@ def bench_host_time(asked: Asked) -> None:
         return
     target = asked.results_file("sweeps/host")
     kept = bench_host.current_operators(asked.kept_rows("sweeps/host")) if asked.stale else set()
-    with asked.measured_rows(target, bench_host.render_with_summary) as rows:
+    with asked.measured_rows(target, bench_host.render_host_times_with_summary) as rows:
         for found in bench_host.bench_host(asked.place.type, without=kept):
             rows += found
             if asked.save:  # at once: the next may fail

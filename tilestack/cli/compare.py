@@ -47,7 +47,7 @@ def compare_command(
         changes = [change for change in changes if change.is_ours]
     write_json(json_, [change.as_dict() for change in changes])
     if str(json_) != "-":
-        console.print(compare.render(changes, most))
+        console.print(compare.render_changes(changes, most))
     for row in failing:
         which = ", ".join(row[name] for name in IDENTITY)
         Console(stderr=True).print(f"fails now: {which}: {row['note']}", style="red", markup=False, soft_wrap=True)

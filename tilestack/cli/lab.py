@@ -59,7 +59,7 @@ def doctor_command(
     if json_:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
-        console.print(machine.render(findings))
+        console.print(machine.render_findings(findings))
 
 
 def ops_command(
@@ -69,7 +69,7 @@ def ops_command(
 ) -> None:
     """List every operator, its backends, and what [bold]auto[/bold] chooses on this machine; with names, their details."""
     place = kernel_device(device)
-    from tilestack.lab.catalogue import catalogue, render, render_operator
+    from tilestack.lab.catalogue import catalogue, render_operator, render_operators
 
     chosen = pick_operators(operators)
     if json_:
@@ -78,7 +78,7 @@ def ops_command(
         for operator in chosen:
             console.print(render_operator(operator, place))
     else:
-        console.print(render(catalogue(place, chosen)))
+        console.print(render_operators(catalogue(place, chosen)))
 
 
 def verify_command(
@@ -132,7 +132,7 @@ def verify_command(
     found = prove_all(tasks, jobs, load or (), keep if save else None, math.inf if budget is None else budget)
     write_json(json_, [asdict(proof) for proof in found])
     if str(json_) != "-":
-        console.print(verify.render(found, place))
+        console.print(verify.render_proofs(found, place))
     if any(proof.ok is False for proof in found):
         raise typer.Exit(1)
 
@@ -152,7 +152,7 @@ def mutate_operator(name: str, json_: Path | None) -> None:
         outcomes = [suite.outcome(mutant) for mutant in progress.track(drawn, description=f"mutants of {name}")]
     write_json(json_, [outcome.row() for outcome in outcomes])
     if str(json_) != "-":
-        console.print(mutation.render(outcomes))
+        console.print(mutation.render_mutants(outcomes))
         for outcome in outcomes:
             if not outcome.caught:
                 console.print(
@@ -205,7 +205,7 @@ def tune_command(
     finally:  # what Ctrl-C or an error leaves was measured and kept
         write_json(json_, [row for tuned in found for row in tuned.rows()])
         if found and str(json_) != "-":
-            console.print(tune.render(found))
+            console.print(tune.render_tuned(found))
             console.print(f"auto reads {tables[0]}")
 
 

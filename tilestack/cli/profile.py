@@ -87,13 +87,13 @@ def profile_command(
         if len(what) > 1:
             raise ValueError("profile takes one operator at a time")
         recorded = profile_operator(place, what[0], backend, case, dtype, direction, calls, trace)
-    from tilestack.lab.profile import render
+    from tilestack.lab.profile import render_profile
 
     found = {}
     for title, profile in recorded:
         found[title] = profile.as_dict()
         if str(json_) != "-":
-            console.print(render(title, profile, most))
+            console.print(render_profile(title, profile, most))
     write_json(json_, found)
     if trace is not None and str(json_) != "-":
         console.print(f"open {trace} at https://ui.perfetto.dev")

@@ -161,7 +161,7 @@ def measure_all(
     return found
 
 
-def render(rows: list[dict[str, Any]]) -> Table:
+def render_host_times(rows: list[dict[str, Any]]) -> Table:
     """What each operator adds to the floor, ours beside PyTorch's."""
     table = Table("operator", "floor", "no gradient", "PyTorch", "with gradient", "PyTorch", "and backward", "PyTorch", title="Host, µs a call")  # fmt: skip
     by = {(row["op"], row["direction"], row["backend"] == "triton"): row for row in rows}
@@ -174,8 +174,8 @@ def render(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def render_with_summary(rows: list[dict[str, Any]]) -> Group:
-    return Group(render(rows), summary(rows))
+def render_host_times_with_summary(rows: list[dict[str, Any]]) -> Group:
+    return Group(render_host_times(rows), summary(rows))
 
 
 def summary(rows: list[dict[str, Any]]) -> str:

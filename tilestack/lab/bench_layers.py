@@ -208,7 +208,7 @@ COLUMNS: dict[str, Callable[[Stored], str]] = {
 }  # fmt: skip
 
 
-def render(rows: Sequence[Stored]) -> Group:
+def render_layers(rows: Sequence[Stored]) -> Group:
     """A table per model, a line per candidate; what is nothing in every line is left out."""
     model_of = lambda row: f"{case_label(LAYER, row['case']).partition(', ')[2]}, {row['dtype']}"
     return Group(

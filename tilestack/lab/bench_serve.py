@@ -172,7 +172,7 @@ def with_roof(row: dict[str, Any], rate: float) -> dict[str, Any]:
     return row
 
 
-def render(rows: list[dict[str, Any]]) -> Table:
+def render_engines(rows: list[dict[str, Any]]) -> Table:
     table = Table("workload", "engine", "figure", "of the memory's rate", "beside the best other", title="Serving")
     for row in rows:
         others = [

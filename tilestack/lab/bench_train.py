@@ -229,7 +229,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def render(rows: Sequence[dict[str, Any]]) -> Table:
+def render_training_steps(rows: Sequence[dict[str, Any]]) -> Table:
     """A line per candidate; what is nothing in every line is left out, since a terminal is narrow."""
     table = Table(title="training steps", title_justify="left", caption=explanation(rows), caption_justify="left")
     table.add_column("model, micro-batch", overflow="fold")

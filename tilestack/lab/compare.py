@@ -118,7 +118,7 @@ def failing(before: dict[Identity, Stored], after: dict[Identity, Stored]) -> li
     return [row for key, row in after.items() if row["time_us"] is None and is_ours(row) and timed(key)]
 
 
-def render(changes: Sequence[Change], most: int | None) -> Table:
+def render_changes(changes: Sequence[Change], most: int | None) -> Table:
     """The changes beyond the spread, at most so many for the worse and for the better; peers are dim."""
     table = Table(title="what changed", title_justify="left", caption=summary(changes), caption_justify="left")
     for heading in ("what", "case"):

@@ -256,7 +256,7 @@ def extras() -> Iterator[Finding]:
 MARKS = {"ok": "[green]✓[/]", "limited": "[yellow]![/]", "missing": "[red]✗[/]"}
 
 
-def render(findings: Sequence[Finding]) -> Table:
+def render_findings(findings: Sequence[Finding]) -> Table:
     table = Table(title="doctor", title_justify="left")
     for heading in ("", "what", "found", "to fix it"):
         table.add_column(heading, overflow="fold")  # a command cut short is no use

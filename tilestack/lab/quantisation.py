@@ -150,7 +150,7 @@ def keep(path: Path, stamp: dict[str, Any], run: dict[str, Any]) -> None:
     results.save(path, {"machine": stamp, "runs": sorted(runs.values(), key=lambda each: order[way_of(each)[1:]])})
 
 
-def render(runs: Sequence[dict[str, Any]]) -> Table:
+def render_quantised(runs: Sequence[dict[str, Any]]) -> Table:
     made = Table()
     for number, heading in enumerate(HEADER):
         made.add_column(heading, justify="right" if number > 1 else "left")

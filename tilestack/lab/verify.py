@@ -357,7 +357,7 @@ def refuse_what_takes_nothing(operator: Operator, device: torch.device) -> None:
         raise refused
 
 
-def render(proofs: list[Proof], device: torch.device) -> Group:
+def render_proofs(proofs: list[Proof], device: torch.device) -> Group:
     """A line per operator and backend, then every refutation by name, then what could not be tried and why."""
     table = Table(
         "operator", "backend", "proved", "wrong", "says nothing", "not tried", "worst error / bound",

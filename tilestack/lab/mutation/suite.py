@@ -368,7 +368,7 @@ def silence() -> None:
     os.dup2(nowhere, 2)
 
 
-def render(outcomes: Sequence[Outcome]) -> Table:
+def render_mutants(outcomes: Sequence[Outcome]) -> Table:
     """How many mutants of each file and kind were caught, of how many."""
     table = Table("file", *KINDS, "caught", title="Mutants caught, of those tried")
     share = lambda of: f"{sum(o.caught for o in of)}/{len(of)}" if of else ""
