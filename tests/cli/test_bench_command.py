@@ -70,9 +70,9 @@ def test_all_is_every_part(parts):
 
 def test_the_quality_of_quantised_weights_is_measured_by_itself(parts, monkeypatch):
     asked = []
-    monkeypatch.setattr(quantisation, "measure", lambda chosen, *_: iter(asked.append(len(chosen)) or ()))
+    monkeypatch.setattr(quantisation, "measure_quality", lambda chosen, *_: iter(asked.append(len(chosen)) or ()))
     assert run("quantize") == 0
-    assert asked == [len(quantisation.ways())]
+    assert asked == [len(quantisation.schemes_and_methods())]
     assert parts == []
 
 

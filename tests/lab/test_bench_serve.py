@@ -190,7 +190,7 @@ def test_packages_beside_the_checkout_come_first_for_the_engine_that_brings_them
     found = lambda name: next(
         bench_serve.results_of([sys.executable, "-c", code], name, print, bench_serve.environment_of(name))
     )
-    assert bench_serve.importable("vllm")
+    assert bench_serve.engine_is_importable("vllm")
     path, there = found("vllm")
     assert there
     assert path.index(str(tmp_path)) < min(place for place, each in enumerate(path) if each.endswith("elsewhere"))

@@ -97,8 +97,8 @@ def test_a_machine_without_a_compiler_is_told_which_to_install(monkeypatch):
 def test_missing_commands_and_files_are_no_errors(monkeypatch):
     assert machine.output_of("no-such-command-at-all") == ""
     assert machine.output_of("false") == ""
-    assert machine.text_of("/no/such/file") == ""
-    monkeypatch.setattr(machine, "text_of", lambda path: "")
+    assert machine.text_of_file("/no/such/file") == ""
+    monkeypatch.setattr(machine, "text_of_file", lambda path: "")
     assert machine.memory().status == "ok"
     assert machine.cpu_name().endswith("cores")
 

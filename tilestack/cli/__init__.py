@@ -91,11 +91,11 @@ def main(arguments: list[str] | None = None) -> None:
         if "--debug" in arguments:
             raise
         where = f" on rank {environment.rank()}" if environment.launched() else ""
-        error.print(f"[red]error{where}:[/red] {escape(in_words(problem))}")
+        error.print(f"[red]error{where}:[/red] {escape(error_in_words(problem))}")
         sys.exit(1)
 
 
-def in_words(problem: Exception) -> str:
+def error_in_words(problem: Exception) -> str:
     """What went wrong, for a person; errors of the command line itself name their option, those of the system their file."""
     if isinstance(problem, OSError) and problem.strerror:
         names = " and ".join(str(name) for name in (problem.filename, problem.filename2) if name is not None)

@@ -265,11 +265,11 @@ def bench_memory_patterns(asked: Asked) -> None:
     from tilestack.extras import MissingExtra
     from tilestack.lab import memory, results
 
-    kept = memory.load(results.FOLDER, asked.stamp["slug"])
-    if asked.is_over() or (asked.stale and kept and memory.is_current(kept)):
+    kept = memory.load_sweeps(results.FOLDER, asked.stamp["slug"])
+    if asked.is_over() or (asked.stale and kept and memory.sweeps_are_current(kept)):
         return
     run = memory.bench_memory(asked.place.type, results.FOLDER if asked.save else None, Console(stderr=True))
-    for table in memory.tables(memory.points_of(run)):
+    for table in memory.sweep_tables(memory.points_of(run)):
         console.print(table)
     if not asked.save:
         return
@@ -299,12 +299,12 @@ def bench_host_time(asked: Asked) -> None:
 def bench_optimizers(asked: Asked, names: list[str], case: str, dtypes: list[str] | None) -> None:
     """The step of each optimizer, or of those named, beside torch's; on a CPU, over a few small tensors."""
     from tilestack.lab import bench_tables, results
-    from tilestack.lab.bench_optim import CASES, CONTESTS, DTYPES, bench_optim, refuse_unknown
+    from tilestack.lab.bench_optim import CASES, CONTESTS, DTYPES, bench_optim, refuse_unknown_optimizers
     from tilestack.lab.roofs import measured
     from tilestack.lab.rows import Row
 
     chosen = names or list(CONTESTS), list(CASES) if case in ("bench", "check") else [case], dtypes or DTYPES
-    refuse_unknown(*chosen)
+    refuse_unknown_optimizers(*chosen)
     target = asked.results_file("optimizers")
     few: list[tuple[int, ...]] = [(256, 64)] * 8
     small = None if asked.place.type == "cuda" else dict.fromkeys(CASES, few)

@@ -154,11 +154,11 @@ def bench_quality(asked: "Asked", model: str | None) -> None:
     model = model or quantisation.MODEL
     target = asked.results_file(quantisation.RESULTS)
     done = {quantisation.way_of(run) for run in quantisation.kept_runs(target)} if asked.stale else set()
-    chosen = [way for way in quantisation.ways() if (model, *way) not in done]
+    chosen = [way for way in quantisation.schemes_and_methods() if (model, *way) not in done]
     if not chosen or asked.is_over():
         return
     with asked.measured_rows(target, quantisation.render_quantised) as runs:
-        for run in quantisation.measure(chosen, asked.place, Console(stderr=True).print, model):
+        for run in quantisation.measure_quality(chosen, asked.place, Console(stderr=True).print, model):
             runs.append(run)
             if asked.save:
                 quantisation.keep(target, asked.stamp, run)

@@ -47,4 +47,6 @@ def chain_command(
         found = chain.run_chain(device, place, chain.run_tilestack, told, resume)
     write_json(json_, found)
     if save:
-        console.print(f"kept in {chain.save(results.FOLDER, machine.stamp(device), found, name)}", highlight=False)
+        console.print(
+            f"kept in {chain.save_chain(results.FOLDER, machine.stamp(device), found, name)}", highlight=False
+        )

@@ -37,7 +37,7 @@ def compare_command(
     from tilestack.lab.rows import SLOWER
 
     both = compare.rows_of(before), compare.rows_of(after)
-    changes, failing = compare.compare(*both), compare.failing(*both)
+    changes, failing = compare.compare_results(*both), compare.failing(*both)
     if operator:
         if unknown := set(operator) - {row["op"] for row in [*(change.after for change in changes), *failing]}:
             raise ValueError(f"nothing named {', '.join(sorted(unknown))} was measured both before and after")

@@ -226,7 +226,7 @@ def solution_command(
 
 
 @learn.command("compare")
-def compare_command(name: Name, folder: FolderOption = DEFAULT.path) -> None:
+def compare_attempt_command(name: Name, folder: FolderOption = DEFAULT.path) -> None:
     """Time your kernel beside ours and PyTorch's own, on a GPU."""
     exercise, mine = find_exercise(name), Folder(folder)
     path = mine.attempt(exercise)

@@ -122,7 +122,7 @@ def save_curves(name: Path, read: "Recipe", place: "torch.device", found: "Parit
 
     trained = f"{name}, batches of {read.data.batch} x {read.data.sequence} tokens, lr {read.optimizer.lr:g}, {len(found.reference)} steps, {read.precision.compute}"  # fmt: skip
     kept, file = (found.as_dict() | {"name": trained}, "fp8") if fp8 else (found.as_dict(), "curves")
-    curves.merge(results.FOLDER, machine.stamp(place.type), trained, kept, file)
+    curves.merge_curves(results.FOLDER, machine.stamp(place.type), trained, kept, file)
 
 
 def print_verdict(found: "Parity", starts: int, page: str) -> None:

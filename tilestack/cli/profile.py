@@ -167,7 +167,7 @@ def profile_layers(
     from tilestack.lab.layers import build
     from tilestack.lab.train_steps import write_weights
 
-    bench_layers.refuse_unknown(layers, [direction], [candidate])
+    bench_layers.refuse_unknown_layers(layers, [direction], [candidate])
     if trace is not None and len(layers) > 1:
         raise ValueError("--trace is of one layer; name one")
     recipe, batch, sequence, dtype = work
@@ -178,7 +178,7 @@ def profile_layers(
         alone = write_weights(replace(model, config=model.config | {"num_hidden_layers": 1}), Path(folder))
         for layer in layers:
             built = build(candidate, alone, layer)
-            (call,) = bench_layers.calls(built, alone, direction, 1)
+            (call,) = bench_layers.layer_calls(built, alone, direction, 1)
             title = f"{layer}, {model.case}, {model.dtype} {direction}, {candidate}"
             yield recorded_call(place, title, call, calls, trace)
 

@@ -51,7 +51,7 @@ def quantize_command(
     from tilestack.data.calibration import BUILTIN, calibration_ids, texts_of
     from tilestack.device import pick_device
     from tilestack.files import read_marker, refuse_foreign, whole_folder
-    from tilestack.lab.quantisation import held_out_windows, kept_dtype, quality_table, size_of
+    from tilestack.lab.quantisation import held_out_windows, kept_dtype, quality_table, size_of_decoder
     from tilestack.models.checkpoints import GENERATION
     from tilestack.models.quantise import projections, quantise
     from tilestack.quant.methods import METHODS, default_method, refuse_method
@@ -79,7 +79,7 @@ def quantize_command(
         ids = calibration_ids(texts_of(calibrate or [BUILTIN]), tokenizer, samples, length, seed)
     with progress_bar() as progress:
         bar = progress.add_task("reading held-out text", total=len(decoder.layers))
-        reference, before = remember(decoder, windows, place), size_of(decoder)
+        reference, before = remember(decoder, windows, place), size_of_decoder(decoder)
         progress.update(bar, description="quantising layers")
         with whole_folder(out) as hidden:
             quantise(
@@ -95,7 +95,7 @@ def quantize_command(
             if (source / GENERATION).is_file():
                 shutil.copyfile(source / GENERATION, hidden / GENERATION)
         progress.update(bar, description="comparing on held-out text")  # the folder is there, whatever happens now
-        found, after = compare(decoder, reference, place), size_of(decoder)
+        found, after = compare(decoder, reference, place), size_of_decoder(decoder)
     made = dict(
         model=model, out=str(out), scheme=scheme, method=method, group=wanted.group, symmetric=wanted.symmetric,
         calibration=None if ids is None else dict(texts=calibrate or [BUILTIN], samples=samples, length=length, seed=seed),

@@ -251,7 +251,7 @@ def roofs(found: list[Contest]) -> str:
 
 def sweep(folder: Path, slug: str, name: str) -> str:
     """One sweep over access patterns: the bandwidth of each candidate, and ours as a part of the copy roof."""
-    if (run := memory.load(folder, slug)) is None:
+    if (run := memory.load_sweeps(folder, slug)) is None:
         return ""
     points = [point for point in memory.points_of(run) if point.sweep == name and point.tb_per_s is not None]
     backends = list(dict.fromkeys(point.backend for point in points))
@@ -261,7 +261,7 @@ def sweep(folder: Path, slug: str, name: str) -> str:
     for setting in dict.fromkeys(point.setting for point in points):
         rates = [found.get((setting, backend)) for backend in backends]
         share = rates[0] / roof if rates[0] and roof else None
-        rows.append([str(setting), *map(memory.rate, rates), percent(share)])
+        rows.append([str(setting), *map(memory.rate_in_words, rates), percent(share)])
     if not rows:
         return ""
     machine = run["machine"]
@@ -269,13 +269,13 @@ def sweep(folder: Path, slug: str, name: str) -> str:
     how = method([{"how": point.how} for point in points])
     header = [memory.named(name).axis, *backends, f"{backends[0]}, of the roof"]
     stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, {versions}, {machine['date'][:10]}, {how}._"
-    old = "" if memory.is_current(run) else f"\n\n_{OLD} {OLDER}at commit {machine['commit']}._"
+    old = "" if memory.sweeps_are_current(run) else f"\n\n_{OLD} {OLDER}at commit {machine['commit']}._"
     return markdown(header, rows, left=0) + "\n\n" + stamp + old
 
 
 def parity(folder: Path, slug: str) -> str:
     """How far the losses of a training run part from those on the definitions, by what was swapped."""
-    path = curves.path_of(folder, slug)
+    path = curves.curves_file(folder, slug)
     if not path.exists():
         return f"_not measured yet: `tilestack parity --save` on a machine with the GPU `{slug}` fills this table._"
     kept = read_json(path)
@@ -291,7 +291,7 @@ def parity(folder: Path, slug: str) -> str:
 
 def fp8_parity(folder: Path, slug: str) -> str:
     """How the loss of training in fp8 ends beside that of the same recipe in its own precision."""
-    path = curves.path_of(folder, slug, "fp8")
+    path = curves.curves_file(folder, slug, "fp8")
     if not path.exists():
         return f"_not measured yet: `tilestack parity --fp8 --save` on the machine `{slug}` fills this table._"
     kept = read_json(path)
@@ -313,7 +313,7 @@ def fp8_parity(folder: Path, slug: str) -> str:
 
 def recipes(folder: Path, slug: str) -> str:
     """The recipes one after another: how long each took, and its figures when first and last measured."""
-    path = chain.path_of(folder, slug)
+    path = chain.chain_file(folder, slug)
     if not path.exists():
         return f"_not measured yet: `tilestack chain --save` on the machine `{slug}` fills this table._"
     kept = read_json(path)
@@ -328,7 +328,7 @@ def recipes(folder: Path, slug: str) -> str:
 
 def alignment(folder: Path, slug: str) -> str:
     """The recipes of alignment from the model of their own: what each changed, and what it cost."""
-    path = chain.path_of(folder, slug, "alignment")
+    path = chain.chain_file(folder, slug, "alignment")
     if not path.exists():
         return f"_not measured yet: `tilestack chain --alignment --save` on the machine `{slug}` fills this table._"
     kept = read_json(path)
@@ -381,7 +381,7 @@ def mutation(folder: Path) -> str:
 
 def survivors(folder: Path) -> str:
     """Every mutant that lives, and why."""
-    known, found = mutation_results.reasons(folder), mutation_results.load(folder)
+    known, found = mutation_results.reasons(folder), mutation_results.load_tried(folder)
     rows = [
         [f"`{file}`", f"`{name.partition(' ')[2]}`".replace("|", "\\|"), known.get(name, "**not known yet**")]
         for file, tried in found.items()
