@@ -9,7 +9,7 @@ from tilestack.lab.results import path_of, read_json
 from tilestack.lab.stale import is_current
 
 # Of workloads, in the order in which docs/serving.md explains them.
-KINDS = ("throughput", "batch", "first token", "prefix", "long", "copying")
+WORKLOAD_KINDS = ("throughput", "batch", "first token", "prefix", "long", "copying")
 
 
 def serving(folder: Path, slug: str) -> str:
@@ -42,7 +42,7 @@ def serving(folder: Path, slug: str) -> str:
 def place_of(case: str) -> tuple[int, int]:
     """Where a workload stands in the table: by its kind, batches by their size."""
     kind, _, size = case.rpartition(" ") if case[-1:].isdigit() else (case, "", "0")
-    return KINDS.index(kind) if kind in KINDS else len(KINDS), int(size)
+    return WORKLOAD_KINDS.index(kind) if kind in WORKLOAD_KINDS else len(WORKLOAD_KINDS), int(size)
 
 
 def with_version(row: dict[str, Any]) -> str:
