@@ -50,7 +50,7 @@ def quantize_command(
     from tilestack import data, models
     from tilestack.data.calibration import BUILTIN, calibration_ids, texts_of
     from tilestack.device import pick_device
-    from tilestack.files import read_marker, refuse_foreign, whole_folder
+    from tilestack.files import whole_folder
     from tilestack.lab.quantisation import held_out_windows, kept_dtype, quality_table, size_of_decoder
     from tilestack.models.checkpoints import GENERATION
     from tilestack.models.quantise import projections, quantise
@@ -63,11 +63,7 @@ def quantize_command(
         raise ValueError(f"{method} reads no calibration texts; leave --calibrate out, or choose another --method")
     place, source = pick_device(device), models.locate(model)
     samples = samples or SAMPLES[place.type]
-    refuse_foreign(out)
-    if command := read_marker(out).get("command"):
-        raise ValueError(f"{out} is a run of `tilestack {command}`; choose another folder")
-    if out.resolve() == source.resolve() or out.resolve() in source.resolve().parents:
-        raise ValueError(f"{out} holds the model that is read; choose another folder")
+    refuse_output(out, source)
     tokenizer = data.Tokenizer.load(model)
     decoder = models.load(model, dtype=kept_dtype(model), device=place)
     tokenizer.check_against(decoder.config.vocabulary)
@@ -108,6 +104,17 @@ def quantize_command(
         console.print(
             f"written to {out}; try: tilestack generate --model {out} 'Hello'", soft_wrap=True, highlight=False
         )
+
+
+def refuse_output(out: Path, source: Path) -> None:
+    """Refuse a folder that is not ours to write: one that tilestack did not make, a run, or the one that the model is read from."""
+    from tilestack.files import read_marker, refuse_foreign
+
+    refuse_foreign(out)
+    if command := read_marker(out).get("command"):
+        raise ValueError(f"{out} is a run of `tilestack {command}`; choose another folder")
+    if out.resolve() == source.resolve() or out.resolve() in source.resolve().parents:
+        raise ValueError(f"{out} holds the model that is read; choose another folder")
 
 
 def scheme_of(name: str, group: int | None, asymmetric: bool) -> "Scheme":
