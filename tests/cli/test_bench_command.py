@@ -70,9 +70,9 @@ def test_all_is_every_part(parts):
 
 def test_the_quality_of_quantised_weights_is_measured_by_itself(parts, monkeypatch):
     asked = []
-    monkeypatch.setattr(quantisation, "measure", lambda chosen, *_: iter(asked.append(len(chosen)) or ()))
+    monkeypatch.setattr(quantisation, "measure_quality", lambda chosen, *_: iter(asked.append(len(chosen)) or ()))
     assert run("quantize") == 0
-    assert asked == [len(quantisation.ways())]
+    assert asked == [len(quantisation.schemes_and_methods())]
     assert parts == []
 
 
@@ -210,7 +210,7 @@ def test_what_was_measured_is_shown_and_kept_when_the_rest_fails(parts, monkeypa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench_serve, "bench_serve", then_ctrl_c)
-    monkeypatch.setattr(bench_serve, "render", lambda rows: f"{len(rows)} row of {rows[0]['backend']}")
+    monkeypatch.setattr(bench_serve, "render_engines", lambda rows: f"{len(rows)} row of {rows[0]['backend']}")
     assert run("serve", "--save", "--json", "rows.json") == 130
     assert "1 row of tilestack" in capsys.readouterr().out
     assert [row["op"] for row in json.loads((tmp_path / "rows.json").read_text())] == ["serve"]

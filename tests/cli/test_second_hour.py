@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tilestack.cli import in_words, main
+from tilestack.cli import error_in_words, main
 from tilestack.cli.common import given_text, writable_file, writable_folder
 from tilestack.lab import curves, proofs, results
 from tilestack.models.checkpoints import CheckpointError, locate
@@ -29,8 +29,8 @@ def said(capsys, *arguments: str) -> str:
 def test_an_error_of_the_system_names_its_file_and_no_number(tmp_path):
     with pytest.raises(OSError, match="No such file") as caught:
         (tmp_path / "none").read_text()
-    assert in_words(caught.value) == f"{tmp_path / 'none'}: no such file or directory"
-    assert in_words(OSError(28, "No space left on device")) == "no space left on device"
+    assert error_in_words(caught.value) == f"{tmp_path / 'none'}: no such file or directory"
+    assert error_in_words(OSError(28, "No space left on device")) == "no space left on device"
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path, monkeypatch):
@@ -92,9 +92,9 @@ def test_figures_of_another_machine_are_not_mixed_with_those_of_this_one(tmp_pat
     results.save(kept := tmp_path / "proofs.json", {"machine": THERE, "proofs": []})
     with pytest.raises(ValueError, match="holds figures of another CPU"):
         proofs.save_proofs(kept, HERE, [])
-    results.save(curves.path_of(tmp_path, "cpu"), {"machine": THERE, "model": "m", "runs": []})
+    results.save(curves.curves_file(tmp_path, "cpu"), {"machine": THERE, "model": "m", "runs": []})
     with pytest.raises(ValueError, match="holds figures of another CPU"):
-        curves.merge(tmp_path, HERE, "m", {"name": "all"})
+        curves.merge_curves(tmp_path, HERE, "m", {"name": "all"})
 
 
 def test_another_machines_file_is_refused_before_anything_is_measured(capsys, tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilestack.lab.launches import Launch, cover, largest
+from tilestack.lab.launches import Launch, cover, largest_launches
 
 
 def launch(kernel="product_kernel", types=None, odd=(), num_warps=4, **constants):
@@ -16,9 +16,9 @@ SMALL, LARGE = launch(BLOCK=64, CAUSAL=True), launch(BLOCK=128, CAUSAL=True)
 
 def test_the_largest_of_each_kernel_is_compiled():
     another = launch("sum_kernel", BLOCK=16)
-    for choose in (cover, largest):
+    for choose in (cover, largest_launches):
         assert choose([SMALL, LARGE, another, SMALL]) == {LARGE, another}
-    assert largest([LARGE, launch(BLOCK=128, num_warps=8)]) == {launch(BLOCK=128, num_warps=8)}
+    assert largest_launches([LARGE, launch(BLOCK=128, num_warps=8)]) == {launch(BLOCK=128, num_warps=8)}
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def noted(monkeypatch):
 @pytest.mark.parametrize("op", REPEATED, ids=lambda op: op.name)
 def test_what_is_timed_on_the_host_is_repeated(op, noted):
     with backend("triton"):
-        for call in bench_host.ways(op, bench_host.smallest(op), "triton", "cpu").values():
+        for call in bench_host.ways_to_call(op, bench_host.smallest(op), "triton", "cpu").values():
             call()
     assert noted
     why = {direction: beside for direction, written, beside in noted if written is None}

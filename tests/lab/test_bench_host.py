@@ -17,7 +17,7 @@ ON_TRITON = [op for op in ops.operators() if "triton" in op.implementations]
 def test_every_operator_has_ways_to_be_called(op):
     case = bench_host.smallest(op)
     assert elements(case) <= bench_host.SMALL
-    found = bench_host.ways(op, case, "torch", "cpu")
+    found = bench_host.ways_to_call(op, case, "torch", "cpu")
     assert "no_grad" in found
     arguments = case.build(bench_host.Make(torch.bfloat16)).values()
     assert any(map(bench_host.is_float, arguments)) or list(found) == ["no_grad"]
@@ -73,12 +73,14 @@ def test_medians_are_of_what_is_added_to_the_floor_and_of_the_backward():
     row = lambda op, way, backend, us: dict(op=op, direction=way, backend=backend, host_us=us, floor_us=7.0)
     three = lambda op, backend, *times: [row(op, *at) for at in zip(("no_grad", "grad", "both"), [backend] * 3, times, strict=True)]  # fmt: skip
     rows = [*three("a", "triton", 8, 10, 50), *three("a", "aten", 8, 9, 40), *three("b", "triton", 9, 13, 93), *three("b", "torch", 20, 30, 40), row("c", "no_grad", "triton", 17)]  # fmt: skip
-    assert bench_host.summary(rows) == (
+    assert bench_host.summary_of_host_times(rows) == (
         "median over 3 operators: no_grad +2.00 µs, grad +4.50 µs over the floor; "
         "backward 40.00 µs, PyTorch's own 31.00 µs, over the 1 operators that it has"
     )
-    assert bench_host.summary(rows[-1:]) == "median over 1 operators: no_grad +10.00 µs over the floor"
-    assert "over 1 operators, gradients through C++: no" in bench_host.summary([rows[-1] | {"node": "C++"}])
+    assert bench_host.summary_of_host_times(rows[-1:]) == "median over 1 operators: no_grad +10.00 µs over the floor"
+    assert "over 1 operators, gradients through C++: no" in bench_host.summary_of_host_times(
+        [rows[-1] | {"node": "C++"}]
+    )
 
 
 def test_a_row_follows_the_contract_as_well_as_the_kernel(monkeypatch):

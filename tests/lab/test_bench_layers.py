@@ -138,7 +138,7 @@ def test_of_experts_those_that_a_token_meets_are_counted(tmp_path):
 def test_calls_have_inputs_of_their_own_and_a_forward_keeps_nothing(work):
     built = build("tilestack", work, "head")
     assert working_set(built, work) == 4 * (work.tokens * (32 + 64) + 32 * 64)
-    made = bench_layers.calls(built, work, "forward", 3)
+    made = bench_layers.layer_calls(built, work, "forward", 3)
     first, second, third = (float(out) for (out,) in (call() for call in made))
     assert len({first, second, third}) == 3
     assert not made[0]()[0].requires_grad

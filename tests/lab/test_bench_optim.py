@@ -18,7 +18,7 @@ def test_the_shapes_are_those_of_qwen3():
 )  # fmt: skip
 def test_bytes_per_element(name, dtype, per_element):
     moved = {}
-    bench_optim.calls(bench_optim.CONTESTS[name]["triton"], [(256, 256)], dtype, "cpu", moved, "x", 1)
+    bench_optim.optimizer_calls(bench_optim.CONTESTS[name]["triton"], [(256, 256)], dtype, "cpu", moved, "x", 1)
     assert moved["x"] / 256**2 == pytest.approx(per_element, abs=0.07)
 
 
@@ -28,7 +28,7 @@ def test_clipping_has_a_peer_that_clips():
     params[0].grad = torch.full((64,), 10.0)
     made(params).step()
     assert params[0].grad.norm().item() == pytest.approx(1.0, rel=1e-4)
-    bench_optim.calls(made, [(256, 256)], torch.float32, "cpu", moved, "x", 1)
+    bench_optim.optimizer_calls(made, [(256, 256)], torch.float32, "cpu", moved, "x", 1)
     assert moved["x"] / 256**2 == pytest.approx(32, abs=0.07)
 
 

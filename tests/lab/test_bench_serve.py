@@ -177,7 +177,7 @@ def test_rows_are_shown_beside_the_best_other():
     row = lambda backend, seconds: dict(
         case="throughput", backend=backend, figure=1 / seconds, unit="tokens/s", seconds=seconds, roof=0.5
     )
-    table = bench_serve.render([row("tilestack", 1.0), row("tilestack lookup", 0.5), row("vllm", 2.0)])
+    table = bench_serve.render_engines([row("tilestack", 1.0), row("tilestack lookup", 0.5), row("vllm", 2.0)])
     assert list(table.columns[-1].cells) == ["2.00×", "4.00×", "0.25×"]
 
 
@@ -190,7 +190,7 @@ def test_packages_beside_the_checkout_come_first_for_the_engine_that_brings_them
     found = lambda name: next(
         bench_serve.results_of([sys.executable, "-c", code], name, print, bench_serve.environment_of(name))
     )
-    assert bench_serve.importable("vllm")
+    assert bench_serve.engine_is_importable("vllm")
     path, there = found("vllm")
     assert there
     assert path.index(str(tmp_path)) < min(place for place, each in enumerate(path) if each.endswith("elsewhere"))

@@ -14,7 +14,7 @@ from tilestack.cli import main
 from tilestack.cli.bench_models import training_works
 from tilestack.cli.recipes import find_recipe
 from tilestack.lab import bench_train
-from tilestack.lab.bench_train import measure
+from tilestack.lab.bench_train import measure_steps
 from tilestack.lab.measured import Contest, Result
 from tilestack.lab.peers import IN_FP8
 from tilestack.lab.rows import Row
@@ -36,7 +36,7 @@ def work(tmp_path_factory):
 
 
 def test_the_candidates_do_the_same_work(work):
-    found = {name: measure(name, work) for name in ("tilestack", "tilestack-graph", "plain", "transformers")}
+    found = {name: measure_steps(name, work) for name in ("tilestack", "tilestack-graph", "plain", "transformers")}
     for figures in found.values():
         assert figures["seconds"] > 0
         assert figures["peak_mib"] is None
@@ -48,7 +48,7 @@ def test_the_candidates_do_the_same_work(work):
 def test_a_llama_is_the_same_work_with_its_own_epsilon(tmp_path):
     config = TINY | {"model_type": "llama", "rope_theta": 5e5, "rms_norm_eps": 0.1}
     llama = write_weights(replace(WORK, config=config), tmp_path)
-    found = {name: measure(name, llama) for name in ("tilestack", "plain", "transformers")}
+    found = {name: measure_steps(name, llama) for name in ("tilestack", "plain", "transformers")}
     for figures in found.values():
         assert figures["first_loss"] == pytest.approx(found["plain"]["first_loss"], rel=1e-5)
         assert figures["last_loss"] == pytest.approx(found["plain"]["last_loss"], rel=1e-5)
@@ -63,7 +63,7 @@ def test_nothing_is_waited_for_between_timed_steps(monkeypatch):
             return 1.0
 
     monkeypatch.setattr(bench_train, "step_of", lambda *_: lambda: happened.append("step") or Loss())
-    measure("plain", replace(WORK, warmup=2, steps=3))
+    measure_steps("plain", replace(WORK, warmup=2, steps=3))
     assert happened == ["step"] * 5 + ["read"] * 2
 
 
@@ -129,7 +129,7 @@ def test_rows_compare_with_the_fastest_peer_and_keep_failures(monkeypatch):
     )
     contest = Contest("train", "tiny", "float32", "step", rows, Result({}, {}, rows))
     assert (contest.ours["backend"], contest.peer["backend"], contest.ratio) == ("tilestack", "plain", 2.0)
-    assert bench_train.render(rows).row_count == 4
+    assert bench_train.render_training_steps(rows).row_count == 4
     assert all(row["tried"] == [*seconds, "transformers-compile"] for row in rows)
     assert (by_name["plain"]["first_loss"], by_name["plain"]["last_loss"]) == (4.0, 3.0)
 
@@ -154,8 +154,8 @@ def test_a_process_of_its_own_tells_what_went_wrong(work):
 
 def test_steps_as_graphs_are_a_candidate_where_there_is_a_gpu(monkeypatch, work):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    assert "tilestack-graph" in bench_train.available(None, replace(WORK, device="cuda"))
-    assert "tilestack-graph" not in bench_train.available(None, WORK)
+    assert "tilestack-graph" in bench_train.step_candidates(None, replace(WORK, device="cuda"))
+    assert "tilestack-graph" not in bench_train.step_candidates(None, WORK)
     made_of = []
     monkeypatch.setattr(Trainer, "train_step", lambda trainer: made_of.append(type(trainer.steps)))
     for name in ("tilestack-graph", "tilestack"):
@@ -171,7 +171,7 @@ def has_fp8(monkeypatch):
 
 
 def test_steps_in_fp8_are_those_of_training_with_the_head_where_it_is_asked_for(has_fp8, work):
-    exact, layers, head = (measure(name, work) for name in ("tilestack", *IN_FP8))
+    exact, layers, head = (measure_steps(name, work) for name in ("tilestack", *IN_FP8))
     first = exact["first_loss"]
     assert 0 < abs(layers["first_loss"] - first) < bench_train.SAME_LOSS * first
     assert 0 < abs(head["first_loss"] - first) < bench_train.SAME_LOSS * first
@@ -198,9 +198,9 @@ def test_steps_in_fp8_are_captured_where_a_run_would_capture_them(monkeypatch, h
 )  # fmt: skip
 def test_fp8_is_a_candidate_where_the_gpu_and_the_sizes_allow_it(monkeypatch, config, capability, found):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    names = bench_train.available(None, replace(WORK, config=TINY | config, device="cuda"))
+    names = bench_train.step_candidates(None, replace(WORK, config=TINY | config, device="cuda"))
     assert [name for name in names if name in IN_FP8] == found
-    assert not set(IN_FP8) & set(bench_train.available(None, WORK)), "a CPU has none"
+    assert not set(IN_FP8) & set(bench_train.step_candidates(None, WORK)), "a CPU has none"
 
 
 def test_a_step_in_fp8_says_why_it_cannot_be_had_here(work):
@@ -267,7 +267,7 @@ def test_the_command_reads_its_work_from_recipes(monkeypatch, tmp_path, capsys, 
 def test_the_plain_model_does_not_pretend_to_be_a_mixture(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"model_type": "qwen3_moe"}))
     with pytest.raises(ValueError, match="there is no qwen3_moe in plain PyTorch here"):
-        measure("plain", replace(WORK, weights=str(tmp_path)))
+        measure_steps("plain", replace(WORK, weights=str(tmp_path)))
 
 
 def test_llama_1b_is_the_shape_that_is_measured():

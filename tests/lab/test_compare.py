@@ -7,7 +7,7 @@ import pytest
 from made_up import MACHINE, ROOFS, row
 
 from tilestack.cli import main
-from tilestack.lab.compare import Change, compare, rows_of, summary
+from tilestack.lab.compare import Change, compare_results, rows_of, summary_of_changes
 from tilestack.lab.results import save
 
 BEFORE = {"triton": 100.0, "aten": 80.0, "gluon": 90.0, "cuda": 50.0}
@@ -27,14 +27,14 @@ def folders(tmp_path):
 
 
 def test_what_both_measured_is_judged_by_its_spread(folders):
-    changes = compare(*(rows_of(str(folder)) for folder in folders))
+    changes = compare_results(*(rows_of(str(folder)) for folder in folders))
     found = [(change.after["backend"], change.ratio, change.verdict, change.is_ours) for change in changes]
     assert found == [
         ("triton", 100 / 120, "slower", True),
         ("aten", 80 / 79.5, "equal", False),
         ("gluon", 1.5, "faster", True),
     ]
-    ours, peers = summary(changes).splitlines()
+    ours, peers = summary_of_changes(changes).splitlines()
     assert ours.startswith("ours: 1 faster, 1 slower, 0 equal; geometric mean 1.12×")
     assert peers.startswith("peers: 0 faster, 0 slower, 1 equal")
 
@@ -49,15 +49,15 @@ def test_a_borrowed_kernel_may_become_slower_too_and_the_definition_is_not_ours(
 
 def test_the_same_measurement_is_no_change(folders):
     rows = rows_of(str(folders[0]))
-    assert compare(rows, rows) == []
-    assert summary([]) == "nothing of the one was measured again in the other"
+    assert compare_results(rows, rows) == []
+    assert summary_of_changes([]) == "nothing of the one was measured again in the other"
 
 
 def test_another_machine_is_another_measurement(tmp_path):
     here, there = tmp_path / "here.json", tmp_path / "there.json"
     save(here, results(BEFORE, "before"))
     save(there, results(AFTER, "after", MACHINE | {"gpu": "Another GPU"}))
-    assert compare(rows_of(str(here)), rows_of(str(there))) == []
+    assert compare_results(rows_of(str(here)), rows_of(str(there))) == []
 
 
 def test_a_git_revision_has_the_results_of_its_time(folders, tmp_path, monkeypatch):
@@ -72,7 +72,7 @@ def test_a_git_revision_has_the_results_of_its_time(folders, tmp_path, monkeypat
     git("commit", "-qm", "before")
     for file in (work / "results").rglob("*.json"):
         file.write_text((after / "imaginary" / file.name).read_text())
-    assert len(compare(rows_of("HEAD"), rows_of("results"))) == 3
+    assert len(compare_results(rows_of("HEAD"), rows_of("results"))) == 3
 
 
 def test_the_command_answers_in_json_and_by_its_exit_code(folders, capsys):

@@ -8,7 +8,7 @@ from tilestack.contract.cases import Make, cases
 from tilestack.lab.evaluate import LARGE, NUDGES, REDRAWS, compute_standards, further_draws
 from tilestack.lab.mutation.suite import Original
 from tilestack.lab.oracle import own_error
-from tilestack.lab.variants import nudged
+from tilestack.lab.variants import nudged_arguments
 from tilestack.lab.verify import claims, prove
 
 CPU = torch.device("cpu")
@@ -116,13 +116,13 @@ def test_arguments_rounded_otherwise_are_as_hard_as_they_were():
     """Two scores a rounding apart: a softmax's error is made by that row alone, which other arguments do not have."""
     scores = torch.tensor([[4096.0, 4096.25, -4096.0], [4096.0, 1.0, 2.0]])
     given = dict(x=scores, count=3, codes=torch.tensor([1, 2]))
-    found = [nudged(given, seed) for seed in range(1, 9)]
+    found = [nudged_arguments(given, seed) for seed in range(1, 9)]
     assert all((each["count"], each["codes"].tolist()) == (3, [1, 2]) for each in found)
     away = torch.stack([(each["x"].double() - scores.double()) / scores.double() for each in found])
     assert set((away / torch.finfo(torch.float32).eps).round(decimals=3).unique().tolist()) == {-1.0, 0.0, 1.0}
     assert len({each["x"].numpy().tobytes() for each in found}) == len(found)
     assert given["x"] is scores
-    assert nudged(given, 1)["x"].equal(found[0]["x"])
-    half = nudged(dict(x=torch.ones(64, dtype=torch.bfloat16)), 1)["x"]
+    assert nudged_arguments(given, 1)["x"].equal(found[0]["x"])
+    half = nudged_arguments(dict(x=torch.ones(64, dtype=torch.bfloat16)), 1)["x"]
     assert half.dtype == torch.bfloat16
     assert set(half.tolist()) == {1 - 2**-7, 1.0, 1 + 2**-7}

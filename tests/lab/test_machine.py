@@ -97,8 +97,8 @@ def test_a_machine_without_a_compiler_is_told_which_to_install(monkeypatch):
 def test_missing_commands_and_files_are_no_errors(monkeypatch):
     assert machine.output_of("no-such-command-at-all") == ""
     assert machine.output_of("false") == ""
-    assert machine.text_of("/no/such/file") == ""
-    monkeypatch.setattr(machine, "text_of", lambda path: "")
+    assert machine.text_of_file("/no/such/file") == ""
+    monkeypatch.setattr(machine, "text_of_file", lambda path: "")
     assert machine.memory().status == "ok"
     assert machine.cpu_name().endswith("cores")
 
@@ -106,5 +106,7 @@ def test_missing_commands_and_files_are_no_errors(monkeypatch):
 def test_the_table_keeps_the_brackets_of_a_fix():
     console = Console(width=200)
     with console.capture() as shown:
-        console.print(machine.render([machine.Finding("extra hf", "missing", "no x", "pip install 'tilestack[hf]'")]))
+        console.print(
+            machine.render_findings([machine.Finding("extra hf", "missing", "no x", "pip install 'tilestack[hf]'")])
+        )
     assert "pip install 'tilestack[hf]'" in shown.get()

@@ -53,7 +53,7 @@ def run():
 
 
 def test_the_table_of_a_sweep(run, tmp_path):
-    path = memory.path_of(tmp_path / "results", "imaginary")
+    path = memory.sweeps_file(tmp_path / "results", "imaginary")
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(run))
     written = table("memory imaginary stride", tmp_path)
@@ -70,23 +70,23 @@ def test_the_table_of_a_sweep(run, tmp_path):
 def test_sweeps_are_no_contests(run, tmp_path):
     from tilestack.lab.measured import results_under
 
-    path = memory.path_of(tmp_path, "imaginary")
+    path = memory.sweeps_file(tmp_path, "imaginary")
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(run))
     assert results_under(tmp_path) == []
 
 
 def test_the_section_draws_what_there_is_and_says_what_there_is_not(run):
-    section = memory.section(run)
+    section = memory.sweeps_section(run)
     assert section.body.count("<h3>") == len(SWEEPS)
     assert section.body.count('class="plot"') == 1
     assert section.body.count("tilestack bench memory") == len(SWEEPS) - 1
     assert "copy roof, 4,000 GB/s" in section.body
     assert "CPU" not in section.lede
-    assert "CPU" in memory.section(run | dict(machine=MACHINE | dict(gpu=""), roofs={})).lede
+    assert "CPU" in memory.sweeps_section(run | dict(machine=MACHINE | dict(gpu=""), roofs={})).lede
 
 
 def test_the_terminal_shows_failures(run):
-    stride, *_ = memory.tables(memory.points_of(run))
+    stride, *_ = memory.sweep_tables(memory.points_of(run))
     cells = list(stride.columns[2].cells)
     assert (cells[0], cells[-1]) == ("2,000 GB/s", "out of memory")

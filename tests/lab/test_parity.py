@@ -6,7 +6,7 @@ import torch
 from tilestack import contract, ops
 from tilestack.cli import main
 from tilestack.contract import implements
-from tilestack.lab.parity import Parity, bounds, fp8_parity, new_model, nudged, parity
+from tilestack.lab.parity import Parity, allowed_differences, fp8_parity, new_model, nudged_weights, parity
 from tilestack.train import Loss, Recipe, fp8_product
 from tilestack.train.settings import read
 
@@ -99,14 +99,14 @@ def test_an_operator_without_that_backend_is_named(outside):
 
 
 def test_the_bound_grows_with_what_equally_right_runs_differ_by():
-    found = bounds([1.0, 1.0, 1.0], [[1.0, 1.5, 1.25], [1.0, 0.75, 1.0]])
+    found = allowed_differences([1.0, 1.0, 1.0], [[1.0, 1.5, 1.25], [1.0, 0.75, 1.0]])
     assert found == pytest.approx([4 * torch.finfo(torch.float32).eps, 2.0, 2.0])
     assert Parity("x", [1.0, 1.0], [1.0, float("nan")], [1.0, 1.0]).broken_at == 2
 
 
 def test_nudging_moves_every_weight_by_one_unit():
     weights = {"w": torch.tensor([1.0, -2.0, 8.0]), "n": torch.tensor([3])}
-    moved = nudged(weights, 2**-8, 0)
+    moved = nudged_weights(weights, 2**-8, 0)
     assert torch.equal((moved["w"] / weights["w"] - 1).abs(), torch.full((3,), 2**-8))
     assert torch.equal(moved["n"], weights["n"])
 

@@ -11,7 +11,7 @@ from tilestack import ops
 from tilestack.cli import main
 from tilestack.cli.profile import WARM_UP, recorded_call
 from tilestack.engine import Engine, EngineSettings
-from tilestack.lab.profile import Profile, origin_of, our_kernels, record, render
+from tilestack.lab.profile import Profile, origin_of, our_kernels, record, render_profile
 from tilestack.lab.serve_steps import ServedSteps
 from tilestack.train.run.profile import Share
 
@@ -65,11 +65,11 @@ def test_wall_time_is_of_one_call_and_begins_when_it_is_warm(monkeypatch):
 
 def test_the_table_says_whose_the_time_was_and_how_busy_the_gpu():
     shares = [Share("nvjet_x", 2, 6.0), Share("softmax_bwd_kernel", 1, 3.0), Share("Memset (Device)", 1, 1.0)]
-    table = render("made up", Profile(shares, 20.0, True), most=2)
+    table = render_profile("made up", Profile(shares, 20.0, True), most=2)
     assert table.caption.startswith("cuBLAS 60%, tilestack 30%, copies 10%; 10 ms in 3 different kernels")
     assert "the GPU was busy 50% of 20 ms" in table.caption
     assert table.row_count == 2
-    assert "nothing ran" in render("empty", Profile([], 1.0, False), most=2).caption
+    assert "nothing ran" in render_profile("empty", Profile([], 1.0, False), most=2).caption
 
 
 def test_steps_of_an_engine_are_profiled_in_two_parts():

@@ -49,8 +49,8 @@ def test_a_file_of_something_else_is_named(folder):
 
 
 def test_the_section_counts_them(folder):
-    section = proved.section(folder, "imaginary")
+    section = proved.proofs_section(folder, "imaginary")
     total = len(proved.lines(folder, "imaginary"))
     assert section.lede.startswith(f"1 of {total} backends are proved")
     assert "2 of 12 claims fail" in section.body
-    assert "tilestack verify --save" in proved.section(folder, "unknown").body
+    assert "tilestack verify --save" in proved.proofs_section(folder, "unknown").body

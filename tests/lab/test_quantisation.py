@@ -25,7 +25,7 @@ def test_every_way_is_measured_once_and_shown(folder, monkeypatch, tmp_path, cap
     monkeypatch.setattr(quantisation, "EVALUATED", 256)
     assert "not measured yet: `tilestack bench quantize --save`" in table("quantised cpu", tmp_path)
     given = ["bench", "quantize", "--device", "cpu", "--model", str(folder), "--save", "--json", "found.json"]
-    monkeypatch.setattr(quantisation, "ways", lambda: [("w4a16", "gptq"), ("w8a8", "smooth")])
+    monkeypatch.setattr(quantisation, "schemes_and_methods", lambda: [("w4a16", "gptq"), ("w8a8", "smooth")])
     for ways in (2, 0):  # the second time all of it is there
         with pytest.raises(SystemExit) as ended:
             cli.main([*given, *(["--stale"] if not ways else [])])
@@ -40,7 +40,7 @@ def test_every_way_is_measured_once_and_shown(folder, monkeypatch, tmp_path, cap
 
 
 def test_the_ways_are_every_scheme_by_every_method_that_does_something():
-    ways = quantisation.ways()
+    ways = quantisation.schemes_and_methods()
     assert ways[0] == ("w4a16", "gptq")
     assert len(ways) == len(set(ways)) == 4 * 4 + 2
     assert ("w4a16", "smooth") not in ways

@@ -19,7 +19,7 @@ from tilestack.lab.source import (
     code_lines,
     code_of,
     file_of_module,
-    files_behind,
+    files_run_by,
     functions_of,
     imported_kernels,
     read_file,
@@ -46,7 +46,7 @@ def reached(operator, backend="triton"):
 
 
 def names_behind(operator, backend="triton"):
-    return {path.name for path in files_behind(functions_of(ops.operator_named(operator).implementations[backend]))}
+    return {path.name for path in files_run_by(functions_of(ops.operator_named(operator).implementations[backend]))}
 
 
 def test_it_reaches_what_a_kernel_mentions_by_way_of_others():
@@ -326,7 +326,7 @@ def test_every_implementation_has_a_hash_and_different_files_differ():
 
 
 def test_pytorch_has_no_file_of_ours():
-    assert not files_behind(functions_of(ops.operator_named("relu").implementations["aten"]))
+    assert not files_run_by(functions_of(ops.operator_named("relu").implementations["aten"]))
     assert file_of_module(KERNELS) is None
 
 

@@ -53,9 +53,11 @@ def test_a_ladder_has_a_column_per_backend(root):
     product = dict(moved=100_663_296, flops=137_438_953_472)
     rungs = [row("linear", case, name, time, **product) for name, time in (("triton_naive", 800.0), ("gluon", 200.0))]
     save(root, replace(small, rows=[*small.rows, *rungs]))
-    header, _, only = cells(table("ladder imaginary linear triton_naive,triton,triton_persistent,gluon,aten", root))
-    assert header[3:] == ["`triton_naive`", "`triton`", "`triton_persistent`", "`gluon`", "`aten`"]
-    assert only[3:] == ["172 TFLOP/s", "344 TFLOP/s", "–", "687 TFLOP/s", "625 TFLOP/s"]
+    written = table("ladder imaginary linear triton_naive,triton,triton_persistent,gluon,aten", root)
+    header, _, only = cells(written)
+    assert header[3:] == ["`triton_naive`", "`triton`", "`gluon`", "`aten`"]
+    assert only[3:] == ["172 TFLOP/s", "344 TFLOP/s", "687 TFLOP/s", "625 TFLOP/s"]
+    assert "\n\n_Not measured yet: `triton_persistent`._\n\n" in written
     assert "not measured yet" in table("ladder imaginary softmax triton_naive,gluon", root)
     assert "not measured yet" in table("ladder unknown linear triton,aten", root)
 
@@ -356,6 +358,12 @@ def test_engines_stand_beside_each_other_by_workload(tmp_path):
         served("tilestack lookup", "copying", 5000.4, "tokens/s", 2.0),
         served("vllm", "batch 1", 2.5, "ms/step", 2.0),
     ]
+    shuffled = [
+        served("tilestack", case, 1, "ms", 1) for case in ("new", "copying", "batch 64", "batch 8", "throughput")
+    ]
+    save(tmp_path, replace(small_result(), rows=shuffled), "serve")
+    _, _, *lines = cells(table("serving imaginary", tmp_path))
+    assert [line[0] for line in lines] == ["throughput", "batch 8", "batch 64", "copying", "new"]
     save(tmp_path, replace(small_result(), rows=rows), "serve")
     header, _, *lines = cells(written := table("serving imaginary", tmp_path))
     assert header[-2:] == ["vllm", "against vllm"]

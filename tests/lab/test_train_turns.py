@@ -54,7 +54,7 @@ def test_a_machine_that_slows_down_does_not_change_the_ratio(monkeypatch):
     assert ours["how"] == "processor time of whole steps on one thread, taken in turn, at least 20 each"
     assert rows["transformers"]["note"] == "ValueError: no such thing"
     page = io.StringIO()
-    Console(file=page, width=80).print(bench_train.render([ours, rows["plain"]]))
+    Console(file=page, width=80).print(bench_train.render_training_steps([ours, rows["plain"]]))
     assert all(shown in page.getvalue() for shown in ("tilestack", "0.80× slower", f"{low:.2f}–{high:.2f}"))
     assert "…" not in page.getvalue()
 
@@ -95,7 +95,7 @@ def test_rounds_that_differ_too_much_are_said_to_be_unclear(monkeypatch):
     rows = bench_train.bench_train(replace(WORK, steps=20), ["tilestack", "plain"])
     assert rows[0]["verdict"] == "unclear"
     page = io.StringIO()
-    Console(file=page, width=80).print(bench_train.render(rows))
+    Console(file=page, width=80).print(bench_train.render_training_steps(rows))
     assert "try again when less is running" in page.getvalue()
 
 

@@ -60,9 +60,9 @@ def test_every_candidate_is_proved_before_it_is_timed(searched):
     assert wrong.note.startswith("wrong: forward")
     rows = [row | dict(case=found.case.name) for row in found.rows()]
     assert make_table(rows)["softmax"]["default"][:1] == ["mine:right"]
-    assert tune.render([found]).row_count == 1
+    assert tune.render_tuned([found]).row_count == 1
     nothing = dataclasses.replace(found, trials=[dataclasses.replace(t, time_us=None) for t in found.trials])
-    assert tune.render([nothing]).row_count == 1
+    assert tune.render_tuned([nothing]).row_count == 1
 
 
 def test_candidates_are_all_backends_in_all_configurations():

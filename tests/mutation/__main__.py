@@ -65,7 +65,7 @@ def try_file(file: str, suite: mutation.Suite, most: int | None, again: bool, co
     """Go on with a file from where it was left, or try its survivors again."""
     every = suite.mutants()
     source = mutation_results.code_hash(file)
-    found = mutation_results.load().get(file)
+    found = mutation_results.load_tried().get(file)
     if found is None or found.source != source:
         found = mutation_results.Tried(source, len(every))
     survived = lambda mutant: mutant.name in found.survivors
@@ -77,9 +77,9 @@ def try_file(file: str, suite: mutation.Suite, most: int | None, again: bool, co
     for mutant in track(chosen, file, console=Console(stderr=True), transient=True):
         found.add(suite.outcome(mutant))
         found.commit = commit
-        mutation_results.save(file, found)
+        mutation_results.save_tried(file, found)
     if not found.tried:
-        mutation_results.save(file, found)
+        mutation_results.save_tried(file, found)
 
 
 if __name__ == "__main__":

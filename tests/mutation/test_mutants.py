@@ -145,8 +145,8 @@ def test_what_is_kept_goes_on_and_tries_survivors_again(tmp_path):
     found = mutation_results.Tried("hash", mutants=3)
     found.add(Outcome(mutants[0], True, "wrong"))
     found.add(Outcome(mutants[1], False, "", claims=7))
-    mutation_results.save("tiles", found, tmp_path)
-    kept = mutation_results.load(tmp_path)["tiles"]
+    mutation_results.save_tried("tiles", found, tmp_path)
+    kept = mutation_results.load_tried(tmp_path)["tiles"]
     assert (kept.tried, kept.caught, kept.survivors) == (2, {"mask": [1, 2]}, {mutants[1].name: 7})
     kept.add(Outcome(mutants[1], True, "wrong"))
     assert (kept.tried, kept.caught, kept.survivors) == (2, {"mask": [2, 2]}, {})
@@ -155,21 +155,21 @@ def test_what_is_kept_goes_on_and_tries_survivors_again(tmp_path):
 def test_files_that_are_no_more_are_forgotten(tmp_path):
     gone, here = mutation_results.Tried("hash", mutants=1), mutation_results.Tried("hash", mutants=2)
     for file, found in {"once.there": gone, "tiles": here}.items():
-        mutation_results.save(file, found, tmp_path)
-    assert mutation_results.load(tmp_path) == {"tiles": here}
+        mutation_results.save_tried(file, found, tmp_path)
+    assert mutation_results.load_tried(tmp_path) == {"tiles": here}
 
 
 def test_what_is_kept_waits_for_others_who_keep(tmp_path):
     """Two processes that try different files must not write over each other's outcomes."""
     found = mutation_results.Tried("hash", mutants=1)
-    other = threading.Thread(target=mutation_results.save, args=("tiles", found, tmp_path))
+    other = threading.Thread(target=mutation_results.save_tried, args=("tiles", found, tmp_path))
     with mutation_results.alone_in(tmp_path):
         other.start()
         other.join(0.2)
         assert other.is_alive()
-        assert not mutation_results.load(tmp_path)
+        assert not mutation_results.load_tried(tmp_path)
     other.join()
-    assert mutation_results.load(tmp_path) == {"tiles": found}
+    assert mutation_results.load_tried(tmp_path) == {"tiles": found}
 
 
 def test_a_definition_is_neither_noted_nor_counted(vectors):

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def measured(group):
-    rows = list(comm.measure(list(comm.COLLECTIVES), [4, 4096], 2, group, CPU))
+    rows = list(comm.measure_collectives(list(comm.COLLECTIVES), [4, 4096], 2, group, CPU))
     table = [[row.bytes, row.seconds, row.algorithm_bandwidth, row.bus_bandwidth] for row in rows]
     return {"rows": torch.tensor(table, dtype=torch.float64)}
 

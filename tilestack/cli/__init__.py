@@ -14,8 +14,8 @@ from rich.markup import escape
 
 import tilestack
 from tilestack.cli import (
-    align,
     bench,
+    chain,
     chat,
     compare,
     demo,
@@ -25,8 +25,10 @@ from tilestack.cli import (
     learn,
     load,
     parallel,
+    parity,
     profile,
     quantize,
+    recipe_keys,
     serve,
     train,
 )
@@ -44,7 +46,7 @@ app = typer.Typer(
 PANELS = {
     "Start here": (demo, learn),
     "Kernels: verify, benchmark, inspect": (lab, bench, profile, compare),
-    "Training": (train, align, evaluate),
+    "Training": (train, recipe_keys, evaluate, parity, chain),
     "Several GPUs": (parallel,),
     "Inference and serving": (generate, chat, serve, load, quantize),
 }
@@ -55,7 +57,7 @@ for panel, parts in PANELS.items():
         part.add_to(app)
     for command in app.registered_commands[known:]:
         command.rich_help_panel = panel
-        command.help = in_paragraphs(getattr(command.callback, "__doc__", None) or "")
+        command.help = in_paragraphs(command.help or getattr(command.callback, "__doc__", None) or "")
 
 
 def print_version(wanted: bool) -> None:
@@ -89,11 +91,11 @@ def main(arguments: list[str] | None = None) -> None:
         if "--debug" in arguments:
             raise
         where = f" on rank {environment.rank()}" if environment.launched() else ""
-        error.print(f"[red]error{where}:[/red] {escape(in_words(problem))}")
+        error.print(f"[red]error{where}:[/red] {escape(error_in_words(problem))}")
         sys.exit(1)
 
 
-def in_words(problem: Exception) -> str:
+def error_in_words(problem: Exception) -> str:
     """What went wrong, for a person; errors of the command line itself name their option, those of the system their file."""
     if isinstance(problem, OSError) and problem.strerror:
         names = " and ".join(str(name) for name in (problem.filename, problem.filename2) if name is not None)

@@ -58,79 +58,22 @@ def bench_command(
     context: typer.Context,
     operators: Operators = None,
     device: Device = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated backends and peers (aten, aten-rowwise, compile, compile-max, eager, liger); bench serve: engines "
-            "(tilestack, tilestack int8, tilestack lookup, tilestack operators, tilestack fp8 kv, tilestack fp8 weights, vllm, "
-            "transformers); default: all that can run.",
-            show_default=False,
-        ),
-    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Comma-separated backends and peers (aten, aten-rowwise, compile, compile-max, eager, liger); bench serve: engines (tilestack, tilestack int8, tilestack lookup, tilestack operators, tilestack fp8 kv, tilestack fp8 weights, vllm, transformers); default: all that can run.", show_default=False)] = None,
     dtype: Dtypes = None,
-    direction: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated: forward, backward, both; default: forward,backward, of layers forward,both.",
-            show_default=False,
-        ),
-    ] = None,
-    case: Annotated[
-        str, typer.Option(help="bench, check, or the name of one case, which `tilestack ops NAME` lists.")
-    ] = "bench",
-    save: Annotated[
-        bool,
-        typer.Option(
-            "--save",
-            help="Merge the rows into results/<machine>/ as they are measured; on a GPU, in a checkout, also update the table that auto reads.",
-        ),
-    ] = False,
+    direction: Annotated[str | None, typer.Option(help="Comma-separated: forward, backward, both; default: forward,backward, of layers forward,both.", show_default=False)] = None,
+    case: Annotated[str, typer.Option(help="bench, check, or the name of one case, which `tilestack ops NAME` lists.")] = "bench",
+    save: Annotated[bool, typer.Option("--save", help="Merge the rows into results/<machine>/ as they are measured; on a GPU, in a checkout, also update the table that auto reads.")] = False,
     stale: Annotated[bool, typer.Option("--stale", help="Only what has no up-to-date result in results/.")] = False,
-    budget: Annotated[
-        float | None,
-        typer.Option(help="Start nothing that would end after this many seconds.", min=1, show_default=False),
-    ] = None,
-    jobs: Annotated[
-        int,
-        typer.Option(
-            help="Operators on a GPU: processes that compile kernels before they are timed in one; at most two fifths of the budget.",
-            min=1,
-        ),
-    ] = 1,
+    budget: Annotated[float | None, typer.Option(help="Start nothing that would end after this many seconds.", min=1, show_default=False)] = None,
+    jobs: Annotated[int, typer.Option(help="Operators on a GPU: processes that compile kernels before they are timed in one; at most two fifths of the budget.", min=1)] = 1,
     json_: JsonFile = None,
     load: Load = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help="bench train, bench layers: comma-separated recipes whose models to take; default: those of the documentation, or demo on a CPU.",
-            show_default=False,
-        ),
-    ] = None,
-    micro_batch: Annotated[
-        str | None,
-        typer.Option(
-            help="bench train, bench layers: comma-separated batch sizes; default: the documentation's or the recipe's.",
-            show_default=False,
-        ),
-    ] = None,
-    sequence: Annotated[
-        int | None,
-        typer.Option(
-            help="bench train, bench layers: sequence length; default: the recipe's.", min=2, show_default=False
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="bench serve, http and quantize: a model's folder, file or name; default: random weights, on a GPU in the shape of Qwen3-0.6B; quantize: smollm2.",
-            show_default=False,
-        ),
-    ] = None,
-    workload: Annotated[
-        str | None,
-        typer.Option(help="bench serve: comma-separated workloads, such as 'throughput,batch 1'.", show_default=False),
-    ] = None,
-) -> None:
+    recipe: Annotated[str | None, typer.Option(help="bench train, bench layers: comma-separated recipes whose models to take; default: those of the documentation, or demo on a CPU.", show_default=False)] = None,
+    micro_batch: Annotated[str | None, typer.Option(help="bench train, bench layers: comma-separated batch sizes; default: the documentation's or the recipe's.", show_default=False)] = None,
+    sequence: Annotated[int | None, typer.Option(help="bench train, bench layers: sequence length; default: the recipe's.", min=2, show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="bench serve, http and quantize: a model's folder, file or name; default: random weights, on a GPU in the shape of Qwen3-0.6B; quantize: smollm2.", show_default=False)] = None,
+    workload: Annotated[str | None, typer.Option(help="bench serve: comma-separated workloads, such as 'throughput,batch 1'.", show_default=False)] = None,
+) -> None:  # fmt: skip
     """Benchmark kernels against the hardware roofs and the fastest peer, in one run.
 
     [bold]tilestack bench softmax[/bold] measures one operator; [bold]tilestack bench add --load my_kernels.py[/bold]
@@ -314,7 +257,7 @@ def bench_starts(json_: Path | None) -> None:
     found = bench_startup.bench_startup(bench_startup.STARTS)
     write_json(json_, [asdict(start) for start in found])
     if str(json_) != "-":
-        console.print(bench_startup.render(found))
+        console.print(bench_startup.render_starts(found))
 
 
 def bench_memory_patterns(asked: Asked) -> None:
@@ -322,11 +265,11 @@ def bench_memory_patterns(asked: Asked) -> None:
     from tilestack.extras import MissingExtra
     from tilestack.lab import memory, results
 
-    kept = memory.load(results.FOLDER, asked.stamp["slug"])
-    if asked.is_over() or (asked.stale and kept and memory.is_current(kept)):
+    kept = memory.load_sweeps(results.FOLDER, asked.stamp["slug"])
+    if asked.is_over() or (asked.stale and kept and memory.sweeps_are_current(kept)):
         return
     run = memory.bench_memory(asked.place.type, results.FOLDER if asked.save else None, Console(stderr=True))
-    for table in memory.tables(memory.points_of(run)):
+    for table in memory.sweep_tables(memory.points_of(run)):
         console.print(table)
     if not asked.save:
         return
@@ -344,7 +287,7 @@ def bench_host_time(asked: Asked) -> None:
         return
     target = asked.results_file("sweeps/host")
     kept = bench_host.current_operators(asked.kept_rows("sweeps/host")) if asked.stale else set()
-    with asked.measured_rows(target, bench_host.render_with_summary) as rows:
+    with asked.measured_rows(target, bench_host.render_host_times_with_summary) as rows:
         for found in bench_host.bench_host(asked.place.type, without=kept):
             rows += found
             if asked.save:  # at once: the next may fail
@@ -356,12 +299,12 @@ def bench_host_time(asked: Asked) -> None:
 def bench_optimizers(asked: Asked, names: list[str], case: str, dtypes: list[str] | None) -> None:
     """The step of each optimizer, or of those named, beside torch's; on a CPU, over a few small tensors."""
     from tilestack.lab import bench_tables, results
-    from tilestack.lab.bench_optim import CASES, CONTESTS, DTYPES, bench_optim, refuse_unknown
+    from tilestack.lab.bench_optim import CASES, CONTESTS, DTYPES, bench_optim, refuse_unknown_optimizers
     from tilestack.lab.roofs import measured
     from tilestack.lab.rows import Row
 
     chosen = names or list(CONTESTS), list(CASES) if case in ("bench", "check") else [case], dtypes or DTYPES
-    refuse_unknown(*chosen)
+    refuse_unknown_optimizers(*chosen)
     target = asked.results_file("optimizers")
     few: list[tuple[int, ...]] = [(256, 64)] * 8
     small = None if asked.place.type == "cuda" else dict.fromkeys(CASES, few)

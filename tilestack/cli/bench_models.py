@@ -87,7 +87,7 @@ def bench_decoder_layers(
         return
     target = asked.results_file("layers")
     kept = asked.kept_rows("layers") if asked.stale else []
-    with asked.measured_rows(target, bench_layers.render) as rows:
+    with asked.measured_rows(target, bench_layers.render_layers) as rows:
         found = bench_layers.bench_layers(
             works, layers, directions or bench_layers.DIRECTIONS, candidates, Console(stderr=True).print, kept
         )
@@ -103,7 +103,7 @@ def bench_training(asked: "Asked", works: list["Work"], candidates: list[str] | 
     from tilestack.lab.roofs import measured
 
     target = asked.results_file("train")
-    with asked.measured_rows(target, bench_train.render) as rows:
+    with asked.measured_rows(target, bench_train.render_training_steps) as rows:
         if asked.stale:
             works = bench_train.stale_works(works, asked.kept_rows("train"), candidates)
         for work in works:
@@ -124,7 +124,7 @@ def bench_serving(asked: "Asked", model: str | None, candidates: list[str] | Non
         return
     target = asked.results_file("serve")
     kept = asked.kept_rows("serve") if asked.stale else []
-    with asked.measured_rows(target, bench_serve.render) as rows:
+    with asked.measured_rows(target, bench_serve.render_engines) as rows:
         for row in bench_serve.bench_serve(asked.place.type, model, candidates, only, Console(stderr=True).print, kept):
             rows.append(row)
             if asked.save:  # at once: the next may fail
@@ -154,11 +154,11 @@ def bench_quality(asked: "Asked", model: str | None) -> None:
     model = model or quantisation.MODEL
     target = asked.results_file(quantisation.RESULTS)
     done = {quantisation.way_of(run) for run in quantisation.kept_runs(target)} if asked.stale else set()
-    chosen = [way for way in quantisation.ways() if (model, *way) not in done]
+    chosen = [way for way in quantisation.schemes_and_methods() if (model, *way) not in done]
     if not chosen or asked.is_over():
         return
-    with asked.measured_rows(target, quantisation.render) as runs:
-        for run in quantisation.measure(chosen, asked.place, Console(stderr=True).print, model):
+    with asked.measured_rows(target, quantisation.render_quantised) as runs:
+        for run in quantisation.measure_quality(chosen, asked.place, Console(stderr=True).print, model):
             runs.append(run)
             if asked.save:
                 quantisation.keep(target, asked.stamp, run)

@@ -37,7 +37,7 @@ def compare_command(
     from tilestack.lab.rows import SLOWER
 
     both = compare.rows_of(before), compare.rows_of(after)
-    changes, failing = compare.compare(*both), compare.failing(*both)
+    changes, failing = compare.compare_results(*both), compare.failing(*both)
     if operator:
         if unknown := set(operator) - {row["op"] for row in [*(change.after for change in changes), *failing]}:
             raise ValueError(f"nothing named {', '.join(sorted(unknown))} was measured both before and after")
@@ -47,7 +47,7 @@ def compare_command(
         changes = [change for change in changes if change.is_ours]
     write_json(json_, [change.as_dict() for change in changes])
     if str(json_) != "-":
-        console.print(compare.render(changes, most))
+        console.print(compare.render_changes(changes, most))
     for row in failing:
         which = ", ".join(row[name] for name in IDENTITY)
         Console(stderr=True).print(f"fails now: {which}: {row['note']}", style="red", markup=False, soft_wrap=True)

@@ -60,12 +60,12 @@ def demo_command(
     RunFolder(output, "demo")  # refuses what is not ours before anything is done
     operators = pick_operators(DEMONSTRATED)
     console.rule("1. What is here")
-    console.print(machine.render(machine.doctor()))
+    console.print(machine.render_findings(machine.doctor()))
     console.rule("2. Are the kernels right?")
     only = {operator.name: "triton" for operator in operators}
     tasks = tasks_for(operators, place, only=only, dtypes=pick_dtypes("float32"), kinds=("check",), every_variant=False)
     proofs = prove_all(tasks)
-    console.print(verify.render(proofs, place))
+    console.print(verify.render_proofs(proofs, place))
     console.rule("3. A model, trained here")
     show_training = train_demonstration(recipe, output, fresh)
     console.rule("4. The model, served")

@@ -67,7 +67,7 @@ def eval_command(
     length = min(length, positions)
     found: dict[str, Any] = {}
     for source in texts or ():
-        some = itertools.islice(documents(source, tokenizer), limit)
+        some = itertools.islice(scored_documents(source, tokenizer), limit)
         found[source] = asdict(evaluate_texts(decoder, some, place, length, stride))
     if choices is not None:
         rows = itertools.islice(data.located(choices), limit)
@@ -77,10 +77,10 @@ def eval_command(
         found[name] = figures
     write_json(json_, {"model": model, "results": without_nan(found)})
     if str(json_) != "-":
-        console.print(table(model, found))
+        console.print(scores_table(model, found))
 
 
-def documents(source: str, tokenizer: "Tokenizer") -> Iterator[tuple[Sequence[int], int]]:
+def scored_documents(source: str, tokenizer: "Tokenizer") -> Iterator[tuple[Sequence[int], int]]:
     """The documents of a token file, or of whatever `data.read` reads: their ids and how many bytes they are. The end token
     that training puts behind a document is no part of it, and is not scored."""
     from tilestack import data
@@ -134,7 +134,7 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def table(model: str, found: dict[str, dict[str, Any]]) -> Table:
+def scores_table(model: str, found: dict[str, dict[str, Any]]) -> Table:
     made = Table(title=model)
     for heading in ("what", "figure", "value", "± standard error"):
         made.add_column(heading, justify="right" if heading in ("value", "± standard error") else "left")

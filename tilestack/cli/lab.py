@@ -59,7 +59,7 @@ def doctor_command(
     if json_:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
-        console.print(machine.render(findings))
+        console.print(machine.render_findings(findings))
 
 
 def ops_command(
@@ -69,7 +69,7 @@ def ops_command(
 ) -> None:
     """List every operator, its backends, and what [bold]auto[/bold] chooses on this machine; with names, their details."""
     place = kernel_device(device)
-    from tilestack.lab.catalogue import catalogue, render, render_operator
+    from tilestack.lab.catalogue import catalogue, render_operator, render_operators
 
     chosen = pick_operators(operators)
     if json_:
@@ -78,7 +78,7 @@ def ops_command(
         for operator in chosen:
             console.print(render_operator(operator, place))
     else:
-        console.print(render(catalogue(place, chosen)))
+        console.print(render_operators(catalogue(place, chosen)))
 
 
 def verify_command(
@@ -91,20 +91,11 @@ def verify_command(
     jobs: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
     save: Annotated[bool, typer.Option("--save", help="Save proofs to results/<gpu>/proofs.json.")] = False,
     stale: Annotated[bool, typer.Option("--stale", help="Only what has no up-to-date proof in proofs.json.")] = False,
-    budget: Annotated[
-        float | None, typer.Option(min=0, help="Start nothing after this many seconds.", show_default=False)
-    ] = None,
-    mutate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="OP",
-            help="Instead, mutation testing: break this operator's kernels in small ways and show which mutants are caught.",
-            show_default=False,
-        ),
-    ] = None,
+    budget: Annotated[float | None, typer.Option(min=0, help="Start nothing after this many seconds.", show_default=False)] = None,
+    mutate: Annotated[str | None, typer.Option(metavar="OP", help="Instead, mutation testing: break this operator's kernels in small ways and show which mutants are caught.", show_default=False)] = None,
     json_: JsonFile = None,
     load: Load = None,
-) -> None:
+) -> None:  # fmt: skip
     """Verify implementations against the float64 definition; exit 1 if one is wrong, naming the case.
 
     [bold]tilestack verify softmax --device cpu --quick[/bold] is a first look, on any machine;
@@ -141,7 +132,7 @@ def verify_command(
     found = prove_all(tasks, jobs, load or (), keep if save else None, math.inf if budget is None else budget)
     write_json(json_, [asdict(proof) for proof in found])
     if str(json_) != "-":
-        console.print(verify.render(found, place))
+        console.print(verify.render_proofs(found, place))
     if any(proof.ok is False for proof in found):
         raise typer.Exit(1)
 
@@ -161,7 +152,7 @@ def mutate_operator(name: str, json_: Path | None) -> None:
         outcomes = [suite.outcome(mutant) for mutant in progress.track(drawn, description=f"mutants of {name}")]
     write_json(json_, [outcome.row() for outcome in outcomes])
     if str(json_) != "-":
-        console.print(mutation.render(outcomes))
+        console.print(mutation.render_mutants(outcomes))
         for outcome in outcomes:
             if not outcome.caught:
                 console.print(
@@ -172,31 +163,16 @@ def mutate_operator(name: str, json_: Path | None) -> None:
 def tune_command(
     operators: Operators = None,
     dtype: Dtypes = None,
-    case: Annotated[
-        str, typer.Option(help="bench, check, or the name of one case, which `tilestack ops NAME` lists.")
-    ] = "bench",
-    budget: Annotated[
-        float | None,
-        typer.Option(min=0, help="Start no case that would end after this many seconds.", show_default=False),
-    ] = None,
-    kept: Annotated[
-        int, typer.Option(min=1, help="Configurations to time per backend, preselected by a cost model.")
-    ] = 8,
-    backend: Annotated[
-        str | None, typer.Option(help="Comma-separated backends; default: all but torch.", show_default=False)
-    ] = None,
+    case: Annotated[str, typer.Option(help="bench, check, or the name of one case, which `tilestack ops NAME` lists.")] = "bench",
+    budget: Annotated[float | None, typer.Option(min=0, help="Start no case that would end after this many seconds.", show_default=False)] = None,
+    kept: Annotated[int, typer.Option(min=1, help="Configurations to time per backend, preselected by a cost model.")] = 8,
+    backend: Annotated[str | None, typer.Option(help="Comma-separated backends; default: all but torch.", show_default=False)] = None,
     forward: Annotated[bool, typer.Option("--forward", help="Only the forward, for inference.")] = False,
-    jobs: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Processes that compile and verify before timing in one; at most two fifths of the budget.",
-        ),
-    ] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that compile and verify before timing in one; at most two fifths of the budget.")] = 1,
     ship: Annotated[bool, typer.Option("--ship", help="In a checkout, also update the shipped table.")] = False,
     json_: JsonFile = None,
     load: Load = None,
-) -> None:
+) -> None:  # fmt: skip
     """Find the fastest backend and configuration of operators on this GPU, for [bold]auto[/bold] to use.
 
     Every candidate is verified on a case before it is timed. By default only operators with several configurations are
@@ -229,7 +205,7 @@ def tune_command(
     finally:  # what Ctrl-C or an error leaves was measured and kept
         write_json(json_, [row for tuned in found for row in tuned.rows()])
         if found and str(json_) != "-":
-            console.print(tune.render(found))
+            console.print(tune.render_tuned(found))
             console.print(f"auto reads {tables[0]}")
 
 

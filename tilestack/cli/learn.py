@@ -148,7 +148,7 @@ def check_command(
             )
         )
     else:
-        console.print(render(exercise, mine, checked), soft_wrap=True)
+        console.print(render_attempt(exercise, mine, checked), soft_wrap=True)
     if checked.wrong is not None:
         raise typer.Exit(1)
 
@@ -161,7 +161,7 @@ def device_of_child(name: str | None) -> str:
     return kernel_device(name).type
 
 
-def render(exercise: Exercise, mine: Folder, checked: "Checked") -> Group:
+def render_attempt(exercise: Exercise, mine: Folder, checked: "Checked") -> Group:
     """What became of an attempt, and what to do next."""
     if checked.wrong is not None:
         held = f", after {checked.proved} of {checked.claims} claims that hold" if checked.proved else ""
@@ -227,7 +227,7 @@ def solution_command(
 
 
 @learn.command("compare")
-def compare_command(name: Name, folder: FolderOption = DEFAULT.path) -> None:
+def compare_attempt_command(name: Name, folder: FolderOption = DEFAULT.path) -> None:
     """Time your kernel beside ours and PyTorch's own, on a GPU."""
     exercise, mine = find_exercise(name), Folder(folder)
     path = mine.attempt(exercise)

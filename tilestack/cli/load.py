@@ -25,86 +25,27 @@ def add_to(app: typer.Typer) -> None:
 
 def load_command(
     url: Annotated[str, typer.Argument(help="The server, without /v1.")] = "http://127.0.0.1:8000",
-    model: Annotated[
-        str | None, typer.Option(help="Default: the first that the server lists.", show_default=False)
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(help="API key, if the server requires one.", envvar="TILESTACK_API_KEY", show_default=False),
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Default: the first that the server lists.", show_default=False)] = None,
+    api_key: Annotated[str | None, typer.Option(help="API key, if the server requires one.", envvar="TILESTACK_API_KEY", show_default=False)] = None,
     requests: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 100,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            help="Requests per second, at random times (Poisson); default: all at once.",
-            min=1e-6,
-            show_default=False,
-            rich_help_panel=WHEN,
-        ),
-    ] = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            help="At most this many in flight; without --rate a closed loop.",
-            min=1,
-            show_default=False,
-            rich_help_panel=WHEN,
-        ),
-    ] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second, at random times (Poisson); default: all at once.", min=1e-6, show_default=False, rich_help_panel=WHEN)] = None,
+    concurrency: Annotated[int | None, typer.Option(help="At most this many in flight; without --rate a closed loop.", min=1, show_default=False, rich_help_panel=WHEN)] = None,
     warmup: Annotated[int, typer.Option(help="Warm-up requests, not counted.", min=0, rich_help_panel=WHEN)] = 1,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds without a response before a request fails.", min=0.001, rich_help_panel=WHEN)
-    ] = 600,
+    timeout: Annotated[float, typer.Option(help="Seconds without a response before a request fails.", min=0.001, rich_help_panel=WHEN)] = 600,
     input_: Annotated[str, typer.Option("--input", help=f"Prompts: {LENGTHS}.", rich_help_panel=WHAT)] = "512",
     output: Annotated[str, typer.Option(help="Output lengths, in the same format.", rich_help_panel=WHAT)] = "128",
-    prefix: Annotated[
-        int, typer.Option(help="Tokens of a prefix that prompts share.", min=0, rich_help_panel=WHAT)
-    ] = 0,
+    prefix: Annotated[int, typer.Option(help="Tokens of a prefix that prompts share.", min=0, rich_help_panel=WHAT)] = 0,
     prefixes: Annotated[int, typer.Option(help="Number of different prefixes.", min=1, rich_help_panel=WHAT)] = 1,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            help="Prompts are pieces of this file; default: random token ids.",
-            exists=True,
-            dir_okay=False,
-            show_default=False,
-            rich_help_panel=WHAT,
-        ),
-    ] = None,
-    vocabulary: Annotated[
-        int, typer.Option(help="Random token ids are below this.", min=1, rich_help_panel=WHAT)
-    ] = 10_000,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Use /v1/chat/completions; needs --text.", rich_help_panel=WHAT)
-    ] = False,
+    text: Annotated[Path | None, typer.Option(help="Prompts are pieces of this file; default: random token ids.", exists=True, dir_okay=False, show_default=False, rich_help_panel=WHAT)] = None,
+    vocabulary: Annotated[int, typer.Option(help="Random token ids are below this.", min=1, rich_help_panel=WHAT)] = 10_000,
+    chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions; needs --text.", rich_help_panel=WHAT)] = False,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.", min=0, rich_help_panel=WHAT)] = 0.0,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            help="Generate the full output length; supported by tilestack and vLLM, not by OpenAI.",
-            rich_help_panel=WHAT,
-        ),
-    ] = True,
+    ignore_eos: Annotated[bool, typer.Option(help="Generate the full output length; supported by tilestack and vLLM, not by OpenAI.", rich_help_panel=WHAT)] = True,
     seed: Annotated[int, typer.Option(help="Seed for prompts, lengths and arrival times.", rich_help_panel=WHAT)] = 0,
-    goodput: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Count requests within ttft:MS, tpot:MS or e2el:MS; may be given several times.",
-            show_default=False,
-            rich_help_panel=REPORT,
-        ),
-    ] = None,
+    goodput: Annotated[list[str] | None, typer.Option(help="Count requests within ttft:MS, tpot:MS or e2el:MS; may be given several times.", show_default=False, rich_help_panel=REPORT)] = None,
     json_: JsonFile = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Plot the latencies to this .svg file.",
-            callback=writable_file,
-            show_default=False,
-            rich_help_panel=REPORT,
-        ),
-    ] = None,
-) -> None:
+    plot: Annotated[Path | None, typer.Option(help="Plot the latencies to this .svg file.", callback=writable_file, show_default=False, rich_help_panel=REPORT)] = None,
+) -> None:  # fmt: skip
     """Load-test an OpenAI-compatible server: throughput, TTFT, TPOT, ITL and end-to-end latency.
 
     Works with any OpenAI endpoint. The JSON has the field names of `vllm bench serve`.

@@ -89,7 +89,7 @@ def comm_command(
     from tilestack.lab import comm
 
     names = comm.collectives_named(collectives or [])
-    wanted = [comm.size_of(size) for size in sizes.split(",")]
+    wanted = [comm.bytes_of_size(size) for size in sizes.split(",")]
     place = pick_device(device)
     if not environment.launched():
         number = processes or default_processes(place.type)
@@ -108,7 +108,7 @@ def comm_command(
 
     with joined(place.type) as mesh:
         assert dist.group.WORLD is not None
-        found = list(comm.measure(names, wanted, repeats, dist.group.WORLD, place))
+        found = list(comm.measure_collectives(names, wanted, repeats, dist.group.WORLD, place))
         if mesh.first:
             write_json(json_, [asdict(row) for row in found])
             if str(json_) != "-":
@@ -176,14 +176,14 @@ def plan_table(found: list["Plan"]) -> Table:
     for plan in found:
         activations = plan.activations_checkpointed if plan.checkpointing else plan.activations
         made.add_row(
-            escape(in_words(plan)), in_bytes(plan.weights + plan.gradients + plan.optimizer), in_bytes(activations),
+            escape(layout_in_words(plan)), in_bytes(plan.weights + plan.gradients + plan.optimizer), in_bytes(activations),
             in_bytes(plan.memory), ("checkpointed" if plan.checkpointing else "yes") if plan.fits else "no",
             in_bytes(sum(plan.communication.values())) if plan.communication else "nothing", in_seconds(plan.step),
         )  # fmt: skip
     return made
 
 
-def in_words(plan: "Plan") -> str:
+def layout_in_words(plan: "Plan") -> str:
     """The sides of a layout that are more than 1, as a recipe names them."""
     layout = plan.layout
     sides = {"data": layout.data, layout.method or "context": layout.context, "tensor": layout.tensor}

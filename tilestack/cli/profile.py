@@ -41,43 +41,22 @@ def profile_command(
     context: typer.Context,
     what: Annotated[list[str], typer.Argument(help="An operator's name, or: layers [NAME], serve.")],
     device: Device = None,
-    backend: Annotated[
-        str | None, typer.Option(help="Of an operator: its backend; default: what auto takes.", show_default=False)
-    ] = None,
-    case: Annotated[
-        str | None,
-        typer.Option(
-            help="Of an operator: a case that `tilestack ops NAME` lists; default: its first.", show_default=False
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Default: bfloat16 on a GPU, float32 on a CPU; of serve, as the engine takes it.", show_default=False
-        ),
-    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Of an operator: its backend; default: what auto takes.", show_default=False)] = None,
+    case: Annotated[str | None, typer.Option(help="Of an operator: a case that `tilestack ops NAME` lists; default: its first.", show_default=False)] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, float32 on a CPU; of serve, as the engine takes it.", show_default=False)] = None,
     direction: Annotated[str, typer.Option(help="Of operators and layers: forward or both.")] = "both",
     recipe: Annotated[str, typer.Option(help="Of layers: the recipe of the model.")] = "demo",
-    candidate: Annotated[
-        str, typer.Option(help="Of layers: tilestack, plain, transformers, or …-compile.")
-    ] = "tilestack",
+    candidate: Annotated[str, typer.Option(help="Of layers: tilestack, plain, transformers, or …-compile.")] = "tilestack",
     model: Annotated[str, typer.Option(help="Of serve: a model's folder, file or name.")] = "smollm2",
     batch: Annotated[int, typer.Option(min=1, help="Of layers and serve: sequences.")] = 8,
     prompt: Annotated[int, typer.Option(min=1, help="Of layers and serve: tokens of each sequence.")] = 256,
     tokens: Annotated[int, typer.Option(min=2, help="Of serve: tokens to decode.")] = 16,
     calls: Annotated[int, typer.Option(min=1, help="Of operators and layers: calls to record.")] = 5,
     most: Annotated[int, typer.Option(min=1, help="Show at most so many lines.")] = 15,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also write a trace for https://ui.perfetto.dev to this file; of serve, of decoding.",
-            callback=writable_file,
-            show_default=False,
-        ),
-    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Also write a trace for https://ui.perfetto.dev to this file; of serve, of decoding.", callback=writable_file, show_default=False)] = None,
     json_: JsonFile = None,
     load: Load = None,
-) -> None:
+) -> None:  # fmt: skip
     """Profile an operator, a layer or serving: which kernels run, whose they are (tilestack, cuBLAS, cuDNN, PyTorch, …),
     how long each takes, and how busy the GPU is.
 
@@ -108,13 +87,13 @@ def profile_command(
         if len(what) > 1:
             raise ValueError("profile takes one operator at a time")
         recorded = profile_operator(place, what[0], backend, case, dtype, direction, calls, trace)
-    from tilestack.lab.profile import render
+    from tilestack.lab.profile import render_profile
 
     found = {}
     for title, profile in recorded:
         found[title] = profile.as_dict()
         if str(json_) != "-":
-            console.print(render(title, profile, most))
+            console.print(render_profile(title, profile, most))
     write_json(json_, found)
     if trace is not None and str(json_) != "-":
         console.print(f"open {trace} at https://ui.perfetto.dev")
@@ -188,7 +167,7 @@ def profile_layers(
     from tilestack.lab.layers import build
     from tilestack.lab.train_steps import write_weights
 
-    bench_layers.refuse_unknown(layers, [direction], [candidate])
+    bench_layers.refuse_unknown_layers(layers, [direction], [candidate])
     if trace is not None and len(layers) > 1:
         raise ValueError("--trace is of one layer; name one")
     recipe, batch, sequence, dtype = work
@@ -199,7 +178,7 @@ def profile_layers(
         alone = write_weights(replace(model, config=model.config | {"num_hidden_layers": 1}), Path(folder))
         for layer in layers:
             built = build(candidate, alone, layer)
-            (call,) = bench_layers.calls(built, alone, direction, 1)
+            (call,) = bench_layers.layer_calls(built, alone, direction, 1)
             title = f"{layer}, {model.case}, {model.dtype} {direction}, {candidate}"
             yield recorded_call(place, title, call, calls, trace)
 

@@ -25,61 +25,20 @@ def add_to(app: typer.Typer) -> None:
 
 def quantize_command(
     model: Annotated[str, typer.Argument(help="A Hugging Face folder, a run's model, a .gguf file, or smollm2.")],
-    out: Annotated[
-        Path,
-        typer.Argument(help="The folder to write: new, empty, or one that tilestack made.", callback=writable_folder),
-    ],
-    scheme: Annotated[
-        str, typer.Option(help="w4a16, w8a16, w8a8 or fp8: bits of weights, and of inputs where rows are many.")
-    ] = "w4a16",
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="nearest, clip, gptq, awq or smooth; default: gptq for w4a16, smooth for w8a8, nearest for the others.",
-            show_default=False,
-        ),
-    ] = None,
-    group: Annotated[
-        int | None,
-        typer.Option(
-            help="Numbers of a row that share a scale, 0 for the whole row; default: 128 of w4a16, else 0.",
-            show_default=False,
-        ),
-    ] = None,
-    asymmetric: Annotated[
-        bool, typer.Option("--asymmetric", help="Give each group a zero point; for w4a16 and w8a16.")
-    ] = False,
-    calibrate: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Texts to calibrate on: files or folders; may be given several times.", show_default="builtin"
-        ),
-    ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(help="Rows of calibration text; default: 128, on a CPU 16.", min=1, show_default=False),
-    ] = None,
+    out: Annotated[Path, typer.Argument(help="The folder to write: new, empty, or one that tilestack made.", callback=writable_folder)],
+    scheme: Annotated[str, typer.Option(help="w4a16, w8a16, w8a8 or fp8: bits of weights, and of inputs where rows are many.")] = "w4a16",
+    method: Annotated[str | None, typer.Option(help="nearest, clip, gptq, awq or smooth; default: gptq for w4a16, smooth for w8a8, nearest for the others.", show_default=False)] = None,
+    group: Annotated[int | None, typer.Option(help="Numbers of a row that share a scale, 0 for the whole row; default: 128 of w4a16, else 0.", show_default=False)] = None,
+    asymmetric: Annotated[bool, typer.Option("--asymmetric", help="Give each group a zero point; for w4a16 and w8a16.")] = False,
+    calibrate: Annotated[list[str] | None, typer.Option(help="Texts to calibrate on: files or folders; may be given several times.", show_default="builtin")] = None,
+    samples: Annotated[int | None, typer.Option(help="Rows of calibration text; default: 128, on a CPU 16.", min=1, show_default=False)] = None,
     length: Annotated[int, typer.Option(help="Tokens of a row; at most the model's maximum.", min=2)] = 512,
-    evaluate: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Texts to compare on, of which {EVALUATED['cuda']:,} tokens are read, on a CPU {EVALUATED['cpu']:,}; likewise.",
-            show_default="builtin",
-        ),
-    ] = None,
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Keep the numbers of layers whose path fits, such as 'layers.0.*' or '*.mlp.down'; likewise.",
-            show_default=False,
-        ),
-    ] = None,
+    evaluate: Annotated[list[str] | None, typer.Option(help=f"Texts to compare on, of which {EVALUATED['cuda']:,} tokens are read, on a CPU {EVALUATED['cpu']:,}; likewise.", show_default="builtin")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="Keep the numbers of layers whose path fits, such as 'layers.0.*' or '*.mlp.down'; likewise.", show_default=False)] = None,
     seed: Annotated[int, typer.Option(help="Which rows of the calibration texts are drawn.")] = 0,
-    device: Annotated[
-        str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.", show_default=False)
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.", show_default=False)] = None,
     json_: JsonFile = None,
-) -> None:
+) -> None:  # fmt: skip
     """Quantise a model's weights, and tell what it costs: size, bits per byte and perplexity of held-out text, and how far
     its predictions move.
 
@@ -93,8 +52,8 @@ def quantize_command(
     from tilestack import data, models
     from tilestack.data.calibration import BUILTIN, calibration_ids, texts_of
     from tilestack.device import pick_device
-    from tilestack.files import read_marker, refuse_foreign, whole_folder
-    from tilestack.lab.quantisation import held_out_windows, kept_dtype, quality_table, size_of
+    from tilestack.files import whole_folder
+    from tilestack.lab.quantisation import held_out_windows, kept_dtype, quality_table, size_of_decoder
     from tilestack.models.checkpoints import GENERATION
     from tilestack.models.quantise import projections, quantise
     from tilestack.quant.methods import METHODS, default_method, refuse_method
@@ -106,11 +65,7 @@ def quantize_command(
         raise ValueError(f"{method} reads no calibration texts; leave --calibrate out, or choose another --method")
     place, source = pick_device(device), models.locate(model)
     samples = samples or SAMPLES[place.type]
-    refuse_foreign(out)
-    if command := read_marker(out).get("command"):
-        raise ValueError(f"{out} is a run of `tilestack {command}`; choose another folder")
-    if out.resolve() == source.resolve() or out.resolve() in source.resolve().parents:
-        raise ValueError(f"{out} holds the model that is read; choose another folder")
+    refuse_output(out, source)
     tokenizer = data.Tokenizer.load(model)
     decoder = models.load(model, dtype=kept_dtype(model), device=place)
     tokenizer.check_against(decoder.config.vocabulary)
@@ -122,7 +77,7 @@ def quantize_command(
         ids = calibration_ids(texts_of(calibrate or [BUILTIN]), tokenizer, samples, length, seed)
     with progress_bar() as progress:
         bar = progress.add_task("reading held-out text", total=len(decoder.layers))
-        reference, before = remember(decoder, windows, place), size_of(decoder)
+        reference, before = remember(decoder, windows, place), size_of_decoder(decoder)
         progress.update(bar, description="quantising layers")
         with whole_folder(out) as hidden:
             quantise(
@@ -138,7 +93,7 @@ def quantize_command(
             if (source / GENERATION).is_file():
                 shutil.copyfile(source / GENERATION, hidden / GENERATION)
         progress.update(bar, description="comparing on held-out text")  # the folder is there, whatever happens now
-        found, after = compare(decoder, reference, place), size_of(decoder)
+        found, after = compare(decoder, reference, place), size_of_decoder(decoder)
     made = dict(
         model=model, out=str(out), scheme=scheme, method=method, group=wanted.group, symmetric=wanted.symmetric,
         calibration=None if ids is None else dict(texts=calibrate or [BUILTIN], samples=samples, length=length, seed=seed),
@@ -150,6 +105,17 @@ def quantize_command(
         console.print(quality_table(escape(f"{model} as {scheme} by {method}"), before, after, found))
         attempt = f"tilestack generate --model {shlex.quote(str(out))} 'Hello'"
         console.print(escape(f"written to {out}; try: {attempt}"), soft_wrap=True, highlight=False)
+
+
+def refuse_output(out: Path, source: Path) -> None:
+    """Refuse a folder that is not ours to write: one that tilestack did not make, a run, or the one that the model is read from."""
+    from tilestack.files import read_marker, refuse_foreign
+
+    refuse_foreign(out)
+    if command := read_marker(out).get("command"):
+        raise ValueError(f"{out} is a run of `tilestack {command}`; choose another folder")
+    if out.resolve() == source.resolve() or out.resolve() in source.resolve().parents:
+        raise ValueError(f"{out} holds the model that is read; choose another folder")
 
 
 def scheme_of(name: str, group: int | None, asymmetric: bool) -> "Scheme":

@@ -39,7 +39,7 @@ def recipe_command(
     found = wanted(keys, words or [])
     write_json(json_, [asdict(key) for key in found])
     if str(json_) != "-":
-        console.print(table_of(found))
+        console.print(table_of_keys(found))
 
 
 def recipe_kinds() -> dict[str, type["Recipe"]]:
@@ -66,7 +66,7 @@ def wanted(keys: list["Key"], words: list[str]) -> list["Key"]:
     return list(found.values())
 
 
-def table_of(keys: list["Key"]) -> Table:
+def table_of_keys(keys: list["Key"]) -> Table:
     from tilestack.train.settings import toml_value
 
     heads = ("key", "", "default", "accepts", "means")

@@ -1,7 +1,8 @@
 """The `serve` command: a model behind OpenAI's API, with a chat page."""
 
+import functools
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,8 +18,13 @@ from tilestack.cli.speaker import (
     trust_engine,
 )
 
-ENGINE, LIMITS, ACCESS = "Engine", "Limits", "Access"
+if TYPE_CHECKING:
+    from tilestack.engine import AsyncEngine
+
 GIB = 1 << 30
+access, engine, limit = (
+    functools.partial(typer.Option, rich_help_panel=panel) for panel in ("Access", "Engine", "Limits")
+)  # options, each under its heading of the help
 
 
 def add_to(app: typer.Typer) -> None:
@@ -29,171 +35,39 @@ def serve_command(
     model: ModelName = "smollm2",
     host: Annotated[str, typer.Option(help="Interface to listen on; 0.0.0.0 for all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 picks a free port.", min=0, max=65535)] = 8000,
-    name: Annotated[
-        str | None,
-        typer.Option(help="Model name for clients; default: the file's.", show_default=False),
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Model name for clients; default: the file's.", show_default=False)] = None,
     drain: Annotated[float, typer.Option(help="Seconds for running requests to finish at shutdown.", min=0)] = 30.0,
-    events_per_second: Annotated[
-        float,
-        typer.Option(help="Limit over all streams; above it, several tokens share an event.", min=1),
-    ] = 1500.0,
-    generation_config: Annotated[
-        str,
-        typer.Option(
-            help="Sampling defaults of requests: the model's generation_config.json, or none of it (then OpenAI's).",
-        ),
-    ] = "model",
+    events_per_second: Annotated[float, typer.Option(help="Limit over all streams; above it, several tokens share an event.", min=1)] = 1500.0,
+    generation_config: Annotated[str, typer.Option(help="Sampling defaults of requests: the model's generation_config.json, or none of it (then OpenAI's).")] = "model",
     chat_template: ChatTemplate = None,
-    split_reasoning: Annotated[
-        bool,
-        typer.Option(
-            "--split-reasoning", help="Return what the model writes between <think> and </think> as reasoning_content."
-        ),
-    ] = False,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Require this key on all routes but /health and the chat page, which asks for it. Set it by the environment to keep it out of `ps`.",
-            envvar="TILESTACK_API_KEY",
-            show_default=False,
-            rich_help_panel=ACCESS,
-        ),
-    ] = None,
-    cors: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Allowed CORS origin, such as https://example.org; may be given several times.",
-            show_default=False,
-            rich_help_panel=ACCESS,
-        ),
-    ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Additional accepted host name; may be given several times.",
-            show_default=False,
-            rich_help_panel=ACCESS,
-        ),
-    ] = None,
+    split_reasoning: Annotated[bool, typer.Option("--split-reasoning", help="Return what the model writes between <think> and </think> as reasoning_content.")] = False,
+    api_key: Annotated[str | None, access(help="Require this key on all routes but /health and the chat page, which asks for it. Set it by the environment to keep it out of `ps`.", envvar="TILESTACK_API_KEY", show_default=False)] = None,
+    cors: Annotated[list[str] | None, access(help="Allowed CORS origin, such as https://example.org; may be given several times.", show_default=False)] = None,
+    allow_host: Annotated[list[str] | None, access(help="Additional accepted host name; may be given several times.", show_default=False)] = None,
     device: DeviceName = None,
     dtype: Dtype = None,
     weights: Weights = None,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum context length, prompt and answer together; default: the model's.",
-            min=2,
-            show_default=False,
-            rich_help_panel=ENGINE,
-        ),
-    ] = None,
-    max_sequences: Annotated[
-        int, typer.Option(help="Maximum number of sequences in a batch.", min=1, rich_help_panel=ENGINE)
-    ] = 256,
-    step_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum tokens per step; longer prompts are split into chunks.",
-            min=1,
-            show_default=False,
-            rich_help_panel=ENGINE,
-        ),
-    ] = None,
-    kv_memory: Annotated[
-        float | None,
-        typer.Option(
-            help="GiB for the KV cache; default: what the GPU has left, or 1 on a CPU.",
-            min=0.001,
-            show_default=False,
-            rich_help_panel=ENGINE,
-        ),
-    ] = None,
-    kv_dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="int8 or fp8: quantise the KV cache to 8 bits, about half of the memory.",
-            show_default=False,
-            rich_help_panel=ENGINE,
-        ),
-    ] = None,
-    swap_memory: Annotated[
-        float,
-        typer.Option(
-            help="GiB of host memory to swap out preempted requests; 0: recompute them.",
-            min=0,
-            rich_help_panel=ENGINE,
-        ),
-    ] = 0.0,
-    prefix_caching: Annotated[
-        bool, typer.Option(help="Reuse the KV cache of shared prefixes.", rich_help_panel=ENGINE)
-    ] = True,
-    overlap: Annotated[
-        bool, typer.Option(help="Launch the next step before the results of the last are read.", rich_help_panel=ENGINE)
-    ] = True,
-    warm_up: Annotated[
-        bool,
-        typer.Option(
-            help="On a GPU, capture all CUDA graphs before the first request.",
-            rich_help_panel=ENGINE,
-        ),
-    ] = True,
-    decode: Annotated[
-        str | None,
-        typer.Option(
-            help="How decoding steps run. Default: fused where supported, on a Hopper GPU with nvcc as a single kernel at "
-            "batch 1 (compiled at the first start for a model), on a CPU as one C++ function. operators: neither. "
-            "persistent: the single kernel for texts of any length.",
-            show_default=False,
-            rich_help_panel=ENGINE,
-        ),
-    ] = None,
-    speculate: Annotated[
-        str | None,
-        typer.Option(
-            help="Speculative decoding: lookup (n-gram prompt lookup), or a draft model with the same tokenizer.",
-            show_default=False,
-            rich_help_panel=ENGINE,
-        ),
-    ] = None,
-    draft_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Draft tokens per step; default: 4 by a model; by lookup 7, growing to 31 (on a CPU 15) while all are accepted.",
-            min=1,
-            show_default=False,
-            rich_help_panel=ENGINE,
-        ),
-    ] = None,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="NAME=FOLDER, a LoRA adapter that requests select as their model; may be given several times.",
-            show_default=False,
-            rich_help_panel=ENGINE,
-        ),
-    ] = None,
-    queue: Annotated[
-        int,
-        typer.Option(help="Maximum waiting requests; above it the server answers 429.", min=0, rich_help_panel=LIMITS),
-    ] = 1024,
-    max_body: Annotated[int, typer.Option(help="Maximum bytes of a request body.", min=1, rich_help_panel=LIMITS)] = 4
-    << 20,
-    max_prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum tokens of a prompt.", min=1, show_default="what the model reads", rich_help_panel=LIMITS
-        ),
-    ] = None,
-    max_output_tokens: Annotated[
-        int, typer.Option(help="Maximum tokens of an answer.", min=1, rich_help_panel=LIMITS)
-    ] = 4096,
-    max_choices: Annotated[int, typer.Option(help="Maximum n and best_of.", min=1, rich_help_panel=LIMITS)] = 16,
-    max_stops: Annotated[int, typer.Option(help="Maximum number of stop strings.", min=0, rich_help_panel=LIMITS)] = 16,
-    timeout: Annotated[
-        float, typer.Option(help="Maximum seconds for an answer.", min=0.001, rich_help_panel=LIMITS)
-    ] = 600.0,
-) -> None:
+    context: Annotated[int | None, engine(help="Maximum context length, prompt and answer together; default: the model's.", min=2, show_default=False)] = None,
+    max_sequences: Annotated[int, engine(help="Maximum number of sequences in a batch.", min=1)] = 256,
+    step_tokens: Annotated[int | None, engine(help="Maximum tokens per step; longer prompts are split into chunks.", min=1, show_default=False)] = None,
+    kv_memory: Annotated[float | None, engine(help="GiB for the KV cache; default: what the GPU has left, or 1 on a CPU.", min=0.001, show_default=False)] = None,
+    kv_dtype: Annotated[str | None, engine(help="int8 or fp8: quantise the KV cache to 8 bits, about half of the memory.", show_default=False)] = None,
+    swap_memory: Annotated[float, engine(help="GiB of host memory to swap out preempted requests; 0: recompute them.", min=0)] = 0.0,
+    prefix_caching: Annotated[bool, engine(help="Reuse the KV cache of shared prefixes.")] = True,
+    overlap: Annotated[bool, engine(help="Launch the next step before the results of the last are read.")] = True,
+    warm_up: Annotated[bool, engine(help="On a GPU, capture all CUDA graphs before the first request.")] = True,
+    decode: Annotated[str | None, engine(help="How decoding steps run. Default: fused where supported, on a Hopper GPU with nvcc as a single kernel at batch 1 (compiled at the first start for a model), on a CPU as one C++ function. operators: neither. persistent: the single kernel for texts of any length.", show_default=False)] = None,
+    speculate: Annotated[str | None, engine(help="Speculative decoding: lookup (n-gram prompt lookup), or a draft model with the same tokenizer.", show_default=False)] = None,
+    draft_tokens: Annotated[int | None, engine(help="Draft tokens per step; default: 4 by a model; by lookup 7, growing to 31 (on a CPU 15) while all are accepted.", min=1, show_default=False)] = None,
+    adapter: Annotated[list[str] | None, engine(help="NAME=FOLDER, a LoRA adapter that requests select as their model; may be given several times.", show_default=False)] = None,
+    queue: Annotated[int, limit(help="Maximum waiting requests; above it the server answers 429.", min=0)] = 1024,
+    max_body: Annotated[int, limit(help="Maximum bytes of a request body.", min=1)] = 4 << 20,
+    max_prompt_tokens: Annotated[int | None, limit(help="Maximum tokens of a prompt.", min=1, show_default="what the model reads")] = None,
+    max_output_tokens: Annotated[int, limit(help="Maximum tokens of an answer.", min=1)] = 4096,
+    max_choices: Annotated[int, limit(help="Maximum n and best_of.", min=1)] = 16,
+    max_stops: Annotated[int, limit(help="Maximum number of stop strings.", min=0)] = 16,
+    timeout: Annotated[float, limit(help="Maximum seconds for an answer.", min=0.001)] = 600.0,
+) -> None:  # fmt: skip
     """Serve a model with an OpenAI-compatible API on http://127.0.0.1:8000/v1, and a chat page on http://127.0.0.1:8000.
 
     Any OpenAI client works: OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none"). /health reports
@@ -243,7 +117,7 @@ def serve_command(
 
     trust_engine()
     log_to_stderr()  # what the engine takes, and what it compiles
-    engine = AsyncEngine.load(
+    served = AsyncEngine.load(
         model,
         EngineSettings(
             device=device,
@@ -265,24 +139,32 @@ def serve_command(
         ),
     )
     if template is not None:
-        engine.tokenizer.template = template
+        served.tokenizer.template = template
     if warm_up:
-        progress = progress_bar()
-        progress.disable = not progress.console.is_terminal  # elsewhere standard error is for the log
-        with progress:
-            task = progress.add_task("warming up", total=None)
-            told = lambda what, done, all: progress.update(task, description=what, completed=done, total=all)
-            engine.engine.runner.warm_up(told)
+        warm_up_in_sight(served)
 
     def greet(address: str) -> None:
-        told = f"{name or engine.model_name} on {address}: chat in a browser, or ask {address}/v1"
-        console.print(told, highlight=False, soft_wrap=True)
+        console.print(
+            f"{name or served.model_name} on {address}: chat in a browser, or ask {address}/v1",
+            highlight=False,
+            soft_wrap=True,
+        )
         if sampling:
             console.print(f"{defaults_line(sampling)}; --generation-config none for OpenAI's", soft_wrap=True)
         if host not in LOOPBACK and api_key is None:
             console.print(f"anyone who reaches {host} may use it; --api-key asks for a key", style="yellow")
 
-    run_server(engine, settings, listening, greet)
+    run_server(served, settings, listening, greet)
+
+
+def warm_up_in_sight(served: "AsyncEngine") -> None:
+    """Capture the engine's graphs, with a progress bar where standard error is a terminal; elsewhere it is for the log."""
+    progress = progress_bar()
+    progress.disable = not progress.console.is_terminal
+    with progress:
+        task = progress.add_task("warming up", total=None)
+        told = lambda what, done, all: progress.update(task, description=what, completed=done, total=all)
+        served.engine.runner.warm_up(told)
 
 
 def named_folders(given: list[str]) -> dict[str, Path]:

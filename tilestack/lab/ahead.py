@@ -30,7 +30,7 @@ def run_ahead(
     """What a function returns for each of the arguments given, called in as many processes; None where it fails, and for
     what is not begun, which nothing is after so many seconds. `files` are run first in each process."""
     with single_threads(), shared_gpu():
-        pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), start_worker, (files,))
+        pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), start_ahead_worker, (files,))
         try:
             begun = [pool.submit(call_and_tidy, function, arguments) for arguments in given]
             wait(begun, seconds)
@@ -51,7 +51,7 @@ def single_threads() -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def start_worker(files: Sequence[Path]) -> None:
+def start_ahead_worker(files: Sequence[Path]) -> None:
     torch.set_num_threads(1)
     load_files(files)
 

@@ -107,7 +107,7 @@ def bench(
         for subject in group:
             if watch.is_over():
                 return rows
-            for found in compare(subject, backends, device, roofs):
+            for found in compare_candidates(subject, backends, device, roofs):
                 rows += found
                 if save is not None:
                     results.merge(save, machine, roofs.as_dict(), [row.as_dict() for row in found])
@@ -177,7 +177,9 @@ def cases_of(operator: Operator, wanted: str, dtype: str, device: str) -> list[C
     return kinds or [case for case in operator.cases if case.name == wanted]
 
 
-def compare(subject: Subject, backends: Sequence[str] | None, device: str, roofs: Roofs) -> Iterator[list[Row]]:
+def compare_candidates(
+    subject: Subject, backends: Sequence[str] | None, device: str, roofs: Roofs
+) -> Iterator[list[Row]]:
     """The rows of one subject, direction by direction, so that a peer compiles once for all of them."""
     operator, directions = subject.operator, subject.directions
     blank = functools.partial(Row, operator.name, subject.case.name, subject.dtype)

@@ -63,7 +63,7 @@ def of_operator(op: Operator, device: str) -> list[dict[str, Any]]:
     calls: dict[tuple[str, str], Callable[[], Any]] = {}
     case = smallest(op)
     for name in ("triton", "aten" if "aten" in op.implementations else "torch"):
-        for way, call in ways(op, case, name, device).items():
+        for way, call in ways_to_call(op, case, name, device).items():
             calls[way, name] = call
     return [
         dict(
@@ -98,7 +98,7 @@ def smallest(op: Operator) -> Any:
     return min(whole, key=order)
 
 
-def ways(op: Operator, case: Any, name: str, device: str) -> dict[str, Callable[[], Any]]:
+def ways_to_call(op: Operator, case: Any, name: str, device: str) -> dict[str, Callable[[], Any]]:
     """How an operator is called on a backend: those ways that it takes there."""
     arguments = list(op.bind(**case.build(Make(torch.bfloat16, device))).values())
     wanted = [v.detach().requires_grad_() if is_float(v) else v for v in arguments]
@@ -161,7 +161,7 @@ def measure_all(
     return found
 
 
-def render(rows: list[dict[str, Any]]) -> Table:
+def render_host_times(rows: list[dict[str, Any]]) -> Table:
     """What each operator adds to the floor, ours beside PyTorch's."""
     table = Table("operator", "floor", "no gradient", "PyTorch", "with gradient", "PyTorch", "and backward", "PyTorch", title="Host, µs a call")  # fmt: skip
     by = {(row["op"], row["direction"], row["backend"] == "triton"): row for row in rows}
@@ -174,11 +174,11 @@ def render(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def render_with_summary(rows: list[dict[str, Any]]) -> Group:
-    return Group(render(rows), summary(rows))
+def render_host_times_with_summary(rows: list[dict[str, Any]]) -> Group:
+    return Group(render_host_times(rows), summary_of_host_times(rows))
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
+def summary_of_host_times(rows: list[dict[str, Any]]) -> str:
     """The medians over operators of what ours adds to the floor, and of the backward's share beside PyTorch's own."""
     ours = [row for row in rows if row["backend"] == "triton"]
     added = lambda way: [row["host_us"] - row["floor_us"] for row in ours if row["direction"] == way]

@@ -52,7 +52,7 @@ def bench_layers(
     kept: Sequence[Stored] = (),
 ) -> Iterator[list[Stored]]:
     """The rows of every layer of every work in every direction, but for those that are `kept` of the present source."""
-    refuse_unknown(layers, directions, candidates)
+    refuse_unknown_layers(layers, directions, candidates)
     current = {(row["case"], row["dtype"], row["direction"]) for row in kept if row["op"] == LAYER and is_current(row)}
     for work in works:
         wanted = [
@@ -67,10 +67,10 @@ def bench_layers(
             alone = write_weights(replace(work, config=work.config | {"num_hidden_layers": 1}), Path(folder))
             for layer, direction in wanted:
                 say(f"{layer}, {work.case}, {direction} …")
-                yield [row.as_dict() for row in contest(alone, layer, direction, candidates)]
+                yield [row.as_dict() for row in layer_contest(alone, layer, direction, candidates)]
 
 
-def refuse_unknown(layers: Sequence[str], directions: Sequence[str], candidates: Sequence[str] | None) -> None:
+def refuse_unknown_layers(layers: Sequence[str], directions: Sequence[str], candidates: Sequence[str] | None) -> None:
     """An error that says what there is, where a name is none."""
     for what, names, known in (
         ("layer", layers, LAYERS),
@@ -81,7 +81,7 @@ def refuse_unknown(layers: Sequence[str], directions: Sequence[str], candidates:
             raise ValueError(f"bench layers has no {what} {', '.join(unknown)}; there are {', '.join(known)}")
 
 
-def available() -> list[str]:
+def layer_candidates() -> list[str]:
     return [name for name in CANDIDATES if not name.startswith("transformers") or importable("transformers")]
 
 
@@ -89,25 +89,28 @@ def case_of(layer: str, work: Work) -> str:
     return f"{layer}, {work.case}"
 
 
-def contest(work: Work, layer: str, direction: str, candidates: Sequence[str] | None) -> list[Row]:
+def layer_contest(work: Work, layer: str, direction: str, candidates: Sequence[str] | None) -> list[Row]:
     """The rows of one layer: every candidate that can be built and computes the same."""
     built: dict[str, Built] = {}
     failed: dict[str, Timing] = {}
-    for name in candidates or available():
+    for name in candidates or layer_candidates():
         try:
             built[name] = build(name, work, layer)
         except Exception as error:
             failed[name] = Timing(note=in_one_line(error))
     failed |= {name: Timing(note=words) for name, words in unlike_the_others(built, work, direction).items()}
     timed = {
-        name: Candidate(functools.partial(calls, layer, work, direction))
+        name: Candidate(functools.partial(layer_calls, layer, work, direction))
         for name, layer in built.items()
         if name not in failed
     }
     moved, flops = cost(built[OURS], work, layer, direction) if OURS in built else (0.0, 0.0)
     timings = measure(timed, working_set(built.get(OURS), work), work.device) | failed
     roofs = measured(work.device)
-    rows = [row_of(case_of(layer, work), work, direction, name, timings[name], flops, moved, roofs) for name in timings]
+    rows = [
+        row_of_candidate(case_of(layer, work), work, direction, name, timings[name], flops, moved, roofs)
+        for name in timings
+    ]
     set_ratios(rows)
     torch.compiler.reset()
     if work.device == "cuda":
@@ -115,7 +118,7 @@ def contest(work: Work, layer: str, direction: str, candidates: Sequence[str] | 
     return rows
 
 
-def row_of(
+def row_of_candidate(
     case: str, work: Work, direction: str, name: str, timing: Timing, flops: float, moved: float, roofs: Roofs
 ) -> Row:
     row = Row(
@@ -136,7 +139,7 @@ def hidden_states(work: Work, number: int) -> Tensor:
     return torch.randn(shape, generator=generator).to(work.device, getattr(torch, work.dtype))
 
 
-def calls(built: Built, work: Work, direction: str, n: int) -> list[Call]:
+def layer_calls(built: Built, work: Work, direction: str, n: int) -> list[Call]:
     """n calls of a layer, on hidden states of their own."""
     return [functools.partial(step, built, direction, hidden_states(work, number)) for number in range(n)]
 
@@ -208,18 +211,18 @@ COLUMNS: dict[str, Callable[[Stored], str]] = {
 }  # fmt: skip
 
 
-def render(rows: Sequence[Stored]) -> Group:
+def render_layers(rows: Sequence[Stored]) -> Group:
     """A table per model, a line per candidate; what is nothing in every line is left out."""
     model_of = lambda row: f"{case_label(LAYER, row['case']).partition(', ')[2]}, {row['dtype']}"
     return Group(
         *(
-            table_of(model, [row for row in rows if model_of(row) == model])
+            table_of_layers(model, [row for row in rows if model_of(row) == model])
             for model in dict.fromkeys(map(model_of, rows))
         )
     )
 
 
-def table_of(model: str, rows: Sequence[Stored]) -> Table:
+def table_of_layers(model: str, rows: Sequence[Stored]) -> Table:
     table = Table(title=f"layers of {model}", title_justify="left")
     columns = {name: cell for name, cell in COLUMNS.items() if any(cell(row) not in ("–", "") for row in rows)}
     for heading in ("layer", "direction", "candidate", *columns):

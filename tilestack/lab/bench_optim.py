@@ -95,7 +95,7 @@ def is_timed(name: str, case: str, dtype: str) -> bool:
     return ONLY.get(case, lambda name: True)(name) and (name not in HALF_ONLY or dtype == "bfloat16")
 
 
-def refuse_unknown(optimizers: Sequence[str], cases: Sequence[str], dtypes: Sequence[str]) -> None:
+def refuse_unknown_optimizers(optimizers: Sequence[str], cases: Sequence[str], dtypes: Sequence[str]) -> None:
     """An error that says what there is, where a name is none or nothing is left to time."""
     for what, names, known in (("optimizer", optimizers, CONTESTS), ("case", cases, CASES), ("dtype", dtypes, DTYPES)):
         if unknown := [name for name in names if name not in known]:
@@ -127,7 +127,7 @@ def flops_of_a_step(shapes: Sequence[Shape]) -> float:
     return sum(iteration_cost(param, steps=5).flops for param in on_meta)
 
 
-def calls(
+def optimizer_calls(
     make: Maker, shapes: list[Shape], dtype: torch.dtype, device: str, moved: dict[str, int], name: str, n: int
 ) -> list[Call]:
     """n optimizers on parameters of their own, each after the first step that makes its states."""
@@ -161,15 +161,19 @@ def bench_optim(
     for name, case, dtype in itertools.product(optimizers, cases, dtypes):
         if is_timed(name, case, dtype) and (name, case, dtype) not in current:
             tensors = shapes[case] if shapes else CASES[case]()
-            yield [row.as_dict() for row in contest(name, case, tensors, getattr(torch, dtype), device, roofs)]
+            yield [
+                row.as_dict() for row in optimizer_contest(name, case, tensors, getattr(torch, dtype), device, roofs)
+            ]
 
 
-def contest(name: str, case: str, shapes: list[Shape], dtype: torch.dtype, device: str, roofs: Roofs) -> list[Row]:
+def optimizer_contest(
+    name: str, case: str, shapes: list[Shape], dtype: torch.dtype, device: str, roofs: Roofs
+) -> list[Row]:
     """The rows of one optimizer on one case, ours and torch's side by side."""
     moved: dict[str, int] = {}
     candidates = {
         label: Candidate(
-            functools.partial(calls, make, shapes, dtype, device, moved, label),
+            functools.partial(optimizer_calls, make, shapes, dtype, device, moved, label),
             functools.partial(backend, OURS if device == "cuda" else "torch"),
         )
         for label, make in CONTESTS[name].items()

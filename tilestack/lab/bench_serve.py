@@ -56,7 +56,7 @@ QWEN3 = dict(
 SMALL = QWEN3 | dict(vocab_size=8192, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=512, eos_token_id=1)  # fmt: skip
 
 
-def importable(name: str) -> bool:
+def engine_is_importable(name: str) -> bool:
     module = name.split()[0]
     return module == "tilestack" or brings_packages(module) or is_installed(module)
 
@@ -106,9 +106,9 @@ def bench_serve(
         config.write_text(json.dumps(asked))
         rate = memory_rate(device)
         names = list(candidates or CANDIDATES)
-        for name in filter(lambda name: not importable(name), names):
+        for name in filter(lambda name: not engine_is_importable(name), names):
             tell(f"{name} is not installed here")
-        names = [name for name in names if importable(name) and runs_on(name, device)]
+        names = [name for name in names if engine_is_importable(name) and runs_on(name, device)]
         measured_any = False
         for together in [names] if device == "cpu" and names else [[name] for name in names]:
             name = ", ".join(together)
@@ -172,7 +172,7 @@ def with_roof(row: dict[str, Any], rate: float) -> dict[str, Any]:
     return row
 
 
-def render(rows: list[dict[str, Any]]) -> Table:
+def render_engines(rows: list[dict[str, Any]]) -> Table:
     table = Table("workload", "engine", "figure", "of the memory's rate", "beside the best other", title="Serving")
     for row in rows:
         others = [

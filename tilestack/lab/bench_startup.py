@@ -54,7 +54,7 @@ def bench_startup(starts: dict[str, list[str]], repeats: int = 5) -> list[Start]
     return [Start(what, least(what, 0), least(what, 1)) for what in starts]
 
 
-def render(found: list[Start]) -> Table:
+def render_starts(found: list[Start]) -> Table:
     table = Table("start", title="Start-up", title_justify="left")
     for heading in ("wall", "processor"):
         table.add_column(heading, justify="right")

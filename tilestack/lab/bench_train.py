@@ -39,7 +39,7 @@ PUBLISHED = {"qwen3-0.6b": (8, 32), "qwen3-moe-8x": (8,), "qwen3-1.7b": (8,)}  #
 SAME_LOSS = 0.01  # of each other, at the first step; rounding in bfloat16 is far below, other work far above
 
 
-def measure(candidate: str, work: Work) -> dict[str, Any]:
+def measure_steps(candidate: str, work: Work) -> dict[str, Any]:
     """Time the steps of a candidate in this process, after some that are not timed; nothing waits in between."""
     step = step_of(candidate, work)
     clock = OnGpu() if work.device == "cuda" else OnHost()
@@ -93,7 +93,7 @@ class OnGpu:
         return torch.cuda.max_memory_allocated() / 2**20
 
 
-def available(candidates: Sequence[str] | None, work: Work) -> list[str]:
+def step_candidates(candidates: Sequence[str] | None, work: Work) -> list[str]:
     """The candidates that can do the work here, or an error for one that was asked for and does not exist."""
     if unknown := [name for name in candidates or () if name not in CANDIDATES]:
         raise ValueError(f"no candidate {', '.join(unknown)}; there are {', '.join(CANDIDATES)}")
@@ -133,7 +133,7 @@ def bench_train(
     Beside what every row has, these hold tokens a second, the losses of the first and the last step, and who was tried.
     """
     rows, found = [], {}
-    tried = available(candidates, work)
+    tried = step_candidates(candidates, work)
     with tempfile.TemporaryDirectory() as folder:
         same = write_weights(work, Path(folder))
         if work.device == "cpu":
@@ -229,7 +229,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def render(rows: Sequence[dict[str, Any]]) -> Table:
+def render_training_steps(rows: Sequence[dict[str, Any]]) -> Table:
     """A line per candidate; what is nothing in every line is left out, since a terminal is narrow."""
     table = Table(title="training steps", title_justify="left", caption=explanation(rows), caption_justify="left")
     table.add_column("model, micro-batch", overflow="fold")
@@ -270,4 +270,4 @@ def explanation(rows: Sequence[dict[str, Any]]) -> str | None:
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
-    print(json.dumps(measure(asked.pop("candidate"), Work(**asked))))
+    print(json.dumps(measure_steps(asked.pop("candidate"), Work(**asked))))

@@ -44,7 +44,7 @@ def automatic(operator: Operator, device: torch.device) -> str:
     return next(fitting, operator.implementations["torch"]).backend
 
 
-def render(rows: list[dict[str, Any]]) -> Table:
+def render_operators(rows: list[dict[str, Any]]) -> Table:
     table = Table("operator", "what it is", "backends", "auto here", title="Operators")
     for row in rows:
         backends = ", ".join(name if name in row["usable"] else f"[dim]{name}[/dim]" for name in row["backends"])

@@ -116,7 +116,7 @@ def run_stages(
             before = what_came_of(stage, place, *took)
             results.save(kept, {"command": command, "finished": asdict(before)})
         finished.append(before)
-        say(in_words(before))
+        say(stage_in_words(before))
         last, models[stage.command] = stage.command, place / "model"
     return finished, models[last]
 
@@ -181,7 +181,7 @@ def weights_in(folder: Path) -> int:
     return count
 
 
-def in_words(stage: Finished) -> str:
+def stage_in_words(stage: Finished) -> str:
     return f"{stage.command} {stage.recipe}: {stage.steps:,} steps in {stage.seconds:.0f} s; {figures_in_words(stage.figures, ', ')}"  # fmt: skip
 
 
@@ -195,13 +195,13 @@ def speed_in_words(speed: Mapping[str, float]) -> str:
     return ", ".join([*parts, *([f"{speed['mfu']:.1%} MFU"] if "mfu" in speed else [])])
 
 
-def path_of(folder: Path, slug: str, name: str = "chain") -> Path:
+def chain_file(folder: Path, slug: str, name: str = "chain") -> Path:
     """A level below the benchmark's files, which are of contests."""
     return folder / slug / "recipes" / f"{name}.json"
 
 
-def save(folder: Path, stamp: dict[str, Any], found: dict[str, Any], name: str = "chain") -> Path:
-    path = path_of(folder, stamp["slug"], name)
+def save_chain(folder: Path, stamp: dict[str, Any], found: dict[str, Any], name: str = "chain") -> Path:
+    path = chain_file(folder, stamp["slug"], name)
     results.save(path, {"machine": stamp, **found})
     return path
 

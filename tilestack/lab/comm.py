@@ -135,7 +135,7 @@ class Measured:
     bus_bandwidth: float
 
 
-def measure(
+def measure_collectives(
     names: Sequence[str], sizes: Sequence[int], repeats: int, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[Measured]:
     """Each collective at each size, on all ranks of a group alike."""
@@ -177,7 +177,7 @@ def refuse_wrong(name: str, count: int, right: bool, group: dist.ProcessGroup, d
         )
 
 
-def size_of(text: str) -> int:
+def bytes_of_size(text: str) -> int:
     """Bytes of a size such as 64K, 1M or 4096."""
     found = re.fullmatch(r"([0-9]{1,15})([KMG]?)", text.strip().upper())
     size = int(found[1]) * UNITS[found[2]] if found else 0

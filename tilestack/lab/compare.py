@@ -101,7 +101,7 @@ def git(*arguments: str) -> str | None:
     return done.stdout
 
 
-def compare(before: dict[Identity, Stored], after: dict[Identity, Stored]) -> list[Change]:
+def compare_results(before: dict[Identity, Stored], after: dict[Identity, Stored]) -> list[Change]:
     """What both have measured, at different times; the largest change for the worse first."""
     changes = [
         Change(key[0], before[key], row)
@@ -118,9 +118,11 @@ def failing(before: dict[Identity, Stored], after: dict[Identity, Stored]) -> li
     return [row for key, row in after.items() if row["time_us"] is None and is_ours(row) and timed(key)]
 
 
-def render(changes: Sequence[Change], most: int | None) -> Table:
+def render_changes(changes: Sequence[Change], most: int | None) -> Table:
     """The changes beyond the spread, at most so many for the worse and for the better; peers are dim."""
-    table = Table(title="what changed", title_justify="left", caption=summary(changes), caption_justify="left")
+    table = Table(
+        title="what changed", title_justify="left", caption=summary_of_changes(changes), caption_justify="left"
+    )
     for heading in ("what", "case"):
         table.add_column(heading, overflow="fold")
     for heading in ("before", "after", "speed"):
@@ -142,7 +144,7 @@ def render(changes: Sequence[Change], most: int | None) -> Table:
     return table
 
 
-def summary(changes: Sequence[Change]) -> str:
+def summary_of_changes(changes: Sequence[Change]) -> str:
     """How many became faster, slower and neither; ours and peers apart."""
     said = []
     for whose, some in (

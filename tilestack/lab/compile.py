@@ -249,7 +249,7 @@ class AbsentGpu:
             kernel=fn.name,
             key=f"{fn.module}.{fn.name} {key}",
             types=types,
-            constants={parameters[path[0]]: plain(value) for path, value in compile["constants"].items()},
+            constants={parameters[path[0]]: json_constant(value) for path, value in compile["constants"].items()},
             odd=without_divisor & types.keys(),
             num_warps=compile["num_warps"],
             num_stages=compile["num_stages"],
@@ -285,7 +285,7 @@ class NotedLaunch:
         return KernelReport(
             kernel=self.source.name,
             capability=metadata.target.arch,
-            constants={p.name: plain(constants[p.name]) for p in parameters if p.is_constexpr},
+            constants={p.name: json_constant(constants[p.name]) for p in parameters if p.is_constexpr},
             num_warps=metadata.num_warps,
             num_stages=metadata.num_stages,
             registers=max(numbers(r"Used (\d+) registers")),
@@ -324,6 +324,6 @@ def make_cubin_and_log(backend: Any, ptx: str, metadata: dict[str, Any], options
     return cubin
 
 
-def plain(constant: Any) -> Any:
+def json_constant(constant: Any) -> Any:
     """A constant as JSON can hold it."""
     return constant if isinstance(constant, bool | int | float | str | None) else str(constant)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from tilestack.lab.compile import TENSOR_CORES, Call, KernelReport, compiled_kernels, dtype_name, launches_of
-from tilestack.lab.launches import Launch, cover, largest
+from tilestack.lab.launches import Launch, cover, largest_launches
 from tilestack.lab.spills import SPILLS_OWED
 
 Walk = list[tuple[Call, list[Launch]]]
@@ -16,7 +16,9 @@ def walk(calls: Iterable[Call]) -> Walk:
 
 def compile_largest(walked: Walk) -> list[KernelReport]:
     """The largest launch of each kernel, and what owes spills."""
-    return compile_chosen(walked, largest(launch for _, launches in walked for launch in launches) | owing(walked))
+    return compile_chosen(
+        walked, largest_launches(launch for _, launches in walked for launch in launches) | owing(walked)
+    )
 
 
 def compile_cover(walked: Walk) -> list[KernelReport]:
@@ -31,7 +33,10 @@ def compile_cover(walked: Walk) -> list[KernelReport]:
     multiplies = {launch.kernel: False for launch in launches[first]}
     for report in reports:
         multiplies[report.kernel] |= any(report.instructions[name] for name in TENSOR_CORES)
-    rest = [largest(launch for launch in launches[dtype] if multiplies.get(launch.kernel, True)) for dtype in others]
+    rest = [
+        largest_launches(launch for launch in launches[dtype] if multiplies.get(launch.kernel, True))
+        for dtype in others
+    ]
     return reports + compile_chosen(walked, set[Launch]().union(*rest) - chosen)
 
 

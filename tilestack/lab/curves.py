@@ -12,14 +12,14 @@ from typing import Any
 from tilestack.lab import results
 
 
-def path_of(folder: Path, slug: str, file: str = "curves") -> Path:
+def curves_file(folder: Path, slug: str, file: str = "curves") -> Path:
     """A level below the benchmark's files: a curve is no contest."""
     return folder / slug / "parity" / f"{file}.json"
 
 
-def merge(folder: Path, machine: dict[str, Any], model: str, run: dict[str, Any], file: str = "curves") -> Path:
+def merge_curves(folder: Path, machine: dict[str, Any], model: str, run: dict[str, Any], file: str = "curves") -> Path:
     """Keep a run, in the place of an earlier one of its name."""
-    path = path_of(folder, machine["slug"], file)
+    path = curves_file(folder, machine["slug"], file)
     results.refuse_other_machine(path, machine)
     before = results.read_json(path)["runs"] if path.exists() else []
     stamped = run | {"commit": machine["commit"]}

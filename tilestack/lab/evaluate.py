@@ -93,7 +93,7 @@ def compute_standards(
     def draw(variant: str, seed: int, nudge: int) -> tuple[Results, Results]:
         arguments = arguments_of(operator, case, variant, dtype, device, seed)
         if nudge:
-            arguments = variants.nudged(arguments, nudge)
+            arguments = variants.nudged_arguments(arguments, nudge)
         exact = {name: in_float64(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
         return (
             evaluate(declared, operator, arguments, variant),

@@ -94,7 +94,7 @@ def nan_overlooked() -> Iterator[None]:
         by_halves = reduction.combine_fn in places and np.isnan(tiles[0].handle.data).any()
         return tuple(reduce_by_halves(reduction, tiles)) if by_halves else usual(reduction, tiles)
 
-    with replaced(ReduceOps, apply_impl=reduce):
+    with attributes_replaced(ReduceOps, apply_impl=reduce):
         yield
 
 
@@ -107,7 +107,10 @@ def branches_of_a_gpu(module: ModuleType) -> Iterator[None]:
         return
     from triton.runtime.interpreter import ReduceOps
 
-    with replaced(module, **{SWITCH: type(before)(False)}), replaced(ReduceOps, generic_reduce=reduce_by_halves):
+    with (
+        attributes_replaced(module, **{SWITCH: type(before)(False)}),
+        attributes_replaced(ReduceOps, generic_reduce=reduce_by_halves),
+    ):
         yield
 
 
@@ -132,12 +135,12 @@ def interpreter_with(**wrappers: Callable[[Callable], Callable]) -> Iterator[Non
     """Inside, methods of the builder that interprets kernels are wrapped."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    with replaced(builder, **{name: wrap(getattr(builder, name)) for name, wrap in wrappers.items()}):
+    with attributes_replaced(builder, **{name: wrap(getattr(builder, name)) for name, wrap in wrappers.items()}):
         yield
 
 
 @contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
+def attributes_replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Inside, attributes have other values."""
     before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():

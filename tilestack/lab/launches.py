@@ -47,7 +47,7 @@ class Launch:
         return constants | types | {("odd", bool(self.odd))}
 
 
-def largest(launches: Iterable[Launch]) -> set[Launch]:
+def largest_launches(launches: Iterable[Launch]) -> set[Launch]:
     """The largest launch of each kernel."""
     return {max(alike, key=lambda launch: launch.size) for alike in by_kernel(launches).values()}
 

@@ -24,11 +24,11 @@ def loss_figure(kept: dict[str, Any]) -> str:
     rows = -(-len(kept["runs"]) // COLUMNS)
     panel_width, panel_height = LEFT + WIDTH + RIGHT, TOP + HEIGHT + BELOW
     wide, high = COLUMNS * panel_width, rows * panel_height
-    described = "Loss against step, trained in " + " and in ".join(ways(kept["runs"][0])) + "."
+    described = "Loss against step, trained in " + " and in ".join(ways_of_run(kept["runs"][0])) + "."
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" width="{wide}" height="{high}" role="img">',
         f"<title>{html.escape(described)}</title>",
-        f"<desc>{html.escape('; '.join(map(in_words, kept['runs'])))}</desc>",
+        f"<desc>{html.escape('; '.join(map(ends_in_words, kept['runs'])))}</desc>",
         f"<style>text{{font:12px ui-sans-serif,system-ui,sans-serif}}{style(0)}@media(prefers-color-scheme:dark){{{style(1)}}}</style>",
         '<rect class="card" width="100%" height="100%"/>',
     ]
@@ -38,16 +38,16 @@ def loss_figure(kept: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def in_words(run: dict[str, Any]) -> str:
+def ends_in_words(run: dict[str, Any]) -> str:
     """Where both curves of a run begin and end."""
     ends = lambda curve: f"from {curve[0]:.2f} to {curve[-1]:.2f}"
-    first, second = ways(run)
+    first, second = ways_of_run(run)
     return (
         f"in {first} {ends(run['reference'])} and in {second} {ends(run['candidate'])}, {len(run['reference'])} steps"
     )
 
 
-def ways(run: dict[str, Any]) -> tuple[str, str]:
+def ways_of_run(run: dict[str, Any]) -> tuple[str, str]:
     return run["against"], "fp8"
 
 
@@ -82,7 +82,7 @@ def panel(run: dict[str, Any]) -> str:
             drawn.append(
                 f'<text class="muted" x="{across(tick):.1f}" y="{HEIGHT + 18}" text-anchor="middle">{tick:g}</text>'
             )
-    for place, (way, name) in enumerate(zip(TONES, ways(run), strict=True)):
+    for place, (way, name) in enumerate(zip(TONES, ways_of_run(run), strict=True)):
         points = " ".join(f"{across(step):.1f},{up(loss):.1f}" for step, loss in enumerate(run[way], 1))
         drawn.append(f'<polyline class="{way}" points="{points}"/>')
         drawn.append(f'<text class="{way}-name" x="{WIDTH}" y="{16 + 16 * place}" text-anchor="end">{name}</text>')

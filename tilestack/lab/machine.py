@@ -91,7 +91,7 @@ def output_of(*command: str, folder: Path | None = None) -> str:
 def driver_version() -> str:
     if told := output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"):
         return told.splitlines()[0].strip()
-    found = re.search(r"Kernel Module\D*([\d.]+)", text_of("/proc/driver/nvidia/version"))
+    found = re.search(r"Kernel Module\D*([\d.]+)", text_of_file("/proc/driver/nvidia/version"))
     return found[1] if found else ""
 
 
@@ -109,11 +109,11 @@ def commit() -> str:
 
 
 def cpu_name() -> str:
-    named = re.search(r"^model name\s*:\s*(.+)$", text_of("/proc/cpuinfo"), re.MULTILINE)
+    named = re.search(r"^model name\s*:\s*(.+)$", text_of_file("/proc/cpuinfo"), re.MULTILINE)
     return f"{named[1] if named else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
-def text_of(path: str) -> str:
+def text_of_file(path: str) -> str:
     try:
         return Path(path).read_text(errors="replace")
     except OSError:
@@ -234,7 +234,7 @@ def disk() -> Finding:
 
 
 def memory() -> Finding:
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", text_of("/proc/meminfo"), re.MULTILINE)
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", text_of_file("/proc/meminfo"), re.MULTILINE)
     if not found:
         return Finding("memory", "ok", "amount unknown")
     free = int(found[1]) / 2**20
@@ -256,7 +256,7 @@ def extras() -> Iterator[Finding]:
 MARKS = {"ok": "[green]✓[/]", "limited": "[yellow]![/]", "missing": "[red]✗[/]"}
 
 
-def render(findings: Sequence[Finding]) -> Table:
+def render_findings(findings: Sequence[Finding]) -> Table:
     table = Table(title="doctor", title_justify="left")
     for heading in ("", "what", "found", "to fix it"):
         table.add_column(heading, overflow="fold")  # a command cut short is no use

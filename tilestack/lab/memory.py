@@ -141,7 +141,7 @@ def bench_memory(device: str | None = None, save: Path | None = None, console: C
     roofs = measured(device).as_dict() if device == "cuda" else {}
     run = {"machine": machine, "roofs": roofs, "rows": [asdict(point) for point in points]}
     if save is not None:
-        results.save(path_of(save, machine["slug"]), run)
+        results.save(sweeps_file(save, machine["slug"]), run)
     return run
 
 
@@ -152,7 +152,7 @@ def draw(run: dict[str, Any], page: Path) -> Path:
         ("measured on", machine["gpu"] or machine["cpu"]),
         ("date, UTC", machine["date"][:16].replace("T", " ")),
     ]
-    return write_page(page, "What a memory access costs", subtitle(machine), facts, "", [section(run)])
+    return write_page(page, "What a memory access costs", subtitle(machine), facts, "", [sweeps_section(run)])
 
 
 def measured_at(sweep: Sweep, setting: int, device: str, elements: int | None = None) -> list[Point]:
@@ -176,18 +176,18 @@ def measured_at(sweep: Sweep, setting: int, device: str, elements: int | None = 
     ]  # fmt: skip
 
 
-def path_of(folder: Path, slug: str) -> Path:
+def sweeps_file(folder: Path, slug: str) -> Path:
     """A level below the benchmark's files: patterns chosen to be bad have no place among its contests."""
     return folder / slug / "sweeps" / "memory.json"
 
 
-def load(folder: Path, slug: str) -> dict[str, Any] | None:
+def load_sweeps(folder: Path, slug: str) -> dict[str, Any] | None:
     """The sweeps measured on a GPU, None when there are none."""
-    path = path_of(folder, slug)
+    path = sweeps_file(folder, slug)
     return results.load(path) if path.exists() else None
 
 
-def is_current(run: dict[str, Any]) -> bool:
+def sweeps_are_current(run: dict[str, Any]) -> bool:
     """Whether every point of ours is of the present source."""
     ours = [point for point in points_of(run) if not is_peer(point.backend)]
     return all(point.source == present_source(named(point.sweep).operator.name, point.backend) for point in ours)
@@ -202,7 +202,7 @@ def subtitle(machine: dict[str, Any]) -> str:
     return f"{what}: the same elements, laid out ever more awkwardly."
 
 
-def section(run: dict[str, Any]) -> Section:
+def sweeps_section(run: dict[str, Any]) -> Section:
     """The sweeps as a part of a report: a curve per candidate, on a GPU with the copy roof above them."""
     lede = "Bandwidth of the elements that were wanted. Each plot changes one thing about where they lie in memory."
     if not run["machine"]["gpu"]:
@@ -226,7 +226,7 @@ def curves(sweep: Sweep, points: Iterable[Point], roof: float | None) -> str:
         data.append(
             dict(
                 type="scatter", mode="lines+markers", name=name, x=[str(point.setting) for point in line], y=[1e3 * (point.tb_per_s or 0) for point in line],
-                hovertext=[f"{name}, {sweep.name} {point.setting}<br>{rate(point.tb_per_s)}" for point in line], hoverinfo="text",
+                hovertext=[f"{name}, {sweep.name} {point.setting}<br>{rate_in_words(point.tb_per_s)}" for point in line], hoverinfo="text",
                 line=dict(color=tone, width=2), marker=dict(size=7, color=tone),
             )
         )  # fmt: skip
@@ -234,7 +234,7 @@ def curves(sweep: Sweep, points: Iterable[Point], roof: float | None) -> str:
         ends = [str(sweep.settings[0]), str(sweep.settings[-1])]
         data.append(
             dict(
-                type="scatter", mode="lines", name=f"copy roof, {rate(roof)}", x=ends, y=[1e3 * roof] * 2, hoverinfo="skip",
+                type="scatter", mode="lines", name=f"copy roof, {rate_in_words(roof)}", x=ends, y=[1e3 * roof] * 2, hoverinfo="skip",
                 line=dict(color=colour("muted"), dash="dot", width=1.5),
             )
         )  # fmt: skip
@@ -245,7 +245,7 @@ def curves(sweep: Sweep, points: Iterable[Point], roof: float | None) -> str:
     return plot(data, layout, 340, f"bandwidth against {sweep.name}")
 
 
-def tables(points: Sequence[Point]) -> list[Table]:
+def sweep_tables(points: Sequence[Point]) -> list[Table]:
     """A table per sweep for the terminal, a column per candidate."""
     found = []
     for sweep in SWEEPS:
@@ -264,10 +264,10 @@ def tables(points: Sequence[Point]) -> list[Table]:
 def shown(point: Point | None) -> str:
     if point is None or point.tb_per_s is None:
         return point.note if point else "–"
-    return rate(point.tb_per_s)
+    return rate_in_words(point.tb_per_s)
 
 
-def rate(tb_per_s: float | None) -> str:
+def rate_in_words(tb_per_s: float | None) -> str:
     return (
         "–" if tb_per_s is None else f"{1e3 * tb_per_s:,.0f} GB/s" if tb_per_s >= 0.01 else f"{1e3 * tb_per_s:.1f} GB/s"
     )

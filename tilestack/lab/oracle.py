@@ -51,7 +51,7 @@ class Verdict:
     message: str = ""
 
 
-def largest(x: Tensor) -> float:
+def largest_magnitude(x: Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
@@ -81,11 +81,11 @@ def own_error(reference: Tensor, truth: Tensor) -> Own:
         return 0.0, 0.0, 0.0, 0.0
     finite = reference.isfinite() & truth.isfinite()
     if reference.dtype == torch.float64:
-        half_the_digits = largest(truth[finite]) * torch.finfo(torch.float64).eps ** 0.5
+        half_the_digits = largest_magnitude(truth[finite]) * torch.finfo(torch.float64).eps ** 0.5
         return half_the_digits, half_the_digits, 0.0, 0.0
     exact = truth[finite]
     off = reference.double()[finite] - exact
-    return largest(off), root_mean_square(off), *shared_errors(off, exact)
+    return largest_magnitude(off), root_mean_square(off), *shared_errors(off, exact)
 
 
 def shared_errors(off: Tensor, truth: Tensor) -> tuple[float, float]:

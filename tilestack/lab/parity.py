@@ -95,7 +95,7 @@ def parity(
     ulp = torch.finfo(execution.DTYPES[recipe.precision.compute]).eps
     reference = Way("the definitions", lambda: backend(ALWAYS_TORCH))
     candidate = Way(f"{', '.join(swap) or 'every operator'} on {name}", lambda: chosen_backend(name, swap))
-    return compare(recipe, build, objective, steps, reference, candidate, ulp, lambda key: True, say)
+    return compare_curves(recipe, build, objective, steps, reference, candidate, ulp, lambda key: True, say)
 
 
 def fp8_parity(
@@ -114,7 +114,7 @@ def fp8_parity(
     hidden = {f"layers.{name}" for name, weight in layers_of(model).named_parameters() if weight.ndim > 1}
     reference, candidate = Way(recipe.precision.compute, nullcontext), Way("fp8", nullcontext, compute_in_fp8)
     ulp = torch.finfo(torch.float8_e4m3fn).eps
-    return compare(recipe, build, objective, steps, reference, candidate, ulp, hidden.__contains__, say, starts)
+    return compare_curves(recipe, build, objective, steps, reference, candidate, ulp, hidden.__contains__, say, starts)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Way:
     change: Callable[[Any], None] = lambda model: None
 
 
-def compare(
+def compare_curves(
     recipe: Recipe, build: Callable[[], Any], objective: Pretraining, steps: int, reference: Way, candidate: Way,
     ulp: float, nudges: Callable[[str], bool], say: Callable[[str], Any], starts: int = 1,
 ) -> Parity:  # fmt: skip
@@ -142,7 +142,7 @@ def compare(
             + ("" if seed is None else f", nudged, {seed + 1} of {nudged_runs if way is reference else starts - 1}")
         )
         model = build()
-        off = {} if seed is None else nudged({key: x for key, x in start.items() if nudges(key)}, ulp, seed)
+        off = {} if seed is None else nudged_weights({key: x for key, x in start.items() if nudges(key)}, ulp, seed)
         model.load_state_dict(start | off)
         with way.choice():
             return train(recipe, model, objective, batches, objective.device, way.change)
@@ -152,17 +152,17 @@ def compare(
     ours_near = [run(candidate, seed) for seed in range(starts - 1)]
     pairs = zip([losses, *near], [ours, *ours_near], strict=False)
     ends = [(mean_of_last_tenth(theirs), mean_of_last_tenth(mine)) for theirs, mine in pairs]
-    return Parity(candidate.words, losses, ours, bounds(losses, near[:NUDGED_RUNS]), reference.words, ends)
+    return Parity(candidate.words, losses, ours, allowed_differences(losses, near[:NUDGED_RUNS]), reference.words, ends)
 
 
-def bounds(reference: Sequence[float], near: Sequence[Sequence[float]]) -> list[float]:
+def allowed_differences(reference: Sequence[float], near: Sequence[Sequence[float]]) -> list[float]:
     """How far a step's loss may be from the reference, given runs that are equally right."""
     apart = [max(abs(run[step] - loss) for run in near) for step, loss in enumerate(reference)]
     least = [torch.finfo(torch.float32).eps * abs(loss) for loss in reference]
     return [FACTOR * max(seen, rounding) for seen, rounding in zip(accumulate(apart, max), least, strict=True)]
 
 
-def nudged(state: dict[str, Tensor], ulp: float, seed: int) -> dict[str, Tensor]:
+def nudged_weights(state: dict[str, Tensor], ulp: float, seed: int) -> dict[str, Tensor]:
     """Weights one unit in the last place larger or smaller, as chance has it."""
     source = torch.Generator().manual_seed(seed)
     sign = lambda tensor: (torch.randint(0, 2, tensor.shape, generator=source) * 2 - 1).to(tensor)

@@ -101,7 +101,7 @@ def record(call: Callable[[], Any], device: torch.device, times: int = 1, trace:
     return Profile(shares_of(profiler, times), took / times * 1e3, on_gpu)
 
 
-def render(title: str, profile: Profile, most: int) -> Table:
+def render_profile(title: str, profile: Profile, most: int) -> Table:
     """The lines that took longest, and in words whose they are and how busy the GPU was."""
     whose = ", ".join(f"{origin} {percent(share)}" for origin, share in profile.by_origin().items())
     caption = f"{whose or 'nothing ran'}; {microseconds(profile.total_ms * 1e3)} in {len(profile.shares)} different"

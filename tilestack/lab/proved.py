@@ -88,10 +88,10 @@ def gpus(folder: Path) -> list[str]:
 def sections(folders: Sequence[Path], here: str) -> dict[str, Section]:
     """By slug, the proofs kept of every GPU in some folders, and of this machine, which may have none."""
     shown = lambda folder: {*gpus(folder), *([here] if (folder / here / "proofs.json").is_file() else [])}
-    return {slug: section(folder, slug) for folder in folders for slug in shown(folder)}
+    return {slug: proofs_section(folder, slug) for folder in folders for slug in shown(folder)}
 
 
-def section(folder: Path, slug: str) -> Section:
+def proofs_section(folder: Path, slug: str) -> Section:
     """The proofs of a GPU as a part of the report."""
     found = lines(folder, slug)
     there = sum(line.is_proved for line in found)

@@ -59,7 +59,7 @@ def held_out_windows(sources: Iterable[str], tokenizer: data.Tokenizer, length: 
     return take_windows(documents(), length, tokens)
 
 
-def size_of(decoder: models.Decoder) -> Size:
+def size_of_decoder(decoder: models.Decoder) -> Size:
     """The size of a decoder as it is stored."""
     layers = [layer for layer in decoder.modules() if isinstance(layer, QuantisedLinear)]
     codes = sum(bytes_of(part) for layer in layers for part in layer.kept if part is not None)
@@ -94,7 +94,7 @@ def with_error(estimate: Estimate) -> str:
     return f"{estimate.value:.4g}{error}"
 
 
-def ways() -> list[tuple[str, str]]:
+def schemes_and_methods() -> list[tuple[str, str]]:
     """Every scheme, fewest bits first, with every method that does something for it, the default first."""
     found = []
     for name, scheme in reversed(SCHEMES.items()):
@@ -104,7 +104,7 @@ def ways() -> list[tuple[str, str]]:
     return found
 
 
-def measure(
+def measure_quality(
     chosen: Sequence[tuple[str, str]], device: torch.device, tell: Callable[[str], Any], model: str
 ) -> Iterator[dict[str, Any]]:
     """A run for each scheme and method, as it is measured."""
@@ -112,7 +112,7 @@ def measure(
     ids = calibration_ids(texts_of([BUILTIN]), tokenizer, SAMPLES, LENGTH)
     windows = held_out_windows([BUILTIN], tokenizer, LENGTH, EVALUATED)
     decoder = models.load(model, dtype=kept_dtype(model), device=device)
-    reference, before = remember(decoder, windows, device), size_of(decoder)
+    reference, before = remember(decoder, windows, device), size_of_decoder(decoder)
     for scheme, method in chosen:
         tell(f"{scheme} by {method}")
         changed = copy.deepcopy(decoder)
@@ -123,7 +123,7 @@ def measure(
             "method": method,
             "default": method == default_method(SCHEMES[scheme]),
             "calibration": {"samples": SAMPLES, "length": LENGTH, "texts": BUILTIN},
-            "size": {"before": asdict(before), "after": asdict(size_of(changed))},
+            "size": {"before": asdict(before), "after": asdict(size_of_decoder(changed))},
             "quality": asdict(compare(changed, reference, device)),
             "commit": machine.stamp(device.type)["commit"],
         }
@@ -146,11 +146,11 @@ def way_of(run: dict[str, Any]) -> tuple[str, str, str]:
 def keep(path: Path, stamp: dict[str, Any], run: dict[str, Any]) -> None:
     """Put a run into its file, in the place of an older one of its scheme and method; those of other texts are dropped."""
     runs = {way_of(each): each for each in [*kept_runs(path), run] if is_alike(each, run)}
-    order = {way: number for number, way in enumerate(ways())}
+    order = {way: number for number, way in enumerate(schemes_and_methods())}
     results.save(path, {"machine": stamp, "runs": sorted(runs.values(), key=lambda each: order[way_of(each)[1:]])})
 
 
-def render(runs: Sequence[dict[str, Any]]) -> Table:
+def render_quantised(runs: Sequence[dict[str, Any]]) -> Table:
     made = Table()
     for number, heading in enumerate(HEADER):
         made.add_column(heading, justify="right" if number > 1 else "left")

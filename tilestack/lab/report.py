@@ -49,18 +49,18 @@ def write_report(
             here += measured_sections(found, newest)
         else:
             elsewhere.append(measured_elsewhere(found, runs, newest, kept))
-    mine = Part("This machine", f"What was proved, measured and made on {name_of(machine)}, where this page was written.", facts_of(machine), cards(figures), [*here, *sections])  # fmt: skip
+    mine = Part("This machine", f"What was proved, measured and made on {name_of_machine(machine)}, where this page was written.", facts_of(machine), cards(figures), [*here, *sections])  # fmt: skip
     content: list[Section | Part] = [mine, *elsewhere]
     if not any(run.machine.get("gpu") for run in results):
         content.append(Section("On a GPU", "Against the fastest peer, how close to the roof, host and kernel time: kernels are measured where they are meant to run.", empty("No GPU results here. On a machine with one, run", BENCH)))  # fmt: skip
     subtitle = "Each operator is a definition in plain PyTorch and kernels that replace it: proved against float64, held against the machine's measured roofs and against the fastest peer in the same run."
-    written = [("written on", name_of(machine)), ("written at, UTC", minute(machine))]
+    written = [("written on", name_of_machine(machine)), ("written at, UTC", minute(machine))]
     if elsewhere:
         written.insert(1, ("with saved figures of", ", ".join(part.title.removeprefix("On ") for part in elsewhere)))
     return write_page(Path(path), "Proved right, measured honestly", subtitle, written, "", content)
 
 
-def name_of(machine: dict[str, Any]) -> str:
+def name_of_machine(machine: dict[str, Any]) -> str:
     return str(machine.get("gpu") or machine.get("cpu") or machine.get("slug") or "a machine that left no name")
 
 
@@ -87,7 +87,7 @@ def measured_elsewhere(
 ) -> Part:
     """The results of another machine than the one the page is written on, under that machine's name and versions."""
     lede = "Measured there and saved with the code, not on the machine this page was written on."
-    return Part(f"On {name_of(newest.machine)}", lede, facts_of(newest.machine, runs), cards(glance(found)), [*filter(None, [proved]), *measured_sections(found, newest)])  # fmt: skip
+    return Part(f"On {name_of_machine(newest.machine)}", lede, facts_of(newest.machine, runs), cards(glance(found)), [*filter(None, [proved]), *measured_sections(found, newest)])  # fmt: skip
 
 
 def proof_cards(proofs: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:

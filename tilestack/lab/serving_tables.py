@@ -8,6 +8,9 @@ from tilestack.lab.measured import percent, times
 from tilestack.lab.results import path_of, read_json
 from tilestack.lab.stale import is_current
 
+# Of workloads, in the order in which docs/serving.md explains them.
+WORKLOAD_KINDS = ("throughput", "batch", "first token", "prefix", "long", "copying")
+
 
 def serving(folder: Path, slug: str) -> str:
     """Engines on the same workloads: a line per workload and way of ours, beside each other engine."""
@@ -20,7 +23,7 @@ def serving(folder: Path, slug: str) -> str:
     figure = lambda row: f"{row['figure']:,.{2 if row['figure'] < 100 else 0}f}"
     dagger = lambda row: "" if is_current(row) else f" {OLD}"
     lines = []
-    for row in filter(is_ours, rows):
+    for row in sorted(filter(is_ours, rows), key=lambda row: place_of(row["case"])):
         peers = {other["backend"]: other for other in on_the_same_work(rows, row)}
         line = [row["case"], row["backend"] + dagger(row), f"**{figure(row)}** {row['unit']}", percent(row["roof"])]
         for name in others:
@@ -43,6 +46,12 @@ def on_the_same_work(rows: list[dict[str, Any]], row: dict[str, Any]) -> list[di
 def times_as_fast(row: dict[str, Any], peer: dict[str, Any]) -> float:
     """By their rates or times: the seconds of an older row may be those of another number of tokens."""
     return row["figure"] / peer["figure"] if row["unit"] == "tokens/s" else peer["figure"] / row["figure"]
+
+
+def place_of(case: str) -> tuple[int, int]:
+    """Where a workload stands in the table: by its kind, batches by their size."""
+    kind, _, size = case.rpartition(" ") if case[-1:].isdigit() else (case, "", "0")
+    return WORKLOAD_KINDS.index(kind) if kind in WORKLOAD_KINDS else len(WORKLOAD_KINDS), int(size)
 
 
 def with_version(row: dict[str, Any]) -> str:

@@ -85,7 +85,7 @@ def functions_of(implementation: Any) -> list[Callable]:
     return [function for owner, name in named if callable(function := getattr(owner, name, None))]
 
 
-def files_behind(functions: Iterable[Callable]) -> set[Path]:
+def files_run_by(functions: Iterable[Callable]) -> set[Path]:
     """The files that hold what some functions run, of CUDA C++ too; none for PyTorch's own functions."""
     reached = Reached(functions)
     return {each.path for each in reached.statements} | reached.cuda_sources()

@@ -67,18 +67,18 @@ def summary(folder: Path, gpu: str, cpu: str, names: str) -> str:
     shown = of_models + served + [line for name in wanted for line in operators if line.group == name]
     if not shown:
         return f"_not measured yet: `tilestack bench all --save` on a machine with the GPU `{gpu}` fills this table._"
-    rows = [row_of([line for line in shown if line.group == group]) for group in dict.fromkeys(line.group for line in shown)]  # fmt: skip
+    rows = [row_of_group([line for line in shown if line.group == group]) for group in dict.fromkeys(line.group for line in shown)]  # fmt: skip
     parts = [
         markdown(HEADER, rows, left=2),
         over_all(operators, worst),
-        stamp(folder, [gpu, cpu], runs, shown + operators),
+        measured_where(folder, [gpu, cpu], runs, shown + operators),
     ]
     if any(line.stale for line in shown):
         parts.append(f"_{OLD} some of these cases were measured on an earlier version of the code._")
     return "\n\n".join(filter(None, parts))
 
 
-def row_of(lines: list[Line]) -> list[str]:
+def row_of_group(lines: list[Line]) -> list[str]:
     """A group's cells."""
     ordered = sorted(lines, key=lambda line: line.ratio)
     middle = ordered[(len(ordered) - 1) // 2]
@@ -88,11 +88,11 @@ def row_of(lines: list[Line]) -> list[str]:
         middle.verdict, ratio
     )
     spread = f"{times(ordered[0].ratio)} – {times(ordered[-1].ratio)}" if len(ordered) > 1 else "–"
-    won = str(score(lines))
+    won = str(score_of_lines(lines))
     return [name, middle.case, middle.ours, middle.peer, ratio, spread, won]
 
 
-def score(lines: Iterable[Line]) -> Score:
+def score_of_lines(lines: Iterable[Line]) -> Score:
     verdicts = [line.verdict for line in lines]
     return Score(*(verdicts.count(word) for word in (FASTER, SLOWER, EQUAL)))
 
@@ -109,7 +109,7 @@ def over_all(operators: list[Line], worst: list[str]) -> str:
     """What all operators and optimizers come to, those that have no line of their own included."""
     if not operators:
         return ""
-    found = score(operators)
+    found = score_of_lines(operators)
     number = len({line.group for line in operators})
     mean = mean_ratio([line.ratio for line in operators])
     return f"_All {number} operators and optimizers with a peer, {found.met} comparisons: {found.won} won, {found.equal} equal, {found.lost} lost; geometric mean {times(mean)}. Lowest mean: {', '.join(worst)}._"
@@ -176,7 +176,7 @@ def date_of(row: dict[str, Any], machine: dict[str, Any]) -> str:
     return str(row.get("date") or machine.get("date", ""))[:10]
 
 
-def stamp(folder: Path, slugs: Iterable[str], runs: list[Result], lines: list[Line]) -> str:
+def measured_where(folder: Path, slugs: Iterable[str], runs: list[Result], lines: list[Line]) -> str:
     """Where, with what and between which days it was measured; each row of results/ has its commit."""
     machines = [run.machine for run in runs]
     machines += [read_json(path)["machine"] for slug in slugs if (path := path_of(slug, "serve", folder)).exists()]

@@ -170,20 +170,26 @@ def over_cases(found: list[Means]) -> str:
 
 
 def ladder(found: list[Contest], op: str, names: str) -> str:
-    """The rates of the named backends side by side, a line for each case that at least two of them were timed on."""
+    """The rates of the named backends side by side, a line for each case that at least two of them were timed on. One
+    that was timed on none of those has no column; a line below the table names it."""
     wanted = names.split(",")
-    rows, used = [], []
+    chosen = []
     for contest in (c for c in found if c.op == op):
-        by_backend = {row["backend"]: row for row in contest.timed}
-        if sum(name in by_backend for name in wanted) < 2:
-            continue
-        rates = [rate(contest, by_backend[name]) if name in by_backend else "–" for name in wanted]
-        rows.append([marked(contest.label, [contest]), contest.dtype, contest.direction, *rates])
-        used.append(contest)
-    if not rows:
+        by_backend = {row["backend"]: row for row in contest.timed if row["backend"] in wanted}
+        if len(by_backend) > 1:
+            chosen.append((contest, by_backend))
+    if not chosen:
         return ""
-    header = ["case", "dtype", "direction", *(f"`{name}`" for name in wanted)]
-    return markdown(header, rows, left=3) + "\n\n" + stamps(used) + older(used)
+    timed = [name for name in wanted if any(name in by_backend for _, by_backend in chosen)]
+    rows = []
+    for contest, by_backend in chosen:
+        rates = [rate(contest, by_backend[name]) if name in by_backend else "–" for name in timed]
+        rows.append([marked(contest.label, [contest]), contest.dtype, contest.direction, *rates])
+    header = ["case", "dtype", "direction", *(f"`{name}`" for name in timed)]
+    untimed = ", ".join(f"`{name}`" for name in wanted if name not in timed)
+    note = f"\n\n_Not measured yet: {untimed}._" if untimed else ""
+    used = [contest for contest, _ in chosen]
+    return markdown(header, rows, left=3) + note + "\n\n" + stamps(used) + older(used)
 
 
 def layers(found: list[Contest]) -> str:
@@ -245,7 +251,7 @@ def roofs(found: list[Contest]) -> str:
 
 def sweep(folder: Path, slug: str, name: str) -> str:
     """One sweep over access patterns: the bandwidth of each candidate, and ours as a part of the copy roof."""
-    if (run := memory.load(folder, slug)) is None:
+    if (run := memory.load_sweeps(folder, slug)) is None:
         return ""
     points = [point for point in memory.points_of(run) if point.sweep == name and point.tb_per_s is not None]
     backends = list(dict.fromkeys(point.backend for point in points))
@@ -255,7 +261,7 @@ def sweep(folder: Path, slug: str, name: str) -> str:
     for setting in dict.fromkeys(point.setting for point in points):
         rates = [found.get((setting, backend)) for backend in backends]
         share = rates[0] / roof if rates[0] and roof else None
-        rows.append([str(setting), *map(memory.rate, rates), percent(share)])
+        rows.append([str(setting), *map(memory.rate_in_words, rates), percent(share)])
     if not rows:
         return ""
     machine = run["machine"]
@@ -263,13 +269,13 @@ def sweep(folder: Path, slug: str, name: str) -> str:
     how = method([{"how": point.how} for point in points])
     header = [memory.named(name).axis, *backends, f"{backends[0]}, of the roof"]
     stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, {versions}, {machine['date'][:10]}, {how}._"
-    old = "" if memory.is_current(run) else f"\n\n_{OLD} {OLDER}at commit {machine['commit']}._"
+    old = "" if memory.sweeps_are_current(run) else f"\n\n_{OLD} {OLDER}at commit {machine['commit']}._"
     return markdown(header, rows, left=0) + "\n\n" + stamp + old
 
 
 def parity(folder: Path, slug: str) -> str:
     """How far the losses of a training run part from those on the definitions, by what was swapped."""
-    path = curves.path_of(folder, slug)
+    path = curves.curves_file(folder, slug)
     if not path.exists():
         return f"_not measured yet: `tilestack parity --save` on a machine with the GPU `{slug}` fills this table._"
     kept = read_json(path)
@@ -285,7 +291,7 @@ def parity(folder: Path, slug: str) -> str:
 
 def fp8_parity(folder: Path, slug: str) -> str:
     """How the loss of training in fp8 ends beside that of the same recipe in its own precision."""
-    path = curves.path_of(folder, slug, "fp8")
+    path = curves.curves_file(folder, slug, "fp8")
     if not path.exists():
         return f"_not measured yet: `tilestack parity --fp8 --save` on the machine `{slug}` fills this table._"
     kept = read_json(path)
@@ -307,7 +313,7 @@ def fp8_parity(folder: Path, slug: str) -> str:
 
 def recipes(folder: Path, slug: str) -> str:
     """The recipes one after another: how long each took, and its figures when first and last measured."""
-    path = chain.path_of(folder, slug)
+    path = chain.chain_file(folder, slug)
     if not path.exists():
         return f"_not measured yet: `tilestack chain --save` on the machine `{slug}` fills this table._"
     kept = read_json(path)
@@ -322,7 +328,7 @@ def recipes(folder: Path, slug: str) -> str:
 
 def alignment(folder: Path, slug: str) -> str:
     """The recipes of alignment from the model of their own: what each changed, and what it cost."""
-    path = chain.path_of(folder, slug, "alignment")
+    path = chain.chain_file(folder, slug, "alignment")
     if not path.exists():
         return f"_not measured yet: `tilestack chain --alignment --save` on the machine `{slug}` fills this table._"
     kept = read_json(path)
@@ -375,7 +381,7 @@ def mutation(folder: Path) -> str:
 
 def survivors(folder: Path) -> str:
     """Every mutant that lives, and why."""
-    known, found = mutation_results.reasons(folder), mutation_results.load(folder)
+    known, found = mutation_results.reasons(folder), mutation_results.load_tried(folder)
     rows = [
         [f"`{file}`", f"`{name.partition(' ')[2]}`".replace("|", "\\|"), known.get(name, "**not known yet**")]
         for file, tried in found.items()

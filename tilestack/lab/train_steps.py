@@ -67,7 +67,7 @@ def write_weights(work: Work, folder: Path) -> Work:
     return replace(work, weights=str(folder / "weights"))
 
 
-def ours(work: Work, way: str) -> Step:
+def our_step(work: Work, way: str) -> Step:
     """The training step of `tilestack train`."""
     from tilestack import configure_backend, models
     from tilestack.data import NO_LABEL
@@ -130,7 +130,7 @@ def ours(work: Work, way: str) -> Step:
     return step
 
 
-def theirs(work: Work, way: str) -> Step:
+def transformers_step(work: Work, way: str) -> Step:
     """A training step of transformers, as its users write it."""
     importable("liger_kernel")  # finds what is installed beside the environment
     import transformers
@@ -164,7 +164,7 @@ def stepping(model: torch.nn.Module, loss_of_a_batch: Step) -> Step:
     return step
 
 
-def plain(work: Work, way: str) -> Step:
+def plain_step(work: Work, way: str) -> Step:
     """A training step in plain PyTorch."""
     from tilestack.lab.plain_model import PlainDecoder
 
@@ -181,4 +181,4 @@ def plain(work: Work, way: str) -> Step:
 
 def step_of(candidate: str, work: Work) -> Step:
     framework, _, way = candidate.partition("-")
-    return {"tilestack": ours, "plain": plain, "transformers": theirs}[framework](work, way)
+    return {"tilestack": our_step, "plain": plain_step, "transformers": transformers_step}[framework](work, way)

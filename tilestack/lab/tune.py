@@ -208,7 +208,7 @@ class Search:
         return found
 
 
-def render(tuned: Sequence[Tuned]) -> Table:
+def render_tuned(tuned: Sequence[Tuned]) -> Table:
     """A line per case: the fastest, how much slower the next backend and PyTorch's own are, and what was left out."""
     table = Table("operator", "case", "dtype", "fastest", "time", "next backend", "aten", "left out", title="Tuned")
     for found in tuned:

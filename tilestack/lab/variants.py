@@ -88,7 +88,7 @@ def with_nan(arguments: Arguments) -> Arguments:
     return arguments | {name: poisoned}
 
 
-def nudged(arguments: Arguments, seed: int) -> Arguments:
+def nudged_arguments(arguments: Arguments, seed: int) -> Arguments:
     """Every number moved by a unit in its last place, or not: the same problem, as hard as before, rounded otherwise."""
     moved = {}
     for place, (name, value) in enumerate(arguments.items()):

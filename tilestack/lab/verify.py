@@ -207,9 +207,9 @@ def prove(claim: Claim, find_standards: Callable[..., dict[str, Standard]] = sta
         except torch.OutOfMemoryError:
             return claim.proof(None, message="the definition needs more memory than there is")
         evaluated = list(evaluations(claim))
-        proof = compare(claim, evaluated, standards)
+        proof = judge_claim(claim, evaluated, standards)
         if proof.ok is False and further_draws(claim.values, (truth for _, truth, _ in standards.values())):
-            proof = compare(claim, evaluated, claim.standards(find_standards, many_draws=True))
+            proof = judge_claim(claim, evaluated, claim.standards(find_standards, many_draws=True))
         return proof
     except Exception as failure:
         return claim.proof(False, math.inf, message=crash_line(failure))
@@ -220,7 +220,7 @@ def proves_formula(claim: Claim) -> bool:
     return claim.direction == "backward" and claim.dtype == torch.float64 and claim.operator.gradient is not None
 
 
-def compare(claim: Claim, evaluated: list[Results], standards: dict[str, Standard]) -> Proof:
+def judge_claim(claim: Claim, evaluated: list[Results], standards: dict[str, Standard]) -> Proof:
     """Judge every output, or every gradient, of the first call against the oracle, and the later calls by its bits."""
     results, *later = evaluated
     worst = oracle.Verdict(0.0, 0.0)
@@ -357,7 +357,7 @@ def refuse_what_takes_nothing(operator: Operator, device: torch.device) -> None:
         raise refused
 
 
-def render(proofs: list[Proof], device: torch.device) -> Group:
+def render_proofs(proofs: list[Proof], device: torch.device) -> Group:
     """A line per operator and backend, then every refutation by name, then what could not be tried and why."""
     table = Table(
         "operator", "backend", "proved", "wrong", "says nothing", "not tried", "worst error / bound",

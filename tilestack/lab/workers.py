@@ -187,7 +187,7 @@ def prove_apart(
 def start_worker(files: Sequence[Path]) -> tuple[Connection, BaseProcess]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=work, args=(theirs, files), daemon=True)
+    process = context.Process(target=prove_as_told, args=(theirs, files), daemon=True)
     resource_tracker.ensure_running()  # else the start would, and unblock the signal for that
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process, which ends them
     try:
@@ -198,7 +198,7 @@ def start_worker(files: Sequence[Path]) -> tuple[Connection, BaseProcess]:
     return ours, process
 
 
-def work(connection: Connection, files: Sequence[Path]) -> None:
+def prove_as_told(connection: Connection, files: Sequence[Path]) -> None:
     faulthandler.enable()  # a crash in a compiler or a driver says where it was
     torch.set_num_threads(1)
     load_files(files)
@@ -234,11 +234,11 @@ def load_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as problem:
-        raise ValueError(f"{path}:{line_of(problem, path)}: {type(problem).__name__}: {problem}") from problem
+        raise ValueError(f"{path}:{line_of_error(problem, path)}: {type(problem).__name__}: {problem}") from problem
     return module
 
 
-def line_of(problem: Exception, path: Path) -> int:
+def line_of_error(problem: Exception, path: Path) -> int:
     """The line of a file that an error came from, or in which it could not be read."""
     if isinstance(problem, SyntaxError):
         return problem.lineno or 1

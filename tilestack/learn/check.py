@@ -71,7 +71,9 @@ def check_apart(exercise: Exercise, path: Path, device: str, everything: bool, l
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile() as last_words:
         process = context.Process(
-            target=work, args=(theirs, exercise, path, device, everything, limit, last_words.name), daemon=True
+            target=check_in_process,
+            args=(theirs, exercise, path, device, everything, limit, last_words.name),
+            daemon=True,
         )
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process, which ends it
         try:
@@ -118,7 +120,7 @@ def how_it_died(path: Path, code: int, last_words: str, limit: float) -> Finding
     return Finding(what, line=line, code=code_in(path, line), advice=advice)
 
 
-def work(
+def check_in_process(
     connection: Connection, exercise: Exercise, path: Path, device: str, everything: bool, limit: float, last_words: str
 ) -> None:
     """What the other process does."""

@@ -17,12 +17,12 @@ from tilestack.contract.implementation import Implementation
 from tilestack.contract.operator import Operator
 from tilestack.lab.refuted import crash_line
 from tilestack.lab.verify import Claim, Proof, claims, prove
-from tilestack.lab.workers import line_of, load_file
+from tilestack.lab.workers import line_of_error, load_file
 from tilestack.learn.check import Checked, Tell
 from tilestack.learn.exercise import BACKEND, Exercise
 from tilestack.learn.finding import Finding, code_in
 from tilestack.learn.folder import State
-from tilestack.learn.tutor import describe_claim, explain
+from tilestack.learn.tutor import describe_claim, explain_claim
 from tilestack.ops import operator_named
 
 LARGER_TRIED = 4  # cases, when the first wrong one does not explain itself
@@ -89,7 +89,7 @@ def refutation(claim: Claim, path: Path, mistakes: dict[str, Callable]) -> Findi
     """What is wrong with a claim, or None."""
     proof: Proof = prove(claim)
     if proof.ok is False:
-        return explain(claim, proof, path, mistakes)
+        return explain_claim(claim, proof, path, mistakes)
     if proof.ok is None and not proof.says_nothing:
         advice = ["The exercise asks for this call: see `when`, `dtypes` and `backward` of `@implements`."]
         return Finding(f"it refuses the call: {proof.message}", *describe_claim(claim), advice=advice)
@@ -108,6 +108,6 @@ def advice_from_larger(later: list[Claim], claim: Claim, path: Path, mistakes: d
 def why_it_does_not_load(path: Path, problem: ValueError) -> Finding:
     """What was raised while the file ran, before any kernel did."""
     cause = problem.__cause__ if isinstance(problem.__cause__, Exception) else problem
-    line = line_of(cause, path)
+    line = line_of_error(cause, path)
     what = f"{path.name} cannot be loaded: {crash_line(cause).removesuffix(f' ({path}:{line})')}"
     return Finding(what, line=line, code=code_in(path, line))

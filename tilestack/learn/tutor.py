@@ -56,7 +56,7 @@ def describe_claim(claim: Claim) -> tuple[str, str]:
     return called, f"{claim.direction}, {dtype}" + (f", {claim.variant}{layout}" if claim.variant != "plain" else "")
 
 
-def explain(claim: Claim, proof: Proof, path: Path, mistakes: dict[str, Callable]) -> Finding:
+def explain_claim(claim: Claim, proof: Proof, path: Path, mistakes: dict[str, Callable]) -> Finding:
     """Everything that can be said of a claim that is wrong."""
     call, circumstances = describe_claim(claim)
     said = [advice for words, advice in ADVICE_FOR.items() if words in proof.message]
@@ -77,7 +77,7 @@ def explain(claim: Claim, proof: Proof, path: Path, mistakes: dict[str, Callable
     found = explanations(claim, name, results[0], truth, wrong, mistakes)
     advice = [missing_part(unwritten)] if unwritten.any() else said or list(itertools.islice(found, 1))
     count = f"{name} is wrong in {int(wrong.sum())} of {wrong.numel()} elements"
-    return told(count if wrong.any() else what, elements=elements_of(results[0], truth, wrong), advice=advice)
+    return told(count if wrong.any() else what, elements=first_wrong_elements(results[0], truth, wrong), advice=advice)
 
 
 def numbers_of(claim: Claim, name: str) -> tuple[list[Tensor], Tensor, Tensor] | None:
@@ -98,7 +98,7 @@ def wrong_elements(result: Tensor, truth: Tensor, allowed: Tensor) -> Tensor:
     return ~(same | ((yours - truth).abs() <= allowed))
 
 
-def elements_of(result: Tensor, truth: Tensor, wrong: Tensor) -> list[Element]:
+def first_wrong_elements(result: Tensor, truth: Tensor, wrong: Tensor) -> list[Element]:
     """The first wrong elements; where none by itself is out of bound, the worst."""
     places = wrong.nonzero()[:SHOWN].tolist()
     if not places and truth.numel():

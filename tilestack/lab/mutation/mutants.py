@@ -58,15 +58,15 @@ def mutants_of(module: str, path: Path) -> list[Mutant]:
     source = path.read_text()
     seen: Counter[tuple[str, ...]] = Counter()
     found = []
-    for function in functions_of(ast.parse(source)):
+    for function in functions_in(ast.parse(source)):
         changes = kernel_changes(function, source) if is_kernel(function) else launcher_changes(function, source)
         statements = statements_of(function)
         for change in changes:
-            before = one_line(text_of(change.node, source))
+            before = one_line(text_of_node(change.node, source))
             what = function.name, change.kind, before, one_line(change.text)
             seen[what] += 1
             line: int = change.node.lineno  # type: ignore[attr-defined]
-            mutated = replaced(source, change.node, change.text)
+            mutated = source_with(source, change.node, change.text)
             found.append(Mutant(module, *what, seen[what], line, mutated, statements.get(line, range(line, line + 1))))
     return found
 
@@ -83,7 +83,7 @@ def statements_of(function: ast.FunctionDef) -> dict[int, range]:
     return found
 
 
-def functions_of(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+def functions_in(tree: ast.Module) -> Iterator[ast.FunctionDef]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             yield node
@@ -100,21 +100,21 @@ def kernel_changes(function: ast.FunctionDef, source: str) -> Iterator[Change]:
             others = [name for name in strides if name != node.id]
             yield Change("stride", node, others[0] if others else f"({node.id} + 1)")
         if isinstance(node, ast.keyword) and node.arg == "mask" and is_store(parent):
-            yield Change("mask", node.value, f"({text_of(node.value, source)}) | True")
+            yield Change("mask", node.value, f"({text_of_node(node.value, source)}) | True")
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd) and has_comparison(node):
-            yield Change("mask", node, text_of(node.left, source))
-            yield Change("mask", node, text_of(node.right, source))
+            yield Change("mask", node, text_of_node(node.left, source))
+            yield Change("mask", node, text_of_node(node.right, source))
         yield from arithmetic_changes(node, source)
         if isinstance(node, ast.Constant) and (number := another_number(node.value)) and not is_shape(node, parent):
             yield Change("constant", node, number)
         if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and isinstance(node.target, ast.Name) and not node.target.id.endswith("_ptr"):  # fmt: skip
-            yield Change("term", node, f"{node.target.id} = {text_of(node.value, source)}")
+            yield Change("term", node, f"{node.target.id} = {text_of_node(node.value, source)}")
 
 
 def launcher_changes(function: ast.FunctionDef, source: str) -> Iterator[Change]:
     for node, parent in nodes_that_compute(function):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            receiver = text_of(node.func.value, source)
+            receiver = text_of_node(node.func.value, source)
             if node.func.attr == "stride" and node.args and isinstance(node.func.value, ast.Name):
                 yield Change("stride", node, f"{receiver}.shape[-1]")
             if node.func.attr == "contiguous" and not node.args:
@@ -141,12 +141,12 @@ def swapped_arguments(call: ast.Call, source: str) -> Iterator[Change]:
 
 def arithmetic_changes(node: ast.AST, source: str) -> Iterator[Change]:
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
-        sides = text_of(node.left, source), text_of(node.comparators[0], source)
+        sides = text_of_node(node.left, source), text_of_node(node.comparators[0], source)
         yield Change("comparison", node, f"{sides[0]} {COMPARISONS[type(node.ops[0])]} {sides[1]}")
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
-        yield Change("scale", node, f"({text_of(node.left, source)})")
+        yield Change("scale", node, f"({text_of_node(node.left, source)})")
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub) and not is_text(node):
-        yield Change("term", node, f"({text_of(node.left, source)})")
+        yield Change("term", node, f"({text_of_node(node.left, source)})")
 
 
 def nodes_that_compute(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, ast.AST]]:
@@ -204,7 +204,7 @@ def another_number(value: object) -> str:
     return str(value + 1) if isinstance(value, int) else repr(value * 1.01) if value else "1.0"
 
 
-def text_of(node: ast.AST, source: str) -> str:
+def text_of_node(node: ast.AST, source: str) -> str:
     found = ast.get_source_segment(source, node)
     assert found is not None
     return found
@@ -214,7 +214,7 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def replaced(source: str, node: ast.AST, text: str) -> str:
+def source_with(source: str, node: ast.AST, text: str) -> str:
     lines = source.encode().splitlines(keepends=True)
     place = lambda line, column: sum(map(len, lines[: line - 1])) + column
     start = place(node.lineno, node.col_offset)  # type: ignore[attr-defined]

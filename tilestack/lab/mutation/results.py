@@ -99,7 +99,7 @@ def code_hash(file: str) -> str:
     return hashlib.sha256(code_of(path).encode()).hexdigest()[:16] if path.exists() else ""
 
 
-def load(folder: Path = FOLDER) -> dict[str, Tried]:
+def load_tried(folder: Path = FOLDER) -> dict[str, Tried]:
     path = folder / NAME
     return {file: Tried(**found) for file, found in results.read_json(path)["files"].items()} if path.exists() else {}
 
@@ -109,15 +109,15 @@ def reasons(folder: Path = FOLDER) -> dict[str, str]:
     return results.read_json(path) if path.exists() else {}
 
 
-def save(file: str, found: Tried, folder: Path = FOLDER) -> None:
+def save_tried(file: str, found: Tried, folder: Path = FOLDER) -> None:
     """Put what is known of a file in the place of what was kept of it, and forget files that are no more."""
     with alone_in(folder):
-        kept = load(folder) | {file: found}
+        kept = load_tried(folder) | {file: found}
         results.save(folder / NAME, {"files": {name: asdict(kept[name]) for name in sorted(kept) if code_hash(name)}})
 
 
 def families(folder: Path = FOLDER) -> list[Family]:
-    files, known = load(folder), reasons(folder)
+    files, known = load_tried(folder), reasons(folder)
     names = dict.fromkeys(file.partition(".")[0] for file in sorted(files))
     of_family = {name: {f: found for f, found in files.items() if f.partition(".")[0] == name} for name in names}
     living = lambda mine: [known.get(name, "") for found in mine.values() for name in found.survivors]

@@ -41,7 +41,7 @@ from tilestack.lab.interpreted import SWITCH, branches_of_a_gpu
 from tilestack.lab.labels import case_label
 from tilestack.lab.mutation.mutants import KINDS, Mutant, mutants_of
 from tilestack.lab.mutation.reach import Lines, forget_cached_results, reached_lines
-from tilestack.lab.source import KERNELS, file_of_module, files_behind, functions_of, imported_kernels
+from tilestack.lab.source import KERNELS, file_of_module, files_run_by, functions_of, imported_kernels
 from tilestack.lab.verify import WITHOUT_EXTRAS, Claim, claims, prove
 
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def operators_behind(module: str) -> list[Operator]:
 
 def files_of(operator: Operator) -> set[Path]:
     ways = [operator.implementations[name] for name in backends_of(operator)]
-    return files_behind(function for way in ways for function in functions_of(way))
+    return files_run_by(function for way in ways for function in functions_of(way))
 
 
 class Original:
@@ -368,7 +368,7 @@ def silence() -> None:
     os.dup2(nowhere, 2)
 
 
-def render(outcomes: Sequence[Outcome]) -> Table:
+def render_mutants(outcomes: Sequence[Outcome]) -> Table:
     """How many mutants of each file and kind were caught, of how many."""
     table = Table("file", *KINDS, "caught", title="Mutants caught, of those tried")
     share = lambda of: f"{sum(o.caught for o in of)}/{len(of)}" if of else ""
