@@ -1,8 +1,14 @@
 """The `serve` command: a model behind OpenAI's API, with a chat page."""
 
 import functools
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from socket import socket
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -17,11 +23,13 @@ from tilestack.cli.speaker import (
     read_template,
     trust_engine,
 )
+from tilestack.parallel import environment
 
 if TYPE_CHECKING:
-    from tilestack.engine import AsyncEngine
+    from tilestack.engine import AsyncEngine, EngineSettings
 
 GIB = 1 << 30
+START_AGAIN = "start the server again"
 access, engine, limit = (
     functools.partial(typer.Option, rich_help_panel=panel) for panel in ("Access", "Engine", "Limits")
 )  # options, each under its heading of the help
@@ -45,6 +53,7 @@ def serve_command(
     cors: Annotated[list[str] | None, access(help="Allowed CORS origin, such as https://example.org; may be given several times.", show_default=False)] = None,
     allow_host: Annotated[list[str] | None, access(help="Additional accepted host name; may be given several times.", show_default=False)] = None,
     device: DeviceName = None,
+    tensor: Annotated[int, engine(help="Processes that share the model, each with a part of every layer, on a GPU of its own.", min=1)] = 1,
     dtype: Dtype = None,
     weights: Weights = None,
     context: Annotated[int | None, engine(help="Maximum context length, prompt and answer together; default: the model's.", min=2, show_default=False)] = None,
@@ -83,9 +92,12 @@ def serve_command(
     if generation_config not in ("model", "none"):
         raise ValueError(f"--generation-config is model or none, not {generation_config}")
     check_packages(model)
+    if environment.launched():
+        tensor = environment.world()
+    elif tensor > 1:
+        launch_shared(model, tensor)
     template = None if chat_template is None else read_template(chat_template)
     from tilestack.server.process import listen, run_server
-    from tilestack.server.request_log import log_to_stderr
     from tilestack.server.settings import LOOPBACK, Limits, ServerSettings
 
     limits = Limits(
@@ -112,59 +124,106 @@ def serve_command(
         sampling=sampling,
         split_reasoning=split_reasoning,
     )
-    listening = listen(settings)
-    from tilestack.engine import AsyncEngine, EngineSettings
+    from tilestack.engine import EngineSettings
 
     trust_engine()
-    log_to_stderr()  # what the engine takes, and what it compiles
-    served = AsyncEngine.load(
-        model,
-        EngineSettings(
-            device=device,
-            dtype=dtype,
-            weights=weights,
-            context=context,
-            max_sequences=max_sequences,
-            step_tokens=step_tokens,
-            kv_memory=None if kv_memory is None else int(kv_memory * GIB),
-            kv_dtype=kv_dtype,
-            swap_memory=int(swap_memory * GIB),
-            prefix_caching=prefix_caching,
-            overlap=overlap,
-            decode=decode,
-            speculate=speculate,
-            draft_tokens=draft_tokens,
-            queue=queue,
-            adapters=named_folders(adapter or []),
-        ),
+    wanted = EngineSettings(
+        device=device,
+        dtype=dtype,
+        weights=weights,
+        context=context,
+        max_sequences=max_sequences,
+        step_tokens=step_tokens,
+        kv_memory=None if kv_memory is None else int(kv_memory * GIB),
+        kv_dtype=kv_dtype,
+        swap_memory=int(swap_memory * GIB),
+        prefix_caching=prefix_caching,
+        overlap=overlap,
+        decode=decode,
+        speculate=speculate,
+        draft_tokens=draft_tokens,
+        queue=queue,
+        adapters=named_folders(adapter or []),
     )
-    if template is not None:
-        served.tokenizer.template = template
-    if warm_up:
-        warm_up_in_sight(served)
 
-    def greet(address: str) -> None:
-        console.print(
-            f"{name or served.model_name} on {address}: chat in a browser, or ask {address}/v1",
-            highlight=False,
-            soft_wrap=True,
-        )
+    def greet(address: str, called: str) -> None:
+        told = f"{called} on {address}: chat in a browser, or ask {address}/v1"
+        console.print(told, highlight=False, soft_wrap=True)
         if sampling:
             console.print(f"{defaults_line(sampling)}; --generation-config none for OpenAI's", soft_wrap=True)
         if host not in LOOPBACK and api_key is None:
             console.print(f"anyone who reaches {host} may use it; --api-key asks for a key", style="yellow")
 
-    run_server(served, settings, listening, greet)
+    with engine_of(model, wanted, tensor, lambda: listen(settings)) as ready:
+        if ready is None:
+            return  # the first process has served, and this one followed it
+        served, listening = ready
+        if template is not None:
+            served.tokenizer.template = template
+        if warm_up:
+            warm_up_in_sight(served)
+        run_server(served, settings, listening, lambda address: greet(address, name or served.model_name))
+
+
+def launch_shared(model: str, processes: int) -> NoReturn:
+    """Serve by the same command in so many processes, and end as they do; a model that they cannot share is refused once."""
+    from tilestack.models.checkpoints import config_of
+    from tilestack.parallel.launch import launch
+    from tilestack.parallel.serving import refuse_model
+
+    refuse_model(model, config_of(model), processes)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the hosts' own words stay on this machine
+    code = launch(processes, sys.argv[1:], START_AGAIN)
+    ended_in_order = code in (128 + signal.SIGINT, 128 + signal.SIGTERM)  # as a server of one process ends with 0
+    raise typer.Exit(0 if ended_in_order else code)
+
+
+@contextmanager
+def engine_of(
+    model: str, settings: "EngineSettings", tensor: int, listen: Callable[[], socket]
+) -> "Iterator[tuple[AsyncEngine, socket] | None]":
+    """An engine, and the socket that it is asked by, which is taken before the model is loaded. Of several processes the
+    first has them, and while it serves the others follow it."""
+    from tilestack.engine import AsyncEngine
+    from tilestack.server.request_log import log_to_stderr
+
+    if tensor == 1:
+        listening = listen()
+        log_to_stderr()  # what the engine takes, and what it compiles
+        yield AsyncEngine.load(model, settings), listening
+        return
+    import torch
+
+    from tilestack.parallel.processes import ProcessLost, joined
+    from tilestack.parallel.serving import LeadingEngine, Orders, follow, load_shared
+
+    with joined(settings.device or "auto", tensor=tensor, advice=START_AGAIN) as mesh:
+        made = listen() if mesh.first else None
+        on_gpu = settings.device != "cpu" and torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        shared = load_shared(model, settings, mesh, device)
+        if made is None:
+            follow(shared, Orders())
+            yield None
+            return
+        assert isinstance(shared, LeadingEngine)
+        log_to_stderr()
+        shared.on_loss = lambda: os.kill(os.getpid(), signal.SIGTERM)  # answer everybody, and end
+        yield AsyncEngine(shared, Path(model).name), made
+        if shared.lost is not None:
+            raise ProcessLost(f"the processes that share the model lost each other: {shared.lost}; {START_AGAIN}")
+        shared.close()
 
 
 def warm_up_in_sight(served: "AsyncEngine") -> None:
     """Capture the engine's graphs, with a progress bar where standard error is a terminal; elsewhere it is for the log."""
     progress = progress_bar()
     progress.disable = not progress.console.is_terminal
+    prepare = getattr(served.engine, "warm_up", served.engine.runner.warm_up)  # of several processes all have to
     with progress:
         task = progress.add_task("warming up", total=None)
-        told = lambda what, done, all: progress.update(task, description=what, completed=done, total=all)
-        served.engine.runner.warm_up(told)
+        prepare(lambda what, done, all: progress.update(task, description=what, completed=done, total=all))
 
 
 def named_folders(given: list[str]) -> dict[str, Path]:

@@ -107,33 +107,38 @@ def partial(decoder: Decoder) -> set[str]:
     return norms | {one for a, b in halves for one, other in ((a, b), (b, a)) if other in divided}
 
 
-def refuse_split(config: ModelConfig, ranks: int) -> None:
-    """Refuse a model that so many ranks cannot share."""
+def what_cannot_split(config: ModelConfig) -> str:
+    """The kinds of layers of a model that are not divided among ranks, in words; empty where there are none."""
     kinds = {
         "a mixture of experts (num_experts)": config.experts,
         "latent attention (MLA, kv_lora_rank)": config.kv_rank,
         "norms over all queries of a token": config.qk_norm == "projection",
     }
-    if found := [kind for kind, there in kinds.items() if there]:
+    return " and ".join(kind for kind, there in kinds.items() if there)
+
+
+def what_does_not_divide(config: ModelConfig, ranks: int) -> str:
+    """The first of a model's sizes that so many ranks do not divide, in words; empty where they divide all."""
+    sizes = ((field, getattr(config, field)) for field in ("heads", "kv_heads", "intermediate"))
+    return next((f"{config.spelt(field)}, {size}" for field, size in sizes if size % ranks), "")
+
+
+def refuse_split(config: ModelConfig, ranks: int) -> None:
+    """Refuse a model that so many ranks cannot share in training."""
+    if found := what_cannot_split(config):
         raise CannotSplit(
-            f"parallel.tensor = {ranks} cannot split this {config.family} model, which has {' and '.join(found)}; "
+            f"parallel.tensor = {ranks} cannot split this {config.family} model, which has {found}; "
             "use parallel.tensor=1, and parallel.shard=true "
             + ("or parallel.expert " if config.experts else "")
             + "to divide its memory"
         )
-    for field in ("heads", "kv_heads", "intermediate"):
-        size = getattr(config, field)
-        if size % ranks:
-            fitting = [str(n) for n in range(2, ranks) if fits(config, n)]
-            raise CannotSplit(
-                f"parallel.tensor = {ranks} does not divide the model's {config.spelt(field)}, {size}; "
-                + (f"{' or '.join(fitting)} would, " if fitting else "set parallel.tensor=1, ")
-                + "and parallel.shard=true divides its memory too"
-            )
-
-
-def fits(config: ModelConfig, ranks: int) -> bool:
-    return not any(size % ranks for size in (config.heads, config.kv_heads, config.intermediate))
+    if size := what_does_not_divide(config, ranks):
+        fitting = [str(n) for n in range(2, ranks) if not what_does_not_divide(config, n)]
+        raise CannotSplit(
+            f"parallel.tensor = {ranks} does not divide the model's {size}; "
+            + (f"{' or '.join(fitting)} would, " if fitting else "set parallel.tensor=1, ")
+            + "and parallel.shard=true divides its memory too"
+        )
 
 
 class PartialLinear(Linear):

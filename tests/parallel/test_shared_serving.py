@@ -1,0 +1,104 @@
+"""One model served by several processes: they answer as one does, drop out together, and end when they are asked to."""
+
+import json
+from dataclasses import fields
+
+import pytest
+import shared_serving
+import tiny_models as tiny
+import torch
+from ranks import run_ranks
+
+from tilestack import models
+from tilestack.engine import EngineSettings, SamplingParams
+from tilestack.parallel.serving import as_words, from_words, refuse_model, refuse_settings
+from tilestack.parallel.tensor import CannotSplit
+
+
+@pytest.mark.parametrize(
+    ("family", "pages", "changed"),
+    [
+        ("smollm2", 64, {}),
+        ("llama_biased", 17, dict(swap_memory=1 << 20)),
+        ("gemma3", 17, {}),
+        ("qwen3", 17, dict(speculate="lookup", overlap=False)),
+    ],
+    ids=str,
+)
+def test_together_they_answer_as_one(family, pages, changed, tmp_path):
+    """Texts end, give way to others, share prefixes and are cancelled, at the same steps on all."""
+    leading, following = run_ranks(shared_serving.serves, 2, tmp_path, family, 14, ("r3", "r9"), pages, changed)
+    expected, stats = shared_serving.by_one(family, 14, ("r3", "r9"), pages, **changed)
+    assert torch.equal(leading["answers"], expected)
+    assert torch.equal(leading["seen"], following["seen"])
+    assert torch.equal(leading["stats"], following["stats"])
+    preemptions, steps, cached, accepted, used = leading["stats"].tolist()
+    assert (steps, cached, accepted, used) == (stats.steps, stats.cached_tokens, stats.accepted, 0)
+    assert cached > 0
+    assert (preemptions > 0) == (pages < 64)
+
+
+def test_who_gives_no_seed_is_answered_alike_by_all(tmp_path):
+    leading, following = run_ranks(shared_serving.draws_freely, 2, tmp_path)
+    assert leading["seen"] == following["seen"] != 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_fails_on_one_ends_all(rank, tmp_path):
+    leading, following = run_ranks(shared_serving.loses_a_step, 2, tmp_path, rank)
+    assert leading["lost"].tolist() == [1, 2]  # it is told once, and takes nothing more
+    assert leading["errors"] == sum(request.params.n for request in shared_serving.requests(6))
+    assert leading["left"] == 0
+    said = bytes(following["problem"].tolist()).decode()
+    assert "out of memory" in said if rank == 1 else "gloo" in said
+
+
+def test_who_read_other_tokens_says_so(tmp_path):
+    _, following = run_ranks(shared_serving.reads_other_tokens, 2, tmp_path)
+    assert "other tokens" in bytes(following["problem"].tolist()).decode()
+
+
+def test_orders_of_any_length_arrive(tmp_path):
+    _, following = run_ranks(shared_serving.says_much, 2, tmp_path)
+    assert following["right"].all()
+
+
+def test_a_request_arrives_as_it_was():
+    request = shared_serving.every_word()
+    arrived = from_words(json.loads(json.dumps(as_words(request))))
+    assert arrived.params == request.params
+    left_out = {field.name for field in fields(SamplingParams) if getattr(request.params, field.name) == field.default}
+    assert not left_out, f"every_word says nothing of {left_out}"
+    told = ("id", "prompt", "priority", "adapter", "salt", "pooling")
+    assert [getattr(arrived, name) for name in told] == [getattr(request, name) for name in told]
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "words"),
+    [
+        ("qwen3_moe", 2, "a mixture of experts"),
+        ("deepseek_v2", 2, "latent attention"),
+        ("qwen3", 3, "3 processes do not divide the num_attention_heads, 4, of .*; 2 would"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(family, ranks, words, tmp_path):
+    config = models.ModelConfig.from_hf(tiny.config_of(family))
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config_of(family)))
+    with pytest.raises(CannotSplit, match=words):
+        refuse_model(tmp_path, config, ranks)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(weights="int8"),
+        dict(adapters={"a": "b"}),
+        dict(speculate="model"),
+        dict(batch_invariant=True),
+        dict(decode="persistent"),
+    ],
+    ids=str,
+)
+def test_what_a_shared_engine_has_not_is_refused(given):
+    with pytest.raises(ValueError, match=f"{'model' if 'speculate' in given else next(iter(given))}.*leave that out"):
+        refuse_settings(EngineSettings(**given))
