@@ -5,6 +5,8 @@ import math
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -110,6 +112,33 @@ def test_ctrl_c_in_the_terminal_is_not_for_a_worker(capfd):
     assert connection.recv() == task.proofs()
     process.kill()
     assert "KeyboardInterrupt" not in capfd.readouterr().err
+
+
+FIRST_START = """
+import multiprocessing, signal
+from tilestack.lab.apart import start_without_ctrl_c
+
+def tell(answer):
+    answer.put(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    for _ in range(2):
+        answer = context.SimpleQueue()
+        process = context.Process(target=tell, args=(answer,))
+        start_without_ctrl_c(process)
+        print(answer.get(), signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+"""
+
+
+def test_not_even_for_the_first_that_is_started(tmp_path):
+    """The first start also starts a process of multiprocessing's own, which unblocks the signal."""
+    script = tmp_path / "first_start.py"
+    script.write_text(FIRST_START)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()}
+    )
+    assert done.stdout.split() == ["True", "False"] * 2, done.stderr
 
 
 def proof(ok, direction="forward", message=""):

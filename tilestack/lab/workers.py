@@ -8,7 +8,6 @@ import faulthandler
 import importlib.util
 import math
 import multiprocessing
-import signal
 import time
 import traceback
 from collections import Counter, deque
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,6 +26,7 @@ import torch
 from tilestack.contract.cases import Make
 from tilestack.contract.operator import Operator
 from tilestack.contract.registry import operator_named
+from tilestack.lab.apart import start_without_ctrl_c
 from tilestack.lab.peers import our_backends
 from tilestack.lab.shared_gpu import shared_gpu
 from tilestack.lab.verify import Claim, Proof, claims, default_dtypes, prove
@@ -188,12 +187,7 @@ def start_worker(files: Sequence[Path]) -> tuple[Connection, BaseProcess]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=prove_as_told, args=(theirs, files), daemon=True)
-    resource_tracker.ensure_running()  # else the start would, and unblock the signal for that
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process, which ends them
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    start_without_ctrl_c(process)
     theirs.close()
     return ours, process
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from tilestack.lab.apart import start_without_ctrl_c
 from tilestack.learn.exercise import Exercise
 from tilestack.learn.finding import Finding, code_in
 from tilestack.learn.folder import Folder, State, hash_of
@@ -75,11 +76,7 @@ def check_apart(exercise: Exercise, path: Path, device: str, everything: bool, l
             args=(theirs, exercise, path, device, everything, limit, last_words.name),
             daemon=True,
         )
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process, which ends it
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        start_without_ctrl_c(process)
         theirs.close()
         begun, count = 0, 0
         try:
