@@ -119,15 +119,15 @@ import multiprocessing, signal
 from tilestack.lab.apart import start_without_ctrl_c
 
 def tell(answer):
-    answer.put(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    answer.send(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
     for _ in range(2):
-        answer = context.SimpleQueue()
-        process = context.Process(target=tell, args=(answer,))
+        here, there = context.Pipe()
+        process = context.Process(target=tell, args=(there,))
         start_without_ctrl_c(process)
-        print(answer.get(), signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        print(here.recv(), signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 """
 
 
