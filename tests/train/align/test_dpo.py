@@ -17,7 +17,7 @@ from small import (
 from tilestack.data import DataError
 from tilestack.nn.lora import add_lora, without_lora
 from tilestack.parallel.placement import Placement
-from tilestack.train import RecipeError
+from tilestack.train import RecipeError, execution
 from tilestack.train.align.dpo import DPO, DPORecipe, pairs_of, preferences
 
 
@@ -69,6 +69,16 @@ def test_a_run_begins_where_policy_and_reference_agree():
     loss = dpo(model).loss(model, dpo(model).next_batch())
     assert loss.total.item() / loss.count == pytest.approx(math.log(2), rel=1e-4)
     assert abs(float(loss.metrics["margin"])) < 1e-3
+
+
+def test_the_reference_computes_in_the_precision_of_the_policy():
+    model = decoder()
+    objective = dpo(model, precision={"compute": "bfloat16"})
+    batch = objective.next_batch()
+    margin = lambda: abs(float(objective.loss(model, batch).metrics["margin"]))
+    with execution.autocast(objective.recipe.precision, CPU):
+        agreeing = margin()
+    assert agreeing < 0.01 * margin()  # of a policy in float32
 
 
 def test_without_a_reference_none_is_asked(tmp_path):
