@@ -233,6 +233,9 @@ def test_each_rollout_draws_anew_and_leaves_the_policy_as_it_was(training):
     found = [objective.rollout().rows.ids.tolist() for _ in range(3)]
     assert found[0] != found[1] != found[2]
     assert objective.policy.training is training
+    other = grpo(decoder(), data={"batch": 1}, run={"seed": 1})
+    other.tasks = objective.tasks
+    assert other.rollout().rows.ids.tolist() != found[0]
 
 
 def test_figures_say_how_the_groups_did():
@@ -276,6 +279,20 @@ def test_rewards_are_checked_by_a_program():
     assert objective.evaluate(model)["validation_reward"] == 0
     number = GRPO(recipe(GRPORecipe), Placement(model), tokenizer(), CPU)
     assert [number.reward(task, text) for text in (" 4\n", "2 + 2 = 4.", "5")] == [1, 1, 0]
+
+
+def test_an_evaluation_rewards_the_likeliest_answers():
+    model, said = decoder(), []
+    objective = grpo(model)
+    objective.reward = lambda task, text: said.append(text) or 0.0
+    objective.evaluate(model)
+    likeliest = []
+    for task in objective.held:
+        ids = prompt = objective.prompt(task)
+        while len(ids) < len(prompt) + 5 and (ids == prompt or ids[-1] not in tokenizer().stops):
+            ids = [*ids, int(model(torch.tensor([ids]))[0, -1].argmax())]
+        likeliest.append(tokenizer().decode(ids[len(prompt) :]))
+    assert said == likeliest
 
 
 def test_rewards_belong_to_the_tasks_that_were_answered():
