@@ -110,6 +110,14 @@ def test_an_evaluation_is_the_mean_over_all_pairs_held_out():
     assert found["validation_accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / len(margins))
 
 
+def test_pairs_that_fit_to_the_token_are_taken():
+    longest = lambda pair: max(len(pair.first.ids), len(pair.second.ids))
+    lengths = sorted(map(longest, dpo(decoder()).pairs))
+    room = lengths[len(lengths) // 2]
+    found = sorted(map(longest, dpo(decoder(), data={"sequence": room}).pairs))
+    assert found == [length for length in lengths if length <= room] != lengths
+
+
 def test_only_the_last_answer_is_scored():
     preference = preferences(recipe(DPORecipe).data, 0).learned[0]
     earlier = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
