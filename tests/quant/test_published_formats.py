@@ -4,12 +4,13 @@ import pytest
 import tiny_models as tiny
 import torch
 from code_models import SIZES, code_layers, with_numbers
-from published import FORMATS, publish
+from published import FORMATS, in_words, publish
 
 from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.engine import LLM, EngineSettings, SamplingParams
 from tilestack.models.weights import unfused
+from tilestack.quant.packing import pack_words, unpack_words, words_of
 
 PROMPT = [3, 5, 7, 11, 13]
 
@@ -23,6 +24,18 @@ def published(folder, name, family="qwen2", **sizes):
                 parameter.normal_(1.0, 0.3)
     models.save(decoder, folder)
     return decoder, publish(folder, name)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("codes", [1, 3, 4, 7, 8, 9, 17])
+def test_words_that_are_not_full_hold_their_codes_too(bits, codes):
+    given = torch.randint(2**bits, (3, codes), dtype=torch.uint8)
+    words = pack_words(given, bits)
+    assert words.shape == (3, words_of(codes, bits))
+    each = 32 // bits
+    filled = [[*row, *[0] * (-codes % each)] for row in given.tolist()]
+    assert torch.equal(words, in_words(filled, bits))
+    assert torch.equal(unpack_words(words, bits, codes), given)
 
 
 @pytest.mark.parametrize("name", FORMATS)
