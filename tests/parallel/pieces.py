@@ -207,7 +207,7 @@ def stopped_by_one(texts: Path, folder: Path) -> dict[str, torch.Tensor]:
         texts = texts if dist.get_rank() == 0 else texts.with_name("not on this machine.jsonl")
         pretrain(pretraining.recipe(texts, 50, 1), folder / "stopped", console=Console(quiet=True))
     except Interrupted as stopped:
-        return {"code": torch.tensor(stopped.code)}
+        return {"code": torch.tensor(stopped.code), "seed": torch.tensor(torch.initial_seed())}
     finally:
         module.Pretraining = Pretraining
     return {}

@@ -151,6 +151,12 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(two):
     assert Checkpoints(folder / "stopped" / "checkpoints", 9).steps() == [2, 3]
 
 
+def test_processes_with_other_texts_have_other_chances(two):
+    """For what is dropped at random."""
+    first, second = (int(rank["seed"]) for rank in two[0])
+    assert second == first + 1
+
+
 def test_a_sharded_model_is_again_what_it_was_when_it_is_read_back(two):
     assert [int(rank[name]) for rank in two[0] for name in ("follows", "not as before")] == [0, 0, 0, 0]
 
