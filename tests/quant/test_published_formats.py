@@ -9,7 +9,9 @@ from published import FORMATS, in_words, publish
 from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.engine import LLM, EngineSettings, SamplingParams
+from tilestack.models.quantised_config import formats_of
 from tilestack.models.weights import unfused
+from tilestack.quant import Scheme
 from tilestack.quant.packing import pack_words, unpack_words, words_of
 
 PROMPT = [3, 5, 7, 11, 13]
@@ -24,6 +26,30 @@ def published(folder, name, family="qwen2", **sizes):
                 parameter.normal_(1.0, 0.3)
     models.save(decoder, folder)
     return decoder, publish(folder, name)
+
+
+INT8, FP8 = dict(num_bits=8, type="int"), dict(num_bits=8, type="float")
+
+
+@pytest.mark.parametrize(
+    ("format", "weights", "inputs", "scheme"),
+    [
+        ("int-quantized", INT8, INT8, Scheme("int8", activations="int8")),
+        ("int-quantized", INT8 | {"symmetric": None}, INT8, Scheme("int8", activations="int8")),
+        ("int-quantized", INT8 | {"symmetric": False}, INT8, Scheme("int8", symmetric=False)),
+        ("int-quantized", INT8 | {"group_size": 32}, INT8, Scheme("int8", group=32)),
+        ("pack-quantized", INT8 | {"num_bits": 4, "group_size": 32}, INT8, Scheme("int4", group=32)),
+        ("int-quantized", INT8, None, Scheme("int8")),
+        ("int-quantized", INT8, INT8 | {"num_bits": 4}, Scheme("int8")),
+        ("float-quantized", FP8, FP8, Scheme("fp8", activations="fp8")),
+        ("float-quantized", FP8, INT8, Scheme("fp8")),
+    ],
+)
+def test_inputs_become_codes_where_there_is_a_product_of_such_codes(format, weights, inputs, scheme):
+    groups = {"group_0": {"weights": weights, "input_activations": inputs}}
+    given = dict(quant_method="compressed-tensors", format=format, config_groups=groups)
+    (found,) = formats_of({"quantization_config": given})
+    assert found.scheme == scheme
 
 
 @pytest.mark.parametrize("bits", [4, 8])
