@@ -11,7 +11,9 @@ from tilestack.data import Tokenizer
 from tilestack.engine import LLM, EngineSettings, SamplingParams
 from tilestack.models.quantised_config import formats_of
 from tilestack.models.weights import unfused
+from tilestack.nn import Linear
 from tilestack.quant import Scheme
+from tilestack.quant.linear import quantise_linear
 from tilestack.quant.packing import pack_words, unpack_words, words_of
 
 PROMPT = [3, 5, 7, 11, 13]
@@ -115,6 +117,9 @@ def test_blocks_of_a_fused_layer_are_multiplied_as_codes_where_they_lie_in_one_g
     qkv, gate_up = layers["layers.0.attention.qkv"], layers["layers.0.mlp.gate_up"]
     assert qkv.product_scale.shape == (3, 1)
     assert gate_up.product_scale is None
+    part_of_a_block = Linear(128, 200)
+    quantise_linear(part_of_a_block, qkv.scheme)
+    assert part_of_a_block.product_scale.shape == (2, 1)
     x = torch.randn(70, 128)
     for layer in (qkv, gate_up):
         few, many = layer(x[:5].bfloat16()), layer(x.bfloat16())[:5]
