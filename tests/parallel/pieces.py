@@ -216,6 +216,7 @@ def stopped_by_one(texts: Path, folder: Path) -> dict[str, torch.Tensor]:
 def pieces(group, texts: Path, folder: Path) -> dict[str, torch.Tensor]:
     mesh = Mesh(Layout(tensor=dist.get_world_size(group)))
     found = divided_heads(group) | late_gradients(group) | sums_of_shared(group) | placed_decoder(mesh)
+    found["many"] = mesh.sums({"tokens": torch.tensor(2**24 + 1)}, "tensor")["tokens"]
     found["largest"] = torch.tensor(mesh.largest(dist.get_rank(group) * 7 + 2))
     found |= {f"mixture {name}": x for name, x in half_mixtures().items()}
     return found | saved_and_loaded(folder) | stopped_by_one(texts, folder)
