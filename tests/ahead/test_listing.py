@@ -131,6 +131,52 @@ def test_a_call_that_fails_ends_the_list_but_no_more(monkeypatch):
     assert not launching.notes
 
 
+def test_nothing_stays_of_a_list_that_is_broken_off():
+    hook = knobs.runtime.jit_cache_hook
+    for _ in range(2):  # the second waits for nobody
+        with pytest.raises(KeyboardInterrupt), Listing():
+            raise KeyboardInterrupt
+    assert knobs.runtime.jit_cache_hook is hook
+    assert not launching.notes
+
+
+def test_a_kernel_is_listed_for_each_device_and_once():
+    targets = [SimpleNamespace(backend="cuda", arch=arch, warp_size=32) for arch in (80, 90)]
+    kernel = SimpleNamespace(
+        __name__="kernel", hash="", device_caches={n: (None, None, each) for n, each in enumerate(targets)}
+    )
+    function = SimpleNamespace(jit_function=kernel, module="module", name="kernel")
+    told = []
+    with Listing(told.append) as listed:
+        for device in (0, 1, 0):
+            about = dict(device=device, specialization_data="{}")
+            assert knobs.runtime.jit_cache_hook(key="a", fn=function, compile=about)
+    assert [wanted.target for wanted in listed.missing] == [("cuda", 80, 32), ("cuda", 90, 32)]
+    assert told == listed.missing
+
+
+@pytest.mark.parametrize("count", [pool.FEW - 1, pool.FEW])
+def test_few_kernels_are_left_to_their_launches(monkeypatch, count):
+    compiled, told = [], lambda done, all: None
+    monkeypatch.setattr(pool, "possible", lambda: True)
+    monkeypatch.setattr(pool, "jobs_allowed", lambda: 2)
+    monkeypatch.setattr(pool, "list_missing", lambda calls, count_them: wanted(count))
+    monkeypatch.setattr(pool, "compile_all", lambda *given: compiled.append(given))
+    assert pool.compile_ahead([], told) == count
+    assert compiled == ([(wanted(count), 2, told)] if count == pool.FEW else [])
+
+
+def test_the_process_that_compiles_is_shown_no_gpu(monkeypatch):
+    asked = []
+    monkeypatch.setattr(pool, "_process", None)
+    monkeypatch.setattr(pool, "at_exit", lambda: None)
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **how: asked.append(how["env"]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    pool.start(2)
+    assert asked[0]["CUDA_VISIBLE_DEVICES"] == ""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
 def test_where_the_first_calls_lack_nothing_no_more_are_looked_at():
     made = []
     pool.list_missing([lambda: made.append(1)] * 100, lambda so_far: None)

@@ -8,7 +8,7 @@ import tiny_models as tiny
 import torch
 
 from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams
-from tilestack.engine.cpu_step import CPUStep, cpu_step, why_not
+from tilestack.engine.cpu_step import CPUStep, cpu_step, torch_on_one_thread, why_not
 from tilestack.engine.cpu_weights import pack_for_cpu, pack_int8
 from tilestack.engine.plain_decoder import linears_of
 from tilestack.engine.sampling import sample_unfiltered
@@ -313,3 +313,14 @@ def test_pytorch_wakes_no_thread_beside_a_step_of_few_tokens(monkeypatch):
         torch.set_num_threads(before)
     few = [number for tokens, number in threads if tokens <= 16]
     assert set(few) == {1}
+
+
+def test_pytorch_has_its_threads_again_after_a_step_that_fails():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(KeyboardInterrupt), torch_on_one_thread():
+            raise KeyboardInterrupt
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

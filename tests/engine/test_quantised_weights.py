@@ -214,3 +214,5 @@ def test_what_cannot_be_had_is_refused_by_name(monkeypatch, tmp_path):
     ):
         refuse_weights("fp8", torch.device("cuda"))
     refuse_weights("int8", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    refuse_weights("fp8", torch.device("cuda"))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fenced_memory import Fences
 
 from tilestack import ops
 from tilestack.kernels.cpu import build
@@ -64,6 +65,22 @@ def test_a_row_has_the_same_bits_in_any_small_batch(kind, dtype):
     alone = torch.cat([product(matrix, row) for row in x.split(1)])
     assert torch.equal(product(matrix, x), alone)
     assert torch.equal(product(matrix, x, threads=1), alone)
+
+
+@pytest.mark.parametrize(
+    "kind", [("int4", 32, False, 96), ("int8", 16, False, 80), ("int8", 0, False, 48), ("fp8", 16, True, 80)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_nothing_behind_codes_scales_and_zero_points_is_read(kind, dtype, tokens):
+    """Also of rows that end in the middle of what is read at once."""
+    *kind, columns = kind
+    matrix, x, fences = made(*kind, rows=33, columns=columns), torch.randn(tokens, columns).to(dtype), Fences()
+    fenced = Matrix(
+        *(None if each is None else fences.around(each) for each in (matrix.rows, matrix.scale, matrix.zero))
+    )
+    assert torch.equal(product(fenced, x), product(matrix, x))
+    assert fences.are_whole()
 
 
 @pytest.mark.parametrize("groups", [1, 16])

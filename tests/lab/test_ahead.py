@@ -3,11 +3,12 @@
 import os
 import time
 
+import pytest
 import torch
 
 from tilestack import contract, ops
 from tilestack.lab import bench as lab
-from tilestack.lab.ahead import ONE_THREAD, run_ahead
+from tilestack.lab.ahead import ONE_THREAD, call_and_tidy, run_ahead, single_threads
 from tilestack.lab.roofs import Roofs
 
 
@@ -40,6 +41,25 @@ def test_others_do_it_with_a_thread_each_and_leave_no_trace_here(tmp_path, monke
         assert (threads, compiling) == ("1", "1")
     assert (tmp_path / "loaded").exists()
     assert not set(ONE_THREAD) & set(os.environ)
+
+
+def test_threads_that_were_asked_for_here_are_again(monkeypatch):
+    first, *others = ONE_THREAD
+    monkeypatch.setenv(first, "7")
+    for name in others:
+        monkeypatch.delenv(name, raising=False)
+    with single_threads():
+        assert {name: os.environ[name] for name in ONE_THREAD} == ONE_THREAD
+    assert {name: os.environ.get(name) for name in ONE_THREAD} == dict.fromkeys(others) | {first: "7"}
+
+
+def test_a_call_that_fails_leaves_its_memory_to_the_others(monkeypatch):
+    tidied = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: tidied.append(True))
+    assert call_and_tidy(len, ("abc",)) == 3
+    with pytest.raises(ZeroDivisionError):
+        call_and_tidy(divmod, (1, 0))
+    assert tidied == [True, True]
 
 
 def test_what_fails_or_dies_is_no_failure_here(tmp_path):

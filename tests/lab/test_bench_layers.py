@@ -11,6 +11,7 @@ from tilestack.cli.bench_models import layer_works
 from tilestack.lab import bench_layers, layers, stale
 from tilestack.lab.bench_layers import cost, step, unlike_the_others, working_set
 from tilestack.lab.layers import LAYERS, build
+from tilestack.lab.roofs import Roofs
 from tilestack.lab.train_steps import Work, write_weights
 
 TINY = {
@@ -82,6 +83,29 @@ def test_numbers_that_are_none_are_the_fault_of_the_candidate_that_makes_them(wo
         assert list(unlike_the_others(candidates, work, direction)) == ["broken"]
 
 
+def test_rates_follow_from_what_is_counted(monkeypatch):
+    monkeypatch.setattr(bench_layers, "measured", lambda device: Roofs(0.01, {"float32": 0.05}, 2.0))
+    (rows,) = bench_layers.bench_layers([WORK], ["mlp"], ["both"], ["tilestack"])
+    seconds, tokens, matrices = rows[0]["time_us"] * 1e-6, 32, 3 * 32 * 48
+    flops, moved = 3 * 2 * tokens * matrices, 2 * 4 * (2 * tokens * 32 + matrices + 32)
+    assert rows[0]["tflops"] == pytest.approx(flops / seconds / 1e12)
+    assert rows[0]["tb_per_s"] == pytest.approx(moved / seconds / 1e12)
+    assert rows[0]["roof_fraction"] == pytest.approx(max(moved / 0.01e12, flops / 0.05e12) / seconds)
+
+
+@pytest.mark.parametrize("framework", ["plain", "transformers"])
+def test_compiled_candidates_are_compiled_and_others_are_not(work, framework, monkeypatch):
+    if framework not in PEERS[work.name]:
+        pytest.skip("a model that it does not have")
+    monkeypatch.setattr(torch, "compile", lambda run, **how: lambda x: ("compiled", how, run(x)))
+    x = bench_layers.hidden_states(work, 0)
+    for layer in LAYERS:
+        plain = build(framework, work, layer).run(x)
+        said, how, found = build(f"{framework}-compile", work, layer).run(x)
+        assert (said, how) == ("compiled", {"dynamic": False})
+        torch.testing.assert_close(found, plain)
+
+
 def test_what_is_not_counted_has_no_share_of_the_roof():
     (rows,) = bench_layers.bench_layers([WORK], ["mlp"], ["forward"], ["plain"])
     assert rows[0]["time_us"] > 0
@@ -151,6 +175,8 @@ def test_kept_rows_of_the_present_source_are_not_measured_again():
     older = [first[0] | {"source": "0" * 16}, first[1]]
     (again,) = bench_layers.bench_layers([WORK], ["mlp"], candidates=["tilestack"], kept=older)
     assert [row["direction"] for row in again] == ["forward"]
+    others = [row | {"dtype": "bfloat16"} for row in first]
+    assert len(list(bench_layers.bench_layers([WORK], ["mlp"], candidates=["tilestack"], kept=others))) == 2
 
 
 def test_the_source_of_a_layer_follows_what_computes_it():

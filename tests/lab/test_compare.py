@@ -7,7 +7,7 @@ import pytest
 from made_up import MACHINE, ROOFS, row
 
 from tilestack.cli import main
-from tilestack.lab.compare import Change, compare_results, rows_of, summary_of_changes
+from tilestack.lab.compare import Change, compare_results, render_changes, rows_of, summary_of_changes
 from tilestack.lab.results import save
 
 BEFORE = {"triton": 100.0, "aten": 80.0, "gluon": 90.0, "cuda": 50.0}
@@ -58,6 +58,30 @@ def test_another_machine_is_another_measurement(tmp_path):
     save(here, results(BEFORE, "before"))
     save(there, results(AFTER, "after", MACHINE | {"gpu": "Another GPU"}))
     assert compare_results(rows_of(str(here)), rows_of(str(there))) == []
+
+
+def test_directions_and_times_of_one_day_are_measurements_of_their_own(tmp_path):
+    """Also of rows that were judged by rounds against a peer, which say nothing of before and after."""
+    for name, change in (("before", 0.0), ("after", 50.0)):
+        rows = [
+            row("softmax", "8x4", "triton", 100.0 + change, date="a day", ratio_quartiles=[0.999, 1.001]),
+            row("softmax", "8x4", "triton", 300.0 - change, date="a day", direction="backward"),
+            row("softmax", "8x4", "aten", 70.0, date="a day"),
+        ]
+        save(tmp_path / f"{name}.json", {"machine": MACHINE, "roofs": ROOFS, "rows": rows})
+    changes = compare_results(*(rows_of(str(tmp_path / f"{name}.json")) for name in ("before", "after")))
+    assert [(each.after["direction"], each.ratio, each.verdict) for each in changes] == [
+        ("forward", 100 / 150, "slower"), ("backward", 300 / 250, "faster"),
+    ]  # fmt: skip
+
+
+def test_the_largest_changes_either_way_are_shown():
+    made = lambda case, time: row("softmax", case, "triton", time)
+    changes = compare_results(
+        {("", case): made(case, 100.0) for case in "abcd"},
+        {("", case): made(case, time) | {"date": "later"} for case, time in zip("abcd", (90.0, 50.0, 110.0, 150.0), strict=True)},
+    )  # fmt: skip
+    assert [cell.partition(",")[0] for cell in render_changes(changes, most=1).columns[1].cells] == ["d", "b"]
 
 
 def test_a_git_revision_has_the_results_of_its_time(folders, tmp_path, monkeypatch):

@@ -63,6 +63,17 @@ def test_wall_time_is_of_one_call_and_begins_when_it_is_warm(monkeypatch):
     assert WARM_UP >= 2  # the first compiles, the second may choose a backend
 
 
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_the_clock_of_a_gpu_runs_from_idle_to_idle(monkeypatch):
+    happened = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: happened.append("idle"))
+    monkeypatch.setattr(
+        "tilestack.lab.profile.time", SimpleNamespace(perf_counter=lambda: happened.append("tick") or 1.0)
+    )
+    record(lambda: happened.append("call"), torch.device("cuda"), times=2)
+    assert happened == ["idle", "tick", "call", "call", "idle", "tick"]
+
+
 def test_the_table_says_whose_the_time_was_and_how_busy_the_gpu():
     shares = [Share("nvjet_x", 2, 6.0), Share("softmax_bwd_kernel", 1, 3.0), Share("Memset (Device)", 1, 1.0)]
     table = render_profile("made up", Profile(shares, 20.0, True), most=2)

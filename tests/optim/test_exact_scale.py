@@ -46,6 +46,18 @@ def test_a_factor_keeps_its_bits_and_the_result_is_rounded_once(dtype, scale, pl
     assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("scale", "plain"), [(scale_exactly_, torch.mul), (divide_exactly_, torch.div)])
+def test_every_number_of_half_precision_is_rounded_once(dtype, scale, plain):
+    """A product with a divisor's reciprocal is rounded before, which some of the numbers show."""
+    numbers = torch.arange(2**16).to(torch.int32).to(torch.int16).view(dtype)
+    numbers = numbers[numbers.isfinite()]
+    factor = torch.tensor(0.3)
+    expected = plain(numbers.float(), factor).to(dtype)
+    scale([numbers], factor)
+    assert torch.equal(numbers, expected)
+
+
 def test_clipping_rounds_no_factor():
     params = [torch.nn.Parameter(torch.zeros(9, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
     for param in params:

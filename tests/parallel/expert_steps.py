@@ -38,7 +38,8 @@ def tokens_of(rank: int) -> torch.Tensor:
 
 
 def one_layer(group: dist.ProcessGroup, only: int | None) -> dict[str, torch.Tensor]:
-    """What comes out of a layer whose experts are shared, the gradients, and what it makes of the same tokens on all ranks."""
+    """What comes out of a layer whose experts are shared, the gradients, and what it makes of the same tokens on all ranks; what
+    comes out in training without gradients, and in evaluation with them, when ranks have tokens of their own as before."""
     layer, rank, ranks = mixture(only), group.rank(), group.size()
     for name, cut in expert_cuts(layer).items():
         getattr(layer, name).data = cut.part(getattr(layer, name).data, rank, ranks)
@@ -48,8 +49,10 @@ def one_layer(group: dist.ProcessGroup, only: int | None) -> dict[str, torch.Ten
     (out.square().sum() + layer.balance.auxiliary_loss).backward()
     found = {"out": out, "dx": x.grad, "dgate_up": layer.gate_up.grad, "ddown": layer.down.grad}
     found["drouter"] = layer.router.weight.grad
+    found["eval"] = layer.eval()(x)
     with torch.no_grad():
-        found["same tokens"] = layer.eval()(tokens_of(0))
+        found["same tokens"] = layer(tokens_of(0))
+        found["no gradients"] = layer.train()(x)
     return found
 
 
@@ -70,6 +73,20 @@ def sent_by(work) -> tuple[dict[str, torch.Tensor], int]:
         dist.all_to_all_single = real
 
 
+def sent_in_halves(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """The bytes that a forward sends of rows in float32, and where products are of bfloat16; rows are as many on all."""
+    layer = mixture().float()
+    split_experts(layer, group)
+    for name, cut in expert_cuts(layer).items():
+        getattr(layer, name).data = cut.part(getattr(layer, name).data, group.rank(), group.size())
+    found = {}
+    for name, halves in {"float32": False, "bfloat16": True}.items():
+        with torch.autocast("cpu", torch.bfloat16, enabled=halves):
+            _, sent = sent_by(lambda: layer(tokens_of(0).float()))
+        found[f"rows in {name}"] = torch.tensor(sent - 4 * EXPERTS // group.size())  # beside counts, which are int32
+    return found
+
+
 def pairs(group: dist.ProcessGroup, texts: Path, folder: Path) -> dict[str, torch.Tensor]:
     """All that two processes do."""
     found = {}
@@ -84,7 +101,7 @@ def pairs(group: dist.ProcessGroup, texts: Path, folder: Path) -> dict[str, torc
         found |= {f"{name} {key}": x for key, x in train("qwen3_moe", mesh, parallel, 1, **settings).items()}
     all_chosen = {"num_experts": 4, "num_experts_per_tok": 4, "steps": range(1)}
     _, sent = sent_by(lambda: train("qwen3_moe", data, {"expert": 2}, 2, **all_chosen))
-    found["sent"] = torch.tensor(sent)
+    found |= {"sent": torch.tensor(sent)} | sent_in_halves(group)
     for name, steps in (("at once", (4,)), ("in two", (2, 4)), ("moving", (2,))):
         for end in steps:
             run(texts, folder / name, end, expert=2)

@@ -19,7 +19,7 @@ from tilestack.parallel.mesh import Layout, Mesh
 from tilestack.parallel.placement import Placement, local_part
 from tilestack.parallel.replicas import GradientBuckets
 from tilestack.parallel.tensor import bounds
-from tilestack.parallel.vocabulary import vocabulary_loss
+from tilestack.parallel.vocabulary import vocabulary_loss, vocabulary_losses
 from tilestack.train.errors import Interrupted
 from tilestack.train.next_token import next_token_loss
 from tilestack.train.optimizers import AveragedWeights
@@ -39,8 +39,8 @@ def head(dtype: torch.dtype):
 
 
 def divided_heads(group) -> dict[str, torch.Tensor]:
-    """Losses and gradients of a head whose words are divided, in chunks of three rows, with and without a cap; what arrives at
-    the loss in half precision; and a label that is none."""
+    """Losses and gradients of a head whose words are divided, in chunks of three rows, with and without a cap, in sum and single;
+    what arrives at the loss in half precision; and labels that are none."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     start, end = bounds(WORDS, ranks)[rank : rank + 2]
     found = {}
@@ -53,6 +53,15 @@ def divided_heads(group) -> dict[str, torch.Tensor]:
             (loss * 3).backward()
             dist.all_reduce(x.grad, group=group)
             found |= {f"{name} {cap} loss": loss, f"{name} {cap} dx": x.grad, f"{name} {cap} dweight": weight.grad}
+            with mock.patch.object(vocabulary, "rows_per_chunk", return_value=3):
+                losses = vocabulary_losses(x, weight, labels, cap, start, WORDS, group)
+                dx, dweight = torch.autograd.grad(losses, (x, weight), of_rows(losses))
+            dist.all_reduce(dx, group=group)
+            found |= {
+                f"{name} {cap} losses": losses,
+                f"{name} {cap} dx by rows": dx,
+                f"{name} {cap} dweight by rows": dweight,
+            }
     x, weight, labels = head(torch.bfloat16)
     leaves = x.requires_grad_(), weight[start:end].requires_grad_()
     loss = vocabulary_loss(*leaves, labels, 0.0, start, WORDS, group)
@@ -60,9 +69,15 @@ def divided_heads(group) -> dict[str, torch.Tensor]:
         dx, dweight = torch.autograd.grad(total, leaves, retain_graph=True)
         found |= {f"{name} dx": dx, f"{name} dweight": dweight}
     x, weight, labels = head(torch.float64)
-    labels[3] = WORDS
-    found["unknown"] = vocabulary_loss(x, weight[start:end], labels, 0.0, start, WORDS, group)
+    for number, unknown in enumerate((WORDS, -1)):
+        labels[3] = unknown
+        found[f"unknown {number}"] = vocabulary_loss(x, weight[start:end], labels, 0.0, start, WORDS, group)
     return found
+
+
+def of_rows(losses: torch.Tensor) -> torch.Tensor:
+    """What arrives at single losses, for each another number, which no dtype rounds."""
+    return torch.arange(1.0, 1 + len(losses)).to(losses)
 
 
 def late_gradients(group) -> dict[str, torch.Tensor]:
@@ -192,7 +207,7 @@ def stopped_by_one(texts: Path, folder: Path) -> dict[str, torch.Tensor]:
         texts = texts if dist.get_rank() == 0 else texts.with_name("not on this machine.jsonl")
         pretrain(pretraining.recipe(texts, 50, 1), folder / "stopped", console=Console(quiet=True))
     except Interrupted as stopped:
-        return {"code": torch.tensor(stopped.code)}
+        return {"code": torch.tensor(stopped.code), "seed": torch.tensor(torch.initial_seed())}
     finally:
         module.Pretraining = Pretraining
     return {}
@@ -201,6 +216,7 @@ def stopped_by_one(texts: Path, folder: Path) -> dict[str, torch.Tensor]:
 def pieces(group, texts: Path, folder: Path) -> dict[str, torch.Tensor]:
     mesh = Mesh(Layout(tensor=dist.get_world_size(group)))
     found = divided_heads(group) | late_gradients(group) | sums_of_shared(group) | placed_decoder(mesh)
+    found["many"] = mesh.sums({"tokens": torch.tensor(2**24 + 1)}, "tensor")["tokens"]
     found["largest"] = torch.tensor(mesh.largest(dist.get_rank(group) * 7 + 2))
     found |= {f"mixture {name}": x for name, x in half_mixtures().items()}
     return found | saved_and_loaded(folder) | stopped_by_one(texts, folder)

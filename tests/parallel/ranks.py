@@ -1,4 +1,8 @@
-"""Runs a function on several processes that form a gloo group, and brings back the tensors that each returns."""
+"""Runs a function on several processes that form a gloo group, and brings back the tensors that each returns.
+
+Processes are forks of two servers, the even ranks of one and the odd ranks of the other, in which strings have other hashes:
+as in a run, whose processes are started one by one, sets have another order on each.
+"""
 
 import multiprocessing
 import os
@@ -6,8 +10,10 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,9 +24,11 @@ SECONDS = 240  # a process is given up after, on a machine with much else to do
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(  # what takes seconds to import, once for all processes
-    ["torch.distributed.fsdp", "torch.distributed.pipelining", "tilestack.kernels", "tilestack.train.pretrain"]
-)
+servers = forkserver.ForkServer(), forkserver.ForkServer()
+for server in servers:
+    server.set_forkserver_preload(  # what takes seconds to import, once for all processes
+        ["torch.distributed.fsdp", "torch.distributed.pipelining", "tilestack.kernels", "tilestack.train.pretrain"]
+    )
 
 
 def run_ranks(
@@ -28,9 +36,14 @@ def run_ranks(
 ) -> list[dict[str, Tensor]]:
     """What job(group, *arguments) returns on each rank. If one fails, all end, and its traceback is the error."""
     started = [processes.Process(target=one_rank, args=(job, rank, ranks, folder, arguments)) for rank in range(ranks)]
+    for seed, server in enumerate(servers, 1):
+        with mock.patch.dict(os.environ, PYTHONHASHSEED=str(seed)):
+            server.ensure_running()
     try:
-        for process in started:
-            process.start()
+        for rank, process in enumerate(started):
+            connect = servers[rank % len(servers)].connect_to_new_process
+            with mock.patch.object(forkserver, "connect_to_new_process", connect):
+                process.start()
         deadline = time.monotonic() + SECONDS
         for process in started:
             process.join(max(0, deadline - time.monotonic()))

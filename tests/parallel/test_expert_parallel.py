@@ -69,6 +69,7 @@ def test_a_layer_whose_experts_are_shared_is_the_layer_on_all_tokens(pairs, kind
         expected = {
             "out": outs[rank], "dx": batches[rank].grad, "drouter": routers[rank],
             "dgate_up": layer.gate_up.grad[own], "ddown": layer.down.grad[own], "same tokens": outs[0],
+            "eval": outs[rank], "no gradients": outs[rank],
         }  # fmt: skip
         assert_same(of(kind, found), expected)
         assert torch.equal(found[f"{kind} same tokens"], pairs[0][0][f"{kind} same tokens"])
@@ -93,6 +94,8 @@ def test_what_is_sent_is_what_a_plan_says(pairs):
     planned = 2 * (plan.communication["expert"] - counts) + counts
     # And a forward more without gradients, which sends nothing this way.
     assert [int(found["sent"]) for found in pairs[0]] == [planned] * 2
+    for found in pairs[0]:
+        assert found["rows in float32"] == 2 * found["rows in bfloat16"] > 0
 
 
 @pytest.mark.parametrize("optimizer", ["", "adamw ", "muon "])

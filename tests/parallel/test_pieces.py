@@ -88,11 +88,17 @@ def test_the_loss_of_a_divided_head_is_that_of_a_whole_one(two, dtype, cap):
     exact = [t.double().requires_grad_() if t.is_floating_point() else t for t in pieces.head(pieces.DTYPES[dtype])]
     loss = ops.linear_cross_entropy(*exact, softcap=cap, reduction="sum")
     (loss * 3).backward()
-    ranks = two[0]
+    summed, ranks = [x.grad for x in exact[:2]], two[0]
+    losses = ops.linear_cross_entropy(*exact, softcap=cap, reduction="none")
+    by_rows = torch.autograd.grad(losses, exact[:2], pieces.of_rows(losses))
+    dweight = lambda name: torch.cat([rank[f"{dtype} {cap} {name}"] for rank in ranks])
     found = {
         "loss": (ranks[0][f"{dtype} {cap} loss"], loss),
-        "dx": (ranks[1][f"{dtype} {cap} dx"], exact[0].grad),
-        "dweight": (torch.cat([rank[f"{dtype} {cap} dweight"] for rank in ranks]), exact[1].grad),
+        "dx": (ranks[1][f"{dtype} {cap} dx"], summed[0]),
+        "dweight": (dweight("dweight"), summed[1]),
+        "losses": (ranks[0][f"{dtype} {cap} losses"], losses),
+        "dx by rows": (ranks[1][f"{dtype} {cap} dx by rows"], by_rows[0]),
+        "dweight by rows": (dweight("dweight by rows"), by_rows[1]),
     }
     for name, (ours, true) in found.items():
         # Logits, their gradient and what is made of it are rounded, once each, and eight of them summed.
@@ -118,7 +124,8 @@ def test_a_placed_model_is_the_first_process_s_whatever_the_others_had(two):
 
 def test_labels_and_words_that_do_not_exist_are_nan_as_in_one_process(two):
     for rank in two[0]:
-        assert rank["unknown"].isnan()
+        assert rank["unknown 0"].isnan()
+        assert rank["unknown 1"].isnan()
         assert rank["embedded"].isnan().any(-1).tolist() == [[False, False, True, True, False]]
 
 
@@ -129,6 +136,7 @@ def test_gradients_are_summed_in_the_last_backward_also_where_a_rank_has_none(tw
             assert rank[f"grad {n} of step 0"].tolist() == [2.0 if n == 2 else 6.0] * (3 + n)
             assert rank[f"grad {n} of step 1"].tolist() == [3.0] * (3 + n)
         assert rank["largest"] == 9
+        assert int(rank["many"]) == 2**25 + 2  # which float32 does not hold
 
 
 def test_what_is_summed_over_ranks_is_left_as_it_was(two):
@@ -142,6 +150,12 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(two):
     ranks, folder = two
     assert [int(rank["code"]) for rank in ranks] == [143, 143]
     assert Checkpoints(folder / "stopped" / "checkpoints", 9).steps() == [2, 3]
+
+
+def test_processes_with_other_texts_have_other_chances(two):
+    """For what is dropped at random."""
+    first, second = (int(rank["seed"]) for rank in two[0])
+    assert second == first + 1
 
 
 def test_a_sharded_model_is_again_what_it_was_when_it_is_read_back(two):

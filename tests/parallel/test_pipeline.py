@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from small_runs import ROWS, TOKENS, batch, decoder
+from small_runs import ROWS, TOKENS, Dealt, after_steps, batch, decoder
 from tiny_models import config_of
 
 from tilestack import models
@@ -19,6 +19,7 @@ from tilestack.train.align.dpo import DPORecipe
 from tilestack.train.align.grpo import GRPORecipe
 from tilestack.train.align.kto import KTORecipe
 from tilestack.train.align.sft import SFTRecipe
+from tilestack.train.next_token import next_token_loss
 from tilestack.train.optimizers import make_optimizer
 from tilestack.train.recipe import Optimizer, Precision, Recipe
 from tilestack.train.settings import RecipeError, read
@@ -39,8 +40,8 @@ def continued(model) -> torch.Tensor:
 
 
 def piped(group) -> dict[str, torch.Tensor]:
-    """By each schedule, what is generated, and how many micro-batches' activations this process had at most; and the weight of
-    both ends after steps that round at random."""
+    """By each schedule, what is generated, and how many micro-batches' activations this process had at most; the weight of both
+    ends after steps that round at random; and losses in half precision."""
     found = {}
     for schedule, each in STAGES_EACH.items():
         model = decoder(FAMILY, LAYERS)
@@ -51,7 +52,7 @@ def piped(group) -> dict[str, torch.Tensor]:
         assert not kept.now
         found[f"{schedule} kept"] = torch.tensor(kept.most / each)
     found["tied"] = rounded_weight()
-    return found
+    return found | losses_in_half_precision(Mesh(Layout(pipeline=group.size())))
 
 
 class Kept:
@@ -88,6 +89,21 @@ def rounded_weight() -> torch.Tensor:
     return model.embedding.weight
 
 
+def losses_in_half_precision(mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Losses of steps that compute in bfloat16, of weights that are float32 and of such that are not, and one in evaluation."""
+    found = {}
+    for weights in (torch.float32, torch.bfloat16):
+        model = decoder(FAMILY, LAYERS).to(weights)
+        parallel = {"pipeline": mesh.size("pipeline")}
+        data = {"accumulate": MICRO_BATCHES, "batch": ROWS, "sequence": TOKENS}
+        recipe = read(Recipe, {"data": data, "parallel": parallel, "precision": {"compute": "bfloat16"}})
+        placement = Placement(model, mesh)
+        with torch.no_grad():
+            found[f"evaluated of {weights}"] = next_token_loss(model, BATCHES[0])
+        found[f"steps of {weights}"] = after_steps(recipe, placement, Dealt(mesh), range(1))["figures"][0, 0]
+    return found
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     return run_ranks(piped, 2, tmp_path_factory.mktemp("ranks"))
@@ -117,6 +133,17 @@ def test_both_ends_have_the_same_weight_though_it_is_rounded_at_random(two):
     assert not torch.equal(two[0]["tied"], decoder(FAMILY, LAYERS).bfloat16().embedding.weight)
 
 
+def test_losses_of_stages_in_half_precision_are_those_of_one_process(two):
+    """To the bit: computed in bfloat16 where one process does so, and told in float32."""
+    expected = losses_in_half_precision(Mesh())
+    for rank in two:
+        for name, loss in expected.items():
+            assert torch.equal(rank[name], loss), name
+            assert not torch.equal(loss.bfloat16().to(loss), loss), name
+    exact = torch.stack([next_token_loss(decoder(FAMILY, LAYERS), batch) for batch in BATCHES])
+    assert (expected["steps of torch.float32"] - exact.sum() / sum(batch.valid for batch in BATCHES)).abs() > 1e-4
+
+
 def test_layers_are_dealt_so_that_the_largest_stage_is_smallest():
     spans = lambda *given: [(part.start, part.stop) for part in deal_layers(*given)]
     assert spans([1] * 8, 0, 0, 4) == [(0, 2), (2, 4), (4, 6), (6, 8)]
@@ -126,6 +153,8 @@ def test_layers_are_dealt_so_that_the_largest_stage_is_smallest():
     assert spans([1, 1, 9, 1], 1, 0, 2) == [(0, 2), (2, 4)]
     with pytest.raises(ValueError, match="2 layers cannot be dealt to 3 stages: take 1 to 2"):
         deal_layers([1, 1], 0, 0, 3)
+    words = decoder("llama3", 8, vocab_size=4000)  # so many that embedding and head weigh as much as layers
+    assert layers_of_stages(words, 2) == [range(4), range(4, 8)]
 
 
 @pytest.mark.parametrize("schedule", STAGES_EACH)

@@ -163,6 +163,17 @@ def test_a_model_that_overflows_is_refused_by_the_layers_name():
     assert not decoder.layers[1].mlp.down._forward_pre_hooks
 
 
+def test_weights_of_half_precision_are_not_rounded_between_folding_and_codes(monkeypatch):
+    decoder, awq, given = tiny.ours("llama3", **WIDE).to(torch.bfloat16), METHODS["awq"], []
+    noting = lambda weight, *more: given.append(weight.detach().clone()) or awq.round(weight, *more)
+    monkeypatch.setitem(METHODS, "awq", dataclasses.replace(awq, round=noting))
+    quantise(decoder, W4, "awq", ids())
+    assert len(given) == 8
+    assert not any(
+        torch.equal(weight, weight.bfloat16().to(weight)) for weight in given
+    )  # each is a reader of some fold
+
+
 @torch.no_grad()
 def test_awq_rounds_by_the_inputs_as_they_are_after_folding():
     decoder, heard = tiny.ours("llama3", **WIDE), InputStatistics("moments")

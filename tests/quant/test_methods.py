@@ -59,13 +59,16 @@ def textbook_gptq(weight, moments, grid, damping):
     return weight
 
 
+@pytest.mark.parametrize("damping", [0.01, 0.3])
 @pytest.mark.parametrize("scheme", INTEGERS, **NAMED)
-def test_gptq_is_its_derivation_whatever_the_block(scheme):
-    weight, moments = torch.randn(7, 96, dtype=torch.float64), moments_of(correlated(200, 96))
+def test_gptq_is_its_derivation_whatever_the_block(scheme, damping):
+    weight, inputs = torch.randn(7, 96, dtype=torch.float64), correlated(200, 96)
+    inputs[:, 40:60] = 0  # of which the mean of the diagonal is less
+    moments = moments_of(inputs)
     grid = clipped_grid(weight, scheme, moments.diagonal())
-    expected = textbook_gptq(weight, moments, grid, 0.01)
+    expected = textbook_gptq(weight, moments, grid, damping)
     for block in (96, 40, 1):
-        found = numbers_of(gptq(weight, moments, scheme, damping=0.01, block=block), 96)
+        found = numbers_of(gptq(weight, moments, scheme, damping=damping, block=block), 96)
         assert torch.allclose(found, expected, rtol=0, atol=1e-9)
     assert not torch.allclose(expected, grid.nearest(weight))
 

@@ -4,12 +4,17 @@ import pytest
 import tiny_models as tiny
 import torch
 from code_models import SIZES, code_layers, with_numbers
-from published import FORMATS, publish
+from published import FORMATS, in_words, publish
 
 from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.engine import LLM, EngineSettings, SamplingParams
+from tilestack.models.quantised_config import formats_of
 from tilestack.models.weights import unfused
+from tilestack.nn import Linear
+from tilestack.quant import Scheme
+from tilestack.quant.linear import quantise_linear
+from tilestack.quant.packing import pack_words, unpack_words, words_of
 
 PROMPT = [3, 5, 7, 11, 13]
 
@@ -23,6 +28,42 @@ def published(folder, name, family="qwen2", **sizes):
                 parameter.normal_(1.0, 0.3)
     models.save(decoder, folder)
     return decoder, publish(folder, name)
+
+
+INT8, FP8 = dict(num_bits=8, type="int"), dict(num_bits=8, type="float")
+
+
+@pytest.mark.parametrize(
+    ("format", "weights", "inputs", "scheme"),
+    [
+        ("int-quantized", INT8, INT8, Scheme("int8", activations="int8")),
+        ("int-quantized", INT8 | {"symmetric": None}, INT8, Scheme("int8", activations="int8")),
+        ("int-quantized", INT8 | {"symmetric": False}, INT8, Scheme("int8", symmetric=False)),
+        ("int-quantized", INT8 | {"group_size": 32}, INT8, Scheme("int8", group=32)),
+        ("pack-quantized", INT8 | {"num_bits": 4, "group_size": 32}, INT8, Scheme("int4", group=32)),
+        ("int-quantized", INT8, None, Scheme("int8")),
+        ("int-quantized", INT8, INT8 | {"num_bits": 4}, Scheme("int8")),
+        ("float-quantized", FP8, FP8, Scheme("fp8", activations="fp8")),
+        ("float-quantized", FP8, INT8, Scheme("fp8")),
+    ],
+)
+def test_inputs_become_codes_where_there_is_a_product_of_such_codes(format, weights, inputs, scheme):
+    groups = {"group_0": {"weights": weights, "input_activations": inputs}}
+    given = dict(quant_method="compressed-tensors", format=format, config_groups=groups)
+    (found,) = formats_of({"quantization_config": given})
+    assert found.scheme == scheme
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("codes", [1, 3, 4, 7, 8, 9, 17])
+def test_words_that_are_not_full_hold_their_codes_too(bits, codes):
+    given = torch.randint(2**bits, (3, codes), dtype=torch.uint8)
+    words = pack_words(given, bits)
+    assert words.shape == (3, words_of(codes, bits))
+    each = 32 // bits
+    filled = [[*row, *[0] * (-codes % each)] for row in given.tolist()]
+    assert torch.equal(words, in_words(filled, bits))
+    assert torch.equal(unpack_words(words, bits, codes), given)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -76,6 +117,9 @@ def test_blocks_of_a_fused_layer_are_multiplied_as_codes_where_they_lie_in_one_g
     qkv, gate_up = layers["layers.0.attention.qkv"], layers["layers.0.mlp.gate_up"]
     assert qkv.product_scale.shape == (3, 1)
     assert gate_up.product_scale is None
+    part_of_a_block = Linear(128, 200)
+    quantise_linear(part_of_a_block, qkv.scheme)
+    assert part_of_a_block.product_scale.shape == (2, 1)
     x = torch.randn(70, 128)
     for layer in (qkv, gate_up):
         few, many = layer(x[:5].bfloat16()), layer(x.bfloat16())[:5]

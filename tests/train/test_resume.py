@@ -86,6 +86,28 @@ def test_a_checkpoint_holds_its_step_though_later_ones_come_before_it_is_written
     assert (saved.tensors["weights"]["w"].tolist(), saved.state["place"]) == ([1, 1, 1], [1])
 
 
+def test_a_run_that_does_not_wait_for_its_checkpoints_writes_those_that_one_does_which_waits(tmp_path):
+    def run(folder, asynchronous):
+        torch.manual_seed(0)
+        settings = dict(checkpoint={"asynchronous": asynchronous}, ema={"decay": 0.9}, run={"steps": 6})
+        trainer = Trainer(recipe(**settings), TinyModel(), Counting(), folder)
+        write = trainer.checkpoints.write
+
+        def late(step, *given):
+            while asynchronous and trainer.step < 6:  # the last step, after which the run waits for those before it
+                time.sleep(0.001)
+            write(step, *given)
+
+        trainer.checkpoints.write = late
+        trainer.run()
+        files = (folder / "checkpoints" / "step-000004").glob("*.safetensors")
+        return {path.name: path.read_bytes() for path in files}
+
+    waiting, going_on = run(tmp_path / "waits", False), run(tmp_path / "goes on", True)
+    assert waiting.keys() >= {"weights.safetensors", "optimizer.safetensors", "average.safetensors"}
+    assert going_on == waiting
+
+
 def test_a_checkpoint_that_could_not_be_written_is_heard_of_before_the_next(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, keep=2, asynchronous=True)
     monkeypatch.setattr("tilestack.train.checkpoint.write_folder", lambda *_: os.close(-1))

@@ -17,7 +17,7 @@ from small import (
 from tilestack.data import DataError
 from tilestack.nn.lora import add_lora, without_lora
 from tilestack.parallel.placement import Placement
-from tilestack.train import RecipeError
+from tilestack.train import RecipeError, execution
 from tilestack.train.align.dpo import DPO, DPORecipe, pairs_of, preferences
 
 
@@ -71,6 +71,16 @@ def test_a_run_begins_where_policy_and_reference_agree():
     assert abs(float(loss.metrics["margin"])) < 1e-3
 
 
+def test_the_reference_computes_in_the_precision_of_the_policy():
+    model = decoder()
+    objective = dpo(model, precision={"compute": "bfloat16"})
+    batch = objective.next_batch()
+    margin = lambda: abs(float(objective.loss(model, batch).metrics["margin"]))
+    with execution.autocast(objective.recipe.precision, CPU):
+        agreeing = margin()
+    assert agreeing < 0.01 * margin()  # of a policy in float32
+
+
 def test_without_a_reference_none_is_asked(tmp_path):
     objective = dpo(decoder(), tmp_path, dpo={"loss": "simpo"})
     assert list(tmp_path.iterdir()) == []
@@ -98,6 +108,14 @@ def test_an_evaluation_is_the_mean_over_all_pairs_held_out():
         found = objective.evaluate(model)
     assert found["validation_margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-3, abs=1e-5)
     assert found["validation_accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / len(margins))
+
+
+def test_pairs_that_fit_to_the_token_are_taken():
+    longest = lambda pair: max(len(pair.first.ids), len(pair.second.ids))
+    lengths = sorted(map(longest, dpo(decoder()).pairs))
+    room = lengths[len(lengths) // 2]
+    found = sorted(map(longest, dpo(decoder(), data={"sequence": room}).pairs))
+    assert found == [length for length in lengths if length <= room] != lengths
 
 
 def test_only_the_last_answer_is_scored():

@@ -110,6 +110,7 @@ def test_weights_say_how_much_of_a_round_each_source_has():
         assert all(count in (7, 8) for number, count in dealt.items() if sources[number])  # 75 cards of 10 numbers
         assert all(count == 1 for number, count in dealt.items() if not sources[number])
     assert deck.round == 3
+    assert [len(Deck(size, 3, [0] * 5 + [1] * (size - 5), [2.0, 1.0]).cards) for size in (10, 11, 12)] == [10, 11, 12]
     seen = {number for _ in range(20) for number in deck.deal(100)}
     assert seen == set(range(100))  # what one round leaves out comes in another
 

@@ -118,6 +118,56 @@ def test_the_gradient_on_new_answers_is_that_of_reinforce(average):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("average", ["token", "sequence"])
+def test_the_loss_is_that_of_answers_read_one_by_one(average):
+    """Of answers that are used again, away from the reference and from the policy that gave them."""
+    reference, model = decoder(), decoder()
+    own = {"beta": 0.5, "clip_low": 0.1, "clip_high": 0.4, "reuse": 2, "average": average, "temperature": 0.7}
+    objective = grpo(model, grpo=own)
+    objective.reward = lambda task, text: float(len(text) % 3)
+    moved(model, by=0.02)
+    old, batch = copy.deepcopy(model), objective.next_batch()
+    objective.loss(model, batch)
+    moved(model, by=-0.01)
+    loss = objective.loss(model, batch)
+    twin = copy.deepcopy(model)
+    rewards, total = batch.rewards.double(), 0.0
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    figures = {name: [] for name in ("ratio", "clipped", "entropy", "kl")}
+    for ids, labels, advantage in zip(batch.rows.ids, batch.rows.labels, advantages.flatten(), strict=True):
+        terms = []
+        for place in (labels != NO_LABEL).nonzero()[:, 0].tolist():
+            given = ids[None, : place + 1]
+            now, before, found = (
+                (each(given)[0, -1] / 0.7).log_softmax(-1)[labels[place]] for each in (twin, old, reference)
+            )
+            ratio, kl = (now - before).exp(), (found - now).exp() - (found - now) - 1
+            clipped = ratio.clamp(0.9, 1.4)
+            terms.append(-torch.minimum(ratio * advantage, clipped * advantage) + 0.5 * kl)
+            told = (ratio, clipped * advantage < ratio * advantage, -now, kl)
+            for name, value in zip(figures, told, strict=True):
+                figures[name].append(float(value.detach()))
+        total = total + sum(terms) / (1 if average == "token" else len(terms))
+    assert loss.total.item() == pytest.approx(total.item(), rel=1e-4)
+    assert int(loss.count) == (len(figures["kl"]) if average == "token" else 12)
+    found = means(loss)
+    for name, values in figures.items():
+        assert found[name] == pytest.approx(sum(values) / len(values), rel=1e-3), name
+    assert 0 < found["clipped"] < 1
+    assert found["reward_std"] == pytest.approx(float(batch.rewards.std()))
+    loss.total.backward()
+    total.backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_answers_are_drawn_at_the_temperature_of_the_recipe():
+    cold, warm = (grpo(decoder(), grpo={"temperature": temperature}).next_batch() for temperature in (1e-4, 1.0))
+    for of_one in cold.rows.ids.view(3, 4, -1):
+        assert (of_one == of_one[0]).all()
+    assert not (warm.rows.ids[:4] == warm.rows.ids[0]).all()
+
+
 def test_the_reference_stays_as_the_run_found_it():
     model = decoder()
     objective = grpo(model, grpo={"beta": 0.5})
@@ -131,6 +181,15 @@ def test_the_reference_stays_as_the_run_found_it():
     assert all(torch.equal(value, policy[name]) for name, value in model.state_dict().items())
     assert torch.equal(grpo(decoder(), grpo={"beta": 0.5}).reference_log_probs(batch.rows), original)
     assert grpo(model, grpo={"beta": 0.0}).reference_log_probs(batch.rows) is None
+
+
+def test_the_reference_computes_in_the_precision_of_the_policy():
+    model = decoder()
+    objective = grpo(model, precision={"compute": "bfloat16"})
+    batch = objective.next_batch()
+    assert means(objective.loss(model, batch))["kl"] > 1e-6  # in float32
+    with objective.autocast():
+        assert means(objective.loss(model, batch))["kl"] == 0
 
 
 def test_with_adapters_the_reference_is_the_model_without_them():
@@ -174,6 +233,9 @@ def test_each_rollout_draws_anew_and_leaves_the_policy_as_it_was(training):
     found = [objective.rollout().rows.ids.tolist() for _ in range(3)]
     assert found[0] != found[1] != found[2]
     assert objective.policy.training is training
+    other = grpo(decoder(), data={"batch": 1}, run={"seed": 1})
+    other.tasks = objective.tasks
+    assert other.rollout().rows.ids.tolist() != found[0]
 
 
 def test_figures_say_how_the_groups_did():
@@ -217,6 +279,20 @@ def test_rewards_are_checked_by_a_program():
     assert objective.evaluate(model)["validation_reward"] == 0
     number = GRPO(recipe(GRPORecipe), Placement(model), tokenizer(), CPU)
     assert [number.reward(task, text) for text in (" 4\n", "2 + 2 = 4.", "5")] == [1, 1, 0]
+
+
+def test_an_evaluation_rewards_the_likeliest_answers():
+    model, said = decoder(), []
+    objective = grpo(model)
+    objective.reward = lambda task, text: said.append(text) or 0.0
+    objective.evaluate(model)
+    likeliest = []
+    for task in objective.held:
+        ids = prompt = objective.prompt(task)
+        while len(ids) < len(prompt) + 5 and (ids == prompt or ids[-1] not in tokenizer().stops):
+            ids = [*ids, int(model(torch.tensor([ids]))[0, -1].argmax())]
+        likeliest.append(tokenizer().decode(ids[len(prompt) :]))
+    assert said == likeliest
 
 
 def test_rewards_belong_to_the_tasks_that_were_answered():
@@ -337,6 +413,9 @@ def test_tasks_that_leave_no_room_for_an_answer_are_left_out():
     everything, some = grpo(decoder()), grpo(decoder(), data={"sequence": 34})
     assert 0 < len(some.tasks) < len(everything.tasks)
     assert some.next_batch().rows.ids.shape[1] <= 48
+    room = min(len(everything.prompt(task)) for task in everything.tasks)
+    fitting = grpo(decoder(), data={"sequence": room + 5}).tasks
+    assert {len(everything.prompt(task)) for task in fitting} == {room}  # those that fit to the token
     with pytest.raises(RecipeError, match=r"none of .* tasks fits into data.sequence = 8 with an answer of"):
         grpo(decoder(), data={"sequence": 8})
 

@@ -49,8 +49,33 @@ def test_the_loss_is_that_of_answers_read_one_by_one(by, diverges):
     loss = objective.loss(model, objective.next_batch())
     assert loss.total.item() == pytest.approx(expected, rel=1e-4)
     assert (loss.count, float(loss.metrics["kl"]) / 5) == (5, pytest.approx(z, rel=1e-3, abs=1e-5))
-    good = [0.3 * gain(case.first) for case in cases if case.good]
-    assert float(loss.metrics["reward_good"]) / 5 == pytest.approx(sum(good) / len(good), rel=1e-3)
+    for kind in ("good", "bad"):
+        rewards = [0.3 * gain(case.first) for case in cases if case.good == (kind == "good")]
+        assert float(loss.metrics[f"reward_{kind}"]) / 5 == pytest.approx(
+            sum(rewards) / len(rewards), rel=1e-3, abs=5e-5
+        )
+
+
+def test_an_evaluation_is_the_mean_over_all_answers_held_out():
+    torch.manual_seed(0)
+    reference, model = decoder(), decoder()
+    objective = kto(model, data={"batch": 5, "validation": 0.4})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.005)
+        found = objective.evaluate(model)
+    gain = lambda each: float(log_prob(model, each.ids, each.mask) - log_prob(reference, each.ids, each.mask))
+    losses, above = [], {1: [], 10: []}  # times the divergence
+    for first in range(0, len(objective.held), 5):
+        part = objective.held[first : first + 5]
+        z = max(sum(gain(case.second) for case in part) / len(part), 0)
+        for case in part:
+            losses.append(1 - sigmoid(0.1 * (1 if case.good else -1) * (gain(case.first) - z)))
+            for times, found_right in above.items():
+                found_right.append((gain(case.first) > times * z) == case.good)
+    share = {times: sum(found_right) / len(losses) for times, found_right in above.items()}
+    assert found["validation_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert found["validation_accuracy"] == pytest.approx(share[1]) != share[10]
 
 
 def test_a_stranger_answers_another_prompt():

@@ -1,6 +1,7 @@
 """The reference is asked once: its words are kept under a fingerprint of model and data."""
 
 import pytest
+import tiny_models as tiny
 import torch
 from bigrams import Bigrams
 from small import decoder
@@ -8,7 +9,7 @@ from small import decoder
 from tilestack.parallel.placement import Placement
 from tilestack.train import fp8
 from tilestack.train.align import reference
-from tilestack.train.align.reference import reference_log_probs
+from tilestack.train.align.reference import FrozenWeights, reference_log_probs
 from tilestack.train.evaluation.log_probs import Scored
 
 SEQUENCES = [Scored.answer([1, 2, 3], [4, 5]), Scored.answer([7], [8, 9, 10])]
@@ -39,6 +40,23 @@ def test_another_model_or_other_data_is_asked_itself(tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def test_other_tokens_of_the_same_texts_are_asked_themselves(tmp_path):
+    model = Bigrams()
+    for mask in ([0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1]):
+        (found,) = log_probs_of(model, [Scored([5, 6, 7, 8], mask)], "cpu", tmp_path)
+        assert float(found) == pytest.approx(model.log_prob([5, 6, 7, 8][-sum(mask) - 1 :]), rel=1e-5)
+
+
+def test_a_model_in_another_precision_is_asked_itself(tmp_path):
+    model = decoder()
+    in_full = log_probs_of(model, SEQUENCES, "cpu", tmp_path)
+    with torch.autocast("cpu", torch.bfloat16):
+        in_halves = log_probs_of(model, SEQUENCES, "cpu", tmp_path)
+        assert torch.equal(in_halves, log_probs_of(model, SEQUENCES, "cpu", None))
+    assert not torch.equal(in_halves, in_full)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_model_in_fp8_is_asked_itself(tmp_path):
     model = decoder()
     in_full = log_probs_of(model, SEQUENCES, "cpu", tmp_path)
@@ -57,6 +75,31 @@ def test_a_damaged_file_is_made_again(tmp_path):
     path.write_bytes(path.read_bytes()[:20])
     assert torch.equal(log_probs_of(model, SEQUENCES, "cpu", tmp_path), first)
     assert torch.equal(log_probs_of(model, SEQUENCES, "cpu", tmp_path), first)
+
+
+def test_a_write_that_breaks_off_leaves_nothing_under_the_name(tmp_path, monkeypatch):
+    def broken(tensors, path):
+        path.write_bytes(b"half of it")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(reference, "save_file", broken)
+    with pytest.raises(OSError, match="no space left"):
+        log_probs_of(Bigrams(), SEQUENCES, "cpu", tmp_path)
+    assert not list(tmp_path.glob("reference-*"))
+
+
+@torch.no_grad()
+def test_frozen_weights_are_all_that_a_run_changes():
+    """Biases of routers too, which are no parameters."""
+    model = tiny.ours("qwen3_moe")
+    model.layers[1].mlp.router.bias = torch.arange(8.0)
+    frozen, found = FrozenWeights(Placement(model)), model.state_dict()
+    before = {name: x.clone() for name, x in found.items()}
+    for x in found.values():
+        x.add_(1)
+    with frozen.applied():
+        assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(torch.equal(x, before[name] + 1) for name, x in model.state_dict().items())
 
 
 def test_the_model_is_left_in_the_mode_it_was_in(tmp_path):
