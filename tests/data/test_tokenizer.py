@@ -49,8 +49,10 @@ def test_a_long_line_is_learned_in_parts(run):
     assert longest <= LONGEST_RUN * len(run.encode())
 
 
-def test_ctrl_c_ends_learning_at_once():
+def test_ctrl_c_ends_learning_at_once(request):
     read = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background may ignore
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def texts():
         yield "a text"

@@ -43,6 +43,7 @@ UNDECIDED = {
     "hopper.attention takes: k.numel() > 0": GPU_ONLY,
     "hopper.attention takes: q.shape[1] < min(ROWS, k.shape[1])": GPU_ONLY,
     "hopper.attention takes: scale <= 0": GPU_ONLY,
+    "hopper.attention cudnn_takes: q.shape[1] == k.shape[1] > 1": LAYOUTS,
     "hopper.conv2d takes_boxes: max(dilation) > 1": EMULATED,
     "hopper.conv2d takes_boxes: step > 1": EMULATED,
     "hopper.conv box_of_places: h * w <= places": EMULATED,
