@@ -125,6 +125,18 @@ def loses_a_step(group, rank):
         return {"problem": torch.tensor(list(str(problem).encode()))}
 
 
+def finds_nobody(group):
+    """The others are gone before the first process can tell them of a step. How many answers end with an error."""
+    engine = shared(group, "qwen3", 64)
+    if not isinstance(engine, serving.LeadingEngine):
+        serving.Orders()
+        return {}
+    for request in requests(6):
+        engine.add(request)
+    news = engine.fail_all(RuntimeError("the connection is closed"))  # as a thread does whose step raised this
+    return {"errors": torch.tensor(sum(delta.finish == "error" for _, delta in news))}
+
+
 def reads_other_tokens(group):
     engine = shared(group, "qwen3", 64)
     if isinstance(engine, serving.LeadingEngine):

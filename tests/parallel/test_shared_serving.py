@@ -53,6 +53,11 @@ def test_a_step_that_fails_on_one_ends_all(rank, tmp_path):
     assert "out of memory" in said if rank == 1 else "gloo" in said
 
 
+def test_who_waits_hears_of_it_when_the_others_are_gone(tmp_path):
+    leading, _ = run_ranks(shared_serving.finds_nobody, 2, tmp_path)
+    assert leading["errors"] == sum(request.params.n for request in shared_serving.requests(6))
+
+
 def test_who_read_other_tokens_says_so(tmp_path):
     _, following = run_ranks(shared_serving.reads_other_tokens, 2, tmp_path)
     assert "other tokens" in bytes(following["problem"].tolist()).decode()

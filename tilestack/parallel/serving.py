@@ -145,9 +145,8 @@ class LeadingEngine(SharedEngine):
         return news
 
     def fail_all(self, problem: Exception, finish: str = "error") -> list[News]:
-        if finish == "error":
-            self.fail((), problem)
-        return super().fail_all(problem, finish)
+        news = self.fail((), problem) if finish == "error" else []
+        return [*news, *super().fail_all(problem, finish)]
 
     def tell(self, *last: Order) -> None:
         orders, self.untold = [*self.untold, *last], []
