@@ -46,7 +46,7 @@ def test_who_gives_no_seed_is_answered_alike_by_all(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_that_fails_on_one_ends_all(rank, tmp_path):
     leading, following = run_ranks(shared_serving.loses_a_step, 2, tmp_path, rank)
-    assert leading["lost"].tolist() == [1, 2]  # it is told once, and takes nothing more
+    assert leading["lost"].tolist() == [1, 2]  # which is known, and it takes nothing more
     assert leading["errors"] == sum(request.params.n for request in shared_serving.requests(6))
     assert leading["left"] == 0
     said = bytes(following["problem"].tolist()).decode()

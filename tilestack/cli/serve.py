@@ -162,7 +162,11 @@ def serve_command(
             served.tokenizer.template = template
         if warm_up:
             warm_up_in_sight(served)
-        run_server(served, settings, listening, lambda address: greet(address, name or served.model_name))
+
+        def lost() -> bool:  # of several processes, each other
+            return getattr(served.engine, "lost", None) is not None
+
+        run_server(served, settings, listening, lambda address: greet(address, name or served.model_name), lost)
 
 
 def launch_shared(model: str, processes: int) -> NoReturn:
@@ -209,7 +213,6 @@ def engine_of(
             return
         assert isinstance(shared, LeadingEngine)
         log_to_stderr()
-        shared.on_loss = lambda: os.kill(os.getpid(), signal.SIGTERM)  # answer everybody, and end
         yield AsyncEngine(shared, Path(model).name), made
         if shared.lost is not None:
             raise ProcessLost(f"the processes that share the model lost each other: {shared.lost}; {START_AGAIN}")

@@ -104,16 +104,13 @@ class SharedEngine(Engine):
 
 
 class LeadingEngine(SharedEngine):
-    """The first process's engine, which requests come to; it has the others do what it does.
-
-    `on_loss` is called once, where a step is lost; nothing more is answered then.
-    """
+    """The first process's engine, which requests come to; it has the others do what it does. Once a step is lost it takes
+    nothing more."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.orders = Orders()
         self.untold: list[Order] = []
-        self.on_loss: Callable[[], None] = lambda: None
 
     def accept(self, request: Request) -> None:
         if self.lost is not None:
@@ -136,13 +133,6 @@ class LeadingEngine(SharedEngine):
         """Let all prepare their steps."""
         self.tell(["warm up"])
         self.runner.warm_up(report)
-
-    def fail(self, sequences: Iterable[Sequence], problem: Exception) -> list[News]:
-        first = self.lost is None
-        news = super().fail(sequences, problem)
-        if first:
-            self.on_loss()
-        return news
 
     def fail_all(self, problem: Exception, finish: str = "error") -> list[News]:
         news = self.fail((), problem) if finish == "error" else []
