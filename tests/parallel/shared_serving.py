@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import tiny_models as tiny
 import torch
 
@@ -135,6 +136,25 @@ def finds_nobody(group):
         engine.add(request)
     news = engine.fail_all(RuntimeError("the connection is closed"))  # as a thread does whose step raised this
     return {"errors": torch.tensor(sum(delta.finish == "error" for _, delta in news))}
+
+
+def is_interrupted(group):
+    """Ctrl-C in a step of the first process, by whom the engine is asked again."""
+    engine = shared(group, "qwen3", 64)
+    if not isinstance(engine, serving.LeadingEngine):
+        serving.Orders()
+        return {}
+
+    def interrupts(*arguments):
+        raise KeyboardInterrupt
+
+    engine.runner.launch, engine.tell = interrupts, lambda *orders: None
+    engine.add(requests(1)[0])
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    with pytest.raises(serving.ProcessLost):
+        engine.accept(requests(1)[0])
+    return {}
 
 
 def reads_other_tokens(group):

@@ -58,6 +58,10 @@ def test_who_waits_hears_of_it_when_the_others_are_gone(tmp_path):
     assert leading["errors"] == sum(request.params.n for request in shared_serving.requests(6))
 
 
+def test_after_an_interrupted_step_nothing_more_is_taken(tmp_path):
+    run_ranks(shared_serving.is_interrupted, 2, tmp_path)
+
+
 def test_who_read_other_tokens_says_so(tmp_path):
     _, following = run_ranks(shared_serving.reads_other_tokens, 2, tmp_path)
     assert "other tokens" in bytes(following["problem"].tolist()).decode()

@@ -102,6 +102,11 @@ class SharedEngine(Engine):
         self.lost = self.lost or problem
         return super().fail([*self.scheduler.running, *self.scheduler.waiting], problem)
 
+    def drop_everything(self) -> None:
+        """A step was interrupted, as by Ctrl-C; the others are in the middle of it."""
+        super().drop_everything()
+        self.lost = self.lost or ProcessLost("a step was interrupted")
+
 
 class LeadingEngine(SharedEngine):
     """The first process's engine, which requests come to; it has the others do what it does. Once a step is lost it takes
