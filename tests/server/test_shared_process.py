@@ -96,6 +96,15 @@ def test_it_ends_when_one_of_its_processes_is_killed(folder, rank):
         assert not Path(f"/proc/{others}").exists()
 
 
+def test_another_number_than_torchrun_has_started_is_refused(folder, monkeypatch, capsys):
+    for name, value in dict(RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=1).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(cli.serve, "engine_of", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--model", str(folder), "--tensor", "4"])
+    assert "--tensor is 4, and 2 processes were started" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -143,7 +143,9 @@ def serve_command(
         adapters=named_folders(adapter or []),
     )
     if environment.launched():
-        tensor = environment.world()
+        if tensor not in (1, started := environment.world()):
+            raise ValueError(f"--tensor is {tensor}, and {started} processes were started; leave it out")
+        tensor = started
     elif tensor > 1:  # by now this process has found what is wrong with the options, so that they do not all say so
         launch_shared(model, wanted, tensor)
 
