@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import tiny_models as tiny
 import torch
 
@@ -109,12 +110,12 @@ def loses_a_step(group, rank):
             serving.follow(engine, serving.Orders())
             return {}
         lost = []
-        engine.on_loss = lambda: lost.append(1)
         for request in requests(6):
             engine.add(request)
         errors = []
         while engine.busy:
             errors += [delta.error for _, delta in engine.step() if delta.error]
+        lost += [1] * (engine.lost is not None)
         try:
             engine.accept(requests(1)[0])
         except serving.ProcessLost:
@@ -123,6 +124,37 @@ def loses_a_step(group, rank):
         return {"lost": torch.tensor(lost), "errors": torch.tensor(len(errors)), "left": torch.tensor(engine.pool.used)}
     except RuntimeError as problem:  # of one who follows
         return {"problem": torch.tensor(list(str(problem).encode()))}
+
+
+def finds_nobody(group):
+    """The others are gone before the first process can tell them of a step. How many answers end with an error."""
+    engine = shared(group, "qwen3", 64)
+    if not isinstance(engine, serving.LeadingEngine):
+        serving.Orders()
+        return {}
+    for request in requests(6):
+        engine.add(request)
+    news = engine.fail_all(RuntimeError("the connection is closed"))  # as a thread does whose step raised this
+    return {"errors": torch.tensor(sum(delta.finish == "error" for _, delta in news))}
+
+
+def is_interrupted(group):
+    """Ctrl-C in a step of the first process, by whom the engine is asked again."""
+    engine = shared(group, "qwen3", 64)
+    if not isinstance(engine, serving.LeadingEngine):
+        serving.Orders()
+        return {}
+
+    def interrupts(*arguments):
+        raise KeyboardInterrupt
+
+    engine.runner.launch, engine.tell = interrupts, lambda *orders: None
+    engine.add(requests(1)[0])
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    with pytest.raises(serving.ProcessLost):
+        engine.accept(requests(1)[0])
+    return {}
 
 
 def reads_other_tokens(group):

@@ -46,11 +46,20 @@ def test_who_gives_no_seed_is_answered_alike_by_all(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_that_fails_on_one_ends_all(rank, tmp_path):
     leading, following = run_ranks(shared_serving.loses_a_step, 2, tmp_path, rank)
-    assert leading["lost"].tolist() == [1, 2]  # it is told once, and takes nothing more
+    assert leading["lost"].tolist() == [1, 2]  # which is known, and it takes nothing more
     assert leading["errors"] == sum(request.params.n for request in shared_serving.requests(6))
     assert leading["left"] == 0
     said = bytes(following["problem"].tolist()).decode()
     assert "out of memory" in said if rank == 1 else "gloo" in said
+
+
+def test_who_waits_hears_of_it_when_the_others_are_gone(tmp_path):
+    leading, _ = run_ranks(shared_serving.finds_nobody, 2, tmp_path)
+    assert leading["errors"] == sum(request.params.n for request in shared_serving.requests(6))
+
+
+def test_after_an_interrupted_step_nothing_more_is_taken(tmp_path):
+    run_ranks(shared_serving.is_interrupted, 2, tmp_path)
 
 
 def test_who_read_other_tokens_says_so(tmp_path):

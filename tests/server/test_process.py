@@ -125,6 +125,22 @@ def test_a_server_that_stood_still_gives_clients_their_time_to_hear_of_the_end(f
     assert list(ends.values()) == [False, False, False, False, True]
 
 
+def test_a_lost_engine_ends_the_server_and_is_not_the_first_of_two_signals(fake, monkeypatch):
+    monkeypatch.setattr("tilestack.server.process.os._exit", lambda code: pytest.fail(f"ended with {code}"))
+    app, lost = create_app(fake), []
+    drain = app.state.service.drain
+    drain.requests = 1
+    server = DrainingServer(uvicorn.Config(app), drain, 30.0, lambda: None, lambda: bool(lost))
+    ends = [asyncio.run(server.on_tick(1))]
+    lost.append(1)
+    ends.append(asyncio.run(server.on_tick(1)))
+    server.handle_exit(signal.SIGTERM, None)  # as a launcher sends that lost one of its processes
+    ends.append(asyncio.run(server.on_tick(1)))
+    drain.requests = 0  # its client was told
+    ends.append(asyncio.run(server.on_tick(1)))
+    assert ends == [False, False, False, True]
+
+
 @pytest.fixture
 def logs_as_before():
     """The command writes logs to standard error, which here is the test's and ends with it."""
@@ -168,7 +184,7 @@ def test_a_model_is_served_with_its_own_sampling_and_a_template_from_a_file(
     template.write_text("{{ messages[0].content }}")
     served = []
 
-    def run(engine, settings, listening, greet):
+    def run(engine, settings, listening, greet, lost):
         served.append((settings.sampling, settings.split_reasoning, engine.tokenizer.template))
         listening.close()
         greet("http://here")

@@ -22,7 +22,7 @@ def folder(tokenizer, tmp_path_factory):
     """A tiny random model with heads for two, that goes on until it is told to stop."""
     folder = tmp_path_factory.mktemp("shared") / "tiny"
     torch.manual_seed(0)
-    shape = dict(layers=2, heads=4, kv_heads=2, head_dim=16, positions=4096)
+    shape = dict(layers=2, heads=4, kv_heads=2, head_dim=16, positions=8192)
     decoder = models.Decoder(models.ModelConfig(tokenizer.vocabulary, 32, 64, **shape))
     with torch.no_grad():
         decoder.head.weight[list(tokenizer.stops)] = 0  # never the likeliest
@@ -58,7 +58,7 @@ def process_of_rank(launcher, rank):
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 def test_it_answers_as_one_process_and_drains(folder):
     asked = {"prompt": "the cat", "max_tokens": 40, "seed": 7, "temperature": 1.0}
-    with process(*shared(folder, "--dtype", "float32"), GLOO_SOCKET_IFNAME="lo") as server:
+    with process(*shared(folder, "--dtype", "float32", "--kv-memory", "0.001"), GLOO_SOCKET_IFNAME="lo") as server:
         follower = process_of_rank(server.process.pid, 1)
         with httpx2.Client(base_url=server.url, timeout=patient.LONG) as client:
             drawn = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
@@ -71,6 +71,7 @@ def test_it_answers_as_one_process_and_drains(folder):
                 rest = list(lines)
         assert server.end() == 0, server.lines
         assert "data: [DONE]" in rest
+        assert ["warning" in line for line in server.lines if "Texts end at" in line] == [True]  # in the log, once
         assert not Path(f"/proc/{follower}").exists()
     alone = LLM(str(folder), EngineSettings(device="cpu", dtype="float32"))
     assert drawn == alone.generate("the cat", SamplingParams(max_tokens=40, seed=7)).text
@@ -95,9 +96,30 @@ def test_it_ends_when_one_of_its_processes_is_killed(folder, rank):
         assert not Path(f"/proc/{others}").exists()
 
 
-def test_a_model_that_so_many_cannot_share_is_refused_before_any_process_is_started(folder, monkeypatch, capsys):
+def test_another_number_than_torchrun_has_started_is_refused(folder, monkeypatch, capsys):
+    for name, value in dict(RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=1).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(cli.serve, "engine_of", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--model", str(folder), "--tensor", "4"])
+    assert "--tensor is 4, and 2 processes were started" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--tensor", "7"], "7 processes do not divide"),
+        (["--weights", "int8"], "do not take weights; leave that out"),
+        (["--chat-template", "nowhere"], "nowhere"),
+        (["--draft-tokens", "3"], "set speculate"),
+        (["--device", "gpu"], "--device must be cuda or cpu"),
+        (["--device", "cpu:1"], "--device must be cuda or cpu"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_shared_is_refused_before_any_process_is_started(folder, given, words, monkeypatch, capsys):
     monkeypatch.setattr("tilestack.parallel.launch.launch", lambda *_: pytest.fail("a process was started"))
     with pytest.raises(SystemExit) as ended:
-        cli.main(["serve", "--model", str(folder), "--tensor", "7"])
+        cli.main(["serve", "--model", str(folder), "--tensor", "2", *given])
     assert ended.value.code == 1
-    assert "7 processes do not divide" in capsys.readouterr().err
+    assert words in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The `serve` command: a model behind OpenAI's API, with a chat page."""
 
 import functools
+import logging
 import os
 import signal
 import sys
@@ -92,10 +93,6 @@ def serve_command(
     if generation_config not in ("model", "none"):
         raise ValueError(f"--generation-config is model or none, not {generation_config}")
     check_packages(model)
-    if environment.launched():
-        tensor = environment.world()
-    elif tensor > 1:
-        launch_shared(model, tensor)
     template = None if chat_template is None else read_template(chat_template)
     from tilestack.server.process import listen, run_server
     from tilestack.server.settings import LOOPBACK, Limits, ServerSettings
@@ -145,6 +142,12 @@ def serve_command(
         queue=queue,
         adapters=named_folders(adapter or []),
     )
+    if environment.launched():
+        if tensor not in (1, started := environment.world()):
+            raise ValueError(f"--tensor is {tensor}, and {started} processes were started; leave it out")
+        tensor = started
+    elif tensor > 1:  # by now this process has found what is wrong with the options, so that they do not all say so
+        launch_shared(model, wanted, tensor)
 
     def greet(address: str, called: str) -> None:
         told = f"{called} on {address}: chat in a browser, or ask {address}/v1"
@@ -162,15 +165,29 @@ def serve_command(
             served.tokenizer.template = template
         if warm_up:
             warm_up_in_sight(served)
-        run_server(served, settings, listening, lambda address: greet(address, name or served.model_name))
+
+        def lost() -> bool:  # of several processes, each other
+            return getattr(served.engine, "lost", None) is not None
+
+        run_server(served, settings, listening, lambda address: greet(address, name or served.model_name), lost)
 
 
-def launch_shared(model: str, processes: int) -> NoReturn:
-    """Serve by the same command in so many processes, and end as they do; a model that they cannot share is refused once."""
+def launch_shared(model: str, settings: "EngineSettings", processes: int) -> NoReturn:
+    """Serve by the same command in so many processes, and end as they do; what they cannot share, or run on, is refused
+    once."""
+    import torch
+
+    from tilestack.device import pick_device
     from tilestack.models.checkpoints import config_of
     from tilestack.parallel.launch import launch
-    from tilestack.parallel.serving import refuse_model
+    from tilestack.parallel.serving import refuse_model, refuse_settings
 
+    device = pick_device(settings.device)
+    if device.index is not None:
+        raise ValueError(f"--tensor takes a GPU for each process, so --device must be cuda or cpu, not {device}")
+    if device.type == "cuda" and (found := torch.cuda.device_count()) < processes:
+        raise ValueError(f"--tensor {processes} takes as many GPUs, and there are {found}; give at most as many")
+    refuse_settings(settings)
     refuse_model(model, config_of(model), processes)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the hosts' own words stay on this machine
@@ -195,12 +212,14 @@ def engine_of(
         return
     import torch
 
+    from tilestack.device import pick_device
     from tilestack.parallel.processes import ProcessLost, joined
     from tilestack.parallel.serving import LeadingEngine, Orders, follow, load_shared
 
     with joined(settings.device or "auto", tensor=tensor, advice=START_AGAIN) as mesh:
         made = listen() if mesh.first else None
-        on_gpu = settings.device != "cpu" and torch.cuda.is_available()
+        log_to_stderr(logging.INFO if mesh.first else logging.ERROR)  # what all would say, one says
+        on_gpu = pick_device(settings.device).type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         shared = load_shared(model, settings, mesh, device)
         if made is None:
@@ -208,8 +227,6 @@ def engine_of(
             yield None
             return
         assert isinstance(shared, LeadingEngine)
-        log_to_stderr()
-        shared.on_loss = lambda: os.kill(os.getpid(), signal.SIGTERM)  # answer everybody, and end
         yield AsyncEngine(shared, Path(model).name), made
         if shared.lost is not None:
             raise ProcessLost(f"the processes that share the model lost each other: {shared.lost}; {START_AGAIN}")

@@ -102,18 +102,20 @@ class SharedEngine(Engine):
         self.lost = self.lost or problem
         return super().fail([*self.scheduler.running, *self.scheduler.waiting], problem)
 
+    def drop_everything(self) -> None:
+        """A step was interrupted, as by Ctrl-C; the others are in the middle of it."""
+        super().drop_everything()
+        self.lost = self.lost or ProcessLost("a step was interrupted")
+
 
 class LeadingEngine(SharedEngine):
-    """The first process's engine, which requests come to; it has the others do what it does.
-
-    `on_loss` is called once, where a step is lost; nothing more is answered then.
-    """
+    """The first process's engine, which requests come to; it has the others do what it does. Once a step is lost it takes
+    nothing more."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.orders = Orders()
         self.untold: list[Order] = []
-        self.on_loss: Callable[[], None] = lambda: None
 
     def accept(self, request: Request) -> None:
         if self.lost is not None:
@@ -137,17 +139,9 @@ class LeadingEngine(SharedEngine):
         self.tell(["warm up"])
         self.runner.warm_up(report)
 
-    def fail(self, sequences: Iterable[Sequence], problem: Exception) -> list[News]:
-        first = self.lost is None
-        news = super().fail(sequences, problem)
-        if first:
-            self.on_loss()
-        return news
-
     def fail_all(self, problem: Exception, finish: str = "error") -> list[News]:
-        if finish == "error":
-            self.fail((), problem)
-        return super().fail_all(problem, finish)
+        news = self.fail((), problem) if finish == "error" else []
+        return [*news, *super().fail_all(problem, finish)]
 
     def tell(self, *last: Order) -> None:
         orders, self.untold = [*self.untold, *last], []

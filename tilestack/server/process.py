@@ -1,7 +1,7 @@
 """The server as a process: it says where it listens, and ends in order.
 
 The first SIGTERM or Ctrl-C turns new requests away and gives running ones their time; the process then ends with 0. A
-second ends it at once.
+second ends it at once. An engine that is lost ends it as the first does, and is no signal: one may well follow.
 """
 
 import os
@@ -29,9 +29,17 @@ GRACE = 2.0  # seconds for answers that were ended to reach their clients
 class DrainingServer(uvicorn.Server):
     """uvicorn, which goes on listening while it drains, so that new requests hear why they are not answered."""
 
-    def __init__(self, config: uvicorn.Config, drain: Drain, seconds: float, ready: Callable[[], None]):
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        drain: Drain,
+        seconds: float,
+        ready: Callable[[], None],
+        lost: Callable[[], bool] = lambda: False,
+    ):
         super().__init__(config)
-        self.drain, self.seconds, self.ready = drain, seconds, ready
+        self.drain, self.seconds, self.ready, self.lost = drain, seconds, ready, lost
+        self.asked = False  # to end, by a signal
         self.until = 0.0  # when running requests have had their time
         self.cancelled = 0.0  # when those that were left were ended
 
@@ -41,13 +49,21 @@ class DrainingServer(uvicorn.Server):
             self.ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.drain.begun:
+        if self.asked:
             os._exit(128 + sig)
+        self.asked = True
+        self.begin_drain()
+
+    def begin_drain(self) -> None:
+        if self.drain.begun:
+            return
         self.drain.begun = True
         self.until = time.monotonic() + self.seconds
         log.info("ending", extra={"fields": {"running": self.drain.requests, "drain_seconds": self.seconds}})
 
     async def on_tick(self, counter: int) -> bool:
+        if self.lost():
+            self.begin_drain()
         if self.drain.begun and not self.should_exit:
             now = time.monotonic()
             if now > self.until:
@@ -83,8 +99,9 @@ def run_server(
     settings: ServerSettings,
     listening: socket.socket,
     greet: Callable[[str], None] = lambda address: None,
+    lost: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Serve until a signal comes; `greet` is called with the address when requests are taken."""
+    """Serve until a signal comes, or the engine is lost; `greet` is called with the address when requests are taken."""
     log_to_stderr()
     app = create_app(engine, settings)
     config = uvicorn.Config(
@@ -104,7 +121,7 @@ def run_server(
         log.info("listening", extra={"fields": {"address": address, "model": app.state.service.name}})
         greet(address)
 
-    server = DrainingServer(config, app.state.service.drain, settings.drain, ready)
+    server = DrainingServer(config, app.state.service.drain, settings.drain, ready, lost)
     server.run(sockets=[listening])
     if not server.started:
         sys.exit(1)
