@@ -96,6 +96,15 @@ def test_it_ends_when_one_of_its_processes_is_killed(folder, rank):
         assert not Path(f"/proc/{others}").exists()
 
 
+@pytest.mark.parametrize("drain", ["3000", "inf"])
+def test_a_launcher_waits_until_requests_have_had_their_time(folder, drain, monkeypatch):
+    asked = {}
+    monkeypatch.setattr("tilestack.parallel.launch.launch", lambda *_, **given: asked.update(given) or 0)
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--model", str(folder), "--tensor", "2", "--device", "cpu", "--drain", drain])
+    assert asked["ending"] > 3000
+
+
 def test_another_number_than_torchrun_has_started_is_refused(folder, monkeypatch, capsys):
     for name, value in dict(RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=1).items():
         monkeypatch.setenv(name, str(value))
@@ -118,7 +127,7 @@ def test_another_number_than_torchrun_has_started_is_refused(folder, monkeypatch
     ids=str,
 )
 def test_what_cannot_be_shared_is_refused_before_any_process_is_started(folder, given, words, monkeypatch, capsys):
-    monkeypatch.setattr("tilestack.parallel.launch.launch", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr("tilestack.parallel.launch.launch", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve", "--model", str(folder), "--tensor", "2", *given])
     assert ended.value.code == 1

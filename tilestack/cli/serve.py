@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tilestack.engine import AsyncEngine, EngineSettings
 
 GIB = 1 << 30
+YEAR = 365 * 86400  # seconds; --drain may be infinite
 START_AGAIN = "start the server again"
 access, engine, limit = (
     functools.partial(typer.Option, rich_help_panel=panel) for panel in ("Access", "Engine", "Limits")
@@ -147,7 +148,7 @@ def serve_command(
             raise ValueError(f"--tensor is {tensor}, and {started} processes were started; leave it out")
         tensor = started
     elif tensor > 1:  # by now this process has found what is wrong with the options, so that they do not all say so
-        launch_shared(model, wanted, tensor)
+        launch_shared(model, wanted, tensor, drain)
 
     def greet(address: str, called: str) -> None:
         told = f"{called} on {address}: chat in a browser, or ask {address}/v1"
@@ -172,14 +173,14 @@ def serve_command(
         run_server(served, settings, listening, lambda address: greet(address, name or served.model_name), lost)
 
 
-def launch_shared(model: str, settings: "EngineSettings", processes: int) -> NoReturn:
+def launch_shared(model: str, settings: "EngineSettings", processes: int, drain: float) -> NoReturn:
     """Serve by the same command in so many processes, and end as they do; what they cannot share, or run on, is refused
     once."""
     import torch
 
     from tilestack.device import pick_device
     from tilestack.models.checkpoints import config_of
-    from tilestack.parallel.launch import launch
+    from tilestack.parallel.launch import ENDING, launch
     from tilestack.parallel.serving import refuse_model, refuse_settings
 
     device = pick_device(settings.device)
@@ -191,7 +192,7 @@ def launch_shared(model: str, settings: "EngineSettings", processes: int) -> NoR
     refuse_model(model, config_of(model), processes)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the hosts' own words stay on this machine
-    code = launch(processes, sys.argv[1:], START_AGAIN)
+    code = launch(processes, sys.argv[1:], START_AGAIN, ending=int(min(drain, YEAR)) + ENDING)
     ended_in_order = code in (128 + signal.SIGINT, 128 + signal.SIGTERM)  # as a server of one process ends with 0
     raise typer.Exit(0 if ended_in_order else code)
 

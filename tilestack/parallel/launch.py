@@ -14,19 +14,19 @@ from collections.abc import Sequence
 from tilestack.parallel import environment
 from tilestack.parallel.processes import ProcessLost
 
-SAVING = 600  # seconds that processes have to save and end, once asked to
+ENDING = 600  # seconds that processes have to save and end, once asked to, unless told
 
 
-def launch(processes: int, arguments: Sequence[str], advice: str = "") -> int:
+def launch(processes: int, arguments: Sequence[str], advice: str = "", ending: int = ENDING) -> int:
     """Run `tilestack` with some arguments in so many processes of one group; the exit code of all. `advice` ends the error of
-    a process that was killed."""
+    a process that was killed; `ending` are the seconds that they have to end, once asked to."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(ending))
     os.environ[environment.LAUNCHER] = str(os.getpid())
     logging.disable(logging.CRITICAL)
     config = LaunchConfig(
