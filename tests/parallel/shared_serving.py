@@ -157,13 +157,17 @@ def is_interrupted(group):
     return {}
 
 
-def reads_other_tokens(group):
+def goes_another_way(group, how):
+    """The first process reads another token, or ends an answer by itself."""
     engine = shared(group, "qwen3", 64)
     if isinstance(engine, serving.LeadingEngine):
         engine.add(requests(1)[0])
         engine.step()
-        engine.seen += 1
-        engine.tell(["step", engine.seen])
+        if how == "token":
+            engine.seen += 1
+        else:
+            Engine.cancel(engine, "r0")
+        engine.tell(["step", *engine.state])
         return {}
     try:
         serving.follow(engine, serving.Orders())

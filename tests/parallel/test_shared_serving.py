@@ -62,8 +62,9 @@ def test_after_an_interrupted_step_nothing_more_is_taken(tmp_path):
     run_ranks(shared_serving.is_interrupted, 2, tmp_path)
 
 
-def test_who_read_other_tokens_says_so(tmp_path):
-    _, following = run_ranks(shared_serving.reads_other_tokens, 2, tmp_path)
+@pytest.mark.parametrize("how", ["token", "end"])
+def test_who_goes_another_way_says_so(how, tmp_path):
+    _, following = run_ranks(shared_serving.goes_another_way, 2, tmp_path, how)
     assert "other tokens" in bytes(following["problem"].tolist()).decode()
 
 

@@ -8,7 +8,7 @@
 
 Every process runs the same engine. What it does follows from the requests and cancellations and from the order in which they
 came, so pages, batches and seeds agree without another word. Each step's orders carry a check sum of all tokens that the
-first process has read; one that has read others stops everything rather than answer from two minds.
+first process has read, and how many answers it is at; one that differs stops everything rather than answer from two minds.
 
 A step that fails on one process leaves the others in the middle of a sum. Nobody can go on from there: all requests end with
 an error, and so does the group.
@@ -56,7 +56,7 @@ from tilestack.parallel.tensor import (
 AT_ONCE = 4096  # bytes of orders that one message brings; longer ones take a second
 LENGTH = 8  # of them say how many there are
 PATIENCE = timedelta(days=365)  # with a first process that has nothing to do
-Order = list[Any]  # ["accept", request], ["cancel", id], ["warm up"], ["step", check sum] or ["end"]
+Order = list[Any]  # ["accept", request], ["cancel", id], ["warm up"], ["step", *state] or ["end"]
 
 
 class Orders:
@@ -93,6 +93,11 @@ class SharedEngine(Engine):
         super().__init__(*arguments)
         self.seen = 0  # a check sum of all tokens that were read
         self.lost: Exception | None = None
+
+    @property
+    def state(self) -> list[int]:
+        """In which all processes agree before a step: what was read, and how many answers that left."""
+        return [self.seen, len(self.scheduler.running), len(self.scheduler.waiting)]
 
     def read(self, step: Step) -> list[News]:
         self.seen = zlib.crc32(array("q", step.read()).tobytes(), self.seen)
@@ -131,7 +136,7 @@ class LeadingEngine(SharedEngine):
         return super().cancel(id)
 
     def step(self) -> list[News]:
-        self.tell(["step", self.seen])
+        self.tell(["step", *self.state])
         return super().step()
 
     def warm_up(self, report: Callable[[str, int, int], None]) -> None:
@@ -166,7 +171,7 @@ def follow(engine: SharedEngine, orders: Orders) -> None:
             elif what == "warm up":
                 engine.runner.warm_up(lambda *_: None)
             elif what == "step":
-                if given != [engine.seen]:
+                if given != engine.state:
                     raise ProcessLost("two processes that share the model have drawn other tokens")
                 engine.step()
                 if engine.lost is not None:
