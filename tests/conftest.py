@@ -16,7 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # nor more in the processes that tests star
 
 from tilestack import ops  # noqa: E402
 from tilestack.contract import backends, registry  # noqa: E402
-from tilestack.lab.oracle import judge, own_error  # noqa: E402
+from tilestack.lab.proof.oracle import judge, own_error  # noqa: E402
 
 with suppress(ImportError):  # the tests that need it say so
     from hypothesis import HealthCheck, settings

@@ -7,20 +7,12 @@ import pytest
 from typer.main import get_command
 
 from tilestack.cli import app, main
-from tilestack.lab import (
-    bench,
-    bench_host,
-    bench_http,
-    bench_layers,
-    bench_optim,
-    bench_serve,
-    bench_train,
-    memory,
-    quantisation,
-    results,
-)
+from tilestack.lab import bench_serve, results
+from tilestack.lab.bench import host_time, memory_sweeps, operators, optimizer_steps, quantised_models
 from tilestack.lab.rows import Row
+from tilestack.lab.serving import bench_http
 from tilestack.lab.stale import present_source
+from tilestack.lab.training import bench_layers, bench_train
 
 HOST_ROWS = [
     dict(op="relu", case="64", dtype="bfloat16", direction="no_grad", backend="triton", host_us=9.0, floor_us=7.0)
@@ -37,16 +29,16 @@ def parts(monkeypatch, tmp_path, outside):
         asked.append(("kernels", len(operators) > 1))
         return []
 
-    monkeypatch.setattr(bench, "bench", kernels)
-    monkeypatch.setattr(memory, "bench_memory", lambda *_: asked.append(("memory", True)) or {"rows": [], "machine": {"gpu": "", "cpu": "", "date": ""}, "roofs": {}})  # fmt: skip
+    monkeypatch.setattr(operators, "bench_operators", kernels)
+    monkeypatch.setattr(memory_sweeps, "bench_memory", lambda *_: asked.append(("memory", True)) or {"rows": [], "machine": {"gpu": "", "cpu": "", "date": ""}, "roofs": {}})  # fmt: skip
 
-    monkeypatch.setattr(bench_host, "bench_host", lambda device, without: asked.append(("host", device)) or [HOST_ROWS])
+    monkeypatch.setattr(host_time, "bench_host", lambda device, without: asked.append(("host", device)) or [HOST_ROWS])
 
     def optimizers(*_, kept, **__):
         asked.append(("optim", len(kept)))
         yield []
 
-    monkeypatch.setattr(bench_optim, "bench_optim", optimizers)
+    monkeypatch.setattr(optimizer_steps, "bench_optim", optimizers)
     monkeypatch.setattr(
         bench_layers, "bench_layers", lambda works, *_: asked.append(("layers", len(works))) or iter(())
     )
@@ -70,19 +62,21 @@ def test_all_is_every_part(parts):
 
 def test_the_quality_of_quantised_weights_is_measured_by_itself(parts, monkeypatch):
     asked = []
-    monkeypatch.setattr(quantisation, "measure_quality", lambda chosen, *_: iter(asked.append(len(chosen)) or ()))
+    monkeypatch.setattr(quantised_models, "measure_quality", lambda chosen, *_: iter(asked.append(len(chosen)) or ()))
     assert run("quantize") == 0
-    assert asked == [len(quantisation.schemes_and_methods())]
+    assert asked == [len(quantised_models.schemes_and_methods())]
     assert parts == []
 
 
 def test_names_after_optim_choose_optimizers(parts, monkeypatch):
     asked = []
-    monkeypatch.setattr(bench_optim, "bench_optim", lambda *chosen, **_: iter(asked.append([*map(list, chosen)]) or ()))
+    monkeypatch.setattr(
+        optimizer_steps, "bench_optim", lambda *chosen, **_: iter(asked.append([*map(list, chosen)]) or ())
+    )
     assert run("optim", "muon", "adamw8bit", "--case", "qwen3-0.6b", "--dtype", "bfloat16") == 0
     assert run("optim", "muon") == 0
     assert run("all", "--case", "check") == 0
-    everything = [list(bench_optim.CONTESTS), list(bench_optim.CASES), ["float32", "bfloat16"]]
+    everything = [list(optimizer_steps.CONTESTS), list(optimizer_steps.CASES), ["float32", "bfloat16"]]
     assert asked == [
         [["muon", "adamw8bit"], ["qwen3-0.6b"], ["bfloat16"]],
         [["muon"], *everything[1:]],
@@ -220,14 +214,14 @@ def test_what_was_measured_is_shown_and_kept_when_the_rest_fails(parts, monkeypa
 
 def test_host_times_are_added_to_those_that_are_there(parts, monkeypatch, tmp_path):
     asked = []
-    rows = lambda name: [dict(HOST_ROWS[0], op=name, case="case", source=bench_host.host_source(name, "triton"))]
+    rows = lambda name: [dict(HOST_ROWS[0], op=name, case="case", source=host_time.host_source(name, "triton"))]
 
     def measured(device, without):
         asked.append(set(without))
         yield from (rows(name) for name in ("relu", "add") if name not in without)
 
-    monkeypatch.setattr(bench_host, "bench_host", measured)
-    monkeypatch.setattr(bench_host, "smallest", lambda op: SimpleNamespace(name="case"))
+    monkeypatch.setattr(host_time, "bench_host", measured)
+    monkeypatch.setattr(host_time, "smallest", lambda op: SimpleNamespace(name="case"))
     monkeypatch.setattr("tilestack.cli.bench.Asked.is_over", lambda self: bool(asked))  # after the first
     assert run("host", "--save") == 0
     monkeypatch.setattr("tilestack.cli.bench.Asked.is_over", lambda self: False)
@@ -238,4 +232,4 @@ def test_host_times_are_added_to_those_that_are_there(parts, monkeypatch, tmp_pa
     assert [row["op"] for row in kept] == ["relu", "add"]
     assert all(row["commit"] for row in kept)
     older = [dict(row, source="older") if row["op"] == "add" else row for row in kept]
-    assert bench_host.current_operators(older) == {"relu"}
+    assert host_time.current_operators(older) == {"relu"}

@@ -245,11 +245,12 @@ def test_the_recipe_that_a_help_names_is_one_the_command_can_follow(tilestack, c
 
 @pytest.mark.parametrize("drawn", [True, False])
 def test_memory_patterns_are_measured_saved_and_shown_with_or_without_plotly(tilestack, monkeypatch, tmp_path, drawn):
-    from tilestack.lab import memory, results
+    from tilestack.lab import results
+    from tilestack.lab.bench import memory_sweeps
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(results, "FOLDER", tmp_path / "results")
-    monkeypatch.setattr(memory, "SWEEPS", [memory.named("offset")])
+    monkeypatch.setattr(memory_sweeps, "SWEEPS", [memory_sweeps.named("offset")])
     if not drawn:
         monkeypatch.setitem(sys.modules, "plotly", None)
         monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)

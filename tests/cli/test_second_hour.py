@@ -10,7 +10,9 @@ import pytest
 
 from tilestack.cli import error_in_words, main
 from tilestack.cli.common import given_text, writable_file, writable_folder
-from tilestack.lab import curves, proofs, results
+from tilestack.lab import results
+from tilestack.lab.proof import proofs
+from tilestack.lab.training import loss_curves
 from tilestack.models.checkpoints import CheckpointError, locate
 from tilestack.train.run.folder import RunFolder
 
@@ -92,9 +94,9 @@ def test_figures_of_another_machine_are_not_mixed_with_those_of_this_one(tmp_pat
     results.save(kept := tmp_path / "proofs.json", {"machine": THERE, "proofs": []})
     with pytest.raises(ValueError, match="holds figures of another CPU"):
         proofs.save_proofs(kept, HERE, [])
-    results.save(curves.curves_file(tmp_path, "cpu"), {"machine": THERE, "model": "m", "runs": []})
+    results.save(loss_curves.curves_file(tmp_path, "cpu"), {"machine": THERE, "model": "m", "runs": []})
     with pytest.raises(ValueError, match="holds figures of another CPU"):
-        curves.merge_curves(tmp_path, HERE, "m", {"name": "all"})
+        loss_curves.merge_curves(tmp_path, HERE, "m", {"name": "all"})
 
 
 def test_another_machines_file_is_refused_before_anything_is_measured(capsys, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 
-from tilestack.lab.bench_startup import STARTS, bench_startup
+from tilestack.lab.bench.startup import STARTS, bench_startup
 
 WITHOUT_TORCH = """
 import sys
@@ -81,7 +81,7 @@ def test_a_start_that_fails_is_not_timed():
 
 def test_bench_startup_shows_and_writes_what_it_timed(tmp_path, monkeypatch, capsys):
     from tilestack.cli import main
-    from tilestack.lab import bench_startup as lab
+    from tilestack.lab.bench import startup as lab
 
     monkeypatch.setattr(lab, "STARTS", {"python": ["-c", "pass"]})
     with pytest.raises(SystemExit) as ended:

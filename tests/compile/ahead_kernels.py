@@ -20,7 +20,7 @@ from tilestack.contract import backend, operator_named, register_backend
 from tilestack.contract.cases import Make
 from tilestack.contract.launch import launch
 from tilestack.engine import Engine, EngineSettings
-from tilestack.lab.compile import AbsentGpu
+from tilestack.lab.compile.absent_gpu import AbsentGpu
 
 
 @triton.constexpr_function

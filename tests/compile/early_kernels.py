@@ -7,7 +7,7 @@ import torch
 
 from tilestack import ops
 from tilestack.contract import registry
-from tilestack.lab.compile import WAIT, AbsentGpu, gate
+from tilestack.lab.compile.absent_gpu import WAIT, AbsentGpu, gate
 
 
 def meta(*shape, dtype=torch.bfloat16):

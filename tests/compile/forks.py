@@ -11,7 +11,7 @@ import tempfile
 import traceback
 
 from tilestack.contract import registry
-from tilestack.lab import compile_sample, explain  # noqa: F401  imported for those that ask
+from tilestack.lab.compile import explain, sample  # noqa: F401  imported for those that ask
 
 registry.load_kernels()
 

@@ -12,8 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from tilestack.lab import compile
-from tilestack.lab.compile import AbsentGpu
+from tilestack.lab.compile import absent_gpu
+from tilestack.lab.compile.absent_gpu import AbsentGpu
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def assert_assembled_once() -> None:
     floats = torch.empty(64, device="meta")
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
         knobs.cache.dir = folder
-        with mock.patch.object(compile, "make_cubin", wraps=compile.make_cubin) as assemble, AbsentGpu(90) as gpu:
+        with mock.patch.object(absent_gpu, "make_cubin", wraps=absent_gpu.make_cubin) as assemble, AbsentGpu(90) as gpu:
             spilling_kernel[(1,)](floats, floats, BLOCK=64, num_warps=1)
             (report,) = gpu.reports()
         assert report.registers > 0

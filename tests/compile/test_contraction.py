@@ -14,10 +14,10 @@ WALK = """
 import json, os
 import torch
 from tilestack.contract import operators
-from tilestack.lab.compile import Call
-from tilestack.lab.compile_sample import compile_chosen, walk
-from tilestack.lab.explain import elements, telling_cases
-from tilestack.lab.launches import cover
+from tilestack.lab.compile.absent_gpu import Call
+from tilestack.lab.compile.sample import compile_chosen, walk
+from tilestack.lab.compile.explain import elements, telling_cases
+from tilestack.lab.compile.launches import cover
 
 def elementwise(implementation):
     return implementation.invariant and implementation.forward.__module__.startswith("tilestack.kernels.elementwise.")
@@ -90,8 +90,8 @@ ROPE = """
 import json, torch
 from triton.runtime.cache import get_cache_manager
 from tilestack.contract import operator_named
-from tilestack.lab.compile_sample import compile_cover, walk
-from tilestack.lab.explain import calls_of
+from tilestack.lab.compile.sample import compile_cover, walk
+from tilestack.lab.compile.explain import calls_of
 walked = walk(calls_of([operator_named("rope")], 90, [torch.float32], every_bench=False))
 kernels = {report.digest: report.kernel for report in compile_cover(walked)}
 files = [get_cache_manager(digest).get_group(f"{kernel}.json")[f"{kernel}.ttir"] for digest, kernel in kernels.items()]

@@ -5,7 +5,7 @@ import json, re, torch
 from tilestack.kernels.conv.configs import CONFIGS
 from tilestack.kernels.conv.conv2d import conv2d, conv2d_backward
 from tilestack.kernels.sparse import blocks
-from tilestack.lab.compile import AbsentGpu
+from tilestack.lab.compile.absent_gpu import AbsentGpu
 made = lambda *shape, **order: torch.empty(shape, dtype=torch.bfloat16, device="meta", **order)
 image = lambda *shape: made(*shape, memory_format=torch.channels_last)
 x, weight, geometry = image(32, 128, 56, 56), image(256, 128, 3, 3), ((2, 2), (1, 1), (1, 1), 1)
@@ -40,7 +40,7 @@ def test_every_configuration_copies_vectors_and_multiplies_meanwhile(uninterpret
 HOPPER = """
 import json, torch
 from tilestack.kernels.hopper.conv2d import CODES_CONFIGS, CONFIGS, conv2d, conv2d_backward, conv2d_int8
-from tilestack.lab.compile import AbsentGpu
+from tilestack.lab.compile.absent_gpu import AbsentGpu
 image = lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device="meta", memory_format=torch.channels_last)
 x, weight, bias = image(32, 256, 28, 28), image(512, 256, 3, 3), torch.empty(512, dtype=torch.bfloat16, device="meta")
 with torch.no_grad(), AbsentGpu(90) as gpu:

@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, "tests/gpu")
 from delayed_kernels import delayed
 from tilestack.kernels.hopper import attention_backward, attention_codes, attention_forward
-from tilestack.lab.compile import AbsentGpu
+from tilestack.lab.compile.absent_gpu import AbsentGpu
 folder = Path(tempfile.mkdtemp())
 name, dim = sys.argv[1], int(sys.argv[2])
 q, k = (torch.empty(2, 1000, heads, dim, dtype=torch.bfloat16, device="meta") for heads in (4, 2))

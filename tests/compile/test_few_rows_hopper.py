@@ -5,7 +5,7 @@ from tilestack.kernels.hopper.few_rows import CONFIGS
 WALK = """
 import json, re, torch
 from tilestack.kernels.hopper.few_rows import CONFIGS, few_rows_product
-from tilestack.lab.compile import WAIT, AbsentGpu
+from tilestack.lab.compile.absent_gpu import WAIT, AbsentGpu
 matrix = lambda *sides: torch.empty(sides, dtype=torch.bfloat16, device="meta")
 # The fewest rows and the most, sums that are shared out, and programs that walk over many tiles with a bias.
 cases = [(1, 1024, 2048, False), (64, 4096, 14336, False), (64, 151936, 1024, True)]

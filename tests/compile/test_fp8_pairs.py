@@ -10,7 +10,7 @@ WALK = """
 import json, torch
 from tilestack.kernels.quantised.fp8_made_tiles import code_gated, code_loss
 from tilestack.kernels.quantised.fp8_tiles import code_tiles
-from tilestack.lab.compile import AbsentGpu
+from tilestack.lab.compile.absent_gpu import AbsentGpu
 odd, whole = (torch.empty(*sides, device="meta") for sides in ((64, 260), (160, 144)))
 with AbsentGpu(90) as gpu:
     for x in (odd, whole, odd.T, whole.T):

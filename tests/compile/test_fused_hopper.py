@@ -4,7 +4,7 @@ WALK = """
 import json, torch
 from tilestack.kernels.hopper.fused import CONFIGS, fused_product
 from tilestack.kernels.matmul.epilogue import Epilogue
-from tilestack.lab.compile import AbsentGpu
+from tilestack.lab.compile.absent_gpu import AbsentGpu
 matrix = lambda *sides: torch.empty(sides, dtype=torch.bfloat16, device="meta")
 side = matrix(4096, 4096)
 # The epilogues that ask for most: the error function, and a residual beside what a gradient will ask for.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tilestack.lab import spills
-from tilestack.lab.compile import INSTRUCTIONS, KernelReport, gate
-from tilestack.lab.spills import Owed, spills_no_longer_owed
+from tilestack.lab.compile import spills
+from tilestack.lab.compile.absent_gpu import INSTRUCTIONS, KernelReport, gate
+from tilestack.lab.compile.spills import Owed, spills_no_longer_owed
 
 SOUND = KernelReport(
     operator="linear",
@@ -122,7 +122,7 @@ def test_a_serialised_warpgroup_product_is_caught(planted):
 
 
 def test_the_interpreter_is_refused():
-    code = "from tilestack.lab.compile import AbsentGpu; AbsentGpu(90)"
+    code = "from tilestack.lab.compile.absent_gpu import AbsentGpu; AbsentGpu(90)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parents[2],

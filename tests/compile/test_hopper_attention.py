@@ -11,7 +11,7 @@ import torch
 from tilestack.kernels.hopper.attention import CONFIGS
 from tilestack.kernels.hopper.attention_backward import gradients
 from tilestack.kernels.hopper.attention_forward import attention_and_lse
-from tilestack.lab.compile import AbsentGpu
+from tilestack.lab.compile.absent_gpu import AbsentGpu
 rows, dim = [], int(sys.argv[1])
 q, k = (torch.empty(8, 4096, heads, dim, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
 documents = torch.empty(8, 4096, 2, dtype=torch.int32, device="meta")

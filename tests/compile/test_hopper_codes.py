@@ -8,7 +8,7 @@ WALK = """
 import json, sys
 import torch
 from tilestack.kernels.hopper.attention_codes import CONFIGS, attention_of_codes
-from tilestack.lab.compile import AbsentGpu
+from tilestack.lab.compile.absent_gpu import AbsentGpu
 dim, first = int(sys.argv[1]), next(iter(CONFIGS.values()))
 q, k = (torch.empty(8, 4096, heads, dim, dtype=torch.float16, device="meta") for heads in (32, 8))
 ends = torch.empty(20, dtype=torch.int32, device="meta")

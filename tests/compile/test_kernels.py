@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from tilestack import ops
-from tilestack.lab.compile import KernelReport, gate
-from tilestack.lab.explain import render_explain
-from tilestack.lab.spills import SPILLS_OWED, spills_no_longer_owed
+from tilestack.lab.compile.absent_gpu import KernelReport, gate
+from tilestack.lab.compile.explain import render_explain
+from tilestack.lab.compile.spills import SPILLS_OWED, spills_no_longer_owed
 
 EVERYTHING = os.environ.get("TILESTACK_COMPILE") == "all"
 FAMILIES = dict(
@@ -25,8 +25,8 @@ WALK = """
 import json, sys
 import torch
 from tilestack.contract import operator_named
-from tilestack.lab.compile_sample import compile_cover, compile_largest, owing, walk
-from tilestack.lab.explain import calls_of, compile_all
+from tilestack.lab.compile.sample import compile_cover, compile_largest, owing, walk
+from tilestack.lab.compile.explain import calls_of, compile_all
 capability, how, dtypes, *names = sys.argv[1:]
 dtypes = [getattr(torch, name) for name in dtypes.split(",")]
 calls = calls_of([operator_named(name) for name in names], int(capability), dtypes, every_bench=False)
@@ -65,4 +65,4 @@ def test_kernels_pass_the_gates(uninterpreted, capability, family):
     owed = {kernel for kernel, owed in SPILLS_OWED.items() if capability in owed.most and owed.where[0] in names}
     assert set(found["owing"]) == owed, "where SPILLS_OWED says that a kernel spills most, it is no longer launched"
     unneeded = spills_no_longer_owed({report.kernel for report in reports if report.spill_bytes}, capability, names)
-    assert not unneeded, "these spill no longer: strike them off SPILLS_OWED in lab/spills.py"
+    assert not unneeded, "these spill no longer: strike them off SPILLS_OWED in lab/compile/spills.py"

@@ -8,7 +8,7 @@ WALK = """
 import json, sys
 import torch
 from tilestack.contract import operator_named
-from tilestack.lab.explain import calls_of, compile_all
+from tilestack.lab.compile.explain import calls_of, compile_all
 names, dtypes, cases = (given.split(",") for given in sys.argv[1:])
 dtypes = [getattr(torch, dtype) for dtype in dtypes]
 calls = calls_of([operator_named(name) for name in names], 90, dtypes, every_bench=True)

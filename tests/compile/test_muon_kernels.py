@@ -8,7 +8,7 @@ import torch
 from tilestack.kernels.optim.multi_tensor import Table
 from tilestack.kernels.optim.muon import step_muon
 from tilestack.kernels.optim.steps import block_for
-from tilestack.lab.compile import AbsentGpu
+from tilestack.lab.compile.absent_gpu import AbsentGpu
 group = dict(momentum=0.95, nesterov=True, maximize=False, eps=1e-7, ns_steps=2, ns_coefficients=(3.4, -4.8, 2.0), lr=0.02, weight_decay=0.1)
 rows = []
 for param, grad, state, master in ((torch.float32, torch.float32, torch.float32, False), (torch.bfloat16, torch.bfloat16, torch.float32, True)):

@@ -4,7 +4,7 @@ WALK = """
 import json, torch
 from tilestack.kernels.quantised.fp8_made_tiles import code_gated, code_loss
 from tilestack.kernels.quantised.fp8_tiles import code_tiles
-from tilestack.lab.compile import AbsentGpu
+from tilestack.lab.compile.absent_gpu import AbsentGpu
 rows = []
 for capability in (90, 100):
     with AbsentGpu(capability) as gpu:

@@ -7,7 +7,7 @@ import json, sys
 import torch
 from tilestack.contract import operator_named
 from tilestack.contract.cases import Make
-from tilestack.lab.compile import AbsentGpu
+from tilestack.lab.compile.absent_gpu import AbsentGpu
 operator = operator_named("flex_attention")
 implementation = operator.implementations["triton"]
 (case,) = (case for case in operator.cases if case.name == sys.argv[1])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilestack.lab.launches import Launch, cover, largest_launches
+from tilestack.lab.compile.launches import Launch, cover, largest_launches
 
 
 def launch(kernel="product_kernel", types=None, odd=(), num_warps=4, **constants):
@@ -53,8 +53,8 @@ import json
 import torch
 from triton import knobs
 from tilestack.contract import operator_named
-from tilestack.lab.compile import compiled_kernels, launches_of
-from tilestack.lab.explain import calls_of
+from tilestack.lab.compile.absent_gpu import compiled_kernels, launches_of
+from tilestack.lab.compile.explain import calls_of
 call, *_ = calls_of([operator_named("embedding")], 90, [torch.bfloat16], every_bench=False)
 backward = call._replace(direction="backward")
 first, *others = launches_of(backward)

@@ -17,8 +17,8 @@ from fenced_memory import Fences
 from tilestack.engine.cpu_step import CPUStep, why_not
 from tilestack.engine.cpu_weights import Int8Linear, pack_for_cpu
 from tilestack.kernels.cpu import build
-from tilestack.lab.memory_guards import poisoned_memory
-from tilestack.lab.oracle import judge, own_error
+from tilestack.lab.proof.memory_guards import poisoned_memory
+from tilestack.lab.proof.oracle import judge, own_error
 from tilestack.models import Decoder, ModelConfig, PagedBatch, PagedCache
 
 pytestmark = pytest.mark.skipif(bool(build.missing_compiler()), reason="there is no C++ compiler")

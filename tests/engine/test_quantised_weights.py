@@ -11,7 +11,7 @@ from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.engine import LLM, Engine, EngineSettings, SamplingParams, quantised_weights
 from tilestack.engine.quantised_weights import quantise_layer, quantise_weights, refuse_weights
-from tilestack.lab.oracle import judge, own_error
+from tilestack.lab.proof.oracle import judge, own_error
 from tilestack.models.adapters import AdapterError, load_adapters, save_adapters
 from tilestack.nn import Linear
 from tilestack.nn.lora import add_lora, lora_parameters

@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))  # where nothing is installed, this script's folder is all that Python looks into
 
-from tilestack.lab.shared_gpu import shared_gpu  # noqa: E402
+from tilestack.lab.proof.shared_gpu import shared_gpu  # noqa: E402
 
 ALONE = ("test_early_chain.py", "test_engine.py", "test_decode_step.py")  # in this order: the last builds for minutes
 LARGE = "-bench]"

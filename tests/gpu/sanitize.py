@@ -33,8 +33,8 @@ from tilestack import ops
 from tilestack.contract import Case, Operator, backend
 from tilestack.contract.cases import Make
 from tilestack.contract.operator import as_tuple
-from tilestack.lab.explain import elements
-from tilestack.lab.peers import our_backends
+from tilestack.lab.bench.peers import our_backends
+from tilestack.lab.compile.explain import elements
 
 OPERATORS = (
     "attention", "flex_attention", "paged_attention", "paged_attention_codes", "attention_int8", "attention_fp8", "kv_write",

@@ -17,7 +17,7 @@ from tilestack.data import Tokenizer
 from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams, Structure
 from tilestack.engine.quantised_weights import quantise_weights
 from tilestack.engine.runner import Runner
-from tilestack.lab.oracle import judge, own_error
+from tilestack.lab.proof.oracle import judge, own_error
 from tilestack.models.adapters import load_adapters, save_adapters
 from tilestack.nn.lora import add_lora, lora_parameters, merge_lora
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilestack
-from tilestack.lab.parity import fp8_parity, new_model
+from tilestack.lab.training.parity import fp8_parity, new_model
 from tilestack.train import Loss, Recipe, fp8
 from tilestack.train.next_token import loss_of_labels
 from tilestack.train.settings import read

@@ -12,12 +12,12 @@ from tilestack.contract import launch as launcher
 from tilestack.contract.cases import Make
 from tilestack.contract.operator import as_tuple
 from tilestack.lab import machine
-from tilestack.lab.memory_guards import poisoned_memory, same_bits
-from tilestack.lab.peers import our_backends
-from tilestack.lab.proofs import NAME, load_proofs, unproved
+from tilestack.lab.bench.peers import our_backends
+from tilestack.lab.proof.memory_guards import poisoned_memory, same_bits
+from tilestack.lab.proof.proofs import NAME, load_proofs, unproved
+from tilestack.lab.proof.verify import claims, prove
+from tilestack.lab.proof.workers import tasks_for
 from tilestack.lab.results import path_of as results_of
-from tilestack.lab.verify import claims, prove
-from tilestack.lab.workers import tasks_for
 
 DIRECTIONS = [
     (described.name, direction)

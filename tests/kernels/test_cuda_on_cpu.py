@@ -14,7 +14,7 @@ from tilestack import models, ops
 from tilestack.contract.cases import Make
 from tilestack.engine.persistent import shape_of, weights_of
 from tilestack.kernels.cuda import add, decode_step, matmul, rms_norm, softmax, weight_only
-from tilestack.lab.oracle import judge, own_error
+from tilestack.lab.proof.oracle import judge, own_error
 from tilestack.models import ModelConfig, PagedBatch, PagedCache
 from tilestack.ops.weight_only import pack_int4, weight_only_case
 

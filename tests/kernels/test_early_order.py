@@ -10,7 +10,7 @@ from tilestack import ops
 from tilestack.contract.cases import Make
 from tilestack.kernels import early
 from tilestack.kernels.attention import paged
-from tilestack.lab.interpreted import interpreter_with
+from tilestack.lab.proof.interpreted import interpreter_with
 
 TOUCHES = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas")
 WAITING = {  # operator and backend, whose kernels all wait; and how many of its cases are tried

@@ -13,7 +13,7 @@ from tilestack.contract.named import call_named
 from tilestack.kernels.attention import quantised
 from tilestack.kernels.hopper import attention_codes
 from tilestack.kernels.hopper.attention_codes import CONFIGS, attention_fp8, attention_int8, attention_of_codes, takes
-from tilestack.lab.oracle import judge, own_error
+from tilestack.lab.proof.oracle import judge, own_error
 from tilestack.ops.quantised_attention import with_far_channels
 
 KINDS = ["int8 and halves", "int8 and fp8", "fp8"]

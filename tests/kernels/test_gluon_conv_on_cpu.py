@@ -10,7 +10,7 @@ from tilestack import ops
 from tilestack.contract.launch import launch
 from tilestack.contract.named import call_named
 from tilestack.kernels.hopper import conv, conv2d, matmul
-from tilestack.lab.oracle import judge, own_error
+from tilestack.lab.proof.oracle import judge, own_error
 
 LAST = torch.channels_last
 

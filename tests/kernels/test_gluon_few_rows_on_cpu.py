@@ -9,7 +9,7 @@ from tilestack import ops
 from tilestack.contract.workspace import workspace
 from tilestack.kernels.hopper import few_rows
 from tilestack.kernels.hopper.few_rows import CONFIGS, Config, few_rows_product, takes
-from tilestack.lab.oracle import judge, own_error
+from tilestack.lab.proof.oracle import judge, own_error
 
 CPU = torch.device("cpu")
 

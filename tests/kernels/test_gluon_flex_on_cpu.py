@@ -7,7 +7,7 @@ from test_gluon_on_cpu import DOCUMENTS, READ_AS_THEY_LIE, SHAPES, emulated, inp
 from tilestack import ops
 from tilestack.contract.named import call_named
 from tilestack.kernels.hopper.flex_attention import backward, flex_attention, takes
-from tilestack.lab.oracle import judge, own_error
+from tilestack.lab.proof.oracle import judge, own_error
 from tilestack.ops.flex_attention import flex_attention_gradient
 
 assert emulated  # the fixture, for all tests here

@@ -17,7 +17,7 @@ from tilestack.kernels.attention.documents import document_bounds
 from tilestack.kernels.hopper import attention_backward, attention_forward
 from tilestack.kernels.hopper.attention import CONFIGS, attention_and_sums, backward, backward_from_sums
 from tilestack.kernels.hopper.attention_forward import Forward, attention_and_lse
-from tilestack.lab.oracle import judge, own_error
+from tilestack.lab.proof.oracle import judge, own_error
 from tilestack.ops.attention import attention_gradient, scale_or_usual
 
 SHAPES = {  # batch, queries, keys, heads, kv_heads, dim, causal

@@ -23,7 +23,7 @@ from tilestack.kernels.hopper import (
 from tilestack.kernels.matmul.epilogue import Epilogue
 from tilestack.kernels.quantised import fp8_made_tiles as made_tiles
 from tilestack.kernels.quantised import fp8_tiles as tiles
-from tilestack.lab.oracle import judge, own_error
+from tilestack.lab.proof.oracle import judge, own_error
 from tilestack.ops.activation_dropout import KINDS
 
 E4M3 = torch.float8_e4m3fn

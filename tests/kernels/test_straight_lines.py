@@ -14,7 +14,7 @@ from tilestack import backend, ops
 from tilestack.contract import launch as launcher
 from tilestack.contract import registry
 from tilestack.contract.repeat import Notes
-from tilestack.lab import bench_host
+from tilestack.lab.bench import host_time
 
 REPEATED = [op for op in ops.operators() if (found := op.implementations.get("triton")) and found.repeat]
 
@@ -81,7 +81,7 @@ def noted(monkeypatch):
 @pytest.mark.parametrize("op", REPEATED, ids=lambda op: op.name)
 def test_what_is_timed_on_the_host_is_repeated(op, noted):
     with backend("triton"):
-        for call in bench_host.ways_to_call(op, bench_host.smallest(op), "triton", "cpu").values():
+        for call in host_time.ways_to_call(op, host_time.smallest(op), "triton", "cpu").values():
             call()
     assert noted
     why = {direction: beside for direction, written, beside in noted if written is None}

@@ -12,7 +12,7 @@ from lowered import LOWERED, lowered
 
 from tilestack import ops
 from tilestack.lab.mutation.suite import elements_of
-from tilestack.lab.verify import claims, prove
+from tilestack.lab.proof.verify import claims, prove
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -1,9 +1,12 @@
 """Results and proofs with made-up numbers, for testing what is written from them. Nothing here was measured."""
 
+import json
 import random
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from tilestack.lab.measured import Result
+from tilestack.lab.contests import Result
 from tilestack.lab.stale import present_source
 
 MACHINE = {
@@ -100,3 +103,15 @@ def many_proofs() -> list[dict[str, Any]]:
         for direction in ("forward", "backward")
         for case in ("1x1", "3x33", "5x1000")
     ]
+
+
+def save(root: Path, result: Result, name: str = "ops") -> None:
+    """Keep a result where the tables look for it."""
+    path = root / "results" / result.slug / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(result)))
+
+
+def cells(markdown: str) -> list[list[str]]:
+    """The cells of a Markdown table, header first."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines() if line[:1] == "|"]

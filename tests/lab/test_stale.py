@@ -5,12 +5,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from test_bench_train import WORK
+from tiny_work import WORK
 
 from tilestack import backend
-from tilestack.lab import bench_http, serve_candidates, source, stale
+from tilestack.lab import serve_candidates, source, stale
 from tilestack.lab.bench_serve import SMALL
-from tilestack.lab.train_steps import step_of, write_weights
+from tilestack.lab.serving import bench_http
+from tilestack.lab.training.train_steps import step_of, write_weights
 from tilestack.train import fp8
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tilestack.lab.workers import load_file
+from tilestack.lab.proof.workers import load_file
 from tilestack.learn.exercise import EXERCISES, SOURCES
 from tilestack.learn.folder import State
 from tilestack.learn.grading import grade

@@ -12,7 +12,7 @@ from tilestack import contract, ops
 from tilestack.contract.backends import usable
 from tilestack.contract.library import define_with_extras
 from tilestack.kernels.loss import linear_cross_entropy as head
-from tilestack.lab.oracle import judge, own_error
+from tilestack.lab.proof.oracle import judge, own_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(usable("triton", DEVICE) is not True, reason=str(usable("triton", DEVICE)))

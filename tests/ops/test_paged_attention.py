@@ -10,7 +10,7 @@ from tilestack import contract, ops
 from tilestack.contract import backend
 from tilestack.contract.cases import Make
 from tilestack.kernels.attention import paged as kernels
-from tilestack.lab.memory_guards import poisoned_memory
+from tilestack.lab.proof.memory_guards import poisoned_memory
 from tilestack.ops.quantised import quantised
 
 each_backend = pytest.mark.parametrize("chosen", ["torch", "triton"])

@@ -10,7 +10,7 @@ from tilestack import BackendError, ops
 from tilestack.contract import backend
 from tilestack.contract.cases import Make
 from tilestack.kernels.attention import paged as kernels
-from tilestack.lab.quality import quality_of
+from tilestack.lab.bench.quality import quality_of
 from tilestack.ops.quantised import quantised
 
 INT8, E4M3 = torch.int8, torch.float8_e4m3fn

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tilestack import contract, ops
 from tilestack.kernels.sampling import candidates, keys
-from tilestack.lab.memory_guards import guarded_memory
+from tilestack.lab.proof.memory_guards import guarded_memory
 from tilestack.ops.sampling import exponential
 
 

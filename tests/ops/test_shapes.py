@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tilestack import ops
 from tilestack.contract import backend
-from tilestack.lab import oracle
+from tilestack.lab.proof import oracle
 
 few = settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 dtypes = st.sampled_from([torch.float16, torch.float32, torch.float64])

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 import tilestack
-from tilestack.lab.generated import OPENING, pages
 from tilestack.lab.machine import EXTRAS, TESTED
 from tilestack.lab.results import read_json
+from tilestack.lab.tables.generated import OPENING, pages
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]

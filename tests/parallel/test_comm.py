@@ -9,7 +9,7 @@ import torch
 from ranks import run_ranks
 
 from tilestack.cli import main
-from tilestack.lab import comm
+from tilestack.lab.planning import comm
 
 CPU = torch.device("cpu")
 

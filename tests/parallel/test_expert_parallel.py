@@ -13,8 +13,8 @@ from small_runs import ROWS, TOKENS, train
 from tiny_models import config_of
 
 from tilestack import models
-from tilestack.lab.plan import plan_of, plans
-from tilestack.lab.plan_costs import Cluster, Sharing, Workload
+from tilestack.lab.planning.plan import plan_of, plans
+from tilestack.lab.planning.plan_costs import Cluster, Sharing, Workload
 from tilestack.parallel.experts import refuse_experts
 from tilestack.parallel.mesh import Layout, Mesh
 from tilestack.train import Recipe

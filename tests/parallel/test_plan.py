@@ -11,8 +11,8 @@ import tilestack
 from tilestack import models
 from tilestack.cli import main
 from tilestack.cli.parallel import count_in_words
-from tilestack.lab.plan import plan_of, plans
-from tilestack.lab.plan_costs import Cluster, Sharing, Workload, described_model, layer_bytes
+from tilestack.lab.planning.plan import plan_of, plans
+from tilestack.lab.planning.plan_costs import Cluster, Sharing, Workload, described_model, layer_bytes
 from tilestack.train import Recipe
 from tilestack.train.optimizers import make_optimizer
 from tilestack.train.settings import read

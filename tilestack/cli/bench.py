@@ -209,14 +209,16 @@ def bench_kernels(
     operators: list[str] | None = None,
 ) -> None:
     """Operators and their peers, compiled ahead in so many processes, which run some files first."""
-    from tilestack.lab import bench, bench_tables, results
+    from tilestack.lab import results
+    from tilestack.lab.bench import terminal_tables
+    from tilestack.lab.bench.operators import bench_operators
     from tilestack.shipped import checkout
     from tilestack.tuning import preferences
 
     chosen = pick_operators(operators)
     check_candidates(backends or [], chosen)
     target = asked.results_file("kernels") if asked.save else None
-    rows = bench.bench(
+    rows = bench_operators(
         chosen,
         dtypes,
         directions,
@@ -231,7 +233,7 @@ def bench_kernels(
     )
     write_json(asked.json, [row.as_dict() for row in rows])
     if str(asked.json) != "-":
-        for table in bench_tables.tables(rows, asked.stamp):
+        for table in terminal_tables.tables(rows, asked.stamp):
             console.print(table)
     if target is not None and rows:
         console.print(f"saved in {target}")
@@ -241,7 +243,7 @@ def bench_kernels(
 
 def check_candidates(names: list[str], operators: list["Operator"]) -> None:
     """Refuse a name that is no backend of any of the operators and no peer."""
-    from tilestack.lab.peers import OF_OPERATORS
+    from tilestack.lab.bench.peers import OF_OPERATORS
 
     known = sorted({*OF_OPERATORS, *(name for operator in operators for name in operator.implementations)})
     if unknown := [name for name in names if name not in known]:
@@ -252,43 +254,45 @@ def check_candidates(names: list[str], operators: list["Operator"]) -> None:
 
 def bench_starts(json_: Path | None) -> None:
     """How long imports and the command line take before anything happens."""
-    from tilestack.lab import bench_startup
+    from tilestack.lab.bench import startup
 
-    found = bench_startup.bench_startup(bench_startup.STARTS)
+    found = startup.bench_startup(startup.STARTS)
     write_json(json_, [asdict(start) for start in found])
     if str(json_) != "-":
-        console.print(bench_startup.render_starts(found))
+        console.print(startup.render_starts(found))
 
 
 def bench_memory_patterns(asked: Asked) -> None:
     """Bandwidth against stride, row length, alignment and gathered rows, as tables and, saved, a page of plots."""
     from tilestack.extras import MissingExtra
-    from tilestack.lab import memory, results
+    from tilestack.lab import results
+    from tilestack.lab.bench import memory_sweeps
 
-    kept = memory.load_sweeps(results.FOLDER, asked.stamp["slug"])
-    if asked.is_over() or (asked.stale and kept and memory.sweeps_are_current(kept)):
+    kept = memory_sweeps.load_sweeps(results.FOLDER, asked.stamp["slug"])
+    if asked.is_over() or (asked.stale and kept and memory_sweeps.sweeps_are_current(kept)):
         return
-    run = memory.bench_memory(asked.place.type, results.FOLDER if asked.save else None, Console(stderr=True))
-    for table in memory.sweep_tables(memory.points_of(run)):
+    run = memory_sweeps.bench_memory(asked.place.type, results.FOLDER if asked.save else None, Console(stderr=True))
+    for table in memory_sweeps.sweep_tables(memory_sweeps.points_of(run)):
         console.print(table)
     if not asked.save:
         return
     try:
-        console.print(f"plots in {memory.draw(run, Path('runs/memory.html'))}")
+        console.print(f"plots in {memory_sweeps.draw(run, Path('runs/memory.html'))}")
     except MissingExtra as missing:
         console.print(escape(f"no page of plots, since {missing}"), soft_wrap=True)
 
 
 def bench_host_time(asked: Asked) -> None:
     """What a call of each operator costs on the host."""
-    from tilestack.lab import bench_host, results
+    from tilestack.lab import results
+    from tilestack.lab.bench import host_time
 
     if asked.is_over():
         return
     target = asked.results_file("sweeps/host")
-    kept = bench_host.current_operators(asked.kept_rows("sweeps/host")) if asked.stale else set()
-    with asked.measured_rows(target, bench_host.render_host_times_with_summary) as rows:
-        for found in bench_host.bench_host(asked.place.type, without=kept):
+    kept = host_time.current_operators(asked.kept_rows("sweeps/host")) if asked.stale else set()
+    with asked.measured_rows(target, host_time.render_host_times_with_summary) as rows:
+        for found in host_time.bench_host(asked.place.type, without=kept):
             rows += found
             if asked.save:  # at once: the next may fail
                 results.merge(target, asked.stamp, {}, found)
@@ -298,9 +302,10 @@ def bench_host_time(asked: Asked) -> None:
 
 def bench_optimizers(asked: Asked, names: list[str], case: str, dtypes: list[str] | None) -> None:
     """The step of each optimizer, or of those named, beside torch's; on a CPU, over a few small tensors."""
-    from tilestack.lab import bench_tables, results
-    from tilestack.lab.bench_optim import CASES, CONTESTS, DTYPES, bench_optim, refuse_unknown_optimizers
-    from tilestack.lab.roofs import measured
+    from tilestack.lab import results
+    from tilestack.lab.bench import terminal_tables
+    from tilestack.lab.bench.optimizer_steps import CASES, CONTESTS, DTYPES, bench_optim, refuse_unknown_optimizers
+    from tilestack.lab.bench.roofs import measured
     from tilestack.lab.rows import Row
 
     chosen = names or list(CONTESTS), list(CASES) if case in ("bench", "check") else [case], dtypes or DTYPES
@@ -310,7 +315,7 @@ def bench_optimizers(asked: Asked, names: list[str], case: str, dtypes: list[str
     small = None if asked.place.type == "cuda" else dict.fromkeys(CASES, few)
     kept = asked.kept_rows("optimizers") if asked.stale else []
     measuring = bench_optim(*chosen, device=asked.place.type, shapes=small, kept=kept)
-    render = lambda rows: Group(*bench_tables.tables([Row.from_dict(row) for row in rows], asked.stamp))
+    render = lambda rows: Group(*terminal_tables.tables([Row.from_dict(row) for row in rows], asked.stamp))
     with asked.measured_rows(target, render) as rows:
         while not asked.is_over() and (contest := next(measuring, None)) is not None:
             rows += contest

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     import torch
 
     from tilestack.cli.bench import Asked
-    from tilestack.lab.train_steps import Work
+    from tilestack.lab.training.train_steps import Work
 
 
 def training_works(
     place: "torch.device", recipes: str | None, micro_batches: str | None, sequence: int | None, dtype: str | None
 ) -> list["Work"]:
     """What `bench train` does: the models of some recipes, at some micro-batches."""
-    from tilestack.lab.bench_train import PUBLISHED
+    from tilestack.lab.training.bench_train import PUBLISHED
 
     return works_of_recipes(place, recipes, micro_batches, sequence, dtype, PUBLISHED)
 
@@ -27,7 +27,7 @@ def layer_works(
     place: "torch.device", recipes: str | None, micro_batches: str | None, sequence: int | None, dtype: str | None
 ) -> list["Work"]:
     """What `bench layers` does: the layers of some recipes' models."""
-    from tilestack.lab.bench_layers import PUBLISHED
+    from tilestack.lab.training.bench_layers import PUBLISHED
 
     return works_of_recipes(place, recipes, micro_batches, sequence, dtype, PUBLISHED)
 
@@ -43,7 +43,7 @@ def works_of_recipes(
     """The models of some recipes at some micro-batches; where nothing is asked for, those that are `published`."""
     from tilestack.cli.common import pick_dtypes
     from tilestack.cli.recipes import find_recipe
-    from tilestack.lab.train_steps import Work
+    from tilestack.lab.training.train_steps import Work
     from tilestack.train import Recipe
 
     pick_dtypes(dtype)  # or refuse it
@@ -80,8 +80,9 @@ def bench_decoder_layers(
     candidates: list[str] | None,
 ) -> None:
     """The layers of decoders, each alone, all candidates in this process."""
-    from tilestack.lab import bench_layers, results
-    from tilestack.lab.roofs import measured
+    from tilestack.lab import results
+    from tilestack.lab.bench.roofs import measured
+    from tilestack.lab.training import bench_layers
 
     if asked.is_over():
         return
@@ -99,8 +100,9 @@ def bench_decoder_layers(
 
 def bench_training(asked: "Asked", works: list["Work"], candidates: list[str] | None) -> None:
     """Whole training steps, each candidate in a process of its own."""
-    from tilestack.lab import bench_train, results
-    from tilestack.lab.roofs import measured
+    from tilestack.lab import results
+    from tilestack.lab.bench.roofs import measured
+    from tilestack.lab.training import bench_train
 
     target = asked.results_file("train")
     with asked.measured_rows(target, bench_train.render_training_steps) as rows:
@@ -118,7 +120,7 @@ def bench_training(asked: "Asked", works: list["Work"], candidates: list[str] | 
 def bench_serving(asked: "Asked", model: str | None, candidates: list[str] | None, only: list[str] | None) -> None:
     """Engines on the same workloads, each in a process of its own."""
     from tilestack.lab import bench_serve, results
-    from tilestack.lab.roofs import measured
+    from tilestack.lab.bench.roofs import measured
 
     if asked.is_over():
         return
@@ -134,8 +136,9 @@ def bench_serving(asked: "Asked", model: str | None, candidates: list[str] | Non
 def bench_over_http(asked: "Asked", model: str | None) -> None:
     """What HTTP costs of the engine's throughput."""
     from tilestack.cli.speaker import trust_engine
-    from tilestack.lab import bench_http, results
-    from tilestack.lab.roofs import measured
+    from tilestack.lab import results
+    from tilestack.lab.bench.roofs import measured
+    from tilestack.lab.serving import bench_http
 
     if asked.is_over() or (asked.stale and bench_http.is_kept(asked.kept_rows("http"), model)):
         return
@@ -149,18 +152,18 @@ def bench_over_http(asked: "Asked", model: str | None) -> None:
 
 def bench_quality(asked: "Asked", model: str | None) -> None:
     """What each scheme and method of quantising costs in quality."""
-    from tilestack.lab import quantisation
+    from tilestack.lab.bench import quantised_models
 
-    model = model or quantisation.MODEL
-    target = asked.results_file(quantisation.RESULTS)
-    done = {quantisation.way_of(run) for run in quantisation.kept_runs(target)} if asked.stale else set()
-    chosen = [way for way in quantisation.schemes_and_methods() if (model, *way) not in done]
+    model = model or quantised_models.MODEL
+    target = asked.results_file(quantised_models.RESULTS)
+    done = {quantised_models.way_of(run) for run in quantised_models.kept_runs(target)} if asked.stale else set()
+    chosen = [way for way in quantised_models.schemes_and_methods() if (model, *way) not in done]
     if not chosen or asked.is_over():
         return
-    with asked.measured_rows(target, quantisation.render_quantised) as runs:
-        for run in quantisation.measure_quality(chosen, asked.place, Console(stderr=True).print, model):
+    with asked.measured_rows(target, quantised_models.render_quantised) as runs:
+        for run in quantised_models.measure_quality(chosen, asked.place, Console(stderr=True).print, model):
             runs.append(run)
             if asked.save:
-                quantisation.keep(target, asked.stamp, run)
+                quantised_models.keep(target, asked.stamp, run)
             if asked.is_over():
                 return

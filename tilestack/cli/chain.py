@@ -34,7 +34,8 @@ def chain_command(
     """
     import torch
 
-    from tilestack.lab import chain, machine, results
+    from tilestack.lab import machine, results
+    from tilestack.lab.training import chain
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     said = Console(stderr=True)

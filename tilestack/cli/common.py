@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import torch
 
     from tilestack.contract.operator import Operator
-    from tilestack.lab.verify import Proof
-    from tilestack.lab.workers import Task
+    from tilestack.lab.proof.verify import Proof
+    from tilestack.lab.proof.workers import Task
 
 console = Console()
 SAVE_EVERY = 5.0  # seconds, of proofs
@@ -166,7 +166,7 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 
 def load_files(paths: Iterable[Path] | None) -> None:
-    from tilestack.lab import workers
+    from tilestack.lab.proof import workers
 
     workers.load_files(paths)
 
@@ -206,7 +206,7 @@ def prove_all(
     budget: float = math.inf,
 ) -> list["Proof"]:
     """The proofs of all tasks that began within some seconds, in their order; they are saved as they come."""
-    from tilestack.lab.workers import prove_tasks
+    from tilestack.lab.proof.workers import prove_tasks
 
     done: dict[Task, list[Proof]] = {}
     unsaved: list[Proof] = []

@@ -32,7 +32,7 @@ def compare_command(
 
     Peers' changes are listed too, dimmed: theirs is the code that did not change, so they show how far the machine is off.
     """
-    from tilestack.lab import compare
+    from tilestack.lab.bench import compare
     from tilestack.lab.results import IDENTITY
     from tilestack.lab.rows import SLOWER
 

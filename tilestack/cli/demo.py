@@ -25,7 +25,7 @@ from tilestack.cli.train import Set
 from tilestack.shipped import shipped
 
 if TYPE_CHECKING:
-    from tilestack.lab.page import Section
+    from tilestack.lab.report.page import Section
     from tilestack.train import Recipe
 
 # One of each kind, so that the demo takes minutes even where Triton is interpreted; `verify` and `bench` take them all.
@@ -51,8 +51,12 @@ def demo_command(
     share_the_cores()
     place = kernel_device(None)
     from tilestack.extras import MissingExtra
-    from tilestack.lab import bench, bench_tables, machine, measured, proved, report, results, verify
-    from tilestack.lab.workers import tasks_for
+    from tilestack.lab import contests, machine, results
+    from tilestack.lab.bench import terminal_tables
+    from tilestack.lab.bench.operators import bench_operators
+    from tilestack.lab.proof import proved, verify
+    from tilestack.lab.proof.workers import tasks_for
+    from tilestack.lab.report.write import write_report
     from tilestack.train import Recipe
     from tilestack.train.run.folder import RunFolder
 
@@ -75,14 +79,14 @@ def demo_command(
     target = results.path_of(stamp["slug"], "kernels", output / "results")
     target.unlink(missing_ok=True)  # of an earlier demo, perhaps on another machine
     peers = None if place.type == "cpu" else ["triton", "aten"]
-    rows = bench.bench(operators, backends=peers, device=place, save=target, console=Console(stderr=True))
-    for table in bench_tables.tables(rows, stamp):
+    rows = bench_operators(operators, backends=peers, device=place, save=target, console=Console(stderr=True))
+    for table in terminal_tables.tables(rows, stamp):
         console.print(table)
     console.rule("6. The report")
-    found = measured.results_under(output / "results") + measured.results_under(shipped("results"))
+    found = contests.results_under(output / "results") + contests.results_under(shipped("results"))
     try:
         kept = proved.sections([shipped("results")], stamp["slug"])
-        written = report.write_report(
+        written = write_report(
             output / "report.html", found, [asdict(p) for p in proofs], stamp, [show_training(), *served], kept
         )
         console.print(f"open [bold]{escape(str(written))}[/bold] in a browser")
@@ -103,7 +107,7 @@ def serve_demonstration(model: Path, device: str) -> list["Section"]:
     import importlib.util
 
     from tilestack.extras import install_command
-    from tilestack.lab.served import serve_once, served_section
+    from tilestack.lab.report.served_request import serve_once, served_section
 
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         console.print(escape(f"no server, since its packages are missing: {install_command('server')}"), soft_wrap=True)
@@ -121,7 +125,8 @@ def serve_demonstration(model: Path, device: str) -> list["Section"]:
 
 def train_demonstration(recipe: "Recipe", folder: Path, fresh: bool) -> Callable[[], "Section"]:
     """Train a small model of Python code, hold it against compressors and counts, let it write, and say how to show it."""
-    from tilestack.lab import machine, training
+    from tilestack.lab import machine
+    from tilestack.lab.report import training_run
     from tilestack.train import metrics
     from tilestack.train.errors import Interrupted
     from tilestack.train.pretrain import pretrain
@@ -132,7 +137,7 @@ def train_demonstration(recipe: "Recipe", folder: Path, fresh: bool) -> Callable
     except Interrupted as stopped:
         said.print(escape(str(stopped)), highlight=False, soft_wrap=True)
         raise typer.Exit(stopped.code) from None
-    others = training.measure_baselines(recipe, folder)
+    others = training_run.measure_baselines(recipe, folder)
     console.print(
         f"bits a byte of held-out text: [bold]{figures['bits_per_byte']:.3f}[/bold] this model, "
         f"{others.five_gram:.3f} 5-gram counts, {others.zlib:.3f} zlib, {others.lzma:.3f} lzma",
@@ -144,4 +149,4 @@ def train_demonstration(recipe: "Recipe", folder: Path, fresh: bool) -> Callable
     ]
     for prompt, more in samples:
         console.print(Text.assemble((prompt, "bold"), more))
-    return lambda: training.training_section(folder, figures, others, samples)
+    return lambda: training_run.training_section(folder, figures, others, samples)

@@ -109,8 +109,9 @@ def verify_command(
     place = kernel_device(device)
     if save and quick:
         raise ValueError("--save keeps proofs in every variant; leave --quick out")
-    from tilestack.lab import machine, proofs, results, verify
-    from tilestack.lab.workers import tasks_for
+    from tilestack.lab import machine, results
+    from tilestack.lab.proof import proofs, verify
+    from tilestack.lab.proof.workers import tasks_for
 
     load_files(load)
     chosen = pick_operators(operators)
@@ -180,7 +181,8 @@ def tune_command(
     """
     import torch
 
-    from tilestack.lab import machine, tune
+    from tilestack.lab import machine
+    from tilestack.lab.bench import tune
     from tilestack.tuning import preferences
 
     tune.needs_gpu()
@@ -230,7 +232,7 @@ def explain_command(
 
     [bold]tilestack explain softmax --quick --ptx ptx[/bold] also writes the PTX.
     """
-    from tilestack.lab.explain import explain, render_explain
+    from tilestack.lab.compile.explain import explain, render_explain
 
     if target not in ("sm_80", "sm_90", "sm_100"):
         raise ValueError(f"target must be sm_80, sm_90 or sm_100, not {target!r}")
@@ -259,15 +261,17 @@ def report_command(
     root = checkout()
     if tables and root is None:
         raise ValueError("--tables renews the pages of a checkout, and this tilestack was installed from a wheel")
-    from tilestack.lab import catalogue, machine, measured, proved, report
-    from tilestack.lab.generated import update_tables
+    from tilestack.lab import catalogue, contests, machine
+    from tilestack.lab.proof import proved
+    from tilestack.lab.report.write import write_report
+    from tilestack.lab.tables.generated import update_tables
 
     if root and tables:
         changed = [*update_tables(root), *catalogue.update_stub()]
         console.print("\n".join(f"renewed {path}" for path in changed) or "tables are up to date")
         return
     folders = list(dict.fromkeys(folder.resolve() for folder in (shipped("results"), Path("results"))))
-    runs = [run for folder in folders for run in measured.results_under(folder)]
+    runs = [run for folder in folders for run in contests.results_under(folder)]
     stamp = machine.stamp()
-    path = report.write_report(output, runs, [], stamp, kept_proofs=proved.sections(folders, stamp["slug"]))
+    path = write_report(output, runs, [], stamp, kept_proofs=proved.sections(folders, stamp["slug"]))
     console.print(f"wrote {path}")

@@ -233,8 +233,10 @@ def compare_attempt_command(name: Name, folder: FolderOption = DEFAULT.path) -> 
     path = mine.attempt(exercise)
     if not has_nvidia_driver() or kernel_device(None).type != "cuda":
         raise ValueError("compare times kernels and needs a GPU, which is not here; check needs none")
-    from tilestack.lab import bench, bench_tables, machine
-    from tilestack.lab.workers import load_file
+    from tilestack.lab import machine
+    from tilestack.lab.bench import terminal_tables
+    from tilestack.lab.bench.operators import bench_operators
+    from tilestack.lab.proof.workers import load_file
     from tilestack.ops import operator_named
 
     if not mine.state(exercise).is_done:
@@ -245,6 +247,6 @@ def compare_attempt_command(name: Name, folder: FolderOption = DEFAULT.path) -> 
         raise ValueError(f"{path} registers no backend {BACKEND!r} for {operator.name}; check says more")
     backends = [backend for backend in (BACKEND, "triton", "aten") if backend in operator.implementations]
     directions = ["forward", "backward"] if operator.implementations[BACKEND].backward else ["forward"]
-    rows = bench.bench([operator], directions=directions, backends=backends, console=Console(stderr=True))
-    for table in bench_tables.tables(rows, machine.stamp("cuda")):
+    rows = bench_operators([operator], directions=directions, backends=backends, console=Console(stderr=True))
+    for table in terminal_tables.tables(rows, machine.stamp("cuda")):
         console.print(table)

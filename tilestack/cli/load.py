@@ -13,7 +13,7 @@ from tilestack.cli.common import JsonFile, console, progress_bar, writable_file,
 from tilestack.extras import MissingExtra, install_command
 
 if TYPE_CHECKING:
-    from tilestack.lab.load import Ask, Outcome, Target
+    from tilestack.lab.serving.load import Ask, Outcome, Target
 
 WHEN, WHAT, REPORT = "Arrival", "Requests", "Output"
 LENGTHS = "a number of tokens (512), a range (100:1024), lognormal:MEAN, or sharegpt for lengths as in conversations"
@@ -55,10 +55,10 @@ def load_command(
     """
     if importlib.util.find_spec("httpx2") is None:
         raise MissingExtra(f"tilestack load needs httpx2: {install_command('server')}")
-    from tilestack.lab.load import Objectives, Target, make_workload, summary
-    from tilestack.lab.load.arrivals import first_model
-    from tilestack.lab.load.plot import latency_plot
-    from tilestack.lab.load.workload import Prefixes, parse_length
+    from tilestack.lab.serving.load import Objectives, Target, make_workload, summary
+    from tilestack.lab.serving.load.arrivals import first_model
+    from tilestack.lab.serving.load.plot import latency_plot
+    from tilestack.lab.serving.load.workload import Prefixes, parse_length
 
     if chat and text is None:
         raise ValueError("--chat needs words to say: give a file by --text")
@@ -109,7 +109,7 @@ def load_command(
 
 def send_all(target: "Target", asks: "list[Ask]", doing: str, **how: Any) -> "list[Outcome]":
     """All requests, under a progress bar that tells the tokens per second so far."""
-    from tilestack.lab.load import run_load
+    from tilestack.lab.serving.load import run_load
 
     began, made = time.perf_counter(), 0
     with progress_bar() as progress:

@@ -14,9 +14,9 @@ from tilestack.cli.train import Set
 from tilestack.parallel import environment
 
 if TYPE_CHECKING:
-    from tilestack.lab.comm import Measured
-    from tilestack.lab.plan import Plan
-    from tilestack.lab.plan_costs import Cluster
+    from tilestack.lab.planning.comm import Measured
+    from tilestack.lab.planning.plan import Plan
+    from tilestack.lab.planning.plan_costs import Cluster
     from tilestack.train import Recipe
 
 
@@ -47,8 +47,8 @@ def plan_command(
 
     [bold]tilestack plan llama-1b --gpus 8[/bold]
     """
-    from tilestack.lab.plan import plans
-    from tilestack.lab.plan_costs import Cluster, Workload
+    from tilestack.lab.planning.plan import plans
+    from tilestack.lab.planning.plan_costs import Cluster, Workload
 
     recipe = recipe_or_model(model, [
         *([f"data.sequence={sequence}"] if sequence else []), *([f"data.batch={batch}"] if batch else []), *(set_ or ()),
@@ -86,7 +86,7 @@ def comm_command(
     instead of --processes: `torchrun … -m tilestack comm`.
     """
     from tilestack.device import pick_device
-    from tilestack.lab import comm
+    from tilestack.lab.planning import comm
 
     names = comm.collectives_named(collectives or [])
     wanted = [comm.bytes_of_size(size) for size in sizes.split(",")]

@@ -16,7 +16,7 @@ from tilestack.extras import MissingExtra
 if TYPE_CHECKING:
     import torch
 
-    from tilestack.lab.parity import Parity
+    from tilestack.lab.training.parity import Parity
     from tilestack.train import Recipe
 
 
@@ -70,7 +70,7 @@ def parity_command(
 def refuse_what_cannot_be_compared(backend: str, operators: list[str], fp8: bool, starts: int) -> None:
     """Refuse misspelt operators, a backend that they lack and options that contradict each other before models are trained."""
     from tilestack import ops
-    from tilestack.lab.parity import chosen_backend
+    from tilestack.lab.training.parity import chosen_backend
 
     for operator in operators:
         ops.operator_named(operator)
@@ -102,7 +102,7 @@ def train_both(
     """Train by a recipe on the definitions and on a backend of some operators; with a number of starts, in its own precision
     and in fp8."""
     from tilestack.data.prepared import prepare_tokens
-    from tilestack.lab.parity import fp8_parity, new_model, parity
+    from tilestack.lab.training.parity import fp8_parity, new_model, parity
     from tilestack.train.pretrain import Pretraining
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -118,16 +118,17 @@ def train_both(
 def save_curves(name: Path, read: "Recipe", place: "torch.device", found: "Parity", fp8: bool) -> None:
     """Keep the curves in results/. What fp8 is held against is the recipe itself, so runs of several recipes are kept beside
     each other."""
-    from tilestack.lab import curves, machine, results
+    from tilestack.lab import machine, results
+    from tilestack.lab.training import loss_curves
 
     trained = f"{name}, batches of {read.data.batch} x {read.data.sequence} tokens, lr {read.optimizer.lr:g}, {len(found.reference)} steps, {read.precision.compute}"  # fmt: skip
     kept, file = (found.as_dict() | {"name": trained}, "fp8") if fp8 else (found.as_dict(), "curves")
-    curves.merge_curves(results.FOLDER, machine.stamp(place.type), trained, kept, file)
+    loss_curves.merge_curves(results.FOLDER, machine.stamp(place.type), trained, kept, file)
 
 
 def print_verdict(found: "Parity", starts: int, page: str) -> None:
     """Whether the curves agree, how far they part, and where they are drawn."""
-    from tilestack.lab.curves import gap_over_starts
+    from tilestack.lab.training.loss_curves import gap_over_starts
 
     verdict = f"[green]agrees[/green] over {len(found.reference)} steps" if found.broken_at is None else f"[red]parts at step {found.broken_at}[/red]"  # fmt: skip
     if starts > 1:
@@ -139,7 +140,7 @@ def print_verdict(found: "Parity", starts: int, page: str) -> None:
 def write_parity_page(path: Path, found: "Parity", model: str) -> Path:
     """The two curves, and their difference under its bound."""
     from tilestack.lab import machine
-    from tilestack.lab.page import Section, colour, plot, write_page
+    from tilestack.lab.report.page import Section, colour, plot, write_page
 
     steps = list(range(1, len(found.reference) + 1))
     line = lambda name, ys, shade, **how: dict(

@@ -87,7 +87,7 @@ def profile_command(
         if len(what) > 1:
             raise ValueError("profile takes one operator at a time")
         recorded = profile_operator(place, what[0], backend, case, dtype, direction, calls, trace)
-    from tilestack.lab.profile import render_profile
+    from tilestack.lab.bench.profile import render_profile
 
     found = {}
     for title, profile in recorded:
@@ -101,7 +101,7 @@ def profile_command(
 
 def recorded_call(place: "torch.device", title: str, call: Callable[[], Any], calls: int, trace: Path | None) -> Any:
     """The profile of a call under its title, after it was warmed up."""
-    from tilestack.lab.profile import record
+    from tilestack.lab.bench.profile import record
 
     for _ in range(WARM_UP):
         call()
@@ -124,7 +124,7 @@ def profile_operator(
     from tilestack.cli.common import pick_operators
     from tilestack.contract import backend as using
     from tilestack.contract.cases import Make
-    from tilestack.lab.bench import cases_of, differentiable
+    from tilestack.lab.bench.operators import cases_of, differentiable
 
     (operator,) = pick_operators([name])
     kind = dtype or ("bfloat16" if place.type == "cuda" else "float32")
@@ -163,9 +163,9 @@ def profile_layers(
     from dataclasses import replace
 
     from tilestack.cli.bench_models import layer_works
-    from tilestack.lab import bench_layers
-    from tilestack.lab.layers import build
-    from tilestack.lab.train_steps import write_weights
+    from tilestack.lab.training import bench_layers
+    from tilestack.lab.training.layer_candidates import build
+    from tilestack.lab.training.train_steps import write_weights
 
     bench_layers.refuse_unknown_layers(layers, [direction], [candidate])
     if trace is not None and len(layers) > 1:
@@ -189,8 +189,8 @@ def profile_serving(
     """The engine's steps: reading prompts, then decoding."""
     from tilestack.cli.speaker import trust_engine
     from tilestack.engine import Engine, EngineSettings
-    from tilestack.lab.profile import record
-    from tilestack.lab.serve_steps import ServedSteps
+    from tilestack.lab.bench.profile import record
+    from tilestack.lab.serving.serve_steps import ServedSteps
 
     trust_engine()
     settings = EngineSettings(device=str(place), dtype=dtype, max_sequences=batch, prefix_caching=False)

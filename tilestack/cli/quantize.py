@@ -53,7 +53,7 @@ def quantize_command(
     from tilestack.data.calibration import BUILTIN, calibration_ids, texts_of
     from tilestack.device import pick_device
     from tilestack.files import whole_folder
-    from tilestack.lab.quantisation import held_out_windows, kept_dtype, quality_table, size_of_decoder
+    from tilestack.lab.bench.quantised_models import held_out_windows, kept_dtype, quality_table, size_of_decoder
     from tilestack.models.checkpoints import GENERATION
     from tilestack.models.quantise import projections, quantise
     from tilestack.quant.methods import METHODS, default_method, refuse_method

@@ -1,13 +1,16 @@
-"""The laboratory: what proves, measures and compares everything below it. The files, by what they do:
+"""The laboratory: what proves, measures and compares everything below it.
 
-prove       `verify` makes the claims, `evaluate` computes them, `oracle` judges; `variants`, `memory_guards`, `interpreted`
-            and `invariance` make it hard; `workers` runs it in processes (`apart`), `proofs` and `proved` keep it; `mutation/` tests it
-compile     `compile`, `launches`, `compile_sample`, `spills`, `explain`: kernels for GPUs that are not here
-measure     `bench` for operators, with `timing`, `roofs`, `peers`, `idioms`, `rowwise`, `quality`; `memory`, `profile`, `tune`
-            and `bench_*` for everything else, with what they time in `layers`, `train_steps`, `train_turns`, `plain_model`,
-            `serve_candidates`, `serve_workloads`, `serve_steps`; `load/` asks any server
-compare     `compare`, `parity`, `curves`, `chain`, `quantisation`
-keep        `rows` and `results` on disk, `source` and `stale` for whether they still hold, `machine` for where they are from
-show        `tables` and `generated` for the documentation, `bench_tables` for a terminal, `report`, `page` and `plots` for html
-plan        `plan`, `plan_costs`, `comm`: layouts on several GPUs
+proof/       are the kernels right? `mutation/` asks the same of the proofs
+compile/     kernels for GPUs that are not here
+bench/       how fast operators are, against their peers and the roofs
+training/    how fast training is, and whether its losses are those of the definitions
+serving/     how fast the server answers
+planning/    layouts on several GPUs
+tables/      results in the documentation
+report/      results in a browser
+
+Here lies what all of them share: `machine` says where results are from, `results` keeps them, `rows` compares two of a kind and
+`contests` all of them, `source` and `stale` say whether they still hold, `labels` and `catalogue` name cases and operators. So
+does the benchmark of engines, `bench_serve` with `serve_workloads` and `serve_candidates`: its rows are hashed with the paths
+and imports of the last two, and would look outdated if these moved.
 """

@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from tilestack.lab import machine, peers
-from tilestack.lab.roofs import measured
+from tilestack.lab import machine
+from tilestack.lab.bench import peers
+from tilestack.lab.bench.roofs import measured
 from tilestack.lab.stale import is_current
 from tilestack.models.checkpoints import PACKAGED
 

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from tilestack.contract.native.build import VARIABLE, missing_for_build, native_node, place_of_build, turned_off
 from tilestack.extras import install_command
-from tilestack.lab.peers import search_peers
+from tilestack.lab.bench.peers import search_peers
 from tilestack.shipped import checkout
 from tilestack.tuning.preferences import gpu_slug
 

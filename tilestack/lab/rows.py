@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from tilestack.lab.peers import BORROWED, is_peer
+from tilestack.lab.bench.peers import BORROWED, is_peer
 
 FASTER, SLOWER, EQUAL, SAME_KERNEL, UNCLEAR = "faster", "slower", "equal", "same kernel", "unclear"
 WIDE = 0.1  # quartiles of a ratio that are further apart, around 1, do not say that two are equal

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tilestack.contract.registry import operators
-from tilestack.lab.peers import is_peer
+from tilestack.lab.bench.peers import is_peer
 from tilestack.lab.source import code_of, source_hash
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -25,7 +25,7 @@ OF_A_TRAINING_STEP = (
 LAYER = "layer"  # the same of `tilestack bench layers`
 OF_A_LAYER = tuple(part for part in OF_A_TRAINING_STEP if not part.startswith(("optim", "train/", "parallel/"))) + (
     "train/next_token.py",
-    "lab/layers.py",
+    "lab/training/layer_candidates.py",
 )
 OF_AN_OPTIMIZER = ("optim", "kernels/optim")
 SERVING, HTTP = "serve", "http"  # the same of `tilestack bench serve` and `tilestack bench http`
@@ -35,7 +35,7 @@ OF_AN_ENGINE = (
     "models/context.py", "models/decoder.py", "models/invariant.py", "models/mla.py", "models/norm.py", "models/paged.py", "models/rotary.py", "garbage.py",
     "tuning/*.py",
 )  # fmt: skip
-OF_A_SERVER = ("server", "data/tokenizer.py", "lab/load", "lab/bench_http.py")
+OF_A_SERVER = ("server", "data/tokenizer.py", "lab/serving/load", "lab/serving/bench_http.py")
 OF_A_DEVICE = {
     "cpu": ("kernels/aten.py", "kernels/cpu", "kernels/cpu/*.cpp", "kernels/cpu/*.h"),
     "cuda": (

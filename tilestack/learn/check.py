@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tilestack.lab.apart import start_without_ctrl_c
+from tilestack.lab.proof.child_process import start_without_ctrl_c
 from tilestack.learn.exercise import Exercise
 from tilestack.learn.finding import Finding, code_in
 from tilestack.learn.folder import Folder, State, hash_of

@@ -15,9 +15,9 @@ from torch import Tensor
 from tilestack.contract.cases import Case, Make
 from tilestack.contract.implementation import Implementation
 from tilestack.contract.operator import Operator
-from tilestack.lab.refuted import crash_line
-from tilestack.lab.verify import Claim, Proof, claims, prove
-from tilestack.lab.workers import line_of_error, load_file
+from tilestack.lab.proof.refuted import crash_line
+from tilestack.lab.proof.verify import Claim, Proof, claims, prove
+from tilestack.lab.proof.workers import line_of_error, load_file
 from tilestack.learn.check import Checked, Tell
 from tilestack.learn.exercise import BACKEND, Exercise
 from tilestack.learn.finding import Finding, code_in

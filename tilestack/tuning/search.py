@@ -3,7 +3,7 @@
     every backend and configuration ──predict──▶ the most promising ──verify──▶ the right ones ──time──▶ ranked
 
 Nothing is timed that was not proved on the very call it is timed on. What predicting, verifying and timing are is for
-the caller to say; the laboratory's are in `lab/tune.py`.
+the caller to say; the laboratory's are in `lab/bench/tune.py`.
 """
 
 import math

@@ -35,14 +35,14 @@ from rich.table import Table
 
 from tilestack.contract.operator import Operator
 from tilestack.contract.registry import operators
-from tilestack.lab.evaluate import Standard, compute_standards
-from tilestack.lab.explain import elements
-from tilestack.lab.interpreted import SWITCH, branches_of_a_gpu
+from tilestack.lab.compile.explain import elements
 from tilestack.lab.labels import case_label
 from tilestack.lab.mutation.mutants import KINDS, Mutant, mutants_of
 from tilestack.lab.mutation.reach import Lines, forget_cached_results, reached_lines
+from tilestack.lab.proof.evaluate import Standard, compute_standards
+from tilestack.lab.proof.interpreted import SWITCH, branches_of_a_gpu
+from tilestack.lab.proof.verify import WITHOUT_EXTRAS, Claim, claims, prove
 from tilestack.lab.source import KERNELS, file_of_module, files_run_by, functions_of, imported_kernels
-from tilestack.lab.verify import WITHOUT_EXTRAS, Claim, claims, prove
 
 CPU = torch.device("cpu")
 BACKEND = "triton"  # and those whose names begin with it

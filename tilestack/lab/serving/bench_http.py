@@ -1,0 +1,202 @@
+"""`tilestack bench http`: what the way over HTTP costs of the engine's throughput, at 64 streams.
+
+One engine answers the same requests in turns, offline as `LLM.run` does and as streams over HTTP, which `tilestack load` in
+another process reads. Two figures of each:
+
+    tokens/s       what whoever asks gets. Where cores are few, the reader's work is in it too
+    µs of CPU      for a token, of all threads of the serving process: its own work alone, whatever else runs
+
+The best of a few turns is kept, since what disturbs one only ever adds to it. On a CPU the model computes with one thread, so
+that waiting threads do not count as work.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+import torch
+from rich.table import Table
+
+from tilestack import models
+from tilestack.data import Tokenizer
+from tilestack.engine import LLM, AsyncEngine, Engine, EngineSettings, Request, SamplingParams
+from tilestack.lab.bench_serve import QWEN3, SMALL, name_of
+from tilestack.lab.serving.load import Ask, make_workload
+from tilestack.lab.serving.load.workload import IDS, parse_length
+from tilestack.lab.stale import HTTP, is_current, present_source
+
+STREAMS = 64
+WAYS = ("offline", "http")
+TINY = SMALL | dict(vocab_size=IDS[1], hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One run of the workload."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+def bench_http(
+    device: str,
+    model: str | None = None,
+    *,
+    prompt: int = 16,
+    answer: int | None = None,
+    turns: int = 3,
+    tell: Callable[[str], Any] = print,
+) -> list[dict[str, Any]]:
+    """A row for each way. Without a model: Qwen3-0.6B's shape on a GPU, a small one of the kind on a CPU, with weights drawn
+    at random."""
+    answer = answer or (16 if model and device == "cpu" else 128)
+    with threads(1 if device == "cpu" else torch.get_num_threads()):
+        engine = engine_of(device, model, prompt + answer + 1)
+        run = {"offline": offline, "http": over_http}
+        best: dict[str, Turn] = {}
+        for turn in range(turns + 1):  # the first warms up
+            asks = make_workload(STREAMS, parse_length(f"{prompt}", "input"), parse_length(f"{answer}", "output"), seed=turn)  # fmt: skip
+            for way in WAYS:
+                took = run[way](engine, asks, seed=turn)
+                tell(f"{way}: {STREAMS * answer / took.seconds:,.0f} tokens/s{' to warm up' if not turn else ''}")
+                if turn:
+                    best[way] = fastest(took, best.get(way, took))
+    answered = STREAMS * answer
+    dtype = str(engine.decoder.embedding.weight.dtype).removeprefix("torch.")
+    return [
+        dict(op=HTTP, case=case_of(model), dtype=dtype, direction="forward", backend=way, unit="tokens/s",
+             figure=round(answered / took.seconds, 1), cpu_us=round(1e6 * took.cpu_seconds / answered, 1), answered=answered,
+             device=device, source=present_source(HTTP, way, device))
+        for way, took in best.items()
+    ]  # fmt: skip
+
+
+def case_of(model: str | None) -> str:
+    return f"{name_of(model)}, {STREAMS} streams"
+
+
+def is_kept(rows: Iterable[dict[str, Any]], model: str | None) -> bool:
+    """Whether both ways were measured on the present source."""
+    current = {row["backend"] for row in rows if row["case"] == case_of(model) and is_current(row)}
+    return current == {*WAYS}
+
+
+def fastest(one: Turn, other: Turn) -> Turn:
+    return Turn(min(one.seconds, other.seconds), min(one.cpu_seconds, other.cpu_seconds))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def engine_of(device: str, model: str | None, context: int) -> Engine:
+    settings = EngineSettings(device=device, context=context, max_sequences=STREAMS, queue=None)
+    if model:
+        return Engine.load(model, settings)
+    torch.manual_seed(0)
+    shape = QWEN3 if device == "cuda" else TINY
+    with torch.device(device):
+        decoder = models.Decoder(models.ModelConfig.from_hf(shape))
+    decoder = decoder.to(torch.bfloat16 if device == "cuda" else torch.float32).eval()
+    engine = Engine(decoder, words(decoder.config.vocabulary), settings)
+    engine.runner.warm_up()
+    return engine
+
+
+def words(vocabulary: int) -> Tokenizer:
+    """A tokenizer whose every token is a word."""
+    return Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({f"word{n}": n for n in range(vocabulary)})))
+
+
+def offline(engine: Engine, asks: list[Ask], seed: int) -> Turn:
+    """All requests in a list, as `LLM` answers them."""
+    params = lambda ask: SamplingParams(temperature=0, max_tokens=ask.output, ignore_eos=True)
+    requests = [Request(f"{n}", list(map(int, ask.prompt)), params(ask)) for n, ask in enumerate(asks)]
+    llm = LLM(engine)
+    began, cpu = time.perf_counter(), time.process_time()
+    made = sum(output.usage.completion for output in llm.run(requests))
+    took = Turn(time.perf_counter() - began, time.process_time() - cpu)
+    check_made(made, asks)
+    return took
+
+
+def over_http(engine: Engine, asks: list[Ask], seed: int) -> Turn:
+    """The same requests as streams that another process reads."""
+    lengths = ["--input", str(len(asks[0].prompt)), "--output", str(asks[0].output), "--requests", str(len(asks))]
+    with serving(engine) as address:
+        command = [sys.executable, "-m", "tilestack", "load", address, "--model", "bench", *lengths]
+        cpu = time.process_time()
+        done = subprocess.run(
+            [*command, "--warmup", "0", "--seed", str(seed), "--json", "-"], stdout=subprocess.PIPE, text=True
+        )
+        cpu = time.process_time() - cpu
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}")
+    figures = json.loads(done.stdout)
+    check_made(figures["total_output_tokens"], asks)
+    return Turn(figures["duration"], cpu)
+
+
+def check_made(made: int, asks: list[Ask]) -> None:
+    if made != (asked := sum(ask.output for ask in asks)):
+        raise RuntimeError(f"{made} tokens were made, not {asked}")
+
+
+@contextmanager
+def serving(engine: Engine) -> Iterator[str]:
+    """An engine behind HTTP in this process, as `tilestack serve` has it; its address."""
+    import uvicorn
+
+    from tilestack.server.app import create_app
+    from tilestack.server.process import address_of, listen
+    from tilestack.server.settings import ServerSettings
+
+    settings = ServerSettings(port=0)
+    listening = listen(settings)
+    app = create_app(AsyncEngine(engine, "bench"), settings)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", ws="none"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            if not thread.is_alive():
+                raise RuntimeError("the server did not start")
+            time.sleep(0.01)
+        yield address_of(listening)
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def costs(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """For each case, the share of the throughput that HTTP costs, and of the CPU time for a token that it adds."""
+    found = {(row["case"], row["backend"]): row for row in rows}
+    of = lambda case: (found[case, "offline"], found[case, "http"])
+    cases = dict.fromkeys(row["case"] for row in rows)
+    return {
+        case: (1 - http["figure"] / plain["figure"], http["cpu_us"] / plain["cpu_us"] - 1)
+        for case in cases
+        for plain, http in [of(case)]
+    }
+
+
+def render(rows: list[dict[str, Any]]) -> Table:
+    table = Table("model", "way", "tokens/s", "µs of CPU a token", "HTTP costs", title="The way over HTTP")
+    for row in rows:
+        rate, cpu = costs(rows)[row["case"]]
+        cost = f"{rate:.1%} of the rate, {cpu:.1%} more CPU" if row["backend"] == "http" else "–"
+        table.add_row(row["case"], row["backend"], f"{row['figure']:,.1f}", f"{row['cpu_us']:,.1f}", cost)
+    return table
