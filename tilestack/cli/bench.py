@@ -305,7 +305,7 @@ def bench_optimizers(asked: Asked, names: list[str], case: str, dtypes: list[str
     from tilestack.lab import results
     from tilestack.lab.bench import terminal_tables
     from tilestack.lab.bench.optimizer_steps import CASES, CONTESTS, DTYPES, bench_optim, refuse_unknown_optimizers
-    from tilestack.lab.bench.roofs import measured
+    from tilestack.lab.bench.roofs import measure_roofs
     from tilestack.lab.rows import Row
 
     chosen = names or list(CONTESTS), list(CASES) if case in ("bench", "check") else [case], dtypes or DTYPES
@@ -320,4 +320,4 @@ def bench_optimizers(asked: Asked, names: list[str], case: str, dtypes: list[str
         while not asked.is_over() and (contest := next(measuring, None)) is not None:
             rows += contest
             if asked.save:
-                results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), contest)
+                results.merge(target, asked.stamp, measure_roofs(asked.place.type).as_dict(), contest)

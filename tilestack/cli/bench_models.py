@@ -81,7 +81,7 @@ def bench_decoder_layers(
 ) -> None:
     """The layers of decoders, each alone, all candidates in this process."""
     from tilestack.lab import results
-    from tilestack.lab.bench.roofs import measured
+    from tilestack.lab.bench.roofs import measure_roofs
     from tilestack.lab.training import bench_layers
 
     if asked.is_over():
@@ -95,13 +95,13 @@ def bench_decoder_layers(
         while not asked.is_over() and (those := next(found, None)) is not None:
             rows += those
             if asked.save:  # at once: the next may fail
-                results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), those)
+                results.merge(target, asked.stamp, measure_roofs(asked.place.type).as_dict(), those)
 
 
 def bench_training(asked: "Asked", works: list["Work"], candidates: list[str] | None) -> None:
     """Whole training steps, each candidate in a process of its own."""
     from tilestack.lab import results
-    from tilestack.lab.bench.roofs import measured
+    from tilestack.lab.bench.roofs import measure_roofs
     from tilestack.lab.training import bench_train
 
     target = asked.results_file("train")
@@ -114,13 +114,13 @@ def bench_training(asked: "Asked", works: list["Work"], candidates: list[str] | 
             found = bench_train.bench_train(work, candidates, Console(stderr=True).print)
             rows += found
             if asked.save:
-                results.merge(target, asked.stamp, measured(work.device).as_dict(), found)
+                results.merge(target, asked.stamp, measure_roofs(work.device).as_dict(), found)
 
 
 def bench_serving(asked: "Asked", model: str | None, candidates: list[str] | None, only: list[str] | None) -> None:
     """Engines on the same workloads, each in a process of its own."""
     from tilestack.lab import bench_serve, results
-    from tilestack.lab.bench.roofs import measured
+    from tilestack.lab.bench.roofs import measure_roofs
 
     if asked.is_over():
         return
@@ -130,14 +130,14 @@ def bench_serving(asked: "Asked", model: str | None, candidates: list[str] | Non
         for row in bench_serve.bench_serve(asked.place.type, model, candidates, only, Console(stderr=True).print, kept):
             rows.append(row)
             if asked.save:  # at once: the next may fail
-                results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), [row])
+                results.merge(target, asked.stamp, measure_roofs(asked.place.type).as_dict(), [row])
 
 
 def bench_over_http(asked: "Asked", model: str | None) -> None:
     """What HTTP costs of the engine's throughput."""
     from tilestack.cli.speaker import trust_engine
     from tilestack.lab import results
-    from tilestack.lab.bench.roofs import measured
+    from tilestack.lab.bench.roofs import measure_roofs
     from tilestack.lab.serving import bench_http
 
     if asked.is_over() or (asked.stale and bench_http.is_kept(asked.kept_rows("http"), model)):
@@ -147,7 +147,7 @@ def bench_over_http(asked: "Asked", model: str | None) -> None:
     with asked.measured_rows(target, bench_http.render) as rows:
         rows += bench_http.bench_http(asked.place.type, model, tell=Console(stderr=True).print)
         if asked.save:
-            results.merge(target, asked.stamp, measured(asked.place.type).as_dict(), rows)
+            results.merge(target, asked.stamp, measure_roofs(asked.place.type).as_dict(), rows)
 
 
 def bench_quality(asked: "Asked", model: str | None) -> None:

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from tilestack.lab import machine
 from tilestack.lab.bench import peers
-from tilestack.lab.bench.roofs import measured
+from tilestack.lab.bench.roofs import measure_roofs
 from tilestack.lab.stale import is_current
 from tilestack.models.checkpoints import PACKAGED
 
@@ -141,7 +141,7 @@ def memory_rate(device: str) -> float:
     threads read, as an engine reads weights. Measured before any engine runs, which it would disturb, and whose memory it
     gives back."""
     if device == "cuda":
-        rate = measured(device).copy_tb_per_s * 1e12
+        rate = measure_roofs(device).copy_tb_per_s * 1e12
         torch.cuda.empty_cache()
         return rate
     read = torch.ones(CPU_READ)

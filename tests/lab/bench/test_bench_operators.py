@@ -26,7 +26,7 @@ ROOFS = Roofs(copy_tb_per_s=0.01, matmul_tflops={"float32": 0.05}, host_floor_us
 
 @pytest.fixture(autouse=True)
 def _known_roofs(monkeypatch):
-    monkeypatch.setattr(lab, "measured", lambda device: ROOFS)
+    monkeypatch.setattr(lab, "measure_roofs", lambda device: ROOFS)
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def test_the_truth_of_pages_is_what_the_last_queries_see_of_them():
 
 
 def test_the_bench_tells_it_of_every_candidate_and_times_no_backward(monkeypatch):
-    monkeypatch.setattr(lab, "measured", lambda device: Roofs(0.01, {"float32": 0.05, "bfloat16": 0.05}, 2.0))
+    monkeypatch.setattr(lab, "measure_roofs", lambda device: Roofs(0.01, {"float32": 0.05, "bfloat16": 0.05}, 2.0))
     rows = lab.bench_operators([ops.attention_int8], ["bfloat16"], cases="1x33x33x1x1x8x8xfull", backends=["torch", "eager", "none"], device="cpu")  # fmt: skip
     assert {row.direction for row in rows} == {"forward"}
     torch_row, eager, none = rows

@@ -96,7 +96,7 @@ def test_every_candidate_of_a_subject_is_called_once_in_each_direction(outside):
 def test_a_bench_with_jobs_compiles_what_it_will_time_and_no_longer_than_its_share(monkeypatch):
     asked = []
     monkeypatch.setattr(lab, "run_ahead", lambda *given: asked.append(given) or [True])
-    monkeypatch.setattr(lab, "measured", lambda device: Roofs(0.01, {"float32": 0.05}, 2.0))
+    monkeypatch.setattr(lab, "measure_roofs", lambda device: Roofs(0.01, {"float32": 0.05}, 2.0))
     rows = lab.bench_operators(
         [ops.rms_norm], cases="5x1000", backends=["aten"], device="cpu", budget=100, jobs=3, files=["f.py"]
     )

@@ -85,7 +85,7 @@ def test_numbers_that_are_none_are_the_fault_of_the_candidate_that_makes_them(wo
 
 
 def test_rates_follow_from_what_is_counted(monkeypatch):
-    monkeypatch.setattr(bench_layers, "measured", lambda device: Roofs(0.01, {"float32": 0.05}, 2.0))
+    monkeypatch.setattr(bench_layers, "measure_roofs", lambda device: Roofs(0.01, {"float32": 0.05}, 2.0))
     (rows,) = bench_layers.bench_layers([WORK], ["mlp"], ["both"], ["tilestack"])
     seconds, tokens, matrices = rows[0]["time_us"] * 1e-6, 32, 3 * 32 * 48
     flops, moved = 3 * 2 * tokens * matrices, 2 * 4 * (2 * tokens * 32 + matrices + 32)

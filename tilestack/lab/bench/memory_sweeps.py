@@ -22,7 +22,7 @@ from tilestack.contract import Operator, backend
 from tilestack.contract.registry import load_kernels
 from tilestack.lab import results
 from tilestack.lab.bench.peers import is_peer
-from tilestack.lab.bench.roofs import measured
+from tilestack.lab.bench.roofs import measure_roofs
 from tilestack.lab.bench.timing import Call, Candidate, measure
 from tilestack.lab.machine import stamp
 from tilestack.lab.report.page import SERIES, Section, colour, empty, plot, text, write_page
@@ -138,7 +138,7 @@ def bench_memory(device: str | None = None, save: Path | None = None, console: C
             for setting in sweep.settings:
                 progress.update(task, description=f"{sweep.name} {setting}", advance=1)
                 points += measured_at(sweep, setting, device)
-    roofs = measured(device).as_dict() if device == "cuda" else {}
+    roofs = measure_roofs(device).as_dict() if device == "cuda" else {}
     run = {"machine": machine, "roofs": roofs, "rows": [asdict(point) for point in points]}
     if save is not None:
         results.save(sweeps_file(save, machine["slug"]), run)

@@ -31,7 +31,7 @@ from tilestack.contract.registry import configuration, load_kernels, operator_na
 from tilestack.lab import results
 from tilestack.lab.bench.peers import COMPILED, LIBRARIES, Peer, is_peer, peers_of
 from tilestack.lab.bench.quality import WITHOUT_CODES, quality_of, truth_without_codes
-from tilestack.lab.bench.roofs import Roofs, measured
+from tilestack.lab.bench.roofs import Roofs, measure_roofs
 from tilestack.lab.bench.run_ahead import run_ahead
 from tilestack.lab.bench.timing import Call, Candidate, Timing, in_one_line, measure
 from tilestack.lab.bench.watch import Watch
@@ -101,7 +101,7 @@ def bench_operators(
         asked = [(s.operator.name, s.case.name, s.dtype, s.directions, backends, device) for s in subjects]
         done = run_ahead(compile_subject, asked, jobs, budget and SHARE_AHEAD * budget, files)
         watch.say(f"compiled {done.count(True)} of {len(subjects)} ahead")
-    machine, roofs = stamp(device), measured(device)
+    machine, roofs = stamp(device), measure_roofs(device)
     rows: list[Row] = []
     for name, group in groupby(subjects, key=lambda subject: subject.operator.name):
         for subject in group:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilestack import optim
 from tilestack.contract import backend
-from tilestack.lab.bench.roofs import Roofs, measured
+from tilestack.lab.bench.roofs import Roofs, measure_roofs
 from tilestack.lab.bench.timing import Call, Candidate, measure
 from tilestack.lab.rows import Row, Stored, set_ratios
 from tilestack.lab.stale import is_current, present_source
@@ -156,7 +156,7 @@ def bench_optim(
     `shapes` replaces the cases' own, for a smaller machine.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    roofs = measured(device)
+    roofs = measure_roofs(device)
     current = {(row["op"], row["case"], row["dtype"]) for row in kept if is_current(row)}
     for name, case, dtype in itertools.product(optimizers, cases, dtypes):
         if is_timed(name, case, dtype) and (name, case, dtype) not in current:

@@ -36,7 +36,7 @@ def least_us(call: Call) -> float:
 
 
 @functools.cache
-def measured(device_type: str) -> Roofs:
+def measure_roofs(device_type: str) -> Roofs:
     """The roofs of this process's GPU or CPU, measured the first time they are asked for."""
     on_cuda = device_type == "cuda"
     elements, side = (2**27, 8192) if on_cuda else (2**24, 1024)

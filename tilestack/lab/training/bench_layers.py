@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tilestack.lab.bench.peers import importable, is_peer
-from tilestack.lab.bench.roofs import Roofs, measured
+from tilestack.lab.bench.roofs import Roofs, measure_roofs
 from tilestack.lab.bench.timing import Call, Candidate, Timing, in_one_line, measure
 from tilestack.lab.contests import microseconds, percent, times
 from tilestack.lab.labels import case_label
@@ -106,7 +106,7 @@ def layer_contest(work: Work, layer: str, direction: str, candidates: Sequence[s
     }
     moved, flops = cost(built[OURS], work, layer, direction) if OURS in built else (0.0, 0.0)
     timings = measure(timed, working_set(built.get(OURS), work), work.device) | failed
-    roofs = measured(work.device)
+    roofs = measure_roofs(work.device)
     rows = [
         row_of_candidate(case_of(layer, work), work, direction, name, timings[name], flops, moved, roofs)
         for name in timings
