@@ -37,6 +37,35 @@ def test_every_configuration_copies_vectors_and_multiplies_meanwhile(uninterpret
         assert row["waits"][0] == "1", row  # the step before is waited for, not the one just begun
 
 
+FIRST_LAYER = """
+import json, re, torch
+from tilestack.kernels.conv.configs import CONFIGS
+from tilestack.kernels.conv.conv2d_lines import conv2d, conv2d_backward
+from tilestack.lab.compile.absent_gpu import AbsentGpu
+image = lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device="meta", memory_format=torch.channels_last)
+x, weight, geometry = image(32, 3, 224, 224), image(64, 3, 7, 7), ((2, 2), (3, 3), (1, 1), 1)
+with torch.no_grad(), AbsentGpu(90) as gpu:
+    for config in CONFIGS.values():
+        out = conv2d(x, weight, None, *geometry, config=config)
+        conv2d_backward(out, x, weight, None, *geometry, (True, True, False), config=config)
+    single = re.compile(r"ld[.]global[.]b16")
+    print(json.dumps([report.row() | dict(singles=len(single.findall(report.ptx))) for report in gpu.reports()]))
+"""
+
+
+def test_of_three_channels_written_out_in_lines_every_product_has_vectors_and_wgmma(uninterpreted):
+    rows = [row for row in uninterpreted("-c", FIRST_LAYER) if row["kernel"] in PRODUCTS]
+    assert {(row["kernel"], row["constants"].get("BACKWARDS")) for row in rows} == {
+        ("conv2d_kernel", True), ("conv2d_kernel", False), ("conv2d_bwd_weight_kernel", None)
+    }  # fmt: skip
+    for row in rows:
+        assert not row["failures"], row
+        assert row["instructions"]["wgmma"], row
+        assert row["instructions"]["cp.async"], row
+        assert not row["instructions"]["mma"], row
+        assert not row["singles"], row
+
+
 HOPPER = """
 import json, torch
 from tilestack.kernels.hopper.conv2d import CODES_CONFIGS, CONFIGS, conv2d, conv2d_backward, conv2d_int8

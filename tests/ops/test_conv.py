@@ -5,9 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from tilestack import backend, nn, ops, patch
+from tilestack.contract import BackendError
 from tilestack.kernels.conv import weight_gradient
 from tilestack.kernels.conv.configs import CONFIGS
 from tilestack.kernels.conv.implicit_gemm import Geometry
+from tilestack.kernels.conv.lines import lines_of_taps, pixels_of_lines
 
 LAST = torch.channels_last
 
@@ -16,19 +18,28 @@ def drawn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+GEOMETRIES = [
+    ((1, 1), (0, 0), (1, 1), (1, 1), 1), ((2, 1), (1, 0), (1, 2), (2, 3), 1), ((3, 2), (2, 2), (2, 1), (3, 2), 2),
+    ((1, 3), (3, 1), (1, 1), (2, 2), 4), ((2, 2), (3, 4), (3, 3), (2, 3), 1), ((2, 4), (1, 3), (2, 2), (2, 3), 1),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("stride", "padding", "dilation", "taps", "groups"),
-    [((1, 1), (0, 0), (1, 1), (1, 1), 1), ((2, 1), (1, 0), (1, 2), (2, 3), 1), ((3, 2), (2, 2), (2, 1), (3, 2), 2),
-     ((1, 3), (3, 1), (1, 1), (2, 2), 4), ((2, 2), (3, 4), (3, 3), (2, 3), 1),
-     ((2, 4), (1, 3), (2, 2), (2, 3), 1)],
-)  # fmt: skip
+    ("chosen", "stride", "padding", "dilation", "taps", "groups"),
+    [
+        *(("triton", *geometry) for geometry in GEOMETRIES),
+        *(("triton_lines", *geometry) for geometry in GEOMETRIES if geometry[-1] == 1),
+        ("triton_lines", (2, 2), (3, 3), (1, 1), (7, 7), 1),
+        ("triton_lines", (1, 3), (0, 2), (2, 1), (1, 9), 1),
+    ],
+)
 @pytest.mark.parametrize("order", [torch.contiguous_format, LAST])
-def test_every_geometry_and_its_gradients(stride, padding, dilation, taps, groups, order):
+def test_every_geometry_and_its_gradients(chosen, stride, padding, dilation, taps, groups, order):
     x = drawn(2, 4, 6, 7).contiguous(memory_format=order).requires_grad_()
     weight = drawn(8, 4 // groups, *taps, seed=1).contiguous(memory_format=order).requires_grad_()
     bias = drawn(8, seed=2).requires_grad_()
     expected = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    with backend("triton"):
+    with backend(chosen):
         out = ops.conv2d(x, weight, bias, stride, padding, dilation, groups)
     torch.testing.assert_close(out, expected)
     assert out.stride() == expected.stride()
@@ -37,6 +48,35 @@ def test_every_geometry_and_its_gradients(stride, padding, dilation, taps, group
         *(torch.autograd.grad(y, (x, weight, bias), arriving) for y in (out, expected)), strict=True
     ):
         torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.parametrize(
+    ("channels", "stride", "padding", "dilation"),
+    [(1, 1, 0, 1), (3, 2, 3, 1), (2, 3, 4, 2), (5, 4, 1, 6), (3, 9, 0, 1)],
+)
+def test_lines_are_the_taps_of_each_place_and_their_transpose_puts_them_back(channels, stride, padding, dilation):
+    """Against PyTorch's unfold, whose taps are numbered within channels, and by <lines of x, y> = <x, pixels of y>."""
+    taps, width = 3, 14
+    x = drawn(2, channels, 5, width)
+    places = (width + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
+    lines = lines_of_taps(x, taps, places, stride, padding, dilation)
+    unfolded = F.unfold(x, (1, taps), (1, dilation), (0, padding), (1, stride)).view(2, channels, taps, 5, places)
+    used = channels * taps
+    assert torch.equal(lines[:, :used], unfolded.transpose(1, 2).flatten(1, 2))
+    assert not lines[:, used:].any()
+    y = torch.empty_like(lines).copy_(drawn(*lines.shape, seed=1))
+    pixels = pixels_of_lines(y, torch.full_like(x, torch.nan), taps, stride, padding, dilation)
+    torch.testing.assert_close((pixels * x).sum(), (lines * y).sum())
+
+
+def test_images_that_gain_nothing_by_lines_are_refused_with_the_reason():
+    for shape, weight, groups, reason in [
+        ((1, 4, 3, 3), (4, 2, 2, 2), 2, "without groups"),
+        ((1, 32, 3, 3), (4, 32, 2, 2), 1, "fewer than 32 channels, not 32"),
+        ((1, 2, 3, 40), (4, 2, 2, 33), 1, "at most 32 taps along a line, not 33"),
+    ]:
+        with backend("triton_lines"), pytest.raises(BackendError, match=reason):
+            ops.conv2d(drawn(*shape), drawn(*weight), groups=groups)
 
 
 @pytest.mark.parametrize("chosen", ["torch", "triton"])
