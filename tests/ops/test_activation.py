@@ -67,7 +67,10 @@ def test_halves_are_read_where_they_are(monkeypatch):
         torch.testing.assert_close(ops.silu_mul(gate, up), expected)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+WITH_BITS = "triton,gated_dropout=triton_bits"
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", WITH_BITS])
 def test_fused_dropout_drops_what_dropout_does(backend):
     seed, gate, up = torch.tensor(7, device=DEVICE), normal(3, 2000), normal(3, 2000, seed=1)
     with contract.backend(backend):
@@ -115,7 +118,7 @@ def test_wrong_arguments_are_named(call, message):
 
 
 @pytest.mark.parametrize("p", [0.5, 1.0])
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", "triton", WITH_BITS])
 def test_dropped_elements_have_no_gradient_whatever_they_are(backend, p):
     seed = torch.tensor(7, device=DEVICE)
     gate, up = (torch.full((64,), torch.nan, device=DEVICE, requires_grad=True) for _ in range(2))
@@ -126,3 +129,21 @@ def test_dropped_elements_have_no_gradient_whatever_they_are(backend, p):
     assert bool(dropped.any())
     for result in (out, dgate, dup):
         assert torch.equal(result.isnan(), ~dropped)
+
+
+def test_a_backward_by_bits_asks_neither_for_the_seed_nor_for_the_random_words():
+    """What was kept in the forward counts, whatever has been written over the seed, in a graph that is replayed, since."""
+    gate, up = (normal(2, 3000, seed=i).requires_grad_() for i in range(2))
+    seed = torch.tensor(7, device=DEVICE)
+    gradients = []
+    for chosen in ("triton", WITH_BITS):
+        with contract.backend(chosen):
+            out = ops.gated_dropout(gate, up, seed.clone(), 0.3, "silu")
+        gradients.append(torch.autograd.grad(out, (gate, up), torch.ones_like(out)))
+    with contract.backend(WITH_BITS):
+        out = ops.gated_dropout(gate, up, seed, 0.3, "silu")
+    seed.data.add_(1)
+    gradients.append(torch.autograd.grad(out, (gate, up), torch.ones_like(out)))
+    for found in gradients[1:]:
+        for ours, truth in zip(found, gradients[0], strict=True):
+            assert torch.equal(ours, truth)
