@@ -69,6 +69,16 @@ def test_lines_are_the_taps_of_each_place_and_their_transpose_puts_them_back(cha
     torch.testing.assert_close((pixels * x).sum(), (lines * y).sum())
 
 
+def test_the_gradient_of_lines_is_rounded_once_it_has_been_added_up():
+    """Each tap over a pixel has 2049, which float16 would make 2048 of; three of them are 6147, which is nearer to 6148."""
+    x, weight = torch.zeros(1, 1, 1, 5).half().requires_grad_(), torch.ones(2, 1, 1, 3).half()
+    weight[0] = 2048
+    with backend("triton_lines"):
+        out = ops.conv2d(x, weight)
+    (dx,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    assert dx.flatten().tolist() == [2048, 4096, 6148, 4096, 2048]
+
+
 def test_images_that_gain_nothing_by_lines_are_refused_with_the_reason():
     for shape, weight, groups, reason in [
         ((1, 4, 3, 3), (4, 2, 2, 2), 2, "without groups"),
