@@ -8,6 +8,7 @@ from typing import Any
 
 from tilestack.lab.contests import Contest, Result, contests, mean_ratio, microseconds, percent, score, times
 from tilestack.lab.labels import case_label
+from tilestack.lab.proof.proofs import COMMAND
 from tilestack.lab.report.page import Part, Section, cards, empty, table, text, write_page
 from tilestack.lab.report.plots import (
     BENCH,
@@ -22,7 +23,6 @@ from tilestack.lab.report.plots import (
 from tilestack.lab.results import same_machine
 from tilestack.lab.rows import FASTER, SLOWER
 
-VERIFY = "tilestack verify --save"
 NOTHING = '<span class="muted">–</span>'  # in a cell
 FACTS = {
     "gpu": "GPU", "cpu": "CPU", "driver": "driver", "torch": "torch", "triton": "Triton", "python": "Python",
@@ -115,7 +115,7 @@ def proof_section(proofs: Sequence[dict[str, Any]]) -> Section:
     lede = "An implementation's error may be at most twice that of the definition in the same dtype, plus one unit in the last place; the truth is the definition in float64."
     tried = [proof for proof in proofs if proof["ok"] is not None]
     if not tried:
-        return Section("Proofs", lede, empty("No proofs here. Run", VERIFY))
+        return Section("Proofs", lede, empty("No proofs here. Run", COMMAND))
     failures = [proof for proof in tried if not proof["ok"]]
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for proof in sorted(tried, key=lambda proof: bool(proof["ok"])):

@@ -46,7 +46,8 @@ from tilestack.lab.contests import (
     times,
 )
 from tilestack.lab.mutation import results as mutation_results
-from tilestack.lab.proof import proved
+from tilestack.lab.proof.proofs import COMMAND
+from tilestack.lab.proof.proved import standings
 from tilestack.lab.results import read_json
 from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER, UNCLEAR
 from tilestack.lab.stale import LAYER, TRAINING, is_current
@@ -350,13 +351,13 @@ def run_stamp(machine: dict[str, Any], runs: Iterable[dict[str, Any]]) -> str:
 
 def proofs(folder: Path, slug: str) -> str:
     """A line per backend of ours: what is proved of it on a GPU, and whether of the present source."""
-    lines = proved.lines(folder, slug)
-    if not any(line.claims for line in lines):
-        return f"_no proofs were kept yet: `{proved.VERIFY}` on a machine with the GPU `{slug}` fills this table._"
+    found = standings(folder, slug)
+    if not any(each.claims for each in found):
+        return f"_no proofs were kept yet: `{COMMAND}` on a machine with the GPU `{slug}` fills this table._"
     listed = lambda words: ", ".join(words) or "–"
     rows = [
-        [f"`{line.op}`", line.backend, line.status, listed(line.dtypes), listed(line.directions), f"{line.claims:,}", percent(line.worst)]
-        for line in lines
+        [f"`{each.op}`", each.backend, each.status, listed(each.dtypes), listed(each.directions), f"{each.claims:,}", percent(each.worst)]
+        for each in found
     ]  # fmt: skip
     header = ["operator", "backend", f"proved on the {slug.upper()}", "dtypes", "directions", "claims", "largest error, of what is allowed"]  # fmt: skip
     return markdown(header, rows, left=5)
