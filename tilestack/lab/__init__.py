@@ -10,7 +10,7 @@ tables/      results in the documentation
 report/      results in a browser
 
 Here lies what all of them share: `machine` says where results are from, `results` keeps them, `rows` compares two of a kind and
-`contests` all of them, `source` and `stale` say whether they still hold, `labels` and `catalogue` name cases and operators. So
+`contests` all of them, `units` writes figures, `source` and `stale` say whether they still hold, `labels` and `catalogue` name cases and operators. So
 does the benchmark of engines, `bench_serve` with `serve_workloads` and `serve_candidates`: its rows are hashed with the paths
 and imports of the last two, and would look outdated if these moved.
 """

@@ -16,10 +16,11 @@ from typing import Any
 from rich.table import Table
 
 from tilestack.lab.bench.peers import is_peer
-from tilestack.lab.contests import DEFINITION, mean_ratio, microseconds, times
+from tilestack.lab.contests import DEFINITION, mean_ratio
 from tilestack.lab.labels import case_label
 from tilestack.lab.results import IDENTITY, load, load_all
 from tilestack.lab.rows import EQUAL, FASTER, SLOWER, Stored, verdict
+from tilestack.lab.units import microseconds, times
 
 Identity = tuple[str, ...]
 

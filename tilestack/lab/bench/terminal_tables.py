@@ -7,9 +7,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from tilestack.lab.bench.peers import is_peer
-from tilestack.lab.contests import Result, contests, means, microseconds, times
+from tilestack.lab.contests import Result, contests, means
 from tilestack.lab.labels import case_label
 from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER, Row
+from tilestack.lab.units import microseconds, times
 
 COLOURS = {FASTER: "green", SLOWER: "red", EQUAL: "yellow", SAME_KERNEL: "yellow"}
 

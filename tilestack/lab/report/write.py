@@ -6,14 +6,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tilestack.lab.contests import Contest, Result, contests, mean_ratio, microseconds, percent, score, times
+from tilestack.lab.contests import Contest, Result, contests, mean_ratio, score
 from tilestack.lab.labels import case_label
 from tilestack.lab.proof.proofs import COMMAND
 from tilestack.lab.report.page import Part, Section, cards, empty, table, text, write_page
 from tilestack.lab.report.plots import (
     BENCH,
     Units,
-    digits,
     host_section,
     peer_section,
     roof_section,
@@ -22,6 +21,7 @@ from tilestack.lab.report.plots import (
 )
 from tilestack.lab.results import same_machine
 from tilestack.lab.rows import FASTER, SLOWER
+from tilestack.lab.units import digits, microseconds, percent, times
 
 NOTHING = '<span class="muted">–</span>'  # in a cell
 FACTS = {
@@ -102,7 +102,7 @@ def glance(found: Sequence[Contest]) -> list[tuple[str, str, str]]:
     """The few figures of a machine that come before everything else."""
     facts = []
     if ratios := [contest.ratio for contest in found if contest.ratio is not None and not contest.borrowed]:
-        counted, mean = score(found), mean_ratio(ratios)
+        counted, mean = score(contest.verdict for contest in found), mean_ratio(ratios)
         facts.append((times(mean), "the fastest peer's speed, geometric mean", "good" if mean >= 1 else "bad"))
         others = f"cases won, {counted.lost} lost, {counted.equal} equal"
         facts.append((f"{counted.won} of {counted.met}", others, "bad" if 2 * counted.lost > counted.met else ""))

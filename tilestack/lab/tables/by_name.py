@@ -32,19 +32,7 @@ from typing import Any
 from tilestack.lab.bench import memory_sweeps
 from tilestack.lab.bench.peers import is_peer
 from tilestack.lab.bench.quantised_models import quantised
-from tilestack.lab.contests import (
-    Contest,
-    Means,
-    contests,
-    means,
-    method,
-    microseconds,
-    percent,
-    rate,
-    results_under,
-    score,
-    times,
-)
+from tilestack.lab.contests import Contest, Means, contests, means, method, rate, results_under, score
 from tilestack.lab.mutation import results as mutation_results
 from tilestack.lab.proof.proofs import COMMAND
 from tilestack.lab.proof.proved import standings
@@ -57,6 +45,7 @@ from tilestack.lab.tables.summary import summary
 from tilestack.lab.training import chain, loss_curves
 from tilestack.lab.training.bench_layers import CANDIDATES as OF_LAYERS
 from tilestack.lab.training.bench_train import CANDIDATES
+from tilestack.lab.units import microseconds, percent, times
 
 NO_QUALITY = ["–", "–"]
 VERSIONS = {"torch": "torch", "Triton": "triton", "cuDNN": "cudnn", "Liger": "liger", "transformers": "transformers"}
@@ -131,7 +120,7 @@ def headline(found: list[Contest], names: str = "") -> str:
         best = max(first, key=lambda contest: contest.ours["roof_fraction"] or 0)  # type: ignore[index]
         row = best.ours
         assert row is not None
-        rows.append([marked(f"`{op}`", ours), f"{best.label}, {best.dtype} {best.direction}", microseconds(row["time_us"]), rate(best, row), percent(row["roof_fraction"]), against_peer(best), microseconds(row["host_us"]), str(score(ours))])  # fmt: skip
+        rows.append([marked(f"`{op}`", ours), f"{best.label}, {best.dtype} {best.direction}", microseconds(row["time_us"]), rate(best, row), percent(row["roof_fraction"]), against_peer(best), microseconds(row["host_us"]), str(score(contest.verdict for contest in ours))])  # fmt: skip
         used += ours
     if not rows:
         return ""

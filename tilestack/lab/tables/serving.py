@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from tilestack.lab.contests import percent, times
 from tilestack.lab.results import path_of, read_json
 from tilestack.lab.stale import is_current
 from tilestack.lab.tables.markdown import OLD, markdown, older_rows
+from tilestack.lab.units import percent, times
 
 # Of workloads, in the order in which docs/serving.md explains them.
 WORKLOAD_KINDS = ("throughput", "batch", "first token", "prefix", "long", "copying")

@@ -11,21 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilestack.lab.contests import (
-    Contest,
-    Result,
-    Score,
-    contests,
-    mean_ratio,
-    microseconds,
-    results_under,
-    times,
-)
+from tilestack.lab.contests import Contest, Result, contests, mean_ratio, results_under, score
 from tilestack.lab.results import path_of, read_json
 from tilestack.lab.rows import EQUAL, FASTER, SLOWER, UNCLEAR
 from tilestack.lab.stale import LAYER, TRAINING, is_current
 from tilestack.lab.tables.markdown import OLD, markdown
 from tilestack.lab.tables.serving import on_the_same_work, times_as_fast
+from tilestack.lab.units import microseconds, times
 
 WEAKEST = 3  # how many operators are shown because they do worst, by the geometric mean over their cases
 OURS = "tilestack"  # an engine as it runs without options
@@ -88,13 +80,8 @@ def row_of_group(lines: list[Line]) -> list[str]:
         middle.verdict, ratio
     )
     spread = f"{times(ordered[0].ratio)} – {times(ordered[-1].ratio)}" if len(ordered) > 1 else "–"
-    won = str(score_of_lines(lines))
+    won = str(score(line.verdict for line in lines))
     return [name, middle.case, middle.ours, middle.peer, ratio, spread, won]
-
-
-def score_of_lines(lines: Iterable[Line]) -> Score:
-    verdicts = [line.verdict for line in lines]
-    return Score(*(verdicts.count(word) for word in (FASTER, SLOWER, EQUAL)))
 
 
 def weakest(operators: list[Line]) -> list[str]:
@@ -109,7 +96,7 @@ def over_all(operators: list[Line], worst: list[str]) -> str:
     """What all operators and optimizers come to, those that have no line of their own included."""
     if not operators:
         return ""
-    found = score_of_lines(operators)
+    found = score(line.verdict for line in operators)
     number = len({line.group for line in operators})
     mean = mean_ratio([line.ratio for line in operators])
     return f"_All {number} operators and optimizers with a peer, {found.met} comparisons: {found.won} won, {found.equal} equal, {found.lost} lost; geometric mean {times(mean)}. Lowest mean: {', '.join(worst)}._"

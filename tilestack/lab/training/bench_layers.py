@@ -24,12 +24,12 @@ from torch import Tensor
 from tilestack.lab.bench.peers import importable, is_peer
 from tilestack.lab.bench.roofs import Roofs, measure_roofs
 from tilestack.lab.bench.timing import Call, Candidate, Timing, in_one_line, measure
-from tilestack.lab.contests import microseconds, percent, times
 from tilestack.lab.labels import case_label
 from tilestack.lab.rows import Row, Stored, set_ratios
 from tilestack.lab.stale import LAYER, is_current, present_source
 from tilestack.lab.training.layer_candidates import LAYERS, Built, build
 from tilestack.lab.training.train_steps import Work, write_weights
+from tilestack.lab.units import microseconds, percent, times
 
 OURS = "tilestack"
 CANDIDATES = (OURS, "plain", "plain-compile", "transformers", "transformers-compile")
