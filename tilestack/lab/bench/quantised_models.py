@@ -16,7 +16,6 @@ from rich.table import Table
 from tilestack import data, models
 from tilestack.data.calibration import BUILTIN, calibration_ids, texts_of
 from tilestack.lab import machine, results
-from tilestack.lab.tables.markdown import commits_in_words, markdown
 from tilestack.models.checkpoints import CONFIG, read_json
 from tilestack.models.quantise import quantise
 from tilestack.quant import SCHEMES, QuantisedLinear
@@ -185,26 +184,3 @@ def cells(run: dict[str, Any]) -> list[str]:
         figure("kl"),
         figure("agreement"),
     ]
-
-
-def quantised(folder: Path, slug: str) -> str:
-    """The documentation's table: every scheme and method on one model, the default of a scheme in bold."""
-    path = results.path_of(slug, RESULTS, folder)
-    if not path.exists():
-        return f"_not measured yet: `{COMMAND}` fills this table._"
-    kept = results.read_json(path)
-    rows = []
-    for run in kept["runs"]:
-        scheme, method, *figures = cells(run)
-        rows.append([f"`{scheme}`", f"**{method}**" if run["default"] else method, *figures])
-    first = kept["runs"][0]
-    before, calibration = first["quality"]["before"], first["calibration"]
-    machine = kept["machine"]
-    about = (
-        f"{first['model']}, {first['size']['before']['bytes'] / 1e6:.0f} MB and {before['bits_per_byte']['value']:.4f} bits per "
-        f"byte before; calibrated on {calibration['samples']} rows of {calibration['length']} built-in tokens, compared on "
-        f"{before['tokens']:,} held-out ones of {before['documents']} documents; ± standard error. "
-        f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, "
-        f"{commits_in_words(run['commit'] for run in kept['runs'])}, {machine['date'][:10]}"
-    )
-    return f"{markdown(list(HEADER), rows, left=2)}\n\n_{about}._"

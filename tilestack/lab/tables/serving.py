@@ -5,7 +5,7 @@ from typing import Any
 
 from tilestack.lab.results import path_of, read_json
 from tilestack.lab.stale import is_current
-from tilestack.lab.tables.markdown import OLD, markdown, older_rows
+from tilestack.lab.tables.markdown import OLD, markdown, not_measured, older_rows
 from tilestack.lab.units import percent, times
 
 # Of workloads, in the order in which docs/serving.md explains them.
@@ -16,7 +16,7 @@ def serving(folder: Path, slug: str) -> str:
     """Engines on the same workloads: a line per workload and way of ours, beside each other engine."""
     path = path_of(slug, "serve", folder)
     if not path.exists():
-        return f"_not measured yet: `tilestack bench serve --save` on the machine `{slug}` fills this table._"
+        return not_measured("tilestack bench serve --save", machine=slug)
     rows = read_json(path)["rows"]
     is_ours = lambda row: row["backend"].partition(" ")[0] == "tilestack"
     others = list(dict.fromkeys(row["backend"] for row in rows if not is_ours(row)))
@@ -69,7 +69,7 @@ def http(folder: Path, slug: str) -> str:
 
     path = path_of(slug, "http", folder)
     if not path.exists():
-        return f"_not measured yet: `tilestack bench http --save` on the machine `{slug}` fills this table._"
+        return not_measured("tilestack bench http --save", machine=slug)
     kept = read_json(path)
     rows = {(row["case"], row["backend"]): row for row in kept["rows"]}
     lines = []

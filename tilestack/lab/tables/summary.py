@@ -15,7 +15,7 @@ from tilestack.lab.contests import Contest, Result, contests, mean_ratio, result
 from tilestack.lab.results import path_of, read_json
 from tilestack.lab.rows import EQUAL, FASTER, SLOWER, UNCLEAR
 from tilestack.lab.stale import LAYER, TRAINING, is_current
-from tilestack.lab.tables.markdown import OLD, markdown
+from tilestack.lab.tables.markdown import OLD, markdown, not_measured
 from tilestack.lab.tables.serving import on_the_same_work, times_as_fast
 from tilestack.lab.units import microseconds, times
 
@@ -58,7 +58,7 @@ def summary(folder: Path, gpu: str, cpu: str, names: str) -> str:
     wanted = list(dict.fromkeys([*(f"`{name}`" for name in names.split(",")), *worst]))
     shown = of_models + served + [line for name in wanted for line in operators if line.group == name]
     if not shown:
-        return f"_not measured yet: `tilestack bench all --save` on a machine with the GPU `{gpu}` fills this table._"
+        return not_measured("tilestack bench all --save", gpu=gpu)
     rows = [row_of_group([line for line in shown if line.group == group]) for group in dict.fromkeys(line.group for line in shown)]  # fmt: skip
     parts = [
         markdown(HEADER, rows, left=2),
