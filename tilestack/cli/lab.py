@@ -51,15 +51,15 @@ def doctor_command(
 ) -> None:
     """Check this machine: what will run, what will not, and how to fix it."""
     from tilestack.contract.native.build import build_node
-    from tilestack.lab import machine
+    from tilestack.lab.doctor import doctor, render_findings
 
     if build:
         build_node()
-    findings = machine.doctor()
+    findings = doctor()
     if json_:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
-        console.print(machine.render_findings(findings))
+        console.print(render_findings(findings))
 
 
 def ops_command(
