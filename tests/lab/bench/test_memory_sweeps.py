@@ -7,6 +7,7 @@ import pytest
 
 from tilestack.lab.bench import memory_sweeps
 from tilestack.lab.bench.memory_sweeps import SWEEPS, Point, measured_at, named
+from tilestack.lab.results import path_of
 from tilestack.lab.stale import present_source
 from tilestack.lab.tables.by_name import TableError, table
 
@@ -53,7 +54,7 @@ def run():
 
 
 def test_the_table_of_a_sweep(run, tmp_path):
-    path = memory_sweeps.sweeps_file(tmp_path / "results", "imaginary")
+    path = path_of("imaginary", memory_sweeps.RESULTS, tmp_path / "results")
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(run))
     written = table("memory imaginary stride", tmp_path)
@@ -70,7 +71,7 @@ def test_the_table_of_a_sweep(run, tmp_path):
 def test_sweeps_are_no_contests(run, tmp_path):
     from tilestack.lab.contests import results_under
 
-    path = memory_sweeps.sweeps_file(tmp_path, "imaginary")
+    path = path_of("imaginary", memory_sweeps.RESULTS, tmp_path)
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(run))
     assert results_under(tmp_path) == []

@@ -70,7 +70,7 @@ def test_stages_follow_each_other_and_their_figures_fill_the_table(tmp_path):
     assert [stage["parameters"] for stage in found["stages"]] == [12] * 4
     assert "train demo: 9 steps in 0 s; validation loss 2.000 → 0.500, bits per byte 2.000 → 0.500" in said
 
-    chain.save_chain(tmp_path / "results", MACHINE, found)
+    chain.save_chain(tmp_path / "results", MACHINE, found, chain.CHAIN)
     written = table("recipes cpu", tmp_path)
     assert (
         "| `sft sft` | validation loss 2.000 → 0.500; exact answers 2.000 → 0.500 | 0.00 M | 9 | 1,500 tokens/s, 15.0% MFU | 0 s |"
@@ -86,7 +86,7 @@ def test_recipes_of_alignment_all_begin_with_the_model_of_sft_and_fill_their_tab
         KINDS[stage.command].recipe.load(find_recipe(chain.Path(stage.recipe)), stage.settings)
     run, said = Pretended(), []
     chain.save_chain(
-        tmp_path / "results", MACHINE, chain.run_alignment(tmp_path / "runs", run, said.append), "alignment"
+        tmp_path / "results", MACHINE, chain.run_alignment(tmp_path / "runs", run, said.append), chain.ALIGNMENT
     )
     folders = [command[command.index("--folder") + 1] for command in run.commands]
     assert folders == [str(tmp_path / "runs" / name) for name in ("sft", "grpo", "dpo", "4-dpo", "kto")]

@@ -29,6 +29,7 @@ from tilestack.lab.report.page import SERIES, Section, colour, empty, plot, text
 from tilestack.lab.stale import present_source
 
 COMMAND = "tilestack bench memory"
+RESULTS = "sweeps/memory"  # below the benchmark's files: patterns chosen to be bad have no place among its contests
 ELEMENTS = {"cuda": 2**25, "cpu": 2**20}  # moved at every setting
 SECONDS = {"cuda": 0.1, "cpu": 0.02}
 BACKENDS = {"cuda": ("triton", "aten"), "cpu": ("torch",)}
@@ -141,7 +142,7 @@ def bench_memory(device: str | None = None, save: Path | None = None, console: C
     roofs = measure_roofs(device).as_dict() if device == "cuda" else {}
     run = {"machine": machine, "roofs": roofs, "rows": [asdict(point) for point in points]}
     if save is not None:
-        results.save(sweeps_file(save, machine["slug"]), run)
+        results.save(results.path_of(machine["slug"], RESULTS, save), run)
     return run
 
 
@@ -176,14 +177,9 @@ def measured_at(sweep: Sweep, setting: int, device: str, elements: int | None = 
     ]  # fmt: skip
 
 
-def sweeps_file(folder: Path, slug: str) -> Path:
-    """A level below the benchmark's files: patterns chosen to be bad have no place among its contests."""
-    return folder / slug / "sweeps" / "memory.json"
-
-
 def load_sweeps(folder: Path, slug: str) -> dict[str, Any] | None:
     """The sweeps measured on a GPU, None when there are none."""
-    path = sweeps_file(folder, slug)
+    path = results.path_of(slug, RESULTS, folder)
     return results.load(path) if path.exists() else None
 
 

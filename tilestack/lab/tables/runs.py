@@ -38,7 +38,7 @@ def sweep(folder: Path, slug: str, name: str) -> str:
 
 def parity(folder: Path, slug: str) -> str:
     """How far the losses of a training run part from those on the definitions, by what was swapped."""
-    path = loss_curves.curves_file(folder, slug)
+    path = path_of(slug, loss_curves.CURVES, folder)
     if not path.exists():
         return not_measured("tilestack parity --save", gpu=slug)
     kept = read_json(path)
@@ -54,7 +54,7 @@ def parity(folder: Path, slug: str) -> str:
 
 def fp8_parity(folder: Path, slug: str) -> str:
     """How the loss of training in fp8 ends beside that of the same recipe in its own precision."""
-    path = loss_curves.curves_file(folder, slug, "fp8")
+    path = path_of(slug, loss_curves.FP8_CURVES, folder)
     if not path.exists():
         return not_measured("tilestack parity --fp8 --save", machine=slug)
     kept = read_json(path)
@@ -76,7 +76,7 @@ def fp8_parity(folder: Path, slug: str) -> str:
 
 def recipes(folder: Path, slug: str) -> str:
     """The recipes one after another: how long each took, and its figures when first and last measured."""
-    path = chain.chain_file(folder, slug)
+    path = path_of(slug, chain.CHAIN, folder)
     if not path.exists():
         return not_measured("tilestack chain --save", machine=slug)
     kept = read_json(path)
@@ -91,7 +91,7 @@ def recipes(folder: Path, slug: str) -> str:
 
 def alignment(folder: Path, slug: str) -> str:
     """The recipes of alignment from the model of their own: what each changed, and what it cost."""
-    path = chain.chain_file(folder, slug, "alignment")
+    path = path_of(slug, chain.ALIGNMENT, folder)
     if not path.exists():
         return not_measured("tilestack chain --alignment --save", machine=slug)
     kept = read_json(path)
