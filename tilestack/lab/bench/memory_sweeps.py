@@ -150,7 +150,7 @@ def draw(run: dict[str, Any], page: Path) -> Path:
     """Write a page with the plots of a run."""
     machine = run["machine"]
     facts = [
-        ("measured on", machine["gpu"] or machine["cpu"]),
+        ("measured on", results.machine_name(machine)),
         ("date, UTC", machine["date"][:16].replace("T", " ")),
     ]
     return write_page(page, "What a memory access costs", subtitle(machine), facts, "", [sweeps_section(run)])

@@ -19,7 +19,7 @@ from tilestack.lab.report.plots import (
     roofline_section,
     units_of,
 )
-from tilestack.lab.results import same_machine
+from tilestack.lab.results import machine_name, same_machine
 from tilestack.lab.rows import FASTER, SLOWER
 from tilestack.lab.units import digits, microseconds, percent, times
 
@@ -61,7 +61,7 @@ def write_report(
 
 
 def name_of_machine(machine: dict[str, Any]) -> str:
-    return str(machine.get("gpu") or machine.get("cpu") or machine.get("slug") or "a machine that left no name")
+    return str(machine_name(machine) or machine.get("slug") or "a machine that left no name")
 
 
 def minute(machine: dict[str, Any]) -> str:

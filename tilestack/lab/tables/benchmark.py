@@ -8,6 +8,7 @@ from typing import Any
 
 from tilestack.lab.bench.peers import is_peer
 from tilestack.lab.contests import Contest, Means, means, method, rate, score
+from tilestack.lab.results import machine_name
 from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER, UNCLEAR
 from tilestack.lab.stale import LAYER, TRAINING, is_current
 from tilestack.lab.tables.markdown import OLD, commits_in_words, daggers, markdown
@@ -58,7 +59,7 @@ def stamps(chosen: list[Contest]) -> str:
         rows = [row for contest in chosen if contest.run is run for row in contest.timed]
         commits = [row.get("commit") or machine.get("commit") or "" for row in rows]
         known = [
-            machine.get("gpu") or machine.get("cpu") or run.slug,
+            machine_name(machine) or run.slug,
             *(f"{label} {machine[key]}" for label, key in VERSIONS.items() if machine.get(key)),
             commits_in_words(commits) if any(commits) else "",
             str(machine.get("date", ""))[:10],

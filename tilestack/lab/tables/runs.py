@@ -6,7 +6,7 @@ from typing import Any
 
 from tilestack.lab.bench import memory_sweeps, quantised_models
 from tilestack.lab.contests import method
-from tilestack.lab.results import path_of, read_json
+from tilestack.lab.results import machine_name, path_of, read_json
 from tilestack.lab.tables.markdown import OLD, OLDER, commits_in_words, markdown, not_measured
 from tilestack.lab.training import chain, loss_curves
 from tilestack.lab.units import percent
@@ -31,7 +31,7 @@ def sweep(folder: Path, slug: str, name: str) -> str:
     versions = ", ".join(f"{key} {machine[key]}" for key in ("torch", "triton", "commit"))
     how = method([{"how": point.how} for point in points])
     header = [memory_sweeps.named(name).axis, *backends, f"{backends[0]}, of the roof"]
-    stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, {versions}, {machine['date'][:10]}, {how}._"
+    stamp = f"_Measured on {machine_name(machine)}, {versions}, {machine['date'][:10]}, {how}._"
     old = "" if memory_sweeps.sweeps_are_current(run) else f"\n\n_{OLD} {OLDER}at commit {machine['commit']}._"
     return markdown(header, rows, left=0) + "\n\n" + stamp + old
 
@@ -127,4 +127,4 @@ def quantised(folder: Path, slug: str) -> str:
 def run_stamp(machine: dict[str, Any], runs: Iterable[dict[str, Any]]) -> str:
     """Where, with what and at which commits something was run."""
     commits = commits_in_words(run.get("commit") or machine["commit"] for run in runs)
-    return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {commits}, {machine['date'][:10]}"
+    return f"{machine_name(machine)}, torch {machine['torch']}, {commits}, {machine['date'][:10]}"

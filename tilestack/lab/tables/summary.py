@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from tilestack.lab.contests import Contest, Result, contests, mean_ratio, results_under, score
-from tilestack.lab.results import path_of, read_json
+from tilestack.lab.results import machine_name, path_of, read_json
 from tilestack.lab.rows import EQUAL, FASTER, SLOWER, UNCLEAR
 from tilestack.lab.stale import LAYER, TRAINING, is_current
 from tilestack.lab.tables.markdown import OLD, markdown, not_measured
-from tilestack.lab.tables.serving import on_the_same_work, times_as_fast
+from tilestack.lab.tables.serving import figure, is_ours, on_the_same_work, times_as_fast
 from tilestack.lab.units import microseconds, times
 
 WEAKEST = 3  # how many operators are shown because they do worst, by the geometric mean over their cases
@@ -133,7 +133,7 @@ def lines_of_serving(folder: Path, slug: str) -> list[Line]:
     machine, rows = kept["machine"], kept["rows"]
     lines = []
     for row in (row for row in rows if row["backend"] == OURS):
-        peers = [other for other in on_the_same_work(rows, row) if other["backend"].partition(" ")[0] != OURS]
+        peers = [other for other in on_the_same_work(rows, row) if not is_ours(other)]
         if not peers:
             continue
         peer = min(peers, key=lambda other: times_as_fast(row, other))
@@ -144,8 +144,8 @@ def lines_of_serving(folder: Path, slug: str) -> list[Line]:
             Line(
                 f"serving on a {where}, {KINDS[row['unit']]}",
                 WORKLOADS.get(row["case"], row["case"]),
-                figure(row),
-                f"{figure(peer)} ({peer['backend']})",
+                f"{figure(row)} {row['unit']}",
+                f"{figure(peer)} {peer['unit']} ({peer['backend']})",
                 ratio,
                 verdict,
                 not (is_current(row) and is_current(peer)),
@@ -153,10 +153,6 @@ def lines_of_serving(folder: Path, slug: str) -> list[Line]:
             )
         )
     return lines
-
-
-def figure(row: dict[str, Any]) -> str:
-    return f"{row['figure']:,.{2 if row['figure'] < 100 else 0}f} {row['unit']}"
 
 
 def date_of(row: dict[str, Any], machine: dict[str, Any]) -> str:
@@ -170,7 +166,7 @@ def measured_where(folder: Path, slugs: Iterable[str], runs: list[Result], lines
     known = {}
     for machine in machines:
         versions = [f"{label} {machine[key]}" for label, key in VERSIONS.items() if machine.get(key)]
-        known[machine.get("gpu") or machine.get("cpu")] = ", ".join(versions)
+        known[machine_name(machine)] = ", ".join(versions)
     where = "; ".join(f"{name} ({versions})" for name, versions in known.items())
     dates = sorted({date for line in lines for date in line.dates if date})
     when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "date not recorded"
