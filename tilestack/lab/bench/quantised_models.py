@@ -21,7 +21,7 @@ from tilestack.models.quantise import quantise
 from tilestack.quant import SCHEMES, QuantisedLinear
 from tilestack.quant.methods import METHODS, default_method
 from tilestack.train.evaluation.comparison import Comparison, Window, compare, remember, take_windows
-from tilestack.train.evaluation.evaluate import Estimate, beginning
+from tilestack.train.evaluation.evaluate import Estimate, whole_document
 
 # Of the documentation's table.
 MODEL = "smollm2"
@@ -46,16 +46,12 @@ def kept_dtype(model: str) -> torch.dtype:
 
 
 def held_out_windows(sources: Iterable[str], tokenizer: data.Tokenizer, length: int, tokens: int) -> list[Window]:
-    """Windows of texts to compare models on, begun as evaluation begins them; the end token of a document is not scored."""
-    start, ends = beginning(tokenizer), [tokenizer.eos]
-
-    def documents() -> Iterator[tuple[Sequence[int], int]]:
-        for text in texts_of(sources, held_out=True):
-            (ids,) = tokenizer.encode_documents([text])
-            ids = ids[:-1] if ids[-1:] == ends else ids
-            yield (ids if ids[:1] == start else start + ids), len(text.encode())
-
-    return take_windows(documents(), length, tokens)
+    """Windows of texts to compare models on, begun and ended as evaluation does it."""
+    documents = (
+        (whole_document(tokenizer, tokenizer.encode_documents([text])[0]), len(text.encode()))
+        for text in texts_of(sources, held_out=True)
+    )
+    return take_windows(documents, length, tokens)
 
 
 def size_of_decoder(decoder: models.Decoder) -> Size:
