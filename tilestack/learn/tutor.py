@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from tilestack.contract.named import call_named
+from tilestack.lab.proof.claims import Claim, Proof
 from tilestack.lab.proof.evaluate import EVALUATE, in_float64, standards_of
 from tilestack.lab.proof.refuted import CRASHED
 from tilestack.lab.proof.variants import LAYOUTS
-from tilestack.lab.proof.verify import Claim, Proof, evaluations
+from tilestack.lab.proof.verify import evaluations
 from tilestack.learn.finding import Element, Finding, code_in
 
 SHOWN = 4  # wrong elements

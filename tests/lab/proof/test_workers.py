@@ -18,7 +18,7 @@ import torch
 
 from tilestack import ops
 from tilestack.lab.proof import proofs, proved, workers
-from tilestack.lab.proof.verify import Proof
+from tilestack.lab.proof.claims import Proof
 from tilestack.lab.proof.workers import Task, parts_of, prove_tasks, start_worker, tasks_for
 from tilestack.lab.source import source_hash
 

@@ -24,7 +24,8 @@ from tilestack.lab.bench.run_ahead import run_ahead
 from tilestack.lab.bench.timing import measure
 from tilestack.lab.bench.watch import Watch
 from tilestack.lab.labels import case_label
-from tilestack.lab.proof.verify import Claim, prove
+from tilestack.lab.proof.claims import Claim
+from tilestack.lab.proof.verify import prove
 from tilestack.tuning.model import Gpu
 from tilestack.tuning.preferences import key_of
 from tilestack.tuning.search import KEPT, Trial, most_promising, search

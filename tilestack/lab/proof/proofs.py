@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tilestack.lab import results
-from tilestack.lab.proof.verify import Proof
+from tilestack.lab.proof.claims import Proof
 from tilestack.lab.proof.workers import ANY, Task, each_backend
 from tilestack.lab.source import source_hash
 from tilestack.lab.stale import is_current

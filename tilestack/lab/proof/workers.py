@@ -28,8 +28,9 @@ from tilestack.contract.operator import Operator
 from tilestack.contract.registry import operator_named
 from tilestack.lab.bench.peers import our_backends
 from tilestack.lab.proof.child_process import start_without_ctrl_c
+from tilestack.lab.proof.claims import Claim, Proof, claims, default_dtypes
 from tilestack.lab.proof.shared_gpu import shared_gpu
-from tilestack.lab.proof.verify import Claim, Proof, claims, default_dtypes, prove
+from tilestack.lab.proof.verify import prove
 
 BROKEN_CONTEXT = "CUDA error"  # after which every later call on the GPU fails in the same process
 ANY = "any"  # direction: that in which a process died is not known
