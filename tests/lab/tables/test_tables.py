@@ -10,7 +10,7 @@ from made_up import MACHINE, cells, contest, row, rows_of_two_backends, save, sm
 
 from tilestack import ops
 from tilestack.contract.cases import Make
-from tilestack.lab.bench.operators import kernel_lender
+from tilestack.lab.bench.candidates import kernel_lender
 from tilestack.lab.contests import Result, contests, results_under
 from tilestack.lab.mutation.results import code_hash
 from tilestack.lab.stale import present_source

@@ -18,7 +18,8 @@ from rich.table import Table
 from tilestack.contract import BackendError, Case, Operator, backend
 from tilestack.contract.cases import Make
 from tilestack.contract.registry import load_kernels, operator_named
-from tilestack.lab.bench.operators import SHARE_AHEAD, candidate_of, cases_of, differentiable, directions_of
+from tilestack.lab.bench.candidates import candidate_of, differentiable
+from tilestack.lab.bench.operators import SHARE_AHEAD, cases_of, directions_of
 from tilestack.lab.bench.peers import Peer
 from tilestack.lab.bench.run_ahead import run_ahead
 from tilestack.lab.bench.timing import measure
