@@ -252,7 +252,7 @@ def bench_kernels(
     )
     write_json(asked.json, [row.as_dict() for row in rows])
     if str(asked.json) != "-":
-        for table in terminal_tables.tables(rows, asked.stamp):
+        for table in terminal_tables.render_rows(rows, asked.stamp):
             console.print(table)
     if target is not None and rows:
         console.print(f"saved in {target}")
@@ -296,7 +296,7 @@ def bench_memory_patterns(asked: Asked) -> None:
     if not asked.save:
         return
     try:
-        console.print(f"plots in {memory_sweeps.draw(run, Path('runs/memory.html'))}")
+        console.print(f"plots in {memory_sweeps.write_sweeps_page(run, Path('runs/memory.html'))}")
     except MissingExtra as missing:
         console.print(escape(f"no page of plots, since {missing}"), soft_wrap=True)
 
@@ -325,5 +325,5 @@ def bench_optimizers(asked: Asked, names: list[str], case: str, dtypes: list[str
     small = None if asked.place.type == "cuda" else dict.fromkeys(CASES, few)
     kept = asked.kept_rows("optimizers") if asked.stale else []
     measured = bench_optim(*chosen, device=asked.place.type, shapes=small, kept=kept)
-    render = lambda rows: Group(*terminal_tables.tables([Row.from_dict(row) for row in rows], asked.stamp))
+    render = lambda rows: Group(*terminal_tables.render_rows([Row.from_dict(row) for row in rows], asked.stamp))
     asked.measure("optimizers", render, measured)

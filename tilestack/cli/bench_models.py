@@ -128,7 +128,7 @@ def bench_over_http(asked: "Asked", model: str | None) -> None:
         return
     trust_engine()
     target = asked.results_file("http")
-    with asked.measured_rows(target, bench_http.render) as rows:
+    with asked.measured_rows(target, bench_http.render_http) as rows:
         rows += bench_http.bench_http(asked.place.type, model, tell=Console(stderr=True).print)
         if asked.save:
             results.merge(target, asked.stamp, measure_roofs(asked.place.type).as_dict(), rows)

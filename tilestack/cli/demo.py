@@ -81,7 +81,7 @@ def demo_command(
     target.unlink(missing_ok=True)  # of an earlier demo, perhaps on another machine
     peers = None if place.type == "cpu" else ["triton", "aten"]
     rows = bench_operators(operators, backends=peers, device=place, save=target, console=Console(stderr=True))
-    for table in terminal_tables.tables(rows, stamp):
+    for table in terminal_tables.render_rows(rows, stamp):
         console.print(table)
     console.rule("6. The report")
     found = contests.results_under(output / "results") + contests.results_under(shipped("results"))

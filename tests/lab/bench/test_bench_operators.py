@@ -188,7 +188,7 @@ def test_tables_say_cpu_and_show_losses_like_wins():
         Row("relu", "8", "float32", "forward", "triton", note="out of memory [/bytes]"),
     ]
     console = Console(width=200)
-    tables = terminal_tables.tables(rows, stamp("cpu"))
+    tables = terminal_tables.render_rows(rows, stamp("cpu"))
     assert [len(table.rows) for table in tables] == [2, 1]
     with console.capture() as shown:
         for table in tables:
@@ -200,7 +200,7 @@ def test_tables_say_cpu_and_show_losses_like_wins():
 
 def test_after_the_cases_of_an_operator_stand_their_means():
     rows = [Row.from_dict(row) for row in rows_of_two_backends()]
-    cases, means = terminal_tables.tables(rows, MACHINE)
+    cases, means = terminal_tables.render_rows(rows, MACHINE)
     assert len(cases.rows) == 10
     console = Console(width=80)
     with console.capture() as shown:
@@ -211,7 +211,7 @@ def test_after_the_cases_of_an_operator_stand_their_means():
         ["gluon", "2 of 3", "2.00×", "2.00×"],
         ["triton", "3", "0.40×", "0.12×"],  # (1 · 1/8 · 1/2)^⅓
     ]
-    assert len(terminal_tables.tables(rows[:4], MACHINE)) == 1, "of one case there is no mean"
+    assert len(terminal_tables.render_rows(rows[:4], MACHINE)) == 1, "of one case there is no mean"
 
 
 def test_a_narrow_terminal_cuts_no_number():
@@ -232,7 +232,7 @@ def test_a_narrow_terminal_cuts_no_number():
     )
     console = Console(width=80)
     with console.capture() as shown:
-        for table in terminal_tables.tables([row], stamp("cpu")):
+        for table in terminal_tables.render_rows([row], stamp("cpu")):
             console.print(table)
     assert "…" not in shown.get()
     for whole in ("backward", "torch", "732 ms", "1.23", "GB/s", "1024×16384"):

@@ -108,7 +108,7 @@ SWEEPS = (
 )
 
 
-def named(name: str) -> Sweep:
+def sweep_named(name: str) -> Sweep:
     return next(sweep for sweep in SWEEPS if sweep.name == name)
 
 
@@ -146,7 +146,7 @@ def bench_memory(device: str | None = None, save: Path | None = None, console: C
     return run
 
 
-def draw(run: dict[str, Any], page: Path) -> Path:
+def write_sweeps_page(run: dict[str, Any], page: Path) -> Path:
     """Write a page with the plots of a run."""
     machine = run["machine"]
     facts = [
@@ -186,7 +186,7 @@ def load_sweeps(folder: Path, slug: str) -> dict[str, Any] | None:
 def sweeps_are_current(run: dict[str, Any]) -> bool:
     """Whether every point of ours is of the present source."""
     ours = [point for point in points_of(run) if not is_peer(point.backend)]
-    return all(point.source == present_source(named(point.sweep).operator.name, point.backend) for point in ours)
+    return all(point.source == present_source(sweep_named(point.sweep).operator.name, point.backend) for point in ours)
 
 
 def points_of(run: dict[str, Any]) -> list[Point]:

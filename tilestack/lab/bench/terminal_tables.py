@@ -60,7 +60,7 @@ def ratio(row: Row) -> str:
     return f"[{colour}]{row.ratio_to_best_peer:.2f}{said}[/]"
 
 
-def tables(rows: Sequence[Row], machine: dict[str, Any]) -> list[Table]:
+def render_rows(rows: Sequence[Row], machine: dict[str, Any]) -> list[Table]:
     """A table per operator, losses shown like wins, and one of its means; on a CPU the title says that these are no kernel
     figures."""
     where = machine["gpu"] or f"CPU only ({machine['cpu']}): definitions, not kernels"

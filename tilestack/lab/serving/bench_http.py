@@ -184,7 +184,7 @@ def costs(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     }
 
 
-def render(rows: list[dict[str, Any]]) -> Table:
+def render_http(rows: list[dict[str, Any]]) -> Table:
     table = Table("model", "way", "tokens/s", "µs of CPU a token", "HTTP costs", title="The way over HTTP")
     for row in rows:
         rate, cpu = costs(rows)[row["case"]]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tilestack.lab.mutation import results as mutation_results
+from tilestack.lab.mutation import record
 from tilestack.lab.proof.proofs import COMMAND
 from tilestack.lab.proof.proved import standings
 from tilestack.lab.tables.markdown import OLD, commits_in_words, markdown
@@ -25,12 +25,12 @@ def proofs(folder: Path, slug: str) -> str:
 
 def mutation(folder: Path) -> str:
     """A line per family of kernels: how many mutants of its files were tried, and how many the proofs caught."""
-    found = mutation_results.families(folder)
+    found = record.families(folder)
     if not found:
-        return f"_nothing was tried yet: `{mutation_results.COMMAND}` fills this table._"
+        return f"_nothing was tried yet: `{record.COMMAND}` fills this table._"
     rows = [
         [f"{family.name} {OLD}" if family.stale else family.name, *(f"{count:,}" for count in (len(family.files), family.mutants, family.tried, family.caught, family.equivalent, family.gpu_only, family.holes)), f"{family.share:.1%}" if family.tried else "–"]
-        for family in (*found, mutation_results.total(found))
+        for family in (*found, record.total(found))
     ]  # fmt: skip
     header = ["family", "files", "mutants", "tried", "caught", "equivalent", "seen on a GPU only", "holes", "caught, of all but the equivalent"]  # fmt: skip
     stale = [file for family in found for file in family.stale]
@@ -44,7 +44,7 @@ def mutation(folder: Path) -> str:
 
 def survivors(folder: Path) -> str:
     """Every mutant that lives, and why."""
-    known, found = mutation_results.reasons(folder), mutation_results.load_tried(folder)
+    known, found = record.reasons(folder), record.load_tried(folder)
     rows = [
         [f"`{file}`", f"`{name.partition(' ')[2]}`".replace("|", "\\|"), known.get(name, "**not known yet**")]
         for file, tried in found.items()

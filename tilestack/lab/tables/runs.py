@@ -30,7 +30,7 @@ def sweep(folder: Path, slug: str, name: str) -> str:
     machine = run["machine"]
     versions = ", ".join(f"{key} {machine[key]}" for key in ("torch", "triton", "commit"))
     how = method([{"how": point.how} for point in points])
-    header = [memory_sweeps.named(name).axis, *backends, f"{backends[0]}, of the roof"]
+    header = [memory_sweeps.sweep_named(name).axis, *backends, f"{backends[0]}, of the roof"]
     stamp = f"_Measured on {machine_name(machine)}, {versions}, {machine['date'][:10]}, {how}._"
     old = "" if memory_sweeps.sweeps_are_current(run) else f"\n\n_{OLD} {OLDER}at commit {machine['commit']}._"
     return markdown(header, rows, left=0) + "\n\n" + stamp + old
