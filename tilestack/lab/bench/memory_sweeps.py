@@ -127,10 +127,9 @@ class Point:
     source: str = ""  # hash of the source that was measured, where that is ours
 
 
-def bench_memory(device: str | None = None, save: Path | None = None, console: Console | None = None) -> dict[str, Any]:
+def bench_memory(device: str, save: Path | None = None, console: Console | None = None) -> dict[str, Any]:
     """Measure every sweep: the machine, its roofs and a row per point. `save` is a folder of results to write to."""
     load_kernels()
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     machine, points = stamp(device), []
     total = sum(len(sweep.settings) for sweep in SWEEPS)
     with Progress(console=console or Console(quiet=True), transient=True, disable=console is None) as progress:

@@ -241,9 +241,7 @@ def figures(row: Row, timing: Timing, flops: float, moved: float, roofs: Roofs, 
     for name, value in vars(timing).items():
         setattr(row, name, value)
     if timing.time_us:
-        row.tb_per_s = moved / timing.time_us * 1e-6
-        row.tflops = flops / timing.time_us * 1e-6
-        row.roof_fraction = roofs.floor_us(flops, moved, row.dtype, of_codes) / timing.time_us
-        if timing.how == "cpu" and row.roof_fraction > 1.005:
+        row.set_rates(flops, moved, roofs.floor_us(flops, moved, row.dtype, of_codes))
+        if timing.how == "cpu" and row.roof_fraction and row.roof_fraction > 1.005:
             row.note = "the inputs stay in cache"  # and are not copied there from memory, as the roof is
     return row

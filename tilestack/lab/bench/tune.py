@@ -24,7 +24,7 @@ from tilestack.lab.bench.peers import Peer
 from tilestack.lab.bench.run_ahead import run_ahead
 from tilestack.lab.bench.timing import measure
 from tilestack.lab.bench.watch import Watch
-from tilestack.lab.labels import case_label
+from tilestack.lab.labels import case_label, dtype_name
 from tilestack.lab.proof.claims import Claim
 from tilestack.lab.proof.verify import prove
 from tilestack.tuning.model import Gpu
@@ -47,9 +47,7 @@ class Tuned:
 
     def rows(self) -> list[dict[str, Any]]:
         """As tables of preferences are made of them."""
-        about: dict[str, Any] = dict(
-            op=self.operator.name, case=self.case.name, dtype=str(self.dtype).removeprefix("torch.")
-        )
+        about: dict[str, Any] = dict(op=self.operator.name, case=self.case.name, dtype=dtype_name(self.dtype))
         names = ((*name.partition(":")[::2], direction, us) for (name, direction), us in self.times.items())
         about |= dict(forward_only=True) if self.forward_only else {}
         return [about | dict(backend=b, config=c or None, direction=d, time_us=us) for b, c, d, us in names]
@@ -88,7 +86,7 @@ def tune(
         (operator, case, dtype)
         for operator in operators
         for dtype in dtypes
-        for case in cases_of(operator, cases, str(dtype).removeprefix("torch."), device.type)
+        for case in cases_of(operator, cases, dtype_name(dtype), device.type)
     ]
     if not subjects:
         named = ", ".join(operator.name for operator in operators) or "no operator"
@@ -225,7 +223,7 @@ def render_tuned(tuned: Sequence[Tuned]) -> Table:
         table.add_row(
             found.operator.name,
             case_label(found.operator.name, found.case.name),
-            str(found.dtype).removeprefix("torch."),
+            dtype_name(found.dtype),
             best.name,
             f"{best.time_us:.1f} µs",
             slower(other),

@@ -15,6 +15,7 @@ from tilestack.contract.cases import Case, Make
 from tilestack.contract.implementation import Implementation
 from tilestack.contract.named import parameters_of
 from tilestack.contract.operator import Operator
+from tilestack.lab.labels import dtype_name
 from tilestack.lab.proof import invariance, variants
 from tilestack.lab.proof.evaluate import Standard, arguments_of
 
@@ -65,7 +66,7 @@ class Claim:
             self.implementation.backend,
             self.case.name,
             self.variant_and_config,
-            str(self.dtype).removeprefix("torch."),
+            dtype_name(self.dtype),
             self.direction,
         )
         return Proof(*names, ok, error, bound, message)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tilestack.lab import results
+from tilestack.lab.labels import dtype_name
 from tilestack.lab.proof.claims import Proof
 from tilestack.lab.proof.workers import ANY, Task, each_backend
 from tilestack.lab.source import source_hash
@@ -62,7 +63,7 @@ def unproved(tasks: Iterable[Task], kept: Iterable[Kept]) -> list[Task]:
     for each in kept:
         mine = each["op"], each["backend"], each["dtype"]
         stands[mine] = stands.get(mine, True) and is_current(each) and not each["wrong"]
-    name = lambda task: (task.operator, task.backend, str(task.dtype).removeprefix("torch."))
+    name = lambda task: (task.operator, task.backend, dtype_name(task.dtype))
     return [task for task in each_backend(tasks) if not stands.get(name(task)) and task.is_taken()]
 
 

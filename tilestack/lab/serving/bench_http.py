@@ -29,6 +29,7 @@ from tilestack.data import Tokenizer
 from tilestack.engine import LLM, AsyncEngine, Engine, EngineSettings, Request, SamplingParams
 from tilestack.lab.bench.timing import one_thread_on
 from tilestack.lab.bench_serve import QWEN3, SMALL, name_of
+from tilestack.lab.labels import dtype_name
 from tilestack.lab.serving.load import Ask, make_workload
 from tilestack.lab.serving.load.workload import IDS, parse_length
 from tilestack.lab.stale import HTTP, is_current, present_source
@@ -70,7 +71,7 @@ def bench_http(
                 if turn:
                     best[way] = fastest(took, best.get(way, took))
     answered = STREAMS * answer
-    dtype = str(engine.decoder.embedding.weight.dtype).removeprefix("torch.")
+    dtype = dtype_name(engine.decoder.embedding.weight.dtype)
     return [
         dict(op=HTTP, case=case_of(model), dtype=dtype, direction="forward", backend=way, unit="tokens/s",
              figure=round(answered / took.seconds, 1), cpu_us=round(1e6 * took.cpu_seconds / answered, 1), answered=answered,

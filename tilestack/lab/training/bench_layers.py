@@ -121,14 +121,9 @@ def layer_contest(work: Work, layer: str, direction: str, candidates: Sequence[s
 def row_of_candidate(
     case: str, work: Work, direction: str, name: str, timing: Timing, flops: float, moved: float, roofs: Roofs
 ) -> Row:
-    row = Row(
-        LAYER, case, work.dtype, direction, name,
-        timing.time_us, timing.spread, timing.host_us, peak_mib=timing.peak_mib, how=timing.how, note=timing.note,
-        source=present_source(LAYER, name),
-    )  # fmt: skip
+    row = Row(LAYER, case, work.dtype, direction, name, source=present_source(LAYER, name), **vars(timing))
     if timing.time_us and flops:  # whose weights are counted by ours, which may not have been asked for
-        row.tb_per_s, row.tflops = moved / timing.time_us * 1e-6, flops / timing.time_us * 1e-6
-        row.roof_fraction = roofs.floor_us(flops, moved, work.dtype) / timing.time_us
+        row.set_rates(flops, moved, roofs.floor_us(flops, moved, work.dtype))
     return row
 
 
