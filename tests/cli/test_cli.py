@@ -250,7 +250,7 @@ def test_memory_patterns_are_measured_saved_and_shown_with_or_without_plotly(til
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(results, "FOLDER", tmp_path / "results")
-    monkeypatch.setattr(memory_sweeps, "SWEEPS", [memory_sweeps.named("offset")])
+    monkeypatch.setattr(memory_sweeps, "SWEEPS", [memory_sweeps.sweep_named("offset")])
     if not drawn:
         monkeypatch.setitem(sys.modules, "plotly", None)
         monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)

@@ -94,7 +94,7 @@ def test_figures_of_another_machine_are_not_mixed_with_those_of_this_one(tmp_pat
     results.save(kept := tmp_path / "proofs.json", {"machine": THERE, "proofs": []})
     with pytest.raises(ValueError, match="holds figures of another CPU"):
         proofs.save_proofs(kept, HERE, [])
-    results.save(loss_curves.curves_file(tmp_path, "cpu"), {"machine": THERE, "model": "m", "runs": []})
+    results.save(results.path_of("cpu", loss_curves.CURVES, tmp_path), {"machine": THERE, "model": "m", "runs": []})
     with pytest.raises(ValueError, match="holds figures of another CPU"):
         loss_curves.merge_curves(tmp_path, HERE, "m", {"name": "all"})
 

@@ -13,9 +13,10 @@ from tilestack.contract.cases import Make
 from tilestack.contract.operator import as_tuple
 from tilestack.lab import machine
 from tilestack.lab.bench.peers import our_backends
+from tilestack.lab.proof.claims import claims
 from tilestack.lab.proof.memory_guards import poisoned_memory, same_bits
 from tilestack.lab.proof.proofs import NAME, load_proofs, unproved
-from tilestack.lab.proof.verify import claims, prove
+from tilestack.lab.proof.verify import prove
 from tilestack.lab.proof.workers import tasks_for
 from tilestack.lab.results import path_of as results_of
 

@@ -12,7 +12,8 @@ from lowered import LOWERED, lowered
 
 from tilestack import ops
 from tilestack.lab.mutation.suite import elements_of
-from tilestack.lab.proof.verify import claims, prove
+from tilestack.lab.proof.claims import claims
+from tilestack.lab.proof.verify import prove
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

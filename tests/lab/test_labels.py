@@ -7,8 +7,8 @@ from tilestack.contract.cases import cases
 from tilestack.contract.labels import label_of_arguments, phrase
 from tilestack.lab.catalogue import render_operator, unwrapped
 from tilestack.lab.labels import case_label, labels_of
+from tilestack.lab.proof.claims import Proof
 from tilestack.lab.proof.refuted import refutations
-from tilestack.lab.proof.verify import Proof
 
 
 def only_case(build, *size):

@@ -21,7 +21,7 @@ from rich.progress import track
 from tilestack import ops
 from tilestack.kernels.quantised import codes
 from tilestack.lab import machine
-from tilestack.lab.mutation import results as mutation_results
+from tilestack.lab.mutation import record
 from tilestack.lab.mutation import suite as mutation
 from tilestack.lab.mutation.mutants import Mutant
 from tilestack.lab.source import KERNELS
@@ -53,7 +53,7 @@ def main() -> int:
         tried = [ops.operator_named(name) for name in chosen.operators] if chosen.operators else None
         suite = mutation.Suite(f"{KERNELS}.{file}", original=original, tried=tried, seconds=chosen.seconds)
         try_file(file, suite, chosen.most, chosen.survivors, commit)
-    return mutation_results.report(console)
+    return record.report(console)
 
 
 def files_with_operators() -> list[str]:
@@ -64,10 +64,10 @@ def files_with_operators() -> list[str]:
 def try_file(file: str, suite: mutation.Suite, most: int | None, again: bool, commit: str) -> None:
     """Go on with a file from where it was left, or try its survivors again."""
     every = suite.mutants()
-    source = mutation_results.code_hash(file)
-    found = mutation_results.load_tried().get(file)
+    source = record.code_hash(file)
+    found = record.load_tried().get(file)
     if found is None or found.source != source:
-        found = mutation_results.Tried(source, len(every))
+        found = record.Tried(source, len(every))
     survived = lambda mutant: mutant.name in found.survivors
     chosen: list[Mutant] = list(filter(survived, every)) if again else every[found.tried : most]
     if chosen and not suite.looks:
@@ -77,9 +77,9 @@ def try_file(file: str, suite: mutation.Suite, most: int | None, again: bool, co
     for mutant in track(chosen, file, console=Console(stderr=True), transient=True):
         found.add(suite.outcome(mutant))
         found.commit = commit
-        mutation_results.save_tried(file, found)
+        record.save_tried(file, found)
     if not found.tried:
-        mutation_results.save_tried(file, found)
+        record.save_tried(file, found)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tilestack import ops
-from tilestack.lab.mutation import results as mutation_results
+from tilestack.lab.mutation import record
 from tilestack.lab.mutation.mutants import KINDS, Mutant, mutants_of
 from tilestack.lab.mutation.suite import (
     Original,
@@ -142,34 +142,34 @@ def test_what_only_a_gpu_reaches_is_tried_as_if_it_were_one(monkeypatch):
 
 def test_what_is_kept_goes_on_and_tries_survivors_again(tmp_path):
     mutants = [Mutant("tilestack.kernels.tiles", "f", "mask", "a", "b", number, 1, "") for number in (1, 2, 3)]
-    found = mutation_results.Tried("hash", mutants=3)
+    found = record.Tried("hash", mutants=3)
     found.add(Outcome(mutants[0], True, "wrong"))
     found.add(Outcome(mutants[1], False, "", claims=7))
-    mutation_results.save_tried("tiles", found, tmp_path)
-    kept = mutation_results.load_tried(tmp_path)["tiles"]
+    record.save_tried("tiles", found, tmp_path)
+    kept = record.load_tried(tmp_path)["tiles"]
     assert (kept.tried, kept.caught, kept.survivors) == (2, {"mask": [1, 2]}, {mutants[1].name: 7})
     kept.add(Outcome(mutants[1], True, "wrong"))
     assert (kept.tried, kept.caught, kept.survivors) == (2, {"mask": [2, 2]}, {})
 
 
 def test_files_that_are_no_more_are_forgotten(tmp_path):
-    gone, here = mutation_results.Tried("hash", mutants=1), mutation_results.Tried("hash", mutants=2)
+    gone, here = record.Tried("hash", mutants=1), record.Tried("hash", mutants=2)
     for file, found in {"once.there": gone, "tiles": here}.items():
-        mutation_results.save_tried(file, found, tmp_path)
-    assert mutation_results.load_tried(tmp_path) == {"tiles": here}
+        record.save_tried(file, found, tmp_path)
+    assert record.load_tried(tmp_path) == {"tiles": here}
 
 
 def test_what_is_kept_waits_for_others_who_keep(tmp_path):
     """Two processes that try different files must not write over each other's outcomes."""
-    found = mutation_results.Tried("hash", mutants=1)
-    other = threading.Thread(target=mutation_results.save_tried, args=("tiles", found, tmp_path))
-    with mutation_results.alone_in(tmp_path):
+    found = record.Tried("hash", mutants=1)
+    other = threading.Thread(target=record.save_tried, args=("tiles", found, tmp_path))
+    with record.alone_in(tmp_path):
         other.start()
         other.join(0.2)
         assert other.is_alive()
-        assert not mutation_results.load_tried(tmp_path)
+        assert not record.load_tried(tmp_path)
     other.join()
-    assert mutation_results.load_tried(tmp_path) == {"tiles": found}
+    assert record.load_tried(tmp_path) == {"tiles": found}
 
 
 def test_a_definition_is_neither_noted_nor_counted(vectors):
@@ -195,4 +195,4 @@ def test_a_sample_is_caught(file):
     """Five mutants of each of these files; `python -m tests.mutation` tries all mutants of all files."""
     suite = suite_of(file)
     outcomes = [suite.outcome(mutant) for mutant in suite.mutants(5)]
-    assert {o.mutant.name for o in outcomes if not o.caught} <= mutation_results.reasons().keys()
+    assert {o.mutant.name for o in outcomes if not o.caught} <= record.reasons().keys()

@@ -6,7 +6,7 @@ import torch
 from tilestack import ops
 from tilestack.lab.mutation.mutants import Mutant
 from tilestack.lab.mutation.suite import CPU, Suite
-from tilestack.lab.proof.verify import claims
+from tilestack.lab.proof.claims import claims
 
 # file: what was planted, and the claim that catches it; a constant is lowered where no small case crosses it
 PLANTED = {

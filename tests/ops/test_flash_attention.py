@@ -11,8 +11,9 @@ from tilestack import BackendError, ops
 from tilestack.contract import backend
 from tilestack.contract.cases import Make
 from tilestack.kernels.attention.documents import document_bounds
+from tilestack.lab.proof.claims import claims
 from tilestack.lab.proof.oracle import root_mean_square
-from tilestack.lab.proof.verify import claims, prove
+from tilestack.lab.proof.verify import prove
 
 
 def results(chosen, arguments, options):

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import tilestack
-from tilestack.lab.machine import EXTRAS, TESTED
+from tilestack.lab.doctor import EXTRAS, TESTED
 from tilestack.lab.results import read_json
 from tilestack.lab.tables.generated import OPENING, pages
 

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -198,6 +198,25 @@ class Asked:
             if rows and self.save:
                 console.print(f"saved in {target}")
 
+    def measure(
+        self,
+        name: str,
+        render: Callable[[list[dict[str, Any]]], Any],
+        measured: Iterable[list[dict[str, Any]]],
+        with_roofs: bool = True,
+    ) -> None:
+        """Take rows as they are measured until the budget is over; they are saved at once, since the next may fail."""
+        from tilestack.lab import results
+        from tilestack.lab.bench.roofs import measure_roofs
+
+        target, left = self.results_file(name), iter(measured)
+        with self.measured_rows(target, render) as rows:
+            while not self.is_over() and (found := next(left, None)) is not None:
+                rows += found
+                if self.save:
+                    roofs = measure_roofs(self.place.type).as_dict() if with_roofs else {}
+                    results.merge(target, self.stamp, roofs, found)
+
 
 def bench_kernels(
     asked: Asked,
@@ -233,7 +252,7 @@ def bench_kernels(
     )
     write_json(asked.json, [row.as_dict() for row in rows])
     if str(asked.json) != "-":
-        for table in terminal_tables.tables(rows, asked.stamp):
+        for table in terminal_tables.render_rows(rows, asked.stamp):
             console.print(table)
     if target is not None and rows:
         console.print(f"saved in {target}")
@@ -277,47 +296,34 @@ def bench_memory_patterns(asked: Asked) -> None:
     if not asked.save:
         return
     try:
-        console.print(f"plots in {memory_sweeps.draw(run, Path('runs/memory.html'))}")
+        console.print(f"plots in {memory_sweeps.write_sweeps_page(run, Path('runs/memory.html'))}")
     except MissingExtra as missing:
         console.print(escape(f"no page of plots, since {missing}"), soft_wrap=True)
 
 
 def bench_host_time(asked: Asked) -> None:
     """What a call of each operator costs on the host."""
-    from tilestack.lab import results
     from tilestack.lab.bench import host_time
 
     if asked.is_over():
         return
-    target = asked.results_file("sweeps/host")
-    kept = host_time.current_operators(asked.kept_rows("sweeps/host")) if asked.stale else set()
-    with asked.measured_rows(target, host_time.render_host_times_with_summary) as rows:
-        for found in host_time.bench_host(asked.place.type, without=kept):
-            rows += found
-            if asked.save:  # at once: the next may fail
-                results.merge(target, asked.stamp, {}, found)
-            if asked.is_over():
-                break
+    name = "sweeps/host"
+    kept = host_time.current_operators(asked.kept_rows(name)) if asked.stale else set()
+    measured = host_time.bench_host(asked.place.type, without=kept)
+    asked.measure(name, host_time.render_host_times_with_summary, measured, with_roofs=False)
 
 
 def bench_optimizers(asked: Asked, names: list[str], case: str, dtypes: list[str] | None) -> None:
     """The step of each optimizer, or of those named, beside torch's; on a CPU, over a few small tensors."""
-    from tilestack.lab import results
     from tilestack.lab.bench import terminal_tables
     from tilestack.lab.bench.optimizer_steps import CASES, CONTESTS, DTYPES, bench_optim, refuse_unknown_optimizers
-    from tilestack.lab.bench.roofs import measure_roofs
     from tilestack.lab.rows import Row
 
     chosen = names or list(CONTESTS), list(CASES) if case in ("bench", "check") else [case], dtypes or DTYPES
     refuse_unknown_optimizers(*chosen)
-    target = asked.results_file("optimizers")
     few: list[tuple[int, ...]] = [(256, 64)] * 8
     small = None if asked.place.type == "cuda" else dict.fromkeys(CASES, few)
     kept = asked.kept_rows("optimizers") if asked.stale else []
-    measuring = bench_optim(*chosen, device=asked.place.type, shapes=small, kept=kept)
-    render = lambda rows: Group(*terminal_tables.tables([Row.from_dict(row) for row in rows], asked.stamp))
-    with asked.measured_rows(target, render) as rows:
-        while not asked.is_over() and (contest := next(measuring, None)) is not None:
-            rows += contest
-            if asked.save:
-                results.merge(target, asked.stamp, measure_roofs(asked.place.type).as_dict(), contest)
+    measured = bench_optim(*chosen, device=asked.place.type, shapes=small, kept=kept)
+    render = lambda rows: Group(*terminal_tables.render_rows([Row.from_dict(row) for row in rows], asked.stamp))
+    asked.measure("optimizers", render, measured)

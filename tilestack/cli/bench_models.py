@@ -80,41 +80,25 @@ def bench_decoder_layers(
     candidates: list[str] | None,
 ) -> None:
     """The layers of decoders, each alone, all candidates in this process."""
-    from tilestack.lab import results
-    from tilestack.lab.bench.roofs import measure_roofs
     from tilestack.lab.training import bench_layers
 
     if asked.is_over():
         return
-    target = asked.results_file("layers")
     kept = asked.kept_rows("layers") if asked.stale else []
-    with asked.measured_rows(target, bench_layers.render_layers) as rows:
-        found = bench_layers.bench_layers(
-            works, layers, directions or bench_layers.DIRECTIONS, candidates, Console(stderr=True).print, kept
-        )
-        while not asked.is_over() and (those := next(found, None)) is not None:
-            rows += those
-            if asked.save:  # at once: the next may fail
-                results.merge(target, asked.stamp, measure_roofs(asked.place.type).as_dict(), those)
+    measured = bench_layers.bench_layers(
+        works, layers, directions or bench_layers.DIRECTIONS, candidates, Console(stderr=True).print, kept
+    )
+    asked.measure("layers", bench_layers.render_layers, measured)
 
 
 def bench_training(asked: "Asked", works: list["Work"], candidates: list[str] | None) -> None:
     """Whole training steps, each candidate in a process of its own."""
-    from tilestack.lab import results
-    from tilestack.lab.bench.roofs import measure_roofs
     from tilestack.lab.training import bench_train
 
-    target = asked.results_file("train")
-    with asked.measured_rows(target, bench_train.render_training_steps) as rows:
-        if asked.stale:
-            works = bench_train.stale_works(works, asked.kept_rows("train"), candidates)
-        for work in works:
-            if asked.is_over():
-                break
-            found = bench_train.bench_train(work, candidates, Console(stderr=True).print)
-            rows += found
-            if asked.save:
-                results.merge(target, asked.stamp, measure_roofs(work.device).as_dict(), found)
+    if asked.stale:
+        works = bench_train.stale_works(works, asked.kept_rows("train"), candidates)
+    measured = (bench_train.bench_train(work, candidates, Console(stderr=True).print) for work in works)
+    asked.measure("train", bench_train.render_training_steps, measured)
 
 
 def bench_serving(asked: "Asked", model: str | None, candidates: list[str] | None, only: list[str] | None) -> None:
@@ -144,7 +128,7 @@ def bench_over_http(asked: "Asked", model: str | None) -> None:
         return
     trust_engine()
     target = asked.results_file("http")
-    with asked.measured_rows(target, bench_http.render) as rows:
+    with asked.measured_rows(target, bench_http.render_http) as rows:
         rows += bench_http.bench_http(asked.place.type, model, tell=Console(stderr=True).print)
         if asked.save:
             results.merge(target, asked.stamp, measure_roofs(asked.place.type).as_dict(), rows)

@@ -48,6 +48,7 @@ def chain_command(
         found = chain.run_chain(device, place, chain.run_tilestack, told, resume)
     write_json(json_, found)
     if save:
+        file = chain.ALIGNMENT if alignment else chain.CHAIN
         console.print(
-            f"kept in {chain.save_chain(results.FOLDER, machine.stamp(device), found, name)}", highlight=False
+            f"kept in {chain.save_chain(results.FOLDER, machine.stamp(device), found, file)}", highlight=False
         )

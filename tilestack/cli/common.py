@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from tilestack.contract.operator import Operator
-    from tilestack.lab.proof.verify import Proof
+    from tilestack.lab.proof.claims import Proof
     from tilestack.lab.proof.workers import Task
 
 console = Console()

@@ -54,6 +54,7 @@ def demo_command(
     from tilestack.lab import contests, machine, results
     from tilestack.lab.bench import terminal_tables
     from tilestack.lab.bench.operators import bench_operators
+    from tilestack.lab.doctor import doctor, render_findings
     from tilestack.lab.proof import proved, verify
     from tilestack.lab.proof.workers import tasks_for
     from tilestack.lab.report.write import write_report
@@ -64,7 +65,7 @@ def demo_command(
     RunFolder(output, "demo")  # refuses what is not ours before anything is done
     operators = pick_operators(DEMONSTRATED)
     console.rule("1. What is here")
-    console.print(machine.render_findings(machine.doctor()))
+    console.print(render_findings(doctor()))
     console.rule("2. Are the kernels right?")
     only = {operator.name: "triton" for operator in operators}
     tasks = tasks_for(operators, place, only=only, dtypes=pick_dtypes("float32"), kinds=("check",), every_variant=False)
@@ -80,7 +81,7 @@ def demo_command(
     target.unlink(missing_ok=True)  # of an earlier demo, perhaps on another machine
     peers = None if place.type == "cpu" else ["triton", "aten"]
     rows = bench_operators(operators, backends=peers, device=place, save=target, console=Console(stderr=True))
-    for table in terminal_tables.tables(rows, stamp):
+    for table in terminal_tables.render_rows(rows, stamp):
         console.print(table)
     console.rule("6. The report")
     found = contests.results_under(output / "results") + contests.results_under(shipped("results"))

@@ -81,25 +81,18 @@ def eval_command(
 
 
 def scored_documents(source: str, tokenizer: "Tokenizer") -> Iterator[tuple[Sequence[int], int]]:
-    """The documents of a token file, or of whatever `data.read` reads: their ids and how many bytes they are. The end token
-    that training puts behind a document is no part of it, and is not scored."""
+    """The documents of a token file, or of whatever `data.read` reads: their ids and how many bytes they are."""
     from tilestack import data
-    from tilestack.train.evaluation.evaluate import beginning
-
-    start = beginning(tokenizer)  # so that a document's first token is predicted too, as its bytes are counted
-
-    def begun(ids: list[int]) -> list[int]:
-        ids = ids[:-1] if ids[-1:] == [tokenizer.eos] else ids
-        return ids if ids[:1] == start else start + ids
+    from tilestack.train.evaluation.evaluate import whole_document
 
     if (Path(source) / "tokens.bin").is_file():
         tokens = data.TokenFile(source)
         tokens.check(tokenizer)
         for number in range(len(tokens)):
-            yield begun(tokens[number].tolist()), int(tokens.bytes[number])
+            yield whole_document(tokenizer, tokens[number].tolist()), int(tokens.bytes[number])
         return
     for text in data.texts(source):
-        yield begun(tokenizer.encode_documents([text])[0]), len(text.encode())
+        yield whole_document(tokenizer, tokenizer.encode_documents([text])[0]), len(text.encode())
 
 
 def run_tasks(

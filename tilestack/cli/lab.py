@@ -51,15 +51,15 @@ def doctor_command(
 ) -> None:
     """Check this machine: what will run, what will not, and how to fix it."""
     from tilestack.contract.native.build import build_node
-    from tilestack.lab import machine
+    from tilestack.lab.doctor import doctor, render_findings
 
     if build:
         build_node()
-    findings = machine.doctor()
+    findings = doctor()
     if json_:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
-        console.print(machine.render_findings(findings))
+        console.print(render_findings(findings))
 
 
 def ops_command(
@@ -110,7 +110,9 @@ def verify_command(
     if save and quick:
         raise ValueError("--save keeps proofs in every variant; leave --quick out")
     from tilestack.lab import machine, results
-    from tilestack.lab.proof import proofs, verify
+    from tilestack.lab.proof import proofs
+    from tilestack.lab.proof.claims import chosen_backends
+    from tilestack.lab.proof.verify import render_proofs
     from tilestack.lab.proof.workers import tasks_for
 
     load_files(load)
@@ -118,7 +120,7 @@ def verify_command(
     tasks = tasks_for(
         chosen,
         place,
-        only=verify.chosen_backends(chosen, place, backend),
+        only=chosen_backends(chosen, place, backend),
         dtypes=pick_dtypes(dtype),
         kinds=("check", "bench") if large else ("check",),
         every_variant=not quick,
@@ -133,7 +135,7 @@ def verify_command(
     found = prove_all(tasks, jobs, load or (), keep if save else None, math.inf if budget is None else budget)
     write_json(json_, [asdict(proof) for proof in found])
     if str(json_) != "-":
-        console.print(verify.render_proofs(found, place))
+        console.print(render_proofs(found, place))
     if any(proof.ok is False for proof in found):
         raise typer.Exit(1)
 

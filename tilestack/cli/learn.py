@@ -248,5 +248,5 @@ def compare_attempt_command(name: Name, folder: FolderOption = DEFAULT.path) -> 
     backends = [backend for backend in (BACKEND, "triton", "aten") if backend in operator.implementations]
     directions = ["forward", "backward"] if operator.implementations[BACKEND].backward else ["forward"]
     rows = bench_operators([operator], directions=directions, backends=backends, console=Console(stderr=True))
-    for table in terminal_tables.tables(rows, machine.stamp("cuda")):
+    for table in terminal_tables.render_rows(rows, machine.stamp("cuda")):
         console.print(table)

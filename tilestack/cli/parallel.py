@@ -14,7 +14,7 @@ from tilestack.cli.train import Set
 from tilestack.parallel import environment
 
 if TYPE_CHECKING:
-    from tilestack.lab.planning.comm import Measured
+    from tilestack.lab.planning.comm import CollectiveTime
     from tilestack.lab.planning.plan import Plan
     from tilestack.lab.planning.plan_costs import Cluster
     from tilestack.train import Recipe
@@ -134,7 +134,7 @@ def refuse_too_many(processes: int, kind: str) -> None:
         )
 
 
-def comm_table(found: list["Measured"]) -> Table:
+def comm_table(found: list["CollectiveTime"]) -> Table:
     made = Table("collective", box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("bytes", "time", "algorithm bandwidth", "bus bandwidth"):
         made.add_column(name, justify="right")

@@ -122,7 +122,8 @@ def save_curves(name: Path, read: "Recipe", place: "torch.device", found: "Parit
     from tilestack.lab.training import loss_curves
 
     trained = f"{name}, batches of {read.data.batch} x {read.data.sequence} tokens, lr {read.optimizer.lr:g}, {len(found.reference)} steps, {read.precision.compute}"  # fmt: skip
-    kept, file = (found.as_dict() | {"name": trained}, "fp8") if fp8 else (found.as_dict(), "curves")
+    kept = found.as_dict() | ({"name": trained} if fp8 else {})
+    file = loss_curves.FP8_CURVES if fp8 else loss_curves.CURVES
     loss_curves.merge_curves(results.FOLDER, machine.stamp(place.type), trained, kept, file)
 
 

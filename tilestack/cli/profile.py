@@ -124,7 +124,8 @@ def profile_operator(
     from tilestack.cli.common import pick_operators
     from tilestack.contract import backend as using
     from tilestack.contract.cases import Make
-    from tilestack.lab.bench.operators import cases_of, differentiable
+    from tilestack.lab.bench.candidates import differentiable
+    from tilestack.lab.bench.operators import cases_of
 
     (operator,) = pick_operators([name])
     kind = dtype or ("bfloat16" if place.type == "cuda" else "float32")

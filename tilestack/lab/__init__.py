@@ -9,8 +9,10 @@ planning/    layouts on several GPUs
 tables/      results in the documentation
 report/      results in a browser
 
-Here lies what all of them share: `machine` says where results are from, `results` keeps them, `rows` compares two of a kind and
-`contests` all of them, `source` and `stale` say whether they still hold, `labels` and `catalogue` name cases and operators. So
-does the benchmark of engines, `bench_serve` with `serve_workloads` and `serve_candidates`: its rows are hashed with the paths
-and imports of the last two, and would look outdated if these moved.
+Here lies what all of them share: `machine` says where results are from, `results` keeps them on disk, `rows` holds one against
+another and `contests` reads all of them, `source` and `stale` say whether they still hold, `units` and `labels` write them for
+people. `doctor` says what will run here, and `catalogue` what operators there are.
+
+So does the benchmark of engines, `bench_serve` with `serve_workloads` and `serve_candidates`: its rows are hashed with the
+paths and imports of the last two, and would look outdated if these moved.
 """

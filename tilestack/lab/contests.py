@@ -1,4 +1,4 @@
-"""What the result files say: runs, the contests in them, and the words and numbers that tables and reports share.
+"""What the result files say: runs, and the contests in them.
 
 A run is one file, results/<gpu>/<name>.json: the machine, the roofs measured with it, and a row per candidate. The
 candidates of one operator on one set of arguments form a contest: our fastest backend against the fastest peer.
@@ -21,8 +21,6 @@ from tilestack.lab.stale import is_current
 FASTEST = "fastest of ours"
 DEFINITION = "torch"  # the definition run eagerly: shown, but no peer to be proud of beating
 
-Row = Stored
-
 
 @dataclass(frozen=True)
 class Result:
@@ -30,7 +28,7 @@ class Result:
 
     machine: dict[str, Any]
     roofs: dict[str, Any]
-    rows: list[Row]
+    rows: list[Stored]
 
     @property
     def slug(self) -> str:
@@ -58,21 +56,21 @@ class Contest:
     case: str
     dtype: str
     direction: str
-    rows: Sequence[Row]
+    rows: Sequence[Stored]
     run: Result
 
     @cached_property
-    def timed(self) -> list[Row]:
+    def timed(self) -> list[Stored]:
         return sorted((row for row in self.rows if row.get("time_us")), key=lambda row: row["time_us"])
 
     @property
-    def ours(self) -> Row | None:
+    def ours(self) -> Stored | None:
         """The fastest of our backends, where one was timed; of those in another precision than any peer's only where none
         is in theirs."""
         return min(self.own, key=lambda row: row["backend"] in IN_FP8, default=None)
 
     @cached_property
-    def own(self) -> list[Row]:
+    def own(self) -> list[Stored]:
         """Every backend of ours that was timed, fastest first."""
         return [row for row in self.timed if not is_peer(row["backend"]) and row["backend"] != DEFINITION]
 
@@ -81,12 +79,12 @@ class Contest:
         return replace(self, rows=[row for row in self.rows if row["backend"] == backend or is_peer(row["backend"])])
 
     @property
-    def peer(self) -> Row | None:
+    def peer(self) -> Stored | None:
         """The fastest of the peers that were timed."""
         return next((row for row in self.timed if is_peer(row["backend"])), None)
 
     @property
-    def shown(self) -> Row | None:
+    def shown(self) -> Stored | None:
         """What stands for the contest in a plot: ours, or the fastest there is where nothing of ours ran."""
         return self.ours or next(iter(self.timed), None)
 
@@ -124,7 +122,7 @@ class Contest:
         """The case in words."""
         return case_label(self.op, self.case)
 
-    def compute_bound(self, row: Row) -> bool:
+    def compute_bound(self, row: Stored) -> bool:
         """Whether arithmetic rather than memory sets this row's roof."""
         rate, bandwidth = self.run.rates.get(self.dtype) or self.run.rates.get("float32"), self.run.bandwidth
         if not (rate and bandwidth and row.get("tb_per_s")):
@@ -136,7 +134,7 @@ def contests(results: Iterable[Result]) -> list[Contest]:
     """Every contest of the runs by operator, case, dtype and direction; of runs that repeat one, the later date's."""
     found: dict[tuple[str, ...], Contest] = {}
     for run in sorted(results, key=lambda run: run.machine.get("date", "")):
-        groups: dict[tuple[str, str, str, str], list[Row]] = {}
+        groups: dict[tuple[str, str, str, str], list[Stored]] = {}
         for row in run.rows:
             groups.setdefault((row["op"], row["case"], row["dtype"], row["direction"]), []).append(row)
         for key, rows in groups.items():
@@ -146,11 +144,6 @@ def contests(results: Iterable[Result]) -> list[Contest]:
     place = lambda op: (names.index(op) if op in names else len(names), op)
     # A case keeps the place its run gave it: sizes do not sort as text.
     return sorted(found.values(), key=lambda c: (place(c.op), c.dtype, order.get(c.direction, 2)))
-
-
-def family_of(op: str) -> str:
-    """The file an operator is defined in, which is its family; results may outlive an operator's name."""
-    return next((operator.family for operator in operators() if operator.name == op), "other")
 
 
 @dataclass(frozen=True)
@@ -169,8 +162,8 @@ class Score:
         return f"{self.won} of {self.met}" + (f", {self.equal} equal" if self.equal else "") if self.met else "–"
 
 
-def score(found: Iterable[Contest]) -> Score:
-    verdicts = [contest.verdict for contest in found]
+def score(verdicts: Iterable[str]) -> Score:
+    verdicts = list(verdicts)
     return Score(*(verdicts.count(word) for word in (FASTER, SLOWER, EQUAL)))
 
 
@@ -223,30 +216,14 @@ def means(found: Iterable[Contest]) -> list[Means]:
     return made
 
 
-def microseconds(value: float | None) -> str:
-    if value is None:
-        return "–"
-    if value >= 1e4:
-        return f"{value / 1e3:.3g} ms" if value < 1e6 else f"{value / 1e6:.3g} s"
-    return f"{value:.0f} µs" if value >= 100 else f"{value:.1f} µs"
-
-
-def percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.0f}%"
-
-
-def times(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}×"
-
-
-def rate(contest: Contest, row: Row) -> str:
+def rate(contest: Contest, row: Stored) -> str:
     """A row's rate in the unit of its roof: TFLOP/s where arithmetic is the limit, else TB/s."""
     if contest.compute_bound(row):
         return f"{row['tflops']:.0f} TFLOP/s" if row["tflops"] >= 10 else f"{row['tflops']:.2f} TFLOP/s"
     return f"{row['tb_per_s']:.2f} TB/s" if row.get("tb_per_s") is not None else "–"
 
 
-def method(rows: Iterable[Row]) -> str:
+def method(rows: Iterable[Stored]) -> str:
     """How rows were timed, in words."""
     words = {
         "graph": "kernel time by CUDA-graph replay with cold caches",

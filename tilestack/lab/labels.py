@@ -1,8 +1,10 @@
-"""What people read for a case of a result: its label, found by operator and name."""
+"""What people read for a case of a result, its label, found by operator and name; and for a dtype."""
 
 import functools
 import re
 from collections import Counter
+
+import torch
 
 from tilestack.contract.registry import operators
 
@@ -19,3 +21,8 @@ def labels_of(op: str) -> dict[str, str]:
     labels = {case.name: case.label for case in operator.cases} if operator else {}
     counted = Counter(labels.values())
     return {name: label if counted[label] == 1 else f"{label} ({name})" for name, label in labels.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As results have it: bfloat16, without the library's name."""
+    return str(dtype).removeprefix("torch.")

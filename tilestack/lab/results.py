@@ -44,17 +44,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def machine_name(stamp: dict[str, Any]) -> str:
+    """The GPU that a stamp is of, or without one the CPU; empty where it names none."""
+    return stamp.get("gpu") or stamp.get("cpu") or ""
+
+
 def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two stamps are of one kind of machine: the same GPU, or without one the same CPU."""
-    return (one.get("gpu") or one.get("cpu")) == (other.get("gpu") or other.get("cpu"))
+    return machine_name(one) == machine_name(other)
 
 
 def refuse_other_machine(path: Path, machine: dict[str, Any]) -> None:
     """Refuse to add to a file of another machine: its figures would stand under the name of this one."""
     there = read_json(path).get("machine", machine) if path.exists() else machine
     if not same_machine(there, machine):
-        name = lambda stamp: stamp.get("gpu") or stamp.get("cpu")
-        raise ValueError(f"{path} holds figures of {name(there)}, and this is {name(machine)}; move it away first")
+        mine, theirs = machine_name(machine), machine_name(there)
+        raise ValueError(f"{path} holds figures of {theirs}, and this is {mine}; move it away first")
 
 
 def save(path: Path, results: Results) -> None:

@@ -42,6 +42,12 @@ class Row:
     cosine: float | None = None  # with what the result stands for, of operators that quantise (quality.py)
     relative_error: float | None = None  # the same
 
+    def set_rates(self, flops: float, moved: float, floor_us: float) -> None:
+        """Fill in what follows from the time for so much arithmetic and so many bytes, which take `floor_us` at the roof."""
+        assert self.time_us
+        self.tb_per_s, self.tflops = moved / self.time_us * 1e-6, flops / self.time_us * 1e-6
+        self.roof_fraction = floor_us / self.time_us
+
     def as_dict(self) -> Stored:
         return asdict(self)
 

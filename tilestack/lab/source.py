@@ -281,20 +281,9 @@ def file_of_module(name: str) -> Path | None:
 @functools.cache
 def imported_kernels(path: Path) -> tuple[str, ...]:
     """The modules of kernels/ that a file imports anywhere in it."""
-    return tuple(dict.fromkeys(_imported_kernels(ast.parse(path.read_text()))))
-
-
-def _imported_kernels(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        for name in names:
-            if name.startswith(f"{KERNELS}.") and is_module(name):
-                yield name
+    imported = (each for _, each in imports_in(ast.parse(path.read_text())))
+    names = dict.fromkeys(name for each in imported for name in (each.module, each.whole))
+    return tuple(name for name in names if name.startswith(f"{KERNELS}.") and is_module(name))
 
 
 @functools.cache

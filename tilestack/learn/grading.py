@@ -15,8 +15,9 @@ from torch import Tensor
 from tilestack.contract.cases import Case, Make
 from tilestack.contract.implementation import Implementation
 from tilestack.contract.operator import Operator
+from tilestack.lab.proof.claims import Claim, Proof, claims
 from tilestack.lab.proof.refuted import crash_line
-from tilestack.lab.proof.verify import Claim, Proof, claims, prove
+from tilestack.lab.proof.verify import prove
 from tilestack.lab.proof.workers import line_of_error, load_file
 from tilestack.learn.check import Checked, Tell
 from tilestack.learn.exercise import BACKEND, Exercise

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from tilestack.contract.named import call_named
+from tilestack.lab.labels import dtype_name
+from tilestack.lab.proof.claims import Claim, Proof
 from tilestack.lab.proof.evaluate import EVALUATE, in_float64, standards_of
 from tilestack.lab.proof.refuted import CRASHED
 from tilestack.lab.proof.variants import LAYOUTS
-from tilestack.lab.proof.verify import Claim, Proof, evaluations
+from tilestack.lab.proof.verify import evaluations
 from tilestack.learn.finding import Element, Finding, code_in
 
 SHOWN = 4  # wrong elements
@@ -51,7 +53,7 @@ def describe_claim(claim: Claim) -> tuple[str, str]:
         if isinstance(value, Tensor) or value != usual[name]
     ]
     layout = f" ({(LAYOUTS[claim.variant].__doc__ or '').strip('.')})" if claim.variant in LAYOUTS else ""
-    dtype = str(claim.dtype).removeprefix("torch.")
+    dtype = dtype_name(claim.dtype)
     called = f"{claim.operator.name}({', '.join(words)})"
     return called, f"{claim.direction}, {dtype}" + (f", {claim.variant}{layout}" if claim.variant != "plain" else "")
 

@@ -10,6 +10,7 @@ from tilestack.contract.cases import Make
 from tilestack.kernels.quantised import aten
 from tilestack.lab.bench import aten_rowwise, peers
 from tilestack.lab.bench import operators as lab
+from tilestack.lab.bench.candidates import candidate_of
 from tilestack.ops.grouped_fp8 import outer_case, rows_case
 
 
@@ -114,7 +115,7 @@ def test_the_bench_shows_the_reason(on_hopper, monkeypatch):
         peer.setup(*linear_arguments(40, 3, 32, 48, "even", "rows").values())
     monkeypatch.undo()
     arguments = outer_arguments(288, 3, 48, 144)
-    candidate = lab.candidate_of(
+    candidate = candidate_of(
         ops.grouped_outer_fp8, peers.peers_of(ops.grouped_outer_fp8)["aten-rowwise"], arguments, [], "forward"
     )
     timing = lab.measure({"aten-rowwise": candidate}, 1.0, "cpu")["aten-rowwise"]

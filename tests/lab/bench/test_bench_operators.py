@@ -14,6 +14,7 @@ from tilestack.contract.cases import Make
 from tilestack.lab import results
 from tilestack.lab.bench import idioms, peers, roofs, terminal_tables, watch
 from tilestack.lab.bench import operators as lab
+from tilestack.lab.bench.candidates import candidate_of, differentiable, names_of
 from tilestack.lab.bench.operators import bench_operators
 from tilestack.lab.bench.roofs import Roofs
 from tilestack.lab.bench.timing import Timing
@@ -114,7 +115,7 @@ def test_what_cannot_be_measured_is_an_error_for_people(asked, complaint):
 
 
 def test_only_gradients_that_cost_something_are_timed():
-    of = lambda operator, **arguments: lab.differentiable(operator, operator.bind(**arguments))
+    of = lambda operator, **arguments: differentiable(operator, operator.bind(**arguments))
     x, y = torch.randn(3, 4), torch.randn(3, 4)
     assert of(ops.add, x=x, y=y) == [], "both gradients are the arriving one"
     assert of(ops.transpose, x=x) == of(ops.reduce_sum, x=x, dim=0) == [], "a view of what arrives"
@@ -140,7 +141,7 @@ def test_backward_does_the_work_again_at_every_call():
     wanted = ["x", "weight"]
     arguments = ops.rms_norm.bind(x=torch.randn(4, 32), weight=torch.randn(32))
     peer = peers.Peer(ops.rms_norm)
-    candidate = lab.candidate_of(ops.rms_norm, peer, arguments, wanted, "backward")
+    candidate = candidate_of(ops.rms_norm, peer, arguments, wanted, "backward")
     with candidate.scope():
         first, second = candidate.prepare(2)
         once, again = first(), first()
@@ -152,7 +153,7 @@ def test_backward_does_the_work_again_at_every_call():
 
 def test_forward_is_timed_without_gradients():
     arguments = ops.softmax.bind(x=torch.randn(4, 32))
-    candidate = lab.candidate_of(ops.softmax, peers.Peer(ops.softmax), arguments, [], "forward")
+    candidate = candidate_of(ops.softmax, peers.Peer(ops.softmax), arguments, [], "forward")
     with candidate.scope():
         (call,) = candidate.prepare(1)
         assert not call().requires_grad
@@ -187,7 +188,7 @@ def test_tables_say_cpu_and_show_losses_like_wins():
         Row("relu", "8", "float32", "forward", "triton", note="out of memory [/bytes]"),
     ]
     console = Console(width=200)
-    tables = terminal_tables.tables(rows, stamp("cpu"))
+    tables = terminal_tables.render_rows(rows, stamp("cpu"))
     assert [len(table.rows) for table in tables] == [2, 1]
     with console.capture() as shown:
         for table in tables:
@@ -199,7 +200,7 @@ def test_tables_say_cpu_and_show_losses_like_wins():
 
 def test_after_the_cases_of_an_operator_stand_their_means():
     rows = [Row.from_dict(row) for row in rows_of_two_backends()]
-    cases, means = terminal_tables.tables(rows, MACHINE)
+    cases, means = terminal_tables.render_rows(rows, MACHINE)
     assert len(cases.rows) == 10
     console = Console(width=80)
     with console.capture() as shown:
@@ -210,7 +211,7 @@ def test_after_the_cases_of_an_operator_stand_their_means():
         ["gluon", "2 of 3", "2.00×", "2.00×"],
         ["triton", "3", "0.40×", "0.12×"],  # (1 · 1/8 · 1/2)^⅓
     ]
-    assert len(terminal_tables.tables(rows[:4], MACHINE)) == 1, "of one case there is no mean"
+    assert len(terminal_tables.render_rows(rows[:4], MACHINE)) == 1, "of one case there is no mean"
 
 
 def test_a_narrow_terminal_cuts_no_number():
@@ -231,7 +232,7 @@ def test_a_narrow_terminal_cuts_no_number():
     )
     console = Console(width=80)
     with console.capture() as shown:
-        for table in terminal_tables.tables([row], stamp("cpu")):
+        for table in terminal_tables.render_rows([row], stamp("cpu")):
             console.print(table)
     assert "…" not in shown.get()
     for whole in ("backward", "torch", "732 ms", "1.23", "GB/s", "1024×16384"):
@@ -258,8 +259,8 @@ def test_a_library_that_is_importable_becomes_a_peer(monkeypatch):
 
 
 def test_what_is_timed_unless_asked_for():
-    assert lab.names_of(ops.attention, "cuda") == [name for name in ops.attention.implementations if name != "torch"]
-    assert lab.names_of(ops.attention, "cpu") == ["torch", "aten"]
+    assert names_of(ops.attention, "cuda") == [name for name in ops.attention.implementations if name != "torch"]
+    assert names_of(ops.attention, "cpu") == ["torch", "aten"]
 
 
 def test_what_people_write_is_also_compiled_in_both_modes():
@@ -281,7 +282,7 @@ def test_what_is_prepared_once_is_not_compiled():
 def test_what_is_prepared_once_is_not_timed():
     happened = []
     peer = peers.Peer(lambda x: happened.append("run") or x, setup=lambda x, dim: happened.append("setup") or (x,))
-    candidate = lab.candidate_of(ops.softmax, peer, ops.softmax.bind(x=torch.randn(2, 3)), [], "forward")
+    candidate = candidate_of(ops.softmax, peer, ops.softmax.bind(x=torch.randn(2, 3)), [], "forward")
     with candidate.scope():
         (call,) = candidate.prepare(1)
         call()

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from tilestack.lab.bench import memory_sweeps
-from tilestack.lab.bench.memory_sweeps import SWEEPS, Point, measured_at, named
+from tilestack.lab.bench.memory_sweeps import SWEEPS, Point, measured_at, sweep_named
+from tilestack.lab.results import path_of
 from tilestack.lab.stale import present_source
 from tilestack.lab.tables.by_name import TableError, table
 
@@ -19,17 +20,17 @@ def test_a_sweep_moves_the_same_elements_at_every_setting(sweep):
 
 
 def test_the_patterns_lie_as_they_say():
-    x = named("row length").arguments(64, 2**12, "cpu")["x"]
+    x = sweep_named("row length").arguments(64, 2**12, "cpu")["x"]
     assert (x.shape, x.stride()) == ((64, 64), (128, 1))
-    offset = lambda setting: named("offset").arguments(setting, 2**12, "cpu")["x"].data_ptr() % 16
+    offset = lambda setting: sweep_named("offset").arguments(setting, 2**12, "cpu")["x"].data_ptr() % 16
     assert [offset(setting) for setting in (0, 1, 8)] == [0, 2, 0]
-    index = named("gathered row").arguments(16, 2**12, "cpu")["index"]
+    index = sweep_named("gathered row").arguments(16, 2**12, "cpu")["index"]
     assert sorted(index.tolist()) == list(range(256))
     assert index.tolist() != list(range(256))
 
 
 def test_a_point_is_measured_on_the_definition_without_a_gpu():
-    (point,) = measured_at(named("stride"), 4, "cpu", elements=2**12)
+    (point,) = measured_at(sweep_named("stride"), 4, "cpu", elements=2**12)
     assert (point.sweep, point.setting, point.backend, point.how) == ("stride", 4, "torch", "cpu")
     assert point.time_us is not None
     assert point.tb_per_s == pytest.approx(2 * 2**12 * 2 / point.time_us * 1e-6)
@@ -53,7 +54,7 @@ def run():
 
 
 def test_the_table_of_a_sweep(run, tmp_path):
-    path = memory_sweeps.sweeps_file(tmp_path / "results", "imaginary")
+    path = path_of("imaginary", memory_sweeps.RESULTS, tmp_path / "results")
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(run))
     written = table("memory imaginary stride", tmp_path)
@@ -70,7 +71,7 @@ def test_the_table_of_a_sweep(run, tmp_path):
 def test_sweeps_are_no_contests(run, tmp_path):
     from tilestack.lab.contests import results_under
 
-    path = memory_sweeps.sweeps_file(tmp_path, "imaginary")
+    path = path_of("imaginary", memory_sweeps.RESULTS, tmp_path)
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(run))
     assert results_under(tmp_path) == []

@@ -106,5 +106,5 @@ def test_tables_have_columns_for_it_where_a_row_does(tmp_path):
     assert quantised[-2:] == ["0.99912", "4.19%"]
     of_cases = [line for line in others if len(line) == len(header)]  # means over them come below
     assert {tuple(line[-2:]) for line in of_cases} == {("–", "–")}
-    shown = terminal_tables.tables([Row.from_dict(rows[-1])], stamp("cpu"))[0]
+    shown = terminal_tables.render_rows([Row.from_dict(rows[-1])], stamp("cpu"))[0]
     assert {"cosine", "relative\nerror"} <= {column.header for column in shown.columns}

@@ -6,10 +6,11 @@ import torch
 from tilestack import contract, ops
 from tilestack.contract.cases import Make, cases
 from tilestack.lab.mutation.suite import Original
+from tilestack.lab.proof.claims import claims
 from tilestack.lab.proof.evaluate import LARGE, NUDGES, REDRAWS, compute_standards, further_draws
 from tilestack.lab.proof.oracle import own_error
 from tilestack.lab.proof.variants import nudged_arguments
-from tilestack.lab.proof.verify import claims, prove
+from tilestack.lab.proof.verify import prove
 
 CPU = torch.device("cpu")
 SHAPE = (5, 8001)  # so small that many draws can be afforded

@@ -5,7 +5,7 @@ import torch
 
 from tilestack.contract import BackendError, implements, operator
 from tilestack.contract.cases import cases
-from tilestack.lab.proof.verify import chosen_backends, claims
+from tilestack.lab.proof.claims import chosen_backends, claims
 
 
 def claimed(operators, device, **options):

@@ -11,8 +11,9 @@ from tilestack.contract.backends import usable
 from tilestack.contract.named import answer_of
 from tilestack.lab.compile.explain import elements
 from tilestack.lab.proof import invariance, variants
+from tilestack.lab.proof.claims import SAYS_NOTHING, WITHOUT_EXTRAS, claims, default_dtypes
 from tilestack.lab.proof.evaluate import arguments_of
-from tilestack.lab.proof.verify import SAYS_NOTHING, WITHOUT_EXTRAS, claims, default_dtypes, prove
+from tilestack.lab.proof.verify import prove
 
 CPU = torch.device("cpu")
 NAMES = [operator.name for operator in ops.operators()]

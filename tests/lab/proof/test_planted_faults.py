@@ -11,7 +11,8 @@ from tilestack import contract, ops
 from tilestack.contract.launch import launch
 from tilestack.contract.workspace import workspace
 from tilestack.lab.proof import memory_guards
-from tilestack.lab.proof.verify import WITHOUT_EXTRAS, Claim, claims, prove
+from tilestack.lab.proof.claims import WITHOUT_EXTRAS, Claim, claims
+from tilestack.lab.proof.verify import prove
 
 CPU = torch.device("cpu")
 

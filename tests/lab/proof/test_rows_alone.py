@@ -5,8 +5,9 @@ import torch
 
 from tilestack import contract, ops
 from tilestack.contract.cases import Make
+from tilestack.lab.proof.claims import claims
 from tilestack.lab.proof.invariance import ALONE, Rows, is_row_by_row, rows_of_case
-from tilestack.lab.proof.verify import claims, prove
+from tilestack.lab.proof.verify import prove
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ import torch
 
 from tilestack import ops
 from tilestack.lab.proof import proofs, proved, workers
-from tilestack.lab.proof.verify import Proof
+from tilestack.lab.proof.claims import Proof
 from tilestack.lab.proof.workers import Task, parts_of, prove_tasks, start_worker, tasks_for
 from tilestack.lab.source import source_hash
 
@@ -159,7 +159,7 @@ def test_proofs_are_kept_by_source_and_replaced_by_later_ones(tmp_path: Path):
     )  # fmt: skip
     assert (backward["wrong"], backward["commit"]) == (1, "b")
     assert backward["refuted"] == ["33 plain: off by 2"]
-    (line,) = [line for line in proved.lines(tmp_path, "h200") if (line.op, line.backend) == ("relu", "triton")]
+    (line,) = [line for line in proved.standings(tmp_path, "h200") if (line.op, line.backend) == ("relu", "triton")]
     assert line.status == "1 of 3 claims fail"
     proofs.save_proofs(path, when("c"), [proof(True)])
     assert [line["commit"] for line in proofs.load_proofs(path)] == ["c", "b"]
@@ -167,7 +167,7 @@ def test_proofs_are_kept_by_source_and_replaced_by_later_ones(tmp_path: Path):
 
 def test_the_largest_error_is_told_as_a_part_of_what_was_allowed():
     found = [Proof("relu", "triton", "33", "plain", "float16", "forward", True, error=e, bound=b) for e, b in ((1.0, 4.0), (3.0, 100.0))]  # fmt: skip
-    (line,) = proofs.lines_of(found, dict(commit="a", date="2031-01-01T00:00:00Z"))
+    (line,) = proofs.summed_up(found, dict(commit="a", date="2031-01-01T00:00:00Z"))
     assert line["worst"] == 0.25
 
 
@@ -202,7 +202,9 @@ def test_a_process_that_dies_leaves_nothing_proved_until_it_is_tried_again(tmp_p
     path, now = tmp_path / "h200" / "proofs.json", dict(commit="a", date="2031-01-01T00:00:00Z")
     task = Task("linear", torch.float32, CPU)
     proved_of = lambda backend: Proof("linear", backend, "33", "plain", "float32", "forward", True)
-    stands = lambda: {line.backend for line in proved.lines(tmp_path, "h200") if line.op == "linear" and line.is_proved}
+    stands = lambda: {
+        line.backend for line in proved.standings(tmp_path, "h200") if line.op == "linear" and line.is_proved
+    }
     left = lambda: {each.backend for each in proofs.unproved([task], proofs.load_proofs(path))}
     backends = left()
     proofs.save_proofs(path, now, map(proved_of, backends))
@@ -223,6 +225,6 @@ def test_a_process_that_dies_names_the_cases_it_was_at():
 def test_a_file_of_something_else_is_refused(tmp_path: Path):
     path = tmp_path / "proofs.json"
     path.write_text(json.dumps({"rows": []}))
-    with pytest.raises(ValueError, match="not a file of proofs"):
+    with pytest.raises(ValueError, match="is no file of proofs"):
         proofs.load_proofs(path)
     assert proofs.load_proofs(tmp_path / "none.json") == []

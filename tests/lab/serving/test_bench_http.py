@@ -37,7 +37,7 @@ def test_what_is_lost_is_told_of_the_rate_and_of_the_work():
     row = lambda case, backend, figure, cpu: dict(case=case, backend=backend, figure=figure, cpu_us=cpu)
     rows = [row("a", "offline", 200.0, 50.0), row("a", "http", 150.0, 55.0), row("b", "offline", 1, 1), row("b", "http", 1, 1)]  # fmt: skip
     assert bench_http.costs(rows) == {"a": (0.25, pytest.approx(0.1)), "b": (0.0, 0.0)}
-    assert list(bench_http.render(rows).columns[-1].cells)[:2] == ["–", "25.0% of the rate, 10.0% more CPU"]
+    assert list(bench_http.render_http(rows).columns[-1].cells)[:2] == ["–", "25.0% of the rate, 10.0% more CPU"]
 
 
 def test_fewer_tokens_than_were_asked_for_are_no_figure():

@@ -10,9 +10,9 @@ from made_up import MACHINE, cells, contest, row, rows_of_two_backends, save, sm
 
 from tilestack import ops
 from tilestack.contract.cases import Make
-from tilestack.lab.bench.operators import kernel_lender
+from tilestack.lab.bench.candidates import kernel_lender
 from tilestack.lab.contests import Result, contests, results_under
-from tilestack.lab.mutation.results import code_hash
+from tilestack.lab.mutation.record import code_hash
 from tilestack.lab.stale import present_source
 from tilestack.lab.tables.by_name import TableError, table
 from tilestack.lab.tables.generated import stale_tables, update_tables

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from tilestack.cli import main
 from tilestack.cli.recipes import find_recipe, recipe_names
 from tilestack.files import ForeignFolder
-from tilestack.lab.tables import by_name
+from tilestack.lab.tables.by_name import table
+from tilestack.lab.tables.runs import run_stamp
 from tilestack.lab.training import chain
 from tilestack.train import Recipe
 from tilestack.train.align import KINDS
@@ -69,15 +70,15 @@ def test_stages_follow_each_other_and_their_figures_fill_the_table(tmp_path):
     assert [stage["parameters"] for stage in found["stages"]] == [12] * 4
     assert "train demo: 9 steps in 0 s; validation loss 2.000 → 0.500, bits per byte 2.000 → 0.500" in said
 
-    chain.save_chain(tmp_path / "results", MACHINE, found)
-    written = by_name.table("recipes cpu", tmp_path)
+    chain.save_chain(tmp_path / "results", MACHINE, found, chain.CHAIN)
+    written = table("recipes cpu", tmp_path)
     assert (
         "| `sft sft` | validation loss 2.000 → 0.500; exact answers 2.000 → 0.500 | 0.00 M | 9 | 1,500 tokens/s, 15.0% MFU | 0 s |"
         in written
     )
     assert [written.count(f"({word})") for word in ("right", "wrong")] == [2, 1]
     assert "a CPU, torch 2, commit abc, 2026-11-15" in written
-    assert "`tilestack chain --save` on the machine `h200`" in by_name.table("recipes h200", tmp_path)
+    assert "`tilestack chain --save` on the machine `h200`" in table("recipes h200", tmp_path)
 
 
 def test_recipes_of_alignment_all_begin_with_the_model_of_sft_and_fill_their_table(tmp_path):
@@ -85,17 +86,17 @@ def test_recipes_of_alignment_all_begin_with_the_model_of_sft_and_fill_their_tab
         KINDS[stage.command].recipe.load(find_recipe(chain.Path(stage.recipe)), stage.settings)
     run, said = Pretended(), []
     chain.save_chain(
-        tmp_path / "results", MACHINE, chain.run_alignment(tmp_path / "runs", run, said.append), "alignment"
+        tmp_path / "results", MACHINE, chain.run_alignment(tmp_path / "runs", run, said.append), chain.ALIGNMENT
     )
     folders = [command[command.index("--folder") + 1] for command in run.commands]
     assert folders == [str(tmp_path / "runs" / name) for name in ("sft", "grpo", "dpo", "4-dpo", "kto")]
     starts = [[word for word in command if word.startswith("model.path=")] for command in run.commands]
     assert starts == [[], *[[f"model.path={tmp_path / 'runs/sft/model'}"]] * 4]
-    written = by_name.table("alignment cpu", tmp_path)
+    written = table("alignment cpu", tmp_path)
     judged = "validation loss 2.000 → 0.500; validation accuracy 2.000 → 0.500 | 0 k | 9 | 0 s |"
     assert f"| `dpo dpo --set lora.rank=8 --set optimizer.lr=3e-3` | {judged}" in written
     assert "a CPU, torch 2, commit abc, 2026-11-15" in written
-    assert "`tilestack chain --alignment --save` on the machine `h200`" in by_name.table("alignment h200", tmp_path)
+    assert "`tilestack chain --alignment --save` on the machine `h200`" in table("alignment h200", tmp_path)
 
 
 def test_a_chain_goes_on_with_the_first_stage_that_is_not_as_it_was(tmp_path, monkeypatch):
@@ -114,7 +115,7 @@ def test_a_chain_goes_on_with_the_first_stage_that_is_not_as_it_was(tmp_path, mo
     (tmp_path / "grpo.json").unlink()
     assert run_again("d") == (["grpo"], ["a", "c", "d"])
     runs = [{"commit": name} for name in "accd"]
-    assert by_name.run_stamp(MACHINE, runs) == "a CPU, torch 2, commit a, c, d, 2026-11-15"
+    assert run_stamp(MACHINE, runs) == "a CPU, torch 2, commit a, c, d, 2026-11-15"
 
 
 @pytest.mark.parametrize("options", [(), ("--alignment",), ("--resume",)], ids=["", "alignment", "resume"])

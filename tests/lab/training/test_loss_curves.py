@@ -34,7 +34,7 @@ def test_fp8_has_a_file_and_a_table_of_its_own(tmp_path):
     machine = MACHINE | {"torch": "9.9"}
     assert "`tilestack parity --fp8 --save`" in table("fp8-parity imaginary", tmp_path)
     for name in ("tiny, lr 1", "tiny, lr 2"):
-        loss_curves.merge_curves(tmp_path / "results", machine, name, run(name, [9.0, 7.25]), "fp8")
+        loss_curves.merge_curves(tmp_path / "results", machine, name, run(name, [9.0, 7.25]), loss_curves.FP8_CURVES)
     written = table("fp8-parity imaginary", tmp_path).splitlines()
     assert written[2:4] == [f"| tiny, lr {lr} | 7.500 | 7.250 | 0.250 | 25% | – | – |" for lr in (1, 2)]
     assert written[-1] == "_Imaginary GPU 9000, torch 9.9, commit abc1234, 2031-05-06._"
@@ -44,6 +44,8 @@ def test_fp8_has_a_file_and_a_table_of_its_own(tmp_path):
 def test_fp8_from_several_starts_shows_its_mean_and_what_chance_makes_of_it(tmp_path):
     ends = [[7.5, 7.75], [7.0, 7.125], [8.0, 8.0], [7.5, 7.625]]  # above by 1/4, 1/8, 0 and 1/8
     found = run("tiny, lr 1", [9.0, 7.25]) | {"ends": ends}
-    loss_curves.merge_curves(tmp_path / "results", MACHINE | {"torch": "9.9"}, "tiny, lr 1", found, "fp8")
+    loss_curves.merge_curves(
+        tmp_path / "results", MACHINE | {"torch": "9.9"}, "tiny, lr 1", found, loss_curves.FP8_CURVES
+    )
     row = table("fp8-parity imaginary", tmp_path).splitlines()[2]
     assert row.endswith("| +0.125 ± 0.051 over 4 starts | 0.408 |")

@@ -16,10 +16,11 @@ from typing import Any
 from rich.table import Table
 
 from tilestack.lab.bench.peers import is_peer
-from tilestack.lab.contests import DEFINITION, mean_ratio, microseconds, times
+from tilestack.lab.contests import DEFINITION, mean_ratio
 from tilestack.lab.labels import case_label
-from tilestack.lab.results import IDENTITY, load, load_all
+from tilestack.lab.results import IDENTITY, load, load_all, machine_name
 from tilestack.lab.rows import EQUAL, FASTER, SLOWER, Stored, verdict
+from tilestack.lab.units import microseconds, times
 
 Identity = tuple[str, ...]
 
@@ -71,7 +72,7 @@ def rows_of(source: str, folder: Path = Path("results")) -> dict[Identity, Store
         runs = runs_of_revision(source, folder)
     found: dict[Identity, Stored] = {}
     for run in runs:
-        machine = run["machine"].get("gpu") or run["machine"].get("cpu") or "unknown"
+        machine = machine_name(run["machine"]) or "unknown"
         for row in run["rows"]:
             if "time_us" in row:
                 found[machine, *(str(row[name]) for name in IDENTITY)] = row

@@ -27,6 +27,7 @@ from tilestack.contract import BackendError, Operator, backend, configure_backen
 from tilestack.contract.cases import Make
 from tilestack.contract.native.build import native_node
 from tilestack.contract.operator import as_tuple
+from tilestack.lab.bench.timing import average_seconds
 from tilestack.lab.stale import hash_of_parts, present_source
 
 CALLS, BATCHES, WARM = 20, 40, 3
@@ -150,11 +151,9 @@ def measure_all(
                 break
             for run, kept in zip((call, lambda: x.add_(1)), samples, strict=True):
                 wait()
-                began = time.perf_counter()
-                for _ in range(CALLS):
-                    run()
+                took = average_seconds(run, CALLS, time.perf_counter)
                 if batch >= WARM:
-                    kept.append((time.perf_counter() - began) / CALLS)
+                    kept.append(took)
         ours, floor = (round(1e6 * min(kept), 3) for kept in samples)
         found[way, name] = ours, floor
     configure_backend("")

@@ -29,6 +29,7 @@ from tilestack.lab.report.page import SERIES, Section, colour, empty, plot, text
 from tilestack.lab.stale import present_source
 
 COMMAND = "tilestack bench memory"
+RESULTS = "sweeps/memory"  # below the benchmark's files: patterns chosen to be bad have no place among its contests
 ELEMENTS = {"cuda": 2**25, "cpu": 2**20}  # moved at every setting
 SECONDS = {"cuda": 0.1, "cpu": 0.02}
 BACKENDS = {"cuda": ("triton", "aten"), "cpu": ("torch",)}
@@ -107,7 +108,7 @@ SWEEPS = (
 )
 
 
-def named(name: str) -> Sweep:
+def sweep_named(name: str) -> Sweep:
     return next(sweep for sweep in SWEEPS if sweep.name == name)
 
 
@@ -126,10 +127,9 @@ class Point:
     source: str = ""  # hash of the source that was measured, where that is ours
 
 
-def bench_memory(device: str | None = None, save: Path | None = None, console: Console | None = None) -> dict[str, Any]:
+def bench_memory(device: str, save: Path | None = None, console: Console | None = None) -> dict[str, Any]:
     """Measure every sweep: the machine, its roofs and a row per point. `save` is a folder of results to write to."""
     load_kernels()
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     machine, points = stamp(device), []
     total = sum(len(sweep.settings) for sweep in SWEEPS)
     with Progress(console=console or Console(quiet=True), transient=True, disable=console is None) as progress:
@@ -141,15 +141,15 @@ def bench_memory(device: str | None = None, save: Path | None = None, console: C
     roofs = measure_roofs(device).as_dict() if device == "cuda" else {}
     run = {"machine": machine, "roofs": roofs, "rows": [asdict(point) for point in points]}
     if save is not None:
-        results.save(sweeps_file(save, machine["slug"]), run)
+        results.save(results.path_of(machine["slug"], RESULTS, save), run)
     return run
 
 
-def draw(run: dict[str, Any], page: Path) -> Path:
+def write_sweeps_page(run: dict[str, Any], page: Path) -> Path:
     """Write a page with the plots of a run."""
     machine = run["machine"]
     facts = [
-        ("measured on", machine["gpu"] or machine["cpu"]),
+        ("measured on", results.machine_name(machine)),
         ("date, UTC", machine["date"][:16].replace("T", " ")),
     ]
     return write_page(page, "What a memory access costs", subtitle(machine), facts, "", [sweeps_section(run)])
@@ -176,21 +176,16 @@ def measured_at(sweep: Sweep, setting: int, device: str, elements: int | None = 
     ]  # fmt: skip
 
 
-def sweeps_file(folder: Path, slug: str) -> Path:
-    """A level below the benchmark's files: patterns chosen to be bad have no place among its contests."""
-    return folder / slug / "sweeps" / "memory.json"
-
-
 def load_sweeps(folder: Path, slug: str) -> dict[str, Any] | None:
     """The sweeps measured on a GPU, None when there are none."""
-    path = sweeps_file(folder, slug)
+    path = results.path_of(slug, RESULTS, folder)
     return results.load(path) if path.exists() else None
 
 
 def sweeps_are_current(run: dict[str, Any]) -> bool:
     """Whether every point of ours is of the present source."""
     ours = [point for point in points_of(run) if not is_peer(point.backend)]
-    return all(point.source == present_source(named(point.sweep).operator.name, point.backend) for point in ours)
+    return all(point.source == present_source(sweep_named(point.sweep).operator.name, point.backend) for point in ours)
 
 
 def points_of(run: dict[str, Any]) -> list[Point]:

@@ -1,8 +1,6 @@
 """The benchmark: every backend of an operator and its peers, over its cases, dtypes and directions, against the roofs.
 
-A row is one candidate on one case (rows.py). What fails becomes a row with a note instead of figures. Forward runs
-without gradients; backward is `torch.autograd.grad` on a kept forward, for ours and the peers alike; `both` is a training
-step's forward and backward, for operators that do some of one in the other.
+A row is one candidate (candidates.py) on one case (rows.py). What fails becomes a row with a note instead of figures.
 
 Without a GPU the definitions and PyTorch's own functions are timed on the CPU, on the largest case of each operator that
 is bearable there; Triton's interpreter is never timed.
@@ -10,7 +8,7 @@ is bearable there; Triton's interpreter is never timed.
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -20,20 +18,16 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from tilestack.contract import Case, Operator, backend
-from tilestack.contract.autograd import gradient_of_definition
-from tilestack.contract.backends import family_of, interpreting, usable
+from tilestack.contract import Case, Operator
 from tilestack.contract.cases import Make
-from tilestack.contract.library import memory_of
-from tilestack.contract.named import call_named
-from tilestack.contract.operator import as_tuple
-from tilestack.contract.registry import configuration, load_kernels, operator_named
+from tilestack.contract.registry import load_kernels, operator_named
 from tilestack.lab import results
-from tilestack.lab.bench.peers import COMPILED, LIBRARIES, Peer, is_peer, peers_of
+from tilestack.lab.bench.candidates import candidates_of, differentiable, kernel_lender, names_asked, names_of
+from tilestack.lab.bench.peers import COMPILED, is_peer
 from tilestack.lab.bench.quality import WITHOUT_CODES, quality_of, truth_without_codes
 from tilestack.lab.bench.roofs import Roofs, measure_roofs
 from tilestack.lab.bench.run_ahead import run_ahead
-from tilestack.lab.bench.timing import Call, Candidate, Timing, in_one_line, measure
+from tilestack.lab.bench.timing import Candidate, Timing, in_one_line, measure
 from tilestack.lab.bench.watch import Watch
 from tilestack.lab.machine import stamp
 from tilestack.lab.rows import Row, Stored, set_ratios
@@ -145,15 +139,6 @@ def has_direction(subject: Subject, direction: str) -> bool:
     return bool(differentiable(subject.operator, subject.operator.bind(**made)))
 
 
-def names_of(operator: Operator, device: str) -> list[str]:
-    """The backends timed unless some are asked for: on a GPU all but the definition, which is no peer and is slow; on a
-    CPU those that run there but for Triton, whose interpreter is for proofs."""
-    if device == "cuda":
-        return [name for name in operator.implementations if name != "torch"]
-    here = torch.device(device)
-    return [name for name in operator.implementations if family_of(name) != "triton" and usable(name, here) is True]
-
-
 def directions_of(operator: Operator, wanted: Sequence[str]) -> list[str]:
     """Where gradients are made in the forward, a backward alone says nothing: both are timed together. What has no gradient on
     any backend but the definition is timed forward."""
@@ -226,31 +211,6 @@ def set_quality(
                 row.cosine, row.relative_error = quality_of(candidate.prepare(1)[0](), truth)
 
 
-def names_asked(operator: Operator, backends: Sequence[str] | None, device: str) -> list[str]:
-    """The backends and peers that are compared."""
-    return list(backends or [*names_of(operator, device), *(peers_of(operator) if device == "cuda" else ())])
-
-
-def candidates_of(
-    operator: Operator, names: Sequence[str], arguments: dict[str, Any], direction: str, *, all_told: bool
-) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """What can be timed of those named, and why the rest cannot; of peers that is told only where all of it shall be.
-    Neither is anything where a backward does nothing."""
-    wanted = differentiable(operator, arguments) if direction != "forward" else []
-    if direction != "forward" and not wanted:
-        return {}, {}
-    peers = peers_of(operator)
-    candidates: dict[str, Candidate] = {}
-    refused: dict[str, str] = {}
-    for name in names:
-        if reason := refusal(operator, name, peers, arguments, direction):
-            refused |= {name: reason} if all_told or not is_peer(name) else {}
-        else:
-            peer = peers.get(name) or Peer(operator, functools.partial(backend, name))
-            candidates[name] = candidate_of(operator, peer, arguments, wanted, direction)
-    return candidates, refused
-
-
 def compile_subject(
     name: str, case_name: str, dtype: str, directions: Sequence[str], backends: Sequence[str] | None, device: str
 ) -> bool:
@@ -268,90 +228,6 @@ def compile_subject(
     return True
 
 
-def kernel_lender(operator: Operator, name: str, arguments: dict[str, Any], direction: str) -> str:
-    """Whose kernel a backend runs where the configuration of the call says so; empty where it is its own."""
-    implementation = operator.implementations.get(name)
-    if implementation is None:
-        return ""
-    config = configuration(implementation, arguments, name, with_gradient=direction != "forward")
-    lender = getattr(config, "lender", None)
-    return call_named(lender, {**arguments, "direction": direction}) if lender else ""
-
-
-def refusal(operator: Operator, name: str, peers: dict[str, Peer], arguments: dict[str, Any], direction: str) -> str:
-    """Why a backend or peer cannot be timed on these arguments; empty when it can."""
-    device = operator.device_of(arguments)
-    if name in LIBRARIES and device.type != "cuda":
-        return f"{name} needs a GPU"
-    if name in peers:
-        return ""
-    if name not in operator.implementations:
-        return f"{operator.name} has no backend or peer {name} here"
-    if family_of(name) == "triton" and device.type == "cpu" and interpreting():
-        return "Triton's interpreter is for proofs; its times mean nothing"
-    return operator.implementations[name].refuses(arguments, device, direction != "forward")
-
-
-def differentiable(operator: Operator, arguments: dict[str, Any]) -> list[str]:
-    """The arguments whose gradients are worth timing: floating-point tensors, less those whose gradient is None.
-
-    None at all where every gradient is a view of one that arrives, as for a transpose: its backward runs nothing. Nor
-    has an operator a gradient that writes into its arguments.
-    """
-    if operator.mutates:
-        return []
-    floats = {name: isinstance(t := arguments[name], Tensor) and t.is_floating_point() for name in operator.tensors}
-    if operator.gradient is None:
-        return [name for name, is_float in floats.items() if is_float]
-    meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
-    outputs = as_tuple(operator.fake(**meta))
-    arriving = [torch.empty_like(output) for output in outputs]
-    available = meta | dict(zip(operator.outputs, outputs, strict=True)) | {"needs": tuple(floats.values())}
-    found = gradient_of_definition(operator, available | dict(zip(operator.grads, arriving, strict=True)))
-    gradients = {name: g for name, g in zip(floats, found, strict=True) if floats[name] and g is not None}
-    passed_on = all(any(memory_of(gradient) == memory_of(grad) for grad in arriving) for gradient in gradients.values())
-    return [] if passed_on else list(gradients)
-
-
-def candidate_of(
-    operator: Operator, peer: Peer, arguments: dict[str, Any], wanted: Sequence[str], direction: str
-) -> Candidate:
-    """A way to run an operator, as something to time in one direction."""
-    run = peer.run
-
-    @contextmanager
-    def scope() -> Iterator[None]:
-        with peer.scope(), torch.set_grad_enabled(direction != "forward"):
-            yield
-
-    def copy() -> dict[str, Any]:
-        copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
-        for name in wanted:
-            copied[name].requires_grad_()
-        return copied
-
-    def prepare_one() -> Call:
-        copied = copy()
-        values = peer.setup(*copied.values())
-        if direction == "forward":
-            return functools.partial(run, *values)
-        inputs = [copied[name] for name in wanted]
-        outputs = differentiable_outputs(run(*values))
-        # At a loss a one arrives, as `loss.backward()` sends it.
-        arriving = [torch.randn_like(output) if output.ndim else torch.ones_like(output) for output in outputs]
-        if direction == "backward":
-            return functools.partial(
-                torch.autograd.grad, outputs, inputs, arriving, retain_graph=True, allow_unused=True
-            )
-        return lambda: torch.autograd.grad(differentiable_outputs(run(*values)), inputs, arriving, allow_unused=True)
-
-    return Candidate(lambda copies: [prepare_one() for _ in range(copies)], scope)
-
-
-def differentiable_outputs(out: Any) -> list[Tensor]:
-    return [output for output in as_tuple(out) if isinstance(output, Tensor) and output.requires_grad]
-
-
 def multiplies_codes(operator: Operator, arguments: dict[str, Any]) -> bool:
     """Whether the operands of a product are codes of 8 bits, given or, as in attention of codes, made on the way."""
     if operator.name in WITHOUT_CODES:
@@ -365,9 +241,7 @@ def figures(row: Row, timing: Timing, flops: float, moved: float, roofs: Roofs, 
     for name, value in vars(timing).items():
         setattr(row, name, value)
     if timing.time_us:
-        row.tb_per_s = moved / timing.time_us * 1e-6
-        row.tflops = flops / timing.time_us * 1e-6
-        row.roof_fraction = roofs.floor_us(flops, moved, row.dtype, of_codes) / timing.time_us
-        if timing.how == "cpu" and row.roof_fraction > 1.005:
+        row.set_rates(flops, moved, roofs.floor_us(flops, moved, row.dtype, of_codes))
+        if timing.how == "cpu" and row.roof_fraction and row.roof_fraction > 1.005:
             row.note = "the inputs stay in cache"  # and are not copied there from memory, as the roof is
     return row

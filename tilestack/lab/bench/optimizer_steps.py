@@ -16,6 +16,7 @@ from tilestack import optim
 from tilestack.contract import backend
 from tilestack.lab.bench.roofs import Roofs, measure_roofs
 from tilestack.lab.bench.timing import Call, Candidate, measure
+from tilestack.lab.labels import dtype_name
 from tilestack.lab.rows import Row, Stored, set_ratios
 from tilestack.lab.stale import is_current, present_source
 from tilestack.ops.gram import iteration_cost
@@ -144,10 +145,10 @@ def optimizer_calls(
 
 
 def bench_optim(
-    optimizers: Sequence[str] = tuple(CONTESTS),
-    cases: Sequence[str] = tuple(CASES),
-    dtypes: Sequence[str] = DTYPES,
-    device: str | None = None,
+    optimizers: Sequence[str],
+    cases: Sequence[str],
+    dtypes: Sequence[str],
+    device: str,
     shapes: dict[str, list[Shape]] | None = None,
     kept: Sequence[Stored] = (),
 ) -> Iterator[list[Stored]]:
@@ -155,7 +156,6 @@ def bench_optim(
 
     `shapes` replaces the cases' own, for a smaller machine.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     roofs = measure_roofs(device)
     current = {(row["op"], row["case"], row["dtype"]) for row in kept if is_current(row)}
     for name, case, dtype in itertools.product(optimizers, cases, dtypes):
@@ -180,28 +180,14 @@ def optimizer_contest(
     }
     elements = sum(torch.Size(shape).numel() for shape in shapes)
     timings = measure(candidates, 4 * elements * dtype.itemsize, device)
-    dtype_name = str(dtype).removeprefix("torch.")
+    flops = flops_of_a_step(shapes) if name == "muon" else 0
+    arithmetic = "bfloat16" if flops else dtype_name(dtype)
     rows = []
     for label, timing in timings.items():
-        row = Row(
-            name,
-            case,
-            dtype_name,
-            "step",
-            label if label != OURS or device == "cuda" else "torch",
-            how=timing.how,
-            note=timing.note,
-        )
-        row.source = present_source(name, row.backend)
+        who = label if label != OURS or device == "cuda" else "torch"
+        row = Row(name, case, dtype_name(dtype), "step", who, source=present_source(name, who), **vars(timing))
+        if row.time_us:
+            row.set_rates(flops, moved[label], roofs.floor_us(flops, moved[label], arithmetic))
         rows.append(row)
-        if not timing.time_us:
-            continue
-        row.time_us, row.spread, row.host_us = timing.time_us, timing.spread, timing.host_us
-        row.peak_mib = timing.peak_mib
-        row.tb_per_s = moved[label] / timing.time_us * 1e-6
-        flops = flops_of_a_step(shapes) if name == "muon" else 0
-        row.tflops = flops / timing.time_us * 1e-6
-        arithmetic = "bfloat16" if flops else dtype_name
-        row.roof_fraction = roofs.floor_us(flops, moved[label], arithmetic) / timing.time_us
     set_ratios(rows)
     return rows

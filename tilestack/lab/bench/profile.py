@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tilestack.files import whole_file
-from tilestack.lab.contests import microseconds, percent
+from tilestack.lab.units import microseconds, percent
 from tilestack.train.run.profile import Share, shares_of
 
 OURS = "tilestack"

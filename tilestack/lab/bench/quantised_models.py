@@ -16,13 +16,12 @@ from rich.table import Table
 from tilestack import data, models
 from tilestack.data.calibration import BUILTIN, calibration_ids, texts_of
 from tilestack.lab import machine, results
-from tilestack.lab.tables.markdown import commits_in_words, markdown
 from tilestack.models.checkpoints import CONFIG, read_json
 from tilestack.models.quantise import quantise
 from tilestack.quant import SCHEMES, QuantisedLinear
 from tilestack.quant.methods import METHODS, default_method
 from tilestack.train.evaluation.comparison import Comparison, Window, compare, remember, take_windows
-from tilestack.train.evaluation.evaluate import Estimate, beginning
+from tilestack.train.evaluation.evaluate import Estimate, whole_document
 
 # Of the documentation's table.
 MODEL = "smollm2"
@@ -47,16 +46,12 @@ def kept_dtype(model: str) -> torch.dtype:
 
 
 def held_out_windows(sources: Iterable[str], tokenizer: data.Tokenizer, length: int, tokens: int) -> list[Window]:
-    """Windows of texts to compare models on, begun as evaluation begins them; the end token of a document is not scored."""
-    start, ends = beginning(tokenizer), [tokenizer.eos]
-
-    def documents() -> Iterator[tuple[Sequence[int], int]]:
-        for text in texts_of(sources, held_out=True):
-            (ids,) = tokenizer.encode_documents([text])
-            ids = ids[:-1] if ids[-1:] == ends else ids
-            yield (ids if ids[:1] == start else start + ids), len(text.encode())
-
-    return take_windows(documents(), length, tokens)
+    """Windows of texts to compare models on, begun and ended as evaluation does it."""
+    documents = (
+        (whole_document(tokenizer, tokenizer.encode_documents([text])[0]), len(text.encode()))
+        for text in texts_of(sources, held_out=True)
+    )
+    return take_windows(documents, length, tokens)
 
 
 def size_of_decoder(decoder: models.Decoder) -> Size:
@@ -185,26 +180,3 @@ def cells(run: dict[str, Any]) -> list[str]:
         figure("kl"),
         figure("agreement"),
     ]
-
-
-def quantised(folder: Path, slug: str) -> str:
-    """The documentation's table: every scheme and method on one model, the default of a scheme in bold."""
-    path = results.path_of(slug, RESULTS, folder)
-    if not path.exists():
-        return f"_not measured yet: `{COMMAND}` fills this table._"
-    kept = results.read_json(path)
-    rows = []
-    for run in kept["runs"]:
-        scheme, method, *figures = cells(run)
-        rows.append([f"`{scheme}`", f"**{method}**" if run["default"] else method, *figures])
-    first = kept["runs"][0]
-    before, calibration = first["quality"]["before"], first["calibration"]
-    machine = kept["machine"]
-    about = (
-        f"{first['model']}, {first['size']['before']['bytes'] / 1e6:.0f} MB and {before['bits_per_byte']['value']:.4f} bits per "
-        f"byte before; calibrated on {calibration['samples']} rows of {calibration['length']} built-in tokens, compared on "
-        f"{before['tokens']:,} held-out ones of {before['documents']} documents; ± standard error. "
-        f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, "
-        f"{commits_in_words(run['commit'] for run in kept['runs'])}, {machine['date'][:10]}"
-    )
-    return f"{markdown(list(HEADER), rows, left=2)}\n\n_{about}._"

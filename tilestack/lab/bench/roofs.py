@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tilestack.lab.bench.timing import Call, Candidate, measure, one_thread_on, processor_seconds
+from tilestack.lab.labels import dtype_name
 
 CPU_ATTEMPTS = 30
 
@@ -65,7 +66,7 @@ def measure_roofs(device_type: str) -> Roofs:
     rates = {}
     for dtype in dtypes:
         took, _ = timed(functools.partial(products, dtype), 3 * side * side * dtype.itemsize)
-        rates[str(dtype).removeprefix("torch.")] = 2 * side**3 / took * 1e-6
+        rates[dtype_name(dtype)] = 2 * side**3 / took * 1e-6
     copy_us, _ = timed(copies, moved)
     # Said to touch as much as the copy, so that it is prepared once: host time needs no cold cache.
     _, host_us = timed(trifles, moved)

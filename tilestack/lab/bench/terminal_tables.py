@@ -7,9 +7,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from tilestack.lab.bench.peers import is_peer
-from tilestack.lab.contests import Result, contests, means, microseconds, times
+from tilestack.lab.contests import Result, contests, means
 from tilestack.lab.labels import case_label
 from tilestack.lab.rows import EQUAL, FASTER, SAME_KERNEL, SLOWER, Row
+from tilestack.lab.units import microseconds, times
 
 COLOURS = {FASTER: "green", SLOWER: "red", EQUAL: "yellow", SAME_KERNEL: "yellow"}
 
@@ -59,7 +60,7 @@ def ratio(row: Row) -> str:
     return f"[{colour}]{row.ratio_to_best_peer:.2f}{said}[/]"
 
 
-def tables(rows: Sequence[Row], machine: dict[str, Any]) -> list[Table]:
+def render_rows(rows: Sequence[Row], machine: dict[str, Any]) -> list[Table]:
     """A table per operator, losses shown like wins, and one of its means; on a CPU the title says that these are no kernel
     figures."""
     where = machine["gpu"] or f"CPU only ({machine['cpu']}): definitions, not kernels"

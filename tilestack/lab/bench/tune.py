@@ -18,13 +18,15 @@ from rich.table import Table
 from tilestack.contract import BackendError, Case, Operator, backend
 from tilestack.contract.cases import Make
 from tilestack.contract.registry import load_kernels, operator_named
-from tilestack.lab.bench.operators import SHARE_AHEAD, candidate_of, cases_of, differentiable, directions_of
+from tilestack.lab.bench.candidates import candidate_of, differentiable
+from tilestack.lab.bench.operators import SHARE_AHEAD, cases_of, directions_of
 from tilestack.lab.bench.peers import Peer
 from tilestack.lab.bench.run_ahead import run_ahead
 from tilestack.lab.bench.timing import measure
 from tilestack.lab.bench.watch import Watch
-from tilestack.lab.labels import case_label
-from tilestack.lab.proof.verify import Claim, prove
+from tilestack.lab.labels import case_label, dtype_name
+from tilestack.lab.proof.claims import Claim
+from tilestack.lab.proof.verify import prove
 from tilestack.tuning.model import Gpu
 from tilestack.tuning.preferences import key_of
 from tilestack.tuning.search import KEPT, Trial, most_promising, search
@@ -45,9 +47,7 @@ class Tuned:
 
     def rows(self) -> list[dict[str, Any]]:
         """As tables of preferences are made of them."""
-        about: dict[str, Any] = dict(
-            op=self.operator.name, case=self.case.name, dtype=str(self.dtype).removeprefix("torch.")
-        )
+        about: dict[str, Any] = dict(op=self.operator.name, case=self.case.name, dtype=dtype_name(self.dtype))
         names = ((*name.partition(":")[::2], direction, us) for (name, direction), us in self.times.items())
         about |= dict(forward_only=True) if self.forward_only else {}
         return [about | dict(backend=b, config=c or None, direction=d, time_us=us) for b, c, d, us in names]
@@ -86,7 +86,7 @@ def tune(
         (operator, case, dtype)
         for operator in operators
         for dtype in dtypes
-        for case in cases_of(operator, cases, str(dtype).removeprefix("torch."), device.type)
+        for case in cases_of(operator, cases, dtype_name(dtype), device.type)
     ]
     if not subjects:
         named = ", ".join(operator.name for operator in operators) or "no operator"
@@ -223,7 +223,7 @@ def render_tuned(tuned: Sequence[Tuned]) -> Table:
         table.add_row(
             found.operator.name,
             case_label(found.operator.name, found.case.name),
-            str(found.dtype).removeprefix("torch."),
+            dtype_name(found.dtype),
             best.name,
             f"{best.time_us:.1f} µs",
             slower(other),

@@ -31,6 +31,7 @@ from tilestack.contract.operator import as_tuple
 from tilestack.kernels.tiles import wide
 from tilestack.lab.compile.launches import Launch
 from tilestack.lab.compile.spills import spills_owed
+from tilestack.lab.labels import dtype_name
 
 # Bytes of shared memory one program may use, by compute capability.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -129,7 +130,7 @@ def compiled_kernels(call: Call, only: Collection[str] | None = None) -> list[Ke
                 operator=call.operator.name,
                 backend=call.implementation.backend,
                 case=call.case.name,
-                dtype=dtype_name(call),
+                dtype=dtype_name(call.dtype),
                 direction=call.direction,
                 config=call.config,
             )
@@ -142,10 +143,6 @@ def launches_of(call: Call) -> list[Launch]:
     with AbsentGpu(call.capability, only=()) as gpu:
         make_call(call, gpu)
         return list(gpu.asked.values())
-
-
-def dtype_name(call: Call) -> str:
-    return str(call.dtype).removeprefix("torch.")
 
 
 @torch.no_grad()

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 
-from tilestack.lab.compile.absent_gpu import TENSOR_CORES, Call, KernelReport, compiled_kernels, dtype_name, launches_of
+from tilestack.lab.compile.absent_gpu import TENSOR_CORES, Call, KernelReport, compiled_kernels, launches_of
 from tilestack.lab.compile.launches import Launch, cover, largest_launches
 from tilestack.lab.compile.spills import SPILLS_OWED
+from tilestack.lab.labels import dtype_name
 
 Walk = list[tuple[Call, list[Launch]]]
 
@@ -26,7 +27,7 @@ def compile_cover(walked: Walk) -> list[KernelReport]:
     kernel that is new or multiplies tiles: there, and hardly elsewhere, a dtype decides about instructions and registers."""
     launches: dict[str, list[Launch]] = {}
     for call, of_call in walked:
-        launches.setdefault(dtype_name(call), []).extend(of_call)
+        launches.setdefault(dtype_name(call.dtype), []).extend(of_call)
     first, *others = launches
     chosen = cover(launches[first]) | owing(walked)
     reports = compile_chosen(walked, chosen)
@@ -49,7 +50,7 @@ def owes(call: Call, kernel: str) -> bool:
     """Whether it is in this call that a kernel spills most."""
     if kernel not in SPILLS_OWED or call.capability not in SPILLS_OWED[kernel].most:
         return False
-    return SPILLS_OWED[kernel].where == (call.operator.name, call.case.name, dtype_name(call))
+    return SPILLS_OWED[kernel].where == (call.operator.name, call.case.name, dtype_name(call.dtype))
 
 
 def compile_chosen(walked: Walk, chosen: Iterable[Launch]) -> list[KernelReport]:

@@ -39,9 +39,10 @@ from tilestack.lab.compile.explain import elements
 from tilestack.lab.labels import case_label
 from tilestack.lab.mutation.mutants import KINDS, Mutant, mutants_of
 from tilestack.lab.mutation.reach import Lines, forget_cached_results, reached_lines
+from tilestack.lab.proof.claims import WITHOUT_EXTRAS, Claim, claims
 from tilestack.lab.proof.evaluate import Standard, compute_standards
 from tilestack.lab.proof.interpreted import SWITCH, branches_of_a_gpu
-from tilestack.lab.proof.verify import WITHOUT_EXTRAS, Claim, claims, prove
+from tilestack.lab.proof.verify import prove
 from tilestack.lab.source import KERNELS, file_of_module, files_run_by, functions_of, imported_kernels
 
 CPU = torch.device("cpu")

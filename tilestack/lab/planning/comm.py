@@ -127,7 +127,9 @@ COLLECTIVES = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class CollectiveTime:
+    """How long a collective took at one size, and what that is in bandwidth."""
+
     collective: str
     bytes: int
     seconds: float
@@ -137,14 +139,14 @@ class Measured:
 
 def measure_collectives(
     names: Sequence[str], sizes: Sequence[int], repeats: int, group: dist.ProcessGroup, device: torch.device
-) -> Iterator[Measured]:
+) -> Iterator[CollectiveTime]:
     """Each collective at each size, on all ranks of a group alike."""
     for name in names:
         for size in sizes:
             yield measure_one(name, size, repeats, group, device)
 
 
-def measure_one(name: str, size: int, repeats: int, group: dist.ProcessGroup, device: torch.device) -> Measured:
+def measure_one(name: str, size: int, repeats: int, group: dist.ProcessGroup, device: torch.device) -> CollectiveTime:
     ranks, collective = group.size(), COLLECTIVES[name]
     parts = collective.parts(ranks)
     count = max(size // ELEMENT // parts, 1) * parts  # as many elements in each
@@ -163,7 +165,7 @@ def measure_one(name: str, size: int, repeats: int, group: dist.ProcessGroup, de
     seconds = torch.tensor((time.perf_counter() - start) / repeats, dtype=torch.float64, device=device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
     moved, slowest = count * ELEMENT, float(seconds)
-    return Measured(name, moved, slowest, moved / slowest, moved / slowest * collective.carried(ranks))
+    return CollectiveTime(name, moved, slowest, moved / slowest, moved / slowest * collective.carried(ranks))
 
 
 def refuse_wrong(name: str, count: int, right: bool, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """Proofs on disk: `results/<gpu>/proofs.json` = {"machine": stamp, "proofs": […]}, what was proved of which source.
 
-A line is an operator on a backend in one dtype and direction, with how many claims were proved, refuted and found to say
-nothing, the first refuted ones in words, the largest error as a part of what is allowed, the hash of the source they were tried on, and the commit.
-`lab/proof/proved.py` says which of them stand: those whose source has that hash.
+What is kept is of an operator on a backend in one dtype and direction: how many claims were proved, refuted and found to say
+nothing, the first refuted ones in words, the largest error as a part of what is allowed, the hash of the source they were
+tried on, and the commit. `proved.py` says which of it stands: what has the hash of the present source.
 """
 
 from collections.abc import Iterable
@@ -10,29 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from tilestack.lab import results
-from tilestack.lab.proof.verify import Proof
+from tilestack.lab.labels import dtype_name
+from tilestack.lab.proof.claims import Proof
 from tilestack.lab.proof.workers import ANY, Task, each_backend
 from tilestack.lab.source import source_hash
 from tilestack.lab.stale import is_current
 
 NAME = "proofs"
+COMMAND = "tilestack verify --save"
 IDENTITY = ("op", "backend", "dtype", "direction")
 REFUTED_KEPT = 4  # in words; all are counted
 
-Line = dict[str, Any]
+Kept = dict[str, Any]  # the claims of one identity, summed up
 
 
-def load_proofs(path: Path) -> list[Line]:
-    """The lines of a file; none where there is no file."""
+def load_proofs(path: Path) -> list[Kept]:
+    """What a file keeps; nothing where there is no file."""
     if not path.exists():
         return []
     found = results.read_json(path)
     if NAME not in found:
-        raise ValueError(f"{path} is not a file of proofs; restore it or delete it")
+        raise ValueError(f"{path} is no file of proofs; restore it, or delete it and let `{COMMAND}` write one")
     return found[NAME]
 
 
-def lines_of(proofs: Iterable[Proof], machine: dict[str, Any]) -> list[Line]:
+def summed_up(proofs: Iterable[Proof], machine: dict[str, Any]) -> list[Kept]:
     """What was tried, summed up by operator, backend, dtype and direction."""
     groups: dict[tuple, list[Proof]] = {}
     for proof in proofs:
@@ -54,24 +56,24 @@ def lines_of(proofs: Iterable[Proof], machine: dict[str, Any]) -> list[Line]:
     ]
 
 
-def unproved(tasks: Iterable[Task], kept: Iterable[Line]) -> list[Task]:
+def unproved(tasks: Iterable[Task], kept: Iterable[Kept]) -> list[Task]:
     """Of all backends in some tasks, those without a proof that stands, of the present source and with nothing wrong in it,
     though there is something to prove."""
     stands: dict[tuple[str, str, str], bool] = {}
-    for line in kept:
-        mine = line["op"], line["backend"], line["dtype"]
-        stands[mine] = stands.get(mine, True) and is_current(line) and not line["wrong"]
-    name = lambda task: (task.operator, task.backend, str(task.dtype).removeprefix("torch."))
+    for each in kept:
+        mine = each["op"], each["backend"], each["dtype"]
+        stands[mine] = stands.get(mine, True) and is_current(each) and not each["wrong"]
+    name = lambda task: (task.operator, task.backend, dtype_name(task.dtype))
     return [task for task in each_backend(tasks) if not stands.get(name(task)) and task.is_taken()]
 
 
 def save_proofs(path: Path, machine: dict[str, Any], proofs: Iterable[Proof]) -> None:
-    """Add a run's lines to a file, new or old: a line of the same identity is replaced where it stands, and one of a process
-    that died by whatever is now known of the same."""
+    """Add a run's proofs to a file, new or old: what is of the same identity is replaced where it stands, and what a process
+    that died left by whatever is now known of the same."""
     results.refuse_other_machine(path, machine)
-    identity = lambda line: tuple(line[name] for name in IDENTITY)
-    new = lines_of(proofs, machine)
-    tried_again = {identity(line)[:-1] + (ANY,) for line in new}
-    kept = [line for line in load_proofs(path) if identity(line) not in tried_again]
-    merged = {identity(line): line for line in [*kept, *new]}
+    identity = lambda each: tuple(each[name] for name in IDENTITY)
+    new = summed_up(proofs, machine)
+    tried_again = {identity(each)[:-1] + (ANY,) for each in new}
+    kept = [each for each in load_proofs(path) if identity(each) not in tried_again]
+    merged = {identity(each): each for each in [*kept, *new]}
     results.save(path, {"machine": machine, NAME: list(merged.values())})

@@ -1,35 +1,32 @@
 """Which claims are proved on a GPU of the present source: what `verify --save` kept, held against the source of today.
 
-`results/<gpu>/proofs.json` = {"proofs": [{op, backend, dtype, direction, proved, wrong, source, commit, …}]}, the two in
-the middle counting claims; the largest error is there as `worst` where it was kept. A backend is proved when all its
-proofs are of the source it has now and none found it wrong.
+A backend is proved when all that is kept of it in `proofs.json` (proofs.py) is of the source it has now and none of its
+claims was found wrong.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tilestack.contract import operators
 from tilestack.lab.bench.peers import our_backends
+from tilestack.lab.proof.proofs import COMMAND, NAME, Kept, load_proofs
 from tilestack.lab.report.page import Section, empty, table, text
-from tilestack.lab.results import read_json
+from tilestack.lab.results import path_of
 from tilestack.lab.stale import is_current
-
-VERIFY = "tilestack verify --save"
 
 
 @dataclass(frozen=True)
-class Line:
+class Standing:
     """What is proved of an operator on a backend of ours; no claims where nothing is."""
 
     op: str
     backend: str
-    proofs: Sequence[dict[str, Any]]
+    proofs: Sequence[Kept]
 
     @property
     def claims(self) -> int:
-        return sum(proof.get("claims", proof.get("proved", 0) + proof["wrong"]) for proof in self.proofs)
+        return sum(proof["proved"] + proof["wrong"] for proof in self.proofs)
 
     @property
     def wrong(self) -> int:
@@ -38,7 +35,7 @@ class Line:
     @property
     def worst(self) -> float | None:
         """The largest error as a part of what was allowed."""
-        return max((proof["worst"] for proof in self.proofs if proof.get("worst") is not None), default=None)
+        return max((proof["worst"] for proof in self.proofs), default=None)
 
     @property
     def dtypes(self) -> list[str]:
@@ -67,14 +64,11 @@ class Line:
         return f"{which}of an older source ({', '.join(dict.fromkeys(proof['commit'] for proof in old))})"
 
 
-def lines(folder: Path, slug: str) -> list[Line]:
-    """A line for every backend of ours of every operator, with or without proofs."""
-    path = folder / slug / "proofs.json"
-    kept = read_json(path).get("proofs") if path.exists() else []
-    if kept is None:
-        raise ValueError(f"{path} is no file of proofs: it has no proofs; `{VERIFY}` writes one")
+def standings(folder: Path, slug: str) -> list[Standing]:
+    """Where every backend of ours of every operator stands, with or without proofs."""
+    kept = load_proofs(path_of(slug, NAME, folder))
     return [
-        Line(op.name, backend, [proof for proof in kept if (proof["op"], proof["backend"]) == (op.name, backend)])
+        Standing(op.name, backend, [proof for proof in kept if (proof["op"], proof["backend"]) == (op.name, backend)])
         for op in operators()
         for backend in our_backends(op)
     ]
@@ -87,20 +81,20 @@ def gpus(folder: Path) -> list[str]:
 
 def sections(folders: Sequence[Path], here: str) -> dict[str, Section]:
     """By slug, the proofs kept of every GPU in some folders, and of this machine, which may have none."""
-    shown = lambda folder: {*gpus(folder), *([here] if (folder / here / "proofs.json").is_file() else [])}
+    shown = lambda folder: {*gpus(folder), *([here] if path_of(here, NAME, folder).is_file() else [])}
     return {slug: proofs_section(folder, slug) for folder in folders for slug in shown(folder)}
 
 
 def proofs_section(folder: Path, slug: str) -> Section:
     """The proofs of a GPU as a part of the report."""
-    found = lines(folder, slug)
-    there = sum(line.is_proved for line in found)
+    found = standings(folder, slug)
+    there = sum(each.is_proved for each in found)
     lede = f"{there} of {len(found)} backends are proved on this GPU as their source is now."
-    if not any(line.claims for line in found):
-        return Section(f"Proved on {slug}", lede, empty("No proofs were kept. On that GPU, run", VERIFY))
+    if not any(each.claims for each in found):
+        return Section(f"Proved on {slug}", lede, empty("No proofs were kept. On that GPU, run", COMMAND))
     rows = [
-        [text(line.op), text(line.backend), (f'<b class="{"good" if line.is_proved else "bad"}">{text(line.status)}</b>', line.is_proved), text(", ".join(line.dtypes)), text(", ".join(line.directions)), (f"{line.claims:,}", line.claims)]
-        for line in found
+        [text(each.op), text(each.backend), (f'<b class="{"good" if each.is_proved else "bad"}">{text(each.status)}</b>', each.is_proved), text(", ".join(each.dtypes)), text(", ".join(each.directions)), (f"{each.claims:,}", each.claims)]
+        for each in found
     ]  # fmt: skip
     header = ["operator", "backend", "proved", "dtypes", "directions", "claims"]
     return Section(f"Proved on {slug}", lede, table(header, rows, left=5, filtered=True))

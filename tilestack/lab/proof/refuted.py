@@ -4,14 +4,11 @@ import re
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
 from tilestack.lab.labels import case_label
-
-if TYPE_CHECKING:
-    from tilestack.lab.proof.verify import Proof
+from tilestack.lab.proof.claims import Proof
 
 PACKAGE = Path(__file__).resolve().parents[2]
 CRASHED = re.compile(r" \(\S+:\d+\)$")  # what `crash_line` ends with
@@ -37,7 +34,7 @@ def crash_site(failure: BaseException) -> str:
     return ""
 
 
-def refutations(proofs: Iterable["Proof"]) -> list[str]:
+def refutations(proofs: Iterable[Proof]) -> list[str]:
     """A line for every refutation, with the case; all crashes of a backend in one place share a line."""
     groups: dict[tuple[str, ...], list[Proof]] = {}
     for proof in proofs:

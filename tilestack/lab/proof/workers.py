@@ -27,9 +27,11 @@ from tilestack.contract.cases import Make
 from tilestack.contract.operator import Operator
 from tilestack.contract.registry import operator_named
 from tilestack.lab.bench.peers import our_backends
+from tilestack.lab.labels import dtype_name
 from tilestack.lab.proof.child_process import start_without_ctrl_c
+from tilestack.lab.proof.claims import Claim, Proof, claims, default_dtypes
 from tilestack.lab.proof.shared_gpu import shared_gpu
-from tilestack.lab.proof.verify import Claim, Proof, claims, default_dtypes, prove
+from tilestack.lab.proof.verify import prove
 
 BROKEN_CONTEXT = "CUDA error"  # after which every later call on the GPU fails in the same process
 ANY = "any"  # direction: that in which a process died is not known
@@ -77,7 +79,7 @@ class Task:
     def refuted(self, message: str) -> list[Proof]:
         """Of every backend that it may have been the fault of, whatever was claimed: none of them is proved by what came
         before, and each is tried by itself by `verify --stale`."""
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         taken = [task.backend for task in each_backend([self]) if task.is_taken()]
         blamed = [self.backend] if self.backend else taken or ["any"]
         cases = ", ".join(sorted(self.case_names or ["any"]))

@@ -38,11 +38,6 @@ SERIES = ("blue", "amber", "violet", "lime", "rose", "teal", "brown", "sky", "ol
 MARKS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "pentagon", "triangle-down", "star", "hexagon")
 
 
-def digits(value: float) -> str:
-    """Three digits, without an exponent."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 @dataclass(frozen=True)
 class Section:
     """A titled part of the page: one sentence that says what to see, and html."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilestack.contract import operators
-from tilestack.lab.contests import Contest, Result, mean_ratio, microseconds, percent, times
-from tilestack.lab.report.page import MARKS, SERIES, Section, colour, digits, empty, plot
+from tilestack.lab.contests import Contest, Result, mean_ratio
+from tilestack.lab.report.page import MARKS, SERIES, Section, colour, empty, plot
+from tilestack.lab.units import digits, microseconds, percent, times
 
 BENCH = "tilestack bench --save"
 KERNELS = "tilestack.kernels."

@@ -6,23 +6,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tilestack.lab.contests import Contest, Result, contests, mean_ratio, microseconds, percent, score, times
+from tilestack.lab.contests import Contest, Result, contests, mean_ratio, score
 from tilestack.lab.labels import case_label
+from tilestack.lab.proof.proofs import COMMAND
 from tilestack.lab.report.page import Part, Section, cards, empty, table, text, write_page
 from tilestack.lab.report.plots import (
     BENCH,
     Units,
-    digits,
     host_section,
     peer_section,
     roof_section,
     roofline_section,
     units_of,
 )
-from tilestack.lab.results import same_machine
+from tilestack.lab.results import machine_name, same_machine
 from tilestack.lab.rows import FASTER, SLOWER
+from tilestack.lab.units import digits, microseconds, percent, times
 
-VERIFY = "tilestack verify --save"
 NOTHING = '<span class="muted">–</span>'  # in a cell
 FACTS = {
     "gpu": "GPU", "cpu": "CPU", "driver": "driver", "torch": "torch", "triton": "Triton", "python": "Python",
@@ -61,7 +61,7 @@ def write_report(
 
 
 def name_of_machine(machine: dict[str, Any]) -> str:
-    return str(machine.get("gpu") or machine.get("cpu") or machine.get("slug") or "a machine that left no name")
+    return str(machine_name(machine) or machine.get("slug") or "a machine that left no name")
 
 
 def minute(machine: dict[str, Any]) -> str:
@@ -102,7 +102,7 @@ def glance(found: Sequence[Contest]) -> list[tuple[str, str, str]]:
     """The few figures of a machine that come before everything else."""
     facts = []
     if ratios := [contest.ratio for contest in found if contest.ratio is not None and not contest.borrowed]:
-        counted, mean = score(found), mean_ratio(ratios)
+        counted, mean = score(contest.verdict for contest in found), mean_ratio(ratios)
         facts.append((times(mean), "the fastest peer's speed, geometric mean", "good" if mean >= 1 else "bad"))
         others = f"cases won, {counted.lost} lost, {counted.equal} equal"
         facts.append((f"{counted.won} of {counted.met}", others, "bad" if 2 * counted.lost > counted.met else ""))
@@ -115,7 +115,7 @@ def proof_section(proofs: Sequence[dict[str, Any]]) -> Section:
     lede = "An implementation's error may be at most twice that of the definition in the same dtype, plus one unit in the last place; the truth is the definition in float64."
     tried = [proof for proof in proofs if proof["ok"] is not None]
     if not tried:
-        return Section("Proofs", lede, empty("No proofs here. Run", VERIFY))
+        return Section("Proofs", lede, empty("No proofs here. Run", COMMAND))
     failures = [proof for proof in tried if not proof["ok"]]
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for proof in sorted(tried, key=lambda proof: bool(proof["ok"])):

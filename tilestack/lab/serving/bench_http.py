@@ -27,7 +27,9 @@ from rich.table import Table
 from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.engine import LLM, AsyncEngine, Engine, EngineSettings, Request, SamplingParams
+from tilestack.lab.bench.timing import one_thread_on
 from tilestack.lab.bench_serve import QWEN3, SMALL, name_of
+from tilestack.lab.labels import dtype_name
 from tilestack.lab.serving.load import Ask, make_workload
 from tilestack.lab.serving.load.workload import IDS, parse_length
 from tilestack.lab.stale import HTTP, is_current, present_source
@@ -57,7 +59,7 @@ def bench_http(
     """A row for each way. Without a model: Qwen3-0.6B's shape on a GPU, a small one of the kind on a CPU, with weights drawn
     at random."""
     answer = answer or (16 if model and device == "cpu" else 128)
-    with threads(1 if device == "cpu" else torch.get_num_threads()):
+    with one_thread_on(device):
         engine = engine_of(device, model, prompt + answer + 1)
         run = {"offline": offline, "http": over_http}
         best: dict[str, Turn] = {}
@@ -69,7 +71,7 @@ def bench_http(
                 if turn:
                     best[way] = fastest(took, best.get(way, took))
     answered = STREAMS * answer
-    dtype = str(engine.decoder.embedding.weight.dtype).removeprefix("torch.")
+    dtype = dtype_name(engine.decoder.embedding.weight.dtype)
     return [
         dict(op=HTTP, case=case_of(model), dtype=dtype, direction="forward", backend=way, unit="tokens/s",
              figure=round(answered / took.seconds, 1), cpu_us=round(1e6 * took.cpu_seconds / answered, 1), answered=answered,
@@ -90,16 +92,6 @@ def is_kept(rows: Iterable[dict[str, Any]], model: str | None) -> bool:
 
 def fastest(one: Turn, other: Turn) -> Turn:
     return Turn(min(one.seconds, other.seconds), min(one.cpu_seconds, other.cpu_seconds))
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def engine_of(device: str, model: str | None, context: int) -> Engine:
@@ -193,7 +185,7 @@ def costs(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     }
 
 
-def render(rows: list[dict[str, Any]]) -> Table:
+def render_http(rows: list[dict[str, Any]]) -> Table:
     table = Table("model", "way", "tokens/s", "µs of CPU a token", "HTTP costs", title="The way over HTTP")
     for row in rows:
         rate, cpu = costs(rows)[row["case"]]

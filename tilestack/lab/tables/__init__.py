@@ -1,5 +1,6 @@
 """Results as tables of the documentation.
 
-`generated` rewrites what stands between markers, `by_name` makes the table that a marker names; `summary` and `serving` are
-larger ones, `markdown` writes any, and `loss_figure` draws the one picture that is made of results.
+`generated` rewrites what stands between markers, and `by_name` makes the table that a marker names: of contests in
+`benchmark`, of other results in `runs`, `serving` and `correctness`, of all at once in `summary`. `markdown` writes any, and
+`loss_figure` draws the one picture that is made of results.
 """

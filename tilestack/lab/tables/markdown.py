@@ -16,6 +16,12 @@ def markdown(header: list[str], rows: list[list[str]], left: int = 1) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rules, *rows))
 
 
+def not_measured(command: str, *, gpu: str = "", machine: str = "") -> str:
+    """What stands in for a table without results: the command that fills it, and where to run it."""
+    where = f" on a machine with the GPU `{gpu}`" if gpu else f" on the machine `{machine}`" if machine else ""
+    return f"_not measured yet: `{command}`{where} fills this table._"
+
+
 def older_rows(rows: Iterable[dict[str, Any]], name: str) -> str:
     """The line that says what daggers beside rows mean: at which commit each was measured, by what one of its fields says."""
     return daggers((row["commit"], row[name]) for row in rows if not is_current(row))

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from tilestack.lab.contests import percent, times
-from tilestack.lab.results import path_of, read_json
+from tilestack.lab.results import machine_name, path_of, read_json
 from tilestack.lab.stale import is_current
-from tilestack.lab.tables.markdown import OLD, markdown, older_rows
+from tilestack.lab.tables.markdown import OLD, markdown, not_measured, older_rows
+from tilestack.lab.units import percent, times
 
 # Of workloads, in the order in which docs/serving.md explains them.
 WORKLOAD_KINDS = ("throughput", "batch", "first token", "prefix", "long", "copying")
@@ -16,11 +16,9 @@ def serving(folder: Path, slug: str) -> str:
     """Engines on the same workloads: a line per workload and way of ours, beside each other engine."""
     path = path_of(slug, "serve", folder)
     if not path.exists():
-        return f"_not measured yet: `tilestack bench serve --save` on the machine `{slug}` fills this table._"
+        return not_measured("tilestack bench serve --save", machine=slug)
     rows = read_json(path)["rows"]
-    is_ours = lambda row: row["backend"].partition(" ")[0] == "tilestack"
     others = list(dict.fromkeys(row["backend"] for row in rows if not is_ours(row)))
-    figure = lambda row: f"{row['figure']:,.{2 if row['figure'] < 100 else 0}f}"
     dagger = lambda row: "" if is_current(row) else f" {OLD}"
     lines = []
     for row in sorted(filter(is_ours, rows), key=lambda row: place_of(row["case"])):
@@ -34,8 +32,16 @@ def serving(folder: Path, slug: str) -> str:
     header = ["workload", "engine", "result", "of memory bandwidth", *(word for name in others for word in (name, f"against {name}"))]  # fmt: skip
     when = dict.fromkeys(f"{with_version(row)} {row['date'][:16].replace('T', ' ')}" for row in rows)
     machine = read_json(path)["machine"]
-    stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, in UTC: {', '.join(when)}._"
+    stamp = f"_Measured on {machine_name(machine)}, in UTC: {', '.join(when)}._"
     return f"{markdown(header, lines, left=2)}\n\n{stamp}{older_rows(rows, 'backend')}"
+
+
+def is_ours(row: dict[str, Any]) -> bool:
+    return row["backend"].partition(" ")[0] == "tilestack"
+
+
+def figure(row: dict[str, Any]) -> str:
+    return f"{row['figure']:,.{2 if row['figure'] < 100 else 0}f}"
 
 
 def on_the_same_work(rows: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -69,7 +75,7 @@ def http(folder: Path, slug: str) -> str:
 
     path = path_of(slug, "http", folder)
     if not path.exists():
-        return f"_not measured yet: `tilestack bench http --save` on the machine `{slug}` fills this table._"
+        return not_measured("tilestack bench http --save", machine=slug)
     kept = read_json(path)
     rows = {(row["case"], row["backend"]): row for row in kept["rows"]}
     lines = []
@@ -87,5 +93,5 @@ def http(folder: Path, slug: str) -> str:
         "more by",
     ]
     machine = kept["machine"]
-    stamp = f"_Measured on {machine['gpu'] or machine['cpu']}, {machine['date'][:10]}._"
+    stamp = f"_Measured on {machine_name(machine)}, {machine['date'][:10]}._"
     return f"{markdown(header, lines)}\n\n{stamp}{older_rows(rows.values(), 'case')}"

@@ -11,21 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilestack.lab.contests import (
-    Contest,
-    Result,
-    Score,
-    contests,
-    mean_ratio,
-    microseconds,
-    results_under,
-    times,
-)
-from tilestack.lab.results import path_of, read_json
+from tilestack.lab.contests import Contest, Result, contests, mean_ratio, results_under, score
+from tilestack.lab.results import machine_name, path_of, read_json
 from tilestack.lab.rows import EQUAL, FASTER, SLOWER, UNCLEAR
 from tilestack.lab.stale import LAYER, TRAINING, is_current
-from tilestack.lab.tables.markdown import OLD, markdown
-from tilestack.lab.tables.serving import on_the_same_work, times_as_fast
+from tilestack.lab.tables.markdown import OLD, markdown, not_measured
+from tilestack.lab.tables.serving import figure, is_ours, on_the_same_work, times_as_fast
+from tilestack.lab.units import microseconds, times
 
 WEAKEST = 3  # how many operators are shown because they do worst, by the geometric mean over their cases
 OURS = "tilestack"  # an engine as it runs without options
@@ -66,7 +58,7 @@ def summary(folder: Path, gpu: str, cpu: str, names: str) -> str:
     wanted = list(dict.fromkeys([*(f"`{name}`" for name in names.split(",")), *worst]))
     shown = of_models + served + [line for name in wanted for line in operators if line.group == name]
     if not shown:
-        return f"_not measured yet: `tilestack bench all --save` on a machine with the GPU `{gpu}` fills this table._"
+        return not_measured("tilestack bench all --save", gpu=gpu)
     rows = [row_of_group([line for line in shown if line.group == group]) for group in dict.fromkeys(line.group for line in shown)]  # fmt: skip
     parts = [
         markdown(HEADER, rows, left=2),
@@ -88,13 +80,8 @@ def row_of_group(lines: list[Line]) -> list[str]:
         middle.verdict, ratio
     )
     spread = f"{times(ordered[0].ratio)} – {times(ordered[-1].ratio)}" if len(ordered) > 1 else "–"
-    won = str(score_of_lines(lines))
+    won = str(score(line.verdict for line in lines))
     return [name, middle.case, middle.ours, middle.peer, ratio, spread, won]
-
-
-def score_of_lines(lines: Iterable[Line]) -> Score:
-    verdicts = [line.verdict for line in lines]
-    return Score(*(verdicts.count(word) for word in (FASTER, SLOWER, EQUAL)))
 
 
 def weakest(operators: list[Line]) -> list[str]:
@@ -109,7 +96,7 @@ def over_all(operators: list[Line], worst: list[str]) -> str:
     """What all operators and optimizers come to, those that have no line of their own included."""
     if not operators:
         return ""
-    found = score_of_lines(operators)
+    found = score(line.verdict for line in operators)
     number = len({line.group for line in operators})
     mean = mean_ratio([line.ratio for line in operators])
     return f"_All {number} operators and optimizers with a peer, {found.met} comparisons: {found.won} won, {found.equal} equal, {found.lost} lost; geometric mean {times(mean)}. Lowest mean: {', '.join(worst)}._"
@@ -146,7 +133,7 @@ def lines_of_serving(folder: Path, slug: str) -> list[Line]:
     machine, rows = kept["machine"], kept["rows"]
     lines = []
     for row in (row for row in rows if row["backend"] == OURS):
-        peers = [other for other in on_the_same_work(rows, row) if other["backend"].partition(" ")[0] != OURS]
+        peers = [other for other in on_the_same_work(rows, row) if not is_ours(other)]
         if not peers:
             continue
         peer = min(peers, key=lambda other: times_as_fast(row, other))
@@ -157,8 +144,8 @@ def lines_of_serving(folder: Path, slug: str) -> list[Line]:
             Line(
                 f"serving on a {where}, {KINDS[row['unit']]}",
                 WORKLOADS.get(row["case"], row["case"]),
-                figure(row),
-                f"{figure(peer)} ({peer['backend']})",
+                f"{figure(row)} {row['unit']}",
+                f"{figure(peer)} {peer['unit']} ({peer['backend']})",
                 ratio,
                 verdict,
                 not (is_current(row) and is_current(peer)),
@@ -166,10 +153,6 @@ def lines_of_serving(folder: Path, slug: str) -> list[Line]:
             )
         )
     return lines
-
-
-def figure(row: dict[str, Any]) -> str:
-    return f"{row['figure']:,.{2 if row['figure'] < 100 else 0}f} {row['unit']}"
 
 
 def date_of(row: dict[str, Any], machine: dict[str, Any]) -> str:
@@ -183,7 +166,7 @@ def measured_where(folder: Path, slugs: Iterable[str], runs: list[Result], lines
     known = {}
     for machine in machines:
         versions = [f"{label} {machine[key]}" for label, key in VERSIONS.items() if machine.get(key)]
-        known[machine.get("gpu") or machine.get("cpu")] = ", ".join(versions)
+        known[machine_name(machine)] = ", ".join(versions)
     where = "; ".join(f"{name} ({versions})" for name, versions in known.items())
     dates = sorted({date for line in lines for date in line.dates if date})
     when = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "date not recorded"

@@ -24,12 +24,12 @@ from torch import Tensor
 from tilestack.lab.bench.peers import importable, is_peer
 from tilestack.lab.bench.roofs import Roofs, measure_roofs
 from tilestack.lab.bench.timing import Call, Candidate, Timing, in_one_line, measure
-from tilestack.lab.contests import microseconds, percent, times
 from tilestack.lab.labels import case_label
 from tilestack.lab.rows import Row, Stored, set_ratios
 from tilestack.lab.stale import LAYER, is_current, present_source
 from tilestack.lab.training.layer_candidates import LAYERS, Built, build
 from tilestack.lab.training.train_steps import Work, write_weights
+from tilestack.lab.units import microseconds, percent, times
 
 OURS = "tilestack"
 CANDIDATES = (OURS, "plain", "plain-compile", "transformers", "transformers-compile")
@@ -121,14 +121,9 @@ def layer_contest(work: Work, layer: str, direction: str, candidates: Sequence[s
 def row_of_candidate(
     case: str, work: Work, direction: str, name: str, timing: Timing, flops: float, moved: float, roofs: Roofs
 ) -> Row:
-    row = Row(
-        LAYER, case, work.dtype, direction, name,
-        timing.time_us, timing.spread, timing.host_us, peak_mib=timing.peak_mib, how=timing.how, note=timing.note,
-        source=present_source(LAYER, name),
-    )  # fmt: skip
+    row = Row(LAYER, case, work.dtype, direction, name, source=present_source(LAYER, name), **vars(timing))
     if timing.time_us and flops:  # whose weights are counted by ours, which may not have been asked for
-        row.tb_per_s, row.tflops = moved / timing.time_us * 1e-6, flops / timing.time_us * 1e-6
-        row.roof_fraction = roofs.floor_us(flops, moved, work.dtype) / timing.time_us
+        row.set_rates(flops, moved, roofs.floor_us(flops, moved, work.dtype))
     return row
 
 

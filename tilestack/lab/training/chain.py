@@ -30,6 +30,7 @@ from tilestack.lab import machine, results
 from tilestack.train import metrics
 from tilestack.train.run.folder import RunFolder
 
+CHAIN, ALIGNMENT = "recipes/chain", "recipes/alignment"  # a level below the benchmark's files, which are of contests
 QUESTIONS = 3
 SEED_OF_QUESTIONS = 2**31  # no recipe's
 
@@ -195,13 +196,8 @@ def speed_in_words(speed: Mapping[str, float]) -> str:
     return ", ".join([*parts, *([f"{speed['mfu']:.1%} MFU"] if "mfu" in speed else [])])
 
 
-def chain_file(folder: Path, slug: str, name: str = "chain") -> Path:
-    """A level below the benchmark's files, which are of contests."""
-    return folder / slug / "recipes" / f"{name}.json"
-
-
-def save_chain(folder: Path, stamp: dict[str, Any], found: dict[str, Any], name: str = "chain") -> Path:
-    path = chain_file(folder, stamp["slug"], name)
+def save_chain(folder: Path, stamp: dict[str, Any], found: dict[str, Any], name: str) -> Path:
+    path = results.path_of(stamp["slug"], name, folder)
     results.save(path, {"machine": stamp, **found})
     return path
 

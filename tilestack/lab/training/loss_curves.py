@@ -11,15 +11,12 @@ from typing import Any
 
 from tilestack.lab import results
 
-
-def curves_file(folder: Path, slug: str, file: str = "curves") -> Path:
-    """A level below the benchmark's files: a curve is no contest."""
-    return folder / slug / "parity" / f"{file}.json"
+CURVES, FP8_CURVES = "parity/curves", "parity/fp8"  # a level below the benchmark's files: a curve is no contest
 
 
-def merge_curves(folder: Path, machine: dict[str, Any], model: str, run: dict[str, Any], file: str = "curves") -> Path:
+def merge_curves(folder: Path, machine: dict[str, Any], model: str, run: dict[str, Any], name: str = CURVES) -> Path:
     """Keep a run, in the place of an earlier one of its name."""
-    path = curves_file(folder, machine["slug"], file)
+    path = results.path_of(machine["slug"], name, folder)
     results.refuse_other_machine(path, machine)
     before = results.read_json(path)["runs"] if path.exists() else []
     stamped = run | {"commit": machine["commit"]}

@@ -255,3 +255,10 @@ def beginning(tokenizer: Any) -> list[int]:
     """The token that stands before a text: that of a beginning, or of an end, which is what came before in training."""
     token = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
     return [] if token is None else [token]
+
+
+def whole_document(tokenizer: Any, ids: list[int]) -> list[int]:
+    """A document's tokens to score: with a beginning, so that its first token is predicted too, as its bytes are counted; and
+    without the end token that training puts behind it, which is no part of it."""
+    start, ids = beginning(tokenizer), ids[:-1] if ids[-1:] == [tokenizer.eos] else ids
+    return ids if ids[:1] == start else start + ids

@@ -13,7 +13,6 @@ from typing import Any
 from tilestack.lab.serving.load.client import Outcome
 
 PERCENTILES = (50, 90, 95, 99)
-NAMES = ("ttft", "tpot", "itl", "e2el")
 
 
 @dataclass(frozen=True)

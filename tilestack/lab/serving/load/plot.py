@@ -5,9 +5,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from tilestack.lab.report.page import COLOURS, digits
+from tilestack.lab.report.page import COLOURS
 from tilestack.lab.serving.load.client import Outcome
 from tilestack.lab.serving.load.figures import milliseconds, percentile
+from tilestack.lab.units import digits
 
 PANELS = {
     "ttft": ("time to first token", "blue"),
