@@ -11,6 +11,8 @@ from tilestack.contract import registry
 from tilestack.contract.cases import Make
 from tilestack.tuning import preferences
 
+registry.load_kernels()  # whose names the tables have
+
 
 def arguments_of(*shape, dtype=torch.bfloat16):
     return dict(x=torch.empty(shape, dtype=dtype, device="meta"), dim=-1)
