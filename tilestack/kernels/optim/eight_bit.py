@@ -6,8 +6,17 @@ magnitude (a row maximum in registers) and encodes again:
     one row of the tile = one block       p 4 + 4    g 4    codes 2 · (1 + 1)    scales 4 · 4 / 256    16.1 bytes an
     ├──────────── 256 ────────────┤                                                                    element in float32
 
-The step is bound by instructions, not by memory. Codes are decoded by a table in shared memory (in the first-level cache,
-the same table took twice the time of all else), and encoded without exponentials or conversions, by comparisons.
+So few bytes are moved that the step is bound by instructions as much as by memory, and is written to need few. Codes are
+decoded by a table in shared memory (in the first-level cache, the same table took twice the time of all else). They are
+encoded without one: in each decade the code is a line over the value, cut off to an integer. The next lower decade's line is
+five times as steep, and both meet where the decade ends. So the least of all seven lines is the right one:
+
+    code │    ╱ decade 1       . · ´   decade 0
+         │   ╱         . · ´
+         │  ╱  . · ´
+         │ ╱ ´
+         │╱
+         └──────────────────────────── value, as a share of the block's largest
 """
 
 import torch
@@ -28,82 +37,94 @@ from tilestack.kernels.optim.steps import (
     aligned,
     is_skipped,
     item,
-    moments,
 )
 
 ROWS = 8
 WARPS = 4  # a block is one warp's, so that its maximum needs no shared memory, and a warp has two of them
 QUANTISED = 256  # elements that share a scale
+DECADES = 7
 BLOCK = ROWS * QUANTISED
 FIRST_SCALE, SECOND_SCALE, MASTER_COPY = LAST, tl.constexpr(LAST.value + 1), tl.constexpr(LAST.value + 2)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
-def borders(most: int) -> tuple[float, ...]:
-    """Where each decade ends and the next lower one begins: halfway between their nearest values."""
-    lowest = lambda e: 10.0**-e * (0.1 + 0.45 / 2 ** (most - e))
-    highest = lambda e: 10.0**-e * (1 - 0.45 / 2 ** (most - e))
-    return tuple((lowest(e - 1) + highest(e)) / 2 for e in range(1, 7))
+def lines(most: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Slopes and offsets of the decades' lines, for maps with `most` bits of fraction in the uppermost decade."""
+    parts = [2.0 ** (most - decade) for decade in range(DECADES)]
+    slopes = [count * 10.0**decade / 0.9 for decade, count in enumerate(parts)]
+    offsets = [count * 8 / 9 for count in parts]
+    # The lowest decade's first code is nearest to all that is smaller; its second begins in the middle, at 0.55 millionths.
+    slopes[-1], offsets[-1] = (1 - 0.24) / 0.55e-6, parts[-1] + 0.24
+    return tuple(slopes), tuple(offsets)
 
 
-SIGNED, UNSIGNED = borders(6), borders(7)
-INTEGER = tl.constexpr(
-    12582912.0
-)  # 1.5 · 2²³: what is added to it is rounded to an integer, in the lower bits of the sum
-
-
-@triton.jit
-def decoded(values_ptr, codes):
-    """The values of codes, from a table of all 256 in shared memory."""
-    table = tl.load(values_ptr + tl.arange(0, 256))
-    return tl.reshape(tl.gather(table, tl.reshape(codes, [codes.numel]), 0), codes.shape)
+SIGNED, UNSIGNED = lines(6), lines(7)
 
 
 @triton.jit
-def encoded(size, MOST: tl.constexpr, BORDERS: tl.constexpr):
-    """The magnitude, in the lower 8 bits of an int32, whose value is nearest to a size in [0, 1]; never zero.
+def decoded(values_ptr, signed, unsigned):
+    """The values of signed and of unsigned codes, from a table of all 512 in shared memory."""
+    table = tl.load(values_ptr + tl.arange(0, 512))
+    codes = tl.join(signed, unsigned + 256)
+    return tl.split(tl.reshape(tl.gather(table, tl.reshape(codes, [codes.numel]), 0), codes.shape))
 
-    Decade d has 2^(MOST - d) codes, `parts`, that are linear in size · 10^d; a chain of comparisons finds both factors,
-    for exponentials and conversions go through a unit that takes eight cycles for each.
+
+@triton.jit
+def bits_of(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def encoded(size, LINES: tl.constexpr):
+    """The magnitude, in int32, whose value is nearest to a size in [0, 1]; never zero.
+
+    Positive floats are ordered like their bits, and of integers Hopper finds the least of three in one instruction.
     """
-    parts = tl.full(size.shape, 2.0**MOST, tl.float32)
-    slope = tl.full(size.shape, 2.0**MOST / 0.9, tl.float32)
+    code = bits_of(size * LINES[0][0] + LINES[1][0])
     for decade in tl.static_range(1, 7):
-        lower = size < BORDERS[decade - 1]
-        parts = tl.where(lower, 2.0 ** (MOST - decade), parts)
-        slope = tl.where(lower, 2.0 ** (MOST - decade) * 10.0**decade / 0.9, slope)
-    # Half below the code with its fraction, and held half of that off its neighbours', so that rounding cuts the fraction off.
-    code = size * slope + (parts * 0.8888888888888888 - 0.5)
-    code = tl.minimum(tl.maximum(code, parts - 0.25), 2 * parts - 0.75)
-    return (code + INTEGER).to(tl.int32, bitcast=True)
+        code = tl.minimum(code, bits_of(size * LINES[0][decade] + LINES[1][decade]))
+    # A decade's values are the middles of its parts, and the parts below are a fifth as wide. So its first value is half a
+    # part above the edge, the last one below a tenth under it, and half way between them is 0.2: what is under that keeps
+    # to the codes before the power of two at which a decade's codes begin.
+    last = bits_of(code.to(tl.float32, bitcast=True) - 0.2) | 0x7FFFFF
+    return tl.minimum(code, last).to(tl.float32, bitcast=True).to(tl.int32)
 
 
 @triton.jit
-def signed_codes(x, inverse, BORDERS: tl.constexpr):
+def signed_codes(x, inverse, LINES: tl.constexpr):
     relative = x * inverse
     size = tl.abs(relative)
-    code = (encoded(size, 6, BORDERS) & 127) | ((relative.to(tl.int32, bitcast=True) >> 24) & 128)
+    code = encoded(size, LINES) | ((bits_of(relative) >> 24) & 128)
     code = tl.where(size < 2.75e-7, 0, code)
     return tl.where(relative > 1 - 0.225 / 64, 128, code)
 
 
 @triton.jit
-def unsigned_codes(x, inverse, BORDERS: tl.constexpr):
+def unsigned_codes(x, inverse, LINES: tl.constexpr):
     relative = x * inverse
-    code = tl.where(relative > 0, encoded(relative, 7, BORDERS) & 255, 0)
+    code = tl.where(relative > 0, encoded(relative, LINES), 0)
     return tl.where(relative > 1 - 0.225 / 128, 1, code)
 
 
 @triton.jit
-def row_scale(x):
-    scale = tl.max(tl.abs(x), 1, keep_dims=True)
+def reciprocal(x):
+    """1 / x of a positive number, off by three units in the last place at most; a division also handles what would
+    overflow on the way, in four times the instructions."""
+    root = tl.rsqrt(x)
+    return root * root
+
+
+@triton.jit
+def row_scale(size):
+    """The largest size of each row, found among their bits, so that a NaN is larger than all else."""
+    scale = tl.max(bits_of(size), 1, keep_dims=True).to(tl.float32, bitcast=True)
     return tl.where(scale < TINY, 0.0, scale)
 
 
 @triton.jit
 def inverse_of(scale):
     """What values are multiplied by before they are encoded; a block of zeros has zeros."""
-    return tl.where(scale > 0, 1.0 / tl.where(scale > 0, scale, 1.0), 0.0)
+    return tl.where(scale > 0, reciprocal(tl.maximum(scale, TINY)), 0.0)
 
 
 @triton.jit
@@ -131,11 +152,15 @@ def adam8_block(
     m_scale = fetch(m_scale_at, scale_start, row, scale_length, tl.float32, False)
     v_scale = fetch(v_scale_at, scale_start, row, scale_length, tl.float32, False)
 
-    m = decoded(values_ptr, m_code) * m_scale
-    v = decoded(values_ptr + 256, v_code) * v_scale
-    p, m, v = moments(record, p, g, m, v, True, tl.float32)
-    root = tl.sqrt(v) * item(record, 6, tl.float32)
-    p = p - item(record, 5, tl.float32) * m / (root + item(record, 7, tl.float32))
+    factor, decay = item(record, 0, tl.float32), item(record, 1, tl.float32)
+    m_share, v_kept, v_share = item(record, 2, tl.float32), item(record, 3, tl.float32), item(record, 4, tl.float32)
+    step, correction, eps = item(record, 5, tl.float32), item(record, 6, tl.float32), item(record, 7, tl.float32)
+
+    m, v = decoded(values_ptr, m_code, v_code)
+    g = g * factor
+    m = m * (m_scale * (1 - m_share)) + g * m_share
+    v = v * (v_scale * v_kept) + g * g * v_share
+    p = p * decay - step * m * reciprocal(tl.sqrt(v) * correction + eps)
 
     if MASTER:
         put(master_at, start, lane, length, p, tl.float32, WHOLE)
@@ -145,7 +170,7 @@ def adam8_block(
     put(p_at, start, lane, length, p, PARAM_TYPE, WHOLE)
     if not WHOLE:
         m, v = tl.where(lane < length - start, m, 0.0), tl.where(lane < length - start, v, 0.0)
-    m_scale, v_scale = row_scale(m), row_scale(v)
+    m_scale, v_scale = row_scale(tl.abs(m)), row_scale(v)
     put(m_at, start, lane, length, signed_codes(m, inverse_of(m_scale), SIGNED), tl.uint8, WHOLE)
     put(v_at, start, lane, length, unsigned_codes(v, inverse_of(v_scale), UNSIGNED), tl.uint8, WHOLE)
     put(m_scale_at, scale_start, row, scale_length, m_scale, tl.float32, False)
@@ -169,10 +194,13 @@ def adam8_kernel(
             UNSIGNED, QUANTISED, ROWS, True,
         )  # fmt: skip
     else:
-        adam8_block(
-            table_ptr, values_ptr, record, seed, tensors, tensor, start, length, PARAM_TYPE, GRAD_TYPE, MASTER, STOCHASTIC, SIGNED,
-            UNSIGNED, QUANTISED, ROWS, False,
-        )  # fmt: skip
+        # Row by row, for the registers that a masked tile holds its addresses in would be taken from the whole ones, too.
+        for row in range(ROWS):
+            if start + row * QUANTISED < length:
+                adam8_block(
+                    table_ptr, values_ptr, record, seed, tensors, tensor, start + row * QUANTISED, length, PARAM_TYPE, GRAD_TYPE,
+                    MASTER, STOCHASTIC, SIGNED, UNSIGNED, QUANTISED, 1, False,
+                )  # fmt: skip
 
 
 def step_adam8(
