@@ -18,7 +18,7 @@ for dtypes, master, stochastic in (
 ):
     with AbsentGpu(int(sys.argv[1])) as gpu:
         table = Table([1024 * 512] * 3, 7 + master, BLOCK, torch.device("meta"), ADAM_RECORD.value)
-        step_adam8(table, torch.empty(2, 256, device="meta"), dtypes, torch.empty((), device="meta"), 0, master, stochastic)
+        step_adam8(table, torch.empty(2, 256, device="meta"), dtypes, torch.empty((), device="meta"), 0, True, master, stochastic)
         rows += [report.row() for report in gpu.reports()]
 print(json.dumps(rows))
 """

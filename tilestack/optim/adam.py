@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilestack.optim.definitions import adam_step, random_words
+from tilestack.optim.dynamic_map import CODES, decoded_state
 from tilestack.optim.multi_tensor import Factors, MultiTensor
 
 
@@ -48,12 +49,31 @@ class AdamStep(MultiTensor):
         state = self.state[param]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]:
+        if not self._has_master(param):
+            state.pop("master_param", None)  # of a checkpoint, or from before the parameter was cast
+        elif "master_param" not in state:
+            state["master_param"] = torch.empty_like(param, dtype=torch.float32).copy_(param)
+        for name in self._moments(group, param):
             if name not in state:
                 self._start(state, param, name)
-        if "master_param" not in state and self._has_master(param):
-            state["master_param"] = torch.empty_like(param, dtype=torch.float32).copy_(param)
         return state
+
+    def _moments(self, group: dict[str, Any], param: Tensor) -> tuple[str, ...]:
+        """The states that have the shape of the parameter, in the order of the kernel's table."""
+        amsgrad, master = ("max_exp_avg_sq",) * group["amsgrad"], ("master_param",) * self._has_master(param)
+        return ("exp_avg", "exp_avg_sq", *amsgrad, *master)
+
+    def _readable(self, param: Tensor, loaded: dict[str, Tensor]) -> dict[str, Tensor]:
+        """With moments in 8 bits decoded where this optimizer keeps them in full."""
+        for name in (name for name in CODES if name in loaded):
+            if loaded[name].dtype == torch.uint8 and self._state_dtype(param, name) != torch.uint8:
+                codes = self._laid_like(param, name, loaded[name], torch.uint8)
+                loaded[name] = decoded_state(codes, loaded[CODES[name]].to(param.device), name)
+        return {name: value for name, value in loaded.items() if name not in CODES.values()}
+
+    def _in_full(self, param: Tensor, name: str) -> Tensor:
+        state, value = self.state[param], super()._in_full(param, name)
+        return decoded_state(value, state[CODES[name]], name) if value.dtype == torch.uint8 else value
 
     def _start(self, state: dict[str, Any], param: Tensor, name: str) -> None:
         state[name] = torch.zeros_like(param, dtype=self._state_dtype(param, name))
@@ -68,21 +88,24 @@ class AdamStep(MultiTensor):
         assert param.grad is not None
         adam_step(group, param, param.grad, state, factor, self._draw(param, ordinal))
 
-    def _columns(self, group: dict[str, Any], params: list[Tensor], walked: list[list[Tensor]]) -> list[list[Tensor]]:
+    def _columns(
+        self, group: dict[str, Any], key: tuple, params: list[Tensor], walked: list[list[Tensor]]
+    ) -> list[list[Tensor]]:
         """The rows of the kernel's table: step, param, grad and every state it reads."""
         states = [self._state(group, param) for param in params]
+        self._refit(key, params, walked[0], self._moments(group, params[0]))
         column = lambda name: [state[name] for state in states]
-        return [column("step"), *walked, *(column(name) for name in self._rows() if name in states[0])]
+        return [column("step"), *walked, *(column(name) for name in self._rows(group, params[0]))]
 
-    def _rows(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
+    def _rows(self, group: dict[str, Any], param: Tensor) -> tuple[str, ...]:
+        return self._moments(group, param)
 
     def _launch(
         self, group: dict[str, Any], key: tuple, params: list[Tensor], walked: list[list[Tensor]], factors: Factors
     ) -> None:
         from tilestack.kernels.optim import steps as kernels
 
-        columns = self._columns(group, params, walked)
+        columns = self._columns(group, key, params, walked)
         first = params[0]
         dtypes = first.dtype, columns[2][0].dtype, columns[3][0].dtype
         table = self._table(key, params, columns, kernels.block_for(*dtypes), kernels.ADAM_RECORD.value)

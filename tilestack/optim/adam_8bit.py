@@ -1,5 +1,6 @@
 """AdamW with its moments in 8 bits: a code per element and a float32 scale per block of 256 (see dynamic_map.py)."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -7,11 +8,10 @@ from torch import Tensor
 
 from tilestack.optim.adam import AdamW
 from tilestack.optim.definitions import adam_step
-from tilestack.optim.dynamic_map import BLOCK, decode, encode, values_of_codes
+from tilestack.optim.dynamic_map import BLOCK, CODES, decoded_state, encode, values_of_codes
 from tilestack.optim.multi_tensor import Factors
 
 MIN_8BIT_SIZE = 4096
-CODES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}  # states in codes, and where their scales are
 
 
 class AdamW8bit(AdamW):
@@ -23,9 +23,16 @@ class AdamW8bit(AdamW):
 
     def __init__(self, params: Any, *args: Any, min_8bit_size: int = MIN_8BIT_SIZE, **kwargs: Any):
         super().__init__(params, *args, **kwargs)
-        if self.defaults["amsgrad"]:
-            raise ValueError("AdamW8bit has no amsgrad: a running maximum of quantised values would only ever grow")
         self.min_8bit_size = min_8bit_size
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        refuse_amsgrad([self.defaults | param_group])
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this optimizer or of an AdamW, tilestack's or torch's, whose moments are then quantised."""
+        refuse_amsgrad(state_dict["param_groups"])
+        super().load_state_dict(state_dict)
 
     def _quantised(self, param: Tensor) -> bool:
         return param.numel() >= self.min_8bit_size and param.dtype != torch.float64
@@ -41,7 +48,18 @@ class AdamW8bit(AdamW):
         if self._quantised(param):
             state[CODES[name]] = torch.zeros(-(-param.numel() // BLOCK), dtype=torch.float32, device=param.device)
 
+    def _readable(self, param: Tensor, loaded: dict[str, Tensor]) -> dict[str, Tensor]:
+        kept = super()._readable(param, loaded)
+        coded = [name for name in CODES if name in kept and kept[name].dtype == torch.uint8]
+        return kept | {CODES[name]: loaded[CODES[name]] for name in coded}
+
     def _adopt(self, param: Tensor, name: str, value: Tensor) -> Tensor:
+        if name in CODES.values():
+            if value.shape != (blocks := -(-param.numel() // BLOCK),):
+                raise ValueError(
+                    f"{name} has the shape {tuple(value.shape)}, and the parameter {blocks} blocks of {BLOCK}"
+                )
+            return value.to(param.device, torch.float32, copy=True)
         if name in CODES and self._quantised(param) and value.dtype != torch.uint8:
             codes, self.state[param][CODES[name]] = encode(
                 in_memory_order(value.to(param.device, torch.float32), param), name == "exp_avg"
@@ -58,17 +76,17 @@ class AdamW8bit(AdamW):
         words = self._draw(param, ordinal)
         unpacked = dict(state)
         for name, scales in CODES.items():
-            codes = state[name].as_strided((param.numel(),), (1,))
-            unpacked[name] = torch.empty_like(param, dtype=torch.float32)
-            unpacked[name].as_strided((param.numel(),), (1,)).copy_(decode(codes, state[scales], name == "exp_avg"))
+            unpacked[name] = decoded_state(state[name], state[scales], name)
         adam_step(group, param, param.grad, unpacked, factor, None if words is None else words[:1])
         for name, scales in CODES.items():
             flat = unpacked[name].as_strided((param.numel(),), (1,))
             codes, state[scales] = encode(flat, name == "exp_avg")
             state[name].as_strided((param.numel(),), (1,)).copy_(codes)
 
-    def _rows(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", *CODES.values(), "master_param")
+    def _rows(self, group: dict[str, Any], param: Tensor) -> tuple[str, ...]:
+        if not self._quantised(param):
+            return super()._rows(group, param)
+        return ("exp_avg", "exp_avg_sq", *CODES.values(), *("master_param",) * self._has_master(param))
 
     def _launch(
         self, group: dict[str, Any], key: tuple, params: list[Tensor], walked: list[list[Tensor]], factors: Factors
@@ -77,7 +95,7 @@ class AdamW8bit(AdamW):
             return super()._launch(group, key, params, walked, factors)
         from tilestack.kernels.optim import eight_bit, steps
 
-        columns = self._columns(group, params, walked)
+        columns = self._columns(group, key, params, walked)
         table = self._table(key, params, columns, eight_bit.BLOCK, steps.ADAM_RECORD.value)
         steps.prepare_adam(table, group, *factors)
         first = params[0]
@@ -87,9 +105,15 @@ class AdamW8bit(AdamW):
             (first.dtype, columns[2][0].dtype),
             factors.found_inf,
             self.seed,
-            self._has_master(first),
-            self._rounds_stochastically(first),
+            decoupled=group["decoupled_weight_decay"],
+            master=self._has_master(first),
+            stochastic=self._rounds_stochastically(first),
         )
+
+
+def refuse_amsgrad(groups: Iterable[dict[str, Any]]) -> None:
+    if any(group.get("amsgrad") for group in groups):
+        raise ValueError("AdamW8bit has no amsgrad: a running maximum of quantised values would only ever grow")
 
 
 def in_memory_order(x: Tensor, model: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 BLOCK = 256
 DECADES = 7
+CODES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}  # states in codes, and where their scales are
 
 
 @functools.cache
@@ -45,6 +46,14 @@ def values_of_codes(device: torch.device) -> Tensor:
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """float32 of the codes' shape; `codes` are flat and `scales` one per block of 256."""
     return dynamic_map(signed).to(codes.device)[codes.long()] * scales.repeat_interleave(BLOCK)[: codes.numel()]
+
+
+def decoded_state(codes: Tensor, scales: Tensor, name: str) -> Tensor:
+    """float32 of a state that is a tensor of codes, in its memory order, of which the blocks are runs."""
+    values = torch.empty_like(codes, dtype=torch.float32)
+    flat = lambda x: x.as_strided((codes.numel(),), (1,))
+    flat(values).copy_(decode(flat(codes), scales, name == "exp_avg"))
+    return values
 
 
 def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ the clipping coefficient stay there, and a tensor learning rate does too. A CUDA
 """
 
 from collections import defaultdict
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Iterable
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +64,13 @@ class KeptTables:
     def forget(self) -> None:
         self.kept.clear()
 
+    def unmoved(self, key: tuple, walked: list[Tensor]) -> bool:
+        """Whether these parameters are where they were when their table was last used."""
+        from tilestack.kernels.optim.steps import PARAM
+
+        table: Any = self.kept.get(key)
+        return table is not None and table.addresses[PARAM.value] == [param.data_ptr() for param in walked]
+
     def find(self, key: tuple, params: list[Tensor], columns: list[list[Tensor]], block: int, record: int = 0) -> Any:
         """The table of these tensors, whose rows name those of the columns."""
         from tilestack.kernels.optim.multi_tensor import Table
@@ -106,6 +113,15 @@ class MultiTensor(torch.optim.Optimizer):
         self.clip_norm = clip_norm
         self.grad_norm: Tensor | None = None
         self._forget()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        params = self.param_groups[-1]["params"]
+        if len(set(map(id, params))) < len(params):
+            self.param_groups.pop()
+            raise ValueError(
+                "a parameter is twice in a group, whose parameters are stepped at once; name it once, as by dict.fromkeys()"
+            )
 
     def _forget(self) -> None:
         self._tables.forget()
@@ -213,19 +229,51 @@ class MultiTensor(torch.optim.Optimizer):
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         ours = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, param in zip(saved, ours, strict=True):
+            state, loaded = self.state[param], {}
             for name, value in state_dict["state"].get(number, {}).items():
-                if isinstance(value, Tensor):
+                if name == "step" and not isinstance(value, Tensor):
+                    loaded[name] = torch.tensor(float(value))
+                elif isinstance(value, Tensor):
                     # torch has cast every state to the parameter's dtype; what had another is taken from the source
-                    source = self.state[param][name] if value.dtype == param.dtype else value
-                    self.state[param][name] = self._adopt(param, name, source)
+                    loaded[name] = state[name] if value.dtype == param.dtype else value
+            kept = self._readable(param, loaded)
+            for name in loaded.keys() - kept.keys():
+                del state[name]
+            for name, value in kept.items():
+                state[name] = self._adopt(param, name, value)
+
+    def _readable(self, param: Tensor, loaded: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of the states in a checkpoint those that this optimizer keeps."""
+        return loaded
 
     def _adopt(self, param: Tensor, name: str, value: Tensor) -> Tensor:
-        """A loaded state in the device, dtype and memory order the kernels expect."""
+        """A state in the device, dtype and memory order the kernels expect."""
         if name == "step":
             return value.to(param.device, torch.float32, copy=True)
+        return self._laid_like(param, name, value, self._state_dtype(param, name))
+
+    def _laid_like(self, param: Tensor, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         if value.shape != param.shape:
-            return value.to(param.device, copy=True)
-        return torch.empty_like(param, dtype=self._state_dtype(param, name)).copy_(value)
+            raise ValueError(
+                f"{type(self).__name__} has {name} of the shape {tuple(value.shape)} for a parameter of {tuple(param.shape)}; "
+                "it is of another model, or the parameter has changed its shape since"
+            )
+        return torch.empty_like(param, dtype=dtype).copy_(value)
+
+    def _refit(self, key: tuple, params: list[Tensor], walked: list[Tensor], names: Iterable[str]) -> None:
+        """Where parameters have moved since the last launch, cast or lay out anew the states that kernels would misread:
+        `model.to()` changes a parameter's dtype or memory order and leaves them as they are."""
+        if self._tables.unmoved(key, walked):
+            return
+        for param, name in product(params, names):
+            value, dtype = self.state[param][name], self._state_dtype(param, name)
+            like = torch.empty_like(param, dtype=dtype, device="meta")
+            if (value.shape, value.stride(), value.dtype) != (like.shape, like.stride(), dtype):
+                self.state[param][name] = self._adopt(param, name, self._in_full(param, name))
+
+    def _in_full(self, param: Tensor, name: str) -> Tensor:
+        """The values of a state."""
+        return self.state[param][name]
 
     def _state_dtype(self, param: Tensor, name: str) -> torch.dtype:
         return param.dtype

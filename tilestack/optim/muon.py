@@ -187,7 +187,11 @@ class Muon(AdamStep):
         if "momentum_buffer" not in state:
             dtype = self._state_dtype(param, "momentum_buffer")
             state["momentum_buffer"] = torch.zeros(param.shape, dtype=dtype, device=param.device)
-        if "master_param" not in state and self._has_master(param):
+        elif state["momentum_buffer"].dtype != self._state_dtype(param, "momentum_buffer"):
+            state["momentum_buffer"] = self._adopt(param, "momentum_buffer", state["momentum_buffer"])
+        if not self._has_master(param):
+            state.pop("master_param", None)
+        elif "master_param" not in state:
             state["master_param"] = param.detach().to(torch.float32, memory_format=torch.contiguous_format)
         return state
 

@@ -45,8 +45,10 @@ class SGD(MultiTensor, torch.optim.SGD):
         if group["momentum"] == 0:
             columns = [walked[0], *walked]
         else:
-            buffers = [self._buffer(param) for param in params]
-            columns = [[self._empty[param] for param in params], *walked, buffers]
+            for param in params:
+                self._buffer(param)
+            self._refit(key, params, walked[0], ["momentum_buffer"])
+            columns = [[self._empty[param] for param in params], *walked, [self._buffer(param) for param in params]]
         dtypes = params[0].dtype, walked[1][0].dtype
         table = self._table(key, params, columns, kernels.block_for(*dtypes), kernels.SGD_RECORD.value)
         kernels.step_sgd(table, dtypes, group, *factors)

@@ -130,7 +130,7 @@ def inverse_of(scale):
 @triton.jit
 def adam8_block(
     table_ptr, values_ptr, record, seed, tensors, tensor, start, length,
-    PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, DECOUPLED: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
     SIGNED: tl.constexpr, UNSIGNED: tl.constexpr, QUANTISED: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)[:, None]
@@ -158,9 +158,13 @@ def adam8_block(
 
     m, v = decoded(values_ptr, m_code, v_code)
     g = g * factor
+    if DECOUPLED:
+        p = p * decay
+    else:
+        g = g + p * decay
     m = m * (m_scale * (1 - m_share)) + g * m_share
     v = v * (v_scale * v_kept) + g * g * v_share
-    p = p * decay - step * m * reciprocal(tl.sqrt(v) * correction + eps)
+    p = p - step * m * reciprocal(tl.sqrt(v) * correction + eps)
 
     if MASTER:
         put(master_at, start, lane, length, p, tl.float32, WHOLE)
@@ -181,7 +185,7 @@ def adam8_block(
 def adam8_kernel(
     table_ptr, blocks_ptr, records_ptr, values_ptr, found_inf_ptr,  # values [2, 256]: those of signed codes, of unsigned
     seed, tensors, blocks,
-    PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    PARAM_TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr, DECOUPLED: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr,
     SIGNED: tl.constexpr, UNSIGNED: tl.constexpr, QUANTISED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     if is_skipped(found_inf_ptr):
@@ -190,8 +194,8 @@ def adam8_kernel(
     record = records_ptr + tensor * ADAM_RECORD
     if (start + ROWS * QUANTISED <= length) & aligned(table_ptr, tensors, tensor, PARAM, LAST + 2 + MASTER):
         adam8_block(
-            table_ptr, values_ptr, record, seed, tensors, tensor, start, length, PARAM_TYPE, GRAD_TYPE, MASTER, STOCHASTIC, SIGNED,
-            UNSIGNED, QUANTISED, ROWS, True,
+            table_ptr, values_ptr, record, seed, tensors, tensor, start, length, PARAM_TYPE, GRAD_TYPE, DECOUPLED, MASTER, STOCHASTIC,
+            SIGNED, UNSIGNED, QUANTISED, ROWS, True,
         )  # fmt: skip
     else:
         # Row by row, for the registers that a masked tile holds its addresses in would be taken from the whole ones, too.
@@ -199,18 +203,18 @@ def adam8_kernel(
             if start + row * QUANTISED < length:
                 adam8_block(
                     table_ptr, values_ptr, record, seed, tensors, tensor, start + row * QUANTISED, length, PARAM_TYPE, GRAD_TYPE,
-                    MASTER, STOCHASTIC, SIGNED, UNSIGNED, QUANTISED, 1, False,
+                    DECOUPLED, MASTER, STOCHASTIC, SIGNED, UNSIGNED, QUANTISED, 1, False,
                 )  # fmt: skip
 
 
 def step_adam8(
     table: Table, values: Tensor, dtypes: tuple[torch.dtype, torch.dtype], found_inf: Tensor | None, seed: int,
-    master: bool, stochastic: bool,
+    decoupled: bool, master: bool, stochastic: bool,
 ) -> None:  # fmt: skip
     """Update all tensors of a table whose rows are step, param, grad, both moments' codes, their scales[, master]."""
     param, grad = dtypes
     launch(
         adam8_kernel, (table.programs,), table.entries, table.blocks, table.records, values, found_inf, seed, table.tensors,
-        table.programs, PARAM_TYPE=triton_dtype(param), GRAD_TYPE=triton_dtype(grad), MASTER=master,
-        STOCHASTIC=stochastic, SIGNED=SIGNED, UNSIGNED=UNSIGNED, QUANTISED=QUANTISED, ROWS=ROWS, num_warps=WARPS,
+        table.programs, PARAM_TYPE=triton_dtype(param), GRAD_TYPE=triton_dtype(grad), DECOUPLED=decoupled,
+        MASTER=master, STOCHASTIC=stochastic, SIGNED=SIGNED, UNSIGNED=UNSIGNED, QUANTISED=QUANTISED, ROWS=ROWS, num_warps=WARPS,
     )  # fmt: skip
