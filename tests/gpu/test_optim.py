@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from tilestack import optim
+from tilestack import backend, optim
+from tilestack.optim.dynamic_map import dynamic_map
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
@@ -52,6 +53,33 @@ def test_errs_no_more_than_torch(name, options, dtype):
         # in float64 torch is the truth: what 20 steps may part by is derived in tests/optim/test_matches_torch.py
         unit = torch.finfo(dtype).eps * truth.abs() * (100 if dtype == torch.float64 else 1) + 1e-13
         assert bool(((ours - truth).abs() <= 2 * own + unit).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_8bit_step_is_the_definitions(dtype):
+    """From the same moments to the same codes; where they differ, a last bit has tipped a value over a middle."""
+    params = parameters(dtype)
+    optimizer = optim.AdamW8bit(params, lr=1e-2)
+    give_gradients(params, 0)
+    optimizer.step()
+    give_gradients(params, 1)
+    twins, twin = copy.deepcopy((params, optimizer))
+    for param, other in zip(params, twins, strict=True):
+        other.grad = param.grad.clone()
+    optimizer.step()
+    with backend(adamw8bit="torch"):
+        twin.step()
+    for a, b in zip(params, twins, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-6)
+        mine, theirs = optimizer.state[a], twin.state[b]
+        for name in ("exp_avg_scale", "exp_avg_sq_scale"):
+            torch.testing.assert_close(mine.get(name), theirs.get(name), rtol=1e-5, atol=0)
+        for name in ("exp_avg", "exp_avg_sq"):
+            if mine[name].dtype == torch.uint8:
+                assert (mine[name] != theirs[name]).double().mean() <= 0.01
+                values = dynamic_map(name == "exp_avg").cuda()
+                off = (values[mine[name].long()] - values[theirs[name].long()]).abs().max()
+                assert off <= 0.9 / 64 * 1.001  # the widest part of a decade
 
 
 @pytest.mark.parametrize(
