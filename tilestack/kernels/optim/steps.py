@@ -203,10 +203,13 @@ def adam_kernel(
             AMSGRAD, MASTER, STOCHASTIC, BLOCK, True,
         )  # fmt: skip
     else:
-        adam_block(
-            table_ptr, record, seed, tensors, tensor, start, length, PARAM_TYPE, GRAD_TYPE, STATE_TYPE, ACC, DECOUPLED,
-            AMSGRAD, MASTER, STOCHASTIC, BLOCK, False,
-        )  # fmt: skip
+        # In halves, for the registers that a masked block holds its addresses in would be taken from the whole ones, too.
+        for half in range(2):
+            if start + half * (BLOCK // 2) < length:
+                adam_block(
+                    table_ptr, record, seed, tensors, tensor, start + half * (BLOCK // 2), length, PARAM_TYPE, GRAD_TYPE,
+                    STATE_TYPE, ACC, DECOUPLED, AMSGRAD, MASTER, STOCHASTIC, BLOCK // 2, False,
+                )  # fmt: skip
 
 
 @triton.jit
