@@ -11,6 +11,7 @@ from rich.table import Table
 from tilestack.cli.common import Device, JsonFile, console, write_json
 from tilestack.cli.recipes import find_recipe
 from tilestack.cli.train import Set
+from tilestack.lab.units import in_bytes
 from tilestack.parallel import environment
 
 if TYPE_CHECKING:
@@ -206,13 +207,6 @@ def count_in_words(count: int) -> str:
     """A number of parameters in units of which it has at least one."""
     unit, factor = ("G", 1e9) if count >= 1e9 else ("M", 1e6) if count >= 1e6 else ("k", 1e3)
     return f"{count / factor:,.2f} {unit}"
-
-
-def in_bytes(size: float) -> str:
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size:.0f} B"
 
 
 def in_seconds(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Times, shares and ratios as tables, reports and terminals show them; a dash where there is none."""
+"""Times, shares, ratios and bytes as tables, reports and terminals show them; a dash where there is none."""
 
 
 def microseconds(value: float | None) -> str:
@@ -20,3 +20,10 @@ def times(value: float | None) -> str:
 def digits(value: float) -> str:
     """Three digits, without an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def in_bytes(size: float) -> str:
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size:.0f} B"
