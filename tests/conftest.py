@@ -86,3 +86,22 @@ def as_good_as():
         assert not (message := judge(ours, theirs, truth, own_error(theirs, truth)).message), message
 
     return check
+
+
+@pytest.fixture
+def browse(tmp_path):
+    """Opens pages in headless Chromium, each in a browser of its own."""
+    from browser import Browser, chromium
+
+    if chromium() is None:
+        pytest.skip("there is no Chromium here: apt-get install chromium, or put google-chrome on the PATH")
+    opened = []
+
+    def start(url, **about):
+        opened.append(Browser(tmp_path / f"browser-{len(opened)}", **about))
+        opened[-1].open(url)
+        return opened[-1]
+
+    yield start
+    for browser in opened:
+        browser.close()

@@ -1,28 +1,10 @@
 """The chat page in real headless Chromium: type, stream, stop, reload, and what a hostile model may not do."""
 
 import pytest
-from browser import Browser, chromium
 from fake_engine import empty_soon
 
-pytestmark = pytest.mark.skipif(
-    chromium() is None, reason="there is no Chromium here: apt-get install chromium, or put google-chrome on the PATH"
-)
 LAST = "[...document.querySelectorAll('article.assistant')].at(-1)"
 DONE = f"{LAST}?.querySelector('.figures')?.textContent"
-
-
-@pytest.fixture
-def browse(tmp_path):
-    opened = []
-
-    def start(url, **about):
-        opened.append(Browser(tmp_path / str(len(opened)), **about))
-        opened[-1].open(url)
-        return opened[-1]
-
-    yield start
-    for browser in opened:
-        browser.close()
 
 
 def say(browser, text):

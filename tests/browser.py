@@ -12,7 +12,7 @@ from pathlib import Path
 from websockets.sync.client import connect
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-KEYS = {"Enter": (13, "\r"), "Escape": (27, "")}
+KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), " ": (32, " "), "ArrowRight": (39, ""), "ArrowDown": (40, "")}
 SHIFT = 8
 
 
