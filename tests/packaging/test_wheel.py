@@ -124,7 +124,8 @@ def test_wheel_and_sdist_carry_what_the_commands_need(built):
     names = zipfile.ZipFile(next(built.glob("*.whl"))).namelist()
     for path in (*(REPOSITORY / "recipes").glob("*.toml"), *(REPOSITORY / "results").glob("**/*.json")):
         assert f"tilestack/{path.relative_to(REPOSITORY)}" in names
-    assert {"tilestack/lab/report/report.html", "tilestack/py.typed", "tilestack/ops/__init__.pyi"} <= set(names)
+    pages = {"tilestack/lab/report/report.html", "tilestack/lab/tiles/page.html"}
+    assert {*pages, "tilestack/py.typed", "tilestack/ops/__init__.pyi"} <= set(names)
     compiled_on_first_use = "cuda/add.cu", "cuda/common.cuh", "cpu/decode_step.cpp", "cpu/decoder.h"
     assert {f"tilestack/kernels/{source}" for source in compiled_on_first_use} <= set(names)
     assert any(name.startswith("tilestack/tuning/tables/") for name in names)

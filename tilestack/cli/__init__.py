@@ -30,6 +30,7 @@ from tilestack.cli import (
     quantize,
     recipe_keys,
     serve,
+    tiles,
     train,
 )
 from tilestack.cli.common import in_paragraphs
@@ -45,7 +46,7 @@ app = typer.Typer(
 )
 PANELS = {
     "Start here": (demo, learn),
-    "Kernels: verify, benchmark, inspect": (lab, bench, profile, compare),
+    "Kernels: verify, benchmark, inspect": (lab, tiles, bench, profile, compare),
     "Training": (train, recipe_keys, evaluate, parity, chain),
     "Several GPUs": (parallel,),
     "Inference and serving": (generate, chat, serve, load, quantize),

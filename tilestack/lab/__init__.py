@@ -1,6 +1,7 @@
 """The laboratory: what proves, measures and compares everything below it.
 
 proof/       are the kernels right? `mutation/` asks the same of the proofs
+tiles/       what a kernel reads and writes, counted and drawn
 compile/     kernels for GPUs that are not here
 bench/       how fast operators are, against their peers and the roofs
 training/    how fast training is, and whether its losses are those of the definitions
