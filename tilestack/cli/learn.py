@@ -15,6 +15,7 @@ from rich.text import Text
 
 from tilestack.cli.common import (
     Device,
+    JsonFile,
     console,
     has_nvidia_driver,
     in_paragraphs,
@@ -26,6 +27,7 @@ from tilestack.learn.exercise import BACKEND, EXERCISES, Exercise, find_exercise
 from tilestack.learn.folder import DEFAULT, Folder, State
 
 if TYPE_CHECKING:
+    from tilestack.contract.implementation import Implementation
     from tilestack.learn.check import Checked
     from tilestack.learn.finding import Finding
 
@@ -166,14 +168,17 @@ def render_attempt(exercise: Exercise, mine: Folder, checked: "Checked") -> Grou
     if checked.wrong is not None:
         held = f", after {checked.proved} of {checked.claims} claims that hold" if checked.proved else ""
         first = Text.assemble(("✗ ", "red"), (f"{exercise.name} is not right yet", "bold"), held)
-        stuck = f"A hint: {mine.command('hint', exercise)}"
+        stuck = (
+            f"A hint: {mine.command('hint', exercise)}\nSee what it reads and writes: {mine.command('show', exercise)}"
+        )
         return Group(first, *render_finding(checked.wrong, mine.attempt(exercise)), Text(stuck, "dim"))
     line = Text.assemble(
         ("✓ ", "green"), (f"{exercise.name} {checked.state}", "bold"), f": {checked.claims} claims hold"
     )
     states = {each: mine.state(each) for each in EXERCISES.values()}
     more = f"Every layout, value and dtype: {mine.command('check', exercise)} --all"
-    return Group(line, *([Text(more)] if checked.state is State.PASSES else []), Text(what_next(mine, states)))
+    see = Text(f"See it: {mine.command('show', exercise)}")
+    return Group(line, *([Text(more)] if checked.state is State.PASSES else []), see, Text(what_next(mine, states)))
 
 
 def render_finding(wrong: "Finding", path: Path) -> Iterator[Text | Table]:
@@ -190,6 +195,48 @@ def render_finding(wrong: "Finding", path: Path) -> Iterator[Text | Table]:
         yield Text.assemble(f"  {path}:{wrong.line}    ", (wrong.code, "bold"))
     for advice in wrong.advice:
         yield Text(f"  {advice}", "cyan")
+
+
+@learn.command("show")
+def show_command(
+    name: Name,
+    folder: FolderOption = DEFAULT.path,
+    case: Annotated[
+        str | None,
+        typer.Option(help="A case by name; default: the smallest in which a kernel has several programs.", show_default=False),
+    ] = None,
+    direction: Annotated[
+        str | None, typer.Option(help="forward or backward; default: what the exercise is about.", show_default=False)
+    ] = None,
+    json_: JsonFile = None,
+) -> None:  # fmt: skip
+    """See what your kernel reads and writes, right or wrong: a table, and a page to step through.
+
+    Your file is run in Triton's interpreter, and the page is written beside it. Where your kernel crashes, the page shows
+    what it did until then. Ctrl-C ends one that never does, and shows what it did.
+    """
+    exercise, mine = find_exercise(name), Folder(folder)
+    path = mine.attempt(exercise)
+    writable_folder(folder)
+    kernel_device("cpu")
+    from tilestack.cli.tiles import show_recording
+    from tilestack.lab.tiles.cases import record_call
+    from tilestack.lab.tiles.page import write_tiles_page
+
+    recording = record_call(load_attempt(exercise, path), case, direction or exercise.direction)
+    show_recording(recording, write_tiles_page(path.with_suffix(".html"), recording), json_)
+
+
+def load_attempt(exercise: Exercise, path: Path) -> "Implementation":
+    """What a file registers as the backend `mine`."""
+    from tilestack.lab.proof.workers import load_file
+    from tilestack.ops import operator_named
+
+    load_file(path)
+    operator = operator_named(exercise.operator)
+    if BACKEND not in operator.implementations:
+        raise ValueError(f"{path} registers no backend {BACKEND!r} for {operator.name}; check says more")
+    return operator.implementations[BACKEND]
 
 
 @learn.command("hint")
@@ -236,17 +283,13 @@ def compare_attempt_command(name: Name, folder: FolderOption = DEFAULT.path) -> 
     from tilestack.lab import machine
     from tilestack.lab.bench import terminal_tables
     from tilestack.lab.bench.operators import bench_operators
-    from tilestack.lab.proof.workers import load_file
-    from tilestack.ops import operator_named
 
     if not mine.state(exercise).is_done:
         aside.print(f"{path} does not pass yet, so these may be times of something else")
-    load_file(path)
-    operator = operator_named(exercise.operator)
-    if BACKEND not in operator.implementations:
-        raise ValueError(f"{path} registers no backend {BACKEND!r} for {operator.name}; check says more")
+    implementation = load_attempt(exercise, path)
+    operator = implementation.operator
     backends = [backend for backend in (BACKEND, "triton", "aten") if backend in operator.implementations]
-    directions = ["forward", "backward"] if operator.implementations[BACKEND].backward else ["forward"]
+    directions = ["forward", "backward"] if implementation.backward else ["forward"]
     rows = bench_operators([operator], directions=directions, backends=backends, console=Console(stderr=True))
     for table in terminal_tables.render_rows(rows, machine.stamp("cuda")):
         console.print(table)

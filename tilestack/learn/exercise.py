@@ -84,6 +84,11 @@ class Exercise:
         """Whether the code is complete and wrong, and to be mended."""
         return self.name.startswith("mend_")
 
+    @property
+    def direction(self) -> str:
+        """Whether its kernel computes results or gradients."""
+        return "backward" if self.name.endswith("_backward") else "forward"
+
     @functools.cached_property
     def hints(self) -> list[str]:
         """From a nudge to nearly the answer."""
