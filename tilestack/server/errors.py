@@ -112,11 +112,15 @@ def explain_malformed(found: Sequence[Any], body: Any) -> ApiError:
     first = max(found, key=telling)
     if first["type"] == "json_invalid":
         return refuse(f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
-    param = field_path(first["loc"][1:], body, first["type"] == "missing")
+    place, *path = first["loc"]
+    param = str(path[0]) if place == "query" else field_path(path, body, first["type"] == "missing")
     if first["type"] == "extra_forbidden":
         return refuse(f"{param} is not supported", param, "unsupported_parameter")
     if first["type"] == "missing":
         return refuse(f"{param or 'a JSON body'} is missing", param or None, "missing_parameter")
+    if first["type"] == "union_tag_invalid":
+        known = first["ctx"]["expected_tags"]
+        return refuse(f"{param}: {first['ctx']['tag'][:80]!r} is not supported; there is {known}", param)
     said = first["msg"][:1].lower() + first["msg"][1:]
     if first["type"] == CLASH:  # of several fields, so that no single value is to be shown
         return refuse(f"{param}: {said}" if param else said, param or first["ctx"]["param"])
