@@ -77,6 +77,8 @@ def serve_command(
     max_output_tokens: Annotated[int, limit(help="Maximum tokens of an answer.", min=1)] = 4096,
     max_choices: Annotated[int, limit(help="Maximum n and best_of.", min=1)] = 16,
     max_stops: Annotated[int, limit(help="Maximum number of stop strings.", min=0)] = 16,
+    max_stored: Annotated[int, limit(help="Maximum responses kept in memory to be continued by previous_response_id; with more, the oldest are forgotten. 0: keep none.", min=0)] = 1000,
+    max_stored_bytes: Annotated[int, limit(help="Maximum bytes of all of them together.", min=0)] = 64 << 20,
     timeout: Annotated[float, limit(help="Maximum seconds for an answer.", min=0.001)] = 600.0,
 ) -> None:  # fmt: skip
     """Serve a model with an OpenAI-compatible API on http://127.0.0.1:8000/v1, and a chat page on http://127.0.0.1:8000.
@@ -104,6 +106,8 @@ def serve_command(
         output_tokens=max_output_tokens,
         choices=max_choices,
         stops=max_stops,
+        stored=max_stored,
+        stored_bytes=max_stored_bytes,
         request_seconds=timeout,
     )
     from tilestack.engine.defaults import defaults_line, model_defaults

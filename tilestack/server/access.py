@@ -51,9 +51,13 @@ class Access:
         return None
 
     def knows_key(self, authorization: str) -> bool:
-        kind, _, given = authorization.partition(" ")
         assert self.key is not None
-        return hmac.compare_digest(digest(given.strip().encode("latin-1")), self.key) and kind.lower() == "bearer"
+        return hmac.compare_digest(key_digest(authorization), self.key) and authorization[:7].lower() == "bearer "
+
+
+def key_digest(authorization: str) -> bytes:
+    """Who asks: the key of an Authorization header, as a digest."""
+    return digest(authorization.partition(" ")[2].strip().encode("latin-1"))
 
 
 def digest(key: bytes) -> bytes:

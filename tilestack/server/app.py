@@ -17,6 +17,7 @@ from tilestack.server.metrics import TYPE
 from tilestack.server.page import page_response
 from tilestack.server.prompts import warm_up
 from tilestack.server.request_log import RequestLog
+from tilestack.server.responses.routes import response_routes
 from tilestack.server.routes import ERRORS, openai_routes
 from tilestack.server.service import Service
 from tilestack.server.settings import ServerSettings
@@ -49,6 +50,7 @@ def create_app(engine: "AsyncEngine", settings: ServerSettings | None = None) ->
     app.state.service = service
     add_handlers(app)
     app.include_router(openai_routes(service))
+    app.include_router(response_routes(service))
     app.include_router(token_routes(service))
 
     @app.get("/health", responses=ERRORS)
@@ -83,7 +85,7 @@ def add_middleware(app: FastAPI, service: Service) -> None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             expose_headers=["X-Request-Id", "Retry-After"],
             **allowed,
         )

@@ -4,6 +4,14 @@ was asked for is worse than none."""
 from tilestack.server.schemas.chat import ChatRequest
 from tilestack.server.schemas.completion import CompletionRequest
 from tilestack.server.schemas.embedding import EmbeddingRequest
+from tilestack.server.schemas.responses import ResponsesRequest
 from tilestack.server.schemas.tokens import DetokenizeRequest, TokenizeRequest
 
-__all__ = ["ChatRequest", "CompletionRequest", "DetokenizeRequest", "EmbeddingRequest", "TokenizeRequest"]
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "EmbeddingRequest",
+    "ResponsesRequest",
+    "TokenizeRequest",
+]

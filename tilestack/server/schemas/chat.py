@@ -43,7 +43,7 @@ class AssistantMessage(Body):
     name: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = Field(None, max_length=0)
+    annotations: list[Any] | None = Field(default=None, max_length=0)
     audio: None = None
     function_call: None = None
 
