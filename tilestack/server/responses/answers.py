@@ -20,6 +20,7 @@ from tilestack.server.schemas.responses import FunctionTool, SchemaText
 from tilestack.server.token_text import TokenTexts
 
 Body = dict[str, Any]
+MARGIN = 64  # levels of nesting, since what is written here is written again where the stack is deeper
 
 
 class ResponseAnswers(Answers):
@@ -129,8 +130,11 @@ def shared_body(request: ResponsesRequest, model: str, params: SamplingParams, s
         "user": request.user,
         "metadata": request.metadata or {},
     }
+    nested: Any = body
+    for _ in range(MARGIN):
+        nested = [nested]
     try:
-        json.dumps(body, ensure_ascii=False).encode()
+        json.dumps(nested, ensure_ascii=False).encode()
     except RecursionError:
         raise refuse("what is to be given back with the response is nested too deeply", "tools") from None
     except UnicodeEncodeError as problem:  # half of a surrogate pair

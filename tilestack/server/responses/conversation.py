@@ -1,13 +1,13 @@
 """From a request for a response to a chat: its items after those of the response that it continues, and its fields in the
 words of a chat, so that both are read, limited and answered by the same code."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from tilestack.server.errors import ApiError, refuse
-from tilestack.server.events import encode
 from tilestack.server.limits import check_limits, longest_prompt, most
 from tilestack.server.prompts import chat_ids
 from tilestack.server.responses.items import LIST, fewest, latest, messages_of, stored_form
@@ -61,7 +61,10 @@ def read_conversation(request: ResponsesRequest, store: ResponseStore, owner: by
     forms = [
         referred(store, owner, item.id) if isinstance(item, ItemReference) else stored_form(item) for item in given
     ]
-    context = (*before, encode(forms).encode())
+    try:
+        context = (*before, json.dumps(forms, ensure_ascii=False).encode())
+    except UnicodeEncodeError as problem:  # half of a surrogate pair
+        raise refuse(f"input holds what is not text: {problem}", "input") from problem
     items = [item for part in context for item in LIST.validate_json(part)]
     return Conversation(items, context, tuple(form["id"] for form in forms))
 
@@ -110,21 +113,21 @@ async def read_prompt(service: Service, request: ResponsesRequest, items: list[W
     limits, engine = service.settings.limits, service.engine
     most(limits.messages, len(items), "input", "items")
 
-    async def of_latest(count: int) -> tuple[ChatRequest, list[int]]:
-        chat = chat_of(request, latest(items, count))
+    async def read(items: list[Whole]) -> tuple[ChatRequest, list[int]]:
+        chat = chat_of(request, items)
         check_limits(chat, limits)
         return chat, await chat_ids(engine.tokenizer, chat.messages, chat.offered_tools, chat, param="input")
 
-    found = await of_latest(len(items))
+    found = await read(items)
     room = min(request.max_output_tokens or limits.output_tokens, engine.context // 2)
     longest = longest_prompt(engine.context, limits, room)
     if request.truncation != "auto" or len(found[1]) <= longest:
         return found
     fits, most_left = fewest(items), len(items) - 1
-    found = await of_latest(fits)
+    found = await read(latest(items, fits))
     while fits < most_left:
         count = (fits + most_left + 1) // 2
-        tried = await of_latest(count)
+        tried = await read(latest(items, count))
         if len(tried[1]) <= longest:
             found, fits = tried, count
         else:
