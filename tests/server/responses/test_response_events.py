@@ -129,9 +129,7 @@ def test_an_answer_is_the_same_however_it_is_cut(tokenizer, text, cuts):
         assert deltas == "".join(
             part["text"] for item in output.items if item["type"] == "message" for part in item["content"]
         )
-        return [
-            {name: value for name, value in item.items() if name not in ("id", "call_id")} for item in output.items
-        ]
+        return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in output.items]
 
     edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     assert items([text[a:b] for a, b in itertools.pairwise(edges)]) == items([text])
@@ -249,9 +247,7 @@ def test_two_streams_continue_one_response_and_a_third_outlives_it(url, ask, fak
     first = ask.responses.create(model="fake", input="one", max_output_tokens=2)
     fake.pace = 0.02
     streams = [
-        ask.responses.create(
-            model="fake", input=text, previous_response_id=first.id, max_output_tokens=8, stream=True
-        )
+        ask.responses.create(model="fake", input=text, previous_response_id=first.id, max_output_tokens=8, stream=True)
         for text in ("two", "three")
     ]
     begun = [next(stream) for stream in streams]

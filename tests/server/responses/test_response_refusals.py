@@ -132,7 +132,9 @@ def test_of_a_million_items_the_first_wrong_one_is_told():
     for change in ({"input": [0] * 9}, {"tools": [0] * 9}, {"include": [0] * 9}, {"input": [{"role": "user", "content": [0] * 9}]}):  # fmt: skip
         with pytest.raises(ValidationError) as wrong:
             ResponsesRequest.model_validate(ASKED | change)
-        assert len({error["loc"][-1] if isinstance(error["loc"][-1], int) else 0 for error in wrong.value.errors()}) == 1
+        assert (
+            len({error["loc"][-1] if isinstance(error["loc"][-1], int) else 0 for error in wrong.value.errors()}) == 1
+        )
 
 
 @pytest.mark.parametrize(
