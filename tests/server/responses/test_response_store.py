@@ -94,11 +94,10 @@ def test_an_item_that_comes_again_is_found_while_its_latest_response_is_stored()
     most_bytes=some.integers(0, 6000),
 )
 def test_bounds_and_counts_hold_whatever_happens(steps, most, most_bytes):
-    store, number = ResponseStore(most, most_bytes), 0
-    for kind, which, size in steps:
+    store = ResponseStore(most, most_bytes)
+    for number, (kind, which, size) in enumerate(steps):
         known = list(store.responses)
         key = known[which % len(known)] if known else None
-        number += 1
         if kind == "remove":
             store.remove(key or (ME, "none"))
         elif kind == "continue" and key:
