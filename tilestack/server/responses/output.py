@@ -42,7 +42,10 @@ class Output:
         self.untold += delta.logprobs
         if self.thoughts is None:
             self.ids += delta.ids
-        found = self.reader.feed(delta.text, bool(delta.finish)) if self.reader else Found([delta.text])
+        if self.reader:
+            found = self.reader.feed(delta.text, bool(delta.finish))
+        else:
+            found = Found([delta.text] if delta.text else [])
         if found.thoughts:
             yield from self.grow("reasoning", found.thoughts)
         if self.thoughts is None and found.parts:
