@@ -97,6 +97,9 @@ def test_a_response_is_refused(here, change, param, said):
         ({"input": [{"type": "\ud800"}]}, "input.0"),
         ({"input": [{"type": "item_reference", "id": "\ud800"}]}, "input.0.id"),
         ({"tools": [{"type": "\ud800"}]}, "tools.0"),
+        ({"tools": [TOOL | {"parameters": {"const": float("nan")}}], "tool_choice": "none"}, None),
+        ({"tools": [TOOL | {"parameters": {"const": float("inf")}}]}, None),
+        ({"temperature": float("nan")}, "temperature"),
     ],
 )
 def test_what_is_no_text_is_no_fault_of_the_server(here, body, param):

@@ -134,11 +134,11 @@ def shared_body(request: ResponsesRequest, model: str, params: SamplingParams, s
     for _ in range(MARGIN):
         nested = [nested]
     try:
-        json.dumps(nested, ensure_ascii=False).encode()
+        json.dumps(nested, ensure_ascii=False, allow_nan=False).encode()
     except RecursionError:
         raise refuse("what is to be given back with the response is nested too deeply", "tools") from None
-    except UnicodeEncodeError as problem:  # half of a surrogate pair
-        raise refuse(f"what is to be given back with the response is not text: {problem}") from problem
+    except ValueError as problem:  # half of a surrogate pair, or a number that is none
+        raise refuse(f"what is to be given back with the response cannot be written: {problem}") from problem
     return body
 
 

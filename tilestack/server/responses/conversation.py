@@ -18,6 +18,7 @@ from tilestack.server.schemas.common import Generated
 from tilestack.server.schemas.items import ItemReference, MessageItem, Whole
 from tilestack.server.schemas.responses import ChosenFunction, SchemaText
 from tilestack.server.service import Service
+from tilestack.server.settings import Limits
 
 FIELDS = {  # of a response, by their names in a chat
     "messages": "input",
@@ -46,7 +47,7 @@ class Conversation:
     ids: tuple[str, ...]  # of the items that came with this request
 
 
-def read_conversation(request: ResponsesRequest, store: ResponseStore, owner: bytes) -> Conversation:
+def read_conversation(request: ResponsesRequest, store: ResponseStore, owner: bytes, limits: Limits) -> Conversation:
     """The items of a request, after those of the response that it continues."""
     before: tuple[bytes, ...] = ()
     if request.previous_response_id is not None:
@@ -58,6 +59,7 @@ def read_conversation(request: ResponsesRequest, store: ResponseStore, owner: by
             )
         before = (*previous.context, previous.output)
     given = [MessageItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
+    most(limits.messages, len(given), "input", "items")
     forms = [
         referred(store, owner, item.id) if isinstance(item, ItemReference) else stored_form(item) for item in given
     ]
@@ -66,6 +68,7 @@ def read_conversation(request: ResponsesRequest, store: ResponseStore, owner: by
     except UnicodeEncodeError as problem:  # half of a surrogate pair
         raise refuse(f"input holds what is not text: {problem}", "input") from problem
     items = [item for part in context for item in LIST.validate_json(part)]
+    most(limits.messages, len(items), "input", "items")
     return Conversation(items, context, tuple(form["id"] for form in forms))
 
 
@@ -111,7 +114,6 @@ async def read_prompt(service: Service, request: ResponsesRequest, items: list[W
     """The chat and its token ids. With truncation: auto, the oldest items are left out until there is room for the answer: for
     as many tokens as it may have, but at most half of the context."""
     limits, engine = service.settings.limits, service.engine
-    most(limits.messages, len(items), "input", "items")
 
     async def read(items: list[Whole]) -> tuple[ChatRequest, list[int]]:
         chat = chat_of(request, items)
@@ -126,7 +128,7 @@ async def read_prompt(service: Service, request: ResponsesRequest, items: list[W
     fits, most_left = fewest(items), len(items) - 1
     found = await read(latest(items, fits))
     while fits < most_left:
-        count = (fits + most_left + 1) // 2
+        count = min(2 * fits, (fits + most_left + 1) // 2)  # so that what is tried is never much longer than what fits
         tried = await read(latest(items, count))
         if len(tried[1]) <= longest:
             found, fits = tried, count

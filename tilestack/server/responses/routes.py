@@ -29,7 +29,7 @@ def response_routes(service: Service) -> APIRouter:
             raise refuse("this server stores no responses; leave store out", "store")
         stores = body.store is not False and limits.stored > 0
         with own_words():
-            asked = read_conversation(body, store, owner(http))
+            asked = read_conversation(body, store, owner(http), limits)
             chat, ids = await unless_client_leaves(http, read_prompt(service, body, asked.items))
             params, thinking = service.chat_terms(chat, ids)
             shared = shared_body(body, body.model or service.name, params, stores)
