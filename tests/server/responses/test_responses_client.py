@@ -335,6 +335,16 @@ def test_the_oldest_items_are_left_out_of_a_conversation_that_is_too_long(ask, f
         ask.responses.create(model="fake", input="cat " * 200, truncation="auto")
 
 
+def test_a_conversation_of_any_length_is_read_once_and_what_is_left_of_it_a_few_times(ask, fake, monkeypatch):
+    fake.context, read, encode = 120, [], fake.tokenizer.encode
+    monkeypatch.setattr(fake.tokenizer, "encode", lambda text, **more: read.append(len(text)) or encode(text, **more))
+    items = [{"role": "user", "content": f"{number} cat"} for number in range(500)]
+    ask.responses.create(model="fake", input=items, max_output_tokens=30, truncation="auto")
+    whole, *tried, _ = read  # the last is what the engine says
+    assert max(tried) < whole / 20
+    assert 2 < len(tried) < 10
+
+
 def test_no_result_is_left_of_a_call_that_is_left_out(ask, fake, prompts):
     fake.context = 160
     items = [{"role": "user", "content": "cat " * 30}, CALL_ITEM, CALL_ITEM | {"call_id": "c2"}]
