@@ -8,11 +8,12 @@ import logging
 import httpx2
 import openai
 import patient
+import pydantic
 import pytest
 from fake_engine import empty_soon
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseStreamEvent
 from test_openai_client import CALL
 from test_responses_client import FUNCTION, without_ids
 
@@ -24,6 +25,7 @@ from tilestack.server.settings import Limits
 from tilestack.server.token_text import TokenTexts
 from tilestack.server.tools import CallReader
 
+EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
 THOUGHT = "<think>\nA city.\n</think>\n\n"
 
 
@@ -45,6 +47,8 @@ def events_of(url, **asked):
     events = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
     assert [name for name, _ in pairs] == [f"event: {event['type']}" for event in events]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for event in events:
+        EVENT.validate_python(event)  # which the client itself does not
     return events
 
 

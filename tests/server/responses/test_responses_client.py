@@ -6,7 +6,7 @@ import json
 import openai
 import pydantic
 import pytest
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseItemList
 from test_openai_client import CALL, TOOL
 
 from tilestack.data.chat import CHATML
@@ -122,6 +122,7 @@ def test_a_function_is_called_and_its_result_told(ask, fake, prompts):
     items += [*answer.output, {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}]
     after = ask.responses.create(model="fake", input=items, tools=[FUNCTION])
     assert after.output_text == "It rains in Oslo."
+    Response.model_validate(answer.to_dict())
     by_id = ask.responses.create(
         model="fake", input=items[-1:], previous_response_id=answer.id, tools=[FUNCTION], store=False
     )
@@ -192,6 +193,7 @@ def test_what_is_stored_is_looked_up_listed_and_deleted(ask, prompts):
     assert items[1] == first.output[0]
     assert items[2].id == "mine"
     page = ask.responses.input_items.list(second.id, limit=2)
+    ResponseItemList.model_validate(page.to_dict())
     assert [item.id for item in page.data] == [items[4].id, items[3].id]
     assert (page.has_more, page.object, page.first_id, page.last_id) == (True, "list", items[4].id, items[3].id)
     paged = [item.id for item in ask.responses.input_items.list(second.id, limit=2)]

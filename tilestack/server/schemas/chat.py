@@ -139,7 +139,7 @@ class ChatRequest(Sampled, Templated):
     parallel_tool_calls: bool | None = Field(None, description="false: only the first call is given.")
     response_format: ResponseFormat | None = None
     # OpenAI's clients send these; they change no answer, and nothing is made of them.
-    store: Literal[False] | None = Field(None, description="Nothing is ever stored, so true is refused.")
+    store: Literal[False] | None = Field(None, description="No chat is stored, so true is refused.")
     metadata: dict[str, str] | None = Field(None, description="Accepted for OpenAI's clients; not used.")
     prompt_cache_key: str | None = Field(None, description="Accepted for OpenAI's clients; not used.")
     safety_identifier: str | None = Field(None, description="Accepted for OpenAI's clients; not used.")
