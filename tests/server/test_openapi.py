@@ -17,7 +17,7 @@ NAMED = [
 ]  # by any text, so none is wrong
 OTHERS = [
     "GET /v1/responses/{id}/input_items", "POST /detokenize", "POST /tokenize", "POST /v1/chat/completions",
-    "POST /v1/completions", "POST /v1/embeddings", "POST /v1/responses",
+    "POST /v1/completions", "POST /v1/embeddings", "POST /v1/messages", "POST /v1/messages/count_tokens", "POST /v1/responses",
 ]  # fmt: skip
 RIGHT, WRONG = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 

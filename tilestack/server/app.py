@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import tilestack
 from tilestack.server.access import Access
+from tilestack.server.anthropic.routes import anthropic_routes
 from tilestack.server.body_limit import BodyLimit
 from tilestack.server.drain import TurnAway
 from tilestack.server.errors import add_handlers
@@ -51,6 +52,7 @@ def create_app(engine: "AsyncEngine", settings: ServerSettings | None = None) ->
     add_handlers(app)
     app.include_router(openai_routes(service))
     app.include_router(response_routes(service))
+    app.include_router(anthropic_routes(service))
     app.include_router(token_routes(service))
 
     @app.get("/health", responses=ERRORS)
@@ -81,7 +83,7 @@ def add_middleware(app: FastAPI, service: Service) -> None:
     app.add_middleware(TurnAway, drain=service.drain)
     app.add_middleware(Access, settings=settings)
     if settings.cors:
-        allowed: dict[str, Any] = dict(allow_headers=["Authorization", "Content-Type", "X-Request-Id"])
+        allowed: dict[str, Any] = dict(allow_headers=["Authorization", "Content-Type", "X-Api-Key", "X-Request-Id"])
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors,

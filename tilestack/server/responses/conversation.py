@@ -2,8 +2,7 @@
 words of a chat, so that both are read, limited and answered by the same code."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,16 +25,6 @@ FIELDS = {  # of a response, by their names in a chat
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-
-
-@contextmanager
-def own_words() -> Iterator[None]:
-    """Name the field of a request for a response where a chat's is at fault."""
-    try:
-        yield
-    except ApiError as problem:
-        problem.param = FIELDS.get(problem.param or "", problem.param)
-        raise
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from tilestack.server.access import key_digest
-from tilestack.server.errors import ApiError, refuse
+from tilestack.server.errors import ApiError, naming, refuse
 from tilestack.server.events import encode
 from tilestack.server.responses.answers import Body, ResponseAnswers, shared_body
-from tilestack.server.responses.conversation import Conversation, own_words, read_conversation, read_prompt
+from tilestack.server.responses.conversation import FIELDS, Conversation, read_conversation, read_prompt
 from tilestack.server.responses.store import Key, ResponseStore, StoredResponse
 from tilestack.server.routes import ERRORS, EVENTS
 from tilestack.server.schemas import ResponsesRequest
@@ -28,7 +28,7 @@ def response_routes(service: Service) -> APIRouter:
         if body.store and not limits.stored:
             raise refuse("this server stores no responses; leave store out", "store")
         stores = body.store is not False and limits.stored > 0
-        with own_words():
+        with naming(FIELDS):
             asked = read_conversation(body, store, owner(http), limits)
             chat, ids = await unless_client_leaves(http, read_prompt(service, body, asked.items))
             params, thinking = service.chat_terms(chat, ids)
@@ -79,7 +79,7 @@ def response_routes(service: Service) -> APIRouter:
 
 def owner(http: Request) -> bytes:
     """Whose response it is: that of who asks with the same key."""
-    return key_digest(http.headers.get("authorization", ""))
+    return key_digest(http.headers)
 
 
 def stored_response(body: Body, asked: Conversation) -> StoredResponse:

@@ -64,8 +64,11 @@ class ToolMessage(Body):
 Message = Annotated[Instruction | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
 class Function(Body):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object.")
     strict: bool | None = Field(None, description="true: the arguments of a call keep to the schema.")
@@ -158,6 +161,14 @@ class ChatRequest(Sampled, Templated):
         chosen = self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
         check_choice(chosen, self.tool_choice == "required", [tool.function.name for tool in self.tools or ()])
         return self
+
+
+def refuse_hosted(tool: Any, accepted: str) -> Any:
+    """Refuse by its name a tool that a provider runs itself; those of clients have the accepted type."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind != accepted:
+        raise clash("tools", f"{kind[:80]!r} is not supported: the server runs no tools itself; give functions")
+    return tool
 
 
 def check_choice(chosen: str | None, required: bool, names: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from tilestack.server.schemas.chat import Effort, Function, JsonSchema, PlainFormat, check_choice
+from tilestack.server.schemas.chat import Effort, Function, JsonSchema, PlainFormat, check_choice, refuse_hosted
 from tilestack.server.schemas.common import Body, Generated, Several, clash
 from tilestack.server.schemas.items import Item
 
@@ -17,10 +17,7 @@ class FunctionTool(Function):
     @model_validator(mode="before")
     @classmethod
     def is_a_function(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise clash("tools", f"{kind[:80]!r} is not supported: the server runs no tools itself; give functions")
-        return given
+        return refuse_hosted(given, "function")
 
 
 class ChosenFunction(Body):
