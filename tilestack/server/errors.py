@@ -1,4 +1,4 @@
-"""Every error in OpenAI's shape, whoever found it: the routes, FastAPI, or Starlette."""
+"""Every error in the shape of the API that was asked, OpenAI's or Anthropic's, whoever found it: the routes, FastAPI, or Starlette."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

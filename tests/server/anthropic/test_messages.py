@@ -104,6 +104,13 @@ def test_events_come_in_order_and_to_what_is_given_whole(ask, fake):
     assert [block | {"id": ""} for block in blocks] == [block | {"id": ""} for block in whole["content"]]
 
 
+def test_arguments_that_are_no_object_become_one_in_events_too(ask, fake):
+    fake.says = lambda _: '<tool_call>{"name": "get_weather", "arguments": [1]}</tool_call>'
+    whole = ask.post("/messages", json=ASKED | {"tools": [WEATHER]}).json()["content"]
+    told = [event["delta"]["partial_json"] for event in events_of(ask, tools=[WEATHER]) if "delta" in event and "partial_json" in event["delta"]]  # fmt: skip
+    assert [json.loads(text) for text in told] == [whole[0]["input"]] == [{"arguments": [1]}]
+
+
 @pytest.mark.parametrize(
     ("choice", "kind"),
     [({"type": "any"}, "json_schema"), ({"type": "tool", "name": "get_weather"}, "json_schema"), ({"type": "auto"}, None), ({"type": "none"}, None)],

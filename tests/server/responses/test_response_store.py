@@ -33,12 +33,15 @@ def test_a_response_is_found_by_its_owner_with_its_items():
     store.add((ME, "a"), response("a"))
     assert json.loads(store.responses[ME, "a"].body) == {"id": "a", "output": [{"id": "a-out", "text": "x" * 100}]}
     assert [item["id"] for item in store.responses[ME, "a"].input_items()] == ["a-in"]
-    assert [store.item((ME, f"a-{part}"))["id"] for part in ("in", "out")] == ["a-in", "a-out"]
-    assert store.item((OTHER, "a-in")) is store.item((ME, "b-in")) is None
+    assert store.with_item == {(ME, "a-in"): (ME, "a"), (ME, "a-out"): (ME, "a")}
+    assert {id: item["id"] for id, item in store.responses[ME, "a"].own_items().items()} == {
+        "a-in": "a-in",
+        "a-out": "a-out",
+    }
     assert not store.remove((OTHER, "a"))
     assert store.remove((ME, "a"))
     assert not store.remove((ME, "a"))
-    assert (store.item((ME, "a-in")), store.bytes, store.with_item, store.uses) == (None, 0, {}, {})
+    assert (store.bytes, store.with_item, store.uses) == (0, {}, {})
 
 
 def test_the_oldest_goes_first_where_there_are_too_many():
@@ -46,7 +49,7 @@ def test_the_oldest_goes_first_where_there_are_too_many():
     for name in "abc":
         store.add((ME, name), response(name))
     assert list(store.responses) == [(ME, "b"), (ME, "c")]
-    assert store.item((ME, "a-in")) is None
+    assert (ME, "a-in") not in store.with_item
     assert store.bytes == held(store)
 
 
@@ -80,9 +83,9 @@ def test_an_item_that_comes_again_is_found_while_its_latest_response_is_stored()
     for name in "ab":
         store.add((ME, name), response("same"))
     store.add((ME, "c"), response("c"))
-    assert store.item((ME, "same-in"))["id"] == "same-in"
+    assert store.with_item[ME, "same-in"] == (ME, "b")
     store.add((ME, "d"), response("d"))
-    assert store.item((ME, "same-in")) is None
+    assert (ME, "same-in") not in store.with_item
 
 
 @given(

@@ -217,8 +217,14 @@ def test_what_is_stored_is_looked_up_listed_and_deleted(ask, prompts):
 def test_items_are_referred_to_by_their_ids(ask, prompts):
     first = ask.responses.create(model="fake", input=[user | {"id": "mine"}], max_output_tokens=2)
     items = [{"type": "item_reference", "id": "mine"}, {"id": first.output[0].id}, {"role": "user", "content": "go"}]
-    ask.responses.create(model="fake", input=items, max_output_tokens=1)
+    ask.responses.create(model="fake", input=items, max_output_tokens=1, store=False)
     assert f"the cat<|im_end|>\n<|im_start|>assistant\n{first.output_text}<|im_end|>\n" in prompts()[-1]
+    second = ask.responses.create(model="fake", input="on", previous_response_id=first.id, max_output_tokens=1)
+    ask.responses.delete(first.id)
+    ask.responses.create(model="fake", input=[{"id": second.output[0].id}, items[2]], max_output_tokens=1)
+    assert second.output_text in prompts()[-1]
+    with pytest.raises(openai.NotFoundError, match="no stored item 'mine'"):  # whose response is deleted
+        ask.responses.create(model="fake", input=items)
     with pytest.raises(openai.NotFoundError, match="no stored item 'other'"):
         ask.responses.create(model="fake", input=[{"type": "item_reference", "id": "other"}])
 

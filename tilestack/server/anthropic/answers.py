@@ -84,7 +84,8 @@ def block_events(event: Event) -> Iterator[Event]:
         yield {"type": "content_block_stop", **place}
     elif kind in DELTAS:
         name, field = DELTAS[kind]
-        yield {"type": "content_block_delta", **place, "delta": {"type": name, field: event["delta"]}}
+        text = encode(read_input(event["delta"])) if field == "partial_json" else event["delta"]
+        yield {"type": "content_block_delta", **place, "delta": {"type": name, field: text}}
 
 
 def block_of(item: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from tilestack.server.errors import ApiError, refuse
 from tilestack.server.limits import check_limits, longest_prompt, most
 from tilestack.server.prompts import chat_ids
 from tilestack.server.responses.items import LIST, fewest, latest, messages_of, stored_form
-from tilestack.server.responses.store import ResponseStore
+from tilestack.server.responses.store import Key, ResponseStore
 from tilestack.server.schemas import ChatRequest, ResponsesRequest
 from tilestack.server.schemas.chat import Instruction, NamedFunction, ResponseFormat, SchemaFormat, Tool, ToolChoice
 from tilestack.server.schemas.common import Generated
@@ -49,9 +49,8 @@ def read_conversation(request: ResponsesRequest, store: ResponseStore, owner: by
         before = (*previous.context, previous.output)
     given = [MessageItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
     most(limits.messages, len(given), "input", "items")
-    forms = [
-        referred(store, owner, item.id) if isinstance(item, ItemReference) else stored_form(item) for item in given
-    ]
+    stored = StoredItems(store, owner)
+    forms = [stored.find(item.id) if isinstance(item, ItemReference) else stored_form(item) for item in given]
     try:
         context = (*before, json.dumps(forms, ensure_ascii=False).encode())
     except UnicodeEncodeError as problem:  # half of a surrogate pair
@@ -61,15 +60,24 @@ def read_conversation(request: ResponsesRequest, store: ResponseStore, owner: by
     return Conversation(items, context, tuple(form["id"] for form in forms))
 
 
-def referred(store: ResponseStore, owner: bytes, id: str) -> dict[str, Any]:
-    if (found := store.item((owner, id))) is None:
-        raise ApiError(
-            404,
-            f"no stored item {id!r}; its response may have been made with store: false, or be forgotten",
-            param="input",
-            code="item_not_found",
-        )
-    return found
+class StoredItems:
+    """Items by their ids, where a request refers to them; a response that has several is read once."""
+
+    def __init__(self, store: ResponseStore, owner: bytes):
+        self.store, self.owner = store, owner
+        self.read: dict[Key, dict[str, dict[str, Any]]] = {}
+
+    def find(self, id: str) -> dict[str, Any]:
+        if (response := self.store.with_item.get((self.owner, id))) is None:
+            raise ApiError(
+                404,
+                f"no stored item {id!r}; its response may have been made with store: false, or be forgotten",
+                param="input",
+                code="item_not_found",
+            )
+        if response not in self.read:
+            self.read[response] = self.store.responses[response].own_items()
+        return self.read[response][id]
 
 
 def chat_of(request: ResponsesRequest, items: Sequence[Whole]) -> ChatRequest:

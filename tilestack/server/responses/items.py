@@ -31,29 +31,31 @@ def new_id(kind: str) -> str:
 class Turn:
     """What an assistant does until it is somebody else's turn: one message to a chat template, and several items."""
 
-    text: str | None = None
-    thoughts: str | None = None
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
 
     def goes_on_with(self, item: Whole) -> bool:
         """Thoughts come first. Text that follows text is another message, unless a call stands between."""
         if isinstance(item, ReasoningItem):
-            return self.text is None and not self.calls
-        return isinstance(item, CallItem) or self.text is None or bool(self.calls)
+            return not self.texts and not self.calls
+        return isinstance(item, CallItem) or not self.texts or bool(self.calls)
 
     def add(self, item: Whole) -> None:
         if isinstance(item, ReasoningItem):
-            self.thoughts = (self.thoughts or "") + "".join(part.text for part in item.content or ())
+            self.thoughts += [part.text for part in item.content or ()]
         elif isinstance(item, CallItem):
             called = CalledFunction(name=item.name, arguments=item.arguments)
             self.calls.append(ToolCall(id=item.call_id, type="function", function=called))
         elif isinstance(item, MessageItem):
-            self.text = (self.text or "") + plain_text(item.content)
+            self.texts.append(plain_text(item.content))
 
     def message(self) -> AssistantMessage:
-        text = self.text if self.text is not None or self.calls else ""
-        calls = self.calls or None
-        return AssistantMessage(role="assistant", content=text, tool_calls=calls, reasoning_content=self.thoughts)
+        text = None if self.calls and not self.texts else "".join(self.texts)
+        thoughts = "".join(self.thoughts) if self.thoughts else None
+        return AssistantMessage(
+            role="assistant", content=text, tool_calls=self.calls or None, reasoning_content=thoughts
+        )
 
 
 def messages_of(items: Iterable[Whole]) -> list[Message]:

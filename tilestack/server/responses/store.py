@@ -8,7 +8,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 Key = tuple[bytes, str]  # who it belongs to, and its id
@@ -30,6 +29,10 @@ class StoredResponse:
     @property
     def body(self) -> bytes:
         return b'{"output":' + self.output + b"," + self.head[1:]
+
+    def own_items(self) -> dict[str, dict[str, Any]]:
+        """The items that came with it, its input's and its output's, by their ids."""
+        return {item["id"]: item for part in (self.context[-1], self.output) for item in json.loads(part)}
 
     def input_items(self) -> Iterator[dict[str, Any]]:
         """All that it answers, the oldest first."""
@@ -71,10 +74,3 @@ class ResponseStore:
                 del self.uses[id(part)]
                 self.bytes -= len(part)
         return True
-
-    def item(self, key: Key) -> dict[str, Any] | None:
-        """The item of that id among those that came with a stored response."""
-        if key not in self.with_item:
-            return None
-        found = self.responses[self.with_item[key]]
-        return next(item for item in chain(found.input_items(), json.loads(found.output)) if item["id"] == key[1])

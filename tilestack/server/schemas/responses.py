@@ -50,7 +50,9 @@ class ResponsesRequest(Generated):
     instructions: str | None = Field(
         None, description="What a system message says; not carried over to later responses."
     )
-    previous_response_id: str | None = Field(None, description="A stored response, after which the input comes.")
+    previous_response_id: str | None = Field(
+        None, max_length=128, description="A stored response, after which the input comes."
+    )
     store: bool | None = Field(None, description="false: keep nothing of it; true when left out.")
     max_output_tokens: int | None = Field(None, ge=1, description="Tokens of the answer, thoughts included.")
     text: TextOptions | None = Field(None, description="The form of the answer.")
