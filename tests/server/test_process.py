@@ -185,16 +185,18 @@ def test_a_model_is_served_with_its_own_sampling_and_a_template_from_a_file(
     served = []
 
     def run(engine, settings, listening, greet, lost):
-        served.append((settings.sampling, settings.split_reasoning, engine.tokenizer.template))
+        stores = (settings.limits.stored, settings.limits.stored_bytes)
+        served.append((settings.sampling, settings.split_reasoning, stores, engine.tokenizer.template))
         listening.close()
         greet("http://here")
 
     monkeypatch.setattr("tilestack.server.process.run_server", run)
     options = ["--generation-config", source, "--chat-template", str(template), "--split-reasoning"]
+    options += ["--max-stored", "7", "--max-stored-bytes", "9000"]
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve", "--model", str(own), "--port", "0", "--device", "cpu", *options])
     sampling = {"temperature": 0.6, "top_k": 20} if source == "model" else {}
-    assert served == [(sampling, True, template.read_text())]
+    assert served == [(sampling, True, (7, 9000), template.read_text())]
     assert ("temperature 0.6, top_k 20; --generation-config none" in capsys.readouterr().out) == bool(sampling)
     assert ended.value.code == 0
 

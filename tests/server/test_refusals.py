@@ -8,8 +8,10 @@ import httpx2
 import patient
 import pytest
 from fake_engine import FakeEngine
+from pydantic import ValidationError
 from server_thread import served
 
+from tilestack.server.schemas import ChatRequest, DetokenizeRequest, TokenizeRequest
 from tilestack.server.settings import Limits, ServerSettings
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
@@ -137,6 +139,26 @@ def test_a_prompt_leaves_room_for_an_answer_and_an_answer_ends_with_the_context(
 def test_malformed_bodies(here, body):
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
         refused(here.post(path, content=body, headers={"Content-Type": "application/json"}))
+
+
+@pytest.mark.parametrize(
+    ("request_type", "body"),
+    [
+        (ChatRequest, {"messages": [0] * 9}),
+        (ChatRequest, CHAT | {"tools": [0] * 9}),
+        (ChatRequest, {"messages": [{"role": "assistant", "content": "x", "tool_calls": [0] * 9}]}),
+        (ChatRequest, CHAT | {"stop_token_ids": ["a"] * 9}),
+        (ChatRequest, CHAT | {"structured_outputs": {"choice": [0] * 9}}),
+        (DetokenizeRequest, {"tokens": ["a"] * 9}),
+        (TokenizeRequest, {"messages": [0] * 9}),
+    ],
+    ids=str,
+)
+def test_of_a_list_only_the_first_wrong_entry_is_told(request_type, body):
+    """A body holds a million entries, and of each pydantic would tell at length while nobody else is served."""
+    with pytest.raises(ValidationError) as wrong:
+        request_type.model_validate(body)
+    assert wrong.value.error_count() == 1
 
 
 def test_other_content_types_are_not_read(here):

@@ -50,7 +50,7 @@ def serve_command(
     events_per_second: Annotated[float, typer.Option(help="Limit over all streams; above it, several tokens share an event.", min=1)] = 1500.0,
     generation_config: Annotated[str, typer.Option(help="Sampling defaults of requests: the model's generation_config.json, or none of it (then OpenAI's).")] = "model",
     chat_template: ChatTemplate = None,
-    split_reasoning: Annotated[bool, typer.Option("--split-reasoning", help="Return what the model writes between <think> and </think> as reasoning_content.")] = False,
+    split_reasoning: Annotated[bool, typer.Option("--split-reasoning", help="Return what the model writes between <think> and </think> apart: as reasoning_content, reasoning items or thinking blocks.")] = False,
     api_key: Annotated[str | None, access(help="Require this key on all routes but /health and the chat page, which asks for it. Set it by the environment to keep it out of `ps`.", envvar="TILESTACK_API_KEY", show_default=False)] = None,
     cors: Annotated[list[str] | None, access(help="Allowed CORS origin, such as https://example.org; may be given several times.", show_default=False)] = None,
     allow_host: Annotated[list[str] | None, access(help="Additional accepted host name; may be given several times.", show_default=False)] = None,
@@ -77,6 +77,8 @@ def serve_command(
     max_output_tokens: Annotated[int, limit(help="Maximum tokens of an answer.", min=1)] = 4096,
     max_choices: Annotated[int, limit(help="Maximum n and best_of.", min=1)] = 16,
     max_stops: Annotated[int, limit(help="Maximum number of stop strings.", min=0)] = 16,
+    max_stored: Annotated[int, limit(help="Maximum responses kept in memory to be continued by previous_response_id; with more, the oldest are forgotten. 0: keep none.", min=0)] = 1000,
+    max_stored_bytes: Annotated[int, limit(help="Maximum bytes of all of them together.", min=0)] = 64 << 20,
     timeout: Annotated[float, limit(help="Maximum seconds for an answer.", min=0.001)] = 600.0,
 ) -> None:  # fmt: skip
     """Serve a model with an OpenAI-compatible API on http://127.0.0.1:8000/v1, and a chat page on http://127.0.0.1:8000.
@@ -104,6 +106,8 @@ def serve_command(
         output_tokens=max_output_tokens,
         choices=max_choices,
         stops=max_stops,
+        stored=max_stored,
+        stored_bytes=max_stored_bytes,
         request_seconds=timeout,
     )
     from tilestack.engine.defaults import defaults_line, model_defaults

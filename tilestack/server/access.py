@@ -41,19 +41,24 @@ class Access:
         foreign = origin is not None and urlsplit(origin).netloc != host
         if foreign and scope["method"] not in SAFE and not {origin, "*"} & set(self.settings.cors):
             return ApiError(403, f"pages of {origin} may not ask; start the server with --cors", code="unknown_origin")
-        if self.key is not None and scope["path"] not in OPEN and not self.knows_key(headers.get("authorization", "")):
+        if self.key is not None and scope["path"] not in OPEN and not self.knows_key(headers):
             return ApiError(
                 401,
-                "this server asks for an API key: Authorization: Bearer KEY",
+                "this server asks for an API key: Authorization: Bearer KEY, or X-Api-Key: KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
         return None
 
-    def knows_key(self, authorization: str) -> bool:
-        kind, _, given = authorization.partition(" ")
+    def knows_key(self, headers: Headers) -> bool:
         assert self.key is not None
-        return hmac.compare_digest(digest(given.strip().encode("latin-1")), self.key) and kind.lower() == "bearer"
+        return hmac.compare_digest(key_digest(headers), self.key)
+
+
+def key_digest(headers: Headers) -> bytes:
+    """Who asks: the key, as a digest, that is given as OpenAI's clients do or as Anthropic's."""
+    kind, _, given = headers.get("authorization", "").partition(" ")
+    return digest((given if kind.lower() == "bearer" else headers.get("x-api-key", "")).strip().encode("latin-1"))
 
 
 def digest(key: bytes) -> bytes:

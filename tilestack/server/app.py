@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import tilestack
 from tilestack.server.access import Access
+from tilestack.server.anthropic.routes import anthropic_routes
 from tilestack.server.body_limit import BodyLimit
 from tilestack.server.drain import TurnAway
 from tilestack.server.errors import add_handlers
@@ -17,6 +18,7 @@ from tilestack.server.metrics import TYPE
 from tilestack.server.page import page_response
 from tilestack.server.prompts import warm_up
 from tilestack.server.request_log import RequestLog
+from tilestack.server.responses.routes import response_routes
 from tilestack.server.routes import ERRORS, openai_routes
 from tilestack.server.service import Service
 from tilestack.server.settings import ServerSettings
@@ -49,6 +51,8 @@ def create_app(engine: "AsyncEngine", settings: ServerSettings | None = None) ->
     app.state.service = service
     add_handlers(app)
     app.include_router(openai_routes(service))
+    app.include_router(response_routes(service))
+    app.include_router(anthropic_routes(service))
     app.include_router(token_routes(service))
 
     @app.get("/health", responses=ERRORS)
@@ -79,11 +83,11 @@ def add_middleware(app: FastAPI, service: Service) -> None:
     app.add_middleware(TurnAway, drain=service.drain)
     app.add_middleware(Access, settings=settings)
     if settings.cors:
-        allowed: dict[str, Any] = dict(allow_headers=["Authorization", "Content-Type", "X-Request-Id"])
+        allowed: dict[str, Any] = dict(allow_headers=["Authorization", "Content-Type", "X-Api-Key", "X-Request-Id"])
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             expose_headers=["X-Request-Id", "Retry-After"],
             **allowed,
         )

@@ -6,17 +6,16 @@ from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from tilestack.engine.outputs import Completion, Delta, TokenLogprob
-from tilestack.server.events import DONE, Chunks
-from tilestack.server.reasoning import ThoughtReader
+from tilestack.server.answer_reader import AnswerReader, answer_reader
+from tilestack.server.events import DONE, Answers, Chunks
 from tilestack.server.running import Running, usage_body
-from tilestack.server.sampling import must_call
 from tilestack.server.schemas import ChatRequest
 from tilestack.server.token_text import TokenTexts
-from tilestack.server.tools import Call, CallReader, Found, WholeCall
+from tilestack.server.tools import Call, Found
 
 
 @dataclass(frozen=True)
-class ChatAnswers:
+class ChatAnswers(Answers):
     """Shapes what the engine gives for one chat; `shared` is its id, time and model."""
 
     request: ChatRequest
@@ -24,14 +23,8 @@ class ChatAnswers:
     shared: dict[str, Any]
     thinking: bool | None = None  # whether an answer begins within thoughts; None: thoughts are not told from text
 
-    def reader(self) -> "AnswerReader | None":
-        """What finds thoughts and calls in an answer, where there may be any."""
-        thoughts = None if self.thinking is None else ThoughtReader(begun=self.thinking)
-        if not self.request.offered_tools:
-            return AnswerReader(thoughts, None) if thoughts else None
-        if must_call(self.request):
-            return AnswerReader(None, WholeCall())
-        return AnswerReader(thoughts, CallReader(most=1 if self.request.parallel_tool_calls is False else None))
+    def reader(self) -> AnswerReader | None:
+        return answer_reader(self.request, self.thinking)
 
     def whole(self, completions: Sequence[Completion], running: Running) -> dict[str, Any]:
         body = {
@@ -46,7 +39,7 @@ class ChatAnswers:
 
     def choice(self, number: int, completion: Completion) -> dict[str, Any]:
         reader = self.reader()
-        found = reader.feed(completion.text, last=True) if reader else Found(completion.text)
+        found = reader.feed(completion.text, last=True) if reader else Found([completion.text])
         text, calls = found.text, found.calls
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
         if self.thinking is not None:
@@ -83,27 +76,6 @@ class ChatAnswers:
         yield DONE
 
 
-class AnswerReader:
-    """Splits one answer, piece by piece, into thoughts, text and calls."""
-
-    def __init__(self, thoughts: ThoughtReader | None, calls: CallReader | WholeCall | None):
-        self.thoughts, self.calls = thoughts, calls
-
-    def feed(self, piece: str, last: bool) -> Found:
-        """What is certain after this piece; after the last, all."""
-        thought = ""
-        if self.thoughts:
-            thought, piece = self.thoughts.feed(piece)
-            if last:
-                thought, piece = (had + more for had, more in zip((thought, piece), self.thoughts.end(), strict=True))
-        found = self.calls.feed(piece) if self.calls else Found(piece)
-        if self.calls and last:
-            rest = self.calls.end()
-            found.text, found.calls = found.text + rest.text, found.calls + rest.calls
-        found.thoughts = thought
-        return found
-
-
 class ChatChoice:
     """One answer in events."""
 
@@ -112,7 +84,7 @@ class ChatChoice:
 
     def bodies(self, delta: Delta, told: dict[str, Any] | None) -> list[dict[str, Any]]:
         """What a piece of the answer adds."""
-        found = self.reader.feed(delta.text, bool(delta.finish)) if self.reader else Found(delta.text)
+        found = self.reader.feed(delta.text, bool(delta.finish)) if self.reader else Found([delta.text])
         made = [self.body({"reasoning_content": found.thoughts})] if found.thoughts else []
         made += [self.body({"content": found.text}, told)] if found.text or told else []
         made += [self.body({"tool_calls": [self.called(call)]}) for call in found.calls]

@@ -6,14 +6,14 @@ from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from tilestack.engine.outputs import Completion, Delta, TokenLogprob
-from tilestack.server.events import DONE, Chunks
+from tilestack.server.events import DONE, Answers, Chunks
 from tilestack.server.running import Running, usage_body
 from tilestack.server.schemas import CompletionRequest
 from tilestack.server.token_text import TokenTexts
 
 
 @dataclass(frozen=True)
-class CompletionAnswers:
+class CompletionAnswers(Answers):
     """Shapes what the engine gives for the prompts of one request; `shared` is its id, time and model."""
 
     request: CompletionRequest

@@ -1,19 +1,22 @@
-"""Every error in OpenAI's shape, whoever found it: the routes, FastAPI, or Starlette."""
+"""Every error in the shape of the API that was asked, OpenAI's or Anthropic's, whoever found it: the routes, FastAPI, or Starlette."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from tilestack.engine import EngineClosed, RequestError
 from tilestack.extras import MissingExtra
 from tilestack.server.schemas.common import CLASH
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ANTHROPIC = "/v1/messages"  # where its API begins
 FIELDS = {"stop_ids": "stop_token_ids", "adapter": "model"}  # of requests, by the engine's names for what they ask
 
 
@@ -35,13 +38,32 @@ class ApiError(HTTPException):
     def body(self) -> dict[str, Any]:
         return error_body(self.status_code, str(self.detail), self.param, self.code)
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status_code, self.headers)
+    def response(self) -> "ErrorResponse":
+        return ErrorResponse(self.body(), self.status_code, self.headers)
+
+
+class ErrorResponse(JSONResponse):
+    """An error in OpenAI's shape, or in Anthropic's where its API was asked."""
+
+    def __init__(self, body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None):
+        super().__init__(body, status, headers)
+        self.told, self.beside = body["error"], headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith(ANTHROPIC):
+            await JSONResponse(anthropic_body(self.told), self.status_code, self.beside)(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def anthropic_body(error: dict[str, Any]) -> dict[str, Any]:
+    kind = "api_error" if error["type"] == "server_error" else error["type"]
+    return {"type": "error", "error": {**error, "type": kind}}
 
 
 ERROR_SCHEMA = {
@@ -73,6 +95,16 @@ def ending() -> ApiError:
     )
 
 
+@contextmanager
+def naming(fields: Mapping[str, str]) -> Iterator[None]:
+    """Tell of a field by the name that it has in another API than OpenAI's chats."""
+    try:
+        yield
+    except ApiError as problem:
+        problem.param = fields.get(problem.param or "", problem.param)
+        raise
+
+
 def add_handlers(app: FastAPI) -> None:
     """Answer whatever is raised in one shape."""
 
@@ -82,7 +114,7 @@ def add_handlers(app: FastAPI) -> None:
             return problem.response()
         message = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
         body = error_body(problem.status_code, message.get(problem.status_code, str(problem.detail)))
-        return JSONResponse(body, problem.status_code, problem.headers)
+        return ErrorResponse(body, problem.status_code, problem.headers)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, problem: RequestValidationError) -> JSONResponse:
@@ -112,11 +144,15 @@ def explain_malformed(found: Sequence[Any], body: Any) -> ApiError:
     first = max(found, key=telling)
     if first["type"] == "json_invalid":
         return refuse(f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
-    param = field_path(first["loc"][1:], body, first["type"] == "missing")
+    place, *path = first["loc"]
+    param = str(path[0]) if place == "query" else field_path(path, body, first["type"] == "missing")
     if first["type"] == "extra_forbidden":
         return refuse(f"{param} is not supported", param, "unsupported_parameter")
     if first["type"] == "missing":
         return refuse(f"{param or 'a JSON body'} is missing", param or None, "missing_parameter")
+    if first["type"] == "union_tag_invalid":
+        known = first["ctx"]["expected_tags"]
+        return refuse(f"{param}: {first['ctx']['tag'][:80]!r} is not supported; there is {known}", param)
     said = first["msg"][:1].lower() + first["msg"][1:]
     if first["type"] == CLASH:  # of several fields, so that no single value is to be shown
         return refuse(f"{param}: {said}" if param else said, param or first["ctx"]["param"])

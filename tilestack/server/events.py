@@ -5,13 +5,15 @@ An error after the first event cannot change the status any more; it is an event
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from tilestack.engine.outputs import Completion
 from tilestack.server.errors import ApiError
 from tilestack.server.running import Running, usage_body
 from tilestack.server.schemas.common import Sampled
@@ -45,12 +47,36 @@ class Chunks:
         return f'],"usage":{encode(usage_body(self.running.usage))}}}\n\n'
 
 
-class EventStream(StreamingResponse):
-    """Sends events until they end, the time is up, or the client leaves; `ended` is called in any case."""
+class Answers(ABC):
+    """The answers to one request in the words of its API, whole or as events."""
 
-    def __init__(self, running: Running, first: bytes, events: AsyncIterator[bytes], ended: Callable[[], None]):
+    shared: dict[str, Any]  # what all events tell, with the answer's id
+
+    @abstractmethod
+    def whole(self, completions: Sequence[Completion], running: Running) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def events(self, running: Running) -> AsyncIterator[bytes]: ...
+
+    def failure(self, problem: ApiError) -> bytes:
+        """The last event of a stream that ends early."""
+        return f"data: {encode(problem.body())}\n\n".encode() + DONE
+
+
+class EventStream(StreamingResponse):
+    """Sends events until they end, the time is up, or the client leaves; `ended` is called in any case. `failure` is the last
+    event where something goes wrong."""
+
+    def __init__(
+        self,
+        running: Running,
+        first: bytes,
+        events: AsyncIterator[bytes],
+        failure: Callable[[ApiError], bytes],
+        ended: Callable[[], None],
+    ):
         super().__init__(events, media_type="text/event-stream", headers=HEADERS)
-        self.running, self.first, self.events, self.ended = running, first, events, ended
+        self.running, self.first, self.events, self.failure, self.ended = running, first, events, failure, ended
         self.problem: str | None = None  # what ended it early, for the log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,7 +106,7 @@ class EventStream(StreamingResponse):
         """Tell why; a client that reads nothing any more is not waited for."""
         self.problem = problem.code
         self.running.cancel()
-        last = f"data: {encode(problem.body())}\n\n".encode() + DONE
+        last = self.failure(problem)
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS):
                 await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -56,7 +56,7 @@ def check_prompt(ids: list[int], context: int, limits: Limits, param: str, room:
     """Refuse a prompt that is empty, or too long to be answered."""
     if not ids:
         raise refuse(f"{param} has no tokens", param, "empty_prompt")
-    longest = min(context - room, limits.prompt_tokens or context)
+    longest = longest_prompt(context, limits, room)
     if len(ids) > longest:
         raise ApiError(
             400,
@@ -64,3 +64,8 @@ def check_prompt(ids: list[int], context: int, limits: Limits, param: str, room:
             param=param,
             code="context_length_exceeded",
         )
+
+
+def longest_prompt(context: int, limits: Limits, room: int) -> int:
+    """The most tokens of a prompt after which there is so much room for an answer."""
+    return min(context - room, limits.prompt_tokens or context)

@@ -9,12 +9,12 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from tilestack.data import Tokenizer
 from tilestack.data.errors import DataError
 from tilestack.server.errors import refuse
-from tilestack.server.schemas.chat import AssistantMessage, Content, Message, Templated, Tool, ToolCall, ToolMessage
+from tilestack.server.schemas.chat import AssistantMessage, Message, Templated, Tool, ToolCall, ToolMessage
 
 RESERVED = {"messages", "tools", "add_generation_prompt"}
 
@@ -34,6 +34,7 @@ async def chat_ids(
     tools: Sequence[Tool] | None,
     options: Templated,
     add_special_tokens: bool = False,
+    param: str = "messages",
 ) -> list[int]:
     """The ids of a conversation, up to where the answer begins."""
     variables = dict(options.chat_template_kwargs or {})
@@ -57,7 +58,7 @@ async def chat_ids(
             text = tokenizer.chat(messages, add_generation_prompt=begins, **variables)
         return tokenizer.encode(text, bare=not add_special_tokens)
 
-    return await encoded(encode, "messages")
+    return await encoded(encode, param)
 
 
 def up_to_last_word(tokenizer: Tokenizer, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
@@ -101,7 +102,12 @@ def template_message(message: Message) -> dict[str, Any]:
     return found
 
 
-def plain_text(content: Content | None) -> str:
+class WithText(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+def plain_text(content: str | Sequence[WithText] | None) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 

@@ -4,7 +4,7 @@ Some templates write the first mark themselves, so that the model's text begins 
 begins with is taken for thoughts; a mark further on is text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tilestack.data import Tokenizer
 from tilestack.server.tools import undecided
@@ -60,3 +60,18 @@ class ThoughtReader:
     def take_all(self) -> str:
         held, self.held = self.held, ""
         return held
+
+
+def thought_tokens(answer: Iterable[bytes], begun: bool) -> int:
+    """How many tokens of an answer, given by their bytes, are thoughts or a mark of them."""
+    said, count = bytearray(), 0
+    for count, token in enumerate(answer, 1):
+        said += token
+        if not begun:
+            start = said.lstrip()
+            begun = start.startswith(OPEN.encode())
+            if not begun and not OPEN.encode().startswith(start):
+                return 0
+        if begun and CLOSE.encode() in said[-len(token) - len(CLOSE) :]:
+            return count
+    return count if begun else 0

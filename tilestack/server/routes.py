@@ -11,9 +11,8 @@ from tilestack.server.chat_answers import ChatAnswers
 from tilestack.server.completion_answers import CompletionAnswers
 from tilestack.server.errors import ERROR_SCHEMA
 from tilestack.server.limits import check_limits, most
-from tilestack.server.prompts import chat_ids, plain_text, text_ids
-from tilestack.server.reasoning import opens_thoughts
-from tilestack.server.sampling import calls_strictly, chat_params, completion_params
+from tilestack.server.prompts import chat_ids, text_ids
+from tilestack.server.sampling import completion_params
 from tilestack.server.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
 from tilestack.server.schemas.completion import as_list
 from tilestack.server.service import Service, Vector, unless_client_leaves
@@ -37,11 +36,7 @@ def openai_routes(service: Service) -> APIRouter:
         service.adapter(body.model)
         check_limits(body, limits)
         ids = await unless_client_leaves(http, chat_ids(engine.tokenizer, body.messages, body.offered_tools, body))
-        service.check_prompt(ids, "messages")
-        params = chat_params(body, engine.context - len(ids), limits.output_tokens, defaults)
-        thinks = service.settings.split_reasoning and (params.structure is None or calls_strictly(body))
-        continued = plain_text(body.messages[-1].content) if body.continue_final_message else ""
-        thinking = opens_thoughts(engine.tokenizer, ids, continued) if thinks else None
+        params, thinking = service.chat_terms(body, ids)
         answers = ChatAnswers(body, service.texts, service.head("chatcmpl", body.model), thinking)
         return await service.answer(http, body, [(ids, params)], answers)
 

@@ -11,16 +11,17 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from tilestack.engine.params import RequestError, SamplingParams
-from tilestack.server.chat_answers import ChatAnswers
-from tilestack.server.completion_answers import CompletionAnswers
 from tilestack.server.drain import Drain
 from tilestack.server.errors import ApiError, refuse
-from tilestack.server.events import EventStream, started
+from tilestack.server.events import Answers, EventStream, started
 from tilestack.server.limits import check_prompt
 from tilestack.server.metrics import Metrics
 from tilestack.server.pacing import Pace
+from tilestack.server.prompts import plain_text
+from tilestack.server.reasoning import opens_thoughts
 from tilestack.server.running import Prompt, Running
-from tilestack.server.sampling import structure_field
+from tilestack.server.sampling import calls_strictly, chat_params, structure_field
+from tilestack.server.schemas import ChatRequest
 from tilestack.server.schemas.common import Sampled
 from tilestack.server.schemas.embedding import EmbeddingRequest
 from tilestack.server.settings import ServerSettings
@@ -63,6 +64,17 @@ class Service:
     def check_prompt(self, ids: list[int], param: str, room: int = 1) -> None:
         check_prompt(ids, self.engine.context, self.settings.limits, param, room)
 
+    def chat_terms(self, request: ChatRequest, ids: list[int]) -> tuple[SamplingParams, bool | None]:
+        """How a conversation is answered: the parameters, and whether the answer begins within thoughts; None where thoughts
+        are not told from text."""
+        self.check_prompt(ids, "messages")
+        room = self.engine.context - len(ids)
+        params = chat_params(request, room, self.settings.limits.output_tokens, self.settings.sampling)
+        if not self.settings.split_reasoning or not (params.structure is None or calls_strictly(request)):
+            return params, None
+        continued = plain_text(request.messages[-1].content) if request.continue_final_message else ""
+        return params, opens_thoughts(self.engine.tokenizer, ids, continued)
+
     async def check_structure(self, request: Sampled, params: SamplingParams) -> None:
         """Refuse a form that cannot be read. The engine reads it again, but in its own thread, where it is too late for that."""
         if params.structure is None:
@@ -75,9 +87,7 @@ class Service:
     def head(self, prefix: str, model: str | None) -> dict[str, Any]:
         return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model or self.name}
 
-    async def answer(
-        self, http: Request, request: Sampled, prompts: Sequence[Prompt], answers: ChatAnswers | CompletionAnswers
-    ) -> Response:
+    async def answer(self, http: Request, request: Sampled, prompts: Sequence[Prompt], answers: Answers) -> Response:
         """Let the engine answer, and shape what comes as the client asked for it."""
         await self.check_structure(request, prompts[0][1])
         with ExitStack() as cleanup:
@@ -85,7 +95,7 @@ class Service:
             if request.stream:
                 events = answers.events(running)
                 first = await unless_client_leaves(http, started(running, events))
-                return EventStream(running, first, events, cleanup.pop_all().close)
+                return EventStream(running, first, events, answers.failure, cleanup.pop_all().close)
             completions = await unless_client_leaves(http, running.completions())
             return JSONResponse(answers.whole(completions, running))
 

@@ -24,6 +24,8 @@ class Limits:
     messages: int = 2048
     tools: int = 128
     structure_characters: int = 65536  # of a JSON schema, a regular expression or a grammar
+    stored: int = 1000  # responses that can be continued; with more, the oldest are forgotten
+    stored_bytes: int = 64 << 20  # of JSON, of all of them together
 
 
 @dataclass(frozen=True)

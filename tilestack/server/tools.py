@@ -26,11 +26,22 @@ class Call:
 
 @dataclass
 class Found:
-    """What a piece of text has come to."""
+    """What a piece of an answer has come to: thoughts, and after them pieces of text and calls, in their order."""
 
-    text: str = ""
+    parts: list[str | Call] = field(default_factory=list)
     thoughts: str = ""
-    calls: list[Call] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        if text:
+            self.parts.append(text)
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[Call]:
+        return [part for part in self.parts if isinstance(part, Call)]
 
 
 class CallReader:
@@ -48,7 +59,7 @@ class CallReader:
         while self.inside or OPEN in self.held:
             if not self.inside:
                 before, self.held = self.held.split(OPEN, 1)
-                found.text += self._say(before)
+                found.say(self._say(before))
                 self.inside = True
             if CLOSE not in self.held:
                 return found
@@ -56,7 +67,7 @@ class CallReader:
             self.inside = False
             self._take(written, CLOSE, found)
         free = len(self.held) - undecided(self.held)
-        found.text += self._say(self.held[:free])
+        found.say(self._say(self.held[:free]))
         self.held = self.held[free:]
         return found
 
@@ -67,9 +78,9 @@ class CallReader:
         if self.inside:
             self._take(left, "", found)
         else:
-            found.text = self._say(left)
+            found.say(self._say(left))
         if self.seen == 0:
-            found.text += self.space
+            found.say(self.space)
         return found
 
     def _say(self, text: str) -> str:
@@ -83,10 +94,10 @@ class CallReader:
     def _take(self, written: str, close: str, found: Found) -> None:
         call = parse_call(written)
         if call is None:
-            found.text += self._say(OPEN + written + close)
+            found.say(self._say(OPEN + written + close))
         elif self.most is None or self.seen < self.most:
             self.seen += 1
-            found.calls.append(call)
+            found.parts.append(call)
 
 
 class WholeCall:
@@ -101,7 +112,7 @@ class WholeCall:
 
     def end(self) -> Found:
         call = parse_call(self.held)
-        return Found(calls=[call]) if call else Found(text=self.held)
+        return Found([call or self.held])
 
 
 def undecided(text: str, mark: str = OPEN) -> int:

@@ -1,10 +1,11 @@
 """`POST /v1/chat/completions`: a conversation, and the functions that may be called in it."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tilestack.server.schemas.common import Body, Sampled, clash
+from tilestack.server.schemas.common import Body, Sampled, Several, clash
 
 
 class TextPart(Body):
@@ -12,7 +13,7 @@ class TextPart(Body):
     text: str
 
 
-Content = str | list[TextPart]
+Content = str | Several[TextPart]
 
 
 class CalledFunction(Body):
@@ -38,11 +39,11 @@ class AssistantMessage(Body):
 
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Several[ToolCall] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = Field(None, max_length=0)
+    annotations: list[Any] | None = Field(default=None, max_length=0)
     audio: None = None
     function_call: None = None
 
@@ -63,8 +64,11 @@ class ToolMessage(Body):
 Message = Annotated[Instruction | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
 class Function(Body):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object.")
     strict: bool | None = Field(None, description="true: the arguments of a call keep to the schema.")
@@ -103,16 +107,17 @@ class PlainFormat(Body):
 ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high"]
+
+
 class Templated(Body):
     """What a chat template reads besides messages."""
 
-    tools: list[Tool] | None = None
+    tools: Several[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template, such as enable_thinking."
     )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = Field(
-        None, description="Only for models whose chat template reads it."
-    )
+    reasoning_effort: Effort | None = Field(None, description="Only for models whose chat template reads it.")
     add_generation_prompt: bool | None = Field(None, description="false: no new turn of the assistant is begun.")
     continue_final_message: bool | None = Field(None, description="true: go on with the last message where it ends.")
 
@@ -129,7 +134,7 @@ class Templated(Body):
 class ChatRequest(Sampled, Templated):
     """A conversation to be continued by the assistant."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Several[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, description="OpenAI's newer name of max_tokens.")
     logprobs: bool | None = Field(None, description="Tell each token's log-probability.")
     top_logprobs: int | None = Field(None, ge=0, description="And those of this many likeliest in its place.")
@@ -137,7 +142,7 @@ class ChatRequest(Sampled, Templated):
     parallel_tool_calls: bool | None = Field(None, description="false: only the first call is given.")
     response_format: ResponseFormat | None = None
     # OpenAI's clients send these; they change no answer, and nothing is made of them.
-    store: Literal[False] | None = Field(None, description="Nothing is ever stored, so true is refused.")
+    store: Literal[False] | None = Field(None, description="No chat is stored, so true is refused.")
     metadata: dict[str, str] | None = Field(None, description="Accepted for OpenAI's clients; not used.")
     prompt_cache_key: str | None = Field(None, description="Accepted for OpenAI's clients; not used.")
     safety_identifier: str | None = Field(None, description="Accepted for OpenAI's clients; not used.")
@@ -153,11 +158,22 @@ class ChatRequest(Sampled, Templated):
             raise clash("top_logprobs", "top_logprobs need logprobs: true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise clash("max_tokens", "max_tokens and max_completion_tokens differ; give one")
-        names = [tool.function.name for tool in self.tools or ()]
-        if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
-            raise clash(
-                "tool_choice", f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools"
-            )
-        if self.tool_choice == "required" and not names:
-            raise clash("tool_choice", "tool_choice is required, and there are no tools")
+        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
+        check_choice(chosen, self.tool_choice == "required", [tool.function.name for tool in self.tools or ()])
         return self
+
+
+def refuse_hosted(tool: Any, accepted: str) -> Any:
+    """Refuse by its name a tool that a provider runs itself; those of clients have the accepted type."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind != accepted:
+        raise clash("tools", f"{kind[:80]!r} is not supported: the server runs no tools itself; give functions")
+    return tool
+
+
+def check_choice(chosen: str | None, required: bool, names: Sequence[str]) -> None:
+    """Refuse a choice of tools of which there are none: one by name, or that any be called."""
+    if chosen is not None and chosen not in names:
+        raise clash("tool_choice", f"tool_choice names {chosen!r}, which is not among the tools")
+    if required and not names:
+        raise clash("tool_choice", "tool_choice is required, and there are no tools")

@@ -1,11 +1,14 @@
-"""The fields that chats and completions share: how tokens are drawn, when to end, and in which form."""
+"""The fields that requests for text share: how tokens are drawn, when to end, and in which form."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 CLASH = "fields_clash"
+Entry = TypeVar("Entry")
+# Of a list, the first wrong entry is told: to tell of a million would take seconds, in which nobody else is served.
+Several = Annotated[list[Entry], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -30,7 +33,7 @@ class StructuredOutputs(Body):
 
     json_: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
     regex: str | None = Field(None, description="A regular expression.")
-    choice: list[str] | None = Field(None, description="One of these texts.", min_length=1)
+    choice: Several[str] | None = Field(None, description="One of these texts.", min_length=1)
     grammar: str | None = Field(None, description="A Lark grammar.")
 
     @model_validator(mode="after")
@@ -43,8 +46,8 @@ class StructuredOutputs(Body):
         return self
 
 
-class Sampled(Body):
-    """What both kinds of generation take. The ranges of numbers are `SamplingParams`'."""
+class Generated(Body):
+    """What every kind of generation takes. The ranges of numbers are `SamplingParams`'."""
 
     model: str | None = Field(None, description="The served model, or one of its adapters; the model when left out.")
     temperature: float | None = Field(None, description="0 takes the likeliest token each time; 1 when left out.")
@@ -58,16 +61,12 @@ class Sampled(Body):
         None, description="Added to the logits of tokens, by id."
     )
     seed: int | None = Field(None, description="The same seed gives the same text.")
-    n: int | None = Field(None, ge=1, description="Answers to give.")
-    max_tokens: int | None = Field(None, ge=1, description="Tokens of each answer.")
     min_tokens: int | None = Field(None, ge=0, description="Nothing ends the answer before this many.")
-    stop: str | list[str] | None = Field(None, description="Texts before which the answer ends.")
-    stop_token_ids: list[int] | None = Field(None, description="Tokens with which the answer ends.", max_length=1024)
+    stop: str | Several[str] | None = Field(None, description="Texts before which the answer ends.")
+    stop_token_ids: Several[int] | None = Field(None, description="Tokens with which the answer ends.", max_length=1024)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = Field(None, description="Go on where the model would end.")
-    prompt_logprobs: int | None = Field(None, ge=0, description="Tell the prompt's log-probabilities too.")
     stream: bool | None = Field(None, description="Send the answer as it comes, in server-sent events.")
-    stream_options: StreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="As the engine orders requests.")
     cache_salt: str | None = Field(
@@ -78,6 +77,15 @@ class Sampled(Body):
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class Sampled(Generated):
+    """What chats and completions take besides."""
+
+    n: int | None = Field(None, ge=1, description="Answers to give.")
+    max_tokens: int | None = Field(None, ge=1, description="Tokens of each answer.")
+    prompt_logprobs: int | None = Field(None, ge=0, description="Tell the prompt's log-probabilities too.")
+    stream_options: StreamOptions | None = None
 
     @property
     def wants_usage(self) -> bool:

@@ -4,10 +4,12 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from tilestack.server.schemas.common import Sampled, clash
+from tilestack.server.schemas.common import Sampled, Several, clash
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
-Texts = str | Annotated[list[str], Field(min_length=1)] | TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
+TokenIds = Annotated[Several[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Texts = (
+    str | Annotated[Several[str], Field(min_length=1)] | TokenIds | Annotated[Several[TokenIds], Field(min_length=1)]
+)
 
 
 class CompletionRequest(Sampled):

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, model_validator
 
 from tilestack.server.schemas.chat import Message, Templated
-from tilestack.server.schemas.common import Body, clash
+from tilestack.server.schemas.common import Body, Several, clash
 
 
 class TokenizeRequest(Templated):
@@ -14,7 +14,7 @@ class TokenizeRequest(Templated):
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Several[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = Field(
         None, description="Add what the tokenizer puts around texts; true when left out, for messages false."
     )
@@ -32,4 +32,4 @@ class TokenizeRequest(Templated):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    tokens: Several[Annotated[int, Field(ge=0, lt=2**31)]]
