@@ -1,5 +1,6 @@
 """What is refused, and how: in OpenAI's shape, with the field and the limit named, and never with a 5xx."""
 
+import gzip
 import json
 import socket
 from contextlib import suppress
@@ -96,7 +97,7 @@ def test_a_chat_is_refused(here, change, param, said):
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [-1]}, "greater than or equal to 0"),
         ({"prompt": ["a"] * 5}, "5 prompts in a request; this server gives at most 4"),
-        ({"prompt": "a " * 400}, "at most 300 are accepted"),
+        ({"prompt": "a " * 400}, "a prompt may have 300; this one has 801"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2, "stream": True}, "cannot be streamed"),
         ({"best_of": 1, "n": 2}, "best_of"),
@@ -118,6 +119,9 @@ def test_a_prompt_leaves_room_for_an_answer_and_an_answer_ends_with_the_context(
             assert client.post(path, json={field: [1] * longest}).status_code == 200
             error = refused(client.post(path, json={field: [1] * (longest + 1)}))
             assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+            assert (
+                "this model's maximum context length is 60 tokens" in error["message"]
+            )  # LiteLLM looks for these words
         assert client.post("/v1/completions", json={"prompt": [1] * 13, "max_tokens": 4000}).status_code == 200
         assert client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 4000}).status_code == 200
         assert client.post("/v1/chat/completions", json=CHAT | {"max_tokens": None}).status_code == 200
@@ -137,6 +141,19 @@ def test_a_prompt_leaves_room_for_an_answer_and_an_answer_ends_with_the_context(
 def test_malformed_bodies(here, body):
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
         refused(here.post(path, content=body, headers={"Content-Type": "application/json"}))
+
+
+def test_a_body_that_is_not_text_is_told_from_one_that_is_compressed(here):
+    json_type = {"Content-Type": "application/json"}
+    latin = json.dumps(CHAT, ensure_ascii=False).replace("hello", "caf\xe9").encode("latin-1")
+    error = refused(here.post("/v1/chat/completions", content=latin, headers=json_type))
+    assert (error["code"], "utf-8" in error["message"]) == ("invalid_json", True)
+    packed = gzip.compress(json.dumps(CHAT).encode())
+    answer = here.post("/v1/chat/completions", content=packed, headers=json_type | {"Content-Encoding": "gzip"})
+    assert "Content-Encoding: gzip" in refused(answer, 415)["message"]
+    assert answer.headers["accept-encoding"] == "identity"
+    plain = json_type | {"Content-Encoding": "identity"}
+    assert here.post("/v1/chat/completions", json=CHAT, headers=plain).status_code == 200
 
 
 def test_other_content_types_are_not_read(here):
@@ -187,6 +204,13 @@ def test_unknown_paths_and_methods(here):
     assert "GET" in refused(here.get("/v1/completions"), 405)["message"]
     refused(here.post("/health"), 405)
     refused(here.get("/v1/models/nobody"), 404)
+    for path in ("/chat/completions", "/v1/v1/chat/completions"):  # of a client that was given no /v1, or two
+        said = refused(here.post(path, json=CHAT), 404)["message"]
+        assert (
+            said
+            == f"there is no {path}, but /v1/chat/completions; the address that clients are given ends in /v1, once"
+        )
+    assert "/v1" not in refused(here.get("/favicon.ico"), 404)["message"]
 
 
 def test_a_hostile_template_ends_and_others_are_served(serve, tokenizer, monkeypatch):

@@ -80,7 +80,10 @@ def add_handlers(app: FastAPI) -> None:
     async def http(request: Request, problem: HTTPException) -> JSONResponse:
         if isinstance(problem, ApiError):
             return problem.response()
-        message = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+        if problem.status_code == 400 and (why := problem.__cause__) is not None:  # FastAPI could not read the body
+            return refuse(f"the body is not JSON: {why}", code="invalid_json").response()
+        path = request.url.path
+        message = {404: no_such_path(app, path), 405: f"{path} does not take {request.method}"}
         body = error_body(problem.status_code, message.get(problem.status_code, str(problem.detail)))
         return JSONResponse(body, problem.status_code, problem.headers)
 
@@ -99,6 +102,14 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(MissingExtra)
     async def not_installed(request: Request, problem: MissingExtra) -> JSONResponse:
         return ApiError(501, str(problem), code="not_installed").response()
+
+
+def no_such_path(app: FastAPI, path: str) -> str:
+    """What to do about a path that is none, above all where a client was given the address without /v1."""
+    meant = "/v1" + path.replace("/v1", "")
+    if meant in app.openapi()["paths"]:
+        return f"there is no {path}, but {meant}; the address that clients are given ends in /v1, once"
+    return f"there is no {path}; /openapi.json lists what there is"
 
 
 def explain_malformed(found: Sequence[Any], body: Any) -> ApiError:
