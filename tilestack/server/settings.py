@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -43,6 +44,15 @@ class ServerSettings:
     limits: Limits = field(default_factory=Limits)
     # What requests take that name no such value, as `engine.defaults.model_defaults` reads it; else OpenAI's defaults.
     sampling: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for origin in self.cors:
+            parts = urlsplit(origin)
+            if origin not in ("*", "null") and origin != f"{parts.scheme}://{parts.netloc}":
+                raise ValueError(
+                    f"{origin!r} is no origin as browsers name it, and none would be allowed; give scheme, host and port, such "
+                    f"as https://example.org or http://localhost:3000, or * for all"
+                )
 
     @property
     def known_hosts(self) -> frozenset[str] | None:
