@@ -16,7 +16,8 @@ class Limits:
     request_seconds: float = 600.0  # from there to the end of the answer
     prompt_tokens: int | None = None  # None: as many as the model reads
     output_tokens: int = 4096  # for each answer; also what a chat may take that names no limit
-    prompts: int = 64  # texts in one request for completions or embeddings
+    prompts: int = 64  # texts in one request for completions; of one for embeddings, those that are read at a time
+    texts: int = 2048  # in one request for embeddings: as many as OpenAI takes, which clients count on
     choices: int = 16  # n and best_of, for each prompt
     stops: int = 16
     stop_characters: int = 256
