@@ -313,7 +313,7 @@ def test_a_prompt_alone_is_scored(ask, fake):
 
 
 def test_what_openais_clients_send_and_nothing_is_made_of(ask):
-    beside = dict(store=False, metadata={"a": "b"}, prompt_cache_key="k", safety_identifier="s", service_tier="auto", user="u")  # fmt: skip
+    beside = dict(store=False, metadata={"a": "b"}, prompt_cache_key="k", safety_identifier="s", service_tier="auto", user="u", modalities=["text"], prompt_cache_retention="24h")  # fmt: skip
     assert ask.chat.completions.create(model="fake", messages=user(), max_tokens=1, **beside).choices
     for changed, said in ((dict(store=True), "store"), (dict(service_tier="flex"), "service_tier")):
         with pytest.raises(openai.BadRequestError, match=said):

@@ -112,6 +112,19 @@ def test_a_completion_is_refused(here, change, said):
     assert '"prompt"' not in error["message"]  # the field, and not the whole body
 
 
+def test_what_is_not_done_at_all_is_told_from_a_wrong_value(here):
+    for path, body in (
+        ("/v1/embeddings", {"input": "a", "dimensions": 64}),
+        ("/v1/completions", TEXT | {"suffix": "x"}),
+        ("/v1/chat/completions", CHAT | {"modalities": ["text", "audio"]}),
+    ):
+        error = refused(here.post(path, json=body))
+        assert error["param"] in body or error["param"] == "modalities.1"
+        assert "None" not in error["message"]
+    error = refused(here.post("/v1/embeddings", json={"input": "a", "dimensions": 64}))
+    assert (error["message"], error["code"]) == ("dimensions is not supported; leave it out", "unsupported_parameter")
+
+
 def test_a_prompt_leaves_room_for_an_answer_and_an_answer_ends_with_the_context(serve, fake):
     fake.context = 60
     with httpx2.Client(base_url=serve(fake), timeout=patient.LONG) as client:

@@ -126,6 +126,8 @@ def explain_malformed(found: Sequence[Any], body: Any) -> ApiError:
     param = field_path(first["loc"][1:], body, first["type"] == "missing")
     if first["type"] == "extra_forbidden":
         return refuse(f"{param} is not supported", param, "unsupported_parameter")
+    if first["type"] == "none_required":
+        return refuse(f"{param} is not supported; leave it out", param, "unsupported_parameter")
     if first["type"] == "missing":
         return refuse(f"{param or 'a JSON body'} is missing", param or None, "missing_parameter")
     said = first["msg"][:1].lower() + first["msg"][1:]

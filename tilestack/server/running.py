@@ -58,7 +58,7 @@ class Running:
                 raise
             raise ApiError(
                 429,
-                f"too many requests wait already: {problem}",
+                f"too many requests at once: {problem}",
                 code="queue_full",
                 headers={"Retry-After": str(self.retry)},
             ) from problem

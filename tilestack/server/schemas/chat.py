@@ -110,7 +110,7 @@ class Templated(Body):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template, such as enable_thinking."
     )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = Field(
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="Only for models whose chat template reads it."
     )
     add_generation_prompt: bool | None = Field(None, description="false: no new turn of the assistant is begun.")
@@ -139,7 +139,9 @@ class ChatRequest(Sampled, Templated):
     # OpenAI's clients send these; they change no answer, and nothing is made of them.
     store: Literal[False] | None = Field(None, description="Nothing is ever stored, so true is refused.")
     metadata: dict[str, str] | None = Field(None, description="Accepted for OpenAI's clients; not used.")
+    modalities: list[Literal["text"]] | None = Field(None, description="Text is what there is.")
     prompt_cache_key: str | None = Field(None, description="Accepted for OpenAI's clients; not used.")
+    prompt_cache_retention: str | None = Field(None, description="Accepted for OpenAI's clients; not used.")
     safety_identifier: str | None = Field(None, description="Accepted for OpenAI's clients; not used.")
     service_tier: Literal["auto", "default"] | None = Field(None, description="There is one tier, the default.")
 
