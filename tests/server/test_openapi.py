@@ -9,7 +9,13 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from server_thread import served
 
-PLAIN = ["GET /", "GET /health", "GET /metrics", "GET /tokenizer_info", "GET /v1/models"]  # they take nothing that could be wrong
+PLAIN = [
+    "GET /",
+    "GET /health",
+    "GET /metrics",
+    "GET /tokenizer_info",
+    "GET /v1/models",
+]  # they take nothing that could be wrong
 OTHERS = [
     "GET /v1/models/{name}", "POST /detokenize", "POST /tokenize", "POST /v1/chat/completions", "POST /v1/completions",
     "POST /v1/embeddings",
