@@ -96,6 +96,11 @@ def address_of(listening: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+def address_to_open(address: str) -> str:
+    """Where a browser of this machine finds a server that listens on all interfaces, which is an address to nobody."""
+    return address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
 def run_server(
     engine: "AsyncEngine",
     settings: ServerSettings,
