@@ -148,10 +148,12 @@ def test_thoughts_are_shown_before_and_beside_the_answer(browse, serve, fake):
 
 
 def test_an_answer_that_is_cut_off_says_so(browse, serve, fake):
-    page = browse(serve(fake))
+    page = browse(serve(fake), width=360, height=700)
     page.run("document.getElementById('max_tokens').value = '3'; document.getElementById('max_tokens').oninput()")
     say(page, "count")
     assert page.wait(DONE).startswith("cut off at its limit · 3 tokens")
+    heights = page.run(f"[...{LAST}.querySelectorAll('footer button')].map((button) => button.offsetHeight)")
+    assert len(set(heights)) == 1  # "Try again" is not broken in two, however much is told beside it
 
 
 BROKEN = """const really = fetch;
