@@ -1,9 +1,16 @@
 """`tilestack chat`: a conversation that remembers, Ctrl-C that stops an answer and not the program, and clean ways out."""
 
+import importlib.util
 import itertools
 import json
+import os
+import pty
 import re
 import shutil
+import subprocess
+import sys
+import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,6 +19,8 @@ from tilestack import cli, data, models
 from tilestack.cli import chat, speaker
 from tilestack.data.chat import CHATML
 from tilestack.engine import Engine
+
+CHAT = [sys.executable, "-m", "tilestack", "chat", "--device", "cpu", "--model"]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +59,8 @@ def talk(monkeypatch, capsys, folder):
         with pytest.raises(SystemExit) as ended:
             cli.main(["chat", "--model", str(folder), "--device", "cpu", "--max-tokens", "3", *flags])
         monkeypatch.undo()
-        return ended.value.code, capsys.readouterr().out, sent
+        out, err = capsys.readouterr()
+        return ended.value.code, out + err, sent
 
     return run
 
@@ -70,6 +80,46 @@ def test_the_conversation_is_remembered_until_it_is_reset(talk):
     assert sent[2][1]["content"] == "the mat"
     assert "a new conversation" in shown
     assert shown.count("tokens/s") == 3
+
+
+def test_answers_alone_go_to_standard_output(folder):
+    told = subprocess.run(
+        [*CHAT, folder, "--max-tokens", "3"], input="the cat\n", capture_output=True, encoding="utf-8", check=True
+    )
+    assert told.stdout.count("\n") == 1
+    assert "tokens" not in told.stdout
+    assert "/reset begins" in told.stderr
+    assert "3 tokens" in told.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("readline") is None, reason="this Python was built without readline")
+def test_a_long_paste_of_several_lines_is_one_message(folder):
+    """A terminal by itself gives each line of a paste as it comes, and of a line no more than 4,095 bytes."""
+    text = "the cat sat on the mat " * 400 + "\nand the dog"
+    tokenizer = data.Tokenizer.load(folder)
+    asked = tokenizer.chat([{"role": "user", "content": text}], add_generation_prompt=True)
+    terminal, within = pty.openpty()
+    chatting = subprocess.Popen([*CHAT, folder], stdin=within, stdout=within, stderr=subprocess.PIPE, env=os.environ | {"TERM": "xterm"})  # fmt: skip
+    os.close(within)
+    shown = b""
+    while b"> " not in shown:
+        shown += os.read(terminal, 4096)
+    threading.Thread(target=read_to_the_end, args=(terminal,)).start()
+    os.write(terminal, f"\x1b[200~{text}\x1b[201~\r/quit\r".encode())
+    try:
+        told = chatting.communicate(timeout=120)[1].decode()
+    finally:
+        chatting.kill()
+    assert told.count("the model reads 96") == 1
+    assert f"that is {len(tokenizer.encode(asked, bare=True))} tokens" in told
+
+
+def read_to_the_end(terminal):
+    """Read what a terminal shows, since who writes to it would wait otherwise, until it is closed at the other end."""
+    with suppress(OSError):
+        while os.read(terminal, 4096):
+            pass
+    os.close(terminal)
 
 
 def test_the_end_of_input_and_two_interrupts_leave(talk):

@@ -1,5 +1,7 @@
 """The chat page in real headless Chromium: type, stream, stop, reload, and what a hostile model may not do."""
 
+import json
+
 import pytest
 from fake_engine import empty_soon
 
@@ -131,6 +133,58 @@ def test_a_message_that_waits_for_the_models_can_be_stopped(browse, serve, fake)
     page.wait("document.getElementById('model').value === 'fake'")
     assert not fake.submitted
     assert not page.complaints
+
+
+def test_thoughts_are_shown_before_and_beside_the_answer(browse, serve, fake):
+    fake.says, fake.pace = (lambda prompt: "<think>Let me see.</think>It is 4."), 0.1
+    page = browse(serve(fake, split_reasoning=True))
+    say(page, "two and two?")
+    assert page.wait(f"{LAST}?.querySelector('details[open]')?.innerText.includes('Let') && {LAST}.innerText")
+    page.wait(DONE)
+    assert page.run(f"{LAST}.querySelector('details:not([open])').textContent") == "ThoughtLet me see."
+    assert page.run(f"[...{LAST}.querySelectorAll('.text > p')].map((p) => p.textContent)") == ["It is 4."]
+    page.reload()
+    assert page.run(f"{LAST}.querySelector('details').textContent") == "ThoughtLet me see."
+
+
+def test_an_answer_that_is_cut_off_says_so(browse, serve, fake):
+    page = browse(serve(fake), width=360, height=700)
+    page.run("document.getElementById('max_tokens').value = '3'; document.getElementById('max_tokens').oninput()")
+    say(page, "count")
+    assert page.wait(DONE).startswith("cut off at its limit · 3 tokens")
+    heights = page.run(f"[...{LAST}.querySelectorAll('footer button')].map((button) => button.offsetHeight)")
+    assert len(set(heights)) == 1  # "Try again" is not broken in two, however much is told beside it
+
+
+BROKEN = """const really = fetch;
+fetch = async (url, ...rest) => {
+  const answer = await really(url, ...rest);
+  return url.endsWith('completions') ? new Response((await answer.text()).split('data: [DONE]')[0]) : answer;
+}"""
+
+
+def test_a_connection_that_is_lost_is_not_taken_for_the_end(browse, serve, fake):
+    """As a proxy ends a stream when its server has gone."""
+    fake.says = lambda prompt: "Half of"
+    page = browse("about:blank")
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=BROKEN)
+    page.open(serve(fake))
+    say(page, "hello")
+    shown = page.wait("document.querySelector('article.error')?.innerText")
+    assert "Half of" in shown
+    assert "the connection was lost" in shown
+
+
+def test_each_paragraph_is_read_in_its_own_direction(browse, serve, fake):
+    answer = "\u0645\u0631\u062d\u0628\u0627 (x)\n\n- \u0628\u0646\u062f\n\n```\nx = 1\n```\nLeft to right."
+    talk = [{"role": "user", "content": "\u05e9\u05dc\u05d5\u05dd"}, {"role": "assistant", "content": answer}]
+    page = browse("about:blank")
+    kept = f"localStorage.setItem('tilestack.messages', {json.dumps(json.dumps(talk))})"
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=kept)
+    page.open(serve(fake))
+    parts = f"[document.querySelector('article.user .text'), ...{LAST}.querySelector('.text').children]"
+    directions = page.run(f"{parts}.map((part) => getComputedStyle(part).direction)")
+    assert directions == ["rtl", "rtl", "rtl", "ltr", "ltr"]
 
 
 def test_a_key_is_asked_for_and_errors_are_shown(browse, serve, fake):

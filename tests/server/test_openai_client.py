@@ -5,7 +5,10 @@ import json
 import openai
 import pydantic
 import pytest
+from fake_engine import empty_soon
 
+from tilestack.engine import QueueFull
+from tilestack.server.settings import Limits
 from tilestack.server.token_text import TokenTexts
 
 TOOL = {
@@ -310,7 +313,7 @@ def test_a_prompt_alone_is_scored(ask, fake):
 
 
 def test_what_openais_clients_send_and_nothing_is_made_of(ask):
-    beside = dict(store=False, metadata={"a": "b"}, prompt_cache_key="k", safety_identifier="s", service_tier="auto", user="u")  # fmt: skip
+    beside = dict(store=False, metadata={"a": "b"}, prompt_cache_key="k", safety_identifier="s", service_tier="auto", user="u", modalities=["text"], prompt_cache_retention="24h")  # fmt: skip
     assert ask.chat.completions.create(model="fake", messages=user(), max_tokens=1, **beside).choices
     for changed, said in ((dict(store=True), "store"), (dict(service_tier="flex"), "service_tier")):
         with pytest.raises(openai.BadRequestError, match=said):
@@ -336,6 +339,30 @@ def test_embeddings(ask, fake):
     assert ask.embeddings.create(model="pirate", input="x", extra_body=more).model == "pirate"
     _, _, options = fake.submitted[-1]
     assert (options["adapter"], options["priority"], options["salt"]) == ("pirate", -3, "mine")
+
+
+def test_many_texts_become_vectors_some_at_a_time(serve, fake):
+    """As LangChain and the Vercel AI SDK send them; once begun, a request waits where others have filled the queue."""
+    tried, together, submit = [], [], fake.submit
+
+    def fills(prompt, params, **options):
+        tried.append(prompt)
+        together.append(sum(not stream.cancelled for stream in fake.live))
+        if len(tried) == 4:
+            raise QueueFull("2 wait")
+        return submit(prompt, params, **options)
+
+    fake.submit = fills
+    url = serve(fake, limits=Limits(prompts=2, texts=7), retry_after=0)
+    with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+        told = client.embeddings.create(model="fake", input=[[text] for text in range(7)])
+        assert [entry.index for entry in told.data] == list(range(7))
+        assert told.usage.prompt_tokens == 7
+        assert tried == [[0], [1], [2], [3], [2], [3], [4], [5], [6]]
+        assert max(together) == 1
+        with pytest.raises(openai.BadRequestError, match="at most 7"):
+            client.embeddings.create(model="fake", input=["a"] * 8)
+    assert empty_soon(fake)
 
 
 def test_models(ask):

@@ -9,7 +9,13 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from server_thread import served
 
-PLAIN = ["GET /", "GET /health", "GET /metrics", "GET /v1/models"]  # they take nothing that could be wrong
+PLAIN = [
+    "GET /",
+    "GET /health",
+    "GET /metrics",
+    "GET /tokenizer_info",
+    "GET /v1/models",
+]  # they take nothing that could be wrong
 NAMED = [
     "DELETE /v1/responses/{id}",
     "GET /v1/models/{name}",

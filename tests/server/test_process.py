@@ -19,7 +19,7 @@ from server_process import process
 from tilestack import cli
 from tilestack.engine import LLM, EngineSettings, SamplingParams
 from tilestack.server.app import create_app
-from tilestack.server.process import GRACE, DrainingServer, listen
+from tilestack.server.process import GRACE, DrainingServer, address_to_open, listen
 from tilestack.server.settings import ServerSettings
 
 FAKE = str(Path(__file__).with_name("server_process.py"))
@@ -162,7 +162,10 @@ def error_of(arguments, capsys):
 @pytest.mark.usefixtures("logs_as_before")
 def test_bad_input_is_one_line(folder, capsys, monkeypatch, fake, serve):
     taken = httpx2.URL(serve(fake)).port
-    assert "cannot listen on 127.0.0.1" in error_of(["--model", str(folder), "--port", str(taken)], capsys)
+    refused = error_of(["--model", str(folder), "--port", str(taken)], capsys)
+    assert "cannot listen on 127.0.0.1" in refused
+    assert "give another --port" in refused
+    assert "is no origin" in error_of(["--model", str(folder), "--port", "0", "--cors", "example.org"], capsys)
     assert "NAME=FOLDER" in error_of(["--model", str(folder), "--port", "0", "--adapter", "x"], capsys)
     assert "nowhere" in error_of(["--model", "nowhere", "--port", "0"], capsys)
     assert "model or none, not some" in error_of(["--model", str(folder), "--generation-config", "some"], capsys)
@@ -204,3 +207,15 @@ def test_a_model_is_served_with_its_own_sampling_and_a_template_from_a_file(
 def test_an_address_is_taken_once_though_nobody_serves_there_yet():
     with listen(ServerSettings(port=0)) as first, pytest.raises(ValueError, match="already in use"):
         listen(ServerSettings(port=first.getsockname()[1]))
+
+
+@pytest.mark.parametrize(
+    ("listening", "opened"),
+    [
+        ("http://0.0.0.0:8000", "http://127.0.0.1:8000"),
+        ("http://[::]:80", "http://[::1]:80"),
+        ("http://10.0.0.0:8000", "http://10.0.0.0:8000"),
+    ],
+)
+def test_an_address_that_a_browser_can_open(listening, opened):
+    assert address_to_open(listening) == opened

@@ -154,6 +154,11 @@ def test_log_probabilities_and_embeddings_of_a_real_model(url):
     assert len(told["tokens"]) == len(told["token_logprobs"])
     vector = patient.post(url + "/v1/embeddings", json={"input": "the cat"}).json()["data"][0]["embedding"]
     assert sum(x * x for x in vector) == pytest.approx(1, abs=1e-4)
+    many = ["the dog", *["a mat"] * 80, "the cat"]  # more than are read at a time
+    places = patient.post(url + "/v1/embeddings", json={"input": many}).json()["data"]
+    assert len(places) == 82
+    assert places[-1]["embedding"] == pytest.approx(vector, abs=1e-4)
+    assert places[0]["embedding"] != pytest.approx(vector, abs=1e-2)
 
 
 def memory() -> int:

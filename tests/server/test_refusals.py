@@ -1,5 +1,6 @@
 """What is refused, and how: in OpenAI's shape, with the field and the limit named, and never with a 5xx."""
 
+import gzip
 import json
 import socket
 from contextlib import suppress
@@ -98,7 +99,7 @@ def test_a_chat_is_refused(here, change, param, said):
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [-1]}, "greater than or equal to 0"),
         ({"prompt": ["a"] * 5}, "5 prompts in a request; this server gives at most 4"),
-        ({"prompt": "a " * 400}, "at most 300 are accepted"),
+        ({"prompt": "a " * 400}, "a prompt may have 300; this one has 801"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2, "stream": True}, "cannot be streamed"),
         ({"best_of": 1, "n": 2}, "best_of"),
@@ -113,6 +114,19 @@ def test_a_completion_is_refused(here, change, said):
     assert '"prompt"' not in error["message"]  # the field, and not the whole body
 
 
+def test_what_is_not_done_at_all_is_told_from_a_wrong_value(here):
+    for path, body in (
+        ("/v1/embeddings", {"input": "a", "dimensions": 64}),
+        ("/v1/completions", TEXT | {"suffix": "x"}),
+        ("/v1/chat/completions", CHAT | {"modalities": ["text", "audio"]}),
+    ):
+        error = refused(here.post(path, json=body))
+        assert error["param"] in body or error["param"] == "modalities.1"
+        assert "None" not in error["message"]
+    error = refused(here.post("/v1/embeddings", json={"input": "a", "dimensions": 64}))
+    assert (error["message"], error["code"]) == ("dimensions is not supported; leave it out", "unsupported_parameter")
+
+
 def test_a_prompt_leaves_room_for_an_answer_and_an_answer_ends_with_the_context(serve, fake):
     fake.context = 60
     with httpx2.Client(base_url=serve(fake), timeout=patient.LONG) as client:
@@ -120,6 +134,9 @@ def test_a_prompt_leaves_room_for_an_answer_and_an_answer_ends_with_the_context(
             assert client.post(path, json={field: [1] * longest}).status_code == 200
             error = refused(client.post(path, json={field: [1] * (longest + 1)}))
             assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+            assert (
+                "this model's maximum context length is 60 tokens" in error["message"]
+            )  # LiteLLM looks for these words
         assert client.post("/v1/completions", json={"prompt": [1] * 13, "max_tokens": 4000}).status_code == 200
         assert client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 4000}).status_code == 200
         assert client.post("/v1/chat/completions", json=CHAT | {"max_tokens": None}).status_code == 200
@@ -159,6 +176,19 @@ def test_of_a_list_only_the_first_wrong_entry_is_told(request_type, body):
     with pytest.raises(ValidationError) as wrong:
         request_type.model_validate(body)
     assert wrong.value.error_count() == 1
+
+
+def test_a_body_that_is_not_text_is_told_from_one_that_is_compressed(here):
+    json_type = {"Content-Type": "application/json"}
+    latin = json.dumps(CHAT, ensure_ascii=False).replace("hello", "caf\xe9").encode("latin-1")
+    error = refused(here.post("/v1/chat/completions", content=latin, headers=json_type))
+    assert (error["code"], "utf-8" in error["message"]) == ("invalid_json", True)
+    packed = gzip.compress(json.dumps(CHAT).encode())
+    answer = here.post("/v1/chat/completions", content=packed, headers=json_type | {"Content-Encoding": "gzip"})
+    assert "Content-Encoding: gzip" in refused(answer, 415)["message"]
+    assert answer.headers["accept-encoding"] == "identity"
+    plain = json_type | {"Content-Encoding": "identity"}
+    assert here.post("/v1/chat/completions", json=CHAT, headers=plain).status_code == 200
 
 
 def test_other_content_types_are_not_read(here):
@@ -209,6 +239,13 @@ def test_unknown_paths_and_methods(here):
     assert "GET" in refused(here.get("/v1/completions"), 405)["message"]
     refused(here.post("/health"), 405)
     refused(here.get("/v1/models/nobody"), 404)
+    for path in ("/chat/completions", "/v1/v1/chat/completions"):  # of a client that was given no /v1, or two
+        said = refused(here.post(path, json=CHAT), 404)["message"]
+        assert (
+            said
+            == f"there is no {path}, but /v1/chat/completions; the address that clients are given ends in /v1, once"
+        )
+    assert "/v1" not in refused(here.get("/favicon.ico"), 404)["message"]
 
 
 def test_a_hostile_template_ends_and_others_are_served(serve, tokenizer, monkeypatch):

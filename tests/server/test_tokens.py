@@ -31,6 +31,15 @@ def test_texts_as_tokens_and_back(client, tokenizer):
     assert client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
 
 
+def test_the_tokenizer_tells_of_itself(client, tokenizer):
+    told = client.get("/tokenizer_info").json()
+    assert told["eos_token"] == "<|endoftext|>"
+    assert told["chat_template"] == tokenizer.template
+    assert told["model_max_length"] == 2048
+    eos = client.post("/tokenize", json={"prompt": told["eos_token"], "add_special_tokens": False}).json()["tokens"]
+    assert eos == [tokenizer.eos]
+
+
 def text_of(client, path="/tokenize", **asked):
     tokens = client.post(path, json={"messages": TALK} | asked).json()["tokens"]
     return client.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
@@ -87,6 +96,7 @@ def test_tokens_are_for_those_who_have_the_key(serve, fake):
     with httpx2.Client(base_url=serve(fake, api_key="secret"), timeout=patient.LONG) as client:
         for path in ("/tokenize", "/detokenize"):
             assert client.post(path, json={"prompt": "a"}).status_code == 401
+        assert client.get("/tokenizer_info").status_code == 401
         assert (
             client.post("/tokenize", json={"prompt": "a"}, headers={"Authorization": "Bearer secret"}).status_code
             == 200

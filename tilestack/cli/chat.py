@@ -1,14 +1,16 @@
 """The `chat` command: a conversation with a model in the terminal.
 
-Ctrl-C stops an answer, and what was said stays in the conversation; at the prompt it takes two in a row to leave.
+Ctrl-C stops an answer, and what was said stays in the conversation; at the prompt it takes two in a row to leave. Answers
+go to standard output, and all that is told of them to standard error.
 """
 
 import sys
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from tilestack.cli.common import console
 from tilestack.cli.speaker import (
     ChatTemplate,
     DeviceName,
@@ -25,6 +27,7 @@ from tilestack.cli.speaker import (
 )
 
 HELP = "/reset begins a new conversation, /quit or Ctrl-D ends; Ctrl-C stops an answer"
+notes = Console(stderr=True)
 SHARE_OF_ANSWER = 4  # a conversation is full where less than a fourth of what the model reads is left
 Messages = list[dict[str, str]]
 
@@ -56,24 +59,34 @@ def chat_command(
             f"{model} has no chat template, so it was not taught to converse; use tilestack generate --raw"
         )
     sampling = speaker.sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    console.print(f"{model} on {speaker.device.type}. {HELP}.", style="dim", highlight=False)
+    notes.print(f"{model} on {speaker.device.type}. {HELP}.", style="dim", highlight=False)
     if speaker.defaults_line:
-        console.print(speaker.defaults_line, style="dim", highlight=False)
+        notes.print(speaker.defaults_line, style="dim", highlight=False)
     converse(speaker, [{"role": "system", "content": system}] if system else [], max_tokens, sampling)
 
 
 def converse(speaker: Speaker, opening: Messages, max_tokens: int, sampling: dict[str, Any]) -> None:
     """Ask and answer until the person leaves."""
+    if sys.stdin.isatty():
+        edit_lines()
     messages = list(opening)
     while (said := asked()) is not None:
         if said == "/reset":
             messages = list(opening)
-            console.print("a new conversation", style="dim")
+            notes.print("a new conversation", style="dim")
         elif said.startswith("/"):
-            console.print(HELP, style="dim", highlight=False)
+            notes.print(HELP, style="dim", highlight=False)
         elif said:
             messages.append({"role": "user", "content": said})
             answer_aloud(speaker, messages, len(opening), max_tokens, sampling)
+
+
+def edit_lines() -> None:
+    """Have `input` edit lines and remember them, and take what is pasted as one message, of any length and number of lines."""
+    with suppress(ImportError):  # not all systems have it
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
 
 
 def asked() -> str | None:
@@ -86,7 +99,7 @@ def asked() -> str | None:
         except KeyboardInterrupt:
             print()
             if attempt == 0:
-                console.print("Ctrl-C again, or /quit, to leave", style="dim", highlight=False)
+                notes.print("Ctrl-C again, or /quit, to leave", style="dim", highlight=False)
             continue
         return None if said in ("/quit", "/exit") else said
     return None
@@ -100,10 +113,10 @@ def answer_aloud(speaker: Speaker, messages: Messages, opening: int, max_tokens:
         forgotten += 1
     if speaker.room(ids) < 1:
         messages.pop()
-        console.print(f"that is {len(ids)} tokens, and the model reads {speaker.engine.context}", style="dim")
+        notes.print(f"that is {len(ids)} tokens, and the model reads {speaker.engine.context}", style="dim")
         return
     if forgotten:
-        console.print(f"(the conversation is full; {forgotten} of the oldest turns forgotten)", style="dim")
+        notes.print(f"(the conversation is full; {forgotten} of the oldest turns forgotten)", style="dim")
     speech = speaker.speak(ids, max_tokens, **sampling)
     answer, note = "", ""
     try:
@@ -115,5 +128,5 @@ def answer_aloud(speaker: Speaker, messages: Messages, opening: int, max_tokens:
     if speech.finish == "length":
         note = "cut short; "
     print(flush=True)
-    console.print(f"{note}{speech.figures()}", style="dim", highlight=False)
+    notes.print(f"{note}{speech.figures()}", style="dim", highlight=False)
     messages.append({"role": "assistant", "content": answer})

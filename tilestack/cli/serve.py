@@ -97,7 +97,7 @@ def serve_command(
         raise ValueError(f"--generation-config is model or none, not {generation_config}")
     check_packages(model)
     template = None if chat_template is None else read_template(chat_template)
-    from tilestack.server.process import listen, run_server
+    from tilestack.server.process import address_to_open, listen, run_server
     from tilestack.server.settings import LOOPBACK, Limits, ServerSettings
 
     limits = Limits(
@@ -155,7 +155,8 @@ def serve_command(
         launch_shared(model, wanted, tensor, drain)
 
     def greet(address: str, called: str) -> None:
-        told = f"{called} on {address}: chat in a browser, or ask {address}/v1"
+        here = address_to_open(address)
+        told = f"{called} on {address}: chat in a browser at {here}, or ask {here}/v1"
         console.print(told, highlight=False, soft_wrap=True)
         if sampling:
             console.print(f"{defaults_line(sampling)}; --generation-config none for OpenAI's", soft_wrap=True)

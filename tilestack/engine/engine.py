@@ -222,7 +222,7 @@ class Engine:
         most = self.settings.queue
         waiting = len(self.scheduler.waiting) + entering
         if most is not None and waiting + sequences > most + len(self.scheduler.free_rows):
-            raise QueueFull(f"{waiting} requests wait already, of at most {most}")
+            raise QueueFull(f"at most {most} may wait, and there is no room for {sequences} more")
 
     @property
     def adapter_names(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from tilestack.server.errors import ApiError
 from tilestack.server.settings import ServerSettings
 
 OPEN = ("/health", "/")  # the page asks for the key itself
-SAFE = ("GET", "HEAD", "OPTIONS")
+SAFE = ("GET", "HEAD")
 
 
 class Access:
@@ -34,17 +34,23 @@ class Access:
         if self.hosts is not None and host and host_name(host) not in self.hosts:
             return ApiError(
                 403,
-                f"this server does not answer to the name {host!r}; start it with --allow-host",
+                f"this server does not answer to the name {host!r}; start it with --allow-host {host_name(host)}",
                 code="unknown_host",
             )
         origin = headers.get("origin")
-        foreign = origin is not None and urlsplit(origin).netloc != host
+        # A proxy may have changed the Host; what a browser says of the site, no page can.
+        own = headers.get("sec-fetch-site") == "same-origin" or urlsplit(origin or "").netloc == host
+        foreign = origin is not None and not own
         if foreign and scope["method"] not in SAFE and not {origin, "*"} & set(self.settings.cors):
-            return ApiError(403, f"pages of {origin} may not ask; start the server with --cors", code="unknown_origin")
+            return ApiError(
+                403, f"pages of {origin} may not ask; start the server with --cors {origin}", code="unknown_origin"
+            )
         if self.key is not None and scope["path"] not in OPEN and not self.knows_key(headers):
+            sent = headers.get("authorization") or headers.get("x-api-key")
+            given = "the API key is wrong" if sent else "this server asks for an API key"
             return ApiError(
                 401,
-                "this server asks for an API key: Authorization: Bearer KEY, or X-Api-Key: KEY",
+                f"{given}; send that of the server as Authorization: Bearer KEY, or X-Api-Key: KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )

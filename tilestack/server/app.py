@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Response
 from fastapi.responses import HTMLResponse, JSONResponse
@@ -14,6 +14,7 @@ from tilestack.server.anthropic.routes import anthropic_routes
 from tilestack.server.body_limit import BodyLimit
 from tilestack.server.drain import TurnAway
 from tilestack.server.errors import add_handlers
+from tilestack.server.head import HeadAsGet
 from tilestack.server.metrics import TYPE
 from tilestack.server.page import page_response
 from tilestack.server.prompts import warm_up
@@ -83,12 +84,12 @@ def add_middleware(app: FastAPI, service: Service) -> None:
     app.add_middleware(TurnAway, drain=service.drain)
     app.add_middleware(Access, settings=settings)
     if settings.cors:
-        allowed: dict[str, Any] = dict(allow_headers=["Authorization", "Content-Type", "X-Api-Key", "X-Request-Id"])
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors,
             allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],  # OpenAI's client for browsers tells of itself in headers of its own
             expose_headers=["X-Request-Id", "Retry-After"],
-            **allowed,
         )
+    app.add_middleware(HeadAsGet)
     app.add_middleware(RequestLog, answered=service.metrics.answered)

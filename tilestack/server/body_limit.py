@@ -10,7 +10,8 @@ from tilestack.server.settings import Limits
 
 
 class BodyLimit:
-    """Ends a request whose body is larger, or takes longer, than the limits say; whether it told its length or not."""
+    """Ends a request whose body is larger, or takes longer, than the limits say, whether it told its length or not; and one
+    that is compressed, of which nobody knows how large it is."""
 
     def __init__(self, app: ASGIApp, limits: Limits):
         self.app, self.limits = app, limits
@@ -19,7 +20,11 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        told = Headers(scope=scope).get("content-length", "")
+        headers = Headers(scope=scope)
+        if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
+            await self.encoded(encoding).response()(scope, receive, send)
+            return
+        told = headers.get("content-length", "")
         if told.isdecimal() and int(told[:20]) > self.limits.body_bytes:
             await self.too_large().response()(scope, receive, send)
             return
@@ -47,6 +52,14 @@ class BodyLimit:
             return message
 
         return piece
+
+    def encoded(self, encoding: str) -> ApiError:
+        return ApiError(
+            415,
+            f"a body with Content-Encoding: {encoding} is not read; send it as it is",
+            code="unsupported_encoding",
+            headers={"Accept-Encoding": "identity", "Connection": "close"},
+        )
 
     def too_large(self) -> ApiError:
         # What is left unread would be taken for the next request of the connection.

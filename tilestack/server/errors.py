@@ -112,7 +112,10 @@ def add_handlers(app: FastAPI) -> None:
     async def http(request: Request, problem: HTTPException) -> JSONResponse:
         if isinstance(problem, ApiError):
             return problem.response()
-        message = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+        if problem.status_code == 400 and (why := problem.__cause__) is not None:  # FastAPI could not read the body
+            return refuse(f"the body is not JSON: {why}", code="invalid_json").response()
+        path = request.url.path
+        message = {404: no_such_path(app, path), 405: f"{path} does not take {request.method}"}
         body = error_body(problem.status_code, message.get(problem.status_code, str(problem.detail)))
         return ErrorResponse(body, problem.status_code, problem.headers)
 
@@ -133,6 +136,14 @@ def add_handlers(app: FastAPI) -> None:
         return ApiError(501, str(problem), code="not_installed").response()
 
 
+def no_such_path(app: FastAPI, path: str) -> str:
+    """What to do about a path that is none, above all where a client was given the address without /v1."""
+    meant = "/v1" + path.replace("/v1", "")
+    if meant in app.openapi()["paths"]:
+        return f"there is no {path}, but {meant}; the address that clients are given ends in /v1, once"
+    return f"there is no {path}; /openapi.json lists what there is"
+
+
 def explain_malformed(found: Sequence[Any], body: Any) -> ApiError:
     """What is wrong with a body, from what pydantic found: the field first, then what was given and what is accepted."""
     if isinstance(body, bytes):  # as FastAPI leaves a body of another type, such as curl's by default
@@ -148,6 +159,8 @@ def explain_malformed(found: Sequence[Any], body: Any) -> ApiError:
     param = str(path[0]) if place == "query" else field_path(path, body, first["type"] == "missing")
     if first["type"] == "extra_forbidden":
         return refuse(f"{param} is not supported", param, "unsupported_parameter")
+    if first["type"] == "none_required":
+        return refuse(f"{param} is not supported; leave it out", param, "unsupported_parameter")
     if first["type"] == "missing":
         return refuse(f"{param or 'a JSON body'} is missing", param or None, "missing_parameter")
     if first["type"] == "union_tag_invalid":

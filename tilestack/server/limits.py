@@ -58,9 +58,11 @@ def check_prompt(ids: list[int], context: int, limits: Limits, param: str, room:
         raise refuse(f"{param} has no tokens", param, "empty_prompt")
     longest = longest_prompt(context, limits, room)
     if len(ids) > longest:
+        # In OpenAI's words, by which clients know that the conversation has to become shorter.
         raise ApiError(
             400,
-            f"the prompt has {len(ids):,} tokens, and at most {longest:,} are accepted of a context of {context:,}",
+            f"this model's maximum context length is {context:,} tokens, of which a prompt may have {longest:,}; this one "
+            f"has {len(ids):,}",
             param=param,
             code="context_length_exceeded",
         )

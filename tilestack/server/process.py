@@ -4,6 +4,7 @@ The first SIGTERM or Ctrl-C turns new requests away and gives running ones their
 second ends it at once. An engine that is lost ends it as the first does, and is no signal: one may well follow.
 """
 
+import errno
 import os
 import socket
 import sys
@@ -85,13 +86,19 @@ def listen(settings: ServerSettings) -> socket.socket:
         made.bind(address)
         made.listen(BACKLOG)
     except (OSError, OverflowError) as problem:
-        raise ValueError(f"cannot listen on {settings.host} port {settings.port}: {problem}") from problem
+        taken = "; give another --port, or 0 for a free one" if getattr(problem, "errno", 0) == errno.EADDRINUSE else ""
+        raise ValueError(f"cannot listen on {settings.host} port {settings.port}: {problem}{taken}") from problem
     return made
 
 
 def address_of(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def address_to_open(address: str) -> str:
+    """Where a browser of this machine finds a server that listens on all interfaces, which is an address to nobody."""
+    return address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def run_server(

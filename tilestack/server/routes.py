@@ -59,7 +59,7 @@ def openai_routes(service: Service) -> APIRouter:
         """Vectors of texts, each of length one."""
         service.adapter(body.model)
         given = as_list(body.input)
-        most(limits.prompts, len(given), "input", "texts in a request")
+        most(limits.texts, len(given), "input", "texts in a request")
         each = await unless_client_leaves(http, text_ids(engine.tokenizer, given, "input"))
         for ids in each:
             service.check_prompt(ids, "input", room=0)

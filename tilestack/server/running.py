@@ -31,12 +31,13 @@ class Running:
         prompts: Sequence[Prompt],
         *,
         seconds: float,
+        until: float | None = None,
         retry: int,
         pace: Pace,
     ):
         self.engine, self.prompts, self.seconds, self.retry = engine, prompts, seconds, retry
         self.pace = pace  # of events
-        self.deadline = asyncio.get_running_loop().time() + seconds
+        self.deadline = asyncio.get_running_loop().time() + seconds if until is None else until
         self.watch = Stopwatch(metrics)
         self.streams: list[Any] = []
 
@@ -45,18 +46,22 @@ class Running:
         return sum(params.n for _, params in self.prompts)
 
     def submit(self, id: str, **options: Any) -> None:
-        """Hand all prompts to the engine, or none; whoever calls cancels those that were."""
+        """Hand all prompts to the engine, or none."""
         self.engine.engine.admission.check_fits(sum(params.drawn for _, params in self.prompts))
         try:
             for number, (ids, params) in enumerate(self.prompts):
                 self.streams.append(self.engine.submit(ids, params, id=f"{id}-{number}", **options))
-        except QueueFull as full:
+        except Exception as problem:
+            self.cancel()
+            self.streams.clear()
+            if not isinstance(problem, QueueFull):
+                raise
             raise ApiError(
                 429,
-                f"too many requests wait already: {full}",
+                f"too many requests at once: {problem}",
                 code="queue_full",
                 headers={"Retry-After": str(self.retry)},
-            ) from full
+            ) from problem
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """What comes of all prompts, in the order it comes; an answer that fails ends the request."""

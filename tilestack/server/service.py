@@ -100,15 +100,32 @@ class Service:
             return JSONResponse(answers.whole(completions, running))
 
     async def vectors(self, http: Request, request: EmbeddingRequest, texts: Sequence[list[int]]) -> list[Vector]:
-        """Let the engine read texts, which wait, run and end as prompts do."""
-        prompts = [(ids, SamplingParams()) for ids in texts]
+        """Let the engine read texts, which wait, run and end as prompts do; some at a time, so that many leave room in the
+        queue for others."""
         with ExitStack() as cleanup:
+            return await unless_client_leaves(http, self.read_in_portions(http, cleanup, request, texts))
+
+    async def read_in_portions(
+        self, http: Request, cleanup: ExitStack, request: EmbeddingRequest, texts: Sequence[list[int]]
+    ) -> list[Vector]:
+        found: list[Vector] = []
+        clock = asyncio.get_running_loop().time
+        until = clock() + self.settings.limits.request_seconds
+        while len(found) < len(texts):
+            portion = texts[len(found) : len(found) + self.settings.limits.prompts]
+            prompts = [(ids, SamplingParams()) for ids in portion]
             id = f"embd-{uuid.uuid4().hex}"
             try:
-                running = self.begin(http, cleanup, id, request, prompts, pooling=request.pooling or "mean")
+                running = self.begin(http, cleanup, id, request, prompts, until, pooling=request.pooling or "mean")
             except RequestError as problem:  # of a prompt, or of too many of them
                 raise refuse(str(problem), "input") from problem
-            return [each.vector for each in await unless_client_leaves(http, running.completions())]
+            except ApiError as full:
+                if full.code != "queue_full" or not found or clock() > until:
+                    raise
+                await asyncio.sleep(self.settings.retry_after)  # rather than do again what is done already
+                continue
+            found += [each.vector for each in await running.completions()]
+        return found
 
     def begin(
         self,
@@ -117,14 +134,17 @@ class Service:
         id: str,
         request: Sampled | EmbeddingRequest,
         prompts: Sequence[Prompt],
+        until: float | None = None,
         **options: Any,
     ) -> Running:
-        """Hand prompts to the engine; `cleanup` ends what is left of them."""
+        """Hand prompts to the engine; `cleanup` ends what is left of them, and they end by themselves at a time of the event
+        loop, or when a request has had its seconds."""
         running = Running(
             self.engine,
             self.metrics,
             prompts,
             seconds=self.settings.limits.request_seconds,
+            until=until,
             retry=self.settings.retry_after,
             pace=self.pace,
         )
@@ -138,11 +158,11 @@ class Service:
         """However a request ended, the engine is done with it, and its figures are in the log."""
         running.cancel()
         self.drain.running.discard(running)
-        usage, first = running.usage, running.watch.first
-        http.scope["state"]["log"] |= {
-            "prompt_tokens": usage.prompt,
-            "cached_tokens": usage.cached,
-            "completion_tokens": usage.completion,
+        usage, first, log = running.usage, running.watch.first, http.scope["state"]["log"]
+        log |= {
+            "prompt_tokens": log.get("prompt_tokens", 0) + usage.prompt,
+            "cached_tokens": log.get("cached_tokens", 0) + usage.cached,
+            "completion_tokens": log.get("completion_tokens", 0) + usage.completion,
             "first_token_seconds": None if first is None else round(first, 4),
         }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -15,7 +16,8 @@ class Limits:
     request_seconds: float = 600.0  # from there to the end of the answer
     prompt_tokens: int | None = None  # None: as many as the model reads
     output_tokens: int = 4096  # for each answer; also what a chat may take that names no limit
-    prompts: int = 64  # texts in one request for completions or embeddings
+    prompts: int = 64  # texts in one request for completions; of one for embeddings, those that are read at a time
+    texts: int = 2048  # in one request for embeddings: as many as OpenAI takes, which clients count on
     choices: int = 16  # n and best_of, for each prompt
     stops: int = 16
     stop_characters: int = 256
@@ -45,6 +47,15 @@ class ServerSettings:
     limits: Limits = field(default_factory=Limits)
     # What requests take that name no such value, as `engine.defaults.model_defaults` reads it; else OpenAI's defaults.
     sampling: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for origin in self.cors:
+            parts = urlsplit(origin)
+            if origin not in ("*", "null") and origin != f"{parts.scheme}://{parts.netloc}":
+                raise ValueError(
+                    f"{origin!r} is no origin as browsers name it, and none would be allowed; give scheme, host and port, such "
+                    f"as https://example.org or http://localhost:3000, or * for all"
+                )
 
     @property
     def known_hosts(self) -> frozenset[str] | None:

@@ -43,4 +43,12 @@ def token_routes(service: Service) -> APIRouter:
         work = asyncio.to_thread(engine.tokenizer.decode, body.tokens, special=True)
         return {"prompt": await unless_client_leaves(http, work)}
 
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """What a client has to know to write prompts itself, in the names of a `tokenizer_config.json`."""
+        tokenizer = engine.tokenizer
+        marks = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.pad}
+        written = {name: None if id is None else tokenizer.backend.id_to_token(id) for name, id in marks.items()}
+        return {**written, "chat_template": tokenizer.template, "model_max_length": engine.context}
+
     return router

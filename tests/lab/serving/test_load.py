@@ -236,6 +236,39 @@ def test_bad_input_is_one_line(options, said, capsys):
     assert said in capsys.readouterr().err
 
 
+class Closed(BaseHTTPRequestHandler):
+    """Refuses whoever asks."""
+
+    status = 401
+
+    def do_GET(self):
+        self.send_response(self.status)
+        self.end_headers()
+        self.wfile.write(b"no")
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("status", "options", "said"),
+    [
+        (401, [], "asks for an API key; give it by --api-key"),
+        (401, ["--api-key", "x"], "takes another API key"),
+        (404, [], "it answers 404, 'no'. Name one by --model"),
+    ],
+)
+def test_why_the_models_are_not_told(status, options, said, capsys, monkeypatch):
+    monkeypatch.setattr(Closed, "status", status)
+    monkeypatch.delenv("TILESTACK_API_KEY", raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Closed) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(SystemExit):
+            cli.main(["load", f"http://127.0.0.1:{server.server_port}", *options])
+        server.shutdown()
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("said", "error"),
     [

@@ -208,7 +208,7 @@ def cannot_go_on(stream):
         (cannot_go_on, "structure_failed", "invalid_prompt", "too complex"),
         (lambda stream: stream.cancel(), "ending", "server_error", "ending"),  # once the time to drain is up
     ],
-    ids=str,
+    ids=["the model", "a grammar", "a drain"],
 )
 def test_a_failure_in_a_stream_is_told_by_its_last_events(url, ask, fake, happens, code, kind, said):
     fake.pace = 0.05

@@ -30,7 +30,14 @@ def prompts(fake):
 
 def test_a_text_is_answered(ask, fake, prompts):
     fake.says = lambda _: "Hello there."
-    beside = dict(metadata={"a": "b"}, user="u", safety_identifier="s", prompt_cache_key="k", service_tier="auto")
+    beside = dict(
+        metadata={"a": "b"},
+        user="u",
+        safety_identifier="s",
+        prompt_cache_key="k",
+        prompt_cache_retention="24h",
+        service_tier="auto",
+    )
     answer = ask.responses.create(model="fake", input="hello", instructions="be brief", temperature=0.5, **beside)
     assert answer.output_text == "Hello there."
     assert prompts() == [

@@ -115,6 +115,7 @@ def shared_body(request: ResponsesRequest, model: str, params: SamplingParams, s
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
         "prompt_cache_key": request.prompt_cache_key,
+        "prompt_cache_retention": request.prompt_cache_retention,
         "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",

@@ -107,7 +107,7 @@ class PlainFormat(Body):
 ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Templated(Body):
@@ -144,7 +144,9 @@ class ChatRequest(Sampled, Templated):
     # OpenAI's clients send these; they change no answer, and nothing is made of them.
     store: Literal[False] | None = Field(None, description="No chat is stored, so true is refused.")
     metadata: dict[str, str] | None = Field(None, description="Accepted for OpenAI's clients; not used.")
+    modalities: list[Literal["text"]] | None = Field(None, description="Text is what there is.")
     prompt_cache_key: str | None = Field(None, description="Accepted for OpenAI's clients; not used.")
+    prompt_cache_retention: str | None = Field(None, description="Accepted for OpenAI's clients; not used.")
     safety_identifier: str | None = Field(None, description="Accepted for OpenAI's clients; not used.")
     service_tier: Literal["auto", "default"] | None = Field(None, description="There is one tier, the default.")
 

@@ -81,6 +81,7 @@ class ResponsesRequest(Generated):
     prompt: None = Field(None, description="Not supported: the server has no prompt templates.")
     max_tool_calls: None = Field(None, description="Not supported: it is for tools of OpenAI's own.")
     prompt_cache_key: str | None = Field(None, max_length=512, description="Given back; not used.")
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = Field(None, description="Given back; not used.")
     safety_identifier: str | None = Field(None, max_length=512, description="Given back; not used.")
     user: str | None = Field(None, max_length=512, description="Given back; not used.")
     service_tier: Literal["auto", "default"] | None = Field(None, description="There is one tier, the default.")

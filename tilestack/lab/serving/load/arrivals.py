@@ -64,9 +64,13 @@ async def first_model(url: str, api_key: str | None, timeout: float = 30.0) -> s
     async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=timeout) as client:
         try:
             response = await client.get("/v1/models")
-            response.raise_for_status()
-            return str(response.json()["data"][0]["id"])
-        except (httpx2.HTTPError, LookupError, ValueError, TypeError) as problem:
-            raise ValueError(
-                f"{url} does not tell its models: {problem}. Is a server there? Name one by --model"
-            ) from None
+        except httpx2.HTTPError as problem:
+            raise ValueError(f"{url} does not tell its models: {problem}. Is a server there?") from None
+    if response.status_code == 401:
+        given = "takes another API key" if api_key else "asks for an API key"
+        raise ValueError(f"{url} {given}; give it by --api-key or TILESTACK_API_KEY")
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (LookupError, ValueError, TypeError):
+        told = f"{url} does not tell its models: it answers {response.status_code}, {response.text[:80]!r}"
+        raise ValueError(f"{told}. Name one by --model") from None
