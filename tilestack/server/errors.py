@@ -127,6 +127,10 @@ def add_handlers(app: FastAPI) -> None:
     async def unservable(request: Request, problem: RequestError) -> JSONResponse:
         return refuse(str(problem), FIELDS.get(problem.param or "", problem.param)).response()
 
+    @app.exception_handler(RecursionError)
+    async def nested(request: Request, problem: RecursionError) -> JSONResponse:
+        return refuse("the body is nested too deeply").response()
+
     @app.exception_handler(EngineClosed)
     async def closed(request: Request, problem: EngineClosed) -> JSONResponse:
         return ending().response()
