@@ -1,13 +1,16 @@
 """The adapter for lm-evaluation-harness, held against likelihoods written out, and its base class stood in for."""
 
+import json
 import sys
 import types
 from dataclasses import dataclass
 
 import pytest
+import tokenizers
 import torch
 from small import CPU, decoder, log_prob, tokenizer
 
+from tilestack.data import Tokenizer
 from tilestack.train.evaluation.harness import Harness, harness_model
 
 PAIRS = [("What is 1 + 2?", " 3"), ("", "What"), ("What is ", "1 + 2, or 4 - 1 then?")]
@@ -18,8 +21,14 @@ class Request:
     args: tuple
 
 
-def harness(length=64):
+def harness(length=64, tokenizer=tokenizer):
     return Harness(decoder(), tokenizer(), CPU, length)
+
+
+def that_names_a_beginning_only():
+    """A tokenizer that names a token for a beginning and puts none before a text, as those of many chat models."""
+    backend = json.loads(tokenizer().backend.to_str()) | {"post_processor": None}
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(backend)), bos="<|im_start|>", eos="<|im_end|>")
 
 
 def whole(*texts):
@@ -35,6 +44,23 @@ def test_likelihoods_of_continuations():
         assert likelihood == pytest.approx(float(log_prob(decoder(), ids, mask)), rel=1e-4)
         likeliest = decoder()(torch.tensor([ids]))[0].argmax(-1).tolist()
         assert greedy == (likeliest[begin - 1 : -1] == ids[begin:])
+
+
+def test_a_question_begins_as_the_tokenizer_begins_a_text():
+    """With a token before it that the model has not read there, likelihoods would not be those that others publish."""
+    plain = that_names_a_beginning_only()
+    likelihoods = harness(tokenizer=that_names_a_beginning_only).loglikelihood([Request(pair) for pair in PAIRS])
+    for (found, _), (context, text) in zip(likelihoods, PAIRS, strict=True):
+        before = [] if context else [plain.bos]
+        ids = before + plain.encode(context + text)
+        asked = len(ids) - len(before) - len(plain.encode(context.rstrip()))
+        mask = [0] * (len(ids) - asked) + [1] * asked
+        assert found == pytest.approx(float(log_prob(decoder(), ids, mask)), rel=1e-4)
+    (answer,) = harness(tokenizer=that_names_a_beginning_only).generate_until(
+        [Request(("What is", {"until": [], "max_gen_toks": 1}))]
+    )
+    likeliest = decoder()(torch.tensor([plain.encode("What is")]))[0, -1].argmax()
+    assert answer == plain.decode([int(likeliest)])
 
 
 def test_what_greedy_decoding_gives_is_greedy():

@@ -13,7 +13,15 @@ from tilestack.data import NO_LABEL
 from tilestack.engine import Request, SamplingParams
 from tilestack.extras import MissingExtra, install_command
 from tilestack.train.evaluation.answers import answer_all
-from tilestack.train.evaluation.evaluate import batches, beginning, continuation, last_tokens, score, windows
+from tilestack.train.evaluation.evaluate import (
+    batches,
+    beginning,
+    continuation,
+    last_tokens,
+    opening,
+    score,
+    windows,
+)
 
 
 class Harness:
@@ -70,7 +78,8 @@ class Harness:
             stop_ids=() if self.tokenizer.eos is None else (self.tokenizer.eos,),
             ignore_eos=True,
         )
-        ids = beginning(self.tokenizer) + self.tokenizer.encode(context, bare=True)
+        start = opening(self.tokenizer) if context else beginning(self.tokenizer)
+        ids = start + self.tokenizer.encode(context, bare=True)
         return Request(id, ids[-max(self.length - room, 1) :], params)
 
 
