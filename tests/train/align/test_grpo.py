@@ -27,7 +27,7 @@ def even(task, text):
 
 
 def means(loss):
-    return {name: float(value / loss.weight) for name, value in loss.metrics.items()}
+    return {name: float(value / loss.weights[name].clamp(min=1)) for name, value in loss.metrics.items()}
 
 
 def moved(model, by=0.05):
@@ -96,6 +96,24 @@ def test_every_answer_is_rewarded_for_the_task_it_answers():
         assert text == tokenizer().decode(labels[labels != NO_LABEL].tolist())
         assert prompt in tokenizer().decode(ids[: (labels != NO_LABEL).nonzero()[0, 0] + 1].tolist())
     assert len({prompt for prompt, _ in asked}) == 3
+
+
+@pytest.mark.parametrize("average", ["token", "sequence"])
+def test_figures_of_a_step_are_means_over_all_of_its_answers_or_tokens(average, tmp_path):
+    """However many tokens are learned from in each of its micro-batches."""
+    model, taken = decoder(), []
+    objective = grpo(model, grpo={"average": average}, data={"accumulate": 3}, run={"steps": 1})
+    next_batch = objective.next_batch
+    objective.next_batch = lambda: taken.append(next_batch()) or taken[-1]
+    figures = Trainer(objective.recipe, model, objective, tmp_path).run()
+    rewards = torch.cat([batch.rewards.flatten() for batch in taken])
+    lengths = [batch.rows.tokens for batch in taken]
+    old = torch.cat([batch.old[batch.rows.labels != NO_LABEL] for batch in taken])
+    assert len({int(each.sum()) for each in lengths}) > 1
+    assert figures["reward"] == pytest.approx(float(rewards.mean()))
+    assert figures["answer_tokens"] == pytest.approx(float(torch.cat(lengths).float().mean()))
+    assert figures["cut_short"] == pytest.approx(float((~torch.cat([batch.ended for batch in taken])).float().mean()))
+    assert figures["entropy"] == pytest.approx(-float(old.mean()), rel=1e-5)
 
 
 @pytest.mark.parametrize("average", ["token", "sequence"])

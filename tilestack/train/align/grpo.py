@@ -239,16 +239,12 @@ class GRPO:
         by_token = self.settings.average == "token"
         total = losses.sum() if by_token else (losses.sum(-1) / lengths.clamp(min=1)).sum()
         own = tokens if by_token else learned.sum()
-        counts = {"count": own, "tokens": tokens, "answers": torch.ones_like(lengths).sum()}
-        sums = {name: (value * mask).sum() for name, value in per_token.items()}
-        of_answers = {"answer_tokens": lengths.sum(), "cut_short": (~batch.ended).sum()}
-        whole = self.mesh.sums(counts | sums | of_answers, "data")
-        means = {name: whole[name] / whole["tokens"].clamp(min=1) for name in sums} | batch.reward_figures
-        means |= {name: whole[name] / whole["answers"] for name in of_answers}
-        # Rewards are figures of answers that nothing is learned from, too: those count as 1 over all processes.
-        weight = torch.where(whole["count"] > 0, own, 1 / self.mesh.size("data"))
-        metrics = {name: (mean * weight).float() for name, mean in means.items()}
-        return Loss(total, own, metrics, tokens=batch.rows.ids.numel(), weight=weight)
+        answers = torch.full_like(own, len(lengths))
+        of_tokens = {name: (value * mask).sum() for name, value in per_token.items()}
+        of_answers = {name: mean.float() * answers for name, mean in batch.reward_figures.items()}
+        of_answers |= {"answer_tokens": lengths.sum(), "cut_short": (~batch.ended).sum()}
+        weights = dict.fromkeys(of_tokens, tokens) | dict.fromkeys(of_answers, answers)
+        return Loss(total, own, of_tokens | of_answers, tokens=batch.rows.ids.numel(), weights=weights)
 
     def evaluate(self, model: Any) -> dict[str, float]:
         """The mean reward of the likeliest answers to tasks held out."""
