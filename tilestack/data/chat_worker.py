@@ -117,8 +117,9 @@ def one_line(problem: Exception) -> str:
 Spans = list[tuple[int, int]]
 
 
-def answers(template: str, messages: list[Any], **variables: Any) -> list[tuple[str, Spans]]:
+def answers(template: str, messages: list[Any], given: int = 0, **variables: Any) -> list[tuple[str, Spans]]:
     """What is to be learned from a conversation: texts, and where in each the assistant's answers are, end tokens included.
+    Answers among the first `given` messages are not.
 
     Templates with {% generation %} say so themselves. For others an answer is what the template adds to the prompt for
     it, in the text that ends with that answer. Most templates begin a longer conversation with the text of the shorter
@@ -126,9 +127,12 @@ def answers(template: str, messages: list[Any], **variables: Any) -> list[tuple[
     models drop old thoughts) give a text for each answer that was written so: it is what the model will have before it.
     """
     if re.search(r"\{%[-+]?\s*generation\b", template):
-        return [marked(template, messages, **variables)]
+        text, marks = marked(template, messages, **variables)
+        if any(message["role"] == "assistant" for message in messages[:given]):
+            marks = marks[len(marked(template, messages[:given], **variables)[1]) :]
+        return [(text, marks)]
     found: list[tuple[str, Spans]] = []
-    for number in reversed(answered_messages(messages)):
+    for number in reversed([number for number in answered_messages(messages) if number >= given]):
         text, span = answer(template, messages[: number + 1], **variables)
         spans = next((spans for longer, spans in found if longer.startswith(text)), None)
         if spans is None:

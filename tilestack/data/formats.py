@@ -3,7 +3,7 @@
     conversations  {"messages": [{"role": "user", "content": "…"}, …], "tools": […]}
                    {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", …}], "system": "…"}     ShareGPT
                    {"instruction": "…", "input": "…", "output": "…", "system": "…", "history": [["…", "…"]]}   Alpaca
-                   {"prompt": "…" or messages, "completion": "…" or messages}                                  TRL
+                   {"prompt": "…" or messages, "completion": "…" or messages}; learned is the completion     TRL
     preferences    {"prompt": "…" or messages, "chosen": "…" or messages, "rejected": "…" or messages}
                    {"chosen": messages, "rejected": messages}, the prompt being what both begin with
     judged         {"prompt": "…" or messages, "completion": "…" or messages, "label": true}, or a preference
@@ -49,11 +49,13 @@ def conversation(row: Row) -> Conversation:
             break
     else:
         raise DataError(f"expected one of {', '.join(CONVERSATIONS)}; this row has {names(row)}")
+    given = len(prompt_of(row)) if key == "completion" else 0
     if row.get("system") and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": text_under("system", row)}, *messages]
-    if not any(message["role"] == "assistant" for message in messages):
+        given += 1 if given else 0
+    if not any(message["role"] == "assistant" for message in messages[given:]):
         raise DataError("a conversation to learn from needs an answer: a message of the assistant")
-    return Conversation(messages, tools_of(row))
+    return Conversation(messages, tools_of(row), given)
 
 
 def preference(row: Row) -> Preference:

@@ -121,7 +121,7 @@ class Tokenizer:
         given = self._template_tokens() | variables
         key = ""
         if self.chat_cache:
-            asked = [(each.messages, each.tools) for each in conversations]
+            asked = [(each.messages, each.tools, each.given) for each in conversations]
             key = digest_of_chats(self.fingerprint, self._template(), given, last_only, asked)
             if (kept := self.chat_cache.load(key)) is not None:
                 return kept
