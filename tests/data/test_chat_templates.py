@@ -149,6 +149,17 @@ def test_marks_of_a_template_say_what_is_learned(messages):
     assert [tuple(span) for span in sequences[0].answers] == [tuple(span) for span in spans]
 
 
+def test_a_word_that_is_a_token_with_the_space_before_it_is_learned_with_that_space(tokenizer):
+    """Where the prompt ends with a space, as in `ASSISTANT: `; else an answer of one word would not be learned at all."""
+    spaced = tokenizer.for_chat(
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    turns = [{"role": "user", "content": "which"}, {"role": "assistant", "content": "return"}]
+    assert len(tokenizer.encode(" return", bare=True)) == 1
+    assert masked(spaced, turns)[2] == " return<|im_end|>"
+
+
 @pytest.mark.parametrize(("template", "answer"), [(chat.CHATML, "6<|im_end|>"), (GENERATION, "6</a>")])
 def test_answers_in_a_prompt_are_not_learned(template, answer, messages):
     prompt = len(messages) - 1

@@ -7,7 +7,7 @@ chat template, and a fingerprint by which token files and checkpoints know their
 import hashlib
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -228,11 +228,12 @@ class Tokenizer:
 
 
 def _with_mask(encoded: tokenizers.Encoding, spans: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Ids, and 1 for those that begin inside one of the spans of characters."""
+    """Ids, and 1 for those that have a part in one of the spans of characters: where a token begins with the space before an
+    answer, it is the answer's, whose first word would not be learned else."""
     mask = [0] * len(encoded.ids)
-    starts = [start for start, _ in encoded.offsets]
+    starts, ends = zip(*encoded.offsets, strict=True) if encoded.ids else ((), ())
     for first, end in spans:
-        begin, after = bisect_left(starts, first), bisect_left(starts, end)
+        begin, after = bisect_right(ends, first), bisect_left(starts, end)
         mask[begin:after] = [1] * (after - begin)
     return encoded.ids, mask
 
