@@ -111,6 +111,7 @@ def test_figures_of_a_step_are_means_over_all_of_its_answers_or_tokens(average, 
     old = torch.cat([batch.old[batch.rows.labels != NO_LABEL] for batch in taken])
     assert len({int(each.sum()) for each in lengths}) > 1
     assert figures["reward"] == pytest.approx(float(rewards.mean()))
+    assert figures["reward_std"] == pytest.approx(float(rewards.std()))
     assert figures["answer_tokens"] == pytest.approx(float(torch.cat(lengths).float().mean()))
     assert figures["cut_short"] == pytest.approx(float((~torch.cat([batch.ended for batch in taken])).float().mean()))
     assert figures["entropy"] == pytest.approx(-float(old.mean()), rel=1e-5)
@@ -440,6 +441,7 @@ def test_a_micro_batch_that_was_all_cut_short_changes_nothing_of_the_others(tmp_
         batches = [copy.copy(found) for _ in range(accumulate)]
         for batch, alone in zip(batches, [False, *left_alone], strict=True):
             batch.ended = torch.full_like(batch.ended, not alone)
+        objective.note_figures(batches)
         objective.next_batch = iter(batches).__next__
         moved(model)
         trainer = Trainer(objective.recipe, model, objective, tmp_path / str(number))

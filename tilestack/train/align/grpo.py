@@ -105,11 +105,11 @@ class Rollout:
     rewards: Tensor  # [prompts, group]
     advantages: Tensor  # [prompts · group]
     ended: Tensor  # [prompts · group], whether an answer ended by itself
-    reward_figures: dict[str, Tensor]  # of the prompts of all processes
     reference: Tensor | None  # [prompts · group, length], log-probabilities under the reference
     old: Tensor | None = (
         None  # the same under the policy that drew them; noted by the first loss, or told by the sampler
     )
+    reward_figures: dict[str, Tensor] = field(default_factory=dict)  # of all prompts of its step, on all processes
 
 
 class GRPO:
@@ -150,6 +150,7 @@ class GRPO:
     def next_batch(self) -> Rollout:
         if not self.pending:
             made = [self.rollout() for _ in range(self.recipe.data.accumulate)]
+            self.note_figures(made)
             self.pending = made * self.settings.reuse
         return self.pending.pop(0)
 
@@ -200,8 +201,13 @@ class GRPO:
     def assembled(self, rows: Rows, rewards: Tensor, ended: Tensor) -> Rollout:
         rows, grouped = rows.to(self.device), rewards.view(-1, self.settings.group).to(self.device)
         advantages = group_advantages(grouped, self.settings.divide_by_std).view(-1)
-        ended, figures = ended.to(self.device), self.reward_figures(grouped)
-        return Rollout(rows, grouped, advantages, ended, figures, self.reference_log_probs(rows))
+        return Rollout(rows, grouped, advantages, ended.to(self.device), self.reference_log_probs(rows))
+
+    def note_figures(self, made: Sequence[Rollout]) -> None:
+        """Let rollouts of one step know the figures of their rewards."""
+        figures = self.reward_figures(torch.cat([rollout.rewards for rollout in made]))
+        for rollout in made:
+            rollout.reward_figures = figures
 
     def reward_figures(self, rewards: Tensor) -> dict[str, Tensor]:
         """Mean and standard deviation of the rewards of all processes, and the share of groups whose answers earn the same, of
@@ -307,6 +313,8 @@ class GRPO:
         self.deck.load_state_dict(state["deck"])
         self.rollouts = state["rollouts"]
         made = [self.restored(each) for each in state["made"]]
+        if made:
+            self.note_figures(made)
         self.pending = [made[number] for number in state["pending"]]
 
     def restored(self, state: dict[str, Any]) -> Rollout:
