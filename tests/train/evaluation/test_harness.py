@@ -9,8 +9,10 @@ import pytest
 import tokenizers
 import torch
 from small import CPU, decoder, log_prob, tokenizer
+from tokenizers import processors
 
 from tilestack.data import Tokenizer
+from tilestack.train.evaluation.evaluate import EvaluationError
 from tilestack.train.evaluation.harness import Harness, harness_model
 
 PAIRS = [("What is 1 + 2?", " 3"), ("", "What"), ("What is ", "1 + 2, or 4 - 1 then?")]
@@ -25,10 +27,15 @@ def harness(length=64, tokenizer=tokenizer):
     return Harness(decoder(), tokenizer(), CPU, length)
 
 
-def that_names_a_beginning_only():
-    """A tokenizer that names a token for a beginning and puts none before a text, as those of many chat models."""
-    backend = json.loads(tokenizer().backend.to_str()) | {"post_processor": None}
-    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(backend)), bos="<|im_start|>", eos="<|im_end|>")
+def that_begins_with(*tokens):
+    """A tokenizer that puts these before a text, whatever it names for a beginning, as those of many chat models."""
+    backend = tokenizers.Tokenizer.from_str(
+        json.dumps(json.loads(tokenizer().backend.to_str()) | {"post_processor": None})
+    )
+    if tokens:
+        special = [(token, backend.token_to_id(token)) for token in tokens]
+        backend.post_processor = processors.TemplateProcessing(single=[*tokens, "$A"], special_tokens=special)
+    return lambda: Tokenizer(backend, bos="<|im_start|>", eos="<|im_end|>")
 
 
 def whole(*texts):
@@ -46,21 +53,27 @@ def test_likelihoods_of_continuations():
         assert greedy == (likeliest[begin - 1 : -1] == ids[begin:])
 
 
-def test_a_question_begins_as_the_tokenizer_begins_a_text():
-    """With a token before it that the model has not read there, likelihoods would not be those that others publish."""
-    plain = that_names_a_beginning_only()
-    likelihoods = harness(tokenizer=that_names_a_beginning_only).loglikelihood([Request(pair) for pair in PAIRS])
-    for (found, _), (context, text) in zip(likelihoods, PAIRS, strict=True):
-        before = [] if context else [plain.bos]
-        ids = before + plain.encode(context + text)
-        asked = len(ids) - len(before) - len(plain.encode(context.rstrip()))
+@pytest.mark.parametrize("tokens", [(), ("<|endoftext|>",), ("<|im_end|>", "<|endoftext|>")])
+def test_a_question_begins_as_the_tokenizer_begins_a_text(tokens):
+    """After other tokens, which the model has not read there, likelihoods would not be those that others publish."""
+    make = that_begins_with(*tokens)
+    plain, ours = make(), harness(tokenizer=make)
+    for (found, _), (context, text) in zip(ours.loglikelihood([Request(pair) for pair in PAIRS]), PAIRS, strict=True):
+        ids = plain.encode(context + text) if context else [plain.bos, *plain.encode(text, bare=True)]
+        asked = len(ids) - (len(plain.encode(context.rstrip())) if context else 1)
         mask = [0] * (len(ids) - asked) + [1] * asked
         assert found == pytest.approx(float(log_prob(decoder(), ids, mask)), rel=1e-4)
-    (answer,) = harness(tokenizer=that_names_a_beginning_only).generate_until(
-        [Request(("What is", {"until": [], "max_gen_toks": 1}))]
-    )
-    likeliest = decoder()(torch.tensor([plain.encode("What is")]))[0, -1].argmax()
-    assert answer == plain.decode([int(likeliest)])
+    assert ours.asked("0", "What is", {"max_gen_toks": 9}).prompt == plain.encode("What is")
+    assert ours.asked("0", "", {"max_gen_toks": 9}).prompt == [plain.bos]
+
+
+def test_an_answer_that_leaves_no_room_for_its_prompt_is_refused():
+    """Else the model would be asked the last token of the question."""
+    asked = [Request(("What is", {"max_gen_toks": 64}))]
+    with pytest.raises(EvaluationError, match="answers of up to 64 tokens, and the model reads 64 with the prompt"):
+        harness(length=64).generate_until(asked)
+    (prompt,) = [harness(length=66).asked("0", "What is 1 + 2?", asked[0].args[1]).prompt]
+    assert prompt == whole("What is 1 + 2?")[-2:]
 
 
 def test_what_greedy_decoding_gives_is_greedy():

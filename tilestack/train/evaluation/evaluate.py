@@ -253,10 +253,11 @@ def last_tokens(sequence: Scored, length: int) -> Scored:
 
 
 def opening(tokenizer: Any) -> list[int]:
-    """The token that a tokenizer itself puts before every text. Many have none, though they name one: a model has not read
-    questions after it."""
-    token = tokenizer.bos
-    return [] if token is None or tokenizer.encode("")[:1] != [token] else [token]
+    """The tokens that a tokenizer itself puts before every text. Many put none there, though they name one for a beginning: a
+    model has not read questions after it."""
+    (first, *_) = tokenizer.encode("a", bare=True)
+    whole = tokenizer.encode("a")
+    return whole[: whole.index(first)]
 
 
 def beginning(tokenizer: Any) -> list[int]:

@@ -14,6 +14,7 @@ from tilestack.engine import Request, SamplingParams
 from tilestack.extras import MissingExtra, install_command
 from tilestack.train.evaluation.answers import answer_all
 from tilestack.train.evaluation.evaluate import (
+    EvaluationError,
     batches,
     beginning,
     continuation,
@@ -69,6 +70,11 @@ class Harness:
 
     def asked(self, id: str, context: str, options: dict[str, Any]) -> Request:
         room = options.get("max_gen_toks", 256)
+        if room >= self.length:
+            raise EvaluationError(
+                f"the task asks for answers of up to {room} tokens, and the model reads {self.length} with the prompt; give a "
+                "larger --length where the model allows it, or choose another task"
+            )
         until = options.get("until") or []
         params = SamplingParams(
             temperature=options.get("temperature", 0.0) if options.get("do_sample") else 0.0,
@@ -80,7 +86,7 @@ class Harness:
         )
         start = opening(self.tokenizer) if context else beginning(self.tokenizer)
         ids = start + self.tokenizer.encode(context, bare=True)
-        return Request(id, ids[-max(self.length - room, 1) :], params)
+        return Request(id, ids[room - self.length :], params)
 
 
 def harness_model(model: Any, tokenizer: Any, device: torch.device | str, length: int) -> Any:
