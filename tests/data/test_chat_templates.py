@@ -169,6 +169,19 @@ def test_answers_in_a_prompt_are_not_learned(template, answer, messages):
     assert learned(QWEN3, THOUGHTFUL, given=2) == [learned(QWEN3, THOUGHTFUL)[1]]
 
 
+@pytest.mark.parametrize(("template", "answer"), [(chat.CHATML, "6<|im_end|>"), (GENERATION, "6</a>")])
+def test_answers_of_weight_0_are_not_learned(template, answer, messages):
+    weighed = [message | {"weight": 0} if message["content"].startswith("It is") else message for message in messages]
+    assert learned(template, weighed) == [[answer]]
+
+
+def test_where_marks_are_not_of_one_message_each_those_not_to_learn_are_refused(messages):
+    whole = "{% generation %}{% for message in messages %}{{ message.content }}{% endfor %}{% endgeneration %}"
+    assert len(learned(whole, messages)[0]) == 1
+    with pytest.raises(DataError, match=r"marks 1 texts .* and 2 messages are the assistant's"):
+        learned(whole, messages, given=3)
+
+
 def test_the_same_messages_with_another_prompt_are_tokenised_anew(tokenizer, messages, tmp_path):
     cached = tokenizer.for_chat()
     cached.chat_cache = ChatCache(tmp_path)

@@ -101,6 +101,8 @@ def test_judged_answers_and_tasks():
         (formats.conversation, {"conversations": "Hi"}, 'expected a list of messages under "conversations"'),
         (formats.conversation, {"instruction": "Hi", "output": 3}, 'expected a text under "output"'),
         (formats.conversation, {"instruction": "Hi", "output": "Hello", "history": ["Hi"]}, 'turn 0 under "history"'),
+        (formats.conversation, {"messages": [USER, ASSISTANT | {"weight": 0}]}, "needs an answer: a message of the assistant"),
+        (formats.conversation, {"messages": [USER, ASSISTANT | {"weight": 0.5}]}, 'message 1 under "messages" has the "weight" 0.5'),
         (formats.conversation, {"prompt": [USER], "completion": [USER]}, "needs an answer: a message of the assistant"),
         (formats.judged, {"prompt": "?", "completion": "4", "label": 1}, 'expected true or false under "label"'),
         (formats.task, {"prompt": "2 + 2?", "answer": 4}, 'expected a text under "answer"'),
