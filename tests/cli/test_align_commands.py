@@ -1,6 +1,8 @@
 """`tilestack sft`, `dpo`, `grpo` and `eval` as people run them."""
 
 import json
+import sys
+import types
 
 import pytest
 from rich.console import Console
@@ -100,6 +102,22 @@ def test_eval_of_texts_questions_and_token_files(tilestack, model, tmp_path):
     assert code == 0
     assert "bits per byte" in out
     assert "accuracy per byte" in out
+
+
+@pytest.mark.parametrize(("options", "length"), [((), 2048), (("--length", "512"), 512), (("--length", "9999"), 2048)])
+def test_tasks_are_read_as_far_as_the_model_reads(tilestack, tmp_path, monkeypatch, options, length):
+    """Questions with many examples before them, cut at fewer tokens, would have other figures than those people publish."""
+    tokenizer = Tokenizer.train((task.prompt for task in corpora.arithmetic(50)), 280)
+    config = CONFIG | {"vocab_size": tokenizer.vocabulary, "max_position_embeddings": 2048}
+    export(models.Decoder(models.ModelConfig.from_hf(config)), tokenizer, tmp_path / "long")
+    asked = []
+    evaluated = lambda adapter, tasks, limit: asked.append((adapter.length, tasks, limit)) or {"results": {}}
+    modules = {name: types.ModuleType(name) for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model")}
+    modules["lm_eval.api.model"].LM, modules["lm_eval"].simple_evaluate = object, evaluated
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    assert tilestack("eval", tmp_path / "long", "--tasks", "one,two", *options)[0] == 0
+    assert asked == [(length, ["one", "two"], None)]
 
 
 @pytest.mark.parametrize(

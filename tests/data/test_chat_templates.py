@@ -1,8 +1,10 @@
 """Chat templates: what transformers renders, and answers found where they are, whatever the template does with history."""
 
+from itertools import pairwise
+
 import pytest
 
-from tilestack.data import Conversation, DataError, answer_labels, chat
+from tilestack.data import ChatCache, Conversation, DataError, answer_labels, chat
 from tilestack.data.chat import render, render_answers
 
 SMOLLM2 = (
@@ -64,9 +66,9 @@ THOUGHTFUL = [
 ]
 
 
-def learned(template, messages, **variables):
+def learned(template, messages, given=0, **variables):
     """The answers in each of the texts that a conversation gives."""
-    (sequences,) = render_answers(template, [Conversation(messages)], **variables)
+    (sequences,) = render_answers(template, [Conversation(messages, given=given)], **variables)
     return [[sequence.text[start:end] for start, end in sequence.answers] for sequence in sequences]
 
 
@@ -145,6 +147,47 @@ def test_marks_of_a_template_say_what_is_learned(messages):
     (sequences,) = render_answers(GENERATION, [Conversation(messages)])
     assert sequences[0].text == text
     assert [tuple(span) for span in sequences[0].answers] == [tuple(span) for span in spans]
+
+
+def test_a_word_that_is_a_token_with_the_space_before_it_is_learned_with_that_space(tokenizer):
+    """Where the prompt ends with a space, as in `ASSISTANT: `; else an answer of one word would not be learned at all."""
+    spaced = tokenizer.for_chat(
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    turns = [{"role": "user", "content": "which"}, {"role": "assistant", "content": "return"}]
+    assert len(tokenizer.encode(" return", bare=True)) == 1
+    assert masked(spaced, turns)[2] == " return<|im_end|>"
+
+
+@pytest.mark.parametrize(("template", "answer"), [(chat.CHATML, "6<|im_end|>"), (GENERATION, "6</a>")])
+def test_answers_in_a_prompt_are_not_learned(template, answer, messages):
+    prompt = len(messages) - 1
+    assert messages[prompt - 2]["role"] == "assistant"
+    assert learned(template, messages, given=prompt) == [[answer]]
+    assert len(learned(template, messages, given=prompt - 2)[0]) == 2
+    assert learned(QWEN3, THOUGHTFUL, given=2) == [learned(QWEN3, THOUGHTFUL)[1]]
+
+
+@pytest.mark.parametrize(("template", "answer"), [(chat.CHATML, "6<|im_end|>"), (GENERATION, "6</a>")])
+def test_answers_of_weight_0_are_not_learned(template, answer, messages):
+    weighed = [message | {"weight": 0} if message["content"].startswith("It is") else message for message in messages]
+    assert learned(template, weighed) == [[answer]]
+
+
+def test_where_marks_are_not_of_one_message_each_those_not_to_learn_are_refused(messages):
+    whole = "{% generation %}{% for message in messages %}{{ message.content }}{% endfor %}{% endgeneration %}"
+    assert len(learned(whole, messages)[0]) == 1
+    with pytest.raises(DataError, match=r"marks 1 texts .* and 2 messages are the assistant's"):
+        learned(whole, messages, given=3)
+
+
+def test_the_same_messages_with_another_prompt_are_tokenised_anew(tokenizer, messages, tmp_path):
+    cached = tokenizer.for_chat()
+    cached.chat_cache = ChatCache(tmp_path)
+    for given, answers in ((0, 2), (len(messages) - 1, 1)):
+        (((_, mask),),) = cached.chat_ids([Conversation(messages, given=given)])
+        assert sum(after > before for before, after in pairwise(mask)) == answers
 
 
 def test_an_answer_that_is_asked_for_otherwise_than_written_is_refused(messages):

@@ -24,13 +24,24 @@ said = lambda text: [{"role": "assistant", "content": text}]
         ({"instruction": "Hi", "input": "", "output": "Hello"}, [USER, ASSISTANT]),
         ({"instruction": "Add", "input": "2, 2", "output": "4"}, [{"role": "user", "content": "Add\n\n2, 2"}, *said("4")]),
         ({"instruction": "2 + 2?", "output": "4", "history": [["Hi", "Hello"]], "system": "Be brief."}, [SYSTEM, USER, ASSISTANT, *ASKED, *said("4")]),
-        ({"prompt": "Hi", "completion": "Hello"}, [USER, ASSISTANT]),
-        ({"prompt": [USER], "completion": [ASSISTANT]}, [USER, ASSISTANT]),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}, {**ASSISTANT, "name": None}]}, [USER, ASSISTANT]),
     ],
 )  # fmt: skip
 def test_conversations_of_every_format(row, messages):
     assert formats.conversation(row) == Conversation(messages)
+
+
+@pytest.mark.parametrize(
+    ("row", "messages", "given"),
+    [
+        ({"prompt": "Hi", "completion": "Hello"}, [USER, ASSISTANT], 1),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, [USER, ASSISTANT], 1),
+        ({"prompt": [USER, ASSISTANT, *ASKED], "completion": said("4")}, [USER, ASSISTANT, *ASKED, *said("4")], 3),
+        ({"prompt": "Hi", "completion": "Hello", "system": "Be brief."}, [SYSTEM, USER, ASSISTANT], 2),
+    ],
+)
+def test_of_a_prompt_and_its_completion_the_completion_is_learned(row, messages, given):
+    assert formats.conversation(row) == Conversation(messages, given=given)
 
 
 def test_calls_of_tools_are_kept_with_their_arguments_as_objects():
@@ -90,6 +101,9 @@ def test_judged_answers_and_tasks():
         (formats.conversation, {"conversations": "Hi"}, 'expected a list of messages under "conversations"'),
         (formats.conversation, {"instruction": "Hi", "output": 3}, 'expected a text under "output"'),
         (formats.conversation, {"instruction": "Hi", "output": "Hello", "history": ["Hi"]}, 'turn 0 under "history"'),
+        (formats.conversation, {"messages": [USER, ASSISTANT | {"weight": 0}]}, "needs an answer: a message of the assistant"),
+        (formats.conversation, {"messages": [USER, ASSISTANT | {"weight": 0.5}]}, 'message 1 under "messages" has the "weight" 0.5'),
+        (formats.conversation, {"prompt": [USER], "completion": [USER]}, "needs an answer: a message of the assistant"),
         (formats.judged, {"prompt": "?", "completion": "4", "label": 1}, 'expected true or false under "label"'),
         (formats.task, {"prompt": "2 + 2?", "answer": 4}, 'expected a text under "answer"'),
         (formats.task, {"prompt": "2 + 2?"}, 'expected a text under "answer"'),

@@ -42,6 +42,16 @@ def test_all_formats_give_the_same_records(tmp_path):
     assert list(texts(str(tmp_path / "d.parquet"))) == [record["text"] for record in RECORDS]
 
 
+def test_objects_in_a_column_have_their_own_keys_alone(tmp_path):
+    """A table gives every object the keys of all; a tool would be described with the parameters of another."""
+    rows = [
+        {"messages": [{"role": "user", "content": "Hi"}], "tools": [{"name": "add", "properties": {"a": {"type": "integer"}}}]},
+        {"messages": [{"role": "tool", "content": "4", "id": "1"}], "tools": [{"name": "look", "properties": {"up": {"type": "string"}}}]},
+    ]  # fmt: skip
+    write_parquet(tmp_path / "rows.parquet", rows)
+    assert list(read(tmp_path / "rows.parquet")) == rows
+
+
 def test_a_long_text_comes_in_parts_cut_at_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "PART", 1000)
     content = "".join(f"line {number} ü\n" for number in range(500)) + "no newline at the end"
@@ -152,10 +162,10 @@ def test_a_dataset_of_the_hub_is_streamed(monkeypatch):
 
     def load_dataset(*arguments, **options):
         asked.append((arguments, options))
-        return iter(RECORDS)
+        return iter([*RECORDS, {"tools": [{"name": "add", "up": None}]}])
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    assert list(read("hf:org/name:small@test")) == RECORDS
+    assert list(read("hf:org/name:small@test")) == [*RECORDS, {"tools": [{"name": "add"}]}]
     assert asked == [(("org/name", "small"), {"split": "test", "streaming": True})]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install -e '.\[data\]'"):

@@ -259,6 +259,16 @@ def test_metrics_are_means_over_the_same_count(tmp_path):
     assert metrics.curve(tmp_path, "twice")[1] == [2.0, 2.0]
 
 
+def test_a_metric_with_a_weight_of_its_own_is_a_mean_over_that(tmp_path):
+    class Uneven(Counting):
+        def loss(self, model, batch):
+            found, number = super().loss(model, batch), torch.tensor(float(self.drawn))
+            return Loss(found.total, 10, {"number": number * number}, 6, weights={"number": number})
+
+    Trainer(recipe(run={"steps": 2}, data={"accumulate": 3}), seeded(), Uneven(), tmp_path).run()
+    assert metrics.curve(tmp_path, "number")[1] == pytest.approx([14 / 6, 77 / 15])
+
+
 @pytest.mark.parametrize("graph", ["off", "on"])
 def test_what_a_step_adds_up_is_its_own(tmp_path, graph):
     """An objective may hand out tensors that it goes on to use, such as a weight for a count and for a metric."""

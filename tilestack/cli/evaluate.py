@@ -33,7 +33,13 @@ def eval_command(
     tasks: Annotated[
         str | None, typer.Option(help="Tasks of lm_eval by name, comma-separated.", show_default=False)
     ] = None,
-    length: Annotated[int, typer.Option(help="Longest context; at most the model's maximum.")] = 1024,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            help="Longest context, at most the model's maximum; default: 1024 for texts, the maximum for tasks.",
+            show_default=False,
+        ),
+    ] = None,
     stride: Annotated[
         int | None,
         typer.Option(help="Tokens between windows of long texts; default: the length.", show_default=False),
@@ -64,16 +70,16 @@ def eval_command(
     decoder, tokenizer = models.load(model, dtype=dtype, device=place), data.Tokenizer.load(model)
     tokenizer.check_against(decoder.config.vocabulary)
     positions = decoder.config.positions
-    length = min(length, positions)
+    window, context = min(length or 1024, positions), min(length or positions, positions)
     found: dict[str, Any] = {}
     for source in texts or ():
         some = itertools.islice(scored_documents(source, tokenizer), limit)
-        found[source] = asdict(evaluate_texts(decoder, some, place, length, stride))
+        found[source] = asdict(evaluate_texts(decoder, some, place, window, stride))
     if choices is not None:
         rows = itertools.islice(data.located(choices), limit)
         questions = [question_from(row, where) for where, row in rows]
         found[str(choices)] = asdict(evaluate_choices(decoder, tokenizer, questions, place, positions))
-    for name, figures in run_tasks(decoder, tokenizer, place, length, tasks, limit).items() if tasks else ():
+    for name, figures in run_tasks(decoder, tokenizer, place, context, tasks, limit).items() if tasks else ():
         found[name] = figures
     write_json(json_, {"model": model, "results": without_nan(found)})
     if str(json_) != "-":

@@ -35,10 +35,12 @@ CHATML = r"""{%- set told = messages[0].content + '\n\n' if messages[0].role == 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and the functions that the assistant may call, described as templates read them."""
+    """Messages, and the functions that the assistant may call, described as templates read them. The first `given` messages
+    are a prompt: what the assistant says in them is not learned."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
+    given: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def _asked(
     for conversation in conversations:
         check_messages(conversation.messages)
         tools = {} if conversation.tools is None else {"tools": conversation.tools}
-        asked.append({**variables, **tools, "messages": conversation.messages})
+        given = {"given": conversation.given} if what == "answers" else {}
+        asked.append({**variables, **tools, **given, "messages": conversation.messages})
     replies = list(chat_process.ask(template, what, asked))
     for number, reply in enumerate(replies):
         if "error" in reply:

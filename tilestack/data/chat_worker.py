@@ -12,6 +12,7 @@ It writes an empty line when it has started. In comes a line of JSON for some co
 Nothing of tilestack is imported, so that it starts at once and is small.
 """
 
+import itertools
 import json
 import os
 import re
@@ -117,8 +118,9 @@ def one_line(problem: Exception) -> str:
 Spans = list[tuple[int, int]]
 
 
-def answers(template: str, messages: list[Any], **variables: Any) -> list[tuple[str, Spans]]:
+def answers(template: str, messages: list[Any], given: int = 0, **variables: Any) -> list[tuple[str, Spans]]:
     """What is to be learned from a conversation: texts, and where in each the assistant's answers are, end tokens included.
+    Answers among the first `given` messages are not, nor are those of weight 0, as OpenAI marks them.
 
     Templates with {% generation %} say so themselves. For others an answer is what the template adds to the prompt for
     it, in the text that ends with that answer. Most templates begin a longer conversation with the text of the shorter
@@ -126,9 +128,18 @@ def answers(template: str, messages: list[Any], **variables: Any) -> list[tuple[
     models drop old thoughts) give a text for each answer that was written so: it is what the model will have before it.
     """
     if re.search(r"\{%[-+]?\s*generation\b", template):
-        return [marked(template, messages, **variables)]
+        text, marks = marked(template, messages, **variables)
+        wanted = [is_learned(messages, n, given) for n, each in enumerate(messages) if each["role"] == "assistant"]
+        if all(wanted):
+            return [(text, marks)]
+        if len(marks) != len(wanted):
+            raise Refused(
+                f"cannot tell which answers not to learn: the chat template marks {len(marks)} texts with {{% generation %}}, and "
+                f"{len(wanted)} messages are the assistant's"
+            )
+        return [(text, list(itertools.compress(marks, wanted)))]
     found: list[tuple[str, Spans]] = []
-    for number in reversed(answered_messages(messages)):
+    for number in reversed([n for n in answered_messages(messages) if is_learned(messages, n, given)]):
         text, span = answer(template, messages[: number + 1], **variables)
         spans = next((spans for longer, spans in found if longer.startswith(text)), None)
         if spans is None:
@@ -136,6 +147,10 @@ def answers(template: str, messages: list[Any], **variables: Any) -> list[tuple[
         else:
             spans.insert(0, span)
     return found[::-1]
+
+
+def is_learned(messages: list[Any], number: int, given: int) -> bool:
+    return number >= given and messages[number].get("weight") != 0
 
 
 def last_answer(template: str, messages: list[Any], **variables: Any) -> list[tuple[str, Spans]]:

@@ -1,9 +1,9 @@
 """Rows as people share them, and what they are here: conversations, preferences, judged answers and tasks.
 
-    conversations  {"messages": [{"role": "user", "content": "…"}, …], "tools": […]}
+    conversations  {"messages": [{"role": "user", "content": "…"}, …], "tools": […]}; an answer of "weight": 0 is not learned
                    {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", …}], "system": "…"}     ShareGPT
                    {"instruction": "…", "input": "…", "output": "…", "system": "…", "history": [["…", "…"]]}   Alpaca
-                   {"prompt": "…" or messages, "completion": "…" or messages}                                  TRL
+                   {"prompt": "…" or messages, "completion": "…" or messages}; learned is the completion     TRL
     preferences    {"prompt": "…" or messages, "chosen": "…" or messages, "rejected": "…" or messages}
                    {"chosen": messages, "rejected": messages}, the prompt being what both begin with
     judged         {"prompt": "…" or messages, "completion": "…" or messages, "label": true}, or a preference
@@ -49,11 +49,13 @@ def conversation(row: Row) -> Conversation:
             break
     else:
         raise DataError(f"expected one of {', '.join(CONVERSATIONS)}; this row has {names(row)}")
+    given = len(prompt_of(row)) if key == "completion" else 0
     if row.get("system") and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": text_under("system", row)}, *messages]
-    if not any(message["role"] == "assistant" for message in messages):
+        given += 1 if given else 0
+    if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in messages[given:]):
         raise DataError("a conversation to learn from needs an answer: a message of the assistant")
-    return Conversation(messages, tools_of(row))
+    return Conversation(messages, tools_of(row), given)
 
 
 def preference(row: Row) -> Preference:
@@ -172,6 +174,8 @@ def plain(message: Any, where: str) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f'{where} needs texts under "role" and "content"')
     made = {name: value for name, value in message.items() if value is not None}  # parquet writes all keys in every row
+    if made.get("weight", 1) not in (0, 1):
+        raise DataError(f'{where} has the "weight" {made["weight"]!r}; 0 says not to learn an answer, 1 to learn it')
     if calls := made.get("tool_calls"):
         made["tool_calls"] = [plain_call(call, where) for call in calls]
         made.setdefault("content", "")

@@ -187,7 +187,7 @@ def _read_parquet(path: Path) -> Iterator[Located]:
             for batch in file.iter_batches(batch_size=256):
                 for record in batch.to_pylist():
                     number += 1
-                    yield f"{path}, row {number}", record
+                    yield f"{path}, row {number}", _as_written(record)
     except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError, OSError) as problem:
         raise DataError(f"{path} cannot be read after row {number}: {problem}") from problem
 
@@ -198,7 +198,19 @@ def _read_hub(source: str) -> Iterator[Located]:
     name, _, configuration = name.partition(":")
     records = datasets.load_dataset(name, configuration or None, split=split or "train", streaming=True)
     for number, record in enumerate(records):
-        yield f"{source}, record {number}", record
+        yield f"{source}, record {number}", _as_written(record)
+
+
+def _as_written(record: dict[str, Any]) -> dict[str, Any]:
+    """A row of a table as it was before it became one: objects inside a column have all keys that any of them has, and those
+    of others as null. A tool would be described with the parameters of all tools, and called with them."""
+    return {name: _without_nulls(value) for name, value in record.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _open(path: Path) -> BinaryIO:

@@ -7,7 +7,7 @@ chat template, and a fingerprint by which token files and checkpoints know their
 import hashlib
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -121,7 +121,7 @@ class Tokenizer:
         given = self._template_tokens() | variables
         key = ""
         if self.chat_cache:
-            asked = [(each.messages, each.tools) for each in conversations]
+            asked = [(each.messages, each.tools, each.given) for each in conversations]
             key = digest_of_chats(self.fingerprint, self._template(), given, last_only, asked)
             if (kept := self.chat_cache.load(key)) is not None:
                 return kept
@@ -228,11 +228,12 @@ class Tokenizer:
 
 
 def _with_mask(encoded: tokenizers.Encoding, spans: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Ids, and 1 for those that begin inside one of the spans of characters."""
+    """Ids, and 1 for those that have a part in one of the spans of characters: where a token begins with the space before an
+    answer, it is the answer's, whose first word would not be learned else."""
     mask = [0] * len(encoded.ids)
-    starts = [start for start, _ in encoded.offsets]
+    starts, ends = zip(*encoded.offsets, strict=True) if encoded.ids else ((), ())
     for first, end in spans:
-        begin, after = bisect_left(starts, first), bisect_left(starts, end)
+        begin, after = bisect_right(ends, first), bisect_left(starts, end)
         mask[begin:after] = [1] * (after - begin)
     return encoded.ids, mask
 

@@ -15,11 +15,9 @@ class Loss:
 
     total: Tensor  # a sum, differentiable
     count: Tensor | int  # valid tokens or pairs; a tensor is never waited for
-    metrics: dict[str, Tensor] = field(default_factory=dict)  # further sums, over the count or the `weight`; detached
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # further sums, over the count or their weights; detached
     tokens: int = 0  # tokens that went through the model, for the speed
-    weight: Tensor | None = (
-        None  # what metrics are sums over, where a batch without anything to learn from has figures too
-    )
+    weights: dict[str, Tensor] = field(default_factory=dict)  # what a metric is a sum over, where it is not the count
 
 
 class Objective(Protocol):

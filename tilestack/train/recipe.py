@@ -174,7 +174,7 @@ class Schedule:
     )
     warmup: int = setting(0, "steps in which the rate rises", low=0)
     final: float = setting(0.1, "what the rate ends at, as a share of the highest", low=0, high=1)
-    decay: float = setting(0.2, "the share of the run in which wsd falls", above=0, high=1)
+    decay: float = setting(0.2, "the share of the steps after the warm-up in which wsd falls", above=0, high=1)
 
 
 @dataclass(frozen=True)

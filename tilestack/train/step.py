@@ -23,7 +23,7 @@ from tilestack.train.objective import Objective
 from tilestack.train.optimizers import AveragedWeights, rate_share, set_rates
 from tilestack.train.recipe import Recipe
 
-WEIGHT = "weight of the metrics"  # its name among the sums
+WEIGHT = "weight of "  # with a metric's name after it, among the sums: what that metric is a sum over
 
 
 class Steps(Protocol):
@@ -105,7 +105,8 @@ class Step:
         self.batches = 1 if first else self.batches + 1
         self.placement.start_backward(last=self.batches == self.recipe.data.accumulate)
         (total / valid.clamp(min=1) if self.one_batch else total).backward()
-        added = {"loss": loss.total, **loss.metrics} | ({} if loss.weight is None else {WEIGHT: loss.weight})
+        weights = {f"{WEIGHT}{name}": weight for name, weight in loss.weights.items()}
+        added = {"loss": loss.total, **loss.metrics, **weights}
         if first or self.count is None:
             self.count = valid.detach().to(torch.float32, copy=True)
             self.sums = {name: value.detach().to(torch.float32, copy=True) for name, value in added.items()}
@@ -120,9 +121,8 @@ class Step:
         self.drop_codes()
         self._sum_over_processes()
         count = self.count.clamp(min=1)
-        weight = self.sums.get(WEIGHT, count)
-        figures = {name: value / weight for name, value in self.sums.items() if name != WEIGHT}
-        figures["loss"] = self.sums["loss"] / count
+        over = lambda name: self.sums[f"{WEIGHT}{name}"].clamp(min=1) if f"{WEIGHT}{name}" in self.sums else count
+        figures = {name: value / over(name) for name, value in self.sums.items() if not name.startswith(WEIGHT)}
         if not self.one_batch:
             divide_exactly_([param.grad for param in self.parameters if param.grad is not None], count)
         figures["grad_norm"] = self._clip()

@@ -1,5 +1,6 @@
 """SFT, DPO and GRPO as whole runs: resumed to the bit, with adapters, left as others open them."""
 
+import io
 import json
 
 import pytest
@@ -143,6 +144,19 @@ def test_a_new_model_gets_a_tokenizer_of_its_own(tmp_path):
     saved = Tokenizer.load(tmp_path / "model")
     assert saved.same_ids(Tokenizer.load(tmp_path / "tokenizer"))
     assert saved.vocabulary == models.load(tmp_path / "model").config.vocabulary
+
+
+@pytest.mark.parametrize(("end", "told"), [("<|im_end|>", False), ("", True)])
+def test_a_template_that_ends_no_answer_is_told_of(end, told, base, tmp_path):
+    """As GLM's, where the next question ends an answer, and the last one has no end to learn."""
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for message in messages %}<|im_start|>{{ message.role }} {{ message.content }}" + end + "{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    )
+    made = recipe(KINDS["sft"].recipe, **sections("sft", base, data={"chat_template": str(template)}, run={"steps": 1}))
+    align("sft", made, tmp_path / "run", console=Console(file=(said := io.StringIO()), width=1000))
+    assert ("no special token after an answer" in said.getvalue()) == told
 
 
 def test_runs_write_the_figures_of_their_kind(base, tmp_path):

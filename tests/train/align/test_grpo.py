@@ -27,7 +27,7 @@ def even(task, text):
 
 
 def means(loss):
-    return {name: float(value / loss.weight) for name, value in loss.metrics.items()}
+    return {name: float(value / loss.weights[name].clamp(min=1)) for name, value in loss.metrics.items()}
 
 
 def moved(model, by=0.05):
@@ -99,6 +99,25 @@ def test_every_answer_is_rewarded_for_the_task_it_answers():
 
 
 @pytest.mark.parametrize("average", ["token", "sequence"])
+def test_figures_of_a_step_are_means_over_all_of_its_answers_or_tokens(average, tmp_path):
+    """However many tokens are learned from in each of its micro-batches."""
+    model, taken = decoder(), []
+    objective = grpo(model, grpo={"average": average}, data={"accumulate": 3}, run={"steps": 1})
+    next_batch = objective.next_batch
+    objective.next_batch = lambda: taken.append(next_batch()) or taken[-1]
+    figures = Trainer(objective.recipe, model, objective, tmp_path).run()
+    rewards = torch.cat([batch.rewards.flatten() for batch in taken])
+    lengths = [batch.rows.tokens for batch in taken]
+    old = torch.cat([batch.old[batch.rows.labels != NO_LABEL] for batch in taken])
+    assert len({int(each.sum()) for each in lengths}) > 1
+    assert figures["reward"] == pytest.approx(float(rewards.mean()))
+    assert figures["reward_std"] == pytest.approx(float(rewards.std()))
+    assert figures["answer_tokens"] == pytest.approx(float(torch.cat(lengths).float().mean()))
+    assert figures["cut_short"] == pytest.approx(float((~torch.cat([batch.ended for batch in taken])).float().mean()))
+    assert figures["entropy"] == pytest.approx(-float(old.mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("average", ["token", "sequence"])
 def test_the_gradient_on_new_answers_is_that_of_reinforce(average):
     model = decoder()
     objective = grpo(model, grpo={"beta": 0.0, "average": average, "temperature": 0.7})
@@ -118,11 +137,22 @@ def test_the_gradient_on_new_answers_is_that_of_reinforce(average):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("average", ["token", "sequence"])
-def test_the_loss_is_that_of_answers_read_one_by_one(average):
+@pytest.mark.parametrize(
+    ("average", "of_answers", "weighted"),
+    [
+        ("token", False, False),
+        ("token", False, True),
+        ("sequence", False, False),
+        ("sequence", True, True),
+        ("constant", False, False),
+    ],
+)
+def test_the_loss_is_that_of_answers_read_one_by_one(average, of_answers, weighted):
     """Of answers that are used again, away from the reference and from the policy that gave them."""
     reference, model = decoder(), decoder()
-    own = {"beta": 0.5, "clip_low": 0.1, "clip_high": 0.4, "reuse": 2, "average": average, "temperature": 0.7}
+    low, high = (0.005, 0.01) if of_answers else (0.1, 0.4)
+    own = {"beta": 0.5, "clip_low": low, "clip_high": high, "reuse": 2, "average": average, "temperature": 0.7}
+    own |= {"ratio": "sequence" if of_answers else "token", "weighted_kl": weighted}
     objective = grpo(model, grpo=own)
     objective.reward = lambda task, text: float(len(text) % 3)
     moved(model, by=0.02)
@@ -135,19 +165,19 @@ def test_the_loss_is_that_of_answers_read_one_by_one(average):
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     figures = {name: [] for name in ("ratio", "clipped", "entropy", "kl")}
     for ids, labels, advantage in zip(batch.rows.ids, batch.rows.labels, advantages.flatten(), strict=True):
-        terms = []
-        for place in (labels != NO_LABEL).nonzero()[:, 0].tolist():
-            given = ids[None, : place + 1]
-            now, before, found = (
-                (each(given)[0, -1] / 0.7).log_softmax(-1)[labels[place]] for each in (twin, old, reference)
-            )
-            ratio, kl = (now - before).exp(), (found - now).exp() - (found - now) - 1
-            clipped = ratio.clamp(0.9, 1.4)
+        terms, places = [], (labels != NO_LABEL).nonzero()[:, 0].tolist()
+        said = lambda each, place: (each(ids[None, : place + 1])[0, -1] / 0.7).log_softmax(-1)[labels[place]]
+        moves = [said(twin, place) - said(old, place) for place in places]
+        for place, move in zip(places, moves, strict=True):
+            now, found = said(twin, place), said(reference, place)
+            ratio = (sum(moves) / len(moves) if of_answers else move).exp()
+            kl = ((found - now).exp() - (found - now) - 1) * (move.exp() if weighted else 1)
+            clipped = ratio.clamp(1 - low, 1 + high)
             terms.append(-torch.minimum(ratio * advantage, clipped * advantage) + 0.5 * kl)
             told = (ratio, clipped * advantage < ratio * advantage, -now, kl)
             for name, value in zip(figures, told, strict=True):
                 figures[name].append(float(value.detach()))
-        total = total + sum(terms) / (1 if average == "token" else len(terms))
+        total = total + sum(terms) / {"token": 1, "sequence": len(terms), "constant": 5}[average]
     assert loss.total.item() == pytest.approx(total.item(), rel=1e-4)
     assert int(loss.count) == (len(figures["kl"]) if average == "token" else 12)
     found = means(loss)
@@ -159,6 +189,18 @@ def test_the_loss_is_that_of_answers_read_one_by_one(average):
     total.backward()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ratio": "sequence"}, 'grpo.ratio = "sequence" needs grpo.average = "sequence", not "token"'),
+        ({"weighted_kl": True, "beta": 0.0}, "grpo.weighted_kl has no meaning where grpo.beta is 0"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(given, message):
+    with pytest.raises(RecipeError, match=message):
+        grpo(decoder(), grpo=given)
 
 
 def test_answers_are_drawn_at_the_temperature_of_the_recipe():
@@ -399,6 +441,7 @@ def test_a_micro_batch_that_was_all_cut_short_changes_nothing_of_the_others(tmp_
         batches = [copy.copy(found) for _ in range(accumulate)]
         for batch, alone in zip(batches, [False, *left_alone], strict=True):
             batch.ended = torch.full_like(batch.ended, not alone)
+        objective.note_figures(batches)
         objective.next_batch = iter(batches).__next__
         moved(model)
         trainer = Trainer(objective.recipe, model, objective, tmp_path / str(number))
@@ -429,7 +472,7 @@ def test_tasks_that_leave_no_room_for_an_answer_are_left_out():
         ),
         ({"group": 1}, "grpo.group must be at least 2, not 1"),
         ({"temperature": 0.0}, "grpo.temperature must be above 0, not 0.0"),
-        ({"average": "answer"}, "grpo.average must be one of token, sequence, not 'answer'"),
+        ({"average": "answer"}, "grpo.average must be one of token, sequence, constant, not 'answer'"),
         ({"betta": 0.1}, r"no setting grpo.betta; did you mean grpo.beta\?"),
     ],
 )

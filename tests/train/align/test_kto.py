@@ -20,6 +20,7 @@ from tilestack.data.formats import Judged, user
 from tilestack.parallel.placement import Placement
 from tilestack.train import RecipeError
 from tilestack.train.align.kto import KTO, KTORecipe, cases_of, strangers
+from tilestack.train.loop import Trainer
 
 
 def kto(model, cache=None, **sections):
@@ -51,9 +52,25 @@ def test_the_loss_is_that_of_answers_read_one_by_one(by, diverges):
     assert (loss.count, float(loss.metrics["kl"]) / 5) == (5, pytest.approx(z, rel=1e-3, abs=1e-5))
     for kind in ("good", "bad"):
         rewards = [0.3 * gain(case.first) for case in cases if case.good == (kind == "good")]
-        assert float(loss.metrics[f"reward_{kind}"]) / 5 == pytest.approx(
-            sum(rewards) / len(rewards), rel=1e-3, abs=5e-5
-        )
+        assert int(loss.weights[f"reward_{kind}"]) == len(rewards)
+        assert float(loss.metrics[f"reward_{kind}"]) == pytest.approx(sum(rewards), rel=1e-3, abs=5e-5 * len(rewards))
+
+
+def test_rewards_of_a_step_are_means_over_its_good_and_its_bad_answers(tmp_path):
+    """Of micro-batches of one answer each, of which none has both."""
+    torch.manual_seed(0)
+    reference, model = decoder(), decoder()
+    objective = kto(model, data={"batch": 1, "accumulate": 5}, run={"steps": 1})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    gain = lambda each: float(log_prob(model, each.ids, each.mask) - log_prob(reference, each.ids, each.mask))
+    cases = [objective.pairs[number] for number in objective.deck.order()[:5]]
+    rewards = {kind: [0.1 * gain(case.first) for case in cases if case.good == kind] for kind in (True, False)}
+    assert len(rewards[True]) != len(rewards[False])
+    figures = Trainer(objective.recipe, model, objective, tmp_path).run()
+    for name, kind in (("reward_good", True), ("reward_bad", False)):
+        assert figures[name] == pytest.approx(sum(rewards[kind]) / len(rewards[kind]), rel=1e-3)
 
 
 def test_an_evaluation_is_the_mean_over_all_answers_held_out():

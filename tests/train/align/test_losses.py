@@ -12,6 +12,7 @@ from tilestack.train.align.losses import (
     policy_losses,
     preference_losses,
     simpo_losses,
+    weighted_k3,
 )
 
 PAIRS = [(-3.0, -5.0, -4.0, -4.5), (-7.0, -2.0, -6.0, -2.5), (-1.0, -1.0, -1.0, -1.0)]
@@ -117,6 +118,43 @@ def test_k3_is_the_divergence_in_the_mean():
     assert (estimates >= 0).all()
     torch.testing.assert_close((policy.exp() * estimates).sum(), truth)  # the mean over tokens drawn from the policy
     assert k3(policy, policy).abs().max() == 0
+
+
+def test_the_gradient_of_the_divergence_is_its_own_only_where_it_is_weighted():
+    """In the mean over tokens drawn from the policy, by hand: KL(policy ‖ reference) with weights, the other way round without."""
+    torch.manual_seed(0)
+    scores, reference = torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64).log_softmax(-1)
+
+    def gradient(of):
+        given = scores.clone().requires_grad_()
+        policy = given.log_softmax(-1)
+        (found,) = torch.autograd.grad(of(policy, policy.detach()), given)
+        return found
+
+    weighted = gradient(lambda policy, old: (old.exp() * weighted_k3(policy, old, reference)).sum())
+    torch.testing.assert_close(weighted, gradient(lambda policy, _: (policy.exp() * (policy - reference)).sum()))
+    alone = gradient(lambda policy, old: (old.exp() * k3(policy, reference)).sum())
+    torch.testing.assert_close(alone, gradient(lambda policy, _: (reference.exp() * (reference - policy)).sum()))
+    assert not torch.allclose(weighted, alone, rtol=0.1)
+
+
+def test_weighted_it_is_right_in_the_mean_over_what_an_older_policy_drew():
+    torch.manual_seed(0)
+    policy, old, reference = (torch.randn(6, dtype=torch.float64).log_softmax(-1) for _ in range(3))
+    truth = (policy.exp() * (policy - reference)).sum()
+    torch.testing.assert_close((old.exp() * weighted_k3(policy, old, reference)).sum(), truth)
+
+
+def test_an_answer_can_have_one_ratio_for_all_of_its_tokens():
+    log_probs = torch.tensor([[0.3, -0.1, 9.0], [0.2, 0.4, 0.6]], dtype=torch.float64).requires_grad_()
+    answers = torch.tensor([[True, True, False], [True, True, True]])
+    advantages = torch.tensor([2.0, 3.0], dtype=torch.float64)
+    found = policy_losses(log_probs, torch.zeros_like(log_probs), advantages, 0.2, 0.3, answers)
+    assert found.ratio[:, 0].tolist() == pytest.approx([math.exp(0.1), math.exp(0.4)])
+    assert found.clipped.tolist() == [[False] * 3, [True] * 3]
+    found.losses[:, 0].sum().backward()
+    expected = [[-2 * math.exp(0.1) / 2] * 2 + [0.0], [0.0] * 3]
+    torch.testing.assert_close(log_probs.grad, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_the_surrogate_is_clipped_only_where_that_is_worse():

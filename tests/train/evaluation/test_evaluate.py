@@ -130,7 +130,12 @@ def test_spaces_between_context_and_text_belong_to_the_text():
     sequence = continuation(letters, "what is  ", "it")
     scored = [token for token, mask in zip(sequence.ids, sequence.mask, strict=True) if mask]
     assert letters.decode(scored) == "  it"
-    assert sequence.ids[0] == letters.eos
+    assert letters.decode(sequence.ids) == "what is  it"
+
+
+def test_a_text_without_a_context_follows_the_token_of_a_beginning():
+    letters = Letters()
+    assert continuation(letters, "", "it") == Scored([letters.eos, *letters.encode("it")], [0, 1, 1])
 
 
 @pytest.mark.parametrize(

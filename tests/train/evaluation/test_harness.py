@@ -1,13 +1,18 @@
 """The adapter for lm-evaluation-harness, held against likelihoods written out, and its base class stood in for."""
 
+import json
 import sys
 import types
 from dataclasses import dataclass
 
 import pytest
+import tokenizers
 import torch
 from small import CPU, decoder, log_prob, tokenizer
+from tokenizers import processors
 
+from tilestack.data import Tokenizer
+from tilestack.train.evaluation.evaluate import EvaluationError
 from tilestack.train.evaluation.harness import Harness, harness_model
 
 PAIRS = [("What is 1 + 2?", " 3"), ("", "What"), ("What is ", "1 + 2, or 4 - 1 then?")]
@@ -18,8 +23,19 @@ class Request:
     args: tuple
 
 
-def harness(length=64):
+def harness(length=64, tokenizer=tokenizer):
     return Harness(decoder(), tokenizer(), CPU, length)
+
+
+def that_begins_with(*tokens):
+    """A tokenizer that puts these before a text, whatever it names for a beginning, as those of many chat models."""
+    backend = tokenizers.Tokenizer.from_str(
+        json.dumps(json.loads(tokenizer().backend.to_str()) | {"post_processor": None})
+    )
+    if tokens:
+        special = [(token, backend.token_to_id(token)) for token in tokens]
+        backend.post_processor = processors.TemplateProcessing(single=[*tokens, "$A"], special_tokens=special)
+    return lambda: Tokenizer(backend, bos="<|im_start|>", eos="<|im_end|>")
 
 
 def whole(*texts):
@@ -35,6 +51,29 @@ def test_likelihoods_of_continuations():
         assert likelihood == pytest.approx(float(log_prob(decoder(), ids, mask)), rel=1e-4)
         likeliest = decoder()(torch.tensor([ids]))[0].argmax(-1).tolist()
         assert greedy == (likeliest[begin - 1 : -1] == ids[begin:])
+
+
+@pytest.mark.parametrize("tokens", [(), ("<|endoftext|>",), ("<|im_end|>", "<|endoftext|>")])
+def test_a_question_begins_as_the_tokenizer_begins_a_text(tokens):
+    """After other tokens, which the model has not read there, likelihoods would not be those that others publish."""
+    make = that_begins_with(*tokens)
+    plain, ours = make(), harness(tokenizer=make)
+    for (found, _), (context, text) in zip(ours.loglikelihood([Request(pair) for pair in PAIRS]), PAIRS, strict=True):
+        ids = plain.encode(context + text) if context else [plain.bos, *plain.encode(text, bare=True)]
+        asked = len(ids) - (len(plain.encode(context.rstrip())) if context else 1)
+        mask = [0] * (len(ids) - asked) + [1] * asked
+        assert found == pytest.approx(float(log_prob(decoder(), ids, mask)), rel=1e-4)
+    assert ours.asked("0", "What is", {"max_gen_toks": 9}).prompt == plain.encode("What is")
+    assert ours.asked("0", "", {"max_gen_toks": 9}).prompt == [plain.bos]
+
+
+def test_an_answer_that_leaves_no_room_for_its_prompt_is_refused():
+    """Else the model would be asked the last token of the question."""
+    asked = [Request(("What is", {"max_gen_toks": 64}))]
+    with pytest.raises(EvaluationError, match="answers of up to 64 tokens, and the model reads 64 with the prompt"):
+        harness(length=64).generate_until(asked)
+    (prompt,) = [harness(length=66).asked("0", "What is 1 + 2?", asked[0].args[1]).prompt]
+    assert prompt == whole("What is 1 + 2?")[-2:]
 
 
 def test_what_greedy_decoding_gives_is_greedy():

@@ -30,7 +30,7 @@ from tilestack.parallel.placement import Placement
 from tilestack.train import execution
 from tilestack.train.align import examples, rewards
 from tilestack.train.align.deck import Deck, digest_of
-from tilestack.train.align.losses import group_advantages, k3, policy_losses
+from tilestack.train.align.losses import group_advantages, k3, policy_losses, weighted_k3
 from tilestack.train.align.reference import FrozenWeights
 from tilestack.train.evaluation.answers import answers, answers_and_log_probs, prompt_ids, shown_answers
 from tilestack.train.evaluation.log_probs import Rows, Scored, in_rows, invariant_log_probs, log_probs
@@ -57,8 +57,10 @@ class GRPOSettings:
     temperature: float = setting(1.0, "of the answers, and of the loss", above=0)
     reward: str = setting("number", "number: the last number is the answer; exact: the whole text is; rewards.py:score: a function of yours")  # fmt: skip
     beta: float = setting(0.04, "weight of the divergence from the reference; 0 needs no reference", low=0)
+    weighted_kl: bool = setting(False, "multiply the divergence by the ratio, which makes its gradient that of KL(policy ‖ reference)")  # fmt: skip
     divide_by_std: bool = setting(True, "divide advantages by the standard deviation of their group")
-    average: str = setting("token", "tokens count alike, or answers do", choices=("token", "sequence"))
+    average: str = setting("token", "tokens count alike, or answers do: by the mean of their tokens, or by their sum over max_new_tokens", choices=("token", "sequence", "constant"))  # fmt: skip
+    ratio: str = setting("token", "what is clipped: the ratio of each token, or of whole answers, as in GSPO", choices=("token", "sequence"))  # fmt: skip
     clip_low: float = setting(0.2, "how far below 1 the ratio may fall", above=0, high=1)
     clip_high: float = setting(0.2, "how far above 1 the ratio may rise", above=0)
     reuse: int = setting(1, "steps taken on the same answers; more than 1 is off-policy after the first", low=1)
@@ -67,6 +69,15 @@ class GRPOSettings:
 
     def __post_init__(self) -> None:
         rewards.check_name(self.reward)
+        if self.ratio == "sequence" and self.average != "sequence":
+            raise RecipeError(
+                f'grpo.ratio = "sequence" needs grpo.average = "sequence", not "{self.average}": an answer with one ratio counts '
+                "once, however long it is"
+            )
+        if self.weighted_kl and not self.beta:
+            raise RecipeError(
+                "grpo.weighted_kl has no meaning where grpo.beta is 0: there is no divergence to multiply"
+            )
         if self.batch_invariant and self.temperature != 1:
             raise RecipeError(
                 f"grpo.batch_invariant needs grpo.temperature = 1, not {self.temperature}: the sampler tells the model's own log-probabilities"
@@ -94,11 +105,11 @@ class Rollout:
     rewards: Tensor  # [prompts, group]
     advantages: Tensor  # [prompts · group]
     ended: Tensor  # [prompts · group], whether an answer ended by itself
-    reward_figures: dict[str, Tensor]  # of the prompts of all processes
     reference: Tensor | None  # [prompts · group, length], log-probabilities under the reference
     old: Tensor | None = (
         None  # the same under the policy that drew them; noted by the first loss, or told by the sampler
     )
+    reward_figures: dict[str, Tensor] = field(default_factory=dict)  # of all prompts of its step, on all processes
 
 
 class GRPO:
@@ -139,6 +150,7 @@ class GRPO:
     def next_batch(self) -> Rollout:
         if not self.pending:
             made = [self.rollout() for _ in range(self.recipe.data.accumulate)]
+            self.note_figures(made)
             self.pending = made * self.settings.reuse
         return self.pending.pop(0)
 
@@ -189,8 +201,13 @@ class GRPO:
     def assembled(self, rows: Rows, rewards: Tensor, ended: Tensor) -> Rollout:
         rows, grouped = rows.to(self.device), rewards.view(-1, self.settings.group).to(self.device)
         advantages = group_advantages(grouped, self.settings.divide_by_std).view(-1)
-        ended, figures = ended.to(self.device), self.reward_figures(grouped)
-        return Rollout(rows, grouped, advantages, ended, figures, self.reference_log_probs(rows))
+        return Rollout(rows, grouped, advantages, ended.to(self.device), self.reference_log_probs(rows))
+
+    def note_figures(self, made: Sequence[Rollout]) -> None:
+        """Let rollouts of one step know the figures of their rewards."""
+        figures = self.reward_figures(torch.cat([rollout.rewards for rollout in made]))
+        for rollout in made:
+            rollout.reward_figures = figures
 
     def reward_figures(self, rewards: Tensor) -> dict[str, Tensor]:
         """Mean and standard deviation of the rewards of all processes, and the share of groups whose answers earn the same, of
@@ -224,31 +241,34 @@ class GRPO:
         now = self.log_probs(model, batch.rows)
         if batch.old is None:
             batch.old = now.detach()
-        mask = batch.rows.labels != NO_LABEL
-        lengths = mask.sum(-1)
-        if self.settings.mask_truncated:
-            mask = mask & batch.ended[:, None]
-        tokens, learned = mask.sum(), mask.any(-1)
-        found = policy_losses(now, batch.old, batch.advantages, self.settings.clip_low, self.settings.clip_high)
-        losses = found.losses * mask
-        per_token = {"ratio": found.ratio, "clipped": found.clipped, "entropy": -now.detach()}
-        if batch.reference is not None:
-            divergence = k3(now, batch.reference)
-            losses = losses + self.settings.beta * divergence * mask
-            per_token["kl"] = divergence.detach()
-        by_token = self.settings.average == "token"
-        total = losses.sum() if by_token else (losses.sum(-1) / lengths.clamp(min=1)).sum()
-        own = tokens if by_token else learned.sum()
-        counts = {"count": own, "tokens": tokens, "answers": torch.ones_like(lengths).sum()}
-        sums = {name: (value * mask).sum() for name, value in per_token.items()}
-        of_answers = {"answer_tokens": lengths.sum(), "cut_short": (~batch.ended).sum()}
-        whole = self.mesh.sums(counts | sums | of_answers, "data")
-        means = {name: whole[name] / whole["tokens"].clamp(min=1) for name in sums} | batch.reward_figures
-        means |= {name: whole[name] / whole["answers"] for name in of_answers}
-        # Rewards are figures of answers that nothing is learned from, too: those count as 1 over all processes.
-        weight = torch.where(whole["count"] > 0, own, 1 / self.mesh.size("data"))
-        metrics = {name: (mean * weight).float() for name, mean in means.items()}
-        return Loss(total, own, metrics, tokens=batch.rows.ids.numel(), weight=weight)
+        answers = batch.rows.labels != NO_LABEL
+        mask = answers & batch.ended[:, None] if self.settings.mask_truncated else answers
+        losses, per_token = self.token_losses(now, batch.old, batch, answers)
+        lengths, tokens = answers.sum(-1), mask.sum()
+        divisor: Tensor | int = 1
+        if self.settings.average != "token":
+            divisor = lengths.clamp(min=1) if self.settings.average == "sequence" else self.settings.max_new_tokens
+        total = ((losses * mask).sum(-1) / divisor).sum()
+        own = tokens if self.settings.average == "token" else mask.any(-1).sum()
+        drawn = torch.full_like(own, len(lengths))
+        of_tokens = {name: (value * mask).sum() for name, value in per_token.items()}
+        of_answers = {name: mean.float() * drawn for name, mean in batch.reward_figures.items()}
+        of_answers |= {"answer_tokens": lengths.sum(), "cut_short": (~batch.ended).sum()}
+        weights = dict.fromkeys(of_tokens, tokens) | dict.fromkeys(of_answers, drawn)
+        return Loss(total, own, of_tokens | of_answers, tokens=batch.rows.ids.numel(), weights=weights)
+
+    def token_losses(
+        self, now: Tensor, old: Tensor, batch: Rollout, answers: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of every token, and figures of it; `answers` are the tokens that are some answer's."""
+        settings = self.settings
+        whole = answers if settings.ratio == "sequence" else None
+        found = policy_losses(now, old, batch.advantages, settings.clip_low, settings.clip_high, whole)
+        figures = {"ratio": found.ratio, "clipped": found.clipped, "entropy": -now.detach()}
+        if batch.reference is None:
+            return found.losses, figures
+        divergence = weighted_k3(now, old, batch.reference) if settings.weighted_kl else k3(now, batch.reference)
+        return found.losses + settings.beta * divergence, figures | {"kl": divergence.detach()}
 
     def evaluate(self, model: Any) -> dict[str, float]:
         """The mean reward of the likeliest answers to tasks held out."""
@@ -293,6 +313,8 @@ class GRPO:
         self.deck.load_state_dict(state["deck"])
         self.rollouts = state["rollouts"]
         made = [self.restored(each) for each in state["made"]]
+        if made:
+            self.note_figures(made)
         self.pending = [made[number] for number in state["pending"]]
 
     def restored(self, state: dict[str, Any]) -> Rollout:

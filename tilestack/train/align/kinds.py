@@ -38,6 +38,10 @@ KINDS = {
     "kto": Kind(KTORecipe, kto.texts, KTO),
     "grpo": Kind(GRPORecipe, grpo.texts, lambda *given: GRPO(*given[:-1])),
 }
+NO_END = (
+    "the chat template writes no special token after an answer, so the model does not learn to end one; data.chat_template "
+    "takes a template that does"
+)
 
 
 def align(
@@ -57,9 +61,11 @@ def align(
         )
     cache = folder.parent / ".reference"  # beside the run: others of the same model and data find it
 
-    def prepare(_: Console, mesh: Mesh) -> tuple[data.Tokenizer, MakeObjective]:
+    def prepare(console: Console, mesh: Mesh) -> tuple[data.Tokenizer, MakeObjective]:
         found = find_tokenizer(KINDS[kind], recipe, folder, mesh.first)
         tokenizer = found.for_chat(read_template(recipe))
+        if kind != "grpo" and tokenizer.answer_end is None:  # whose answers are the model's own, as they end
+            console.print(NO_END, highlight=False, soft_wrap=True)
         tokenizer.chat_cache = chats = data.ChatCache(folder / "chats")
 
         def make(placement: Placement, device: torch.device) -> Objective:

@@ -77,12 +77,12 @@ class KTO(PairObjective[Case]):
         return CaseBatch(*self.in_rows(cases, reference), good)
 
     def loss(self, model: Any, batch: CaseBatch) -> Loss:
-        found, kinds = self.judged(model, batch), {"good": batch.good, "bad": ~batch.good}
-        rewards = {f"reward_{kind}": (found.rewards * some).sum() for kind, some in kinds.items()}
-        sums = self.mesh.sums(rewards | {kind: some.sum() for kind, some in kinds.items()}, "data")
-        means = {f"reward_{kind}": sums[f"reward_{kind}"] / sums[kind].clamp(min=1) for kind in kinds}
-        metrics = {name: mean * len(found.losses) for name, mean in (means | {"kl": found.divergence}).items()}
-        return Loss(found.losses.sum(), len(found.losses), metrics, tokens=batch.rows.ids.numel())
+        found, kinds = self.judged(model, batch), {"reward_good": batch.good, "reward_bad": ~batch.good}
+        answers = len(found.losses)
+        metrics = {name: (found.rewards * some).sum() for name, some in kinds.items()}
+        metrics["kl"] = found.divergence * answers
+        weights = {name: some.sum() for name, some in kinds.items()}
+        return Loss(found.losses.sum(), answers, metrics, tokens=batch.rows.ids.numel(), weights=weights)
 
     def judged(self, model: Any, batch: CaseBatch) -> Judgements:
         ids, labels = batch.rows.ids.chunk(2), batch.rows.labels.chunk(2)

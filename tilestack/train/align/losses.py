@@ -17,6 +17,8 @@ Groups of sampled answers (GRPO, arXiv:2402.03300). An answer's advantage is its
 ratio = π/π_old of each token,
 
     −min(ratio · A, clip(ratio, 1−ε_low, 1+ε_high) · A) + β · KL(π ‖ ρ)
+
+Or an answer has one ratio, the geometric mean of its tokens' (GSPO, arXiv:2507.18071).
 """
 
 from dataclasses import dataclass
@@ -107,6 +109,12 @@ def k3(log_probs: Tensor, reference: Tensor) -> Tensor:
     return log_ratio.exp() - log_ratio - 1
 
 
+def weighted_k3(log_probs: Tensor, old: Tensor, reference: Tensor) -> Tensor:
+    """k3 times the ratio π/π_old (DeepSeek-V3.2, arXiv:2512.02556). Of tokens drawn from π_old it is right in the mean, and so is
+    its gradient. That of k3 alone is, in the mean, the gradient of the other divergence, KL(ρ ‖ π)."""
+    return (log_probs - old).exp() * k3(log_probs, reference)
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """Per token: the loss, the ratio to the policy that answered, whether clipping took its gradient away."""
@@ -117,10 +125,20 @@ class PolicyLoss:
 
 
 def policy_losses(
-    log_probs: Tensor, old: Tensor, advantages: Tensor, clip_low: float = 0.2, clip_high: float = 0.2
+    log_probs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    answers: Tensor | None = None,
 ) -> PolicyLoss:
-    """The clipped surrogate, per token and to be minimised; log_probs and old are [rows, length], advantages [rows]."""
-    ratio = (log_probs - old).exp()
+    """The clipped surrogate, per token and to be minimised; log_probs and old are [rows, length], advantages [rows]. Given
+    which tokens are of the `answers` [rows, length], all tokens of an answer have the ratio of the whole."""
+    log_ratio = log_probs - old
+    if answers is not None:
+        means = (log_ratio * answers).sum(-1, keepdim=True) / answers.sum(-1, keepdim=True).clamp(min=1)
+        log_ratio = means.expand_as(log_probs)
+    ratio = log_ratio.exp()
     advantages = advantages[:, None]
     free, held = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     return PolicyLoss(-torch.minimum(free, held), ratio.detach(), (held < free).detach())

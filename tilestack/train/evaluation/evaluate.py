@@ -229,7 +229,8 @@ def share(outcomes: Sequence[bool]) -> Estimate:
 
 
 def continuation(tokenizer: Any, context: str, text: str) -> Scored:
-    """A text after its context, as tokens of which those of the text are scored.
+    """A text after its context, as tokens of which those of the text are scored. Before them stands what the tokenizer puts
+    before every text; without a context, the token of a beginning, since a text's first token has to follow something.
 
     Spaces at the end of the context belong to the text's first token, as tokenizers of today join them. Where the two
     share a token, the first that differs from the context alone begins the text.
@@ -240,7 +241,7 @@ def continuation(tokenizer: Any, context: str, text: str) -> Scored:
     alone = tokenizer.encode(stripped, bare=True)
     same = next((n for n, (a, b) in enumerate(zip(whole, alone, strict=False)) if a != b), min(len(whole), len(alone)))
     begin = min(same, len(whole) - 1)
-    start = beginning(tokenizer)
+    start = opening(tokenizer) if stripped else beginning(tokenizer)
     return Scored([*start, *whole], [0] * (len(start) + begin) + [1] * (len(whole) - begin))
 
 
@@ -249,6 +250,14 @@ def last_tokens(sequence: Scored, length: int) -> Scored:
     if (asked := sum(sequence.mask)) > length:
         raise EvaluationError(f"a text of {asked} tokens is to be predicted at once, and the model reads {length}")
     return Scored(sequence.ids[-length - 1 :], sequence.mask[-length - 1 :])
+
+
+def opening(tokenizer: Any) -> list[int]:
+    """The tokens that a tokenizer itself puts before every text. Many put none there, though they name one for a beginning: a
+    model has not read questions after it."""
+    (first, *_) = tokenizer.encode("a", bare=True)
+    whole = tokenizer.encode("a")
+    return whole[: whole.index(first)]
 
 
 def beginning(tokenizer: Any) -> list[int]:

@@ -13,7 +13,16 @@ from tilestack.data import NO_LABEL
 from tilestack.engine import Request, SamplingParams
 from tilestack.extras import MissingExtra, install_command
 from tilestack.train.evaluation.answers import answer_all
-from tilestack.train.evaluation.evaluate import batches, beginning, continuation, last_tokens, score, windows
+from tilestack.train.evaluation.evaluate import (
+    EvaluationError,
+    batches,
+    beginning,
+    continuation,
+    last_tokens,
+    opening,
+    score,
+    windows,
+)
 
 
 class Harness:
@@ -61,6 +70,11 @@ class Harness:
 
     def asked(self, id: str, context: str, options: dict[str, Any]) -> Request:
         room = options.get("max_gen_toks", 256)
+        if room >= self.length:
+            raise EvaluationError(
+                f"the task asks for answers of up to {room} tokens, and the model reads {self.length} with the prompt; give a "
+                "larger --length where the model allows it, or choose another task"
+            )
         until = options.get("until") or []
         params = SamplingParams(
             temperature=options.get("temperature", 0.0) if options.get("do_sample") else 0.0,
@@ -70,8 +84,9 @@ class Harness:
             stop_ids=() if self.tokenizer.eos is None else (self.tokenizer.eos,),
             ignore_eos=True,
         )
-        ids = beginning(self.tokenizer) + self.tokenizer.encode(context, bare=True)
-        return Request(id, ids[-max(self.length - room, 1) :], params)
+        start = opening(self.tokenizer) if context else beginning(self.tokenizer)
+        ids = start + self.tokenizer.encode(context, bare=True)
+        return Request(id, ids[room - self.length :], params)
 
 
 def harness_model(model: Any, tokenizer: Any, device: torch.device | str, length: int) -> Any:
