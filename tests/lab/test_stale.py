@@ -8,9 +8,9 @@ import pytest
 from tiny_work import WORK
 
 from tilestack import backend
-from tilestack.lab import serve_candidates, source, stale
-from tilestack.lab.bench_serve import SMALL
-from tilestack.lab.serving import bench_http
+from tilestack.lab import source, stale
+from tilestack.lab.serving import bench_http, serve_candidates
+from tilestack.lab.serving.bench_serve import SMALL
 from tilestack.lab.training.train_steps import step_of, write_weights
 from tilestack.train import fp8
 
@@ -56,10 +56,10 @@ def test_optimizers_and_training_steps_follow_the_files_they_run(monkeypatch, op
         (("serve", "tilestack", "cpu"), "kernels/cpu/few_tokens.h", "kernels/attention/paged.py"),
         (("serve", "tilestack int8", "cpu"), "engine/cpu_weights.py", "server/app.py"),
         (("serve", "tilestack", "cuda"), "kernels/cuda/decode_step.cu", "kernels/cpu/few_tokens.h"),
-        (("serve", "tilestack", "cuda"), "lab/serve_workloads.py", "models/gguf.py"),
-        (("serve", "vllm", "cuda"), "lab/serve_workloads.py", "engine/engine.py"),
+        (("serve", "tilestack", "cuda"), "lab/serving/serve_workloads.py", "models/gguf.py"),
+        (("serve", "vllm", "cuda"), "lab/serving/serve_workloads.py", "engine/engine.py"),
         (("serve", "tilestack", "cuda"), "contract/native/signature.h", "kernels/cpu/few_tokens.h"),
-        (("http", "http", "cpu"), "server/events.py", "lab/serve_workloads.py"),
+        (("http", "http", "cpu"), "server/events.py", "lab/serving/serve_workloads.py"),
         (("http", "offline", "cuda"), "engine/scheduler.py", "kernels/loss/cross_entropy.py"),
     ],
 )

@@ -29,7 +29,7 @@ OF_A_LAYER = tuple(part for part in OF_A_TRAINING_STEP if not part.startswith(("
 )
 OF_AN_OPTIMIZER = ("optim", "kernels/optim")
 SERVING, HTTP = "serve", "http"  # the same of `tilestack bench serve` and `tilestack bench http`
-OF_A_WORKLOAD = ("lab/serve_workloads.py", "lab/serve_candidates.py")
+OF_A_WORKLOAD = ("lab/serving/serve_workloads.py", "lab/serving/serve_candidates.py")
 OF_AN_ENGINE = (
     "contract", "contract/native/*.h", "ops", "nn", "quant", "engine", "models/attention.py", "models/cache.py",
     "models/context.py", "models/decoder.py", "models/invariant.py", "models/mla.py", "models/norm.py", "models/paged.py", "models/rotary.py", "garbage.py",
