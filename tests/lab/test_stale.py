@@ -72,7 +72,9 @@ def _follows(monkeypatch, row, changes_with, is_left_by):
     for changed, same in ((is_left_by, True), (changes_with, False)):
         assert (stale.PACKAGE / changed).exists()
         monkeypatch.setattr(
-            stale, "code_of", lambda path: "x = 1" if path == stale.PACKAGE / changed else source.code_of(path)
+            stale,
+            "code_wherever_it_lies",
+            lambda path: "x = 1" if path == stale.PACKAGE / changed else source.code_wherever_it_lies(path),
         )
         _clear()
         assert (stale.present_source(*row) == before) is same

@@ -12,7 +12,7 @@ from typing import Any
 
 from tilestack.contract.registry import operators
 from tilestack.lab.bench.peers import is_peer
-from tilestack.lab.source import code_of, source_hash
+from tilestack.lab.source import code_wherever_it_lies, source_hash
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TRAINING = "train"  # what rows of `tilestack bench train` have for an operator
@@ -72,8 +72,8 @@ def hash_of_parts(parts: tuple[str, ...]) -> str:
     """One hash over the code of some of our files, and of every file in some of our folders, of CUDA C++ too; a part may be a
     pattern."""
     digest = hashlib.sha256()
-    for path in sorted(files_of_parts(parts)):
-        digest.update(f"{path.relative_to(PACKAGE)}\n{code_of(path)}\n".encode())
+    for code in sorted(map(code_wherever_it_lies, files_of_parts(parts))):
+        digest.update(f"{code}\n".encode())
     return digest.hexdigest()[:16]
 
 
