@@ -407,6 +407,16 @@ def test_system_prompts_and_messages_are_part_of_a_task(tmp_path):
     assert objective.tasks[1].prompt == "2 + 2?"
 
 
+def test_tools_of_a_task_are_told_to_the_model(tmp_path):
+    rows, tools = tmp_path / "tasks.jsonl", [{"type": "function", "function": {"name": "add"}}]
+    rows.write_text(json.dumps({"prompt": "1 + 1?", "answer": "2", "tools": tools}) + "\n")
+    data = {"corpus": "files", "files": [str(rows)], "validation": 0.0, "examples": 0, "sequence": 256}
+    objective = grpo(decoder(), data=data)
+    told = tokenizer().decode(objective.prompt(objective.tasks[0]), special=True)
+    assert told == tokenizer().chat([{"role": "user", "content": "1 + 1?"}], tools=tools, add_generation_prompt=True)
+    assert '"name": "add"' in told
+
+
 @pytest.mark.parametrize("average", ["token", "sequence"])
 def test_answers_that_were_cut_short_can_be_left_alone(average):
     model = decoder()
