@@ -29,6 +29,20 @@ def test_a_folder_replaces_the_one_made_before(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_link_to_a_file_stays_and_a_pipe_is_written_as_it_is(tmp_path):
+    real, link, pipe = tmp_path / "disk" / "real.html", tmp_path / "link.html", tmp_path / "pipe"
+    link.symlink_to(real)
+    for text in ("first", "second"):
+        write_text_whole(link, text)
+        assert (link.is_symlink(), real.read_text()) == (True, text)
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text_whole(pipe, "through")
+    assert (os.read(reading, 100), pipe.is_fifo()) == (b"through", True)
+    os.close(reading)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["disk", "link.html", "pipe", "real.html"]
+
+
 def test_a_folder_in_a_folder_goes_with_it(tmp_path):
     for text in ("1", "2"):
         with whole_folder(tmp_path / "data") as hidden:

@@ -33,7 +33,14 @@ class ForeignFolder(ValueError):
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """A hidden path to write, which takes the target's name and place at the end; after an error nothing is left of it."""
+    """A hidden path to write, which takes the target's name and place at the end; after an error nothing is left of it. A link
+    to a file stays, and a device or pipe is written as it is: one that gave up its place, as root may let /dev/null do, would
+    be gone for all."""
+    if target.exists() and not target.is_file() and not target.is_dir():
+        with naming(target):
+            yield target
+        return
+    target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     hidden = beside(target, PART)
     try:
