@@ -113,6 +113,13 @@ def copy(x):
 """
 
 
+def test_a_file_that_ends_the_program_is_named(tiles, tmp_path):
+    (tmp_path / "script.py").write_text("import sys\n\nsys.exit(0)\n")
+    code, out, err = tiles("copy", "--load", "script.py")
+    assert (code, out) == (1, "")
+    assert "script.py:3: SystemExit: 0" in err
+
+
 def test_one_interruption_ends_a_kernel_that_never_does(tiles, tmp_path):
     (tmp_path / "endless.py").write_text(ENDLESS)
     code, out, _ = tiles("copy", "--load", "endless.py")

@@ -380,6 +380,8 @@ def test_rewards_come_from_a_file(tmp_path):
         ("def score(task, text): return text[99]", "score", "failed on .*IndexError"),
         ("def score(task, text): return 1", "scored", "has no function scored"),
         ("score = (", "score", "cannot be run: SyntaxError"),
+        ("raise SystemExit(0)", "score", "cannot be run: SystemExit: 0"),
+        ("def score(task, text): raise SystemExit(0)", "score", "failed on .*SystemExit"),
     ],
 )
 def test_a_reward_that_cannot_be_used_is_named(tmp_path, code, name, message):
