@@ -52,6 +52,8 @@ async def chat_ids(
         for name in {"tools", "reasoning_effort"} & set(variables):
             if not tokenizer.template_reads(name):
                 raise refuse(f"the chat template of this model takes no {name}", name, "unsupported_parameter")
+        if any("tool_calls" in each for each in messages) and not tokenizer.template_reads("tool_calls"):
+            raise refuse("the chat template of this model writes no calls of tools, and messages have some", "messages")
         if continues:
             text = up_to_last_word(tokenizer, messages, variables)
         else:

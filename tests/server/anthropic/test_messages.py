@@ -165,6 +165,7 @@ def test_tokens_are_counted(ask, fake):
         ({"tool_choice": {"type": "tool"}}, "tool_choice", "has a name"),
         ({"output_config": {"effort": "low"}}, "output_config.effort", "takes no reasoning_effort"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"enum": ["x" * 70000]}}}}, "output_config.format", "characters"),
+        ({"stop_sequences": [""]}, "stop_sequences", "must not be empty"),
         ({"container": "x"}, "container", "container is not supported"),
         ({"temperature": -1}, "temperature", "between 0 and 100"),
     ],
