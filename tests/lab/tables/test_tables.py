@@ -435,8 +435,20 @@ def test_the_summary_shows_each_groups_median_case_and_the_weakest_operators(roo
     save(root, replace(gpu, rows=old))
     _, _, _, _, third, *_ = cells(written := table("summary imaginary cpu softmax", root))
     assert third[0] == "`softmax` †"
+    assert "3 comparisons †: 1 won" in written
     assert written.endswith("_† some of these cases were measured on an earlier version of the code._")
     assert "not measured yet" in table("summary h100 unknown softmax", root)
+
+
+def test_what_all_operators_come_to_is_marked_where_no_line_shows_what_is_old(root, monkeypatch):
+    monkeypatch.setattr("tilestack.lab.tables.summary.WEAKEST", 0)
+    gpu = small_result()
+    old = [row | {"source": "older"} if row["op"] == "linear" else row for row in gpu.rows]
+    save(root, replace(gpu, rows=old))
+    _, _, *lines = cells(written := table("summary imaginary unknown softmax", root))
+    assert [line[0] for line in lines] == ["`softmax`"]
+    assert "3 comparisons †: 1 won" in written
+    assert written.endswith("_† some of these cases were measured on an earlier version of the code._")
 
 
 def test_many_commits_are_counted_and_few_are_named(root):
