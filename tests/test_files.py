@@ -121,6 +121,22 @@ def test_others_may_read_what_the_umask_lets_them(tmp_path, umask, mode):
         assert path.stat().st_mode & 0o777 == mode
 
 
+@pytest.mark.parametrize("said", [None, "Name:\tpython\n"], ids=["no such file", "no such line"])
+def test_the_umask_is_known_where_the_system_does_not_tell(tmp_path, monkeypatch, said):
+    """macOS has no /proc, and old kernels say less there."""
+    monkeypatch.setattr(files, "STATUS", tmp_path / "status")
+    if said is not None:
+        (tmp_path / "status").write_text(said)
+    before = os.umask(0o027)
+    try:
+        with whole_file(tmp_path / "a") as hidden:
+            hidden.touch(0o600)
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
+
+
 def test_what_somebody_added_is_kept_when_the_folder_makes_way(tmp_path):
     for attempt in ("", "1"):
         make(tmp_path / "model", weights="1")

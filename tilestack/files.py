@@ -28,6 +28,7 @@ from typing import Any
 MARKER = ".tilestack.json"
 PART, OLD, GONE = "tilestack-part", "tilestack-old", "tilestack-gone"
 ABANDONED = 3600.0  # seconds in which a process that lives has written to its file
+STATUS = Path("/proc/self/status")
 
 
 class ForeignFolder(ValueError):
@@ -213,10 +214,18 @@ def read_marker(folder: Path) -> dict[str, Any]:
 
 def let_others_read(*files: Path) -> None:
     """Give files the mode that the umask gives to new ones: safetensors makes its files for their owner alone."""
-    status = Path("/proc/self/status").read_text()  # os.umask tells by setting, which other threads would see
-    umask = int(status.partition("\nUmask:")[2].split(maxsplit=1)[0], 8)
+    mode = 0o666 & ~own_umask()
     for path in files:
-        path.chmod(0o666 & ~umask)
+        path.chmod(mode)
+
+
+def own_umask() -> int:
+    try:
+        return int(STATUS.read_text().partition("\nUmask:")[2].split(maxsplit=1)[0], 8)
+    except (OSError, IndexError):  # macOS has no such file, and Linux before 4.7 no such line
+        umask = os.umask(0o077)  # it tells by setting, which other threads would see
+        os.umask(umask)
+        return umask
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -5,10 +5,12 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_work import WORK
 
 from tilestack import backend
 from tilestack.lab import source, stale
+from tilestack.lab.bench.optimizer_steps import CONTESTS, HALF_ONLY, OURS
 from tilestack.lab.serving import bench_http, serve_candidates
 from tilestack.lab.serving.bench_serve import SMALL
 from tilestack.lab.training.train_steps import step_of, write_weights
@@ -108,6 +110,19 @@ def test_a_training_step_runs_nothing_that_its_rows_do_not_follow(candidate, tmp
     assert stale.PACKAGE / "train" / "step.py" in ours
     assert (stale.PACKAGE / "train" / "fp8_head.py" in ours) is (candidate == "tilestack-fp8-head")
     assert ours - measures <= stale.files_of_parts(stale.OF_A_TRAINING_STEP)
+
+
+@pytest.mark.parametrize("name", CONTESTS)
+def test_an_optimizer_runs_nothing_that_its_rows_do_not_follow(name):
+    half = torch.bfloat16 if name in HALF_ONLY else torch.float32
+    param = torch.nn.Parameter(torch.ones(64, 64, dtype=half))
+    param.grad = torch.ones_like(param)
+    optimizer = CONTESTS[name][OURS]([param])
+    with backend("triton"):
+        ours = _files_run_by(optimizer.step)
+    interpreter = {path for path in ours if path.name.startswith("interpreter")}
+    assert stale.PACKAGE / "kernels" / "optim" / "multi_tensor.py" in ours
+    assert ours - interpreter <= stale.files_of_parts(stale.OF_AN_OPTIMIZER)
 
 
 @pytest.mark.parametrize(

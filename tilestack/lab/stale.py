@@ -27,7 +27,10 @@ OF_A_LAYER = tuple(part for part in OF_A_TRAINING_STEP if not part.startswith(("
     "train/next_token.py",
     "lab/training/layer_candidates.py",
 )
-OF_AN_OPTIMIZER = ("optim", "kernels/optim")
+OF_AN_OPTIMIZER = (
+    "optim", "kernels/optim", "kernels/matmul/gram.py", "kernels/matmul/naive.py", "kernels/tiles.py", "contract/launch.py",
+    "contract/backends.py",
+)  # fmt: skip
 SERVING, HTTP = "serve", "http"  # the same of `tilestack bench serve` and `tilestack bench http`
 OF_A_WORKLOAD = ("lab/serving/serve_workloads.py", "lab/serving/serve_candidates.py")
 OF_AN_ENGINE = (

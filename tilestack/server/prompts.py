@@ -46,6 +46,11 @@ async def chat_ids(
         variables["reasoning_effort"] = options.reasoning_effort
     messages = [template_message(message) for message in conversation]
     continues = bool(options.continue_final_message)
+    if continues and messages[-1].get("tool_calls"):  # written after what it says, and so they would be cut off
+        raise refuse(
+            "the last message ends with calls of functions, and cannot be continued; give their results after it",
+            "continue_final_message",
+        )
     begins = options.add_generation_prompt is not False and not continues
 
     def encode() -> list[int]:
