@@ -12,7 +12,7 @@ from rich.console import Console
 from tilestack import ops
 from tilestack.lab.compile.absent_gpu import KernelReport, gate
 from tilestack.lab.compile.explain import render_explain
-from tilestack.lab.compile.spills import SPILLS_OWED, spills_no_longer_owed
+from tilestack.lab.compile.spills import OLDER, SPILLS_OWED, spills_no_longer_owed
 
 EVERYTHING = os.environ.get("TILESTACK_COMPILE") == "all"
 FAMILIES = dict(
@@ -49,6 +49,8 @@ def names_of(family: str) -> list[str]:
     ("capability", "family"), [(90, "others"), (90, "matmul"), (90, "attention"), (100, "all"), (80, "all")]
 )
 def test_kernels_pass_the_gates(uninterpreted, capability, family):
+    if EVERYTHING and OLDER:
+        pytest.skip("what kernels spill with an older Triton is known of the cover alone: install the newest for this")
     names, dtypes = names_of(family), ("bfloat16", "float32") if capability == 90 else ("bfloat16",)
     how = ("all" if EVERYTHING else "cover") if capability == 90 else ("cover" if EVERYTHING else "largest")
     found = uninterpreted("-c", WALK, str(capability), how, ",".join(dtypes), *names)

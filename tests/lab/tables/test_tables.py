@@ -39,7 +39,7 @@ def test_headline_has_one_line_per_operator(root):
 
 def test_a_ladder_has_a_column_per_backend(root):
     small = small_result()
-    (case,) = {row["case"] for row in small.rows if row["op"] == "linear"}
+    (case,) = {each["case"] for each in small.rows if each["op"] == "linear"}
     product = dict(moved=100_663_296, flops=137_438_953_472)
     rungs = [row("linear", case, name, time, **product) for name, time in (("triton_naive", 800.0), ("gluon", 200.0))]
     save(root, replace(small, rows=[*small.rows, *rungs]))
