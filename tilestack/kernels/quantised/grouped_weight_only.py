@@ -127,7 +127,9 @@ def grouped_linear_weight_only(
     if groups == 0:
         return out.zero_()
     if x.dtype == torch.float32:
-        config = config._replace(m=16, n=32, k=32, stages=2, warps=4)  # without tensor cores, what is multiplied lies in registers
+        config = config._replace(
+            m=16, n=32, k=32, stages=2, warps=4
+        )  # without tensor cores, what is multiplied lies in registers
     part = K // parts
     step = config.k if parts == 1 else min(config.k, part & -part)
     zero = None if zero is None else zero.contiguous()
