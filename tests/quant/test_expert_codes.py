@@ -246,7 +246,7 @@ def test_experts_on_a_cpu_give_what_their_numbers_give(name, dtype):
 
 
 @pytest.mark.parametrize("weights", ["fp8", "int8", "int4"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", MIXTURES)
 def test_weights_of_a_mixture_are_made_codes_at_loading(weights, family, tmp_path):
     decoder = tiny.ours(family, **SIZES_OF_MIXTURES[family] | dict(vocab_size=VOCABULARY))
     models.save(decoder, tmp_path / "model")

@@ -62,7 +62,8 @@ class CodedLinear(QuantisedLinear):
     """A layer of codes that C++ multiplies with. Activations stay as they are, whatever the scheme says."""
 
     def forward(self, input: Tensor) -> Tensor:
-        out = product_of_codes(self.kept, input.flatten(0, -2))
+        codes = Codes(self.codes, self.code_scale, self.code_zero)  # not `kept`, which a layer with adapters has not
+        out = product_of_codes(codes, input.flatten(0, -2))
         out = out if self.bias is None else out + self.bias.float()
         return out.to(input.dtype).unflatten(0, input.shape[:-1])
 
