@@ -156,7 +156,7 @@ def test_awq_folds_into_up_of_the_same_expert_and_nothing_into_the_norm(monkeypa
 @torch.no_grad()
 def test_smooth_leaves_experts_to_rounding():
     decoder, plain = mixture_of(), mixture_of()
-    quantise(decoder, SCHEMES["w8a8"], "smooth", ids())
+    assert quantise(decoder, SCHEMES["w8a8"], "smooth", ids(1)) == ExpertCount(8, 0)
     mixture = decoder.layers[0].mlp
     for name, stack in mixture.stacks.items():
         for expert, weight in enumerate(getattr(plain.layers[0].mlp, name)):

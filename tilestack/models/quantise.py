@@ -108,7 +108,8 @@ def quantise(
         statistics: dict[str, Tensor] = {}
         routed = None
         if way.statistics and stream and inner:
-            routed = RoutedInputs(layer.mlp) if isinstance(layer.mlp, MoE) and experts else None
+            reads = way.scale is None or way.behind == "all"  # what folds into norms alone does nothing for experts
+            routed = RoutedInputs(layer.mlp) if isinstance(layer.mlp, MoE) and experts and reads else None
             statistics = recorded(layer, linears, routed, stream, way.statistics, prefix)
         quantise_layer(layer, linears, statistics, scheme, way)
         if isinstance(layer.mlp, MoE) and experts:
