@@ -19,7 +19,7 @@ from code_models import (
 from published import FORMATS, change_config, change_tensors, publish
 from safetensors import safe_open
 
-from tilestack import models
+from tilestack import backend, models
 from tilestack.data import Tokenizer
 from tilestack.engine import LLM, Engine, EngineSettings, SamplingParams
 from tilestack.engine.cpu_weights import CodedMoE
@@ -114,6 +114,15 @@ def test_a_mixture_may_have_one_expert_and_experts_without_tokens(experts):
     found = mixture(x)
     assert (found - expected(x)).norm() < 0.3 * expected(x).norm()
     assert mixture(torch.empty(0, 64)).shape == (0, 64)
+
+
+@torch.no_grad()
+def test_a_mixture_of_codes_is_one_graph_when_compiled():
+    mixture = MoE(64, 32, 4, 2)
+    quantise_experts(mixture, SCHEMES["w4a16"])
+    x = torch.randn(2, 9, 64)
+    compiled = torch.compile(mixture, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), mixture(x))
 
 
 E = "model.layers.0.block_sparse_moe.experts"
@@ -213,6 +222,21 @@ def test_an_engine_serves_a_folder(name, family, tmp_path):
     if not build.missing_compiler():
         found = {type(layer.mlp) for layer in engine.decoder.layers if isinstance(layer.mlp, MoE)}
         assert found == {CodedMoE}
+
+
+@pytest.mark.parametrize("asked", [dict(graphs=True, decode="operators"), dict(speculate="lookup")], ids=str)
+def test_an_engine_serves_a_folder_in_graphs_and_with_guesses(asked, tmp_path):
+    plain = saved(tmp_path / "model", "qwen3_moe", ALL["w4a16"])
+    assert answer(Engine.load(tmp_path / "model", settings(**asked))) == alone(plain)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "fp8 blocks", "int8 groups with zeros"])
+@torch.no_grad()
+def test_a_decoder_on_our_kernel_says_what_it_says_by_the_definition(name):
+    decoder = quantised_mixture("deepseek_v2", ALL[name])
+    with backend(grouped_linear_weight_only="triton"):
+        found = decoder(tiny.ids())
+    torch.testing.assert_close(found, decoder(tiny.ids()), rtol=1e-4, atol=1e-4)
 
 
 def test_without_a_compiler_experts_are_unpacked_and_why_is_said(tmp_path, monkeypatch, caplog):

@@ -117,11 +117,11 @@ def stored_codes(decoder: Decoder, source: Source, formats: Sequence[CodeFormat]
                 "are read; take a checkpoint that leaves out the others, or the model that it was made from"
             )
         kept = {piece: format_of(piece, inner, source, formats) for piece in coded}
-        whole = {piece for piece, format in kept.items() if not faults(piece, inner, source, format)}
-        own = kept[next((piece for piece in pieces if piece in whole), one)]
+        whole = {piece for piece, (faults, _) in kept.items() if not faults}
+        _, own = kept[next((piece for piece in pieces if piece in whole), one)]
         for piece in pieces:
             # One that fits nothing, or of which there is nothing, is broken and not kept in another way: what it lacks is said.
-            if (piece.name in source.names() and piece not in coded) or (piece in whole and kept[piece] != own):
+            if (piece.name in source.names() and piece not in coded) or (piece in whole and kept[piece] != (0, own)):
                 raise CheckpointError(different(one, piece))
             if reason := own.refused(piece.rows, inner):
                 raise CheckpointError(f"{piece.layer} cannot be read: {reason}")
@@ -146,15 +146,15 @@ def has_codes(piece: Piece, inner: int, source: Source, formats: Sequence[CodeFo
     return any(name in given for format in formats for name in tensors_of(piece, inner, format))
 
 
-def format_of(piece: Piece, inner: int, source: Source, formats: Sequence[CodeFormat]) -> CodeFormat:
-    """The first format that a layer and its tensors fit, or the one that they are closest to, whose misfits will be named."""
-    return min(formats, key=lambda format: faults(piece, inner, source, format))
+def format_of(piece: Piece, inner: int, source: Source, formats: Sequence[CodeFormat]) -> tuple[int, CodeFormat]:
+    """How many things keep a layer and its tensors from fitting a format, and the format: the first that they fit, or the one
+    that they are closest to, whose misfits will be named."""
 
+    def faults(format: CodeFormat) -> int:
+        misfits = mismatches(tensors_of(piece, inner, format), source)
+        return sum(map(len, misfits.values())) + bool(format.refused(piece.rows, inner))
 
-def faults(piece: Piece, inner: int, source: Source, format: CodeFormat) -> int:
-    """How many things keep a layer and its tensors from fitting a format."""
-    misfits = mismatches(tensors_of(piece, inner, format), source)
-    return sum(map(len, misfits.values())) + bool(format.refused(piece.rows, inner))
+    return min(((faults(format), format) for format in formats), key=lambda found: found[0])
 
 
 def different(one: Piece, other: Piece) -> str:

@@ -62,7 +62,7 @@ def stacks_fit(x: Tensor, weight: Tensor, scale: Tensor, offsets: Tensor, zero: 
     cost=lambda x, weight: Cost(flops=2 * x.numel() * weight.shape[1]),
     check=stacks_fit,
     dtypes=dict(weight=tuple(FORMATS.values()), zero=(torch.int8,)),
-    fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[1]),
+    fake=lambda x, weight, scale, offsets, zero=None: x.new_empty(x.shape[0], weight.shape[1]),
     tuning_key=lambda x, weight: (
         x.shape[0], *weight.shape, next(name for name, dtype in FORMATS.items() if dtype == weight.dtype)
     ),
