@@ -1,7 +1,6 @@
 """The `export` command: a model as one GGUF file, for llama.cpp, Ollama and LM Studio."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +10,7 @@ from rich.markup import escape
 from tilestack.cli.common import JsonFile, console, progress_bar, share_the_cores, writable_file, write_json
 
 if TYPE_CHECKING:
-    from tilestack.models import Decoder
-    from tilestack.models.gguf import GGUF
+    from tilestack.models import Decoder, ModelConfig
 
 SUFFIX = ".gguf"
 
@@ -46,23 +44,20 @@ def export_command(
     share_the_cores()
     if out.exists() and not overwrite:
         raise ValueError(f"{out} is there already; choose another name, or --overwrite to replace it")
-    from tilestack import data, models
-    from tilestack.models.gguf_writer import TYPES
+    from tilestack import models
+    from tilestack.models.checkpoints import config_of
+    from tilestack.models.gguf_writer import TYPES, refuse_unwritable
 
     if type_ is not None and type_ not in TYPES:
         raise ValueError(f"--type is one of {', '.join(TYPES)}, not {type_!r}")
-    source = models.locate(model)
+    source, config = models.locate(model), config_of(model)
     if out.exists() and out.samefile(source):
         raise ValueError(f"{out} holds the model that is read; choose another file")
-    decoder, notes = loaded(model, adapter)
+    refuse_unwritable(config, type_ or "bf16")
+    tokenizer, notes = tokenizer_of(source, config, pre)
+    decoder, more = loaded(model, adapter)
+    notes += more
     kind = type_ or default_type(decoder)
-    if source.suffix == SUFFIX:
-        file = models.gguf.GGUF(source)
-        tokenizer, codes = tokenizer_of(file.metadata), sorted(types_of(file) - {"F32", "F16", "BF16"})
-        notes += [f"weights of {', '.join(codes)} are written as the numbers that they stand for"] if codes else []
-    else:
-        made = data.Tokenizer.load(model).to_gguf(decoder.config.vocabulary, decoder.config.eos, pre)
-        tokenizer, notes = made.metadata, notes + made.notes
     with progress_bar() as progress:
         bar = progress.add_task("writing tensors", total=None)
         saved = models.save_gguf(
@@ -81,16 +76,33 @@ def export_command(
             console.print(escape(line), soft_wrap=True, highlight=False)
 
 
+def tokenizer_of(source: Path, config: "ModelConfig", pre: str | None) -> tuple[dict[str, Any], list[str]]:
+    """The tokenizer's part of the metadata, that of a GGUF file as it is; and what to know of it or of such a file."""
+    from tilestack import data, models
+
+    if source.suffix != SUFFIX:
+        made = data.Tokenizer.load(source).to_gguf(config.vocabulary, config.eos, pre)
+        return made.metadata, made.notes
+    if pre is not None:
+        raise ValueError(f"--pre is for tokenizers of folders; that of {source} is written as it is")
+    file = models.gguf.GGUF(source)
+    codes = sorted({tensor.tensor_type.name for tensor in file.stored.values()} - {"F32", "F16", "BF16"})
+    notes = [f"weights of {', '.join(codes)} are written as the numbers that they stand for"] if codes else []
+    return {key: value for key, value in file.metadata.items() if key.startswith("tokenizer.")}, notes
+
+
 def loaded(model: str, adapter: Path | None) -> tuple["Decoder", list[str]]:
     """The model, with its adapter as part of it, and what became of its weights on the way."""
     import torch
 
     from tilestack import models
-    from tilestack.models.adapters import load_adapters
+    from tilestack.models.adapters import load_adapters, read
     from tilestack.models.codes import dequantise
     from tilestack.nn.lora import merge_lora
     from tilestack.quant import QuantisedLinear
 
+    if adapter is not None:
+        read(adapter)  # which says what is wrong with it before the model is loaded
     # Sums of weights and adapters are rounded once, when they are written.
     decoder = models.load(model, dtype=None if adapter is None else torch.float32)
     coded = sum(isinstance(layer, QuantisedLinear) for layer in decoder.modules())
@@ -107,12 +119,3 @@ def default_type(decoder: "Decoder") -> str:
     import torch
 
     return "f16" if decoder.embedding.weight.dtype == torch.float16 else "bf16"
-
-
-def types_of(file: "GGUF") -> set[str]:
-    return {tensor.tensor_type.name for tensor in file.stored.values()}
-
-
-def tokenizer_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokenizer of a GGUF file, as it is."""
-    return {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}

@@ -150,7 +150,8 @@ def sentencepiece_tables(
         )
     prefix = begins_with_space(described)
     merges = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
-    if not forced and (prefix is None or not merged_by_score(merges, model["vocab"])):
+    apart = {added["content"] for added in described["added_tokens"]}  # found in a text before anything is merged
+    if not forced and (prefix is None or not merged_by_score(merges, model["vocab"], apart)):
         raise DataError(
             "the tokenizer is none that SentencePiece could have made, so a text would have other ids in llama.cpp; "
             "--pre default writes it all the same"
@@ -192,9 +193,9 @@ def begins_with_space(described: dict[str, Any]) -> bool | None:
     return None
 
 
-def merged_by_score(merges: Sequence[tuple[str, ...]], vocabulary: dict[str, int]) -> bool:
+def merged_by_score(merges: Sequence[tuple[str, ...]], vocabulary: dict[str, int], apart: set[str]) -> bool:
     """Whether merges are those of a vocabulary with scores: all ways to make a token of two follow each other."""
-    made = [left + right for left, right in merges]
+    made = [left + right for left, right in merges if left + right not in apart]
     if len([token for token, _ in itertools.groupby(made)]) != len(set(made)):
         return False
     known = set(merges)
@@ -206,7 +207,8 @@ def special_tokens(
     tokenizer: "Tokenizer", tokens: Sequence[str], ends: Sequence[int], notes: list[str]
 ) -> dict[str, Any]:
     """Ids, and what is put around a text. llama.cpp ends at the ends that it knows, one more of its own name and another."""
-    all_ends = list(dict.fromkeys(number for number in (tokenizer.eos, *ends) if number is not None))
+    known = (number for number in (tokenizer.eos, *ends) if number is not None and 0 <= number < len(tokens))
+    all_ends = list(dict.fromkeys(known))
     if not all_ends:
         raise DataError(
             "neither the tokenizer nor the model says which token ends a text, and llama.cpp would take any"

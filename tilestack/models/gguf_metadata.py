@@ -67,7 +67,7 @@ def metadata_of(config: ModelConfig) -> Metadata:
     given = {f"{architecture}.{key}": value for key, value in said.items() if value is not None}
     ids = {"bos_token_id": config.bos, "eos_token_id": next(iter(config.eos), None), "pad_token_id": config.pad}
     for name, key in keys.SPECIAL_IDS.items():
-        given |= {} if ids[name] is None else {f"{keys.TOKENIZER}.{key}": ids[name]}
+        given |= {} if (ids[name] or 0) < 0 or ids[name] is None else {f"{keys.TOKENIZER}.{key}": ids[name]}
     return {"general.architecture": architecture} | given
 
 

@@ -9,6 +9,7 @@ Names and orders are those that gguf.py reads, by its tables. A tensor is made, 
 beside the model there is never more than one in memory. The file appears whole or not at all.
 """
 
+import importlib.util
 import re
 import shutil
 from collections import Counter
@@ -81,15 +82,9 @@ def save_gguf(
     nothing with text. `name` is how they show it, by default the file's. Layers of codes are written as the numbers that
     they stand for. A file that is there already is replaced once the new one is whole.
     """
-    if type not in TYPES:
-        raise ValueError(f"GGUF files are written in {', '.join(TYPES)}, not in {type!r}")
-    try:
-        from gguf import GGUFWriter
-    except ImportError as missing:
-        raise MissingExtra(f"writing GGUF files needs gguf: {install_command('formats')}") from missing
-    path, metadata = Path(path), metadata_of(decoder.config)
-    parts = list(parts_of(decoder, type))
-    refuse_what_is_lost(decoder.config, metadata, {part.name: part.shape for part in parts})
+    path, (metadata, parts) = Path(path), contents_of(decoder, type)
+    from gguf import GGUFWriter
+
     metadata |= tokenizer or {"tokenizer.ggml.model": "no_vocab"}
     metadata |= general(shown_name(name or path.stem, metadata), type)
     refuse_other_vocabulary(metadata, decoder.config)
@@ -105,6 +100,24 @@ def save_gguf(
             writer.close()
         written = hidden.stat().st_size
     return Saved(dict(Counter(part.type for part in parts)), written)
+
+
+def refuse_unwritable(config: ModelConfig, type: str) -> None:
+    """Raise for a model that `save_gguf` would refuse, before it is loaded."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    contents_of(decoder, type)
+
+
+def contents_of(decoder: Decoder, type: str) -> tuple[dict[str, Any], list[Part]]:
+    """What a file holds: its metadata but for the tokenizer, and its tensors."""
+    if type not in TYPES:
+        raise ValueError(f"GGUF files are written in {', '.join(TYPES)}, not in {type!r}")
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingExtra(f"writing GGUF files needs gguf: {install_command('formats')}")
+    metadata, parts = metadata_of(decoder.config), list(parts_of(decoder, type))
+    refuse_what_is_lost(decoder.config, metadata, {part.name: part.shape for part in parts})
+    return metadata, parts
 
 
 def parts_of(decoder: Decoder, wanted: str) -> Iterator[Part]:
@@ -200,7 +213,8 @@ def write_head(writer: Any, path: Path, metadata: Mapping[str, Any], parts: Sequ
     import numpy as np
 
     for key, value in metadata.items():
-        writer.add_key_value(key, value, *value_types(value))
+        if value != []:  # which the format has no type for
+            writer.add_key_value(key, value, *value_types(value))
     for part in parts:
         writer.add_tensor_info(part.name, part.shape, np.dtype(np.float32), part.bytes, raw_dtype=ggml_type(part.type))
     needed = sum(part.bytes for part in parts)
@@ -219,9 +233,8 @@ def value_types(value: Any) -> tuple[Any, ...]:
     from gguf import GGUFValueType as Type
 
     if isinstance(value, list):
-        of = value[0] if value else ""
-        inner = Type.INT32 if isinstance(of, int) and not isinstance(of, bool) else value_types(of)[0]
-        return Type.ARRAY, inner
+        inner = value_types(value[0])[0]
+        return Type.ARRAY, Type.INT32 if inner == Type.UINT32 else inner
     kinds = {bool: Type.BOOL, int: Type.UINT32, float: Type.FLOAT32, str: Type.STRING}
     return (kinds[value.__class__],)
 
