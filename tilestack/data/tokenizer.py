@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from tilestack import models
-from tilestack.data import tokenizer_sources
+from tilestack.data import gguf_tokenizer, tokenizer_sources
 from tilestack.data.chat import CHATML, Conversation, Message, render, render_answers
 from tilestack.data.chat_cache import ChatCache, digest_of_chats
 from tilestack.data.errors import DataError
@@ -66,8 +66,16 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: dict[str, Any]) -> "Tokenizer":
-        """From a GGUF file's metadata (`tokenizer.*`): byte-level BPE, as Llama 3, Qwen, GPT-2 and SmolLM have it."""
+        """From a GGUF file's metadata (`tokenizer.*`): byte-level BPE, as Llama 3, Qwen, GPT-2 and SmolLM have it, or
+        whatever `to_gguf` put there."""
         return cls(**vars(tokenizer_sources.from_gguf(metadata)))
+
+    def to_gguf(
+        self, vocabulary: int, ends: Sequence[int] = (), pre: str | None = None
+    ) -> gguf_tokenizer.GGUFTokenizer:
+        """The same the other way, for `models.save_gguf`: of a model that knows `vocabulary` tokens and ends its texts with any
+        of `ends`. `pre` names a pre-tokenizer of llama.cpp where none is known to cut texts alike."""
+        return gguf_tokenizer.to_gguf(self, vocabulary, ends, pre)
 
     def save(self, folder: str | Path) -> None:
         """Write what `load` and `transformers.AutoTokenizer` open."""

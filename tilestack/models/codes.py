@@ -180,6 +180,15 @@ def pieces_of_codes(decoder: Decoder) -> dict[str, tuple[PlainCodes | PackedCode
     return found
 
 
+def dequantise(decoder: Decoder) -> None:
+    """Give layers of codes the weights that they stand for, in place and in float32, as adapters need them."""
+    for layer in decoder.modules():
+        if isinstance(layer, QuantisedLinear):
+            weight = layer.kept.numbers()
+            layer.__class__ = Linear  # type: ignore[assignment]
+            layer.weight = torch.nn.Parameter(weight)
+
+
 def written_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a decoder's checkpoint: its weights, views of them, and its codes, packed anew."""
     coded = pieces_of_codes(decoder)
