@@ -20,10 +20,11 @@ said = lambda text: [{"role": "assistant", "content": text}]
         ({"messages": [SYSTEM, USER, ASSISTANT], "system": "Be long."}, [SYSTEM, USER, ASSISTANT]),
         ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, [USER, ASSISTANT]),
         ({"conversations": [{"from": "system", "value": "Be brief."}, {"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Hello"}]}, [SYSTEM, USER, ASSISTANT]),
+        ({"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "function_call", "value": "add"}, {"from": "observation", "value": "4"}, {"from": "gpt", "value": "4"}]}, [*ASKED, *said("add"), {"role": "tool", "content": "4"}, *said("4")]),
         ({"conversations": [USER, ASSISTANT]}, [USER, ASSISTANT]),
         ({"instruction": "Hi", "input": "", "output": "Hello"}, [USER, ASSISTANT]),
         ({"instruction": "Add", "input": "2, 2", "output": "4"}, [{"role": "user", "content": "Add\n\n2, 2"}, *said("4")]),
-        ({"instruction": "2 + 2?", "output": "4", "history": [["Hi", "Hello"]], "system": "Be brief."}, [SYSTEM, USER, ASSISTANT, *ASKED, *said("4")]),
+        ({"instruction": "2 + 2?", "output": "4", "history": [["Hi", "Hello"], ["Hi", "Hello"]], "system": "Be brief."}, [SYSTEM, *2 * [USER, ASSISTANT], *ASKED, *said("4")]),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}, {**ASSISTANT, "name": None}]}, [USER, ASSISTANT]),
     ],
 )  # fmt: skip
@@ -72,11 +73,23 @@ def test_preferences_of_every_format(row):
     assert formats.judged(row) == [Judged(ASKED, "4", True), Judged(ASKED, "5", False)]
 
 
+@pytest.mark.parametrize("made", [
+    lambda row: [formats.conversation({**row, "messages": [USER, ASSISTANT]})],
+    lambda row: [formats.preference({**row, **PREFERENCE})],
+    lambda row: formats.judged({**row, **PREFERENCE}),
+    lambda row: formats.judged({**row, "prompt": "2 + 2?", "completion": "4", "label": True}),
+], ids=["conversation", "preference", "both of a preference", "judged"])  # fmt: skip
+def test_tools_come_along_in_every_format(made):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    assert all(each.tools == tools for each in made({"tools": tools}))
+
+
 def test_judged_answers_and_tasks():
     assert formats.judged({"prompt": "2 + 2?", "completion": said("5"), "label": False}) == [Judged(ASKED, "5", False)]
     row = {"prompt": "2 + 2?", "answer": "4", "system": "Be brief.", "level": 3}
-    found = formats.task(row)
-    assert (found.prompt, found.answer, found.messages, found.row["level"]) == ("2 + 2?", "4", (SYSTEM, *ASKED), 3)
+    for answered in (True, False):
+        found = formats.task(row, answered)
+        assert (found.prompt, found.answer, found.messages, found.row["level"]) == ("2 + 2?", "4", (SYSTEM, *ASKED), 3)
     assert formats.task({"prompt": [SYSTEM, *ASKED], "tests": ["x"]}, answered=False).messages == (SYSTEM, *ASKED)
 
 
@@ -88,6 +101,7 @@ def test_judged_answers_and_tasks():
         (formats.preference, {**PREFERENCE, "prompt": [USER, ASSISTANT]}, '"prompt" must end before the answer'),
         (formats.preference, {**PREFERENCE, "chosen": ""}, 'expected a text under "chosen"'),
         (formats.preference, {**PREFERENCE, "chosen": [USER]}, 'the last message under "chosen" must be a text of the assistant'),
+        (formats.preference, {**PREFERENCE, "chosen": [ASSISTANT | {"tool_calls": [{"function": {"name": "f"}}]}]}, 'the last message under "chosen" must be a text of the assistant'),
         (formats.preference, {"chosen": [USER, ASSISTANT], "rejected": [*ASKED, ASSISTANT]}, "must differ in their last message alone"),
         (formats.conversation, {"text": "Hi"}, "expected one of messages, conversations, instruction, completion; this row has text"),
         (formats.conversation, {"messages": []}, 'expected a list of messages under "messages"'),
@@ -103,7 +117,7 @@ def test_judged_answers_and_tasks():
         (formats.conversation, {"instruction": "Hi", "output": "Hello", "history": ["Hi"]}, 'turn 0 under "history"'),
         (formats.conversation, {"messages": [USER, ASSISTANT | {"weight": 0}]}, "needs an answer: a message of the assistant"),
         (formats.conversation, {"messages": [USER, ASSISTANT | {"weight": 0.5}]}, 'message 1 under "messages" has the "weight" 0.5'),
-        (formats.conversation, {"prompt": [USER], "completion": [USER]}, "needs an answer: a message of the assistant"),
+        (formats.conversation, {"prompt": [USER, ASSISTANT, USER], "completion": [USER]}, "needs an answer: a message of the assistant"),
         (formats.judged, {"prompt": "?", "completion": "4", "label": 1}, 'expected true or false under "label"'),
         (formats.task, {"prompt": "2 + 2?", "answer": 4}, 'expected a text under "answer"'),
         (formats.task, {"prompt": "2 + 2?"}, 'expected a text under "answer"'),
