@@ -405,8 +405,11 @@ def test_the_summary_shows_each_groups_median_case_and_the_weakest_operators(roo
         served(backend, "first token", seconds) | {"unit": "ms"}
         for backend, seconds in (("tilestack", 0.01), ("transformers", 0.02))
     ]
+    rows.append(served("another", "batch 2", 0.06))  # slower than the engine that ours is held against
     of_a_cpu = replace(gpu, machine=MACHINE | {"gpu": "", "cpu": "Imaginary CPU", "slug": "cpu"}, rows=rows)
     save(root, of_a_cpu, "serve")
+    lent = contest("linear", "4096x1024x4096xplain", 100.0, {"aten": 220.0})  # by which nothing is won
+    save(root, replace(gpu, rows=[*gpu.rows, lent[0] | {"lender": "cuBLAS"}, *lent[1:]]))
     header, _, *lines = cells(written := table("summary imaginary cpu softmax", root))
     assert header[:2] == ["what", "median case"]
     assert lines == [
