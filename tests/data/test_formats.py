@@ -21,10 +21,11 @@ said = lambda text: [{"role": "assistant", "content": text}]
         ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, [USER, ASSISTANT]),
         ({"conversations": [{"from": "system", "value": "Be brief."}, {"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Hello"}]}, [SYSTEM, USER, ASSISTANT]),
         ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hey", "weight": 0}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "weight": 1}]}, [USER, {**ASSISTANT, "content": "Hey", "weight": 0}, USER, {**ASSISTANT, "weight": 1}]),
+        ({"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "function_call", "value": "add"}, {"from": "observation", "value": "4"}, {"from": "gpt", "value": "4"}]}, [*ASKED, *said("add"), {"role": "tool", "content": "4"}, *said("4")]),
         ({"conversations": [USER, ASSISTANT]}, [USER, ASSISTANT]),
         ({"instruction": "Hi", "input": "", "output": "Hello"}, [USER, ASSISTANT]),
         ({"instruction": "Add", "input": "2, 2", "output": "4"}, [{"role": "user", "content": "Add\n\n2, 2"}, *said("4")]),
-        ({"instruction": "2 + 2?", "output": "4", "history": [["Hi", "Hello"]], "system": "Be brief."}, [SYSTEM, USER, ASSISTANT, *ASKED, *said("4")]),
+        ({"instruction": "2 + 2?", "output": "4", "history": [["Hi", "Hello"], ["Hi", "Hello"]], "system": "Be brief."}, [SYSTEM, *2 * [USER, ASSISTANT], *ASKED, *said("4")]),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}, {**ASSISTANT, "name": None}]}, [USER, ASSISTANT]),
     ],
 )  # fmt: skip
@@ -113,11 +114,23 @@ def test_a_system_prompt_beside_preferences_and_judged_answers_is_part_of_what_i
     assert formats.judged(row) == [Judged([SYSTEM, *ASKED], "4", True)]
 
 
+@pytest.mark.parametrize("made", [
+    lambda row: [formats.conversation({**row, "messages": [USER, ASSISTANT]})],
+    lambda row: [formats.preference({**row, **PREFERENCE})],
+    lambda row: formats.judged({**row, **PREFERENCE}),
+    lambda row: formats.judged({**row, "prompt": "2 + 2?", "completion": "4", "label": True}),
+], ids=["conversation", "preference", "both of a preference", "judged"])  # fmt: skip
+def test_tools_come_along_in_every_format(made):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    assert all(each.tools == tools for each in made({"tools": tools}))
+
+
 def test_judged_answers_and_tasks():
     assert formats.judged({"prompt": "2 + 2?", "completion": said("5"), "label": False}) == [Judged(ASKED, "5", False)]
     row = {"prompt": "2 + 2?", "answer": "4", "system": "Be brief.", "level": 3}
-    found = formats.task(row)
-    assert (found.prompt, found.answer, found.messages, found.row["level"]) == ("2 + 2?", "4", (SYSTEM, *ASKED), 3)
+    for answered in (True, False):
+        found = formats.task(row, answered)
+        assert (found.prompt, found.answer, found.messages, found.row["level"]) == ("2 + 2?", "4", (SYSTEM, *ASKED), 3)
     assert formats.task({"prompt": [SYSTEM, *ASKED], "tests": ["x"]}, answered=False).messages == (SYSTEM, *ASKED)
 
 
@@ -129,6 +142,7 @@ def test_judged_answers_and_tasks():
         (formats.preference, {**PREFERENCE, "prompt": [USER, ASSISTANT]}, '"prompt" must end before the answer'),
         (formats.preference, {**PREFERENCE, "chosen": ""}, 'expected a text under "chosen"'),
         (formats.preference, {**PREFERENCE, "chosen": [USER]}, 'the last message under "chosen" must be a text of the assistant'),
+        (formats.preference, {**PREFERENCE, "chosen": [ASSISTANT | {"tool_calls": [{"function": {"name": "f"}}]}]}, 'the last message under "chosen" must be a text of the assistant'),
         (formats.preference, {"chosen": [USER, ASSISTANT], "rejected": [*ASKED, ASSISTANT]}, "must differ in their last message alone"),
         (formats.preference, {**PREFERENCE, "chosen": [USER, *said("4")]}, 'what stands before the answer under "chosen" is not what stands under "prompt"'),
         (formats.preference, {**PREFERENCE, "chosen": [*said("Hm."), *ASKED, *said("4")]}, '"chosen" and "rejected" must answer the same conversation'),
@@ -154,6 +168,7 @@ def test_judged_answers_and_tasks():
         (formats.task, {"prompt": "2 + 2?", "answer": 4}, 'expected a text under "answer", not 4'),
         (formats.task, {"prompt": "2 + 2?"}, 'expected a text under "answer"; this row has prompt'),
         (formats.task, {"prompt": "2 + 2?", "answer": "4", "tools": "add"}, '"tools" is a text that is not JSON'),
+        (formats.conversation, {"prompt": [USER, ASSISTANT, USER], "completion": [USER]}, "needs an answer: a message of the assistant"),
     ],
 )  # fmt: skip
 def test_what_a_row_lacks_is_said(read, row, message):
