@@ -113,6 +113,17 @@ def copy(x):
 """
 
 
+def test_a_page_replaces_a_page_and_nothing_else(tiles, tmp_path):
+    page = tmp_path / "page.html"
+    page.touch()
+    for _ in range(2):
+        assert tiles("softmax", "--case", "3x33x-1", "--output", "page.html")[0] == 0
+    page.write_text("<p>my notes</p>")
+    code, _, err = tiles("softmax", "--case", "3x33x-1", "--output", "page.html")
+    assert (code, page.read_text()) == (1, "<p>my notes</p>")
+    assert err == "error: page.html is there already, and is not a page of tiles; move it away, or name another file\n"
+
+
 def test_a_file_that_ends_the_program_is_named(tiles, tmp_path):
     (tmp_path / "script.py").write_text("import sys\n\nsys.exit(0)\n")
     code, out, err = tiles("copy", "--load", "script.py")
