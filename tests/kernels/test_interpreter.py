@@ -104,3 +104,19 @@ def test_bfloat16_is_rounded_to_nearest_and_ties_to_even():
     x, out = torch.cat([numbers, ends]), torch.empty(1024, dtype=torch.bfloat16)
     bfloat16_kernel[(1,)](x, out, BLOCK=1024)
     torch.testing.assert_close(out, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+@triton.autotune(
+    [triton.Config(dict(BLOCK=64)), triton.Config(dict(BLOCK=32), num_warps=8)], key=["n"], restore_value=["x_ptr"]
+)
+@triton.jit
+def tuned_kernel(x_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, tl.load(x_ptr + at, mask=at < n) + BLOCK, mask=at < n)
+
+
+def test_what_is_tuned_on_a_gpu_takes_its_first_configuration():
+    for n in (100, 100, 70):
+        x = torch.arange(float(n))
+        tuned_kernel[lambda chosen: (triton.cdiv(n, chosen["BLOCK"]),)](x, n)
+        torch.testing.assert_close(x, torch.arange(float(n)) + 64)
