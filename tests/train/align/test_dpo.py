@@ -36,7 +36,8 @@ def nudged(model, by=0.05):
 def test_the_loss_is_that_of_pairs_read_one_by_one(kind, smoothing):
     torch.manual_seed(0)
     reference, model = decoder(), decoder()
-    objective = dpo(model, dpo={"loss": kind, "beta": 0.3, "label_smoothing": smoothing, "gamma": 0.7})
+    margin = {"gamma": 0.7} if kind == "simpo" else {}
+    objective = dpo(model, dpo={"loss": kind, "beta": 0.3, "label_smoothing": smoothing, **margin})
     nudged(model)
     pairs = [objective.pairs[number] for number in objective.deck.order()[:3]]
     expected, margins = 0.0, []
@@ -158,5 +159,7 @@ def test_bad_input_is_named(tmp_path):
         dpo(decoder(), data={"sequence": 4})
     with pytest.raises(RecipeError, match=r'dpo.label_smoothing has no meaning where dpo.loss is "ipo"'):
         recipe(DPORecipe, dpo={"loss": "ipo", "label_smoothing": 0.1})
+    with pytest.raises(RecipeError, match=r'dpo.gamma has no meaning where dpo.loss is "sigmoid"; it is the margin'):
+        recipe(DPORecipe, dpo={"gamma": 0.7})
     with pytest.raises(RecipeError, match=r"dpo.loss must be one of sigmoid, ipo, simpo, not 'ippo'; did you mean ipo"):
         recipe(DPORecipe, dpo={"loss": "ippo"})

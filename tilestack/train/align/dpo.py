@@ -32,6 +32,8 @@ class DPOSettings:
     def __post_init__(self) -> None:
         if self.loss != "sigmoid" and self.label_smoothing:
             raise RecipeError(f'dpo.label_smoothing has no meaning where dpo.loss is "{self.loss}"')
+        if self.loss != "simpo" and self.gamma != DPOSettings.gamma:
+            raise RecipeError(f'dpo.gamma has no meaning where dpo.loss is "{self.loss}"; it is the margin of "simpo"')
 
 
 @dataclass(frozen=True)
