@@ -87,6 +87,8 @@ def test_what_is_there_stays_unless_it_is_to_be_replaced(capsys, folder, tmp_pat
         (("{folder}", "{tmp}/a.gguf", "--type", "q4_K_M"), "--type is one of f32, f16, bf16, q8_0, q4_0, not 'q4_K_M'"),
         (("{folder}", "{tmp}/a.gguf", "--adapter", "{tmp}"), "holds no adapters"),
         (("{bare}", "{tmp}/a.gguf"), "no tokenizer in"),
+        (("{folder}", "{tmp}/a.gguf", "--json", "{tmp}/a.gguf"), "to be the same file"),
+        (("{gguf}", "{tmp}/a.gguf", "--pre", "gpt-2"), "--pre is for tokenizers of folders"),
         (("{gguf}", "{gguf}", "--overwrite"), "holds the model that is read"),
     ],
 )
