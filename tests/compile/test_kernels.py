@@ -12,12 +12,13 @@ from rich.console import Console
 from tilestack import ops
 from tilestack.lab.compile.absent_gpu import KernelReport, gate
 from tilestack.lab.compile.explain import render_explain
-from tilestack.lab.compile.spills import SPILLS_OWED, spills_no_longer_owed
+from tilestack.lab.compile.spills import OLDER, SPILLS_OWED, spills_no_longer_owed
 
 EVERYTHING = os.environ.get("TILESTACK_COMPILE") == "all"
 FAMILIES = dict(
     attention=("attention", "flex_attention", "kv_write", "paged", "paged_codes", "quantised_attention", "rope"),
-    matmul=("conv", "fused_linear", "gram", "grouped", "grouped_fp8", "matmul", "quantised_linear", "weight_only"),
+    matmul=("conv", "fused_linear", "gram", "grouped", "grouped_fp8", "matmul", "quantised_linear")
+    + ("grouped_weight_only", "weight_only"),
 )
 """The files in ops/ that take the compiler longest; all others are tried together."""
 
@@ -49,6 +50,8 @@ def names_of(family: str) -> list[str]:
     ("capability", "family"), [(90, "others"), (90, "matmul"), (90, "attention"), (100, "all"), (80, "all")]
 )
 def test_kernels_pass_the_gates(uninterpreted, capability, family):
+    if EVERYTHING and OLDER:
+        pytest.skip("what kernels spill with an older Triton is known of the cover alone: install the newest for this")
     names, dtypes = names_of(family), ("bfloat16", "float32") if capability == 90 else ("bfloat16",)
     how = ("all" if EVERYTHING else "cover") if capability == 90 else ("cover" if EVERYTHING else "largest")
     found = uninterpreted("-c", WALK, str(capability), how, ",".join(dtypes), *names)

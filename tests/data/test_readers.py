@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from tilestack.data import DataError, read, readers, texts
+from tilestack.data import DataError, located, read, readers, texts
 
 RECORDS = [{"text": f"document {number}\nü 🙂", "number": number} for number in range(5)]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS)
@@ -45,8 +45,8 @@ def test_all_formats_give_the_same_records(tmp_path):
 def test_objects_in_a_column_have_their_own_keys_alone(tmp_path):
     """A table gives every object the keys of all; a tool would be described with the parameters of another."""
     rows = [
-        {"messages": [{"role": "user", "content": "Hi"}], "tools": [{"name": "add", "properties": {"a": {"type": "integer"}}}]},
-        {"messages": [{"role": "tool", "content": "4", "id": "1"}], "tools": [{"name": "look", "properties": {"up": {"type": "string"}}}]},
+        {"note": None, "messages": [{"role": "user", "content": "Hi"}], "tools": [{"name": "add", "properties": {"a": {"type": "integer"}}}]},
+        {"note": "x", "messages": [{"role": "tool", "content": "4", "id": "1"}], "tools": [{"name": "look", "properties": {"up": {"type": "string"}}}]},
     ]  # fmt: skip
     write_parquet(tmp_path / "rows.parquet", rows)
     assert list(read(tmp_path / "rows.parquet")) == rows
@@ -60,6 +60,8 @@ def test_a_long_text_comes_in_parts_cut_at_lines(tmp_path, monkeypatch):
     assert "".join(parts) == content
     assert len(parts) > 5
     assert all(part.endswith("\n") for part in parts[:-1])
+    lines = [1 + "".join(parts[:number]).count("\n") for number in range(len(parts))]
+    assert [where for where, _ in located(tmp_path / "long.txt")] == [f"{tmp_path}/long.txt:{line}" for line in lines]
 
 
 @pytest.mark.parametrize("name", ["big.jsonl", "big.json"])
@@ -130,6 +132,10 @@ def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\n"' + "x" * (1 << 21))
     with pytest.raises(DataError, match=r"bad\.jsonl:2: a line of more than 1 MiB"):
         list(read(tmp_path / "bad.jsonl"))
+    monkeypatch.setattr(readers, "PART", 1 << 16)
+    (tmp_path / "bad.json").write_text('[{"a": 1}, {"a": "' + "x" * (1 << 21))
+    with pytest.raises(DataError, match=r"bad\.json, item 2: longer than 1 MiB, or not JSON"):
+        list(read(tmp_path / "bad.json"))
 
 
 def test_damaged_files_are_named(tmp_path):

@@ -115,6 +115,26 @@ def test_moments_in_8_bits_are_decoded_by_who_keeps_them_in_full(path, make):
     assert resumed.state[twin]["exp_avg"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("make", [
+    lambda params: optim.SGD(params, lr=0.1, momentum=0.9),
+    optim.AdamW,
+    lambda params: optim.AdamW8bit(params, min_8bit_size=64),
+    optim.Muon,
+], ids=["SGD", "AdamW", "AdamW8bit", "Muon"])  # fmt: skip
+def test_a_checkpoint_that_was_loaded_stays_as_it_was(path, make):
+    """Whoever loads it again, or goes on with what it was taken from, finds what was saved."""
+    _, first = stepped(make, 8, 40)
+    saved = first.state_dict()
+    kept = copy.deepcopy(saved["state"][0])
+    param = parameter(8, 40)
+    second = make([param])
+    second.load_state_dict(saved)
+    give_gradient(param, 2)
+    second.step()
+    assert all(torch.equal(saved["state"][0][name], value) for name, value in kept.items())
+    assert not all(torch.equal(second.state[param][name], value) for name, value in kept.items())
+
+
 @pytest.mark.parametrize("make", [optim.AdamW, optim.Muon])
 def test_a_master_copy_in_a_checkpoint_does_not_overrule_who_keeps_none(path, make):
     _, saved = stepped(lambda p: make(p, master_weights=True), 8, 40, dtype=torch.float16)

@@ -155,7 +155,9 @@ def _read_list(path: Path) -> Iterator[Located]:
                         record, end = decoder.raw_decode(text)
                     except json.JSONDecodeError as problem:
                         if len(text) > LONGEST_LINE:
-                            raise DataError(f"{path}, item {number + 1}: not JSON: {problem.msg}") from problem
+                            raise DataError(
+                                f"{path}, item {number + 1}: longer than {LONGEST_LINE >> 20} MiB, or not JSON: {problem.msg}"
+                            ) from problem
                         break  # it may go on in the next part
                     _refuse_half_pairs(text[:end], record, f"{path}, item {number + 1}")
                     number, at, text = number + 1, ",", text[end:]

@@ -3,10 +3,11 @@
     exercises/
     ├── add.py            the first attempt at `add`
     ├── add_2.py          another; the last one counts
+    ├── add.html          what `show` has drawn of it
     └── progress.json     by exercise: what the file that has these bytes has passed, and how many hints were shown
 
 A file that was edited since it passed has other bytes, and is a beginning again. Nothing that exists is ever overwritten but
-`progress.json`.
+`progress.json` and what `show` has drawn before.
 """
 
 import hashlib

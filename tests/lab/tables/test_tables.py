@@ -16,6 +16,7 @@ from tilestack.lab.mutation.record import code_hash
 from tilestack.lab.stale import present_source
 from tilestack.lab.tables.by_name import TableError, table
 from tilestack.lab.tables.generated import stale_tables, update_tables
+from tilestack.lab.tables.summary import Line, weakest
 
 STAMP = "_Measured on Imaginary GPU 9000, torch 2.99.0, Triton 3.99.1, commit abc1234, 2031-05-06, kernel time by CUDA-graph replay with cold caches._"
 
@@ -39,7 +40,7 @@ def test_headline_has_one_line_per_operator(root):
 
 def test_a_ladder_has_a_column_per_backend(root):
     small = small_result()
-    (case,) = {row["case"] for row in small.rows if row["op"] == "linear"}
+    (case,) = {each["case"] for each in small.rows if each["op"] == "linear"}
     product = dict(moved=100_663_296, flops=137_438_953_472)
     rungs = [row("linear", case, name, time, **product) for name, time in (("triton_naive", 800.0), ("gluon", 200.0))]
     save(root, replace(small, rows=[*small.rows, *rungs]))
@@ -50,6 +51,19 @@ def test_a_ladder_has_a_column_per_backend(root):
     assert "\n\n_Not measured yet: `triton_persistent`._\n\n" in written
     assert "not measured yet" in table("ladder imaginary softmax triton_naive,gluon", root)
     assert "not measured yet" in table("ladder unknown linear triton,aten", root)
+
+
+def test_a_rung_of_a_ladder_is_marked_for_itself(root):
+    """A faster rung of the present source does not speak for one that has changed since, nor does one that is not shown."""
+    small = small_result()
+    (case,) = {row["case"] for row in small.rows if row["op"] == "linear"}
+    old = dict(source="0" * 16)
+    rungs = [row("linear", case, "triton_naive", 800.0, commit="01d1234", **old), row("linear", case, "gluon", 200.0)]
+    save(root, replace(small, rows=[*small.rows, *rungs, row("linear", case, "gluon_few_rows", 100.0, **old)]))
+    written = table("ladder imaginary linear triton_naive,triton,gluon,aten", root)
+    _, _, only = cells(written)
+    assert [cell.endswith(" †") for cell in only] == [False] * 3 + [True, False, False, False]
+    assert written.endswith("outdated until measured again; at commit 01d1234 `linear`._")
 
 
 def test_training_has_a_line_per_candidate_and_stays_out_of_the_headline(root):
@@ -192,8 +206,8 @@ def test_a_configuration_says_whose_kernel_it_runs(config, ends, direction, lend
 
 def test_rows_of_an_older_source_are_marked_with_their_commit(root):
     result = small_result()
-    old = [row | {"source": "another", "commit": "0ld0000"} for row in result.rows if row["op"] == "softmax"]
-    save(root, replace(result, rows=[*old, *(row for row in result.rows if row["op"] == "linear")]))
+    old = {"source": "another", "commit": "0ld0000"}  # of a case that has no line of its own
+    save(root, replace(result, rows=[row | old if row["case"] == "8192x1024x-1" else row for row in result.rows]))
     written = table("headline imaginary", root)
     assert sorted(line[0] for line in cells(written)[2:]) == ["`linear`", "`softmax` †"]
     assert written.endswith("\n\n_† measured on an older version of the code, outdated until measured again; at commit 0ld0000 `softmax`._")  # fmt: skip
@@ -347,6 +361,7 @@ def test_engines_stand_beside_each_other_by_workload(tmp_path):
         served("tilestack", "batch 1", 1.25, "ms/step", 1.0),
         served("tilestack lookup", "copying", 5000.4, "tokens/s", 2.0),
         served("vllm", "batch 1", 2.5, "ms/step", 2.0),
+        served("vllm", "batch 1", 5.0, "ms/step", 4.0) | {"model": "of another size"},
     ]
     shuffled = [
         served("tilestack", case, 1, "ms", 1) for case in ("new", "copying", "batch 64", "batch 8", "throughput")
@@ -393,7 +408,7 @@ def test_the_summary_shows_each_groups_median_case_and_the_weakest_operators(roo
     gpu = small_result()
     served = lambda backend, case, seconds: dict(
         op="serve", case=case, dtype="bfloat16", direction="forward", backend=backend, figure=1e3 * seconds, unit="ms/step",
-        seconds=seconds, roof=0.5, date="2031-05-09T07:08:09Z", commit="abc1234", device="cpu",
+        seconds=seconds, roof=0.5, date=f"2031-05-{11 if backend == 'transformers' else '09'}T07:08:09Z", commit="abc1234", device="cpu",
         source=present_source("serve", backend, "cpu"), versions={},
     )  # fmt: skip
     rows = [
@@ -405,8 +420,11 @@ def test_the_summary_shows_each_groups_median_case_and_the_weakest_operators(roo
         served(backend, "first token", seconds) | {"unit": "ms"}
         for backend, seconds in (("tilestack", 0.01), ("transformers", 0.02))
     ]
+    rows.append(served("another", "batch 2", 0.06))  # slower than the engine that ours is held against
     of_a_cpu = replace(gpu, machine=MACHINE | {"gpu": "", "cpu": "Imaginary CPU", "slug": "cpu"}, rows=rows)
     save(root, of_a_cpu, "serve")
+    lent = contest("linear", "4096x1024x4096xplain", 100.0, {"aten": 220.0})  # by which nothing is won
+    save(root, replace(gpu, rows=[*gpu.rows, lent[0] | {"lender": "cuBLAS"}, *lent[1:]]))
     header, _, *lines = cells(written := table("summary imaginary cpu softmax", root))
     assert header[:2] == ["what", "median case"]
     assert lines == [
@@ -417,13 +435,35 @@ def test_the_summary_shows_each_groups_median_case_and_the_weakest_operators(roo
     ]  # fmt: skip
     assert "All 2 operators and optimizers with a peer, 3 comparisons: 1 won, 0 equal, 2 lost" in written
     assert "Lowest mean: `linear`, `softmax`." in written
-    assert written.endswith("2031-05-06 to 2031-05-09; commits are in results/._")
+    assert written.endswith("2031-05-06 to 2031-05-11; commits are in results/._")
     old = [row | {"source": "older"} if row["op"] == "softmax" else row for row in gpu.rows]
     save(root, replace(gpu, rows=old))
     _, _, _, _, third, *_ = cells(written := table("summary imaginary cpu softmax", root))
     assert third[0] == "`softmax` †"
+    assert "3 comparisons †: 1 won" in written
     assert written.endswith("_† some of these cases were measured on an earlier version of the code._")
+    older = [row | {"source": "older"} if row["backend"] == "tilestack" else row for row in rows]
+    save(root, replace(of_a_cpu, rows=older), "serve")
+    assert cells(table("summary imaginary cpu softmax", root))[2][0] == "serving on a CPU, decode step †"
     assert "not measured yet" in table("summary h100 unknown softmax", root)
+
+
+def test_what_all_operators_come_to_is_marked_where_no_line_shows_what_is_old(root, monkeypatch):
+    monkeypatch.setattr("tilestack.lab.tables.summary.WEAKEST", 0)
+    gpu = small_result()
+    old = [row | {"source": "older"} if row["op"] == "linear" else row for row in gpu.rows]
+    save(root, replace(gpu, rows=old))
+    _, _, *lines = cells(written := table("summary imaginary unknown softmax", root))
+    assert [line[0] for line in lines] == ["`softmax`"]
+    assert "3 comparisons †: 1 won" in written
+    assert written.endswith("_† some of these cases were measured on an earlier version of the code._")
+
+
+def test_the_weakest_operators_are_so_by_the_mean_of_their_cases():
+    """One bad case among good ones is not worse than cases that are all bad."""
+    ratios = {"uneven": [0.1, 4.0, 4.0], "bad": [0.5, 0.6], "worst": [0.3], "good": [2.0]}
+    lines = [Line(group, "", "", "", ratio, "", False, []) for group, some in ratios.items() for ratio in some]
+    assert weakest(lines) == ["worst", "bad", "uneven"]
 
 
 def test_many_commits_are_counted_and_few_are_named(root):
@@ -434,3 +474,7 @@ def test_many_commits_are_counted_and_few_are_named(root):
     assert "commits, named in results/, 2031-05-06" in written
     assert "outdated until measured again; 4 commits, named in results/._" in written
     assert "commit c0" not in written
+    save(root, replace(result, rows=[row | {"commit": f"c{n % 3}"} for n, row in enumerate(each)]))
+    written = table("operator imaginary softmax,linear", root)
+    assert all(f"c{n}, " in written for n in range(3))
+    assert "commits, named" not in written

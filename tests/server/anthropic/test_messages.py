@@ -1,6 +1,7 @@
 """Anthropic's Messages API over plain HTTP, in the shapes that its client reads."""
 
 import json
+from types import SimpleNamespace
 
 import httpx2
 import patient
@@ -9,8 +10,12 @@ from fake_engine import empty_soon
 from test_openai_client import CALL, TOOL
 from test_refusals import CHAT
 
-from tilestack.engine import Delta
+from tilestack.engine import Completion, Delta, Usage
+from tilestack.server.anthropic.answers import AnthropicAnswers
+from tilestack.server.schemas import ChatRequest
+from tilestack.server.schemas.chat import Instruction
 from tilestack.server.settings import Limits
+from tilestack.server.token_text import TokenTexts
 
 ASKED = {"model": "fake", "max_tokens": 500, "messages": [{"role": "user", "content": "hello"}]}
 WEATHER = {
@@ -55,6 +60,21 @@ def test_a_message_is_answered(ask, fake, prompts):
     assert (params.temperature, params.top_p, params.top_k, params.stop, params.max_tokens) == (0.5, 0.9, 7, ("x",), 5)
     fake.says = lambda _: "So."
     assert ask.post("/messages", json=ASKED).json()["stop_reason"] == "end_turn"
+
+
+def test_a_turn_that_ends_with_a_call_is_not_continued(ask, fake):
+    """What a template writes of the call would be cut off, and the model never know of it."""
+    use = {"type": "tool_use", "id": "a", "name": "get_weather", "input": {"city": "Oslo"}}
+    turn = {"role": "assistant", "content": [{"type": "text", "text": "I will look."}, use]}
+    refused = ask.post("/messages", json=ASKED | {"messages": [*ASKED["messages"], turn], "tools": [WEATHER]})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "messages")
+    assert "give their results" in error["message"]
+    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
+    talk = [*CHAT["messages"], {"role": "assistant", "content": "I will look.", "tool_calls": [call]}]
+    refused = ask.post("/chat/completions", json={"messages": talk, "continue_final_message": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
+    assert not fake.submitted
 
 
 def test_a_tool_is_used_and_its_result_told(ask, fake, prompts):
@@ -143,6 +163,20 @@ def test_a_form_of_the_answer(ask, fake):
     assert (fake.submitted[0][1].structure.kind, fake.submitted[0][1].structure.text) == ("json_schema", '{"type": "array"}')  # fmt: skip
 
 
+def test_arguments_of_a_strict_tool_keep_to_its_schema(ask, fake):
+    for strict in (True, None):
+        ask.post("/messages", json=ASKED | {"tools": [WEATHER | {"strict": strict}], "max_tokens": 1})
+    assert [params.structure is not None for _, params, _ in fake.submitted] == [True, False]
+
+
+def test_a_stop_sequence_that_ended_an_answer_is_told(fake):
+    chat = ChatRequest(messages=[Instruction(role="user", content="hello")])
+    answers = AnthropicAnswers({"id": "m", "model": "fake"}, chat, TokenTexts(fake.tokenizer), None)
+    ended = Completion("So", finish="stop", stopped_by="x")
+    whole = answers.whole([ended], SimpleNamespace(usage=Usage(3, 1, 2)))
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", "x")
+
+
 def test_tokens_are_counted(ask, fake):
     asked = {"messages": ASKED["messages"], "tools": [WEATHER], "system": [{"type": "text", "text": "be brief"}]}
     assert ask.post("/messages/count_tokens", json=asked).json()["input_tokens"] > 100
@@ -165,6 +199,7 @@ def test_tokens_are_counted(ask, fake):
         ({"tool_choice": {"type": "tool"}}, "tool_choice", "has a name"),
         ({"output_config": {"effort": "low"}}, "output_config.effort", "takes no reasoning_effort"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"enum": ["x" * 70000]}}}}, "output_config.format", "characters"),
+        ({"stop_sequences": [""]}, "stop_sequences", "must not be empty"),
         ({"container": "x"}, "container", "container is not supported"),
         ({"temperature": -1}, "temperature", "between 0 and 100"),
     ],
@@ -181,7 +216,8 @@ def test_a_message_is_refused(ask, change, param, said):
 def test_errors_have_the_shape_of_this_api_whoever_finds_them(serve, fake):
     url = serve(fake, limits=Limits(body_bytes=2000, request_seconds=60)) + "/v1/messages"
     kind = lambda answer: (answer.status_code, answer.json()["type"], answer.json()["error"]["type"])
-    assert kind(patient.post(url, json=ASKED | {"model": "other"})) == (404, "error", "not_found_error")
+    for path, asked in (("", ASKED), ("/count_tokens", {"messages": ASKED["messages"]})):
+        assert kind(patient.post(url + path, json=asked | {"model": "other"})) == (404, "error", "not_found_error")
     assert kind(patient.post(url, json=ASKED | {"system": "x" * 3000})) == (413, "error", "invalid_request_error")
     assert kind(patient.get(url)) == (405, "error", "invalid_request_error")
     explodes = ASKED | {"messages": [{"role": "user", "content": "explode"}]}

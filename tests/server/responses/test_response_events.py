@@ -167,6 +167,20 @@ def test_log_probabilities_of_thoughts_are_not_those_of_the_message(tokenizer):
     assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"] == "the cat"
 
 
+def test_the_log_probability_of_every_token_is_told_once(tokenizer):
+    """That of a token, too, behind which no text comes: it belonged to a stop text."""
+    texts = TokenTexts(tokenizer)
+    output = Output(AnswerReader(None, CallReader()), texts, None)
+    ids = tokenizer.encode('the cat<tool_call>{"name": "f"}</tool_call>the dog', bare=True)
+    for token in ids:
+        list(output.add(Delta(0, (token,), tokenizer.decode([token]), (TokenLogprob(token, -0.5),))))
+    list(output.add(Delta(0, (ids[0],), "", (TokenLogprob(ids[0], -0.5),), "stop")))
+    messages = [item["content"][0] for item in output.items if item["type"] == "message"]
+    assert [message["text"] for message in messages] == ["the cat", "the dog"]
+    told = [entry["token"] for message in messages for entry in message["logprobs"]]
+    assert told == [texts.text_of(token) for token in (*ids, ids[0])]
+
+
 def test_a_stream_that_is_left_ends_its_request_and_nothing_is_stored(url, fake):
     fake.pace = 0.05
     with patient.stream("POST", url + "/v1/responses", json={"input": "hello", "stream": True}) as response:

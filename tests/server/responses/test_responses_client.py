@@ -102,6 +102,15 @@ user, said = ({"role": role, "content": "the cat"} for role in ("user", "assista
             [user, {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]}, said],
             [user, said | {"reasoning_content": "so"}],
         ),
+        (
+            [
+                user,
+                said,
+                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]},
+                said,
+            ],
+            [user, said, said | {"reasoning_content": "so"}],
+        ),
     ],
 )
 def test_the_model_is_asked_as_by_a_chat_of_the_same_messages(ask, fake, prompts, monkeypatch, items, messages):
@@ -232,6 +241,9 @@ def test_items_are_referred_to_by_their_ids(ask, prompts):
     assert second.output_text in prompts()[-1]
     with pytest.raises(openai.NotFoundError, match="no stored item 'mine'"):  # whose response is deleted
         ask.responses.create(model="fake", input=items)
+    everything = [{"id": "mine"}, {"id": second.output[0].id}, {"role": "user", "content": "again"}]
+    with pytest.raises(openai.BadRequestError, match=r"the item 'msg_.*' is twice in the conversation"):
+        ask.responses.create(model="fake", input=everything[1:], previous_response_id=second.id)
     with pytest.raises(openai.NotFoundError, match="no stored item 'other'"):
         ask.responses.create(model="fake", input=[{"type": "item_reference", "id": "other"}])
 
@@ -346,6 +358,8 @@ def test_the_oldest_items_are_left_out_of_a_conversation_that_is_too_long(ask, f
     assert (answer.truncation, answer.usage.output_tokens) == ("auto", 30)
     each = len(fake.tokenizer.encode("<|im_start|>user\n9 cat<|im_end|>\n", bare=True))
     assert 120 - 30 - 2 * each < answer.usage.input_tokens <= 120 - 30  # one more would not have fitted
+    answer = ask.responses.create(model="fake", input=items, truncation="auto")  # half of the context is for the answer
+    assert 120 - 60 - 2 * each < answer.usage.input_tokens <= 120 - 60
     with pytest.raises(openai.BadRequestError, match="may have 119"):
         ask.responses.create(model="fake", input="cat " * 200, truncation="auto")
 
@@ -362,12 +376,15 @@ def test_a_conversation_of_any_length_is_read_once_and_what_is_left_of_it_a_few_
 
 def test_no_result_is_left_of_a_call_that_is_left_out(ask, fake, prompts):
     fake.context = 160
-    items = [{"role": "user", "content": "cat " * 30}, CALL_ITEM, CALL_ITEM | {"call_id": "c2"}]
-    items += [{"type": "function_call_output", "call_id": id, "output": f"rain {id}"} for id in ("c1", "c2")]
-    ask.responses.create(model="fake", input=items, truncation="auto", max_output_tokens=80)
+    calls = [{"role": "user", "content": "cat " * 30}, CALL_ITEM, CALL_ITEM | {"call_id": "c2"}]
+    told = [{"type": "function_call_output", "call_id": id, "output": f"rain {id}"} for id in ("c1", "c2")]
+    go_on = lambda items: ask.responses.create(model="fake", input=items, truncation="auto", max_output_tokens=80)
+    go_on(calls + told)
     assert "rain c2" in prompts()[0]
     assert prompts()[0].count("<tool_call>") == prompts()[0].count("<|im_start|>tool\n")
     assert "cat cat" not in prompts()[0]
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        go_on(calls + told[::-1])  # the last result needs its call, and the call between needs room, too
 
 
 def test_a_client_that_waits_for_nobody(serve, fake):

@@ -89,7 +89,8 @@ def pixels_of_lines_kernel(
     # From one tap over a pixel to the next, all move by the same distance.
     HOP: tl.constexpr = EVERY * DILATION // STRIDE
     total = tl.zeros([SITES, BLOCK_E], ACC)
-    for i in tl.static_range(tl.cdiv(TAPS, EVERY)):  # unrolled, so that all loads are under way at once
+    # Unrolled, so that all loads are under way at once. A call, as of cdiv, is no constant to Triton 3.6.
+    for i in tl.static_range((TAPS + EVERY - 1) // EVERY):
         meets = (
             there & (tap + i * EVERY < TAPS)[None, :] & ((place - i * HOP).to(tl.uint32) < tl.cast(places, tl.uint32))
         )

@@ -27,6 +27,7 @@ from tilestack.lab.tiles.steps import Launch, Line, Recording, Step
 from tilestack.lab.units import in_bytes
 
 PAGE = Path(__file__).with_name("page.html")
+MARK = b'<script type="application/json" id="data">'  # which is in all pages
 MOST_ROWS, MOST_COLUMNS = 192, 320  # of cells
 LONGEST_LINE = 64  # numbers in a row that are not wrapped
 LAUNCHES_SHOWN = 32
@@ -63,7 +64,9 @@ class Grid:
 
 
 def write_tiles_page(path: Path, recording: Recording) -> Path:
-    """Write the page; its folder is made."""
+    """Write the page; its folder is made. What is there already is replaced where it is such a page, and else refused."""
+    if path.is_file() and (there := path.read_bytes()) and MARK not in there:
+        raise ValueError(f"{path} is there already, and is not a page of tiles; move it away, or name another file")
     themes = ["".join(f"--{name}:{pair[dark]};" for name, pair in COLOURS.items()) for dark in (0, 1)]
     values = dict(
         title=html.escape(call_in_words(recording)),
