@@ -87,6 +87,8 @@ def test_what_is_there_stays_unless_it_is_to_be_replaced(capsys, folder, tmp_pat
         (("{folder}", "{tmp}/a.gguf", "--type", "q4_K_M"), "--type is one of f32, f16, bf16, q8_0, q4_0, not 'q4_K_M'"),
         (("{folder}", "{tmp}/a.gguf", "--adapter", "{tmp}"), "holds no adapters"),
         (("{bare}", "{tmp}/a.gguf"), "no tokenizer in"),
+        (("{folder}", "{tmp}/a.gguf", "--json", "{tmp}/a.gguf"), "to be the same file"),
+        (("{gguf}", "{tmp}/a.gguf", "--pre", "gpt-2"), "--pre is for tokenizers of folders"),
         (("{gguf}", "{gguf}", "--overwrite"), "holds the model that is read"),
     ],
 )
@@ -161,7 +163,8 @@ def test_ctrl_c_leaves_nothing(folder, tmp_path):
     command = [sys.executable, "-c", code, "export", str(folder), str(tmp_path / "model.gguf")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline().strip() == "there"
-    assert os.listdir(tmp_path) == [".model.gguf.tilestack-part"]
+    (hidden,) = os.listdir(tmp_path)
+    assert (hidden.startswith(".model.gguf."), hidden.endswith(".tilestack-part")) == (True, True)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert os.listdir(tmp_path) == []

@@ -44,6 +44,8 @@ def export_command(
     share_the_cores()
     if out.exists() and not overwrite:
         raise ValueError(f"{out} is there already; choose another name, or --overwrite to replace it")
+    if json_ is not None and json_.absolute() == out.absolute():
+        raise ValueError(f"--json and the model are to be the same file, {out}; name two")
     from tilestack import models
     from tilestack.models.checkpoints import config_of
     from tilestack.models.gguf_writer import TYPES, refuse_unwritable

@@ -220,7 +220,7 @@ def write_head(writer: Any, path: Path, metadata: Mapping[str, Any], parts: Sequ
     needed = sum(part.bytes for part in parts)
     if (free := shutil.disk_usage(path.parent).free) < needed:
         raise CheckpointError(
-            f"{path.parent} has {free / 2**30:.2f} GiB left, and the file takes {needed / 2**30:.2f} GiB"
+            f"{path.parent} has {free / 1e6:,.1f} MB left, and the file takes more than {needed / 1e6:,.1f} MB"
         )
     writer.write_header_to_file(path=path)
     writer.write_kv_data_to_file()
