@@ -25,6 +25,8 @@ from tilestack.engine import LLM, Engine, EngineSettings, SamplingParams
 from tilestack.engine.cpu_weights import CodedMoE
 from tilestack.engine.quantised_weights import quantise_weights
 from tilestack.kernels.cpu import build
+from tilestack.models.codes import dequantise
+from tilestack.models.gguf_writer import save_gguf
 from tilestack.models.invariant import why_not_invariant
 from tilestack.models.weights import unfused
 from tilestack.nn import MoE
@@ -123,6 +125,28 @@ def test_a_mixture_of_codes_is_one_graph_when_compiled():
     x = torch.randn(2, 9, 64)
     compiled = torch.compile(mixture, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), mixture(x))
+
+
+@torch.no_grad()
+def test_experts_that_are_dequantised_take_adapters():
+    decoder = quantised_mixture("mixtral", ALL["w4a16"])
+    plain = with_numbers(decoder)
+    dequantise(decoder)
+    assert not mixtures(decoder)
+    for ours, theirs in zip(decoder.layers, plain.layers, strict=True):
+        torch.testing.assert_close(ours.mlp.gate_up, theirs.mlp.gate_up)
+        torch.testing.assert_close(ours.mlp.down, theirs.mlp.down)
+    assert set(add_lora(decoder, ["*.mlp.down"])) == {"layers.0.mlp.down", "layers.1.mlp.down"}
+    torch.testing.assert_close(decoder(tiny.ids()), plain(tiny.ids()), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_experts_of_codes_are_numbers_in_a_gguf_file(tmp_path):
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    decoder = quantised_mixture("mixtral", ALL["w4a16"], sliding_window=None)
+    save_gguf(decoder, tmp_path / "model.gguf", type="f32")
+    found = models.load(tmp_path / "model.gguf")(tiny.ids())
+    torch.testing.assert_close(found, with_numbers(decoder)(tiny.ids()), rtol=1e-4, atol=1e-4)
 
 
 E = "model.layers.0.block_sparse_moe.experts"

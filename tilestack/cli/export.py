@@ -102,12 +102,13 @@ def loaded(model: str, adapter: Path | None) -> tuple["Decoder", list[str]]:
     from tilestack.models.codes import dequantise
     from tilestack.nn.lora import merge_lora
     from tilestack.quant import QuantisedLinear
+    from tilestack.quant.experts import QuantisedMoE
 
     if adapter is not None:
         read(adapter)  # which says what is wrong with it before the model is loaded
     # Sums of weights and adapters are rounded once, when they are written.
     decoder = models.load(model, dtype=None if adapter is None else torch.float32)
-    coded = sum(isinstance(layer, QuantisedLinear) for layer in decoder.modules())
+    coded = sum(isinstance(layer, QuantisedLinear | QuantisedMoE) for layer in decoder.modules())
     notes = [f"{coded} layers of codes are written as the numbers that they stand for"] if coded else []
     if adapter is not None:
         dequantise(decoder)

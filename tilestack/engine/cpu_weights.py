@@ -25,7 +25,7 @@ from tilestack.nn import Linear, MoE
 from tilestack.ops.grouped import sizes_of
 from tilestack.ops.quantised import quantised
 from tilestack.quant import SCHEMES, Codes, QuantisedLinear
-from tilestack.quant.experts import QuantisedMoE, quantise_experts
+from tilestack.quant.experts import QuantisedMoE, quantise_experts, take_numbers
 from tilestack.quant.linear import drop_weight
 
 log = logging.getLogger(__name__)
@@ -176,14 +176,8 @@ def unpack_codes(decoder: Decoder) -> None:
             layer.__class__ = Linear  # type: ignore[assignment]
         if isinstance(layer, QuantisedMoE) and not isinstance(layer, CodedMoE):
             why = why_experts_unpacked(path, layer, dtype)
-            for name, stack in layer.stacks.items():
-                unpacked.add((layer.schemes[name].weights, why))
-                numbers = torch.empty(getattr(layer, name).shape, dtype=dtype)
-                for expert, place in enumerate(numbers):
-                    place.copy_(stack.each(lambda codes, expert=expert: codes[expert]).numbers())  # type: ignore[misc]
-                setattr(layer, name, plain(numbers))
-            layer.stacks = {}
-            layer.__class__ = MoE  # type: ignore[assignment]
+            unpacked |= {(layer.schemes[name].weights, why) for name in layer.stacks}
+            take_numbers(layer, dtype)
     for weights, reason in sorted(unpacked):
         log.warning(
             "codes of %s are unpacked to %s, which takes the memory of a model that is not quantised: %s",

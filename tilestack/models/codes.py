@@ -17,7 +17,7 @@ from tilestack.models.quantised_config import written_config
 from tilestack.models.weights import CheckpointError, Piece, Source, layout, mismatches, unfused
 from tilestack.nn import Linear, MoE, Router
 from tilestack.quant import Codes, QuantisedLinear
-from tilestack.quant.experts import PROJECTIONS, QuantisedMoE, put_codes
+from tilestack.quant.experts import PROJECTIONS, QuantisedMoE, put_codes, take_numbers
 from tilestack.quant.formats import CodeFormat, Kept, PackedCodes, PlainCodes, format_of_scheme, written_format
 from tilestack.quant.linear import quantise_linear
 
@@ -181,12 +181,14 @@ def pieces_of_codes(decoder: Decoder) -> dict[str, tuple[PlainCodes | PackedCode
 
 
 def dequantise(decoder: Decoder) -> None:
-    """Give layers of codes the weights that they stand for, in place and in float32, as adapters need them."""
+    """Give layers and experts of codes the weights that they stand for, in place and in float32, as adapters need them."""
     for layer in decoder.modules():
         if isinstance(layer, QuantisedLinear):
             weight = layer.kept.numbers()
             layer.__class__ = Linear  # type: ignore[assignment]
             layer.weight = torch.nn.Parameter(weight)
+        elif isinstance(layer, QuantisedMoE):
+            take_numbers(layer, torch.float32)
 
 
 def written_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:

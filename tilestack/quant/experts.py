@@ -54,6 +54,19 @@ def put_codes(mixture: MoE, projection: str, scheme: Scheme, stack: Codes) -> No
 
 
 @torch.no_grad()
+def take_numbers(mixture: QuantisedMoE, dtype: torch.dtype) -> None:
+    """Let a mixture's experts be the numbers that their codes stand for, in place, one expert after another. It keeps its
+    `schemes`, to tell what they were."""
+    for projection, stack in mixture.stacks.items():
+        numbers = torch.empty(getattr(mixture, projection).shape, dtype=dtype, device=stack.codes.device)
+        for expert, place in enumerate(numbers):
+            place.copy_(stack.each(lambda codes, expert=expert: codes[expert]).numbers())  # type: ignore[misc]
+        setattr(mixture, projection, torch.nn.Parameter(numbers, requires_grad=False))
+    mixture.stacks = {}
+    mixture.__class__ = MoE  # type: ignore[assignment]
+
+
+@torch.no_grad()
 def quantise_experts(mixture: MoE, scheme: Scheme) -> None:
     """Make codes of all of a mixture's experts, rounded to the nearest, one expert after another."""
     own = scheme_of_experts(mixture, scheme)
