@@ -74,14 +74,16 @@ def run(function, tensors):
     return out, torch.autograd.grad(out.float().sum(), tensors)
 
 
-@pytest.mark.parametrize("which", ["torch", "aten", "triton", "auto"])
-@pytest.mark.parametrize(("ours", "theirs", "tensors"), PAIRS.values(), ids=PAIRS)
-def test_every_backend_lowers_as_pytorch_does(which, ours, theirs, tensors):
+@pytest.mark.parametrize(
+    ("which", "name"), [*itertools.product(["torch", "aten", "triton", "auto"], PAIRS), ("triton_lines", "conv2d")]
+)
+def test_every_backend_lowers_as_pytorch_does(which, name):
     if which != "auto" and (reason := usable(which, CPU)) is not True:
         pytest.skip(str(reason))
+    ours, theirs, tensors = PAIRS[name]
     expected, gradients = run(theirs, tensors)
     try:
-        with backend(which):
+        with backend(conv2d=which) if which == "triton_lines" else backend(which):
             out, found = run(ours, tensors)
     except Exception as refusal:
         if "cannot run" in str(refusal) or "has no aten" in str(refusal):

@@ -149,6 +149,9 @@ def test_one_tool_at_a_time_where_no_more_are_wanted(ask, fake):
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     answer = ask.post("/messages", json=ASKED | {"tools": [WEATHER], "tool_choice": choice}).json()
     assert [block["type"] for block in answer["content"]].count("tool_use") == 1
+    fake.says = lambda _: CALL + " So."
+    answer = ask.post("/messages", json=ASKED | {"tools": [WEATHER]}).json()
+    assert ([block["type"] for block in answer["content"]][-1], answer["stop_reason"]) == ("text", "tool_use")
 
 
 def test_an_assistants_last_turn_is_continued(ask, prompts):

@@ -9,7 +9,7 @@ from small import recipe
 from tilestack.data import Conversation, DataError, corpora, formats
 from tilestack.train import RecipeError
 from tilestack.train.align import examples
-from tilestack.train.align.deck import Deck
+from tilestack.train.align.deck import Deck, digest_of
 from tilestack.train.align.sft import SFTRecipe, conversations
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -126,6 +126,13 @@ def test_a_deck_deals_everything_once_a_round_and_goes_on_from_its_place():
     assert resumed.deal(9) == dealt[5:]
     with pytest.raises(ValueError, match="the data has changed"):
         Deck(3, seed=3).load_state_dict({"round": 0, "dealt": 5})
+
+
+def test_a_digest_is_of_every_example_in_its_place():
+    """One that is held out now was learned from before."""
+    some = ([["a", "b"], ["c"]], [["a"], ["b", "c"]], [["b", "a"], ["c"]], [["a", "b"], []], [["a", "d"], ["c"]])
+    assert len({digest_of(*each) for each in some}) == len(some)
+    assert digest_of(*some[0]) == digest_of(*map(tuple, some[0]))
 
 
 def test_examples_left_out_for_a_prompt_held_out_are_counted(tmp_path):

@@ -308,6 +308,7 @@ def test_a_saved_place_continues_with_the_same_answers_to_the_bit(reuse):
         ours, theirs = objective.next_batch(), twin.next_batch()
         assert torch.equal(ours.rows.ids, theirs.rows.ids)
         assert torch.equal(ours.advantages, theirs.advantages)
+        assert ours.reward_figures == theirs.reward_figures
         assert torch.equal(objective.loss(model, ours).total, twin.loss(twin.policy, theirs).total)
 
 

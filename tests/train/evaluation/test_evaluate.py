@@ -49,7 +49,7 @@ def test_a_stride_that_would_skip_tokens_is_refused():
 def test_perplexity_and_bits_per_byte_are_those_of_the_formula():
     model = Bigrams()
     documents = [(encoded(text), len(text.encode())) for text in TEXTS]
-    found = evaluate_texts(model, documents, "cpu", length=8)
+    found = evaluate_texts(model, [documents[0], (encoded(""), 0), *documents[1:]], "cpu", length=8)
     nats = -sum(model.log_prob(ids) for ids, _ in documents)
     tokens, size = sum(len(text) for text in TEXTS), sum(len(text.encode()) for text in TEXTS)
     assert (found.documents, found.tokens, found.bytes) == (3, tokens, size)
@@ -90,27 +90,35 @@ def test_scores_do_not_depend_on_the_company_of_a_sequence():
         assert a.log_prob == pytest.approx(c.log_prob, rel=1e-6)
 
 
+class Accented(Letters):
+    """With a letter of two bytes."""
+
+    known = Letters.known.replace("=", "é")
+
+
 def test_multiple_choice_takes_the_likeliest_as_it_is_and_per_byte():
-    model, letters = Bigrams(), Letters()
+    model, letters = Bigrams(), Accented()
     questions = [
         Question("which? ", ("aa", "abcabcabc", "ba"), 0),
         Question("what is", (" it", " that thing over there"), 1),
         Question("", ("yes", "no"), 0),
+        Question("so", ("éa", "it"), 0),  # of which the first has more bytes, and as many letters
     ]
     sums = [[model.log_prob([0, *letters.encode(q.prompt + c)]) - (model.log_prob([0, *letters.encode(q.prompt.rstrip())])) for c in q.choices] for q in questions]  # fmt: skip
     right = [max(range(len(s)), key=s.__getitem__) == q.answer for s, q in zip(sums, questions, strict=True)]
     per_byte = [
-        [s / len(c) for s, c in zip(row, q.choices, strict=True)] for row, q in zip(sums, questions, strict=True)
+        [s / len(c.encode()) for s, c in zip(row, q.choices, strict=True)]
+        for row, q in zip(sums, questions, strict=True)
     ]
     right_per_byte = [
         max(range(len(s)), key=s.__getitem__) == q.answer for s, q in zip(per_byte, questions, strict=True)
     ]
     found = evaluate_choices(model, letters, questions, "cpu", length=64)
-    assert found.accuracy.value == pytest.approx(sum(right) / 3)
-    assert found.accuracy_per_byte.value == pytest.approx(sum(right_per_byte) / 3)
-    assert found.chance == pytest.approx((1 / 3 + 1 / 2 + 1 / 2) / 3)
+    assert found.accuracy.value == pytest.approx(sum(right) / 4)
+    assert found.accuracy_per_byte.value == pytest.approx(sum(right_per_byte) / 4)
+    assert found.chance == pytest.approx((1 / 3 + 3 / 2) / 4)
     p = found.accuracy.value
-    assert found.accuracy.error == pytest.approx(math.sqrt(p * (1 - p) / 2))
+    assert found.accuracy.error == pytest.approx(math.sqrt(p * (1 - p) / 3))
 
 
 def test_of_a_question_longer_than_the_model_reads_the_end_is_read(monkeypatch):

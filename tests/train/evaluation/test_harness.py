@@ -87,6 +87,9 @@ def test_what_greedy_decoding_gives_is_greedy():
     cut = ours.generate_until([Request(("What is", {"until": ["not there", last], "max_gen_toks": 3}))])[0]
     assert cut == text[: text.index(last)]
     assert ours.generate_until([Request(("What is", {"until": text[0], "max_gen_toks": 3}))]) == [""]
+    for samples, temperature in ((False, 0.0), (True, 0.7)):  # tasks name one where they want none
+        asked = ours.asked("0", "What is", {"max_gen_toks": 3, "temperature": 0.7, "do_sample": samples})
+        assert asked.params.temperature == temperature
 
 
 def test_the_likelihood_of_a_text_longer_than_the_context():
