@@ -2,7 +2,9 @@
 
 import os
 import random
+from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 
 import numpy
 import pytest
@@ -25,6 +27,13 @@ with suppress(ImportError):  # the tests that need it say so
     settings.load_profile("busy")  # a machine with other things to do; and the same examples on all
 
 needs_gpu = pytest.mark.skip(reason="there is no CUDA GPU here")
+
+
+def pytest_configure():
+    """Say at once, rather than after all other tests, that two files of tests share a name."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    if shared := [name for name, files in names.items() if files > 1]:
+        raise pytest.UsageError(f"several files of tests are called {', '.join(shared)}; give each a name of its own")
 
 
 def pytest_collection_modifyitems(items):

@@ -29,6 +29,45 @@ def test_a_folder_replaces_the_one_made_before(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_link_to_a_file_stays_and_a_pipe_is_written_as_it_is(tmp_path):
+    real, link, pipe = tmp_path / "disk" / "real.html", tmp_path / "link.html", tmp_path / "pipe"
+    link.symlink_to(real)
+    for text in ("first", "second"):
+        write_text_whole(link, text)
+        assert (link.is_symlink(), real.read_text()) == (True, text)
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text_whole(pipe, "through")
+    assert (os.read(reading, 100), pipe.is_fifo()) == (b"through", True)
+    os.close(reading)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["disk", "link.html", "pipe", "real.html"]
+
+
+def test_two_who_write_a_file_at_once_both_succeed_and_it_is_whole(tmp_path):
+    """As runs do that start together and want the same answers of a reference."""
+    target = tmp_path / "same.json"
+    with whole_file(target) as first:
+        first.write_text("first")
+        with whole_file(target) as second:
+            second.write_text("sec")
+            assert first.read_text() == "first"
+        assert target.read_text() == "sec"
+        first.write_text("first again")
+    assert seen(tmp_path) == {"same.json": "first again"}
+
+
+def test_what_a_killed_process_left_of_a_file_is_removed_when_it_is_old(tmp_path):
+    left, lives, others = (
+        tmp_path / f".{name}.tilestack-part" for name in ("a[1].json.00ff", "a[1].json.01ff", "b.00ff")
+    )
+    for path in (left, lives, others):
+        path.write_text("half")
+    for path in (left, others):
+        os.utime(path, (0, 0))
+    write_text_whole(tmp_path / "a[1].json", "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([lives.name, others.name, "a[1].json"])
+
+
 def test_a_folder_in_a_folder_goes_with_it(tmp_path):
     for text in ("1", "2"):
         with whole_folder(tmp_path / "data") as hidden:
@@ -80,6 +119,22 @@ def test_others_may_read_what_the_umask_lets_them(tmp_path, umask, mode):
         os.umask(before)
     for path in (tmp_path / "model" / "a.safetensors", tmp_path / "b.safetensors"):
         assert path.stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize("said", [None, "Name:\tpython\n"], ids=["no such file", "no such line"])
+def test_the_umask_is_known_where_the_system_does_not_tell(tmp_path, monkeypatch, said):
+    """macOS has no /proc, and old kernels say less there."""
+    monkeypatch.setattr(files, "STATUS", tmp_path / "status")
+    if said is not None:
+        (tmp_path / "status").write_text(said)
+    before = os.umask(0o027)
+    try:
+        with whole_file(tmp_path / "a") as hidden:
+            hidden.touch(0o600)
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
 
 
 def test_what_somebody_added_is_kept_when_the_folder_makes_way(tmp_path):

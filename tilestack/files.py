@@ -15,16 +15,20 @@ removed: what somebody put there stays, in `model.kept` when the folder itself h
 
 import errno
 import fcntl
+import glob
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 MARKER = ".tilestack.json"
 PART, OLD, GONE = "tilestack-part", "tilestack-old", "tilestack-gone"
+ABANDONED = 3600.0  # seconds in which a process that lives has written to its file
+STATUS = Path("/proc/self/status")
 
 
 class ForeignFolder(ValueError):
@@ -33,9 +37,17 @@ class ForeignFolder(ValueError):
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """A hidden path to write, which takes the target's name and place at the end; after an error nothing is left of it."""
+    """A hidden path to write, which takes the target's name and place at the end; after an error nothing is left of it. A link
+    to a file stays, and a device or pipe is written as it is: one that gave up its place, as root may let /dev/null do, would
+    be gone for all."""
+    if target.exists() and not target.is_file() and not target.is_dir():
+        with naming(target):
+            yield target
+        return
+    target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    hidden = beside(target, PART)
+    remove_abandoned(target)
+    hidden = beside(target, f"{os.urandom(4).hex()}.{PART}")  # its own, since others may write the same file now
     try:
         with naming(target):
             yield hidden
@@ -43,6 +55,14 @@ def whole_file(target: Path) -> Iterator[Path]:
             put_in_place(hidden, target)
     finally:
         hidden.unlink(missing_ok=True)
+
+
+def remove_abandoned(target: Path) -> None:
+    """Remove what processes that were killed have written of a file."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.*.{PART}"):
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > ABANDONED:
+                path.unlink()
 
 
 @contextmanager
@@ -194,10 +214,18 @@ def read_marker(folder: Path) -> dict[str, Any]:
 
 def let_others_read(*files: Path) -> None:
     """Give files the mode that the umask gives to new ones: safetensors makes its files for their owner alone."""
-    status = Path("/proc/self/status").read_text()  # os.umask tells by setting, which other threads would see
-    umask = int(status.partition("\nUmask:")[2].split(maxsplit=1)[0], 8)
+    mode = 0o666 & ~own_umask()
     for path in files:
-        path.chmod(0o666 & ~umask)
+        path.chmod(mode)
+
+
+def own_umask() -> int:
+    try:
+        return int(STATUS.read_text().partition("\nUmask:")[2].split(maxsplit=1)[0], 8)
+    except (OSError, IndexError):  # macOS has no such file, and Linux before 4.7 no such line
+        umask = os.umask(0o077)  # it tells by setting, which other threads would see
+        os.umask(umask)
+        return umask
 
 
 def files_in(folder: Path) -> list[Path]:

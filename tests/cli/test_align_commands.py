@@ -11,6 +11,7 @@ from tilestack import data, models, shipped
 from tilestack.cli import main
 from tilestack.cli.recipes import recipe_names
 from tilestack.data import Tokenizer, corpora
+from tilestack.train.evaluation import evaluate
 from tilestack.train.run.follow import export
 
 CONFIG = dict(
@@ -105,7 +106,7 @@ def test_eval_of_texts_questions_and_token_files(tilestack, model, tmp_path):
 
 
 @pytest.mark.parametrize(("options", "length"), [((), 2048), (("--length", "512"), 512), (("--length", "9999"), 2048)])
-def test_tasks_are_read_as_far_as_the_model_reads(tilestack, tmp_path, monkeypatch, options, length):
+def test_tasks_and_choices_are_read_as_far_as_the_model_reads(tilestack, tmp_path, monkeypatch, options, length):
     """Questions with many examples before them, cut at fewer tokens, would have other figures than those people publish."""
     tokenizer = Tokenizer.train((task.prompt for task in corpora.arithmetic(50)), 280)
     config = CONFIG | {"vocab_size": tokenizer.vocabulary, "max_position_embeddings": 2048}
@@ -116,8 +117,15 @@ def test_tasks_are_read_as_far_as_the_model_reads(tilestack, tmp_path, monkeypat
     modules["lm_eval.api.model"].LM, modules["lm_eval"].simple_evaluate = object, evaluated
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    assert tilestack("eval", tmp_path / "long", "--tasks", "one,two", *options)[0] == 0
-    assert asked == [(length, ["one", "two"], None)]
+    chosen = lambda *given: (
+        asked.append(given[-1]) or evaluate.ChoiceFigures(*[evaluate.Estimate(0.5, 0.1)] * 2, 0.5, 1)
+    )
+    monkeypatch.setattr(evaluate, "evaluate_choices", chosen)
+    question = {"prompt": "What is 1 + 2?", "choices": [" 3", " 4"], "answer": 0}
+    (tmp_path / "questions.jsonl").write_text(json.dumps(question) + "\n")
+    arguments = ("--tasks", "one,two", "--choices", tmp_path / "questions.jsonl", *options)
+    assert tilestack("eval", tmp_path / "long", *arguments)[0] == 0
+    assert asked == [length, (length, ["one", "two"], None)]
 
 
 @pytest.mark.parametrize(

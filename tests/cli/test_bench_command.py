@@ -7,10 +7,10 @@ import pytest
 from typer.main import get_command
 
 from tilestack.cli import app, main
-from tilestack.lab import bench_serve, results
+from tilestack.lab import results
 from tilestack.lab.bench import host_time, memory_sweeps, operators, optimizer_steps, quantised_models
 from tilestack.lab.rows import Row
-from tilestack.lab.serving import bench_http
+from tilestack.lab.serving import bench_http, bench_serve
 from tilestack.lab.stale import present_source
 from tilestack.lab.training import bench_layers, bench_train
 

@@ -104,7 +104,7 @@ def test_a_long_paste_of_several_lines_is_one_message(folder):
     shown = b""
     while b"> " not in shown:
         shown += os.read(terminal, 4096)
-    threading.Thread(target=read_to_the_end, args=(terminal,)).start()
+    threading.Thread(target=read_to_the_end, args=(terminal, [])).start()
     os.write(terminal, f"\x1b[200~{text}\x1b[201~\r/quit\r".encode())
     try:
         told = chatting.communicate(timeout=120)[1].decode()
@@ -114,11 +114,11 @@ def test_a_long_paste_of_several_lines_is_one_message(folder):
     assert f"that is {len(tokenizer.encode(asked, bare=True))} tokens" in told
 
 
-def read_to_the_end(terminal):
+def read_to_the_end(terminal, shown):
     """Read what a terminal shows, since who writes to it would wait otherwise, until it is closed at the other end."""
     with suppress(OSError):
-        while os.read(terminal, 4096):
-            pass
+        while piece := os.read(terminal, 4096):
+            shown.append(piece)
     os.close(terminal)
 
 
@@ -152,6 +152,43 @@ def test_an_interrupt_stops_the_answer_and_keeps_what_was_said(talk, monkeypatch
     assert "stopped; 1 token in" in shown
     assert roles(sent[1]) == ["user", "assistant", "user"]
     assert sent[1][1]["content"]
+
+
+def test_a_question_that_got_no_answer_is_forgotten(talk, monkeypatch):
+    """The next would be answered as that was: by nothing."""
+    interrupted, step = [], Engine.step
+
+    def interrupted_once(engine):
+        if not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", interrupted_once)
+    code, shown, sent = talk("the cat", "the dog", "/quit")
+    assert code == 0
+    assert re.search(r"stopped; no answer, so the question is forgotten; 0 tokens in \d+\.\d\d s", shown)
+    assert sent[1] == [{"role": "user", "content": "the dog"}]
+
+
+def test_in_a_terminal_the_prompt_is_shown_where_answers_are_not(folder, tmp_path):
+    terminal, within = pty.openpty()
+    with (tmp_path / "answers.txt").open("wb") as file:
+        chatting = subprocess.Popen([*CHAT, folder, "--max-tokens", "3"], stdin=within, stdout=file, stderr=within)
+    os.close(within)
+    shown = []
+    reading = threading.Thread(target=read_to_the_end, args=(terminal, shown))
+    reading.start()
+    os.write(terminal, b"the cat\r/quit\r")
+    try:
+        assert chatting.wait(timeout=120) == 0
+    finally:
+        chatting.kill()
+    reading.join()
+    assert b"".join(shown).count(b"> ") == 2
+    answer = (tmp_path / "answers.txt").read_text()
+    assert answer.count("\n") == 1
+    assert ">" not in answer
 
 
 def test_a_full_conversation_forgets_its_oldest_turns(talk):

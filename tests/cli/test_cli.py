@@ -66,14 +66,15 @@ def test_ops_lists_the_operators_with_their_backends(tilestack):
     assert done.returncode == 0
     assert rows.keys() >= NINE
     assert all("torch" in row["backends"] and len(row["backends"]) > 1 for row in rows.values())
-    assert all(row["auto"] == "torch" and row["summary"] for row in rows.values())
+    assert all(row["auto"] in ("aten", "torch") and row["summary"] for row in rows.values())
+    assert (rows["softmax"]["auto"], rows["swiglu"]["auto"]) == ("aten", "torch")
 
 
 def test_ops_of_a_name_shows_all_of_it(tilestack):
     done = tilestack("ops", "softmax", "--device", "cpu")
     shown = " ".join(done.stdout.split())
     assert shown.startswith("softmax(x: Tensor, dim: int = -1) -> Tensor")
-    assert "defined in tilestack.ops.softmax; auto takes torch here" in shown
+    assert "defined in tilestack.ops.softmax; auto takes aten here" in shown
     assert "tilestack.kernels.softmax.rows" in shown
     assert [row["name"] for row in json.loads(tilestack("ops", "softmax", "--json", "--device", "cpu").stdout)] == [
         "softmax"

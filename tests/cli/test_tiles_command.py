@@ -85,6 +85,51 @@ def test_a_users_own_file_is_shown_without_naming_its_backend(tiles, tmp_path):
     assert (tmp_path / "runs/tiles/add_broken_4x1025_forward.html").exists()
 
 
+ENDLESS = """
+import os
+import signal
+
+import torch
+import triton
+import triton.language as tl
+
+from tilestack import implements, ops
+
+
+@triton.jit
+def endless_kernel(x_ptr, out_ptr, n):
+    while n > 0:
+        tl.store(out_ptr, tl.load(x_ptr))
+        if n == 7:
+            os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C does
+
+
+@implements(ops.copy, backend="endless")
+def copy(x):
+    open("calls.txt", "a").write("called ")
+    out = torch.empty_like(x)
+    endless_kernel[(1,)](x, out, 7)
+    return out
+"""
+
+
+def test_a_file_that_ends_the_program_is_named(tiles, tmp_path):
+    (tmp_path / "script.py").write_text("import sys\n\nsys.exit(0)\n")
+    code, out, err = tiles("copy", "--load", "script.py")
+    assert (code, out) == (1, "")
+    assert "script.py:3: SystemExit: 0" in err
+
+
+def test_one_interruption_ends_a_kernel_that_never_does(tiles, tmp_path):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    code, out, _ = tiles("copy", "--load", "endless.py")
+    assert code == 1
+    assert "the call failed: interrupted; the page shows what came before" in out
+    (page,) = (tmp_path / "runs/tiles").iterdir()
+    assert page.name in out
+    assert (tmp_path / "calls.txt").read_text() == "called "  # and no other case is begun
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

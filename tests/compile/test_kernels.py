@@ -17,7 +17,8 @@ from tilestack.lab.compile.spills import OLDER, SPILLS_OWED, spills_no_longer_ow
 EVERYTHING = os.environ.get("TILESTACK_COMPILE") == "all"
 FAMILIES = dict(
     attention=("attention", "flex_attention", "kv_write", "paged", "paged_codes", "quantised_attention", "rope"),
-    matmul=("conv", "fused_linear", "gram", "grouped", "grouped_fp8", "matmul", "quantised_linear", "weight_only"),
+    matmul=("conv", "fused_linear", "gram", "grouped", "grouped_fp8", "matmul", "quantised_linear")
+    + ("grouped_weight_only", "weight_only"),
 )
 """The files in ops/ that take the compiler longest; all others are tried together."""
 

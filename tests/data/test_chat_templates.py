@@ -219,6 +219,35 @@ def test_tools_and_their_calls_are_written(messages):
     )
 
 
+CALLS = [
+    {"role": "user", "content": "3 + 3?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {}}]},
+]
+
+
+@pytest.mark.parametrize("template", [SMOLLM2, GENERATION])
+@pytest.mark.parametrize("last_only", [True, False])
+def test_calls_that_a_template_does_not_write_are_refused_and_not_learned_as_silence(template, last_only):
+    with pytest.raises(DataError, match="writes no calls of tools"):
+        render_answers(template, [Conversation(CALLS)], last_only=last_only)
+    writes = template.replace("message['content']", "message['content'] + message.tool_calls | string").replace(
+        "{{ message.content }}</a>", "{{ message.tool_calls }}</a>"
+    )
+    ((found,),) = render_answers(writes, [Conversation(CALLS)], last_only=last_only)
+    assert "'name': 'add'" in found.text[slice(*found.answers[0])]
+
+
+def test_tools_that_a_template_does_not_read_are_refused_and_not_lost(tokenizer, messages):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    deaf = tokenizer.for_chat(SMOLLM2)
+    with pytest.raises(DataError, match="the chat template takes no tools"):
+        deaf.chat_ids([Conversation(messages, tools)])
+    with pytest.raises(DataError, match="the chat template takes no tools"):
+        deaf.chat(messages, tools=tools)
+    assert deaf.chat(messages, tools=[]) == deaf.chat(messages)
+    assert "add" in tokenizer.chat(messages, tools=tools)
+
+
 def test_many_conversations_are_asked_about_together_and_a_bad_one_is_numbered(messages):
     many = [Conversation([{"role": "user", "content": f"{n}" * 500}, *messages[1:2]]) for n in range(2000)]
     found = render_answers(chat.CHATML, many)

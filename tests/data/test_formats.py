@@ -20,6 +20,7 @@ said = lambda text: [{"role": "assistant", "content": text}]
         ({"messages": [SYSTEM, USER, ASSISTANT], "system": "Be long."}, [SYSTEM, USER, ASSISTANT]),
         ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, [USER, ASSISTANT]),
         ({"conversations": [{"from": "system", "value": "Be brief."}, {"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Hello"}]}, [SYSTEM, USER, ASSISTANT]),
+        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hey", "weight": 0}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "weight": 1}]}, [USER, {**ASSISTANT, "content": "Hey", "weight": 0}, USER, {**ASSISTANT, "weight": 1}]),
         ({"conversations": [USER, ASSISTANT]}, [USER, ASSISTANT]),
         ({"instruction": "Hi", "input": "", "output": "Hello"}, [USER, ASSISTANT]),
         ({"instruction": "Add", "input": "2, 2", "output": "4"}, [{"role": "user", "content": "Add\n\n2, 2"}, *said("4")]),
@@ -72,6 +73,46 @@ def test_preferences_of_every_format(row):
     assert formats.judged(row) == [Judged(ASKED, "4", True), Judged(ASKED, "5", False)]
 
 
+ASKED_LATER = [USER, ASSISTANT, *ASKED]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before"),
+    [
+        ("Hi", ASKED_LATER),  # the prompt is what a longer conversation begins with
+        ("2 + 2?", ASKED_LATER),  # or its last question
+        ("Hi", ASKED_LATER[1:]),  # the answers go on from the prompt
+        (ASKED_LATER, []),
+        (ASKED_LATER, ASKED),
+        (ASKED_LATER, ASKED_LATER),
+        ("Hi\n", [USER | {"content": " Hi"}, *ASKED_LATER[1:]]),
+    ],
+)
+def test_an_answer_in_messages_answers_all_that_stands_before_it(prompt, before):
+    row = {"prompt": prompt, "chosen": [*before, *said("4")], "rejected": [*before, *said("5")]}
+    found = formats.preference(row)
+    assert (found.chosen, found.rejected) == ("4", "5")
+    assert formats.spoken(found.messages) == formats.spoken(ASKED_LATER)
+    (judged,) = formats.judged({"prompt": prompt, "completion": [*before, *said("5")], "label": False})
+    assert (formats.spoken(judged.messages), judged.answer) == (formats.spoken(ASKED_LATER), "5")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        PREFERENCE,
+        {"prompt": "2 + 2?", "chosen": [*ASKED, *said("4")], "rejected": [*ASKED, *said("5")]},
+        {"chosen": [*ASKED, *said("4")], "rejected": [*ASKED, *said("5")]},
+    ],
+)
+def test_a_system_prompt_beside_preferences_and_judged_answers_is_part_of_what_is_asked(row):
+    row = {**row, "system": "Be brief."}
+    assert formats.preference(row) == corpora.Preference([SYSTEM, *ASKED], "4", "5")
+    assert formats.judged(row)[1] == Judged([SYSTEM, *ASKED], "5", False)
+    row = {"prompt": "2 + 2?", "completion": "4", "label": True, "system": "Be brief."}
+    assert formats.judged(row) == [Judged([SYSTEM, *ASKED], "4", True)]
+
+
 def test_judged_answers_and_tasks():
     assert formats.judged({"prompt": "2 + 2?", "completion": said("5"), "label": False}) == [Judged(ASKED, "5", False)]
     row = {"prompt": "2 + 2?", "answer": "4", "system": "Be brief.", "level": 3}
@@ -89,6 +130,11 @@ def test_judged_answers_and_tasks():
         (formats.preference, {**PREFERENCE, "chosen": ""}, 'expected a text under "chosen"'),
         (formats.preference, {**PREFERENCE, "chosen": [USER]}, 'the last message under "chosen" must be a text of the assistant'),
         (formats.preference, {"chosen": [USER, ASSISTANT], "rejected": [*ASKED, ASSISTANT]}, "must differ in their last message alone"),
+        (formats.preference, {**PREFERENCE, "chosen": [USER, *said("4")]}, 'what stands before the answer under "chosen" is not what stands under "prompt"'),
+        (formats.preference, {**PREFERENCE, "chosen": [*said("Hm."), *ASKED, *said("4")]}, '"chosen" and "rejected" must answer the same conversation'),
+        (formats.preference, {**PREFERENCE, "chosen": [*said("Hm."), *said("4")]}, 'under "chosen" two messages of the assistant follow each other'),
+        (formats.judged, {"prompt": "?", "completion": [USER, ASSISTANT], "label": True}, 'what stands before the answer under "completion"'),
+        (formats.conversation, {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hey", "weight": 2}]}, 'message 1 under "conversations" has the "weight" 2'),
         (formats.conversation, {"text": "Hi"}, "expected one of messages, conversations, instruction, completion; this row has text"),
         (formats.conversation, {"messages": []}, 'expected a list of messages under "messages"'),
         (formats.conversation, {"messages": [USER]}, "needs an answer: a message of the assistant"),
@@ -104,9 +150,10 @@ def test_judged_answers_and_tasks():
         (formats.conversation, {"messages": [USER, ASSISTANT | {"weight": 0}]}, "needs an answer: a message of the assistant"),
         (formats.conversation, {"messages": [USER, ASSISTANT | {"weight": 0.5}]}, 'message 1 under "messages" has the "weight" 0.5'),
         (formats.conversation, {"prompt": [USER], "completion": [USER]}, "needs an answer: a message of the assistant"),
-        (formats.judged, {"prompt": "?", "completion": "4", "label": 1}, 'expected true or false under "label"'),
-        (formats.task, {"prompt": "2 + 2?", "answer": 4}, 'expected a text under "answer"'),
-        (formats.task, {"prompt": "2 + 2?"}, 'expected a text under "answer"'),
+        (formats.judged, {"prompt": "?", "completion": "4", "label": 1}, 'expected true or false under "label", not 1'),
+        (formats.task, {"prompt": "2 + 2?", "answer": 4}, 'expected a text under "answer", not 4'),
+        (formats.task, {"prompt": "2 + 2?"}, 'expected a text under "answer"; this row has prompt'),
+        (formats.task, {"prompt": "2 + 2?", "answer": "4", "tools": "add"}, '"tools" is a text that is not JSON'),
     ],
 )  # fmt: skip
 def test_what_a_row_lacks_is_said(read, row, message):

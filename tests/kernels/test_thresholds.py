@@ -30,6 +30,7 @@ ON_HOPPER = "asked only on Hopper; tests/kernels/test_gluon_few_rows_on_cpu.py t
 LARGE_PAGES = "no operator; tests/kernels/test_cpu_large_pages.py takes both ways"
 UNDECIDED = {
     "attention.ladder takes: q.shape[0] * q.shape[2] > MOST_HEADS": "beyond it the call is refused, which tests/ops shows",
+    "conv.conv2d_lines takes_lines: weight.shape[3] <= MOST_TAPS": "the same",
     "attention.quantised takes_int8: q.shape[0] * q.shape[2] > MOST_HEADS": "the same",
     "hopper.attention_codes takes: k.shape[0] * k.shape[2] > MOST_HEADS": OF_SHAPES,
     "hopper.fp8_gated_tiles in_vectors: BLOCK * max(rows, x.shape[1], x.stride(0)) < 2**31": OF_SHAPES,

@@ -18,6 +18,7 @@ from tilestack.lab.source import (
     Statement,
     code_lines,
     code_of,
+    code_wherever_it_lies,
     file_of_module,
     files_run_by,
     functions_of,
@@ -315,6 +316,25 @@ def test_comments_of_cuda_sources_count_for_nothing(tmp_path):
     after.write_text("int f(int x) { return x + 1; }\n\n")
     other.write_text("int f(int x) { return x - 1; }\n")
     assert code_of(before) == code_of(after) != code_of(other)
+
+
+@pytest.mark.parametrize(
+    ("moved", "same"),
+    [
+        ("from b.d import f\nfrom c import g as h\n\n\ndef k():\n    from x import y\n", True),
+        ("from c import g as h\nfrom d.b import f\n\n\ndef k():\n    from z.x import y\n", True),
+        ("from b.d import f\nfrom c import g\n\n\ndef k():\n    from x import y\n", False),
+        ("from b.d import f\nfrom c import g as h\n\n\ndef k():\n    from x import z\n", False),
+        ("from b.d import f\nfrom c import g as h\n\n\ndef k():\n    import y\n    y()\n", False),
+    ],
+)
+def test_files_may_move(tmp_path, moved, same):
+    before, after = tmp_path / "a" / "same.py", tmp_path / "e" / "same.py"
+    for path, text in ((before, "from b.d import f\nfrom c import g as h\n\n\ndef k():\n    from x import y\n"), (after, moved)):  # fmt: skip
+        path.parent.mkdir()
+        path.write_text(text)
+    assert (code_wherever_it_lies(before) == code_wherever_it_lies(after)) is same
+    assert code_wherever_it_lies(before) != code_wherever_it_lies(before.rename(tmp_path / "other.py"))
 
 
 def test_every_implementation_has_a_hash_and_different_files_differ():

@@ -5,12 +5,14 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_work import WORK
 
 from tilestack import backend
-from tilestack.lab import serve_candidates, source, stale
-from tilestack.lab.bench_serve import SMALL
-from tilestack.lab.serving import bench_http
+from tilestack.lab import source, stale
+from tilestack.lab.bench.optimizer_steps import CONTESTS, HALF_ONLY, OURS
+from tilestack.lab.serving import bench_http, serve_candidates
+from tilestack.lab.serving.bench_serve import SMALL
 from tilestack.lab.training.train_steps import step_of, write_weights
 from tilestack.train import fp8
 
@@ -56,10 +58,10 @@ def test_optimizers_and_training_steps_follow_the_files_they_run(monkeypatch, op
         (("serve", "tilestack", "cpu"), "kernels/cpu/few_tokens.h", "kernels/attention/paged.py"),
         (("serve", "tilestack int8", "cpu"), "engine/cpu_weights.py", "server/app.py"),
         (("serve", "tilestack", "cuda"), "kernels/cuda/decode_step.cu", "kernels/cpu/few_tokens.h"),
-        (("serve", "tilestack", "cuda"), "lab/serve_workloads.py", "models/gguf.py"),
-        (("serve", "vllm", "cuda"), "lab/serve_workloads.py", "engine/engine.py"),
+        (("serve", "tilestack", "cuda"), "lab/serving/serve_workloads.py", "models/gguf.py"),
+        (("serve", "vllm", "cuda"), "lab/serving/serve_workloads.py", "engine/engine.py"),
         (("serve", "tilestack", "cuda"), "contract/native/signature.h", "kernels/cpu/few_tokens.h"),
-        (("http", "http", "cpu"), "server/events.py", "lab/serve_workloads.py"),
+        (("http", "http", "cpu"), "server/events.py", "lab/serving/serve_workloads.py"),
         (("http", "offline", "cuda"), "engine/scheduler.py", "kernels/loss/cross_entropy.py"),
     ],
 )
@@ -72,7 +74,9 @@ def _follows(monkeypatch, row, changes_with, is_left_by):
     for changed, same in ((is_left_by, True), (changes_with, False)):
         assert (stale.PACKAGE / changed).exists()
         monkeypatch.setattr(
-            stale, "code_of", lambda path: "x = 1" if path == stale.PACKAGE / changed else source.code_of(path)
+            stale,
+            "code_wherever_it_lies",
+            lambda path: "x = 1" if path == stale.PACKAGE / changed else source.code_wherever_it_lies(path),
         )
         _clear()
         assert (stale.present_source(*row) == before) is same
@@ -106,6 +110,19 @@ def test_a_training_step_runs_nothing_that_its_rows_do_not_follow(candidate, tmp
     assert stale.PACKAGE / "train" / "step.py" in ours
     assert (stale.PACKAGE / "train" / "fp8_head.py" in ours) is (candidate == "tilestack-fp8-head")
     assert ours - measures <= stale.files_of_parts(stale.OF_A_TRAINING_STEP)
+
+
+@pytest.mark.parametrize("name", CONTESTS)
+def test_an_optimizer_runs_nothing_that_its_rows_do_not_follow(name):
+    half = torch.bfloat16 if name in HALF_ONLY else torch.float32
+    param = torch.nn.Parameter(torch.ones(64, 64, dtype=half))
+    param.grad = torch.ones_like(param)
+    optimizer = CONTESTS[name][OURS]([param])
+    with backend("triton"):
+        ours = _files_run_by(optimizer.step)
+    interpreter = {path for path in ours if path.name.startswith("interpreter")}
+    assert stale.PACKAGE / "kernels" / "optim" / "multi_tensor.py" in ours
+    assert ours - interpreter <= stale.files_of_parts(stale.OF_AN_OPTIMIZER)
 
 
 @pytest.mark.parametrize(

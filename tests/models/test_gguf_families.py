@@ -103,7 +103,7 @@ def test_a_file_gives_the_logits_of_the_original(family, tmp_path):
     ("key", "value", "message"),
     [
         ("general.architecture", "gemma4", "GGUF files of llama, .* are read, not of 'gemma4'"),
-        ("llama.expert_count", 8, "mixture of 8 experts"),
+        ("llama.expert_count", 8, "lacks llama.expert_used_count"),
         ("llama.attention.head_count", [2], r"num_attention_heads must be a positive whole number, not \[2\]"),
         ("llama.rope.dimension_count", 8, "partial_rotary_factor must be 1"),
         ("llama.context_length", None, "lacks llama.context_length"),

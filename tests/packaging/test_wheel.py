@@ -165,7 +165,7 @@ def test_the_readme_from_an_empty_folder(tilestack, serve, environment, desk):
             shorter["load"].insert(0, serve(*rest))
             continue
         tilestack(name, *rest, *shorter.get(name, []))
-    assert {path.name for path in desk.iterdir()} == {"runs", "smollm2-w4"}
+    assert {path.name for path in desk.iterdir()} == {"runs", "smollm2-w4", "smollm2.gguf"}
     assert (desk / "runs/python/model/model.safetensors").is_file()
     assert "<h2>On NVIDIA H200</h2>" in (desk / "runs/report.html").read_text()
     assert files_of(site) == before

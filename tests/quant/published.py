@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+PROJECTIONS += ("w1", "w2", "w3")  # Mixtral's gate, down and up
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the output of eight whose code is in the bits 4i to 4i + 3 of a word
 draw = random.Random(0)
 

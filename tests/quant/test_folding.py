@@ -18,7 +18,8 @@ def expected_folds(family, layer):
         names = ROWS
     if family.startswith("deepseek"):
         names = LATENT | {"mlp.gate_up", "mlp.down"} | ({"attention.q_up"} if family == "deepseek_v2" else set())
-    return names if isinstance(layer.mlp, MLP) else {name for name in names if name.startswith("attention")}
+    shared = {"mlp.shared.down"} if not isinstance(layer.mlp, MLP) and layer.mlp.shared is not None else set()
+    return names if isinstance(layer.mlp, MLP) else {name for name in names if name.startswith("attention")} | shared
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

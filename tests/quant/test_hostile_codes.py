@@ -9,7 +9,7 @@ import pytest
 import tiny_models as tiny
 import torch
 from code_models import ALL, SIZES, quantised
-from published import FORMATS, change_config, change_tensors, publish
+from published import change_config, change_tensors, publish
 
 from tilestack import models
 from tilestack.models.checkpoints import code_formats
@@ -167,17 +167,6 @@ def test_a_config_of(what, tmp_path):
     change(config) if callable(change) else config.update(change)
     change_config(folder, config)
     assert re.search(message, line_of(lambda: models.load(folder)))
-
-
-def test_experts_of_codes_are_refused_by_name(tmp_path):
-    folder = tmp_path / "model"
-    models.save(tiny.ours("mixtral"), folder)
-    expert = "model.layers.0.block_sparse_moe.experts.0.w1"
-    change_tensors(folder, put(f"{expert}.weight", lambda t: t.to(torch.float8_e4m3fn)))
-    change_config(folder, FORMATS["fp8 by DeepSeek"][0])
-    assert f"{expert} holds codes, and of these only the projections of attention and dense" in line_of(
-        lambda: models.load(folder)
-    )
 
 
 def every_key(config, path=()):

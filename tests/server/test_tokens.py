@@ -65,6 +65,11 @@ def test_what_a_template_does_not_read_is_refused(client, tokenizer, monkeypatch
         for path in ("/tokenize", "/v1/chat/completions"):
             refused = client.post(path, json={"messages": TALK} | change)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    called = [*TALK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "x", "tool_call_id": "c"}]
+    refused = client.post("/v1/chat/completions", json={"messages": called})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+    assert "writes no calls of tools" in refused.json()["error"]["message"]
     monkeypatch.setattr(tokenizer, "template", "{{ reasoning_effort }}")
     assert text_of(client, reasoning_effort="low") == "low"
 

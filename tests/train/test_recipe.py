@@ -42,6 +42,10 @@ RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
         ({"schedule": {"warmup": 1000}}, r"^schedule\.warmup \(1000\) must be shorter than run\.steps \(1000\)$"),
         ({"data": {"corpus": "files"}}, r"^data\.files must name at least one"),
         ({"model": {"path": "a", "config": {"b": 1}}}, r"^model\.path and model\.config exclude each other"),
+        (
+            {"lora": {"targets": ["*.qkv"], "alpha": 32}},
+            r"^lora\.alpha has no meaning where lora\.rank is 0, which trains the model",
+        ),
         ({"precision": {"parameters": "bfloat16"}}, r'^precision\.compute must be "bfloat16"'),
     ],
 )

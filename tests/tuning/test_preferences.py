@@ -341,6 +341,16 @@ def test_a_new_table_counts_from_the_next_call_on(tmp_path, monkeypatch):
         assert not len(ops.softmax.plans)
 
 
+def test_on_a_cpu_auto_takes_pytorch_s_own_function_and_else_the_definition():
+    taken = lambda op, *arguments: op.resolve(op.bind(*arguments)).backend
+    assert taken(ops.softmax, torch.zeros(2, 3)) == "aten"
+    assert taken(ops.softmax, torch.zeros(1, 9000)) == "torch"  # of rows as long PyTorch's own loses digits
+    assert taken(ops.swiglu, torch.zeros(2, 4)) == "torch"  # PyTorch has none
+    assert taken(ops.softmax, torch.zeros(2, 3, device="meta")) == "torch"
+    with contract.backend(softmax="torch"):
+        assert taken(ops.softmax, torch.zeros(2, 3)) == "torch"
+
+
 @pytest.mark.parametrize("path", sorted(preferences.TABLES.glob("*.json")), ids=lambda path: path.stem)
 def test_shipped_tables_name_backends_and_configurations_that_there_are(path):
     known = {

@@ -20,6 +20,7 @@ from tilestack.cli import (
     compare,
     demo,
     evaluate,
+    export,
     generate,
     lab,
     learn,
@@ -49,7 +50,7 @@ PANELS = {
     "Kernels: verify, benchmark, inspect": (lab, tiles, bench, profile, compare),
     "Training": (train, recipe_keys, evaluate, parity, chain),
     "Several GPUs": (parallel,),
-    "Inference and serving": (generate, chat, serve, load, quantize),
+    "Inference and serving": (generate, chat, serve, load, quantize, export),
 }
 
 for panel, parts in PANELS.items():

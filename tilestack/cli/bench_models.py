@@ -103,8 +103,9 @@ def bench_training(asked: "Asked", works: list["Work"], candidates: list[str] | 
 
 def bench_serving(asked: "Asked", model: str | None, candidates: list[str] | None, only: list[str] | None) -> None:
     """Engines on the same workloads, each in a process of its own."""
-    from tilestack.lab import bench_serve, results
+    from tilestack.lab import results
     from tilestack.lab.bench.roofs import measure_roofs
+    from tilestack.lab.serving import bench_serve
 
     if asked.is_over():
         return

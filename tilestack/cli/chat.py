@@ -1,6 +1,6 @@
 """The `chat` command: a conversation with a model in the terminal.
 
-Ctrl-C stops an answer, and what was said stays in the conversation; at the prompt it takes two in a row to leave. Answers
+Ctrl-C stops an answer, and what was said stays in the conversation, if anything was; at the prompt it takes two in a row to leave. Answers
 go to standard output, and all that is told of them to standard error.
 """
 
@@ -67,7 +67,7 @@ def chat_command(
 
 def converse(speaker: Speaker, opening: Messages, max_tokens: int, sampling: dict[str, Any]) -> None:
     """Ask and answer until the person leaves."""
-    if sys.stdin.isatty():
+    if sys.stdin.isatty() and sys.stdout.isatty():
         edit_lines()
     messages = list(opening)
     while (said := asked()) is not None:
@@ -91,13 +91,16 @@ def edit_lines() -> None:
 
 def asked() -> str | None:
     """What the person types; None when they leave, by /quit, the end of input, or Ctrl-C twice."""
+    shown, for_answers = sys.stdin.isatty(), not sys.stdout.isatty()
     for attempt in range(2):
         try:
-            said = input("> " if sys.stdin.isatty() else "").strip()
+            if shown and for_answers:  # where input would write it too
+                notes.print("> ", end="")
+            said = input("> " if shown and not for_answers else "").strip()
         except EOFError:
             return None
         except KeyboardInterrupt:
-            print()
+            notes.print()
             if attempt == 0:
                 notes.print("Ctrl-C again, or /quit, to leave", style="dim", highlight=False)
             continue
@@ -106,7 +109,8 @@ def asked() -> str | None:
 
 
 def answer_aloud(speaker: Speaker, messages: Messages, opening: int, max_tokens: int, sampling: dict[str, Any]) -> None:
-    """Print the model's answer as it comes and add it to the conversation, from which the oldest turns go when it is full."""
+    """Print the model's answer as it comes and add it to the conversation, from which the oldest turns go when it is full, and
+    a question that got no answer."""
     forgotten, wanted = 0, min(max_tokens, speaker.engine.context // SHARE_OF_ANSWER)
     while speaker.room(ids := speaker.chat_ids(messages)) < wanted and len(messages) > opening + 1:
         del messages[opening : opening + 2]  # a question and its answer
@@ -128,5 +132,9 @@ def answer_aloud(speaker: Speaker, messages: Messages, opening: int, max_tokens:
     if speech.finish == "length":
         note = "cut short; "
     print(flush=True)
+    if answer:
+        messages.append({"role": "assistant", "content": answer})
+    else:  # of which a model would learn to say nothing
+        messages.pop()
+        note += "no answer, so the question is forgotten; "
     notes.print(f"{note}{speech.figures()}", style="dim", highlight=False)
-    messages.append({"role": "assistant", "content": answer})

@@ -36,7 +36,7 @@ def eval_command(
     length: Annotated[
         int | None,
         typer.Option(
-            help="Longest context, at most the model's maximum; default: 1024 for texts, the maximum for tasks.",
+            help="Longest context, at most the model's maximum; default: 1024 for texts, the maximum for choices and tasks.",
             show_default=False,
         ),
     ] = None,
@@ -78,7 +78,7 @@ def eval_command(
     if choices is not None:
         rows = itertools.islice(data.located(choices), limit)
         questions = [question_from(row, where) for where, row in rows]
-        found[str(choices)] = asdict(evaluate_choices(decoder, tokenizer, questions, place, positions))
+        found[str(choices)] = asdict(evaluate_choices(decoder, tokenizer, questions, place, context))
     for name, figures in run_tasks(decoder, tokenizer, place, context, tasks, limit).items() if tasks else ():
         found[name] = figures
     write_json(json_, {"model": model, "results": without_nan(found)})

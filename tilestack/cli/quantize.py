@@ -56,6 +56,7 @@ def quantize_command(
     from tilestack.lab.bench.quantised_models import held_out_windows, kept_dtype, quality_table, size_of_decoder
     from tilestack.models.checkpoints import GENERATION
     from tilestack.models.quantise import projections, quantise
+    from tilestack.models.quantise_experts import FEWEST
     from tilestack.quant.methods import METHODS, default_method, refuse_method
     from tilestack.train.evaluation.comparison import compare, remember
 
@@ -80,7 +81,7 @@ def quantize_command(
         reference, before = remember(decoder, windows, place), size_of_decoder(decoder)
         progress.update(bar, description="quantising layers")
         with whole_folder(out) as hidden:
-            quantise(
+            experts = quantise(
                 decoder,
                 wanted,
                 method,
@@ -97,12 +98,18 @@ def quantize_command(
     made = dict(
         model=model, out=str(out), scheme=scheme, method=method, group=wanted.group, symmetric=wanted.symmetric,
         calibration=None if ids is None else dict(texts=calibrate or [BUILTIN], samples=samples, length=length, seed=seed),
+        experts=dataclasses.asdict(experts) if experts.experts else None,
         size=dict(before=dataclasses.asdict(before), after=dataclasses.asdict(after)),
         quality=dataclasses.asdict(found),
     )  # fmt: skip
     write_json(json_, without_nan(made))
     if str(json_) != "-":
         console.print(quality_table(escape(f"{model} as {scheme} by {method}"), before, after, found))
+        if experts.nearest:
+            console.print(
+                f"{experts.nearest:,} of {experts.experts:,} experts had fewer than {FEWEST} tokens of the calibration texts "
+                "and are rounded to the nearest; more --samples reach more of them"
+            )
         attempt = f"tilestack generate --model {shlex.quote(str(out))} 'Hello'"
         console.print(escape(f"written to {out}; try: {attempt}"), soft_wrap=True, highlight=False)
 

@@ -170,7 +170,9 @@ class Speech:
         self.request = Request("speech", ids, SamplingParams(max_tokens=most, stop=tuple(stops), **sampling))
         self.made: list[int] = []
         self.finish: str | None = None  # why it ended, in the words of OpenAI's API
-        self.began = self.first = self.last = 0.0  # when the prompt was given, and the first and last token came
+        self.began = self.first = self.last = (
+            0.0  # when the prompt was given, the first token came, and the last or the end
+        )
 
     def __iter__(self) -> Iterator[str]:
         engine = self.speaker.engine
@@ -187,6 +189,7 @@ class Speech:
                     self.first = self.first or self.last
                     yield delta.text
         finally:
+            self.last = self.last or time.perf_counter()
             engine.cancel(self.request.id)
 
     @property

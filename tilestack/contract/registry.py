@@ -23,7 +23,7 @@ not_loaded: dict[str, str] = {}  # files of kernels that could not be imported h
 # No operators, but their steps run on kernels too, and a backend can be chosen for them: by name, since they lie above.
 OPTIMIZERS = ("sgd", "adam", "adamw", "adamw8bit", "muon", "clip_grad_norm")
 
-# Asked by `auto` on CUDA for the fastest backends of a call, with a gradient or without, best first; the tuning tables
+# Asked by `auto` for the fastest backends of a call, with a gradient or without, best first; the tuning tables
 # answer once kernels load. `triton:tall` is the backend triton in its configuration `tall`.
 Preference = Callable[["Operator", dict[str, Any], torch.device, bool], list[str]]
 _preference: Preference | None = None
@@ -167,11 +167,11 @@ def resolve_backward(op: "Operator", available: dict[str, Any], device: torch.de
 def candidates(
     op: "Operator", arguments: dict[str, Any], device: torch.device, with_gradient: bool
 ) -> list["Implementation"]:
-    """What `auto` tries, in order: on CUDA the measured preference, then Triton; elsewhere the definition."""
-    if device.type != "cuda":
-        return [op.implementations["torch"]]
+    """What `auto` tries, in order: the measured preference, then on CUDA Triton; `resolve` ends with the definition."""
+    if device.type not in ("cuda", "cpu"):
+        return []
     ranked = _preference(op, arguments, device, with_gradient) if _preference else []
-    preferred = [name.partition(":")[0] for name in ranked]
-    known = [op.implementations[name] for name in dict.fromkeys((*preferred, "triton")) if name in op.implementations]
+    names = [*(name.partition(":")[0] for name in ranked), *(["triton"] if device.type == "cuda" else [])]
+    known = [op.implementations[name] for name in dict.fromkeys(names) if name in op.implementations]
     repeats = torch.are_deterministic_algorithms_enabled()
     return [way for way in known if way.deterministic or not repeats]

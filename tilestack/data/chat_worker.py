@@ -127,6 +127,7 @@ def answers(template: str, messages: list[Any], given: int = 0, **variables: Any
     one, and all answers lie in one text. Those that write earlier turns differently once later ones follow (reasoning
     models drop old thoughts) give a text for each answer that was written so: it is what the model will have before it.
     """
+    refuse_lost_calls(template, messages, **variables)
     if re.search(r"\{%[-+]?\s*generation\b", template):
         text, marks = marked(template, messages, **variables)
         wanted = [is_learned(messages, n, given) for n, each in enumerate(messages) if each["role"] == "assistant"]
@@ -155,8 +156,24 @@ def is_learned(messages: list[Any], number: int, given: int) -> bool:
 
 def last_answer(template: str, messages: list[Any], **variables: Any) -> list[tuple[str, Spans]]:
     """The same of the last answer alone, whatever the template does with those before it."""
+    refuse_lost_calls(template, messages, **variables)
     text, span = answer(template, messages[: answered_messages(messages)[-1] + 1], **variables)
     return [(text, [span])]
+
+
+def refuse_lost_calls(template: str, messages: list[Any], **variables: Any) -> None:
+    """Refuse calls of tools where the template writes none: what is learned in their place would be to say nothing."""
+    silent = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+    if not any(message.get("tool_calls") for message in messages):
+        return
+    try:
+        lost = render(template, silent, **variables) == render(template, messages, **variables)
+    except Refused:  # one that insists on them writes them
+        return
+    if lost:
+        raise Refused(
+            'the chat template writes no calls of tools, and there are some under "tool_calls"; use one that does'
+        )
 
 
 def answered_messages(messages: list[Any]) -> list[int]:

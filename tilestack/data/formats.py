@@ -4,9 +4,9 @@
                    {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", …}], "system": "…"}     ShareGPT
                    {"instruction": "…", "input": "…", "output": "…", "system": "…", "history": [["…", "…"]]}   Alpaca
                    {"prompt": "…" or messages, "completion": "…" or messages}; learned is the completion     TRL
-    preferences    {"prompt": "…" or messages, "chosen": "…" or messages, "rejected": "…" or messages}
+    preferences    {"prompt": "…" or messages, "chosen": "…" or messages, "rejected": "…" or messages, "system": "…"}
                    {"chosen": messages, "rejected": messages}, the prompt being what both begin with
-    judged         {"prompt": "…" or messages, "completion": "…" or messages, "label": true}, or a preference
+    judged         {"prompt": "…" or messages, "completion": "…" or messages, "label": true, "system": "…"}, or a preference
     tasks          {"prompt": "…" or messages, "answer": "…", "system": "…"}, and whatever else a reward wants to see
 
 What is wrong with a row is a DataError; who reads the rows says where it stands.
@@ -49,10 +49,8 @@ def conversation(row: Row) -> Conversation:
             break
     else:
         raise DataError(f"expected one of {', '.join(CONVERSATIONS)}; this row has {names(row)}")
+    messages = with_system(messages, row)
     given = len(prompt_of(row)) if key == "completion" else 0
-    if row.get("system") and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": text_under("system", row)}, *messages]
-        given += 1 if given else 0
     if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in messages[given:]):
         raise DataError("a conversation to learn from needs an answer: a message of the assistant")
     return Conversation(messages, tools_of(row), given)
@@ -64,10 +62,16 @@ def preference(row: Row) -> Preference:
         chosen, rejected = (messages_under(key, row) for key in ("chosen", "rejected"))
         if chosen[:-1] != rejected[:-1] or len(chosen) < 2:
             raise DataError('without a "prompt", "chosen" and "rejected" must differ in their last message alone')
-        prompt = chosen[:-1]
+        prompt = with_system(chosen[:-1], row)
     else:
         prompt = prompt_of(row)
-    return Preference(prompt, answer_under("chosen", row), answer_under("rejected", row), tools_of(row))
+    asked, better = answer_under("chosen", row, prompt)
+    asked_of_other, worse = answer_under("rejected", row, prompt)
+    if spoken(asked) != spoken(asked_of_other):
+        raise DataError(
+            '"chosen" and "rejected" must answer the same conversation, and differ in their last message alone'
+        )
+    return Preference(asked, better, worse, tools_of(row))
 
 
 def judged(row: Row) -> list[Judged]:
@@ -75,8 +79,9 @@ def judged(row: Row) -> list[Judged]:
     if "label" not in row and "chosen" in row:
         return judged_both(preference(row))
     if not isinstance(row.get("label"), bool):
-        raise DataError(f'expected true or false under "label"; this row has {names(row)}')
-    return [Judged(prompt_of(row), answer_under("completion", row), row["label"], tools_of(row))]
+        raise DataError(f'expected true or false under "label"{instead_of("label", row)}')
+    asked, answer = answer_under("completion", row, prompt_of(row))
+    return [Judged(asked, answer, row["label"], tools_of(row))]
 
 
 def judged_both(pair: Preference) -> list[Judged]:
@@ -88,9 +93,8 @@ def judged_both(pair: Preference) -> list[Judged]:
 def task(row: Row, answered: bool = True) -> Task:
     """A prompt and the answer to check by; rewards that need none may do without."""
     messages = prompt_of(row)
-    if row.get("system") and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": text_under("system", row)}, *messages]
     answer = text_under("answer", row) if answered or "answer" in row else ""
+    tools_of(row)  # which stay in the row
     return Task(messages[-1]["content"], answer, "file", tuple(messages), dict(row))
 
 
@@ -98,24 +102,57 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
+def with_system(messages: list[Message], row: Row) -> list[Message]:
+    """A conversation with the system prompt that stands beside it in its row, if it has none of its own."""
+    if not row.get("system") or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": text_under("system", row)}, *messages]
+
+
 def prompt_of(row: Row) -> list[Message]:
     """What is to be answered, as messages."""
     if isinstance(row.get("prompt"), str):
-        return [user(text_under("prompt", row))]
+        return with_system([user(text_under("prompt", row))], row)
     messages = messages_under("prompt", row, "a text or messages")
     if messages[-1]["role"] == "assistant":
         raise DataError('"prompt" must end before the answer, not with a message of the assistant')
-    return messages
+    return with_system(messages, row)
 
 
-def answer_under(key: str, row: Row) -> str:
-    """An answer: a text, or messages of which the last is the assistant's. What stands before it is the prompt again."""
+def answer_under(key: str, row: Row, prompt: list[Message]) -> tuple[list[Message], str]:
+    """An answer and what it answers: of a text that is the prompt, and of messages what stands before the last of them."""
     if isinstance(row.get(key), str):
-        return text_under(key, row)
-    last = messages_under(key, row, "a text or messages")[-1]
+        return prompt, text_under(key, row)
+    *before, last = messages_under(key, row, "a text or messages")
     if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
         raise DataError(f'the last message under "{key}" must be a text of the assistant')
-    return last["content"]
+    return asked_before(key, before, prompt), last["content"]
+
+
+def asked_before(key: str, before: list[Message], prompt: list[Message]) -> list[Message]:
+    """What an answer answers, with some messages `before` it: the prompt again, all or the end of it; or a conversation of
+    which the prompt is the beginning or the end; or one that goes on from the prompt."""
+    given, again = spoken(prompt), spoken(before)
+    if given[len(given) - len(again) :] == again:
+        return prompt
+    if given in (again[: len(given)], again[len(again) - len(given) :]):
+        asked = before
+    elif before[0]["role"] == "assistant":
+        asked = [*prompt, *before]
+    else:
+        raise DataError(
+            f'what stands before the answer under "{key}" is not what stands under "prompt"; leave out one of them'
+        )
+    if asked[-1]["role"] == "assistant":
+        raise DataError(
+            f'under "{key}" two messages of the assistant follow each other; the last is the answer to a question'
+        )
+    return asked
+
+
+def spoken(messages: list[Message]) -> list[tuple[str, str]]:
+    """Who said what, by which a conversation is known again."""
+    return [(message["role"], message["content"].strip()) for message in messages]
 
 
 def of_share_gpt(row: Row) -> list[Message]:
@@ -131,7 +168,10 @@ def of_share_gpt(row: Row) -> list[Message]:
             raise DataError(
                 f'message {number} under "conversations" needs a text under "value" and one of {", ".join(ROLES)} under "from"'
             )
-        messages.append({"role": ROLES[role], "content": text})
+        weight = {"weight": turn["weight"]} if "weight" in turn else {}
+        messages.append(
+            plain({"role": ROLES[role], "content": text, **weight}, f'message {number} under "conversations"')
+        )
     return messages
 
 
@@ -225,8 +265,16 @@ def tools_of(row: Row) -> list[dict[str, Any]] | None:
 
 def text_under(key: str, row: Row) -> str:
     if not isinstance(row.get(key), str) or not row[key]:
-        raise DataError(f'expected a text under "{key}"; this row has {names(row)}')
+        raise DataError(f'expected a text under "{key}"{instead_of(key, row)}')
     return row[key]
+
+
+def instead_of(key: str, row: Row) -> str:
+    """What a row has where something else is expected."""
+    if row.get(key) is None:
+        return f"; this row has {names(row)}"
+    shown = repr(row[key])
+    return f", not {shown if len(shown) <= 60 else shown[:59] + '…'}"
 
 
 def names(row: Row) -> str:

@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from tilestack import models
-from tilestack.data import tokenizer_sources
+from tilestack.data import gguf_tokenizer, tokenizer_sources
 from tilestack.data.chat import CHATML, Conversation, Message, render, render_answers
 from tilestack.data.chat_cache import ChatCache, digest_of_chats
 from tilestack.data.errors import DataError
@@ -66,8 +66,16 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: dict[str, Any]) -> "Tokenizer":
-        """From a GGUF file's metadata (`tokenizer.*`): byte-level BPE, as Llama 3, Qwen, GPT-2 and SmolLM have it."""
+        """From a GGUF file's metadata (`tokenizer.*`): byte-level BPE, as Llama 3, Qwen, GPT-2 and SmolLM have it, or
+        whatever `to_gguf` put there."""
         return cls(**vars(tokenizer_sources.from_gguf(metadata)))
+
+    def to_gguf(
+        self, vocabulary: int, ends: Sequence[int] = (), pre: str | None = None
+    ) -> gguf_tokenizer.GGUFTokenizer:
+        """The same the other way, for `models.save_gguf`: of a model that knows `vocabulary` tokens and ends its texts with any
+        of `ends`. `pre` names a pre-tokenizer of llama.cpp where none is known to cut texts alike."""
+        return gguf_tokenizer.to_gguf(self, vocabulary, ends, pre)
 
     def save(self, folder: str | Path) -> None:
         """Write what `load` and `transformers.AutoTokenizer` open."""
@@ -105,6 +113,7 @@ class Tokenizer:
     def chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: Any) -> str:
         """A conversation as the model reads it; `variables` go to the template."""
         given = self._template_tokens() | variables
+        self._refuse_lost_tools(bool(variables.get("tools")))
         return render(self._template(), messages, add_generation_prompt=add_generation_prompt, **given)
 
     def template_reads(self, variable: str) -> bool:
@@ -119,6 +128,7 @@ class Tokenizer:
         several. With `last_only` each is one, of which only the last answer is marked. What is in `chat_cache` is taken
         from there, and what is not is put there."""
         given = self._template_tokens() | variables
+        self._refuse_lost_tools(any(each.tools for each in conversations))
         key = ""
         if self.chat_cache:
             asked = [(each.messages, each.tools, each.given) for each in conversations]
@@ -132,6 +142,13 @@ class Tokenizer:
         if self.chat_cache:
             self.chat_cache.save(key, found)
         return found
+
+    def _refuse_lost_tools(self, given: bool) -> None:
+        if given and not self.template_reads("tools"):
+            raise DataError(
+                'the chat template takes no tools, and a conversation comes with some under "tools"; use a template that '
+                "does (data.chat_template), or leave them out"
+            )
 
     def for_chat(self, template: str | None = None) -> "Tokenizer":
         """The tokenizer of a model that is taught to chat: with the template given or else in use, and with what ends an

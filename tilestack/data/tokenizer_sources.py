@@ -18,10 +18,11 @@ from tokenizers import AddedToken, decoders, pre_tokenizers, processors, trainer
 from tokenizers.models import BPE
 
 from tilestack.data.errors import DataError
-from tilestack.data.pretokenizers import byte_level
+from tilestack.data.pretokenizers import byte_level, takes_whole_words
 
 END_OF_TEXT, TURN_START, TURN_END = SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens, as GGUF numbers them
+WHOLE = "tokenizer.huggingface.json"  # under which a GGUF file may have all of a tokenizer.json
 LONGEST_RUN = 4096
 RUNS = re.compile(rf"\S{{1,{LONGEST_RUN}}}|\s{{1,{LONGEST_RUN}}}")
 
@@ -118,6 +119,8 @@ def from_gguf(metadata: dict[str, Any]) -> Parts:
         return metadata.get(f"tokenizer.ggml.{key}", default)
 
     tokens, merges, pre = of("tokens"), of("merges"), of("pre", "gpt-2")
+    if metadata.get(WHOLE) is not None:
+        return from_whole(metadata)
     if of("model") != "gpt2" or tokens is None or merges is None:
         raise DataError(
             f"the GGUF file holds a tokenizer of the kind {reprlib.repr(of('model'))}; "
@@ -126,10 +129,9 @@ def from_gguf(metadata: dict[str, Any]) -> Parts:
     if not (_are(str, tokens) and _are(str, merges) and _are(int, of("token_type", [])) and isinstance(pre, str)):
         raise DataError("the GGUF file's tokenizer is malformed: tokens and merges must be texts, their types numbers")
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    whole_words = pre == "llama-bpe"  # Llama 3 takes a word that is a token as it is, whatever the merges say
     try:
         pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-        backend = tokenizers.Tokenizer(BPE(vocabulary, pairs, ignore_merges=whole_words))
+        backend = tokenizers.Tokenizer(BPE(vocabulary, pairs, ignore_merges=takes_whole_words(pre)))
     except Exception as problem:  # tokenizers raises bare Exception
         raise DataError(f"the GGUF file's tokenizer is malformed: {_on_one_line(problem)}") from problem
     backend.normalizer, backend.pre_tokenizer = byte_level(pre)
@@ -137,10 +139,29 @@ def from_gguf(metadata: dict[str, Any]) -> Parts:
     kinds = zip(tokens, of("token_type", []), strict=False)
     whole = [(token, kind) for token, kind in kinds if kind in (CONTROL, USER_DEFINED)]
     backend.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in whole])
-    bos, eos, pad = (_at(tokens, of(f"{name}_token_id")) for name in ("bos", "eos", "padding"))
+    bos, eos, pad = _ends_of(metadata)
     if bos is not None and of("add_bos_token", pre == "llama-bpe"):
         backend.post_processor = _begin_with(backend, bos)
     return Parts(backend, bos, eos, pad, metadata.get("tokenizer.chat_template"))
+
+
+def from_whole(metadata: dict[str, Any]) -> Parts:
+    """From a file that has the tokenizer.json too."""
+    try:
+        backend = tokenizers.Tokenizer.from_str(metadata[WHOLE])
+    except Exception as problem:  # tokenizers raises bare Exception
+        raise DataError(f"the GGUF file's {WHOLE} is not a tokenizer: {_on_one_line(problem)}") from problem
+    bos, eos, pad = _ends_of(metadata)
+    return Parts(backend, bos, eos, pad, metadata.get("tokenizer.chat_template"))
+
+
+def _ends_of(metadata: dict[str, Any]) -> list[str | None]:
+    """The tokens that begin, end and fill up texts."""
+    tokens: Any = metadata.get("tokenizer.ggml.tokens")
+    if not _are(str, tokens):
+        raise DataError("the GGUF file's tokenizer is malformed: tokens must be texts")
+    ids = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding"))
+    return [_at(tokens, number) for number in ids]
 
 
 def _begin_with(backend: tokenizers.Tokenizer, token: str) -> processors.PostProcessor:

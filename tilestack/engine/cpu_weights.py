@@ -5,7 +5,8 @@
     codes      operator, the same C++ multiplies with them
     bfloat16   in the blocks that oneDNN's kernels read, where no compiled step reads them as they are
 
-Without a compiler, codes other than int8 are made numbers once, and are then as fast and as large as plain weights.
+Codes of experts are read as they are too, of those alone that tokens of a step go to. Without a compiler, codes other than
+int8 of layers are made numbers once, and are then as fast and as large as plain weights.
 
 The head is packed too, beside the embedding that it may share its numbers with; beside codes from a checkpoint it stays as it
 is. What is packed is for inference: a layer keeps the shape of its weight and no longer the weight.
@@ -20,9 +21,11 @@ from tilestack.kernels.cpu.build import missing_compiler
 from tilestack.kernels.cpu.decode_step import Matrix, groups_refused, matrix_product
 from tilestack.kernels.cuda.build import BuildError
 from tilestack.models import Decoder
-from tilestack.nn import Linear
+from tilestack.nn import Linear, MoE
+from tilestack.ops.grouped import sizes_of
 from tilestack.ops.quantised import quantised
-from tilestack.quant import QuantisedLinear
+from tilestack.quant import SCHEMES, Codes, QuantisedLinear
+from tilestack.quant.experts import QuantisedMoE, quantise_experts
 from tilestack.quant.linear import drop_weight
 
 log = logging.getLogger(__name__)
@@ -59,11 +62,32 @@ class CodedLinear(QuantisedLinear):
     """A layer of codes that C++ multiplies with. Activations stay as they are, whatever the scheme says."""
 
     def forward(self, input: Tensor) -> Tensor:
-        rows, matrix = input.flatten(0, -2), Matrix(self.codes, self.code_scale, self.code_zero)
-        functions = matrix.functions(torch.bfloat16 if input.dtype == torch.bfloat16 else torch.float32)
-        out = matrix_product(matrix, rows, functions, torch.get_num_threads())
+        codes = Codes(self.codes, self.code_scale, self.code_zero)  # not `kept`, which a layer with adapters has not
+        out = product_of_codes(codes, input.flatten(0, -2))
         out = out if self.bias is None else out + self.bias.float()
         return out.to(input.dtype).unflatten(0, input.shape[:-1])
+
+
+class CodedMoE(QuantisedMoE):
+    """A mixture whose experts' codes C++ multiplies with, expert by expert: on a CPU, asking where they end takes no time."""
+
+    def base_product(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        stack = self.stacks.get("gate_up" if weight is self.gate_up else "down")
+        if stack is None:
+            return MoE.base_product(self, rows, weight, offsets)
+        out = rows.new_zeros(len(rows), weight.shape[1])
+        sizes = sizes_of(offsets, len(rows))
+        for expert, (mine, place) in enumerate(zip(rows.split(sizes), out.split(sizes), strict=True)):
+            if len(mine) and expert < len(offsets):
+                place.copy_(product_of_codes(stack.each(lambda codes, expert=expert: codes[expert]), mine))  # type: ignore[misc]
+        return out
+
+
+def product_of_codes(codes: Codes, rows: Tensor) -> Tensor:
+    """Rows times the matrix of some codes, in float32."""
+    matrix = Matrix(*codes)
+    functions = matrix.functions(torch.bfloat16 if rows.dtype == torch.bfloat16 else torch.float32)
+    return matrix_product(matrix, rows, functions, torch.get_num_threads())
 
 
 @torch.no_grad()
@@ -76,6 +100,8 @@ def pack_for_cpu(decoder: Decoder, weights: str) -> None:
     for layer in decoder.modules():
         if type(layer) is Linear:
             pack_blocked(layer) if weights == "bfloat16" else pack_int8(layer)
+        elif type(layer) is MoE and weights == "int8":
+            quantise_experts(layer, SCHEMES["w8a16"])
 
 
 def pack_blocked(layer: Linear) -> None:
@@ -103,40 +129,61 @@ def take_int8(decoder: Decoder) -> None:
 
 
 def take_codes(decoder: Decoder) -> None:
-    """Let the other layers of codes be read by C++ as they are, where it can be compiled and their groups are whole vectors."""
+    """Let the other layers of codes, and experts, be read by C++ as they are, where it can be compiled and their groups are
+    whole vectors."""
     dtype = decoder.embedding.weight.dtype
+    as_read = lambda codes: codes._replace(scale=codes.scale.float().contiguous())
     for path, layer in decoder.named_modules():
-        if not isinstance(layer, QuantisedLinear) or why_unpacked(path, layer, dtype):
-            continue
-        layer.code_scale = layer.code_scale.float().contiguous()
-        layer.__class__ = CodedLinear  # type: ignore[assignment]
+        if isinstance(layer, QuantisedLinear) and not why_unpacked(path, layer.kept, dtype):
+            layer.codes, layer.code_scale, layer.code_zero = as_read(layer.kept)
+            layer.__class__ = CodedLinear  # type: ignore[assignment]
+        if isinstance(layer, QuantisedMoE) and not why_experts_unpacked(path, layer, dtype):
+            layer.stacks = {name: as_read(stack) for name, stack in layer.stacks.items()}
+            layer.__class__ = CodedMoE  # type: ignore[assignment]
 
 
-def why_unpacked(path: str, layer: QuantisedLinear, dtype: torch.dtype) -> str:
-    """Why C++ is not to read a layer's codes, for inputs of a dtype; empty when it is."""
+def why_unpacked(path: str, codes: Codes, dtype: torch.dtype) -> str:
+    """Why C++ is not to read the codes of a layer, for inputs of a dtype; empty when it is."""
     if path.endswith(".kv_up"):
         return "attention over latents takes the whole matrix in every step"
-    if reason := missing_compiler() or groups_refused(layer.in_features, layer.code_scale.shape[1]):
+    matrix = Matrix(*codes)
+    if reason := missing_compiler() or groups_refused(matrix.columns, codes.scale.shape[1]):
         return reason
     try:
-        Matrix(*layer.kept).functions(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+        matrix.functions(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     except BuildError as problem:
         return problem.in_short()
     return ""
 
 
+def why_experts_unpacked(path: str, mixture: QuantisedMoE, dtype: torch.dtype) -> str:
+    reasons = (why_unpacked(path, stack.each(lambda codes: codes[0]), dtype) for stack in mixture.stacks.values())
+    return next(filter(None, reasons), "")
+
+
 @torch.no_grad()
 def unpack_codes(decoder: Decoder) -> None:
     """Make plain layers, in the decoder's dtype, of codes that cannot be read here: to make numbers of them in every step
-    takes far longer than to read numbers. A layer keeps its `scheme`, to tell what it was."""
+    takes far longer than to read numbers. A layer keeps its `scheme`, and a mixture its `schemes`, to tell what it was."""
     dtype = decoder.embedding.weight.dtype
     unpacked = set()
+    plain = lambda numbers: torch.nn.Parameter(numbers.to(dtype), requires_grad=False)
     for path, layer in decoder.named_modules():
         if isinstance(layer, QuantisedLinear) and not isinstance(layer, CodedLinear):
-            unpacked.add((layer.scheme.weights, why_unpacked(path, layer, dtype)))
-            layer.weight = torch.nn.Parameter(layer.kept.numbers().to(dtype), requires_grad=False)
+            unpacked.add((layer.scheme.weights, why_unpacked(path, layer.kept, dtype)))
+            layer.weight = plain(layer.kept.numbers())
             layer.codes = layer.code_scale = layer.code_zero = layer.product_scale = None  # type: ignore[assignment]
             layer.__class__ = Linear  # type: ignore[assignment]
+        if isinstance(layer, QuantisedMoE) and not isinstance(layer, CodedMoE):
+            why = why_experts_unpacked(path, layer, dtype)
+            for name, stack in layer.stacks.items():
+                unpacked.add((layer.schemes[name].weights, why))
+                numbers = torch.empty(getattr(layer, name).shape, dtype=dtype)
+                for expert, place in enumerate(numbers):
+                    place.copy_(stack.each(lambda codes, expert=expert: codes[expert]).numbers())  # type: ignore[misc]
+                setattr(layer, name, plain(numbers))
+            layer.stacks = {}
+            layer.__class__ = MoE  # type: ignore[assignment]
     for weights, reason in sorted(unpacked):
         log.warning(
             "codes of %s are unpacked to %s, which takes the memory of a model that is not quantised: %s",

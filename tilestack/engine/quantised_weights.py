@@ -4,7 +4,8 @@
     int8   a scale for each output
     int4   two to a byte, a scale for 128 numbers of an output, or for 64 or 32 where these are whole
 
-The embedding, the norms and the head stay as they are: tokens are drawn by the head's scores, and where head and embedding
+Experts are what a mixture's weights are, and become codes too; their rows stay as they are. The embedding, the norms, the
+routers and the head keep their numbers: tokens are drawn by the head's scores, and where head and embedding
 are one, rows of it are looked up as well.
 """
 
@@ -21,6 +22,7 @@ from tilestack.models.checkpoints import code_formats
 from tilestack.nn import Linear, MoE
 from tilestack.ops.weight_only import PACKED
 from tilestack.quant import SCHEMES
+from tilestack.quant.experts import PROJECTIONS, quantise_experts
 from tilestack.quant.linear import quantise_linear
 
 FORMATS = dict(fp8=SCHEMES["fp8"], int8=SCHEMES["w8a16"], int4=SCHEMES["w4a16"])
@@ -44,18 +46,18 @@ def refuse_weights(weights: str, device: torch.device) -> None:
 
 
 def quantise_layer(path: str, layer: torch.nn.Module, weights: str) -> None:
-    """Make codes of the weight of a decoder's layer, where it is linear and not the head."""
-    if isinstance(layer, MoE):
-        raise ValueError(f"weights of {weights} are for dense models so far, and {path} has experts")
-    if type(layer) is not Linear or path == "head":
+    """Make codes of the weight of a decoder's layer, where it is linear and not the head, or of its experts."""
+    if path == "head" or type(layer) not in (Linear, MoE):
         return
     scheme = FORMATS[weights]
-    if not scheme.takes(layer.in_features):
-        raise ValueError(
-            f"weights of {weights} need rows of a multiple of {PACKED} numbers, and those of {path} have "
-            f"{layer.in_features}; int8 takes any"
-        )
-    quantise_linear(layer, scheme)
+    of_experts = {f"{path}.{name}": getattr(layer, name) for name in PROJECTIONS} if isinstance(layer, MoE) else {}
+    for name, weight in (of_experts or {path: layer.weight}).items():
+        if not scheme.takes(weight.shape[-1]):
+            raise ValueError(
+                f"weights of {weights} need rows of a multiple of {PACKED} numbers, and those of {name} have "
+                f"{weight.shape[-1]}; int8 takes any"
+            )
+    quantise_experts(layer, scheme) if isinstance(layer, MoE) else quantise_linear(layer, scheme)  # type: ignore[arg-type]
 
 
 def quantise_weights(decoder: Decoder, weights: str) -> None:
@@ -78,9 +80,9 @@ def load_decoder(model: str | Path, weights: str | None, dtype: torch.dtype, dev
     if weights == "int8" and device.type == "cpu":
         decoder = models.load(model, dtype=dtype, device=device)
         pack_for_cpu(decoder, weights)  # as the compiled step reads them
-        return decoder
-    filled = None if weights is None else functools.partial(quantise_layer, weights=weights)
-    decoder = models.load(model, dtype=dtype, device=device, filled=filled)
+    else:
+        filled = None if weights is None else functools.partial(quantise_layer, weights=weights)
+        decoder = models.load(model, dtype=dtype, device=device, filled=filled)
     if device.type == "cpu":
         take_int8(decoder)
         take_codes(decoder)
@@ -96,6 +98,8 @@ def has_codes(decoder: Decoder) -> bool:
 def formats_of(decoder: Decoder) -> set[str]:
     layers: list[Any] = [layer for layer in decoder.modules() if isinstance(layer, Linear)]
     found = {layer.scheme.weights for layer in layers if hasattr(layer, "scheme")}
+    mixtures: list[Any] = [layer for layer in decoder.modules() if isinstance(layer, MoE)]
+    found |= {scheme.weights for layer in mixtures for scheme in getattr(layer, "schemes", {}).values()}
     return found | {"int8" for layer in layers if isinstance(layer, Int8Linear)}
 
 

@@ -5,7 +5,7 @@ tiles/       what a kernel reads and writes, counted and drawn
 compile/     kernels for GPUs that are not here
 bench/       how fast operators are, against their peers and the roofs
 training/    how fast training is, and whether its losses are those of the definitions
-serving/     how fast the server answers
+serving/     how fast engines and servers answer
 planning/    layouts on several GPUs
 tables/      results in the documentation
 report/      results in a browser
@@ -13,7 +13,4 @@ report/      results in a browser
 Here lies what all of them share: `machine` says where results are from, `results` keeps them on disk, `rows` holds one against
 another and `contests` reads all of them, `source` and `stale` say whether they still hold, `units` and `labels` write them for
 people. `doctor` says what will run here, and `catalogue` what operators there are.
-
-So does the benchmark of engines, `bench_serve` with `serve_workloads` and `serve_candidates`: its rows are hashed with the
-paths and imports of the last two, and would look outdated if these moved.
 """

@@ -32,6 +32,7 @@ KERNELS = "tilestack.kernels"
 FOLLOWED = (f"{KERNELS}.", "tilestack.ops.")
 CONSTANTS_FOLLOWED = ("tilestack.contract.", "tilestack.ops.autocast")
 T = TypeVar("T")
+IMPORTS = ast.Import | ast.ImportFrom
 EFFECTS = ast.Expr, ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Delete, ast.Assert
 
 
@@ -195,7 +196,7 @@ def read_file(path: Path) -> Reading:
     nodes = {
         Statement(path, min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]), node.end_lineno or node.lineno): node
         for node in tree.body
-        if not isinstance(node, ast.Import | ast.ImportFrom) and not is_docstring(node)
+        if not isinstance(node, IMPORTS) and not is_docstring(node)
     }  # fmt: skip
     mentions = {statement: frozenset(mentions_in(node)) for statement, node in nodes.items()}
     binds = {statement: frozenset(names_bound_by(node)) for statement, node in nodes.items()}
@@ -302,6 +303,27 @@ def code_of(path: Path) -> str:
     if path.suffix == ".py":
         return without_blank_lines(code_lines(path))
     return without_blank_lines(re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL).splitlines())
+
+
+@functools.cache
+def code_wherever_it_lies(path: Path) -> str:
+    """A file's name and code without the modules that it imports from, so that its folder and theirs can be moved."""
+    if path.suffix != ".py":
+        return f"{path.name}\n{code_of(path)}"
+    lines, tree = list(code_lines(path)), ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            lines[node.lineno - 1] = re.sub(r"from\s+[.\w]+\s+import", "import", lines[node.lineno - 1])
+    at_the_top = [line for node in tree.body if isinstance(node, IMPORTS) for line in span(node)]
+    imported = sorted(lines[line] for line in at_the_top)  # the order of modules is that of their names
+    for line in at_the_top:
+        lines[line] = ""
+    return without_blank_lines([path.name, *imported, *lines])
+
+
+def span(node: ast.stmt) -> range:
+    """The lines of a statement, counted from 0."""
+    return range(node.lineno - 1, node.end_lineno or node.lineno)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Any
 
 from tilestack.contract.registry import operators
 from tilestack.lab.bench.peers import is_peer
-from tilestack.lab.source import code_of, source_hash
+from tilestack.lab.source import code_wherever_it_lies, source_hash
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TRAINING = "train"  # what rows of `tilestack bench train` have for an operator
@@ -27,9 +27,12 @@ OF_A_LAYER = tuple(part for part in OF_A_TRAINING_STEP if not part.startswith(("
     "train/next_token.py",
     "lab/training/layer_candidates.py",
 )
-OF_AN_OPTIMIZER = ("optim", "kernels/optim")
+OF_AN_OPTIMIZER = (
+    "optim", "kernels/optim", "kernels/matmul/gram.py", "kernels/matmul/naive.py", "kernels/tiles.py", "contract/launch.py",
+    "contract/backends.py",
+)  # fmt: skip
 SERVING, HTTP = "serve", "http"  # the same of `tilestack bench serve` and `tilestack bench http`
-OF_A_WORKLOAD = ("lab/serve_workloads.py", "lab/serve_candidates.py")
+OF_A_WORKLOAD = ("lab/serving/serve_workloads.py", "lab/serving/serve_candidates.py")
 OF_AN_ENGINE = (
     "contract", "contract/native/*.h", "ops", "nn", "quant", "engine", "models/attention.py", "models/cache.py",
     "models/context.py", "models/decoder.py", "models/invariant.py", "models/mla.py", "models/norm.py", "models/paged.py", "models/rotary.py", "garbage.py",
@@ -72,8 +75,8 @@ def hash_of_parts(parts: tuple[str, ...]) -> str:
     """One hash over the code of some of our files, and of every file in some of our folders, of CUDA C++ too; a part may be a
     pattern."""
     digest = hashlib.sha256()
-    for path in sorted(files_of_parts(parts)):
-        digest.update(f"{path.relative_to(PACKAGE)}\n{code_of(path)}\n".encode())
+    for code in sorted(map(code_wherever_it_lies, files_of_parts(parts))):
+        digest.update(f"{code}\n".encode())
     return digest.hexdigest()[:16]
 
 

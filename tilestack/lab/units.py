@@ -5,7 +5,7 @@ def microseconds(value: float | None) -> str:
     if value is None:
         return "–"
     if value >= 1e4:
-        return f"{value / 1e3:.3g} ms" if value < 1e6 else f"{value / 1e6:.3g} s"
+        return f"{digits(value / 1e3)} ms" if value < 1e6 else f"{digits(value / 1e6)} s"
     return f"{value:.0f} µs" if value >= 100 else f"{value:.1f} µs"
 
 
@@ -25,5 +25,5 @@ def digits(value: float) -> str:
 def in_bytes(size: float) -> str:
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
-            return f"{size / factor:.3g} {unit}"
+            return f"{digits(size / factor)} {unit}"
     return f"{size:.0f} B"

@@ -7,6 +7,7 @@ from tilestack.models.checkpoints import load, locate, save
 from tilestack.models.config import ModelConfig
 from tilestack.models.decoder import Decoder
 from tilestack.models.generate import generate
+from tilestack.models.gguf_writer import save_gguf
 from tilestack.models.keys import ConfigError
 from tilestack.models.paged import PagedBatch, PagedCache
 from tilestack.models.weights import CheckpointError
@@ -24,4 +25,5 @@ __all__ = [
     "load",
     "locate",
     "save",
+    "save_gguf",
 ]

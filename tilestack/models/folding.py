@@ -11,8 +11,10 @@ them. Whatever makes those inputs must then make them smaller, which it can wher
     q_norm     ──►  q_up        of MLA's latents, the norms' weights
     kv_norm    ──►  kv_up
 
-Left out: mixtures of experts, whose norm the router reads too and whose weights are no linear layers; the values of MLA,
-which kv_up makes; families without a norm before (OLMo 2), whose q, k, gate are read from the residual stream; and the last
+The last holds in the feed-forward layer that all tokens of a mixture go through, too, and in each of its experts, which
+`quantise_experts` sees to.
+
+Left out: the norm before a mixture, which the router and all experts read; the values of MLA, which kv_up makes; families without a norm before (OLMo 2), whose q, k, gate are read from the residual stream; and the last
 norm and the head, as the head keeps its numbers. Norms of queries and keys, and norms of what a block adds, change nothing.
 """
 
@@ -103,8 +105,9 @@ def folds_of(layer: Layer) -> list[Fold]:
         first = attention.qkv.out_features - values
         copies = config.heads // config.kv_heads
         found.append(Fold("attention.output", attention.qkv, attention.output, first, values, copies, width))
-    if isinstance(mlp, MLP):
-        if layer.mlp_norm is not None:
-            found.append(Fold("mlp.gate_up", layer.mlp_norm, mlp.gate_up))
-        found.append(Fold("mlp.down", mlp.gate_up, mlp.down, mlp.down.in_features, mlp.down.in_features))
+    if isinstance(mlp, MLP) and layer.mlp_norm is not None:
+        found.append(Fold("mlp.gate_up", layer.mlp_norm, mlp.gate_up))
+    name, dense = ("mlp", mlp) if isinstance(mlp, MLP) else ("mlp.shared", mlp.shared)
+    if dense is not None:
+        found.append(Fold(f"{name}.down", dense.gate_up, dense.down, dense.down.in_features, dense.down.in_features))
     return found

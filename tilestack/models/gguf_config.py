@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tilestack.models.config import ModelConfig
 from tilestack.models.keys import ConfigError, shown
+from tilestack.ops.rope import llama3
 
 MODEL_TYPES = {
     "llama": "llama",
@@ -24,9 +26,35 @@ MODEL_TYPES = {
     "olmo2": "olmo2",
     "granite": "granite",
     "glm4": "glm4",
+    "qwen3moe": "qwen3_moe",
 }
+MIXTURES = ("llama", "qwen3moe")  # architectures that may have experts
 ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+ROPE_TABLE = "rope_freqs.weight"
+ROPE_TENSORS = (*ROPE_FACTORS, ROPE_TABLE)
 TOKENIZER = "tokenizer.ggml"
+# llama.cpp's keys by those of a config.json, where one is the other. Files are written by these tables too.
+SIZES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+}
+SPECIAL_IDS = dict(bos_token_id="bos_token_id", eos_token_id="eos_token_id", pad_token_id="padding_token_id")
+SOFT_CAPS = dict(attn_logit_softcapping="attn_logit_softcapping", final_logit_softcapping="final_logit_softcapping")
+MULTIPLIERS = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+}
+EPS, BASE, LOCAL_BASE = "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.freq_base_swa"
+KV_HEADS, HEAD_DIM, TURNED = "attention.head_count_kv", "attention.key_length", "rope.dimension_count"
+WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+SCALING, FACTOR, SCORE_FACTOR = "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor"
+TRAINED = "rope.scaling.original_context_length"
+EXPERTS, EXPERTS_USED, EXPERT_SIZE = "expert_count", "expert_used_count", "expert_feed_forward_length"
 
 
 class Settings:
@@ -38,7 +66,7 @@ class Settings:
     def get(self, key: str) -> Any:
         """What the file says, or None."""
         value = self.metadata.get(f"{self.architecture}.{key}")
-        return float(str(np.float32(value))) if isinstance(value, float) else value
+        return as_written(value) if isinstance(value, float) else value
 
     def need(self, key: str) -> Any:
         value = self.get(key)
@@ -47,38 +75,34 @@ class Settings:
         return value
 
 
+def as_written(value: float) -> float:
+    """A number of float32 as a person would have written it."""
+    return float(str(np.float32(value)))
+
+
 def config_of(metadata: Mapping[str, Any], stored: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ModelConfig:
     """From a file's metadata, its tensors as they are `stored`, and dequantised when one looks at them."""
     of, embedding = Settings(metadata), stored.get("token_embd.weight")
     if of.architecture not in MODEL_TYPES:
         raise ConfigError(f"GGUF files of {', '.join(MODEL_TYPES)} are read, not of {shown(of.architecture)}")
-    if "rope_freqs.weight" in stored:
-        raise ConfigError("the GGUF file scales RoPE by a table, rope_freqs.weight; load the model's original folder")
-    if of.get("expert_count"):
-        raise ConfigError(
-            f"the GGUF file is a mixture of {shown(of.get('expert_count'))} experts; load its original folder"
-        )
+    if of.get(EXPERTS) and of.architecture not in MIXTURES:
+        raise ConfigError(f"GGUF files of mixtures are read of {' and '.join(MIXTURES)}, not of {of.architecture}")
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError("the GGUF file lacks token_embd.weight, a row of numbers for each token")
     described = {
         "model_type": MODEL_TYPES[of.architecture],
         "vocab_size": int(embedding.shape[1]),
-        "hidden_size": of.need("embedding_length"),
-        "intermediate_size": of.need("feed_forward_length"),
-        "num_hidden_layers": of.need("block_count"),
-        "num_attention_heads": of.need("attention.head_count"),
-        "num_key_value_heads": of.get("attention.head_count_kv") or of.need("attention.head_count"),
+        **{name: of.need(key) for name, key in SIZES.items()},
+        "num_key_value_heads": of.get(KV_HEADS) or of.need(SIZES["num_attention_heads"]),
         "head_dim": head_dim_of(of),
-        "max_position_embeddings": of.need("context_length"),
-        "rms_norm_eps": of.need("attention.layer_norm_rms_epsilon"),
-        "rope_theta": of.get("rope.freq_base") or 10000.0,
+        "rms_norm_eps": of.need(EPS),
+        "rope_theta": of.get(BASE) or 10000.0,
         "partial_rotary_factor": rotary_factor_of(of),
         "rope_scaling": scaling_of(of, tensors),
         "tie_word_embeddings": "output.weight" not in stored,
         "attention_bias": "blk.0.attn_q.bias" in stored,
-        "bos_token_id": metadata.get(f"{TOKENIZER}.bos_token_id"),
-        "eos_token_id": metadata.get(f"{TOKENIZER}.eos_token_id"),
-        "pad_token_id": metadata.get(f"{TOKENIZER}.padding_token_id"),
+        "mlp_bias": "blk.0.ffn_down.bias" in stored or None,
+        **{name: metadata.get(f"{TOKENIZER}.{key}") for name, key in SPECIAL_IDS.items()},
         **OWN_SETTINGS.get(of.architecture, lambda of: {})(of),
     }
     return ModelConfig.from_hf({key: value for key, value in described.items() if value is not None})
@@ -87,12 +111,12 @@ def config_of(metadata: Mapping[str, Any], stored: Mapping[str, Any], tensors: M
 def head_dim_of(of: Settings) -> Any:
     hidden, heads = of.need("embedding_length"), of.need("attention.head_count")
     whole = isinstance(hidden, int) and isinstance(heads, int) and heads > 0
-    return of.get("attention.key_length") or (hidden // heads if whole else None)
+    return of.get(HEAD_DIM) or (hidden // heads if whole else None)
 
 
 def rotary_factor_of(of: Settings) -> float | None:
     """The share of a head that is turned; not a rounding error less, as what it makes of the head is rounded down."""
-    turned, head_dim = of.get("rope.dimension_count"), head_dim_of(of)
+    turned, head_dim = of.get(TURNED), head_dim_of(of)
     if not isinstance(turned, int) or not isinstance(head_dim, int) or head_dim < 1:
         return None
     factor = turned / head_dim
@@ -100,21 +124,44 @@ def rotary_factor_of(of: Settings) -> float | None:
 
 
 def scaling_of(of: Settings, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    """How RoPE is stretched: by a factor of the metadata, or by two tensors of factors (longrope)."""
-    trained = of.get("rope.scaling.original_context_length") or of.need("context_length")
+    """How RoPE is stretched: by a factor of the metadata, by two tensors of factors (longrope), or by one (llama3)."""
+    trained = of.get(TRAINED) or of.need("context_length")
     if all(name in tensors for name in ROPE_FACTORS):
-        short, long = (tensors[name].flatten().tolist() for name in ROPE_FACTORS)
-        return {
-            "rope_type": "longrope",
-            "short_factor": short,
-            "long_factor": long,
-            "original_max_position_embeddings": trained,
-            "attention_factor": of.get("rope.scaling.attn_factor"),
-        }
-    kind = of.get("rope.scaling.type") or "none"
+        short, long = (tensors[name] for name in ROPE_FACTORS)
+        return longrope(short, long, trained, of.get(SCORE_FACTOR))
+    if ROPE_TABLE in tensors:
+        table = tensors[ROPE_TABLE]
+        return llama3_of(table, of) or longrope(table, table, trained, 1.0)
+    kind = of.get(SCALING) or "none"
     if kind == "none":
         return None
-    return {"rope_type": kind, "factor": of.need("rope.scaling.factor"), "original_max_position_embeddings": trained}
+    return {"rope_type": kind, "factor": of.need(FACTOR), "original_max_position_embeddings": trained}
+
+
+def longrope(short: Tensor, long: Tensor, trained: Any, score_factor: float | None) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "short_factor": short.flatten().tolist(),
+        "long_factor": long.flatten().tolist(),
+        "original_max_position_embeddings": trained,
+        "attention_factor": score_factor,
+    }
+
+
+def llama3_of(table: Tensor, of: Settings) -> dict[str, Any] | None:
+    """What of Llama 3.1's way to stretch RoPE makes a table of factors, where it does: pairs that turn less than once in the
+    trained length are divided by the largest, those that turn four times by 1, and one between tells that length."""
+    factors, base = table.flatten().double(), of.get(BASE) or 10000.0
+    largest = float(factors.max()) if factors.numel() else 1.0
+    between = ((factors > 1.001) & (factors < largest / 1.001)).nonzero()
+    if not len(between) or not isinstance(base, float) or base <= 1:
+        return None
+    plain = base ** -(torch.arange(len(factors), dtype=torch.float64) / len(factors))
+    first = between[0, 0]
+    kept = (1 / factors[first] - 1 / largest) / (1 - 1 / largest)
+    found = {"rope_type": "llama3", "factor": as_written(largest), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    found["original_max_position_embeddings"] = round(float((3 * kept + 1) * 2 * math.pi / plain[first]))
+    return found if torch.allclose(plain / llama3(plain, found), factors, rtol=1e-5) else None
 
 
 def gemma(of: Settings, largest: int) -> dict[str, Any]:
@@ -124,34 +171,54 @@ def gemma(of: Settings, largest: int) -> dict[str, Any]:
         return {}  # refused where sizes are checked
     scalar = hidden // heads if of.need("block_count") == largest else head_dim_of(of)
     return {
-        "sliding_window": of.get("attention.sliding_window"),
+        "sliding_window": of.get(WINDOW),
         "query_pre_attn_scalar": scalar,
-        "attn_logit_softcapping": of.get("attn_logit_softcapping"),
-        "final_logit_softcapping": of.get("final_logit_softcapping"),
+        **{name: of.get(key) for name, key in SOFT_CAPS.items()},
     }
 
 
 def gemma3(of: Settings) -> dict[str, Any]:
-    pattern = of.get("attention.sliding_window_pattern")
-    by_layer = {
-        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern or ()] or None
-    }
-    given = by_layer if isinstance(pattern, list) else {"sliding_window_pattern": pattern}
-    return gemma(of, largest=62) | {"rope_local_base_freq": of.get("rope.freq_base_swa")} | given
+    """Layers have windows by a period, or each as a list says; without a size of windows none has."""
+    pattern = of.get(PATTERN)
+    given: dict[str, Any] = {"sliding_window_pattern": pattern}
+    if isinstance(pattern, list):
+        given = {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern] or None}
+    own = {"rope_local_base_freq": of.get(LOCAL_BASE), "sliding_window": of.get(WINDOW) or 0}
+    return gemma(of, largest=62) | own | given
 
 
 def phi3(of: Settings) -> dict[str, Any]:
     """Phi-4 is written with a window of 0, which is none."""
-    return {"sliding_window": of.get("attention.sliding_window") or None}
+    return {"sliding_window": of.get(WINDOW) or None}
 
 
 def granite(of: Settings) -> dict[str, Any]:
+    return {name: of.get(key) for name, key in MULTIPLIERS.items()}
+
+
+def llama(of: Settings) -> dict[str, Any]:
+    """With experts it is a Mixtral."""
+    if not of.get(EXPERTS):
+        return {}
+    used = of.need(EXPERTS_USED)
+    return {"model_type": "mixtral", "num_local_experts": of.get(EXPERTS), "num_experts_per_tok": used}
+
+
+def qwen3moe(of: Settings) -> dict[str, Any]:
+    """llama.cpp always lets the weights of a token's experts add up to one."""
     return {
-        "embedding_multiplier": of.get("embedding_scale"),
-        "residual_multiplier": of.get("residual_scale"),
-        "attention_multiplier": of.get("attention.scale"),
-        "logits_scaling": of.get("logit_scale"),
+        "num_experts": of.need(EXPERTS),
+        "num_experts_per_tok": of.need(EXPERTS_USED),
+        "moe_intermediate_size": of.need(EXPERT_SIZE),
+        "norm_topk_prob": True,
     }
 
 
-OWN_SETTINGS = {"gemma2": lambda of: gemma(of, largest=46), "gemma3": gemma3, "phi3": phi3, "granite": granite}
+OWN_SETTINGS = {
+    "llama": llama,
+    "qwen3moe": qwen3moe,
+    "gemma2": lambda of: gemma(of, largest=46),
+    "gemma3": gemma3,
+    "phi3": phi3,
+    "granite": granite,
+}

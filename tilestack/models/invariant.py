@@ -25,6 +25,7 @@ from tilestack.models.decoder import Decoder
 from tilestack.models.paged import PagedBatch, PagedCache
 from tilestack.ops.paged import rows_in_pages
 from tilestack.quant import QuantisedLinear
+from tilestack.quant.experts import QuantisedMoE
 
 TILE = 64  # queries and keys that a tile of attention has at most
 
@@ -43,7 +44,7 @@ def invariant_mode(device: torch.device) -> Iterator[None]:
 
 def why_not_invariant(decoder: Decoder) -> str:
     """What keeps a decoder from the mode; empty when nothing does."""
-    if any(isinstance(layer, QuantisedLinear) for layer in decoder.modules()):
+    if any(isinstance(layer, QuantisedLinear | QuantisedMoE) for layer in decoder.modules()):
         return "the model's weights are codes, and their products promise nothing"
     return (
         "the model's rotation depends on the length of the longest text beside it" if decoder.rotates_by_length else ""

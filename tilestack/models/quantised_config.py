@@ -172,7 +172,8 @@ METHODS = {"compressed-tensors": compressed_tensors, "fp8": fp8, "gptq": gptq, "
 
 
 def written_config(layers: Mapping[str, PlainCodes | PackedCodes], ignored: Iterable[str]) -> dict[str, Any]:
-    """The `quantization_config` of linear layers by their Hugging Face names, beside those that are no codes."""
+    """The `quantization_config` of linear layers by their Hugging Face names or patterns of these, beside those that are no
+    codes."""
     schemes = list(dict.fromkeys(layers.values()))
     formats = {format_name(each) for each in schemes}
     groups = {}

@@ -131,7 +131,7 @@ def adaptable(model: torch.nn.Module) -> dict[str, torch.nn.Linear | MoE]:
         if isinstance(module, torch.nn.Linear):
             found[path] = module
         elif isinstance(module, MoE):
-            found |= {f"{path}.{name}" if path else name: module for name in MoE.ADAPTABLE}
+            found |= {f"{path}.{name}" if path else name: module for name in module.ADAPTABLE}
     return found
 
 

@@ -33,7 +33,10 @@ class MoE(torch.nn.Module):
     gradients, `balance` holds its loads and losses.
     """
 
-    ADAPTABLE: ClassVar = ("gate_up", "down")  # the experts' parameters, which `add_lora` may put an adapter beside
+    ADAPTABLE: ClassVar[tuple[str, ...]] = (
+        "gate_up",
+        "down",
+    )  # the experts' parameters, which `add_lora` may put an adapter beside
 
     balance: Balance | None
     shared: MLP | None

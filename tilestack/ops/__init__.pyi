@@ -17,6 +17,7 @@ from tilestack.ops.gram import gram as gram, newton_schulz as newton_schulz
 from tilestack.ops.group_norm import group_norm as group_norm
 from tilestack.ops.grouped import grouped_linear as grouped_linear
 from tilestack.ops.grouped_fp8 import grouped_linear_fp8 as grouped_linear_fp8, grouped_outer_fp8 as grouped_outer_fp8
+from tilestack.ops.grouped_weight_only import grouped_linear_weight_only as grouped_linear_weight_only
 from tilestack.ops.kv_write import kv_write as kv_write, qkv_rope_write as qkv_rope_write
 from tilestack.ops.lookup import embedding as embedding
 from tilestack.ops.loss import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy

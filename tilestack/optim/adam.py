@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilestack.optim.definitions import adam_step, random_words
 from tilestack.optim.dynamic_map import CODES, decoded_state
-from tilestack.optim.multi_tensor import Factors, MultiTensor
+from tilestack.optim.multi_tensor import Factors, MultiTensor, walkable
 
 
 class AdamStep(MultiTensor):
@@ -64,16 +64,16 @@ class AdamStep(MultiTensor):
         return ("exp_avg", "exp_avg_sq", *amsgrad, *master)
 
     def _readable(self, param: Tensor, loaded: dict[str, Tensor]) -> dict[str, Tensor]:
-        """With moments in 8 bits decoded where this optimizer keeps them in full."""
-        for name in (name for name in CODES if name in loaded):
-            if loaded[name].dtype == torch.uint8 and self._state_dtype(param, name) != torch.uint8:
-                codes = self._laid_like(param, name, loaded[name], torch.uint8)
-                loaded[name] = decoded_state(codes, loaded[CODES[name]].to(param.device), name)
+        """With moments in 8 bits decoded where this optimizer keeps them in full, or in blocks of other elements."""
+        for name in (name for name in CODES if name in loaded and loaded[name].dtype == torch.uint8):
+            if self._state_dtype(param, name) != torch.uint8 or not in_one_order(loaded[name], param):
+                codes, scales = (loaded[each].to(param.device) for each in (name, CODES[name]))
+                loaded[name] = decoded_state(walkable(codes), scales, name)
         return {name: value for name, value in loaded.items() if name not in CODES.values()}
 
     def _in_full(self, param: Tensor, name: str) -> Tensor:
         state, value = self.state[param], super()._in_full(param, name)
-        return decoded_state(value, state[CODES[name]], name) if value.dtype == torch.uint8 else value
+        return decoded_state(value, state.pop(CODES[name]), name) if value.dtype == torch.uint8 else value
 
     def _start(self, state: dict[str, Any], param: Tensor, name: str) -> None:
         state[name] = torch.zeros_like(param, dtype=self._state_dtype(param, name))
@@ -129,3 +129,10 @@ class AdamW(AdamStep, torch.optim.AdamW):
     """torch.optim.AdamW with its arguments and checkpoints, plus those of `tilestack.optim.Adam`."""
 
     name = "adamw"
+
+
+def in_one_order(x: Tensor, model: Tensor) -> bool:
+    """Whether the elements of x lie in memory in the order of those of a state of the model."""
+    like = torch.empty_like(model, device="meta")
+    sides = zip(x.shape, x.stride(), like.stride(), strict=False)
+    return x.shape == like.shape and all(one == other for size, one, other in sides if size > 1)

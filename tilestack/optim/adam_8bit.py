@@ -69,10 +69,13 @@ class AdamW8bit(AdamW):
         return super()._adopt(param, name, value)
 
     def _define(self, group: dict[str, Any], param: Tensor, ordinal: int, factor: float) -> None:
+        state = self._state(group, param)
+        for name in CODES:  # the parameter may have been cast to float64, or from it
+            if (state[name].dtype == torch.uint8) != self._quantised(param):
+                state[name] = self._adopt(param, name, self._in_full(param, name))
         if not self._quantised(param):
             return super()._define(group, param, ordinal, factor)
         assert param.grad is not None
-        state = self._state(group, param)
         words = self._draw(param, ordinal)
         unpacked = dict(state)
         for name, scales in CODES.items():

@@ -270,6 +270,7 @@ class MultiTensor(torch.optim.Optimizer):
             like = torch.empty_like(param, dtype=dtype, device="meta")
             if (value.shape, value.stride(), value.dtype) != (like.shape, like.stride(), dtype):
                 self.state[param][name] = self._adopt(param, name, self._in_full(param, name))
+                self._tables.forget()  # where this parameter was before, its states are no longer as they were
 
     def _in_full(self, param: Tensor, name: str) -> Tensor:
         """The values of a state."""

@@ -205,6 +205,12 @@ def written_format(scheme: Scheme, codes: Codes) -> PlainCodes | PackedCodes:
     groups = codes.scale.shape[1]
     if not scheme.blocks:
         scheme = replace(scheme, group=0 if groups == 1 else inner // groups, symmetric=codes.zero is None)
+    return format_of_scheme(scheme)
+
+
+def format_of_scheme(scheme: Scheme) -> PlainCodes | PackedCodes:
+    """How codes are written whose groups are as their scheme has them, also where a row is one group: of all experts of a
+    model, others read one size of groups."""
     plain = scheme.weights == "fp8" or scheme.activations
     return PlainCodes(scheme) if plain else PackedCodes(scheme)
 

@@ -49,7 +49,7 @@ def gptq(weight: Tensor, moments: Tensor, scheme: Scheme, damping: float = DAMPI
             columns[at] = rounded
             columns[at + 1 : end].addmm_(factor[at, at + 1 : end, None], errors[at - begin, None], alpha=-1)
         columns[end:].addmm_(factor[begin:end, end:].T, errors, alpha=-1)
-    return grid.encode(columns[torch.argsort(order)].T)
+    return grid.encode(columns[torch.argsort(order)].T.contiguous())
 
 
 def inverse_factor(moments: Tensor, damping: float) -> Tensor:

@@ -37,11 +37,6 @@ class QuantisedLinear(Linear):
             return product(rows.view(input.shape), self.codes, scale, self.product_scale, self.bias, dtype=dtype)
         return ops.linear_weight_only(input, self.codes, self.code_scale, self.code_zero, self.bias)
 
-    def split(self, rows: list[int]) -> list[Codes]:
-        """The codes of each of several matrices that lie one below the other, by how many rows they have."""
-        parts = [[None] * len(rows) if each is None else each.split(rows) for each in self.kept]
-        return [Codes(*some) for some in zip(*parts, strict=True)]  # type: ignore[arg-type]
-
     @property
     def kept(self) -> Codes:
         return Codes(self.codes, self.code_scale, self.code_zero)

@@ -11,6 +11,7 @@ Checkpoints have more than these: other groups, zero points, and fp8 with a scal
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,6 +36,15 @@ class Codes(NamedTuple):
         groups = (unpack_int4(self.codes) if packed else self.codes).float().unflatten(1, (self.scale.shape[1], -1))
         zeros = (CENTRE if packed else 0) if self.zero is None else self.zero.float()[..., None]
         return ((groups - zeros) * self.scale.float()[..., None]).flatten(1)
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> "Codes":
+        """What a function makes of each of the tensors that are there."""
+        return Codes(*(None if tensor is None else function(tensor) for tensor in self))  # type: ignore[arg-type]
+
+    def split(self, rows: list[int]) -> list["Codes"]:
+        """The codes of each of several matrices that lie one below the other, by how many rows they have."""
+        parts = [[None] * len(rows) if each is None else each.split(rows) for each in self]
+        return [Codes(*some) for some in zip(*parts, strict=True)]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

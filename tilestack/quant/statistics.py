@@ -41,3 +41,19 @@ class InputStatistics:
         if not bool(torch.isfinite(self.kept).all()):
             raise ValueError(f"the inputs of {name} are not finite: the model overflows on the calibration texts")
         return self.kept if self.kind == "largest" else self.kept / self.count
+
+
+def scaled_statistics(found: Tensor, scale: Tensor) -> Tensor:
+    """What is known of inputs once they are divided by a scale, of largest magnitudes or of second moments."""
+    scale = scale.to(found)
+    return found / scale if found.ndim == 1 else found / torch.outer(scale, scale)
+
+
+def shrunk(found: Tensor, rows: int) -> Tensor:
+    """Second moments as they are best believed when they are of few rows: n rows of K inputs show products of two inputs that
+    are no rule, so these count n / (n + K). Without it GPTQ of about as many rows as inputs does worse than rounding to nearest
+    where inputs are independent; with it, it did not for any number of rows that was tried, and no worse where they are not."""
+    if found.ndim == 1:
+        return found
+    diagonal = torch.diag(found.diagonal())
+    return diagonal + (found - diagonal) * (rows / (rows + len(found)))

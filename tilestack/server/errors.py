@@ -100,7 +100,7 @@ def naming(fields: Mapping[str, str]) -> Iterator[None]:
     """Tell of a field by the name that it has in another API than OpenAI's chats."""
     try:
         yield
-    except ApiError as problem:
+    except (ApiError, RequestError) as problem:
         problem.param = fields.get(problem.param or "", problem.param)
         raise
 

@@ -46,12 +46,19 @@ async def chat_ids(
         variables["reasoning_effort"] = options.reasoning_effort
     messages = [template_message(message) for message in conversation]
     continues = bool(options.continue_final_message)
+    if continues and messages[-1].get("tool_calls"):  # written after what it says, and so they would be cut off
+        raise refuse(
+            "the last message ends with calls of functions, and cannot be continued; give their results after it",
+            "continue_final_message",
+        )
     begins = options.add_generation_prompt is not False and not continues
 
     def encode() -> list[int]:
         for name in {"tools", "reasoning_effort"} & set(variables):
             if not tokenizer.template_reads(name):
                 raise refuse(f"the chat template of this model takes no {name}", name, "unsupported_parameter")
+        if any("tool_calls" in each for each in messages) and not tokenizer.template_reads("tool_calls"):
+            raise refuse("the chat template of this model writes no calls of tools, and messages have some", "messages")
         if continues:
             text = up_to_last_word(tokenizer, messages, variables)
         else:

@@ -7,7 +7,7 @@ continued; what is operational can.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -233,6 +233,13 @@ class Lora:
     alpha: float = setting(16.0, "what adapters are multiplied by, divided by their rank", above=0)
     dropout: float = setting(0.0, "share of an adapter's inputs that is dropped in training", low=0, high=0.9)
     targets: tuple[str, ...] = setting(("layers.*",), "patterns of the linear layers that get one")
+
+    def __post_init__(self) -> None:
+        usual = {field.name: field.default for field in fields(self)}
+        if not self.rank and (set_ := [name for name in usual if getattr(self, name) != usual[name]]):
+            raise RecipeError(
+                f"lora.{set_[0]} has no meaning where lora.rank is 0, which trains the model itself; set lora.rank, such as 16"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Which backend, in which configuration, was fastest where: the tables that `auto` asks on CUDA, one per GPU, made from
-measured results.
+measured results; and what it takes on a CPU.
 
 `tables/<gpu>.json` holds, for every operator, backends best first, `triton:tall` for one in its configuration `tall`: by
 dtype and bucket of sizes, of forward and backward together and of the forward alone, which is all that calls without
@@ -52,6 +52,8 @@ UNMEASURED: dict[str, list[str]] = {
     "cross_entropy_gradient_fp8_tiles": ["gluon"],
 }
 
+ON_CPU = ["aten"]  # one vectorised pass, where a definition is several; without it, or where it refuses, the definition
+
 BUCKET = re.compile(r"(\d+(x\d+)*)?( \S+)*")  # powers of two, then words; see `bucket_of`
 Entry = dict[str, Any]  # "default": backends, and each dtype: bucket to backends
 
@@ -63,6 +65,8 @@ def install() -> None:
 
 def preferred(op: Operator, arguments: dict[str, Any], device: torch.device, with_gradient: bool) -> list[str]:
     """The backends of a call, fastest first; empty where nothing is known."""
+    if device.type != "cuda":
+        return ON_CPU
     return look_up(known_of(gpu_slug(torch.cuda.get_device_name(device))), op, arguments, with_gradient)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_up import MACHINE, contest, large_result, many_proofs, proof, small_result
+from made_up import MACHINE, contest, large_result, many_proofs, proof, row, small_result
 
 from tilestack.extras import MissingExtra
 from tilestack.lab.report.page import COLOURS, Section, colour, plot, table
@@ -313,6 +313,13 @@ def test_what_was_measured_on_an_older_source_says_so_and_a_draw_is_no_win(tmp_p
     ours = next(row for row in table_rows(section(page, "this-machine-every-measurement")) if row[2] == "triton")
     assert (ours[9], ours[-1]) == ("1.03× equal", "older source, 0ld0000")
     assert "0 of 1</b><span>cases won, 0 lost, 1 equal" in page
+
+
+def test_a_slower_backend_of_ours_says_so_too(tmp_path):
+    rungs = [row("linear", "8x8x8xplain", "gluon", 50.0), row("linear", "8x8x8xplain", "triton", 90.0, source="another", commit="0ld0000")]  # fmt: skip
+    page = written(tmp_path, [replace(small_result(), rows=rungs)], [], MACHINE)
+    notes = {row[2]: row[-1] for row in table_rows(section(page, "this-machine-every-measurement"))}
+    assert notes == {"gluon": "–", "triton": "older source, 0ld0000"}
 
 
 def test_proofs_kept_of_a_gpu_stand_under_its_name(tmp_path):

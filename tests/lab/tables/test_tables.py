@@ -52,6 +52,19 @@ def test_a_ladder_has_a_column_per_backend(root):
     assert "not measured yet" in table("ladder unknown linear triton,aten", root)
 
 
+def test_a_rung_of_a_ladder_is_marked_for_itself(root):
+    """A faster rung of the present source does not speak for one that has changed since, nor does one that is not shown."""
+    small = small_result()
+    (case,) = {row["case"] for row in small.rows if row["op"] == "linear"}
+    old = dict(source="0" * 16)
+    rungs = [row("linear", case, "triton_naive", 800.0, commit="01d1234", **old), row("linear", case, "gluon", 200.0)]
+    save(root, replace(small, rows=[*small.rows, *rungs, row("linear", case, "gluon_few_rows", 100.0, **old)]))
+    written = table("ladder imaginary linear triton_naive,triton,gluon,aten", root)
+    _, _, only = cells(written)
+    assert [cell.endswith(" †") for cell in only] == [False] * 3 + [True, False, False, False]
+    assert written.endswith("outdated until measured again; at commit 01d1234 `linear`._")
+
+
 def test_training_has_a_line_per_candidate_and_stays_out_of_the_headline(root):
     steps = [
         row("train", "tiny, 2x8", name, time, tokens_per_s=16e6 / time, ratio_to_best_peer=ratio, peak_mib=2048.0)
@@ -422,8 +435,20 @@ def test_the_summary_shows_each_groups_median_case_and_the_weakest_operators(roo
     save(root, replace(gpu, rows=old))
     _, _, _, _, third, *_ = cells(written := table("summary imaginary cpu softmax", root))
     assert third[0] == "`softmax` †"
+    assert "3 comparisons †: 1 won" in written
     assert written.endswith("_† some of these cases were measured on an earlier version of the code._")
     assert "not measured yet" in table("summary h100 unknown softmax", root)
+
+
+def test_what_all_operators_come_to_is_marked_where_no_line_shows_what_is_old(root, monkeypatch):
+    monkeypatch.setattr("tilestack.lab.tables.summary.WEAKEST", 0)
+    gpu = small_result()
+    old = [row | {"source": "older"} if row["op"] == "linear" else row for row in gpu.rows]
+    save(root, replace(gpu, rows=old))
+    _, _, *lines = cells(written := table("summary imaginary unknown softmax", root))
+    assert [line[0] for line in lines] == ["`softmax`"]
+    assert "3 comparisons †: 1 won" in written
+    assert written.endswith("_† some of these cases were measured on an earlier version of the code._")
 
 
 def test_many_commits_are_counted_and_few_are_named(root):

@@ -65,6 +65,26 @@ def test_a_copy_whose_lanes_are_some_elements_apart_needs_that_share_of_its_sect
     assert total_in_words(recording) == "8.19 kB asked for, 1.00× what the operator has to move (8.19 kB)"
 
 
+@triton.jit
+def copy_and_count_kernel(x_ptr, out_ptr, counts_ptr, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + place, tl.load(x_ptr + place))
+    if tl.atomic_add(counts_ptr, 1) == tl.num_programs(0) - 1:
+        tl.store(counts_ptr, 0)
+
+
+def test_atomics_and_stores_of_one_tensor_are_counted_apart():
+    def copy(x):
+        out, counts = torch.empty_like(x), torch.zeros(3, dtype=torch.int32)
+        copy_and_count_kernel[(4,)](x, out, counts, BLOCK=16)
+        return out
+
+    recording = record_mine(ops.copy, copy, (64,))
+    found = [count(recording, "counts_ptr", kind) for kind in ("atomic", "store")]
+    assert [(each.asked, each.distinct, each.times) for each in found] == [(16, 4, 4.0), (4, 4, 1.0)]
+    assert recording.launches[0].writes[2].tolist() == [5, 0, 0]
+
+
 def test_steps_are_in_order_with_their_elements_lines_and_masks():
     launch = record_mine(ops.copy, copy_by(1), (50,)).launches[0]
     assert (launch.kernel, launch.grid, launch.executed, launch.what_is_kept) == ("copy_kernel", (2, 1, 1), 2, "")

@@ -57,6 +57,21 @@ def test_a_message_is_answered(ask, fake, prompts):
     assert ask.post("/messages", json=ASKED).json()["stop_reason"] == "end_turn"
 
 
+def test_a_turn_that_ends_with_a_call_is_not_continued(ask, fake):
+    """What a template writes of the call would be cut off, and the model never know of it."""
+    use = {"type": "tool_use", "id": "a", "name": "get_weather", "input": {"city": "Oslo"}}
+    turn = {"role": "assistant", "content": [{"type": "text", "text": "I will look."}, use]}
+    refused = ask.post("/messages", json=ASKED | {"messages": [*ASKED["messages"], turn], "tools": [WEATHER]})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "messages")
+    assert "give their results" in error["message"]
+    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
+    talk = [*CHAT["messages"], {"role": "assistant", "content": "I will look.", "tool_calls": [call]}]
+    refused = ask.post("/chat/completions", json={"messages": talk, "continue_final_message": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
+    assert not fake.submitted
+
+
 def test_a_tool_is_used_and_its_result_told(ask, fake, prompts):
     fake.says = lambda prompt: "It rains in Oslo." if "tool\nrain" in prompt else THOUGHT + CALL
     answer = ask.post("/messages", json=ASKED | {"tools": [WEATHER]}).json()
@@ -165,6 +180,7 @@ def test_tokens_are_counted(ask, fake):
         ({"tool_choice": {"type": "tool"}}, "tool_choice", "has a name"),
         ({"output_config": {"effort": "low"}}, "output_config.effort", "takes no reasoning_effort"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"enum": ["x" * 70000]}}}}, "output_config.format", "characters"),
+        ({"stop_sequences": [""]}, "stop_sequences", "must not be empty"),
         ({"container": "x"}, "container", "container is not supported"),
         ({"temperature": -1}, "temperature", "between 0 and 100"),
     ],

@@ -40,6 +40,7 @@ def here(tokenizer):
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input.0.content.0", "'input_file' is not supported"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input.0.role", "wizard"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input.0.encrypted_content", "leave it out"),
+        ({"input": [{"role": "user", "content": "x", "id": "same"}] * 2}, "input", "the item 'same' is twice in the conversation"),
         ({"input": [NO_CALL]}, "input", "no call before it has the call_id 'c1'"),
         ({"input": [{"type": "function_call", "call_id": "c1", "name": "f", "arguments": "["}]}, "input", "not a JSON object"),
         *(({"tools": [{"type": kind}]}, "tools.0", f"'{kind}' is not supported") for kind in ("web_search", "file_search", "code_interpreter", "mcp", "custom")),

@@ -232,6 +232,9 @@ def test_items_are_referred_to_by_their_ids(ask, prompts):
     assert second.output_text in prompts()[-1]
     with pytest.raises(openai.NotFoundError, match="no stored item 'mine'"):  # whose response is deleted
         ask.responses.create(model="fake", input=items)
+    everything = [{"id": "mine"}, {"id": second.output[0].id}, {"role": "user", "content": "again"}]
+    with pytest.raises(openai.BadRequestError, match=r"the item 'msg_.*' is twice in the conversation"):
+        ask.responses.create(model="fake", input=everything[1:], previous_response_id=second.id)
     with pytest.raises(openai.NotFoundError, match="no stored item 'other'"):
         ask.responses.create(model="fake", input=[{"type": "item_reference", "id": "other"}])
 

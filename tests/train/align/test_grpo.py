@@ -380,6 +380,8 @@ def test_rewards_come_from_a_file(tmp_path):
         ("def score(task, text): return text[99]", "score", "failed on .*IndexError"),
         ("def score(task, text): return 1", "scored", "has no function scored"),
         ("score = (", "score", "cannot be run: SyntaxError"),
+        ("raise SystemExit(0)", "score", "cannot be run: SystemExit: 0"),
+        ("def score(task, text): raise SystemExit(0)", "score", "failed on .*SystemExit"),
     ],
 )
 def test_a_reward_that_cannot_be_used_is_named(tmp_path, code, name, message):
@@ -405,6 +407,16 @@ def test_system_prompts_and_messages_are_part_of_a_task(tmp_path):
     assert second.startswith("<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\nHi")
     assert second.endswith("2 + 2?<|im_end|>\n<|im_start|>assistant\n")
     assert objective.tasks[1].prompt == "2 + 2?"
+
+
+def test_tools_of_a_task_are_told_to_the_model(tmp_path):
+    rows, tools = tmp_path / "tasks.jsonl", [{"type": "function", "function": {"name": "add"}}]
+    rows.write_text(json.dumps({"prompt": "1 + 1?", "answer": "2", "tools": tools}) + "\n")
+    data = {"corpus": "files", "files": [str(rows)], "validation": 0.0, "examples": 0, "sequence": 256}
+    objective = grpo(decoder(), data=data)
+    told = tokenizer().decode(objective.prompt(objective.tasks[0]), special=True)
+    assert told == tokenizer().chat([{"role": "user", "content": "1 + 1?"}], tools=tools, add_generation_prompt=True)
+    assert '"name": "add"' in told
 
 
 @pytest.mark.parametrize("average", ["token", "sequence"])

@@ -1,6 +1,7 @@
 """Evaluation against likelihoods written out: each token once, however windows and batches fall."""
 
 import math
+import re
 
 import pytest
 import tiny_models as tiny
@@ -136,6 +137,20 @@ def test_spaces_between_context_and_text_belong_to_the_text():
 def test_a_text_without_a_context_follows_the_token_of_a_beginning():
     letters = Letters()
     assert continuation(letters, "", "it") == Scored([letters.eos, *letters.encode("it")], [0, 1, 1])
+
+
+def test_a_text_that_shares_its_first_token_with_the_context_follows_the_token_of_a_beginning():
+    """Nothing would be scored else, and no choice be as likely as that."""
+
+    class Pairs(Letters):
+        def encode(self, text, *, bare=False):
+            return [60 if part == "ab" else self.known.index(part) for part in re.findall("ab|.", text)]
+
+    model, pairs = Bigrams(), Pairs()
+    assert continuation(pairs, "a", "b") == Scored([pairs.eos, 60], [0, 1])
+    joined, apart = score(model, [continuation(pairs, "a", text) for text in "bc"], "cpu")
+    assert (joined.tokens, apart.tokens) == (1, 1)
+    assert joined.log_prob == pytest.approx(model.log_prob([pairs.eos, 60]), rel=1e-5)
 
 
 @pytest.mark.parametrize(

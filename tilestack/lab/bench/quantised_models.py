@@ -19,6 +19,7 @@ from tilestack.lab import machine, results
 from tilestack.models.checkpoints import CONFIG, read_json
 from tilestack.models.quantise import quantise
 from tilestack.quant import SCHEMES, QuantisedLinear
+from tilestack.quant.experts import QuantisedMoE
 from tilestack.quant.methods import METHODS, default_method
 from tilestack.train.evaluation.comparison import Comparison, Window, compare, remember, take_windows
 from tilestack.train.evaluation.evaluate import Estimate, whole_document
@@ -56,9 +57,12 @@ def held_out_windows(sources: Iterable[str], tokenizer: data.Tokenizer, length: 
 
 def size_of_decoder(decoder: models.Decoder) -> Size:
     """The size of a decoder as it is stored."""
-    layers = [layer for layer in decoder.modules() if isinstance(layer, QuantisedLinear)]
-    codes = sum(bytes_of(part) for layer in layers for part in layer.kept if part is not None)
-    weights = sum(layer.weight.numel() for layer in layers)
+    found = [(layer.weight, layer.kept) for layer in decoder.modules() if isinstance(layer, QuantisedLinear)]
+    for layer in decoder.modules():
+        if isinstance(layer, QuantisedMoE):
+            found += [(getattr(layer, name), stack) for name, stack in layer.stacks.items()]
+    codes = sum(bytes_of(part) for _, kept in found for part in kept if part is not None)
+    weights = sum(weight.numel() for weight, _ in found)
     others = sum(bytes_of(parameter) for parameter in decoder.parameters() if not parameter.is_meta)
     return Size(8 * codes / weights if weights else 8.0 * decoder.embedding.weight.element_size(), codes + others)
 

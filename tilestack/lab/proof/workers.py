@@ -229,14 +229,15 @@ def load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         raise ValueError(f"{path}:{line_of_error(problem, path)}: {type(problem).__name__}: {problem}") from problem
     return module
 
 
-def line_of_error(problem: Exception, path: Path) -> int:
+def line_of_error(problem: BaseException, path: Path) -> int:
     """The line of a file that an error came from, or in which it could not be read."""
     if isinstance(problem, SyntaxError):
         return problem.lineno or 1
-    lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if Path(frame.filename) == path]
+    frames = traceback.extract_tb(problem.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename) == path.absolute()]
     return next((line for line in reversed(lines) if line), 1)

@@ -178,7 +178,8 @@ def measurement(contest: Contest, row: dict[str, Any], units: Units) -> dict[str
         tone = {FASTER: "good", SLOWER: "bad"}.get(contest.verdict, "muted")
         said = "" if contest.verdict in (FASTER, SLOWER) else f" <small>{contest.verdict}</small>"
         against = (f'<b class="{tone}">{times(contest.ratio)}{said}</b>', contest.ratio)
-    old = f"older source, {contest.commit}" if row is contest.ours and contest.stale else ""
+    alone = contest.only(row["backend"])
+    old = f"older source, {alone.commit}" if alone.stale else ""
     notes = "; ".join(filter(None, (row.get("note"), old)))
     return {
         "operator": f"{text(contest.op)} <small>{text(contest.direction)}</small>",

@@ -1,4 +1,6 @@
-"""Serving measured: `bench_http` for what HTTP costs, `load/` to ask any server, `serve_steps` for the profiler.
+"""Serving measured.
 
-The benchmark of engines lies one folder above, since the rows measured of them are hashed with its files by path.
+engines   `bench_serve` compares engines (`serve_candidates`) on workloads made by code (`serve_workloads`), and `serve_steps`
+          hands single steps of ours to the profiler
+servers   `bench_http` says what HTTP costs, `load/` asks any server
 """

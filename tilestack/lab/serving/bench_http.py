@@ -28,8 +28,8 @@ from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.engine import LLM, AsyncEngine, Engine, EngineSettings, Request, SamplingParams
 from tilestack.lab.bench.timing import one_thread_on
-from tilestack.lab.bench_serve import QWEN3, SMALL, name_of
 from tilestack.lab.labels import dtype_name
+from tilestack.lab.serving.bench_serve import QWEN3, SMALL, name_of
 from tilestack.lab.serving.load import Ask, make_workload
 from tilestack.lab.serving.load.workload import IDS, parse_length
 from tilestack.lab.stale import HTTP, is_current, present_source

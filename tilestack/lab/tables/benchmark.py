@@ -127,8 +127,8 @@ def over_cases(found: list[Means]) -> str:
 
 
 def ladder(found: list[Contest], op: str, names: str) -> str:
-    """The rates of the named backends side by side, a line for each case that at least two of them were timed on. One
-    that was timed on none of those has no column; a line below the table names it."""
+    """The rates of the named backends side by side, a line for each case that at least two of them were timed on, each with a
+    dagger of its own. One that was timed on none of those has no column; a line below the table names it."""
     wanted = names.split(",")
     chosen = []
     for contest in (c for c in found if c.op == op):
@@ -140,13 +140,17 @@ def ladder(found: list[Contest], op: str, names: str) -> str:
     timed = [name for name in wanted if any(name in by_backend for _, by_backend in chosen)]
     rows = []
     for contest, by_backend in chosen:
-        rates = [rate(contest, by_backend[name]) if name in by_backend else "–" for name in timed]
-        rows.append([marked(contest.label, [contest]), contest.dtype, contest.direction, *rates])
+        rates = [
+            marked(rate(contest, by_backend[name]), [contest.only(name)]) if name in by_backend else "–"
+            for name in timed
+        ]
+        rows.append([contest.label, contest.dtype, contest.direction, *rates])
     header = ["case", "dtype", "direction", *(f"`{name}`" for name in timed)]
     untimed = ", ".join(f"`{name}`" for name in wanted if name not in timed)
     note = f"\n\n_Not measured yet: {untimed}._" if untimed else ""
     used = [contest for contest, _ in chosen]
-    return markdown(header, rows, left=3) + note + "\n\n" + stamps(used) + older(used)
+    rungs = [contest.only(name) for contest, by_backend in chosen for name in by_backend]
+    return markdown(header, rows, left=3) + note + "\n\n" + stamps(used) + older(rungs)
 
 
 def layers(found: list[Contest]) -> str:

@@ -65,7 +65,7 @@ def summary(folder: Path, gpu: str, cpu: str, names: str) -> str:
         over_all(operators, worst),
         measured_where(folder, [gpu, cpu], runs, shown + operators),
     ]
-    if any(line.stale for line in shown):
+    if any(line.stale for line in shown + operators):
         parts.append(f"_{OLD} some of these cases were measured on an earlier version of the code._")
     return "\n\n".join(filter(None, parts))
 
@@ -99,7 +99,8 @@ def over_all(operators: list[Line], worst: list[str]) -> str:
     found = score(line.verdict for line in operators)
     number = len({line.group for line in operators})
     mean = mean_ratio([line.ratio for line in operators])
-    return f"_All {number} operators and optimizers with a peer, {found.met} comparisons: {found.won} won, {found.equal} equal, {found.lost} lost; geometric mean {times(mean)}. Lowest mean: {', '.join(worst)}._"
+    mark = f" {OLD}" if any(line.stale for line in operators) else ""
+    return f"_All {number} operators and optimizers with a peer, {found.met} comparisons{mark}: {found.won} won, {found.equal} equal, {found.lost} lost; geometric mean {times(mean)}. Lowest mean: {', '.join(worst)}._"
 
 
 def line_of(contest: Contest) -> Line | None:

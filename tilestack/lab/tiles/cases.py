@@ -13,7 +13,7 @@ from tilestack.lab.compile.explain import elements
 from tilestack.lab.proof.evaluate import EVALUATE
 from tilestack.lab.proof.variants import LAYOUTS
 from tilestack.lab.proof.verify import Claim
-from tilestack.lab.tiles.record import PROGRAMS_KEPT, record
+from tilestack.lab.tiles.record import INTERRUPTED, PROGRAMS_KEPT, record
 from tilestack.lab.tiles.steps import Recording
 
 CPU = torch.device("cpu")
@@ -53,11 +53,12 @@ def record_call(
 
 
 def first_telling(claims: Sequence[Claim], programs: int) -> Recording:
-    """The first recording in which a kernel shares its work among programs; the first of all where there is none."""
+    """The first recording in which a kernel shares its work among programs, or that a person ended; the first of all where
+    there is none."""
     recordings = []
     for claim in claims:
         recordings.append(record(claim, programs))
-        if any(math.prod(launch.grid) > 1 for launch in recordings[-1].launches):
+        if recordings[-1].error == INTERRUPTED or any(math.prod(launch.grid) > 1 for launch in recordings[-1].launches):
             return recordings[-1]
     if not any(recording.launches or recording.error for recording in recordings):
         operator, name = claims[0].operator, claims[0].implementation.backend

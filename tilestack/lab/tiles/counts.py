@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tilestack.lab.labels import case_label, dtype_name
-from tilestack.lab.tiles.steps import LOAD, Launch, Recording
+from tilestack.lab.tiles.steps import Launch, Recording
 from tilestack.lab.units import in_bytes
 
 NOTABLE = 1.5  # times an element is touched, and times the sectors that had to be, from which on they are coloured
@@ -24,7 +24,7 @@ class Count:
     kind: str
     steps: int
     asked: int  # bytes, of all lanes that are on
-    distinct: int  # bytes of the elements that were touched at all
+    distinct: int  # bytes of the elements that were touched so at all
     times: float  # that an element which was touched was touched on average
     masked: float  # share of the lanes
     sectors: int
@@ -46,7 +46,7 @@ def counts_of_launch(number: int, launch: Launch) -> list[Count]:
     found = []
     for (place, kind), tally in sorted(launch.tallies.items()):
         region = launch.regions[place]
-        touched = (launch.reads if kind.endswith(LOAD) else launch.writes)[place]
+        touched = launch.touches[place, kind]
         elements = int((touched > 0).sum())
         found.append(
             Count(

@@ -38,6 +38,7 @@ from tilestack.lab.tiles.steps import ATOMIC, DESCRIPTOR, LOAD, STORE, Launch, L
 
 PROGRAMS_KEPT = 256  # of a launch, to be shown
 LANES_KEPT = 1 << 19  # of a launch's loads and stores together
+INTERRUPTED = "interrupted"  # by Ctrl-C
 OURS = (os.path.dirname(triton.__file__) + os.sep, interpreted.__file__, __file__)  # frames that are no kernel's
 
 
@@ -64,7 +65,7 @@ def record(claim: Claim, programs: int = PROGRAMS_KEPT, lanes: int = LANES_KEPT)
             with recorder.recording(Memory(guarded.spans), given):
                 EVALUATE[claim.direction](call, claim.operator, arguments, claim.variant)
     except KeyboardInterrupt:
-        recording.error = "interrupted"
+        recording.error = INTERRUPTED
     except Exception as failure:
         while isinstance(failure, InterpreterError) and isinstance(failure.__cause__, Exception):
             failure = failure.__cause__

@@ -2,7 +2,7 @@
 
 Recording ─▶ Launch ─▶ Program ─▶ Step        the first of them, to be shown
                ├─▶ Tally                      sums over all steps of a kind on a region
-               └─▶ reads, writes              by element of a region, how often
+               └─▶ touches                    the same by element, how often
 """
 
 from dataclasses import dataclass, field
@@ -77,10 +77,7 @@ class Launch:
     begins: Line  # its `def`
     grid: tuple[int, int, int]
     regions: list[Region] = field(default_factory=list)
-    reads: list[np.ndarray] = field(
-        default_factory=list
-    )  # of a region, how often each element was loaded, by all programs
-    writes: list[np.ndarray] = field(default_factory=list)  # or stored
+    touches: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)  # how often each element, by all programs
     programs: list[Program] = field(default_factory=list)  # those that are kept
     executed: int = 0
     tallies: dict[tuple[int, str], Tally] = field(default_factory=dict)
@@ -91,17 +88,32 @@ class Launch:
     def add_region(self, region: Region) -> int:
         """Take up another region; answers its number."""
         self.regions.append(region)
-        self.reads.append(np.zeros(region.size, np.int64))
-        self.writes.append(np.zeros(region.size, np.int64))
         return len(self.regions) - 1
+
+    @property
+    def reads(self) -> list[np.ndarray]:
+        """Of each region, how often each element was loaded in whatever way."""
+        return [self.times_touched(place, loaded=True) for place in range(len(self.regions))]
+
+    @property
+    def writes(self) -> list[np.ndarray]:
+        """The same of what was stored."""
+        return [self.times_touched(place, loaded=False) for place in range(len(self.regions))]
+
+    def times_touched(self, region: int, loaded: bool) -> np.ndarray:
+        ways = [
+            each for (place, kind), each in self.touches.items() if (place, kind.endswith(LOAD)) == (region, loaded)
+        ]
+        return sum(ways, np.zeros(self.regions[region].size, np.int64))
 
     def add(self, step: Step, lanes_most: int) -> None:
         """Count a step of the last program, and keep it if it is among the first so many lanes."""
         self.by_lines[step.lines] = step.region
         self.tallies.setdefault((step.region, step.kind), Tally()).add(step)
-        counts = self.reads if step.kind.endswith(LOAD) else self.writes
+        if (step.region, step.kind) not in self.touches:
+            self.touches[step.region, step.kind] = np.zeros(self.regions[step.region].size, np.int64)
         touched, times = np.unique(step.elements, return_counts=True)
-        counts[step.region][touched] += times
+        self.touches[step.region, step.kind][touched] += times
         if len(self.programs) < self.executed:
             return
         program = self.programs[-1]

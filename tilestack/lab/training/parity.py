@@ -106,8 +106,8 @@ def fp8_parity(
     starts: int = 1,
     say: Callable[[str], Any] = lambda words: None,
 ) -> Parity:
-    """The same in the recipe's precision and in fp8, on whatever backends `auto` takes; on a CPU, the definitions. Beside
-    the weights as they are, both are trained from `starts - 1` that are nudged."""
+    """The same in the recipe's precision and in fp8, on whatever backends `auto` takes. Beside the weights as they are, both
+    are trained from `starts - 1` that are nudged."""
     if recipe.precision.fp8:
         raise ValueError("fp8 is held against a recipe without it; set precision.fp8 = false")
     model = build()

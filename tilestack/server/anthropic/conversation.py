@@ -36,6 +36,7 @@ FIELDS = {  # by their names in a chat
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "continue_final_message": "messages",
 }
 SAME = ("model", "max_completion_tokens", "stop", "temperature", "top_p", "top_k", "stream")
 

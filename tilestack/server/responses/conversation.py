@@ -2,6 +2,7 @@
 words of a chat, so that both are read, limited and answered by the same code."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,13 @@ def read_conversation(request: ResponsesRequest, store: ResponseStore, owner: by
         raise refuse(f"input holds what is not text: {problem}", "input") from problem
     items = [item for part in context for item in LIST.validate_json(part)]
     most(limits.messages, len(items), "input", "items")
+    if twice := next((id for id, times in Counter(item.id for item in items).items() if times > 1), None):
+        raise refuse(
+            f"the item {twice!r} is twice in the conversation, which begins with what previous_response_id stands for; give each "
+            "item once",
+            "input",
+            "duplicate_item",
+        )
     return Conversation(items, context, tuple(form["id"] for form in forms))
 
 

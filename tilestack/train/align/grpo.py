@@ -292,7 +292,7 @@ class GRPO:
         messages = list(task.messages) or [formats.user(task.prompt)]
         if self.recipe.data.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.recipe.data.system}, *messages]
-        return prompt_ids(self.tokenizer, messages)
+        return prompt_ids(self.tokenizer, messages, formats.tools_of(task.row))
 
     def autocast(self) -> AbstractContextManager[Any]:
         return execution.autocast(self.recipe.precision, self.device)

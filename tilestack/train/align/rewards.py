@@ -43,7 +43,7 @@ def find_reward(name: str) -> Reward:
     def checked(task: corpora.Task, text: str) -> float:
         try:
             found = function(task, text)
-        except Exception as problem:
+        except (Exception, SystemExit) as problem:
             raise RecipeError(f"{name} failed on {text!r:.80}: {type(problem).__name__}: {problem}") from problem
         if isinstance(found, str) or not is_finite(found):
             raise RecipeError(f"{name} must return a finite number, not {found!r}")
@@ -70,7 +70,7 @@ def loaded(name: str) -> Reward:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:  # a script that ends would end the run, as if it were done
         raise RecipeError(f"{path} cannot be run: {type(problem).__name__}: {problem}") from problem
     found = getattr(module, function, None)
     if not callable(found):

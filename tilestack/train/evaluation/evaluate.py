@@ -230,7 +230,8 @@ def share(outcomes: Sequence[bool]) -> Estimate:
 
 def continuation(tokenizer: Any, context: str, text: str) -> Scored:
     """A text after its context, as tokens of which those of the text are scored. Before them stands what the tokenizer puts
-    before every text; without a context, the token of a beginning, since a text's first token has to follow something.
+    before every text. Where the text begins with the first token, without a context or with one that is a part of it, that is
+    the token of a beginning: it has to follow something.
 
     Spaces at the end of the context belong to the text's first token, as tokenizers of today join them. Where the two
     share a token, the first that differs from the context alone begins the text.
@@ -241,7 +242,7 @@ def continuation(tokenizer: Any, context: str, text: str) -> Scored:
     alone = tokenizer.encode(stripped, bare=True)
     same = next((n for n, (a, b) in enumerate(zip(whole, alone, strict=False)) if a != b), min(len(whole), len(alone)))
     begin = min(same, len(whole) - 1)
-    start = opening(tokenizer) if stripped else beginning(tokenizer)
+    start = opening(tokenizer) if begin else beginning(tokenizer)
     return Scored([*start, *whole], [0] * (len(start) + begin) + [1] * (len(whole) - begin))
 
 

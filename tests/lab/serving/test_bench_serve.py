@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tilestack import __version__, cli, models
-from tilestack.lab import bench_serve, serve_candidates
-from tilestack.lab.serve_workloads import Workload, workloads
+from tilestack.lab.serving import bench_serve, serve_candidates
+from tilestack.lab.serving.serve_workloads import Workload, workloads
 from tilestack.lab.stale import is_current, present_source
 
 CONFIG = models.ModelConfig.from_hf(bench_serve.QWEN3)

@@ -1,6 +1,6 @@
 """Engines on the workloads of `bench serve`, in this process, taking turns; each result is a line that begins with RESULT.
 
-python -m tilestack.lab.serve_candidates asked.json "tilestack" "transformers"
+python -m tilestack.lab.serving.serve_candidates asked.json "tilestack" "transformers"
 """
 
 import copy
@@ -20,8 +20,8 @@ from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParam
 from tilestack.engine.cpu_weights import can_block, pack_for_cpu
 from tilestack.engine.quantised_weights import quantise_weights
 from tilestack.engine.settings import cache_dtype
-from tilestack.lab.bench_serve import name_of
-from tilestack.lab.serve_workloads import Workload, workloads
+from tilestack.lab.serving.bench_serve import name_of
+from tilestack.lab.serving.serve_workloads import Workload, workloads
 from tilestack.lab.stale import SERVING, present_source
 
 REPEATS = {"cuda": 2, "cpu": 3}  # a CPU has other things to do in between

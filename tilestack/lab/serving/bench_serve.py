@@ -114,7 +114,7 @@ def bench_serve(
         for together in [names] if device == "cpu" and names else [[name] for name in names]:
             name = ", ".join(together)
             tell(f"{name} …")
-            command = [sys.executable, "-m", "tilestack.lab.serve_candidates", str(config), *together]
+            command = [sys.executable, "-m", "tilestack.lab.serving.serve_candidates", str(config), *together]
             for row in results_of(command, name, tell, environment_of(name)):
                 tell(f"  {row['case']}, {row['backend']}: {row['figure']:,.2f} {row['unit']}")
                 measured_any = True
