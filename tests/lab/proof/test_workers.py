@@ -165,6 +165,22 @@ def test_proofs_are_kept_by_source_and_replaced_by_later_ones(tmp_path: Path):
     assert [line["commit"] for line in proofs.load_proofs(path)] == ["c", "b"]
 
 
+def test_what_took_no_case_is_not_asked_again_until_it_changes(tmp_path: Path):
+    path, now = tmp_path / "h200" / "proofs.json", dict(commit="a", date="2031-01-01T00:00:00Z")
+    task = Task("relu", torch.float32, CPU, "triton")
+    refused = [Proof("relu", "triton", "33", "plain", "float32", way, None, message="too few digits") for way in ("forward", "backward")]  # fmt: skip
+    assert proofs.unproved([task], []) == [task]
+    proofs.save_proofs(path, now, refused)
+    kept = proofs.load_proofs(path)
+    assert [(line["direction"], line["proved"]) for line in kept] == [("forward", 0)]
+    assert proofs.unproved([task], kept) == []
+    assert all(line.status == "no proof" and not line.dtypes for line in proved.standings(tmp_path, "h200"))
+    assert proofs.unproved([task], [line | {"source": "older"} for line in kept]) == [task]
+    proofs.save_proofs(path, now, [proof(True), *refused])  # in another dtype it takes some
+    (line,) = [line for line in proved.standings(tmp_path, "h200") if (line.op, line.backend) == ("relu", "triton")]
+    assert (line.status, line.dtypes) == ("yes", ["float16"])
+
+
 def test_the_largest_error_is_told_as_a_part_of_what_was_allowed():
     found = [Proof("relu", "triton", "33", "plain", "float16", "forward", True, error=e, bound=b) for e, b in ((1.0, 4.0), (3.0, 100.0))]  # fmt: skip
     (line,) = proofs.summed_up(found, dict(commit="a", date="2031-01-01T00:00:00Z"))

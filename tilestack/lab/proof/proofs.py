@@ -2,7 +2,8 @@
 
 What is kept is of an operator on a backend in one dtype and direction: how many claims were proved, refuted and found to say
 nothing, the first refuted ones in words, the largest error as a part of what is allowed, the hash of the source they were
-tried on, and the commit. `proved.py` says which of it stands: what has the hash of the present source.
+tried on, and the commit. `proved.py` says which of it stands: what has the hash of the present source. A backend that took
+no case in a dtype has a line without claims, so that `--stale` does not ask it again.
 """
 
 from collections.abc import Iterable
@@ -38,8 +39,10 @@ def summed_up(proofs: Iterable[Proof], machine: dict[str, Any]) -> list[Kept]:
     """What was tried, summed up by operator, backend, dtype and direction."""
     groups: dict[tuple, list[Proof]] = {}
     for proof in proofs:
+        mine = groups.setdefault(tuple(getattr(proof, name) for name in IDENTITY), [])
         if proof.ok is not None or proof.says_nothing:
-            groups.setdefault(tuple(getattr(proof, name) for name in IDENTITY), []).append(proof)
+            mine.append(proof)
+    taken = {identity[:-1] for identity, mine in groups.items() if mine}
     return [
         dict(zip(IDENTITY, identity, strict=True))
         | dict(
@@ -48,11 +51,12 @@ def summed_up(proofs: Iterable[Proof], machine: dict[str, Any]) -> list[Kept]:
             says_nothing=sum(p.says_nothing for p in mine),
             refuted=[f"{p.case} {p.variant}: {p.message}" for p in mine if p.ok is False][:REFUTED_KEPT],
             worst=max((p.error / p.bound for p in mine if p.ok and p.bound), default=0.0),
-            source=source_hash(mine[0].op, mine[0].backend),
+            source=source_hash(*identity[:2]),
             commit=machine["commit"],
             date=machine["date"],
         )
         for identity, mine in groups.items()
+        if mine or (identity[-1] == "forward" and identity[:-1] not in taken)
     ]
 
 

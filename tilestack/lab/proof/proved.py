@@ -66,7 +66,7 @@ class Standing:
 
 def standings(folder: Path, slug: str) -> list[Standing]:
     """Where every backend of ours of every operator stands, with or without proofs."""
-    kept = load_proofs(path_of(slug, NAME, folder))
+    kept = [proof for proof in load_proofs(path_of(slug, NAME, folder)) if proof["proved"] + proof["wrong"]]
     return [
         Standing(op.name, backend, [proof for proof in kept if (proof["op"], proof["backend"]) == (op.name, backend)])
         for op in operators()
