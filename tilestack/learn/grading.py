@@ -42,6 +42,8 @@ def grade(exercise: Exercise, path: Path, device: str, everything: bool, begin: 
     try:
         load_file(path)
     except ValueError as problem:
+        if isinstance(problem.__cause__, SystemExit):
+            raise problem.__cause__ from None  # told where one of a launcher is told
         return failed(why_it_does_not_load(path, problem))
     if BACKEND not in operator.implementations:
         what = f"{path.name} registers no backend {BACKEND!r} for {operator.name}"

@@ -54,7 +54,7 @@ def test_every_stage_is_a_recipe_that_reads_with_its_changes(device):
         recipe = kind.load(find_recipe(chain.Path(stage.recipe)), changes)
         assert stage.recipe in recipe_names()
         assert bool(recipe.model.path) != bool(recipe.model.config)
-        assert (recipe.run.backend == "") == (device == "cuda")
+        assert not recipe.run.backend  # each device takes what is fastest there
     with pytest.raises(RecipeError, match="exclude each other"):  # which is why sft gives its own model up
         KINDS["sft"].recipe.load(find_recipe(chain.Path("sft")), ["model.path=before"])
 

@@ -64,10 +64,10 @@ class Finished:
 
 def stages(device: str) -> list[Stage]:
     """The recipes of the chain. They are for a model of their own, so what differs from one of the demo is set here: it has
-    more to unlearn, and on a GPU, where it is larger, takes smaller steps; and a GPU takes the kernels that are fastest there.
+    more to unlearn, and on a GPU, where it is larger, takes smaller steps.
     """
     longer = ("model.config={}", "run.steps=300", "schedule.name=cosine", "evaluation.every=100")
-    on_gpu = lambda rate: ("run.backend=", f"optimizer.lr={rate}") if device == "cuda" else ()
+    on_gpu = lambda rate: (f"optimizer.lr={rate}",) if device == "cuda" else ()
     return [
         Stage("train", "demo-gpu" if device == "cuda" else "demo", ("validation_loss", "bits_per_byte")),
         Stage("sft", "sft", ("validation_loss", "exact_answers"), (*longer, *on_gpu("1e-3"))),
