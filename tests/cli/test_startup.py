@@ -132,3 +132,25 @@ main(sys.argv[1:])
     }
     done = subprocess.run([sys.executable, "-c", told, *command.split()], env=environment | chosen, capture_output=True, text=True)  # fmt: skip
     assert done.stdout == f"{expected}\n", done.stderr
+
+
+ANSWERING = """
+import sys
+import torch
+from tilestack import ops
+from tilestack.models import Decoder, ModelConfig
+from tilestack.models.shapes import shapes_alone
+
+config = ModelConfig(50, 64, 128, layers=1, heads=4, kv_heads=2, head_dim=16, positions=64)
+with shapes_alone():
+    described = Decoder(config)
+assert all(tensor.is_meta for tensor in (*described.parameters(), *described.buffers()))
+Decoder(config)(torch.tensor([[1, 2, 3]]))
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_model_answers_without_pytorch_s_compiler():
+    """It takes a second to load, and PyTorch does so for numbers that are drawn or computed on `meta`."""
+    done = subprocess.run([sys.executable, "-c", ANSWERING], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr

@@ -20,18 +20,26 @@ class Make:
         self.generator = None if self.device.type == "meta" else torch.Generator(self.device).manual_seed(seed)
 
     def normal(self, *shape: int, scale: float = 1.0, mean: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
+        if self.device.type == "meta":
+            return self.shape_alone(shape, dtype or self.dtype)
         # Drawn in one precision for every dtype, so that a case has the same values up to rounding in each of them.
         drawn = torch.randn(shape, generator=self.generator, device=self.device)
         return drawn.mul_(scale).add_(mean).to(dtype or self.dtype)
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        if self.device.type == "meta":
+            return self.shape_alone(shape, dtype or self.dtype)
         drawn = torch.rand(shape, generator=self.generator, device=self.device)
         return drawn.mul_(high - low).add_(low).to(dtype or self.dtype)
 
     def integers(self, *shape: int, low: int = 0, high: int, dtype: torch.dtype = torch.int64) -> Tensor:
         if self.device.type == "meta":
-            return torch.empty(shape, dtype=dtype, device="meta")
+            return self.shape_alone(shape, dtype)
         return torch.randint(low, high, shape, generator=self.generator, device=self.device, dtype=dtype)
+
+    def shape_alone(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """No numbers are drawn on `meta`, for which PyTorch would load its compiler, a second's work in every program."""
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True)

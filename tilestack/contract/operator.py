@@ -24,6 +24,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tilestack.contract import registry
 from tilestack.contract.call import warm_up, write_call
@@ -200,8 +201,10 @@ class Operator(Generic[P, R]):
 
     @functools.cached_property
     def floating(self) -> set[str]:
-        """The arguments that are floating point, as its cases make them."""
-        made = self.cases[0].build(Make(torch.float32, "meta")) if self.cases else {}
+        """The arguments that are floating point, as its cases make them. The first is small, and on `meta` PyTorch would load
+        its compiler, a second's work; where one traces, there is no reading of values."""
+        traced = _get_current_dispatch_mode() is not None
+        made = self.cases[0].build(Make(torch.float32, "meta" if traced else "cpu")) if self.cases else {}
         return {name for name, value in made.items() if isinstance(value, Tensor) and value.is_floating_point()}
 
     def warm_up(self, *args: Any, **kwargs: Any) -> None:

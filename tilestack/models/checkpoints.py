@@ -20,6 +20,7 @@ from tilestack.models.decoder import Decoder
 from tilestack.models.gguf import GGUF
 from tilestack.models.keys import TOKENS, ConfigError, check_kinds, shown
 from tilestack.models.quantised_config import formats_of
+from tilestack.models.shapes import shapes_alone
 from tilestack.models.weights import (
     LONGEST_NAME,
     CheckpointError,
@@ -181,7 +182,7 @@ def load(
         config = dataclasses.replace(config, eos=tuple(dict.fromkeys((*config.eos, *ends))))
     try:
         refuse_more_than_there_is(config, source)
-        with torch.device("meta"):
+        with shapes_alone():
             decoder = Decoder(config)
         fill(decoder, source, dtype, device, filled, stored_codes(decoder, source, formats))
     except CheckpointError as problem:

@@ -30,6 +30,7 @@ from tilestack.models.families import FAMILIES
 from tilestack.models.gguf import EXPERTS, LAYER_NAMES, NAMES, NORM_NAMES, PAIRED, hf_name, is_of_experts, pairs
 from tilestack.models.gguf_config import ROPE_TENSORS
 from tilestack.models.gguf_metadata import HAS_HEAD, architecture_of, metadata_of, refuse_what_is_lost, rope_tensors
+from tilestack.models.shapes import shapes_alone
 from tilestack.models.weights import CheckpointError, layout, unfused
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
@@ -104,7 +105,7 @@ def save_gguf(
 
 def refuse_unwritable(config: ModelConfig, type: str) -> None:
     """Raise for a model that `save_gguf` would refuse, before it is loaded."""
-    with torch.device("meta"):
+    with shapes_alone():
         decoder = Decoder(config)
     contents_of(decoder, type)
 

@@ -30,7 +30,10 @@ class RotaryTable(torch.nn.Module):
         return tables(frequency.to(device), length, scale)
 
     def build(self, length: int, device: torch.device) -> None:
-        cos, sin = self.compute(length, device, self.text)
+        if device.type == "meta":  # shapes alone; to compute with those, PyTorch would load its compiler
+            cos, sin = (torch.empty(length, len(range(0, self.dim, 2)), device=device) for _ in range(2))
+        else:
+            cos, sin = self.compute(length, device, self.text)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 

@@ -38,10 +38,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
-
 from tilestack.models import Decoder, ModelConfig
 from tilestack.models.checkpoints import config_of
+from tilestack.models.shapes import shapes_alone
 from tilestack.parallel.experts import expert_cuts
 from tilestack.parallel.mesh import Layout
 from tilestack.parallel.pipeline import waiting_share
@@ -151,7 +150,7 @@ class Workload:
 
 def described_model(recipe: Recipe) -> Decoder:
     """The model of a recipe without its weights."""
-    with torch.device("meta"):
+    with shapes_alone():
         if recipe.model.path:
             return Decoder(config_of(recipe.model.path))
         return new_model(recipe, {"vocab_size": recipe.data.vocabulary})

@@ -112,11 +112,12 @@ def step_candidates(candidates: Sequence[str] | None, work: Work) -> list[str]:
 def fits_fp8(work: Work, candidate: str) -> bool:
     """Whether the device has fp8, and the model products of sizes that can be made in it: in its layers, or its head too."""
     from tilestack import models
+    from tilestack.models.shapes import shapes_alone
     from tilestack.train import fp8
 
     if fp8.lacks_fp8(torch.device(work.device)):
         return False
-    with torch.device("meta"):
+    with shapes_alone():
         model = models.Decoder(models.ModelConfig.from_hf(work.config))
     has_head = candidate != "tilestack-fp8-head" or fp8.suits(model.head_weight)
     return has_head and any(fp8.takes_fp8(module) for module in model.layers.modules())

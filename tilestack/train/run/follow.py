@@ -15,6 +15,7 @@ from tilestack.device import pick_device
 from tilestack.files import whole_folder
 from tilestack.models.adapters import save_adapters
 from tilestack.models.checkpoints import code_formats
+from tilestack.models.shapes import shapes_alone
 from tilestack.nn.lora import add_lora, lora_layers, merge_lora
 from tilestack.parallel.experts import expert_cuts, refuse_experts
 from tilestack.parallel.mesh import Mesh
@@ -130,7 +131,7 @@ def make_trainer(
                 "they were made from"
             )
     else:
-        with torch.device("meta"):  # what it would take, before anything is tokenised or allocated
+        with shapes_alone():  # what it would take, before anything is tokenised or allocated
             described = new_model(recipe, {"vocab_size": recipe.data.vocabulary})
         refuse_impossible(recipe, described, least_needs(recipe, described, row), place.path, device, mesh)
     tokenizer, make_objective = prepare(console, mesh)
