@@ -1,7 +1,7 @@
 """The `chat` command: a conversation with a model in the terminal.
 
-Ctrl-C stops an answer, and what was said stays in the conversation, if anything was; at the prompt it takes two in a row to leave. Answers
-go to standard output, and all that is told of them to standard error.
+Ctrl-C stops an answer, and what was said stays in the conversation, if anything was; at the prompt it takes two in a row to
+leave. Answers go to standard output, and all that is told of them to standard error.
 """
 
 import sys

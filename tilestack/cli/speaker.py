@@ -170,9 +170,8 @@ class Speech:
         self.request = Request("speech", ids, SamplingParams(max_tokens=most, stop=tuple(stops), **sampling))
         self.made: list[int] = []
         self.finish: str | None = None  # why it ended, in the words of OpenAI's API
-        self.began = self.first = self.last = (
-            0.0  # when the prompt was given, the first token came, and the last or the end
-        )
+        # When the prompt was given, when the first token came, and when the last one or the end did.
+        self.began = self.first = self.last = 0.0
 
     def __iter__(self) -> Iterator[str]:
         engine = self.speaker.engine

@@ -6,10 +6,10 @@ are made when its turn comes, and those of one expert are there at a time:
     tokens of the expert ──► gate_up ──► silu(gate) · up ──► down
           └─ statistics of gate_up          └─ statistics of down
 
-Gate and up are rounded as one matrix, as they read the same, and share no scale, since scales are of rows. Experts get fewer tokens than a layer, so what they show is believed the less, the
-fewer they are (`shrunk`), and an expert that hardly any reach is rounded to the nearest. AWQ may make down's large
-inputs smaller, which up makes, and this expert's down alone reads. What the mixture reads is read by all experts and by the
-router, so nothing is folded into the norm before it.
+Gate and up are rounded as one matrix, as they read the same, and share no scale, since scales are of rows. Experts get fewer
+tokens than a layer, so what these show counts less, the fewer they are (`shrunk`), and an expert that hardly any reach is
+rounded to the nearest. AWQ may make down's large inputs smaller, which up makes and this expert's down alone reads. What the
+mixture reads is read by all experts and by the router, so nothing is folded into the norm before it.
 """
 
 from collections.abc import Sequence
