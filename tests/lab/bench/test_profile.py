@@ -11,8 +11,11 @@ from tilestack import ops
 from tilestack.cli import main
 from tilestack.cli.profile import WARM_UP, recorded_call
 from tilestack.engine import Engine, EngineSettings
-from tilestack.lab.bench.profile import Profile, origin_of, our_kernels, record, render_profile
+from tilestack.lab.bench.kept_profiles import as_kept, keep, load, side_by_side
+from tilestack.lab.bench.profile import Profile, length_of_union, origin_of, our_kernels, record, render_profile
 from tilestack.lab.serving.serve_steps import ServedSteps
+from tilestack.lab.stale import is_current
+from tilestack.lab.tables.by_name import table
 from tilestack.train.run.profile import Share
 
 
@@ -76,11 +79,47 @@ def test_the_clock_of_a_gpu_runs_from_idle_to_idle(monkeypatch):
 
 def test_the_table_says_whose_the_time_was_and_how_busy_the_gpu():
     shares = [Share("nvjet_x", 2, 6.0), Share("softmax_bwd_kernel", 1, 3.0), Share("Memset (Device)", 1, 1.0)]
-    table = render_profile("made up", Profile(shares, 20.0, True), most=2)
+    table = render_profile("made up", Profile(shares, 20.0, True, busy_ms=8.0), most=2)
     assert table.caption.startswith("cuBLAS 60%, tilestack 30%, copies 10%; 10 ms in 3 different kernels")
-    assert "the GPU was busy 50% of 20 ms" in table.caption
+    assert "the GPU was busy 40% of 20 ms" in table.caption  # kernels beside each other counted once
     assert table.row_count == 2
     assert "nothing ran" in render_profile("empty", Profile([], 1.0, False), most=2).caption
+
+
+def test_time_in_which_several_kernels_ran_counts_once():
+    assert length_of_union([]) == 0
+    assert length_of_union([(5.0, 7.0), (0.0, 2.0), (1.0, 4.0), (2.0, 3.0), (7.0, 8.0)]) == 7.0
+
+
+def test_a_profile_of_several_steps_is_divided_among_them():
+    one = Profile([Share("softmax_bwd_kernel", 6, 3.0)], 20.0, True, busy_ms=2.5).divided(5)
+    assert one == Profile([Share("softmax_bwd_kernel", 1.2, 0.6)], 4.0, True, busy_ms=0.5)
+
+
+def test_kept_profiles_replace_their_like_and_refuse_another_machine(tmp_path):
+    path, stamp = tmp_path / "profiles.json", {"gpu": "", "cpu": "one", "commit": "abc", "date": "2031-05-06"}
+    of = lambda milliseconds: Profile([Share("nvjet_x", 2, milliseconds)], 9.0, True, 8.0)
+    for case, milliseconds in (("a", 1.0), ("b", 2.0), ("a", 3.0)):
+        keep(path, stamp, as_kept(of(milliseconds), "train", case, "float32", "tilestack", "cpu"))
+    found = load(path)["profiles"]
+    assert [(each["case"], each["total_ms"]) for each in found] == [("a", 3.0), ("b", 2.0)]
+    assert all(each["commit"] == "abc" and is_current(each) for each in found)
+    with pytest.raises(ValueError, match="holds figures of one, and this is two"):
+        keep(path, stamp | {"cpu": "two"}, dict(found[0]))
+    (tmp_path / "other.json").write_text('{"machine": {}, "rows": []}')
+    with pytest.raises(ValueError, match="is not a file of profiles: it has no profiles"):
+        load(tmp_path / "other.json")
+
+
+def test_profiles_side_by_side_name_our_kernels_and_join_those_of_a_library():
+    line = lambda name, milliseconds: dict(name=name, milliseconds=milliseconds, origin=origin_of(name))
+    one = dict(total_ms=10.0, lines=[line("nvjet_a", 4.0), line("nvjet_b", 2.0), line("softmax_bwd_kernel", 3.95), line("somebody_elses", 0.05)])  # fmt: skip
+    two = dict(total_ms=8.0, lines=[line("softmax_bwd_kernel", 7.98), line("add_kernel", 0.02)])
+    assert side_by_side([one, two], least=0.01) == {
+        "`softmax_bwd_kernel`": [3.95, 7.98],
+        "cuBLAS": [6.0, 0.0],
+        "other": [pytest.approx(0.05), pytest.approx(0.02)],
+    }
 
 
 def test_steps_of_an_engine_are_profiled_in_two_parts():
@@ -113,10 +152,35 @@ def test_the_command_profiles_operators_and_layers(tmp_path, capsys):
     assert "mlp, " in capsys.readouterr().out
 
 
+def test_the_command_profiles_steps_and_keeps_them_for_the_tables(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    few = ["--recipe", "demo", "--batch", "1", "--prompt", "8"]
+    assert ran("train", *few, "--calls", "1", "--save") == 0
+    assert "a training step of python, 1x8, float32, tilestack" in capsys.readouterr().out
+    assert ran("serve", *few, "--tokens", "3", "--save") == 0
+    assert "decoding demo, 1 sequences, 2 tokens each after the first" in " ".join(capsys.readouterr().out.split())
+    train, serve = load(tmp_path / "results" / "cpu" / "profiles.json")["profiles"]
+    assert (train["op"], train["case"], train["backend"]) == ("train", "python, 1x8", "tilestack")
+    assert (serve["op"], serve["case"], serve["dtype"]) == ("serve", "demo, 1 sequences of 8 tokens", "float32")
+    assert is_current(train)
+    assert is_current(serve)
+    written = table("profiles cpu train", tmp_path)
+    assert "| ms | tilestack |" in written
+    assert "| PyTorch |" in written
+    assert "python, 1x8; " in written
+    assert "†" not in written
+    assert "any kernel ran" not in written  # which is of GPUs
+    assert "not measured yet: `tilestack profile serve --save`" in table("profiles h200 serve", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (["train"], "tilestack train RECIPE --profile 5"),
+        (["train", "demo"], "takes no names, and there is demo; the model is --recipe"),
+        (["train", "--candidate", "triton"], "no candidate triton; there are tilestack, tilestack-graph"),
+        (["train", "--tokens", "4"], "profile train does not read --tokens; it reads"),
+        (["serve", "--recipe", "demo", "--model", "smollm2"], "a --model or a --recipe, not both"),
+        (["softmax", "--save"], "profile of an operator does not read --save; it reads"),
         (["softmax", "--direction", "backward"], "--direction is forward or both"),
         (["softmax", "--case", "9"], "softmax has no case '9'"),
         (["softmax", "relu"], "one operator at a time"),

@@ -1,14 +1,16 @@
 """Where the time of a call goes: its kernels by PyTorch's profiler, and whose kernels they are.
 
-On a GPU the lines are kernels and copies, and their sum beside the wall time says how long the GPU had nothing to do. On a
-CPU they are PyTorch's operators, each without those that it calls.
+On a GPU the lines are kernels and copies. Where kernels begin before the one in front has ended, as those of decoding do on
+Hopper, a line has the time that a kernel waited too, and the lines come to more than the time in which any ran, which is
+beside them. On a CPU the lines are PyTorch's operators, each without those that it calls.
 """
 
 import functools
+import math
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from rich.markup import escape
 from rich.table import Table
+from torch.autograd import DeviceType
 
 from tilestack.files import whole_file
 from tilestack.lab.units import microseconds, percent
@@ -42,6 +45,7 @@ class Profile:
     shares: Sequence[Share]  # of one call, longest first
     wall_ms: float  # of one call, by the host's clock
     on_gpu: bool
+    busy_ms: float = 0.0  # of one call: while any kernel ran
 
     @property
     def total_ms(self) -> float:
@@ -55,9 +59,15 @@ class Profile:
             found[origin] = found.get(origin, 0.0) + share.milliseconds / self.total_ms
         return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
+    def divided(self, steps: int) -> "Profile":
+        """Of one of the steps that a call took."""
+        shares = [Share(name, calls / steps, milliseconds / steps) for name, calls, milliseconds in self.shares]
+        return Profile(shares, self.wall_ms / steps, self.on_gpu, self.busy_ms / steps)
+
     def as_dict(self) -> dict[str, Any]:
         lines = [share._asdict() | {"origin": origin_of(share.name)} for share in self.shares]
-        return {"wall_ms": self.wall_ms, "total_ms": self.total_ms, "on_gpu": self.on_gpu, "lines": lines}
+        times = {"wall_ms": self.wall_ms, "total_ms": self.total_ms, "busy_ms": self.busy_ms}
+        return times | {"on_gpu": self.on_gpu, "lines": lines}
 
 
 @functools.cache
@@ -98,7 +108,24 @@ def record(call: Callable[[], Any], device: torch.device, times: int = 1, trace:
     if trace is not None:
         with whole_file(trace) as hidden:
             profiler.export_chrome_trace(str(hidden))
-    return Profile(shares_of(profiler, times), took / times * 1e3, on_gpu)
+    return Profile(shares_of(profiler, times), took / times * 1e3, on_gpu, busy_us(profiler) / times / 1e3)
+
+
+def busy_us(profiler: torch.profiler.profile) -> float:
+    """The time in which any kernel ran, those counted once that ran beside each other."""
+    kernels = [
+        each for each in profiler.events() if each.device_type == DeviceType.CUDA and not each.is_user_annotation
+    ]
+    return length_of_union((each.time_range.start, each.time_range.end) for each in kernels)
+
+
+def length_of_union(spans: Iterable[tuple[float, float]]) -> float:
+    """How much of a line is covered by pieces of it, which may overlap."""
+    covered, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        covered += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return covered
 
 
 def render_profile(title: str, profile: Profile, most: int) -> Table:
@@ -108,7 +135,7 @@ def render_profile(title: str, profile: Profile, most: int) -> Table:
     caption += " kernels" if profile.on_gpu else " operators"
     wall = microseconds(profile.wall_ms * 1e3)
     if profile.on_gpu:
-        caption += f"; the GPU was busy {percent(min(profile.total_ms / profile.wall_ms, 1.0))} of {wall}"
+        caption += f"; the GPU was busy {percent(profile.busy_ms / profile.wall_ms)} of {wall}"
     else:
         caption += f"; {wall} by the clock, code that PyTorch does not see included"
     caption += ", with the profiler on"

@@ -15,6 +15,7 @@ A table stands between two markers and is rewritten in place by `make docs`:
     <!-- table: http cpu -->                          what HTTP costs of the engine's throughput, of `tilestack bench http`
     <!-- table: recipes cpu -->                       what `tilestack chain` came to, recipe by recipe
     <!-- table: alignment cpu -->                     what the recipes of alignment came to from a model of their own
+    <!-- table: profiles h200 train -->               where the time of training steps, or of decoding (serve), goes
     <!-- table: quantised cpu -->                     the quality of quantised weights, of `tilestack bench quantize`
     <!-- table: proofs h200 -->                       which backends are proved there, of the present source
     <!-- table: mutation -->                          how many mutants of the kernels the proofs catch, by family
@@ -34,6 +35,8 @@ from tilestack.lab.contests import Contest, contests, results_under
 from tilestack.lab.tables.benchmark import headline, ladder, layers, operator, roofs, training
 from tilestack.lab.tables.correctness import mutation, proofs, survivors
 from tilestack.lab.tables.markdown import not_measured
+from tilestack.lab.tables.profiles import KINDS as PROFILED
+from tilestack.lab.tables.profiles import profiles
 from tilestack.lab.tables.runs import alignment, fp8_parity, parity, quantised, recipes, sweep
 from tilestack.lab.tables.serving import http, serving
 from tilestack.lab.tables.summary import summary
@@ -84,6 +87,7 @@ KINDS = {
     "alignment": Kind(alignment, "MACHINE"),
     "serving": Kind(serving, "GPU"),
     "http": Kind(http, "MACHINE"),
+    "profiles": Kind(profiles, "MACHINE KIND", PROFILED),
     "quantised": Kind(quantised, "MACHINE"),
     "proofs": Kind(proofs, "GPU"),
     "memory": Kind(sweep, "GPU SWEEP", [each.name for each in SWEEPS]),
