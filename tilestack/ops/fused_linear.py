@@ -125,7 +125,7 @@ def two_projections(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool | st
             (8, 0, 8),
             (8, 8, 0, "bias"),
         ],
-        bench=[(rows, 3072, 1024) for rows in (1, 8, 64, 16384)]  # Qwen3-0.6B
+        bench=[(rows, 3072, 1024) for rows in (1, 8, 16, 32, 64, 128, 256, 512, 16384)]  # Qwen3-0.6B
         + [(8192, 14336, 4096), (512, 14336, 4096)],  # Llama-3-8B
     ),
     cost=multiply_adds,

@@ -61,7 +61,7 @@ def multiply_adds(x: Tensor, weight: Tensor) -> Cost:
             *((side, side, side, "plain") for side in (4096, 8192)),
             (8192, 8192, 1024, "plain"),
             *((rows, *layer, "plain") for layer in LAYERS for rows in ROWS),
-            *((rows, *layer, "plain") for layer in QWEN3 for rows in (*QWEN3_ROWS, 16, 32)),
+            *((rows, *layer, "plain") for layer in QWEN3 for rows in (*QWEN3_ROWS, 16, 32, 128)),
             (8, *LAYERS[-1], "plain"),
         ],
     )
