@@ -3,7 +3,8 @@
 A worker runs a few tests at a time and takes the next few when it is done, so that no process starts twice. What passed is
 kept in a file, with a hash of all our code, and is not run again until something changes: a run may be cut at any time, and the next goes on.
 
-    alone     kernels that hold the whole GPU and wait for each other would wait for ever beside others: one worker has these
+    alone     kernels that hold the whole GPU and wait for each other would wait for ever beside others of their kind, and engines
+              that take all the memory there is leave none to each other: one worker has these
     the rest  as many workers as there are jobs, beside that one
     large     float64 definitions of what `bench` measures take tens of gigabytes: two workers, when the others are done,
               and one for those that had too little memory even then
@@ -29,7 +30,12 @@ sys.path.insert(0, str(ROOT))  # where nothing is installed, this script's folde
 
 from tilestack.lab.proof.shared_gpu import shared_gpu  # noqa: E402
 
-ALONE = ("test_early_chain.py", "test_engine.py", "test_decode_step.py")  # in this order: the last builds for minutes
+ALONE = (  # tests whose names begin so, in this order: the last build for minutes
+    "test_early_chain.py",
+    "test_engine.py::test_memory_is_found",
+    "test_engine.py::test_kernels_compiled_ahead",
+    "test_decode_step.py",
+)
 LARGE = "-bench]"
 TESTS_AT_A_TIME = 5
 
@@ -98,8 +104,8 @@ def collected(only: str) -> list[str]:
 def phases(names: list[str], jobs: int) -> list[list[tuple[int, list[list[str]]]]]:
     """What runs at the same time: for each kind of test the workers, and what they share in turn; tests of one file stay
     together."""
-    file_of = lambda name: Path(name.partition("::")[0]).name
-    alone = sorted((name for name in names if file_of(name) in ALONE), key=lambda name: ALONE.index(file_of(name)))
+    begins = lambda name, start: name.removeprefix("tests/gpu/").startswith(start)
+    alone = [name for start in ALONE for name in names if begins(name, start)]
     large = [name for name in names if name.endswith(LARGE)]
     rest = [name for name in names if name not in alone and name not in large]
     cut = lambda those, size: [those[start : start + size] for start in range(0, len(those), size)]

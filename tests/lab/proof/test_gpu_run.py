@@ -21,15 +21,25 @@ def runner():
 
 
 def test_kernels_that_hold_the_gpu_have_one_process_and_large_proofs_two(runner):
-    alone = [f"tests/gpu/{file}::test_{number}" for file in runner.ALONE for number in range(4)]
+    alone = [
+        f"tests/gpu/{start}{'_of' if '::' in start else '::test_'}{number}"
+        for start in runner.ALONE
+        for number in range(4)
+    ]
     large = [f"tests/gpu/test_operators.py::test_every_implementation_is_proved[{name}-bench]" for name in "abc"]
-    rest = [f"tests/gpu/test_operators.py::test_other[{number}]" for number in range(11)]
+    rest = [
+        f"tests/gpu/{file}.py::test_other[{number}]"
+        for file in ("test_engine", "test_operators")
+        for number in range(6)
+    ]
     first, second = runner.phases([*rest, *alone, *large], 8)
     assert [workers for workers, _ in first] == [1, 8]
     assert [workers for workers, _ in second] == [2]
     assert [[name for batch in batches for name in batch] for _, batches in first + second] == [alone, rest, large]
     assert max(len(batch) for _, batches in first + second for batch in batches) == runner.TESTS_AT_A_TIME
-    assert all((PATH.parent / file).exists() for file in runner.ALONE)
+    for start in runner.ALONE:
+        file, _, test = start.partition("::")
+        assert f"def {test}" in (PATH.parent / file).read_text()
 
 
 def test_only_what_passed_with_the_present_code_is_not_run_again(runner, tmp_path):
