@@ -51,6 +51,18 @@ def test_mask_is_the_definitions_whatever_the_layout(shape):
             assert torch.equal(ops.dropout(laid_out, seed, 0.3) != 0, ops.dropout.definition(x, seed, 0.3) != 0)
 
 
+@pytest.mark.parametrize("slab", range(4))
+def test_an_element_whose_word_is_the_first_that_keeps_is_kept(slab):
+    """On both sides of it, for each of the four words of a counter; by chance it is met once in four billion."""
+    seed, at = torch.tensor(123), slab * 1024 + 5
+    x, word = torch.ones(4096), int(random_words(seed, 4096)[at])
+    assert 0 < word < 2**32 - 1
+    for name in ("torch", "triton"):
+        with contract.backend(dropout=name):
+            assert ops.dropout(x, seed, word / 2**32)[at] != 0
+            assert ops.dropout(x, seed, (word + 1) / 2**32)[at] == 0
+
+
 def test_keep_rate_is_binomial():
     n, p = 1 << 16, 0.1
     dropped = int((ops.dropout(torch.ones(n), torch.tensor(4), p) == 0).sum())
