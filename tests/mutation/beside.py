@@ -28,11 +28,17 @@ BESIDE = {
     "conv.lines": ["ops/test_conv.py"],
     "conv.weight_gradient": ["ops/test_conv.py"],
     "early": ["kernels/test_early_order.py"],
-    "elementwise.dropout": ["ops/test_random.py"],
+    "elementwise.dropout": [
+        "ops/test_random.py",
+        "kernels/test_gluon_products_on_cpu.py::test_dropout_of_what_a_product_left",
+    ],
     "matmul.gated_split_k": ["kernels/test_early_order.py"],
     "matmul.gemv": ["kernels/test_early_order.py", "kernels/test_few_rows.py"],
+    "matmul.grouped": ["ops/test_grouped.py"],
     "matmul.slices": ["kernels/test_early_order.py", "kernels/test_few_rows.py"],
     "matmul.split_k": ["kernels/test_early_order.py", "kernels/test_few_rows.py"],
+    "quantised.grouped_weight_only": ["ops/test_grouped_weight_only.py"],
+    "sampling.noise": ["ops/test_sampling.py"],
     "sparse.blocks": ["nn/test_sparse.py"],
 }
 

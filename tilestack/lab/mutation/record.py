@@ -9,7 +9,7 @@ that something is, which the interpreter does not show. The others are holes in 
 import hashlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -117,7 +117,12 @@ def save_tried(file: str, found: Tried, folder: Path = FOLDER) -> None:
     """Put what is known of a file in the place of what was kept of it, and forget files that are no more."""
     with alone_in(folder):
         kept = load_tried(folder) | {file: found}
-        results.save(folder / NAME, {"files": {name: asdict(kept[name]) for name in sorted(kept) if code_hash(name)}})
+        results.save(folder / NAME, {"files": {name: as_json(kept[name]) for name in sorted(kept) if code_hash(name)}})
+
+
+def as_json(found: Tried) -> dict[str, Any]:
+    """What is known of a file as it is kept: of few files is there something that only a test has caught."""
+    return {name: value for name, value in asdict(found).items() if value or name != "by_tests"}
 
 
 def families(folder: Path = FOLDER) -> list[Family]:
