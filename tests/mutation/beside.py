@@ -19,6 +19,7 @@ PLUGINS_LEFT_OUT = (
 
 # file of kernels: files of tests, or single ones
 BESIDE = {
+    "attention.documents": ["ops/test_flash_attention.py"],
     "attention.ladder": ["ops/test_flash_attention.py::test_more_heads_than_a_grid_has_room_for_are_left_to_others"],
     "attention.quantised": ["ops/test_quantised_attention.py"],
     "attention.qkv_write": ["ops/test_paged_attention.py"],
