@@ -20,6 +20,7 @@ PLUGINS_LEFT_OUT = (
 # file of kernels: files of tests, or single ones
 BESIDE = {
     "attention.documents": ["ops/test_flash_attention.py"],
+    "attention.kv_write": ["ops/test_paged_attention.py"],
     "attention.ladder": ["ops/test_flash_attention.py::test_more_heads_than_a_grid_has_room_for_are_left_to_others"],
     "attention.quantised": ["ops/test_quantised_attention.py"],
     "attention.qkv_write": ["ops/test_paged_attention.py"],
@@ -39,6 +40,7 @@ BESIDE = {
     "matmul.slices": ["kernels/test_early_order.py", "kernels/test_few_rows.py"],
     "matmul.split_k": ["kernels/test_early_order.py", "kernels/test_few_rows.py"],
     "quantised.grouped_weight_only": ["ops/test_grouped_weight_only.py"],
+    "quantised.scaled": ["ops/test_quantised_linear.py"],
     "sampling.noise": ["ops/test_sampling.py"],
     "sparse.blocks": ["nn/test_sparse.py"],
 }
