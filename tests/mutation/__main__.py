@@ -1,14 +1,15 @@
 """The whole mutation suite: `python -m tests.mutation [FILE ...]` tries mutants of files of kernels, `norm.rows` and so on.
 
 What becomes of each mutant is kept in results/mutation.json at once, and the same command goes on where it was stopped; a
-file whose code has changed begins again. The exit code is 1 when fewer than 95% of all that the file knows are caught, or
-a survivor has no reason.
+file whose code has changed begins again. What outlives every claim is tried on the tests of beside.py. The exit code is 1
+when fewer than 95% of what is known of a family are caught, or a survivor has no reason.
 """
 
 import argparse
 import gc
 import os
 import sys
+from dataclasses import replace
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
@@ -18,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from tests.mutation.beside import BESIDE, SECONDS, first_failure
 from tilestack import ops
 from tilestack.kernels.quantised import codes
 from tilestack.lab import machine
@@ -27,6 +29,7 @@ from tilestack.lab.mutation.mutants import Mutant
 from tilestack.lab.source import KERNELS
 
 console = Console()
+passing: set[str] = set()  # files whose tests pass on the original
 
 
 def main() -> int:
@@ -75,11 +78,25 @@ def try_file(file: str, suite: mutation.Suite, most: int | None, again: bool, co
         chosen = []
     gc.freeze()  # so that a child which collects garbage copies nothing
     for mutant in track(chosen, file, console=Console(stderr=True), transient=True):
-        found.add(suite.outcome(mutant))
+        outcome = suite.outcome(mutant)
+        by_test = not outcome.caught and file in BESIDE
+        found.add(tried_on_tests(file, suite, outcome) if by_test else outcome, by_test)
         found.commit = commit
         record.save_tried(file, found)
     if not found.tried:
         record.save_tried(file, found)
+
+
+def tried_on_tests(file: str, suite: mutation.Suite, outlived: mutation.Outcome) -> mutation.Outcome:
+    """Try a mutant that has outlived every claim on the tests beside them, which the original must pass."""
+    on_tests = lambda mutant: suite.tried_on(
+        lambda: first_failure(BESIDE[file]), mutant, outlived.claims, seconds=SECONDS
+    )
+    if file not in passing:
+        original = on_tests(replace(outlived.mutant, source=suite.path.read_text()))
+        assert not original.caught, f"the original does not pass {original.message}"
+        passing.add(file)
+    return on_tests(outlived.mutant)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ import ast
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
+from beside import BESIDE, TESTS, first_failure
 
 from tilestack import ops
 from tilestack.lab.mutation import record
@@ -150,6 +152,34 @@ def test_what_is_kept_goes_on_and_tries_survivors_again(tmp_path):
     assert (kept.tried, kept.caught, kept.survivors) == (2, {"mask": [1, 2]}, {mutants[1].name: 7})
     kept.add(Outcome(mutants[1], True, "wrong"))
     assert (kept.tried, kept.caught, kept.survivors) == (2, {"mask": [2, 2]}, {})
+
+
+def test_what_a_test_beside_the_proofs_catches_is_caught_and_counted_apart(vectors, tmp_path):
+    """In a child of its own too, in which the test calls the mutant."""
+    path = tmp_path / "test_of_axpy.py"
+    path.write_text(
+        "import torch\nfrom tilestack.kernels.elementwise import vectors\n"
+        "def test_scaled():\n    assert vectors.axpy(torch.ones(3), torch.zeros(3), 2.0).tolist() == [2.0] * 3\n"
+    )
+    refute = lambda: first_failure([str(path)])
+    mutant = next(m for m in vectors.mutants() if m.function == "axpy" and m.kind == "argument")
+    assert not vectors.tried_on(refute, broken(vectors, "def ", "def "), seconds=60).caught
+    outcome = vectors.tried_on(refute, mutant, claims=7, seconds=60)
+    assert outcome.message.endswith("test_of_axpy.py::test_scaled")
+    found = record.Tried("hash", mutants=1)
+    found.add(replace(outcome, caught=False))
+    found.add(outcome, by_test=True)
+    record.save_tried("tiles", found, tmp_path)
+    kept = record.load_tried(tmp_path)["tiles"]
+    assert (kept.tried, kept.survivors, kept.by_tests) == (1, {}, {mutant.name: outcome.message})
+
+
+def test_tests_beside_the_proofs_are_there():
+    for file, tests in BESIDE.items():
+        assert record.code_hash(file), file
+        for test in tests:
+            path, _, name = test.partition("::")
+            assert f"def {name}(" in (TESTS / path).read_text() if name else (TESTS / path).exists()
 
 
 def test_files_that_are_no_more_are_forgotten(tmp_path):

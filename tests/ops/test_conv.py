@@ -51,12 +51,17 @@ def test_every_geometry_and_its_gradients(chosen, stride, padding, dilation, tap
 
 
 @pytest.mark.parametrize(
-    ("channels", "stride", "padding", "dilation"),
-    [(1, 1, 0, 1), (3, 2, 3, 1), (2, 3, 4, 2), (5, 4, 1, 6), (3, 9, 0, 1)],
-)
-def test_lines_are_the_taps_of_each_place_and_their_transpose_puts_them_back(channels, stride, padding, dilation):
+    ("channels", "stride", "padding", "dilation", "width"),
+    [
+        (1, 1, 0, 1, 14), (3, 2, 3, 1, 14), (2, 3, 4, 2, 14), (5, 4, 1, 6, 14), (3, 9, 0, 1, 14),
+        (20, 1, 2, 1, 70), (20, 3, 2, 2, 70),  # of several tiles
+    ],
+)  # fmt: skip
+def test_lines_are_the_taps_of_each_place_and_their_transpose_puts_them_back(
+    channels, stride, padding, dilation, width
+):
     """Against PyTorch's unfold, whose taps are numbered within channels, and by <lines of x, y> = <x, pixels of y>."""
-    taps, width = 3, 14
+    taps = 3
     x = drawn(2, channels, 5, width)
     places = (width + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
     lines = lines_of_taps(x, taps, places, stride, padding, dilation)

@@ -68,6 +68,13 @@ def test_bounds_of_documents_are_counted_from_their_row():
     assert bounds[..., 1].tolist() == [[2, 2, 5, 5, 5], [1, 5, 5, 5, 5]]
 
 
+def test_bounds_of_documents_of_more_tokens_than_a_program_has():
+    ends, token = torch.tensor([0, 3, 129, 130, 150, 257, 300]), torch.arange(300)
+    document, row = torch.searchsorted(ends, token, right=True) - 1, token // 150 * 150
+    expected = torch.stack([ends[document] - row, ends[document + 1] - row], 1)
+    assert torch.equal(document_bounds(ends, 2, 150).flatten(0, 1).long(), expected)
+
+
 def test_heads_before_tokens_are_read_where_they_lie(monkeypatch):
     """(B, H, S, D) by strides: nothing is copied on the way in."""
     arguments = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in drawn(1, 20, 20, 2, 2, 16).items()}

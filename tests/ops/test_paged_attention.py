@@ -171,9 +171,9 @@ def test_padding_is_zero_and_stored_nowhere(chosen):
     with backend(chosen):
         assert not ops.paged_attention(**arguments)[3:].any()
         pages = torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8)
-        ops.kv_write(torch.ones(3, 1, 8), torch.ones(3, 1, 8), torch.tensor([-1, 5, -1]), *pages)
+        ops.kv_write(torch.ones(4, 1, 8), torch.ones(4, 1, 8), torch.tensor([-1, 5, -1, 0]), *pages)
     for kept in pages:
-        assert kept.flatten(0, 1)[:, 0, 0].tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
+        assert kept.flatten(0, 1)[:, 0, 0].tolist() == [1, 0, 0, 0, 0, 1, 0, 0]
 
 
 @each_backend

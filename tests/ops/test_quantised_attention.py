@@ -84,6 +84,19 @@ def test_documents_see_only_themselves(chosen, codes, values):
         assert torch.equal(run(chosen, codes, values, moved)[:, own], whole[:, own])
 
 
+@pytest.mark.parametrize(("codes", "values"), HOW)
+def test_queries_before_the_first_key_see_nothing_of_a_whole_tile(codes, values, as_good_as):
+    """Of 200 causal queries on 130 keys the first 70 see none, more than a tile of them, and no tile of keys is seen whole."""
+    arguments = drawn(dim=16, heads=2, kv_heads=1)
+    arguments |= {name: arguments[name][:, :130] for name in "kv"}
+    operator = ops.attention_int8 if codes == INT8 else ops.attention_fp8
+    how = dict(values=values) if codes == INT8 else {}
+    truth = operator.definition(**{n: v.double() if n in "qkv" else v for n, v in arguments.items()}, **how)
+    found = run("triton", codes, values, arguments)
+    assert not found[:, :70].any()
+    as_good_as(found, run("torch", codes, values, arguments), truth)
+
+
 @pytest.mark.parametrize(
     ("chosen", "error", "said"),
     [

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from tilestack import contract, ops
+from tilestack.kernels.elementwise import dropout as kernels
 from tilestack.ops.random import philox, random_words
 
 
@@ -27,6 +28,25 @@ def test_philox_is_tritons_bit_for_bit(seed, start):
     out, seed = torch.empty(64, dtype=torch.int64, device=device), torch.tensor(seed, device=device)
     words_kernel[(1,)](out, seed, start, N=64)
     assert torch.equal(philox(seed, start + torch.arange(64, device=device))[0], out & 0xFFFFFFFF)
+
+
+@triton.jit
+def all_words_kernel(out_ptr, seed_ptr, start, N: tl.constexpr):
+    lane = tl.arange(0, N)
+    a, b, c, d = kernels.random_words(tl.load(seed_ptr), start + lane.to(tl.int64))
+    tl.store(out_ptr + lane, a.to(tl.int64))
+    tl.store(out_ptr + N + lane, b.to(tl.int64))
+    tl.store(out_ptr + 2 * N + lane, c.to(tl.int64))
+    tl.store(out_ptr + 3 * N + lane, d.to(tl.int64))
+
+
+@pytest.mark.parametrize("start", [0, 2**32 - 10, 2**33 + 7])
+def test_the_kernels_words_are_the_definitions(start):
+    """Of counters beyond 32 bits too, which dropout has in tensors of more elements than there is memory for here."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    out, seed = torch.empty(4, 64, dtype=torch.int64, device=device), torch.tensor(2**62 + 12345, device=device)
+    all_words_kernel[(1,)](out, seed, start, N=64)
+    assert torch.equal(out, torch.stack(philox(seed, start + torch.arange(64, device=device))))
 
 
 def test_philox_known_answer():
@@ -49,6 +69,18 @@ def test_mask_is_the_definitions_whatever_the_layout(shape):
     with contract.backend("triton"):
         for laid_out in layouts:
             assert torch.equal(ops.dropout(laid_out, seed, 0.3) != 0, ops.dropout.definition(x, seed, 0.3) != 0)
+
+
+@pytest.mark.parametrize("slab", range(4))
+def test_an_element_whose_word_is_the_first_that_keeps_is_kept(slab):
+    """On both sides of it, for each of the four words of a counter; by chance it is met once in four billion."""
+    seed, at = torch.tensor(123), slab * 1024 + 5
+    x, word = torch.ones(4096), int(random_words(seed, 4096)[at])
+    assert 0 < word < 2**32 - 1
+    for name in ("torch", "triton"):
+        with contract.backend(dropout=name):
+            assert ops.dropout(x, seed, word / 2**32)[at] != 0
+            assert ops.dropout(x, seed, (word + 1) / 2**32)[at] == 0
 
 
 def test_keep_rate_is_binomial():

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tilestack import contract, ops
 from tilestack.kernels.sampling import candidates, keys
+from tilestack.kernels.sampling.noise import log2_exponential
 from tilestack.lab.proof.memory_guards import guarded_memory
 from tilestack.ops.sampling import exponential
 
@@ -123,6 +124,22 @@ def test_noise_is_fine_where_the_race_is_won():
     torch.testing.assert_close(drawn.double(), truth, rtol=unit / 2 / 0.1 + 4 * unit, atol=0)
     assert (drawn.diff() > 0).all()
     assert exponential(torch.tensor([2**32 - 1]), torch.float32).isfinite()
+
+
+@triton.jit
+def noise_kernel(words_ptr, out_ptr, N: tl.constexpr):
+    lane = tl.arange(0, N)
+    tl.store(out_ptr + lane, log2_exponential(tl.load(words_ptr + lane).to(tl.uint32)))
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.01, 0.1), (0.1, 0.5)], ids=["series", "logarithm"])
+def test_the_kernels_noise_is_as_good_as_the_definitions(low, high, as_good_as):
+    """A term of the series that is a hundredth off moves a score by 15 units in the last place, and seldom a token."""
+    words = torch.linspace(low * 2**32, high * 2**32, 4096, dtype=torch.float64).long()
+    out = torch.empty(4096)
+    noise_kernel[(1,)](words, out, N=4096)
+    truth = -torch.log1p(-(words.double() + 0.5) * 2.0**-32)
+    as_good_as(out, exponential(words, torch.float32).log2(), truth.log2())
 
 
 @pytest.mark.parametrize("filters", [{}, dict(top_k=7), dict(top_p=0.8), dict(top_k=7, top_p=0.8, min_p=0.05)])

@@ -298,6 +298,25 @@ def test_a_backward_that_gets_no_extras_is_proved_too(factor):
     assert {proof.variant for proof in refuted} == ({WITHOUT_EXTRAS} if factor > 1 else set())
 
 
+@pytest.mark.usefixtures("outside")
+@pytest.mark.parametrize("factor", [1, 1.5])
+def test_a_forward_that_hands_something_on_is_proved_too(factor):
+    """Its gradients are right, and so is the other forward; what it returns is not."""
+    extras = contract.Extras(
+        lambda x: (factor * x.relu(), x <= 0), lambda grad, off: grad.masked_fill(off, 0), when=lambda x: True
+    )
+    contract.implements(
+        ops.relu, backend="handing", backward=lambda grad, out: grad.masked_fill(out <= 0, 0), extras=extras
+    )(torch.relu)
+    refuted = wrong(proofs_of(ops.relu, "handing", {"33"}))
+    assert bool(refuted) == (factor > 1)
+    assert {proof.direction for proof in refuted} <= {"backward", "gradcheck"}
+    assert all(WITHOUT_EXTRAS not in proof.variant for proof in refuted)
+    judged = [proof for proof in refuted if proof.direction == "backward"]
+    assert all(proof.message.startswith("out where a gradient is wanted: ") for proof in judged)
+    assert {"plain", "transposed", "large"} <= {proof.variant for proof in judged} or factor == 1
+
+
 def test_guards_of_bools_are_compared_as_they_lie():
     """An uninitialised bool is any byte, and a copy of it may be another that is as true."""
     guarded = memory_guards.GuardedMemory()

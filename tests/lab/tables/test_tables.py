@@ -323,7 +323,9 @@ def test_mutants_are_counted_by_family_and_survivors_have_their_reasons(root):
     tiles = dict(
         tried=4, caught={"mask": [1, 2], "term": [1, 2]}, survivors={"tiles f: a → b": 7, "tiles g: a | b → a": 7}
     )
-    rows = dict(tried=5, caught={"mask": [5, 5]}, survivors={})
+    rows = dict(
+        tried=5, caught={"mask": [5, 5]}, survivors={}, by_tests={"norm.rows f: a → b": "tests/test_norm.py::test"}
+    )
     tma = dict(source=code_hash("matmul.tma"), mutants=2)
     of_gpus = dict(tried=1, caught={"mask": [0, 1]}, survivors={"matmul.gemv f: a → b": 7})
     kept = {
@@ -335,10 +337,10 @@ def test_mutants_are_counted_by_family_and_survivors_have_their_reasons(root):
     (root / "results" / "mutation_reasons.json").write_text(json.dumps(known))
     written = table("mutation", root)
     assert cells(written)[2:] == [
-        ["matmul", "2", "11", "1", "0", "0", "1", "0", "0.0%"],
-        ["norm †", "1", "9", "5", "5", "0", "0", "0", "100.0%"],
-        ["tiles", "1", "9", "4", "2", "1", "0", "1", "66.7%"],
-        ["all †", "4", "29", "10", "7", "1", "1", "1", "77.8%"],
+        ["matmul", "2", "11", "1", "0", "0", "0", "1", "0", "0.0%"],
+        ["norm †", "1", "9", "5", "5", "1", "0", "0", "0", "100.0%"],
+        ["tiles", "1", "9", "4", "2", "0", "1", "0", "1", "66.7%"],
+        ["all †", "4", "29", "10", "7", "1", "1", "1", "1", "77.8%"],
     ]
     assert "at commit abc1234. Not reachable in the interpreter, so not tried: `matmul.tma`." in written
     assert written.endswith("of an older version of the code: `norm.rows`._")

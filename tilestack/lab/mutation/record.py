@@ -9,7 +9,7 @@ that something is, which the interpreter does not show. The others are holes in 
 import hashlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -40,8 +40,9 @@ class Tried:
     tried: int = 0
     caught: dict[str, list[int]] = field(default_factory=dict)
     survivors: dict[str, int] = field(default_factory=dict)  # with how many claims reach it and are true of it
+    by_tests: dict[str, str] = field(default_factory=dict)  # of those caught, which outlived every claim, and the test
 
-    def add(self, outcome: "Outcome") -> None:
+    def add(self, outcome: "Outcome", by_test: bool = False) -> None:
         mutant = outcome.mutant
         counts = self.caught.setdefault(mutant.kind, [0, 0])
         if mutant.name in self.survivors:  # tried again
@@ -50,6 +51,8 @@ class Tried:
             self.tried += 1
             counts[1] += 1
         counts[0] += outcome.caught
+        if outcome.caught and by_test:
+            self.by_tests[mutant.name] = outcome.message
         if not outcome.caught:
             self.survivors[mutant.name] = outcome.claims
 
@@ -71,6 +74,7 @@ class Family:
     mutants = property(lambda self: sum(found.mutants for found in self.files.values()))
     tried = property(lambda self: sum(found.tried for found in self.files.values()))
     caught = property(lambda self: sum(found.caught_of_all for found in self.files.values()))
+    by_tests = property(lambda self: sum(len(found.by_tests) for found in self.files.values()))
 
     @property
     def holes(self) -> int:
@@ -113,7 +117,12 @@ def save_tried(file: str, found: Tried, folder: Path = FOLDER) -> None:
     """Put what is known of a file in the place of what was kept of it, and forget files that are no more."""
     with alone_in(folder):
         kept = load_tried(folder) | {file: found}
-        results.save(folder / NAME, {"files": {name: asdict(kept[name]) for name in sorted(kept) if code_hash(name)}})
+        results.save(folder / NAME, {"files": {name: as_json(kept[name]) for name in sorted(kept) if code_hash(name)}})
+
+
+def as_json(found: Tried) -> dict[str, Any]:
+    """What is known of a file as it is kept: of few files is there something that only a test has caught."""
+    return {name: value for name, value in asdict(found).items() if value or name != "by_tests"}
 
 
 def families(folder: Path = FOLDER) -> list[Family]:
@@ -141,18 +150,22 @@ def total(found: list[Family]) -> Family:
 
 
 def report(console: Console) -> int:
-    """The catch rate of all that is kept, and every survivor with its reason; 1 where that is not enough."""
+    """The catch rate of every family, and every survivor with its reason; 1 where that is not enough."""
     table = Table(
-        "family", *KINDS, "tried", "of", "caught", "equivalent", "GPU only", "holes", "share",
+        "family", *KINDS, "tried", "of", "caught", "by a test", "equivalent", "GPU only", "holes", "share",
         title="Mutants caught, of those tried",
     )  # fmt: skip
     found = families()
     for family in [*found, total(found)]:
-        counts = family.tried, family.mutants, family.caught, family.equivalent, family.gpu_only, family.holes
-        table.add_row(family.name, *map(family.caught_of_kind, KINDS), *map(str, counts), f"{family.share:.1%}")
+        tried = family.tried, family.mutants, family.caught, family.by_tests
+        living = family.equivalent, family.gpu_only, family.holes
+        table.add_row(
+            family.name, *map(family.caught_of_kind, KINDS), *map(str, (*tried, *living)), f"{family.share:.1%}"
+        )
     console.print(table)
     known = reasons()
     survivors = [name for tried in total(found).files.values() for name in tried.survivors]
     for name in survivors:
         console.print(f"survived: {name}: {known.get(name, 'NO REASON KNOWN')}", highlight=False, markup=False)
-    return int(total(found).share < WANTED or any(name not in known for name in survivors))
+    too_few = [family.name for family in found if family.tried and family.share < WANTED]
+    return int(bool(too_few) or any(name not in known for name in survivors))

@@ -240,6 +240,18 @@ class Suite:
 
     def against(self, held: Sequence[Claim], mutant: Mutant, inside: Inside = lambda module: nullcontext()) -> Outcome:
         """Try a mutant on some claims, in a child, inside a context that the module is given to."""
+        return self.tried_on(lambda: self.first_refutation(held), mutant, len(held), inside)
+
+    def tried_on(
+        self,
+        refute: Callable[[], str],
+        mutant: Mutant,
+        claims: int = 0,
+        inside: Inside = lambda module: nullcontext(),
+        seconds: int | None = None,
+    ) -> Outcome:
+        """Try a mutant, in a child, on what says what is wrong with it and nothing where nothing is; `seconds` is what a child
+        may take before its kernel counts as one that never ends."""
         self.dependents  # noqa: B018  found once and here, not by every child
         reading, writing = os.pipe()
         child = os.fork()
@@ -248,11 +260,9 @@ class Suite:
             # Seen by the parent even where what follows never comes back.
             message = "it crashes"
             try:
-                resource.setrlimit(
-                    resource.RLIMIT_CPU, (2 * int(self.seconds) + 10,) * 2
-                )  # for a kernel that never ends
+                resource.setrlimit(resource.RLIMIT_CPU, (seconds or 2 * int(self.seconds) + 10,) * 2)
                 silence()
-                message = self.refutation(held, mutant, inside)
+                message = self.refutation(refute, mutant, inside)
             except BaseException as failure:
                 message = f"{type(failure).__name__}: {failure}"[:200]
             finally:
@@ -265,10 +275,10 @@ class Suite:
         if not said:
             ended = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"exit {status}"
             said = f"=it ends its process: {ended}"
-        return Outcome(mutant, said != "=", said.removeprefix("="), len(held))
+        return Outcome(mutant, said != "=", said.removeprefix("="), claims)
 
-    def refutation(self, held: Sequence[Claim], mutant: Mutant, inside: Inside) -> str:
-        """What the harness says of a mutant, in this process, which is spoilt by it; empty when it finds nothing."""
+    def refutation(self, refute: Callable[[], str], mutant: Mutant, inside: Inside) -> str:
+        """What is said of a mutant, in this process, which is spoilt by it; empty when nothing is found."""
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / self.path.name
             copy.write_text(mutant.source)
@@ -278,7 +288,7 @@ class Suite:
                 assert path is not None
                 execute(name, path)
             with inside(sys.modules[self.module]):
-                return self.first_refutation(held)
+                return refute()
 
     def first_refutation(self, held: Sequence[Claim]) -> str:
         end = time.process_time() + self.seconds

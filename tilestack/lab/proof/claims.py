@@ -24,6 +24,7 @@ CALLS_ON_GPU = 4  # of one signature: the third is the first that a repetition m
 SAYS_NOTHING = "says nothing"
 OF_CONFIGS = ("plain", "strided")  # in which every configuration is tried, the first in all others too
 WITHOUT_EXTRAS = "without extras"  # the backward that gets none, which is what torch.ops and some compiled graphs run
+HANDING_ON = "where a gradient is wanted"  # a forward with extras, which is another than the one without
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,18 @@ class Claim:
         """The variant of values. How arguments lie in memory changes nothing about these, nor about the definition's results."""
         return self.variant if self.variant in variants.VALUES else "plain"
 
+    @property
+    def hands_on(self) -> bool:
+        """Whether the forward that comes before this backward is another than the one which claims of forwards try."""
+        return self.direction == "backward" and self.variant != WITHOUT_EXTRAS and bool(self.implementation.extras)
+
     def standards(self, find: Callable[..., dict[str, Standard]], many_draws: bool = False) -> dict[str, Standard]:
-        return find(self.operator, self.case, self.values, self.dtype, self.direction, self.device, many_draws)
+        """What each result is held to; before a backward also those of a forward that hands something on."""
+        found = lambda direction: find(
+            self.operator, self.case, self.values, self.dtype, direction, self.device, many_draws
+        )
+        outputs = found("forward") if self.hands_on else {}
+        return found(self.direction) | {f"{name} {HANDING_ON}": standard for name, standard in outputs.items()}
 
     @property
     def calls(self) -> int:

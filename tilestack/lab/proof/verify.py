@@ -22,10 +22,10 @@ from torch import Tensor
 from tilestack.contract.autograd import differentiable
 from tilestack.contract.backends import backend, batch_invariant
 from tilestack.contract.implementation import Implementation
-from tilestack.contract.operator import as_tuple
+from tilestack.contract.operator import Operator, as_tuple
 from tilestack.contract.registry import configuration
 from tilestack.lab.proof import invariance, oracle
-from tilestack.lab.proof.claims import SAYS_NOTHING, WITHOUT_EXTRAS, Claim, Proof
+from tilestack.lab.proof.claims import HANDING_ON, SAYS_NOTHING, WITHOUT_EXTRAS, Claim, Proof
 from tilestack.lab.proof.evaluate import (
     EVALUATE,
     Results,
@@ -98,9 +98,10 @@ def judge_claim(claim: Claim, evaluated: list[Results], standards: dict[str, Sta
             return claim.proof(False, verdict.error, verdict.bound, f"{name}: {message}")
         if verdict.error * worst.bound >= worst.error * verdict.bound:
             worst = verdict
-    silent = {name: reason for name in results if (reason := oracle.silent(*standards[name][:2]))}
+    claimed = [name for name in results if not name.endswith(HANDING_ON)]
+    silent = {name: reason for name in claimed if (reason := oracle.silent(*standards[name][:2]))}
     said = ", ".join(f"{name}, {reason}" for name, reason in silent.items())
-    if len(silent) == len(results):
+    if len(silent) == len(claimed):
         return claim.proof(None, message=f"{SAYS_NOTHING}: {said}")
     return claim.proof(True, worst.error, worst.bound, f"{SAYS_NOTHING} of {said}" if said else "")
 
@@ -113,9 +114,12 @@ def evaluations(claim: Claim) -> Iterator[Results]:
     evaluate = EVALUATE[claim.direction]
     kept = []  # so that no later call is given the same addresses
     for number in range(claim.calls):
-        arguments = claim.arguments()
+        arguments, outputs = claim.arguments(), Results()
+        function = noting(implementation_of(claim), claim.operator, outputs)
         with workspaces_left_as_zeros(), poisoned_memory(), guarded_memory(claim.device, zeros=number % 2 > 0):
-            results = evaluate(implementation_of(claim), claim.operator, arguments, claim.variant, watched=True)
+            results = evaluate(function, claim.operator, arguments, claim.variant, watched=True)
+        if claim.hands_on:
+            results |= outputs
         kept.append(arguments)
         handed_on = {result.untyped_storage().data_ptr() for result in results.values()}
         for tensor in (value for value in arguments.values() if isinstance(value, Tensor)):
@@ -124,11 +128,25 @@ def evaluations(claim: Claim) -> Iterator[Results]:
         yield results
 
 
+def noting(function: Callable, operator: Operator, outputs: Results) -> Callable:
+    """A function that also notes its results, by the names they have where a gradient is wanted."""
+
+    def call(**arguments: Any) -> Any:
+        returned = function(**arguments)
+        named = zip(operator.outputs, as_tuple(returned), strict=True)
+        outputs.update({f"{name} {HANDING_ON}": result.detach() for name, result in named})
+        return returned
+
+    return call
+
+
 def unpromised_strides(claim: Claim, name: str, result: Tensor) -> str:
     """What is wrong with how an output lies in memory: it is contiguous, or lies as the definition's own does."""
-    if claim.direction != "forward" or result.is_contiguous() or not result.numel():
+    is_output = claim.direction == "forward" or name.endswith(HANDING_ON)
+    if not is_output or result.is_contiguous() or not result.numel():
         return ""
-    definitions = EVALUATE["forward"](claim.operator.definition, claim.operator, claim.arguments())[name]
+    named = EVALUATE["forward"](claim.operator.definition, claim.operator, claim.arguments())
+    definitions = named[name.removesuffix(f" {HANDING_ON}")]
     strides_that_count = lambda t: [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
     if strides_that_count(result) == strides_that_count(definitions):
         return ""

@@ -29,10 +29,10 @@ def mutation(folder: Path) -> str:
     if not found:
         return f"_nothing was tried yet: `{record.COMMAND}` fills this table._"
     rows = [
-        [f"{family.name} {OLD}" if family.stale else family.name, *(f"{count:,}" for count in (len(family.files), family.mutants, family.tried, family.caught, family.equivalent, family.gpu_only, family.holes)), f"{family.share:.1%}" if family.tried else "–"]
+        [f"{family.name} {OLD}" if family.stale else family.name, *(f"{count:,}" for count in (len(family.files), family.mutants, family.tried, family.caught, family.by_tests, family.equivalent, family.gpu_only, family.holes)), f"{family.share:.1%}" if family.tried else "–"]
         for family in (*found, record.total(found))
     ]  # fmt: skip
-    header = ["family", "files", "mutants", "tried", "caught", "equivalent", "seen on a GPU only", "holes", "caught, of all but the equivalent"]  # fmt: skip
+    header = ["family", "files", "mutants", "tried", "caught", "of these by a test beside the proofs", "equivalent", "seen on a GPU only", "holes", "caught, of all but the equivalent"]  # fmt: skip
     stale = [file for family in found for file in family.stale]
     unreached = [file for family in found for file in family.unreached]
     commits = commits_in_words(tried.commit for family in found for tried in family.files.values())
