@@ -25,7 +25,9 @@ lint: .venv/ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Tables and figures of README and docs from results/, whose rates are counted anew where the cost model has changed.
 docs: .venv/ready
+	$(BIN)/python -m tilestack.lab.bench.recount
 	$(BIN)/python -m tilestack report --tables
 
 # The recipes from nothing to a model that answers, with their figures; then the tables.
