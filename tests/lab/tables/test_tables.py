@@ -180,6 +180,20 @@ def test_a_borrowed_kernel_wins_nothing_and_says_whose_it_is(tmp_path):
     assert cells(table("headline imaginary", tmp_path))[2][7] == "1 of 1"
 
 
+def test_a_definition_that_nobody_writes_is_no_peer_alone(tmp_path):
+    """Dropout's spells out its random numbers: to be faster than it, compiled, is no win, and to be slower a loss."""
+    refused = row("dropout", "c", "eager", None, note="it has no dropout for these arguments")
+    for ours, usual, said, won in (
+        (10.0, [], "usual code not timed", "–"),
+        (200.0, [], "0.90× (slower than compile)", "0 of 1"),
+        (10.0, [row("dropout", "c", "eager-compile", 11.0)], "**1.10×** eager-compile", "1 of 1"),
+        (10.0, [refused], "**18.00×** compile", "1 of 1"),
+    ):
+        save(tmp_path, replace(small_result(), rows=[*contest("dropout", "c", ours, {"compile": 180.0}), *usual]))
+        shown = cells(table("headline imaginary", tmp_path))[2]
+        assert (shown[5], shown[7]) == (said, won)
+
+
 def test_a_row_that_says_whose_kernel_it_measured_is_believed(tmp_path):
     rows = [row | {"backend": {"triton": "gluon"}.get(row["backend"], row["backend"])} for row in contest("attention", "c", 80.0, {"aten": 100.0})]  # fmt: skip
     for lender, said in {"": "**1.25×** aten", "cuBLAS": "1.25× aten (no win: this is cuBLAS's kernel)"}.items():
