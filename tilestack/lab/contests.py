@@ -88,10 +88,14 @@ class Contest:
     def is_no_usual_code(self, peer: Stored) -> bool:
         """Whether a peer that is no faster than ours is the definition, compiled, where people write something else that
         was not tried. Where it is faster, that is a loss all the same."""
-        if peer["backend"] not in COMPILED_DEFINITION or not self.ours:
-            return False
-        tried = usual_code_tried(self.op, [row["backend"] for row in self.rows])
-        return not tried and self.ours["time_us"] <= peer["time_us"]
+        compiled = peer["backend"] in COMPILED_DEFINITION
+        no_faster = self.ours is not None and self.ours["time_us"] <= peer["time_us"]
+        return compiled and no_faster and not self.usual_code_tried
+
+    @property
+    def usual_code_tried(self) -> bool:
+        """Whether what people write was timed or has failed, where that is not the definition."""
+        return usual_code_tried(self.op, [row["backend"] for row in self.rows])
 
     @property
     def shown(self) -> Stored | None:

@@ -192,6 +192,9 @@ def test_a_definition_that_nobody_writes_is_no_peer_alone(tmp_path):
         save(tmp_path, replace(small_result(), rows=[*contest("dropout", "c", ours, {"compile": 180.0}), *usual]))
         shown = cells(table("headline imaginary", tmp_path))[2]
         assert (shown[5], shown[7]) == (said, won)
+    for op, said in (("dropout", "usual code not timed"), ("add", "no peer")):
+        save(tmp_path, replace(small_result(), rows=[row(op, "c", "triton", 10.0)]))
+        assert cells(table("headline imaginary", tmp_path))[2][5] == said
 
 
 def test_a_row_that_says_whose_kernel_it_measured_is_believed(tmp_path):
