@@ -465,6 +465,16 @@ def test_the_summary_shows_each_groups_median_case_and_the_weakest_operators(roo
     assert "not measured yet" in table("summary h100 unknown softmax", root)
 
 
+def test_the_summary_says_how_many_comparisons_are_without_a_peer_that_every_operator_has(root):
+    rows = []
+    for case, others in (("8x8x-1", ()), ("8x9x-1", ("compile",)), ("8x10x-1", ("compile", "compile-max"))):
+        rows += contest("softmax", case, 10.0, {"aten": 12.0} | dict.fromkeys(others, 11.0))
+    rows += contest("adamw", "c", 10.0, {"fused": 12.0})  # no code of ours that could be compiled
+    save(root, replace(small_result(), rows=rows))
+    written = table("summary imaginary unknown softmax", root)
+    assert "`softmax`, `adamw`. Of these, 1 without `torch.compile`, 1 without its mode `max-autotune`._" in written
+
+
 def test_what_all_operators_come_to_is_marked_where_no_line_shows_what_is_old(root, monkeypatch):
     monkeypatch.setattr("tilestack.lab.tables.summary.WEAKEST", 0)
     gpu = small_result()
