@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PARITY = $(BIN)/python -m tilestack parity --save --set data.batch=4 --set data.sequence=512 --set data.most_bytes=3000000
+PROFILE = $(BIN)/python -m tilestack profile --recipe qwen3-0.6b --save
 FP8_PARITY = $(BIN)/python -m tilestack parity --fp8 --device cpu --save
 
 .PHONY: install demo test gates lint docs recipes bench bench-cpu prove dist release clean
@@ -24,7 +25,9 @@ lint: .venv/ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Tables and figures of README and docs from results/, whose rates are counted anew where the cost model has changed.
 docs: .venv/ready
+	$(BIN)/python -m tilestack.lab.bench.recount
 	$(BIN)/python -m tilestack report --tables
 
 # The recipes from nothing to a model that answers, with their figures; then the tables.
@@ -34,13 +37,16 @@ recipes: .venv/ready
 	$(BIN)/python -m tilestack report --tables
 
 # Every figure of README and docs that is a GPU's: kernels, memory patterns, the host, optimizers, training and its loss,
-# engines, the recipes one after another; then the tables.
+# engines, where the time of steps goes, the recipes one after another; then the tables.
 # BENCH="--stale --budget 900" measures only what is not of the present source, in a quarter of an hour, and then the losses and recipes.
 bench: .venv/node
 	$(BIN)/python -m tilestack bench all --save --jobs $$(nproc) $(BENCH)
 	$(PARITY)
 	$(PARITY) --swap rms_norm
 	$(PARITY) --swap attention --backend aten
+	$(PROFILE) train --candidate tilestack-graph
+	$(PROFILE) train --candidate plain-compile
+	$(PROFILE) serve
 	$(BIN)/python -m tilestack chain --save
 	$(BIN)/python -m tilestack report --tables
 

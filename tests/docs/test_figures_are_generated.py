@@ -1,5 +1,6 @@
 """No speed is typed by hand: outside generated tables and code, the documentation has no figure with a unit of speed."""
 
+import os
 import re
 
 import pytest
@@ -14,6 +15,8 @@ UNITS = (
     "|微秒|毫秒|倍(?:速|快|慢)|TB 每秒"
 )
 SPEED = re.compile(rf"\d[\d.,]*\s*(?:{UNITS})")
+PICTURE = re.compile(r"!\[[^]]*\]\(([^)]+\.(?:png|jpe?g|gif|webp))\)")
+DRAWN_FROM_NO_RESULTS = {"tiles.png"}  # which shows where a kernel reads, and no time
 PAGES = sorted([*REPOSITORY.glob("README*.md"), *(REPOSITORY / "docs").rglob("*.md")])
 
 
@@ -24,6 +27,16 @@ def typed_figures(page: str) -> list[str]:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_no_speed_is_typed_by_hand(path):
     assert typed_figures(path.read_text(encoding="utf-8")) == [], "measure it with `make bench` and let a table show it"
+
+
+def test_no_picture_shows_what_was_measured():
+    """Nothing would renew it, nor say that it is old."""
+    shown = {
+        picture
+        for path in PAGES
+        for picture in map(os.path.basename, PICTURE.findall(path.read_text(encoding="utf-8")))
+    }
+    assert shown <= DRAWN_FROM_NO_RESULTS, "draw it in `tilestack report`, or let a table show it"
 
 
 @pytest.mark.parametrize(

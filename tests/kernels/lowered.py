@@ -1,7 +1,7 @@
 """Thresholds that no small case crosses, and what to make of them so that one does.
 
 Each is proved like any other code, with its constants lowered: by name of a file of kernels, the constants, and the
-operators whose cases then cross them.
+operators whose cases then cross them. What asks how much shared memory the GPU has is proved as on one that has less.
 """
 
 import contextlib
@@ -18,6 +18,17 @@ LOWERED = {
     "heads too wide for flash attention": ("attention.ladder", dict(WIDEST_HEAD=16), ["attention"]),
     "rows of scores too long for registers": ("attention.standard", dict(LONGEST_ROW=20), ["attention"]),
     "blocks sorted, not counted": ("sparse.blocks", dict(MOST_COMPARED=4), ["block_sparse_dsd", "block_sparse_sdd"]),
+    "pages with less shared memory": ("attention.paged", dict(HOPPER_SHARED=1 << 20), ["paged_attention"]),
+    "codes with less shared memory": (
+        "attention.quantised",
+        dict(HOPPER_SHARED=1 << 20),
+        ["attention_int8", "attention_fp8"],
+    ),
+    "rows of softmax with less shared memory": (
+        "softmax.rows",
+        dict(WIDEST_SOFTMAX=512, BACKWARD_CHUNK_BYTES=1 << 16),
+        ["softmax"],
+    ),
     "gates too long for registers": ("quantised.gated", dict(WIDEST_QUANTISED=512), ["silu_mul_int8"]),
 }
 

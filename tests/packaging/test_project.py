@@ -72,6 +72,7 @@ FILLED_BY = {
     "alignment": (None, "tilestack chain --alignment --save"),
     "parity": ("tilestack parity --save", None),
     "fp8-parity": (None, "tilestack parity --fp8 --device cpu --save"),
+    "profiles": ("tilestack profile --recipe qwen3-0.6b --save", None),
     "proofs": ("tilestack verify --device cuda --stale --save", None),
     **dict.fromkeys(("mutation", "survivors"), (MUTATION, MUTATION)),
 }

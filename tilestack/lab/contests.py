@@ -12,7 +12,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from tilestack.contract import operators
-from tilestack.lab.bench.peers import IN_FP8, is_peer
+from tilestack.lab.bench.peers import IN_FP8, MODES, is_peer, usual_code_tried
 from tilestack.lab.labels import case_label
 from tilestack.lab.results import load_all
 from tilestack.lab.rows import EQUAL, FASTER, SLOWER, Stored, lender_of, times_faster, verdict
@@ -20,6 +20,7 @@ from tilestack.lab.stale import is_current
 
 FASTEST = "fastest of ours"
 DEFINITION = "torch"  # the definition run eagerly: shown, but no peer to be proud of beating
+COMPILED_DEFINITION = [f"compile{mode}" for mode in MODES]
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,21 @@ class Contest:
 
     @property
     def peer(self) -> Stored | None:
-        """The fastest of the peers that were timed."""
-        return next((row for row in self.timed if is_peer(row["backend"])), None)
+        """The fastest of the peers that were timed, unless it would be no win to be as fast."""
+        fastest = next((row for row in self.timed if is_peer(row["backend"])), None)
+        return None if fastest and self.is_no_usual_code(fastest) else fastest
+
+    def is_no_usual_code(self, peer: Stored) -> bool:
+        """Whether a peer that is no faster than ours is the definition, compiled, where people write something else that
+        was not tried. Where it is faster, that is a loss all the same."""
+        compiled = peer["backend"] in COMPILED_DEFINITION
+        no_faster = self.ours is not None and self.ours["time_us"] <= peer["time_us"]
+        return compiled and no_faster and not self.usual_code_tried
+
+    @property
+    def usual_code_tried(self) -> bool:
+        """Whether what people write was timed or has failed, where that is not the definition."""
+        return usual_code_tried(self.op, [row["backend"] for row in self.rows])
 
     @property
     def shown(self) -> Stored | None:

@@ -324,6 +324,25 @@ def test_a_backend_that_is_new_to_a_case_is_measured(outside):
     assert bench_operators([ops.relu], cases="33", device="cpu", stale=again) == [], "that it refuses is known"
 
 
+def test_what_was_measured_without_the_usual_code_is_measured_again_where_peers_are():
+    case = next(case for case in ops.dropout.cases if case.name == "33x0.1")
+    subjects = [lab.Subject(ops.dropout, case, "float32", ("forward",))]
+    ours, peers = (
+        [
+            dict(op="dropout", case=case.name, dtype="float32", direction="forward", backend=name, source=source)
+            for name, source in names.items()
+        ]
+        for names in (
+            {name: present_source("dropout", name) for name in lab.names_of(ops.dropout, "cpu")},
+            {"compile": "", "eager": ""},
+        )
+    )
+    again = lambda rows, **options: bool(lab.not_of_the_present(subjects, rows, "cpu", **options))
+    assert not again(ours)
+    assert again([*ours, peers[0]], with_peers=True)
+    assert not again([*ours, *peers], with_peers=True)
+
+
 def test_a_budget_ends_a_run_between_cases_and_keeps_what_was_measured(tmp_path, monkeypatch):
     now = iter(range(0, 10_000, 10))
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: next(now)))  # which no other thread reads

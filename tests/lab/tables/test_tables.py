@@ -180,6 +180,23 @@ def test_a_borrowed_kernel_wins_nothing_and_says_whose_it_is(tmp_path):
     assert cells(table("headline imaginary", tmp_path))[2][7] == "1 of 1"
 
 
+def test_a_definition_that_nobody_writes_is_no_peer_alone(tmp_path):
+    """Dropout's spells out its random numbers: to be faster than it, compiled, is no win, and to be slower a loss."""
+    refused = row("dropout", "c", "eager", None, note="it has no dropout for these arguments")
+    for ours, usual, said, won in (
+        (10.0, [], "usual code not timed", "–"),
+        (200.0, [], "0.90× (slower than compile)", "0 of 1"),
+        (10.0, [row("dropout", "c", "eager-compile", 11.0)], "**1.10×** eager-compile", "1 of 1"),
+        (10.0, [refused], "**18.00×** compile", "1 of 1"),
+    ):
+        save(tmp_path, replace(small_result(), rows=[*contest("dropout", "c", ours, {"compile": 180.0}), *usual]))
+        shown = cells(table("headline imaginary", tmp_path))[2]
+        assert (shown[5], shown[7]) == (said, won)
+    for op, said in (("dropout", "usual code not timed"), ("add", "no peer")):
+        save(tmp_path, replace(small_result(), rows=[row(op, "c", "triton", 10.0)]))
+        assert cells(table("headline imaginary", tmp_path))[2][5] == said
+
+
 def test_a_row_that_says_whose_kernel_it_measured_is_believed(tmp_path):
     rows = [row | {"backend": {"triton": "gluon"}.get(row["backend"], row["backend"])} for row in contest("attention", "c", 80.0, {"aten": 100.0})]  # fmt: skip
     for lender, said in {"": "**1.25×** aten", "cuBLAS": "1.25× aten (no win: this is cuBLAS's kernel)"}.items():
@@ -448,6 +465,16 @@ def test_the_summary_shows_each_groups_median_case_and_the_weakest_operators(roo
     save(root, replace(of_a_cpu, rows=older), "serve")
     assert cells(table("summary imaginary cpu softmax", root))[2][0] == "serving on a CPU, decode step †"
     assert "not measured yet" in table("summary h100 unknown softmax", root)
+
+
+def test_the_summary_says_how_many_comparisons_are_without_a_peer_that_every_operator_has(root):
+    rows = []
+    for case, others in (("8x8x-1", ()), ("8x9x-1", ("compile",)), ("8x10x-1", ("compile", "compile-max"))):
+        rows += contest("softmax", case, 10.0, {"aten": 12.0} | dict.fromkeys(others, 11.0))
+    rows += contest("adamw", "c", 10.0, {"fused": 12.0})  # no code of ours that could be compiled
+    save(root, replace(small_result(), rows=rows))
+    written = table("summary imaginary unknown softmax", root)
+    assert "`softmax`, `adamw`. Of these, 1 without `torch.compile`, 1 without its mode `max-autotune`._" in written
 
 
 def test_what_all_operators_come_to_is_marked_where_no_line_shows_what_is_old(root, monkeypatch):

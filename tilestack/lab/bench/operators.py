@@ -23,7 +23,7 @@ from tilestack.contract.cases import Make
 from tilestack.contract.registry import load_kernels, operator_named
 from tilestack.lab import results
 from tilestack.lab.bench.candidates import candidates_of, differentiable, kernel_lender, names_asked, names_of
-from tilestack.lab.bench.peers import COMPILED, is_peer
+from tilestack.lab.bench.peers import COMPILED, is_peer, usual_code_tried
 from tilestack.lab.bench.quality import WITHOUT_CODES, quality_of, truth_without_codes
 from tilestack.lab.bench.roofs import Roofs, measure_roofs
 from tilestack.lab.bench.run_ahead import run_ahead
@@ -87,7 +87,7 @@ def bench_operators(
         named = ", ".join(operator.name for operator in operators) or "no operator"
         raise ValueError(f"nothing to measure: {named} has no case {cases!r}; write bench, check or a case's name")
     if stale is not None:
-        subjects = not_of_the_present(subjects, stale, device)
+        subjects = not_of_the_present(subjects, stale, device, with_peers=device == "cuda" and not backends)
     watch = Watch(len(subjects), budget, console)
     if not subjects:
         return []
@@ -110,13 +110,19 @@ def bench_operators(
     return rows
 
 
-def not_of_the_present(subjects: Sequence[Subject], rows: Sequence[Stored], device: str) -> list[Subject]:
-    """The subjects, and of each the directions, for which a backend of ours has no row of the present source.
+def not_of_the_present(
+    subjects: Sequence[Subject], rows: Sequence[Stored], device: str, with_peers: bool = False
+) -> list[Subject]:
+    """The subjects, and of each the directions, for which a backend of ours has no row of the present source, or, with
+    peers, what people write was not tried.
 
     A backend that refuses a case has a row too, with its reason.
     """
     key = lambda row: (row["op"], row["case"], row["dtype"], row["direction"], row["backend"])
     current = {key(row) for row in rows if is_current(row)}
+    beside: dict[tuple[str, ...], list[str]] = {}
+    for *case, name in map(key, rows):
+        beside.setdefault(tuple(case), []).append(name)
     found = []
     for subject in subjects:
         at = subject.operator.name, subject.case.name, subject.dtype
@@ -124,7 +130,9 @@ def not_of_the_present(subjects: Sequence[Subject], rows: Sequence[Stored], devi
         missing = [
             direction
             for direction in subject.directions
-            if any((*at, direction, name) not in current for name in ours) and has_direction(subject, direction)
+            if any((*at, direction, name) not in current for name in ours)
+            or (with_peers and not usual_code_tried(at[0], beside.get((*at, direction), ())))
+            if has_direction(subject, direction)
         ]
         if missing:
             found.append(replace(subject, directions=missing))

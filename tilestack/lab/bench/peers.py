@@ -20,7 +20,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +154,11 @@ BORROWED = {("attention", "gluon", "forward"): "cuDNN"}
 
 def is_peer(backend: str) -> bool:
     return backend in PEERS
+
+
+def usual_code_tried(op: str, names: Iterable[str]) -> bool:
+    """Whether what people write for an operator is among backends and peers, where that is not its definition."""
+    return op not in IDIOMS or any(name.startswith("eager") for name in names)
 
 
 def our_backends(operator: Operator) -> list[str]:

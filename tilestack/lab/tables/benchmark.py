@@ -23,7 +23,7 @@ VERSIONS = {"torch": "torch", "Triton": "triton", "cuDNN": "cudnn", "Liger": "li
 def against_peer(contest: Contest) -> str:
     """The ratio and the peer's name, with a loss, a draw or a borrowed kernel said in words."""
     if contest.ratio is None or contest.peer is None:
-        return "no peer" if contest.ours else "–"
+        return "–" if not contest.ours else "no peer" if contest.usual_code_tried else "usual code not timed"
     shown, peer = times(contest.ratio), contest.peer["backend"]
     return {
         FASTER: f"**{shown}** {peer}",

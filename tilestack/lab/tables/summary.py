@@ -6,11 +6,13 @@ a group that mostly loses shows a loss. Beside the operators that a page names s
 without a peer, and those that run a peer's own kernel, are left out.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tilestack.lab.bench.peers import COMPILED, OF_OPERATORS
 from tilestack.lab.contests import Contest, Result, contests, mean_ratio, results_under, score
 from tilestack.lab.results import machine_name, path_of, read_json
 from tilestack.lab.rows import EQUAL, FASTER, SLOWER, UNCLEAR
@@ -21,6 +23,7 @@ from tilestack.lab.units import microseconds, times
 
 WEAKEST = 3  # how many operators are shown because they do worst, by the geometric mean over their cases
 OURS = "tilestack"  # an engine as it runs without options
+COMPILE, MODE = "`torch.compile`", "its mode `max-autotune`"  # of which a comparison may be without
 TRAINING_STEP, DECODER_LAYER = "training step", "layer of a decoder"
 KINDS = {"ms/step": "decode step", "ms": "time to first token", "tokens/s": "throughput"}  # of a workload, by its unit
 WORKLOADS = {
@@ -45,6 +48,7 @@ class Line:
     verdict: str
     stale: bool
     dates: Sequence[str]
+    without: str = ""  # what of torch.compile, the peer of every operator, was not tried
 
 
 def summary(folder: Path, gpu: str, cpu: str, names: str) -> str:
@@ -100,7 +104,10 @@ def over_all(operators: list[Line], worst: list[str]) -> str:
     number = len({line.group for line in operators})
     mean = mean_ratio([line.ratio for line in operators])
     mark = f" {OLD}" if any(line.stale for line in operators) else ""
-    return f"_All {number} operators and optimizers with a peer, {found.met} comparisons{mark}: {found.won} won, {found.equal} equal, {found.lost} lost; geometric mean {times(mean)}. Lowest mean: {', '.join(worst)}._"
+    without = Counter(line.without for line in operators if line.without)
+    left_out = ", ".join(f"{without[what]} without {what}" for what in (COMPILE, MODE) if without[what])
+    said = f"All {number} operators and optimizers with a peer, {found.met} comparisons{mark}: {found.won} won, {found.equal} equal, {found.lost} lost; geometric mean {times(mean)}. Lowest mean: {', '.join(worst)}."
+    return f"_{said} Of these, {left_out}._" if left_out else f"_{said}_"
 
 
 def line_of(contest: Contest) -> Line | None:
@@ -122,7 +129,16 @@ def line_of(contest: Contest) -> Line | None:
         contest.verdict,
         contest.stale,
         [date_of(row, contest.run.machine) for row in (ours, peer)],
+        left_out_of(contest) if peer["backend"] in OF_OPERATORS else "",
     )
+
+
+def left_out_of(contest: Contest) -> str:
+    """What of torch.compile was not tried beside an operator."""
+    tried = {row["backend"] for row in contest.rows}
+    if not tried & set(COMPILED):
+        return COMPILE
+    return "" if any(name in tried for name in COMPILED if name.endswith("-max")) else MODE
 
 
 def lines_of_serving(folder: Path, slug: str) -> list[Line]:
