@@ -17,7 +17,7 @@ from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.tiles import cdiv, wide
 
-BLOCK = 2048
+BLOCK = 1024  # of the sizes tried on an H200, the fastest in silu, relu and add, by up to two percent
 
 
 def flat(*tensors: Tensor) -> list[Tensor]:
