@@ -9,7 +9,16 @@ import torch
 from safetensors.torch import save_file
 
 from tilestack import files
-from tilestack.files import MARKER, ForeignFolder, clean_parts, discard, whole_file, whole_folder, write_text_whole
+from tilestack.files import (
+    MARKER,
+    BusyFolder,
+    ForeignFolder,
+    clean_parts,
+    discard,
+    whole_file,
+    whole_folder,
+    write_text_whole,
+)
 
 
 def make(target, **contents):
@@ -153,6 +162,24 @@ def test_after_an_error_the_old_folder_stands_and_nothing_half_made_is_left(tmp_
         make(tmp_path / "model", weights="2", index=object())
     assert seen(tmp_path / "model") == {"weights": "1"}
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_folder_has_one_writer_at_a_time(tmp_path):
+    """Two would remove and replace each other's half-written files: a configuration beside another's weights."""
+    with whole_folder(tmp_path / "model") as hidden:
+        (hidden / "weights").write_text("1")
+        with pytest.raises(BusyFolder, match=r"another process is writing .*model; wait for it"):
+            make(tmp_path / "model", weights="2")
+        make(tmp_path / "other", weights="3")
+        with whole_folder(
+            hidden, carry=lambda path: True
+        ) as inner:  # as a model is saved in a folder with its tokenizer
+            (inner / "index").write_text("4")
+    assert seen(tmp_path / "model") == {"index": "4", "weights": "1"}
+    (tmp_path / ".model.tilestack-writing").touch()  # of a process that was killed
+    make(tmp_path / "model", weights="5")
+    assert seen(tmp_path / "model") == {"weights": "5"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "other"]
 
 
 def test_a_full_disk_is_said_with_the_file_that_found_it_so(tmp_path):

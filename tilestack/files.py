@@ -6,6 +6,7 @@ What is written begins under a hidden name beside its place, is synced to the di
     .model.tilestack-part/   being written
     .model.tilestack-old/    what it replaces, until it is in place
     .model.tilestack-gone/   what is being removed
+    .model.tilestack-writing locked by who writes it, as two at once would take each other's files
     model/                   whole
       .tilestack.json        the marker: which of the files in the folder tilestack made
 
@@ -26,13 +27,17 @@ from pathlib import Path
 from typing import Any
 
 MARKER = ".tilestack.json"
-PART, OLD, GONE = "tilestack-part", "tilestack-old", "tilestack-gone"
+PART, OLD, GONE, WRITING = "tilestack-part", "tilestack-old", "tilestack-gone", "tilestack-writing"
 ABANDONED = 3600.0  # seconds in which a process that lives has written to its file
 STATUS = Path("/proc/self/status")
 
 
 class ForeignFolder(ValueError):
     """A folder that tilestack did not make and therefore leaves alone."""
+
+
+class BusyFolder(ValueError):
+    """A folder that another process is writing."""
 
 
 @contextmanager
@@ -104,13 +109,13 @@ def whole_folder(target: Path, *, carry: Callable[[Path], bool] | None = None) -
     """
     target = target.resolve()
     hidden = beside(target, PART)
-    settle(target)
-    if carry is None:
-        refuse_foreign(target)
-    shutil.rmtree(hidden, ignore_errors=True)
-    try:
-        with naming(target):
-            hidden.mkdir(parents=True)
+    with naming(target), only_writer(target):
+        settle(target)
+        if carry is None:
+            refuse_foreign(target)
+        shutil.rmtree(hidden, ignore_errors=True)
+        try:
+            hidden.mkdir()
             yield hidden
             made = files_in(hidden)
             let_others_read(*made)
@@ -120,8 +125,30 @@ def whole_folder(target: Path, *, carry: Callable[[Path], bool] | None = None) -
                     if carry(path) and path.name != MARKER:
                         (shutil.copytree if path.is_dir() else shutil.copy2)(path, hidden / path.name)
             put_in_place(hidden, target, whole=carry is not None)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+@contextmanager
+def only_writer(target: Path) -> Iterator[None]:
+    """Refuse a folder that another process is writing. Of one that was killed a file is left that is locked no more."""
+    sign = beside(target, WRITING)
+    sign.parent.mkdir(parents=True, exist_ok=True)
+    opened = os.open(sign, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.path.samestat(os.fstat(opened), os.stat(sign))  # not removed by who had it, as it ended
+        except (BlockingIOError, FileNotFoundError):
+            mine = False
+        if not mine:
+            raise BusyFolder(f"another process is writing {target}; wait for it, or choose another place")
+        try:
+            yield
+        finally:
+            os.unlink(sign)
     finally:
-        shutil.rmtree(hidden, ignore_errors=True)
+        os.close(opened)
 
 
 def put_in_place(made: Path, target: Path, *, whole: bool = False) -> None:
@@ -173,7 +200,7 @@ def remove_made(folder: Path, name: str) -> None:
 
 def clean_parts(folder: Path) -> None:
     """Clear up what a killed process left half-written, half-replaced or half-removed in a folder."""
-    for path in folder.glob(f".*.{PART}"):
+    for path in (*folder.glob(f".*.{PART}"), *folder.glob(f".*.{WRITING}")):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     for what in (OLD, GONE):
         for path in folder.glob(f".*.{what}"):

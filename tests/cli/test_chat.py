@@ -215,6 +215,23 @@ def test_a_question_longer_than_the_model_reads_is_refused_and_forgotten(talk):
     assert roles(sent[-1]) == ["user"]
 
 
+def test_for_a_question_that_is_refused_nothing_is_forgotten(talk):
+    code, shown, sent = talk("the mat", "the cat sat on the mat " * 60, "the cat", "/quit")
+    assert code == 0
+    assert "the model reads 96" in shown
+    assert roles(sent[-1]) == ["user", "assistant", "user"]
+    assert sent[-1][0]["content"] == "the mat"
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout"])
+def test_a_closed_stream_is_named_before_the_model_is_loaded(stream, monkeypatch, capsys):
+    monkeypatch.setattr(sys, stream, None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["chat", "--model", "nowhere"])
+    assert ended.value.code == 1
+    assert "reads standard input and writes standard output, and one of them is closed" in capsys.readouterr().err
+
+
 def test_an_unknown_command_shows_the_known_ones(talk):
     assert chat.HELP.split(",")[0] in talk("/nonsense", "/quit")[1]
 

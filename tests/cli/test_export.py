@@ -62,6 +62,13 @@ def test_a_folder_becomes_a_file_that_answers_alike(capsys, folder, tokenizer, t
     assert GGUF(out).metadata["general.name"] == "my [model]"
 
 
+def test_a_name_with_bytes_that_are_no_text_is_a_name_too(capsys, folder, tmp_path):
+    out = tmp_path / "\udcff.gguf"
+    code, _, problem = run(capsys, folder, out)
+    assert code == 0, problem
+    assert GGUF(out).metadata["general.name"] == "\ufffd"
+
+
 def test_what_is_there_stays_unless_it_is_to_be_replaced(capsys, folder, tmp_path):
     out = tmp_path / "model.gguf"
     out.write_text("mine")

@@ -47,6 +47,13 @@ def test_the_text_comes_and_json_says_how(capsys, folder):
     assert other["text"] != told["text"]
 
 
+def test_without_standard_error_figures_do_not_end_up_in_the_text(capsys, folder, monkeypatch):
+    common = ("--model", folder, "--device", "cpu", "--raw", "--max-tokens", 3, "the cat")
+    text = run(capsys, *common)[1]
+    monkeypatch.setattr("sys.stderr", None)
+    assert run(capsys, *common)[:2] == (0, text)
+
+
 def test_a_stop_ends_the_text_before_it(capsys, folder):
     common = ("--model", folder, "--device", "cpu", "--raw", "--json", "--max-tokens", 20, "the cat")
     whole = json.loads(run(capsys, *common)[1])["text"]
@@ -59,7 +66,7 @@ def test_a_stop_ends_the_text_before_it(capsys, folder):
 def test_a_prompt_may_come_from_standard_input_and_through_the_template(capsys, folder, monkeypatch):
     import io
 
-    monkeypatch.setattr("sys.stdin", io.StringIO("the cat"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n"))
     told = json.loads(run(capsys, "--model", folder, "--device", "cpu", "--json", "--max-tokens", 1, "-")[1])
     assert told["prompt"] == "the cat"
     assert told["chat"] is True

@@ -172,6 +172,31 @@ def test_foreign_folders_and_the_model_itself_are_left_alone(capsys, folder, tmp
     assert os.listdir(tmp_path / "mine") == ["letter.txt"]
 
 
+@pytest.mark.parametrize("zero_points", [True, False])
+def test_who_does_not_read_zero_points_of_experts_is_named(capsys, folder, texts, tmp_path, zero_points):
+    tokenizer = data.Tokenizer.load(folder)
+    sizes = dict(
+        layers=1,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        positions=64,
+        experts=4,
+        top_k=2,
+        expert_intermediate=32,
+        qk_norm="head",
+    )
+    config = models.ModelConfig(tokenizer.vocabulary, 64, 96, family="qwen3_moe", **sizes)
+    models.save(models.Decoder(config), tmp_path / "mixture")
+    tokenizer.save(tmp_path / "mixture")
+    (tmp_path / "one.txt").write_text(TEXT)
+    given = ("--scheme", "w8a16", *SMALL, "--evaluate", tmp_path / "one.txt", *["--asymmetric"] * zero_points)
+    code, told, problem = run(capsys, tmp_path / "mixture", tmp_path / "out", *given)
+    assert code == 0, problem
+    assert ("transformers does not read zero points of experts" in told) == zero_points
+    assert "of 1 document; ±" in told
+
+
 def test_a_model_of_codes_or_experts_is_refused_by_name(capsys, folder, texts, tmp_path):
     given = ("--scheme", "w8a16", *SMALL, "--evaluate", texts / "evaluate.jsonl")
     run(capsys, folder, tmp_path / "once", *given)

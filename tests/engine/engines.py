@@ -20,7 +20,7 @@ def decoder(family="smollm2"):
 def make_engine(*, pages=64, page=4, family="smollm2", draft=None, **settings):
     """An engine whose pool has so many pages."""
     model = decoder(family)
-    made = EngineSettings(**(dict(page=page, max_sequences=8, step_tokens=16, queue=None) | settings))
+    made = EngineSettings(**(dict(page=page, max_sequences=8, step_tokens=16, queue=None, overlap=True) | settings))
     memory = pages * page * bytes_of_token(cache_dtype(made, torch.float64), model, draft)
     engine = Engine(model, None, replace(made, kv_memory=made.kv_memory or memory), draft=draft)
     launch = engine.runner.launch

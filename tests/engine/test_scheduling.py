@@ -38,6 +38,18 @@ def test_served_together_they_answer_as_alone(family, overlap, graphs):
     check_empty(engine)
 
 
+@pytest.mark.parametrize(("overlap", "first", "steps"), [(None, 1, 4), (False, 1, 4), (True, 0, 5)])
+def test_on_a_cpu_a_token_is_told_by_the_step_that_computes_it_unless_asked_otherwise(overlap, first, steps):
+    engine = make_engine(overlap=overlap)
+    engine.add(greedy("a", PROMPTS[0], 4))
+    assert len(engine.step()) == first
+    calls = 1
+    while engine.busy:
+        engine.step()
+        calls += 1
+    assert calls == steps
+
+
 @pytest.mark.parametrize("swap", [0, 1 << 20])
 def test_too_few_pages_for_all_of_them(swap):
     engine = make_engine(pages=14, swap_memory=swap)

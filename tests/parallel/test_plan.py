@@ -256,6 +256,13 @@ def test_the_command_plans_for_recipes_and_for_folders(capsys, tmp_path):
     assert "The step is an estimate" in " ".join(printed.split())
 
 
+def test_the_command_plans_for_a_model_in_one_file(capsys, tmp_path):
+    models.save_gguf(models.Decoder(models.ModelConfig.from_hf(MODEL)), tmp_path / "model.gguf")
+    code, printed, problem = run_plan(capsys, tmp_path / "model.gguf", "--gpus", 2, "--sequence", 64)
+    assert code == 0, problem
+    assert "1 row of 64 tokens" in " ".join(printed.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -53,6 +53,8 @@ def chat_command(
     """Chat with a model. /reset starts over, /quit exits, Ctrl-C stops an answer."""
     if max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1, not {max_tokens}")
+    if sys.stdin is None or sys.stdout is None:
+        raise ValueError("chat reads standard input and writes standard output, and one of them is closed")
     speaker = Speaker(model, device, dtype, weights, chat_template)
     if not speaker.chats:
         raise ValueError(
@@ -112,13 +114,17 @@ def answer_aloud(speaker: Speaker, messages: Messages, opening: int, max_tokens:
     """Print the model's answer as it comes and add it to the conversation, from which the oldest turns go when it is full, and
     a question that got no answer."""
     forgotten, wanted = 0, min(max_tokens, speaker.engine.context // SHARE_OF_ANSWER)
-    while speaker.room(ids := speaker.chat_ids(messages)) < wanted and len(messages) > opening + 1:
+    ids = speaker.chat_ids(messages)
+    if speaker.room(ids) < wanted:
+        alone = speaker.chat_ids([*messages[:opening], messages[-1]])
+        if speaker.room(alone) < 1:  # whatever is forgotten for it
+            messages.pop()
+            notes.print(f"that is {len(alone)} tokens, and the model reads {speaker.engine.context}", style="dim")
+            return
+    while speaker.room(ids) < wanted and len(messages) > opening + 1:
         del messages[opening : opening + 2]  # a question and its answer
         forgotten += 1
-    if speaker.room(ids) < 1:
-        messages.pop()
-        notes.print(f"that is {len(ids)} tokens, and the model reads {speaker.engine.context}", style="dim")
-        return
+        ids = speaker.chat_ids(messages)
     if forgotten:
         notes.print(f"(the conversation is full; {forgotten} of the oldest turns forgotten)", style="dim")
     speech = speaker.speak(ids, max_tokens, **sampling)

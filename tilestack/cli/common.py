@@ -90,7 +90,7 @@ def given_text(argument: str) -> str:
     if argument == "-":
         if sys.stdin is None:
             raise ValueError("- reads standard input, and there is none")
-        return sys.stdin.read()
+        return sys.stdin.read().removesuffix("\n")  # which echo and editors put behind a text, and no model expects
     return os.fsencode(argument).decode(errors="replace")  # bytes that are no text come as half characters
 
 

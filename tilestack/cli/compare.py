@@ -13,7 +13,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def compare_command(
-    before: Annotated[str, typer.Argument(help="A results file, a folder of them, or a git revision.")],
+    before: Annotated[
+        str, typer.Argument(help="A results file, a folder of them (results/ or one machine's), or a git revision.")
+    ],
     after: Annotated[str, typer.Argument(help="Likewise.")] = "results",
     operator: Annotated[
         list[str] | None, typer.Option("--operator", "-o", help="Only this one; may be repeated.", show_default=False)
@@ -28,7 +30,8 @@ def compare_command(
     """Compare two sets of results: what became faster or slower by more than the spread of its measurements.
 
     [bold]tilestack compare HEAD~5[/bold] compares the saved results of an earlier commit with those of this checkout;
-    [bold]tilestack compare before/ results/[/bold] two folders that `bench --save` wrote.
+    [bold]tilestack compare before/ results/[/bold] two folders that `bench --save` wrote. Compared are times of operators,
+    layers, optimizers and training steps; figures of serving are not.
 
     Peers' changes are listed too, dimmed: theirs is the code that did not change, so they show how far the machine is off.
     """
@@ -47,7 +50,7 @@ def compare_command(
         changes = [change for change in changes if change.is_ours]
     write_json(json_, [change.as_dict() for change in changes])
     if str(json_) != "-":
-        console.print(compare.render_changes(changes, most))
+        console.print(compare.render_changes(changes, most), highlight=False)
     for row in failing:
         which = ", ".join(row[name] for name in IDENTITY)
         Console(stderr=True).print(f"fails now: {which}: {row['note']}", style="red", markup=False, soft_wrap=True)

@@ -27,7 +27,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def generate_command(
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    prompt: Annotated[
+        str, typer.Argument(help="The prompt; - reads it from standard input, without its last line break.")
+    ],
     model: ModelName = "smollm2",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text directly, without the chat template.")] = False,
     max_tokens: MaxTokens = 256,
@@ -68,6 +70,6 @@ def generate_command(
                               tokens=len(speech.made), finish=speech.finish, seconds=round(speech.seconds, 3))))  # fmt: skip
     else:
         print(flush=True)
-        print(speech.figures(), file=sys.stderr)
-        if speaker.defaults_line:
-            print(speaker.defaults_line, file=sys.stderr)
+        for line in filter(None, (speech.figures(), speaker.defaults_line)):
+            if sys.stderr is not None:  # or print takes standard output instead
+                print(line, file=sys.stderr)

@@ -264,7 +264,8 @@ def solution_command(
     exercise, mine = find_exercise(name), Folder(folder)
     if not mine.state(exercise).is_done:
         left = max(len(exercise.hints) - mine.hints_shown(exercise), 0)
-        aside.print(f"Once read, it cannot be found any more, which is where the learning is; {left} hints are left.")
+        hints = "1 hint is" if left == 1 else f"{left} hints are"
+        aside.print(f"Finding it yourself is where the learning is; {hints} left.")
     if not write:
         print(exercise.solution())
         return

@@ -27,7 +27,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def plan_command(
-    model: Annotated[str, typer.Argument(help="A recipe, as a file or by name, or the folder of a model.", show_default=False)],
+    model: Annotated[str, typer.Argument(help="A recipe, as a file or by name, or a model: a folder, a .gguf file, or smollm2.", show_default=False)],
     gpus: Annotated[int, typer.Option(help="Number of GPUs.", min=1, max=65536, show_default=False)],
     memory: Annotated[float, typer.Option(help="Memory of a GPU in GB (10^9 bytes); leave some for CUDA and NCCL.")] = 141,
     sequence: Annotated[int | None, typer.Option(help="Tokens in a row; default: the recipe's.", min=2, show_default=False)] = None,
@@ -63,9 +63,9 @@ def plan_command(
     size = sum(parameter.numel() for parameter in work.model.parameters())
     shown = found[: top or None]
     console.print(plan_table(shown))
-    fitting = sum(plan.fits for plan in found)
+    fitting, rows = sum(plan.fits for plan in found), recipe.data.batch
     console.print(
-        f"{count_in_words(size)} parameters in {recipe.precision.parameters}, {recipe.optimizer.name}; {recipe.data.batch} rows of "
+        f"{count_in_words(size)} parameters in {recipe.precision.parameters}, {recipe.optimizer.name}; {rows} row{'s' * (rows > 1)} of "
         f"{recipe.data.sequence:,} tokens in a micro-batch, {recipe.data.accumulate * gpus} micro-batches in a step. "
         f"{fitting} of {len(found)} layouts fit into {gpus} times {memory:g} GB.",
         highlight=False,
@@ -146,13 +146,13 @@ def comm_table(found: list["CollectiveTime"]) -> Table:
 
 
 def recipe_or_model(name: str, changes: list[str]) -> "Recipe":
-    """The recipe of that name, or one that trains the model in that folder as most are: bfloat16 with float32 masters."""
+    """The recipe of that name, or one that trains the model of that name as most are: bfloat16 with float32 masters."""
     from tilestack.cli.recipe_keys import recipe_kinds
-    from tilestack.models.checkpoints import config_of
+    from tilestack.models.checkpoints import PACKAGED, config_of
     from tilestack.train import Recipe
     from tilestack.train.settings import RecipeError, override, read
 
-    if Path(name).is_dir():
+    if Path(name).is_dir() or Path(name).suffix == ".gguf" or name in PACKAGED:
         precision = {"parameters": "bfloat16", "compute": "bfloat16", "updates": "master"}
         sequence = min(config_of(name).positions, 4096)
         table = {"model": {"path": name}, "precision": precision, "data": {"sequence": sequence, "batch": 1}}

@@ -1,7 +1,6 @@
 """`tilestack profile`: which kernels an operator, a layer, a training step or an engine's steps run, whose they are, and
 what each takes."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -71,7 +70,6 @@ def profile_command(
 
     For the steps of a run on its own data, `tilestack train RECIPE --profile 5` does the same inside it.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # or the profiler says on standard error that it starts and stops
     read, name = PARTS.get(what[0], OF_OPERATORS), what[0] if what[0] in PARTS else "of an operator"
     refuse_ignored_options(context, f"profile {name}", read)
     if direction not in ("forward", "both"):

@@ -33,8 +33,8 @@ def quantize_command(
     calibrate: Annotated[list[str] | None, typer.Option(help="Texts to calibrate on: files or folders; may be given several times.", show_default="builtin")] = None,
     samples: Annotated[int | None, typer.Option(help="Rows of calibration text; default: 128, on a CPU 16.", min=1, show_default=False)] = None,
     length: Annotated[int, typer.Option(help="Tokens of a row; at most the model's maximum.", min=2)] = 512,
-    evaluate: Annotated[list[str] | None, typer.Option(help=f"Texts to compare on, of which {EVALUATED['cuda']:,} tokens are read, on a CPU {EVALUATED['cpu']:,}; likewise.", show_default="builtin")] = None,
-    ignore: Annotated[list[str] | None, typer.Option(help="Keep the numbers of layers whose path fits, such as 'layers.0.*' or '*.mlp.down'; likewise.", show_default=False)] = None,
+    evaluate: Annotated[list[str] | None, typer.Option(help=f"Texts to compare on, of which {EVALUATED['cuda']:,} tokens are read, on a CPU {EVALUATED['cpu']:,}; may be given several times.", show_default="builtin")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="Keep the numbers of layers whose path fits, such as 'layers.0.*' or '*.mlp.down'; may be given several times.", show_default=False)] = None,
     seed: Annotated[int, typer.Option(help="Which rows of the calibration texts are drawn.")] = 0,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU if there is one.", show_default=False)] = None,
     json_: JsonFile = None,
@@ -105,6 +105,8 @@ def quantize_command(
     write_json(json_, without_nan(made))
     if str(json_) != "-":
         console.print(quality_table(escape(f"{model} as {scheme} by {method}"), before, after, found))
+        if experts.experts and not wanted.symmetric:
+            console.print("transformers does not read zero points of experts; for it, leave --asymmetric out")
         if experts.nearest:
             console.print(
                 f"{experts.nearest:,} of {experts.experts:,} experts had fewer than {FEWEST} tokens of the calibration texts "

@@ -65,7 +65,7 @@ def serve_command(
     kv_dtype: Annotated[str | None, engine(help="int8 or fp8: quantise the KV cache to 8 bits, about half of the memory.", show_default=False)] = None,
     swap_memory: Annotated[float, engine(help="GiB of host memory to swap out preempted requests; 0: recompute them.", min=0)] = 0.0,
     prefix_caching: Annotated[bool, engine(help="Reuse the KV cache of shared prefixes.")] = True,
-    overlap: Annotated[bool, engine(help="Launch the next step before the results of the last are read.")] = True,
+    overlap: Annotated[bool | None, engine(help="Launch the next step before the results of the last are read; default: on a GPU.", show_default=False)] = None,
     warm_up: Annotated[bool, engine(help="On a GPU, capture all CUDA graphs before the first request.")] = True,
     decode: Annotated[str | None, engine(help="How decoding steps run. Default: fused where supported, on a Hopper GPU with nvcc as a single kernel at batch 1 (compiled at the first start for a model), on a CPU as one C++ function. operators: neither. persistent: the single kernel for texts of any length.", show_default=False)] = None,
     speculate: Annotated[str | None, engine(help="Speculative decoding: lookup (n-gram prompt lookup), or a draft model with the same tokenizer.", show_default=False)] = None,

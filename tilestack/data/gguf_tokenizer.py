@@ -229,8 +229,8 @@ def special_tokens(
         said["add_bos_token"] = False
         begin = tokens[before[0]]
         notes.append(
-            f"a conversation begins without {begin} and so llama.cpp adds none; a text without a conversation begins with it here, "
-            "and has to be given it there"
+            f"a conversation begins without {begin}, so llama.cpp is told to add none; a plain text begins with it in tilestack, "
+            "and for llama.cpp you have to write it there yourself"
         )
     return said
 

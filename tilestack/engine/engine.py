@@ -204,6 +204,13 @@ class Engine:
         return wanted and not self.settings.batch_invariant
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a step is launched before the one before it is read: on a GPU, unless told. A CPU has computed a step when
+        it is launched, so every token would come a step late, and every text would cost one step more."""
+        on_gpu = self.decoder.embedding.weight.is_cuda
+        return on_gpu if self.settings.overlap is None else self.settings.overlap
+
+    @property
     def busy(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running or self.flying)
 
@@ -292,8 +299,8 @@ class Engine:
         except Exception as problem:
             swapped = [sequence for sequence, _ in plan.swapped_out]  # perhaps without their pages in host memory
             news += self.fail([*swapped, *(part.sequence for part in plan.parts)], problem)
-        steps = [self.flying] if self.settings.overlap else [self.flying, launched]
-        self.flying = launched if self.settings.overlap else None
+        steps = [self.flying] if self.overlaps else [self.flying, launched]
+        self.flying = launched if self.overlaps else None
         for step in filter(None, steps):
             try:
                 news += self.read(step)

@@ -34,7 +34,7 @@ class EngineSettings:
     swap_memory: int = 0  # bytes of host memory for those of sequences that had to give way; 0: they are computed again
     prefix_caching: bool = True
     batch_invariant: bool = False  # a token has the bits that it has in any batch, and in training; slower
-    overlap: bool = True  # launch a step before the one before it is read
+    overlap: bool | None = None  # launch a step before the one before it is read; None: on a GPU
     graphs: bool | None = None  # steps as CUDA graphs; None: on a GPU
     # One call for a step of few tokens, where the model and the machine allow it: on a GPU a single kernel for a batch of one,
     # while its text is not long, on a CPU one function. "persistent": the kernel for texts of any length, and a warning where

@@ -29,9 +29,9 @@ def load(path: Path) -> Results:
     return found
 
 
-def load_all(folder: Path = FOLDER) -> dict[Path, Results]:
+def load_all(folder: Path = FOLDER, pattern: str = "*/*.json") -> dict[Path, Results]:
     """Every results file below a folder, by path; what `verify` keeps beside them has no rows."""
-    return {path: load(path) for path in sorted(folder.glob("*/*.json")) if "rows" in read_json(path)}
+    return {path: load(path) for path in sorted(folder.glob(pattern)) if "rows" in read_json(path)}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ beside the model there is never more than one in memory. The file appears whole 
 """
 
 import importlib.util
+import os
 import re
 import shutil
 from collections import Counter
@@ -87,7 +88,7 @@ def save_gguf(
     from gguf import GGUFWriter
 
     metadata |= tokenizer or {"tokenizer.ggml.model": "no_vocab"}
-    metadata |= general(shown_name(name or path.stem, metadata), type)
+    metadata |= general(shown_name(name or text_of(path), metadata), type)
     refuse_other_vocabulary(metadata, decoder.config)
     with whole_file(path) as hidden:
         writer: Any = GGUFWriter(hidden, metadata.pop("general.architecture"))
@@ -188,6 +189,11 @@ def general(name: str, type: str) -> dict[str, Any]:
     kind = LlamaFileType.ALL_F32 if type == "f32" else LlamaFileType[f"MOSTLY_{type.upper()}"]
     said: dict[str, Any] = {"general.type": "model", "general.name": name, "general.file_type": int(kind)}
     return said | ({"general.quantization_version": GGML_QUANT_VERSION} if type.startswith("q") else {})
+
+
+def text_of(path: Path) -> str:
+    """A file's name without its suffix; bytes in it that are no text are shown as such."""
+    return os.fsencode(path.stem).decode(errors="replace")
 
 
 def shown_name(name: str, metadata: Mapping[str, Any]) -> str:

@@ -136,6 +136,22 @@ def test_what_was_timed_before_and_fails_now_is_told_and_no_change_of_speed(fold
     assert ran("--strict") == 1
 
 
+def test_the_folder_of_one_machine_is_a_folder_of_results_and_points_of_a_sweep_are_no_rows(folders):
+    before, _ = folders
+    sweep = {"sweep": "copy", "setting": "4096", "backend": "triton", "time_us": 3.0}
+    save(before / "imaginary" / "sweeps" / "memory.json", {"machine": MACHINE, "roofs": ROOFS, "rows": [sweep]})
+    assert rows_of(str(before / "imaginary")) == rows_of(str(before))
+    with pytest.raises(
+        ValueError, match=r"memory.json has no times of operators, layers, optimizers or training steps"
+    ):
+        rows_of(str(before / "imaginary" / "sweeps" / "memory.json"))
+
+
+def test_where_nothing_changed_there_is_no_table(folders):
+    rows = rows_of(str(folders[0]))
+    assert render_changes(compare_results(rows, rows), most=5) == summary_of_changes([])
+
+
 @pytest.mark.parametrize("source", ["nowhere", "--upload-pack=x"])
 def test_what_is_no_results_is_refused(source):
     with pytest.raises(ValueError, match=r"no git revision here|is no file, folder or git revision"):

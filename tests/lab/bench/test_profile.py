@@ -1,6 +1,9 @@
 """The profiler: whose kernels took the time, of one call."""
 
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +37,14 @@ from tilestack.train.run.profile import Share
         ("aten::mm", "PyTorch"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevComm*)", "NCCL"),
+        ("softmax_triton", "tilestack"),
+        ("autograd::engine::evaluate_function: linear_cross_entropy_atenBackward", "tilestack"),
+        ("autograd::engine::evaluate_function: MulBackward0", "PyTorch"),
+        ("Optimizer.step#AdamW.step", "PyTorch"),
+        ("## Call CompiledFxGraph fk6vfo65 ##", "torch.compile"),
+        ("CompiledFunctionBackward", "torch.compile"),
+        ("mkldnn::_linear_pointwise", "oneDNN"),
+        ("LigerRMSNormFunctionBackward", "other"),
         ("somebody_elses", "other"),
     ],
 )
@@ -46,6 +57,13 @@ def test_all_our_kernels_are_known():
     assert {"softmax_bwd_kernel", "decode_step_kernel", "add_kernel"} <= names
     assert len(names) > 200
     assert not {name for name in names if origin_of(name) != "tilestack"}
+
+
+def test_pytorchs_profiler_says_nothing_of_its_own():
+    code = "from tilestack.train.run.profile import quiet_profiler\nwith quiet_profiler(): pass"
+    around = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", code], env=around, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 def test_shares_are_of_one_call():
@@ -83,6 +101,7 @@ def test_the_table_says_whose_the_time_was_and_how_busy_the_gpu():
     assert table.caption.startswith("cuBLAS 60%, tilestack 30%, copies 10%; 10 ms in 3 different kernels")
     assert "the GPU was busy 40% of 20 ms" in table.caption  # kernels beside each other counted once
     assert table.row_count == 2
+    assert "; 20 ms by the clock, 50% in code that PyTorch does not see" in render_profile("cpu", Profile(shares, 20.0, False), most=2).caption  # fmt: skip
     assert "nothing ran" in render_profile("empty", Profile([], 1.0, False), most=2).caption
 
 

@@ -333,3 +333,13 @@ def test_an_operator_is_of_the_family_of_its_triton_kernels():
     families = kernel_families()
     assert (families["add"], families["softmax"], families["linear"]) == ("elementwise", "softmax", "matmul")
     assert not {"cuda", "hopper"} & set(families.values())
+
+
+def test_a_report_takes_the_place_of_a_report_and_of_no_other_file(tmp_path):
+    page = tmp_path / "index.html"
+    for _ in range(2):
+        write_report(page, [], [], MACHINE)
+    page.write_text("my own page")
+    with pytest.raises(ValueError, match=r"index\.html is there already, and is not a report of tilestack"):
+        write_report(page, [], [], MACHINE)
+    assert page.read_text() == "my own page"

@@ -64,19 +64,27 @@ def rows_of(source: str, folder: Path = Path("results")) -> dict[Identity, Store
     if path.is_file():
         runs: Iterable[dict[str, Any]] = [load(path)]
     elif path.is_dir():
-        if not (runs := list(load_all(path).values())):
-            raise ValueError(
-                f"{path} has no results: they are <machine>/<name>.json below it, as `bench --save` writes"
-            )
+        runs = runs_of_folder(path)
     else:
         runs = runs_of_revision(source, folder)
     found: dict[Identity, Stored] = {}
     for run in runs:
         machine = machine_name(run["machine"]) or "unknown"
         for row in run["rows"]:
-            if "time_us" in row:
+            if "time_us" in row and row.keys() >= set(IDENTITY):  # points of a sweep have no identity
                 found[machine, *(str(row[name]) for name in IDENTITY)] = row
+    if not found:
+        raise ValueError(
+            f"{source} has no times of operators, layers, optimizers or training steps, and only these are compared"
+        )
     return found
+
+
+def runs_of_folder(path: Path) -> list[dict[str, Any]]:
+    """The results files of a folder like `results/`, or of one machine's folder in it."""
+    if runs := [*load_all(path, "*.json").values(), *load_all(path).values()]:
+        return runs
+    raise ValueError(f"{path} has no results: they are <machine>/<name>.json below it, as `bench --save` writes")
 
 
 def runs_of_revision(revision: str, folder: Path) -> list[dict[str, Any]]:
@@ -119,8 +127,9 @@ def failing(before: dict[Identity, Stored], after: dict[Identity, Stored]) -> li
     return [row for key, row in after.items() if row["time_us"] is None and is_ours(row) and timed(key)]
 
 
-def render_changes(changes: Sequence[Change], most: int | None) -> Table:
-    """The changes beyond the spread, at most so many for the worse and for the better; peers are dim."""
+def render_changes(changes: Sequence[Change], most: int | None) -> Table | str:
+    """The changes beyond the spread, at most so many for the worse and for the better; peers are dim. Without any, the
+    counts alone."""
     table = Table(
         title="what changed", title_justify="left", caption=summary_of_changes(changes), caption_justify="left"
     )
@@ -130,6 +139,8 @@ def render_changes(changes: Sequence[Change], most: int | None) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     slower = [change for change in changes if change.verdict == SLOWER][:most]
     faster = [change for change in changes if change.verdict == FASTER][::-1][:most]
+    if not slower and not faster:
+        return summary_of_changes(changes)
     for some, colour in ((slower, "red"), (faster, "green")):
         for change in some:
             row = change.after

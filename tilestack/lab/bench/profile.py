@@ -2,7 +2,7 @@
 
 On a GPU the lines are kernels and copies. Where kernels begin before the one in front has ended, as those of decoding do on
 Hopper, a line has the time that a kernel waited too, and the lines come to more than the time in which any ran, which is
-beside them. On a CPU the lines are PyTorch's operators, each without those that it calls.
+beside them. On a CPU the lines are PyTorch's operators, each without those that it calls, and ours by the names that its autograd has for them.
 """
 
 import functools
@@ -20,20 +20,22 @@ from rich.markup import escape
 from rich.table import Table
 from torch.autograd import DeviceType
 
+from tilestack.contract.registry import load_kernels, operators
 from tilestack.files import whole_file
 from tilestack.lab.units import microseconds, percent
-from tilestack.train.run.profile import Share, shares_of
+from tilestack.train.run.profile import Share, quiet_profiler, shares_of
 
 OURS = "tilestack"
 # Whose a kernel is, by the first pattern that its name holds; what none of them knows is "other".
 ORIGINS = {
     "NCCL": r"nccl",
     "copies": r"^Mem(cpy|set)",
-    "torch.compile": r"^triton_(poi|red|per|tem|for|mm)_",
+    "torch.compile": r"^triton_(poi|red|per|tem|for|mm)_|Compiled(FxGraph|Function)|^Torch(Dynamo|-Compiled)|^AOTDispatcher|^Pregraph",
     "cuDNN": r"cudnn",
     "flash-attn": r"flash_(fwd|bwd)|pytorch_flash",
     "cuBLAS": r"nvjet|cublas|gemm|cutlass|splitK",
-    "PyTorch": r"at::native|at_cuda|^aten::|^torch::|vectorized_elementwise",
+    "oneDNN": r"^mkldnn::",
+    "PyTorch": r"at::native|at_cuda|^aten::|^torch::|vectorized_elementwise|^autograd::|Backward\d+$|^Optimizer\.|^detach$",
 }
 FUNCTIONS = ("JITFunction", "GluonJITFunction", "InterpretedFunction")
 
@@ -74,7 +76,6 @@ class Profile:
 def our_kernels() -> frozenset[str]:
     """The names of our kernels: functions of Triton and Gluon, and of CUDA C++."""
     from tilestack import kernels
-    from tilestack.contract.registry import load_kernels
 
     load_kernels()
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(kernels.__name__)]
@@ -84,10 +85,17 @@ def our_kernels() -> frozenset[str]:
     return frozenset(compiled + [name for path in sources for name in re.findall(declared, path.read_text())])
 
 
+@functools.cache
+def our_functions() -> frozenset[str]:
+    """Implementations of operators, as PyTorch's autograd knows them."""
+    return frozenset(f"{op.name}_{backend}" for op in operators() for backend in op.implementations)
+
+
 def origin_of(name: str) -> str:
     """Whose kernel or operator this is."""
     function = re.split(r"[<(]", name.replace("(anonymous namespace)::", ""))[0].rpartition(" ")[2]
-    if function in our_kernels() or function.startswith("tilestack::"):
+    known = function in our_kernels() or function.removesuffix("Backward") in our_functions()
+    if known or function.startswith("tilestack::"):
         return OURS
     return next((origin for origin, pattern in ORIGINS.items() if re.search(pattern, name)), "other")
 
@@ -98,7 +106,7 @@ def record(call: Callable[[], Any], device: torch.device, times: int = 1, trace:
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
     wait = (lambda: torch.cuda.synchronize(device)) if on_gpu else lambda: None
-    with torch.profiler.profile(activities=activities, record_shapes=trace is not None) as profiler:
+    with quiet_profiler(activities=activities, record_shapes=trace is not None) as profiler:
         wait()
         began = time.perf_counter()
         for _ in range(times):
@@ -137,7 +145,10 @@ def render_profile(title: str, profile: Profile, most: int) -> Table:
     if profile.on_gpu:
         caption += f"; the GPU was busy {percent(profile.busy_ms / profile.wall_ms)} of {wall}"
     else:
-        caption += f"; {wall} by the clock, code that PyTorch does not see included"
+        unseen = max(0.0, 1 - profile.total_ms / profile.wall_ms)
+        caption += (
+            f"; {wall} by the clock, {percent(unseen)} in code that PyTorch does not see (Python, tilestack's C++)"
+        )
     caption += ", with the profiler on"
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for heading in ("share", "time", "calls"):

@@ -84,7 +84,8 @@ def quality_table(title: str, before: Size, after: Size, found: Comparison) -> T
     made.add_row("change of bits per byte", "", with_error(found.change))
     made.add_row("KL divergence from before, nats", "", with_error(found.kl))
     made.add_row("top-1 agreement with before", "", with_error(found.agreement))
-    made.caption = f"{found.before.tokens:,} held-out tokens of {found.before.documents} documents; ± standard error"
+    documents = "1 document" if found.before.documents == 1 else f"{found.before.documents:,} documents"
+    made.caption = f"{found.before.tokens:,} held-out tokens of {documents}; ± standard error"
     return made
 
 

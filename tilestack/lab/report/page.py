@@ -14,7 +14,9 @@ from string import Template
 from typing import Any
 
 from tilestack.extras import MissingExtra, install_command
+from tilestack.files import write_text_whole
 
+MARK = b"measured or proved by the code it describes; this file loads nothing"  # which is in all pages
 COLOURS = {  # name: (light, dark)
     "ink": ("#1d2330", "#e9ebf1"),
     "muted": ("#626a7c", "#9ba3b5"),
@@ -161,7 +163,12 @@ def navigation(content: Sequence[Section | Part]) -> str:
 
 
 def write_page(path: Path, title: str, subtitle: str, facts: Sequence[tuple[str, str]], top: str, sections: Sequence[Section | Part]) -> Path:  # fmt: skip
-    """Write the page. `facts` are the label and value pairs under the title, `top` is html before the first section."""
+    """Write the page. `facts` are the label and value pairs under the title, `top` is html before the first section. What is
+    there already is replaced where it is such a page, and else refused."""
+    if path.is_file() and (there := path.read_bytes()) and MARK not in there:
+        raise ValueError(
+            f"{path} is there already, and is not a report of tilestack; move it away, or name another file"
+        )
     variables = [
         "".join(f"--{name}:{pair[dark]};" for name, pair in COLOURS.items()) for dark in (0, 1)
     ]  # fmt: skip
@@ -178,8 +185,7 @@ def write_page(path: Path, title: str, subtitle: str, facts: Sequence[tuple[str,
         content=content,
         plotly=_plotly().offline.get_plotlyjs() if 'class="plot"' in content else "",
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    write_text_whole(path, page)
     return path
 
 

@@ -78,7 +78,7 @@ def refuse_unknown_layers(layers: Sequence[str], directions: Sequence[str], cand
         ("candidate", candidates or (), CANDIDATES),
     ):
         if unknown := [name for name in names if name not in known]:
-            raise ValueError(f"bench layers has no {what} {', '.join(unknown)}; there are {', '.join(known)}")
+            raise ValueError(f"no {what} {', '.join(unknown)}; there are {', '.join(known)}")
 
 
 def layer_candidates() -> list[str]:

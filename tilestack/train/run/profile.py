@@ -1,5 +1,6 @@
 """A trace of some steps of a run, by PyTorch's profiler, as Perfetto and Chrome show it, and where the time went."""
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,6 +13,12 @@ from tilestack.files import whole_file, write_text_whole
 
 WARM_UP = 4  # steps left out: the first compile, allocate and tune, and the fourth may be captured as a graph
 SAID = 5  # of what took longest; the file beside the trace has all
+
+
+def quiet_profiler(**settings: Any) -> torch.profiler.profile:
+    """PyTorch's profiler, which otherwise says on standard error when it starts and stops. It looks when the first one starts."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above every level that it has
+    return torch.profiler.profile(**settings)
 
 
 class Share(NamedTuple):
@@ -51,7 +58,7 @@ class StepProfiler(AbstractContextManager):
     def __enter__(self) -> "StepProfiler":
         on_gpu = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         schedule = torch.profiler.schedule(wait=0, warmup=WARM_UP, active=self.steps, repeat=1)
-        self.profiler = torch.profiler.profile(
+        self.profiler = quiet_profiler(
             activities=[torch.profiler.ProfilerActivity.CPU, *on_gpu],
             schedule=schedule,
             on_trace_ready=self._write,
