@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from small_runs import batch, decoder
 
 from tilestack import optim
+from tilestack.kernels.loss import linear_cross_entropy
 from tilestack.parallel import vocabulary
 from tilestack.parallel.collectives import entered, summed
 from tilestack.parallel.mesh import Layout, Mesh
@@ -27,6 +28,7 @@ from tilestack.train.pretrain import Pretraining, pretrain
 from tilestack.train.whole_state import WholeState
 
 WORDS, HIDDEN = 23, 8
+MANY_ROWS = 300
 LABELS = [0, 22, 11, 12, -100, 7, 10, -100]
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -73,6 +75,25 @@ def divided_heads(group) -> dict[str, torch.Tensor]:
         labels[3] = unknown
         found[f"unknown {number}"] = vocabulary_loss(x, weight[start:end], labels, 0.0, start, WORDS, group)
     return found
+
+
+def many_rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, a head, and labels, of logits so far apart that no dtype holds their exponentials."""
+    numbers = torch.Generator().manual_seed(7)
+    make = lambda *shape: torch.randn(*shape, generator=numbers, dtype=torch.float64)
+    return make(MANY_ROWS, HIDDEN) * 500, make(WORDS, HIDDEN), torch.randint(WORDS, (MANY_ROWS,), generator=numbers)
+
+
+def uneven_shares(group) -> dict[str, torch.Tensor]:
+    """The loss of those, where a chunk of what 11 words are multiplied with is of 256 rows, and of 12 words of 128."""
+    start, end = bounds(WORDS, group.size())[group.rank() :][:2]
+    x, weight, labels = many_rows()
+    x, weight = x.requires_grad_(), weight[start:end].clone().requires_grad_()
+    with mock.patch.object(linear_cross_entropy, "CHUNK_BYTES", 256 * 11 * x.element_size()):
+        loss = vocabulary_loss(x, weight, labels, 0.0, start, WORDS, group)
+    loss.backward()
+    dist.all_reduce(x.grad, group=group)
+    return {"uneven loss": loss, "uneven dx": x.grad, "uneven dweight": weight.grad}
 
 
 def of_rows(losses: torch.Tensor) -> torch.Tensor:
@@ -215,7 +236,13 @@ def stopped_by_one(texts: Path, folder: Path) -> dict[str, torch.Tensor]:
 
 def pieces(group, texts: Path, folder: Path) -> dict[str, torch.Tensor]:
     mesh = Mesh(Layout(tensor=dist.get_world_size(group)))
-    found = divided_heads(group) | late_gradients(group) | sums_of_shared(group) | placed_decoder(mesh)
+    found = (
+        divided_heads(group)
+        | uneven_shares(group)
+        | late_gradients(group)
+        | sums_of_shared(group)
+        | placed_decoder(mesh)
+    )
     found["many"] = mesh.sums({"tokens": torch.tensor(2**24 + 1)}, "tensor")["tokens"]
     found["largest"] = torch.tensor(mesh.largest(dist.get_rank(group) * 7 + 2))
     found |= {f"mixture {name}": x for name, x in half_mixtures().items()}

@@ -105,6 +105,21 @@ def test_the_loss_of_a_divided_head_is_that_of_a_whole_one(two, dtype, cap):
         assert (ours.double() - true).abs().max() <= 16 * torch.finfo(pieces.DTYPES[dtype]).eps * true.abs().max(), name
 
 
+def test_shares_that_differ_by_a_word_take_the_same_rows_at_a_time(two):
+    """Of logits whose exponentials are infinite."""
+    x, weight, labels = pieces.many_rows()
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    assert (x @ weight.T).amax().exp().isinf()
+    loss = ops.linear_cross_entropy(x, weight, labels, reduction="sum")
+    loss.backward()
+    ranks = two[0]
+    for rank in ranks:
+        torch.testing.assert_close(rank["uneven loss"], loss.detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(rank["uneven dx"], x.grad, rtol=0, atol=1e-9)
+    dweight = torch.cat([rank["uneven dweight"] for rank in ranks])
+    torch.testing.assert_close(dweight, weight.grad, rtol=0, atol=1e-11 * float(weight.grad.abs().max()))
+
+
 def test_the_scalar_that_arrives_at_a_divided_head_is_not_rounded_to_its_dtype(two):
     """1 / 60000 is 0.2% off in bfloat16, and with it every gradient of a run."""
     for rank in two[0]:
