@@ -1,5 +1,6 @@
 """DPO: the loss against one written out pair by pair, the way it moves answers, and its reference."""
 
+import json
 import math
 
 import pytest
@@ -117,6 +118,18 @@ def test_pairs_that_fit_to_the_token_are_taken():
     room = lengths[len(lengths) // 2]
     found = sorted(map(longest, dpo(decoder(), data={"sequence": room}).pairs))
     assert found == [length for length in lengths if length <= room] != lengths
+
+
+def test_pairs_that_do_not_fit_leave_the_others_to_their_files(tmp_path):
+    row = lambda prompt: json.dumps({"prompt": prompt, "chosen": "4", "rejected": "5"}) + "\n"
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    files[0].write_text(row("2 + 2? " * 40) + row("a?") + row("aa?"))
+    files[1].write_text(row("b?") + row("bb?"))
+    data = dict(corpus="files", files=list(map(str, files)), weights=[1.0, 3.0], validation=0.0, examples=0)
+    objective = dpo(decoder(), data=data)
+    prompts = [tokenizer().decode(pair.first.ids) for pair in objective.pairs]
+    assert ["b?" in prompt for prompt in prompts] == [False, False, True, True]
+    assert [members.tolist() for members in objective.deck.members] == [[0, 1], [2, 3]]
 
 
 def test_only_the_last_answer_is_scored():
