@@ -133,6 +133,11 @@ def sums_of_shared(group) -> dict[str, torch.Tensor]:
     return {"summed": together, "beside a sum": first, "beside what entered": x.grad}
 
 
+def said(texts: list[str]) -> torch.Tensor:
+    """Texts as a tensor, with a line for each."""
+    return torch.tensor(list("\n".join(texts).encode()))
+
+
 def placed_decoder(mesh: Mesh) -> dict[str, torch.Tensor]:
     """A decoder that is another on every rank before it is placed: its embeddings, also of words that it does not have, and
     the gradient of what its logits are made from."""
@@ -244,6 +249,7 @@ def pieces(group, texts: Path, folder: Path) -> dict[str, torch.Tensor]:
         | placed_decoder(mesh)
     )
     found["many"] = mesh.sums({"tokens": torch.tensor(2**24 + 1)}, "tensor")["tokens"]
+    found |= {"texts": said(mesh.texts("é" * (dist.get_rank(group) + 1)))}
     found["largest"] = torch.tensor(mesh.largest(dist.get_rank(group) * 7 + 2))
     found |= {f"mixture {name}": x for name, x in half_mixtures().items()}
     return found | saved_and_loaded(folder) | stopped_by_one(texts, folder)

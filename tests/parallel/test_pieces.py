@@ -151,6 +151,7 @@ def test_gradients_are_summed_in_the_last_backward_also_where_a_rank_has_none(tw
             assert rank[f"grad {n} of step 0"].tolist() == [2.0 if n == 2 else 6.0] * (3 + n)
             assert rank[f"grad {n} of step 1"].tolist() == [3.0] * (3 + n)
         assert rank["largest"] == 9
+        assert bytes(rank["texts"].tolist()).decode() == "é\néé"
         assert int(rank["many"]) == 2**25 + 2  # which float32 does not hold
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import shared_serving
@@ -10,7 +11,9 @@ import torch
 from ranks import run_ranks
 
 from tilestack import models
+from tilestack.ahead.pool import JOBS_VARIABLE
 from tilestack.engine import EngineSettings, SamplingParams
+from tilestack.parallel import serving
 from tilestack.parallel.serving import as_words, from_words, refuse_model, refuse_settings
 from tilestack.parallel.tensor import CannotSplit
 
@@ -66,6 +69,17 @@ def test_after_an_interrupted_step_nothing_more_is_taken(tmp_path):
 def test_who_goes_another_way_says_so(how, tmp_path):
     _, following = run_ranks(shared_serving.goes_another_way, 2, tmp_path, how)
     assert "other tokens" in bytes(following["problem"].tolist()).decode()
+
+
+def test_all_processes_have_as_many_pages_as_the_one_with_least_memory(monkeypatch):
+    """Of one whose GPU has 250 bytes left for them, and another's 100."""
+    monkeypatch.setenv(JOBS_VARIABLE, "")
+    monkeypatch.setattr(serving, "memory_for_pages", lambda decoder, tokens: 250)
+    monkeypatch.setattr(serving, "LeadingEngine", lambda decoder, tokenizer, settings: settings)
+    mesh = SimpleNamespace(first=True, largest=lambda number: max(number, -100))
+    on_gpu = SimpleNamespace(embedding=SimpleNamespace(weight=SimpleNamespace(is_cuda=True)))
+    assert serving.shared_engine(on_gpu, None, EngineSettings(), mesh).kv_memory == 100
+    assert serving.shared_engine(on_gpu, None, EngineSettings(kv_memory=7), mesh).kv_memory == 7
 
 
 def test_orders_of_any_length_arrive(tmp_path):
