@@ -6,6 +6,7 @@ import pytest
 import tiny_models as tiny
 import torch
 from bigrams import Bigrams
+from safetensors.torch import load_file, save_file
 from small import decoder
 
 from tilestack import models
@@ -106,6 +107,9 @@ def test_a_damaged_file_is_made_again(tmp_path):
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:20])
     assert torch.equal(log_probs_of(model, SEQUENCES, "cpu", tmp_path), first)
+    save_file({"another": first}, path)
+    assert torch.equal(log_probs_of(model, SEQUENCES, "cpu", tmp_path), first)
+    assert load_file(path)["log_probs"].equal(first)
     assert torch.equal(log_probs_of(model, SEQUENCES, "cpu", tmp_path), first)
 
 
@@ -131,6 +135,9 @@ def test_frozen_weights_are_all_that_a_run_changes():
         x.add_(1)
     with frozen.applied():
         assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(torch.equal(x, before[name] + 1) for name, x in model.state_dict().items())
+    with pytest.raises(KeyboardInterrupt), frozen.applied():
+        raise KeyboardInterrupt
     assert all(torch.equal(x, before[name] + 1) for name, x in model.state_dict().items())
 
 
