@@ -79,6 +79,16 @@ def test_numbers_that_a_type_has_are_kept_to_the_bit(family, type, tmp_path):
     assert {types[name] for name in types.keys() - plain} == {type.upper()}
 
 
+@pytest.mark.parametrize(("type", "dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16)])
+def test_numbers_that_a_type_has_not_go_to_the_nearest(type, dtype, tmp_path):
+    decoder, told = model_of("llama2"), []
+    models.save_gguf(decoder, tmp_path / "model.gguf", type=type, progress=lambda *at: told.append(at))
+    read = dict(unfused(models.load(tmp_path / "model.gguf")))
+    for name, tensor in unfused(decoder):
+        assert torch.equal(read[name], tensor if tensor.ndim == 1 else tensor.to(dtype).float()), name
+    assert told == [(number, 21) for number in range(1, 22)]
+
+
 @pytest.mark.parametrize(("type", "levels"), [("q8_0", 127), ("q4_0", 8)])
 def test_codes_are_within_a_step_of_their_block(type, levels, tmp_path):
     decoder = model_of("llama2", intermediate_size=96)
@@ -228,7 +238,8 @@ def test_a_table_of_frequencies_is_read_whether_llama3_made_it_or_not(tmp_path):
         ("gemma3", dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention"]), "follow no period"),
         ("gemma3_scaled", dict(attention_bias=True), ": output_bias"),
         ("olmo2", dict(attention_bias=True), ": output_bias"),
-        ("qwen2", dict(head_dim=24), ": head_dim"),
+        *((family, dict(head_dim=24), ": head_dim") for family in ("qwen2", "phi3", "olmo2")),
+        *((family, dict(attention_bias=True), ": output_bias") for family in ("qwen3", "qwen3_moe")),
     ],
 )  # fmt: skip
 def test_what_cannot_be_said_is_named_and_nothing_is_written(family, changes, said, tmp_path):
@@ -246,7 +257,8 @@ def test_numbers_that_cannot_be_kept_are_named_and_what_was_there_stays(tmp_path
     with pytest.raises(models.CheckpointError, match=r"blk\.1\.ffn_down\.weight holds numbers that float16 has not"):
         models.save_gguf(decoder, tmp_path / "model.gguf", type="f16")
     with torch.no_grad():
-        decoder.layers[1].mlp.down.weight[0, 0] = float("nan")
+        decoder.layers[1].mlp.down.weight[0, 0] = 0
+        decoder.layers[1].mlp.down.weight[-1, -1] = float("nan")
     with pytest.raises(models.CheckpointError, match="not finite"):
         models.save_gguf(decoder, tmp_path / "model.gguf")
     assert (tmp_path / "model.gguf").read_text() == "before"
