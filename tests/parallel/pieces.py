@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -138,6 +139,14 @@ def said(texts: list[str]) -> torch.Tensor:
     return torch.tensor(list("\n".join(texts).encode()))
 
 
+def finds_what_the_first_made(mesh: Mesh, path: Path) -> bool:
+    with mesh.first_alone():
+        if mesh.first:
+            time.sleep(0.3)  # which others would be sooner than
+            path.write_text("whole")
+        return path.exists()
+
+
 def placed_decoder(mesh: Mesh) -> dict[str, torch.Tensor]:
     """A decoder that is another on every rank before it is placed: its embeddings, also of words that it does not have, and
     the gradient of what its logits are made from."""
@@ -251,5 +260,6 @@ def pieces(group, texts: Path, folder: Path) -> dict[str, torch.Tensor]:
     found["many"] = mesh.sums({"tokens": torch.tensor(2**24 + 1)}, "tensor")["tokens"]
     found |= {"texts": said(mesh.texts("é" * (dist.get_rank(group) + 1)))}
     found["largest"] = torch.tensor(mesh.largest(dist.get_rank(group) * 7 + 2))
+    found["there"] = torch.tensor(finds_what_the_first_made(mesh, folder / "made"))
     found |= {f"mixture {name}": x for name, x in half_mixtures().items()}
     return found | saved_and_loaded(folder) | stopped_by_one(texts, folder)

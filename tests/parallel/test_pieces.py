@@ -155,6 +155,10 @@ def test_gradients_are_summed_in_the_last_backward_also_where_a_rank_has_none(tw
         assert int(rank["many"]) == 2**25 + 2  # which float32 does not hold
 
 
+def test_others_come_when_the_first_process_has_left(two):
+    assert all(rank["there"] for rank in two[0])
+
+
 def test_what_is_summed_over_ranks_is_left_as_it_was(two):
     for rank in two[0]:
         assert rank["summed"].tolist() == [4.0] * 3
