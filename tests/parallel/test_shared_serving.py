@@ -71,6 +71,20 @@ def test_who_goes_another_way_says_so(how, tmp_path):
     assert "other tokens" in bytes(following["problem"].tolist()).decode()
 
 
+@pytest.mark.parametrize(
+    ("device", "named", "dtype"), [("cpu", None, "float32"), ("cuda", None, "bfloat16"), ("cpu", "float16", "float16")]
+)
+def test_a_share_is_of_the_dtype_of_its_device_unless_one_is_named(monkeypatch, tmp_path, device, named, dtype):
+    def load(model, **how):
+        raise InterruptedError(f"{how['dtype']} on {how['device']}")
+
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config_of("qwen3")))
+    monkeypatch.setattr(serving.models, "load", load)
+    mesh = SimpleNamespace(size=lambda side: 2, index=lambda side: 0)
+    with pytest.raises(InterruptedError, match=f"torch.{dtype} on {device}"):
+        serving.load_shared(tmp_path, EngineSettings(dtype=named), mesh, torch.device(device))
+
+
 def test_all_processes_have_as_many_pages_as_the_one_with_least_memory(monkeypatch):
     """Of one whose GPU has 250 bytes left for them, and another's 100."""
     monkeypatch.setenv(JOBS_VARIABLE, "")
