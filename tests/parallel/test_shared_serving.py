@@ -1,6 +1,8 @@
 """One model served by several processes: they answer as one does, drop out together, and end when they are asked to."""
 
 import json
+import zlib
+from array import array
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -63,6 +65,16 @@ def test_who_waits_hears_of_it_when_the_others_are_gone(tmp_path):
 
 def test_after_an_interrupted_step_nothing_more_is_taken(tmp_path):
     run_ranks(shared_serving.is_interrupted, 2, tmp_path)
+
+
+def test_a_check_sum_is_of_all_tokens_that_were_read(monkeypatch):
+    """So that who has once read another token is never again of one mind with the others."""
+    monkeypatch.setattr(serving.Engine, "read", lambda engine, step: [])
+    engine = serving.SharedEngine.__new__(serving.SharedEngine)
+    engine.seen = 0
+    for tokens in ([7, 2**40], [], [3]):
+        engine.read(SimpleNamespace(read=lambda tokens=tokens: tokens))
+    assert engine.seen == zlib.crc32(array("q", [7, 2**40, 3]).tobytes())
 
 
 @pytest.mark.parametrize("how", ["token", "end"])
