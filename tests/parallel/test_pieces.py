@@ -9,7 +9,7 @@ from tiny_models import config_of
 
 from tilestack import models, ops
 from tilestack.models.weights import layout
-from tilestack.parallel.mesh import Layout
+from tilestack.parallel.mesh import Layout, Mesh
 from tilestack.parallel.processes import ProcessLost, said_already
 from tilestack.parallel.tensor import CannotSplit, Cut, cuts, refuse_split
 from tilestack.train.checkpoint import Checkpoints
@@ -27,6 +27,17 @@ def test_the_processes_that_other_sides_leave_are_data():
         ValueError, match=r"parallel.tensor = 2 · parallel.context = 3 needs a multiple of 6 .* are 8; start 6"
     ):
         Layout.fit(8, tensor=2, context=3)
+
+
+@pytest.mark.parametrize("items", [7, 6, 2])
+def test_ranks_have_all_of_what_they_share(monkeypatch, items):
+    mesh, parts = Mesh(), []
+    monkeypatch.setattr(mesh, "size", lambda side: 3)
+    for rank in range(3):
+        monkeypatch.setattr(mesh, "index", lambda side, rank=rank: rank)
+        parts.append(mesh.share(range(items), "data"))
+    assert [item for part in parts for item in part] == list(range(items))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @pytest.mark.parametrize("family", ["llama_biased", "qwen2", "qwen3", "phi3", "gemma3"])
