@@ -14,7 +14,7 @@ from tilestack.quant.gptq import gptq
 from tilestack.quant.grid import grid_of
 from tilestack.quant.methods import METHODS, default_method, refuse_method
 from tilestack.quant.smooth import smooth_scale
-from tilestack.quant.statistics import InputStatistics, shrunk
+from tilestack.quant.statistics import InputStatistics, scaled_statistics, shrunk
 
 INTEGERS = [
     Scheme("int4", group=32),
@@ -189,6 +189,24 @@ def test_awq_scales_are_the_best_powers_of_the_root_mean_squares(seed):
     tried = [scale / (scale.max() * scale.min()).sqrt() for scale in tried]
     errors = [output_error(weight - grid_of(weight * s, scheme).nearest(weight * s) / s, moments) for s in tried]
     assert torch.allclose(awq_scale(weight, moments, scheme), tried[errors.index(min(errors))])
+
+
+@pytest.mark.parametrize("scheme", INTEGERS[:2], **NAMED)
+def test_after_awq_grids_reach_as_far_as_is_best_for_what_is_read(scheme):
+    """As those of clip do, whose inputs do not count alike either."""
+    weight, moments = torch.randn(24, 64), moments_of(correlated(200, 64)).float()
+    weight[:, ::16] *= 4
+    alike, best = (clipped_grid(weight, scheme, squares) for squares in (None, moments.diagonal()))
+    assert not torch.equal(alike.scale, best.scale)
+    for method, told in (("awq", moments), ("clip", moments.diagonal())):
+        assert torch.equal(METHODS[method].round(weight, told, scheme).scale, best.scale)
+
+
+def test_what_is_known_of_inputs_is_divided_with_them():
+    inputs, scale = torch.randn(50, 6, dtype=torch.float64), torch.rand(6, dtype=torch.float64) + 0.5
+    largest = lambda x: x.abs().amax(0)
+    for of in (largest, moments_of):
+        assert torch.allclose(scaled_statistics(of(inputs), scale), of(inputs / scale))
 
 
 @pytest.mark.parametrize("rows", [4, 60])
