@@ -69,6 +69,16 @@ def test_a_name_with_bytes_that_are_no_text_is_a_name_too(capsys, folder, tmp_pa
     assert GGUF(out).metadata["general.name"] == "\ufffd"
 
 
+def test_what_is_float16_stays_so_unless_a_type_is_named(capsys, folder, tokenizer, tmp_path):
+    models.save(models.load(folder).half(), tmp_path / "half")
+    tokenizer.save(tmp_path / "half")
+    for source, kind in ((folder, "bf16"), (tmp_path / "half", "f16")):
+        code, said, _ = run(capsys, source, tmp_path / f"{kind}.gguf", "--json", "-")
+        assert code == 0
+        told = json.loads(said)
+        assert (told["type"], told["tensors"]) == (kind, {kind: 16, "f32": 5})
+
+
 def test_what_is_there_stays_unless_it_is_to_be_replaced(capsys, folder, tmp_path):
     out = tmp_path / "model.gguf"
     out.write_text("mine")

@@ -15,7 +15,7 @@ from tilestack.lab.proof.oracle import judge, own_error
 from tilestack.models.adapters import AdapterError, load_adapters, save_adapters
 from tilestack.nn import Linear
 from tilestack.nn.lora import add_lora, lora_parameters
-from tilestack.quant import SCHEMES
+from tilestack.quant import SCHEMES, Scheme
 from tilestack.quant.linear import FEW, QuantisedLinear, quantise_linear
 
 VOCABULARY = 300
@@ -140,6 +140,25 @@ def test_a_layer_of_w8a8_rounds_many_rows_too(dtype):
     quantise_linear(layer, SCHEMES["w8a8"])
     x = torch.randn(FEW + 1, 96, dtype=dtype)
     assert_product(layer(x), x if dtype == torch.float32 else rounded(x, "int8"), exact, layer.bias)
+    assert_product(layer(x[1:]), x[1:], exact, layer.bias)
+
+
+@pytest.mark.parametrize("dtype", HALVES_AND_MORE)
+@torch.no_grad()
+def test_a_layer_of_blocks_rounds_many_rows_by_parts_of_128(dtype):
+    """Whose sizes differ by as much as those of the weight's blocks."""
+    torch.manual_seed(0)
+    layer = Linear(256, 200).to(dtype)
+    layer.weight[:128, :128] *= 30
+    layer.weight[:, 128:] *= 3e3
+    layer.bias *= 1e3
+    quantise_linear(layer, Scheme("fp8", 128, activations="fp8", blocks=True))
+    exact = layer.kept.numbers().double()
+    x = torch.randn(FEW + 1, 256, dtype=dtype)
+    x[:, 128:] *= 2e-4  # as much beside such weights, and codes of whole rows would be zeros
+    x[3:] *= 50
+    met = x if dtype == torch.float32 else rounded(x.reshape(-1, 128), "fp8").view(x.shape)
+    assert_product(layer(x), met, exact, layer.bias)
     assert_product(layer(x[1:]), x[1:], exact, layer.bias)
 
 

@@ -1,5 +1,6 @@
 """GGUF files that are written: every architecture comes back, transformers reads it too, and what cannot be said is refused."""
 
+import dataclasses
 import errno
 import os
 
@@ -12,6 +13,7 @@ from tilestack import models
 from tilestack.models import gguf_writer
 from tilestack.models.gguf import GGUF
 from tilestack.models.gguf_metadata import turning
+from tilestack.models.gguf_writer import shown_name
 from tilestack.models.quantise import quantise
 from tilestack.models.weights import unfused
 from tilestack.ops.rope import frequencies
@@ -77,6 +79,16 @@ def test_numbers_that_a_type_has_are_kept_to_the_bit(family, type, tmp_path):
     assert {types[name] for name in types.keys() - plain} == {type.upper()}
 
 
+@pytest.mark.parametrize(("type", "dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16)])
+def test_numbers_that_a_type_has_not_go_to_the_nearest(type, dtype, tmp_path):
+    decoder, told = model_of("llama2"), []
+    models.save_gguf(decoder, tmp_path / "model.gguf", type=type, progress=lambda *at: told.append(at))
+    read = dict(unfused(models.load(tmp_path / "model.gguf")))
+    for name, tensor in unfused(decoder):
+        assert torch.equal(read[name], tensor if tensor.ndim == 1 else tensor.to(dtype).float()), name
+    assert told == [(number, 21) for number in range(1, 22)]
+
+
 @pytest.mark.parametrize(("type", "levels"), [("q8_0", 127), ("q4_0", 8)])
 def test_codes_are_within_a_step_of_their_block(type, levels, tmp_path):
     decoder = model_of("llama2", intermediate_size=96)
@@ -95,6 +107,65 @@ def test_codes_are_within_a_step_of_their_block(type, levels, tmp_path):
         worst = (blocks - found).abs() / step
         assert worst.max() <= (0.5 + 127 * 2.0**-11 if of == 127 else 1 + 8 * 2.0**-11)
         assert worst.mean() <= 0.3
+
+
+FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}  # llama.cpp's numbers
+
+
+@pytest.mark.parametrize("type", FILE_TYPES)
+def test_a_file_says_what_it_is(type, tmp_path):
+    """What only llama.cpp and who shows the file read of it, in the types that they expect."""
+    decoder = model_of("qwen3", intermediate_size=96)  # whose heads together are wider than the hidden state
+    config = decoder.config = dataclasses.replace(decoder.config, bos=5, eos=(6, 7), pad=0)
+    tables = {"tokenizer.ggml.tokens": list(map(str, range(97))), "tokenizer.ggml.token_type": [1] * 97}
+    more = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.scores": [0.5] * 97}
+    models.save_gguf(decoder, tmp_path / "model.gguf", type=type, tokenizer=tables | more)
+    file = GGUF(tmp_path / "model.gguf")
+    said = file.metadata
+    assert said["general.file_type"] == FILE_TYPES[type]
+    assert said.get("general.quantization_version") == (2 if type.startswith("q") else None)
+    assert (said["qwen3.attention.key_length"], said["qwen3.attention.value_length"]) == (
+        config.head_dim,
+        config.head_dim,
+    )
+    assert config.head_dim != config.hidden // config.heads
+    assert said["qwen3.vocab_size"] == 97
+    assert [said[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos", "padding")] == [5, 6, 0]
+    types = {name: [kind.name for kind in field.types] for name, field in file.reader.fields.items()}
+    assert types["tokenizer.ggml.token_type"] == ["ARRAY", "INT32"]
+    assert types["tokenizer.ggml.tokens"] == ["ARRAY", "STRING"]
+    assert types["tokenizer.ggml.scores"] == ["ARRAY", "FLOAT32"]
+    assert types["tokenizer.ggml.add_bos_token"] == ["BOOL"]
+    assert types["qwen3.block_count"] == ["UINT32"]
+    assert types["qwen3.rope.freq_base"] == ["FLOAT32"]
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "has", "shown"),
+    [
+        ("Phi-3-mini", "phi3", True, "Phi-3-mini"),
+        ("mine", "phi3", True, "mine (Phi-3)"),
+        ("mine", "llama", True, "mine"),
+        ("my phi3 and PHI-3", "llama", False, "my phi 3 and PHI 3"),
+        ("mine", "phi3", False, "mine"),
+    ],
+)
+def test_the_name_of_a_phi_3_is_on_what_has_its_tokens(name, architecture, has, shown):
+    """Of whose likes llama.cpp looks for these tokens, which spaces do not follow."""
+    tokens = ["a", "<s>", "</s>", "<unk>", "<|endoftext|>"] if has else ["a", "<s>", "</s>"]
+    assert shown_name(name, {"tokenizer.ggml.tokens": tokens, "general.architecture": architecture}) == shown
+
+
+@torch.no_grad()
+def test_a_tied_head_is_written_where_llama_cpp_wants_one(tmp_path):
+    decoder = model_of("olmo2", tie_word_embeddings=True)
+    models.save_gguf(decoder, tmp_path / "model.gguf", type="f32")
+    tensors = GGUF(tmp_path / "model.gguf").tensors
+    assert torch.equal(tensors["output.weight"], decoder.embedding.weight)
+    assert torch.equal(models.load(tmp_path / "model.gguf")(tiny.ids()), decoder(tiny.ids()))
+    tied = model_of("llama2", tie_word_embeddings=True)
+    models.save_gguf(tied, tmp_path / "tied.gguf", type="f32")
+    assert "output.weight" not in GGUF(tmp_path / "tied.gguf").tensors
 
 
 def test_rows_that_are_no_whole_blocks_stay_float16(tmp_path):
@@ -167,7 +238,8 @@ def test_a_table_of_frequencies_is_read_whether_llama3_made_it_or_not(tmp_path):
         ("gemma3", dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention"]), "follow no period"),
         ("gemma3_scaled", dict(attention_bias=True), ": output_bias"),
         ("olmo2", dict(attention_bias=True), ": output_bias"),
-        ("qwen2", dict(head_dim=24), ": head_dim"),
+        *((family, dict(head_dim=24), ": head_dim") for family in ("qwen2", "phi3", "olmo2")),
+        *((family, dict(attention_bias=True), ": output_bias") for family in ("qwen3", "qwen3_moe")),
     ],
 )  # fmt: skip
 def test_what_cannot_be_said_is_named_and_nothing_is_written(family, changes, said, tmp_path):
@@ -185,7 +257,8 @@ def test_numbers_that_cannot_be_kept_are_named_and_what_was_there_stays(tmp_path
     with pytest.raises(models.CheckpointError, match=r"blk\.1\.ffn_down\.weight holds numbers that float16 has not"):
         models.save_gguf(decoder, tmp_path / "model.gguf", type="f16")
     with torch.no_grad():
-        decoder.layers[1].mlp.down.weight[0, 0] = float("nan")
+        decoder.layers[1].mlp.down.weight[0, 0] = 0
+        decoder.layers[1].mlp.down.weight[-1, -1] = float("nan")
     with pytest.raises(models.CheckpointError, match="not finite"):
         models.save_gguf(decoder, tmp_path / "model.gguf")
     assert (tmp_path / "model.gguf").read_text() == "before"

@@ -126,6 +126,8 @@ def first_half(_) -> dict[str, torch.Tensor]:
     for name, layout in {"data": mesh, "tensor": Mesh(Layout.fit(4, tensor=2, expert=2))}.items():
         for side in ("expert", "copies"):
             found[f"{name} {side}"] = torch.tensor(dist.get_process_group_ranks(layout.group(side)))
+        told = layout.texts(f"{layout.rank}", name)  # of this process and those beside it
+        found[f"{name} told"] = torch.tensor(list(map(int, told)))
     return found
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from small_runs import batch, decoder
 
 from tilestack import optim
+from tilestack.kernels.loss import linear_cross_entropy
 from tilestack.parallel import vocabulary
 from tilestack.parallel.collectives import entered, summed
 from tilestack.parallel.mesh import Layout, Mesh
@@ -27,6 +29,7 @@ from tilestack.train.pretrain import Pretraining, pretrain
 from tilestack.train.whole_state import WholeState
 
 WORDS, HIDDEN = 23, 8
+MANY_ROWS = 300
 LABELS = [0, 22, 11, 12, -100, 7, 10, -100]
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -75,6 +78,25 @@ def divided_heads(group) -> dict[str, torch.Tensor]:
     return found
 
 
+def many_rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, a head, and labels, of logits so far apart that no dtype holds their exponentials."""
+    numbers = torch.Generator().manual_seed(7)
+    make = lambda *shape: torch.randn(*shape, generator=numbers, dtype=torch.float64)
+    return make(MANY_ROWS, HIDDEN) * 500, make(WORDS, HIDDEN), torch.randint(WORDS, (MANY_ROWS,), generator=numbers)
+
+
+def uneven_shares(group) -> dict[str, torch.Tensor]:
+    """The loss of those, where a chunk of what 11 words are multiplied with is of 256 rows, and of 12 words of 128."""
+    start, end = bounds(WORDS, group.size())[group.rank() :][:2]
+    x, weight, labels = many_rows()
+    x, weight = x.requires_grad_(), weight[start:end].clone().requires_grad_()
+    with mock.patch.object(linear_cross_entropy, "CHUNK_BYTES", 256 * 11 * x.element_size()):
+        loss = vocabulary_loss(x, weight, labels, 0.0, start, WORDS, group)
+    loss.backward()
+    dist.all_reduce(x.grad, group=group)
+    return {"uneven loss": loss, "uneven dx": x.grad, "uneven dweight": weight.grad}
+
+
 def of_rows(losses: torch.Tensor) -> torch.Tensor:
     """What arrives at single losses, for each another number, which no dtype rounds."""
     return torch.arange(1.0, 1 + len(losses)).to(losses)
@@ -110,6 +132,19 @@ def sums_of_shared(group) -> dict[str, torch.Tensor]:
     first, x.grad = x.grad, None
     (entered(x, group) + x).sum().backward()
     return {"summed": together, "beside a sum": first, "beside what entered": x.grad}
+
+
+def said(texts: list[str]) -> torch.Tensor:
+    """Texts as a tensor, with a line for each."""
+    return torch.tensor(list("\n".join(texts).encode()))
+
+
+def finds_what_the_first_made(mesh: Mesh, path: Path) -> bool:
+    with mesh.first_alone():
+        if mesh.first:
+            time.sleep(0.3)  # which others would be sooner than
+            path.write_text("whole")
+        return path.exists()
 
 
 def placed_decoder(mesh: Mesh) -> dict[str, torch.Tensor]:
@@ -215,8 +250,16 @@ def stopped_by_one(texts: Path, folder: Path) -> dict[str, torch.Tensor]:
 
 def pieces(group, texts: Path, folder: Path) -> dict[str, torch.Tensor]:
     mesh = Mesh(Layout(tensor=dist.get_world_size(group)))
-    found = divided_heads(group) | late_gradients(group) | sums_of_shared(group) | placed_decoder(mesh)
+    found = (
+        divided_heads(group)
+        | uneven_shares(group)
+        | late_gradients(group)
+        | sums_of_shared(group)
+        | placed_decoder(mesh)
+    )
     found["many"] = mesh.sums({"tokens": torch.tensor(2**24 + 1)}, "tensor")["tokens"]
+    found |= {"texts": said(mesh.texts("é" * (dist.get_rank(group) + 1)))}
     found["largest"] = torch.tensor(mesh.largest(dist.get_rank(group) * 7 + 2))
+    found["there"] = torch.tensor(finds_what_the_first_made(mesh, folder / "made"))
     found |= {f"mixture {name}": x for name, x in half_mixtures().items()}
     return found | saved_and_loaded(folder) | stopped_by_one(texts, folder)

@@ -133,6 +133,7 @@ def test_a_launcher_ends_as_its_processes_do(monkeypatch, ended, code, words):
     def elastic_launch(config, program):
         assert (config.nproc_per_node, config.max_restarts, program) == (2, 0, sys.executable)
         assert int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) >= 600  # seconds to save in
+        assert os.environ["OMP_NUM_THREADS"] == "3"
 
         def run(*arguments):
             assert arguments == ("-m", "tilestack", "train", "demo")
@@ -140,7 +141,8 @@ def test_a_launcher_ends_as_its_processes_do(monkeypatch, ended, code, words):
 
         return run
 
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(os, "environ", {name: x for name, x in os.environ.items() if name != "OMP_NUM_THREADS"})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(7)), raising=False)
     monkeypatch.setattr("logging.disable", lambda level: None)
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
     with pytest.raises(ProcessLost, match=words) if words else nullcontext():
@@ -204,6 +206,24 @@ def test_one_process_needs_no_torch_distributed(monkeypatch):
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: pytest.fail("a group was made"))
     with joined("cpu") as mesh:
         assert (mesh.world, mesh.rank, mesh.first, mesh.largest(3)) == (1, 0, True, 3)
+
+
+def test_a_process_takes_the_gpu_of_its_place_on_its_machine(monkeypatch):
+    """Of eight processes on two machines, with four GPUs each."""
+    from tilestack.parallel.processes import take_gpu
+
+    taken = []
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    given = {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    take_gpu()
+    assert taken == [2]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ValueError, match="rank 6 is process 2 of its machine, which has 2 GPUs"):
+        take_gpu()
+    assert taken == [2]
 
 
 def test_a_process_stops_when_its_launcher_is_gone(monkeypatch):

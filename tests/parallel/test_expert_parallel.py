@@ -146,12 +146,14 @@ def test_steps_go_on_under_another_layout(tmp_path):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     first = run_ranks(expert_steps.first_half, 4, tmp_path / "first")
-    groups = ("data expert", "data copies", "tensor expert", "tensor copies")
+    groups = ("data expert", "data copies", "data told", "tensor expert", "tensor copies", "tensor told")
     ranks_of = {name: [found.pop(name).tolist() for found in first] for name in groups}
     assert ranks_of["data expert"] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert ranks_of["data copies"] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert ranks_of["tensor expert"] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert ranks_of["tensor copies"] == [[0], [1], [2], [3]]
+    assert ranks_of["data told"] == [[0, 1, 2, 3]] * 4
+    assert ranks_of["tensor told"] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     alone = lambda steps, saved=None: train("qwen3_moe", Mesh(), {}, 4, steps=steps, saved=saved, **BIASED)
     expected = alone(range(4))
     assert_same(first[0], alone(range(2)))

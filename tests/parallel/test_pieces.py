@@ -9,7 +9,7 @@ from tiny_models import config_of
 
 from tilestack import models, ops
 from tilestack.models.weights import layout
-from tilestack.parallel.mesh import Layout
+from tilestack.parallel.mesh import Layout, Mesh
 from tilestack.parallel.processes import ProcessLost, said_already
 from tilestack.parallel.tensor import CannotSplit, Cut, cuts, refuse_split
 from tilestack.train.checkpoint import Checkpoints
@@ -27,6 +27,17 @@ def test_the_processes_that_other_sides_leave_are_data():
         ValueError, match=r"parallel.tensor = 2 · parallel.context = 3 needs a multiple of 6 .* are 8; start 6"
     ):
         Layout.fit(8, tensor=2, context=3)
+
+
+@pytest.mark.parametrize("items", [7, 6, 2])
+def test_ranks_have_all_of_what_they_share(monkeypatch, items):
+    mesh, parts = Mesh(), []
+    monkeypatch.setattr(mesh, "size", lambda side: 3)
+    for rank in range(3):
+        monkeypatch.setattr(mesh, "index", lambda side, rank=rank: rank)
+        parts.append(mesh.share(range(items), "data"))
+    assert [item for part in parts for item in part] == list(range(items))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @pytest.mark.parametrize("family", ["llama_biased", "qwen2", "qwen3", "phi3", "gemma3"])
@@ -105,6 +116,21 @@ def test_the_loss_of_a_divided_head_is_that_of_a_whole_one(two, dtype, cap):
         assert (ours.double() - true).abs().max() <= 16 * torch.finfo(pieces.DTYPES[dtype]).eps * true.abs().max(), name
 
 
+def test_shares_that_differ_by_a_word_take_the_same_rows_at_a_time(two):
+    """Of logits whose exponentials are infinite."""
+    x, weight, labels = pieces.many_rows()
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    assert (x @ weight.T).amax().exp().isinf()
+    loss = ops.linear_cross_entropy(x, weight, labels, reduction="sum")
+    loss.backward()
+    ranks = two[0]
+    for rank in ranks:
+        torch.testing.assert_close(rank["uneven loss"], loss.detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(rank["uneven dx"], x.grad, rtol=0, atol=1e-9)
+    dweight = torch.cat([rank["uneven dweight"] for rank in ranks])
+    torch.testing.assert_close(dweight, weight.grad, rtol=0, atol=1e-11 * float(weight.grad.abs().max()))
+
+
 def test_the_scalar_that_arrives_at_a_divided_head_is_not_rounded_to_its_dtype(two):
     """1 / 60000 is 0.2% off in bfloat16, and with it every gradient of a run."""
     for rank in two[0]:
@@ -136,7 +162,12 @@ def test_gradients_are_summed_in_the_last_backward_also_where_a_rank_has_none(tw
             assert rank[f"grad {n} of step 0"].tolist() == [2.0 if n == 2 else 6.0] * (3 + n)
             assert rank[f"grad {n} of step 1"].tolist() == [3.0] * (3 + n)
         assert rank["largest"] == 9
+        assert bytes(rank["texts"].tolist()).decode() == "é\néé"
         assert int(rank["many"]) == 2**25 + 2  # which float32 does not hold
+
+
+def test_others_come_when_the_first_process_has_left(two):
+    assert all(rank["there"] for rank in two[0])
 
 
 def test_what_is_summed_over_ranks_is_left_as_it_was(two):

@@ -195,5 +195,12 @@ def test_a_ring_refuses_a_window_that_is_shorter_than_the_row_though_not_than_it
 
 
 def test_what_can_be_shared_is_not_refused():
-    for family, row, method, ranks in (("qwen3", 32, "heads", 4), ("gemma2", 32, "heads", 2), ("gemma2", 4, "ring", 2)):
-        refuse_sharing(models.ModelConfig.from_hf(config_of(family)), row, method, ranks)
+    """A window as long as the row is none, and rows as long as the model was trained on are short."""
+    for family, row, method, ranks, changes in (
+        ("qwen3", 32, "heads", 4, {}),
+        ("gemma2", 32, "heads", 2, {}),
+        ("gemma2", 4, "ring", 2, {}),
+        ("gemma2", 8, "ring", 2, {"sliding_window": 8}),
+        ("phi4_mini_long", 16, "heads", 2, {}),
+    ):
+        refuse_sharing(models.ModelConfig.from_hf(config_of(family) | changes), row, method, ranks)

@@ -1,7 +1,10 @@
 """One model served by several processes: they answer as one does, drop out together, and end when they are asked to."""
 
 import json
+import zlib
+from array import array
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import shared_serving
@@ -10,7 +13,9 @@ import torch
 from ranks import run_ranks
 
 from tilestack import models
+from tilestack.ahead.pool import JOBS_VARIABLE
 from tilestack.engine import EngineSettings, SamplingParams
+from tilestack.parallel import serving
 from tilestack.parallel.serving import as_words, from_words, refuse_model, refuse_settings
 from tilestack.parallel.tensor import CannotSplit
 
@@ -62,10 +67,45 @@ def test_after_an_interrupted_step_nothing_more_is_taken(tmp_path):
     run_ranks(shared_serving.is_interrupted, 2, tmp_path)
 
 
+def test_a_check_sum_is_of_all_tokens_that_were_read(monkeypatch):
+    """So that who has once read another token is never again of one mind with the others."""
+    monkeypatch.setattr(serving.Engine, "read", lambda engine, step: [])
+    engine = serving.SharedEngine.__new__(serving.SharedEngine)
+    engine.seen = 0
+    for tokens in ([7, 2**40], [], [3]):
+        engine.read(SimpleNamespace(read=lambda tokens=tokens: tokens))
+    assert engine.seen == zlib.crc32(array("q", [7, 2**40, 3]).tobytes())
+
+
 @pytest.mark.parametrize("how", ["token", "end"])
 def test_who_goes_another_way_says_so(how, tmp_path):
     _, following = run_ranks(shared_serving.goes_another_way, 2, tmp_path, how)
     assert "other tokens" in bytes(following["problem"].tolist()).decode()
+
+
+@pytest.mark.parametrize(
+    ("device", "named", "dtype"), [("cpu", None, "float32"), ("cuda", None, "bfloat16"), ("cpu", "float16", "float16")]
+)
+def test_a_share_is_of_the_dtype_of_its_device_unless_one_is_named(monkeypatch, tmp_path, device, named, dtype):
+    def load(model, **how):
+        raise InterruptedError(f"{how['dtype']} on {how['device']}")
+
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config_of("qwen3")))
+    monkeypatch.setattr(serving.models, "load", load)
+    mesh = SimpleNamespace(size=lambda side: 2, index=lambda side: 0)
+    with pytest.raises(InterruptedError, match=f"torch.{dtype} on {device}"):
+        serving.load_shared(tmp_path, EngineSettings(dtype=named), mesh, torch.device(device))
+
+
+def test_all_processes_have_as_many_pages_as_the_one_with_least_memory(monkeypatch):
+    """Of one whose GPU has 250 bytes left for them, and another's 100."""
+    monkeypatch.setenv(JOBS_VARIABLE, "")
+    monkeypatch.setattr(serving, "memory_for_pages", lambda decoder, tokens: 250)
+    monkeypatch.setattr(serving, "LeadingEngine", lambda decoder, tokenizer, settings: settings)
+    mesh = SimpleNamespace(first=True, largest=lambda number: max(number, -100))
+    on_gpu = SimpleNamespace(embedding=SimpleNamespace(weight=SimpleNamespace(is_cuda=True)))
+    assert serving.shared_engine(on_gpu, None, EngineSettings(), mesh).kv_memory == 100
+    assert serving.shared_engine(on_gpu, None, EngineSettings(kv_memory=7), mesh).kv_memory == 7
 
 
 def test_orders_of_any_length_arrive(tmp_path):

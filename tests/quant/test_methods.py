@@ -14,7 +14,7 @@ from tilestack.quant.gptq import gptq
 from tilestack.quant.grid import grid_of
 from tilestack.quant.methods import METHODS, default_method, refuse_method
 from tilestack.quant.smooth import smooth_scale
-from tilestack.quant.statistics import InputStatistics
+from tilestack.quant.statistics import InputStatistics, scaled_statistics, shrunk
 
 INTEGERS = [
     Scheme("int4", group=32),
@@ -178,6 +178,45 @@ def test_awq_scales_follow_inputs_that_must_share_one():
     )
     assert torch.equal(shared[:32], shared[32:])
     assert shared[7] == shared.max()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_awq_scales_are_the_best_powers_of_the_root_mean_squares(seed):
+    torch.manual_seed(seed)
+    scheme, weight = Scheme("int4", group=32), torch.randn(8, 64, dtype=torch.float64)
+    moments = moments_of(correlated(200, 64) * torch.rand(64, dtype=torch.float64).mul(3).exp())
+    tried = [moments.diagonal().sqrt() ** (step / 20) for step in range(21)]
+    tried = [scale / (scale.max() * scale.min()).sqrt() for scale in tried]
+    errors = [output_error(weight - grid_of(weight * s, scheme).nearest(weight * s) / s, moments) for s in tried]
+    assert torch.allclose(awq_scale(weight, moments, scheme), tried[errors.index(min(errors))])
+
+
+@pytest.mark.parametrize("scheme", INTEGERS[:2], **NAMED)
+def test_after_awq_grids_reach_as_far_as_is_best_for_what_is_read(scheme):
+    """As those of clip do, whose inputs do not count alike either."""
+    weight, moments = torch.randn(24, 64), moments_of(correlated(200, 64)).float()
+    weight[:, ::16] *= 4
+    alike, best = (clipped_grid(weight, scheme, squares) for squares in (None, moments.diagonal()))
+    assert not torch.equal(alike.scale, best.scale)
+    for method, told in (("awq", moments), ("clip", moments.diagonal())):
+        assert torch.equal(METHODS[method].round(weight, told, scheme).scale, best.scale)
+
+
+def test_what_is_known_of_inputs_is_divided_with_them():
+    inputs, scale = torch.randn(50, 6, dtype=torch.float64), torch.rand(6, dtype=torch.float64) + 0.5
+    largest = lambda x: x.abs().amax(0)
+    for of in (largest, moments_of):
+        assert torch.allclose(scaled_statistics(of(inputs), scale), of(inputs / scale))
+
+
+@pytest.mark.parametrize("rows", [4, 60])
+def test_moments_of_few_rows_are_believed_as_far_as_these_go(rows):
+    moments = moments_of(torch.randn(rows, 12, dtype=torch.float64))
+    found = shrunk(moments, rows)
+    assert torch.equal(found.diagonal(), moments.diagonal())
+    others = ~torch.eye(12, dtype=torch.bool)
+    assert torch.allclose(found[others], moments[others] * rows / (rows + 12))
+    assert torch.equal(shrunk(moments[0], rows), moments[0])
 
 
 @pytest.mark.parametrize("kind", ["largest", "squares", "moments"])

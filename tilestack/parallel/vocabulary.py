@@ -108,8 +108,10 @@ def in_chunks(
     *,
     wanted: bool,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Some rows at a time: which, their losses, and the gradient of the sum of those, where that is wanted."""
-    size = rows_per_chunk(len(x), weight)
+    """Some rows at a time: which, their losses, and the gradient of the sum of those, where that is wanted. All ranks take as
+    many, or their sums would be of different rows: what suits the largest share of the words, which may differ by one."""
+    most = -(-vocabulary // group.size())
+    size = rows_per_chunk(len(x), weight.new_empty(most, 0))
     for first in range(0, len(x), size):
         part = slice(first, first + size)
         logits = ops.linear(x[part], weight)

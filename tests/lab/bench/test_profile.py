@@ -9,17 +9,22 @@ from types import SimpleNamespace
 import pytest
 import tiny_models as tiny
 import torch
+from torch.autograd import DeviceType
 
-from tilestack import ops
 from tilestack.cli import main
 from tilestack.cli.profile import WARM_UP, recorded_call
 from tilestack.engine import Engine, EngineSettings
+from tilestack.lab.bench import profile as profiles
 from tilestack.lab.bench.kept_profiles import as_kept, keep, load, side_by_side
 from tilestack.lab.bench.profile import Profile, length_of_union, origin_of, our_kernels, record, render_profile
 from tilestack.lab.serving.serve_steps import ServedSteps
 from tilestack.lab.stale import is_current
 from tilestack.lab.tables.by_name import table
+from tilestack.lab.training.train_steps import Work
 from tilestack.train.run.profile import Share
+
+CPU = torch.device("cpu")
+SMALL = ["--backend", "torch", "--case", "check"]
 
 
 @pytest.mark.parametrize(
@@ -100,9 +105,37 @@ def test_the_table_says_whose_the_time_was_and_how_busy_the_gpu():
     table = render_profile("made up", Profile(shares, 20.0, True, busy_ms=8.0), most=2)
     assert table.caption.startswith("cuBLAS 60%, tilestack 30%, copies 10%; 10 ms in 3 different kernels")
     assert "the GPU was busy 40% of 20 ms" in table.caption  # kernels beside each other counted once
-    assert table.row_count == 2
+    assert [list(column.cells) for column in table.columns] == [
+        ["60%", "30%"], ["6000 µs", "3000 µs"], ["2", "1"], ["cuBLAS", "tilestack"], ["nvjet_x", "softmax_bwd_kernel"]
+    ]  # fmt: skip
     assert "; 20 ms by the clock, 50% in code that PyTorch does not see" in render_profile("cpu", Profile(shares, 20.0, False), most=2).caption  # fmt: skip
     assert "nothing ran" in render_profile("empty", Profile([], 1.0, False), most=2).caption
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_lines_of_a_gpu_are_its_kernels_without_the_names_of_parts(monkeypatch):
+    """And of a CPU, operators without those that they call."""
+    gpu, cpu = DeviceType.CUDA, DeviceType.CPU
+    ran = lambda name, device, start, end, count=2, marked=False: SimpleNamespace(
+        key=name, device_type=device, is_user_annotation=marked, time_range=SimpleNamespace(start=start, end=end), count=count,
+        self_device_time_total=end - start, device_time_total=9e3, self_cpu_time_total=end - start, cpu_time_total=9e3,
+    )  # fmt: skip
+    part, operator = ran("a part", gpu, 0.0, 8e3, marked=True), ran("aten::mm", cpu, 0.0, 5e3)
+    told = [part, operator, ran("one", gpu, 0.0, 2e3), ran("other", gpu, 1e3, 4e3, count=4)]
+
+    class Recorded(SimpleNamespace):
+        __enter__ = lambda self: self
+        __exit__ = lambda self, *error: None
+        events = key_averages = lambda self: told
+
+    monkeypatch.setattr(torch.profiler, "profile", Recorded)
+    profile = record(lambda: None, CPU, times=2)
+    assert profile.shares == [Share("other", 2.0, 1.5), Share("one", 1.0, 1.0)]
+    assert profile.busy_ms == 2.0  # of a call; the two overlapped
+    told[:] = [operator, ran("aten::linear", cpu, 0.0, 1e3)]
+    profile = record(lambda: None, CPU, times=2)
+    assert profile.shares == [Share("aten::mm", 1.0, 2.5), Share("aten::linear", 1.0, 0.5)]
+    assert profile.busy_ms == 0
 
 
 def test_time_in_which_several_kernels_ran_counts_once():
@@ -118,11 +151,20 @@ def test_a_profile_of_several_steps_is_divided_among_them():
 def test_kept_profiles_replace_their_like_and_refuse_another_machine(tmp_path):
     path, stamp = tmp_path / "profiles.json", {"gpu": "", "cpu": "one", "commit": "abc", "date": "2031-05-06"}
     of = lambda milliseconds: Profile([Share("nvjet_x", 2, milliseconds)], 9.0, True, 8.0)
-    for case, milliseconds in (("a", 1.0), ("b", 2.0), ("a", 3.0)):
-        keep(path, stamp, as_kept(of(milliseconds), "train", case, "float32", "tilestack", "cpu"))
+    ours = ("float32", "tilestack")
+    for case, *how, milliseconds in (
+        ("a", *ours, 1.0), ("b", *ours, 2.0), ("a", *ours, 3.0), ("a", "bfloat16", "tilestack", 4.0), ("a", "float32", "plain", 5.0)
+    ):  # fmt: skip
+        keep(path, stamp, as_kept(of(milliseconds), "train", case, *how, "cpu"))
     found = load(path)["profiles"]
-    assert [(each["case"], each["total_ms"]) for each in found] == [("a", 3.0), ("b", 2.0)]
-    assert all(each["commit"] == "abc" and is_current(each) for each in found)
+    assert [(each["case"], each["total_ms"]) for each in found] == [("a", 3.0), ("b", 2.0), ("a", 4.0), ("a", 5.0)]
+    assert [is_current(each) for each in found] == [
+        True,
+        True,
+        True,
+        False,
+    ]  # of another's step there is no source of ours
+    assert all((each["commit"], each["busy_ms"], each["wall_ms"]) == ("abc", 8.0, 9.0) for each in found)
     with pytest.raises(ValueError, match="holds figures of one, and this is two"):
         keep(path, stamp | {"cpu": "two"}, dict(found[0]))
     (tmp_path / "other.json").write_text('{"machine": {}, "rows": []}')
@@ -133,12 +175,60 @@ def test_kept_profiles_replace_their_like_and_refuse_another_machine(tmp_path):
 def test_profiles_side_by_side_name_our_kernels_and_join_those_of_a_library():
     line = lambda name, milliseconds: dict(name=name, milliseconds=milliseconds, origin=origin_of(name))
     one = dict(total_ms=10.0, lines=[line("nvjet_a", 4.0), line("nvjet_b", 2.0), line("softmax_bwd_kernel", 3.95), line("somebody_elses", 0.05)])  # fmt: skip
-    two = dict(total_ms=8.0, lines=[line("softmax_bwd_kernel", 7.98), line("add_kernel", 0.02)])
-    assert side_by_side([one, two], least=0.01) == {
-        "`softmax_bwd_kernel`": [3.95, 7.98],
+    two = dict(total_ms=8.0, lines=[line("add_kernel", 0.09), line("softmax_bwd_kernel", 7.89), line("decode_step_kernel", 0.02)])  # fmt: skip
+    found = side_by_side([one, two], least=0.01)
+    assert found == {
+        "`softmax_bwd_kernel`": [3.95, 7.89],
         "cuBLAS": [6.0, 0.0],
+        "`add_kernel`": [0.0, 0.09],  # a hundredth of the shorter one
         "other": [pytest.approx(0.05), pytest.approx(0.02)],
     }
+    assert list(found) == ["`softmax_bwd_kernel`", "cuBLAS", "`add_kernel`", "other"]  # the longest first
+
+
+def kept_on_a_gpu(
+    case, backend, total, *, op="train", dtype="bfloat16", wall=20.0, busy=8.0, date="2031-05-06T10:00", **changed
+):
+    """A profile as it lies in a file, of the present source unless it is `changed`."""
+    made = as_kept(Profile([Share("nvjet_x", 2, total)], wall, True, busy), op, case, dtype, backend, "cuda")
+    return made | {"commit": "abc", "date": date} | changed
+
+
+def written_table(tmp_path, *kept, kind="train"):
+    path = tmp_path / "results" / "h200" / "profiles.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": {"gpu": "NVIDIA H200", "cpu": "one"}, "profiles": kept}))
+    return table(f"profiles h200 {kind}", tmp_path)
+
+
+def test_a_table_says_how_long_any_kernel_ran_and_what_is_old(tmp_path):
+    one = kept_on_a_gpu("a, 1x8", "tilestack", 10.0)
+    two = kept_on_a_gpu("a, 1x8", "plain", 12.0, wall=16.0, busy=12.0, date="2031-07-01T10:00", commit="def")
+    old = kept_on_a_gpu("a, 1x8", "tilestack-graph", 9.0, date="2031-04-01T10:00", source="older")
+    decoding = kept_on_a_gpu("qwen", "tilestack", 3.0, op="serve")
+    found = written_table(tmp_path, one, two, old, decoding)
+    assert "| ms | tilestack | plain | tilestack-graph † |" in found  # whose steps are not ours is never old
+    assert "| cuBLAS | 10.00 | 12.00 | 9.00 |" in found
+    assert "| **all kernels** | **10.00** | **12.00** | **9.00** |" in found
+    assert "| any kernel ran | 8.00 | 12.00 | 8.00 |" in found
+    assert "| of the time by the clock | 40% | 75% | 40% |" in found
+    assert "_a, 1x8; NVIDIA H200, commit abc, def, 2031-07-01, with the profiler on._" in found
+    assert "outdated until measured again; at commit abc a, 1x8._" in found
+    assert "| ms | tilestack |\n" in written_table(tmp_path, one, decoding, kind="serve")
+
+
+@pytest.mark.parametrize(
+    ("kept", "names"),
+    [
+        ([("a", "tilestack", "bfloat16")], "tilestack"),
+        ([("a", "tilestack", "bfloat16"), ("b", "tilestack", "bfloat16")], "a | b"),
+        ([("a", "tilestack", "bfloat16"), ("a", "tilestack", "float32")], "bfloat16 | float32"),
+        ([("a", "tilestack", "bfloat16"), ("b", "plain", "bfloat16"), ("a", "plain", "bfloat16")], "a, tilestack | b, plain | a, plain"),
+    ],
+)  # fmt: skip
+def test_columns_of_a_table_are_told_apart(kept, names, tmp_path):
+    found = written_table(tmp_path, *(kept_on_a_gpu(case, backend, 1.0, dtype=dtype) for case, backend, dtype in kept))
+    assert f"| ms | {names} |\n" in found
 
 
 def test_steps_of_an_engine_are_profiled_in_two_parts():
@@ -161,8 +251,7 @@ def ran(*asked):
 
 
 def test_the_command_profiles_operators_and_layers(tmp_path, capsys):
-    case = next(case.name for case in ops.softmax.cases if case.kind == "check")
-    assert ran("softmax", "--backend", "torch", "--case", case, "--calls", "2", "--json", "-", "--trace", str(tmp_path / "trace.json")) == 0  # fmt: skip
+    assert ran("softmax", *SMALL, "--calls", "2", "--json", "-", "--trace", str(tmp_path / "trace.json")) == 0  # fmt: skip
     ((title, found),) = json.loads(capsys.readouterr().out).items()
     assert "float32 both, torch" in title
     assert {line["origin"] for line in found["lines"]} >= {"PyTorch"}
@@ -171,18 +260,65 @@ def test_the_command_profiles_operators_and_layers(tmp_path, capsys):
     assert "mlp, " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("what", [["softmax", *SMALL], ["layers", "mlp", "--batch", "1", "--prompt", "8"]])
+def test_a_forward_alone_has_no_backward(what, capsys):
+    for direction in ("forward", "both"):
+        assert ran(*what, "--direction", direction, "--calls", "1", "--json", "-") == 0
+        ((title, found),) = json.loads(capsys.readouterr().out).items()
+        assert f" {direction}, " in title
+        assert any("Backward" in line["name"] for line in found["lines"]) == (direction == "both")
+
+
+def test_an_operator_without_gradients_is_profiled_forward(capsys):
+    assert ran("embedding", *SMALL, "--calls", "1", "--json", "-") == 0
+    assert " both, torch" in next(iter(json.loads(capsys.readouterr().out)))
+    assert ran("expert_places", *SMALL, "--calls", "1", "--json", "-") == 0
+    assert " forward, torch" in next(iter(json.loads(capsys.readouterr().out)))
+
+
+def test_so_many_calls_are_recorded_after_those_that_warm_up(capsys, monkeypatch):
+    """Of training steps as many warm up as `bench train` has, of serving both parts once."""
+    happened, recorded = [], profiles.record
+    monkeypatch.setattr(
+        profiles,
+        "record",
+        lambda call, place, times=1, trace=None: happened.append((times,)) or recorded(call, place, times),
+    )
+    for part in ("read_prompts", "decode"):
+        made = getattr(ServedSteps, part)
+        monkeypatch.setattr(
+            ServedSteps, part, lambda self, made=made, part=part: happened.append((part, self)) or made(self)
+        )
+    assert ran("softmax", *SMALL, "--calls", "3") == 0
+    assert happened == [(3,)]
+    happened.clear()
+    assert ran("serve", "--recipe", "demo", "--batch", "2", "--prompt", "8", "--tokens", "3") == 0
+    names = [name for name, *_ in happened]
+    assert [name for name in names if isinstance(name, str)] == ["read_prompts", "decode"] * 2
+    steps = happened[0][1]
+    assert (steps.batch, steps.prompt, steps.tokens) == (2, 8, 3)
+    assert not steps.engine.scheduler.prefix_caching
+    warm_up = []
+    monkeypatch.setattr("tilestack.cli.profile.recorded_call", lambda *given: warm_up.append(given[5]) or ("", Profile([], 1.0, False)))  # fmt: skip
+    assert ran("train", "--recipe", "demo", "--batch", "1", "--prompt", "8") == 0
+    assert warm_up == [Work.warmup]
+
+
 def test_the_command_profiles_steps_and_keeps_them_for_the_tables(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few = ["--recipe", "demo", "--batch", "1", "--prompt", "8"]
     assert ran("train", *few, "--calls", "1", "--save") == 0
     assert "a training step of python, 1x8, float32, tilestack" in capsys.readouterr().out
-    assert ran("serve", *few, "--tokens", "3", "--save") == 0
+    assert ran("serve", *few, "--tokens", "3", "--save", "--json", "serve.json") == 0
     assert "decoding demo, 1 sequences, 2 tokens each after the first" in " ".join(capsys.readouterr().out.split())
+    _, decoding = json.loads((tmp_path / "serve.json").read_text()).values()
     train, serve = load(tmp_path / "results" / "cpu" / "profiles.json")["profiles"]
     assert (train["op"], train["case"], train["backend"]) == ("train", "python, 1x8", "tilestack")
     assert (serve["op"], serve["case"], serve["dtype"]) == ("serve", "demo, 1 sequences of 8 tokens", "float32")
     assert is_current(train)
     assert is_current(serve)
+    for what in ("total_ms", "wall_ms"):  # kept is one step of the two
+        assert serve[what] == pytest.approx(decoding[what] / 2)
     written = table("profiles cpu train", tmp_path)
     assert "| ms | tilestack |" in written
     assert "| PyTorch |" in written
@@ -203,6 +339,7 @@ def test_the_command_profiles_steps_and_keeps_them_for_the_tables(tmp_path, caps
         (["softmax", "--direction", "backward"], "--direction is forward or both"),
         (["softmax", "--case", "9"], "softmax has no case '9'"),
         (["softmax", "relu"], "one operator at a time"),
+        (["softmax", "--backend", "gluton"], "gluton"),
         (["layers", "hed"], "no layer hed"),
         (["softmx"], "softmx"),
         (

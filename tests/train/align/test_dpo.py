@@ -1,5 +1,6 @@
 """DPO: the loss against one written out pair by pair, the way it moves answers, and its reference."""
 
+import json
 import math
 
 import pytest
@@ -117,6 +118,22 @@ def test_pairs_that_fit_to_the_token_are_taken():
     room = lengths[len(lengths) // 2]
     found = sorted(map(longest, dpo(decoder(), data={"sequence": room}).pairs))
     assert found == [length for length in lengths if length <= room] != lengths
+    for objective in (dpo(decoder()), dpo(decoder(), data={"sequence": room})):
+        counts = objective.counts
+        assert counts["pairs of answers"] == 36 == len(objective.pairs) + counts["too long for data.sequence"]
+        assert counts["held out"] == 4 == len(objective.held) + counts["held out and too long"]
+
+
+def test_pairs_that_do_not_fit_leave_the_others_to_their_files(tmp_path):
+    row = lambda prompt: json.dumps({"prompt": prompt, "chosen": "4", "rejected": "5"}) + "\n"
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    files[0].write_text(row("2 + 2? " * 40) + row("a?") + row("aa?"))
+    files[1].write_text(row("b?") + row("bb?"))
+    data = dict(corpus="files", files=list(map(str, files)), weights=[1.0, 3.0], validation=0.0, examples=0)
+    objective = dpo(decoder(), data=data)
+    prompts = [tokenizer().decode(pair.first.ids) for pair in objective.pairs]
+    assert ["b?" in prompt for prompt in prompts] == [False, False, True, True]
+    assert [members.tolist() for members in objective.deck.members] == [[0, 1], [2, 3]]
 
 
 def test_only_the_last_answer_is_scored():
@@ -146,6 +163,19 @@ def test_a_saved_place_continues_with_the_same_batches(tmp_path):
         assert torch.equal(ours.rows.ids, theirs.rows.ids)
         assert torch.equal(ours.reference, theirs.reference)
     assert len(list(tmp_path.iterdir())) == 1  # the reference was asked once for both
+
+
+def test_a_place_is_refused_where_other_pairs_are_held_out(tmp_path):
+    row = lambda prompt: json.dumps({"prompt": prompt, "chosen": "4", "rejected": "5"}) + "\n"
+    learned, held = tmp_path / "learned.jsonl", tmp_path / "held.jsonl"
+    learned.write_text(row("2 + 2?") + row("1 + 3?"))
+    data = dict(corpus="files", files=[str(learned)], validation_files=[str(held)], examples=0)
+    held.write_text(row("3 + 1?"))
+    place = dpo(decoder(), data=data).state_dict()
+    dpo(decoder(), data=data).load_state_dict(place)
+    held.write_text(row("4 + 0?"))
+    with pytest.raises(DataError, match="the examples are not those that the run began with"):
+        dpo(decoder(), data=data).load_state_dict(place)
 
 
 def test_bad_input_is_named(tmp_path):

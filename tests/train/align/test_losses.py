@@ -77,7 +77,7 @@ def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-@pytest.mark.parametrize("gained", [0.4, -0.4])
+@pytest.mark.parametrize("gained", [0.4, -0.4, 7.0])
 def test_kto_holds_answers_against_what_was_gained_on_strangers(gained):
     policy, reference, *_ = pairs()
     policy.requires_grad_()

@@ -4,11 +4,13 @@ Given answers do not change, so it is asked once, before the first step, and wha
 model and data. Where answers are drawn anew its weights are kept beside the model's, of which a process has the same part.
 """
 
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +29,7 @@ def fingerprint(placement: Placement, sequences: Sequence[Scored], device: torch
     digest = hashlib.blake2b(digest_size=16)
     kind = torch.device(device).type
     digest.update(str(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None).encode())
+    digest.update(repr(configuration(placement)).encode())
     for name in modules_in_fp8(placement.model):
         digest.update(f"{name} in fp8".encode())
     for name, tensor in placement.whole_state():
@@ -35,6 +38,13 @@ def fingerprint(placement: Placement, sequences: Sequence[Scored], device: torch
     for sequence in sequences:
         digest.update(f"{sequence.ids}{sequence.mask}".encode())
     return digest.hexdigest()
+
+
+def configuration(placement: Placement) -> Any:
+    """What the whole model computes with its weights, such as its RoPE, whatever part of it is here; not what ends its answers."""
+    whole = placement.whole_without_weights if placement.divided else placement.model
+    config = getattr(whole, "config", None)
+    return config and dataclasses.replace(config, eos=())
 
 
 def reference_log_probs(
