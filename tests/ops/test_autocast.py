@@ -21,6 +21,13 @@ def gated(x):
     return F.silu(gate) * up
 
 
+def attended(q, k, v):
+    """Causal, by PyTorch's own, which takes heads first."""
+    heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+    return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+QKV = (drawn(2, 5, 4, 16), drawn(2, 5, 2, 16, seed=1), drawn(2, 5, 2, 16, seed=2))
 OFFSETS = torch.tensor([2, 6], dtype=torch.int32)
 LABELS = torch.tensor([1, 4, 0, 2, 2, 3])
 # An operator and PyTorch's way to say the same.
@@ -52,6 +59,8 @@ PAIRS = {
         lambda *tensors: F.conv2d(*tensors, (2, 1), (1, 0)),
         (drawn(2, 4, 5, 6), drawn(8, 4, 3, 3, seed=1), drawn(8, seed=2)),
     ),
+    "attention": (ops.attention, attended, QKV),
+    "flex_attention": (lambda q, k, v: ops.flex_attention(q, k, v)[0], attended, QKV),
     "linear_cross_entropy": (
         lambda x, weight: ops.linear_cross_entropy(x, weight, LABELS),
         lambda x, weight: F.cross_entropy(F.linear(x, weight).float(), LABELS),
@@ -65,7 +74,7 @@ PAIRS = {
 }
 
 
-PRODUCTS = ("linear", "grouped_linear", "swiglu_linear", "fused_linear", "linear_swiglu")
+PRODUCTS = ("linear", "grouped_linear", "swiglu_linear", "fused_linear", "linear_swiglu", "attention")
 
 
 def run(function, tensors):
@@ -143,6 +152,25 @@ def test_a_loss_in_float16_is_made_with_the_scale_that_arrives(which):
     for ours, theirs in zip(found["ours"], found["theirs"], strict=True):
         assert theirs.count_nonzero()
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("which", ["torch", "triton"])
+def test_what_attention_computes_within_is_not_lowered(which):
+    """Scores and their log-sum-exp are float32, as without autocast on operands of half precision."""
+    halves = [tensor.detach().half() for tensor in QKV]
+    with backend(which):
+        expected = ops.flex_attention(*halves)
+        with torch.autocast("cpu", torch.float16):
+            found = ops.flex_attention(*QKV)
+            again = [ops.flex_attention(*(tensor + number for tensor in QKV))[0] for number in range(3)]
+    assert [tensor.dtype for tensor in found] == [torch.float16, torch.float32]
+    assert all(map(torch.equal, found, expected))
+    assert not torch.equal(again[1], again[2])  # a plan that is kept computes with what it is given
+
+
+def test_attention_keeps_its_dtype_where_autocast_is_of_another_device():
+    with torch.autocast("cuda", torch.float16):
+        assert ops.attention(*QKV).dtype == torch.float32
 
 
 def test_float64_stays_as_in_pytorch():

@@ -63,6 +63,8 @@ def define(op: Operator) -> Callable:
     def traced(*values: Any) -> Any:
         arguments = dict(zip(op.parameters, values, strict=True))
         op.validate(arguments)
+        if (lowering := op.under_autocast(arguments)) is not None:
+            return lowering(*values)
         given = op.given_tensors(arguments)
         with_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
         implementation = resolve(op, arguments, with_gradient)

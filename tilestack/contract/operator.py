@@ -130,6 +130,8 @@ class Operator(Generic[P, R]):
         self.traced: Callable = definition  # until the operator is known to torch.library
         self.autocast_entry: Callable[[str], None] | None = None  # makes one of its torch.library operators lower
         self.lowered: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # arguments as autocast has them
+        # What calls it under autocast, of which its implementations know nothing; None where that is off for its arguments.
+        self.under_autocast: Callable[[dict[str, Any]], Callable | None] = lambda arguments: None
         self.__name__, self.__doc__, self.__module__, self.__wrapped__ = (
             self.name,
             definition.__doc__,

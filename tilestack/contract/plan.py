@@ -69,6 +69,10 @@ def plan(op: "Operator", key: tuple | None, values: tuple) -> Callable:
     given = op.given_tensors(arguments)
     if any(tensor.is_neg() for tensor in given.values()):
         return functools.partial(without_negated_views, op)
+    if (lowering := op.under_autocast(arguments)) is not None:
+        if key is not None:
+            op.plans.keep(key, lowering)
+        return lowering
     with_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values())
     implementation = resolve(op, arguments, with_gradient)
     if forward_ad._current_level >= 0:

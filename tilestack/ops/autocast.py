@@ -1,10 +1,12 @@
 """What torch.autocast does to the operands of PyTorch's own matrix products, done to those of ours.
 
 Every implementation of a product lowers its operands as its first step, so that all of them have the result's dtype of
-`F.linear`. Where a compiler traces a call there is an entry for autocast in the dispatcher: what it traces as one opaque
-operator runs later, where autocast is off.
+`F.linear`; attention is lowered before one is chosen. Where a compiler traces a call there is an entry for autocast in the
+dispatcher: what it traces as one opaque operator runs later, where autocast is off.
 """
 
+import functools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,9 +24,11 @@ DISPATCH_KEYS = ("AutocastCPU", "AutocastCUDA")
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast makes of the operands of a product with x; None where it is off, and for float64."""
     device = x.device.type
-    if device not in KNOWS_AUTOCAST or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
-        return None
-    return torch.get_autocast_dtype(device)
+    return torch.get_autocast_dtype(device) if is_on(device) and x.dtype != torch.float64 else None
+
+
+def is_on(device: str) -> bool:
+    return device in KNOWS_AUTOCAST and torch.is_autocast_enabled(device)
 
 
 def full_precision(device: str) -> AbstractContextManager:
@@ -40,17 +44,29 @@ def lowered(x: Tensor, *others: Tensor | None) -> tuple:
     return x.to(dtype), *(t.to(dtype) if t is not None and t.is_floating_point() else t for t in others)
 
 
-def lower_when_traced(op: Operator) -> None:
+def lower_when_traced(op: Operator, *operands: str) -> None:
     """Give an operator its entry for autocast in PyTorch's dispatcher, and so whatever hands extras on in its place; and let
-    its arguments be checked as autocast has them."""
-    op.lowered = lambda arguments: lowered_arguments(op, arguments)
+    its arguments be checked as autocast has them. All of its tensors are operands where none is named."""
+    op.lowered = functools.partial(lowered_arguments, operands or op.tensors)
     op.autocast_entry = lambda name: lower_operands_of(op, name)
     op.autocast_entry(op.name)
 
 
-def lowered_arguments(op: Operator, arguments: dict[str, Any]) -> dict[str, Any]:
-    operands = lowered(*(arguments[name] for name in op.tensors))
-    return arguments | dict(zip(op.tensors, operands, strict=True))
+def lower_before(op: Operator, *operands: str) -> None:
+    """Let an operator's implementations, which know nothing of autocast, get these operands lowered and compute without it."""
+    lower_when_traced(op, *operands)
+    call = functools.partial(call_lowered, op)
+    op.under_autocast = lambda arguments: call if is_on(op.device_of(arguments).type) else None
+
+
+def call_lowered(op: Operator, *values: Any) -> Any:
+    arguments = op.lowered(dict(zip(op.parameters, values, strict=True)))  # type: ignore[misc]
+    with full_precision(op.device_of(arguments).type):
+        return op(*arguments.values())
+
+
+def lowered_arguments(operands: Sequence[str], arguments: dict[str, Any]) -> dict[str, Any]:
+    return arguments | dict(zip(operands, lowered(*(arguments[name] for name in operands)), strict=True))
 
 
 def lower_operands_of(op: Operator, name: str) -> None:
@@ -60,7 +76,7 @@ def lower_operands_of(op: Operator, name: str) -> None:
     opaque, count = getattr(torch.ops.tilestack, name), len(op.parameters)
 
     def run(*values: Any, **chosen: str) -> Any:
-        arguments = lowered_arguments(op, op.bind(*values[:count]))
+        arguments = op.lowered(op.bind(*values[:count]))  # type: ignore[misc]
         with torch._C._ExcludeDispatchKeyGuard(without):
             return opaque(*arguments.values(), *values[count:], **chosen)
 
