@@ -71,6 +71,23 @@ def test_handlers_are_put_back():
     assert signal.set_wakeup_fd(-1) == -1
 
 
+@pytest.mark.parametrize("among", [False, True])
+def test_who_fails_among_others_can_say_why_before_the_launcher_ends_it(among):
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(RuntimeError, match="the other is gone"), Interruption(among=among):
+            raise RuntimeError("the other is gone")
+        assert signal.getsignal(signal.SIGTERM) == (signal.SIG_IGN if among else before)
+        with Interruption(among=among):
+            pass  # who ends well is ended as before
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with Interruption(among=True):
+        pass
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_command_that_was_asked_to_stop_ends_with_the_signals_code(tmp_path, number, capsys, monkeypatch, outside):
     (tmp_path / "text.jsonl").write_text(

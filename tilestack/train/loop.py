@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tilestack.device import pick_device
 from tilestack.garbage import startup_frozen
 from tilestack.nn.lora import lora_parameters
+from tilestack.parallel import environment
 from tilestack.parallel.placement import Placement
 from tilestack.parallel.sequence import SequenceParallel
 from tilestack.train import checkpoint, execution, metrics
@@ -118,7 +119,7 @@ class Trainer:
         self.skipped = 0  # bad steps that the host knows of
         self.updating = False  # whether weights and optimizer are between two steps
         self.saved = 0  # the step of the last checkpoint
-        self.interruption = Interruption(self.progress.say)
+        self.interruption = Interruption(self.progress.say, among=environment.launched())
         self.latest: dict[str, float] = {}
         self.trackers: list[metrics.Tracker] = []
 

@@ -21,10 +21,11 @@ SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 
 
 class Interruption:
-    """Inside, `number` is the signal that asked to stop, and 0 until then. `say` tells whoever asked what happens."""
+    """Inside, `number` is the signal that asked to stop, and 0 until then. `say` tells whoever asked what happens. A process
+    `among` others, whose launcher ends all when one fails, is not ended once it fails itself: it has to say why."""
 
-    def __init__(self, say: Callable[[str], Any] = lambda words: None):
-        self.number, self.say = 0, say
+    def __init__(self, say: Callable[[str], Any] = lambda words: None, among: bool = False):
+        self.number, self.say, self.among = 0, say, among
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interruption":
@@ -43,6 +44,8 @@ class Interruption:
         if not self._before:
             return
         signal.set_wakeup_fd(self._wakeup)
+        if self.among and error[0] is not None:
+            self._before[signal.SIGTERM] = signal.SIG_IGN
         for number, handler in self._before.items():
             signal.signal(number, handler)
         os.close(self._written)  # ends the watching
