@@ -68,7 +68,9 @@ def conv2d_bwd_weight_kernel(
     total = tl.zeros([BLOCK_K, BLOCK_C], ACC)
     # Where products are as precise as their sum, that of each step is made by itself: hundreds in a row lose more digits.
     BY_STEPS: tl.constexpr = x_ptr.dtype.element_ty == ACC
-    for _ in range(tl.cdiv(left, BLOCK_P)):
+    steps = tl.maximum(tl.cdiv(left, BLOCK_P), 1)  # without any images one, in which nothing counts
+    tl.assume(steps > 0)  # else Triton 3.6 has the products of a large tile wait for each other
+    for _ in range(steps):
         h, w = line + tap_h, column + tap_w
         counts = p < tl.minimum(left, BLOCK_P).to(tl.int32)
         grad = tl.load(grad_at, mask=(k < filters)[:, None] & counts[None, :], other=0)

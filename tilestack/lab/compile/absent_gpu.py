@@ -30,7 +30,7 @@ from tilestack.contract.named import call_named, parameters_of
 from tilestack.contract.operator import as_tuple
 from tilestack.kernels.tiles import wide
 from tilestack.lab.compile.launches import Launch
-from tilestack.lab.compile.spills import serialised, spills_owed
+from tilestack.lab.compile.spills import spills_owed
 from tilestack.lab.labels import dtype_name
 
 # Bytes of shared memory one program may use, by compute capability.
@@ -95,7 +95,7 @@ def gate(report: KernelReport) -> list[str]:
         reasons.append(f"spills {report.spill_bytes} bytes of registers{at_most}")
     if report.shared_bytes > (limit := SHARED_LIMIT[report.capability]):
         reasons.append(f"asks for {report.shared_bytes} bytes of shared memory, sm_{report.capability} has {limit}")
-    reasons += [] if serialised(report.kernel) else report.warnings
+    reasons += report.warnings
     before, waits, _ = report.ptx.partition(WAIT)
     if waits and (reached := re.search(REACHES_MEMORY, before)):
         reasons.append(f"does {reached[0]} before it waits for the kernel in front")

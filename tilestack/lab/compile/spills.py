@@ -83,18 +83,12 @@ SPILLS_OF_OLDER = {  # where it spills more than that: the most bytes by GPU
     "grouped_outer_fp8_kernel": {90: 12},
     "paged_attention_kernel": {80: 264, 90: 288},
 }
-SERIALISED_BY_OLDER = {"conv2d_bwd_weight_kernel"}  # in its tile of 128 by 128; the others are measured beside it
 
 
 def spills_owed(kernel: str, capability: int) -> int:
     """The bytes that a kernel is known to spill on a GPU, 0 for one that must not."""
     owed = SPILLS_OWED[kernel].most.get(capability, 0) if kernel in SPILLS_OWED else 0
     return max(owed, SPILLS_OF_OLDER.get(kernel, {}).get(capability, 0)) if OLDER else owed
-
-
-def serialised(kernel: str) -> bool:
-    """Whether the assembler is known to warn of a kernel's products: that they wait for each other."""
-    return OLDER and kernel in SERIALISED_BY_OLDER
 
 
 def spills_no_longer_owed(spilling: Collection[str], capability: int, walked: Collection[str]) -> list[str]:
