@@ -56,6 +56,19 @@ def test_equal_rows_and_columns_of_a_product_have_equal_bits(dtype):
     assert square_dot(*columns).equal(product[:, 37:38].expand(64, 64))
 
 
+@pytest.mark.parametrize(("dtype", "largest", "step"), [(torch.float16, 2.0**12, 16), (torch.bfloat16, 2.0**12, 16), (torch.float8_e5m2, 2.0**12, 32)])  # fmt: skip
+def test_products_of_halves_and_codes_are_rounded_after_each_step_and_not_before(dtype, largest, step):
+    a, b = torch.zeros(2, 64, 64)
+    a[0], b[:, 0] = 1, 1 / 2
+    a[0, 0] = b[0, 0] = largest
+    at_once = largest**2 + step // 2  # of 2²⁴ and one half, float32 would keep the first
+    last = at_once + (64 - step) / 2
+    assert square_dot(a.to(dtype), b.to(dtype))[0, 0] == last
+    b[step:, 0] = 0
+    b[step + 1, 0] = 1 / 2  # in a step by itself
+    assert square_dot(a.to(dtype), b.to(dtype))[0, 0] == at_once
+
+
 @triton.jit
 def extremes_kernel(x_ptr, y_ptr, out_ptr, NAN: tl.constexpr):
     at = tl.arange(0, 4)

@@ -1,9 +1,10 @@
 """Triton's interpreter, mended where it would silently be wrong, or right where a GPU is not. On a GPU nothing is changed.
 
 `tl.dot` of bfloat16: numpy has no such type, so the interpreter holds the bits as integers, and multiplies these. Of float16,
-numpy adds products one by one, which loses more than tensor cores do. Operands of both are widened to float32 here. Products
-of floats are summed by `einsum` rather than by the BLAS behind `matmul`, whose order depends on where a row is in the tile:
-on some processors (Zen 5), equal rows get other bits in another place, which on a GPU they do not.
+numpy adds products one by one, which loses more than tensor cores do: these sum up as many products as fill 32 bytes before
+they round, and so it is done here, in float64. Products of wider floats are summed by `einsum` rather than by the BLAS behind
+`matmul`, whose order depends on where a row is in the tile: on some processors (Zen 5), equal rows get other bits in another
+place, which on a GPU they do not.
 
 Float32 to bfloat16 was cut off, towards zero, so that kernels lost twice what they lose on a GPU, and all of it in one
 direction. It is rounded to nearest, ties to even.
@@ -27,32 +28,42 @@ from triton.runtime.autotuner import Autotuner
 
 from tilestack.contract.backends import interpreting
 
+STEP_BYTES = 32  # of a row that tensor cores multiply in one step
 FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 
-def widened(operand: Any) -> Any:
-    """An operand whose numbers numpy can multiply: floats of 8 and 16 bits in float32."""
+def widened(operand: Any) -> np.ndarray | None:
+    """The numbers of an operand of 8 or 16 bits in float64, which holds a step's sum of their products exactly unless these
+    are very far apart; None of other types."""
     kind = operand.dtype.scalar
     if kind == tl.float16:
-        numbers = operand.data.astype(np.float32)
-    elif kind == tl.bfloat16:
-        numbers = (operand.data.astype(np.uint32) << 16).view(np.float32)
-    elif kind in FP8:
-        numbers = torch.from_numpy(np.array(operand.data)).view(FP8[kind]).float().numpy()
-    else:
-        return operand
-    return interpreter.TensorHandle(numbers, tl.float32)
+        return operand.data.astype(np.float64)
+    if kind == tl.bfloat16:
+        return (operand.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    if kind in FP8:
+        return torch.from_numpy(np.array(operand.data)).view(FP8[kind]).double().numpy()
+    return None
+
+
+def sum_in_steps(a: np.ndarray, b: np.ndarray, total: np.ndarray, step: int) -> np.ndarray:
+    """total + a b, where so many products at a time are added to the total, which is rounded after each step."""
+    for k in range(0, a.shape[-1], step):
+        total = total + (a[..., k : k + step] @ b[..., k : k + step, :]).astype(total.dtype)
+    return total
 
 
 def mend_products() -> None:
     multiply = interpreter.InterpreterBuilder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, total: Any, *rest: Any) -> Any:
-        a, b = widened(a), widened(b)
-        if a.data.dtype.kind != "f":
+        if (wide := widened(a)) is not None:
+            result = sum_in_steps(wide, widened(b), total.data, STEP_BYTES * 8 // a.dtype.scalar.primitive_bitwidth)
+        elif a.data.dtype.kind == "f":
+            product = np.einsum("...ij,...jk->...ik", np.ascontiguousarray(a.data), np.ascontiguousarray(b.data))
+            result = product.astype(total.data.dtype) + total.data
+        else:
             return multiply(self, a, b, total, *rest)
-        product = np.einsum("...ij,...jk->...ik", np.ascontiguousarray(a.data), np.ascontiguousarray(b.data))
-        return interpreter.TensorHandle(product.astype(total.data.dtype) + total.data, total.dtype.scalar)
+        return interpreter.TensorHandle(result, total.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
 
