@@ -117,6 +117,16 @@ def test_what_is_not_read_is_named(key, value, message, tmp_path):
         _ = source.config
 
 
+@pytest.mark.parametrize(
+    ("said", "ends"), [({}, ()), (dict(eos=3), (3,)), (dict(eos=3, eot=5, eom=7), (3, 5, 7)), (dict(eos=3, eot=3), (3,))]
+)
+def test_a_text_ends_with_every_token_that_the_file_says_ends_one(said, ends, tmp_path):
+    tiny.write_gguf(tmp_path / "model.gguf")
+    source = models.gguf.GGUF(tmp_path / "model.gguf")
+    source.metadata |= {f"tokenizer.ggml.{name}_token_id": number for name, number in said.items()}
+    assert source.config.eos == ends
+
+
 SCALING = "llama.rope.scaling"
 LINEAR = dict(rope_type="linear", factor=4.0, original_max_position_embeddings=64)
 

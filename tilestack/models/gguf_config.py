@@ -42,6 +42,7 @@ SIZES = {
     "max_position_embeddings": "context_length",
 }
 SPECIAL_IDS = dict(bos_token_id="bos_token_id", eos_token_id="eos_token_id", pad_token_id="padding_token_id")
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, of a turn, and of a message that waits for a tool
 SOFT_CAPS = dict(attn_logit_softcapping="attn_logit_softcapping", final_logit_softcapping="final_logit_softcapping")
 MULTIPLIERS = {
     "embedding_multiplier": "embedding_scale",
@@ -106,9 +107,19 @@ def config_of(metadata: Mapping[str, Any], stored: Mapping[str, Any], tensors: M
         "attention_bias": "blk.0.attn_q.bias" in stored,
         "mlp_bias": "blk.0.ffn_down.bias" in stored or None,
         **{name: metadata.get(f"{TOKENIZER}.{key}") for name, key in SPECIAL_IDS.items()},
+        "eos_token_id": ends_of(metadata),
         **OWN_SETTINGS.get(of.architecture, lambda of: {})(of),
     }
     return ModelConfig.from_hf({key: value for key, value in described.items() if value is not None})
+
+
+def ends_of(metadata: Mapping[str, Any]) -> Any:
+    """The tokens that end what a model says, its text's first; llama.cpp stops at any of them."""
+    found: list[Any] = []
+    for key in ENDS:
+        number = metadata.get(f"{TOKENIZER}.{key}")
+        found += [number] * (number is not None and number not in found)
+    return found[0] if len(found) == 1 else found or None
 
 
 def head_dim_of(of: Settings) -> Any:
