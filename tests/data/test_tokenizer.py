@@ -177,6 +177,13 @@ def test_a_gguf_file_holds_the_same_tokenizer(sources, pre):
     assert begun.encode("Hi") == [1, *tokenizer.encode("Hi")]
 
 
+@pytest.mark.parametrize(("pre", "begins"), [("llama3", True), ("tekken", True), ("qwen2", False), ("glm4", False)])
+def test_where_a_gguf_file_does_not_say_its_way_of_cutting_says_whether_texts_begin_with_a_token(sources, pre, begins):
+    metadata, _ = gguf_metadata(sources[:1], pre)
+    del metadata["tokenizer.ggml.add_bos_token"]
+    assert (Tokenizer.from_gguf(metadata).encode("Hi")[0] == 1) == begins
+
+
 def test_pre_tokenizers_cut_numbers_and_indentation_as_their_models_do():
     cut = lambda name, text: [piece for piece, _ in byte_level(name)[1].pre_tokenize_str(text)]
     assert cut("smollm", "x 123") == ["x", "Ġ", "1", "2", "3"]

@@ -140,7 +140,7 @@ def from_gguf(metadata: dict[str, Any]) -> Parts:
     whole = [(token, kind) for token, kind in kinds if kind in (CONTROL, USER_DEFINED)]
     backend.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in whole])
     bos, eos, pad = _ends_of(metadata)
-    if bos is not None and of("add_bos_token", pre == "llama-bpe"):
+    if bos is not None and of("add_bos_token", takes_whole_words(pre)):  # as llama.cpp has it where a file does not say
         backend.post_processor = _begin_with(backend, bos)
     return Parts(backend, bos, eos, pad, metadata.get("tokenizer.chat_template"))
 
