@@ -73,9 +73,9 @@ def log_probs(model: Any, rows: Rows, temperature: float = 1.0) -> Tensor:
     """log p(label | the row so far) in float32, [rows, length]; 0 where there is no label.
 
     At another temperature than 1, of the distribution that sampling at that temperature draws from. A model whose rotation
-    depends on the length of a text reads rows one by one: else the longest would decide for all, and what fills the others.
+    depends on the length of a text reads long rows one by one: else the longest would decide for all, and what fills the others.
     """
-    if getattr(model, "rotates_by_length", False):
+    if getattr(model, "rotates_by_length", False) and rows.ids.shape[1] > model.rotary.most:
         each = zip(rows.ids[:, None], rows.labels[:, None], strict=True)
         return torch.cat([log_probs_of_row(model, Rows(*row), temperature) for row in each])
     return log_probs_together(model, rows, temperature)
