@@ -131,7 +131,7 @@ def test_a_character_that_is_cut_off_is_not_shown_and_what_stands_before_it_is(k
 
 @pytest.mark.parametrize(("keep_stop", "shown"), [(False, "b"), (True, "b ")])
 def test_a_stop_before_a_character_that_is_cut_off_ends_the_text(keep_stop, shown):
-    made = Tokenizer(models.BPE({"b": 0, "Ġð": 1}, []))  # a space and the first byte of an emoji, as GPT-2's vocabulary has
+    made = Tokenizer(models.BPE({"b": 0, "Ġð": 1}, []))  # a space and an emoji's first byte, as GPT-2 has
     made.decoder = decoders.ByteLevel()
     stream = TextStream(made, [" "], keep_stop)
     assert stream.add(0) + stream.add(1) + stream.rest() == shown

@@ -118,7 +118,8 @@ def test_what_is_not_read_is_named(key, value, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "ends"), [({}, ()), (dict(eos=3), (3,)), (dict(eos=3, eot=5, eom=7), (3, 5, 7)), (dict(eos=3, eot=3), (3,))]
+    ("said", "ends"),
+    [({}, ()), (dict(eos=3), (3,)), (dict(eos=3, eot=5, eom=7), (3, 5, 7)), (dict(eos=3, eot=3), (3,))],
 )
 def test_a_text_ends_with_every_token_that_the_file_says_ends_one(said, ends, tmp_path):
     tiny.write_gguf(tmp_path / "model.gguf")

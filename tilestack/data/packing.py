@@ -26,7 +26,7 @@ class Batch:
 
     ids: Tensor  # [B, T] int64
     labels: Tensor  # [B, T] int64
-    positions: Tensor  # [B, T] int64, from 0 in each document; 0 in padding, as the longest text may rotate all (longrope)
+    positions: Tensor  # [B, T] int64, from 0 in each document; 0 in padding, where it must not count as a long text
     cu_seqlens: Tensor  # [documents + 1] int32
     valid: Tensor  # labels that count, a number
 

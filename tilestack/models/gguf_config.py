@@ -144,7 +144,9 @@ def scaling_of(of: Settings, tensors: Mapping[str, Tensor]) -> dict[str, Any] | 
         short, long = (tensors[name] for name in ROPE_FACTORS)
         return longrope(short, long, trained, of.get(SCORE_FACTOR))
     if other := [key for key in SCORE_FACTORS if of.get(key) not in (None, 1)]:
-        raise ConfigError(f"{of.architecture}.{other[0]} is {shown(of.get(other[0]))}; other factors than 1 are not read")
+        raise ConfigError(
+            f"{of.architecture}.{other[0]} is {shown(of.get(other[0]))}; other factors than 1 are not read"
+        )
     if ROPE_TABLE in tensors:
         table = tensors[ROPE_TABLE]
         return llama3_of(table, of) or longrope(table, table, trained, 1.0)
