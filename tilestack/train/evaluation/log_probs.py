@@ -75,7 +75,9 @@ def log_probs(model: Any, rows: Rows, temperature: float = 1.0) -> Tensor:
     At another temperature than 1, of the distribution that sampling at that temperature draws from. A model whose rotation
     depends on the length of a text reads long rows one by one: else the longest would decide for all, and what fills the others.
     """
-    if getattr(model, "rotates_by_length", False) and rows.ids.shape[1] > model.rotary.most:
+    by_length = getattr(model, "rotates_by_length", False)
+    # Processes that share a model by FSDP2 have to call it equally often, however long their rows are.
+    if by_length and (rows.ids.shape[1] > model.rotary.most or hasattr(model, "reshard")):
         each = zip(rows.ids[:, None], rows.labels[:, None], strict=True)
         return torch.cat([log_probs_of_row(model, Rows(*row), temperature) for row in each])
     return log_probs_together(model, rows, temperature)
