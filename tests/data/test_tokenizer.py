@@ -175,6 +175,9 @@ def test_a_gguf_file_holds_the_same_tokenizer(sources, pre):
     assert tokenizer.chat([{"role": "user", "content": "Hi"}]) == "Hi"
     begun = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.add_bos_token": True})
     assert begun.encode("Hi") == [1, *tokenizer.encode("Hi")]
+    ended = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.add_eos_token": True})  # as of models that make vectors
+    assert (ended.encode("Hi"), ended.encode("Hi", bare=True)) == ([*tokenizer.encode("Hi"), 2], tokenizer.encode("Hi"))
+    assert ended.encode_documents(["Hi"]) == tokenizer.encode_documents(["Hi"]) == [[*tokenizer.encode("Hi"), 2]]
 
 
 @pytest.mark.parametrize(("pre", "begins"), [("llama3", True), ("tekken", True), ("qwen2", False), ("glm4", False)])
