@@ -175,6 +175,16 @@ def test_a_gguf_file_holds_the_same_tokenizer(sources, pre):
     assert tokenizer.chat([{"role": "user", "content": "Hi"}]) == "Hi"
     begun = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.add_bos_token": True})
     assert begun.encode("Hi") == [1, *tokenizer.encode("Hi")]
+    ended = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.add_eos_token": True})  # as of models that make vectors
+    assert (ended.encode("Hi"), ended.encode("Hi", bare=True)) == ([*tokenizer.encode("Hi"), 2], tokenizer.encode("Hi"))
+    assert ended.encode_documents(["Hi"]) == tokenizer.encode_documents(["Hi"]) == [[*tokenizer.encode("Hi"), 2]]
+
+
+@pytest.mark.parametrize(("pre", "begins"), [("llama3", True), ("tekken", True), ("qwen2", False), ("glm4", False)])
+def test_where_a_gguf_file_does_not_say_its_way_of_cutting_says_whether_texts_begin_with_a_token(sources, pre, begins):
+    metadata, _ = gguf_metadata(sources[:1], pre)
+    del metadata["tokenizer.ggml.add_bos_token"]
+    assert (Tokenizer.from_gguf(metadata).encode("Hi")[0] == 1) == begins
 
 
 def test_pre_tokenizers_cut_numbers_and_indentation_as_their_models_do():

@@ -129,6 +129,15 @@ def test_a_character_that_is_cut_off_is_not_shown_and_what_stands_before_it_is(k
     assert streamed(kind, [A, 0x20, *"é".encode()[:1]], before=[A]) == " a "
 
 
+@pytest.mark.parametrize(("keep_stop", "shown"), [(False, "b"), (True, "b ")])
+def test_a_stop_before_a_character_that_is_cut_off_ends_the_text(keep_stop, shown):
+    made = Tokenizer(models.BPE({"b": 0, "Ġð": 1}, []))  # a space and an emoji's first byte, as GPT-2 has
+    made.decoder = decoders.ByteLevel()
+    stream = TextStream(made, [" "], keep_stop)
+    assert stream.add(0) + stream.add(1) + stream.rest() == shown
+    assert stream.stopped_by == " "
+
+
 def test_an_answer_goes_on_from_the_prompt_with_a_space():
     assert streamed("llama", [A, A], before=[A]) == " a a"
     assert streamed("llama", [A, A], before=[END]) == "a a"

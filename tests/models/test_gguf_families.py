@@ -117,6 +117,50 @@ def test_what_is_not_read_is_named(key, value, message, tmp_path):
         _ = source.config
 
 
+@pytest.mark.parametrize(
+    ("said", "ends"),
+    [({}, ()), (dict(eos=3), (3,)), (dict(eos=3, eot=5, eom=7), (3, 5, 7)), (dict(eos=3, eot=3), (3,))],
+)
+def test_a_text_ends_with_every_token_that_the_file_says_ends_one(said, ends, tmp_path):
+    tiny.write_gguf(tmp_path / "model.gguf")
+    source = models.gguf.GGUF(tmp_path / "model.gguf")
+    source.metadata |= {f"tokenizer.ggml.{name}_token_id": number for name, number in said.items()}
+    assert source.config.eos == ends
+
+
+SCALING = "llama.rope.scaling"
+LINEAR = dict(rope_type="linear", factor=4.0, original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({f"{SCALING}.factor": 4.0}, LINEAR),  # llama.cpp takes it for linear where no type is named
+        ({"llama.rope.scale_linear": 4.0}, LINEAR),  # of files before there were types
+        ({f"{SCALING}.factor": 4.0, f"{SCALING}.type": "none"}, None),
+        ({f"{SCALING}.type": "linear"}, None),
+        (
+            {f"{SCALING}.type": "yarn", f"{SCALING}.factor": 4.0, f"{SCALING}.yarn_beta_fast": 16.0},
+            LINEAR | dict(rope_type="yarn", beta_fast=16.0),
+        ),
+    ],
+)
+def test_positions_are_scaled_as_llama_cpp_scales_them(said, expected, tmp_path):
+    tiny.write_gguf(tmp_path / "model.gguf")
+    source = models.gguf.GGUF(tmp_path / "model.gguf")
+    source.metadata |= said
+    assert source.config.rope_scaling == expected
+
+
+@pytest.mark.parametrize("key", ["attn_factor", "yarn_attn_factor", "yarn_ext_factor"])
+def test_factors_of_rotations_that_are_not_read_are_refused(key, tmp_path):
+    tiny.write_gguf(tmp_path / "model.gguf")
+    source = models.gguf.GGUF(tmp_path / "model.gguf")
+    source.metadata |= {f"{SCALING}.type": "yarn", f"{SCALING}.factor": 4.0, f"{SCALING}.{key}": 0.5}
+    with pytest.raises(models.ConfigError, match=f"{key} is 0.5; other factors than 1 are not read"):
+        _ = source.config
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "phi3"])
 def test_transformers_reads_the_same_weights_from_the_file(family, tmp_path):

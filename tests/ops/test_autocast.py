@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tilestack import backend, ops
 from tilestack.contract.backends import usable
+from tilestack.contract.cases import Make
 
 CPU = torch.device("cpu")
 
@@ -177,3 +178,45 @@ def test_float64_stays_as_in_pytorch():
     x, weight = drawn(3, 4).double(), drawn(2, 4).double()
     with torch.autocast("cpu", torch.float16):
         assert ops.linear(x, weight).dtype == F.linear(x, weight).dtype == torch.float64
+
+
+@pytest.mark.parametrize("which", ["torch", "aten", "triton"])
+def test_a_weight_in_float64_is_not_lowered_beside_others_that_are(which):
+    """PyTorch refuses the product, for it lowers every operand but those."""
+    (x, weight, bias), (q, k, v) = PAIRS["linear"][2], QKV
+    with backend(which), torch.autocast("cpu", torch.float16):
+        for function, tensors in ((ops.linear, (x, weight.double(), bias)), (ops.attention, (q, k.double(), v))):
+            with pytest.raises(ValueError, match="one dtype"):
+                function(*tensors)
+
+
+@pytest.mark.parametrize("which", ["torch", "aten", "triton"])
+@torch.no_grad()
+def test_into_given_memory_attention_writes_what_it_returns(which):
+    q, k, v = QKV
+    with backend(which), torch.autocast("cpu", torch.float16):
+        for operands in (QKV, (q.half(), k, v)):
+            expected = ops.attention(*operands)
+            for _ in range(3):  # the first compiles, the second is noted, the third is repeated
+                assert torch.equal(ops.attention(*operands, out=torch.empty_like(expected)), expected)
+        with pytest.raises(ValueError, match="the result is"):
+            ops.attention(*QKV, out=torch.empty_like(q))
+
+
+def not_lowered():
+    return [op for op in ops.operators() if op.lowered is None and not op.mutates]
+
+
+@pytest.mark.parametrize("op", not_lowered(), ids=lambda op: op.name)
+@torch.no_grad()
+def test_an_operator_that_lowers_nothing_computes_what_it_does_without_autocast(op):
+    """On PyTorch too, whose products within a definition autocast would lower: sums of 8-bit codes overflow float16."""
+    for case in op.cases[:8]:
+        if sum(t.numel() for t in op.given_tensors(case.build(Make(torch.float32, "meta"))).values()) > 20_000:
+            continue
+        arguments = case.build(Make(torch.float32, "cpu"))
+        with backend("torch"):
+            expected = op(**arguments)
+            with torch.autocast("cpu", torch.float16):
+                found = op(**arguments)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

@@ -34,6 +34,7 @@ CASES = {
     "sft tensor adapters": case("sft", lora=2, parallel=TENSOR),
     "dpo": case("dpo"),
     "dpo sharded": case("dpo", parallel=SHARD),
+    "dpo sharded by length": case("dpo", "phi4_mini", parallel=SHARD),
     "dpo tensor": case("dpo", "gemma2", parallel=TENSOR, loss="ipo"),
     "dpo adapters": case("dpo", lora=2),
     "kto": case("kto"),

@@ -42,7 +42,8 @@ def plan_into(op: "Operator", key: tuple | None, arguments: dict[str, Any], plac
     given = op.given_tensors(arguments).values()
     checked = op.check_values is not None and checks_values(op.device_of(arguments))
     transforming = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-    if checked or transforming or any(t.is_neg() or not has_memory(t) for t in (*given, *places)):
+    otherwise = checked or transforming or op.under_autocast(arguments) is not None
+    if otherwise or any(t.is_neg() or not has_memory(t) for t in (*given, *places)):
         return lambda *values: copied(values[:count], op(*values[count:]), op.name)
     implementation = op.resolve(arguments)
     config = registry.configuration(implementation, arguments)

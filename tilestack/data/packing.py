@@ -26,7 +26,7 @@ class Batch:
 
     ids: Tensor  # [B, T] int64
     labels: Tensor  # [B, T] int64
-    positions: Tensor  # [B, T] int64, from 0 in each document
+    positions: Tensor  # [B, T] int64, from 0 in each document; 0 in padding, where it must not count as a long text
     cu_seqlens: Tensor  # [documents + 1] int32
     valid: Tensor  # labels that count, a number
 
@@ -69,7 +69,7 @@ def collate(rows: Sequence[Sequences], length: int, most: int, padding: int = 0)
     """A batch of these rows, each a list of (ids, labels) that fit into `length` together."""
     ids = np.full((len(rows), length), padding, dtype=np.int64)
     labels = np.full((len(rows), length), NO_LABEL, dtype=np.int64)
-    positions = np.empty((len(rows), length), dtype=np.int64)
+    positions = np.zeros((len(rows), length), dtype=np.int64)
     counting = np.arange(length)
     ends = np.full(len(rows) * (most + 1) + 1, len(rows) * length, dtype=np.int32)
     ends[0] = 0
@@ -83,7 +83,6 @@ def collate(rows: Sequence[Sequences], length: int, most: int, padding: int = 0)
             documents += 1
             ends[documents] = number * length + end
             start = end
-        positions[number, start:] = counting[: length - start]
         if start < length:
             documents += 1
             ends[documents] = (number + 1) * length

@@ -103,7 +103,8 @@ class Tokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of whole documents for training, on all cores: begun as `encode` does, ended by `eos`. Special tokens that
         stand in a text are only text here: a document cannot end itself."""
-        end = [] if self.eos is None else [self.eos]
+        ends_itself = self.encode("a")[-1:] == [self.eos]
+        end = [] if self.eos is None or ends_itself else [self.eos]
         return [encoded.ids + end for encoded in self._literal.encode_batch_fast(list(texts))]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:

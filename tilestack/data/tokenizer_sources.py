@@ -52,7 +52,7 @@ def trained(texts: Iterable[str], vocabulary: int) -> Parts:
         show_progress=False,
     )
     train_in_a_thread(backend, trainer, texts)
-    backend.post_processor = _begin_with(backend, END_OF_TEXT)
+    backend.post_processor = _between(backend, END_OF_TEXT)
     return Parts(backend, bos=END_OF_TEXT, eos=END_OF_TEXT, pad=END_OF_TEXT)
 
 
@@ -140,8 +140,11 @@ def from_gguf(metadata: dict[str, Any]) -> Parts:
     whole = [(token, kind) for token, kind in kinds if kind in (CONTROL, USER_DEFINED)]
     backend.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in whole])
     bos, eos, pad = _ends_of(metadata)
-    if bos is not None and of("add_bos_token", pre == "llama-bpe"):
-        backend.post_processor = _begin_with(backend, bos)
+    # Where a file does not say, as llama.cpp has it.
+    begin = bos if of("add_bos_token", takes_whole_words(pre)) else None
+    end = eos if of("add_eos_token", False) else None
+    if begin is not None or end is not None:
+        backend.post_processor = _between(backend, begin, end)
     return Parts(backend, bos, eos, pad, metadata.get("tokenizer.chat_template"))
 
 
@@ -164,10 +167,12 @@ def _ends_of(metadata: dict[str, Any]) -> list[str | None]:
     return [_at(tokens, number) for number in ids]
 
 
-def _begin_with(backend: tokenizers.Tokenizer, token: str) -> processors.PostProcessor:
-    number = backend.token_to_id(token)
+def _between(backend: tokenizers.Tokenizer, begin: str | None, end: str | None = None) -> processors.PostProcessor:
+    """Texts begin with one token and end with another."""
+    known = [(token, backend.token_to_id(token)) for token in dict.fromkeys((begin, end)) if token is not None]
+    around = lambda text: " ".join(part for part in (begin, text, end) if part is not None)
     return processors.TemplateProcessing(
-        single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, number)]
+        single=around("$A"), pair=f"{around('$A')} {around('$B')}", special_tokens=known
     )
 
 

@@ -377,9 +377,9 @@ class Engine:
             self.scheduler.remember(sequence)
         logprobs = () if sequence.logprobs is None else self.told(sequence, step, place, taken)
         if finish:
-            return self.end(
-                [sequence], finish, ids=tuple(tokens[:taken]), text=text + sequence.text.rest(), logprobs=logprobs
-            )
+            text += sequence.text.rest()
+            finish = "stop" if sequence.text.stopped_by is not None else finish  # it may end what was held back
+            return self.end([sequence], finish, ids=tuple(tokens[:taken]), text=text, logprobs=logprobs)
         return self.publish(sequence, Delta(sequence.choice, tuple(tokens[:taken]), text, logprobs))
 
     def end_pooled(self, sequence: Sequence, total: Tensor) -> list[News]:

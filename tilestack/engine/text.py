@@ -95,10 +95,15 @@ class TextStream:
         if self.pieces is None:
             return ""
         piece = self.pieces.step(token)
+        if not stops_count:
+            self.held += piece
+            return self.shown(len(self.held))
+        return self.up_to_stop(piece)
+
+    def up_to_stop(self, piece: str) -> str:
+        """What one more piece of text makes certain."""
         before = len(self.held)
         self.held += piece
-        if not stops_count:
-            return self.shown(len(self.held))
         ends = [(before + end, stop.text) for stop in self.stops if (end := stop.find(piece))]
         if ends:
             # The one that was there first, character by character, however the text is cut into pieces.
@@ -109,9 +114,9 @@ class TextStream:
         return self.shown(len(self.held) - max((stop.begun for stop in self.stops), default=0))
 
     def rest(self) -> str:
-        """What was held back, at the end of the answer; a character that was cut off is left out."""
+        """What was held back, at the end of the answer, up to a stop in it; a character that was cut off is left out."""
         cut = "" if self.pieces is None or self.stopped_by is not None else self.pieces.left().rstrip(CUT)
-        return self.shown(len(self.held)) + cut
+        return self.up_to_stop(cut) + self.shown(len(self.held))
 
     def shown(self, length: int) -> str:
         text, self.held = self.held[:length], self.held[length:]

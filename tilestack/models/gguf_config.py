@@ -42,6 +42,7 @@ SIZES = {
     "max_position_embeddings": "context_length",
 }
 SPECIAL_IDS = dict(bos_token_id="bos_token_id", eos_token_id="eos_token_id", pad_token_id="padding_token_id")
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of a text, of a turn, and of a message that waits for a tool
 SOFT_CAPS = dict(attn_logit_softcapping="attn_logit_softcapping", final_logit_softcapping="final_logit_softcapping")
 MULTIPLIERS = {
     "embedding_multiplier": "embedding_scale",
@@ -53,7 +54,10 @@ EPS, BASE, LOCAL_BASE = "attention.layer_norm_rms_epsilon", "rope.freq_base", "r
 KV_HEADS, HEAD_DIM, TURNED = "attention.head_count_kv", "attention.key_length", "rope.dimension_count"
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 SCALING, FACTOR, SCORE_FACTOR = "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor"
-TRAINED = "rope.scaling.original_context_length"
+TRAINED, OLD_FACTOR = "rope.scaling.original_context_length", "rope.scale_linear"
+YARN_RAMP = dict(beta_fast="rope.scaling.yarn_beta_fast", beta_slow="rope.scaling.yarn_beta_slow")
+# What multiplies cosines and sines beside what the kind of scaling does, where it is not 1.
+SCORE_FACTORS = (SCORE_FACTOR, "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor")
 EXPERTS, EXPERTS_USED, EXPERT_SIZE = "expert_count", "expert_used_count", "expert_feed_forward_length"
 
 
@@ -103,9 +107,19 @@ def config_of(metadata: Mapping[str, Any], stored: Mapping[str, Any], tensors: M
         "attention_bias": "blk.0.attn_q.bias" in stored,
         "mlp_bias": "blk.0.ffn_down.bias" in stored or None,
         **{name: metadata.get(f"{TOKENIZER}.{key}") for name, key in SPECIAL_IDS.items()},
+        "eos_token_id": ends_of(metadata),
         **OWN_SETTINGS.get(of.architecture, lambda of: {})(of),
     }
     return ModelConfig.from_hf({key: value for key, value in described.items() if value is not None})
+
+
+def ends_of(metadata: Mapping[str, Any]) -> Any:
+    """The tokens that end what a model says, its text's first; llama.cpp stops at any of them."""
+    found: list[Any] = []
+    for key in ENDS:
+        number = metadata.get(f"{TOKENIZER}.{key}")
+        found += [number] * (number is not None and number not in found)
+    return found[0] if len(found) == 1 else found or None
 
 
 def head_dim_of(of: Settings) -> Any:
@@ -129,13 +143,24 @@ def scaling_of(of: Settings, tensors: Mapping[str, Tensor]) -> dict[str, Any] | 
     if all(name in tensors for name in ROPE_FACTORS):
         short, long = (tensors[name] for name in ROPE_FACTORS)
         return longrope(short, long, trained, of.get(SCORE_FACTOR))
+    if other := [key for key in SCORE_FACTORS if of.get(key) not in (None, 1)]:
+        raise ConfigError(
+            f"{of.architecture}.{other[0]} is {shown(of.get(other[0]))}; other factors than 1 are not read"
+        )
     if ROPE_TABLE in tensors:
         table = tensors[ROPE_TABLE]
         return llama3_of(table, of) or longrope(table, table, trained, 1.0)
-    kind = of.get(SCALING) or "none"
-    if kind == "none":
+    # To llama.cpp a file that names a factor and no kind of scaling is one of linear scaling, and older files call it otherwise.
+    kind, factor = of.get(SCALING) or "linear", of.get(FACTOR) or of.get(OLD_FACTOR)
+    if kind == "none" or (kind == "linear" and not factor):
         return None
-    return {"rope_type": kind, "factor": of.need(FACTOR), "original_max_position_embeddings": trained}
+    ramp = {name: of.get(key) for name, key in YARN_RAMP.items()} if kind == "yarn" else {}
+    return {
+        "rope_type": kind,
+        "factor": factor or of.need(FACTOR),
+        "original_max_position_embeddings": trained,
+        **{name: value for name, value in ramp.items() if value is not None},
+    }
 
 
 def longrope(short: Tensor, long: Tensor, trained: Any, score_factor: float | None) -> dict[str, Any]:

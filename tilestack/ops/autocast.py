@@ -1,12 +1,13 @@
 """What torch.autocast does to the operands of PyTorch's own matrix products, done to those of ours.
 
 Every implementation of a product lowers its operands as its first step, so that all of them have the result's dtype of
-`F.linear`; attention is lowered before one is chosen. Where a compiler traces a call there is an entry for autocast in the
-dispatcher: what it traces as one opaque operator runs later, where autocast is off.
+`F.linear`; attention is lowered before one is chosen, and what has products of codes computes as without autocast. Where a
+compiler traces a call there is an entry for autocast in the dispatcher: what it traces as one opaque operator runs later,
+where autocast is off.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -41,7 +42,11 @@ def lowered(x: Tensor, *others: Tensor | None) -> tuple:
     dtype = autocast_dtype(x)
     if dtype is None:
         return x, *others
-    return x.to(dtype), *(t.to(dtype) if t is not None and t.is_floating_point() else t for t in others)
+    return x.to(dtype), *(t.to(dtype) if t is not None and is_lowered(t) else t for t in others)
+
+
+def is_lowered(x: Tensor) -> bool:
+    return x.is_floating_point() and x.dtype != torch.float64
 
 
 def lower_when_traced(op: Operator, *operands: str) -> None:
@@ -57,6 +62,22 @@ def lower_before(op: Operator, *operands: str) -> None:
     lower_when_traced(op, *operands)
     call = functools.partial(call_lowered, op)
     op.under_autocast = lambda arguments: call if is_on(op.device_of(arguments).type) else None
+
+
+def compute_without(op: Operator) -> None:
+    """Let an operator that lowers nothing have the products of its definition left alone too."""
+    call = functools.partial(call_without, op)
+
+    def under_autocast(arguments: dict[str, Any]) -> Callable | None:
+        on = is_on(op.device_of(arguments).type)
+        return call if on and op.resolve(arguments).forward is op.definition else None
+
+    op.under_autocast = under_autocast
+
+
+def call_without(op: Operator, *values: Any) -> Any:
+    with full_precision(op.device_of(dict(zip(op.parameters, values, strict=True))).type):
+        return op(*values)
 
 
 def call_lowered(op: Operator, *values: Any) -> Any:

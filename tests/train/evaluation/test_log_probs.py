@@ -1,5 +1,7 @@
 """Log-probabilities of answers, in rows of any filling, against a softmax over all logits."""
 
+import pytest
+import tiny_models as tiny
 import torch
 
 from tilestack.data import NO_LABEL
@@ -36,3 +38,21 @@ def test_log_probs_are_those_of_the_softmax_at_any_temperature():
         expected = logits.log_softmax(-1).gather(-1, rows.labels.clamp_min(0)[..., None])[..., 0]
         expected = expected.masked_fill(rows.labels == NO_LABEL, 0)
         torch.testing.assert_close(log_probs(model, rows, temperature), expected)
+
+
+@pytest.mark.parametrize("family", ["phi4_mini", "llama_dynamic"])
+def test_rows_of_models_that_rotate_by_length_are_as_long_as_their_texts(family):
+    """A policy reads rows side by side and its reference read them one by one: with the same weights both say the same."""
+    model = tiny.ours(family).double()
+    most = min(model.rotary.most, model.config.positions - 8)
+    draw = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 90, (size,), generator=draw).tolist() for size in (most + 8, most - 3, 5)]
+    rows = in_rows([Scored.answer(ids[:2], ids[2:]) for ids in texts], multiple=7)
+    found = log_probs(model, rows)
+    assert found.shape == rows.labels.shape
+    for ids, row in zip(texts, found, strict=True):
+        expected = model(torch.tensor([ids[:-1]])).log_softmax(-1)[0, 1:]
+        torch.testing.assert_close(row[1 : len(ids) - 1], expected[range(len(ids) - 2), ids[2:]])
+        assert not row[len(ids) - 1 :].any()
+    (gradient,) = torch.autograd.grad(found.sum(), model.embedding.weight)
+    assert gradient.any()

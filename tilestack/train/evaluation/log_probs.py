@@ -72,8 +72,26 @@ def in_rows(sequences: Sequence[Scored], multiple: int = MULTIPLE) -> Rows:
 def log_probs(model: Any, rows: Rows, temperature: float = 1.0) -> Tensor:
     """log p(label | the row so far) in float32, [rows, length]; 0 where there is no label.
 
-    At another temperature than 1, of the distribution that sampling at that temperature draws from.
+    At another temperature than 1, of the distribution that sampling at that temperature draws from. A model whose rotation
+    depends on the length of a text reads long rows one by one: else the longest would decide for all, and what fills the others.
     """
+    by_length = getattr(model, "rotates_by_length", False)
+    # Processes that share a model by FSDP2 have to call it equally often, however long their rows are.
+    if by_length and (rows.ids.shape[1] > model.rotary.most or hasattr(model, "reshard")):
+        each = zip(rows.ids[:, None], rows.labels[:, None], strict=True)
+        return torch.cat([log_probs_of_row(model, Rows(*row), temperature) for row in each])
+    return log_probs_together(model, rows, temperature)
+
+
+def log_probs_of_row(model: Any, row: Rows, temperature: float) -> Tensor:
+    """Those of one row, read up to its last label and filled up again, [1, length]."""
+    scored = (row.labels[0] != NO_LABEL).nonzero()
+    end = int(scored[-1]) + 1 if len(scored) else 1
+    found = log_probs_together(model, Rows(row.ids[:, :end], row.labels[:, :end]), temperature)
+    return torch.nn.functional.pad(found, (0, row.labels.shape[1] - end))
+
+
+def log_probs_together(model: Any, rows: Rows, temperature: float) -> Tensor:
     hidden = model.hidden(rows.ids)
     softcap = model.logit_softcap
     if temperature != 1.0:
