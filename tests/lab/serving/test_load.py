@@ -79,6 +79,9 @@ class Endpoint(BaseHTTPRequestHandler):
         self.wfile.flush()
 
 
+event = Endpoint.event
+
+
 @pytest.fixture
 def endpoint():
     Endpoint.asked.clear()
@@ -142,6 +145,17 @@ def test_times_of_a_known_server(endpoint, monkeypatch):
     assert (first.input_tokens, first.output_tokens, short.output_tokens) == (7, 5, 1)
     path, body, key = Endpoint.asked[0]
     assert (path, body["stream"], key) == ("/v1/completions", True, "Bearer k")
+
+
+@pytest.mark.parametrize("name", ["content", "reasoning_content", "reasoning"])
+def test_thoughts_are_tokens_too(name, endpoint, monkeypatch):
+    """They are in the usage, so that a first token after them would make all others look fast."""
+    monkeypatch.setattr(Endpoint, "clock", Clock())
+    renamed = lambda body: json.loads(json.dumps(body).replace("content", name))
+    monkeypatch.setattr(Endpoint, "event", lambda self, body: event(self, renamed(body)))
+    monkeypatch.setattr(client, "time", Endpoint.clock)
+    (outcome,) = asyncio.run(run_load(Target(endpoint, "m", chat=True), [Ask("a", 5)]))
+    assert (outcome.ttft, outcome.tpot, len(outcome.itl)) == (pytest.approx(0.04), pytest.approx(0.01), 4)
 
 
 def test_a_closed_loop_keeps_to_its_number(endpoint):
