@@ -105,6 +105,20 @@ def test_eval_of_texts_questions_and_token_files(tilestack, model, tmp_path):
     assert "accuracy per byte" in out
 
 
+def test_texts_are_cut_into_windows_as_asked(tilestack, model, tmp_path, monkeypatch):
+    asked = []
+
+    def evaluated(decoder, documents, place, *windows):
+        asked.append((len(list(documents)), *windows))
+        return evaluate.TextFigures(*[evaluate.Estimate(0.5, 0.1)] * 3, 1, 1, 1)
+
+    monkeypatch.setattr(evaluate, "evaluate_texts", evaluated)
+    (tmp_path / "texts.jsonl").write_text('{"text": "one"}\n' * 5)
+    for options in ((), ("--length", "20", "--stride", "9", "--limit", "3")):
+        assert tilestack("eval", model, "texts.jsonl", "--device", "cpu", *options)[0] == 0
+    assert asked == [(5, 256, None), (3, 20, 9)]
+
+
 @pytest.mark.parametrize(("options", "length"), [((), 2048), (("--length", "512"), 512), (("--length", "9999"), 2048)])
 def test_tasks_and_choices_are_read_as_far_as_the_model_reads(tilestack, tmp_path, monkeypatch, options, length):
     """Questions with many examples before them, cut at fewer tokens, would have other figures than those people publish."""
