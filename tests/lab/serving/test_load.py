@@ -226,6 +226,12 @@ def test_a_server_that_refuses_random_ids_is_told_of_with_the_way_out(endpoint, 
     assert "--vocabulary" in said
 
 
+def test_a_plot_is_of_those_that_were_answered():
+    answered, failed = Outcome(0.0, 0.1, [0.1] * 9, 1.0, 10, 10), Outcome(0.0, 5.0, [7.0], 9.0, error="cut off")
+    figures = summary([answered, failed])
+    assert latency_plot([answered, failed], figures, "x") == latency_plot([answered], figures, "x")
+
+
 def test_a_plot_of_nothing_says_so():
     assert "nothing measured" in latency_plot([], summary([]), "<nobody>")
 
