@@ -155,6 +155,14 @@ def test_one_tool_at_a_time_where_no_more_are_wanted(ask, fake):
     assert ([block["type"] for block in answer["content"]][-1], answer["stop_reason"]) == ("text", "tool_use")
 
 
+def test_what_is_cut_off_after_a_call_says_so(ask, fake):
+    fake.says = lambda _: CALL + " and so on" * 9
+    most = len(fake.tokenizer.encode(CALL, bare=True)) + 5
+    answer = ask.post("/messages", json=ASKED | {"tools": [WEATHER], "max_tokens": most}).json()
+    assert "tool_use" in [block["type"] for block in answer["content"]]
+    assert answer["stop_reason"] == "max_tokens"
+
+
 def test_an_assistants_last_turn_is_continued(ask, prompts):
     talk = [*ASKED["messages"], {"role": "assistant", "content": "It is"}]
     ask.post("/messages", json=ASKED | {"messages": talk, "max_tokens": 1})
