@@ -9,7 +9,8 @@ import pytest
 from fake_engine import empty_soon
 from test_endings import wait_for_the_log
 
-from tilestack.engine import QueueFull, TokenLogprob
+from tilestack.engine import Delta, QueueFull, TokenLogprob
+from tilestack.server.chat_answers import ChatChoice
 from tilestack.server.settings import Limits
 from tilestack.server.token_text import TokenTexts
 
@@ -56,6 +57,7 @@ def test_a_chat_streams(ask):
     )
     texts, finishes, usages = {0: "", 1: ""}, {}, []
     for chunk in stream:
+        assert "usage" in chunk.model_fields_set  # null in all events but the last
         usages += [chunk.usage] if chunk.usage else []
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
@@ -95,6 +97,13 @@ def test_log_probabilities_stream(ask):
         entry for chunk in stream for choice in chunk.choices if choice.logprobs for entry in choice.logprobs.content
     ]
     assert [entry.logprob for entry in told] == [-0.25] * 3
+
+
+def test_a_token_without_text_has_its_log_probability_in_a_stream_too():
+    """As the first of those that make a character together."""
+    told = {"content": [{"token": "\ufffd", "logprob": -0.25}]}
+    (body,) = ChatChoice(0, None).bodies(Delta(0, (7,), ""), told)
+    assert body == {"index": 0, "delta": {"content": ""}, "logprobs": told, "finish_reason": None}
 
 
 def test_a_function_is_called(ask, fake):
