@@ -11,6 +11,9 @@ from test_endings import wait_for_the_log
 
 from tilestack.engine import Delta, QueueFull, TokenLogprob
 from tilestack.server.chat_answers import ChatChoice
+from tilestack.server.prompts import template_message
+from tilestack.server.sampling import call_schema
+from tilestack.server.schemas.chat import Function, ToolMessage
 from tilestack.server.settings import Limits
 from tilestack.server.token_text import TokenTexts
 
@@ -178,6 +181,19 @@ def test_a_function_that_must_be_called_is_asked_for_by_a_schema(ask, fake):
     assert call["properties"]["name"] == {"const": "get_weather"}
 
 
+def test_what_a_schema_refers_to_within_itself_is_found_where_it_is_put():
+    inner = {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}], "$defs": {"A": {"items": {"$ref": "#"}}}}
+    schema = call_schema([Function(name="f"), Function(name="g", parameters=inner)])
+    place = "#/anyOf/1/properties/arguments"
+    found = {"anyOf": [{"$ref": f"{place}/$defs/A"}, {"type": "null"}], "$defs": {"A": {"items": {"$ref": place}}}}
+    assert schema["anyOf"][1]["properties"]["arguments"] == found
+
+
+def test_a_template_knows_which_call_a_result_is_of():
+    made = template_message(ToolMessage(role="tool", content="rain", tool_call_id="c"))
+    assert made == {"role": "tool", "content": "rain", "tool_call_id": "c"}
+
+
 def test_a_function_by_openais_own_helper_keeps_to_its_schema(ask, fake):
     class get_weather(pydantic.BaseModel):
         city: str
@@ -250,6 +266,9 @@ def test_completions_of_texts_and_ids(ask, fake):
         assert several.usage.completion_tokens == 8
         assert several.usage.prompt_tokens_details.cached_tokens == 2  # one of each prompt
     assert ask.completions.create(model="fake", prompt=ids, max_tokens=1).usage.prompt_tokens == len(ids)
+    best = ask.completions.create(model="fake", prompt=["the cat", "the dog"], max_tokens=2, best_of=3)
+    assert [choice.index for choice in best.choices] == [0, 1]
+    assert all(choice.text for choice in best.choices)
 
 
 def test_completions_stream(ask):
