@@ -102,6 +102,16 @@ def test_mixtures_tell_their_balance():
     assert int(balance.tokens_per_expert.sum()) == 2 * 24 * 2
 
 
+def test_a_forward_that_is_repeated_for_gradients_leaves_the_balance_of_the_first():
+    """The repetition's would keep alive the activations that were to be let go."""
+    decoder = tiny.ours("qwen3_moe")
+    decoder.checkpointing = True
+    out = decoder(tiny.ids())
+    (before,) = decoder.balances()
+    out.square().mean().backward()
+    assert decoder.balances()[0] is before
+
+
 def test_initial_weights_are_small_and_smaller_where_they_add_up():
     config = models.ModelConfig(1000, 256, 512, layers=8, heads=4, kv_heads=2, head_dim=64, qkv_bias=True, tied=True)
     decoder = models.Decoder(config)
