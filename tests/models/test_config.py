@@ -57,11 +57,17 @@ def test_an_error_names_the_key(family, change, message):
         models.ModelConfig.from_hf(given)
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
-def test_what_a_config_leaves_out_is_as_transformers_has_it(family):
+QWENS = [name for name in families.FAMILIES if name.startswith("qwen")]
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [*((name, {}) for name in families.FAMILIES), *((name, {"use_sliding_window": True}) for name in QWENS)],
+)
+def test_what_a_config_leaves_out_is_as_transformers_has_it(family, more):
     from transformers import AutoConfig
 
-    said = tiny.SIZES | dict(num_hidden_layers=30, bos_token_id=1)
+    said = tiny.SIZES | dict(num_hidden_layers=30, bos_token_id=1) | more
     del said["max_position_embeddings"]
     said |= dict(num_key_value_heads=4) if family == "deepseek_v2" else {}
     whole = AutoConfig.for_model(family, **said).to_dict()

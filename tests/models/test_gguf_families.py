@@ -4,12 +4,15 @@ Names come from the package gguf; what the converter does to values is written o
 in llama and granite, the 1 added to Gemma's norms, factors of longrope as tensors, multipliers under names of their own.
 """
 
+import itertools
+
 import gguf
 import pytest
 import tiny_models as tiny
 import torch
 
 from tilestack import models
+from tilestack.models.gguf_config import Settings, rotary_factor_of
 from tilestack.models.weights import unfused
 
 ARCHITECTURES = {
@@ -115,6 +118,14 @@ def test_what_is_not_read_is_named(key, value, message, tmp_path):
     source.metadata[key] = value
     with pytest.raises(models.ConfigError, match=message):
         _ = source.config
+
+
+def test_as_much_of_a_head_is_turned_as_the_file_says():
+    """The share is a fraction, and what it makes of the head is rounded down: 30 / 44 of 44 would be 29."""
+    said = {"general.architecture": "phi3", "phi3.embedding_length": 64, "phi3.attention.head_count": 1}
+    for turned, size in itertools.combinations(range(2, 130, 2), 2):
+        own = {"phi3.attention.key_length": size, "phi3.rope.dimension_count": turned}
+        assert int(size * rotary_factor_of(Settings(said | own))) == turned
 
 
 @torch.no_grad()

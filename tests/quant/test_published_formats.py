@@ -54,6 +54,20 @@ def test_inputs_become_codes_where_there_is_a_product_of_such_codes(format, weig
     assert found.scheme == scheme
 
 
+@pytest.mark.parametrize(
+    ("given", "scheme"),
+    [
+        (dict(quant_method="awq"), Scheme("int4", group=128, symmetric=False)),
+        (dict(quant_method="awq", w_bit=4, q_group_size=64), Scheme("int4", group=64, symmetric=False)),
+        (dict(quant_method="gptq", bits=4, group_size=32), Scheme("int4", group=32)),
+        (dict(quant_method="gptq", bits=8), Scheme("int8")),
+    ],
+)
+def test_what_a_configuration_of_codes_leaves_out(given, scheme):
+    (found,) = formats_of({"quantization_config": given})
+    assert found.scheme == scheme
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("codes", [1, 3, 4, 7, 8, 9, 17])
 def test_words_that_are_not_full_hold_their_codes_too(bits, codes):
