@@ -12,7 +12,7 @@ import tiny_models as tiny
 import torch
 
 from tilestack import models
-from tilestack.models.gguf_config import Settings, rotary_factor_of
+from tilestack.models.gguf_config import Settings, gemma, rotary_factor_of
 from tilestack.models.weights import unfused
 
 ARCHITECTURES = {
@@ -118,6 +118,14 @@ def test_what_is_not_read_is_named(key, value, message, tmp_path):
     source.metadata[key] = value
     with pytest.raises(models.ConfigError, match=message):
         _ = source.config
+
+
+@pytest.mark.parametrize(("layers", "scalar"), [(45, 32), (46, 20)])
+def test_scores_of_the_largest_gemma_are_scaled_by_another_size(layers, scalar):
+    """Which the file does not say: llama.cpp knows it by its layers."""
+    said = dict(block_count=layers, embedding_length=80) | {"attention.head_count": 4, "attention.key_length": 32}
+    of = Settings({"general.architecture": "gemma2", **{f"gemma2.{key}": value for key, value in said.items()}})
+    assert gemma(of, largest=46)["query_pre_attn_scalar"] == scalar
 
 
 def test_as_much_of_a_head_is_turned_as_the_file_says():
