@@ -1,12 +1,15 @@
 """No option is read and forgotten: each one that is given reaches what it is for."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import typer
 
 from tilestack import cli
+from tilestack.cli.recipes import find_recipe
 from tilestack.cli.speaker import Speaker
+from tilestack.cli.train import TrainingArguments
 from tilestack.engine import EngineSettings
 from tilestack.lab.serving.load import Outcome, Target
 from tilestack.lab.serving.load.workload import Prefixes
@@ -70,10 +73,10 @@ def test_of_serve(ran, monkeypatch, tmp_path):
 @pytest.mark.parametrize("eos", [True, False])
 def test_of_load(ran, monkeypatch, tmp_path, eos):
     asked = {}
-    made = lambda count, read, answered, **others: asked.update(others, count=count, read=read, answered=answered) or [0] * count  # fmt: skip
+    made = lambda count, read, answered, **others: asked.update(others, count=count, read=read, answered=answered) or list(range(count))  # fmt: skip
 
     async def run(target, asks, *, ended, **how):
-        asked.setdefault("runs", []).append((target, len(asks), how))
+        asked.setdefault("runs", []).append((target, asks, how))
         return [Outcome(0.0, 0.1, [], 0.1, 1, 1)] * len(asks)
 
     monkeypatch.setattr("tilestack.lab.serving.load.make_workload", made)
@@ -87,9 +90,36 @@ def test_of_load(ran, monkeypatch, tmp_path, eos):
     ran("load", options, "http://here/v1/", elsewhere=["json", "plot"])
     target = Target("http://here", "m", True, {"temperature": 0.5} | ({"ignore_eos": True} if eos else {}))
     how = dict(api_key="k", timeout=6.0)
-    runs = [(target, 2, dict(concurrency=1) | how), (target, 3, dict(rate=4.0, concurrency=5, seed=12) | how)]
+    # What warms up is asked once, lest a server remember it.
+    runs = [
+        (target, [3, 4], dict(concurrency=1) | how),
+        (target, [0, 1, 2], dict(rate=4.0, concurrency=5, seed=12) | how),
+    ]
     assert asked.pop("runs") == runs
     assert asked == dict(count=5, read=("7", "input"), answered=("8", "output"), prefixes=Prefixes(9, 10), text="some words", vocabulary=11, seed=12)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["train", "sft"])
+def test_of_training_in_one_process_and_in_each_of_several(ran, monkeypatch, name):
+    asked = []
+    monkeypatch.setattr("tilestack.cli.train.follow_recipe", lambda kind, train, given: asked.append(given))
+    options = {"set": ["a.b=1", "c.d=two"], "folder": "there", "fresh": True, "profile": 3}
+    ran(name, options, "demo", elsewhere=["processes"])
+    expected = TrainingArguments(find_recipe(Path("demo")), ["a.b=1", "c.d=two"], Path("there"), True, 3, 1)
+    with pytest.raises(SystemExit):
+        cli.main([name, *asked[0].as_words()])
+    assert asked == [expected, expected]
+
+
+def test_of_training_as_it_begins(ran, monkeypatch):
+    asked = []
+    kind = SimpleNamespace(load=lambda path, settings: SimpleNamespace(run=SimpleNamespace(name="n"), said=settings))
+    train = lambda recipe, *where, fresh, profile, **_: asked.append((recipe.said, *where, fresh, profile)) or {}
+    monkeypatch.setattr("tilestack.cli.train.kind_and_trainer", lambda name: (kind, train))
+    options = {"set": ["a.b=1"], "folder": "there", "fresh": True, "profile": 3}
+    ran("train", options, "demo", elsewhere=["processes"])
+    ran("train", {}, "demo", elsewhere=["processes", *options])
+    assert asked == [(["a.b=1"], Path("there"), True, 3), ([], Path("runs/n"), False, 0)]
 
 
 class Silent:

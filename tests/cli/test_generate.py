@@ -66,9 +66,9 @@ def test_a_stop_ends_the_text_before_it(capsys, folder):
 def test_a_prompt_may_come_from_standard_input_and_through_the_template(capsys, folder, monkeypatch):
     import io
 
-    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(" the cat \n\n"))
     told = json.loads(run(capsys, "--model", folder, "--device", "cpu", "--json", "--max-tokens", 1, "-")[1])
-    assert told["prompt"] == "the cat"
+    assert told["prompt"] == " the cat \n"  # but for the last line break, which echo puts there
     assert told["chat"] is True
     assert told["prompt_tokens"] > len(data.Tokenizer.load(folder).encode("the cat"))
 
