@@ -241,3 +241,16 @@ def test_a_budget_is_of_the_seconds_since_the_command_began(monkeypatch):
     asked = lambda budget: Asked(None, {}, False, False, budget, None, began=100.0)
     assert [asked(budget).seconds_left() for budget in (10.0, 7.0, None)] == [3.0, 0.0, None]
     assert [asked(budget).is_over() for budget in (10.0, 7.0, None)] == [False, True, False]
+
+
+def test_what_is_asked_of_operators_reaches_their_bench(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr("tilestack.cli.bench.bench_kernels", lambda *given: asked.append(given))
+    (tmp_path / "own.py").write_text("")
+    options = ["--dtype", "float32,float64", "--direction", "both", "--backend", "torch,aten"]
+    options += ["--case", "c", "--jobs", "3", "--load", str(tmp_path / "own.py"), "--save", "--stale", "--budget", "9"]
+    assert run("relu", *options) == 0
+    ((run_of, *given),) = asked
+    ahead = (3, (tmp_path / "own.py",))
+    assert given == [["float32", "float64"], ["both"], ["torch", "aten"], "c", ahead, ["relu"]]
+    assert (run_of.place.type, run_of.save, run_of.stale, run_of.budget) == ("cpu", True, True, 9.0)
