@@ -105,6 +105,27 @@ def test_eval_of_texts_questions_and_token_files(tilestack, model, tmp_path):
     assert "accuracy per byte" in out
 
 
+def test_as_many_texts_and_questions_are_read_as_far_as_asked(tilestack, model, tmp_path, monkeypatch):
+    asked = []
+
+    def evaluated(decoder, documents, place, *windows):
+        asked.append((len(list(documents)), *windows))
+        return evaluate.TextFigures(*[evaluate.Estimate(0.5, 0.1)] * 3, 1, 1, 1)
+
+    def chosen(decoder, tokenizer, questions, place, context):
+        asked.append((len(questions), context))
+        return evaluate.ChoiceFigures(*[evaluate.Estimate(0.5, 0.1)] * 2, 0.5, 1)
+
+    monkeypatch.setattr(evaluate, "evaluate_texts", evaluated)
+    monkeypatch.setattr(evaluate, "evaluate_choices", chosen)
+    (tmp_path / "texts.jsonl").write_text('{"text": "one"}\n' * 5)
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "1?", "choices": [" 3", " 4"], "answer": 0}\n' * 5)
+    for options in ((), ("--length", "20", "--stride", "9", "--limit", "3")):
+        arguments = ("texts.jsonl", "--choices", "questions.jsonl", "--device", "cpu", *options)
+        assert tilestack("eval", model, *arguments)[0] == 0
+    assert asked == [(5, 256, None), (5, 256), (3, 20, 9), (3, 20)]
+
+
 @pytest.mark.parametrize(("options", "length"), [((), 2048), (("--length", "512"), 512), (("--length", "9999"), 2048)])
 def test_tasks_and_choices_are_read_as_far_as_the_model_reads(tilestack, tmp_path, monkeypatch, options, length):
     """Questions with many examples before them, cut at fewer tokens, would have other figures than those people publish."""
@@ -123,9 +144,9 @@ def test_tasks_and_choices_are_read_as_far_as_the_model_reads(tilestack, tmp_pat
     monkeypatch.setattr(evaluate, "evaluate_choices", chosen)
     question = {"prompt": "What is 1 + 2?", "choices": [" 3", " 4"], "answer": 0}
     (tmp_path / "questions.jsonl").write_text(json.dumps(question) + "\n")
-    arguments = ("--tasks", "one,two", "--choices", tmp_path / "questions.jsonl", *options)
+    arguments = ("--tasks", "one,two", "--choices", tmp_path / "questions.jsonl", "--limit", "7", *options)
     assert tilestack("eval", tmp_path / "long", *arguments)[0] == 0
-    assert asked == [length, (length, ["one", "two"], None)]
+    assert asked == [length, (length, ["one", "two"], 7)]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from typer.main import get_command
 
 from tilestack.cli import app, main
+from tilestack.cli.bench import Asked
 from tilestack.lab import results
 from tilestack.lab.bench import host_time, memory_sweeps, operators, optimizer_steps, quantised_models
 from tilestack.lab.rows import Row
@@ -233,3 +234,23 @@ def test_host_times_are_added_to_those_that_are_there(parts, monkeypatch, tmp_pa
     assert all(row["commit"] for row in kept)
     older = [dict(row, source="older") if row["op"] == "add" else row for row in kept]
     assert host_time.current_operators(older) == {"relu"}
+
+
+def test_a_budget_is_of_the_seconds_since_the_command_began(monkeypatch):
+    monkeypatch.setattr("tilestack.cli.bench.time", SimpleNamespace(monotonic=lambda: 107.0))
+    asked = lambda budget: Asked(None, {}, False, False, budget, None, began=100.0)
+    assert [asked(budget).seconds_left() for budget in (10.0, 7.0, None)] == [3.0, 0.0, None]
+    assert [asked(budget).is_over() for budget in (10.0, 7.0, None)] == [False, True, False]
+
+
+def test_what_is_asked_of_operators_reaches_their_bench(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr("tilestack.cli.bench.bench_kernels", lambda *given: asked.append(given))
+    (tmp_path / "own.py").write_text("")
+    options = ["--dtype", "float32,float64", "--direction", "both", "--backend", "torch,aten"]
+    options += ["--case", "c", "--jobs", "3", "--load", str(tmp_path / "own.py"), "--save", "--stale", "--budget", "9"]
+    assert run("relu", *options) == 0
+    ((run_of, *given),) = asked
+    ahead = (3, (tmp_path / "own.py",))
+    assert given == [["float32", "float64"], ["both"], ["torch", "aten"], "c", ahead, ["relu"]]
+    assert (run_of.place.type, run_of.save, run_of.stale, run_of.budget) == ("cpu", True, True, 9.0)

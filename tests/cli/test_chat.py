@@ -193,10 +193,13 @@ def test_in_a_terminal_the_prompt_is_shown_where_answers_are_not(folder, tmp_pat
 
 def test_a_full_conversation_forgets_its_oldest_turns(talk):
     lines = ["the cat sat on the mat"] * 6
-    code, shown, sent = talk(*lines, "/quit", **{"max-tokens": 20})
+    code, shown, sent = talk(*lines, "/quit", system="be kind", **{"max-tokens": 20})
     assert code == 0
     assert "oldest turns forgotten" in shown
     assert len(sent[-1]) < 11
+    for messages in sent:
+        turns = (len(messages) - 2) // 2
+        assert roles(messages) == ["system", *["user", "assistant"] * turns, "user"], "answers go with their questions"
 
 
 def test_an_answer_has_room_before_the_conversation_is_as_long_as_the_model_reads(talk):

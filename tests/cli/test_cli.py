@@ -192,6 +192,16 @@ def test_the_exception_itself_only_with_debug():
         main(["--debug", "verify", "sofmax"])
 
 
+@pytest.mark.parametrize("pressed", [KeyboardInterrupt, EOFError])
+def test_ctrl_c_and_ctrl_d_end_a_command_without_a_word(tilestack, monkeypatch, pressed):
+    def leave(*_):
+        raise pressed
+
+    monkeypatch.setattr("tilestack.lab.bench.compare.rows_of", leave)
+    done = tilestack("compare", "before")
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "")
+
+
 def test_brackets_in_an_error_are_shown(tilestack, tmp_path):
     (tmp_path / "needy.py").write_text("\nraise ImportError('pip install tilestack[report]')")
     said = f"error: {tmp_path / 'needy.py'}:2: ImportError: pip install tilestack[report]\n"

@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tilestack import cli, data, models
+from tilestack.cli.speaker import Speech
 from tilestack.data.chat import CHATML
 
 
@@ -47,6 +49,13 @@ def test_the_text_comes_and_json_says_how(capsys, folder):
     assert other["text"] != told["text"]
 
 
+def test_the_speed_is_of_the_tokens_after_the_first():
+    speech = object.__new__(Speech)
+    speech.request, speech.made = SimpleNamespace(prompt=[0] * 10, cached=2), [0] * 5
+    speech.began, speech.first, speech.last = 1.0, 1.5, 3.5
+    assert speech.figures() == "5 tokens, 2.0 tokens/s; 8 of the prompt read in 0.50 s, 2 known"
+
+
 def test_without_standard_error_figures_do_not_end_up_in_the_text(capsys, folder, monkeypatch):
     common = ("--model", folder, "--device", "cpu", "--raw", "--max-tokens", 3, "the cat")
     text = run(capsys, *common)[1]
@@ -66,9 +75,9 @@ def test_a_stop_ends_the_text_before_it(capsys, folder):
 def test_a_prompt_may_come_from_standard_input_and_through_the_template(capsys, folder, monkeypatch):
     import io
 
-    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(" the cat \n\n"))
     told = json.loads(run(capsys, "--model", folder, "--device", "cpu", "--json", "--max-tokens", 1, "-")[1])
-    assert told["prompt"] == "the cat"
+    assert told["prompt"] == " the cat \n"  # but for the last line break, which echo puts there
     assert told["chat"] is True
     assert told["prompt_tokens"] > len(data.Tokenizer.load(folder).encode("the cat"))
 

@@ -122,6 +122,19 @@ def test_built_in_texts_are_the_default_and_the_parts_differ(capsys, folder, tmp
     assert json.loads(said)["calibration"]["texts"] == ["builtin"]
 
 
+def test_rows_of_text_are_as_many_as_long_and_as_drawn_as_asked(capsys, folder, texts, tmp_path, monkeypatch):
+    asked = []
+
+    def noted(name, result):
+        return lambda documents, tokenizer, *how: asked.append((name, *how)) or result
+
+    monkeypatch.setattr("tilestack.lab.bench.quantised_models.held_out_windows", noted("held out", []))
+    monkeypatch.setattr("tilestack.data.calibration.calibration_ids", noted("calibration", torch.zeros(1, 0)))
+    given = ("--samples", 5, "--length", 7, "--seed", 3, "--device", "cpu")
+    run(capsys, folder, tmp_path / "out", *given, "--calibrate", texts, "--evaluate", texts)  # ends for want of rows
+    assert asked == [("held out", 7, 4096), ("calibration", 5, 7, 3)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

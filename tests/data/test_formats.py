@@ -134,6 +134,30 @@ def test_judged_answers_and_tasks():
     assert formats.task({"prompt": [SYSTEM, *ASKED], "tests": ["x"]}, answered=False).messages == (SYSTEM, *ASKED)
 
 
+KEYS = ("messages", "conversations", "instruction", "input", "output", "history", "system", "tools", "prompt", "completion",
+        "chosen", "rejected", "label", "answer")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("read", "row"),
+    [
+        (formats.conversation, {"messages": [USER, ASSISTANT]}),
+        (formats.conversation, {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hey"}]}),
+        (formats.conversation, {"instruction": "Hi", "output": "Hello"}),
+        (formats.conversation, {"prompt": "2 + 2?", "completion": "4"}),
+        (formats.preference, PREFERENCE),
+        (formats.preference, {"chosen": [*ASKED, *said("4")], "rejected": [*ASKED, *said("5")]}),
+        (formats.judged, {"prompt": "2 + 2?", "completion": "4", "label": False}),
+        (formats.judged, PREFERENCE),
+        (lambda row: formats.task(row).messages, {"prompt": "2 + 2?", "answer": "4"}),
+        (lambda row: formats.task(row, answered=False).answer, {"prompt": "2 + 2?"}),
+    ],
+)
+def test_a_key_of_null_is_as_good_as_none(read, row):
+    """Parquet writes every key in every row."""
+    assert read(dict.fromkeys(KEYS) | row) == read(row)
+
+
 @pytest.mark.parametrize(
     ("read", "row", "message"),
     [

@@ -101,6 +101,22 @@ def test_a_run_that_goes_on_refuses_other_texts_and_does_without_those_that_are_
     assert len(made) == 1
 
 
+def test_texts_are_counted_in_bytes(texts, tmp_path):
+    settings = texts(*["漢字" * 5] * 9)  # 30 bytes each
+    settings.most_bytes = 31
+    assert len(read(prepare_tokens(settings, tmp_path / "run"))) == 2
+
+
+def test_a_tokenizer_is_learned_from_the_texts_for_training_alone(texts, tmp_path):
+    settings = texts("the cat sat on the mat " * 9)
+    (tmp_path / "held_out.txt").write_text("other words are there " * 99)
+    alone, _ = prepare_tokens(settings, tmp_path / "alone")
+    settings.validation_files = (str(tmp_path / "held_out.txt"),)
+    beside, tokens = prepare_tokens(settings, tmp_path / "beside")
+    assert beside.fingerprint == alone.fingerprint
+    assert len(tokens.documents("validation")) == 1
+
+
 def test_the_python_corpus_is_followed_too(tmp_path, monkeypatch, made):
     library = tmp_path / "library"
     library.mkdir()

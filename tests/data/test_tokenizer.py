@@ -40,6 +40,19 @@ def test_the_bytes_of_tokens_are_known_in_sentencepiece_vocabularies_too():
     assert Tokenizer(backend).token_bytes == [1, 3, 1, 2, 3, 0]
 
 
+def test_the_bytes_of_tokens_that_were_added_to_a_byte_level_vocabulary_are_those_of_their_text(tokenizer):
+    backend = Backend.from_str(tokenizer.backend.to_str())
+    backend.add_tokens(["漢字"])  # as it is, and not in the alphabet of the others
+    made, ids = Tokenizer(backend), backend.encode("a漢字").ids
+    assert [made.token_bytes[token] for token in ids if made.decode([token]) == "漢字"] == [6]
+
+
+def test_a_fingerprint_knows_the_end_of_texts_and_the_same_ids_do_not(tokenizer):
+    other = Tokenizer(tokenizer.backend, eos="<|im_end|>")
+    assert other.same_ids(tokenizer)
+    assert other.fingerprint != tokenizer.fingerprint
+
+
 @pytest.mark.parametrize("run", ["x", " ", "一"])
 def test_a_long_line_is_learned_in_parts(run):
     text = run * 20_000 + " and more"
@@ -213,6 +226,8 @@ def test_a_gguf_tokenizer_that_cannot_be_read_says_why(sources, change, said):
 
 def test_a_tokenizer_that_does_not_match_is_refused(tokenizer):
     tokenizer.check_against(600)
+    with pytest.raises(DataError, match="ids go up to 599, the model knows 599"):
+        tokenizer.check_against(599)
     with pytest.raises(DataError, match=r"ids go up to 599, the model knows 512 tokens.*vocab_size ≥ 600"):
         tokenizer.check_against(512)
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import ours
 
-from tilestack.models.adapters import CONFIG, WEIGHTS, AdapterError, load_adapters, save_adapters
+from tilestack.models.adapters import CONFIG, WEIGHTS, AdapterError, AdapterFile, load_adapters, save_adapters
 from tilestack.models.weights import unfused
 from tilestack.nn.lora import add_lora, lora_layers, merge_lora
 
@@ -34,6 +34,16 @@ def test_saved_adapters_give_the_same_model_again(tmp_path):
     assert not torch.equal(twin(IDS), decoder()(IDS))
     names = {name for name, parameter in twin.named_parameters() if parameter.requires_grad}
     assert names == {name for name in twin.state_dict() if "lora_" in name}
+
+
+def test_a_pattern_is_of_whole_names_at_the_end(tmp_path):
+    """up_proj is no part of gate_up_proj, which Phi-3 has."""
+    save_adapters(adapted(), tmp_path)
+    file = AdapterFile(tmp_path)
+    file.config["rank_pattern"] = {"up_proj": 4, r"layers\.1\..*": 5}
+    rank = lambda module: file.pattern("rank_pattern", module, 8)
+    assert [rank(name) for name in ("up_proj", "layers.0.mlp.up_proj", "layers.0.mlp.gate_up_proj")] == [4, 4, 8]
+    assert [rank(name) for name in ("model.layers.1.mlp.down_proj", "model.layers.11.mlp.down_proj")] == [5, 8]
 
 
 def test_the_files_are_what_peft_reads(tmp_path):

@@ -4,6 +4,7 @@ import pytest
 import tiny_models as tiny
 
 from tilestack import models
+from tilestack.models import families
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,23 @@ def test_an_error_names_the_key(family, change, message):
         del given["num_key_value_heads"]
     with pytest.raises(models.ConfigError, match=message):
         models.ModelConfig.from_hf(given)
+
+
+QWENS = [name for name in families.FAMILIES if name.startswith("qwen")]
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [*((name, {}) for name in families.FAMILIES), *((name, {"use_sliding_window": True}) for name in QWENS)],
+)
+def test_what_a_config_leaves_out_is_as_transformers_has_it(family, more):
+    from transformers import AutoConfig
+
+    said = tiny.SIZES | dict(num_hidden_layers=30, bos_token_id=1) | more
+    del said["max_position_embeddings"]
+    said |= dict(num_key_value_heads=4) if family == "deepseek_v2" else {}
+    whole = AutoConfig.for_model(family, **said).to_dict()
+    assert models.ModelConfig.from_hf({"model_type": family, **said}) == models.ModelConfig.from_hf(whole)
 
 
 def test_old_and_new_ways_to_write_rope_are_read_alike():

@@ -5,6 +5,7 @@ import tiny_models as tiny
 import torch
 
 from tilestack import models
+from tilestack.models.generate import Sampler
 
 
 def rows(decoder, ids, **options):
@@ -32,6 +33,12 @@ def test_sampling_is_reproducible_and_varied():
     assert torch.equal(draw(1, top_k=1), rows(decoder, ids, max_new_tokens=16))
     assert torch.equal(draw(1, top_p=1e-6), rows(decoder, ids, max_new_tokens=16))
     assert torch.equal(draw(1, min_p=1.0), rows(decoder, ids, max_new_tokens=16))
+
+
+def test_every_step_draws_with_noise_of_its_own():
+    sampler = Sampler(4, torch.device("cpu"), temperature=1.0)
+    first, second = (sampler(torch.zeros(4, 1000)) for _ in range(2))
+    assert not torch.equal(first, second)
 
 
 def test_a_row_ends_at_its_stop_and_the_others_go_on():

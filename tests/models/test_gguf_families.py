@@ -4,12 +4,15 @@ Names come from the package gguf; what the converter does to values is written o
 in llama and granite, the 1 added to Gemma's norms, factors of longrope as tensors, multipliers under names of their own.
 """
 
+import itertools
+
 import gguf
 import pytest
 import tiny_models as tiny
 import torch
 
 from tilestack import models
+from tilestack.models.gguf_config import Settings, gemma, rotary_factor_of
 from tilestack.models.weights import unfused
 
 ARCHITECTURES = {
@@ -159,6 +162,22 @@ def test_factors_of_rotations_that_are_not_read_are_refused(key, tmp_path):
     source.metadata |= {f"{SCALING}.type": "yarn", f"{SCALING}.factor": 4.0, f"{SCALING}.{key}": 0.5}
     with pytest.raises(models.ConfigError, match=f"{key} is 0.5; other factors than 1 are not read"):
         _ = source.config
+
+
+@pytest.mark.parametrize(("layers", "scalar"), [(45, 32), (46, 20)])
+def test_scores_of_the_largest_gemma_are_scaled_by_another_size(layers, scalar):
+    """Which the file does not say: llama.cpp knows it by its layers."""
+    said = dict(block_count=layers, embedding_length=80) | {"attention.head_count": 4, "attention.key_length": 32}
+    of = Settings({"general.architecture": "gemma2", **{f"gemma2.{key}": value for key, value in said.items()}})
+    assert gemma(of, largest=46)["query_pre_attn_scalar"] == scalar
+
+
+def test_as_much_of_a_head_is_turned_as_the_file_says():
+    """The share is a fraction, and what it makes of the head is rounded down: 30 / 44 of 44 would be 29."""
+    said = {"general.architecture": "phi3", "phi3.embedding_length": 64, "phi3.attention.head_count": 1}
+    for turned, size in itertools.combinations(range(2, 130, 2), 2):
+        own = {"phi3.attention.key_length": size, "phi3.rope.dimension_count": turned}
+        assert int(size * rotary_factor_of(Settings(said | own))) == turned
 
 
 @torch.no_grad()

@@ -41,6 +41,17 @@ def in_pages(decoder, texts, dtype=torch.float32, **options):
     return [torch.cat(parts) for parts in found]
 
 
+@torch.no_grad()
+def test_small_latents_are_normed_as_transformers_does(tmp_path):
+    """So small that the eps of their norms has a say, which is not the model's."""
+    theirs, ids = tiny.theirs("deepseek_v2"), tiny.ids()
+    for layer in theirs.model.layers:
+        layer.self_attn.q_a_proj.weight *= 1e-3
+        layer.self_attn.kv_a_proj_with_mqa.weight *= 1e-3
+    theirs.save_pretrained(tmp_path)
+    torch.testing.assert_close(models.load(tmp_path)(ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("options", [{}, dict(rope_scaling=tiny.YARN)], ids=["plain", "yarn"])
 def test_absorbed_in_pages_is_what_is_spelt_out(options):
     decoder = decoder_of(**options)

@@ -62,13 +62,17 @@ def test_merging_keeps_what_was_learned_and_gives_plain_layers_back():
     trained(model, x)
     learned = model(x).detach()
     assert (learned - before).abs().max() > 1e-3
+    layer = model[0].qkv
     with without_lora(model):
         torch.testing.assert_close(model(x), before, rtol=0, atol=0)
+        assert layer.adapted_weight is layer.weight
     torch.testing.assert_close(model(x), learned, rtol=0, atol=0)
+    assert not torch.equal(layer.adapted_weight, layer.weight)
+    layer.base = layer.base  # as who computes it in another way does
     merge_lora(model)
     torch.testing.assert_close(model(x), learned, rtol=1e-12, atol=1e-12)
     assert set(model.state_dict()) == names
-    assert all(type(layer.qkv) is Linear for layer in model)
+    assert all(type(layer.qkv) is Linear and "base" not in vars(layer.qkv) for layer in model)
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -131,6 +135,15 @@ def test_a_copy_is_adapted_too():
     assert torch.equal(twin(x), model(x))
 
 
+def test_dropout_of_experts_is_in_training_alone():
+    model, x = mixture(), torch.randn(9, 6, dtype=torch.float64)
+    add_lora(model, ["mlp.gate_up", "mlp.down"], rank=2, dropout=0.5)
+    trained(model["mlp"], x)
+    assert not torch.equal(model["mlp"](x), model["mlp"](x))
+    model.eval()
+    assert torch.equal(model["mlp"](x), model["mlp"](x))
+
+
 def mixture(dtype=torch.float64):
     torch.manual_seed(0)
     return torch.nn.ModuleDict({"mlp": MoE(6, 5, experts=4, top_k=2, shared_intermediate=3)}).to(dtype)
@@ -144,6 +157,8 @@ def test_experts_are_adapted_each_by_its_own():
         set(adapters) == {"mlp.gate_up", "mlp.down", "mlp.shared.gate_up", "mlp.shared.down"} == set(lora_layers(model))
     )
     assert torch.equal(model["mlp"](x), before)
+    spreads = torch.stack([adapters[f"mlp.{name}"].lora_A.std((1, 2)) for name in ("gate_up", "down")])
+    assert spreads.min() > 0.1, "every expert's A is drawn"
     trained(model["mlp"], x)
     with_gradient = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert with_gradient == {name for name, _ in lora_parameters(model)} == set(model.state_dict()) - names

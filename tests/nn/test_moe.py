@@ -320,6 +320,13 @@ def test_the_z_loss_makes_logits_small():
     assert largest[-1] < 0.7 * largest[0]
 
 
+def test_a_window_is_of_the_last_steps():
+    window = LoadWindow(steps=3)
+    for step in range(5):
+        window.add(torch.eye(5, dtype=torch.int64)[step])
+    assert window.total().tolist() == [0, 0, 1, 1, 1]
+
+
 def test_an_expert_is_dead_once_a_whole_window_passed_it_by():
     window = LoadWindow(steps=2)
     with pytest.raises(ValueError, match="no loads yet"):

@@ -23,6 +23,9 @@ SCALINGS = {
         rope_type="yarn", factor=8.0, original_max_position_embeddings=TRAINED, beta_fast=16, beta_slow=2, mscale=0.7,
         mscale_all_dim=1.2, truncate=False,
     ),
+    "yarn with its own factor": dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=TRAINED, attention_factor=1.7,
+    ),
     "llama3": dict(
         rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
         original_max_position_embeddings=TRAINED,
@@ -32,9 +35,11 @@ SCALINGS = {
         original_max_position_embeddings=TRAINED // 2,
     ),
 }  # fmt: skip
+SCALINGS["longrope with a length of its own"] = SCALINGS["longrope"] | dict(factor=8.0)
+SCALINGS["longrope with its own factor"] = SCALINGS["longrope"] | dict(factor=8.0, attention_factor=1.3)
 
 
-@pytest.mark.parametrize("length", [None, 3 * TRAINED])
+@pytest.mark.parametrize("length", [None, TRAINED // 2, TRAINED // 2 + 1, TRAINED + 1, 3 * TRAINED])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_frequencies_are_transformers(name, length):
     config = transformers.LlamaConfig(

@@ -96,6 +96,18 @@ def test_every_method_is_better_than_nearest_at_what_it_minimises(scheme):
     assert output_error(grid_of(scaled, scheme).nearest(scaled) / scale - weight, moments) <= nearest * 1.0001
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_a_grid_that_reaches_half_as_far_has_steps_half_as_large(weights, symmetric):
+    scheme, weight = Scheme(weights, symmetric=symmetric), torch.linspace(-1, 2, 64)[None]
+    whole, half = (grid_of(weight, scheme, reach) for reach in (1.0, 0.5))
+    assert torch.equal(half.scale, whole.scale / 2)
+    inside = (weight >= -0.5) & (weight <= 1)
+    errors = (half.nearest(weight) - weight).abs()
+    assert errors[inside].max() <= half.scale
+    assert errors.max() > 4 * half.scale, "what lies outside is clipped"
+
+
 @pytest.mark.parametrize("scheme", EVERY, **NAMED)
 def test_clipping_is_the_best_of_its_reaches_in_every_group(scheme):
     weight, squares = torch.randn(6, 64), torch.rand(64)

@@ -9,7 +9,7 @@ from published import FORMATS, in_words, publish
 from tilestack import models
 from tilestack.data import Tokenizer
 from tilestack.engine import LLM, EngineSettings, SamplingParams
-from tilestack.models.quantised_config import formats_of
+from tilestack.models.quantised_config import formats_of, group_arguments
 from tilestack.models.weights import unfused
 from tilestack.nn import Linear
 from tilestack.quant import Scheme
@@ -52,6 +52,28 @@ def test_inputs_become_codes_where_there_is_a_product_of_such_codes(format, weig
     given = dict(quant_method="compressed-tensors", format=format, config_groups=groups)
     (found,) = formats_of({"quantization_config": given})
     assert found.scheme == scheme
+
+
+@pytest.mark.parametrize(
+    ("given", "scheme"),
+    [
+        (dict(quant_method="awq"), Scheme("int4", group=128, symmetric=False)),
+        (dict(quant_method="awq", w_bit=4, q_group_size=64), Scheme("int4", group=64, symmetric=False)),
+        (dict(quant_method="gptq", bits=4, group_size=32), Scheme("int4", group=32)),
+        (dict(quant_method="gptq", bits=8), Scheme("int8")),
+    ],
+)
+def test_what_a_configuration_of_codes_leaves_out(given, scheme):
+    (found,) = formats_of({"quantization_config": given})
+    assert found.scheme == scheme
+
+
+def test_blocks_are_written_with_inputs_in_groups_as_others_have_them():
+    """As compressed-tensors' preset FP8_BLOCK does, and vLLM reads."""
+    written = group_arguments(Scheme("fp8", group=128, activations="fp8", blocks=True))
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+    assert written["weights"] == numbers | {"strategy": "block", "block_structure": [128, 128], "dynamic": False}
+    assert written["input_activations"] == numbers | {"strategy": "group", "group_size": 128, "dynamic": True}
 
 
 @pytest.mark.parametrize("bits", [4, 8])

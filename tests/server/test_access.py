@@ -51,6 +51,7 @@ def test_names_may_be_added_and_other_interfaces_answer_to_any(serve, fake):
     assert patient.get(url + "/health", headers={"Host": "box.local"}).status_code == 200
     assert ServerSettings(host="0.0.0.0").known_hosts is None
     assert ServerSettings(host="0.0.0.0", hosts=("a",)).known_hosts >= {"a", "localhost"}
+    assert ServerSettings(host="Box.lan", hosts=("a",)).known_hosts >= {"a", "box.lan"}
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ import httpx2
 import patient
 import pytest
 from fake_engine import empty_soon
+from prometheus_client import Counter
 
 from tilestack.engine import EngineStats
 from tilestack.extras import MissingExtra
 from tilestack.server import events
 from tilestack.server.app import create_app
 from tilestack.server.metrics import Metrics, Stopwatch
-from tilestack.server.request_log import JsonLines
+from tilestack.server.request_log import JsonLines, RequestLog
 from tilestack.server.settings import Limits, ServerSettings
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -171,6 +172,14 @@ def test_texts_that_become_vectors_end_as_other_requests_do(serve, fake, caplog)
     assert "tilestack_request_seconds_count 1.0" in patient.get(url + "/metrics").text
 
 
+def test_the_time_of_a_request_is_for_all_of_its_texts_together(serve, fake):
+    fake.pace = 0.03
+    url = serve(fake, limits=Limits(request_seconds=0.3, prompts=1))
+    late = patient.post(url + "/v1/embeddings", json={"input": [[1]] * 20})
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+    assert empty_soon(fake)
+
+
 def test_time_that_is_up_in_a_stream_is_an_event(serve, fake, caplog):
     fake.pace = 0.02
     url = serve(fake, limits=Limits(request_seconds=2))
@@ -238,6 +247,37 @@ def test_a_fault_of_ours_is_a_500_with_an_id_and_a_traceback_in_the_log(serve, f
     assert any(record.exc_info for record in caplog.records)
 
 
+def test_a_request_that_failed_keeps_no_server_from_ending(fake):
+    fake.submit = lambda *_, **__: 1 / 0
+    app = create_app(fake, ServerSettings())
+
+    async def ask():
+        transport = httpx2.ASGITransport(app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return (await client.post("/v1/chat/completions", json=CHAT)).status_code
+
+    assert asyncio.run(ask()) == 500
+    assert app.state.service.drain.requests == 0
+
+
+def test_a_fault_after_the_answer_has_begun_is_no_second_answer(caplog):
+    """Nothing can be told any more; whoever holds the connection has to close it."""
+    sent = []
+
+    async def broken(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ZeroDivisionError
+
+    async def note(message):
+        sent.append(message["type"])
+
+    log = RequestLog(broken, Counter("answers", "", ["path", "status"], registry=None))
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(log({"type": "http", "method": "GET", "path": "/", "headers": []}, None, note))
+    assert sent == ["http.response.start"]
+    assert any(record.exc_info for record in caplog.records)
+
+
 def test_a_request_is_one_line_of_json_in_the_log(serve, fake, caplog):
     with caplog.at_level(logging.INFO, "tilestack.server"):
         patient.post(
@@ -265,7 +305,7 @@ def test_what_the_engine_cannot_do_here_or_any_more_has_a_status(serve, fake):
     assert int(ending.headers["retry-after"]) > 0
 
 
-def test_who_watches_a_server_is_answered_while_it_ends_and_others_are_turned_away(fake):
+def test_who_watches_a_server_is_answered_while_it_ends_and_others_are_turned_away(fake, caplog):
     app = create_app(fake, ServerSettings())
     app.state.service.drain.begun = True
 
@@ -273,7 +313,10 @@ def test_who_watches_a_server_is_answered_while_it_ends_and_others_are_turned_aw
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
             return [(await client.get(path)).status_code for path in ("/metrics", "/health", "/v1/models", "/")]
 
+    caplog.set_level(logging.INFO, "tilestack.server")
     assert asyncio.run(ask()) == [200, 503, 503, 503]
+    logged = [record.fields["path"] for record in caplog.records if record.getMessage() == "request"]
+    assert logged == ["/health", "/v1/models", "/"], "of what is asked every few seconds, only what is wrong"
 
 
 def test_metrics(serve, fake):

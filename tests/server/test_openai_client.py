@@ -1,13 +1,19 @@
 """The real `openai` client against the server: what a person does who changes nothing but the address."""
 
 import json
+import logging
 
 import openai
 import pydantic
 import pytest
 from fake_engine import empty_soon
+from test_endings import wait_for_the_log
 
-from tilestack.engine import QueueFull
+from tilestack.engine import Delta, QueueFull, TokenLogprob
+from tilestack.server.chat_answers import ChatChoice
+from tilestack.server.prompts import template_message
+from tilestack.server.sampling import call_schema
+from tilestack.server.schemas.chat import Function, ToolMessage
 from tilestack.server.settings import Limits
 from tilestack.server.token_text import TokenTexts
 
@@ -54,6 +60,7 @@ def test_a_chat_streams(ask):
     )
     texts, finishes, usages = {0: "", 1: ""}, {}, []
     for chunk in stream:
+        assert "usage" in chunk.model_fields_set  # null in all events but the last
         usages += [chunk.usage] if chunk.usage else []
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
@@ -93,6 +100,13 @@ def test_log_probabilities_stream(ask):
         entry for chunk in stream for choice in chunk.choices if choice.logprobs for entry in choice.logprobs.content
     ]
     assert [entry.logprob for entry in told] == [-0.25] * 3
+
+
+def test_a_token_without_text_has_its_log_probability_in_a_stream_too():
+    """As the first of those that make a character together."""
+    told = {"content": [{"token": "\ufffd", "logprob": -0.25}]}
+    (body,) = ChatChoice(0, None).bodies(Delta(0, (7,), ""), told)
+    assert body == {"index": 0, "delta": {"content": ""}, "logprobs": told, "finish_reason": None}
 
 
 def test_a_function_is_called(ask, fake):
@@ -167,6 +181,19 @@ def test_a_function_that_must_be_called_is_asked_for_by_a_schema(ask, fake):
     assert call["properties"]["name"] == {"const": "get_weather"}
 
 
+def test_what_a_schema_refers_to_within_itself_is_found_where_it_is_put():
+    inner = {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}], "$defs": {"A": {"items": {"$ref": "#"}}}}
+    schema = call_schema([Function(name="f"), Function(name="g", parameters=inner)])
+    place = "#/anyOf/1/properties/arguments"
+    found = {"anyOf": [{"$ref": f"{place}/$defs/A"}, {"type": "null"}], "$defs": {"A": {"items": {"$ref": place}}}}
+    assert schema["anyOf"][1]["properties"]["arguments"] == found
+
+
+def test_a_template_knows_which_call_a_result_is_of():
+    made = template_message(ToolMessage(role="tool", content="rain", tool_call_id="c"))
+    assert made == {"role": "tool", "content": "rain", "tool_call_id": "c"}
+
+
 def test_a_function_by_openais_own_helper_keeps_to_its_schema(ask, fake):
     class get_weather(pydantic.BaseModel):
         city: str
@@ -239,15 +266,19 @@ def test_completions_of_texts_and_ids(ask, fake):
         assert several.usage.completion_tokens == 8
         assert several.usage.prompt_tokens_details.cached_tokens == 2  # one of each prompt
     assert ask.completions.create(model="fake", prompt=ids, max_tokens=1).usage.prompt_tokens == len(ids)
+    best = ask.completions.create(model="fake", prompt=["the cat", "the dog"], max_tokens=2, best_of=3)
+    assert [choice.index for choice in best.choices] == [0, 1]
+    assert all(choice.text for choice in best.choices)
 
 
 def test_completions_stream(ask):
-    texts = ["", ""]
-    for chunk in ask.completions.create(model="fake", prompt=["a", "b"], max_tokens=9, stream=True, echo=True):
+    texts = [""] * 4
+    for chunk in ask.completions.create(model="fake", prompt=["a", "b"], max_tokens=9, n=2, stream=True, echo=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
-    assert texts[0].startswith("a0 1 2")
-    assert texts[1].startswith("b0 1 2")
+    assert [text[:6] for text in texts] == ["a0 1 2", "a0 1 2", "b0 1 2", "b0 1 2"]
+    whole = ask.completions.create(model="fake", prompt=["a", "b"], max_tokens=9, n=2, echo=True)
+    assert [choice.text for choice in whole.choices] == texts
 
 
 def test_log_probabilities_of_a_completion_are_the_same_in_a_stream(ask, fake):
@@ -300,6 +331,14 @@ def test_a_special_token_that_a_prompt_begins_with_is_in_its_text_or_was_put_bef
     assert [texts.first_text(mark, echoed) for echoed in ("<|im_start|>the", "the")] == ["<|im_start|>", ""]
 
 
+def test_a_token_that_was_drawn_is_told_beside_the_likeliest(fake):
+    texts, told = TokenTexts(fake.tokenizer), TokenLogprob(70, -3.0, ((71, -0.1),))
+    completion = texts.completion([None, told])
+    assert completion["top_logprobs"] == [None, {texts.text_of(71): -0.1, texts.text_of(70): -3.0}]
+    by_id = {token: each["logprob"] for token, each in texts.prompt([None, told])[1].items()}
+    assert by_id == {"70": -3.0, "71": -0.1}
+
+
 def test_a_prompt_alone_is_scored(ask, fake):
     ids = fake.tokenizer.encode("the cat")
     answer = ask.completions.create(model="fake", prompt=["the cat", "a"], max_tokens=0, echo=True, logprobs=1)
@@ -341,7 +380,7 @@ def test_embeddings(ask, fake):
     assert (options["adapter"], options["priority"], options["salt"]) == ("pirate", -3, "mine")
 
 
-def test_many_texts_become_vectors_some_at_a_time(serve, fake):
+def test_many_texts_become_vectors_some_at_a_time(serve, fake, caplog):
     """As LangChain and the Vercel AI SDK send them; once begun, a request waits where others have filled the queue."""
     tried, together, submit = [], [], fake.submit
 
@@ -354,6 +393,7 @@ def test_many_texts_become_vectors_some_at_a_time(serve, fake):
 
     fake.submit = fills
     url = serve(fake, limits=Limits(prompts=2, texts=7), retry_after=0)
+    caplog.set_level(logging.INFO, "tilestack.server")
     with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
         told = client.embeddings.create(model="fake", input=[[text] for text in range(7)])
         assert [entry.index for entry in told.data] == list(range(7))
@@ -363,6 +403,9 @@ def test_many_texts_become_vectors_some_at_a_time(serve, fake):
         with pytest.raises(openai.BadRequestError, match="at most 7"):
             client.embeddings.create(model="fake", input=["a"] * 8)
     assert empty_soon(fake)
+    wait_for_the_log(caplog)
+    logged = next(record.fields for record in caplog.records if record.getMessage() == "request")
+    assert (logged["prompt_tokens"], logged["cached_tokens"]) == (7, 7), "of all portions together"
 
 
 def test_models(ask):

@@ -49,7 +49,9 @@ def refused(response, status=400):
         ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, None, ""),
         ({"messages": [{"role": "assistant", "content": None}]}, "messages.0", "content or tool_calls"),
+        ({"messages": [{"role": "wizard", "content": "x"}], "functions": []}, "functions", "is not supported"),
         ({"temperature": "hot"}, "temperature", 'not "hot"'),
+        ({"temperature": "h" * 200}, "temperature", f'not "{"h" * 76}…'),
         ({"temperature": -1}, "temperature", "temperature must lie between 0 and 100"),
         ({"temperature": True}, "temperature", ""),
         ({"top_p": 3}, "top_p", "top_p must lie between 0 and 1"),
@@ -112,6 +114,66 @@ def test_a_completion_is_refused(here, change, said):
     assert said in error["message"]
     assert error["param"] is not None
     assert '"prompt"' not in error["message"]  # the field, and not the whole body
+
+
+SMALL = Limits(
+    prompts=2, choices=3, stops=4, stop_characters=5, biases=6, logprobs=7, output_tokens=8, messages=9, tools=10,
+    structure_characters=200,
+)  # fmt: skip
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
+LONG_FUNCTION = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"enum": ["x" * 200]}}}
+
+
+@pytest.fixture(scope="module")
+def small(tokenizer):
+    with (
+        served(FakeEngine(tokenizer), ServerSettings(port=0, limits=SMALL)) as url,
+        httpx2.Client(base_url=url + "/v1", timeout=patient.LONG) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("limit", "param", "asked"),
+    [
+        ("prompts", "prompt", lambda most: {"prompt": ["a"] * most}),
+        ("choices", "n", lambda most: {"n": most}),
+        ("choices", "best_of", lambda most: {"prompt": "a", "best_of": most}),
+        ("stops", "stop", lambda most: {"stop": ["a"] * most}),
+        ("stop_characters", "stop", lambda most: {"stop": "a" * most}),
+        ("biases", "logit_bias", lambda most: {"logit_bias": {str(token): 1 for token in range(most)}}),
+        ("logprobs", "prompt_logprobs", lambda most: {"prompt_logprobs": most}),
+        ("logprobs", "top_logprobs", lambda most: {"logprobs": True, "top_logprobs": most}),
+        ("logprobs", "logprobs", lambda most: {"prompt": "a", "logprobs": most}),
+        ("output_tokens", "max_tokens", lambda most: {"max_tokens": most}),
+        ("output_tokens", "max_completion_tokens", lambda most: {"max_tokens": None, "max_completion_tokens": most}),
+        ("messages", "messages", lambda most: {"messages": CHAT["messages"] * most}),
+        ("tools", "tools", lambda most: {"tools": [FUNCTION] * most}),
+    ],
+)
+def test_as_much_as_a_limit_is_taken_and_one_more_refused(small, limit, param, asked):
+    most = getattr(SMALL, limit)
+    path, usual = ("/completions", TEXT) if "prompt" in asked(most) else ("/chat/completions", CHAT)
+    assert small.post(path, json=usual | asked(most)).status_code == 200
+    error = refused(small.post(path, json=usual | asked(most + 1)))
+    assert (error["param"], error["code"]) == (param, "over_limit")
+    assert f"at most {most}" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("param", "asked"),
+    [
+        ("tools", {"tools": [LONG_FUNCTION]}),
+        ("tools", {"tools": [LONG_FUNCTION], "tool_choice": "required"}),
+        ("structured_outputs", {"structured_outputs": {"regex": "x" * 200}}),
+        ("response_format", {"response_format": {"type": "json_schema", "json_schema": {"name": "x" * 200, "schema": {}}}}),
+    ],
+)  # fmt: skip
+def test_a_long_form_of_the_answer_is_refused(small, param, asked):
+    error = refused(small.post("/chat/completions", json=CHAT | asked))
+    assert (error["param"], error["code"]) == (param, "over_limit")
+    short = json.loads(json.dumps(asked).replace("x" * 200, "x"))
+    assert small.post("/chat/completions", json=CHAT | short).status_code == 200
 
 
 def test_what_is_not_done_at_all_is_told_from_a_wrong_value(here):
@@ -187,6 +249,7 @@ def test_a_body_that_is_not_text_is_told_from_one_that_is_compressed(here):
     answer = here.post("/v1/chat/completions", content=packed, headers=json_type | {"Content-Encoding": "gzip"})
     assert "Content-Encoding: gzip" in refused(answer, 415)["message"]
     assert answer.headers["accept-encoding"] == "identity"
+    assert answer.headers["connection"] == "close"  # or its body would be read as the next request
     plain = json_type | {"Content-Encoding": "identity"}
     assert here.post("/v1/chat/completions", json=CHAT, headers=plain).status_code == 200
 

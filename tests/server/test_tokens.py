@@ -29,6 +29,8 @@ def test_texts_as_tokens_and_back(client, tokenizer):
     assert bare["token_strs"] == [tokenizer.backend.id_to_token(token) for token in bare["tokens"]]
     assert client.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": "<|endoftext|>the cat sat"}
     assert client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    statuses = [client.post("/detokenize", json={"tokens": [tokenizer.vocabulary - n]}).status_code for n in (1, 0)]
+    assert statuses == [200, 400]
 
 
 def test_the_tokenizer_tells_of_itself(client, tokenizer):

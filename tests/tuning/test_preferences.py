@@ -255,13 +255,14 @@ def test_the_default_weighs_every_case_alike_whatever_its_size():
     assert entry["default"] == ["triton", "aten"]
 
 
-def test_a_backend_that_refuses_some_cases_is_ranked_by_the_others():
+@pytest.mark.parametrize(("ours", "ranked"), [(10.0, ["triton", "aten"]), (15.0, ["aten", "triton"])])
+def test_a_backend_that_refuses_some_cases_is_ranked_by_the_others(ours, ranked):
     rows = [
-        row("triton", 10.0), row("aten", 12.0),
+        row("triton", ours), row("aten", 12.0),
         row("aten", 20.0, case="8192x5120x-1"),  # of the same bucket
     ]  # fmt: skip
     entry = preferences.make_table(rows)["softmax"]
-    assert entry["bfloat16"]["25x12"] == ["triton", "aten"] == entry["default"]
+    assert entry["bfloat16"]["25x12"] == ranked == entry["default"]
 
 
 def test_rows_of_a_case_that_is_gone_are_passed_over():
@@ -330,6 +331,15 @@ def test_a_configuration_belongs_to_its_backend():
 
 
 @pytest.mark.usefixtures("outside")
+def test_what_was_measured_has_the_configurations_of_calls_of_its_kind():
+    """A call without gradients may take another configuration than one with them."""
+    known = {"default": [], "bfloat16": {"4x12": ["triton:a"]}, "bfloat16 forward": {"4x12": ["triton:b"]}}
+    table = {"default": [], "bfloat16": {"4x12": ["aten", "triton"]}, "bfloat16 forward": {"4x12": ["triton"]}}
+    found = preferences.with_configs({"linear": table}, {"linear": known})["linear"]
+    assert found["bfloat16"] == {"4x12": ["aten", "triton:a"]}
+    assert found["bfloat16 forward"] == {"4x12": ["triton:b"]}
+
+
 def test_a_new_table_counts_from_the_next_call_on(tmp_path, monkeypatch):
     monkeypatch.setattr(preferences, "TABLES", tmp_path)
     machine = dict(slug="tested")

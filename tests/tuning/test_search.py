@@ -79,6 +79,13 @@ def test_the_model_knows_what_turns_and_shares_are():
     assert product_us(1280, 1408, 4096, 128, 128, gpu) > 1.9 * one_turn - 2, "one tile too many takes a turn more"
 
 
+def test_what_is_shared_out_is_written_and_read_once_more_for_each_share():
+    """In float32, where memory is the limit."""
+    gpu = Gpu(multiprocessors=10_000, flops_per_us=1e30, cache_bytes_per_us=1e30, memory_bytes_per_us=1e6)
+    one, three = (product_us(256, 512, 1024, 64, 64, gpu, splits) for splits in (1, 3))
+    assert three - one == pytest.approx(2 * (4 + 4) * 256 * 512 / 1e6)
+
+
 def test_configurations_have_their_predictions():
     of_persistent = {name: config.model_us(512, 4096, 4096, Gpu()) for name, config in persistent.CONFIGS.items()}
     assert of_persistent["128x128"] < of_persistent["128x256"], "64 tiles are too few"

@@ -76,7 +76,7 @@ def preference(row: Row) -> Preference:
 
 def judged(row: Row) -> list[Judged]:
     """An answer that was judged, or the two of a preference."""
-    if "label" not in row and "chosen" in row:
+    if row.get("label") is None and row.get("chosen") is not None:  # parquet writes all keys in every row
         return judged_both(preference(row))
     if not isinstance(row.get("label"), bool):
         raise DataError(f'expected true or false under "label"{instead_of("label", row)}')
@@ -93,7 +93,7 @@ def judged_both(pair: Preference) -> list[Judged]:
 def task(row: Row, answered: bool = True) -> Task:
     """A prompt and the answer to check by; rewards that need none may do without."""
     messages = prompt_of(row)
-    answer = text_under("answer", row) if answered or "answer" in row else ""
+    answer = text_under("answer", row) if answered or row.get("answer") is not None else ""
     tools_of(row)  # which stay in the row
     return Task(messages[-1]["content"], answer, "file", tuple(messages), dict(row))
 

@@ -137,6 +137,15 @@ def test_on_a_cpu_each_operator_has_one_bearable_case():
     assert len(lab.cases_of(ops.softmax, "bench", "bfloat16", "cuda")) > 3
 
 
+def test_on_a_cpu_the_case_that_moves_most_is_measured():
+    """As long as it is bearable there, and whatever it computes."""
+    costs = dict(computing=(1e9, 100), moving=(1e3, 1000), slow=(1e10, 2000), large=(1e3, 2**28))
+    made = type("Made", (SimpleNamespace,), dict(__hash__=object.__hash__))
+    every = [made(name=name, build=lambda make, cost=cost: dict(cost=cost)) for name, cost in costs.items()]
+    described = SimpleNamespace(cases=every, bind=lambda **given: given, cost=lambda given: given["cost"])
+    assert [case.name for case in lab.cases_of(described, "bench", "float32", "cpu")] == ["moving"]
+
+
 def test_backward_does_the_work_again_at_every_call():
     wanted = ["x", "weight"]
     arguments = ops.rms_norm.bind(x=torch.randn(4, 32), weight=torch.randn(32))

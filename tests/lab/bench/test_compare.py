@@ -118,11 +118,23 @@ def test_the_command_answers_in_json_and_by_its_exit_code(folders, capsys):
     assert "nothing named relu was measured both before and after" in capsys.readouterr().err
 
 
+def test_a_peer_that_became_slower_is_no_fault_of_ours(tmp_path):
+    for name, time in (("before", 80.0), ("after", 200.0)):
+        save(tmp_path / f"{name}.json", results({"triton": 100.0, "aten": time}, name))
+    with pytest.raises(SystemExit) as left:
+        main(["compare", str(tmp_path / "before.json"), str(tmp_path / "after.json"), "--strict"])
+    assert left.value.code == 0
+
+
 def test_what_was_timed_before_and_fails_now_is_told_and_no_change_of_speed(folders, capsys):
     failed = results({"triton": 100.0, "aten": 80.0, "gluon": 90.0, "liger": 5.0}, "later")
     for broken in (failed["rows"][0], failed["rows"][1]):
         broken |= {"time_us": None, "note": "out of resource: [shared memory]"}
+    failed["rows"].append(row("relu", "8x8", "triton", None, date="later", note="another operator"))
     save(folders[1] / "imaginary" / "kernels.json", failed)
+    timed = results(BEFORE, "before")
+    timed["rows"].append(row("relu", "8x8", "triton", 5.0, date="before"))
+    save(folders[0] / "imaginary" / "kernels.json", timed)
 
     def ran(*asked):
         with pytest.raises(SystemExit) as left:

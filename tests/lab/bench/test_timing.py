@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tilestack.lab.bench import timing
+from tilestack.lab.bench import roofs, timing
 from tilestack.lab.bench.roofs import Roofs
 from tilestack.lab.bench.timing import Candidate, measure
 
@@ -107,6 +107,19 @@ def test_the_floor_is_the_slower_of_moving_and_computing():
     assert roofs.floor_us(flops=1.6e12, moved=4e9, dtype="float64") == pytest.approx(32000), "no rate of its own"
     assert roofs.floor_us(flops=1.6e12, moved=1e9, dtype="bfloat16", of_codes=True) == pytest.approx(1000)
     assert roofs.floor_us(flops=1.6e12, moved=1e9, dtype="float32", of_codes=True) == pytest.approx(1000)
+
+
+def test_roofs_are_bytes_and_operations_over_time(monkeypatch):
+    timed = []
+    monkeypatch.setattr(roofs, "least_us", lambda call: timed.append(call) or 1000.0)
+    monkeypatch.setattr(torch, "randn", lambda *shape, device: torch.empty(*shape, device=device))
+    found = roofs.measure_roofs.__wrapped__("cpu")
+    product, copy, _ = timed
+    (M, K), (_, N) = (operand.shape for operand in product.args)
+    assert found.matmul_tflops == {"float32": pytest.approx(2 * M * N * K * 1e-9)}
+    (source,), target = copy.args, copy.func.__self__
+    assert found.copy_tb_per_s == pytest.approx((source.nbytes + target.nbytes) * 1e-9)
+    assert found.host_floor_us == 1000.0
 
 
 def test_out_of_memory_is_told_in_three_words():

@@ -33,6 +33,11 @@ def test_both_ways_answer_the_same_requests(monkeypatch, capfd):
     assert "to warm up" in capfd.readouterr().out
 
 
+def test_the_best_turn_of_the_clock_need_not_be_that_of_the_processor():
+    Turn = bench_http.Turn
+    assert bench_http.fastest(Turn(1.0, 5.0), Turn(2.0, 3.0)) == Turn(1.0, 3.0)
+
+
 def test_what_is_lost_is_told_of_the_rate_and_of_the_work():
     row = lambda case, backend, figure, cpu: dict(case=case, backend=backend, figure=figure, cpu_us=cpu)
     rows = [row("a", "offline", 200.0, 50.0), row("a", "http", 150.0, 55.0), row("b", "offline", 1, 1), row("b", "http", 1, 1)]  # fmt: skip

@@ -79,6 +79,9 @@ class Endpoint(BaseHTTPRequestHandler):
         self.wfile.flush()
 
 
+event = Endpoint.event
+
+
 @pytest.fixture
 def endpoint():
     Endpoint.asked.clear()
@@ -129,6 +132,13 @@ def test_arrivals_are_poisson_or_at_once():
     assert arrival_times(3, None, 0) == [0.0, 0.0, 0.0]
 
 
+def test_in_an_open_loop_requests_are_sent_at_their_times(endpoint):
+    outcomes = asyncio.run(run_load(Target(endpoint, "m"), [Ask([1], 1)] * 5, rate=50.0, seed=3))
+    times = arrival_times(5, 50.0, 3)
+    assert all(outcome.start >= at for outcome, at in zip(outcomes, times, strict=True))
+    assert outcomes[4].start > outcomes[1].start
+
+
 def test_times_of_a_known_server(endpoint, monkeypatch):
     monkeypatch.setattr(Endpoint, "clock", Clock())
     monkeypatch.setattr(client, "time", Endpoint.clock)
@@ -142,6 +152,17 @@ def test_times_of_a_known_server(endpoint, monkeypatch):
     assert (first.input_tokens, first.output_tokens, short.output_tokens) == (7, 5, 1)
     path, body, key = Endpoint.asked[0]
     assert (path, body["stream"], key) == ("/v1/completions", True, "Bearer k")
+
+
+@pytest.mark.parametrize("name", ["content", "reasoning_content", "reasoning"])
+def test_thoughts_are_tokens_too(name, endpoint, monkeypatch):
+    """They are in the usage, so that a first token after them would make all others look fast."""
+    monkeypatch.setattr(Endpoint, "clock", Clock())
+    renamed = lambda body: json.loads(json.dumps(body).replace("content", name))
+    monkeypatch.setattr(Endpoint, "event", lambda self, body: event(self, renamed(body)))
+    monkeypatch.setattr(client, "time", Endpoint.clock)
+    (outcome,) = asyncio.run(run_load(Target(endpoint, "m", chat=True), [Ask("a", 5)]))
+    assert (outcome.ttft, outcome.tpot, len(outcome.itl)) == (pytest.approx(0.04), pytest.approx(0.01), 4)
 
 
 def test_a_closed_loop_keeps_to_its_number(endpoint):
@@ -160,14 +181,16 @@ def test_failures_are_counted_and_told(endpoint):
 
 
 def test_figures():
-    outcomes = [Outcome(0.0, 0.1, [0.1] * 9, 1.0, 10, 10), Outcome(1.0, 0.3, [], 0.3, 10, 1), Outcome(0.0, error="x")]
+    outcomes = [Outcome(5.0, 0.1, [0.1] * 9, 1.0, 10, 10), Outcome(6.0, 0.3, [], 0.3, 10, 1), Outcome(5.0, error="x")]
     figures = summary(outcomes, Objectives.parse(["ttft:200", "e2el:2000"]))
     assert figures["duration"] == pytest.approx(1.3)
+    assert figures["max_concurrent_requests"] == 1, "one ends where the next begins"
     assert figures["request_throughput"] == pytest.approx(2 / 1.3)
     assert figures["request_goodput"] == pytest.approx(1 / 1.3)
     assert figures["output_throughput"] == pytest.approx(11 / 1.3)
     assert figures["total_token_throughput"] == pytest.approx(31 / 1.3)
     assert figures["mean_ttft_ms"] == pytest.approx(200)
+    assert figures["std_ttft_ms"] == pytest.approx(100)  # as numpy and vLLM do it
     assert figures["median_tpot_ms"] == pytest.approx(100)  # of those with more than one token
     assert figures["p99_itl_ms"] == pytest.approx(100)
     assert percentile([1.0, 2.0, 3.0, 4.0], 50) == 2.5
@@ -201,6 +224,12 @@ def test_a_server_that_refuses_random_ids_is_told_of_with_the_way_out(endpoint, 
     said = capsys.readouterr().err
     assert "token 8836" in said
     assert "--vocabulary" in said
+
+
+def test_a_plot_is_of_those_that_were_answered():
+    answered, failed = Outcome(0.0, 0.1, [0.1] * 9, 1.0, 10, 10), Outcome(0.0, 5.0, [7.0], 9.0, error="cut off")
+    figures = summary([answered, failed])
+    assert latency_plot([answered, failed], figures, "x") == latency_plot([answered], figures, "x")
 
 
 def test_a_plot_of_nothing_says_so():
@@ -273,6 +302,7 @@ def test_why_the_models_are_not_told(status, options, said, capsys, monkeypatch)
     ("said", "error"),
     [
         (b'data: {"choices":[{"text":"a"}]}\r\n\r\ndata: [DONE]\r\n\r\n', None),  # as sse-starlette writes lines
+        (b'data: {"choices":[{"text":"","finish_reason":"length"}]}\n\n', None),  # tokens need not be text
         (b': hello\nevent: x\ndata:{"choices":[{"text":"a"}]}\n\n', None),
         (b'data: {"error": "busy"}\n\n', "busy"),
         (b"data: {broken\n\n", "not OpenAI's"),

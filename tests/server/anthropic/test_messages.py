@@ -1,5 +1,6 @@
 """Anthropic's Messages API over plain HTTP, in the shapes that its client reads."""
 
+import asyncio
 import json
 from types import SimpleNamespace
 
@@ -154,6 +155,14 @@ def test_one_tool_at_a_time_where_no_more_are_wanted(ask, fake):
     assert ([block["type"] for block in answer["content"]][-1], answer["stop_reason"]) == ("text", "tool_use")
 
 
+def test_what_is_cut_off_after_a_call_says_so(ask, fake):
+    fake.says = lambda _: CALL + " and so on" * 9
+    most = len(fake.tokenizer.encode(CALL, bare=True)) + 5
+    answer = ask.post("/messages", json=ASKED | {"tools": [WEATHER], "max_tokens": most}).json()
+    assert "tool_use" in [block["type"] for block in answer["content"]]
+    assert answer["stop_reason"] == "max_tokens"
+
+
 def test_an_assistants_last_turn_is_continued(ask, prompts):
     talk = [*ASKED["messages"], {"role": "assistant", "content": "It is"}]
     ask.post("/messages", json=ASKED | {"messages": talk, "max_tokens": 1})
@@ -172,12 +181,31 @@ def test_arguments_of_a_strict_tool_keep_to_its_schema(ask, fake):
     assert [params.structure is not None for _, params, _ in fake.submitted] == [True, False]
 
 
-def test_a_stop_sequence_that_ended_an_answer_is_told(fake):
+@pytest.fixture
+def answers(fake):
     chat = ChatRequest(messages=[Instruction(role="user", content="hello")])
-    answers = AnthropicAnswers({"id": "m", "model": "fake"}, chat, TokenTexts(fake.tokenizer), None)
-    ended = Completion("So", finish="stop", stopped_by="x")
+    return AnthropicAnswers({"id": "m", "model": "fake"}, chat, TokenTexts(fake.tokenizer), None)
+
+
+@pytest.mark.parametrize(("by", "told"), [("x", ("stop_sequence", "x")), (7, ("end_turn", None))])
+def test_a_stop_sequence_that_ended_an_answer_is_told_and_a_token_is_none(answers, by, told):
+    ended = Completion("So", finish="stop", stopped_by=by)
     whole = answers.whole([ended], SimpleNamespace(usage=Usage(3, 1, 2)))
-    assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", "x")
+    assert (whole["stop_reason"], whole["stop_sequence"]) == told
+
+
+def test_a_message_starts_once_whether_its_first_tokens_are_text_or_not(answers):
+    async def deltas():
+        for delta in (Delta(0, (1,)), Delta(0, (2,)), Delta(0, (3,), "So"), Delta(0, finish="stop")):
+            yield delta
+
+    async def read():
+        running = SimpleNamespace(usage=Usage(3, 1, 2), deltas=deltas)
+        return b"".join([event async for event in answers.events(running)]).decode()
+
+    names = [line.removeprefix("event: ") for line in asyncio.run(read()).splitlines() if line.startswith("event: ")]
+    block = [f"content_block_{part}" for part in ("start", "delta", "stop")]
+    assert names == ["message_start", *block, "message_delta", "message_stop"]
 
 
 def test_tokens_are_counted(ask, fake):

@@ -107,4 +107,6 @@ def ends(choice: dict[str, Any]) -> bool:
 
 
 def has_text(choice: dict[str, Any]) -> bool:
-    return bool(choice.get("text") or (choice.get("delta") or {}).get("content"))
+    """Thoughts count, which servers tell under one of two names: their tokens are in the usage too."""
+    delta = choice.get("delta") or {}
+    return bool(choice.get("text") or any(map(delta.get, ("content", "reasoning_content", "reasoning"))))
