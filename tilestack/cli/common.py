@@ -33,8 +33,10 @@ Place = TypeVar("Place", Path, Path | None)
 
 def writable_file(path: Place) -> Place:
     """Refuse a file that cannot be written before the work is done that should go into it."""
-    if path is None or str(path) == "-":
+    if path is None:
         return path
+    if str(path) == "-":
+        raise ValueError("- is standard output, which only --json writes to; name a file")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file")
     there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
@@ -45,10 +47,24 @@ def writable_file(path: Place) -> Place:
     return path
 
 
+def file_or_output(path: Path | None) -> Path | None:
+    """The same of a file for which - stands for standard output."""
+    return path if str(path) == "-" else writable_file(path)
+
+
+def report_page(path: Path) -> Path:
+    """The same of a page of results, which replaces no other file."""
+    if writable_file(path).is_file():
+        from tilestack.lab.report.page import refuse_other_file
+
+        refuse_other_file(path)
+    return path
+
+
 def writable_folder(path: Place) -> Place:
     """Refuse a folder in which no file can be written, likewise."""
     if path is not None:
-        writable_file(path / "file")
+        writable_file(path if str(path) == "-" else path / "file")
     return path
 
 
@@ -70,7 +86,7 @@ JsonFile = Annotated[
     typer.Option(
         "--json",
         help="Also write the rows to this file; - for standard output.",
-        callback=writable_file,
+        callback=file_or_output,
         show_default=False,
     ),
 ]
