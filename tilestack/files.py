@@ -32,6 +32,11 @@ ABANDONED = 3600.0  # seconds in which a process that lives has written to its f
 STATUS = Path("/proc/self/status")
 
 
+def expand_home(path: str | Path) -> Path:
+    """A path, whose leading ~ is the home folder also where no shell has read it: in a recipe, and after --folder=."""
+    return Path(path).expanduser() if Path(path).parts[:1] == ("~",) else Path(path)
+
+
 class ForeignFolder(ValueError):
     """A folder that tilestack did not make and therefore leaves alone."""
 

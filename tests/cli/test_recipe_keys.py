@@ -72,3 +72,10 @@ def test_wrong_words_are_one_line(tilestack):
 
 def test_help_points_to_it(tilestack):
     assert "tilestack recipe" in tilestack("train", "--help")[1]
+
+
+def test_keys_are_whole_on_a_narrow_terminal_and_behind_a_pipe(tilestack, monkeypatch):
+    monkeypatch.setattr("tilestack.cli.recipe_keys.console", Console(width=80))
+    _, out, _ = tilestack("recipe")
+    shown = {line.split()[0] for line in out.splitlines() if line.strip()}
+    assert {key.name for key in keys_of(Recipe)} <= shown

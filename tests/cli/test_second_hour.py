@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tilestack.cli import error_in_words, main
-from tilestack.cli.common import given_text, writable_file, writable_folder
+from tilestack.cli.common import file_or_output, given_text, writable_file, writable_folder
+from tilestack.data.readers import files_behind
 from tilestack.lab import results
 from tilestack.lab.proof import proofs
 from tilestack.lab.training import loss_curves
@@ -51,11 +52,50 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_p
     ):
         assert str(tmp_path) in said(capsys, *arguments)
     assert writable_file(tmp_path / "new" / "rows.json") == tmp_path / "new" / "rows.json"
-    assert writable_file(Path("-")) == Path("-")
+    assert file_or_output(Path("-")) == Path("-")
     assert writable_folder(None) is None
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ValueError, match=rf"cannot write .*rows\.json: no permission to write {tmp_path}$"):
         writable_file(tmp_path / "new" / "rows.json")
+
+
+def test_only_json_goes_to_standard_output_by_a_dash(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for arguments in (
+        ["tiles", "softmax", "--output", "-"],
+        ["profile", "softmax", "--trace", "-"],
+        ["load", "--plot", "-"],
+        ["report", "--output", "-"],
+        ["parity", "--output", "-"],
+        ["quantize", "smollm2", "-"],
+        ["explain", "add", "--ptx", "-"],
+    ):
+        assert "- is standard output, which only --json writes to; name a file" in said(capsys, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tilde_that_no_shell_has_read_is_the_home_folder(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["learn", "start", "add", "--folder=~/exercises"])
+    assert (tmp_path / "home/exercises/add.py").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert writable_file(Path("~/rows.json")) == tmp_path / "home/rows.json"
+    assert writable_folder(Path("~/run")) == tmp_path / "home/run"
+    (tmp_path / "home/texts.txt").write_text("text")
+    assert files_behind("~/texts.txt") == [tmp_path / "home/texts.txt"]
+    (tmp_path / "home/model").mkdir()
+    (tmp_path / "home/model/config.json").write_text("{}")
+    assert locate("~/model") == tmp_path / "home/model"
+    for command in (["train", "demo"], ["chain"]):
+        assert f"{tmp_path / 'home/texts.txt'}" in said(capsys, *command, "--folder=~/texts.txt")
+
+
+def test_a_file_that_no_page_may_replace_is_refused_before_parity_trains(capsys, tmp_path):
+    (tmp_path / "index.html").write_text("mine")
+    told = said(capsys, "parity", "--output", str(tmp_path / "index.html"))
+    assert "index.html is there already, and is not a report of tilestack" in told
 
 
 def test_a_backend_that_nothing_has_is_known_before_parity_trains(capsys):

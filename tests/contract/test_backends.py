@@ -55,6 +55,14 @@ def test_what_is_no_choice_is_quoted_with_the_way_to_write_one(text):
         Choice.parse(text)
 
 
+def test_a_choice_that_is_no_text_is_refused():
+    with (
+        pytest.raises(BackendError, match="a backend is given by its name, such as `triton`, not by None"),
+        backend(None),
+    ):
+        pass
+
+
 def test_context_over_environment_over_configuration_over_auto(environment):
     assert chosen("softmax") == "auto"
     configure_backend("aten")

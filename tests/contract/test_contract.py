@@ -312,6 +312,12 @@ def test_a_backend_needs_a_name_of_its_own(name):
         implements(ops.add, backend=name, backward=AUTOGRAD)
 
 
+@pytest.mark.parametrize("other", ["softmax", torch.softmax])
+def test_only_an_operator_is_implemented(other):
+    with pytest.raises(TypeError, match=r"implements takes an operator, such as ops\.softmax, not .*softmax"):
+        implements(other, backend="mine")
+
+
 @pytest.mark.parametrize("call", [ops.softmax, ops.silu, ops.rms_norm], ids=lambda described: described.name)
 def test_a_second_derivative_works_on_torch_and_is_refused_by_name_on_triton(call):
     x = leaf(2, 3).double().detach().requires_grad_()

@@ -2,8 +2,11 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy
 import pytest
+import torch
 
 import tilestack
 from tilestack import models
@@ -27,8 +30,6 @@ def test_chat_answers(llm):
 
 
 def test_text_goes_on_as_plain_decoding_does(llm):
-    import torch
-
     prompts = ["The three primary colours are", "def fibonacci(n):"]
     found = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12), progress=False)
     for prompt, output in zip(prompts, found, strict=True):
@@ -87,7 +88,34 @@ def test_token_prompts_lists_and_mistakes(llm):
         llm.generate(["a", "b"], [GREEDY])
     with pytest.raises(RequestError, match="2048 tokens; at most 511"):
         llm.generate([[5], [5] * 2048], GREEDY)
+    for wrong in (None, b"abc", {"prompt": "abc"}, [b"abc"], ["abc", 5]):
+        with pytest.raises(RequestError, match="a prompt is a text or token ids, not"):
+            llm.generate(wrong, GREEDY)
+    with pytest.raises(UnicodeEncodeError, match="position 3: surrogates not allowed"):
+        llm.generate("abc\ud83d", GREEDY)
+    with pytest.raises(TypeError, match="params must be SamplingParams"):
+        llm.generate("abc", {"temperature": 0})
+    for wrong in (None, "Hello"):
+        with pytest.raises(RequestError, match="a conversation is a list of messages"):
+            llm.chat(wrong, GREEDY)
     assert not llm.engine.busy
+
+
+def test_ids_may_be_arrays_and_prompts_any_iterable(llm):
+    ids = llm.tokenizer.encode("One, two, three,")
+    text = llm.generate(ids, GREEDY).text
+    for given in (torch.tensor(ids), numpy.array(ids), list(numpy.array(ids)), list(torch.tensor(ids)), tuple(ids)):
+        assert llm.generate(given, GREEDY).text == text
+    for given in (torch.tensor([ids]), [numpy.array(ids)], (each for each in [ids])):
+        assert [output.text for output in llm.generate(given, GREEDY, progress=False)] == [text]
+
+
+def test_threads_that_ask_one_model_get_their_own_answers(llm):
+    prompts = [f"Some facts about the number {number}:" for number in range(4)]
+    ask = lambda prompt: llm.generate(prompt, GREEDY).text
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        together = list(threads.map(ask, prompts))
+    assert together == [ask(prompt) for prompt in prompts]
 
 
 def test_tools_that_the_template_does_not_read_are_refused(llm):

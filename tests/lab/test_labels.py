@@ -1,11 +1,15 @@
 """What people read for a case: words for every case of every operator, each its own, whatever results call it."""
 
+import io
+
 import pytest
+import torch
+from rich.console import Console
 
 from tilestack.contract import operators
 from tilestack.contract.cases import cases
 from tilestack.contract.labels import label_of_arguments, phrase
-from tilestack.lab.catalogue import render_operator, unwrapped
+from tilestack.lab.catalogue import catalogue, render_operator, render_operators, unwrapped
 from tilestack.lab.labels import case_label, labels_of
 from tilestack.lab.proof.claims import Proof
 from tilestack.lab.proof.refuted import refutations
@@ -83,3 +87,9 @@ def test_one_operator_in_full_lists_its_cases_in_words_and_by_name():
 
 def test_formulas_in_a_docstring_keep_their_lines():
     assert unwrapped("One\n    line.\n\n        a = b\n        c = d\n    ") == "One line.\n\n    a = b\n    c = d"
+
+
+def test_names_of_operators_are_whole_on_a_narrow_terminal():
+    lines = io.StringIO()
+    Console(file=lines, width=80).print(render_operators(catalogue(torch.device("cpu"), operators())))
+    assert {operator.name for operator in operators()} <= set(lines.getvalue().split())

@@ -145,6 +145,17 @@ def test_an_attempt_must_take_what_the_solution_takes(outside, tmp_path):
     assert "registers no backend 'mine' for add" in graded("add", elsewhere, tmp_path).wrong.what
 
 
+def test_what_pytorch_computes_is_no_kernel(outside, tmp_path):
+    text = EXERCISES["add"].solution()
+    by_torch = graded("add", text + "\n\n@implements(ops.add, backend='mine', backward=add_backward)\ndef add(x, y):\n    return x + y\n", tmp_path)  # fmt: skip
+    assert by_torch.state is State.BEGUN
+    assert by_torch.proved == by_torch.claims
+    assert "no kernel of yours computes them" in by_torch.wrong.what
+    ours = text.replace("import implements, ops", "import backend, implements, ops")
+    by_ours = graded("add", ours + "\n\n@implements(ops.add, backend='mine', backward=add_backward)\ndef add(x, y):\n    with backend('triton'):\n        return ops.add(x, y)\n", tmp_path)  # fmt: skip
+    assert "no kernel of yours computes them" in by_ours.wrong.what
+
+
 def test_an_error_is_told_with_its_line(outside, tmp_path):
     source = EXERCISES["add"].solution()
     line = next(n for n, text in enumerate(source.splitlines(), 1) if "inside = " in text)

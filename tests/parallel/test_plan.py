@@ -1,18 +1,22 @@
 """A plan counts what a run has: weights, gradients, states and activations to the byte, and communication by its formulas."""
 
+import io
 import json
 import math
+import re
 
 import pytest
 import torch
+from rich.console import Console
 from tiny_models import config_of
 
 import tilestack
 from tilestack import models
 from tilestack.cli import main
-from tilestack.cli.parallel import count_in_words
+from tilestack.cli.parallel import count_in_words, plan_table
 from tilestack.lab.planning.plan import plan_of, plans
 from tilestack.lab.planning.plan_costs import Cluster, Sharing, Workload, described_model, layer_bytes
+from tilestack.shipped import shipped
 from tilestack.train import Recipe
 from tilestack.train.optimizers import make_optimizer
 from tilestack.train.settings import read
@@ -254,6 +258,16 @@ def test_the_command_plans_for_recipes_and_for_folders(capsys, tmp_path):
     assert code == 0
     assert "3 rows of 64 tokens" in " ".join(printed.split())
     assert "The step is an estimate" in " ".join(printed.split())
+
+
+def test_numbers_are_whole_on_a_narrow_terminal():
+    lines = io.StringIO()
+    recipe = Recipe.load(shipped("recipes") / "qwen3-0.6b.toml")
+    Console(file=lines, width=80).print(plan_table(plans(Workload(recipe), Cluster(8))))
+    assert re.search(
+        r"^data 8, shard +\d+ MB +[\d.]+ GB +[\d.]+ GB +yes +[\d.]+ GB +[\d.]+ s *$", lines.getvalue(), re.M
+    )
+    assert not re.search(r"^ +[GM]B", lines.getvalue(), re.M)
 
 
 def test_the_command_plans_for_a_model_in_one_file(capsys, tmp_path):

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tilestack.cli.common import JsonFile, console, write_json
+from tilestack.cli.common import JsonFile, console, in_home, write_json
 
 
 def add_to(app: typer.Typer) -> None:
@@ -17,7 +17,11 @@ def add_to(app: typer.Typer) -> None:
 def chain_command(
     folder: Annotated[
         Path | None,
-        typer.Option(help="Output folder, with a folder per run.", show_default="runs/chain or runs/alignment"),
+        typer.Option(
+            help="Output folder, with a folder per run.",
+            callback=in_home,
+            show_default="runs/chain or runs/alignment",
+        ),
     ] = None,
     alignment: Annotated[
         bool, typer.Option("--alignment", help="Instead, sft, then grpo, dpo and kto, each from its model.")

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tilestack.files import naming
+from tilestack.files import expand_home, naming
 
 if TYPE_CHECKING:
     import torch
@@ -32,9 +32,12 @@ Place = TypeVar("Place", Path, Path | None)
 
 
 def writable_file(path: Place) -> Place:
-    """Refuse a file that cannot be written before the work is done that should go into it."""
-    if path is None or str(path) == "-":
+    """A file to write. Refuse one that cannot be written before the work is done that should go into it."""
+    if path is None:
         return path
+    if str(path) == "-":
+        raise ValueError("- is standard output, which only --json writes to; name a file")
+    path = expand_home(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file")
     there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
@@ -45,11 +48,30 @@ def writable_file(path: Place) -> Place:
     return path
 
 
+def file_or_output(path: Path | None) -> Path | None:
+    """The same of a file for which - stands for standard output."""
+    return path if str(path) == "-" else writable_file(path)
+
+
+def report_page(path: Path) -> Path:
+    """The same of a page of results, which replaces no other file."""
+    if (page := writable_file(path)).is_file():
+        from tilestack.lab.report.page import refuse_other_file
+
+        refuse_other_file(page)
+    return page
+
+
 def writable_folder(path: Place) -> Place:
-    """Refuse a folder in which no file can be written, likewise."""
+    """A folder to write. Refuse one in which no file can be written, likewise."""
     if path is not None:
-        writable_file(path / "file")
-    return path
+        writable_file(path if str(path) == "-" else path / "file")
+    return in_home(path)
+
+
+def in_home(path: Place) -> Place:
+    """A path, also where the shell left its ~ alone, as it does after --folder=; it would be a folder of that name."""
+    return path if path is None else expand_home(path)
 
 
 Operators = Annotated[list[str] | None, typer.Argument(help="Operators by name; default: all.", show_default=False)]
@@ -70,7 +92,7 @@ JsonFile = Annotated[
     typer.Option(
         "--json",
         help="Also write the rows to this file; - for standard output.",
-        callback=writable_file,
+        callback=file_or_output,
         show_default=False,
     ),
 ]

@@ -22,6 +22,7 @@ from tilestack.cli.common import (
     pick_operators,
     progress_bar,
     prove_all,
+    report_page,
     writable_file,
     writable_folder,
     write_json,
@@ -248,7 +249,7 @@ def explain_command(
 
 
 def report_command(
-    output: Annotated[Path, typer.Option(help="The page to write.", callback=writable_file)] = Path("runs/report.html"),
+    output: Annotated[Path, typer.Option(help="The page to write.", callback=report_page)] = Path("runs/report.html"),
     tables: Annotated[
         bool,
         typer.Option(

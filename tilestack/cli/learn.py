@@ -18,6 +18,7 @@ from tilestack.cli.common import (
     JsonFile,
     console,
     has_nvidia_driver,
+    in_home,
     in_paragraphs,
     kernel_device,
     progress_bar,
@@ -36,7 +37,7 @@ STYLES = {State.NOT_BEGUN: "dim", State.BEGUN: "yellow", State.PASSES: "green", 
 aside = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Name = Annotated[str, typer.Argument(help="The exercise, as `tilestack learn` lists it.", show_default=False)]
-FolderOption = Annotated[Path, typer.Option("--folder", help="Your folder of exercises.")]
+FolderOption = Annotated[Path, typer.Option("--folder", help="Your folder of exercises.", callback=in_home)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 
 

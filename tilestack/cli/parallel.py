@@ -169,11 +169,12 @@ def recipe_or_model(name: str, changes: list[str]) -> "Recipe":
 
 
 def plan_table(found: list["Plan"]) -> Table:
-    """A line a layout, no wider than a terminal; `--json` has every part of what is added up here."""
+    """A line a layout, no wider than a terminal: where that is narrow, layouts take two lines and numbers stay whole. `--json`
+    has every part of what is added up here."""
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    made.add_column("layout", no_wrap=True)
+    made.add_column("layout")
     for name in ("state", "activations", "memory", "fits", "sends", "step"):
-        made.add_column(name, justify="right")
+        made.add_column(name, justify="right", no_wrap=True)
     for plan in found:
         activations = plan.activations_checkpointed if plan.checkpointing else plan.activations
         made.add_row(

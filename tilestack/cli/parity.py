@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tilestack.cli.common import JsonFile, console, kernel_device, writable_file, write_json
+from tilestack.cli.common import JsonFile, console, kernel_device, report_page, write_json
 from tilestack.cli.recipes import find_recipe
 from tilestack.cli.train import Set
 from tilestack.extras import MissingExtra
@@ -38,7 +38,7 @@ def parity_command(
     ] = None,
     fp8: Annotated[bool, typer.Option("--fp8", help="Compare fp8 with the recipe's own precision, instead of a backend with the definitions.")] = False,
     starts: Annotated[int, typer.Option(help="With --fp8, number of starting points (perturbed weights) to train from, to separate chance from the cost of fp8.", min=1)] = 1,
-    output: Annotated[Path, typer.Option(help="The page with the curves.", callback=writable_file)] = Path("runs/parity.html"),
+    output: Annotated[Path, typer.Option(help="The page with the curves.", callback=report_page)] = Path("runs/parity.html"),
     device: Annotated[str | None, typer.Option(help="cuda or cpu, where kernels are interpreted.", show_default=False)] = None,
     save: Annotated[bool, typer.Option("--save", help="Save the curves to results/<machine>/parity.")] = False,
     json_: JsonFile = None,

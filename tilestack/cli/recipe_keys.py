@@ -70,7 +70,8 @@ def table_of_keys(keys: list["Key"]) -> Table:
     from tilestack.train.settings import toml_value
 
     heads = ("key", "", "default", "accepts", "means")
-    whole = (Column(head, overflow="fold") for head in heads)  # on a narrow terminal too: they are to be typed
+    whole = [Column(head, overflow="fold") for head in heads]  # on a narrow terminal too: they are to be typed
+    whole[0].no_wrap = True  # so that grep finds them, and a key can be copied
     made = Table(*whole, box=None, padding=(0, 2, 0, 0))
     section = ""
     for key in keys:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tilestack.cli.common import console, share_the_cores
+from tilestack.cli.common import console, in_home, share_the_cores
 from tilestack.cli.recipe_keys import recipe_kinds
 from tilestack.cli.recipes import find_recipe
 from tilestack.parallel import environment
@@ -38,7 +38,9 @@ Set = Annotated[
         show_default=False,
     ),
 ]
-Folder = Annotated[Path | None, typer.Option(help="The run's folder; default: runs/<run.name>.", show_default=False)]
+Folder = Annotated[
+    Path | None, typer.Option(help="The run's folder; default: runs/<run.name>.", callback=in_home, show_default=False)
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Discard the run in the folder and start over.")]
 Profile = Annotated[
     int, typer.Option(help="Profile this many steps, after the first four: trace and kernel times in <folder>/profile.", min=0, show_default=False)

@@ -36,6 +36,8 @@ class Choice(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Choice":
+        if not isinstance(text, str):
+            raise BackendError(f"a backend is given by its name, such as `triton`, not by {text!r}")
         default, exceptions = None, []
         for part in filter(None, (part.strip() for part in text.split(","))):
             operator, equals, backend = (piece.strip() for piece in part.partition("="))

@@ -164,6 +164,8 @@ def implements(
     if backend in (AUTO, "torch") or not backend.isidentifier():
         raise ValueError(f"a backend of your own needs a name of its own, not {backend!r}")
 
+    if not hasattr(op, "implementations"):
+        raise TypeError(f"implements takes an operator, such as ops.softmax, not {op!r}")
     where = f"{op.name} on {backend}"
     if not (backward is None or backward == AUTOGRAD or callable(backward)):
         raise TypeError(f"the backward of {where} is a function, AUTOGRAD or None, not {backward!r}")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tilestack.data.errors import DataError, needs
+from tilestack.files import expand_home
 
 PART = 1 << 20  # bytes of a text document that come together
 LONGEST_LINE = 1 << 26
@@ -56,9 +57,9 @@ def located(source: str | Path) -> Iterator[Located]:
 
 def files_behind(source: str | Path) -> list[Path]:
     """The files that a source is read from, in order; none for a dataset of the hub."""
-    path = Path(source)
     if str(source).startswith("hf:"):
         return []
+    path = expand_home(source)
     if path.is_dir():
         files = sorted(file for file in _files_in(path) if _reader(file) not in (None, _read_json))
         if odd := next((file for file in files if file.exists() and not file.is_file()), None):

@@ -98,7 +98,13 @@ class Tokenizer:
     def encode(self, text: str, *, bare: bool = False) -> list[int]:
         """Ids of a text, with what the tokenizer puts around it (a begin token) unless `bare`. Special tokens written in
         the text are read as such."""
-        return self.backend.encode(text, add_special_tokens=not bare).ids
+        if not isinstance(text, str):
+            raise TypeError(f"a text must be a str, not {type(text).__name__}")
+        try:
+            return self.backend.encode(text, add_special_tokens=not bare).ids
+        except TypeError:
+            text.encode()  # half of a surrogate pair, which a str can hold and a text cannot; this error says where
+            raise
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of whole documents for training, on all cores: begun as `encode` does, ended by `eos`. Special tokens that

@@ -1,6 +1,7 @@
 """Many prompts at once, offline: `LLM(model).generate(prompts, params)`, `.chat(conversations, params)`, `.embed(texts)`."""
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tilestack.data import Message, Tokenizer
 from tilestack.engine.engine import Engine
 from tilestack.engine.outputs import Completion, RequestOutput
-from tilestack.engine.params import RequestError, SamplingParams
+from tilestack.engine.params import RequestError, SamplingParams, brief
 from tilestack.engine.sequence import Request
 from tilestack.engine.settings import EngineSettings
 from tilestack.garbage import startup_frozen
@@ -32,6 +33,7 @@ class LLM:
             given = vars(settings) if settings is not None else {}
             model = Engine.load(model, EngineSettings(**{**given, "queue": None, **changed}))
         self.engine = model
+        self.answering = threading.Lock()  # an engine takes one step at a time, so calls of other threads wait
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -47,13 +49,18 @@ class LLM:
         adapter: str | None = None,
         progress: bool = True,
     ) -> Any:
-        """What follows each prompt, a text or token ids: a RequestOutput for one prompt, a list of them for a list."""
+        """What follows each prompt, a text or token ids: a RequestOutput for one prompt, a list of them for a list. Calls of
+        several threads are answered one after another."""
         ids, one = self.encoded(prompts)
         asked = (
             [params or SamplingParams()] * len(ids)
             if params is None or isinstance(params, SamplingParams)
             else list(params)
         )
+        if wrong := [each for each in asked if not isinstance(each, SamplingParams)]:
+            raise TypeError(
+                f"params must be SamplingParams, one for all prompts or one for each, not {brief(wrong[0])}"
+            )
         if len(asked) != len(ids):
             raise ValueError(f"{len(ids)} prompts and {len(asked)} parameters; give one for all, or one for each")
         requests = [
@@ -79,9 +86,10 @@ class LLM:
 
     def encoded(self, prompts: Prompt | Sequence[Prompt]) -> tuple[list[list[int]], bool]:
         """Prompts as token ids, and whether one was given instead of a list."""
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        given: list[Any] = [prompts] if one else list(prompts)
-        return [self.tokenizer.encode(each) if isinstance(each, str) else list(each) for each in given], one
+        given = [prompts] if isinstance(prompts, str) else elements(prompts)
+        if one := isinstance(prompts, str) or (len(given) > 0 and isinstance(given[0], int)):
+            given = [prompts]
+        return [self.tokenizer.encode(each) if isinstance(each, str) else elements(each) for each in given], one
 
     def chat(
         self,
@@ -93,6 +101,12 @@ class LLM:
         progress: bool = True,
     ) -> Any:
         """The model's next turn in a conversation (a list of messages), or in each of several."""
+        if isinstance(conversations, str) or not isinstance(conversations, Sequence):
+            raise RequestError(
+                'a conversation is a list of messages, such as [{"role": "user", "content": "Hello"}], not '
+                f"{brief(conversations)}",
+                "messages",
+            )
         one = len(conversations) > 0 and isinstance(conversations[0], dict)
         given: list[Any] = [conversations] if one else list(conversations)
         if tools and not self.tokenizer.template_reads("tools"):
@@ -104,7 +118,10 @@ class LLM:
 
     def run(self, requests: Iterable[Request], progress: bool = False) -> list[RequestOutput]:
         """Serve requests to their end; an error in one is an error of all, and leaves the engine empty."""
-        requests = list(requests)
+        with self.answering:
+            return self.answer(list(requests), progress)
+
+    def answer(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
         found = {request: [Completion() for _ in range(request.params.n)] for request in requests}
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         bars = Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress)
@@ -139,3 +156,10 @@ class LLM:
             )
             for request in requests
         ]  # fmt: skip
+
+
+def elements(prompts: Any) -> list[Any]:
+    """What a list, an array or a tensor of prompts or of token ids holds, its numbers as Python's own."""
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray | Mapping):
+        raise RequestError(f"a prompt is a text or token ids, not {brief(prompts)}", "prompt")
+    return [each.tolist() if hasattr(each, "tolist") else each for each in prompts]

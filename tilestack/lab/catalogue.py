@@ -45,7 +45,8 @@ def automatic(operator: Operator, device: torch.device) -> str:
 
 
 def render_operators(rows: list[dict[str, Any]]) -> Table:
-    table = Table("operator", "what it is", "backends", "auto here", title="Operators")
+    name = Column("operator", no_wrap=True)  # which is to be typed
+    table = Table(name, "what it is", "backends", "auto here", title="Operators")
     for row in rows:
         backends = ", ".join(name if name in row["usable"] else f"[dim]{name}[/dim]" for name in row["backends"])
         table.add_row(f"[bold]{row['name']}[/bold]", escape(row["summary"]), backends, row["auto"])

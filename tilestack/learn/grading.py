@@ -1,16 +1,20 @@
 """Grading an attempt: claim after claim through `lab.verify`, the smallest cases first, up to the first that is wrong.
 
 The solution says what is asked for: an attempt must take every call that the solution takes, in both directions where the
-solution has a backward. The first round is float32 in plain layouts; `everything` adds what `tilestack verify` tries.
+solution has a backward, and launch a kernel. The first round is float32 in plain layouts; `everything` adds what `tilestack verify` tries.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.jit import KernelInterface
 
 from tilestack.contract.cases import Case, Make
 from tilestack.contract.implementation import Implementation
@@ -25,6 +29,7 @@ from tilestack.learn.finding import Finding, code_in
 from tilestack.learn.folder import State
 from tilestack.learn.tutor import describe_claim, explain_claim
 from tilestack.ops import operator_named
+from tilestack.shipped import PACKAGE
 
 LARGER_TRIED = 4  # cases, when the first wrong one does not explain itself
 DIRECTIONS = ("forward", "backward", "gradcheck")
@@ -53,14 +58,39 @@ def grade(exercise: Exercise, path: Path, device: str, everything: bool, begin: 
     first = in_order(find([torch.float32], every_variant=False))
     further = find(None, every_variant=True) if everything else []
     asked = first + [claim for claim in further if claim not in first]
-    for number, claim in enumerate(asked):
-        begin(number + 1, len(asked))
-        if (wrong := refutation(claim, path, mistakes)) is not None:
-            if not wrong.advice:
-                wrong = replace(wrong, advice=advice_from_larger(asked[number + 1 :], claim, path, mistakes))
-            state = State.PASSES if number >= len(first) else State.BEGUN
-            return Checked(state, number, len(asked), wrong)
+    with launches_of_kernels() as launched:
+        for number, claim in enumerate(asked):
+            begin(number + 1, len(asked))
+            if (wrong := refutation(claim, path, mistakes)) is not None:
+                if not wrong.advice:
+                    wrong = replace(wrong, advice=advice_from_larger(asked[number + 1 :], claim, path, mistakes))
+                state = State.PASSES if number >= len(first) else State.BEGUN
+                return Checked(state, number, len(asked), wrong)
+    if not launched:
+        what = "the numbers are right, but no kernel of yours computes them: none was launched"
+        return Checked(State.BEGUN, len(asked), len(asked), Finding(what, advice=["Launch one: kernel[grid](…)."]))
     return Checked(State.EVERYTHING if everything else State.PASSES, len(asked), len(asked))
+
+
+@contextmanager
+def launches_of_kernels() -> Iterator[list[str]]:
+    """The names of kernels launched inside, interpreted or not, but for those that come with tilestack."""
+    launched: list[str] = []
+    usual = KernelInterface.__getitem__
+
+    def noted(kernel: Any, grid: Any) -> Any:
+        function = kernel
+        while not inspect.isfunction(function):  # of an autotuner, of Triton's, of Python's
+            function = function.fn
+        if not Path(function.__code__.co_filename).is_relative_to(PACKAGE):
+            launched.append(function.__name__)
+        return usual(kernel, grid)
+
+    KernelInterface.__getitem__ = noted
+    try:
+        yield launched
+    finally:
+        KernelInterface.__getitem__ = usual
 
 
 def claims_asked(

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tilestack.files import whole_folder
+from tilestack.files import expand_home, whole_folder
 from tilestack.models.codes import quantization_config_of, stored_codes, written_tensors
 from tilestack.models.config import ModelConfig, listed
 from tilestack.models.decoder import Decoder
@@ -106,7 +106,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def locate(name: str | Path) -> Path:
     """The folder or .gguf file that a path or a known model's name stands for."""
-    path = Path(name)
+    path = expand_home(name)
     if str(name) in PACKAGED and not path.exists():
         package, module = PACKAGED[str(name)]
         spec = importlib.util.find_spec(module)  # finds without importing: its dependencies are not needed here

@@ -162,13 +162,18 @@ def navigation(content: Sequence[Section | Part]) -> str:
     return "".join(links)
 
 
-def write_page(path: Path, title: str, subtitle: str, facts: Sequence[tuple[str, str]], top: str, sections: Sequence[Section | Part]) -> Path:  # fmt: skip
-    """Write the page. `facts` are the label and value pairs under the title, `top` is html before the first section. What is
-    there already is replaced where it is such a page, and else refused."""
+def refuse_other_file(path: Path) -> None:
+    """Refuse to replace what is no such page."""
     if path.is_file() and (there := path.read_bytes()) and MARK not in there:
         raise ValueError(
             f"{path} is there already, and is not a report of tilestack; move it away, or name another file"
         )
+
+
+def write_page(path: Path, title: str, subtitle: str, facts: Sequence[tuple[str, str]], top: str, sections: Sequence[Section | Part]) -> Path:  # fmt: skip
+    """Write the page. `facts` are the label and value pairs under the title, `top` is html before the first section. What is
+    there already is replaced where it is such a page, and else refused."""
+    refuse_other_file(path)
     variables = [
         "".join(f"--{name}:{pair[dark]};" for name, pair in COLOURS.items()) for dark in (0, 1)
     ]  # fmt: skip
