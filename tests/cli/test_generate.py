@@ -52,8 +52,8 @@ def test_the_text_comes_and_json_says_how(capsys, folder):
 def test_the_speed_is_of_the_tokens_after_the_first():
     speech = object.__new__(Speech)
     speech.request, speech.made = SimpleNamespace(prompt=[0] * 10, cached=2), [0] * 5
-    speech.began, speech.first, speech.last = 1.0, 1.5, 3.5
-    assert speech.figures() == "5 tokens, 2.0 tokens/s; 8 of the prompt read in 0.50 s, 2 known"
+    speech.began, speech.first, speech.last = 1.0, 1.5, 9.5
+    assert speech.figures() == "5 tokens, 0.5 tokens/s; 8 of the prompt read in 0.50 s, 2 known"
 
 
 def test_without_standard_error_figures_do_not_end_up_in_the_text(capsys, folder, monkeypatch):
