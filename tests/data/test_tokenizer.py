@@ -251,6 +251,16 @@ def test_files_that_are_no_tokenizers_are_named(tokenizer, tmp_path):
         Tokenizer.train(["text"], 100)
 
 
+@pytest.mark.parametrize(
+    "name", ["<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>"]
+)
+def test_answers_end_at_every_token_that_ends_one_in_models_of_today(name):
+    """Whatever a file calls its end token: Llama 3.1 has three, and a GGUF file names the first."""
+    vocabulary = {"<|endoftext|>": 0, "a": 1, name: 2}
+    tokenizer = Tokenizer(Backend(models.WordLevel(vocabulary)), eos="<|endoftext|>")
+    assert tokenizer.stops == (0, 2)
+
+
 def test_a_tokenizer_for_chat_has_the_template_and_the_end_of_its_answers(tokenizer):
     chatty = tokenizer.for_chat()
     assert tokenizer.template is None

@@ -24,7 +24,7 @@ from tilestack.data.errors import DataError
 from tilestack.data.tokenizer_sources import END_OF_TEXT, TURN_END, TURN_START
 
 # Tokens that end a turn or a text in the models of today, whichever of them a tokenizer calls its end token.
-ENDS = (TURN_END, "<|eot_id|>", "<|end|>", "<end_of_turn>", END_OF_TEXT, "<|end_of_text|>")
+ENDS = (TURN_END, "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", END_OF_TEXT, "<|end_of_text|>")
 # Words, numbers, scripts, white space and a symbol of four bytes: what pre-tokenizers disagree about.
 PROBE = "The 1234 rows' sum isn't 5.67e-8:\n\n\t\tif x_y == 'naïve':  # 漢字 кот 🙂\r\n        return [None]*10   \n"
 
