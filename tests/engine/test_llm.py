@@ -11,7 +11,7 @@ import torch
 import tilestack
 from tilestack import models
 from tilestack.data import Tokenizer
-from tilestack.engine import RequestError, SamplingParams, Structure
+from tilestack.engine import EngineSettings, RequestError, SamplingParams, Structure
 from tilestack.engine.text import TextStream
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -108,6 +108,13 @@ def test_ids_may_be_arrays_and_prompts_any_iterable(llm):
         assert llm.generate(given, GREEDY).text == text
     for given in (torch.tensor([ids]), [numpy.array(ids)], (each for each in [ids])):
         assert [output.text for output in llm.generate(given, GREEDY, progress=False)] == [text]
+
+
+def test_devices_and_dtypes_of_torch_are_settings_too():
+    given = EngineSettings(device=torch.device("cpu"), dtype=torch.float32)
+    assert given == EngineSettings(device="cpu", dtype="float32")
+    with pytest.raises(ValueError, match="no dtype int8; choose from float32, bfloat16, float16"):
+        tilestack.LLM("smollm2", dtype=torch.int8)
 
 
 def test_threads_that_ask_one_model_get_their_own_answers(llm):

@@ -47,6 +47,9 @@ class EngineSettings:
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("device", "dtype"):
+            if isinstance(given := getattr(self, name), torch.device | torch.dtype):  # by name from here on
+                object.__setattr__(self, name, str(given).removeprefix("torch."))
         many, bytes_ = 2**31 - 1, 2**62
         for name, low, high in (("max_sequences", 1, many), ("page", 1, many), ("swap_memory", 0, bytes_)):
             check_whole(name, getattr(self, name), low, high)

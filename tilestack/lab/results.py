@@ -38,9 +38,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); restore it or delete it") from error
+        raise ValueError(f"{path} is not JSON ({error}); restore it or move it away") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is not a file of results: it holds no object; restore it or delete it")
+        raise ValueError(f"{path} is not a file of results: it holds no object; restore it or move it away")
     return found
 
 
