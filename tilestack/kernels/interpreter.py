@@ -56,8 +56,9 @@ def mend_products() -> None:
     multiply = interpreter.InterpreterBuilder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, total: Any, *rest: Any) -> Any:
-        if (wide := widened(a)) is not None:
-            result = sum_in_steps(wide, widened(b), total.data, STEP_BYTES * 8 // a.dtype.scalar.primitive_bitwidth)
+        wide_a, wide_b = widened(a), widened(b)
+        if wide_a is not None and wide_b is not None:
+            result = sum_in_steps(wide_a, wide_b, total.data, STEP_BYTES * 8 // a.dtype.scalar.primitive_bitwidth)
         elif a.data.dtype.kind == "f":
             product = np.einsum("...ij,...jk->...ik", np.ascontiguousarray(a.data), np.ascontiguousarray(b.data))
             result = product.astype(total.data.dtype) + total.data
