@@ -124,6 +124,15 @@ def test_pairs_that_fit_to_the_token_are_taken():
         assert counts["held out"] == 4 == len(objective.held) + counts["held out and too long"]
 
 
+def test_pairs_of_equal_answers_are_counted_aloud(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    answers = [("4", "5"), ("4", "4"), ("7", "7")]
+    file.write_text("".join(json.dumps({"prompt": f"{n}?", "chosen": a, "rejected": b}) + "\n" for n, (a, b) in enumerate(answers)))  # fmt: skip
+    counts = dpo(decoder(), data={"corpus": "files", "files": [str(file)], "validation": 0}).counts
+    assert counts["pairs of answers"] == 3
+    assert counts["with two equal answers, which teach nothing"] == 2
+
+
 def test_pairs_that_do_not_fit_leave_the_others_to_their_files(tmp_path):
     row = lambda prompt: json.dumps({"prompt": prompt, "chosen": "4", "rejected": "5"}) + "\n"
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]

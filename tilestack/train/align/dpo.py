@@ -66,6 +66,7 @@ class DPO(PairObjective[Pair]):
         pairs = lambda some: pairs_of(tokenizer, some)
         asks = recipe.dpo.loss != "simpo"
         super().__init__(recipe, placement, tokenizer, device, cache, found, pairs, "pairs of answers", asks)
+        self.counts["with two equal answers, which teach nothing"] = sum(p.chosen == p.rejected for p in found.learned)
 
     def next_batch(self) -> PairBatch:
         return PairBatch(*self.in_rows(*self.dealt()))
