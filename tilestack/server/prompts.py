@@ -1,7 +1,7 @@
 """From what a client sends to token ids: conversations through the model's chat template, texts through its tokenizer.
 
-Both run in threads, so that a long text or a slow template holds up nobody else. Templates are programs by strangers;
-`tilestack.data.chat` renders them in a process of its own with limits of memory and time.
+Templates and long texts run in threads, so that they hold up nobody else; a short text is done before a thread has begun.
+Templates are programs by strangers; `tilestack.data.chat` renders them in a process of its own with limits of memory and time.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from tilestack.data.errors import DataError
 from tilestack.server.errors import refuse
 from tilestack.server.schemas.chat import AssistantMessage, Message, Templated, Tool, ToolCall, ToolMessage
 
+SHORT = 512  # characters that take as long to tokenise as to hand to a thread
 RESERVED = {"messages", "tools", "add_generation_prompt"}
 
 
@@ -25,7 +26,7 @@ async def text_ids(tokenizer: Tokenizer, prompts: Sequence[str] | Sequence[list[
     def encode() -> list[list[int]]:
         return [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
 
-    return await encoded(encode, param)
+    return await encoded(encode, param, at_once=sum(len(text) for text in prompts if isinstance(text, str)) <= SHORT)
 
 
 async def chat_ids(
@@ -84,9 +85,9 @@ async def warm_up(tokenizer: Tokenizer) -> None:
         await asyncio.to_thread(tokenizer.chat, [{"role": "user", "content": "hello"}], add_generation_prompt=True)
 
 
-async def encoded(encode: Any, param: str) -> Any:
+async def encoded(encode: Any, param: str, at_once: bool = False) -> Any:
     try:
-        return await asyncio.to_thread(encode)
+        return encode() if at_once else await asyncio.to_thread(encode)
     except (UnicodeEncodeError, TypeError) as problem:  # half of a surrogate pair, which JSON can say and text cannot
         raise refuse(f"{param} holds what is not text: {problem}", param) from problem
     except DataError as problem:  # of a template, or of what it makes of these messages
