@@ -227,16 +227,19 @@ def test_a_process_takes_the_gpu_of_its_place_on_its_machine(monkeypatch):
 
 
 def test_a_process_stops_when_its_launcher_is_gone(monkeypatch):
-    """It is asked once: who is asked twice ends without saving."""
+    """It is asked once: who is asked twice ends without saving. It is ended when it has not stopped for long."""
     from tilestack.parallel import environment, processes
 
     parents, asked = itertools.chain([7] * 5, itertools.repeat(1)), queue.SimpleQueue()
     monkeypatch.setattr("os.getppid", lambda: next(parents))
     monkeypatch.setattr("os.kill", lambda *given: asked.put(given))
-    monkeypatch.setattr(processes, "time", SimpleNamespace(sleep=lambda seconds: None))
+    slept: list[float] = []
+    monkeypatch.setattr(processes, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr("os._exit", lambda code: asked.put((code, slept[-1])))
     monkeypatch.setenv(environment.LAUNCHER, "7")
     processes.end_with_launcher()
     assert asked.get(timeout=SECONDS) == (os.getpid(), signal.SIGTERM)
+    assert asked.get(timeout=SECONDS) == (1, processes.PATIENCE.total_seconds())
     assert asked.empty()
 
 

@@ -60,7 +60,7 @@ def lower_when_traced(op: Operator, *operands: str) -> None:
 def lower_before(op: Operator, *operands: str) -> None:
     """Let an operator's implementations, which know nothing of autocast, get these operands lowered and compute without it."""
     lower_when_traced(op, *operands)
-    call = functools.partial(call_lowered, op)
+    call = functools.partial(call_without, op)
     op.under_autocast = lambda arguments: call if is_on(op.device_of(arguments).type) else None
 
 
@@ -76,12 +76,10 @@ def compute_without(op: Operator) -> None:
 
 
 def call_without(op: Operator, *values: Any) -> Any:
-    with full_precision(op.device_of(dict(zip(op.parameters, values, strict=True))).type):
-        return op(*values)
-
-
-def call_lowered(op: Operator, *values: Any) -> Any:
-    arguments = op.lowered(dict(zip(op.parameters, values, strict=True)))  # type: ignore[misc]
+    """Call an operator without autocast, its operands lowered where it lowers any."""
+    arguments = dict(zip(op.parameters, values, strict=True))
+    if op.lowered is not None:
+        arguments = op.lowered(arguments)
     with full_precision(op.device_of(arguments).type):
         return op(*arguments.values())
 

@@ -66,7 +66,8 @@ def joined(
 
 def end_with_launcher() -> None:
     """Ask this process to stop, as by SIGTERM, when its launcher is gone, by whose hand ever, so that none is left behind on a
-    GPU. (Linux could send the signal itself, but sends it for every thread of the launcher, and a second one means at once.)"""
+    GPU; one that does not is ended. (Linux could send the signal itself, but sends it for every thread of the launcher, and a
+    second one means at once.)"""
     launcher = os.getppid()
     if environment.orphaned():
         raise ProcessLost("the process that started this one has ended")
@@ -75,6 +76,8 @@ def end_with_launcher() -> None:
         while os.getppid() == launcher:
             time.sleep(1)
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(PATIENCE.total_seconds())
+        os._exit(1)  # it hangs, perhaps in saying why it fails, when it heeds no signal any more
 
     threading.Thread(target=watch, daemon=True).start()
 
