@@ -61,7 +61,9 @@ def test_optimizers_and_training_steps_follow_the_files_they_run(monkeypatch, op
         (("serve", "tilestack", "cuda"), "lab/serving/serve_workloads.py", "models/gguf.py"),
         (("serve", "vllm", "cuda"), "lab/serving/serve_workloads.py", "engine/engine.py"),
         (("serve", "tilestack", "cuda"), "contract/native/signature.h", "kernels/cpu/few_tokens.h"),
+        (("serve", "tilestack", "cuda"), "engine/scheduler.py", "engine/asynchronous.py"),
         (("http", "http", "cpu"), "server/events.py", "lab/serving/serve_workloads.py"),
+        (("http", "http", "cpu"), "engine/delta_queue.py", "lab/serving/serve_workloads.py"),
         (("http", "offline", "cuda"), "engine/scheduler.py", "kernels/loss/cross_entropy.py"),
     ],
 )
@@ -95,7 +97,7 @@ def _clear():
 
 
 def test_every_part_named_is_there():
-    steps = (*stale.OF_A_TRAINING_STEP, *stale.OF_AN_OPTIMIZER, *stale.OF_AN_ENGINE, *stale.OF_A_SERVER, *stale.OF_A_WORKLOAD)  # fmt: skip
+    steps = (*stale.OF_A_TRAINING_STEP, *stale.OF_AN_OPTIMIZER, *stale.OF_AN_ENGINE, *stale.OF_A_SERVER, *stale.OF_STREAMS, *stale.OF_A_WORKLOAD)  # fmt: skip
     assert all(any(stale.PACKAGE.glob(part)) for part in (*steps, *sum(stale.OF_A_DEVICE.values(), ())))
 
 
@@ -150,9 +152,9 @@ def test_an_engine_runs_nothing_that_its_rows_do_not_follow(name, device, runs):
 def test_a_server_runs_nothing_that_its_rows_do_not_follow(monkeypatch):
     monkeypatch.setattr(bench_http, "STREAMS", 2)
     engine = bench_http.engine_of("cpu", None, 8)
-    asks = bench_http.make_workload(2, *(bench_http.parse_length("3", name) for name in ("input", "output")), seed=0)
-    ours = _files_run_by(lambda: [way(engine, asks, 0) for way in (bench_http.offline, bench_http.over_http)])
-    assert stale.PACKAGE / "server" / "events.py" in ours
+    asked = bench_http.Workload(2, "3", "3", seed=0)
+    ours = _files_run_by(lambda: [way(engine, asked) for way in (bench_http.offline, bench_http.over_http)])
+    assert {stale.PACKAGE / part for part in ("server/events.py", *stale.OF_STREAMS)} <= ours
     assert ours <= stale.files_of_parts(stale.parts_of_serving("http", "http", "cpu"))
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from tilestack.data import Tokenizer
 from tilestack.engine import Delta, EngineClosed, QueueFull, RequestError, TokenLogprob, Usage
+from tilestack.engine.delta_queue import DeltaQueue
 from tilestack.engine.engine import EngineStats
 
 
@@ -70,7 +71,7 @@ class FakeStream:
         self.prompt_logprobs = None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None, *(TokenLogprob(token, -0.5, ((token, -0.5),)) for token in prompt[1:])]
-        self.deltas: asyncio.Queue = asyncio.Queue()
+        self.deltas = DeltaQueue(asyncio.get_running_loop())
         engine.live.add(self)
         self.task = asyncio.ensure_future(self.work())
         self.task.add_done_callback(self.end)
@@ -78,18 +79,24 @@ class FakeStream:
     def end(self, task):
         self.engine.live.discard(self)
         if task.cancelled():
-            self.deltas.put_nowait(Delta(0, finish="cancelled"))
-        self.deltas.put_nowait(None)
+            self.tell(Delta(0, finish="cancelled"))
+        self.deltas.end()
+        self.deltas.wake()
+
+    def tell(self, delta):
+        self.deltas.put(delta)
+        if self.deltas.wakes:
+            self.deltas.wake()
 
     async def work(self):
         text = self.engine.tokenizer.decode(self.prompt)
         if "explode" in text:
-            self.deltas.put_nowait(Delta(0, finish="error", error="RuntimeError: the model broke"))
+            self.tell(Delta(0, finish="error", error="RuntimeError: the model broke"))
             return
         if self.pooling:
             await asyncio.sleep(self.engine.pace * len(self.prompt))
             vector = self.engine.vector if self.pooling == "mean" else self.engine.vector[::-1]
-            self.deltas.put_nowait(Delta(0, finish="stop", vector=vector))
+            self.tell(Delta(0, finish="stop", vector=vector))
             return
         ids = self.engine.tokenizer.encode(self.engine.says(text), bare=True)
         most = self.params.max_tokens or self.engine.context - len(self.prompt)
@@ -98,11 +105,11 @@ class FakeStream:
             for choice in range(self.params.n):
                 self.put(choice, token)
             if place == 0 and "break later" in text:
-                self.deltas.put_nowait(Delta(0, finish="error", error="RuntimeError: the model broke"))
+                self.tell(Delta(0, finish="error", error="RuntimeError: the model broke"))
                 return
         finish = "length" if len(ids) > most else "stop"
         for choice in range(self.params.n):
-            self.deltas.put_nowait(Delta(choice, finish=finish))
+            self.tell(Delta(choice, finish=finish))
 
     def put(self, choice, token):
         self.made += 1
@@ -110,11 +117,12 @@ class FakeStream:
         told = ()
         if self.params.logprobs is not None:
             told = (TokenLogprob(token, -0.25, ((token, -0.25), (0, float("-inf")))[: self.params.logprobs]),)
-        self.deltas.put_nowait(Delta(choice, (token,), self.engine.tokenizer.decode([token]), told))
+        self.tell(Delta(choice, (token,), self.engine.tokenizer.decode([token]), told))
 
     async def __aiter__(self):
-        while (delta := await self.deltas.get()) is not None:
-            yield delta
+        while ready := await self.deltas.take():
+            for delta in ready:
+                yield delta
 
     def cancel(self):
         if not self.cancelled and not self.task.done():

@@ -7,6 +7,7 @@ import patient
 from fake_engine import empty_soon
 
 from tilestack.engine import Delta, TokenLogprob
+from tilestack.engine.delta_queue import DeltaQueue
 from tilestack.server.pacing import Pace, merged, paced
 
 
@@ -14,7 +15,15 @@ class Queued:
     """A stream whose deltas are there already, or come when the test says."""
 
     def __init__(self):
-        self.deltas = asyncio.Queue()
+        self.deltas = DeltaQueue(asyncio.get_running_loop())
+
+    def tell(self, *deltas, ended=False):
+        for delta in deltas:
+            self.deltas.put(delta)
+        if ended:
+            self.deltas.end()
+        if self.deltas.wakes:
+            self.deltas.wake()
 
 
 def test_deltas_of_an_answer_are_joined():
@@ -26,15 +35,12 @@ def test_deltas_of_an_answer_are_joined():
 def test_what_waits_goes_together_and_what_does_not_goes_at_once():
     async def read():
         stream, found = Queued(), []
-        for text in "abc":
-            stream.deltas.put_nowait(Delta(0, (1,), text))
+        stream.tell(*(Delta(0, (1,), text) for text in "abc"))
         reading = asyncio.create_task(collect(paced(stream, Pace(lambda: 0.0)), found))
         await asyncio.sleep(0.01)
-        stream.deltas.put_nowait(Delta(0, (1,), "d"))
+        stream.tell(Delta(0, (1,), "d"))
         await asyncio.sleep(0.01)
-        stream.deltas.put_nowait(Delta(0, (1,), "e"))
-        stream.deltas.put_nowait(Delta(0, finish="length"))
-        stream.deltas.put_nowait(None)
+        stream.tell(Delta(0, (1,), "e"), Delta(0, finish="length"), ended=True)
         await reading
         return [(delta.text, delta.finish) for delta in found]
 
@@ -44,13 +50,43 @@ def test_what_waits_goes_together_and_what_does_not_goes_at_once():
 def test_streams_wait_for_the_same_moment_and_one_that_leaves_takes_nobody_along():
     async def read():
         pace, intervals = Pace(lambda: intervals.append(0.03) or 0.03), []
-        waiting = [asyncio.create_task(pace.wait()) for _ in range(5)]
+        waiting = [asyncio.create_task(pace.wait(Queued().deltas)) for _ in range(5)]
         await asyncio.sleep(0)
         waiting[2].cancel()
         done, _ = await asyncio.wait(waiting, timeout=60)
-        return len(done), sum(task.cancelled() for task in waiting), len(intervals), pace.coming
+        return len(done), sum(task.cancelled() for task in waiting), len(intervals), pace.resting
 
-    assert asyncio.run(read()) == (5, 1, 1, None)
+    assert asyncio.run(read()) == (5, 1, 1, [])
+
+
+def test_the_end_of_an_answer_waits_for_no_moment_and_tokens_before_it_do():
+    async def read():
+        stream, found = Queued(), []
+        stream.tell(Delta(0, (1,), "a"))
+        reading = asyncio.create_task(collect(paced(stream, Pace(lambda: 1000.0)), found))
+        await asyncio.sleep(0.01)
+        stream.tell(Delta(0, (1,), "b"))
+        await asyncio.sleep(0.05)
+        before = [delta.text for delta in found]
+        stream.tell(Delta(0, (1,), "c"), Delta(0, finish="stop"), ended=True)
+        await asyncio.wait_for(reading, 60)
+        return before, [(delta.text, delta.finish) for delta in found]
+
+    assert asyncio.run(read()) == (["a"], [("a", None), ("bc", "stop")])
+
+
+def test_an_end_that_was_not_waited_for_leaves_the_moment_to_the_others():
+    async def read():
+        pace, early, late = Pace(lambda: 0.05), Queued(), Queued()
+        waiting = [asyncio.create_task(pace.wait(each.deltas)) for each in (early, late)]
+        await asyncio.sleep(0)
+        early.tell(ended=True)
+        done, rest = await asyncio.wait(waiting, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        ended_first = (waiting[0] in done, waiting[1] in rest)
+        await asyncio.wait_for(waiting[1], 60)
+        return ended_first
+
+    assert asyncio.run(read()) == (True, True)
 
 
 async def collect(deltas, into):

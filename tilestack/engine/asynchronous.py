@@ -14,12 +14,12 @@ import itertools
 import logging
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from tilestack.data import Tokenizer
+from tilestack.engine.delta_queue import DeltaQueue
 from tilestack.engine.engine import Engine, EngineStats, News
 from tilestack.engine.outputs import Delta, TokenLogprob, Usage
 from tilestack.engine.params import RequestError, SamplingParams
@@ -38,23 +38,20 @@ class Stream:
     """What comes of a request: iterate for its deltas. Leaving an `async with` block cancels what is left of it."""
 
     def __init__(self, engine: "AsyncEngine", request: Request, loop: asyncio.AbstractEventLoop):
-        self.engine, self.request, self.loop = engine, request, loop
-        self.deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
-        self.ended = False
+        self.engine, self.request = engine, request
+        self.deltas = DeltaQueue(loop)
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self.read()
 
     async def read(self) -> AsyncIterator[Delta]:
-        while not self.ended or not self.deltas.empty():
-            delta = await self.deltas.get()
-            if delta is None:
-                return
-            yield delta
+        while ready := await self.deltas.take():
+            for delta in ready:
+                yield delta
 
     def cancel(self) -> None:
         """End the request, at any moment."""
-        if not self.ended:
+        if not self.deltas.ended:
             self.engine.cancel(self.request)
 
     async def __aenter__(self) -> "Stream":
@@ -62,14 +59,6 @@ class Stream:
 
     async def __aexit__(self, *_: object) -> None:
         self.cancel()
-
-    def receive(self, deltas: list[Delta], ended: bool) -> None:
-        """Called in the loop."""
-        for delta in deltas:
-            self.deltas.put_nowait(delta)
-        if ended:
-            self.ended = True
-            self.deltas.put_nowait(None)
 
     @property
     def usage(self) -> Usage:
@@ -224,27 +213,32 @@ class AsyncEngine:
                 self.deliver([(request, Delta(0, finish="cancelled"))], ended=True)
 
     def deliver(self, news: list[News], ended: bool = False) -> None:
-        """Hand deltas to their streams, with one call into each loop that waits for some."""
-        by_stream: dict[Stream, list[Delta]] = defaultdict(list)
+        """Leave deltas for their streams, with one call into each loop where somebody waits for some."""
+        given: dict[Stream, None] = {}
         for request, delta in news:
-            if request in self.streams:
-                by_stream[self.streams[request]].append(delta)
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, list[Delta], bool]]] = defaultdict(list)
-        for stream, deltas in by_stream.items():
-            done = ended or stream.request.ended
-            if done:
+            if (stream := self.streams.get(request)) is not None:
+                stream.deltas.put(delta)
+                given[stream] = None
+        waking: dict[asyncio.AbstractEventLoop, list[DeltaQueue]] = {}
+        for stream in given:
+            if ended or stream.request.ended:
                 del self.streams[stream.request]
-            by_loop[stream.loop].append((stream, deltas, done))
-        for loop, received in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(hand_over, received)
-            except RuntimeError:  # the loop is closed, and with it whoever waited
-                log.debug("a loop was closed before its requests had ended")
-                for stream, _, _ in received:
-                    self.streams.pop(stream.request, None)
-                    self.engine.cancel(stream.request.id)
+                stream.deltas.end()
+            if stream.deltas.loop.is_closed():
+                self.abandon(stream)
+            elif stream.deltas.wakes:
+                waking.setdefault(stream.deltas.loop, []).append(stream.deltas)
+        for loop, queues in waking.items():
+            with suppress(RuntimeError):  # closed this very moment, which the next delivery sees
+                loop.call_soon_threadsafe(wake_all, queues)
+
+    def abandon(self, stream: Stream) -> None:
+        """End a request whose loop is closed, and with it whoever waited."""
+        log.debug("a loop was closed before its requests had ended")
+        self.streams.pop(stream.request, None)
+        self.engine.cancel(stream.request.id)
 
 
-def hand_over(received: list[tuple[Stream, list[Delta], Any]]) -> None:
-    for stream, deltas, done in received:
-        stream.receive(deltas, done)
+def wake_all(queues: list[DeltaQueue]) -> None:
+    for each in queues:
+        each.wake()

@@ -38,6 +38,10 @@ OF_AN_ENGINE = (
     "models/context.py", "models/decoder.py", "models/invariant.py", "models/mla.py", "models/norm.py", "models/paged.py", "models/rotary.py", "garbage.py",
     "tuning/*.py",
 )  # fmt: skip
+OF_STREAMS = (
+    "engine/asynchronous.py",
+    "engine/delta_queue.py",
+)  # which a server has, and an engine by itself does without
 OF_A_SERVER = ("server", "data/tokenizer.py", "lab/serving/load", "lab/serving/bench_http.py")
 OF_A_DEVICE = {
     "cpu": ("kernels/aten.py", "kernels/cpu", "kernels/cpu/*.cpp", "kernels/cpu/*.h"),
@@ -67,13 +71,16 @@ def parts_of_serving(op: str, backend: str, device: str) -> tuple[str, ...]:
     """What decides an engine's figure: for another's engine the workload alone."""
     if is_peer(backend):
         return OF_A_WORKLOAD
-    return (*OF_AN_ENGINE, *OF_A_DEVICE[device], *(OF_A_WORKLOAD if op == SERVING else OF_A_SERVER))
+    of_either = (*OF_AN_ENGINE, *OF_A_DEVICE[device])
+    return (
+        (*of_either, *OF_A_SERVER) if op == HTTP else (*of_either, *OF_A_WORKLOAD, *(f"!{part}" for part in OF_STREAMS))
+    )
 
 
 @functools.cache
 def hash_of_parts(parts: tuple[str, ...]) -> str:
     """One hash over the code of some of our files, and of every file in some of our folders, of CUDA C++ too; a part may be a
-    pattern."""
+    pattern, and one that begins with an exclamation mark is left out."""
     digest = hashlib.sha256()
     for code in sorted(map(code_wherever_it_lies, files_of_parts(parts))):
         digest.update(f"{code}\n".encode())
@@ -82,8 +89,9 @@ def hash_of_parts(parts: tuple[str, ...]) -> str:
 
 def files_of_parts(parts: tuple[str, ...]) -> set[Path]:
     inside = lambda place: [path for path in place.rglob("*") if path.suffix in (".py", ".cpp", ".cu", ".cuh")]
-    places = [place for part in parts for place in PACKAGE.glob(part)]
-    return {path for place in places for path in ([place] if place.is_file() else inside(place))}
+    left_out = {place for part in parts if part.startswith("!") for place in PACKAGE.glob(part[1:])}
+    places = [place for part in parts if not part.startswith("!") for place in PACKAGE.glob(part)]
+    return {path for place in places for path in ([place] if place.is_file() else inside(place))} - left_out
 
 
 def is_current(row: dict[str, Any]) -> bool:

@@ -2,13 +2,15 @@
 
 An event costs the server some 40 µs, and a token of a small model on a GPU less than that: sent one by one, tokens would come
 faster than Python writes them, and writing them would hold up the engine, whose thread shares the interpreter. So a stream
-waits a little between events, the longer the more streams there are, and then sends all that has come.
+waits a little between events, the longer the more streams there are, and then sends all that has come. The end of an answer
+does not wait: whoever asked may have another question.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from tilestack.engine.delta_queue import DeltaQueue
 from tilestack.engine.outputs import Delta
 
 SHORTEST = 0.001  # seconds; less than that is not worth a timer
@@ -19,36 +21,33 @@ class Pace:
 
     def __init__(self, interval: Callable[[], float]):
         self.interval = interval
-        self.coming: asyncio.Event | None = None
+        self.resting: list[asyncio.Future[None]] = []  # until the next moment; empty where none is to come
 
-    async def wait(self) -> None:
-        """Until the next such moment."""
-        if self.coming is None:
+    async def wait(self, deltas: DeltaQueue) -> None:
+        """Until the next such moment, or the end of a stream."""
+        if not self.resting:
             if (pause := self.interval()) < SHORTEST:
                 return
-            self.coming = asyncio.Event()
-            asyncio.get_running_loop().call_later(pause, self.come)
-        await self.coming.wait()
+            asyncio.get_running_loop().call_later(pause, self.wake_all)
+        rest = deltas.news(patient=True)
+        self.resting.append(rest)
+        await rest
 
-    def come(self) -> None:
-        assert self.coming is not None
-        self.coming.set()
-        self.coming = None
+    def wake_all(self) -> None:
+        resting, self.resting = self.resting, []
+        for rest in resting:
+            if not rest.done():  # by the end of its stream, or of who waited for it
+                rest.set_result(None)
 
 
 async def paced(stream: Any, pace: Pace) -> AsyncIterator[Delta]:
     """The deltas of an engine's stream; those that wait already are merged, and more are given time to come."""
-    queue: asyncio.Queue[Delta | None] = stream.deltas
-    ended = False
-    while not ended:
-        ready = [await queue.get()]
-        while not queue.empty():
-            ready.append(queue.get_nowait())
-        ended = ready[-1] is None
-        for each in merged([delta for delta in ready if delta is not None]):
+    deltas: DeltaQueue = stream.deltas
+    while ready := await deltas.take():
+        for each in merged(ready):
             yield each
-        if not ended:
-            await pace.wait()
+        if not deltas.ended:
+            await pace.wait(deltas)
 
 
 def merged(deltas: Sequence[Delta]) -> list[Delta]:

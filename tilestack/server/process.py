@@ -108,7 +108,10 @@ def run_server(
     greet: Callable[[str], None] = lambda address: None,
     lost: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Serve until a signal comes, or the engine is lost; `greet` is called with the address when requests are taken."""
+    """Serve until a signal comes, or the engine is lost; `greet` is called with the address when requests are taken.
+
+    uvicorn reads requests with httptools and waits with uvloop where they are installed, else more slowly with Python alone.
+    """
     log_to_stderr()
     app = create_app(engine, settings)
     config = uvicorn.Config(

@@ -5,31 +5,37 @@ import pytest
 from tilestack.lab.serving import bench_http
 
 
-def test_both_ways_answer_the_same_requests(monkeypatch, capfd):
+def test_both_ways_answer_the_same_requests_a_few_at_a_time(monkeypatch, capfd):
     monkeypatch.setattr(bench_http, "STREAMS", 3)
-    texts = {}
+    texts, streams, at_once = {}, [], []
     run = bench_http.LLM.run
 
     def noted(self, requests):
-        texts["asked"] = [request.prompt for request in requests]
+        texts["asked"] = [(request.prompt, request.params.max_tokens) for request in requests]
         return run(self, requests)
 
     monkeypatch.setattr(bench_http.LLM, "run", noted)
     submit = bench_http.AsyncEngine.submit
 
     def submitted(self, prompt, params, **named):
-        texts.setdefault("http", []).append(prompt)
-        return submit(self, prompt, params, **named)
+        texts.setdefault("http", []).append((prompt, params.max_tokens))
+        streams.append(submit(self, prompt, params, **named))
+        at_once.append(sum(not stream.deltas.ended for stream in streams))
+        return streams[-1]
 
     monkeypatch.setattr(bench_http.AsyncEngine, "submit", submitted)
     rows = bench_http.bench_http("cpu", prompt=3, answer=4, turns=1)
     assert [row["backend"] for row in rows] == ["offline", "http"]
-    assert all(row["figure"] > 0 and row["cpu_us"] > 0 and row["answered"] == 12 for row in rows)
+    assert all(row["figure"] > 0 and row["cpu_us"] > 0 for row in rows)
     assert bench_http.is_kept(rows, None)
     assert not bench_http.is_kept(rows[:1], None), "one way alone is no comparison"
     assert not bench_http.is_kept(rows, "smollm2")
     assert not bench_http.is_kept([rows[0], rows[1] | {"source": "older"}], None)
-    assert sorted(texts["http"][3:]) == sorted(texts["asked"])  # of the second turn, after the one that warms up
+    asked, warming_up = texts["asked"], len(texts["asked"])
+    assert warming_up == 3 * bench_http.IN_A_ROW
+    assert len({most for _, most in asked}) > 1
+    assert sorted(texts["http"][warming_up:]) == sorted(asked)
+    assert max(at_once) <= 3, "a stream asks when its last answer has ended"
     assert "to warm up" in capfd.readouterr().out
 
 
@@ -45,6 +51,11 @@ def test_what_is_lost_is_told_of_the_rate_and_of_the_work():
     assert list(bench_http.render_http(rows).columns[-1].cells)[:2] == ["–", "25.0% of the rate, 10.0% more CPU"]
 
 
+def test_figures_are_of_each_token():
+    asks = [bench_http.Ask([1], 4), bench_http.Ask([1], 6)]
+    assert bench_http.of_each_token(20.0, 5.0, 10, asks) == bench_http.Turn(2.0, 0.5)
+
+
 def test_fewer_tokens_than_were_asked_for_are_no_figure():
     with pytest.raises(RuntimeError, match="3 tokens were made, not 4"):
-        bench_http.check_made(3, [bench_http.Ask([1], 4)])
+        bench_http.of_each_token(1.0, 1.0, 3, [bench_http.Ask([1], 4)])

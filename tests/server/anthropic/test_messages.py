@@ -271,7 +271,7 @@ def test_a_failure_in_a_stream_is_its_last_event(serve, fake):
         next(lines)
         for live in list(fake.live):
             failed = Delta(0, finish="error", error="RuntimeError: the model broke")
-            live.task.get_loop().call_soon_threadsafe(live.deltas.put_nowait, failed)
+            live.task.get_loop().call_soon_threadsafe(live.tell, failed)
         last = [line for line in lines if line.startswith("data: ")][-1]
     assert json.loads(last.removeprefix("data: "))["error"]["type"] == "api_error"
     assert empty_soon(fake)

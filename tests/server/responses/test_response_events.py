@@ -208,11 +208,11 @@ def test_a_client_that_does_not_wait_for_the_answer_takes_its_request_along(url,
 
 
 def breaks(stream):
-    stream.deltas.put_nowait(Delta(0, finish="error", error="RuntimeError: the model broke"))
+    stream.tell(Delta(0, finish="error", error="RuntimeError: the model broke"))
 
 
 def cannot_go_on(stream):
-    stream.deltas.put_nowait(Delta(0, finish="refused", error="the grammar is too complex"))
+    stream.tell(Delta(0, finish="refused", error="the grammar is too complex"))
 
 
 @pytest.mark.parametrize(

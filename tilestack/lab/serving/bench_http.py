@@ -1,7 +1,9 @@
 """`tilestack bench http`: what the way over HTTP costs of the engine's throughput, at 64 streams.
 
 One engine answers the same requests in turns, offline as `LLM.run` does and as streams over HTTP, which `tilestack load` in
-another process reads. Two figures of each:
+another process reads: always 64 at once, the next as soon as one has ended. Answers differ in length, so that requests come
+and go all the time; were they all to come at once, it would be measured how fast a client makes connections. Two figures of
+each way:
 
     tokens/s       what whoever asks gets. Where cores are few, the reader's work is in it too
     µs of CPU      for a token, of all threads of the serving process: its own work alone, whatever else runs
@@ -10,6 +12,7 @@ The best of a few turns is kept, since what disturbs one only ever adds to it. O
 that waiting threads do not count as work.
 """
 
+import functools
 import json
 import subprocess
 import sys
@@ -34,17 +37,35 @@ from tilestack.lab.serving.load import Ask, make_workload
 from tilestack.lab.serving.load.workload import IDS, parse_length
 from tilestack.lab.stale import HTTP, is_current, present_source
 
-STREAMS = 64
+STREAMS, IN_A_ROW = 64, 4  # how many requests are under way at once, and come one after another
 WAYS = ("offline", "http")
 TINY = SMALL | dict(vocab_size=IDS[1], hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One run of the workload."""
+    """One run of the workload, for each token of its answers."""
 
     seconds: float
     cpu_seconds: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is asked in one turn, as `tilestack load` says it."""
+
+    requests: int
+    input: str
+    output: str
+    seed: int
+
+    def asks(self) -> list[Ask]:
+        return make_workload(
+            self.requests, parse_length(self.input, "input"), parse_length(self.output, "output"), seed=self.seed
+        )
+
+    def options(self) -> list[str]:
+        return [word for name, value in vars(self).items() for word in (f"--{name}", f"{value}")]
 
 
 def bench_http(
@@ -57,25 +78,25 @@ def bench_http(
     tell: Callable[[str], Any] = print,
 ) -> list[dict[str, Any]]:
     """A row for each way. Without a model: Qwen3-0.6B's shape on a GPU, a small one of the kind on a CPU, with weights drawn
-    at random."""
+    at random. Answers have `answer` tokens on average."""
     answer = answer or (16 if model and device == "cpu" else 128)
+    longest = answer + answer // 2
+    asked = functools.partial(Workload, STREAMS * IN_A_ROW, f"{prompt}", f"{answer - answer // 2}:{longest}")
     with one_thread_on(device):
-        engine = engine_of(device, model, prompt + answer + 1)
+        engine = engine_of(device, model, prompt + longest + 1)
         run = {"offline": offline, "http": over_http}
         best: dict[str, Turn] = {}
         for turn in range(turns + 1):  # the first warms up
-            asks = make_workload(STREAMS, parse_length(f"{prompt}", "input"), parse_length(f"{answer}", "output"), seed=turn)  # fmt: skip
             for way in WAYS:
-                took = run[way](engine, asks, seed=turn)
-                tell(f"{way}: {STREAMS * answer / took.seconds:,.0f} tokens/s{' to warm up' if not turn else ''}")
+                took = run[way](engine, asked(turn))
+                tell(f"{way}: {1 / took.seconds:,.0f} tokens/s{' to warm up' if not turn else ''}")
                 if turn:
                     best[way] = fastest(took, best.get(way, took))
-    answered = STREAMS * answer
     dtype = dtype_name(engine.decoder.embedding.weight.dtype)
     return [
         dict(op=HTTP, case=case_of(model), dtype=dtype, direction="forward", backend=way, unit="tokens/s",
-             figure=round(answered / took.seconds, 1), cpu_us=round(1e6 * took.cpu_seconds / answered, 1), answered=answered,
-             device=device, source=present_source(HTTP, way, device))
+             figure=round(1 / took.seconds, 1), cpu_us=round(1e6 * took.cpu_seconds, 1), device=device,
+             source=present_source(HTTP, way, device))
         for way, took in best.items()
     ]  # fmt: skip
 
@@ -113,38 +134,37 @@ def words(vocabulary: int) -> Tokenizer:
     return Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({f"word{n}": n for n in range(vocabulary)})))
 
 
-def offline(engine: Engine, asks: list[Ask], seed: int) -> Turn:
+def offline(engine: Engine, asked: Workload) -> Turn:
     """All requests in a list, as `LLM` answers them."""
+    asks = asked.asks()
     params = lambda ask: SamplingParams(temperature=0, max_tokens=ask.output, ignore_eos=True)
     requests = [Request(f"{n}", list(map(int, ask.prompt)), params(ask)) for n, ask in enumerate(asks)]
     llm = LLM(engine)
     began, cpu = time.perf_counter(), time.process_time()
     made = sum(output.usage.completion for output in llm.run(requests))
-    took = Turn(time.perf_counter() - began, time.process_time() - cpu)
-    check_made(made, asks)
-    return took
+    return of_each_token(time.perf_counter() - began, time.process_time() - cpu, made, asks)
 
 
-def over_http(engine: Engine, asks: list[Ask], seed: int) -> Turn:
+def over_http(engine: Engine, asked: Workload) -> Turn:
     """The same requests as streams that another process reads."""
-    lengths = ["--input", str(len(asks[0].prompt)), "--output", str(asks[0].output), "--requests", str(len(asks))]
     with serving(engine) as address:
-        command = [sys.executable, "-m", "tilestack", "load", address, "--model", "bench", *lengths]
+        command = [sys.executable, "-m", "tilestack", "load", address, "--model", "bench", *asked.options()]
         cpu = time.process_time()
         done = subprocess.run(
-            [*command, "--warmup", "0", "--seed", str(seed), "--json", "-"], stdout=subprocess.PIPE, text=True
+            [*command, "--concurrency", f"{STREAMS}", "--warmup", "0", "--json", "-"], stdout=subprocess.PIPE, text=True
         )
         cpu = time.process_time() - cpu
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}")
     figures = json.loads(done.stdout)
-    check_made(figures["total_output_tokens"], asks)
-    return Turn(figures["duration"], cpu)
+    return of_each_token(figures["duration"], cpu, figures["total_output_tokens"], asked.asks())
 
 
-def check_made(made: int, asks: list[Ask]) -> None:
-    if made != (asked := sum(ask.output for ask in asks)):
-        raise RuntimeError(f"{made} tokens were made, not {asked}")
+def of_each_token(seconds: float, cpu_seconds: float, made: int, asks: list[Ask]) -> Turn:
+    """What a run took for each token, if it made all that were asked for."""
+    if made != (wanted := sum(ask.output for ask in asks)):
+        raise RuntimeError(f"{made} tokens were made, not {wanted}")
+    return Turn(seconds / made, cpu_seconds / made)
 
 
 @contextmanager
