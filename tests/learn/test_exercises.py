@@ -156,6 +156,48 @@ def test_what_pytorch_computes_is_no_kernel(outside, tmp_path):
     assert "no kernel of yours computes them" in by_ours.wrong.what
 
 
+# Of a backward the line that begins it, and what PyTorch computes there before any kernel is launched.
+BACKWARDS = {
+    "relu": ("def relu_backward(grad, out):\n", "    return torch.where(out <= 0, 0, grad)\n"),
+    "silu_mul": (
+        "def silu_mul_backward(grad, gate, up):\n",
+        "    s = gate.sigmoid()\n"
+        "    return grad * up * s * (1 + gate * (1 - s)), grad * gate * s\n",
+    ),
+    "rms_norm_backward": (
+        "def rms_norm_backward(grad, x, weight, eps):\n",
+        "    r = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)\n"
+        "    n, g = x * r, grad if weight is None else grad * weight\n"
+        "    dweight = None if weight is None else (grad * n).flatten(end_dim=-2).sum(0)\n"
+        "    return r * (g - n * (g * n).mean(-1, keepdim=True)), dweight\n",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_a_backward_that_is_to_be_a_kernel_must_launch_one(name, outside, tmp_path):
+    """Also where the forward does."""
+    text, (head, body) = EXERCISES[name].solution(), BACKWARDS[name]
+    assert head in text
+    checked = graded(name, text.replace(head, head + body), tmp_path)
+    assert checked.state is State.BEGUN
+    assert checked.proved == checked.claims
+    assert checked.wrong.what == "the numbers are right, but no kernel of yours computes them in the backward: none was launched there"  # fmt: skip
+
+
+def test_a_forward_must_launch_a_kernel_also_where_the_backward_does(outside, tmp_path):
+    text = EXERCISES["relu"].solution()
+    assert text.count("def relu(x):\n") == 1
+    checked = graded("relu", text.replace("def relu(x):\n", "def relu(x):\n    return x.clamp(min=0)\n"), tmp_path)
+    assert "computes them in the forward:" in checked.wrong.what
+
+
+def test_a_direction_has_a_kernel_where_the_file_leaves_one_to_write():
+    both = {name: exercise.directions for name, exercise in EXERCISES.items() if exercise.directions != ["forward"]}
+    expected = {"relu": ["forward", "backward"], "silu_mul": ["forward", "backward"], "rms_norm_backward": ["backward"]}
+    assert both == expected
+
+
 def test_an_error_is_told_with_its_line(outside, tmp_path):
     source = EXERCISES["add"].solution()
     line = next(n for n, text in enumerate(source.splitlines(), 1) if "inside = " in text)

@@ -140,6 +140,26 @@ def test_a_file_says_what_it_is(type, tmp_path):
     assert types["qwen3.rope.freq_base"] == ["FLOAT32"]
 
 
+@pytest.mark.parametrize("ends", [(), (6,), (6, 7), (7, 6, 0)])
+def test_every_token_that_ends_a_text_comes_back(ends, tmp_path):
+    decoder = model_of("llama3")
+    decoder.config = dataclasses.replace(decoder.config, eos=ends)
+    models.save_gguf(decoder, tmp_path / "model.gguf")
+    assert models.load(tmp_path / "model.gguf").config.eos == ends
+
+
+def test_more_ends_than_there_are_places_for_are_refused_unless_the_tokenizer_says_them(tmp_path):
+    decoder = model_of("llama3")
+    decoder.config = dataclasses.replace(decoder.config, eos=(6, 7, 8, 9))
+    with pytest.raises(
+        models.ConfigError, match=r"places for 3 tokens that end a text .* ends at 4: 6, 7, 8, 9\. Give"
+    ):
+        models.save_gguf(decoder, tmp_path / "model.gguf")
+    assert not os.listdir(tmp_path)
+    models.save_gguf(decoder, tmp_path / "model.gguf", tokenizer={"tokenizer.ggml.eos_token_id": 8})
+    assert models.load(tmp_path / "model.gguf").config.eos == (8,)
+
+
 @pytest.mark.parametrize(
     ("name", "architecture", "has", "shown"),
     [

@@ -7,6 +7,7 @@ import tiny_models as tiny
 import torch
 from code_models import ALL, MIXTURES, SIZES_OF_MIXTURES, mixtures, quantised_mixture, with_numbers
 from compressed import BY_THEM, write_compressed
+from packaging.version import Version
 from published import publish
 
 from tilestack import models
@@ -14,11 +15,15 @@ from tilestack.models.quantise import quantise
 from tilestack.models.weights import unfused
 from tilestack.nn import MoE
 
-pytest.importorskip("transformers", reason="transformers is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
 
 # What their loader of experts has no code for: zero points, and scales of blocks in compressed-tensors.
 WHAT_THEY_READ = [name for name, scheme in ALL.items() if scheme.symmetric and not scheme.blocks]
+ROUNDS_FP8 = pytest.mark.skipif(
+    Version("5.17") <= Version(transformers.__version__) < Version("5.21"),
+    reason="transformers 5.17 to 5.20 make bfloat16 of fp8 experts, whatever dtype is asked for",
+)
 
 
 def theirs_of(folder, **more):
@@ -27,7 +32,7 @@ def theirs_of(folder, **more):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **more)
 
 
-@pytest.mark.parametrize("name", WHAT_THEY_READ)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=ROUNDS_FP8 if n == "fp8" else ()) for n in WHAT_THEY_READ])
 @pytest.mark.parametrize("family", MIXTURES)
 @torch.no_grad()
 def test_transformers_reads_what_is_written_here(name, family, tmp_path):

@@ -31,7 +31,8 @@ def compare_command(
 
     [bold]tilestack compare HEAD~5[/bold] compares the saved results of an earlier commit with those of this checkout;
     [bold]tilestack compare before/ results/[/bold] two folders that `bench --save` wrote. Compared are times of operators,
-    layers, optimizers and training steps; figures of serving are not.
+    layers, optimizers and training steps, and figures of serving and HTTP. The latter are saved without a spread: one that
+    changed by a tenth or less counts as equal. Parity, profiles, sweeps, proofs and quantised models are not compared.
 
     Peers' changes are listed too, dimmed: theirs is the code that did not change, so they show how far the machine is off.
     """

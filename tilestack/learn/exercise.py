@@ -84,6 +84,23 @@ class Exercise:
         """Whether the code is complete and wrong, and to be mended."""
         return self.name.startswith("mend_")
 
+    @functools.cached_property
+    def directions(self) -> list[str]:
+        """Those in which a kernel that is the learner's to write or to mend is launched: by the function that is registered,
+        or by its backward."""
+        functions = {each.name: each for each in ast.parse(self.source).body if isinstance(each, ast.FunctionDef)}
+        begins = [n for n, line in enumerate(self.source.splitlines(), 1) if line.strip() == "# begin: yours"]
+        end_of = lambda each: each.end_lineno or each.lineno
+        yours = {each.name for each in functions.values() if any(each.lineno <= n <= end_of(each) for n in begins)}
+        launched_in = {
+            name: {ast.unparse(part.value) for part in ast.walk(each) if isinstance(part, ast.Subscript)}
+            for name, each in functions.items()
+        }
+        registered = next(each for each in functions.values() if "implements" in map(called, each.decorator_list))
+        backward = dict(keywords_of(registered)).get("backward", "")
+        found = {"forward": registered.name, "backward": backward}
+        return [direction for direction, name in found.items() if yours & launched_in.get(name, set())]
+
     @property
     def direction(self) -> str:
         """Whether its kernel computes results or gradients."""
@@ -118,6 +135,18 @@ class Exercise:
                 yield GIVEN.sub(r"\1", line.rstrip() + "\n"), "given"
             elif region != "tutor":
                 yield line, "solution" if region else "both"
+
+
+def called(decorator: ast.expr) -> str:
+    """The name of the function that makes a decorator."""
+    return ast.unparse(decorator.func) if isinstance(decorator, ast.Call) else ""
+
+
+def keywords_of(function: ast.FunctionDef) -> Iterator[tuple[str | None, str]]:
+    """What the calls that decorate a function are given by name, as it is written."""
+    for decorator in function.decorator_list:
+        if isinstance(decorator, ast.Call):
+            yield from ((keyword.arg, ast.unparse(keyword.value)) for keyword in decorator.keywords)
 
 
 EXERCISES = {name: Exercise(name) for name in ORDER}

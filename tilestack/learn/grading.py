@@ -1,7 +1,7 @@
 """Grading an attempt: claim after claim through `lab.verify`, the smallest cases first, up to the first that is wrong.
 
 The solution says what is asked for: an attempt must take every call that the solution takes, in both directions where the
-solution has a backward, and launch a kernel. The first round is float32 in plain layouts; `everything` adds what `tilestack verify` tries.
+solution has a backward, and launch a kernel in each direction in which the exercise leaves one to write. The first round is float32 in plain layouts; `everything` adds what `tilestack verify` tries.
 """
 
 import functools
@@ -66,16 +66,16 @@ def grade(exercise: Exercise, path: Path, device: str, everything: bool, begin: 
                     wrong = replace(wrong, advice=advice_from_larger(asked[number + 1 :], claim, path, mistakes))
                 state = State.PASSES if number >= len(first) else State.BEGUN
                 return Checked(state, number, len(asked), wrong)
-    if not launched:
-        what = "the numbers are right, but no kernel of yours computes them: none was launched"
+    if without := [direction for direction in exercise.directions if direction not in launched]:
+        what = f"the numbers are right, but no kernel of yours computes them in the {' and the '.join(without)}: none was launched there"
         return Checked(State.BEGUN, len(asked), len(asked), Finding(what, advice=["Launch one: kernel[grid](…)."]))
     return Checked(State.EVERYTHING if everything else State.PASSES, len(asked), len(asked))
 
 
 @contextmanager
-def launches_of_kernels() -> Iterator[list[str]]:
-    """The names of kernels launched inside, interpreted or not, but for those that come with tilestack."""
-    launched: list[str] = []
+def launches_of_kernels() -> Iterator[set[str]]:
+    """The directions in which kernels are launched inside, interpreted or not, but for those that come with tilestack."""
+    launched: set[str] = set()
     usual = KernelInterface.__getitem__
 
     def noted(kernel: Any, grid: Any) -> Any:
@@ -83,7 +83,7 @@ def launches_of_kernels() -> Iterator[list[str]]:
         while not inspect.isfunction(function):  # of an autotuner, of Triton's, of Python's
             function = function.fn
         if not Path(function.__code__.co_filename).is_relative_to(PACKAGE):
-            launched.append(function.__name__)
+            launched.add("backward" if in_backward() else "forward")
         return usual(kernel, grid)
 
     KernelInterface.__getitem__ = noted
@@ -91,6 +91,11 @@ def launches_of_kernels() -> Iterator[list[str]]:
         yield launched
     finally:
         KernelInterface.__getitem__ = usual
+
+
+def in_backward() -> bool:
+    """Whether autograd is calling this thread for gradients."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def claims_asked(

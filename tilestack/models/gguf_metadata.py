@@ -65,10 +65,21 @@ def metadata_of(config: ModelConfig) -> Metadata:
         said |= {keys.EXPERTS: config.experts, keys.EXPERTS_USED: config.top_k}
         said |= {keys.EXPERT_SIZE: config.expert_intermediate} if architecture != "llama" else {}
     given = {f"{architecture}.{key}": value for key, value in said.items() if value is not None}
-    ids = {"bos_token_id": config.bos, "eos_token_id": next(iter(config.eos), None), "pad_token_id": config.pad}
-    for name, key in keys.SPECIAL_IDS.items():
-        given |= {} if (ids[name] or 0) < 0 or ids[name] is None else {f"{keys.TOKENIZER}.{key}": ids[name]}
+    ids = {keys.SPECIAL_IDS["bos_token_id"]: config.bos, keys.SPECIAL_IDS["pad_token_id"]: config.pad}
+    given |= {f"{keys.TOKENIZER}.{key}": number for key, number in ids.items() if number is not None and number >= 0}
     return {"general.architecture": architecture} | given
+
+
+def ends_of_config(config: ModelConfig) -> Metadata:
+    """The tokens that end a text, for a file whose tokenizer names none. There is a place for three."""
+    ends = list(dict.fromkeys(number for number in config.eos if number >= 0))
+    if len(ends) > len(keys.ENDS):
+        raise ConfigError(
+            f"a GGUF file has places for {len(keys.ENDS)} tokens that end a text ({', '.join(keys.ENDS)}), and this model "
+            f"ends at {len(ends)}: {', '.join(map(str, ends))}. Give the tokenizer, of whose tokens llama.cpp knows some "
+            "as ends by their texts, or a configuration with fewer in `eos`"
+        )
+    return {f"{keys.TOKENIZER}.{key}": number for key, number in zip(keys.ENDS, ends, strict=False)}
 
 
 def scaling_in_words(config: ModelConfig) -> Metadata:

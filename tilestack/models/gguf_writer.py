@@ -29,8 +29,15 @@ from tilestack.models.config import ModelConfig
 from tilestack.models.decoder import Decoder
 from tilestack.models.families import FAMILIES
 from tilestack.models.gguf import EXPERTS, LAYER_NAMES, NAMES, NORM_NAMES, PAIRED, hf_name, is_of_experts, pairs
-from tilestack.models.gguf_config import ROPE_TENSORS
-from tilestack.models.gguf_metadata import HAS_HEAD, architecture_of, metadata_of, refuse_what_is_lost, rope_tensors
+from tilestack.models.gguf_config import ENDS, ROPE_TENSORS, TOKENIZER
+from tilestack.models.gguf_metadata import (
+    HAS_HEAD,
+    architecture_of,
+    ends_of_config,
+    metadata_of,
+    refuse_what_is_lost,
+    rope_tensors,
+)
 from tilestack.models.shapes import shapes_alone
 from tilestack.models.weights import CheckpointError, layout, unfused
 
@@ -81,13 +88,15 @@ def save_gguf(
     """Write a model as a GGUF file, with matrices of a type (f32, f16, bf16, q8_0 or q4_0) and all else in float32.
 
     `tokenizer` is its part of the metadata, as `Tokenizer.to_gguf` gives it; without one, programs can load the file and do
-    nothing with text. `name` is how they show it, by default the file's. Layers of codes are written as the numbers that
+    nothing with text. Where it names no token that ends a text, the configuration's are written. `name` is how they show it, by default the file's. Layers of codes are written as the numbers that
     they stand for. A file that is there already is replaced once the new one is whole.
     """
     path, (metadata, parts) = Path(path), contents_of(decoder, type)
     from gguf import GGUFWriter
 
     metadata |= tokenizer or {"tokenizer.ggml.model": "no_vocab"}
+    if not any(f"{TOKENIZER}.{key}" in metadata for key in ENDS):
+        metadata |= ends_of_config(decoder.config)
     metadata |= general(shown_name(name or text_of(path), metadata), type)
     refuse_other_vocabulary(metadata, decoder.config)
     with whole_file(path) as hidden:

@@ -159,6 +159,51 @@ def test_the_folder_of_one_machine_is_a_folder_of_results_and_points_of_a_sweep_
         rows_of(str(before / "imaginary" / "sweeps" / "memory.json"))
 
 
+def served(op, case, backend, figure, unit, **others):
+    base = dict(op=op, case=case, dtype="bfloat16", direction="forward", backend=backend, figure=figure, unit=unit)
+    return base | dict(seconds=1.0, date="a day") | others
+
+
+def test_figures_of_serving_are_compared_in_their_own_units(tmp_path, capsys):
+    """More tokens a second are better, and fewer milliseconds and less work of the processor."""
+    before = [
+        served("serve", "throughput", "tilestack", 100.0, "tokens/s", model="a"),
+        served("serve", "throughput", "vllm", 100.0, "tokens/s", model="a"),
+        served("serve", "prefix", "tilestack", 100.0, "tokens/s", model="a"),
+        served("serve", "batch 1", "tilestack", 2.0, "ms/step", model="a"),
+        served("serve", "first token", "tilestack", 5.0, "ms", model="a"),
+        served("http", "a, 64 streams", "http", 1000.0, "tokens/s", cpu_us=20.0),
+    ]
+    after = [
+        before[0] | {"figure": 200.0},
+        before[1] | {"figure": 50.0},
+        before[2] | {"figure": 300.0, "model": "another"},
+        before[3] | {"figure": 1.0},
+        before[4] | {"figure": 8.0},
+        before[5] | {"figure": 1050.0, "cpu_us": 30.0},
+    ]
+    for name, rows in (("before", before), ("after", after)):
+        save(tmp_path / f"{name}.json", {"machine": MACHINE, "roofs": ROOFS, "rows": rows})
+    files = [str(tmp_path / f"{name}.json") for name in ("before", "after")]
+    changes = compare_results(*map(rows_of, files))
+    found = {(each.after["case"], each.after["backend"], each.after["unit"]): each for each in changes}
+    assert {key: (each.ratio, each.verdict, each.is_ours) for key, each in found.items()} == {
+        ("throughput", "tilestack", "tokens/s"): (2.0, "faster", True),
+        ("throughput", "vllm", "tokens/s"): (0.5, "slower", False),
+        ("batch 1", "tilestack", "ms/step"): (2.0, "faster", True),
+        ("first token", "tilestack", "ms"): (0.625, "slower", True),
+        ("a, 64 streams", "http", "tokens/s"): (1.05, "equal", True),
+        ("a, 64 streams", "http", "µs of CPU a token"): (20 / 30, "slower", True),
+    }
+    shown = render_changes(changes, most=5)
+    assert {"100 tokens/s", "2.00 ms/step"} < {*shown.columns[2].cells}
+    with pytest.raises(SystemExit) as left:
+        main(["compare", *files, "-o", "serve", "--strict", "--json", "-"])
+    assert left.value.code == 1
+    rows = {each["case"]: each for each in json.loads(capsys.readouterr().out) if each["ours"]}
+    assert [rows["batch 1"][name] for name in ("before", "after", "unit", "ratio")] == [2.0, 1.0, "ms/step", 2.0]
+
+
 def test_where_nothing_changed_there_is_no_table(folders):
     rows = rows_of(str(folders[0]))
     assert render_changes(compare_results(rows, rows), most=5) == summary_of_changes([])

@@ -2,16 +2,21 @@
 
 import copy
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
-from small import CPU, decoder, recipe, through_json, tokenizer
+from small import CONFIG, CPU, decoder, recipe, through_json, tokenizer
 
+from tilestack import models
 from tilestack.data import NO_LABEL, corpora
+from tilestack.engine import SamplingParams
 from tilestack.nn.lora import add_lora
 from tilestack.parallel.placement import Placement
 from tilestack.train import RecipeError
-from tilestack.train.align.grpo import GRPO, GRPORecipe
+from tilestack.train.align.grpo import GRPO, GRPORecipe, GRPOSettings, refuse_other_rotation
+from tilestack.train.evaluation.answers import answer_all, requests_of
+from tilestack.train.evaluation.log_probs import Scored, in_rows, log_probs
 from tilestack.train.loop import Trainer
 
 
@@ -66,6 +71,63 @@ def test_in_the_batch_invariant_mode_the_sampler_says_what_the_loss_finds():
 def test_the_batch_invariant_mode_samples_at_temperature_one():
     with pytest.raises(RecipeError, match=r"grpo.batch_invariant needs grpo.temperature = 1, not 0.7"):
         grpo(decoder(), grpo={"batch_invariant": True, "temperature": 0.7})
+
+
+def longrope_decoder(trained):
+    """One that reads texts of more than so many tokens by frequencies far from the others."""
+    torch.manual_seed(0)
+    scaling = dict(
+        rope_type="longrope", short_factor=[1.0] * 4, long_factor=[1.0, 3.0, 9.0, 27.0], attention_factor=1.0
+    )
+    kind = dict(model_type="phi3", rope_scaling=scaling, original_max_position_embeddings=trained, pad_token_id=0)
+    given = {**CONFIG, **kind, "vocab_size": tokenizer().vocabulary}
+    model = models.Decoder(models.ModelConfig.from_hf(given))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)
+    return model.eval()
+
+
+PROMPTS, ANSWER = ([7, 8, 9, 10], list(range(20, 32))), 4
+CONTEXT = 12 + ANSWER + 1  # which an engine has for them
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("trained", "agree"), [(CONTEXT, True), (CONTEXT - 1, False), (4 + ANSWER - 1, False), (3, True)]
+)
+def test_sampler_and_loss_rotate_alike_where_all_texts_are_short_or_all_are_long(trained, agree):
+    """And where they do not, it is refused: the log-probabilities that the sampler tells are not those of the loss."""
+    model = longrope_decoder(trained)
+    params = SamplingParams(temperature=1.0, max_tokens=ANSWER, ignore_eos=True, logprobs=0)
+    drawn = [each.completions[0] for each in answer_all(model, requests_of(PROMPTS, params, seed=1))]
+    rows = in_rows([Scored.answer(prompt, each.ids) for prompt, each in zip(PROMPTS, drawn, strict=True)])
+    found = log_probs(model, rows)[rows.labels != NO_LABEL]
+    told = torch.tensor([token.logprob for each in drawn for token in each.logprobs])
+    assert torch.allclose(found, told, rtol=1e-4, atol=1e-4) == agree
+    settings = GRPOSettings(max_new_tokens=ANSWER)
+    with nullcontext() if agree else pytest.raises(RecipeError, match=f"texts of more than {trained} tokens"):
+        refuse_other_rotation(model, list(map(len, PROMPTS)), settings)
+
+
+def test_a_model_that_would_draw_and_learn_by_two_rotations_is_refused_with_what_to_set():
+    longest = max(len(grpo(decoder()).prompt(task)) for task in grpo(decoder()).tasks)
+    model = longrope_decoder(longest + 5)  # 5 tokens of an answer, and one
+    with pytest.raises(
+        RecipeError, match=rf"in a context of {longest + 6} tokens .* data\.sequence to {longest + 4} or"
+    ):
+        grpo(model)
+    assert grpo(model, data={"sequence": longest + 4}).counts["too long for data.sequence"]
+    assert grpo(model, grpo={"max_new_tokens": 4}).next_batch()
+
+
+def test_an_answer_may_end_at_once():
+    """And be learned in a text no longer than its prompt."""
+    settings = GRPOSettings(max_new_tokens=ANSWER)
+    with pytest.raises(RecipeError, match="texts of more than 4 tokens"):
+        refuse_other_rotation(longrope_decoder(4), [4, 12], settings)
+    refuse_other_rotation(longrope_decoder(4), [5, 12], settings)
 
 
 def test_answers_are_the_policys_and_advantages_their_groups():

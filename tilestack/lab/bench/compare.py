@@ -4,11 +4,14 @@ Rows are the same measurement where operator, case, dtype, direction and backend
 What ours did between two commits and what another version of PyTorch did to a peer are both seen here; a peer's change
 says how far the machine itself may be off, so peers are counted apart. What was timed before and fails now is no change of
 speed, and worse than any.
+
+Rows of serving have a figure in a unit of their own in place of a time, and no spread. They are the same measurement where
+the model and the unit agree too, and change where the figure does by more than SERVING_SPREAD.
 """
 
 import json
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,13 @@ from tilestack.lab.contests import DEFINITION, mean_ratio
 from tilestack.lab.labels import case_label
 from tilestack.lab.results import IDENTITY, load, load_all, machine_name
 from tilestack.lab.rows import EQUAL, FASTER, SLOWER, Stored, verdict
+from tilestack.lab.tables import serving
 from tilestack.lab.units import microseconds, times
 
 Identity = tuple[str, ...]
+# Of 17 figures of one source, measured twice on a CPU, 16 differed by less than 8 %, and one by 13 %.
+SERVING_SPREAD = 0.1
+CPU_UNIT = "µs of CPU a token"
 
 
 @dataclass(frozen=True)
@@ -36,11 +43,17 @@ class Change:
     @property
     def ratio(self) -> float:
         """How many times faster it is afterwards."""
+        if is_figure(self.after):
+            return serving.times_as_fast(self.after, self.before)
         return self.before["time_us"] / self.after["time_us"]
 
     @property
     def verdict(self) -> str:
         """faster, slower or equal: the difference is judged by the spread of both, as against a peer."""
+        if is_figure(self.after):
+            if max(self.ratio, 1 / self.ratio) <= 1 + SERVING_SPREAD:
+                return EQUAL
+            return FASTER if self.ratio > 1 else SLOWER
         without_lender = lambda row: row | {"lender": "", "ratio_quartiles": None}
         return verdict(without_lender(self.after), without_lender(self.before))
 
@@ -50,8 +63,21 @@ class Change:
 
     def as_dict(self) -> dict[str, Any]:
         named = {name: self.after[name] for name in IDENTITY}
-        figures = {"before_us": self.before["time_us"], "after_us": self.after["time_us"], "ratio": self.ratio}
+        before, after = measured(self.before), measured(self.after)
+        figures: dict[str, Any] = {"before_us": before, "after_us": after}
+        if is_figure(self.after):
+            figures = {"before": before, "after": after, "unit": self.after["unit"]}
+        figures["ratio"] = self.ratio
         return {"machine": self.machine, **named, **figures, "verdict": self.verdict, "ours": self.is_ours}
+
+
+def is_figure(row: Stored) -> bool:
+    """Whether a row is of serving, with a figure in its own unit in place of a time."""
+    return "figure" in row
+
+
+def measured(row: Stored) -> Any:
+    return row["figure"] if is_figure(row) else row["time_us"]
 
 
 def is_ours(row: Stored) -> bool:
@@ -70,14 +96,23 @@ def rows_of(source: str, folder: Path = Path("results")) -> dict[Identity, Store
     found: dict[Identity, Stored] = {}
     for run in runs:
         machine = machine_name(run["machine"]) or "unknown"
-        for row in run["rows"]:
-            if "time_us" in row and row.keys() >= set(IDENTITY):  # points of a sweep have no identity
-                found[machine, *(str(row[name]) for name in IDENTITY)] = row
+        for row in rows_compared(run["rows"]):
+            found[machine, *(str(row.get(name, "")) for name in (*IDENTITY, "model", "unit"))] = row
     if not found:
         raise ValueError(
-            f"{source} has no times of operators, layers, optimizers or training steps, and only these are compared"
+            f"{source} has no times of operators, layers, optimizers or training steps and no figures of serving, "
+            "and only these are compared"
         )
     return found
+
+
+def rows_compared(rows: Iterable[Stored]) -> Iterator[Stored]:
+    """The rows that can be compared; one of HTTP is two, for it has the processor's time besides the tokens per second."""
+    for row in rows:
+        if row.keys() >= set(IDENTITY) and ("time_us" in row or is_figure(row)):  # points of a sweep have no identity
+            yield row
+            if "cpu_us" in row:
+                yield row | {"figure": row["cpu_us"], "unit": CPU_UNIT}
 
 
 def runs_of_folder(path: Path) -> list[dict[str, Any]]:
@@ -115,16 +150,16 @@ def compare_results(before: dict[Identity, Stored], after: dict[Identity, Stored
     changes = [
         Change(key[0], before[key], row)
         for key, row in after.items()
-        if row["time_us"] and key in before and before[key]["time_us"]
-        and (before[key].get("date"), before[key]["time_us"]) != (row.get("date"), row["time_us"])
+        if measured(row) and key in before and measured(before[key])
+        and (before[key].get("date"), measured(before[key])) != (row.get("date"), measured(row))
     ]  # fmt: skip
     return sorted(changes, key=lambda change: change.ratio)
 
 
 def failing(before: dict[Identity, Stored], after: dict[Identity, Stored]) -> list[Stored]:
     """Rows of ours that were timed before, and have a note in place of a time afterwards."""
-    timed = lambda key: key in before and before[key]["time_us"]
-    return [row for key, row in after.items() if row["time_us"] is None and is_ours(row) and timed(key)]
+    timed = lambda key: key in before and measured(before[key])
+    return [row for key, row in after.items() if measured(row) is None and is_ours(row) and timed(key)]
 
 
 def render_changes(changes: Sequence[Change], most: int | None) -> Table | str:
@@ -147,13 +182,17 @@ def render_changes(changes: Sequence[Change], most: int | None) -> Table | str:
             table.add_row(
                 f"{row['op']} {row['direction']}, {row['backend']}",
                 f"{case_label(row['op'], row['case'])}, {row['dtype']}",
-                microseconds(change.before["time_us"]),
-                microseconds(row["time_us"]),
+                in_its_unit(change.before),
+                in_its_unit(row),
                 times(change.ratio),
                 style=colour if change.is_ours else "dim",
             )
         table.add_section()
     return table
+
+
+def in_its_unit(row: Stored) -> str:
+    return f"{serving.figure(row)} {row['unit']}" if is_figure(row) else microseconds(row["time_us"])
 
 
 def summary_of_changes(changes: Sequence[Change]) -> str:

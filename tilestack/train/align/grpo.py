@@ -32,7 +32,13 @@ from tilestack.train.align import examples, rewards
 from tilestack.train.align.deck import Deck, digest_of
 from tilestack.train.align.losses import group_advantages, k3, policy_losses, weighted_k3
 from tilestack.train.align.reference import FrozenWeights
-from tilestack.train.evaluation.answers import answers, answers_and_log_probs, prompt_ids, shown_answers
+from tilestack.train.evaluation.answers import (
+    answers,
+    answers_and_log_probs,
+    context_for,
+    prompt_ids,
+    shown_answers,
+)
 from tilestack.train.evaluation.log_probs import Rows, Scored, in_rows, invariant_log_probs, log_probs
 from tilestack.train.objective import Loss
 from tilestack.train.settings import RecipeError, setting
@@ -132,6 +138,8 @@ class GRPO:
                 f"none of {len(found.learned)} tasks fits into data.sequence = {recipe.data.sequence} "
                 f"with an answer of grpo.max_new_tokens = {recipe.grpo.max_new_tokens}"
             )
+        if getattr(self.policy, "rotates_by_length", False):
+            refuse_other_rotation(self.policy, [len(self.prompt(task)) for task in self.tasks], self.settings)
         self.has_reference = bool(recipe.grpo.beta)
         self.found_weights = None
         if self.has_reference and not lora_layers(self.policy):  # else the reference is the model without adapters
@@ -331,6 +339,22 @@ class GRPO:
         rollout = self.assembled(rows, rewards, torch.tensor(state["ended"][mine]))
         rollout.old = None if state["old"] is None else filled_rows(state["old"][mine], 0.0).to(self.device)
         return rollout
+
+
+def refuse_other_rotation(model: Any, prompts: Sequence[int], settings: GRPOSettings) -> None:
+    """Refuse prompts, by their lengths, whose answers one model would draw and another would learn (longrope).
+
+    The sampler rotates every text by its context, which has room for the longest; the loss rotates each by its own length.
+    They agree where all are short to the model, or all are long.
+    """
+    most, context = model.rotary.most, context_for(model, max(prompts) + settings.max_new_tokens)
+    if context > most and min(prompts) <= most:
+        raise RecipeError(
+            f"this model rotates texts of more than {most} tokens by other frequencies "
+            f"({model.config.rope_scaling['rope_type']}). Answers to these tasks would be drawn by those, in a context of "
+            f"{context} tokens (prompt, grpo.max_new_tokens and one), and the shorter ones learned without. Set data.sequence "
+            f"to {most - 1} or less, which leaves out longer tasks, or shorten grpo.max_new_tokens"
+        )
 
 
 def filled_rows(rows: Sequence[Sequence[Any]], filling: Any) -> Tensor:

@@ -80,7 +80,7 @@ def answer_all(
     longest = max(len(request.prompt) + (request.params.max_tokens or 0) for request in requests)
     tokens = min(BUDGET, len(requests) * (longest + PAGE))
     settings = EngineSettings(
-        context=min(longest + 1, model.config.positions),
+        context=context_for(model, longest),
         max_sequences=min(len(requests), MOST_ANSWERS),
         kv_memory=max(tokens, longest + PAGE) * bytes_of_token(model.embedding.weight.dtype, model),
         page=PAGE,
@@ -88,6 +88,11 @@ def answer_all(
         **more,
     )
     return LLM(Engine(model, tokenizer, settings)).run(requests)
+
+
+def context_for(model: Any, longest: int) -> int:
+    """The context of an engine whose longest text has so many tokens."""
+    return min(longest + 1, model.config.positions)
 
 
 def shown_answers(
