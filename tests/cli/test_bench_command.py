@@ -33,7 +33,7 @@ def parts(monkeypatch, tmp_path, outside):
     monkeypatch.setattr(operators, "bench_operators", kernels)
     monkeypatch.setattr(memory_sweeps, "bench_memory", lambda *_: asked.append(("memory", True)) or {"rows": [], "machine": {"gpu": "", "cpu": "", "date": ""}, "roofs": {}})  # fmt: skip
 
-    monkeypatch.setattr(host_time, "bench_host", lambda device, without: asked.append(("host", device)) or [HOST_ROWS])
+    monkeypatch.setattr(host_time, "bench_host", lambda device, *_: asked.append(("host", device)) or [HOST_ROWS])
 
     def optimizers(*_, kept, **__):
         asked.append(("optim", len(kept)))
@@ -214,11 +214,12 @@ def test_what_was_measured_is_shown_and_kept_when_the_rest_fails(parts, monkeypa
 
 
 def test_host_times_are_added_to_those_that_are_there(parts, monkeypatch, tmp_path):
-    asked = []
+    asked, compiling = [], []
     rows = lambda name: [dict(HOST_ROWS[0], op=name, case="case", source=host_time.host_source(name, "triton"))]
 
-    def measured(device, without):
+    def measured(device, without, jobs, files):
         asked.append(set(without))
+        compiling.append((jobs, files))
         yield from (rows(name) for name in ("relu", "add") if name not in without)
 
     monkeypatch.setattr(host_time, "bench_host", measured)
@@ -226,8 +227,9 @@ def test_host_times_are_added_to_those_that_are_there(parts, monkeypatch, tmp_pa
     monkeypatch.setattr("tilestack.cli.bench.Asked.is_over", lambda self: bool(asked))  # after the first
     assert run("host", "--save") == 0
     monkeypatch.setattr("tilestack.cli.bench.Asked.is_over", lambda self: False)
-    assert run("host", "--save", "--stale") == 0
+    assert run("host", "--save", "--stale", "--jobs", "3") == 0
     assert asked == [set(), {"relu"}]
+    assert compiling == [(1, ()), (3, ())]
     (path,) = (tmp_path / "results").rglob("sweeps/host.json")
     kept = results.load(path)["rows"]
     assert [row["op"] for row in kept] == ["relu", "add"]

@@ -5,11 +5,13 @@ kept in a file, with a hash of all our code, and is not run again until somethin
 
     alone     kernels that hold the whole GPU and wait for each other would wait for ever beside others of their kind, and engines
               that take all the memory there is leave none to each other: one worker has these
-    the rest  as many workers as there are jobs, beside that one
+    in turns  a decode step is such a kernel too, and takes minutes to compile: a worker for each model, without MPS, so that
+              each has the whole GPU while it has any of it
+    the rest  as many workers as there are jobs, beside those
     large     float64 definitions of what `bench` measures take tens of gigabytes: two workers, when the others are done,
               and one for those that had too little memory even then
 
-Workers share the GPU by NVIDIA's MPS where it is installed.
+Other workers share the GPU by NVIDIA's MPS where it is installed.
 """
 
 import argparse
@@ -17,9 +19,12 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -28,16 +33,26 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))  # where nothing is installed, this script's folder is all that Python looks into
 
-from tilestack.lab.proof.shared_gpu import shared_gpu  # noqa: E402
+from tilestack.lab.proof.shared_gpu import PLACES, shared_gpu  # noqa: E402
 
-ALONE = (  # tests whose names begin so, in this order: the last build for minutes
+ALONE = (  # tests whose names begin so, in this order
     "test_early_chain.py",
     "test_engine.py::test_memory_is_found",
     "test_engine.py::test_kernels_compiled_ahead",
-    "test_decode_step.py",
 )
+IN_TURNS = "test_decode_step.py"
 LARGE = "-bench]"
 TESTS_AT_A_TIME = 5
+TOLD_EVERY = 20  # seconds
+
+
+@dataclass(frozen=True)
+class Workers:
+    """So many processes, and the tests that each takes at a time until all are taken."""
+
+    count: int
+    batches: Sequence[Sequence[str]]
+    share: bool = True  # the GPU, by MPS
 
 
 def main() -> int:
@@ -54,7 +69,7 @@ def main() -> int:
     with shared_gpu():
         for beside_each_other in phases(names, asked.jobs):
             run_all(beside_each_other, until, kept)
-        run_all([(1, [[name] for name in kept.short_of_memory])], until, kept)
+        run_all([Workers(1, [[name] for name in kept.short_of_memory])], until, kept)
     for name in sorted(kept.failed):
         print(f"FAILED {name}: {kept.failed[name]}")
     left = len(names) - kept.ran
@@ -101,41 +116,63 @@ def collected(only: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def phases(names: list[str], jobs: int) -> list[list[tuple[int, list[list[str]]]]]:
-    """What runs at the same time: for each kind of test the workers, and what they share in turn; tests of one file stay
-    together."""
+def phases(names: list[str], jobs: int) -> list[list[Workers]]:
+    """What runs at the same time; tests of one file stay together."""
     begins = lambda name, start: name.removeprefix("tests/gpu/").startswith(start)
     alone = [name for start in ALONE for name in names if begins(name, start)]
+    in_turns: dict[str, list[str]] = {}
+    for name in names:
+        if begins(name, IN_TURNS):
+            in_turns.setdefault(model_of(name), []).append(name)
     large = [name for name in names if name.endswith(LARGE)]
-    rest = [name for name in names if name not in alone and name not in large]
+    apart = {*alone, *large}
+    rest = [name for name in names if name not in apart and not begins(name, IN_TURNS)]
     cut = lambda those, size: [those[start : start + size] for start in range(0, len(those), size)]
-    return [[(1, cut(alone, TESTS_AT_A_TIME)), (jobs, cut(rest, TESTS_AT_A_TIME))], [(2, cut(large, 1))]]
+    first = [
+        Workers(1, cut(alone, TESTS_AT_A_TIME)),
+        Workers(len(in_turns), list(in_turns.values()), share=False),
+        Workers(jobs, cut(rest, TESTS_AT_A_TIME)),
+    ]
+    return [first, [Workers(2, cut(large, 1))]]
 
 
-def run_all(shared: list[tuple[int, list[list[str]]]], until: float, kept: Kept) -> None:
+def model_of(name: str) -> str:
+    """The first parameter of a test, by which its file makes a model."""
+    found = re.search(r"\[([^\]-]*)", name)
+    return found[1] if found else ""
+
+
+def run_all(beside_each_other: Sequence[Workers], until: float, kept: Kept) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    queues, workers = [context.Queue() for _ in shared], []
-    for waiting, (count, batches) in zip(queues, shared, strict=True):
-        for batch in batches:
+    queues, processes = [context.Queue() for _ in beside_each_other], []
+    for waiting, workers in zip(queues, beside_each_other, strict=True):
+        for batch in workers.batches:
             waiting.put(batch)
-        for _ in range(min(count, len(batches))):
-            worker = context.Process(target=work, args=(waiting, results, until), daemon=True)
-            worker.start()
-            workers.append(worker)
-    while any(worker.is_alive() for worker in workers) or not results.empty():
+        for _ in range(min(workers.count, len(workers.batches))):
+            process = context.Process(target=work, args=(waiting, results, until, workers.share), daemon=True)
+            process.start()
+            processes.append(process)
+    told = time.time()
+    while any(process.is_alive() for process in processes) or not results.empty():
+        if time.time() > told + TOLD_EVERY:
+            told = time.time()
+            print(f"{kept.ran} ran, {len(kept.failed)} failed so far", flush=True)
         try:
             kept.add(*results.get(timeout=1))
         except Empty:
             continue
-    for worker in workers:
-        if worker.exitcode:
-            print(f"a worker ended with exit code {worker.exitcode}; what it was at did not run")
+    for process in processes:
+        if process.exitcode:
+            print(f"a worker ended with exit code {process.exitcode}; what it was at did not run")
 
 
-def work(waiting: Any, results: Any, until: float) -> None:
+def work(waiting: Any, results: Any, until: float, share: bool) -> None:
     import pytest
 
+    if not share:
+        for place in PLACES:
+            os.environ.pop(place, None)
     os.chdir(ROOT)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -38,7 +38,7 @@ OF_OPERATORS = (*RUN, "json", "backend", "dtype", "direction", "case", "jobs")
 # What is measured besides operators, and the options that each part reads; "all" hands them to whichever does.
 PARTS = {
     "memory": RUN,
-    "host": (*RUN, "json"),
+    "host": (*RUN, "json", "jobs"),
     "optim": (*RUN, "json", "dtype", "case"),
     "layers": (*RUN, "json", "backend", "dtype", "direction", "recipe", "micro_batch", "sequence"),
     "train": (*RUN, "json", "backend", "dtype", "recipe", "micro_batch", "sequence"),
@@ -65,7 +65,7 @@ def bench_command(
     save: Annotated[bool, typer.Option("--save", help="Merge the rows into results/<machine>/ as they are measured; on a GPU, in a checkout, also update the table that auto reads.")] = False,
     stale: Annotated[bool, typer.Option("--stale", help="Only what has no up-to-date result in results/.")] = False,
     budget: Annotated[float | None, typer.Option(help="Start nothing that would end after this many seconds.", min=1, show_default=False)] = None,
-    jobs: Annotated[int, typer.Option(help="Operators on a GPU: processes that compile kernels before they are timed in one; at most two fifths of the budget.", min=1)] = 1,
+    jobs: Annotated[int, typer.Option(help="Operators and host, on a GPU: processes that compile kernels before they are timed in one; of operators, at most two fifths of the budget.", min=1)] = 1,
     json_: JsonFile = None,
     load: Load = None,
     recipe: Annotated[str | None, typer.Option(help="bench train, bench layers: comma-separated recipes whose models to take; default: those of the documentation, or demo on a CPU.", show_default=False)] = None,
@@ -114,7 +114,7 @@ def bench_command(
     )
     parts: dict[str, Callable[[], None]] = {
         "memory": functools.partial(bench_memory_patterns, asked),
-        "host": functools.partial(bench_host_time, asked),
+        "host": functools.partial(bench_host_time, asked, ahead),
         "optim": lambda: bench_optimizers(asked, (operators or [])[1:], "bench" if everything else case, split(dtype)),
         "layers": lambda: bench_models.bench_decoder_layers(
             asked, layer_works(), (operators or [])[1:], split(direction), split(backend)
@@ -301,15 +301,15 @@ def bench_memory_patterns(asked: Asked) -> None:
         console.print(escape(f"no page of plots, since {missing}"), soft_wrap=True)
 
 
-def bench_host_time(asked: Asked) -> None:
-    """What a call of each operator costs on the host."""
+def bench_host_time(asked: Asked, ahead: tuple[int, Sequence[Path]]) -> None:
+    """What a call of each operator costs on the host; compiled ahead as the operators are."""
     from tilestack.lab.bench import host_time
 
     if asked.is_over():
         return
     name = "sweeps/host"
     kept = host_time.current_operators(asked.kept_rows(name)) if asked.stale else set()
-    measured = host_time.bench_host(asked.place.type, without=kept)
+    measured = host_time.bench_host(asked.place.type, kept, *ahead)
     asked.measure(name, host_time.render_host_times_with_summary, measured, with_roofs=False)
 
 

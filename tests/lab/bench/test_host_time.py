@@ -32,6 +32,25 @@ def test_every_operator_on_triton_is_timed(monkeypatch):
     assert {"rope_", "kv_write", "qkv_rope_write", "route", "csr_matmul", "quantise_rows_fp8"} <= set(timed)
 
 
+@pytest.mark.parametrize(("device", "jobs", "ahead"), [("cuda", 3, True), ("cuda", 1, False), ("cpu", 3, False)])
+def test_on_a_gpu_what_is_timed_is_compiled_ahead(monkeypatch, device, jobs, ahead):
+    asked = []
+    monkeypatch.setattr(host_time, "of_operator", lambda op, device: asked.append(op.name) or [])
+    monkeypatch.setattr(host_time, "run_ahead", lambda *given, files: asked.append((*given, files)))
+    without = {op.name for op in ON_TRITON} - {"add", "relu"}
+    list(host_time.bench_host(device, without, jobs, ("mine.py",)))
+    named = [(name, device) for name in ("add", "relu")]
+    assert asked == [(host_time.call_all_ways, named, 3, ("mine.py",))] * ahead + ["add", "relu"]
+
+
+def test_ahead_every_way_is_called_on_both_backends(monkeypatch):
+    called = []
+    monkeypatch.setattr(host_time, "ways_to_call", lambda op, case, name, device: called.append((op.name, name)) or {})
+    host_time.call_all_ways("silu_mul", "cpu")
+    host_time.call_all_ways("softmax", "cpu")
+    assert called == [("silu_mul", "triton"), ("silu_mul", "torch"), ("softmax", "triton"), ("softmax", "aten")]
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """Time that passes only in calls, of which the floor's takes three microseconds; and the backends that were chosen."""

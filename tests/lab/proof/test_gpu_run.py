@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -32,11 +33,19 @@ def test_kernels_that_hold_the_gpu_have_one_process_and_large_proofs_two(runner)
         for file in ("test_engine", "test_operators")
         for number in range(6)
     ]
-    first, second = runner.phases([*rest, *alone, *large], 8)
-    assert [workers for workers, _ in first] == [1, 8]
-    assert [workers for workers, _ in second] == [2]
-    assert [[name for batch in batches for name in batch] for _, batches in first + second] == [alone, rest, large]
-    assert max(len(batch) for _, batches in first + second for batch in batches) == runner.TESTS_AT_A_TIME
+    steps = [
+        f"tests/gpu/{runner.IN_TURNS}::test_step[{model}-{n}]" for n in (1, 2) for model in ("small", "small, norms")
+    ]
+    steps.append(f"tests/gpu/{runner.IN_TURNS}::test_again[small]")
+    first, second = runner.phases([*rest, *steps, *alone, *large], 8)
+    assert [(workers.count, workers.share) for workers in first] == [(1, True), (2, False), (8, True)]
+    assert [(workers.count, workers.share) for workers in second] == [(2, True)]
+    in_order = lambda workers: [name for batch in workers.batches for name in batch]
+    assert [in_order(workers) for workers in (first[0], first[2], second[0])] == [alone, rest, large]
+    assert first[1].batches == [[steps[0], steps[2], steps[4]], [steps[1], steps[3]]]  # a worker for each model
+    shared = [batch for workers in (first[0], first[2], second[0]) for batch in workers.batches]
+    assert max(map(len, shared)) == runner.TESTS_AT_A_TIME
+    assert (PATH.parent / runner.IN_TURNS).exists()
     for start in runner.ALONE:
         file, _, test = start.partition("::")
         assert f"def {test}" in (PATH.parent / file).read_text()
@@ -72,8 +81,9 @@ def pretended(runner, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["run.py", "--jobs", "2", "--kept", str(tmp_path / "kept.jsonl")])
         monkeypatch.setattr(runner, "collected", lambda only: ["a", "b"])
         monkeypatch.setattr(runner, "shared_gpu", nullcontext)
-        ran = lambda shared, until, kept: [
-            kept.add(name, outcomes.pop(name), "") for _, batches in shared for batch in batches for name in batch if name in outcomes
+        ran = lambda beside_each_other, until, kept: [
+            kept.add(name, outcomes.pop(name), "")
+            for workers in beside_each_other for batch in workers.batches for name in batch if name in outcomes
         ]  # fmt: skip
         monkeypatch.setattr(runner, "run_all", ran)
         return runner.main()
@@ -128,6 +138,9 @@ def test_good(): pass
 def test_wrong(): assert 1 == 2
 def test_unruly(unruly): pass
 def test_nowhere(): pytest.skip("no such GPU")
+def test_shares_nothing():
+    import os
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
 def test_not_even_begun(no_such_fixture): pass
 """
 SCRIPT = """
@@ -138,7 +151,7 @@ import run
 
 if __name__ == "__main__":
     kept = run.Kept(Path(sys.argv[3]), "now")
-    run.run_all([(2, [[sys.argv[2]]])], time.time() + 600, kept)
+    run.run_all([run.Workers(2, [[sys.argv[2]]], share=False)], time.time() + 600, kept)
     print(json.dumps([kept.ran, sorted(name.partition("::")[2] for name in kept.failed)]))
 """
 
@@ -149,7 +162,11 @@ def test_a_test_has_failed_wherever_it_did(tmp_path):
     tests.write_text(OUTCOMES)
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), str(PATH.parent), str(tests), str(tmp_path / "kept.jsonl")]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert json.loads(found.stdout.splitlines()[-1]) == [5, ["test_not_even_begun", "test_unruly", "test_wrong"]]
+    shared = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    found = subprocess.run(command, capture_output=True, text=True, timeout=600, env=shared)
+    assert json.loads(found.stdout.splitlines()[-1]) == [6, ["test_not_even_begun", "test_unruly", "test_wrong"]]
     kept = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
-    assert [each["test"].partition("::")[2] for each in kept if each["outcome"] == "passed"] == ["test_good"]
+    assert [each["test"].partition("::")[2] for each in kept if each["outcome"] == "passed"] == [
+        "test_good",
+        "test_shares_nothing",
+    ]

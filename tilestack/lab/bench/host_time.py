@@ -15,7 +15,8 @@ through C++, which is there once `tilestack doctor --build` has made it.
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from tilestack.contract import BackendError, Operator, backend, configure_backen
 from tilestack.contract.cases import Make
 from tilestack.contract.native.build import native_node
 from tilestack.contract.operator import as_tuple
+from tilestack.contract.registry import operator_named
+from tilestack.lab.bench.run_ahead import run_ahead
 from tilestack.lab.bench.timing import average_seconds
 from tilestack.lab.stale import hash_of_parts, present_source
 
@@ -35,12 +38,24 @@ SMALL = 1 << 20  # elements, which a GPU is done with before the host has asked 
 FEWEST, LONGEST = 3, 0.3  # batches, and seconds after which they suffice: a definition may take milliseconds
 
 
-def bench_host(device: str = "cuda", without: Collection[str] = ()) -> Iterator[list[dict[str, Any]]]:
+def bench_host(
+    device: str = "cuda", without: Collection[str] = (), jobs: int = 1, files: Sequence[Path] = ()
+) -> Iterator[list[dict[str, Any]]]:
     """An operator's rows at a time, one for each way of calling and backend: microseconds on the host, and those of the floor
-    beside it. `without` are those that need not be measured."""
-    for op in ops.operators():
-        if "triton" in op.implementations and op.name not in without:
-            yield of_operator(op, device)
+    beside it. `without` are those that need not be measured. With several `jobs`, as many processes, which run `files` first,
+    compile everything before anything is timed."""
+    names = [op.name for op in ops.operators() if "triton" in op.implementations and op.name not in without]
+    if jobs > 1 and device == "cuda":
+        run_ahead(call_all_ways, [(name, device) for name in names], jobs, files=files)
+    for name in names:
+        yield of_operator(operator_named(name), device)
+
+
+def call_all_ways(name: str, device: str) -> None:
+    """Call an operator once in every way that is timed, so that what it compiles is in the caches on disk."""
+    op = operator_named(name)
+    for each in compared(op):
+        ways_to_call(op, smallest(op), each, device)
 
 
 def host_source(op: str, backend: str) -> str:
@@ -63,7 +78,7 @@ def current_operators(rows: Iterable[dict[str, Any]]) -> set[str]:
 def of_operator(op: Operator, device: str) -> list[dict[str, Any]]:
     calls: dict[tuple[str, str], Callable[[], Any]] = {}
     case = smallest(op)
-    for name in ("triton", "aten" if "aten" in op.implementations else "torch"):
+    for name in compared(op):
         for way, call in ways_to_call(op, case, name, device).items():
             calls[way, name] = call
     return [
@@ -80,6 +95,11 @@ def of_operator(op: Operator, device: str) -> list[dict[str, Any]]:
         )
         for (way, name), (ours, floor) in measure_all(calls, device).items()
     ]
+
+
+def compared(op: Operator) -> tuple[str, str]:
+    """Our backend, and PyTorch's own function or, where there is none, the definition."""
+    return "triton", "aten" if "aten" in op.implementations else "torch"
 
 
 def smallest(op: Operator) -> Any:
@@ -100,7 +120,7 @@ def smallest(op: Operator) -> Any:
 
 
 def ways_to_call(op: Operator, case: Any, name: str, device: str) -> dict[str, Callable[[], Any]]:
-    """How an operator is called on a backend: those ways that it takes there."""
+    """How an operator is called on a backend: those ways that it takes there, each called once."""
     arguments = list(op.bind(**case.build(Make(torch.bfloat16, device))).values())
     wanted = [v.detach().requires_grad_() if is_float(v) else v for v in arguments]
     leaves = [v for v in wanted if is_float(v)]
