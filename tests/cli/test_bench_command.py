@@ -215,7 +215,9 @@ def test_what_was_measured_is_shown_and_kept_when_the_rest_fails(parts, monkeypa
 
 def test_host_times_are_added_to_those_that_are_there(parts, monkeypatch, tmp_path):
     asked, compiling = [], []
-    rows = lambda name: [dict(HOST_ROWS[0], op=name, case="case", source=host_time.host_source(name, "triton"))]
+    rows = lambda name: [
+        dict(HOST_ROWS[0], op=name, case=host_time.smallest(name).name, source=host_time.host_source(name, "triton"))
+    ]
 
     def measured(device, without, jobs, files):
         asked.append(set(without))
@@ -236,6 +238,11 @@ def test_host_times_are_added_to_those_that_are_there(parts, monkeypatch, tmp_pa
     assert all(row["commit"] for row in kept)
     older = [dict(row, source="older") if row["op"] == "add" else row for row in kept]
     assert host_time.current_operators(older) == {"relu"}
+    monkeypatch.setattr(host_time, "smallest", lambda op: SimpleNamespace(name="a new case"))
+    assert run("host", "--save") == 0
+    assert [row["op"] for row in results.load(path)["rows"]] == ["relu", "add"], (
+        "the old case stands for nothing any more"
+    )
 
 
 def test_a_budget_is_of_the_seconds_since_the_command_began(monkeypatch):

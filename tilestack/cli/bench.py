@@ -204,6 +204,7 @@ class Asked:
         render: Callable[[list[dict[str, Any]]], Any],
         measured: Iterable[list[dict[str, Any]]],
         with_roofs: bool = True,
+        same: Sequence[str] = (),
     ) -> None:
         """Take rows as they are measured until the budget is over; they are saved at once, since the next may fail."""
         from tilestack.lab import results
@@ -215,7 +216,7 @@ class Asked:
                 rows += found
                 if self.save:
                     roofs = measure_roofs(self.place.type).as_dict() if with_roofs else {}
-                    results.merge(target, self.stamp, roofs, found)
+                    results.merge(target, self.stamp, roofs, found, same)
 
 
 def bench_kernels(
@@ -310,7 +311,7 @@ def bench_host_time(asked: Asked, ahead: tuple[int, Sequence[Path]]) -> None:
     name = "sweeps/host"
     kept = host_time.current_operators(asked.kept_rows(name)) if asked.stale else set()
     measured = host_time.bench_host(asked.place.type, kept, *ahead)
-    asked.measure(name, host_time.render_host_times_with_summary, measured, with_roofs=False)
+    asked.measure(name, host_time.render_host_times_with_summary, measured, with_roofs=False, same=host_time.SAME)
 
 
 def bench_optimizers(asked: Asked, names: list[str], case: str, dtypes: list[str] | None) -> None:

@@ -6,7 +6,7 @@ in one step, so a crash leaves the old one or the new one, never half of one.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,17 @@ def save(path: Path, results: Results) -> None:
     write_text_whole(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
 
 
-def merge(path: Path, machine: dict[str, Any], roofs: dict[str, Any], rows: Iterable[dict[str, Any]]) -> Results:
-    """Add a run's rows to a file, new or old: rows of the same identity are replaced where they stand."""
+def merge(
+    path: Path,
+    machine: dict[str, Any],
+    roofs: dict[str, Any],
+    rows: Iterable[dict[str, Any]],
+    same: Sequence[str] = (),
+) -> Results:
+    """Add a run's rows to a file, new or old: those that are the `same` in these, by default of the same identity, are
+    replaced where they stand."""
     refuse_other_machine(path, machine)
-    identity = lambda row: tuple(row[name] for name in IDENTITY)
+    identity = lambda row: tuple(row[name] for name in same or IDENTITY)
     before = load(path)["rows"] if path.exists() else []
     when = {name: machine[name] for name in ("commit", "date")}
     merged = {identity(row): row for row in before} | {identity(row): row | when for row in rows}

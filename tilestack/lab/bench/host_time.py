@@ -35,6 +35,12 @@ from tilestack.lab.stale import hash_of_parts, present_source
 
 CALLS, BATCHES, WARM = 20, 40, 3
 SMALL = 1 << 20  # elements, which a GPU is done with before the host has asked for more
+SAME = (
+    "op",
+    "dtype",
+    "direction",
+    "backend",
+)  # rows of which the latest stands: an operator's case is its smallest at the time
 FEWEST, LONGEST = 3, 0.3  # batches, and seconds after which they suffice: a definition may take milliseconds
 
 
