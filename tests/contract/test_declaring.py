@@ -26,6 +26,22 @@ def scaled_pair():
     return declare(scaled, outputs=("a", "b"))
 
 
+@pytest.mark.parametrize("sizes", [[2, 3], (2, 3)], ids=["a list", "a tuple"])
+def test_a_default_of_several_numbers_is_called_compiled_and_differentiated(sizes):
+    """Schemas of PyTorch have no words for it."""
+
+    def weighted(x: Tensor, y: Tensor, weights: list[int] = sizes) -> Tensor:
+        return x * weights[0] + y * weights[1]
+
+    described = declare(weighted, gradient=lambda grad, weights: (grad * weights[0], grad * weights[1]))
+    for call in (described, torch.compile(described, backend="eager", fullgraph=True)):
+        x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+        out = call(x, y)
+        assert out.tolist() == [5.0] * 3
+        assert [g.tolist() for g in torch.autograd.grad(out.sum(), (x, y))] == [[2.0] * 3, [3.0] * 3]
+        assert call(x, y, [1, 0]).tolist() == [1.0] * 3
+
+
 def first(x: Tensor, y: Tensor) -> Tensor:
     return x * 1
 

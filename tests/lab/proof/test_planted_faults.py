@@ -1,6 +1,7 @@
 """The proof harness catches what is planted wrong, where it is wrong, and accepts what is right."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -262,6 +263,23 @@ def test_the_harness_accepts_a_right_kernel_from_outside(right):
     proofs = proofs_of(plant(right), "planted", A_FEW_CASES)
     assert not wrong(proofs)
     assert {"forward", "backward"} <= {p.direction for p in proofs if p.ok} or right[2] is None
+
+
+@pytest.mark.usefixtures("outside")
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_result_of_zeros_alone_proves_nothing(reads):
+    """A kernel that reads nothing would pass."""
+    forward = torch.relu if reads else torch.zeros_like
+    contract.implements(ops.relu, backend="planted", backward=lambda grad, out: grad.masked_fill(out <= 0, 0))(forward)
+    claim = next(
+        claim
+        for claim in claims([ops.relu], CPU, only={"relu": "planted"}, dtypes=[torch.float32])
+        if (claim.variant, claim.direction) == ("plain", "forward") and claim.case.kind == "check"
+    )
+    below_zero = Claim(**vars(claim) | dict(case=replace(claim.case, build=lambda make: {"x": -torch.rand(5) - 1})))
+    assert prove(claim).ok is reads
+    assert prove(below_zero).ok is None
+    assert "says nothing" in prove(below_zero).message
 
 
 @pytest.mark.usefixtures("outside")

@@ -34,3 +34,18 @@ def test_the_nan_lies_in_the_middle_in_any_order_of_memory():
         found = variants.with_nan(dict(x=given))["x"]
         assert found.isnan().flatten().nonzero().tolist() == [[x.numel() // 2]]
         assert found.stride() == given.stride()
+
+
+@pytest.mark.parametrize("x", [torch.randn(4, 5), image_with_channels_together()], ids=["rows", "an image"])
+def test_expanded_arguments_and_gradients_repeat_one_line_of_memory(x):
+    """In the dimension that lies outermost in memory."""
+    given = variants.vary(dict(x=x, ids=torch.arange(4)), "expanded")
+    arriving = variants.vary_gradients([x], "expanded", 1)[0]
+    for each in (given["x"], arriving):
+        assert each.shape == x.shape
+        assert each.stride(0) == 0
+        assert torch.equal(each, x[:1].expand(x.shape))
+    assert given["ids"].tolist() == [0, 1, 2, 3], "numbers that choose are left"
+    assert variants.vary(dict(x=x), "expanded", written=["x"])["x"].stride(0) > 0, (
+        "what is written has memory of its own"
+    )
