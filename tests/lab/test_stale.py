@@ -97,7 +97,7 @@ def _clear():
 
 
 def test_every_part_named_is_there():
-    steps = (*stale.OF_A_TRAINING_STEP, *stale.OF_AN_OPTIMIZER, *stale.OF_AN_ENGINE, *stale.OF_A_SERVER, *stale.OF_STREAMS, *stale.OF_A_WORKLOAD)  # fmt: skip
+    steps = (*stale.OF_A_TRAINING_STEP, *stale.OF_AN_OPTIMIZER, *stale.OF_AN_ENGINE, *stale.OF_A_SERVER, *stale.OF_STREAMS, *stale.OF_A_WORKLOAD, *stale.OF_A_RUN)  # fmt: skip
     assert all(any(stale.PACKAGE.glob(part)) for part in (*steps, *sum(stale.OF_A_DEVICE.values(), ())))
 
 

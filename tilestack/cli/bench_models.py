@@ -138,10 +138,12 @@ def bench_over_http(asked: "Asked", model: str | None) -> None:
 def bench_quality(asked: "Asked", model: str | None) -> None:
     """What each scheme and method of quantising costs in quality."""
     from tilestack.lab.bench import quantised_models
+    from tilestack.lab.stale import run_is_current
 
     model = model or quantised_models.MODEL
     target = asked.results_file(quantised_models.RESULTS)
-    done = {quantised_models.way_of(run) for run in quantised_models.kept_runs(target)} if asked.stale else set()
+    kept = quantised_models.kept_runs(target) if asked.stale else []
+    done = {quantised_models.way_of(run) for run in kept if run_is_current(run)}
     chosen = [way for way in quantised_models.schemes_and_methods() if (model, *way) not in done]
     if not chosen or asked.is_over():
         return

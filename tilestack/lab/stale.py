@@ -22,6 +22,8 @@ OF_A_TRAINING_STEP = (
     "train/batch_buffer.py", "train/balancing.py", "train/execution.py", "train/optimizers.py", "train/next_token.py",
     "train/fp8*.py", "parallel/mesh.py", "parallel/placement.py", "tuning/*.py", "tuning/tables/*.json",
 )  # fmt: skip
+# Whole runs: loss curves, chains of recipes, and models that were quantised.
+OF_A_RUN = (*OF_A_TRAINING_STEP, "models", "data", "train", "quant", "engine")
 LAYER = "layer"  # the same of `tilestack bench layers`
 OF_A_LAYER = tuple(part for part in OF_A_TRAINING_STEP if not part.startswith(("optim", "train/", "parallel/"))) + (
     "train/next_token.py",
@@ -92,6 +94,16 @@ def files_of_parts(parts: tuple[str, ...]) -> set[Path]:
     left_out = {place for part in parts if part.startswith("!") for place in PACKAGE.glob(part[1:])}
     places = [place for part in parts if not part.startswith("!") for place in PACKAGE.glob(part)]
     return {path for place in places for path in ([place] if place.is_file() else inside(place))} - left_out
+
+
+def source_of_run() -> str:
+    """The hash of what a whole run of training or quantising may take part in today."""
+    return hash_of_parts(OF_A_RUN)
+
+
+def run_is_current(run: dict[str, Any]) -> bool:
+    """Whether such a run is of the present source."""
+    return run.get("source") == source_of_run()
 
 
 def is_current(row: dict[str, Any]) -> bool:

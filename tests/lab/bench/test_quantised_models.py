@@ -32,12 +32,21 @@ def test_every_way_is_measured_once_and_shown(folder, monkeypatch, tmp_path, cap
             cli.main([*given, *(["--stale"] if not ways else [])])
         assert ended.value.code == 0, capsys.readouterr().err
         assert len(json.loads((tmp_path / "found.json").read_text())) == 2
-    kept = results.read_json(tmp_path / "results" / "cpu" / "quantise.json")
+    path = tmp_path / "results" / "cpu" / "quantise.json"
+    kept = results.read_json(path)
     assert [run["method"] for run in kept["runs"]] == ["gptq", "smooth"]
     written = table("quantised cpu", tmp_path)
     assert "| `w4a16` | **gptq** | 4.60 |" in written
     assert "compared on 2" in written
     assert kept["runs"][0]["quality"]["kl"]["value"] > kept["runs"][1]["quality"]["kl"]["value"]
+
+    asked = []
+    monkeypatch.setattr(quantised_models, "measure_quality", lambda chosen, *_: iter(asked.append(chosen) or ()))
+    results.save(path, kept | {"runs": [kept["runs"][0] | {"source": "older"}, kept["runs"][1]]})
+    assert "| `w4a16` † | **gptq** |" in table("quantised cpu", tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main([*given, "--stale"])
+    assert asked == [[("w4a16", "gptq")]]
 
 
 def test_the_ways_are_every_scheme_by_every_method_that_does_something():

@@ -26,6 +26,16 @@ def test_a_run_replaces_the_one_of_its_name_and_the_table_shows_both(tmp_path):
     assert written[-1] == "_tiny, 2 steps; Imaginary GPU 9000, commit abc1234, 2031-05-06._"
 
 
+def test_runs_of_an_older_source_are_marked_and_those_of_the_present_are_not(tmp_path, monkeypatch):
+    with monkeypatch.context() as before:
+        before.setattr(loss_curves, "source_of_run", lambda: "older")
+        loss_curves.merge_curves(tmp_path / "results", MACHINE, "tiny", run("every operator", [9.0, 9.0]))
+    loss_curves.merge_curves(tmp_path / "results", MACHINE, "tiny", run("softmax", [9.0, 7.25]))
+    written = table("parity imaginary", tmp_path).splitlines()
+    assert [line.split(" | ")[0] for line in written[2:4]] == ["| every operator †", "| softmax"]
+    assert written[-1] == "_† measured on an older version of the code, outdated until measured again._"
+
+
 def test_without_curves_it_says_what_to_run(tmp_path):
     assert "`tilestack parity --save`" in table("parity imaginary", tmp_path)
 

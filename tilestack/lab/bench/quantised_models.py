@@ -16,6 +16,7 @@ from rich.table import Table
 from tilestack import data, models
 from tilestack.data.calibration import BUILTIN, calibration_ids, texts_of
 from tilestack.lab import machine, results
+from tilestack.lab.stale import source_of_run
 from tilestack.models.checkpoints import CONFIG, read_json
 from tilestack.models.quantise import quantise
 from tilestack.quant import SCHEMES, QuantisedLinear
@@ -126,6 +127,7 @@ def measure_quality(
             "size": {"before": asdict(before), "after": asdict(size_of_decoder(changed))},
             "quality": asdict(compare(changed, reference, device)),
             "commit": machine.stamp(device.type)["commit"],
+            "source": source_of_run(),
         }
 
 

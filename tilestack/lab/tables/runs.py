@@ -7,6 +7,7 @@ from typing import Any
 from tilestack.lab.bench import memory_sweeps, quantised_models
 from tilestack.lab.contests import method
 from tilestack.lab.results import machine_name, path_of, read_json
+from tilestack.lab.stale import run_is_current
 from tilestack.lab.tables.markdown import OLD, OLDER, commits_in_words, markdown, not_measured
 from tilestack.lab.training import chain, loss_curves
 from tilestack.lab.units import percent
@@ -43,13 +44,14 @@ def parity(folder: Path, slug: str) -> str:
         return not_measured("tilestack parity --save", gpu=slug)
     kept = read_json(path)
     rows = [
-        [run["name"], f"{run['reference'][0]:.2f} → {run['reference'][-1]:.2f}", f"{loss_curves.largest_difference(run):.4f}", percent(run["worst"])]
+        [marked(run, run["name"]), f"{run['reference'][0]:.2f} → {run['reference'][-1]:.2f}", f"{loss_curves.largest_difference(run):.4f}", percent(run["worst"])]
         for run in kept["runs"]
     ]  # fmt: skip
     machine = kept["machine"]
     commits = commits_in_words(run.get("commit", machine["commit"]) for run in kept["runs"])
     header = ["swapped", "loss on the definitions", "largest difference", "of what is allowed"]
-    return markdown(header, rows) + f"\n\n_{kept['model']}; {machine['gpu']}, {commits}, {machine['date'][:10]}._"
+    stamp = f"_{kept['model']}; {machine['gpu']}, {commits}, {machine['date'][:10]}._"
+    return f"{markdown(header, rows)}\n\n{stamp}{older_runs(kept['runs'])}"
 
 
 def fp8_parity(folder: Path, slug: str) -> str:
@@ -59,7 +61,7 @@ def fp8_parity(folder: Path, slug: str) -> str:
         return not_measured("tilestack parity --fp8 --save", machine=slug)
     kept = read_json(path)
     rows = [
-        [run["name"], *(f"{loss_curves.mean_of_last_tenth(run[way]):.3f}" for way in ("reference", "candidate")), f"{loss_curves.largest_difference(run):.3f}", percent(run["worst"]), *loss_curves.gap_over_starts(run.get("ends", []))]
+        [marked(run, run["name"]), *(f"{loss_curves.mean_of_last_tenth(run[way]):.3f}" for way in ("reference", "candidate")), f"{loss_curves.largest_difference(run):.3f}", percent(run["worst"]), *loss_curves.gap_over_starts(run.get("ends", []))]
         for run in kept["runs"]
     ]  # fmt: skip
     header = [
@@ -71,7 +73,7 @@ def fp8_parity(folder: Path, slug: str) -> str:
         "fp8 above, mean and its error",
         "spread without fp8",
     ]
-    return f"{markdown(header, rows)}\n\n_{run_stamp(kept['machine'], kept['runs'])}._"
+    return f"{markdown(header, rows)}\n\n_{run_stamp(kept['machine'], kept['runs'])}._{older_runs(kept['runs'])}"
 
 
 def recipes(folder: Path, slug: str) -> str:
@@ -81,12 +83,12 @@ def recipes(folder: Path, slug: str) -> str:
         return not_measured("tilestack chain --save", machine=slug)
     kept = read_json(path)
     rows = [
-        [f"`{stage['command']} {stage['recipe']}`", chain.figures_in_words(stage["figures"]), f"{stage['parameters'] / 1e6:.2f} M", f"{stage['steps']:,}", chain.speed_in_words(stage.get("speed", {})), f"{stage['seconds']:.0f} s"]
+        [marked(stage, f"`{stage['command']} {stage['recipe']}`"), chain.figures_in_words(stage["figures"]), f"{stage['parameters'] / 1e6:.2f} M", f"{stage['steps']:,}", chain.speed_in_words(stage.get("speed", {})), f"{stage['seconds']:.0f} s"]
         for stage in kept["stages"]
     ]  # fmt: skip
     asked = "; ".join(f"“{each['prompt']}” “{each['answer']}” ({'right' if each['right'] else 'wrong'})" for each in kept["answers"])  # fmt: skip
     header = ["command", "first evaluation → last", "parameters", "steps", "mean speed", "all of it took"]
-    return f"{markdown(header, rows, left=2)}\n\n_Asked at the end: {asked}. {run_stamp(kept['machine'], kept['stages'])}._"
+    return f"{markdown(header, rows, left=2)}\n\n_Asked at the end: {asked}. {run_stamp(kept['machine'], kept['stages'])}._{older_runs(kept['stages'])}"
 
 
 def alignment(folder: Path, slug: str) -> str:
@@ -96,11 +98,12 @@ def alignment(folder: Path, slug: str) -> str:
         return not_measured("tilestack chain --alignment --save", machine=slug)
     kept = read_json(path)
     rows = [
-        [f"`{' '.join([stage['command'], stage['recipe'], *(f'--set {setting}' for setting in stage['settings'])])}`", chain.figures_in_words(stage["figures"]), f"{stage['parameters'] / 1e3:.0f} k", f"{stage['steps']:,}", f"{stage['processor_seconds']:.0f} s"]
+        [marked(stage, f"`{' '.join([stage['command'], stage['recipe'], *(f'--set {setting}' for setting in stage['settings'])])}`"), chain.figures_in_words(stage["figures"]), f"{stage['parameters'] / 1e3:.0f} k", f"{stage['steps']:,}", f"{stage['processor_seconds']:.0f} s"]
         for stage in kept["stages"]
     ]  # fmt: skip
     header = ["command", "before → after, held out", "parameters", "steps", "processor time"]
-    return f"{markdown(header, rows, left=2)}\n\n_{run_stamp(kept['machine'], kept['stages'])}._"
+    stamp = f"_{run_stamp(kept['machine'], kept['stages'])}._"
+    return f"{markdown(header, rows, left=2)}\n\n{stamp}{older_runs(kept['stages'])}"
 
 
 def quantised(folder: Path, slug: str) -> str:
@@ -112,7 +115,7 @@ def quantised(folder: Path, slug: str) -> str:
     rows = []
     for run in kept["runs"]:
         scheme, method, *figures = quantised_models.cells(run)
-        rows.append([f"`{scheme}`", f"**{method}**" if run["default"] else method, *figures])
+        rows.append([marked(run, f"`{scheme}`"), f"**{method}**" if run["default"] else method, *figures])
     first = kept["runs"][0]
     before, calibration = first["quality"]["before"], first["calibration"]
     about = (
@@ -121,7 +124,17 @@ def quantised(folder: Path, slug: str) -> str:
         f"{before['tokens']:,} held-out ones of {before['documents']} documents; ± standard error. "
         f"{run_stamp(kept['machine'], kept['runs'])}"
     )
-    return f"{markdown(list(quantised_models.HEADER), rows, left=2)}\n\n_{about}._"
+    return f"{markdown(list(quantised_models.HEADER), rows, left=2)}\n\n_{about}._{older_runs(kept['runs'])}"
+
+
+def marked(run: dict[str, Any], name: str) -> str:
+    """A run's name, with a dagger where it is of an older source."""
+    return name if run_is_current(run) else f"{name} {OLD}"
+
+
+def older_runs(runs: Iterable[dict[str, Any]]) -> str:
+    """The line that says what the dagger means, where there is one; the commits stand above it."""
+    return "" if all(map(run_is_current, runs)) else f"\n\n_{OLD} {OLDER.removesuffix('; ')}._"
 
 
 def run_stamp(machine: dict[str, Any], runs: Iterable[dict[str, Any]]) -> str:

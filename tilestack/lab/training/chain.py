@@ -27,6 +27,7 @@ from safetensors import safe_open
 
 from tilestack.data import corpora
 from tilestack.lab import machine, results
+from tilestack.lab.stale import source_of_run
 from tilestack.train import metrics
 from tilestack.train.run.folder import RunFolder
 
@@ -60,6 +61,7 @@ class Finished:
     commit: str
     figures: dict[str, tuple[float, float]] = field(default_factory=dict)
     speed: dict[str, float] = field(default_factory=dict)  # tokens_per_s, and mfu where it is known
+    source: str = ""  # the hash of what it ran
 
 
 def stages(device: str) -> list[Stage]:
@@ -159,7 +161,9 @@ def what_came_of(stage: Stage, folder: Path, seconds: float, processor_seconds: 
     figures = {name: (values[0], values[-1]) for name, values in curves.items() if values}
     steps, parameters = metrics.curve(folder, "loss")[0][-1], weights_in(folder / "model")
     made = stage.command, stage.recipe, stage.settings
-    return Finished(*made, steps, parameters, seconds, processor_seconds, machine.commit(), figures, mean_speed(folder))
+    return Finished(
+        *made, steps, parameters, seconds, processor_seconds, machine.commit(), figures, mean_speed(folder), source_of_run()
+    )  # fmt: skip
 
 
 def mean_speed(folder: Path) -> dict[str, float]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tilestack.lab import results
+from tilestack.lab.stale import source_of_run
 
 CURVES, FP8_CURVES = "parity/curves", "parity/fp8"  # a level below the benchmark's files: a curve is no contest
 
@@ -19,7 +20,7 @@ def merge_curves(folder: Path, machine: dict[str, Any], model: str, run: dict[st
     path = results.path_of(machine["slug"], name, folder)
     results.refuse_other_machine(path, machine)
     before = results.read_json(path)["runs"] if path.exists() else []
-    stamped = run | {"commit": machine["commit"]}
+    stamped = run | {"commit": machine["commit"], "source": source_of_run()}
     runs = {kept["name"]: kept for kept in before} | {run["name"]: stamped}
     results.save(path, {"machine": machine, "model": model, "runs": list(runs.values())})
     return path
