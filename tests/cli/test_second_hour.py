@@ -57,6 +57,8 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_p
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ValueError, match=rf"cannot write .*rows\.json: no permission to write {tmp_path}$"):
         writable_file(tmp_path / "new" / "rows.json")
+    with pytest.raises(ValueError, match=rf"cannot write {tmp_path}/new: no permission to write {tmp_path}$"):
+        writable_folder(tmp_path / "new")
 
 
 def test_only_json_goes_to_standard_output_by_a_dash(capsys, tmp_path, monkeypatch):

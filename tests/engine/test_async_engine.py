@@ -74,6 +74,21 @@ async def test_leaving_the_block_cancels():
         await quiet(engine)
 
 
+async def test_who_stops_reading_and_goes_on_misses_nothing():
+    async with serving() as engine:
+        stream, ids = engine.submit([4, 5], GREEDY), []
+        await quiet(engine)  # all of it waits
+        while found := [delta async for delta in first_of(stream)]:
+            ids += found[0].ids
+        assert ids == alone([4, 5], 8)
+
+
+async def first_of(stream):
+    async for delta in stream:
+        yield delta
+        break
+
+
 async def test_who_cancels_late_ends_nobody_who_came_after_under_the_same_id():
     async with serving() as engine:
         first = engine.submit([1, 2], GREEDY, id="same")

@@ -61,6 +61,7 @@ def test_news_that_is_there_already_is_not_waited_for(patient):
         queue = DeltaQueue(asyncio.get_running_loop())
         queue.put(Delta(0, (1,)))
         before = queue.news(patient).done()
+        queue.wake()
         queue.end()
         return before, queue.news(patient).done()
 
@@ -80,6 +81,22 @@ def test_a_reader_that_left_is_not_woken_and_another_may_come():
         return wakes, await queue.take()
 
     assert asyncio.run(read()) == (False, [Delta(0, (1,))])
+
+
+def test_a_second_reader_at_once_is_refused_and_takes_nothing_from_the_first():
+    """Only one is woken: the other would wait forever."""
+
+    async def read():
+        queue = DeltaQueue(asyncio.get_running_loop())
+        taking = asyncio.create_task(queue.take())
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="only one at a time"):
+            await queue.take()
+        queue.put(Delta(0, (1,)))
+        queue.wake()
+        return await asyncio.wait_for(taking, SECONDS)
+
+    assert asyncio.run(read()) == [Delta(0, (1,))]
 
 
 @pytest.mark.parametrize("rests", [False, True])
@@ -108,7 +125,8 @@ def test_nothing_is_lost_between_a_thread_that_puts_and_a_loop_that_takes(rests)
         while ready := await asyncio.wait_for(queue.take(), SECONDS):
             found += ready
             if rests and not queue.ended:
-                await asyncio.wait([queue.news(patient=True)], timeout=0.001)
+                await asyncio.wait([rest := queue.news(patient=True)], timeout=0.001)
+                rest.cancel()
         thread.join()
         return found
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import socket
+import time
 from contextlib import suppress
 
 import httpx2
@@ -277,6 +278,23 @@ def test_large_bodies_are_ended_while_they_arrive(here):
         refused(here.post("/v1/completions", content=forever(), headers={"Content-Type": "application/json"}), 413)
     assert sent < 50 << 20
     assert here.post("/v1/completions", json=TEXT).status_code == 200
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_who_sends_all_of_a_large_body_before_reading_hears_why_it_is_refused(told, serve, fake):
+    """As asynchronous clients do. A connection that was closed meanwhile would be reset, and the answer lost."""
+    url = httpx2.URL(serve(fake, limits=Limits(body_bytes=20000)))
+    length, size = "Content-Length: 8000000" if told else "Transfer-Encoding: chunked", 8_000_000
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{length}\r\n\r\n"
+    body = b" " * size if told else f"{size:x}\r\n".encode() + b" " * size + b"\r\n0\r\n\r\n"
+    with socket.create_connection((url.host, url.port), timeout=patient.LONG) as client:
+        client.sendall(head.encode())
+        for place in range(0, len(body), 1 << 20):
+            client.sendall(body[place : place + (1 << 20)])
+            time.sleep(0.02)
+        assert b"413" in client.recv(4096).split(b"\r\n")[0]
+        while client.recv(4096):  # until the server closes it
+            pass
 
 
 def test_slow_bodies_are_ended(serve, fake):

@@ -35,16 +35,11 @@ def writable_file(path: Place) -> Place:
     """A file to write. Refuse one that cannot be written before the work is done that should go into it."""
     if path is None:
         return path
-    if str(path) == "-":
-        raise ValueError("- is standard output, which only --json writes to; name a file")
+    refuse_output(path)
     path = expand_home(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file")
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-    if there.is_file() and there != path.absolute():
-        raise ValueError(f"cannot write {path}: {there} is a file")
-    if not os.access(there, os.W_OK):
-        raise ValueError(f"cannot write {path}: no permission to write {there}")
+    refuse_unwritable(path, name=path)
     return path
 
 
@@ -62,10 +57,25 @@ def report_page(path: Path) -> Path:
     return page
 
 
+def refuse_output(path: Path) -> None:
+    if str(path) == "-":
+        raise ValueError("- is standard output, which only --json writes to; name a file")
+
+
+def refuse_unwritable(path: Path, name: Path) -> None:
+    """Refuse what cannot be written, which the error calls by a name."""
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if there.is_file() and there != path.absolute():
+        raise ValueError(f"cannot write {name}: {there} is a file")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"cannot write {name}: no permission to write {there}")
+
+
 def writable_folder(path: Place) -> Place:
     """A folder to write. Refuse one in which no file can be written, likewise."""
     if path is not None:
-        writable_file(path if str(path) == "-" else path / "file")
+        refuse_output(path)
+        refuse_unwritable(expand_home(path) / "file", name=path)
     return in_home(path)
 
 

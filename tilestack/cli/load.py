@@ -5,6 +5,7 @@ import importlib.util
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from rich.table import Table
@@ -75,8 +76,7 @@ def load_command(
         vocabulary=vocabulary,
         seed=seed,
     )
-    address = url.rstrip("/").removesuffix("/v1")
-    address = address if "://" in address else f"http://{address}"
+    address = address_of_server(url)
     options = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
     target = Target(address, model or asyncio.run(first_model(address, api_key)), chat, options)
     sent = dict(rate=rate, concurrency=concurrency, seed=seed, api_key=api_key, timeout=timeout)
@@ -105,6 +105,19 @@ def load_command(
         write_text(plot, latency_plot(outcomes, figures, f"{target.model} on {address}"))
     if figures["failed"]:
         raise ValueError(f"{figures['failed']} of {requests} requests failed; the first: {figures['errors'][0]}")
+
+
+def address_of_server(url: str) -> str:
+    """Where the server is, as its requests need it."""
+    address = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+    try:
+        parts = urlsplit(address)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is none
+        usable = False
+    if not usable:
+        raise ValueError(f"a server is given as http://HOST:PORT, not {url!r}")
+    return address
 
 
 def send_all(target: "Target", asks: "list[Ask]", doing: str, **how: Any) -> "list[Outcome]":

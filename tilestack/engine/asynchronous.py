@@ -45,9 +45,8 @@ class Stream:
         return self.read()
 
     async def read(self) -> AsyncIterator[Delta]:
-        while ready := await self.deltas.take():
-            for delta in ready:
-                yield delta
+        while await self.deltas.something():
+            yield self.deltas.come.popleft()  # one by one: who stops reading may go on later
 
     def cancel(self) -> None:
         """End the request, at any moment."""

@@ -48,14 +48,21 @@ class DeltaQueue:
 
     def news(self, patient: bool = False) -> "asyncio.Future[None]":
         """What is done when something has come, or with patience when all has."""
+        if self.reader is not None and not self.reader.done():
+            raise RuntimeError("another task waits for this stream already; only one at a time can read it")
         self.patient = patient
         self.reader = waits = self.loop.create_future()
         if self.has_news:
             waits.set_result(None)
         return waits
 
-    async def take(self) -> list[Delta]:
-        """All that has come, waiting for something; nothing once all was taken and no more will come."""
+    async def something(self) -> bool:
+        """Wait until there is something to take; false once all was taken and no more will come."""
         while not self.come and not self.ended:
             await self.news()
+        return bool(self.come)
+
+    async def take(self) -> list[Delta]:
+        """All that has come, waiting for something; nothing once all was taken and no more will come."""
+        await self.something()
         return [self.come.popleft() for _ in range(len(self.come))]

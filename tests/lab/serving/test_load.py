@@ -265,6 +265,16 @@ def test_bad_input_is_one_line(options, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:99999", "127.0.0.1:port", "http://", "ftp://127.0.0.1", "http://[::1"]
+)
+def test_an_address_of_no_server_is_one_line(url, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["load", url])
+    assert ended.value.code == 1
+    assert f"http://HOST:PORT, not {url!r}" in capsys.readouterr().err
+
+
 class Closed(BaseHTTPRequestHandler):
     """Refuses whoever asks."""
 

@@ -64,7 +64,7 @@ def refuse_beyond_memory(needs: Needs, recipe: Recipe, device: torch.device) -> 
     free = free_memory(device)
     if free is None or needs.all <= free:
         return
-    where = f"{needs.all / 2**30:,.1f} GiB at least, and {free / 2**30:,.1f} GiB are free on the {device.type.upper()}"
+    where = f"{in_bytes(needs.all)} at least, and {in_bytes(free)} are free on the {device.type.upper()}"
     if needs.all - needs.batch <= free:
         raise RecipeError(
             f"data.batch = {recipe.data.batch} rows of up to {recipe.data.sequence} tokens need {where}; "
@@ -92,7 +92,7 @@ def refuse_beyond_disk(needs: Needs, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if needs.checkpoint > free:
         raise RecipeError(
-            f"a checkpoint takes {needs.checkpoint / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free "
+            f"a checkpoint takes {in_bytes(needs.checkpoint)}, and {in_bytes(free)} are free "
             f"where {folder} is; make room, or train elsewhere (--folder)"
         )
 
@@ -121,3 +121,7 @@ def text_of(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def in_bytes(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

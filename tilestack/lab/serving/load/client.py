@@ -87,7 +87,7 @@ async def send(client: "httpx2.AsyncClient", target: Target, ask: "Ask", origin:
         outcome.input_tokens = usage["prompt_tokens"] if usage else len(ask.prompt)
         outcome.output_tokens = usage["completion_tokens"] if usage else pieces
     except httpx2.HTTPError as problem:
-        outcome.error = f"{type(problem).__name__}: {problem}"
+        outcome.error = f"{type(problem).__name__}: {problem}".removesuffix(": ")  # many say no more than what they are
     except NOT_OPENAI as problem:
         outcome.error = f"the answer is not OpenAI's: {type(problem).__name__}: {problem}"
     if not pieces and outcome.error is None:
