@@ -297,6 +297,28 @@ def test_what_only_a_search_has_measured_stays_in_a_table(tmp_path):
     assert found["relu"]["default"] == ["triton"]
 
 
+def test_a_run_renews_the_buckets_that_it_measured_and_leaves_what_a_search_found_elsewhere(tmp_path):
+    """Older rows of other cases stay in the results; the table has learned more of them since."""
+    searched = [row("triton", 1.0, case="16384x256x-1"), row("aten", 2.0, case="16384x256x-1")]
+    preferences.add_to_table(tmp_path / "h200.json", searched)
+    rows = [
+        row("aten", 5.0), row("triton", 9.0), row("aten", 5.0, "backward"), row("triton", 9.0, "backward"),
+        row("aten", 1.0, "backward", case="8192x5120x-1"), row("aten", 1.0, case="8192x5120x-1"),  # of the same bucket
+        row("triton", 9.0, case="16384x256x-1"), row("aten", 1.0, case="16384x256x-1"),
+        row("triton", 9.0, case="8192x1024x-1"), row("aten", 8.0, case="8192x1024x-1"),
+    ]  # fmt: skip
+    results = {"machine": {"slug": "h200"}, "rows": rows}
+    measured = {("softmax", "8192x4096x-1", "bfloat16"), ("softmax", "no such case", "bfloat16")}
+    found = json.loads(preferences.write_table(results, tmp_path, measured).read_text())["softmax"]
+    assert found["bfloat16"] == {"22x8": ["triton", "aten"], "25x12": ["aten", "triton"]}
+    assert found["bfloat16 forward"] == {"25x12": ["aten", "triton"]}
+
+    forward_alone = {("softmax", "8192x1024x-1", "bfloat16")}
+    found = json.loads(preferences.write_table(results, tmp_path, forward_alone).read_text())["softmax"]
+    assert "23x10" not in found["bfloat16"], "whose backward nobody measured"
+    assert found["bfloat16 forward"]["23x10"] == ["aten", "triton"]
+
+
 def test_auto_leaves_what_is_not_deterministic_alone_where_bits_are_to_repeat(monkeypatch):
     ops.operators()  # which installs the tables
     monkeypatch.setattr(registry, "_preference", lambda *_: ["gluon", "aten"])

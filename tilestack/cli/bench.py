@@ -258,7 +258,8 @@ def bench_kernels(
     if target is not None and rows:
         console.print(f"saved in {target}")
         if asked.place.type == "cuda" and checkout():  # an installed package is not ours to write into
-            console.print(f"auto reads {preferences.write_table(results.load(target))}")
+            cases = {(row.op, row.case, row.dtype) for row in rows}
+            console.print(f"auto reads {preferences.write_table(results.load(target), cases=cases)}")
 
 
 def check_candidates(names: list[str], operators: list["Operator"]) -> None:

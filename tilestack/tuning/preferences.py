@@ -25,7 +25,7 @@ import os
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -207,12 +207,16 @@ def forget_tables() -> None:
     registry.forget_plans()
 
 
-def write_table(results: dict[str, Any], folder: Path = TABLES) -> Path:
+def write_table(
+    results: dict[str, Any], folder: Path = TABLES, cases: Collection[tuple[str, str, str]] | None = None
+) -> Path:
     """Renew a GPU's table by its measured results, which were measured in the configurations that were known. What only
-    `tilestack tune` has measured stays."""
+    `tilestack tune` has measured stays; given the cases that a run has measured, as operator, case and dtype, so does what
+    is known of others."""
     slug = results["machine"]["slug"]
     path = folder / f"{slug}.json"
-    measured = with_configs(make_table(results["rows"]), known_of(slug))
+    rows = results["rows"] if cases is None else rows_in_buckets(results["rows"], cases)
+    measured = with_configs(make_table(rows), known_of(slug))
     with alone_in(path.parent):
         table = merged(read_table(path), measured)
         for op, entry in measured.items():
@@ -221,6 +225,31 @@ def write_table(results: dict[str, Any], folder: Path = TABLES) -> Path:
         write_text_whole(path, json.dumps(table, indent=1, sort_keys=True) + "\n")
     forget_tables()
     return path
+
+
+def rows_in_buckets(rows: list[dict[str, Any]], cases: Collection[tuple[str, str, str]]) -> list[dict[str, Any]]:
+    """The rows of all cases that share a bucket with one of these; of an operator that has a backward, those of a case whose
+    backward was never measured speak of calls without gradients alone."""
+    bucket = functools.cache(bucket_of_case)
+    place = lambda row: (row["op"], row["case"], row["dtype"])
+    touched = {bucket(*case) for case in cases} - {None}
+    found = [row for row in rows if bucket(*place(row)) in touched]
+    with_backward = {place(row) for row in found if row["direction"] != "forward"}
+    alone = lambda row: has_backward(row["op"]) and place(row) not in with_backward
+    return [row | dict(forward_only=True) if alone(row) else row for row in found]
+
+
+def bucket_of_case(op: str, case: str, dtype: str) -> tuple[str, str, str] | None:
+    """The operator with the dtype and size class of its case of a name; None where it has no such case any more."""
+    operator = registry.operator_named(op)
+    found = next((each for each in operator.cases if each.name == case), None)
+    if found is None:
+        return None
+    return op, *bucket_of(operator, operator.bind(**found.build(Make(getattr(torch, dtype), "meta"))))
+
+
+def has_backward(op: str) -> bool:
+    return any(found.backward is not None for found in registry.operator_named(op).implementations.values())
 
 
 def with_configs(table: dict[str, Entry], known: dict[str, Entry]) -> dict[str, Entry]:
