@@ -4,16 +4,18 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.main import get_command
 
 from tilestack.cli import app, main
-from tilestack.cli.bench import Asked
+from tilestack.cli.bench import Asked, bench_kernels
 from tilestack.lab import results
 from tilestack.lab.bench import host_time, memory_sweeps, operators, optimizer_steps, quantised_models
 from tilestack.lab.rows import Row
 from tilestack.lab.serving import bench_http, bench_serve
 from tilestack.lab.stale import present_source
 from tilestack.lab.training import bench_layers, bench_train
+from tilestack.tuning import preferences
 
 HOST_ROWS = [
     dict(op="relu", case="64", dtype="bfloat16", direction="no_grad", backend="triton", host_us=9.0, floor_us=7.0)
@@ -243,6 +245,29 @@ def test_host_times_are_added_to_those_that_are_there(parts, monkeypatch, tmp_pa
     assert [row["op"] for row in results.load(path)["rows"]] == ["relu", "add"], (
         "the old case stands for nothing any more"
     )
+
+
+def test_auto_s_table_is_renewed_of_what_was_measured_alone(monkeypatch, tmp_path):
+    """The results hold older rows too, of which `tune` may know better."""
+    monkeypatch.chdir(tmp_path)
+    row = lambda op, case: Row(op, case, "bfloat16", "forward", "triton", time_us=5.0)
+    machine = dict(slug="h200", commit="abc", date="2031-05-06")
+    path = results.path_of("h200", "kernels")
+    results.merge(path, machine, {}, [row("softmax", "8192x4096x-1").as_dict()])
+
+    def measured(*_, **__):
+        found = [row("relu", "8192x4096")]
+        results.merge(path, machine, {}, [each.as_dict() for each in found])
+        return found
+
+    renewed = []
+    monkeypatch.setattr(operators, "bench_operators", measured)
+    monkeypatch.setattr("tilestack.shipped.checkout", lambda: tmp_path)
+    monkeypatch.setattr("tilestack.lab.bench.terminal_tables.render_rows", lambda *_: [])
+    monkeypatch.setattr(preferences, "write_table", lambda found, cases: renewed.append((len(found["rows"]), cases)))
+    asked = Asked(torch.device("cuda"), machine, True, False, None, None, began=0.0)
+    bench_kernels(asked, None, ["forward"], None, "bench", (1, ()), ["relu"])
+    assert renewed == [(2, {("relu", "8192x4096", "bfloat16")})]
 
 
 def test_a_budget_is_of_the_seconds_since_the_command_began(monkeypatch):

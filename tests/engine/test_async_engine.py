@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import threading
 
 import pytest
 import torch
@@ -251,17 +252,21 @@ async def test_streams_end_when_the_thread_dies(monkeypatch):
     await engine.close()
 
 
-async def test_requests_of_a_loop_that_was_closed_are_cancelled():
+async def test_requests_of_a_loop_that_was_closed_are_cancelled(monkeypatch):
     async with serving() as engine:
+        closed, step = threading.Event(), engine.engine.step
+        monkeypatch.setattr(engine.engine, "step", lambda: step() if closed.wait(60) else [])
 
         async def leave():
             engine.submit([1, 2], SamplingParams(max_tokens=60, ignore_eos=True))
             await asyncio.sleep(0)
 
         await asyncio.get_running_loop().run_in_executor(None, asyncio.run, leave())
+        closed.set()
         ids, _ = await whole(engine.submit([4, 5], GREEDY))
         assert ids == alone([4, 5], 8)
         await quiet(engine)
+        assert engine.stats().completion_tokens < 8 + 8, "it was not answered to its end of 60"
 
 
 async def test_many_threads_submit_and_cancel_at_once():
