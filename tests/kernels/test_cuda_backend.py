@@ -26,6 +26,7 @@ KERNELS = [
     ("linear", "cuda_tiled"),
     ("linear", "cuda"),
     ("linear_weight_only", "cuda"),
+    ("paged_attention", "cuda"),
 ]
 SOURCES = sorted(build.SOURCES.glob("*.cu"))
 GPU = torch.device("cuda")
@@ -40,13 +41,17 @@ def test_it_stands_beside_the_others_and_says_why_it_cannot_run(operator, backen
         "rms_norm": (torch.ones(2),),
         "linear": (torch.ones(2, 2), torch.ones(2, 2)),
         "linear_weight_only": (torch.ones(2, 16).half(), torch.ones(2, 16, dtype=torch.int8), torch.ones(2, 1)),
+        "paged_attention": (
+            torch.ones(1, 1, 64), *2 * [torch.ones(1, 16, 1, 64)], torch.zeros(1, 1, dtype=torch.int64),
+            torch.ones(1, dtype=torch.int64), torch.arange(2), 1,
+        ),
     }[operator]
     reason = f"{operator} cannot run on {backend}: CUDA C\\+\\+ kernels need a CUDA tensor, not one on cpu; torch, "
     with tilestack.backend(backend), pytest.raises(tilestack.BackendError, match=reason):
         way.operator(*arguments)
 
 
-@pytest.mark.parametrize("operator", ["add", "softmax", "rms_norm", "linear", "linear_weight_only"])
+@pytest.mark.parametrize("operator", ["add", "softmax", "rms_norm", "linear", "linear_weight_only", "paged_attention"])
 def test_auto_leaves_it_alone_unless_it_measured_fastest(operator, monkeypatch):
     described = ops.operator_named(operator)
     monkeypatch.setattr(registry, "_preference", lambda *_: [])
@@ -212,6 +217,14 @@ def constants_of(source):
     if source.stem == "weight_only":
         kinds = {"int4": (0, 4), "int4 32": (0, 1), "int8": (1, 4), "int8 32": (1, 2), "fp8": (2, 4)}
         return {name: (dict(CODES=codes, FOLD=fold), (90,)) for name, (codes, fold) in kinds.items()}
+    if source.stem == "paged_decode":
+        usual = dict(DIM=128, GROUP=2, PAGE=16, HALF=3, CODES=0, LONG=1, WARPS=2, SLOTS=3)
+        codes = usual | dict(CODES=1, SLOTS=6)
+        wide, small = dict(GROUP=8, WARPS=4), dict(DIM=64, GROUP=1, HALF=2, LONG=0, SLOTS=6)
+        kinds = {"usual": usual, "wide": usual | wide, "small": usual | small}
+        return {name: (given, (80, 90)) for name, given in kinds.items()} | {
+            f"fp8 {name}": (codes | given, (90,)) for name, given in dict(usual={}, wide=wide, float16=dict(HALF=2)).items()
+        }
     if source.stem != "decode_step":
         return {"": ({}, (80, 90))}
     qwen3 = DecoderShape(28, 1024, 16, 8, 128, 3072, 151936, True)

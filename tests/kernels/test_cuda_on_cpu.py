@@ -3,6 +3,7 @@ implement, and the decode step against a decoder."""
 
 import copy
 import functools
+import inspect
 import shutil
 
 import cuda_emulation
@@ -13,9 +14,10 @@ from fenced_memory import Fences
 from tilestack import models, ops
 from tilestack.contract.cases import Make
 from tilestack.engine.persistent import shape_of, weights_of
-from tilestack.kernels.cuda import add, decode_step, matmul, rms_norm, softmax, weight_only
+from tilestack.kernels.cuda import add, decode_step, matmul, paged_decode, rms_norm, softmax, weight_only
 from tilestack.lab.proof.oracle import judge, own_error
 from tilestack.models import ModelConfig, PagedBatch, PagedCache
+from tilestack.ops.paged import paged_case
 from tilestack.ops.weight_only import pack_int4, weight_only_case
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="compiling needs g++, which is not here")
@@ -37,7 +39,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch, library):
-    for module in (add, softmax, rms_norm, matmul, weight_only, decode_step):
+    for module in (add, softmax, rms_norm, matmul, weight_only, decode_step, paged_decode):
         monkeypatch.setattr(module, "library", library)
         monkeypatch.setattr(module, "call", cuda_emulation.call_on_cpu)
 
@@ -202,6 +204,29 @@ def test_a_row_has_the_bits_of_small_integers_in_every_configuration(name):
     expected = x.double() @ numbers.double().T
     assert expected.abs().max() < 128  # with one bit below the point, eight in all
     assert torch.equal(out.double(), expected)
+
+
+PAGED = [  # the batch, page, heads, kv_heads, dim, dim of v, what pages hold, and what is else
+    ("decode", 16, 4, 2, 128, 128),
+    ("decode", 32, 8, 1, 64, 64, "same", "long"),
+    ("uneven", 16, 3, 1, 64, 64, "same", "scaled"),
+    ("nothing", 16, 2, 2, 64, 64),
+    ("decode", 16, 4, 2, 128, 128, "float8_e4m3fn"),
+    ("uneven", 48, 7, 1, 128, 128, "float8_e4m3fn", "scaled"),
+]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("sizes", PAGED, ids=lambda sizes: "x".join(map(str, sizes)))
+@pytest.mark.parametrize("config", ["2 warps", "4 warps"])
+def test_attention_over_pages(sizes, dtype, config):
+    torch.manual_seed(0)
+    arguments = ops.paged_attention.bind(**paged_case(Make(dtype, "cpu"), *sizes))
+    assert paged_decode.takes(**{name: arguments[name] for name in inspect.signature(paged_decode.takes).parameters})
+    config = paged_decode.CONFIGS[config]
+    for blocks in (config.blocks, 0):  # texts split, or whole
+        launcher = functools.partial(paged_decode.paged_attention, config=config._replace(blocks=blocks))
+        check(launcher, ops.paged_attention, *arguments.values())
 
 
 MODELS = {

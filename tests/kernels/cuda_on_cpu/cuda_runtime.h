@@ -48,12 +48,17 @@ using std::exp;
 inline float max(float a, float b) { return std::fmax(a, b); }
 inline double max(double a, double b) { return std::fmax(a, b); }
 template <typename T> T min(T a, T b) { return b < a ? b : a; }
+template <typename T> T max(T a, T b) { return a < b ? b : a; }
 
 namespace on_cpu {
 struct Barrier {
   int waiting = 0, turn = 0;
 };
-using Copy = std::pair<void*, const void*>;  // of 16 bytes, of zeros where there is no source
+struct Copy {  // of zeros where there is no source
+  void* to;
+  const void* from;
+  size_t bytes;
+};
 
 struct Fiber {
   ucontext_t context;
@@ -171,17 +176,26 @@ template <typename T> T __shfl_sync(unsigned, T value, int lane, int width) {
   return shown_by(on_cpu::lane() / width * width + lane, value);
 }
 
+inline bool __any_sync(unsigned, bool value) {
+  auto& lanes = on_cpu::grid->of_lanes[on_cpu::warp()];
+  lanes[on_cpu::lane()] = value;
+  on_cpu::meet_warp();
+  const bool any = std::any_of(lanes.begin(), lanes.end(), [](double each) { return each != 0; });
+  on_cpu::meet_warp();
+  return any;
+}
+
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0 };
 enum { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributeNonPortableClusterSizeAllowed };
-enum { cudaLaunchAttributeClusterDimension, cudaLaunchAttributeCooperative };
+enum { cudaLaunchAttributeClusterDimension, cudaLaunchAttributeCooperative, cudaLaunchAttributeProgrammaticStreamSerialization };
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return ""; }
 template <typename Kernel> cudaError_t cudaFuncSetAttribute(Kernel, int, int) { return cudaSuccess; }
 inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t) { return memset(at, value, bytes), cudaSuccess; }
 struct cudaLaunchAttribute {
   int id;
-  struct { struct { unsigned x, y, z; } clusterDim; int cooperative; } val;
+  struct { struct { unsigned x, y, z; } clusterDim; int cooperative, programmaticStreamSerializationAllowed; } val;
 };
 struct cudaLaunchConfig_t {
   unsigned gridDim, blockDim;
@@ -196,7 +210,8 @@ template <typename Kernel> cudaError_t cudaOccupancyMaxActiveClusters(int* clust
 }
 template <typename Kernel, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, Kernel kernel, Arguments... arguments) {
-  on_cpu::run(config->gridDim, config->blockDim, config->attrs[0].val.clusterDim.x, static_cast<int>(config->dynamicSmemBytes),
-              [&] { kernel(arguments...); });
+  const bool clusters = config->numAttrs > 0 && config->attrs[0].id == cudaLaunchAttributeClusterDimension;
+  on_cpu::run(config->gridDim, config->blockDim, clusters ? config->attrs[0].val.clusterDim.x : 0,
+              static_cast<int>(config->dynamicSmemBytes), [&] { kernel(arguments...); });
   return cudaSuccess;
 }

@@ -2,7 +2,8 @@
 #pragma once
 #include "common.cuh"
 
-inline void copy_16(void* to, const void* from, bool there = true) { on_cpu::now->open.push_back({to, there ? from : nullptr}); }
+inline void copy_16(void* to, const void* from, bool there = true) { on_cpu::now->open.push_back({to, there ? from : nullptr, 16}); }
+inline void copy_4(void* to, const void* from, bool there = true) { on_cpu::now->open.push_back({to, there ? from : nullptr, 4}); }
 inline void close_group() {
   on_cpu::now->groups.push_back(std::move(on_cpu::now->open));
   on_cpu::now->open.clear();
@@ -10,7 +11,7 @@ inline void close_group() {
 template <int N> void wait_for_all_but() {
   auto& groups = on_cpu::now->groups;
   for (; groups.size() > N; groups.pop_front())
-    for (auto [to, from] : groups.front()) from == nullptr ? memset(to, 0, 16) : memcpy(to, from, 16);
+    for (auto [to, from, bytes] : groups.front()) from == nullptr ? memset(to, 0, bytes) : memcpy(to, from, bytes);
 }
 inline void fetch_to_l2(const void*) {}
 inline void copy_16_aside(void* to, const void* from) { copy_16(to, from); }
@@ -25,6 +26,17 @@ inline void load_matrices(uint32_t (&to)[4], const void* row) {
   on_cpu::meet_warp();
   for (int matrix = 0; matrix < 4; matrix++) to[matrix] = rows[(matrix * 8 + on_cpu::lane() / 4) * 4 + on_cpu::lane() % 4];
   on_cpu::meet_warp();
+}
+
+inline uint32_t turned(uint32_t pair) {
+  auto& rows = on_cpu::grid->of_matrices[on_cpu::warp()];
+  const int lane = on_cpu::lane();
+  rows[lane] = pair;
+  on_cpu::meet_warp();
+  const auto element = [&](int row, int column) { return rows[row * 4 + column / 2] >> 16 * (column % 2) & 0xffff; };
+  const uint32_t found = element(lane % 4 * 2, lane / 4) | element(lane % 4 * 2 + 1, lane / 4) << 16;
+  on_cpu::meet_warp();
+  return found;
 }
 
 template <typename T> float half_of(uint32_t pair, int which) {
@@ -125,3 +137,14 @@ inline unsigned look_at(const unsigned* counter) {
   on_cpu::give_way();
   return *counter;
 }
+inline bool comes_last(unsigned* counter, unsigned blocks) {
+  static bool is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = ++*counter == blocks;
+    if (is_last) *counter = 0;
+  }
+  __syncthreads();
+  return is_last;
+}
+inline void wait_for_kernels_before() {}

@@ -9,6 +9,9 @@ __device__ inline void copy_16(void* to, const void* from, bool there = true) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                "r"(there ? 16 : 0) : "memory");
 }
+__device__ inline void copy_4(void* to, const void* from, bool there = true) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(there ? 4 : 0) : "memory");
+}
 // The same, and the way to read it, for memory that is touched in no other way: in order among themselves, and nothing else
 // has to wait for them.
 __device__ inline void copy_16_aside(void* to, const void* from) {
@@ -33,6 +36,13 @@ __device__ inline void load_matrices(uint32_t (&to)[4], const void* row) {
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row)) : "memory");
 }
 
+// An 8 x 8 matrix of halves, of which a thread has two neighbours of row lane / 4: the same of its columns.
+__device__ inline uint32_t turned(uint32_t pair) {
+  uint32_t found;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(pair));
+  return found;
+}
+
 // c += a b on tensor cores: a is 16 x 16, b 16 x 8, c 16 x 8 in float, spread over a warp.
 template <typename T> __device__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 template <> __device__ inline void multiply_add<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
@@ -45,6 +55,9 @@ template <> __device__ inline void multiply_add<__half>(float (&c)[4], const uin
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+
+// Two codes of float8_e4m3fn, the first in the low byte, as halves, which hold them exactly.
+template <typename T> __device__ uint32_t halves_of_fp8(uint32_t codes);
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 // a - b and a b + c of two halves in a word each.
@@ -72,8 +85,6 @@ __device__ inline uint32_t masked_xor(uint32_t word, uint32_t mask, uint32_t bit
   return word;
 }
 
-// Two codes of float8_e4m3fn, the first in the low byte, as halves, which hold them exactly.
-template <typename T> __device__ uint32_t halves_of_fp8(uint32_t codes);
 template <> __device__ inline uint32_t halves_of_fp8<__half>(uint32_t codes) {
   uint32_t pair;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(codes)));
@@ -137,4 +148,23 @@ __device__ inline unsigned look_at(const unsigned* counter) {
   unsigned seen;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
   return seen;
+}
+// Whether all other blocks of so many have been here, and what they wrote before can be read; the last sets the counter back.
+__device__ inline bool comes_last(unsigned* counter, unsigned blocks) {
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();  // all threads have written before one of them counts
+  if (threadIdx.x == 0) {
+    is_last = atomicAdd(counter, 1u) == blocks - 1;
+    if (is_last) *counter = 0;
+  }
+  __syncthreads();
+  __threadfence();
+  return is_last;
+}
+// Where kernels may begin before those in front have ended: wait for them, and let the next one begin.
+__device__ inline void wait_for_kernels_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
