@@ -8,12 +8,12 @@
 //
 //     unit     a sequence, a head of keys, and one of at most `splits` parts of the text
 //     block    a unit: WARPS warps take its pieces of 16 keys in turns, each with softmax of its own, merged at the end
-//     ring     of a warp: SLOTS pieces on their way, by cp.async. A thread reads only what it brought itself.
+//     ring     of a warp: SLOTS pieces on their way, by cp.async, 16 bytes a thread and rows as long as they are
 //
-// Neither keys nor values change places. The sum along DIM does not care for its order, nor do the rows of valuesᵀ: so a
-// thread brings 16 bytes at a time of what the tensor cores want from it, of keys lane / 4 and 8 further, and of values
-// 2 (lane % 4), 1, 8 and 9 further. Weights come out of the first product by rows and go into the second by columns, for which
-// there is an instruction (`turned`).
+// Numbers are not moved on between threads. The sum along DIM does not care for its order, nor do the rows of valuesᵀ: so a
+// thread reads 16 bytes at a time, and they are what tensor cores want from it, of keys lane / 4 and 8 further, and of values
+// 2 (lane % 4), 1, 8 and 9 further. Those that eight threads read at a time lie in other banks (`key_at`, `value_at`). Weights
+// come out of the first product by rows and go into the second by columns, for which there is an instruction (`turned`).
 //
 // Codes of fp8 become float16, which holds them exactly; so do queries, relative to their largest. Scales of keys are multiplied
 // into scores, those of values into weights, relative to the piece's largest.
@@ -35,7 +35,7 @@ constexpr int SIZE = CODES ? 1 : 2, ROW = DIM * SIZE, PIECES = ROW / 16, NUMBERS
 constexpr int KEY_PIECES = PIECES / 4, VALUE_PIECES = PIECES / 8;  // of a key, that are a thread's
 constexpr int STEPS = NUMBERS / 4;                                 // products of a piece of keys
 constexpr int TILES = DIM / 16;
-constexpr int SLOT = PIECES * 512 + (CODES ? 2 * KEYS * 4 : 0);  // bytes: of each thread 16 at a time, then scales
+constexpr int HELD = KEYS * ROW, SLOT = 2 * HELD + (CODES ? 2 * KEYS * 4 : 0);  // bytes: keys, values, and scales of both
 constexpr int LEAST_PIECES = 8;                                  // of 16 keys that are worth a block
 constexpr float SLACK = 4;  // powers of two by which a weight may be above one before what was added up is scaled anew
 constexpr float ROOM = 1024;  // for weights with scales of values in float16, 16,384 at most
@@ -124,53 +124,51 @@ struct Queries {
   }
 };
 
-// A thread's way through the pieces of its warp.
+// Where 16 bytes of a key or a value lie in a slot.
+__device__ __forceinline__ int key_at(int key, int piece) { return (key * PIECES + (piece ^ key % 2 * 4)) * 16; }
+__device__ __forceinline__ int value_at(int key, int piece) { return HELD + (key * PIECES + (piece ^ (key & 6))) * 16; }
+
+// A warp's way through its pieces of the text.
 struct Stream {
+  static constexpr int ROWS = 32 / PIECES;  // that the warp brings at a time
   const Batch& batch;
-  unsigned char* ring;  // of the warp
+  unsigned char* ring;
   const Integer* table;
-  int64_t key_at, value_at, key_scale_at, value_scale_at;  // of this thread's first piece, in a page's first token
+  const unsigned char *key, *value;      // this thread's 16 bytes of a page's first token
+  const float *key_scale, *value_scale;  // of the token whose scale is this thread's
   int length, end;
 
   __device__ Stream(const Batch& batch, unsigned char* ring, const Integer* table, int head, int length, int end)
       : batch(batch), ring(ring), table(table), length(length), end(end) {
-    const int lane = threadIdx.x % 32;
-    key_at = head * batch.key.head + lane / 4 * batch.key.token + lane % 4 * 16;
-    value_at = head * batch.value.head + lane % 4 * 2 * batch.value.token + lane / 4 * 16;
-    key_scale_at = head * batch.key_scales.head + lane % KEYS * batch.key_scales.token;
-    value_scale_at = head * batch.value_scales.head + lane % KEYS * batch.value_scales.token;
+    key = batch.keys + head * batch.key.head + row() * batch.key.token + column() * 16;
+    value = batch.values + head * batch.value.head + row() * batch.value.token + column() * 16;
+    key_scale = batch.key_scale + head * batch.key_scales.head + lane() % KEYS * batch.key_scales.token;
+    value_scale = batch.value_scale + head * batch.value_scales.head + lane() % KEYS * batch.value_scales.token;
   }
+  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ static int row() { return lane() / PIECES; }
+  __device__ __forceinline__ static int column() { return lane() % PIECES; }
   __device__ __forceinline__ int64_t page_of(int piece) const {
     return piece < end ? static_cast<int64_t>(__ldg(table + piece * KEYS / PAGE * batch.table_block)) : 0;
   }
-  __device__ __forceinline__ uint4* place(int slot, int number) const {
-    return reinterpret_cast<uint4*>(ring + slot * SLOT) + number * 32 + threadIdx.x % 32;
-  }
-  __device__ __forceinline__ float* scales(int slot) const { return reinterpret_cast<float*>(ring + slot * SLOT + PIECES * 512); }
-  __device__ __forceinline__ static int value_key(int i) { return i % 2 + i / 2 * 8; }  // after 2 (lane % 4)
 
-  // Send off a piece of 16 keys and values; zeros where the text has ended.
+  // Send off 16 keys and values; zeros where the text has ended.
   __device__ __forceinline__ void bring(int piece, int slot, int64_t page) const {
     if (piece < end) {
-      const int lane = threadIdx.x % 32, in_page = piece * KEYS % PAGE, left = length - piece * KEYS;
-      const unsigned char* key = batch.keys + page * batch.key.page + in_page * batch.key.token + key_at;
-      const unsigned char* value = batch.values + page * batch.value.page + in_page * batch.value.token + value_at;
+      const int first = piece * KEYS % PAGE, left = length - piece * KEYS;
+      unsigned char* to = ring + slot * SLOT;
+      const unsigned char* from_key = key + page * batch.key.page + first * batch.key.token;
+      const unsigned char* from_value = value + page * batch.value.page + first * batch.value.token;
 #pragma unroll
-      for (int i = 0; i < 2; i++)
+      for (int rows = 0; rows < KEYS; rows += ROWS)
+        copy_16(to + key_at(rows + row(), column()), from_key + rows * batch.key.token, rows + row() < left);
 #pragma unroll
-        for (int p = 0; p < KEY_PIECES; p++)
-          copy_16(place(slot, i * KEY_PIECES + p), key + i * 8 * batch.key.token + p * 64, lane / 4 + i * 8 < left);
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-#pragma unroll
-        for (int p = 0; p < VALUE_PIECES; p++)
-          copy_16(place(slot, PIECES / 2 + i * VALUE_PIECES + p), value + value_key(i) * batch.value.token + p * 128,
-                  lane % 4 * 2 + value_key(i) < left);
+      for (int rows = 0; rows < KEYS; rows += ROWS)
+        copy_16(to + value_at(rows + row(), column()), from_value + rows * batch.value.token, rows + row() < left);
       if (CODES) {
-        const float* of_key = batch.key_scale + page * batch.key_scales.page + in_page * batch.key_scales.token + key_scale_at;
-        const float* of_value =
-            batch.value_scale + page * batch.value_scales.page + in_page * batch.value_scales.token + value_scale_at;
-        copy_4(scales(slot) + lane, lane < KEYS ? of_key : of_value, lane % KEYS < left);
+        const float* of_key = key_scale + page * batch.key_scales.page + first * batch.key_scales.token;
+        const float* of_value = value_scale + page * batch.value_scales.page + first * batch.value_scales.token;
+        copy_4(to + 2 * HELD + lane() * 4, lane() < KEYS ? of_key : of_value, lane() % KEYS < left);
       }
     }
     close_group();
@@ -184,39 +182,43 @@ struct Seen {
   __device__ Seen() { largest[0] = largest[1] = -INFINITY; }
 
   __device__ __forceinline__ void add(const Stream& stream, const Queries& queries, int piece, int slot) {
-    const int lane = threadIdx.x % 32;
-    float scores[4] = {};
+    const int lane = threadIdx.x % 32, mine = lane / 4, fourth = lane % 4;
+    const unsigned char* held = stream.ring + slot * SLOT;
+    const auto piece_at = [&](int at) { return *reinterpret_cast<const uint4*>(held + at); };
+    float two[2][4] = {}, scores[4];  // two sums, so that one product need not wait for the other
 #pragma unroll
     for (int p = 0; p < KEY_PIECES; p++) {
-      const uint4 first = *stream.place(slot, p), second = *stream.place(slot, KEY_PIECES + p);
+      const uint4 first = piece_at(key_at(mine, fourth + 4 * p)), second = piece_at(key_at(mine + 8, fourth + 4 * p));
 #pragma unroll
       for (int step = 0; step < STEPS; step++) {
         if constexpr (CODES) {
           const uint32_t a = word_of(first, step), b = word_of(second, step);
-          multiply_add<Operand>(scores, {halves_of_fp8<Operand>(a & 0xffff), halves_of_fp8<Operand>(b & 0xffff),
+          multiply_add<Operand>(two[step % 2], {halves_of_fp8<Operand>(a & 0xffff), halves_of_fp8<Operand>(b & 0xffff),
                                          halves_of_fp8<Operand>(a >> 16), halves_of_fp8<Operand>(b >> 16)},
                                 queries.pairs[p * STEPS + step]);
         } else {
-          multiply_add<Operand>(scores, {word_of(first, 2 * step), word_of(second, 2 * step), word_of(first, 2 * step + 1),
+          multiply_add<Operand>(two[step % 2], {word_of(first, 2 * step), word_of(second, 2 * step), word_of(first, 2 * step + 1),
                                          word_of(second, 2 * step + 1)}, queries.pairs[p * STEPS + step]);
         }
       }
     }
+#pragma unroll
+    for (int i = 0; i < 4; i++) scores[i] = two[0][i] + two[1][i];
     float unit = 1, shares[2] = {1, 1};
     if constexpr (CODES) {
-      const float* scale = stream.scales(slot);
+      const float* scale = reinterpret_cast<const float*>(held + 2 * HELD);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const float of_key = scale[lane / 4 + 8 * i];
+        const float of_key = scale[mine + 8 * i];
         scores[2 * i] *= of_key, scores[2 * i + 1] *= of_key;
-        shares[i] = scale[KEYS + lane / 4 + 8 * i];
+        shares[i] = scale[KEYS + mine + 8 * i];
       }
       unit = fmaxf(largest_of_keys(fmaxf(shares[0], shares[1])), 1e-33f) / ROOM;
       shares[0] /= unit, shares[1] /= unit;
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const bool there = piece * KEYS + lane / 4 + i / 2 * 8 < stream.length;
+      const bool there = piece * KEYS + mine + i / 2 * 8 < stream.length;
       scores[i] = there ? scores[i] * queries.factor[i % 2] : -INFINITY;
     }
     const float high[2] = {fmaxf(scores[0], scores[2]), fmaxf(scores[1], scores[3])};
@@ -244,7 +246,7 @@ struct Seen {
     for (int p = 0; p < VALUE_PIECES; p++) {
       uint4 of_key[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) of_key[i] = *stream.place(slot, PIECES / 2 + i * VALUE_PIECES + p);
+      for (int i = 0; i < 4; i++) of_key[i] = piece_at(value_at(2 * fourth + i % 2 + i / 2 * 8, mine + 8 * p));
 #pragma unroll
       for (int word = 0; word < 4; word++) {
         uint32_t words[4];
@@ -337,7 +339,7 @@ __global__ void __launch_bounds__(THREADS) paged_decode_kernel(const __grid_cons
   for (int slot = 0; piece < end; piece += WARPS) {
     const int64_t page = stream.page_of(piece + SLOTS * WARPS);
     wait_for_all_but<SLOTS - 1>();
-    __syncwarp();  // scales were brought by other lanes
+    __syncwarp();  // what other lanes brought has come too
     seen.add(stream, queries, piece, slot);
     __syncwarp();
     stream.bring(piece + SLOTS * WARPS, slot, page);
