@@ -121,7 +121,34 @@ def test_the_bits_of_a_rows_gradient_are_its_own(dtype, centred):
         assert torch.equal(found, dx[:1])
 
 
-def test_sums_on_a_grid_know_no_order():
+@pytest.mark.parametrize(("dtype", "worst"), [(torch.float16, 2**-11), (torch.float32, 2e-6)])
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("outlier", [1.0, 3e3])
+@pytest.mark.parametrize("scale", [1e-3, 1.0])
+def test_integers_add_up_as_well_as_floats(dtype, worst, centred, outlier, scale):
+    """Also where one element is far larger than the rest, whose squares have few bits above the last of its own."""
+    x = torch.randn(3, 2001, generator=torch.Generator().manual_seed(0)) + 0.5
+    x[1, 7], x[2] = outlier, x[2] * 1e-3 + 1
+    x = (x * scale).to(dtype)
+    right = x.double() - x.double().mean(1, keepdim=True) * centred
+    right = right * torch.rsqrt((right * right).mean(1, keepdim=True) + 1e-9)
+    found = norm_forward(x, None, None, 1e-9, centred)[0].double()
+    spread = 1e3 if centred else 1  # of the third row: what its mean is rounded to, in its deviations
+    allowed = worst * right.abs() + torch.tensor([worst, worst, spread * worst])[:, None]
+    assert ((found - right).abs() <= allowed).all(), ((found - right).abs() / allowed).amax(1)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e38])
+def test_what_has_no_sum_is_not_hidden(value):
+    x = random(3, 1029, dtype=torch.float32)
+    x[1, 5] = value
+    y = norm_forward(x, None, None, 1e-5, False)[0]
+    others = torch.arange(1029) != 5
+    assert y[[0, 2]].isfinite().all()
+    assert y[1].isnan().all() if value != value else (y[1, others] == 0).all()
+
+
+def test_integers_know_no_order():
     x = random(3, 2001, dtype=torch.float32) * torch.logspace(-6, 6, 2001)
     expected = norm_forward(x, None, None, 1e-5, False)[0]
     order = torch.randperm(2001, generator=torch.Generator().manual_seed(0))

@@ -31,7 +31,7 @@ from tilestack.kernels.early import early, wait_for_last
 from tilestack.kernels.memory.columns import sum_columns
 from tilestack.kernels.norm import long, ragged
 from tilestack.kernels.norm import wide as wide_rows
-from tilestack.kernels.norm.granules import sum_rows_on_grid
+from tilestack.kernels.norm.order_free import extremes, farthest, largest, sum_of_rows
 from tilestack.kernels.quantised.codes import HALVES_AND_SINGLE, codes_of, magnitudes, scale_of, writes_fp8
 from tilestack.kernels.tiles import (
     accumulator,
@@ -58,20 +58,24 @@ SHORT_PROGRAMS = 4  # on each multiprocessor
 
 
 @triton.jit
-def sum_along(x, RAGGED: tl.constexpr):
-    """The sum of each row of a tile; RAGGED ones as those are summed that start off 16 bytes, to the bit."""
-    if RAGGED:
-        return sum_rows_on_grid(x)
-    else:
-        return tl.sum(x, 1, keep_dims=True)
+def statistics(x, inside, columns, eps, CENTRED: tl.constexpr):
+    """(x - mean, or x itself) and 1 / std of each row of a tile."""
+    if CENTRED:
+        x = tl.where(inside, x - tl.sum(x, 1, keep_dims=True) / columns, 0.0)
+    return x, tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / columns + eps)
 
 
 @triton.jit
-def statistics(x, inside, columns, eps, CENTRED: tl.constexpr, RAGGED: tl.constexpr):
-    """(x - mean, or x itself) and 1 / std of each row of a tile."""
+def order_free_statistics(x, inside, columns, eps, CENTRED: tl.constexpr, FINE: tl.constexpr):
+    """The same, to the bit as of rows that start off 16 bytes, in `ragged.py`."""
     if CENTRED:
-        x = tl.where(inside, x - sum_along(x, RAGGED) / columns, 0.0)
-    return x, tl.rsqrt(sum_along(x * x, RAGGED) / columns + eps)
+        high, low = extremes(tl.where(inside, x, float("-inf")), tl.where(inside, x, float("inf")), 1, True)
+        centre = sum_of_rows(x, farthest(high, low, 0.0), False, FINE) / columns
+        x = tl.where(inside, x - centre, 0.0)
+        reach = farthest(high, low, centre)
+    else:
+        reach = largest(tl.abs(x), 1, True)
+    return x, tl.rsqrt(sum_of_rows(x, reach * reach, True, FINE) / columns + eps)
 
 
 @triton.jit
@@ -92,7 +96,11 @@ def norm_fwd_kernel(
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * columns + column, rounded, mask=inside)
         x = wide(rounded)  # as the backward, and whoever reads the sum, will see it
-    x, rstd = statistics(x, inside, columns, eps, CENTRED, RAGGED)
+    if RAGGED:
+        FINE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth > 16
+        x, rstd = order_free_statistics(x, inside, columns, eps, CENTRED, FINE)
+    else:
+        x, rstd = statistics(x, inside, columns, eps, CENTRED)
     y = x * rstd
     if HAS_WEIGHT:
         y = y * tl.load(weight_ptr + column, mask=column < columns, other=0)

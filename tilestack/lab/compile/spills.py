@@ -81,6 +81,8 @@ SPILLS_OF_OLDER = {  # where it spills more than that: the most bytes by GPU
     "fused_hopper_kernel": {90: 20},
     "gather_rows_kernel": {90: 16, 100: 16},
     "grouped_outer_fp8_kernel": {90: 12},
+    "norm_ragged_bwd_kernel": {90: 28},
+    "norm_ragged_fwd_kernel": {90: 8},
     "paged_attention_kernel": {80: 264, 90: 288},
 }
 
