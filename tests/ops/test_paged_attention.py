@@ -210,17 +210,19 @@ def test_the_grid_knows_only_shapes():
 
 
 @pytest.mark.parametrize(
-    ("sequences", "heads", "dtype", "expected"),
+    ("sequences", "heads", "kv_heads", "dtype", "expected"),
     [
-        (1, 16, torch.bfloat16, kernels.FEW_PROGRAMS),
-        (1, 16, torch.int8, kernels.FEW_PROGRAMS),
-        (64, 16, torch.bfloat16, kernels.MANY_PROGRAMS),
-        (64, 16, torch.int8, kernels.MANY_OF_CODES),
-        (64, 32, torch.float8_e4m3fn, kernels.MANY_OF_WIDE_GROUPS),
+        (1, 16, 8, torch.bfloat16, kernels.FEW_PROGRAMS),
+        (1, 2, 1, torch.int8, kernels.FEW_PROGRAMS),
+        (1, 32, 8, torch.int8, kernels.FEW_PROGRAMS),
+        (64, 16, 8, torch.bfloat16, kernels.MANY_PROGRAMS),
+        (1, 16, 8, torch.int8, kernels.OF_CODES),
+        (64, 16, 8, torch.int8, kernels.OF_CODES),
+        (64, 32, 8, torch.float8_e4m3fn, kernels.MANY_OF_WIDE_GROUPS),
     ],
 )
-def test_many_programs_are_small_ones(sequences, heads, dtype, expected):
-    q, pages = torch.empty(sequences, heads, 128, dtype=torch.bfloat16), torch.empty(64, 16, 8, 128, dtype=dtype)
+def test_many_programs_are_small_ones(sequences, heads, kv_heads, dtype, expected):
+    q, pages = torch.empty(sequences, heads, 128, dtype=torch.bfloat16), torch.empty(64, 16, kv_heads, 128, dtype=dtype)
     tile = kernels.paged_tile(q, pages, 1, sequences, 4096, 128)
     assert (tile.keys, tile.warps, tile.stages) == expected
 

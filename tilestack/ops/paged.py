@@ -173,7 +173,7 @@ MIXES: dict[str, list[tuple[int, int]]] = dict(  # for each sequence, its new to
     uneven=[(1, 300)],  # where keys are split, into a number of parts that is no power of two
     nothing=[(0, 0), (0, 5)],
     many=[(1, 1 + 37 * number % 150) for number in range(80)],
-) | {f"{count}x{length}": [(1, length)] * count for count in (1, 64, 256) for length in (1024, 4096, 8192)}
+) | {f"{count}x{length}": [(1, length)] * count for count in (1, 16, 64, 256) for length in (1024, 4096, 8192)}
 MIXES["several"] = [(70, 200), (1, 333), (0, 40), (130, 130), (9, 257)]
 MIXES["chunked"] = [(1, 1024)] * 63 + [(512, 1024)]
 MIXES["reading"] = [(2048, 16384)]  # a chunk of a long prompt
@@ -268,11 +268,16 @@ def paged_result(
             ("many", 16, 16, 8, 128, 128, "float8_e4m3fn"),
             ("many", 16, 32, 8, 128, 128, "float8_e4m3fn"),
             ("many", 16, 32, 8, 64, 128, "int8"),
+            ("many", 32, 24, 3, 64, 64),
+            ("uneven", 16, 16, 2, 128, 128, "float8_e4m3fn", "long"),
         ],
         bench=[
             ("1x1024", 16, 16, 8, 128, 128),
             ("1x8192", 16, 32, 8, 128, 128),
+            ("16x1024", 16, 16, 8, 128, 128),
+            ("16x1024", 16, 16, 8, 128, 128, "float8_e4m3fn"),
             ("64x1024", 16, 16, 8, 128, 128),
+            ("64x1024", 16, 16, 8, 128, 128, "float8_e4m3fn"),
             ("256x1024", 16, 16, 8, 128, 128),
             ("256x1024", 16, 16, 8, 128, 128, "float8_e4m3fn"),
             ("256x4096", 16, 32, 8, 128, 128),

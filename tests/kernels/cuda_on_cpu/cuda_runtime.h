@@ -28,6 +28,7 @@
 #define __align__(bytes) alignas(bytes)
 
 struct uint4 { unsigned x, y, z, w; };
+struct uint2 { unsigned x, y; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -183,6 +184,11 @@ inline bool __any_sync(unsigned, bool value) {
   const bool any = std::any_of(lanes.begin(), lanes.end(), [](double each) { return each != 0; });
   on_cpu::meet_warp();
   return any;
+}
+
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  for (int apart = 1; apart < 32; apart *= 2) value = max(value, __shfl_xor_sync(~0u, value, apart));
+  return value;
 }
 
 using cudaStream_t = void*;

@@ -44,10 +44,10 @@ from tilestack.kernels.quantised.codes import magnitudes, reads_fp8
 from tilestack.kernels.tiles import accumulator, cdiv, multiprocessors, next_power, shared_memory, widened
 from tilestack.ops.quantised import LARGEST_CODE
 
-PROGRAMS = 4  # for each multiprocessor, below which what a tile sees is split
+PROGRAMS = 4  # for each multiprocessor, below which what a tile sees is split; of a single warp, four times as many
 # Keys at a time, warps and loads under way of tiles of few queries. Where programs outnumber multiprocessors, small ones
 # that share them hide each other's waits; of codes, of which a key is half as long, those of a single warp wait least.
-FEW_PROGRAMS, MANY_PROGRAMS, MANY_OF_CODES, MANY_OF_WIDE_GROUPS = (128, 4, 2), (64, 2, 2), (32, 1, 2), (64, 1, 2)
+FEW_PROGRAMS, MANY_PROGRAMS, OF_CODES, MANY_OF_WIDE_GROUPS = (128, 4, 2), (64, 2, 2), (32, 1, 2), (64, 1, 2)
 LEAST_SPAN = 128  # keys that are worth a program of their own
 HOPPER_SHARED = 200_000  # bytes of shared memory that GPUs before it do not have
 # Where the largest of what is brought to float16 goes: near its end, at 65,504, so that what is small has room below.
@@ -359,11 +359,15 @@ def paged_tile(
     each = max(cdiv(most_rows, rows), 1)
     alike, sought = sequences * each + cdiv(tokens * group, rows), tokens * group // rows + sequences + 1
     tiles = min(alike, sought)
+    units, gpu, programs = max(tiles * kv_heads, 1), multiprocessors(q.device), PROGRAMS
     if rows == 16 and half and width <= 128:
-        many = MANY_PROGRAMS if keys.dtype == q.dtype else MANY_OF_CODES if group < 4 else MANY_OF_WIDE_GROUPS
-        enough = tiles * kv_heads > 2 * PROGRAMS * multiprocessors(q.device)
-        at_a_time, warps, stages = many if enough else FEW_PROGRAMS
-    splits = next_power(cdiv(PROGRAMS * multiprocessors(q.device), max(tiles * kv_heads, 1)))
+        of_codes, enough = keys.dtype != q.dtype, units > 2 * PROGRAMS * gpu
+        if of_codes and group < 4 and 2 * units > gpu:
+            (at_a_time, warps, stages), programs = OF_CODES, 4 * PROGRAMS
+        else:
+            many = MANY_OF_WIDE_GROUPS if of_codes else MANY_PROGRAMS
+            at_a_time, warps, stages = many if enough else FEW_PROGRAMS
+    splits = next_power(cdiv(programs * gpu, units))
     return PagedTile(
         rows,
         min(rows, next_power(max(most_rows, 1))),

@@ -16,7 +16,8 @@
 // come out of the first product by rows and go into the second by columns, for which there is an instruction (`turned`).
 //
 // Codes of fp8 become float16, which holds them exactly; so do queries, relative to their largest. Scales of keys are multiplied
-// into scores, those of values into weights, relative to the piece's largest.
+// into scores, those of values into weights, relative to the largest so far or nearly. All that they are relative to are powers
+// of two, so that nothing is rounded by it.
 //
 // As macros: DIM, GROUP, PAGE (tokens of one, a multiple of 16), HALF (q's dtype as build.py numbers it), CODES (whether pages
 // hold fp8), LONG (whether indices have 64 bits), WARPS, SLOTS.
@@ -38,7 +39,8 @@ constexpr int TILES = DIM / 16;
 constexpr int HELD = KEYS * ROW, SLOT = 2 * HELD + (CODES ? 2 * KEYS * 4 : 0);  // bytes: keys, values, and scales of both
 constexpr int LEAST_PIECES = 8;                                  // of 16 keys that are worth a block
 constexpr float SLACK = 4;  // powers of two by which a weight may be above one before what was added up is scaled anew
-constexpr float ROOM = 1024;  // for weights with scales of values in float16, 16,384 at most
+constexpr float NEARLY = 4;  // times the unit that scales of values are relative to may be
+constexpr float ROOM = 512;  // for what is small in float16, where such weights are 16 · 4 at most
 constexpr float LOG2_E = 1.4426950408889634f;
 static_assert(GROUP <= QUERIES && PAGE % KEYS == 0 && (PIECES == 8 || PIECES == 16), "shapes of tiles");
 
@@ -85,14 +87,21 @@ __device__ __forceinline__ uint32_t pair(float low, float high) {
 __device__ __forceinline__ uint32_t word_of(const uint4& piece, int number) {
   return number == 0 ? piece.x : number == 1 ? piece.y : number == 2 ? piece.z : piece.w;
 }
-// The largest power of two that is not above x, at least 2^-112.
-__device__ __forceinline__ float power_of_two(float x) {
+__device__ __forceinline__ uint32_t as_bits(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
-  bits = max(bits & 0x7f800000u, 0x07800000u);
+  return bits;
+}
+__device__ __forceinline__ float as_float(uint32_t bits) {
+  float x;
   memcpy(&x, &bits, 4);
   return x;
 }
+// The largest power of two that is not above x, at least 2^-112.
+__device__ __forceinline__ float power_of_two(float x) {
+  return as_float(max(as_bits(x) & 0x7f800000u, 0x07800000u));
+}
+__device__ __forceinline__ float inverse_of_power(float x) { return as_float(0x7f000000u - as_bits(x)); }
 
 // What a thread has of the queries, as the right operand of scores, and what scores of its two queries are multiplied with.
 struct Queries {
@@ -101,26 +110,36 @@ struct Queries {
 
   __device__ Queries(const T* q, int64_t apart, float scale) {
     const int lane = threadIdx.x % 32, mine = lane / 4, fourth = lane % 4;
-    float numbers[KEY_PIECES * STEPS][4], most = 0;
+    uint2 four[KEY_PIECES * STEPS];
 #pragma unroll
-    for (int step = 0; step < KEY_PIECES * STEPS; step++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int element = (fourth + step / STEPS * 4) * NUMBERS + step % STEPS * 4 + i;
-        numbers[step][i] = mine < GROUP ? widen(q[mine * apart + element]) : 0;
-        most = fmaxf(most, fabsf(numbers[step][i]));
-      }
+    for (int step = 0; step < KEY_PIECES * STEPS; step++) {
+      const int element = (fourth + step / STEPS * 4) * NUMBERS + step % STEPS * 4;
+      four[step] = mine < GROUP ? *reinterpret_cast<const uint2*>(q + mine * apart + element) : uint2{0, 0};
+    }
     float unit = 1;
-    if (CODES) {
+    if constexpr (CODES) {
+      float most = 0;
+#pragma unroll
+      for (const uint2& each : four)
+        for (const float number : {low(each.x), high(each.x), low(each.y), high(each.y)}) most = fmaxf(most, fabsf(number));
       for (int apart = 1; apart < 4; apart *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
       unit = power_of_two(most) / 16384;
+      const float by = inverse_of_power(unit);
+#pragma unroll
+      for (uint2& each : four)
+        each = {pair(low(each.x) * by, high(each.x) * by), pair(low(each.y) * by, high(each.y) * by)};
     }
 #pragma unroll
-    for (int step = 0; step < KEY_PIECES * STEPS; step++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) pairs[step][i] = pair(numbers[step][2 * i] / unit, numbers[step][2 * i + 1] / unit);
+    for (int step = 0; step < KEY_PIECES * STEPS; step++) pairs[step][0] = four[step].x, pairs[step][1] = four[step].y;
 #pragma unroll
     for (int i = 0; i < 2; i++) factor[i] = __shfl_sync(~0u, unit, (2 * fourth + i) * 4, 32) * scale * LOG2_E;
+  }
+  __device__ __forceinline__ static float low(uint32_t pair) { return number(pair & 0xffff); }
+  __device__ __forceinline__ static float high(uint32_t pair) { return number(pair >> 16); }
+  __device__ __forceinline__ static float number(uint32_t bits) {
+    T half;
+    memcpy(&half, &bits, 2);
+    return widen(half);
   }
 };
 
@@ -179,6 +198,7 @@ struct Stream {
 // valuesᵀ with these queries.
 struct Seen {
   float largest[2], sum[2] = {}, values[TILES][4] = {};
+  float unit = CODES ? 0x1p-112f : 1;  // of values: what scales are relative to
   __device__ Seen() { largest[0] = largest[1] = -INFINITY; }
 
   __device__ __forceinline__ void add(const Stream& stream, const Queries& queries, int piece, int slot) {
@@ -204,7 +224,7 @@ struct Seen {
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) scores[i] = two[0][i] + two[1][i];
-    float unit = 1, shares[2] = {1, 1};
+    float shares[2] = {1, 1};
     if constexpr (CODES) {
       const float* scale = reinterpret_cast<const float*>(held + 2 * HELD);
 #pragma unroll
@@ -213,8 +233,17 @@ struct Seen {
         scores[2 * i] *= of_key, scores[2 * i + 1] *= of_key;
         shares[i] = scale[KEYS + mine + 8 * i];
       }
-      unit = fmaxf(largest_of_keys(fmaxf(shares[0], shares[1])), 1e-33f) / ROOM;
-      shares[0] /= unit, shares[1] /= unit;
+      const float most = as_float(__reduce_max_sync(~0u, as_bits(fmaxf(fabsf(shares[0]), fabsf(shares[1])))));
+      if (most > NEARLY * unit) {
+        const float before = unit;
+        unit = power_of_two(most);
+        const float fade = before * inverse_of_power(unit);
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) values[tile][i] *= fade;
+      }
+      shares[0] *= ROOM * inverse_of_power(unit), shares[1] *= ROOM * inverse_of_power(unit);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -257,11 +286,8 @@ struct Seen {
           for (int half = 0; half < 2; half++) {
             const uint32_t near = __byte_perm(words[0], words[1], half ? 0x7362 : 0x5140);
             const uint32_t far = __byte_perm(words[2], words[3], half ? 0x7362 : 0x5140);
-            float product[4] = {};
-            multiply_add<Operand>(product, {halves_of_fp8<Operand>(near & 0xffff), halves_of_fp8<Operand>(near >> 16),
+            multiply_add<Operand>(values[2 * word + half], {halves_of_fp8<Operand>(near & 0xffff), halves_of_fp8<Operand>(near >> 16),
                                             halves_of_fp8<Operand>(far & 0xffff), halves_of_fp8<Operand>(far >> 16)}, right);
-#pragma unroll
-            for (int i = 0; i < 4; i++) values[2 * word + half][i] += unit * product[i];
           }
         } else {
           multiply_add<Operand>(values[4 * p + word],
@@ -287,7 +313,7 @@ struct Seen {
       for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
         for (int further = 0; further < 2; further++)
-          part.values[query * DIM + element(tile, further)] = values[tile][2 * further + i];
+          part.values[query * DIM + element(tile, further)] = values[tile][2 * further + i] * (CODES ? unit / ROOM : 1);
       if (threadIdx.x % 32 < 4) part.largest[query] = largest[i], part.sum[query] = sum[i];
     }
   }
@@ -313,7 +339,7 @@ __global__ void __launch_bounds__(THREADS) paged_decode_kernel(const __grid_cons
   wait_for_kernels_before();
   const int units = batch.sequences * batch.kv_heads, unit = blockIdx.x % units, split = blockIdx.x / units;
   const int sequence = unit / batch.kv_heads, head = unit % batch.kv_heads, warp = threadIdx.x / 32;
-  const int64_t token = batch.ends[sequence], after = batch.ends[sequence + 1];
+  const int token = static_cast<int>(batch.ends[sequence]), after = static_cast<int>(batch.ends[sequence + 1]);
   const int length = static_cast<int>(batch.lengths[sequence]);
   T* out = batch.out + head * GROUP * DIM;
   const int64_t out_token = static_cast<int64_t>(batch.kv_heads) * GROUP * DIM;

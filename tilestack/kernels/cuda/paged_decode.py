@@ -36,9 +36,10 @@ class Config(NamedTuple):
 
 
 CONFIGS = {
-    "2 warps": Config(2, 24 * 1024, blocks=8),
-    "4 warps": Config(4, 24 * 1024, blocks=4),
-    "1 warp": Config(1, 24 * 1024, blocks=16),
+    "4 warps": Config(4, 12 * 1024, blocks=1),
+    "8 warps": Config(8, 12 * 1024, blocks=1),
+    "2 warps": Config(2, 16 * 1024, blocks=4),
+    "1 warp": Config(1, 24 * 1024, blocks=8),
 }
 
 
@@ -71,8 +72,8 @@ def takes(
         return reason
     if page % KEYS or not 0 < group <= MOST_GROUP:
         return f"pages have a multiple of {KEYS} tokens, and at most {MOST_GROUP} heads share keys"
-    if not lies_in_pieces(keys) or not lies_in_pieces(values) or q.stride(2) != 1:
-        return f"keys and values come in pieces of {ALIGNMENT} bytes, each of neighbours"
+    if not all(map(lies_in_pieces, (q, keys, values))):
+        return f"queries, keys and values come in pieces of {ALIGNMENT} bytes, each of neighbours"
     if len({each.dtype for each in (block_tables, lengths, cu_queries)}) > 1:
         return "indices are all of one dtype"
     return True
