@@ -229,6 +229,96 @@ def test_attention_over_pages(sizes, dtype, config):
         check(launcher, ops.paged_attention, *arguments.values())
 
 
+def paged(*sizes, dtype=torch.bfloat16, **changed):
+    torch.manual_seed(0)
+    return ops.paged_attention.bind(**(paged_case(Make(dtype, "cpu"), *sizes) | changed))
+
+
+def decode(arguments, config="4 warps", blocks=1):
+    config = paged_decode.CONFIGS[config]._replace(blocks=blocks)
+    return paged_decode.paged_attention(*arguments.values(), config=config)
+
+
+OF_FP8 = ("decode", 16, 4, 2, 128, 128, "float8_e4m3fn")
+
+
+def test_decoding_where_tokens_lie_anyhow():
+    """Queries within a projection, pages of a layer within a cache whose heads come first, and tokens of no sequence."""
+    arguments = paged("decode", 16, 4, 2, 128, 128)
+    tokens = torch.randn(3, 8, 128).bfloat16()
+    cache = torch.full((2, 2, *arguments["keys"].shape), torch.nan).bfloat16()
+    cache[0, 1], cache[1, 1] = arguments["keys"], arguments["values"]
+    heads_first = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in cache[:, 1]]
+    arguments |= dict(q=tokens[:, :4], keys=heads_first[0], values=heads_first[1])
+    check(lambda *given: decode(dict(enumerate(given))), ops.paged_attention, *arguments.values())
+    short = arguments | dict(cu_queries=torch.tensor([0, 1, 1, 2], dtype=torch.int32))
+    out = decode(short)
+    assert torch.equal(out[2], torch.zeros(4, 128).bfloat16())
+    check(lambda *given: decode(dict(enumerate(given))), ops.paged_attention, *short.values())
+
+
+def test_nothing_beyond_pages_tables_and_scales_is_read():
+    fences = Fences()
+    for sizes in (OF_FP8, ("uneven", 16, 2, 1, 64, 64)):
+        given = {
+            name: fences.around(each) if isinstance(each, torch.Tensor) else each
+            for name, each in paged(*sizes).items()
+        }
+        check(lambda *given: decode(dict(enumerate(given))), ops.paged_attention, *given.values())
+
+
+@pytest.mark.parametrize("name", ["keys", "values", "key_scale", "value_scale"])
+def test_nan_stays_in_its_sequence(name):
+    arguments = paged(*OF_FP8)
+    before, length = decode(arguments), arguments["lengths"][1]
+    page = arguments["block_tables"][1, (length - 1) // 16]
+    wrong = arguments[name].clone()
+    if name.endswith("scale"):
+        wrong[page, (length - 1) % 16] = torch.nan
+    else:
+        wrong.view(torch.uint8)[page, (length - 1) % 16] = 127
+    out = decode(arguments | {name: wrong})
+    assert out[1].isnan().all()
+    assert torch.equal(out[[0, 2]], before[[0, 2]])
+
+
+def test_scales_of_codes_far_from_each_other():
+    """A value whose scale is a thousand times the others', and one of nothing but zeros, wherever they come."""
+    for place in (0, 17, 36):
+        arguments = paged(*OF_FP8)
+        table, scale = arguments["block_tables"][1], arguments["value_scale"].clone()
+        scale[table[place // 16], place % 16] *= 1000
+        scale[table[(36 - place) // 16], (36 - place) % 16] = 0
+        arguments["value_scale"] = scale
+        check(lambda *given: decode(dict(enumerate(given)), "2 warps"), ops.paged_attention, *arguments.values())
+
+
+def test_scores_that_rise_with_every_key():
+    """What was added up is scaled anew again and again."""
+    for dtype in HALVES:
+        arguments = paged("uneven", 16, 2, 1, 64, 64, dtype=dtype)
+        arguments["q"][:] = 1
+        for n, page in enumerate(arguments["block_tables"][0, :19].tolist()):
+            arguments["keys"][page] = (torch.arange(16)[:, None, None] + 16 * n) / 16
+        check(lambda *given: decode(dict(enumerate(given))), ops.paged_attention, *arguments.values())
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (dict(most_queries=2), "one new token of every sequence"),
+        (dict(window=8), "no window and no softcap"),
+        (dict(block_tables=torch.zeros(3, 4, dtype=torch.int64)), "indices are all of one dtype"),
+        (dict(q=torch.zeros(3, 18, 128).bfloat16()), "at most 8 heads share keys"),
+        (dict(q=torch.zeros(3, 4, 129).bfloat16()[..., 1:]), "pieces of 16 bytes"),
+    ],
+)
+def test_what_is_left_to_triton(changed, reason):
+    arguments = paged("decode", 16, 4, 2, 128, 128, **changed)
+    names = inspect.signature(paged_decode.takes).parameters
+    assert reason in str(paged_decode.takes(**{name: arguments[name] for name in names}))
+
+
 MODELS = {
     # layout, what differs in the model, and texts of how many tokens
     "norms, tied": ((2, 2), dict(family="qwen3", qk_norm="head", tied=True), (1, 17, 77)),
