@@ -9,6 +9,10 @@
 //     product  A warp brings 8 rows by 32 columns, twice: 16 bytes of a row to each of four threads, which tensor cores
 //              take for pieces of two rows of a 16 x 16 matrix (see Columns). The other matrix has columns for x rounded
 //              to bfloat16, and for what rounding took away, so that products are as good as with float.
+//     held     What waits for others has a product's first chunks in registers already, ready to be multiplied.
+//
+// With CODES, the weights of layers are codes of float8_e4m3fn, each row with a scale: 16 bytes a thread are 8 rows by 64
+// columns, and a chunk; two matrices are made of them on their way to the tensor cores (see Chunk). The head stays bfloat16.
 //
 // Blocks meet as seldom as can be. A cluster of CLUSTER blocks, which can write into each other's shared memory, owns some
 // heads and some of the feed-forward's units from beginning to end; only what is added to the residual stream is everyone's:
@@ -24,7 +28,20 @@
 // Every block keeps all of x in float registers and adds the parts in one order, so that results have the same bits in every
 // run. The columns of a product are divided over the warps and their sums added up; a norm's factor is multiplied in after.
 //
-// Shapes, as macros: LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY, QK_NORM, CLUSTER, CLUSTERS.
+// Shapes, as macros: LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY, QK_NORM, CODES, CLUSTER, CLUSTERS.
+// HELD_… are chunks of each product: as many as there are registers for, which at Qkv are those of keys on their way.
+#ifndef HELD_QKV
+#define HELD_QKV 0
+#endif
+#ifndef HELD_OUTPUT
+#define HELD_OUTPUT 2
+#endif
+#ifndef HELD_GATE_UP
+#define HELD_GATE_UP 6
+#endif
+#ifndef HELD_DOWN
+#define HELD_DOWN 3
+#endif
 #include <cooperative_groups.h>
 
 #include "ptx.cuh"
@@ -48,29 +65,49 @@ constexpr int largest_power_of_two(int divides, int at_most) {
   return divides % at_most == 0 ? at_most : largest_power_of_two(divides, at_most / 2);
 }
 
-// ROWS rows of COLUMNS weights: SPLIT warps share 16 rows, 32 columns of them in each of PIECES, and a warp has TURNS of those.
-// What sums up to a row are PARTS numbers, which LANES threads add, of SUMMED rows at a time.
-template <int ROWS_, int COLUMNS, int SUMMED = ROWS_> struct Product {
-  static constexpr int ROWS = ROWS_, PATCHES = COLUMNS / 32;
+#if CODES
+using Weight = uint8_t;
+#else
+using Weight = bf16;
+#endif
+constexpr int HALVES = CODES ? 1 : 2;  // of a chunk: 16 bytes of a row, and of the one that is 8 below
+constexpr int TALL = 8 * HALVES;
+
+// ROWS rows of COLUMNS weights: SPLIT warps share TALL rows, WIDE columns of them in each of PIECES, and a warp has TURNS of
+// those. What sums up to a row are PARTS numbers, which LANES threads add, of SUMMED rows at a time.
+template <typename W, int ROWS_, int COLUMNS, int SUMMED = ROWS_> struct Product {
+  static constexpr bool CODED = sizeof(W) == 1;
+  static constexpr int WIDE = 64 / sizeof(W), ALONG = WIDE / 32;  // matrices in 16 bytes a thread
+  static constexpr int ROWS = ROWS_, SUMS = SUMMED, PATCHES = COLUMNS / WIDE;
   static constexpr int SPLIT = largest_power_of_two(PATCHES, WARPS);
-  static constexpr int PIECES = PATCHES / SPLIT, TURNS = ROWS * SPLIT / (16 * WARPS), CHUNKS = TURNS * PIECES;
+  static constexpr int PIECES = PATCHES / SPLIT, TURNS = ROWS * SPLIT / (TALL * WARPS), CHUNKS = TURNS * PIECES;
   static constexpr int PARTS = 2 * SPLIT;
   static constexpr int LANES = PARTS * SUMMED <= THREADS ? PARTS : floor_power_of_two(THREADS / SUMMED);
   static constexpr int APART = ROWS + 32 / LANES;  // elements from one part to the next, in other banks
-  static_assert(COLUMNS % 32 == 0 && ROWS * SPLIT % (16 * WARPS) == 0, "rows and columns over warps");
+  static_assert(COLUMNS % WIDE == 0 && ROWS * SPLIT % (TALL * WARPS) == 0, "rows and columns over warps");
+
+  // Where element e of the other factor lies in shared memory. Of codes, an even and an odd one are expanded to different
+  // matrices, so pairs of neighbours are parted: 0 2 1 3; and the threads of a warp find theirs in different banks.
+  __device__ __forceinline__ static int place_of(int e) {
+    return CODED ? (e & ~3 | (e & 1) << 1 | (e >> 1 & 1)) ^ (e >> 3 & 4) : e;
+  }
 };
-using Qkv = Product<(QUERIES + 2 * KEYS) * HEAD_DIM / CLUSTER, HIDDEN>;
-using Output = Product<HIDDEN / CLUSTER, SEEN>;
-using GateUp = Product<2 * MY_UNITS, HIDDEN, MY_UNITS>;
-using Down = Product<HIDDEN / CLUSTER, UNITS>;
-using Head = Product<64, HIDDEN>;  // as often as there are rows
+using Qkv = Product<Weight, (QUERIES + 2 * KEYS) * HEAD_DIM / CLUSTER, HIDDEN>;
+using Output = Product<Weight, HIDDEN / CLUSTER, SEEN>;
+using GateUp = Product<Weight, 2 * MY_UNITS, HIDDEN, MY_UNITS>;
+using Down = Product<Weight, HIDDEN / CLUSTER, UNITS>;
+using Head = Product<bf16, 64, HIDDEN>;  // as often as there are rows
 constexpr bool ONE_HEAD = HEAD_DIM % Qkv::ROWS == 0;  // of queries, keys or values, whose rows a block has
 constexpr int OUTPUT_AT = Qkv::CHUNKS, GATE_UP_AT = OUTPUT_AT + Output::CHUNKS, DOWN_AT = GATE_UP_AT + GateUp::CHUNKS;
 constexpr int LAYER_CHUNKS = DOWN_AT + Down::CHUNKS;
 constexpr int HEAD_TURNS = (VOCABULARY + BLOCKS * Head::ROWS - 1) / (BLOCKS * Head::ROWS);
 
 struct Layer {
-  const bf16 *qkv, *output, *gate_up, *down, *attention_norm, *mlp_norm, *q_norm, *k_norm;
+  const Weight *qkv, *output, *gate_up, *down;
+  const bf16 *attention_norm, *mlp_norm, *q_norm, *k_norm;
+#if CODES
+  const float *qkv_scale, *output_scale, *gate_up_scale, *down_scale;  // of each row
+#endif
 };
 struct Step {
   const Layer* layers;
@@ -93,7 +130,7 @@ struct Received {
 };
 
 struct Shared {
-  alignas(16) float x[HIDDEN];                  // the residual stream times a norm's weights
+  alignas(16) float x[HIDDEN];                  // the residual stream times a norm's weights, as Product::place_of has it
   alignas(16) Received received;
   union {  // of a product's sums, or of what is seen of a warp's keys; each is done with before the next begins
     float qkv[Qkv::PARTS][Qkv::APART], seen[WARPS][SEEN], output[Output::PARTS][Output::APART];
@@ -106,7 +143,7 @@ struct Shared {
   Barrier qkv_there, seen_there, units_there;
   Layer layers[LAYERS];
 };
-constexpr int MOST_SHARED = 232448, CHUNK = THREADS * 32;
+constexpr int MOST_SHARED = 232448, CHUNK = THREADS * 16 * HALVES;
 constexpr int KEPT = (sizeof(Shared) + 127) / 128 * 128;
 constexpr int RING = (MOST_SHARED - KEPT) / CHUNK;
 constexpr int SHARED_BYTES = KEPT + RING * CHUNK;
@@ -151,7 +188,7 @@ struct Stream {
   int slot, cluster, rank;
 
   int qkv_at, output_at, gate_up_at, down_at;  // where this thread's part of the first chunks lies in a weight
-  const bf16 *qkv, *output, *gate_up, *down;   // in that of the layer of which chunks are brought next
+  const Weight *qkv, *output, *gate_up, *down;  // in that of the layer of which chunks are brought next
 
   __device__ Stream(const Step& step, const Shared& shared, uint4* ring, int cluster, int rank)
       : step(step), shared(shared), ring(ring), slot(0), cluster(cluster), rank(rank) {
@@ -172,22 +209,22 @@ struct Stream {
     return (HEADS + KV_HEADS + first_key - QUERIES - KEYS) * HEAD_DIM + row;
   }
 
-  // Of the first of a chunk's two rows, which are 8 apart, and of its 8 columns.
+  // Of a chunk's first row and column.
   template <typename P> __device__ __forceinline__ static int row_of(int chunk) {
     const int first = P::SPLIT == WARPS ? 0 : threadIdx.x / 32 / P::SPLIT * P::TURNS;
-    return (first + chunk / P::PIECES) * 16 + threadIdx.x % 32 / 4;
+    return (first + chunk / P::PIECES) * TALL + threadIdx.x % 32 / 4;
   }
   template <typename P> __device__ __forceinline__ static int column_of(int chunk) {
-    return (threadIdx.x / 32 % P::SPLIT * P::PIECES + chunk % P::PIECES) * 32 + threadIdx.x % 4 * 8;
+    return (threadIdx.x / 32 % P::SPLIT * P::PIECES + chunk % P::PIECES) * P::WIDE + threadIdx.x % 4 * (P::WIDE / 4);
   }
 
   // From the first chunk of a product to the nth, in a weight whose rows are so far apart.
   template <typename P> __device__ __forceinline__ static int further(int n, int apart) {
-    return n / P::PIECES * 16 * apart + n % P::PIECES * 32;
+    return n / P::PIECES * TALL * apart + n % P::PIECES * P::WIDE;
   }
 
   // Where a row of chunk n of a layer lies, the first or the one that is 8 below. Both are constants, so little of this is left.
-  __device__ __forceinline__ const bf16* in_layer(int n, int below) const {
+  __device__ __forceinline__ const Weight* in_layer(int n, int below) const {
     if (n < OUTPUT_AT) {
       if (ONE_HEAD) return qkv + further<Qkv>(n, HIDDEN) + below * HIDDEN;
       const int row = qkv_row(rank * Qkv::ROWS + row_of<Qkv>(n) + below);
@@ -212,7 +249,7 @@ struct Stream {
   __device__ __forceinline__ void bring(int n, int layer) {
     layer += n / LAYER_CHUNKS, n %= LAYER_CHUNKS;
     if (layer >= LAYERS) return bring_head(n + (layer - LAYERS) * LAYER_CHUNKS, 0);
-    for (int half = 0; half < 2; half++) copy_16_aside(ring + (2 * slot + half) * THREADS, in_layer(n, 8 * half));
+    for (int half = 0; half < HALVES; half++) copy_16_aside(ring + (HALVES * slot + half) * THREADS, in_layer(n, 8 * half));
     close_group_aside();
     const Layer& next = shared.layers[min(layer + 1, LAYERS - 1)];
     if (n == OUTPUT_AT - 1) qkv = next.qkv + qkv_at;
@@ -223,16 +260,48 @@ struct Stream {
   __device__ __forceinline__ void bring_head(int n, int turn) {
     turn += n / Head::CHUNKS, n %= Head::CHUNKS;
     if (turn < HEAD_TURNS)
-      for (int half = 0; half < 2; half++) copy_16_aside(ring + (2 * slot + half) * THREADS, in_head(n, 8 * half, turn));
+      for (int half = 0; half < HALVES; half++) copy_16_aside(ring + (HALVES * slot + half) * THREADS, in_head(n, 8 * half, turn));
     close_group_aside();
   }
 
   // The next chunk; its slot is to be filled again before the next is taken.
-  __device__ __forceinline__ void take(uint4 (&rows)[2]) {
+  __device__ __forceinline__ void take(uint4 (&rows)[HALVES]) {
     wait_aside_for_all_but<RING - 1>();
-    for (int half = 0; half < 2; half++) rows[half] = load_16_aside(ring + (2 * slot + half) * THREADS);
+    for (int half = 0; half < HALVES; half++) rows[half] = load_16_aside(ring + (HALVES * slot + half) * THREADS);
   }
   __device__ __forceinline__ void advance() { slot = slot == RING - 1 ? 0 : slot + 1; }
+};
+
+// A chunk as tensor cores take it. What is moved into place are the bits of a code: seven of them, put where bfloat16 has the
+// last four of its exponent and the first three of its mantissa, are the number times 2^-120, of codes without a leading one
+// too. (NaN, which no weight of numbers is rounded to, is 480.) So x is multiplied by 2^64 and a sum by 2^56: between 2^-61
+// and 2^63, numbers of x leave products of all codes, and sums of as many as there are, well within float's exponents.
+[[maybe_unused]] constexpr float UP = 0x1p64f, BACK = 0x1p56f;
+template <typename P> struct Chunk {
+  uint32_t matrices[HALVES * P::ALONG][4];
+
+  __device__ __forceinline__ static uint32_t expand(uint32_t codes) {  // the second and the fourth
+    return codes & 0x80008000 | codes >> 4 & 0x07f007f0;
+  }
+  __device__ __forceinline__ void take(Stream& stream) {
+    uint4 rows[HALVES];
+    stream.take(rows);
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+      const uint32_t words[4] = {rows[half].x, rows[half].y, rows[half].z, rows[half].w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        if (P::CODED) matrices[i / 2][i % 2 * 2] = expand(words[i] << 8), matrices[i / 2][i % 2 * 2 + 1] = expand(words[i]);
+        else matrices[half][i] = words[i];
+      }
+    }
+  }
+};
+
+// The first chunks of a product, MOST at most.
+template <typename P, int MOST> struct Held {
+  static constexpr int COUNT = P::CHUNKS < MOST ? P::CHUNKS : MOST;
+  Chunk<P> chunks[COUNT > 0 ? COUNT : 1];
 };
 
 // This thread's columns of x, for all rows of a product. To tensor cores, 8 elements of a row of weights that a thread has
@@ -241,58 +310,80 @@ struct Stream {
 //
 //     row i      with  column 0, 1:  elements 0 1 4 5, rounded and the rest   in thread 0 of the four
 //     row i + 8  with  column 2, 3:  elements 2 3 6 7, rounded and the rest   in thread 1
+//
+// Of codes, these are elements 0 2 4 6 and 1 3 5 7.
 template <typename P> struct Columns {
-  uint32_t x[P::PIECES][2];
+  uint32_t x[P::PIECES][P::ALONG][2];
 
   __device__ __forceinline__ explicit Columns(const float* from) {
     const int column = threadIdx.x % 32 / 4;  // from 4 on, nobody looks
 #pragma unroll
     for (int piece = 0; piece < P::PIECES; piece++) {
-      const float2* pairs = reinterpret_cast<const float2*>(from + Stream::column_of<P>(piece)) + column / 2 % 2;
+      const int first = Stream::column_of<P>(piece);
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float2 pair = pairs[2 * i];
+      for (int i = 0; i < 2 * P::ALONG; i++) {
+        float2 pair = *reinterpret_cast<const float2*>(from + P::place_of(first + 4 * i) + column / 2 % 2 * 2);
+        if (P::CODED) pair.x *= UP, pair.y *= UP;
         __nv_bfloat162 rounded = __float22bfloat162_rn(pair);
         const float2 back = __bfloat1622float2(rounded);
         if (column % 2) rounded = __float22bfloat162_rn(make_float2(pair.x - back.x, pair.y - back.y));
-        x[piece][i] = *reinterpret_cast<const uint32_t*>(&rounded);
+        x[piece][i / 2][i % 2] = *reinterpret_cast<const uint32_t*>(&rounded);
       }
     }
   }
 };
 
-// The parts of a product's sums; `bring(n)` fills the slot of its nth chunk again. Between two products with the same `parts`,
-// all threads must meet once more.
-template <typename P, typename Bring>
-__device__ __forceinline__ void multiply(Stream& stream, const Columns<P>& columns, float (&parts)[P::PARTS][P::APART], Bring bring) {
+// The parts of a product's sums, of which HELD chunks are there already; `bring(n)` fills the slot of its nth chunk again.
+// Between two products with the same `parts`, all threads must meet once more.
+template <typename P, int HELD_, typename Bring>
+__device__ __forceinline__ void multiply(
+    Stream& stream, const Columns<P>& columns, const Chunk<P>* held, float (&parts)[P::PARTS][P::APART], Bring bring) {
   const int t = threadIdx.x, fourth = t % 4;
   float* mine = parts[t / 32 % P::SPLIT * 2 + fourth % 2] + Stream::row_of<P>(0);
 #pragma unroll
   for (int turn = 0; turn < P::TURNS; turn++) {
-    float sums[2][4]{};
+    float sums[HALVES * P::ALONG][4]{};
 #pragma unroll
     for (int piece = 0; piece < P::PIECES; piece++) {
-      uint4 rows[2];
-      stream.take(rows);
-      bring(turn * P::PIECES + piece);
-      stream.advance();
+      const int n = turn * P::PIECES + piece;
+      Chunk<P> chunk;
+      if (n < HELD_) {
+        chunk = held[n];
+      } else {
+        chunk.take(stream);
+        bring(n);
+        stream.advance();
+      }
 #pragma unroll
-      for (int half = 0; half < 2; half++)
-        multiply_add<bf16>(sums[half], {rows[half].x, rows[half].y, rows[half].z, rows[half].w}, columns.x[piece]);
+      for (int i = 0; i < HALVES * P::ALONG; i++) multiply_add<bf16>(sums[i], chunk.matrices[i], columns.x[piece][i % P::ALONG]);
     }
     if (fourth < 2) {
 #pragma unroll
-      for (int half = 0; half < 2; half++)
-        mine[turn * 16 + 8 * half] = fourth == 0 ? sums[half][0] + sums[half][1] : sums[half][2] + sums[half][3];
+      for (int half = 0; half < HALVES; half++) {
+        float sum = 0;
+#pragma unroll
+        for (int i = half * P::ALONG; i < (half + 1) * P::ALONG; i++)
+          sum += fourth == 0 ? sums[i][0] + sums[i][1] : sums[i][2] + sums[i][3];
+        mine[turn * TALL + 8 * half] = sum;
+      }
     }
   }
   __syncthreads();
 }
 
 // Of the product that begins with chunk FIRST of the layer.
-template <typename P, int FIRST>
-__device__ __forceinline__ void multiply_in_layer(Stream& stream, int layer, const float* from, float (&parts)[P::PARTS][P::APART]) {
-  multiply<P>(stream, Columns<P>(from), parts, [&](int n) { stream.bring(FIRST + n + RING, layer); });
+template <int FIRST, typename P, int MOST> __device__ __forceinline__ void hold(Stream& stream, int layer, Held<P, MOST>& held) {
+#pragma unroll
+  for (int n = 0; n < Held<P, MOST>::COUNT; n++) {
+    held.chunks[n].take(stream);
+    stream.bring(FIRST + n + RING, layer);
+    stream.advance();
+  }
+}
+template <int FIRST, typename P, int MOST>
+__device__ __forceinline__ void multiply_in_layer(
+    Stream& stream, int layer, const float* from, const Held<P, MOST>& held, float (&parts)[P::PARTS][P::APART]) {
+  multiply<P, Held<P, MOST>::COUNT>(stream, Columns<P>(from), held.chunks, parts, [&](int n) { stream.bring(FIRST + n + RING, layer); });
 }
 
 // The sum of a row, in all LANES threads of it.
@@ -337,15 +428,16 @@ struct Residual {
       x[i].x += sum.x, x[i].y += sum.y;
     }
   }
-  // x times the norm's weights into shared memory; answers 1 / rms(x), which is still to be multiplied with.
-  __device__ __forceinline__ float norm(Shared& shared, float eps) {
+  // x times the norm's weights into shared memory, for product P; answers 1 / rms(x), which is still to be multiplied with.
+  template <typename P> __device__ __forceinline__ float norm(Shared& shared, float eps) {
     float squares = 0;
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
       if (!has(i)) continue;
       squares += x[i].x * x[i].x + x[i].y * x[i].y;
       const float2 w = __bfloat1622float2(weights[i]);
-      reinterpret_cast<float2*>(shared.x)[at(i)] = make_float2(x[i].x * w.x, x[i].y * w.y);
+      if (P::CODED) shared.x[P::place_of(2 * at(i))] = x[i].x * w.x, shared.x[P::place_of(2 * at(i) + 1)] = x[i].y * w.y;
+      else reinterpret_cast<float2*>(shared.x)[at(i)] = make_float2(x[i].x * w.x, x[i].y * w.y);
     }
     squares = over_lanes(squares, 32);
     if (threadIdx.x % 32 == 0) shared.squares[threadIdx.x / 32] = squares;
@@ -355,6 +447,31 @@ struct Residual {
     for (int warp = 0; warp < WARPS; warp++) total += shared.squares[warp];
     return rsqrtf(total / HIDDEN + eps);
   }
+};
+
+// Of codes, what the sums of this thread's rows are multiplied with in the end; they are on their way before they are needed.
+struct Scales {
+  float qkv = 1, output = 1, gate = 1, up = 1, down = 1;
+
+  template <typename P> __device__ __forceinline__ static float scale_of(const float* scales, int first) {
+    const int row = threadIdx.x / P::LANES;
+    return row < P::SUMS ? scales[first + row] * BACK : 0;
+  }
+#if CODES
+  __device__ __forceinline__ void bring_attention(const Layer& layer, const Stream& stream) {
+    const int row = threadIdx.x / Qkv::LANES;
+    if (row < Qkv::ROWS) qkv = layer.qkv_scale[stream.qkv_row(stream.rank * Qkv::ROWS + row)] * BACK;
+    output = scale_of<Output>(layer.output_scale, stream.rank * Output::ROWS);
+  }
+  __device__ __forceinline__ void bring_mlp(const Layer& layer, const Stream& stream) {
+    const int first = stream.cluster * UNITS + stream.rank * MY_UNITS;
+    gate = scale_of<GateUp>(layer.gate_up_scale, first), up = scale_of<GateUp>(layer.gate_up_scale, INTERMEDIATE + first);
+    down = scale_of<Down>(layer.down_scale, stream.rank * Down::ROWS);
+  }
+#else
+  __device__ __forceinline__ void bring_attention(const Layer&, const Stream&) {}
+  __device__ __forceinline__ void bring_mlp(const Layer&, const Stream&) {}
+#endif
 };
 
 // What a thread knows of attention from the beginning: its lane's part of the angles, and which keys are its warp's.
@@ -589,15 +706,19 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
   Attention attention(step, rank, first_key);
   residual.bring_weights(shared.layers[0].attention_norm);
   attention.bring(step, shared.layers[0], 0, first_key);
+  Scales scales;
+  scales.bring_attention(shared.layers[0], stream);
+  Held<Qkv, HELD_QKV> of_qkv;
+  hold<0>(stream, 0, of_qkv);
   cluster.sync();  // all have begun, and can be sent to
 
   for (int layer = 0; layer < LAYERS; layer++) {
     const uint32_t round = layer % 2;
-    float scale = residual.norm(shared, step.eps);
-    multiply_in_layer<Qkv, 0>(stream, layer, shared.x, shared.parts.qkv);
+    float scale = residual.norm<Qkv>(shared, step.eps);
+    multiply_in_layer<0>(stream, layer, shared.x, of_qkv, shared.parts.qkv);
     {
       const int row = t / Qkv::LANES;
-      const float sum = sum_of<Qkv>(shared.parts.qkv, row, row < Qkv::ROWS) * scale;
+      const float sum = sum_of<Qkv>(shared.parts.qkv, row, row < Qkv::ROWS) * scale * scales.qkv;
       for (int to = t % Qkv::LANES; row < Qkv::ROWS && to < CLUSTER; to += Qkv::LANES)
         send(to, &received.qkv[rank * Qkv::ROWS + row], sum, shared.qkv_there);
     }
@@ -608,6 +729,8 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
     for (int head = 0; head < KEYS; head++) attention.see(shared, step, layer, head, first_key, last, keeps);
     __syncthreads();
     send_seen(shared, rank);
+    Held<Output, HELD_OUTPUT> of_output;
+    hold<OUTPUT_AT>(stream, layer, of_output);
     shared.seen_there.wait_for(CLUSTER * (SEEN + 2 * QUERIES) * sizeof(float), round);
     for (int e = t; e < SEEN; e += THREADS) {
       float top, sum, total;
@@ -616,41 +739,48 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
         const auto& block = received.of_block[i];
         return Seen{block.seen[e], block.largest[query], block.sums[query]};
       }, top, sum, total);
-      shared.attended[e] = total / sum;
+      shared.attended[Output::place_of(e)] = total / sum;
     }
     __syncthreads();
-    multiply_in_layer<Output, OUTPUT_AT>(stream, layer, shared.attended, shared.parts.output);
+    multiply_in_layer<OUTPUT_AT>(stream, layer, shared.attended, of_output, shared.parts.output);
     {
       const int row = t / Output::LANES;
-      const float sum = sum_of<Output>(shared.parts.output, row, row < Output::ROWS);
+      const float sum = sum_of<Output>(shared.parts.output, row, row < Output::ROWS) * scales.output;
       if (row < Output::ROWS && t % Output::LANES == 0) output_parts[rank * Output::ROWS + row] = sum;
     }
     grid.arrive();
     residual.bring_weights(shared.layers[layer].mlp_norm);
+    scales.bring_mlp(shared.layers[layer], stream);
+    Held<GateUp, HELD_GATE_UP> of_gate_up;
+    hold<GATE_UP_AT>(stream, layer, of_gate_up);
     grid.wait();
 
     residual.add(step.parts);
-    scale = residual.norm(shared, step.eps);
-    multiply_in_layer<GateUp, GATE_UP_AT>(stream, layer, shared.x, shared.parts.gate_up);
+    scale = residual.norm<GateUp>(shared, step.eps);
+    multiply_in_layer<GATE_UP_AT>(stream, layer, shared.x, of_gate_up, shared.parts.gate_up);
     {
       const int unit = t / GateUp::LANES;
-      const float gate = sum_of<GateUp>(shared.parts.gate_up, unit, unit < MY_UNITS) * scale;
-      const float up = sum_of<GateUp>(shared.parts.gate_up, MY_UNITS + unit, unit < MY_UNITS) * scale;
+      const float gate = sum_of<GateUp>(shared.parts.gate_up, unit, unit < MY_UNITS) * scale * scales.gate;
+      const float up = sum_of<GateUp>(shared.parts.gate_up, MY_UNITS + unit, unit < MY_UNITS) * scale * scales.up;
       for (int to = t % GateUp::LANES; unit < MY_UNITS && to < CLUSTER; to += GateUp::LANES)
-        send(to, &received.units[rank * MY_UNITS + unit], gate / (1 + __expf(-gate)) * up, shared.units_there);
+        send(to, &received.units[Down::place_of(rank * MY_UNITS + unit)], gate / (1 + __expf(-gate)) * up, shared.units_there);
     }
+    Held<Down, HELD_DOWN> of_down;
+    hold<DOWN_AT>(stream, layer, of_down);
     shared.units_there.wait_for(sizeof(received.units), round);
 
-    multiply_in_layer<Down, DOWN_AT>(stream, layer, received.units, shared.parts.down);
+    multiply_in_layer<DOWN_AT>(stream, layer, received.units, of_down, shared.parts.down);
     {
       const int row = t / Down::LANES;
-      const float sum = sum_of<Down>(shared.parts.down, row, row < Down::ROWS);
+      const float sum = sum_of<Down>(shared.parts.down, row, row < Down::ROWS) * scales.down;
       if (row < Down::ROWS && t % Down::LANES == 0) down_parts[rank * Down::ROWS + row] = sum;
     }
     grid.arrive();
     if (layer + 1 < LAYERS) {
       residual.bring_weights(shared.layers[layer + 1].attention_norm);
       attention.bring(step, shared.layers[layer + 1], layer + 1, first_key);
+      scales.bring_attention(shared.layers[layer + 1], stream);
+      hold<0>(stream, layer + 1, of_qkv);
     } else {
       residual.bring_weights(step.norm);
     }
@@ -658,10 +788,10 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
     residual.add(step.parts + CLUSTERS * HIDDEN);
   }
 
-  const float scale = residual.norm(shared, step.eps);
+  const float scale = residual.norm<Head>(shared, step.eps);
   const Columns<Head> columns(shared.x);
   for (int turn = 0; turn < HEAD_TURNS; turn++) {
-    multiply<Head>(stream, columns, shared.parts.head[turn % 2], [&](int n) { stream.bring_head(n + RING, turn); });
+    multiply<Head, 0>(stream, columns, nullptr, shared.parts.head[turn % 2], [&](int n) { stream.bring_head(n + RING, turn); });
     const int row = t / Head::LANES;
     const float sum = sum_of<Head>(shared.parts.head[turn % 2], row, row < Head::ROWS);
     const int64_t at = Stream::head_row(turn) + row;

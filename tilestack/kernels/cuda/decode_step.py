@@ -27,6 +27,7 @@ class DecoderShape:
     intermediate: int
     vocabulary: int
     qk_norm: bool
+    codes: bool = False  # of float8_e4m3fn, a scale for each row, in the linear layers but the head
 
     def constants(self, cluster: int, clusters: int) -> dict[str, int]:
         """The macros of decode_step.cu."""
@@ -34,11 +35,12 @@ class DecoderShape:
         return sizes | dict(CLUSTER=cluster, CLUSTERS=clusters)
 
 
-def divides(rows: float, columns: float) -> bool:
-    """Whether `Product<rows, columns>` in decode_step.cu gives every warp as much."""
-    patches = columns / 32
+def divides(rows: float, columns: float, codes: bool = False) -> bool:
+    """Whether a `Product` of these rows and columns in decode_step.cu gives every warp as much."""
+    tall, wide = (8, 64) if codes else (16, 32)
+    patches = columns / wide
     split = next((split for split in (16, 8, 4, 2, 1) if patches % split == 0), 0)
-    return rows > 0 and split > 0 and rows * split % (16 * WARPS) == 0
+    return rows > 0 and split > 0 and rows * split % (tall * WARPS) == 0
 
 
 def layouts_of(shape: DecoderShape) -> list[tuple[int, int]]:
@@ -60,7 +62,7 @@ def is_even(shape: DecoderShape, cluster: int, clusters: int) -> bool:
         (2 * units / cluster, shape.hidden),
         (shape.hidden / cluster, units),
     )
-    return queries + keys <= WARPS and all(divides(*product) for product in products)
+    return queries + keys <= WARPS and all(divides(*product, codes=shape.codes) for product in products)
 
 
 def shape_refused(shape: DecoderShape) -> str:
@@ -84,8 +86,8 @@ def device_refused(device: torch.device) -> str:
 
 class DecodeStep:
     """The step of one model. `layers` hold, for each: the weights of qkv, output, gate_up and down, then those of the norms
-    before attention and feed-forward, and of queries and keys, or None. All are bfloat16 and contiguous, and must stay where
-    they are."""
+    before attention and feed-forward, and of queries and keys, or None; of codes, then the scales [rows] of the four weights,
+    in float32. All else is bfloat16. All are contiguous, on 16 bytes, and must stay where they are."""
 
     def __init__(
         self,
