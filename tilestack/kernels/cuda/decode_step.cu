@@ -276,7 +276,7 @@ struct Stream {
 // last four of its exponent and the first three of its mantissa, are the number times 2^-120, of codes without a leading one
 // too. (NaN, which no weight of numbers is rounded to, is 480.) So x is multiplied by 2^64 and a sum by 2^56: between 2^-61
 // and 2^63, numbers of x leave products of all codes, and sums of as many as there are, well within float's exponents.
-[[maybe_unused]] constexpr float UP = 0x1p64f, BACK = 0x1p56f;
+constexpr float UP = 0x1p64f, BACK = 0x1p56f;
 template <typename P> struct Chunk {
   uint32_t matrices[HALVES * P::ALONG][4];
 
@@ -393,7 +393,7 @@ template <typename P> __device__ __forceinline__ float sum_of(const float (&part
 #pragma unroll
   for (int i = 0; i < P::PARTS; i += P::LANES)
     if (there) sum += parts[i + lane][row];
-  return over_lanes(sum, P::LANES);
+  return over_lanes(sum, P::LANES) * (P::CODED ? BACK : 1);
 }
 
 // The residual stream, every element in every block: a thread has pairs of neighbours.
@@ -455,12 +455,12 @@ struct Scales {
 
   template <typename P> __device__ __forceinline__ static float scale_of(const float* scales, int first) {
     const int row = threadIdx.x / P::LANES;
-    return row < P::SUMS ? scales[first + row] * BACK : 0;
+    return row < P::SUMS ? __ldg(scales + first + row) : 0;
   }
 #if CODES
   __device__ __forceinline__ void bring_attention(const Layer& layer, const Stream& stream) {
     const int row = threadIdx.x / Qkv::LANES;
-    if (row < Qkv::ROWS) qkv = layer.qkv_scale[stream.qkv_row(stream.rank * Qkv::ROWS + row)] * BACK;
+    if (row < Qkv::ROWS) qkv = __ldg(layer.qkv_scale + stream.qkv_row(stream.rank * Qkv::ROWS + row));
     output = scale_of<Output>(layer.output_scale, stream.rank * Output::ROWS);
   }
   __device__ __forceinline__ void bring_mlp(const Layer& layer, const Stream& stream) {
