@@ -228,8 +228,9 @@ def test_a_decode_step(monkeypatch, request, layout, changed, lengths):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     if request.node.callspec.id.startswith("codes"):
         quantise_weights(decoder, "fp8")
+    step = step_of(monkeypatch, decoder, layout)
     for length in lengths:
-        check_step(decoder, step_of(monkeypatch, decoder, layout), length)
+        check_step(decoder, step, length)
 
 
 @torch.no_grad()

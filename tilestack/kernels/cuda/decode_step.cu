@@ -14,19 +14,23 @@
 // With CODES, the weights of layers are codes of float8_e4m3fn, each row with a scale: 16 bytes a thread are 8 rows by 64
 // columns, and a chunk; two matrices are made of them on their way to the tensor cores (see Chunk). The head stays bfloat16.
 //
-// Blocks meet as seldom as can be. A cluster of CLUSTER blocks, which can write into each other's shared memory, owns some
-// heads and some of the feed-forward's units from beginning to end; only what is added to the residual stream is everyone's:
+// Blocks wait for each other as seldom as can be. A cluster of CLUSTER blocks, which can write into each other's shared memory,
+// owns some heads and some of the feed-forward's units from beginning to end; only what is added to the residual stream is
+// everyone's:
 //
 //     x, norm → qkv of the cluster's heads  ─cluster─▶ attention, a piece of the text to a block ─cluster─▶ merge,
-//     output projection of these heads, a part of every element  ═grid═▶  x += parts, norm →
+//     output projection of these heads, a part of every element  ═grid═▶  x += parts, norm  ─cluster─▶
 //     gate and up of the cluster's units  ─cluster─▶  down projection of these units, a part of every element  ═grid═▶ …
 //
 // What goes through a cluster is sent: each number counts, where it arrives, towards a barrier of the block that waits for it.
-// (A barrier of the cluster would have every thread wait for the weights that it has on their way.) What goes to everyone
-// lies in global memory, behind a barrier of all blocks.
+// (A barrier of the cluster would have every thread wait for the weights that it has on their way.) What goes to other
+// clusters lies in global memory, each number beside a mark that says of which layer of which step it is, in one word: who
+// needs it looks until it is there, and no barrier is behind it. A block keeps 1 / CLUSTER of x, in every cluster the same, and
+// so looks at as much of the parts alone; there are two sets of parts, of attention and of feed-forward, and nobody writes into
+// one before all that was in it has been seen: what is written follows from it, through the other.
 //
-// Every block keeps all of x in float registers and adds the parts in one order, so that results have the same bits in every
-// run. The columns of a product are divided over the warps and their sums added up; a norm's factor is multiplied in after.
+// Parts are added in one order, so that results have the same bits in every run. The columns of a product are divided over the
+// warps and their sums added up; a norm's factor is multiplied in after.
 //
 // Shapes, as macros: LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY, QK_NORM, CODES, CLUSTER, CLUSTERS.
 // HELD_… are chunks of each product: as many as there are registers for, which at Qkv are those of keys on their way.
@@ -115,8 +119,9 @@ struct Step {
   const float *cos, *sin;                // [positions, HEAD_DIM / 2]
   const int64_t *ids, *length, *pages;   // [1], [1] with the new token, [blocks]
   bf16 *keys, *values;                   // [LAYERS, pool, page, KV_HEADS, HEAD_DIM]
-  float *parts, *logits;                 // [2, CLUSTERS, HIDDEN], [VOCABULARY]
-  unsigned* arrived;                     // zero
+  uint64_t* parts;                       // [2, CLUSTERS, HIDDEN], marked
+  float* logits;                         // [VOCABULARY]
+  unsigned* marked;                      // the last mark of the step before
   int64_t pool;                          // pages there are
   int page;                              // tokens in one
   float eps, scale;
@@ -136,11 +141,11 @@ struct Shared {
     float qkv[Qkv::PARTS][Qkv::APART], seen[WARPS][SEEN], output[Output::PARTS][Output::APART];
     float gate_up[GateUp::PARTS][GateUp::APART], down[Down::PARTS][Down::APART], head[2][Head::PARTS][Head::APART];
   } parts;
-  float squares[WARPS];
+  alignas(16) float squares[HIDDEN / 4];        // of four elements of the residual stream each
   float q[QUERIES][HEAD_DIM], k[KEYS][HEAD_DIM];
   float largest[WARPS][QUERIES], sums[WARPS][QUERIES];  // of a warp's keys
   alignas(16) float attended[SEEN];
-  Barrier qkv_there, seen_there, units_there;
+  Barrier x_there, qkv_there, seen_there, units_there;
   Layer layers[LAYERS];
 };
 constexpr int MOST_SHARED = 232448, CHUNK = THREADS * 16 * HALVES;
@@ -163,22 +168,6 @@ __device__ __forceinline__ void unpack(const uint4& from, float (&to)[8]) {
     to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
   }
 }
-
-// A barrier of all blocks in two parts, so that loads can be sent off between them.
-struct Grid {
-  unsigned* arrived;
-  unsigned goal;
-  __device__ void arrive() {
-    __syncthreads();
-    goal += BLOCKS;
-    if (threadIdx.x == 0) count_up(arrived);
-  }
-  __device__ void wait() {
-    if (threadIdx.x == 0)
-      while (look_at(arrived) < goal) {}
-    __syncthreads();
-  }
-};
 
 // The weights of this thread, in the order in which it will need them.
 struct Stream {
@@ -396,58 +385,71 @@ template <typename P> __device__ __forceinline__ float sum_of(const float (&part
   return over_lanes(sum, P::LANES) * (P::CODED ? BACK : 1);
 }
 
-// The residual stream, every element in every block: a thread has pairs of neighbours.
+// What this block has of the residual stream, which is the same in all clusters: OWN elements, of which a thread has four. The
+// CLUSTERS threads of the same four each wait for another cluster's part of them.
 struct Residual {
-  static constexpr int PAIRS = (HIDDEN / 2 + THREADS - 1) / THREADS;
-  float2 x[PAIRS];
-  __nv_bfloat162 weights[PAIRS];
+  static constexpr int OWN = HIDDEN / CLUSTER, LOOKING = OWN / 4 * CLUSTERS, EACH = (LOOKING + THREADS - 1) / THREADS;
+  static_assert(LOOKING % 32 == 0 && 32 % CLUSTERS == 0, "whole warps look");
+  float x[EACH][4];
+  uint2 weights[EACH];
+  int first;  // of the block's elements
 
-  __device__ __forceinline__ static bool has(int pair) { return pair * THREADS + threadIdx.x < HIDDEN / 2; }
-  __device__ __forceinline__ static int at(int pair) { return pair * THREADS + threadIdx.x; }
+  __device__ __forceinline__ static bool has(int i) { return i * THREADS + threadIdx.x < LOOKING; }
+  __device__ __forceinline__ static int at(int i) { return (i * THREADS + threadIdx.x) / CLUSTERS * 4; }
+  __device__ __forceinline__ static void unpack_four(const uint2& from, float (&to)[4]) {
+    const __nv_bfloat162* pairs = reinterpret_cast<const __nv_bfloat162*>(&from);
+    const float2 low = __bfloat1622float2(pairs[0]), high = __bfloat1622float2(pairs[1]);
+    to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
+  }
 
-  __device__ __forceinline__ void embed(const bf16* row) {
+  __device__ __forceinline__ Residual(const bf16* row, int rank) : first(rank * OWN) {
 #pragma unroll
-    for (int i = 0; i < PAIRS; i++)
-      x[i] = has(i) ? __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(row)[at(i)]) : make_float2(0, 0);
+    for (int i = 0; i < EACH; i++)
+      if (has(i)) unpack_four(*reinterpret_cast<const uint2*>(row + first + at(i)), x[i]);
   }
   __device__ __forceinline__ void bring_weights(const bf16* norm) {
 #pragma unroll
-    for (int i = 0; i < PAIRS; i++)
-      if (has(i)) weights[i] = reinterpret_cast<const __nv_bfloat162*>(norm)[at(i)];
+    for (int i = 0; i < EACH; i++)
+      if (has(i)) weights[i] = *reinterpret_cast<const uint2*>(norm + first + at(i));
   }
-  __device__ __forceinline__ void add(const float* parts) {  // [CLUSTERS, HIDDEN]
+  __device__ __forceinline__ void add(const uint64_t* parts, unsigned mark) {  // [CLUSTERS, HIDDEN]
 #pragma unroll
-    for (int i = 0; i < PAIRS; i++) {
+    for (int i = 0; i < EACH; i++) {
       if (!has(i)) continue;
-      float2 part[CLUSTERS];
+      float part[4];
+      wait_for_marked(parts + threadIdx.x % CLUSTERS * HIDDEN + first + at(i), mark, part);
 #pragma unroll
-      for (int c = 0; c < CLUSTERS; c++) part[c] = __ldcg(reinterpret_cast<const float2*>(parts + c * HIDDEN) + at(i));
-      float2 sum = part[0];
-#pragma unroll
-      for (int c = 1; c < CLUSTERS; c++) sum.x += part[c].x, sum.y += part[c].y;
-      x[i].x += sum.x, x[i].y += sum.y;
+      for (int j = 0; j < 4; j++) x[i][j] += over_lanes(part[j], CLUSTERS);
     }
   }
-  // x times the norm's weights into shared memory, for product P; answers 1 / rms(x), which is still to be multiplied with.
-  template <typename P> __device__ __forceinline__ float norm(Shared& shared, float eps) {
-    float squares = 0;
+  // x times the norm's weights, for product P, and the squares of x to all blocks of the cluster, which thereby have all of x.
+  template <typename P> __device__ __forceinline__ void share(Shared& shared) const {
 #pragma unroll
-    for (int i = 0; i < PAIRS; i++) {
+    for (int i = 0; i < EACH; i++) {
       if (!has(i)) continue;
-      squares += x[i].x * x[i].x + x[i].y * x[i].y;
-      const float2 w = __bfloat1622float2(weights[i]);
-      if (P::CODED) shared.x[P::place_of(2 * at(i))] = x[i].x * w.x, shared.x[P::place_of(2 * at(i) + 1)] = x[i].y * w.y;
-      else reinterpret_cast<float2*>(shared.x)[at(i)] = make_float2(x[i].x * w.x, x[i].y * w.y);
-    }
-    squares = over_lanes(squares, 32);
-    if (threadIdx.x % 32 == 0) shared.squares[threadIdx.x / 32] = squares;
-    __syncthreads();
-    float total = 0;
+      float w[4], squares = 0;
+      unpack_four(weights[i], w);
 #pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) total += shared.squares[warp];
-    return rsqrtf(total / HIDDEN + eps);
+      for (int j = 0; j < 4; j++) squares += x[i][j] * x[i][j], w[j] *= x[i][j];
+      const float4 four = P::CODED ? make_float4(w[0], w[2], w[1], w[3]) : make_float4(w[0], w[1], w[2], w[3]);
+      for (int to = threadIdx.x % CLUSTERS; to < CLUSTER; to += CLUSTERS) {
+        send(to, reinterpret_cast<float4*>(shared.x + P::place_of(first + at(i))), four, shared.x_there);
+        send(to, shared.squares + (first + at(i)) / 4, squares, shared.x_there);
+      }
+    }
   }
 };
+
+// 1 / rms(x), with which the sums of x times a norm's weights are still to be multiplied.
+__device__ __forceinline__ float norm_factor(const Shared& shared, float eps) {
+  float squares = 0;
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < HIDDEN / 16; i += 32) {
+    const float4 four = reinterpret_cast<const float4*>(shared.squares)[i];
+    squares += four.x + four.y + four.z + four.w;
+  }
+  return rsqrtf(over_lanes(squares, 32) / HIDDEN + eps);
+}
 
 // Of codes, what the sums of this thread's rows are multiplied with in the end; they are on their way before they are needed.
 struct Scales {
@@ -684,14 +686,15 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
   const int rank = cluster.block_rank(), number = blockIdx.x / CLUSTER, first_key = number * QUERIES / SHARE;
   const int t = threadIdx.x;
   const bool last = rank == CLUSTER - 1, keeps = number * QUERIES % SHARE == 0;
-  float* output_parts = step.parts + number * HIDDEN;
-  float* down_parts = output_parts + CLUSTERS * HIDDEN;
+  uint64_t* output_parts = step.parts + number * HIDDEN;
+  uint64_t* down_parts = output_parts + CLUSTERS * HIDDEN;
   Received& received = shared.received;
-  Grid grid{step.arrived, 0};
+  const unsigned marked = *step.marked;
+  constexpr int X_BYTES = sizeof(shared.x) + sizeof(shared.squares);
 
   for (int i = t; i < LAYERS; i += THREADS) shared.layers[i] = step.layers[i];
   if (t == 0) {
-    for (Barrier* each : {&shared.qkv_there, &shared.seen_there, &shared.units_there}) each->begin(1);
+    for (Barrier* each : {&shared.x_there, &shared.qkv_there, &shared.seen_there, &shared.units_there}) each->begin(1);
     barriers_begun();
   }
   __syncthreads();
@@ -701,8 +704,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
     stream.bring(n, 0);
     stream.advance();
   }
-  Residual residual;
-  residual.embed(step.embedding + *step.ids * HIDDEN);
+  Residual residual(step.embedding + *step.ids * HIDDEN, rank);
   Attention attention(step, rank, first_key);
   residual.bring_weights(shared.layers[0].attention_norm);
   attention.bring(step, shared.layers[0], 0, first_key);
@@ -711,10 +713,13 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
   Held<Qkv, HELD_QKV> of_qkv;
   hold<0>(stream, 0, of_qkv);
   cluster.sync();  // all have begun, and can be sent to
+  residual.share<Qkv>(shared);
 
   for (int layer = 0; layer < LAYERS; layer++) {
     const uint32_t round = layer % 2;
-    float scale = residual.norm<Qkv>(shared, step.eps);
+    const unsigned mark = marked + layer + 1;
+    shared.x_there.wait_for(X_BYTES, 0);
+    float scale = norm_factor(shared, step.eps);
     multiply_in_layer<0>(stream, layer, shared.x, of_qkv, shared.parts.qkv);
     {
       const int row = t / Qkv::LANES;
@@ -746,17 +751,17 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
     {
       const int row = t / Output::LANES;
       const float sum = sum_of<Output>(shared.parts.output, row, row < Output::ROWS) * scales.output;
-      if (row < Output::ROWS && t % Output::LANES == 0) output_parts[rank * Output::ROWS + row] = sum;
+      if (row < Output::ROWS && t % Output::LANES == 0) put_marked(output_parts + rank * Output::ROWS + row, sum, mark);
     }
-    grid.arrive();
     residual.bring_weights(shared.layers[layer].mlp_norm);
     scales.bring_mlp(shared.layers[layer], stream);
     Held<GateUp, HELD_GATE_UP> of_gate_up;
     hold<GATE_UP_AT>(stream, layer, of_gate_up);
-    grid.wait();
+    residual.add(step.parts, mark);
+    residual.share<GateUp>(shared);
+    shared.x_there.wait_for(X_BYTES, 1);
 
-    residual.add(step.parts);
-    scale = residual.norm<GateUp>(shared, step.eps);
+    scale = norm_factor(shared, step.eps);
     multiply_in_layer<GATE_UP_AT>(stream, layer, shared.x, of_gate_up, shared.parts.gate_up);
     {
       const int unit = t / GateUp::LANES;
@@ -773,9 +778,8 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
     {
       const int row = t / Down::LANES;
       const float sum = sum_of<Down>(shared.parts.down, row, row < Down::ROWS) * scales.down;
-      if (row < Down::ROWS && t % Down::LANES == 0) down_parts[rank * Down::ROWS + row] = sum;
+      if (row < Down::ROWS && t % Down::LANES == 0) put_marked(down_parts + rank * Down::ROWS + row, sum, mark);
     }
-    grid.arrive();
     if (layer + 1 < LAYERS) {
       residual.bring_weights(shared.layers[layer + 1].attention_norm);
       attention.bring(step, shared.layers[layer + 1], layer + 1, first_key);
@@ -784,11 +788,14 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
     } else {
       residual.bring_weights(step.norm);
     }
-    grid.wait();
-    residual.add(step.parts + CLUSTERS * HIDDEN);
+    residual.add(step.parts + CLUSTERS * HIDDEN, mark);
+    if (layer + 1 < LAYERS) residual.share<Qkv>(shared);
+    else residual.share<Head>(shared);
   }
+  if (blockIdx.x == 0 && t == 0) *step.marked = marked + LAYERS;  // all have begun with what it was
 
-  const float scale = residual.norm<Head>(shared, step.eps);
+  shared.x_there.wait_for(X_BYTES, 0);
+  const float scale = norm_factor(shared, step.eps);
   const Columns<Head> columns(shared.x);
   for (int turn = 0; turn < HEAD_TURNS; turn++) {
     multiply<Head, 0>(stream, columns, nullptr, shared.parts.head[turn % 2], [&](int n) { stream.bring_head(n + RING, turn); });
@@ -827,15 +834,14 @@ EXPORT decode_step_fits(cudaStream_t stream) {
 EXPORT decode_step(
     const void* layers, const void* embedding, const void* head, const void* norm, const void* cos, const void* sin,
     const void* ids, const void* length, const void* pages, void* keys, void* values, void* parts, void* logits,
-    void* arrived, int64_t pool, int64_t page, double eps, double scale, cudaStream_t stream) {
+    void* marked, int64_t pool, int64_t page, double eps, double scale, cudaStream_t stream) {
   Step step{
       static_cast<const Layer*>(layers), static_cast<const bf16*>(embedding), static_cast<const bf16*>(head),
       static_cast<const bf16*>(norm), static_cast<const float*>(cos), static_cast<const float*>(sin),
       static_cast<const int64_t*>(ids), static_cast<const int64_t*>(length), static_cast<const int64_t*>(pages),
-      static_cast<bf16*>(keys), static_cast<bf16*>(values), static_cast<float*>(parts), static_cast<float*>(logits),
-      static_cast<unsigned*>(arrived), pool, static_cast<int>(page), static_cast<float>(eps), static_cast<float>(scale)};
+      static_cast<bf16*>(keys), static_cast<bf16*>(values), static_cast<uint64_t*>(parts), static_cast<float*>(logits),
+      static_cast<unsigned*>(marked), pool, static_cast<int>(page), static_cast<float>(eps), static_cast<float>(scale)};
   Launch launch(stream);
-  cudaError_t error = cudaMemsetAsync(arrived, 0, sizeof(unsigned), stream);
-  if (error == cudaSuccess) error = cudaLaunchKernelEx(&launch.config, decode_step_kernel, step);
+  const cudaError_t error = cudaLaunchKernelEx(&launch.config, decode_step_kernel, step);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

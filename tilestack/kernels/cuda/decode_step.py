@@ -108,8 +108,9 @@ class DecodeStep:
         addresses = [[0 if each is None else each.data_ptr() for each in layer] for layer in layers]
         self.table = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.kept = layers, embedding, head, norm
-        self.parts = torch.zeros(2, clusters, shape.hidden, device=device)
-        self.arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        # What blocks tell each other, each number with the mark of its step and layer, and the last mark of all.
+        self.parts = torch.zeros(2, clusters, shape.hidden, dtype=torch.int64, device=device)
+        self.marked = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(
         self, ids: Tensor, length: Tensor, pages: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor
@@ -123,7 +124,7 @@ class DecodeStep:
         logits = torch.empty(1, self.shape.vocabulary, device=embedding.device)
         call(
             self.functions.decode_step, embedding.device, self.table, embedding, head, norm, cos, sin, ids, length,
-            pages, keys, values, self.parts, logits, self.arrived, keys.shape[1], keys.shape[2], self.eps, self.scale,
+            pages, keys, values, self.parts, logits, self.marked, keys.shape[1], keys.shape[2], self.eps, self.scale,
         )  # fmt: skip
         return logits
 
