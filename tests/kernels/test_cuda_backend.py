@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -217,7 +218,11 @@ def constants_of(source):
     qwen3 = DecoderShape(28, 1024, 16, 8, 128, 3072, 151936, True)
     llama = DecoderShape(16, 2048, 32, 8, 64, 8192, 128256, False)
     of = lambda shape, layout: (shape.constants(*layout), (90,))
+    coded = lambda shape: replace(shape, codes=True)
     return {
+        "qwen3 fp8": of(coded(qwen3), (16, 8)),
+        "qwen3 fp8 half": of(coded(qwen3), (8, 8)),
+        "llama fp8": of(coded(llama), (16, 8)),
         "qwen3": of(qwen3, (16, 8)),
         "qwen3 8": of(qwen3, (8, 16)),
         "qwen3 half": of(qwen3, (8, 8)),

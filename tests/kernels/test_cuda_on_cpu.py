@@ -233,6 +233,22 @@ def test_a_decode_step(monkeypatch, request, layout, changed, lengths):
         check_step(decoder, step, length)
 
 
+def test_bits_of_a_code_are_a_power_of_two_of_its_number():
+    """As decode_step.cu moves them into bfloat16, with room below and above for what they are multiplied with."""
+    codes = torch.arange(256)
+    moved = (codes & 0x80) << 8 | (codes & 0x7F) << 4
+    numbers = (moved << 16).to(torch.int32).view(torch.float32).double()
+    expected = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
+    expected[codes % 128 == 127] = torch.tensor([480.0, -480.0]).double()
+    assert torch.equal(numbers * 2.0**120, expected)
+    smallest, largest = numbers[numbers > 0].min(), numbers.max()
+    info = torch.finfo(torch.float32)
+    for x in (2.0**-61, 2.0**63):  # and the rest of rounding them, in a row as long as any
+        assert x * 2.0**64 < torch.finfo(torch.bfloat16).max
+        assert largest * x * 2.0**64 * 2**15 < info.max
+        assert smallest * x * 2.0**64 >= info.smallest_normal
+
+
 @torch.no_grad()
 def test_a_decode_step_of_all_codes_and_large_numbers(monkeypatch):
     """Codes without a leading one too, of which rounded weights have next to none, and a residual stream as large as trained

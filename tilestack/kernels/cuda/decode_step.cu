@@ -142,6 +142,9 @@ struct Shared {
     float gate_up[GateUp::PARTS][GateUp::APART], down[Down::PARTS][Down::APART], head[2][Head::PARTS][Head::APART];
   } parts;
   alignas(16) float squares[HIDDEN / 4];        // of four elements of the residual stream each
+  float4 residual[HIDDEN / CLUSTER / 4 * CLUSTERS];  // this block's elements of it, four to a thread
+  float cos[HEAD_DIM / 2], sin[HEAD_DIM / 2];   // of the new token
+  alignas(16) bf16 head_norms[QK_NORM ? LAYERS : 1][2][HEAD_DIM];  // of queries and of keys
   float q[QUERIES][HEAD_DIM], k[KEYS][HEAD_DIM];
   float largest[WARPS][QUERIES], sums[WARPS][QUERIES];  // of a warp's keys
   alignas(16) float attended[SEEN];
@@ -390,7 +393,7 @@ template <typename P> __device__ __forceinline__ float sum_of(const float (&part
 struct Residual {
   static constexpr int OWN = HIDDEN / CLUSTER, LOOKING = OWN / 4 * CLUSTERS, EACH = (LOOKING + THREADS - 1) / THREADS;
   static_assert(LOOKING % 32 == 0 && 32 % CLUSTERS == 0, "whole warps look");
-  float x[EACH][4];
+  float4* x;  // [EACH] of this thread, in shared memory: registers are few
   uint2 weights[EACH];
   int first;  // of the block's elements
 
@@ -402,10 +405,14 @@ struct Residual {
     to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
   }
 
-  __device__ __forceinline__ Residual(const bf16* row, int rank) : first(rank * OWN) {
+  __device__ __forceinline__ Residual(float4* all, const bf16* row, int rank) : x(all + threadIdx.x), first(rank * OWN) {
 #pragma unroll
-    for (int i = 0; i < EACH; i++)
-      if (has(i)) unpack_four(*reinterpret_cast<const uint2*>(row + first + at(i)), x[i]);
+    for (int i = 0; i < EACH; i++) {
+      if (!has(i)) continue;
+      float e[4];
+      unpack_four(*reinterpret_cast<const uint2*>(row + first + at(i)), e);
+      x[i * THREADS] = make_float4(e[0], e[1], e[2], e[3]);
+    }
   }
   __device__ __forceinline__ void bring_weights(const bf16* norm) {
 #pragma unroll
@@ -418,8 +425,9 @@ struct Residual {
       if (!has(i)) continue;
       float part[4];
       wait_for_marked(parts + threadIdx.x % CLUSTERS * HIDDEN + first + at(i), mark, part);
-#pragma unroll
-      for (int j = 0; j < 4; j++) x[i][j] += over_lanes(part[j], CLUSTERS);
+      for (float& each : part) each = over_lanes(each, CLUSTERS);
+      const float4 old = x[i * THREADS];
+      x[i * THREADS] = make_float4(old.x + part[0], old.y + part[1], old.z + part[2], old.w + part[3]);
     }
   }
   // x times the norm's weights, for product P, and the squares of x to all blocks of the cluster, which thereby have all of x.
@@ -427,11 +435,12 @@ struct Residual {
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       if (!has(i)) continue;
-      float w[4], squares = 0;
+      float w[4];
       unpack_four(weights[i], w);
-#pragma unroll
-      for (int j = 0; j < 4; j++) squares += x[i][j] * x[i][j], w[j] *= x[i][j];
-      const float4 four = P::CODED ? make_float4(w[0], w[2], w[1], w[3]) : make_float4(w[0], w[1], w[2], w[3]);
+      const float4 e = x[i * THREADS];
+      const float squares = e.x * e.x + e.y * e.y + e.z * e.z + e.w * e.w;
+      float4 four = make_float4(e.x * w[0], e.y * w[1], e.z * w[2], e.w * w[3]);
+      if (P::CODED) four = make_float4(four.x, four.z, four.y, four.w);
       for (int to = threadIdx.x % CLUSTERS; to < CLUSTER; to += CLUSTERS) {
         send(to, reinterpret_cast<float4*>(shared.x + P::place_of(first + at(i))), four, shared.x_there);
         send(to, shared.squares + (first + at(i)) / 4, squares, shared.x_there);
@@ -463,6 +472,9 @@ struct Scales {
   __device__ __forceinline__ void bring_attention(const Layer& layer, const Stream& stream) {
     const int row = threadIdx.x / Qkv::LANES;
     if (row < Qkv::ROWS) qkv = __ldg(layer.qkv_scale + stream.qkv_row(stream.rank * Qkv::ROWS + row));
+    if (threadIdx.x * 32 < Output::ROWS) fetch_to_l2(layer.output_scale + stream.rank * Output::ROWS + threadIdx.x * 32);
+  }
+  __device__ __forceinline__ void bring_output(const Layer& layer, const Stream& stream) {
     output = scale_of<Output>(layer.output_scale, stream.rank * Output::ROWS);
   }
   __device__ __forceinline__ void bring_mlp(const Layer& layer, const Stream& stream) {
@@ -472,6 +484,7 @@ struct Scales {
   }
 #else
   __device__ __forceinline__ void bring_attention(const Layer&, const Stream&) {}
+  __device__ __forceinline__ void bring_output(const Layer&, const Stream&) {}
   __device__ __forceinline__ void bring_mlp(const Layer&, const Stream&) {}
 #endif
 };
@@ -482,7 +495,6 @@ struct Attention {
   static constexpr int LANES = HEAD_DIM / 8;          // to a key
   static constexpr int AT_ONCE = THREADS / LANES;     // keys of a block
   static constexpr int AHEAD = KEYS > 1 ? 0 : 2;  // rounds of keys loaded before the queries are there
-  float cos[TURNED], sin[TURNED], norm[2 * TURNED];
   int position, from, to;
   int new_slot, ahead[AHEAD + 1];  // places in the pool, in tokens
   uint4 key[AHEAD + 1], value[AHEAD + 1];
@@ -496,22 +508,21 @@ struct Attention {
     return ((layer * step.pool * step.page + slot) * KV_HEADS + head) * HEAD_DIM + element();
   }
 
-  __device__ Attention(const Step& step, int rank, int first_key) {
+  __device__ Attention(Shared& shared, const Step& step, int rank, int first_key) {
     position = static_cast<int>(*step.length) - 1;
     const int piece = (position + CLUSTER - 1) / CLUSTER;
     from = min(rank * piece, position), to = min(from + piece, position);
     new_slot = slot_of(step, position);
     for (int round = 0; round < AHEAD; round++)
       ahead[round] = place(round) < to ? slot_of(step, place(round)) : 0;
-    for (int i = 0; i < TURNED; i++) {
-      cos[i] = step.cos[static_cast<int64_t>(position) * (HEAD_DIM / 2) + threadIdx.x % 32 + 32 * i];
-      sin[i] = step.sin[static_cast<int64_t>(position) * (HEAD_DIM / 2) + threadIdx.x % 32 + 32 * i];
+    if (const int i = threadIdx.x; i < HEAD_DIM / 2) {
+      shared.cos[i] = step.cos[static_cast<int64_t>(position) * (HEAD_DIM / 2) + i];
+      shared.sin[i] = step.sin[static_cast<int64_t>(position) * (HEAD_DIM / 2) + i];
     }
   }
 
-  // Send off the first keys and values of a layer (of its first head of keys, where there are several), and the weights of
-  // the norms of queries and keys.
-  __device__ __forceinline__ void bring(const Step& step, const Layer& weights, int layer, int first_key) {
+  // Send off the first keys and values of a layer (of its first head of keys, where there are several).
+  __device__ __forceinline__ void bring(const Step& step, int layer, int first_key) {
 #pragma unroll
     for (int round = 0; round < AHEAD; round++) {
       if (place(round) >= to) continue;
@@ -525,18 +536,11 @@ struct Attention {
         fetch_to_l2(step.keys + at), fetch_to_l2(step.values + at);
       }
     }
-    const int warp = threadIdx.x / 32;
-    if (QK_NORM && warp < QUERIES + KEYS) {
-      const bf16* of_head = warp < QUERIES ? weights.q_norm : weights.k_norm;
-#pragma unroll
-      for (int i = 0; i < 2 * TURNED; i++)
-        norm[i] = __bfloat162float(of_head[threadIdx.x % 32 + 32 * i]);
-    }
   }
 
   // Queries and keys, a head to a warp: normalised, turned, and the queries scaled for powers of two. A lane has elements
   // lane, lane + 32, …, of which those half a head apart are turned together.
-  __device__ __forceinline__ void turn(Shared& shared, const Step& step) const {
+  __device__ __forceinline__ void turn(Shared& shared, const Step& step, int layer) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp >= QUERIES + KEYS) return;
     float x[2 * TURNED], squares = 0;
@@ -548,11 +552,13 @@ struct Attention {
     if (QK_NORM) {
       const float scale = rsqrtf(over_lanes(squares, 32) / HEAD_DIM + step.eps);
 #pragma unroll
-      for (int i = 0; i < 2 * TURNED; i++) x[i] *= scale * norm[i];
+      for (int i = 0; i < 2 * TURNED; i++)
+        x[i] *= scale * __bfloat162float(shared.head_norms[layer][warp >= QUERIES][lane + 32 * i]);
     }
 #pragma unroll
     for (int i = 0; i < TURNED; i++) {
-      const float low = x[i] * cos[i] - x[i + TURNED] * sin[i], high = x[i + TURNED] * cos[i] + x[i] * sin[i];
+      const float cos = shared.cos[lane + 32 * i], sin = shared.sin[lane + 32 * i];
+      const float low = x[i] * cos - x[i + TURNED] * sin, high = x[i + TURNED] * cos + x[i] * sin;
       if (warp < QUERIES) {
         const float scale = step.scale * 1.4426950408889634f;
         shared.q[warp][lane + 32 * i] = low * scale, shared.q[warp][lane + 32 * (i + TURNED)] = high * scale;
@@ -704,10 +710,18 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
     stream.bring(n, 0);
     stream.advance();
   }
-  Residual residual(step.embedding + *step.ids * HIDDEN, rank);
-  Attention attention(step, rank, first_key);
+  Residual residual(shared.residual, step.embedding + *step.ids * HIDDEN, rank);
+  Attention attention(shared, step, rank, first_key);
   residual.bring_weights(shared.layers[0].attention_norm);
-  attention.bring(step, shared.layers[0], 0, first_key);
+  attention.bring(step, 0, first_key);
+  if (QK_NORM) {
+    constexpr int EACH = HEAD_DIM / 8;  // 16 bytes
+    for (int i = t; i < 2 * EACH * LAYERS; i += THREADS) {
+      const Layer& layer = shared.layers[i / (2 * EACH)];
+      const uint4* norm = reinterpret_cast<const uint4*>(i / EACH % 2 ? layer.k_norm : layer.q_norm);
+      reinterpret_cast<uint4*>(shared.head_norms)[i] = norm[i % EACH];
+    }
+  }
   Scales scales;
   scales.bring_attention(shared.layers[0], stream);
   Held<Qkv, HELD_QKV> of_qkv;
@@ -729,11 +743,12 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
     }
     shared.qkv_there.wait_for(sizeof(received.qkv), round);
 
-    attention.turn(shared, step);
+    attention.turn(shared, step, layer);
     __syncthreads();
     for (int head = 0; head < KEYS; head++) attention.see(shared, step, layer, head, first_key, last, keeps);
     __syncthreads();
     send_seen(shared, rank);
+    scales.bring_output(shared.layers[layer], stream);
     Held<Output, HELD_OUTPUT> of_output;
     hold<OUTPUT_AT>(stream, layer, of_output);
     shared.seen_there.wait_for(CLUSTER * (SEEN + 2 * QUERIES) * sizeof(float), round);
@@ -782,7 +797,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
     }
     if (layer + 1 < LAYERS) {
       residual.bring_weights(shared.layers[layer + 1].attention_norm);
-      attention.bring(step, shared.layers[layer + 1], layer + 1, first_key);
+      attention.bring(step, layer + 1, first_key);
       scales.bring_attention(shared.layers[layer + 1], stream);
       hold<0>(stream, layer + 1, of_qkv);
     } else {

@@ -62,7 +62,7 @@ def is_even(shape: DecoderShape, cluster: int, clusters: int) -> bool:
         (2 * units / cluster, shape.hidden),
         (shape.hidden / cluster, units),
     )
-    return queries + keys <= WARPS and all(divides(*product, codes=shape.codes) for product in products)
+    return queries + keys <= WARPS and all(divides(rows, columns, shape.codes) for rows, columns in products)
 
 
 def shape_refused(shape: DecoderShape) -> str:
