@@ -13,6 +13,9 @@ template <int N> void wait_for_all_but() {
     for (auto [to, from] : groups.front()) from == nullptr ? memset(to, 0, 16) : memcpy(to, from, 16);
 }
 inline void fetch_to_l2(const void*) {}
+inline void compute_here(uint32_t word) {
+  if (word == 0x0f0f0f0f) abort();
+}
 inline void copy_16_aside(void* to, const void* from) { copy_16(to, from); }
 inline uint4 load_16_aside(const void* from) { return *static_cast<const uint4*>(from); }
 inline void close_group_aside() { close_group(); }

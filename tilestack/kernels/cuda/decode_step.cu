@@ -37,6 +37,9 @@
 #ifndef HELD_QKV
 #define HELD_QKV 0
 #endif
+#ifndef EXPAND_EARLY
+#define EXPAND_EARLY 1
+#endif
 #ifndef HELD_OUTPUT
 #define HELD_OUTPUT 2
 #endif
@@ -371,6 +374,13 @@ template <int FIRST, typename P, int MOST> __device__ __forceinline__ void hold(
     stream.bring(FIRST + n + RING, layer);
     stream.advance();
   }
+  if (P::CODED && EXPAND_EARLY) {
+#pragma unroll
+    for (int n = 0; n < Held<P, MOST>::COUNT; n++) {
+      const auto& m = held.chunks[n].matrices;
+      compute_here(m[0][0] ^ m[0][1] ^ m[0][2] ^ m[0][3] ^ m[1][0] ^ m[1][1] ^ m[1][2] ^ m[1][3]);
+    }
+  }
 }
 template <int FIRST, typename P, int MOST>
 __device__ __forceinline__ void multiply_in_layer(
@@ -448,6 +458,12 @@ struct Residual {
     }
   }
 };
+
+// Where some warps do not look, those that do begin with it, and hold what they will multiply while what they share is on its
+// way; where all look, that is too short a time.
+#ifndef LOOK_FIRST
+#define LOOK_FIRST (Residual::LOOKING < THREADS)
+#endif
 
 // 1 / rms(x), with which the sums of x times a norm's weights are still to be multiplied.
 __device__ __forceinline__ float norm_factor(const Shared& shared, float eps) {
@@ -771,9 +787,10 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
     residual.bring_weights(shared.layers[layer].mlp_norm);
     scales.bring_mlp(shared.layers[layer], stream);
     Held<GateUp, HELD_GATE_UP> of_gate_up;
-    hold<GATE_UP_AT>(stream, layer, of_gate_up);
+    if (!LOOK_FIRST) hold<GATE_UP_AT>(stream, layer, of_gate_up);
     residual.add(step.parts, mark);
     residual.share<GateUp>(shared);
+    if (LOOK_FIRST) hold<GATE_UP_AT>(stream, layer, of_gate_up);
     shared.x_there.wait_for(X_BYTES, 1);
 
     scale = norm_factor(shared, step.eps);
@@ -799,13 +816,17 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
       residual.bring_weights(shared.layers[layer + 1].attention_norm);
       attention.bring(step, layer + 1, first_key);
       scales.bring_attention(shared.layers[layer + 1], stream);
-      hold<0>(stream, layer + 1, of_qkv);
+      if (!LOOK_FIRST) hold<0>(stream, layer + 1, of_qkv);
     } else {
       residual.bring_weights(step.norm);
     }
     residual.add(step.parts + CLUSTERS * HIDDEN, mark);
-    if (layer + 1 < LAYERS) residual.share<Qkv>(shared);
-    else residual.share<Head>(shared);
+    if (layer + 1 == LAYERS) {
+      residual.share<Head>(shared);
+    } else {
+      residual.share<Qkv>(shared);
+      if (LOOK_FIRST) hold<0>(stream, layer + 1, of_qkv);
+    }
   }
   if (blockIdx.x == 0 && t == 0) *step.marked = marked + LAYERS;  // all have begun with what it was
 

@@ -27,6 +27,12 @@ __device__ inline void fetch_to_l2(const void* line) { asm volatile("prefetch.gl
 __device__ inline void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ inline void wait_for_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
+// Has what a word is made of computed ahead of all that follows: arithmetic is moved behind a wait otherwise, to where it is
+// used. (The word must never be this one.)
+__device__ inline void compute_here(uint32_t word) {
+  asm volatile("{ .reg .pred never; setp.eq.u32 never, %0, 0x0f0f0f0f; @never trap; }" ::"r"(word));
+}
+
 // Four 8 x 8 matrices of halves for tensor cores; lane i gives the address of row i % 8 of matrix i / 8.
 __device__ inline void load_matrices(uint32_t (&to)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
