@@ -63,6 +63,7 @@ constexpr int KEYS = QUERIES > SHARE ? QUERIES / SHARE : 1;  // heads of keys of
 constexpr int PER_KEY = QUERIES / KEYS;
 constexpr int UNITS = INTERMEDIATE / CLUSTERS, MY_UNITS = UNITS / CLUSTER;
 constexpr int SEEN = QUERIES * HEAD_DIM;           // elements that a cluster's attention gives
+constexpr int AHEAD = KEYS > 1 ? 0 : 2;            // rounds of keys that are brought before the queries are there
 static_assert(HEADS % CLUSTERS == 0 && (QUERIES % SHARE == 0 || SHARE % QUERIES == 0), "heads over clusters");
 static_assert(INTERMEDIATE % (CLUSTERS * CLUSTER) == 0 && HIDDEN % 256 == 0 && HIDDEN <= 2048, "sizes over blocks");
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "sizes of heads");
@@ -149,6 +150,7 @@ struct Shared {
   float cos[HEAD_DIM / 2], sin[HEAD_DIM / 2];   // of the new token
   alignas(16) bf16 head_norms[QK_NORM ? LAYERS : 1][2][HEAD_DIM];  // of queries and of keys
   float q[QUERIES][HEAD_DIM], k[KEYS][HEAD_DIM];
+  alignas(16) uint4 keys[AHEAD > 0 ? AHEAD : 1][AHEAD > 0 ? THREADS : 1], values[AHEAD > 0 ? AHEAD : 1][AHEAD > 0 ? THREADS : 1];
   float largest[WARPS][QUERIES], sums[WARPS][QUERIES];  // of a warp's keys
   alignas(16) float attended[SEEN];
   Barrier x_there, qkv_there, seen_there, units_there;
@@ -510,10 +512,8 @@ struct Attention {
   static constexpr int TURNED = HEAD_DIM / 64;        // pairs of a lane
   static constexpr int LANES = HEAD_DIM / 8;          // to a key
   static constexpr int AT_ONCE = THREADS / LANES;     // keys of a block
-  static constexpr int AHEAD = KEYS > 1 ? 0 : 2;  // rounds of keys loaded before the queries are there
   int position, from, to;
   int new_slot, ahead[AHEAD + 1];  // places in the pool, in tokens
-  uint4 key[AHEAD + 1], value[AHEAD + 1];
 
   __device__ __forceinline__ static int element() { return threadIdx.x % LANES * 8; }
   __device__ __forceinline__ int place(int round) const { return from + round * AT_ONCE + static_cast<int>(threadIdx.x) / LANES; }
@@ -537,15 +537,17 @@ struct Attention {
     }
   }
 
-  // Send off the first keys and values of a layer (of its first head of keys, where there are several).
-  __device__ __forceinline__ void bring(const Step& step, int layer, int first_key) {
+  // Send off the first keys and values of a layer (of its first head of keys, where there are several): a group of copies
+  // that is the thread's own, as the ring's are, ahead of all that are brought while it takes the chunks of Qkv.
+  __device__ __forceinline__ void bring(Shared& shared, const Step& step, int layer, int first_key) {
 #pragma unroll
     for (int round = 0; round < AHEAD; round++) {
       if (place(round) >= to) continue;
       const int64_t at = offset(step, layer, ahead[round], first_key);
-      key[round] = *reinterpret_cast<const uint4*>(step.keys + at);
-      value[round] = *reinterpret_cast<const uint4*>(step.values + at);
+      copy_16_aside(&shared.keys[round][threadIdx.x], step.keys + at);
+      copy_16_aside(&shared.values[round][threadIdx.x], step.values + at);
     }
+    if (AHEAD > 0) close_group_aside();
     if (element() % 64 == 0) {  // of the others, 128 bytes at a time, only as far as the L2
       for (int round = AHEAD; place(round) < to; round++) {
         const int64_t at = offset(step, layer, slot_of(step, place(round)), first_key);
@@ -633,9 +635,11 @@ struct Attention {
         *reinterpret_cast<uint4*>(step.values + at) = packed_value;
       }
     }
+    if (AHEAD > 0) wait_aside_for_all_but<Qkv::CHUNKS>();
 #pragma unroll
     for (int round = 0; round < AHEAD; round++)
-      if (from + round * AT_ONCE < to) meet_kept(key[round], value[round], place(round) < to);
+      if (from + round * AT_ONCE < to)
+        meet_kept(load_16_aside(&shared.keys[round][threadIdx.x]), load_16_aside(&shared.values[round][threadIdx.x]), place(round) < to);
     for (int round = AHEAD; from + round * AT_ONCE < to; round++) {
       const bool there = place(round) < to;
       uint4 packed_key{}, packed_value{};
@@ -729,7 +733,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
   Residual residual(shared.residual, step.embedding + *step.ids * HIDDEN, rank);
   Attention attention(shared, step, rank, first_key);
   residual.bring_weights(shared.layers[0].attention_norm);
-  attention.bring(step, 0, first_key);
+  attention.bring(shared, step, 0, first_key);
   if (QK_NORM) {
     constexpr int EACH = HEAD_DIM / 8;  // 16 bytes
     for (int i = t; i < 2 * EACH * LAYERS; i += THREADS) {
@@ -814,7 +818,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
     }
     if (layer + 1 < LAYERS) {
       residual.bring_weights(shared.layers[layer + 1].attention_norm);
-      attention.bring(step, layer + 1, first_key);
+      attention.bring(shared, step, layer + 1, first_key);
       scales.bring_attention(shared.layers[layer + 1], stream);
       if (!LOOK_FIRST) hold<0>(stream, layer + 1, of_qkv);
     } else {
