@@ -33,9 +33,10 @@
 // warps and their sums added up; a norm's factor is multiplied in after.
 //
 // Shapes, as macros: LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY, QK_NORM, CODES, CLUSTER, CLUSTERS.
-// HELD_… are chunks of each product: as many as there are registers for, which at Qkv are those of keys on their way.
+// How it goes about it: HELD_…, chunks of each product, as many as there are registers for; EXPAND_EARLY, whether held codes are
+// made numbers ahead of a wait; LOOK_FIRST (see Residual).
 #ifndef HELD_QKV
-#define HELD_QKV 0
+#define HELD_QKV (CODES ? 2 : 3)
 #endif
 #ifndef EXPAND_EARLY
 #define EXPAND_EARLY 1
@@ -185,7 +186,6 @@ struct Stream {
   int slot, cluster, rank;
 
   int qkv_at, output_at, gate_up_at, down_at;  // where this thread's part of the first chunks lies in a weight
-  const Weight *qkv, *output, *gate_up, *down;  // in that of the layer of which chunks are brought next
 
   __device__ Stream(const Step& step, const Shared& shared, uint4* ring, int cluster, int rank)
       : step(step), shared(shared), ring(ring), slot(0), cluster(cluster), rank(rank) {
@@ -194,8 +194,6 @@ struct Stream {
     gate_up_at = (cluster * UNITS + rank * MY_UNITS + row_of<GateUp>(0)) * HIDDEN + column_of<GateUp>(0);
     down_at = (rank * Down::ROWS + row_of<Down>(0)) * INTERMEDIATE + cluster * UNITS + column_of<Down>(0);
     if (ONE_HEAD) qkv_at += qkv_row(rank * Qkv::ROWS) * HIDDEN;
-    const Layer& first = shared.layers[0];
-    qkv = first.qkv + qkv_at, output = first.output + output_at, gate_up = first.gate_up + gate_up_at, down = first.down + down_at;
   }
 
   // In the weight, of a row of the cluster's.
@@ -221,18 +219,18 @@ struct Stream {
   }
 
   // Where a row of chunk n of a layer lies, the first or the one that is 8 below. Both are constants, so little of this is left.
-  __device__ __forceinline__ const Weight* in_layer(int n, int below) const {
+  __device__ __forceinline__ const Weight* in_layer(const Layer& layer, int n, int below) const {
     if (n < OUTPUT_AT) {
-      if (ONE_HEAD) return qkv + further<Qkv>(n, HIDDEN) + below * HIDDEN;
+      if (ONE_HEAD) return layer.qkv + qkv_at + further<Qkv>(n, HIDDEN) + below * HIDDEN;
       const int row = qkv_row(rank * Qkv::ROWS + row_of<Qkv>(n) + below);
-      return qkv - qkv_at + row * HIDDEN + column_of<Qkv>(n);
+      return layer.qkv + row * HIDDEN + column_of<Qkv>(n);
     }
-    if (n < GATE_UP_AT) return output + further<Output>(n - OUTPUT_AT, HEADS * HEAD_DIM) + below * (HEADS * HEAD_DIM);
+    if (n < GATE_UP_AT) return layer.output + output_at + further<Output>(n - OUTPUT_AT, HEADS * HEAD_DIM) + below * (HEADS * HEAD_DIM);
     if (n < DOWN_AT) {
       const bool up = row_of<GateUp>(n - GATE_UP_AT) + below >= MY_UNITS;
-      return gate_up + further<GateUp>(n - GATE_UP_AT, HIDDEN) + (up ? INTERMEDIATE - MY_UNITS + below : below) * HIDDEN;
+      return layer.gate_up + gate_up_at + further<GateUp>(n - GATE_UP_AT, HIDDEN) + (up ? INTERMEDIATE - MY_UNITS + below : below) * HIDDEN;
     }
-    return down + further<Down>(n - DOWN_AT, INTERMEDIATE) + below * INTERMEDIATE;
+    return layer.down + down_at + further<Down>(n - DOWN_AT, INTERMEDIATE) + below * INTERMEDIATE;
   }
 
   __device__ __forceinline__ static int64_t head_row(int turn) {  // the first of a block's
@@ -246,13 +244,8 @@ struct Stream {
   __device__ __forceinline__ void bring(int n, int layer) {
     layer += n / LAYER_CHUNKS, n %= LAYER_CHUNKS;
     if (layer >= LAYERS) return bring_head(n + (layer - LAYERS) * LAYER_CHUNKS, 0);
-    for (int half = 0; half < HALVES; half++) copy_16_aside(ring + (HALVES * slot + half) * THREADS, in_layer(n, 8 * half));
+    for (int half = 0; half < HALVES; half++) copy_16_aside(ring + (HALVES * slot + half) * THREADS, in_layer(shared.layers[layer], n, 8 * half));
     close_group_aside();
-    const Layer& next = shared.layers[min(layer + 1, LAYERS - 1)];
-    if (n == OUTPUT_AT - 1) qkv = next.qkv + qkv_at;
-    if (n == GATE_UP_AT - 1) output = next.output + output_at;
-    if (n == DOWN_AT - 1) gate_up = next.gate_up + gate_up_at;
-    if (n == LAYER_CHUNKS - 1) down = next.down + down_at;
   }
   __device__ __forceinline__ void bring_head(int n, int turn) {
     turn += n / Head::CHUNKS, n %= Head::CHUNKS;
