@@ -10,7 +10,7 @@ from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParam
 from tilestack.engine.captured import Size
 from tilestack.engine.decoding_one import PersistentSteps
 from tilestack.engine.persistent import PersistentStep, why_not
-from tilestack.engine.quantised_weights import quantise_weights
+from tilestack.engine.quantised_weights import has_codes, quantise_weights
 from tilestack.models import PagedBatch
 from tilestack.nn import Linear
 from tilestack.quant import QuantisedLinear
@@ -132,9 +132,10 @@ def test_greedy_tokens_are_those_of_the_plain_step_or_near_ties(decoder):
     first = next(place for place, (a, b) in enumerate(zip(plain, ours, strict=True)) if a != b)
     text = torch.tensor([prompt + plain[:first]], device="cuda")
     with torch.no_grad():
-        logits = decoder(text)[0, -1].float()
+        logits = with_numbers(decoder)(text)[0, -1]
     apart = abs(float(logits[plain[first]] - logits[ours[first]]))
-    assert apart <= 2**-6 * float(logits.abs().max()), f"token {first}: {plain[first]} or {ours[first]}, {apart} apart"
+    near = 2**-4 if has_codes(decoder) else 2**-6  # the prompt's rows were codes too where the engine read it
+    assert apart <= near * float(logits.abs().max()), f"token {first}: {plain[first]} or {ours[first]}, {apart} apart"
 
 
 @pytest.mark.parametrize("decode", [None, "persistent"])

@@ -212,6 +212,8 @@ MODELS = {
     "norms, tied": ((2, 2), dict(family="qwen3", qk_norm="head", tied=True), (1, 17, 77)),
     "one wide key for several clusters": ((2, 4), dict(kv_heads=1, head_dim=128), (150,)),
     "several keys for a cluster": ((2, 2), dict(kv_heads=4), (301,)),
+    "more blocks to a cluster than clusters": ((4, 2), dict(), (5, 140)),
+    "all threads look, more than once": ((2, 8), dict(hidden=1024, heads=8, kv_heads=8, layers=1), (3, 40)),
     "codes": ((2, 2), dict(family="qwen3", qk_norm="head", tied=True, intermediate=768), (1, 77)),
     "codes, one wide key for several clusters": ((2, 4), dict(kv_heads=1, head_dim=128), (150,)),
 }
