@@ -1,6 +1,7 @@
 """When a decode step may be one kernel: which models, shapes and devices, and that everything else goes on with a reason."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ from engines import decoder as decoder_of
 from tilestack import models
 from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams
 from tilestack.engine.persistent import shape_of, weights_of, why_not
-from tilestack.engine.plain_decoder import PLAIN
+from tilestack.engine.plain_decoder import PLAIN, linears_of
 from tilestack.engine.quantised_weights import quantise_weights
 from tilestack.kernels.cuda import decode_step
 from tilestack.kernels.cuda.decode_step import DecoderShape, divides, layouts_of, shape_refused
 from tilestack.models import ModelConfig, PagedCache
+from tilestack.quant import Scheme
+from tilestack.quant.linear import quantise_linear
 
 QWEN3 = DecoderShape(28, 1024, 16, 8, 128, 3072, 151936, True)
 LLAMA = DecoderShape(16, 2048, 32, 8, 64, 8192, 128256, False)
@@ -25,6 +28,8 @@ def test_shapes_that_divide_evenly():
     assert layouts_of(LLAMA) == [(8, 16), (8, 8)]
     assert not shape_refused(QWEN3)
     assert not shape_refused(LLAMA)
+    assert layouts_of(replace(QWEN3, codes=True)) == [(16, 8), (8, 16), (8, 8)]
+    assert layouts_of(replace(LLAMA, codes=True)) == [(16, 8), (8, 16), (8, 8)]
 
 
 @pytest.mark.parametrize(
@@ -49,6 +54,14 @@ def test_products_that_give_every_thread_as_much(rows, columns, even):
     assert divides(rows, columns) is even
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "even"),
+    [(32, 1024, True), (8, 1024, True), (64, 384, True), (48, 384, False), (128, 192, True), (64, 32, False), (0.5, 256, False)],
+)  # fmt: skip
+def test_products_of_codes_that_give_every_thread_as_much(rows, columns, even):
+    assert divides(rows, columns, codes=True) is even
+
+
 def made(dtype=torch.bfloat16, **changed):
     decoder = models.Decoder(ModelConfig(**(FITTING | changed))).to(dtype).eval()
     return decoder, PagedCache(decoder.config, 5, 16, dtype)
@@ -59,8 +72,8 @@ def test_a_model_that_fits_is_refused_for_the_device_alone():
     assert why_not(decoder, cache) == "CUDA C++ kernels need a CUDA tensor, not one on cpu"
     shape = shape_of(decoder.config)
     assert shape.constants(16, 8) == dict(
-        LAYERS=1, HIDDEN=512, HEADS=16, KV_HEADS=8, HEAD_DIM=64, INTERMEDIATE=1024, VOCABULARY=64, QK_NORM=0, CLUSTER=16,
-        CLUSTERS=8,
+        LAYERS=1, HIDDEN=512, HEADS=16, KV_HEADS=8, HEAD_DIM=64, INTERMEDIATE=1024, VOCABULARY=64, QK_NORM=0, CODES=0,
+        CLUSTER=16, CLUSTERS=8,
     )  # fmt: skip
     weights = weights_of(decoder.layers[0])
     assert [None if each is None else tuple(each.shape) for each in weights] == [
@@ -92,11 +105,43 @@ def test_a_module_that_is_listened_to_is_seen(path):
     assert why_not(decoder, cache) == "modules of the model are wrapped or listened to"
 
 
-@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
-def test_weights_of_codes_are_a_reason(format):
+def test_codes_of_fp8_fit_as_they_are_made():
+    decoder, cache = made()
+    quantise_weights(decoder, "fp8")
+    assert why_not(decoder, cache) == "CUDA C++ kernels need a CUDA tensor, not one on cpu"
+    assert shape_of(decoder.config, codes=True).constants(16, 8)["CODES"] == 1
+    weights = weights_of(decoder.layers[0])
+    assert [None if each is None else (each.dtype, *each.shape) for each in weights] == [
+        *((torch.float8_e4m3fn, *shape) for shape in [(2048, 512), (512, 1024), (2048, 512), (512, 1024)]),
+        (torch.bfloat16, 512), (torch.bfloat16, 512), None, None,
+        *((torch.float32, rows, 1) for rows in (2048, 512, 2048, 512)),
+    ]  # fmt: skip
+
+
+OTHER_CODES = "linear layers of the model are of other codes than fp8 with a scale for each output"
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_weights_of_other_codes_are_a_reason(format):
     decoder, cache = made()
     quantise_weights(decoder, format)
-    assert why_not(decoder, cache) == "linear layers of the model are adapted, quantised or listened to"
+    assert why_not(decoder, cache) == OTHER_CODES
+
+
+def test_layers_of_codes_that_differ_are_a_reason():
+    decoder, cache = made()
+    blocks = Scheme("fp8", group=128, activations="fp8", blocks=True)
+    qkv, output, gate_up, down = linears_of(decoder.layers[0])
+    for layer in (qkv, gate_up, down):
+        quantise_linear(layer, Scheme("fp8"))
+    assert why_not(decoder, cache) == "some linear layers of the model are quantised, and others are not"
+    quantise_linear(output, blocks)
+    assert why_not(decoder, cache) == OTHER_CODES
+    numbers = torch.randn(512, 1024)
+    output.codes, output.code_scale, output.code_zero = Scheme("fp8").round_to_nearest(numbers)
+    assert why_not(decoder, cache).startswith("CUDA C++ kernels need")
+    output.codes = torch.empty(512 * 1024 + 1, dtype=torch.float8_e4m3fn)[1:].view(512, 1024)
+    assert why_not(decoder, cache) == "codes and scales must lie contiguously, on 16 bytes"
 
 
 def test_every_setting_that_the_kernel_ignores_is_a_setting():

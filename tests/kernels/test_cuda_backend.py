@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -230,7 +231,11 @@ def constants_of(source):
     qwen3 = DecoderShape(28, 1024, 16, 8, 128, 3072, 151936, True)
     llama = DecoderShape(16, 2048, 32, 8, 64, 8192, 128256, False)
     of = lambda shape, layout: (shape.constants(*layout), (90,))
+    coded = lambda shape: replace(shape, codes=True)
     return {
+        "qwen3 fp8": of(coded(qwen3), (16, 8)),
+        "qwen3 fp8 half": of(coded(qwen3), (8, 8)),
+        "llama fp8": of(coded(llama), (16, 8)),
         "qwen3": of(qwen3, (16, 8)),
         "qwen3 8": of(qwen3, (8, 16)),
         "qwen3 half": of(qwen3, (8, 8)),
@@ -240,10 +245,13 @@ def constants_of(source):
 
 
 SPILLS_OWED = {
-    "decode_step qwen3": 16,
+    "decode_step qwen3 8": 28,
     "decode_step qwen3 half": 16,
-    "decode_step llama": 20,
-    "decode_step llama half": 204,
+    "decode_step qwen3 fp8": 28,
+    "decode_step qwen3 fp8 half": 28,
+    "decode_step llama": 8,
+    "decode_step llama half": 160,
+    "decode_step llama fp8": 88,
 }  # bytes, not yet cured: 128 registers are few there
 COMPILED = {f"{source.stem} {name}".strip(): (source, *given) for source in SOURCES for name, given in constants_of(source).items()}  # fmt: skip
 

@@ -13,7 +13,10 @@ from fenced_memory import Fences
 
 from tilestack import models, ops
 from tilestack.contract.cases import Make
+from tilestack.engine.cpu_weights import unpack_codes
 from tilestack.engine.persistent import shape_of, weights_of
+from tilestack.engine.plain_decoder import linears_of
+from tilestack.engine.quantised_weights import has_codes, quantise_weights
 from tilestack.kernels.cuda import add, decode_step, matmul, paged_decode, rms_norm, softmax, weight_only
 from tilestack.lab.proof.oracle import judge, own_error
 from tilestack.models import ModelConfig, PagedBatch, PagedCache
@@ -324,32 +327,77 @@ MODELS = {
     "norms, tied": ((2, 2), dict(family="qwen3", qk_norm="head", tied=True), (1, 17, 77)),
     "one wide key for several clusters": ((2, 4), dict(kv_heads=1, head_dim=128), (150,)),
     "several keys for a cluster": ((2, 2), dict(kv_heads=4), (301,)),
+    "more blocks to a cluster than clusters": ((4, 2), dict(), (5, 140)),
+    "all threads look, more than once": ((2, 8), dict(hidden=1024, heads=8, kv_heads=8, layers=1), (3, 40)),
+    "codes": ((2, 2), dict(family="qwen3", qk_norm="head", tied=True, intermediate=768), (1, 77)),
+    "codes, one wide key for several clusters": ((2, 4), dict(kv_heads=1, head_dim=128), (150,)),
 }
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("layout", "changed", "lengths"), MODELS.values(), ids=MODELS)
-def test_a_decode_step(monkeypatch, layout, changed, lengths):
+def test_a_decode_step(monkeypatch, request, layout, changed, lengths):
     torch.manual_seed(0)
     sizes = dict(vocabulary=75, hidden=256, intermediate=512, layers=2, heads=4, kv_heads=2, head_dim=64, positions=512)
     decoder = models.Decoder(ModelConfig(**(sizes | changed))).to(torch.bfloat16).eval()
     for name, parameter in decoder.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    if request.node.callspec.id.startswith("codes"):
+        quantise_weights(decoder, "fp8")
+    step = step_of(monkeypatch, decoder, layout)
+    for length in lengths:
+        check_step(decoder, step, length)
+
+
+def test_bits_of_a_code_are_a_power_of_two_of_its_number():
+    """As decode_step.cu moves them into bfloat16, with room below and above for what they are multiplied with."""
+    codes = torch.arange(256)
+    moved = (codes & 0x80) << 8 | (codes & 0x7F) << 4
+    numbers = (moved << 16).to(torch.int32).view(torch.float32).double()
+    expected = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
+    expected[codes % 128 == 127] = torch.tensor([480.0, -480.0]).double()
+    assert torch.equal(numbers * 2.0**120, expected)
+    smallest, largest = numbers[numbers > 0].min(), numbers.max()
+    info = torch.finfo(torch.float32)
+    for x in (2.0**-61, 2.0**63):  # and the rest of rounding them, in a row as long as any
+        assert x * 2.0**64 < torch.finfo(torch.bfloat16).max
+        assert largest * x * 2.0**64 * 2**15 < info.max
+        assert smallest * x * 2.0**64 >= info.smallest_normal
+
+
+@torch.no_grad()
+def test_a_decode_step_of_all_codes_and_large_numbers(monkeypatch):
+    """Codes without a leading one too, of which rounded weights have next to none, and a residual stream as large as trained
+    models have."""
+    torch.manual_seed(0)
+    sizes = dict(vocabulary=75, hidden=256, intermediate=512, layers=1, heads=4, kv_heads=2, head_dim=64, positions=512)
+    decoder = models.Decoder(ModelConfig(**sizes)).to(torch.bfloat16).eval()
+    decoder.embedding.weight[:, 3] = 30_000
+    quantise_weights(decoder, "fp8")
+    every = torch.arange(256, dtype=torch.uint8)
+    small = every[every % 128 < 8]
+    for layer, some in zip(linears_of(decoder.layers[0]), (small, every[every % 128 < 127], small, small), strict=True):
+        codes = some[torch.randint(len(some), layer.codes.shape)].view(torch.float8_e4m3fn)
+        layer.codes = codes
+        layer.code_scale = codes.float().square().mean(1, keepdim=True).rsqrt() * codes.shape[1] ** -0.5
+    check_step(decoder, step_of(monkeypatch, decoder, (2, 2)), 40)
+
+
+def step_of(monkeypatch, decoder, layout):
     monkeypatch.setattr(decode_step, "LAYOUTS", (layout,))
     monkeypatch.setattr(decode_step, "device_refused", lambda _: "")
     config = decoder.config
-    step = decode_step.DecodeStep(
-        shape_of(config), [weights_of(layer) for layer in decoder.layers], decoder.embedding.weight, decoder.head_weight,
-        decoder.norm.weight, eps=config.norm_eps, scale=config.head_dim**-0.5,
+    return decode_step.DecodeStep(
+        shape_of(config, has_codes(decoder)), [weights_of(layer) for layer in decoder.layers], decoder.embedding.weight,
+        decoder.head_weight, decoder.norm.weight, eps=config.norm_eps, scale=config.head_dim**-0.5,
     )  # fmt: skip
-    for length in lengths:
-        check_step(decoder, step, length)
 
 
 def check_step(decoder, step, length, page=16):
     """Logits nearer to those of float64 than plain bfloat16's, and the new token's keys and values in their place."""
     config, exact = decoder.config, copy.deepcopy(decoder).double()
+    unpack_codes(exact)
     blocks = -(-length // page)
     ours, usual, wide = (
         PagedCache(config, blocks + 3, page, t) for t in (torch.bfloat16, torch.bfloat16, torch.float64)

@@ -9,22 +9,47 @@
 //     product  A warp brings 8 rows by 32 columns, twice: 16 bytes of a row to each of four threads, which tensor cores
 //              take for pieces of two rows of a 16 x 16 matrix (see Columns). The other matrix has columns for x rounded
 //              to bfloat16, and for what rounding took away, so that products are as good as with float.
+//     held     What waits for others has a product's first chunks in registers already, ready to be multiplied.
 //
-// Blocks meet as seldom as can be. A cluster of CLUSTER blocks, which can write into each other's shared memory, owns some
-// heads and some of the feed-forward's units from beginning to end; only what is added to the residual stream is everyone's:
+// With CODES, the weights of layers are codes of float8_e4m3fn, each row with a scale: 16 bytes a thread are 8 rows by 64
+// columns, and a chunk; two matrices are made of them on their way to the tensor cores (see Chunk). The head stays bfloat16.
+//
+// Blocks wait for each other as seldom as can be. A cluster of CLUSTER blocks, which can write into each other's shared memory,
+// owns some heads and some of the feed-forward's units from beginning to end; only what is added to the residual stream is
+// everyone's:
 //
 //     x, norm → qkv of the cluster's heads  ─cluster─▶ attention, a piece of the text to a block ─cluster─▶ merge,
-//     output projection of these heads, a part of every element  ═grid═▶  x += parts, norm →
+//     output projection of these heads, a part of every element  ═grid═▶  x += parts, norm  ─cluster─▶
 //     gate and up of the cluster's units  ─cluster─▶  down projection of these units, a part of every element  ═grid═▶ …
 //
 // What goes through a cluster is sent: each number counts, where it arrives, towards a barrier of the block that waits for it.
-// (A barrier of the cluster would have every thread wait for the weights that it has on their way.) What goes to everyone
-// lies in global memory, behind a barrier of all blocks.
+// (A barrier of the cluster would have every thread wait for the weights that it has on their way.) What goes to other
+// clusters lies in global memory, each number beside a mark that says of which layer of which step it is, in one word: who
+// needs it looks until it is there, and no barrier is behind it. A block keeps 1 / CLUSTER of x, in every cluster the same, and
+// so looks at as much of the parts alone; there are two sets of parts, of attention and of feed-forward, and nobody writes into
+// one before all that was in it has been seen: what is written follows from it, through the other.
 //
-// Every block keeps all of x in float registers and adds the parts in one order, so that results have the same bits in every
-// run. The columns of a product are divided over the warps and their sums added up; a norm's factor is multiplied in after.
+// Parts are added in one order, so that results have the same bits in every run. The columns of a product are divided over the
+// warps and their sums added up; a norm's factor is multiplied in after.
 //
-// Shapes, as macros: LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY, QK_NORM, CLUSTER, CLUSTERS.
+// Shapes, as macros: LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY, QK_NORM, CODES, CLUSTER, CLUSTERS.
+// How it goes about it: HELD_…, chunks of each product, as many as there are registers for; EXPAND_EARLY, whether held codes are
+// made numbers ahead of a wait; LOOK_FIRST (see Residual).
+#ifndef HELD_QKV
+#define HELD_QKV (CODES ? 2 : 3)
+#endif
+#ifndef EXPAND_EARLY
+#define EXPAND_EARLY 1
+#endif
+#ifndef HELD_OUTPUT
+#define HELD_OUTPUT 2
+#endif
+#ifndef HELD_GATE_UP
+#define HELD_GATE_UP 6
+#endif
+#ifndef HELD_DOWN
+#define HELD_DOWN 3
+#endif
 #include <cooperative_groups.h>
 
 #include "ptx.cuh"
@@ -39,6 +64,7 @@ constexpr int KEYS = QUERIES > SHARE ? QUERIES / SHARE : 1;  // heads of keys of
 constexpr int PER_KEY = QUERIES / KEYS;
 constexpr int UNITS = INTERMEDIATE / CLUSTERS, MY_UNITS = UNITS / CLUSTER;
 constexpr int SEEN = QUERIES * HEAD_DIM;           // elements that a cluster's attention gives
+constexpr int AHEAD = KEYS > 1 ? 0 : 2;            // rounds of keys that are brought before the queries are there
 static_assert(HEADS % CLUSTERS == 0 && (QUERIES % SHARE == 0 || SHARE % QUERIES == 0), "heads over clusters");
 static_assert(INTERMEDIATE % (CLUSTERS * CLUSTER) == 0 && HIDDEN % 256 == 0 && HIDDEN <= 2048, "sizes over blocks");
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "sizes of heads");
@@ -48,29 +74,49 @@ constexpr int largest_power_of_two(int divides, int at_most) {
   return divides % at_most == 0 ? at_most : largest_power_of_two(divides, at_most / 2);
 }
 
-// ROWS rows of COLUMNS weights: SPLIT warps share 16 rows, 32 columns of them in each of PIECES, and a warp has TURNS of those.
-// What sums up to a row are PARTS numbers, which LANES threads add, of SUMMED rows at a time.
-template <int ROWS_, int COLUMNS, int SUMMED = ROWS_> struct Product {
-  static constexpr int ROWS = ROWS_, PATCHES = COLUMNS / 32;
+#if CODES
+using Weight = uint8_t;
+#else
+using Weight = bf16;
+#endif
+constexpr int HALVES = CODES ? 1 : 2;  // of a chunk: 16 bytes of a row, and of the one that is 8 below
+constexpr int TALL = 8 * HALVES;
+
+// ROWS rows of COLUMNS weights: SPLIT warps share TALL rows, WIDE columns of them in each of PIECES, and a warp has TURNS of
+// those. What sums up to a row are PARTS numbers, which LANES threads add, of SUMMED rows at a time.
+template <typename W, int ROWS_, int COLUMNS, int SUMMED = ROWS_> struct Product {
+  static constexpr bool CODED = sizeof(W) == 1;
+  static constexpr int WIDE = 64 / sizeof(W), ALONG = WIDE / 32;  // matrices in 16 bytes a thread
+  static constexpr int ROWS = ROWS_, SUMS = SUMMED, PATCHES = COLUMNS / WIDE;
   static constexpr int SPLIT = largest_power_of_two(PATCHES, WARPS);
-  static constexpr int PIECES = PATCHES / SPLIT, TURNS = ROWS * SPLIT / (16 * WARPS), CHUNKS = TURNS * PIECES;
+  static constexpr int PIECES = PATCHES / SPLIT, TURNS = ROWS * SPLIT / (TALL * WARPS), CHUNKS = TURNS * PIECES;
   static constexpr int PARTS = 2 * SPLIT;
   static constexpr int LANES = PARTS * SUMMED <= THREADS ? PARTS : floor_power_of_two(THREADS / SUMMED);
   static constexpr int APART = ROWS + 32 / LANES;  // elements from one part to the next, in other banks
-  static_assert(COLUMNS % 32 == 0 && ROWS * SPLIT % (16 * WARPS) == 0, "rows and columns over warps");
+  static_assert(COLUMNS % WIDE == 0 && ROWS * SPLIT % (TALL * WARPS) == 0, "rows and columns over warps");
+
+  // Where element e of the other factor lies in shared memory. Of codes, an even and an odd one are expanded to different
+  // matrices, so pairs of neighbours are parted: 0 2 1 3; and the threads of a warp find theirs in different banks.
+  __device__ __forceinline__ static int place_of(int e) {
+    return CODED ? (e & ~3 | (e & 1) << 1 | (e >> 1 & 1)) ^ (e >> 3 & 4) : e;
+  }
 };
-using Qkv = Product<(QUERIES + 2 * KEYS) * HEAD_DIM / CLUSTER, HIDDEN>;
-using Output = Product<HIDDEN / CLUSTER, SEEN>;
-using GateUp = Product<2 * MY_UNITS, HIDDEN, MY_UNITS>;
-using Down = Product<HIDDEN / CLUSTER, UNITS>;
-using Head = Product<64, HIDDEN>;  // as often as there are rows
+using Qkv = Product<Weight, (QUERIES + 2 * KEYS) * HEAD_DIM / CLUSTER, HIDDEN>;
+using Output = Product<Weight, HIDDEN / CLUSTER, SEEN>;
+using GateUp = Product<Weight, 2 * MY_UNITS, HIDDEN, MY_UNITS>;
+using Down = Product<Weight, HIDDEN / CLUSTER, UNITS>;
+using Head = Product<bf16, 64, HIDDEN>;  // as often as there are rows
 constexpr bool ONE_HEAD = HEAD_DIM % Qkv::ROWS == 0;  // of queries, keys or values, whose rows a block has
 constexpr int OUTPUT_AT = Qkv::CHUNKS, GATE_UP_AT = OUTPUT_AT + Output::CHUNKS, DOWN_AT = GATE_UP_AT + GateUp::CHUNKS;
 constexpr int LAYER_CHUNKS = DOWN_AT + Down::CHUNKS;
 constexpr int HEAD_TURNS = (VOCABULARY + BLOCKS * Head::ROWS - 1) / (BLOCKS * Head::ROWS);
 
 struct Layer {
-  const bf16 *qkv, *output, *gate_up, *down, *attention_norm, *mlp_norm, *q_norm, *k_norm;
+  const Weight *qkv, *output, *gate_up, *down;
+  const bf16 *attention_norm, *mlp_norm, *q_norm, *k_norm;
+#if CODES
+  const float *qkv_scale, *output_scale, *gate_up_scale, *down_scale;  // of each row
+#endif
 };
 struct Step {
   const Layer* layers;
@@ -78,8 +124,9 @@ struct Step {
   const float *cos, *sin;                // [positions, HEAD_DIM / 2]
   const int64_t *ids, *length, *pages;   // [1], [1] with the new token, [blocks]
   bf16 *keys, *values;                   // [LAYERS, pool, page, KV_HEADS, HEAD_DIM]
-  float *parts, *logits;                 // [2, CLUSTERS, HIDDEN], [VOCABULARY]
-  unsigned* arrived;                     // zero
+  uint64_t* parts;                       // [2, CLUSTERS, HIDDEN], marked
+  float* logits;                         // [VOCABULARY]
+  unsigned* marked;                      // the last mark of the step before
   int64_t pool;                          // pages there are
   int page;                              // tokens in one
   float eps, scale;
@@ -93,20 +140,24 @@ struct Received {
 };
 
 struct Shared {
-  alignas(16) float x[HIDDEN];                  // the residual stream times a norm's weights
+  alignas(16) float x[HIDDEN];                  // the residual stream times a norm's weights, as Product::place_of has it
   alignas(16) Received received;
   union {  // of a product's sums, or of what is seen of a warp's keys; each is done with before the next begins
     float qkv[Qkv::PARTS][Qkv::APART], seen[WARPS][SEEN], output[Output::PARTS][Output::APART];
     float gate_up[GateUp::PARTS][GateUp::APART], down[Down::PARTS][Down::APART], head[2][Head::PARTS][Head::APART];
   } parts;
-  float squares[WARPS];
+  alignas(16) float squares[HIDDEN / 4];        // of four elements of the residual stream each
+  float4 residual[HIDDEN / CLUSTER / 4 * CLUSTERS];  // this block's elements of it, four to a thread
+  float cos[HEAD_DIM / 2], sin[HEAD_DIM / 2];   // of the new token
+  alignas(16) bf16 head_norms[QK_NORM ? LAYERS : 1][2][HEAD_DIM];  // of queries and of keys
   float q[QUERIES][HEAD_DIM], k[KEYS][HEAD_DIM];
+  alignas(16) uint4 keys[AHEAD > 0 ? AHEAD : 1][AHEAD > 0 ? THREADS : 1], values[AHEAD > 0 ? AHEAD : 1][AHEAD > 0 ? THREADS : 1];
   float largest[WARPS][QUERIES], sums[WARPS][QUERIES];  // of a warp's keys
   alignas(16) float attended[SEEN];
-  Barrier qkv_there, seen_there, units_there;
+  Barrier x_there, qkv_there, seen_there, units_there;
   Layer layers[LAYERS];
 };
-constexpr int MOST_SHARED = 232448, CHUNK = THREADS * 32;
+constexpr int MOST_SHARED = 232448, CHUNK = THREADS * 16 * HALVES;
 constexpr int KEPT = (sizeof(Shared) + 127) / 128 * 128;
 constexpr int RING = (MOST_SHARED - KEPT) / CHUNK;
 constexpr int SHARED_BYTES = KEPT + RING * CHUNK;
@@ -127,22 +178,6 @@ __device__ __forceinline__ void unpack(const uint4& from, float (&to)[8]) {
   }
 }
 
-// A barrier of all blocks in two parts, so that loads can be sent off between them.
-struct Grid {
-  unsigned* arrived;
-  unsigned goal;
-  __device__ void arrive() {
-    __syncthreads();
-    goal += BLOCKS;
-    if (threadIdx.x == 0) count_up(arrived);
-  }
-  __device__ void wait() {
-    if (threadIdx.x == 0)
-      while (look_at(arrived) < goal) {}
-    __syncthreads();
-  }
-};
-
 // The weights of this thread, in the order in which it will need them.
 struct Stream {
   const Step& step;
@@ -151,7 +186,6 @@ struct Stream {
   int slot, cluster, rank;
 
   int qkv_at, output_at, gate_up_at, down_at;  // where this thread's part of the first chunks lies in a weight
-  const bf16 *qkv, *output, *gate_up, *down;   // in that of the layer of which chunks are brought next
 
   __device__ Stream(const Step& step, const Shared& shared, uint4* ring, int cluster, int rank)
       : step(step), shared(shared), ring(ring), slot(0), cluster(cluster), rank(rank) {
@@ -160,8 +194,6 @@ struct Stream {
     gate_up_at = (cluster * UNITS + rank * MY_UNITS + row_of<GateUp>(0)) * HIDDEN + column_of<GateUp>(0);
     down_at = (rank * Down::ROWS + row_of<Down>(0)) * INTERMEDIATE + cluster * UNITS + column_of<Down>(0);
     if (ONE_HEAD) qkv_at += qkv_row(rank * Qkv::ROWS) * HIDDEN;
-    const Layer& first = shared.layers[0];
-    qkv = first.qkv + qkv_at, output = first.output + output_at, gate_up = first.gate_up + gate_up_at, down = first.down + down_at;
   }
 
   // In the weight, of a row of the cluster's.
@@ -172,33 +204,33 @@ struct Stream {
     return (HEADS + KV_HEADS + first_key - QUERIES - KEYS) * HEAD_DIM + row;
   }
 
-  // Of the first of a chunk's two rows, which are 8 apart, and of its 8 columns.
+  // Of a chunk's first row and column.
   template <typename P> __device__ __forceinline__ static int row_of(int chunk) {
     const int first = P::SPLIT == WARPS ? 0 : threadIdx.x / 32 / P::SPLIT * P::TURNS;
-    return (first + chunk / P::PIECES) * 16 + threadIdx.x % 32 / 4;
+    return (first + chunk / P::PIECES) * TALL + threadIdx.x % 32 / 4;
   }
   template <typename P> __device__ __forceinline__ static int column_of(int chunk) {
-    return (threadIdx.x / 32 % P::SPLIT * P::PIECES + chunk % P::PIECES) * 32 + threadIdx.x % 4 * 8;
+    return (threadIdx.x / 32 % P::SPLIT * P::PIECES + chunk % P::PIECES) * P::WIDE + threadIdx.x % 4 * (P::WIDE / 4);
   }
 
   // From the first chunk of a product to the nth, in a weight whose rows are so far apart.
   template <typename P> __device__ __forceinline__ static int further(int n, int apart) {
-    return n / P::PIECES * 16 * apart + n % P::PIECES * 32;
+    return n / P::PIECES * TALL * apart + n % P::PIECES * P::WIDE;
   }
 
   // Where a row of chunk n of a layer lies, the first or the one that is 8 below. Both are constants, so little of this is left.
-  __device__ __forceinline__ const bf16* in_layer(int n, int below) const {
+  __device__ __forceinline__ const Weight* in_layer(const Layer& layer, int n, int below) const {
     if (n < OUTPUT_AT) {
-      if (ONE_HEAD) return qkv + further<Qkv>(n, HIDDEN) + below * HIDDEN;
+      if (ONE_HEAD) return layer.qkv + qkv_at + further<Qkv>(n, HIDDEN) + below * HIDDEN;
       const int row = qkv_row(rank * Qkv::ROWS + row_of<Qkv>(n) + below);
-      return qkv - qkv_at + row * HIDDEN + column_of<Qkv>(n);
+      return layer.qkv + row * HIDDEN + column_of<Qkv>(n);
     }
-    if (n < GATE_UP_AT) return output + further<Output>(n - OUTPUT_AT, HEADS * HEAD_DIM) + below * (HEADS * HEAD_DIM);
+    if (n < GATE_UP_AT) return layer.output + output_at + further<Output>(n - OUTPUT_AT, HEADS * HEAD_DIM) + below * (HEADS * HEAD_DIM);
     if (n < DOWN_AT) {
       const bool up = row_of<GateUp>(n - GATE_UP_AT) + below >= MY_UNITS;
-      return gate_up + further<GateUp>(n - GATE_UP_AT, HIDDEN) + (up ? INTERMEDIATE - MY_UNITS + below : below) * HIDDEN;
+      return layer.gate_up + gate_up_at + further<GateUp>(n - GATE_UP_AT, HIDDEN) + (up ? INTERMEDIATE - MY_UNITS + below : below) * HIDDEN;
     }
-    return down + further<Down>(n - DOWN_AT, INTERMEDIATE) + below * INTERMEDIATE;
+    return layer.down + down_at + further<Down>(n - DOWN_AT, INTERMEDIATE) + below * INTERMEDIATE;
   }
 
   __device__ __forceinline__ static int64_t head_row(int turn) {  // the first of a block's
@@ -212,27 +244,54 @@ struct Stream {
   __device__ __forceinline__ void bring(int n, int layer) {
     layer += n / LAYER_CHUNKS, n %= LAYER_CHUNKS;
     if (layer >= LAYERS) return bring_head(n + (layer - LAYERS) * LAYER_CHUNKS, 0);
-    for (int half = 0; half < 2; half++) copy_16_aside(ring + (2 * slot + half) * THREADS, in_layer(n, 8 * half));
+    for (int half = 0; half < HALVES; half++) copy_16_aside(ring + (HALVES * slot + half) * THREADS, in_layer(shared.layers[layer], n, 8 * half));
     close_group_aside();
-    const Layer& next = shared.layers[min(layer + 1, LAYERS - 1)];
-    if (n == OUTPUT_AT - 1) qkv = next.qkv + qkv_at;
-    if (n == GATE_UP_AT - 1) output = next.output + output_at;
-    if (n == DOWN_AT - 1) gate_up = next.gate_up + gate_up_at;
-    if (n == LAYER_CHUNKS - 1) down = next.down + down_at;
   }
   __device__ __forceinline__ void bring_head(int n, int turn) {
     turn += n / Head::CHUNKS, n %= Head::CHUNKS;
     if (turn < HEAD_TURNS)
-      for (int half = 0; half < 2; half++) copy_16_aside(ring + (2 * slot + half) * THREADS, in_head(n, 8 * half, turn));
+      for (int half = 0; half < HALVES; half++) copy_16_aside(ring + (HALVES * slot + half) * THREADS, in_head(n, 8 * half, turn));
     close_group_aside();
   }
 
   // The next chunk; its slot is to be filled again before the next is taken.
-  __device__ __forceinline__ void take(uint4 (&rows)[2]) {
+  __device__ __forceinline__ void take(uint4 (&rows)[HALVES]) {
     wait_aside_for_all_but<RING - 1>();
-    for (int half = 0; half < 2; half++) rows[half] = load_16_aside(ring + (2 * slot + half) * THREADS);
+    for (int half = 0; half < HALVES; half++) rows[half] = load_16_aside(ring + (HALVES * slot + half) * THREADS);
   }
   __device__ __forceinline__ void advance() { slot = slot == RING - 1 ? 0 : slot + 1; }
+};
+
+// A chunk as tensor cores take it. What is moved into place are the bits of a code: seven of them, put where bfloat16 has the
+// last four of its exponent and the first three of its mantissa, are the number times 2^-120, of codes without a leading one
+// too. (NaN, which no weight of numbers is rounded to, is 480.) So x is multiplied by 2^64 and a sum by 2^56: between 2^-61
+// and 2^63, numbers of x leave products of all codes, and sums of as many as there are, well within float's exponents.
+constexpr float UP = 0x1p64f, BACK = 0x1p56f;
+template <typename P> struct Chunk {
+  uint32_t matrices[HALVES * P::ALONG][4];
+
+  __device__ __forceinline__ static uint32_t expand(uint32_t codes) {  // the second and the fourth
+    return codes & 0x80008000 | codes >> 4 & 0x07f007f0;
+  }
+  __device__ __forceinline__ void take(Stream& stream) {
+    uint4 rows[HALVES];
+    stream.take(rows);
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+      const uint32_t words[4] = {rows[half].x, rows[half].y, rows[half].z, rows[half].w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        if (P::CODED) matrices[i / 2][i % 2 * 2] = expand(words[i] << 8), matrices[i / 2][i % 2 * 2 + 1] = expand(words[i]);
+        else matrices[half][i] = words[i];
+      }
+    }
+  }
+};
+
+// The first chunks of a product, MOST at most.
+template <typename P, int MOST> struct Held {
+  static constexpr int COUNT = P::CHUNKS < MOST ? P::CHUNKS : MOST;
+  Chunk<P> chunks[COUNT > 0 ? COUNT : 1];
 };
 
 // This thread's columns of x, for all rows of a product. To tensor cores, 8 elements of a row of weights that a thread has
@@ -241,58 +300,87 @@ struct Stream {
 //
 //     row i      with  column 0, 1:  elements 0 1 4 5, rounded and the rest   in thread 0 of the four
 //     row i + 8  with  column 2, 3:  elements 2 3 6 7, rounded and the rest   in thread 1
+//
+// Of codes, these are elements 0 2 4 6 and 1 3 5 7.
 template <typename P> struct Columns {
-  uint32_t x[P::PIECES][2];
+  uint32_t x[P::PIECES][P::ALONG][2];
 
   __device__ __forceinline__ explicit Columns(const float* from) {
     const int column = threadIdx.x % 32 / 4;  // from 4 on, nobody looks
 #pragma unroll
     for (int piece = 0; piece < P::PIECES; piece++) {
-      const float2* pairs = reinterpret_cast<const float2*>(from + Stream::column_of<P>(piece)) + column / 2 % 2;
+      const int first = Stream::column_of<P>(piece);
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float2 pair = pairs[2 * i];
+      for (int i = 0; i < 2 * P::ALONG; i++) {
+        float2 pair = *reinterpret_cast<const float2*>(from + P::place_of(first + 4 * i) + column / 2 % 2 * 2);
+        if (P::CODED) pair.x *= UP, pair.y *= UP;
         __nv_bfloat162 rounded = __float22bfloat162_rn(pair);
         const float2 back = __bfloat1622float2(rounded);
         if (column % 2) rounded = __float22bfloat162_rn(make_float2(pair.x - back.x, pair.y - back.y));
-        x[piece][i] = *reinterpret_cast<const uint32_t*>(&rounded);
+        x[piece][i / 2][i % 2] = *reinterpret_cast<const uint32_t*>(&rounded);
       }
     }
   }
 };
 
-// The parts of a product's sums; `bring(n)` fills the slot of its nth chunk again. Between two products with the same `parts`,
-// all threads must meet once more.
-template <typename P, typename Bring>
-__device__ __forceinline__ void multiply(Stream& stream, const Columns<P>& columns, float (&parts)[P::PARTS][P::APART], Bring bring) {
+// The parts of a product's sums, of which HELD chunks are there already; `bring(n)` fills the slot of its nth chunk again.
+// Between two products with the same `parts`, all threads must meet once more.
+template <typename P, int HELD_, typename Bring>
+__device__ __forceinline__ void multiply(
+    Stream& stream, const Columns<P>& columns, const Chunk<P>* held, float (&parts)[P::PARTS][P::APART], Bring bring) {
   const int t = threadIdx.x, fourth = t % 4;
   float* mine = parts[t / 32 % P::SPLIT * 2 + fourth % 2] + Stream::row_of<P>(0);
 #pragma unroll
   for (int turn = 0; turn < P::TURNS; turn++) {
-    float sums[2][4]{};
+    float sums[HALVES * P::ALONG][4]{};
 #pragma unroll
     for (int piece = 0; piece < P::PIECES; piece++) {
-      uint4 rows[2];
-      stream.take(rows);
-      bring(turn * P::PIECES + piece);
-      stream.advance();
+      const int n = turn * P::PIECES + piece;
+      Chunk<P> chunk;
+      if (n < HELD_) {
+        chunk = held[n];
+      } else {
+        chunk.take(stream);
+        bring(n);
+        stream.advance();
+      }
 #pragma unroll
-      for (int half = 0; half < 2; half++)
-        multiply_add<bf16>(sums[half], {rows[half].x, rows[half].y, rows[half].z, rows[half].w}, columns.x[piece]);
+      for (int i = 0; i < HALVES * P::ALONG; i++) multiply_add<bf16>(sums[i], chunk.matrices[i], columns.x[piece][i % P::ALONG]);
     }
     if (fourth < 2) {
 #pragma unroll
-      for (int half = 0; half < 2; half++)
-        mine[turn * 16 + 8 * half] = fourth == 0 ? sums[half][0] + sums[half][1] : sums[half][2] + sums[half][3];
+      for (int half = 0; half < HALVES; half++) {
+        float sum = 0;
+#pragma unroll
+        for (int i = half * P::ALONG; i < (half + 1) * P::ALONG; i++)
+          sum += fourth == 0 ? sums[i][0] + sums[i][1] : sums[i][2] + sums[i][3];
+        mine[turn * TALL + 8 * half] = sum;
+      }
     }
   }
   __syncthreads();
 }
 
 // Of the product that begins with chunk FIRST of the layer.
-template <typename P, int FIRST>
-__device__ __forceinline__ void multiply_in_layer(Stream& stream, int layer, const float* from, float (&parts)[P::PARTS][P::APART]) {
-  multiply<P>(stream, Columns<P>(from), parts, [&](int n) { stream.bring(FIRST + n + RING, layer); });
+template <int FIRST, typename P, int MOST> __device__ __forceinline__ void hold(Stream& stream, int layer, Held<P, MOST>& held) {
+#pragma unroll
+  for (int n = 0; n < Held<P, MOST>::COUNT; n++) {
+    held.chunks[n].take(stream);
+    stream.bring(FIRST + n + RING, layer);
+    stream.advance();
+  }
+  if (P::CODED && EXPAND_EARLY) {
+#pragma unroll
+    for (int n = 0; n < Held<P, MOST>::COUNT; n++) {
+      const auto& m = held.chunks[n].matrices;
+      compute_here(m[0][0] ^ m[0][1] ^ m[0][2] ^ m[0][3] ^ m[1][0] ^ m[1][1] ^ m[1][2] ^ m[1][3]);
+    }
+  }
+}
+template <int FIRST, typename P, int MOST>
+__device__ __forceinline__ void multiply_in_layer(
+    Stream& stream, int layer, const float* from, const Held<P, MOST>& held, float (&parts)[P::PARTS][P::APART]) {
+  multiply<P, Held<P, MOST>::COUNT>(stream, Columns<P>(from), held.chunks, parts, [&](int n) { stream.bring(FIRST + n + RING, layer); });
 }
 
 // The sum of a row, in all LANES threads of it.
@@ -302,59 +390,114 @@ template <typename P> __device__ __forceinline__ float sum_of(const float (&part
 #pragma unroll
   for (int i = 0; i < P::PARTS; i += P::LANES)
     if (there) sum += parts[i + lane][row];
-  return over_lanes(sum, P::LANES);
+  return over_lanes(sum, P::LANES) * (P::CODED ? BACK : 1);
 }
 
-// The residual stream, every element in every block: a thread has pairs of neighbours.
+// What this block has of the residual stream, which is the same in all clusters: OWN elements, of which a thread has four. The
+// CLUSTERS threads of the same four each wait for another cluster's part of them.
 struct Residual {
-  static constexpr int PAIRS = (HIDDEN / 2 + THREADS - 1) / THREADS;
-  float2 x[PAIRS];
-  __nv_bfloat162 weights[PAIRS];
+  static constexpr int OWN = HIDDEN / CLUSTER, LOOKING = OWN / 4 * CLUSTERS, EACH = (LOOKING + THREADS - 1) / THREADS;
+  static_assert(LOOKING % 32 == 0 && 32 % CLUSTERS == 0, "whole warps look");
+  float4* x;  // [EACH] of this thread, in shared memory: registers are few
+  uint2 weights[EACH];
+  int first;  // of the block's elements
 
-  __device__ __forceinline__ static bool has(int pair) { return pair * THREADS + threadIdx.x < HIDDEN / 2; }
-  __device__ __forceinline__ static int at(int pair) { return pair * THREADS + threadIdx.x; }
+  __device__ __forceinline__ static bool has(int i) { return i * THREADS + threadIdx.x < LOOKING; }
+  __device__ __forceinline__ static int at(int i) { return (i * THREADS + threadIdx.x) / CLUSTERS * 4; }
+  __device__ __forceinline__ static void unpack_four(const uint2& from, float (&to)[4]) {
+    const __nv_bfloat162* pairs = reinterpret_cast<const __nv_bfloat162*>(&from);
+    const float2 low = __bfloat1622float2(pairs[0]), high = __bfloat1622float2(pairs[1]);
+    to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
+  }
 
-  __device__ __forceinline__ void embed(const bf16* row) {
+  __device__ __forceinline__ Residual(float4* all, const bf16* row, int rank) : x(all + threadIdx.x), first(rank * OWN) {
 #pragma unroll
-    for (int i = 0; i < PAIRS; i++)
-      x[i] = has(i) ? __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(row)[at(i)]) : make_float2(0, 0);
+    for (int i = 0; i < EACH; i++) {
+      if (!has(i)) continue;
+      float e[4];
+      unpack_four(*reinterpret_cast<const uint2*>(row + first + at(i)), e);
+      x[i * THREADS] = make_float4(e[0], e[1], e[2], e[3]);
+    }
   }
   __device__ __forceinline__ void bring_weights(const bf16* norm) {
 #pragma unroll
-    for (int i = 0; i < PAIRS; i++)
-      if (has(i)) weights[i] = reinterpret_cast<const __nv_bfloat162*>(norm)[at(i)];
+    for (int i = 0; i < EACH; i++)
+      if (has(i)) weights[i] = *reinterpret_cast<const uint2*>(norm + first + at(i));
   }
-  __device__ __forceinline__ void add(const float* parts) {  // [CLUSTERS, HIDDEN]
+  __device__ __forceinline__ void add(const uint64_t* parts, unsigned mark) {  // [CLUSTERS, HIDDEN]
 #pragma unroll
-    for (int i = 0; i < PAIRS; i++) {
+    for (int i = 0; i < EACH; i++) {
       if (!has(i)) continue;
-      float2 part[CLUSTERS];
-#pragma unroll
-      for (int c = 0; c < CLUSTERS; c++) part[c] = __ldcg(reinterpret_cast<const float2*>(parts + c * HIDDEN) + at(i));
-      float2 sum = part[0];
-#pragma unroll
-      for (int c = 1; c < CLUSTERS; c++) sum.x += part[c].x, sum.y += part[c].y;
-      x[i].x += sum.x, x[i].y += sum.y;
+      float part[4];
+      wait_for_marked(parts + threadIdx.x % CLUSTERS * HIDDEN + first + at(i), mark, part);
+      for (float& each : part) each = over_lanes(each, CLUSTERS);
+      const float4 old = x[i * THREADS];
+      x[i * THREADS] = make_float4(old.x + part[0], old.y + part[1], old.z + part[2], old.w + part[3]);
     }
   }
-  // x times the norm's weights into shared memory; answers 1 / rms(x), which is still to be multiplied with.
-  __device__ __forceinline__ float norm(Shared& shared, float eps) {
-    float squares = 0;
+  // x times the norm's weights, for product P, and the squares of x to all blocks of the cluster, which thereby have all of x.
+  template <typename P> __device__ __forceinline__ void share(Shared& shared) const {
 #pragma unroll
-    for (int i = 0; i < PAIRS; i++) {
+    for (int i = 0; i < EACH; i++) {
       if (!has(i)) continue;
-      squares += x[i].x * x[i].x + x[i].y * x[i].y;
-      const float2 w = __bfloat1622float2(weights[i]);
-      reinterpret_cast<float2*>(shared.x)[at(i)] = make_float2(x[i].x * w.x, x[i].y * w.y);
+      float w[4];
+      unpack_four(weights[i], w);
+      const float4 e = x[i * THREADS];
+      const float squares = e.x * e.x + e.y * e.y + e.z * e.z + e.w * e.w;
+      float4 four = make_float4(e.x * w[0], e.y * w[1], e.z * w[2], e.w * w[3]);
+      if (P::CODED) four = make_float4(four.x, four.z, four.y, four.w);
+      for (int to = threadIdx.x % CLUSTERS; to < CLUSTER; to += CLUSTERS) {
+        send(to, reinterpret_cast<float4*>(shared.x + P::place_of(first + at(i))), four, shared.x_there);
+        send(to, shared.squares + (first + at(i)) / 4, squares, shared.x_there);
+      }
     }
-    squares = over_lanes(squares, 32);
-    if (threadIdx.x % 32 == 0) shared.squares[threadIdx.x / 32] = squares;
-    __syncthreads();
-    float total = 0;
-#pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) total += shared.squares[warp];
-    return rsqrtf(total / HIDDEN + eps);
   }
+};
+
+// Where some warps do not look, those that do begin with it, and hold what they will multiply while what they share is on its
+// way; where all look, that is too short a time.
+#ifndef LOOK_FIRST
+#define LOOK_FIRST (Residual::LOOKING < THREADS)
+#endif
+
+// 1 / rms(x), with which the sums of x times a norm's weights are still to be multiplied.
+__device__ __forceinline__ float norm_factor(const Shared& shared, float eps) {
+  float squares = 0;
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < HIDDEN / 16; i += 32) {
+    const float4 four = reinterpret_cast<const float4*>(shared.squares)[i];
+    squares += four.x + four.y + four.z + four.w;
+  }
+  return rsqrtf(over_lanes(squares, 32) / HIDDEN + eps);
+}
+
+// Of codes, what the sums of this thread's rows are multiplied with in the end; they are on their way before they are needed.
+struct Scales {
+  float qkv = 1, output = 1, gate = 1, up = 1, down = 1;
+
+  template <typename P> __device__ __forceinline__ static float scale_of(const float* scales, int first) {
+    const int row = threadIdx.x / P::LANES;
+    return row < P::SUMS ? __ldg(scales + first + row) : 0;
+  }
+#if CODES
+  __device__ __forceinline__ void bring_attention(const Layer& layer, const Stream& stream) {
+    const int row = threadIdx.x / Qkv::LANES;
+    if (row < Qkv::ROWS) qkv = __ldg(layer.qkv_scale + stream.qkv_row(stream.rank * Qkv::ROWS + row));
+    if (threadIdx.x * 32 < Output::ROWS) fetch_to_l2(layer.output_scale + stream.rank * Output::ROWS + threadIdx.x * 32);
+  }
+  __device__ __forceinline__ void bring_output(const Layer& layer, const Stream& stream) {
+    output = scale_of<Output>(layer.output_scale, stream.rank * Output::ROWS);
+  }
+  __device__ __forceinline__ void bring_mlp(const Layer& layer, const Stream& stream) {
+    const int first = stream.cluster * UNITS + stream.rank * MY_UNITS;
+    gate = scale_of<GateUp>(layer.gate_up_scale, first), up = scale_of<GateUp>(layer.gate_up_scale, INTERMEDIATE + first);
+    down = scale_of<Down>(layer.down_scale, stream.rank * Down::ROWS);
+  }
+#else
+  __device__ __forceinline__ void bring_attention(const Layer&, const Stream&) {}
+  __device__ __forceinline__ void bring_output(const Layer&, const Stream&) {}
+  __device__ __forceinline__ void bring_mlp(const Layer&, const Stream&) {}
+#endif
 };
 
 // What a thread knows of attention from the beginning: its lane's part of the angles, and which keys are its warp's.
@@ -362,11 +505,8 @@ struct Attention {
   static constexpr int TURNED = HEAD_DIM / 64;        // pairs of a lane
   static constexpr int LANES = HEAD_DIM / 8;          // to a key
   static constexpr int AT_ONCE = THREADS / LANES;     // keys of a block
-  static constexpr int AHEAD = KEYS > 1 ? 0 : 2;  // rounds of keys loaded before the queries are there
-  float cos[TURNED], sin[TURNED], norm[2 * TURNED];
   int position, from, to;
   int new_slot, ahead[AHEAD + 1];  // places in the pool, in tokens
-  uint4 key[AHEAD + 1], value[AHEAD + 1];
 
   __device__ __forceinline__ static int element() { return threadIdx.x % LANES * 8; }
   __device__ __forceinline__ int place(int round) const { return from + round * AT_ONCE + static_cast<int>(threadIdx.x) / LANES; }
@@ -377,47 +517,41 @@ struct Attention {
     return ((layer * step.pool * step.page + slot) * KV_HEADS + head) * HEAD_DIM + element();
   }
 
-  __device__ Attention(const Step& step, int rank, int first_key) {
+  __device__ Attention(Shared& shared, const Step& step, int rank, int first_key) {
     position = static_cast<int>(*step.length) - 1;
     const int piece = (position + CLUSTER - 1) / CLUSTER;
     from = min(rank * piece, position), to = min(from + piece, position);
     new_slot = slot_of(step, position);
     for (int round = 0; round < AHEAD; round++)
       ahead[round] = place(round) < to ? slot_of(step, place(round)) : 0;
-    for (int i = 0; i < TURNED; i++) {
-      cos[i] = step.cos[static_cast<int64_t>(position) * (HEAD_DIM / 2) + threadIdx.x % 32 + 32 * i];
-      sin[i] = step.sin[static_cast<int64_t>(position) * (HEAD_DIM / 2) + threadIdx.x % 32 + 32 * i];
+    if (const int i = threadIdx.x; i < HEAD_DIM / 2) {
+      shared.cos[i] = step.cos[static_cast<int64_t>(position) * (HEAD_DIM / 2) + i];
+      shared.sin[i] = step.sin[static_cast<int64_t>(position) * (HEAD_DIM / 2) + i];
     }
   }
 
-  // Send off the first keys and values of a layer (of its first head of keys, where there are several), and the weights of
-  // the norms of queries and keys.
-  __device__ __forceinline__ void bring(const Step& step, const Layer& weights, int layer, int first_key) {
+  // Send off the first keys and values of a layer (of its first head of keys, where there are several): a group of copies
+  // that is the thread's own, as the ring's are, ahead of all that are brought while it takes the chunks of Qkv.
+  __device__ __forceinline__ void bring(Shared& shared, const Step& step, int layer, int first_key) {
 #pragma unroll
     for (int round = 0; round < AHEAD; round++) {
       if (place(round) >= to) continue;
       const int64_t at = offset(step, layer, ahead[round], first_key);
-      key[round] = *reinterpret_cast<const uint4*>(step.keys + at);
-      value[round] = *reinterpret_cast<const uint4*>(step.values + at);
+      copy_16_aside(&shared.keys[round][threadIdx.x], step.keys + at);
+      copy_16_aside(&shared.values[round][threadIdx.x], step.values + at);
     }
+    if (AHEAD > 0) close_group_aside();
     if (element() % 64 == 0) {  // of the others, 128 bytes at a time, only as far as the L2
       for (int round = AHEAD; place(round) < to; round++) {
         const int64_t at = offset(step, layer, slot_of(step, place(round)), first_key);
         fetch_to_l2(step.keys + at), fetch_to_l2(step.values + at);
       }
     }
-    const int warp = threadIdx.x / 32;
-    if (QK_NORM && warp < QUERIES + KEYS) {
-      const bf16* of_head = warp < QUERIES ? weights.q_norm : weights.k_norm;
-#pragma unroll
-      for (int i = 0; i < 2 * TURNED; i++)
-        norm[i] = __bfloat162float(of_head[threadIdx.x % 32 + 32 * i]);
-    }
   }
 
   // Queries and keys, a head to a warp: normalised, turned, and the queries scaled for powers of two. A lane has elements
   // lane, lane + 32, …, of which those half a head apart are turned together.
-  __device__ __forceinline__ void turn(Shared& shared, const Step& step) const {
+  __device__ __forceinline__ void turn(Shared& shared, const Step& step, int layer) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp >= QUERIES + KEYS) return;
     float x[2 * TURNED], squares = 0;
@@ -429,11 +563,13 @@ struct Attention {
     if (QK_NORM) {
       const float scale = rsqrtf(over_lanes(squares, 32) / HEAD_DIM + step.eps);
 #pragma unroll
-      for (int i = 0; i < 2 * TURNED; i++) x[i] *= scale * norm[i];
+      for (int i = 0; i < 2 * TURNED; i++)
+        x[i] *= scale * __bfloat162float(shared.head_norms[layer][warp >= QUERIES][lane + 32 * i]);
     }
 #pragma unroll
     for (int i = 0; i < TURNED; i++) {
-      const float low = x[i] * cos[i] - x[i + TURNED] * sin[i], high = x[i + TURNED] * cos[i] + x[i] * sin[i];
+      const float cos = shared.cos[lane + 32 * i], sin = shared.sin[lane + 32 * i];
+      const float low = x[i] * cos - x[i + TURNED] * sin, high = x[i + TURNED] * cos + x[i] * sin;
       if (warp < QUERIES) {
         const float scale = step.scale * 1.4426950408889634f;
         shared.q[warp][lane + 32 * i] = low * scale, shared.q[warp][lane + 32 * (i + TURNED)] = high * scale;
@@ -492,9 +628,11 @@ struct Attention {
         *reinterpret_cast<uint4*>(step.values + at) = packed_value;
       }
     }
+    if (AHEAD > 0) wait_aside_for_all_but<Qkv::CHUNKS>();
 #pragma unroll
     for (int round = 0; round < AHEAD; round++)
-      if (from + round * AT_ONCE < to) meet_kept(key[round], value[round], place(round) < to);
+      if (from + round * AT_ONCE < to)
+        meet_kept(load_16_aside(&shared.keys[round][threadIdx.x]), load_16_aside(&shared.values[round][threadIdx.x]), place(round) < to);
     for (int round = AHEAD; from + round * AT_ONCE < to; round++) {
       const bool there = place(round) < to;
       uint4 packed_key{}, packed_value{};
@@ -567,14 +705,15 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
   const int rank = cluster.block_rank(), number = blockIdx.x / CLUSTER, first_key = number * QUERIES / SHARE;
   const int t = threadIdx.x;
   const bool last = rank == CLUSTER - 1, keeps = number * QUERIES % SHARE == 0;
-  float* output_parts = step.parts + number * HIDDEN;
-  float* down_parts = output_parts + CLUSTERS * HIDDEN;
+  uint64_t* output_parts = step.parts + number * HIDDEN;
+  uint64_t* down_parts = output_parts + CLUSTERS * HIDDEN;
   Received& received = shared.received;
-  Grid grid{step.arrived, 0};
+  const unsigned marked = *step.marked;
+  constexpr int X_BYTES = sizeof(shared.x) + sizeof(shared.squares);
 
   for (int i = t; i < LAYERS; i += THREADS) shared.layers[i] = step.layers[i];
   if (t == 0) {
-    for (Barrier* each : {&shared.qkv_there, &shared.seen_there, &shared.units_there}) each->begin(1);
+    for (Barrier* each : {&shared.x_there, &shared.qkv_there, &shared.seen_there, &shared.units_there}) each->begin(1);
     barriers_begun();
   }
   __syncthreads();
@@ -584,30 +723,47 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
     stream.bring(n, 0);
     stream.advance();
   }
-  Residual residual;
-  residual.embed(step.embedding + *step.ids * HIDDEN);
-  Attention attention(step, rank, first_key);
+  Residual residual(shared.residual, step.embedding + *step.ids * HIDDEN, rank);
+  Attention attention(shared, step, rank, first_key);
   residual.bring_weights(shared.layers[0].attention_norm);
-  attention.bring(step, shared.layers[0], 0, first_key);
+  attention.bring(shared, step, 0, first_key);
+  if (QK_NORM) {
+    constexpr int EACH = HEAD_DIM / 8;  // 16 bytes
+    for (int i = t; i < 2 * EACH * LAYERS; i += THREADS) {
+      const Layer& layer = shared.layers[i / (2 * EACH)];
+      const uint4* norm = reinterpret_cast<const uint4*>(i / EACH % 2 ? layer.k_norm : layer.q_norm);
+      reinterpret_cast<uint4*>(shared.head_norms)[i] = norm[i % EACH];
+    }
+  }
+  Scales scales;
+  scales.bring_attention(shared.layers[0], stream);
+  Held<Qkv, HELD_QKV> of_qkv;
+  hold<0>(stream, 0, of_qkv);
   cluster.sync();  // all have begun, and can be sent to
+  residual.share<Qkv>(shared);
 
   for (int layer = 0; layer < LAYERS; layer++) {
     const uint32_t round = layer % 2;
-    float scale = residual.norm(shared, step.eps);
-    multiply_in_layer<Qkv, 0>(stream, layer, shared.x, shared.parts.qkv);
+    const unsigned mark = marked + layer + 1;
+    shared.x_there.wait_for(X_BYTES, 0);
+    float scale = norm_factor(shared, step.eps);
+    multiply_in_layer<0>(stream, layer, shared.x, of_qkv, shared.parts.qkv);
     {
       const int row = t / Qkv::LANES;
-      const float sum = sum_of<Qkv>(shared.parts.qkv, row, row < Qkv::ROWS) * scale;
+      const float sum = sum_of<Qkv>(shared.parts.qkv, row, row < Qkv::ROWS) * scale * scales.qkv;
       for (int to = t % Qkv::LANES; row < Qkv::ROWS && to < CLUSTER; to += Qkv::LANES)
         send(to, &received.qkv[rank * Qkv::ROWS + row], sum, shared.qkv_there);
     }
     shared.qkv_there.wait_for(sizeof(received.qkv), round);
 
-    attention.turn(shared, step);
+    attention.turn(shared, step, layer);
     __syncthreads();
     for (int head = 0; head < KEYS; head++) attention.see(shared, step, layer, head, first_key, last, keeps);
     __syncthreads();
     send_seen(shared, rank);
+    scales.bring_output(shared.layers[layer], stream);
+    Held<Output, HELD_OUTPUT> of_output;
+    hold<OUTPUT_AT>(stream, layer, of_output);
     shared.seen_there.wait_for(CLUSTER * (SEEN + 2 * QUERIES) * sizeof(float), round);
     for (int e = t; e < SEEN; e += THREADS) {
       float top, sum, total;
@@ -616,52 +772,66 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step_kernel(const __grid_co
         const auto& block = received.of_block[i];
         return Seen{block.seen[e], block.largest[query], block.sums[query]};
       }, top, sum, total);
-      shared.attended[e] = total / sum;
+      shared.attended[Output::place_of(e)] = total / sum;
     }
     __syncthreads();
-    multiply_in_layer<Output, OUTPUT_AT>(stream, layer, shared.attended, shared.parts.output);
+    multiply_in_layer<OUTPUT_AT>(stream, layer, shared.attended, of_output, shared.parts.output);
     {
       const int row = t / Output::LANES;
-      const float sum = sum_of<Output>(shared.parts.output, row, row < Output::ROWS);
-      if (row < Output::ROWS && t % Output::LANES == 0) output_parts[rank * Output::ROWS + row] = sum;
+      const float sum = sum_of<Output>(shared.parts.output, row, row < Output::ROWS) * scales.output;
+      if (row < Output::ROWS && t % Output::LANES == 0) put_marked(output_parts + rank * Output::ROWS + row, sum, mark);
     }
-    grid.arrive();
     residual.bring_weights(shared.layers[layer].mlp_norm);
-    grid.wait();
+    scales.bring_mlp(shared.layers[layer], stream);
+    Held<GateUp, HELD_GATE_UP> of_gate_up;
+    if (!LOOK_FIRST) hold<GATE_UP_AT>(stream, layer, of_gate_up);
+    residual.add(step.parts, mark);
+    residual.share<GateUp>(shared);
+    if (LOOK_FIRST) hold<GATE_UP_AT>(stream, layer, of_gate_up);
+    shared.x_there.wait_for(X_BYTES, 1);
 
-    residual.add(step.parts);
-    scale = residual.norm(shared, step.eps);
-    multiply_in_layer<GateUp, GATE_UP_AT>(stream, layer, shared.x, shared.parts.gate_up);
+    scale = norm_factor(shared, step.eps);
+    multiply_in_layer<GATE_UP_AT>(stream, layer, shared.x, of_gate_up, shared.parts.gate_up);
     {
       const int unit = t / GateUp::LANES;
-      const float gate = sum_of<GateUp>(shared.parts.gate_up, unit, unit < MY_UNITS) * scale;
-      const float up = sum_of<GateUp>(shared.parts.gate_up, MY_UNITS + unit, unit < MY_UNITS) * scale;
+      const float gate = sum_of<GateUp>(shared.parts.gate_up, unit, unit < MY_UNITS) * scale * scales.gate;
+      const float up = sum_of<GateUp>(shared.parts.gate_up, MY_UNITS + unit, unit < MY_UNITS) * scale * scales.up;
       for (int to = t % GateUp::LANES; unit < MY_UNITS && to < CLUSTER; to += GateUp::LANES)
-        send(to, &received.units[rank * MY_UNITS + unit], gate / (1 + __expf(-gate)) * up, shared.units_there);
+        send(to, &received.units[Down::place_of(rank * MY_UNITS + unit)], gate / (1 + __expf(-gate)) * up, shared.units_there);
     }
+    Held<Down, HELD_DOWN> of_down;
+    hold<DOWN_AT>(stream, layer, of_down);
     shared.units_there.wait_for(sizeof(received.units), round);
 
-    multiply_in_layer<Down, DOWN_AT>(stream, layer, received.units, shared.parts.down);
+    multiply_in_layer<DOWN_AT>(stream, layer, received.units, of_down, shared.parts.down);
     {
       const int row = t / Down::LANES;
-      const float sum = sum_of<Down>(shared.parts.down, row, row < Down::ROWS);
-      if (row < Down::ROWS && t % Down::LANES == 0) down_parts[rank * Down::ROWS + row] = sum;
+      const float sum = sum_of<Down>(shared.parts.down, row, row < Down::ROWS) * scales.down;
+      if (row < Down::ROWS && t % Down::LANES == 0) put_marked(down_parts + rank * Down::ROWS + row, sum, mark);
     }
-    grid.arrive();
     if (layer + 1 < LAYERS) {
       residual.bring_weights(shared.layers[layer + 1].attention_norm);
-      attention.bring(step, shared.layers[layer + 1], layer + 1, first_key);
+      attention.bring(shared, step, layer + 1, first_key);
+      scales.bring_attention(shared.layers[layer + 1], stream);
+      if (!LOOK_FIRST) hold<0>(stream, layer + 1, of_qkv);
     } else {
       residual.bring_weights(step.norm);
     }
-    grid.wait();
-    residual.add(step.parts + CLUSTERS * HIDDEN);
+    residual.add(step.parts + CLUSTERS * HIDDEN, mark);
+    if (layer + 1 == LAYERS) {
+      residual.share<Head>(shared);
+    } else {
+      residual.share<Qkv>(shared);
+      if (LOOK_FIRST) hold<0>(stream, layer + 1, of_qkv);
+    }
   }
+  if (blockIdx.x == 0 && t == 0) *step.marked = marked + LAYERS;  // all have begun with what it was
 
-  const float scale = residual.norm(shared, step.eps);
+  shared.x_there.wait_for(X_BYTES, 0);
+  const float scale = norm_factor(shared, step.eps);
   const Columns<Head> columns(shared.x);
   for (int turn = 0; turn < HEAD_TURNS; turn++) {
-    multiply<Head>(stream, columns, shared.parts.head[turn % 2], [&](int n) { stream.bring_head(n + RING, turn); });
+    multiply<Head, 0>(stream, columns, nullptr, shared.parts.head[turn % 2], [&](int n) { stream.bring_head(n + RING, turn); });
     const int row = t / Head::LANES;
     const float sum = sum_of<Head>(shared.parts.head[turn % 2], row, row < Head::ROWS);
     const int64_t at = Stream::head_row(turn) + row;
@@ -697,15 +867,14 @@ EXPORT decode_step_fits(cudaStream_t stream) {
 EXPORT decode_step(
     const void* layers, const void* embedding, const void* head, const void* norm, const void* cos, const void* sin,
     const void* ids, const void* length, const void* pages, void* keys, void* values, void* parts, void* logits,
-    void* arrived, int64_t pool, int64_t page, double eps, double scale, cudaStream_t stream) {
+    void* marked, int64_t pool, int64_t page, double eps, double scale, cudaStream_t stream) {
   Step step{
       static_cast<const Layer*>(layers), static_cast<const bf16*>(embedding), static_cast<const bf16*>(head),
       static_cast<const bf16*>(norm), static_cast<const float*>(cos), static_cast<const float*>(sin),
       static_cast<const int64_t*>(ids), static_cast<const int64_t*>(length), static_cast<const int64_t*>(pages),
-      static_cast<bf16*>(keys), static_cast<bf16*>(values), static_cast<float*>(parts), static_cast<float*>(logits),
-      static_cast<unsigned*>(arrived), pool, static_cast<int>(page), static_cast<float>(eps), static_cast<float>(scale)};
+      static_cast<bf16*>(keys), static_cast<bf16*>(values), static_cast<uint64_t*>(parts), static_cast<float*>(logits),
+      static_cast<unsigned*>(marked), pool, static_cast<int>(page), static_cast<float>(eps), static_cast<float>(scale)};
   Launch launch(stream);
-  cudaError_t error = cudaMemsetAsync(arrived, 0, sizeof(unsigned), stream);
-  if (error == cudaSuccess) error = cudaLaunchKernelEx(&launch.config, decode_step_kernel, step);
+  const cudaError_t error = cudaLaunchKernelEx(&launch.config, decode_step_kernel, step);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

@@ -27,6 +27,7 @@ class DecoderShape:
     intermediate: int
     vocabulary: int
     qk_norm: bool
+    codes: bool = False  # of float8_e4m3fn, a scale for each row, in the linear layers but the head
 
     def constants(self, cluster: int, clusters: int) -> dict[str, int]:
         """The macros of decode_step.cu."""
@@ -34,11 +35,12 @@ class DecoderShape:
         return sizes | dict(CLUSTER=cluster, CLUSTERS=clusters)
 
 
-def divides(rows: float, columns: float) -> bool:
-    """Whether `Product<rows, columns>` in decode_step.cu gives every warp as much."""
-    patches = columns / 32
+def divides(rows: float, columns: float, codes: bool = False) -> bool:
+    """Whether a `Product` of these rows and columns in decode_step.cu gives every warp as much."""
+    tall, wide = (8, 64) if codes else (16, 32)
+    patches = columns / wide
     split = next((split for split in (16, 8, 4, 2, 1) if patches % split == 0), 0)
-    return rows > 0 and split > 0 and rows * split % (16 * WARPS) == 0
+    return rows > 0 and split > 0 and rows * split % (tall * WARPS) == 0
 
 
 def layouts_of(shape: DecoderShape) -> list[tuple[int, int]]:
@@ -60,7 +62,7 @@ def is_even(shape: DecoderShape, cluster: int, clusters: int) -> bool:
         (2 * units / cluster, shape.hidden),
         (shape.hidden / cluster, units),
     )
-    return queries + keys <= WARPS and all(divides(*product) for product in products)
+    return queries + keys <= WARPS and all(divides(rows, columns, shape.codes) for rows, columns in products)
 
 
 def shape_refused(shape: DecoderShape) -> str:
@@ -84,8 +86,8 @@ def device_refused(device: torch.device) -> str:
 
 class DecodeStep:
     """The step of one model. `layers` hold, for each: the weights of qkv, output, gate_up and down, then those of the norms
-    before attention and feed-forward, and of queries and keys, or None. All are bfloat16 and contiguous, and must stay where
-    they are."""
+    before attention and feed-forward, and of queries and keys, or None; of codes, then the scales [rows] of the four weights,
+    in float32. All else is bfloat16. All are contiguous, on 16 bytes, and must stay where they are."""
 
     def __init__(
         self,
@@ -106,8 +108,9 @@ class DecodeStep:
         addresses = [[0 if each is None else each.data_ptr() for each in layer] for layer in layers]
         self.table = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.kept = layers, embedding, head, norm
-        self.parts = torch.zeros(2, clusters, shape.hidden, device=device)
-        self.arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        # What blocks tell each other, each number with the mark of its step and layer, and the last mark of all.
+        self.parts = torch.zeros(2, clusters, shape.hidden, dtype=torch.int64, device=device)
+        self.marked = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(
         self, ids: Tensor, length: Tensor, pages: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor
@@ -121,7 +124,7 @@ class DecodeStep:
         logits = torch.empty(1, self.shape.vocabulary, device=embedding.device)
         call(
             self.functions.decode_step, embedding.device, self.table, embedding, head, norm, cos, sin, ids, length,
-            pages, keys, values, self.parts, logits, self.arrived, keys.shape[1], keys.shape[2], self.eps, self.scale,
+            pages, keys, values, self.parts, logits, self.marked, keys.shape[1], keys.shape[2], self.eps, self.scale,
         )  # fmt: skip
         return logits
 

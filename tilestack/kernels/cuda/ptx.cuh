@@ -30,6 +30,12 @@ __device__ inline void fetch_to_l2(const void* line) { asm volatile("prefetch.gl
 __device__ inline void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ inline void wait_for_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
+// Has what a word is made of computed ahead of all that follows: arithmetic is moved behind a wait otherwise, to where it is
+// used. (The word must never be this one.)
+__device__ inline void compute_here(uint32_t word) {
+  asm volatile("{ .reg .pred never; setp.eq.u32 never, %0, 0x0f0f0f0f; @never trap; }" ::"r"(word));
+}
+
 // Four 8 x 8 matrices of halves for tensor cores; lane i gives the address of row i % 8 of matrix i / 8.
 __device__ inline void load_matrices(uint32_t (&to)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -140,14 +146,20 @@ __device__ inline void send(int rank, float4* to, const float4& value, Barrier& 
 }
 #endif
 
-// One more on a counter in global memory, behind all that was written before; and a look at it, ahead of all reads after.
-__device__ inline void count_up(unsigned* counter) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+// Numbers in global memory for other blocks, each with a mark in the same word: whoever finds the mark has the number, and
+// nothing else need be in order. Takes four, on 16 bytes, as soon as all have the mark.
+__device__ inline void put_marked(uint64_t* to, float value, unsigned mark) {
+  asm volatile("{ .reg .b64 word; mov.b64 word, {%1, %2};\n"
+               "st.relaxed.gpu.global.b64 [%0], word; }" ::"l"(to), "f"(value), "r"(mark) : "memory");
 }
-__device__ inline unsigned look_at(const unsigned* counter) {
-  unsigned seen;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-  return seen;
+__device__ inline void wait_for_marked(const uint64_t* from, unsigned mark, float (&to)[4]) {
+  unsigned marks[4];
+  do {
+    for (int i = 0; i < 4; i += 2)
+      asm volatile("{ .reg .b64 first, second; ld.relaxed.gpu.global.v2.b64 {first, second}, [%4];\n"
+                   "mov.b64 {%0, %1}, first; mov.b64 {%2, %3}, second; }"
+                   : "=f"(to[i]), "=r"(marks[i]), "=f"(to[i + 1]), "=r"(marks[i + 1]) : "l"(from + i) : "memory");
+  } while (marks[0] != mark || marks[1] != mark || marks[2] != mark || marks[3] != mark);
 }
 // Whether all other blocks of so many have been here, and what they wrote before can be read; the last sets the counter back.
 __device__ inline bool comes_last(unsigned* counter, unsigned blocks) {
