@@ -43,8 +43,12 @@ def test_it_stands_beside_the_others_and_says_why_it_cannot_run(operator, backen
         "linear": (torch.ones(2, 2), torch.ones(2, 2)),
         "linear_weight_only": (torch.ones(2, 16).half(), torch.ones(2, 16, dtype=torch.int8), torch.ones(2, 1)),
         "paged_attention": (
-            torch.ones(1, 1, 64), *2 * [torch.ones(1, 16, 1, 64)], torch.zeros(1, 1, dtype=torch.int64),
-            torch.ones(1, dtype=torch.int64), torch.arange(2), 1,
+            torch.ones(1, 1, 64),
+            *2 * [torch.ones(1, 16, 1, 64)],
+            torch.zeros(1, 1, dtype=torch.int64),
+            torch.ones(1, dtype=torch.int64),
+            torch.arange(2),
+            1,
         ),
     }[operator]
     reason = f"{operator} cannot run on {backend}: CUDA C\\+\\+ kernels need a CUDA tensor, not one on cpu; torch, "
@@ -224,7 +228,8 @@ def constants_of(source):
         wide, small = dict(GROUP=8, WARPS=4), dict(DIM=64, GROUP=1, HALF=2, LONG=0, SLOTS=6)
         kinds = {"usual": usual, "wide": usual | wide, "small": usual | small}
         return {name: (given, (80, 90)) for name, given in kinds.items()} | {
-            f"fp8 {name}": (codes | given, (90,)) for name, given in dict(usual={}, wide=wide, float16=dict(HALF=2)).items()
+            f"fp8 {name}": (codes | given, (90,))
+            for name, given in dict(usual={}, wide=wide, float16=dict(HALF=2)).items()
         }
     if source.stem != "decode_step":
         return {"": ({}, (80, 90))}
@@ -245,13 +250,10 @@ def constants_of(source):
 
 
 SPILLS_OWED = {
-    "decode_step qwen3 8": 28,
-    "decode_step qwen3 half": 16,
-    "decode_step qwen3 fp8": 28,
-    "decode_step qwen3 fp8 half": 28,
-    "decode_step llama": 8,
-    "decode_step llama half": 160,
-    "decode_step llama fp8": 88,
+    "decode_step qwen3 fp8": 60,
+    "decode_step qwen3 fp8 half": 20,
+    "decode_step llama fp8": 100,
+    "decode_step llama half": 8,
 }  # bytes, not yet cured: 128 registers are few there
 COMPILED = {f"{source.stem} {name}".strip(): (source, *given) for source in SOURCES for name, given in constants_of(source).items()}  # fmt: skip
 

@@ -33,23 +33,6 @@
 // warps and their sums added up; a norm's factor is multiplied in after.
 //
 // Shapes, as macros: LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY, QK_NORM, CODES, CLUSTER, CLUSTERS.
-// How it goes about it: HELD_…, chunks of each product, as many as there are registers for; EXPAND_EARLY, whether held codes are
-// made numbers ahead of a wait; LOOK_FIRST (see Residual).
-#ifndef HELD_QKV
-#define HELD_QKV (CODES ? 2 : 3)
-#endif
-#ifndef EXPAND_EARLY
-#define EXPAND_EARLY 1
-#endif
-#ifndef HELD_OUTPUT
-#define HELD_OUTPUT 2
-#endif
-#ifndef HELD_GATE_UP
-#define HELD_GATE_UP 6
-#endif
-#ifndef HELD_DOWN
-#define HELD_DOWN 3
-#endif
 #include <cooperative_groups.h>
 
 #include "ptx.cuh"
@@ -288,7 +271,9 @@ template <typename P> struct Chunk {
   }
 };
 
-// The first chunks of a product, MOST at most.
+// The first chunks of a product, MOST at most: of each as many as were fastest, which of queries, keys and values, that wait
+// longest, are none, or two of codes.
+constexpr int HELD_QKV = CODES ? 2 : 0, HELD_OUTPUT = 2, HELD_GATE_UP = 6, HELD_DOWN = 3;
 template <typename P, int MOST> struct Held {
   static constexpr int COUNT = P::CHUNKS < MOST ? P::CHUNKS : MOST;
   Chunk<P> chunks[COUNT > 0 ? COUNT : 1];
@@ -369,7 +354,7 @@ template <int FIRST, typename P, int MOST> __device__ __forceinline__ void hold(
     stream.bring(FIRST + n + RING, layer);
     stream.advance();
   }
-  if (P::CODED && EXPAND_EARLY) {
+  if (P::CODED) {  // and make numbers of them, which the compiler would do after the wait
 #pragma unroll
     for (int n = 0; n < Held<P, MOST>::COUNT; n++) {
       const auto& m = held.chunks[n].matrices;
@@ -455,10 +440,8 @@ struct Residual {
 };
 
 // Where some warps do not look, those that do begin with it, and hold what they will multiply while what they share is on its
-// way; where all look, that is too short a time.
-#ifndef LOOK_FIRST
-#define LOOK_FIRST (Residual::LOOKING < THREADS)
-#endif
+// way; where all look, that is too short a time, and so it is where codes have to become numbers.
+constexpr bool LOOK_FIRST = !CODES && Residual::LOOKING < THREADS;
 
 // 1 / rms(x), with which the sums of x times a norm's weights are still to be multiplied.
 __device__ __forceinline__ float norm_factor(const Shared& shared, float eps) {
