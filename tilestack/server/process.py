@@ -1,7 +1,8 @@
 """The server as a process: it says where it listens, and ends in order.
 
 The first SIGTERM or Ctrl-C turns new requests away and gives running ones their time; the process then ends with 0. A
-second ends it at once. An engine that is lost ends it as the first does, and is no signal: one may well follow.
+second ends it at once. An engine that is lost ends it too, and is no signal: one may well follow. In a process of its own
+(apart.py) the server hears no signals, and its engine says when to end.
 """
 
 import errno
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import uvicorn
 
@@ -21,7 +22,8 @@ from tilestack.server.request_log import log, log_to_stderr
 from tilestack.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from tilestack.engine import AsyncEngine
+    from tilestack.engine import Engine
+    from tilestack.engine.remote import ServedEngine
 
 BACKLOG = 2048  # connections that wait to be taken
 GRACE = 2.0  # seconds for answers that were ended to reach their clients
@@ -36,10 +38,10 @@ class DrainingServer(uvicorn.Server):
         drain: Drain,
         seconds: float,
         ready: Callable[[], None],
-        lost: Callable[[], bool] = lambda: False,
+        engine: "ServedEngine",
     ):
         super().__init__(config)
-        self.drain, self.seconds, self.ready, self.lost = drain, seconds, ready, lost
+        self.drain, self.seconds, self.ready, self.engine = drain, seconds, ready, engine
         self.asked = False  # to end, by a signal
         self.until = 0.0  # when running requests have had their time
         self.cancelled = 0.0  # when those that were left were ended
@@ -53,18 +55,21 @@ class DrainingServer(uvicorn.Server):
         if self.asked:
             os._exit(128 + sig)
         self.asked = True
-        self.begin_drain()
+        self.begin_drain(self.seconds)
 
-    def begin_drain(self) -> None:
+    def begin_drain(self, seconds: float) -> None:
         if self.drain.begun:
             return
         self.drain.begun = True
-        self.until = time.monotonic() + self.seconds
-        log.info("ending", extra={"fields": {"running": self.drain.requests, "drain_seconds": self.seconds}})
+        self.until = time.monotonic() + seconds
+        log.info("ending", extra={"fields": {"running": self.drain.requests, "drain_seconds": seconds}})
 
     async def on_tick(self, counter: int) -> bool:
-        if self.lost():
-            self.begin_drain()
+        if self.engine.lost is not None:
+            self.begin_drain(0.0)  # there is nothing to wait for
+            self.until = 0.0
+        elif self.engine.ending:
+            self.begin_drain(self.seconds)
         if self.drain.begun and not self.should_exit:
             now = time.monotonic()
             if now > self.until:
@@ -101,14 +106,31 @@ def address_to_open(address: str) -> str:
     return address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
+class ServerHere:
+    """The server in the engine's own process, where a debugger sees both."""
+
+    def __init__(self, settings: ServerSettings):
+        self.settings, self.listening = settings, listen(settings)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.listening.close()
+
+    def run(self, engine: "Engine", name: str, greet: Callable[[str], None]) -> None:
+        from tilestack.engine import AsyncEngine
+
+        run_server(AsyncEngine(engine, name), self.settings, self.listening, greet)
+
+
 def run_server(
-    engine: "AsyncEngine",
+    engine: "ServedEngine",
     settings: ServerSettings,
     listening: socket.socket,
     greet: Callable[[str], None] = lambda address: None,
-    lost: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Serve until a signal comes, or the engine is lost; `greet` is called with the address when requests are taken.
+    """Serve until a signal comes, or the engine is lost or wants it; `greet` is called with the address when requests are taken.
 
     uvicorn reads requests with httptools and waits with uvloop where they are installed, else more slowly with Python alone.
     """
@@ -131,7 +153,7 @@ def run_server(
         log.info("listening", extra={"fields": {"address": address, "model": app.state.service.name}})
         greet(address)
 
-    server = DrainingServer(config, app.state.service.drain, settings.drain, ready, lost)
+    server = DrainingServer(config, app.state.service.drain, settings.drain, ready, engine)
     server.run(sockets=[listening])
     if not server.started:
         sys.exit(1)
